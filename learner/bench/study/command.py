@@ -116,7 +116,8 @@ def tell(queue: Queue, table: BenchTable) -> None:
     found = {run.name: queue.outcome_of(run) for run in study.runs()}
     outcomes = [each for each in found.values() if each is not None]
     for each in outcomes:
-        note = f"seed {each.seed}, {each.cpu_s:.0f} CPU s"
+        taken = f"{each.cpu_s:.0f} CPU s" if each.cpu_s else "CPU not measured"
+        note = f"seed {each.seed}, {taken}"
         table.figure(f"{each.arm}, seed {each.seed}: success after", each.after, "", note)
     for name, why in list(queue.failed.items())[:NUM_SHOWN]:
         table.fail(name, why)

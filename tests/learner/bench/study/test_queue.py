@@ -1,5 +1,6 @@
 """Laws of the queue of a study: what is done stays done, what is the same is made once."""
 
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +10,8 @@ import pytest
 
 from common.config.evaluation import StudySection
 from common.errors import ConfigError, LongstrideError
-from learner.bench.study.command import _start
+from common.report.bench_table import BenchTable
+from learner.bench.study.command import _start, tell
 from learner.bench.study.outcome import Outcome, begin, load_outcome
 from learner.bench.study.plan import Arm, Does, Run, Study, lag_arms, names, read_study
 from learner.bench.study.queue import Queue, Stopped
@@ -72,6 +74,19 @@ def test_failed_run_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     assert queue.failed == {"1-seed0": "1-seed0 broke"}
     assert len(recorder.made) == 6
     assert [run.name for run in make_queue(tmp_path, recorder).todo()] == ["1-seed0"]
+
+
+def test_processor_seconds_that_nobody_measured_are_not_told_as_none(tmp_path: Path) -> None:
+    def measured(run: Run, _: Path) -> tuple[Outcome, bool]:
+        return replace(outcome_of(run), cpu_s=61.4 * run.seed), True
+
+    queue = make_queue(tmp_path, Recorder())
+    queue.perform = dict.fromkeys(Does, measured)
+    queue.section = replace(queue.section, only=["1"])
+    queue.work()
+    table = BenchTable(out=io.StringIO())
+    tell(queue, table)
+    assert [row.note for row in table.rows] == ["seed 0, CPU not measured", "seed 1, 61 CPU s"]
 
 
 def test_arms_with_equal_overrides_are_one_run(tmp_path: Path) -> None:
