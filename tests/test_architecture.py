@@ -1,6 +1,7 @@
 """The laws of the code's shape: who imports whom, how long things get, what lies where."""
 
 import ast
+import importlib
 import os
 import statistics
 import subprocess
@@ -216,3 +217,16 @@ def test_help_imports_no_heavy_library_and_answers_within_a_second() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_what_an_example_imports_from_the_product_is_there() -> None:
+    missing: list[str] = []
+    for path in sorted((ROOT / "docs").rglob("*.py")):
+        for node in ast.walk(ast.parse(_text(path))):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            if node.module.partition(".")[0] in PACKAGES:
+                module = importlib.import_module(node.module)
+                lacks = [each.name for each in node.names if not hasattr(module, each.name)]
+                missing += [f"{path.name}: {node.module}.{name}" for name in lacks]
+    assert missing == []

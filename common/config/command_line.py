@@ -31,7 +31,7 @@ COMMANDS = {
 }
 # Suites that train: they take key=value, study.* among them, and --dry-run.
 STUDIES = (
-    *("algorithms", "recipes", "credit", "context", "branches", "branches-long"),
+    *("algorithms", "limits", "recipes", "credit", "context", "branches", "branches-long"),
     *("staleness", "curriculum", "horizon", "peer"),
 )
 SUITES = (

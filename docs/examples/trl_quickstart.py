@@ -26,12 +26,15 @@ from actor.bench.in_process import InProcessPlayer
 from actor.rollout.episode import Turn
 from common.config.load import load_config
 from common.repository import ROOT
+from common.wire.ids import episode_id_of
+from common.wire.messages import EpisodeKind, Lease, PolicyKind
 from envhub.catalogue.registry import Registry
 from learner.batch.advantage import shaped_reward
-from learner.bench.study.in_process import lease_of
 from learner.scheduler.curriculum.catalogue import parse_catalogue
 from learner.scheduler.curriculum.horizon import horizon_at
-from learner.scheduler.curriculum.sampling import Sampler, member_seed
+from learner.scheduler.curriculum.sampling import Item, Sampler, member_seed
+
+EPISODE_S = 3600.0  # nothing here hangs
 
 
 class TrainersEngine:
@@ -61,6 +64,27 @@ class TrainersEngine:
         return Turn(ids, scores, [self.version] * len(ids), is_stopped=is_stopped)
 
 
+def lease_of(
+    item: Item, group_id: str, member: int, seed: int, horizon: int, version: int
+) -> Lease:
+    """Return the lease of a group's member, as a scheduler would grant it."""
+    return Lease(
+        episode_id=episode_id_of(group_id, member),
+        group_id=group_id,
+        member=member,
+        attempt=0,
+        kind=EpisodeKind.TRAIN,
+        policy=PolicyKind.MODEL,
+        env=item.env,
+        item_id=item.item_id,
+        seed=seed,
+        horizon=horizon,
+        horizon_stage=0,
+        opened_at_version=version,
+        deadline_s=EPISODE_S,
+    )
+
+
 class Rollouts:
     """Plays the groups of a step as TRL's `rollout_func` wants them."""
 
@@ -80,7 +104,7 @@ class Rollouts:
     def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         self._engine.llm = trainer.vllm_generation.llm
         step, seen = trainer.state.global_step, dict[str, int]()
-        leases: list[Any] = []
+        leases: list[Lease] = []
         for prompt in prompts:
             member = seen[prompt] = seen.get(prompt, -1) + 1
             number = int(prompt)

@@ -46,7 +46,7 @@ def measure(
         return
     if any(arm.does is Does.IN_PROCESS for arm in queue.study.arms):
         make = partial(_make_playing, **parts)
-        queue.perform[Does.IN_PROCESS] = partial(_in_process, root, make, _start(queue))
+        queue.perform[Does.IN_PROCESS] = partial(_in_process, root, make, _starts(queue))
     queue.perform[Does.COMMANDS] = partial(_commands, queue)
     table.title(plan_text(queue))
     with contextlib.ExitStack() as stack:
@@ -159,29 +159,34 @@ def _make_playing(
     return make_player(cfg, specs, plain=distances.plain), offered
 
 
-def _start(queue: Queue) -> list[str]:
-    """Return the overrides that name the policy which the study's runs begin with; make it once.
+def _starts(queue: Queue) -> dict[str, list[str]]:
+    """Return of each arm the overrides that name the policy it begins with; make what is missing.
 
-    Raises: LongstrideError: the command that makes it failed.
+    Raises: LongstrideError: a command that makes one failed.
     """
-    study, folder = queue.study, queue.folder
-    if not study.start or any(each.startswith("model.path=") for each in study.given):
-        return []
-    policy = folder / "start" / "policy"
-    if queue.todo() and not (policy / "config.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        command, *told = study.start
-        own = [f"run.dir={folder}", "run.name=start"]
-        queue.run_command("start", [command, "--config", CONFIG, *own, *told])
-    return [f"model.path={policy}"]
+    study, todo = queue.study, {run.arm.name for run in queue.todo()}
+    if any(each.startswith("model.path=") for each in study.given):
+        return {arm.name: [] for arm in study.arms}
+    found: dict[str, list[str]] = {}
+    for arm in study.arms:
+        told = study.starts[arm.start] if arm.start else study.start
+        name = f"start-{arm.start}" if arm.start else "start"
+        policy = queue.folder / name / "policy"
+        if told and arm.name in todo and not (policy / "config.json").exists():
+            queue.folder.mkdir(parents=True, exist_ok=True)
+            command, *overrides = told
+            own = [f"run.dir={queue.folder}", f"run.name={name}"]
+            queue.run_command(name, [command, "--config", CONFIG, *own, *overrides])
+        found[arm.name] = [f"model.path={policy}"] if told else []
+    return found
 
 
 def _in_process(
-    root: Path, make: Callable[..., Any], start: list[str], run: Run, _: Path
+    root: Path, make: Callable[..., Any], starts: dict[str, list[str]], run: Run, _: Path
 ) -> tuple[Outcome, bool]:
     from learner.bench.study.in_process import InProcessRun  # torch takes seconds to import
 
-    cfg = load_config(CONFIG, [*run.overrides, *start], root=root)
+    cfg = load_config(CONFIG, [*run.overrides, *starts[run.arm.name]], root=root)
     return InProcessRun(cfg, make).run(arm=run.arm.name)
 
 

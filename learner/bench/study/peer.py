@@ -257,7 +257,10 @@ def tell(table: BenchTable, theirs: Side, ours: Side, *, horizons: Sequence[int]
         for horizon in horizons:
             a, b = ours.per_step(horizon)[i], theirs.per_step(horizon)[i]
             name = f"{what} seconds of a step, horizon {horizon}"
-            table.compare(name, a, b, "s", against=theirs.name)
+            if np.isnan(a + b):
+                table.note(name, "not two steps of it on both sides")
+            else:
+                table.compare(name, a, b, "s", against=theirs.name)
     a, b = ours.cpu_s_to(BAR), theirs.cpu_s_to(BAR)
     if np.isinf(b):
         table.note(f"CPU seconds to {BAR}", f"{theirs.name} did not get there")
@@ -273,8 +276,12 @@ def comparison(sides: Sequence[Side], *, horizons: Sequence[int]) -> str:
         each = [side.per_step(horizon) for horizon in horizons]
         clock = {step.step: step.wall_s for step in side.steps}
         curve = [f"{value:.3f} at {clock[step]:,.0f}" for step, value in side.success.items()]
-        walls, cpus = (" / ".join(f"{pair[i]:.1f}" for pair in each) for i in range(2))
+        walls, cpus = (" / ".join(_seconds(pair[i]) for pair in each) for i in range(2))
         rows.append([side.name, f"{walls} s", cpus, ", ".join(curve)])
     stages = " / ".join(map(str, horizons))
     heads = [f"wall per step, horizon {stages}", "CPU-seconds per step"]
     return markdown(["", *heads, "held-out success after s of training"], rows)
+
+
+def _seconds(value: float) -> str:
+    return "-" if np.isnan(value) else f"{value:.1f}"

@@ -1,7 +1,7 @@
 """What a study compares: arms of overrides over seeds, and which of its runs are the same one."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Arm:
     commands: tuple[tuple[str, ...], ...] = ()
     chunk: str = ""  # arms of a chunk are done one after the other; "": by themselves
     twin: str = ""  # with the controller: the same run, unless that arm's controller acted
+    start: str = ""  # which of the study's `starts` it begins with; "": as the study says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,7 @@ class Study:
     size: float = 1.0
     given: tuple[str, ...] = ()  # the user's, above the study's and below an arm's
     start: tuple[str, ...] = ()  # command and overrides that make the policy all runs begin with
+    starts: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
     def runs(self) -> list[Run]:
         """Return every run, seed by seed, so that a study cut short has all arms of some seeds."""
@@ -86,7 +88,7 @@ class Study:
         first: dict[tuple[object, ...], str] = {}
         found: dict[str, str] = {}
         for run in self.runs():
-            same = (run.arm.does, run.arm.commands, *sorted(run.overrides))
+            same = (run.arm.does, run.arm.commands, run.arm.start, *sorted(run.overrides))
             found[run.name] = first.setdefault(same, run.name)
         return found
 
@@ -130,9 +132,16 @@ def read_study(name: str, section: StudySection | None = None, given: Sequence[s
         size=section.size,
         given=tuple(each for each in given if not each.startswith(OWN)),
         start=tuple(own.get("start", ())),
+        starts={each: tuple(_flat(told)) for each, told in own.get("starts", {}).items()},
     )
     _check_given(study)
     return study
+
+
+def _flat(words: Iterable[Any]) -> Iterable[str]:
+    """Yield the words of a list, of which some may be lists themselves."""
+    for each in words:
+        yield from _flat(each) if isinstance(each, list) else (each,)
 
 
 def _check_given(study: Study) -> None:
@@ -155,9 +164,11 @@ def _arms(own: dict[str, Any]) -> Iterable[Arm]:
         yield from lag_arms(own)
         return
     for name, each in own["arms"].items():
-        if isinstance(each, dict):
+        if "commands" in each:
             commands = tuple(tuple(command) for command in each["commands"])
             yield Arm(name=name, does=Does.COMMANDS, commands=commands, chunk=own["chunk"])
+        elif "start" in each:
+            yield Arm(name=name, does=does, start=each["start"])
         else:
             yield Arm(name=name, overrides=tuple(each), does=does, chunk=own.get("chunk", ""))
 

@@ -247,6 +247,7 @@ def curves(outcomes: list[Outcome]) -> dict[str, str]:
 
 TABLES: dict[str, tuple[Table, Pictures]] = {
     "algorithms": (algorithms_table, curves),
+    "limits": (algorithms_table, curves),
     "recipes": (recipes_table, curves),
     "credit": (credit_table, curves),
     "branches": (branches_table, curves),

@@ -47,5 +47,5 @@ def test_first_step_of_a_run_counts_as_long_as_the_others_and_foreign_load_does_
 
 def test_table_has_a_row_for_each_side_with_both_clocks() -> None:
     rows = comparison([side(0.4, 0.6), side(0.5)], horizons=(6, 10, 16)).splitlines()
-    assert rows[2] == "| a | 1.0 / 1.0 / nan s | 2.0 / 2.0 / nan | 0.400 at 5, 0.600 at 10 |"
+    assert rows[2] == "| a | 1.0 / 1.0 / - s | 2.0 / 2.0 / - | 0.400 at 5, 0.600 at 10 |"
     assert len(rows) == 4

@@ -11,7 +11,7 @@ import pytest
 from common.config.evaluation import StudySection
 from common.errors import ConfigError, LongstrideError
 from common.report.bench_table import BenchTable
-from learner.bench.study.command import _start, tell
+from learner.bench.study.command import _starts, tell
 from learner.bench.study.outcome import Outcome, begin, load_outcome
 from learner.bench.study.plan import Arm, Does, Run, Study, lag_arms, names, read_study
 from learner.bench.study.queue import Queue, Stopped
@@ -170,11 +170,34 @@ def test_policy_that_all_runs_begin_with_is_made_once_and_never_in_place_of_the_
     study = Study(name="s", arms=(Arm(name="a"),), seeds=(0,), start=start)
     queue = Commanded(study=study, folder=tmp_path, section=StudySection())
     policy = f"model.path={tmp_path}/start/policy"
-    assert [_start(queue), _start(queue)] == [[policy], [policy]]
+    assert [_starts(queue), _starts(queue)] == [{"a": [policy]}, {"a": [policy]}]
     assert [each[:2] for each in made] == [["start", "sft"]]
     assert {f"run.dir={tmp_path}", "run.name=start", "sft.num_epochs=1"} <= {*made[0]}
     given = replace(study, given=("model.path=/own",))
-    assert _start(Commanded(study=given, folder=tmp_path, section=StudySection())) == []
+    assert _starts(Commanded(study=given, folder=tmp_path, section=StudySection())) == {"a": []}
+
+
+def test_arms_that_begin_with_policies_of_their_own_are_no_same_run_and_each_is_made_once(
+    tmp_path: Path,
+) -> None:
+    made: list[list[str]] = []
+
+    class Commanded(Queue):
+        def run_command(self, name: str, argv: Sequence[str]) -> None:
+            made.append([name, *argv])
+            (self.folder / name / "policy").mkdir(parents=True)
+            (self.folder / name / "policy" / "config.json").touch()
+
+    study = read_study("limits")
+    queue = Commanded(study=study, folder=tmp_path, section=StudySection(only=["start-deep"]))
+    begins = _starts(queue)
+    assert begins["default"] == []
+    assert begins["start-deep"] == [f"model.path={tmp_path}/start-deep/policy"]
+    assert [each[0] for each in made] == ["start-deep"], "of what is not to be made, none"
+    assert "sft.num_demonstrations=6000" in made[0], "the list that it begins with is in it"
+    _starts(queue)
+    assert len(made) == 1
+    assert len(set(study.firsts().values())) == len(study.runs())
 
 
 def test_stopped_study_stops_the_run_that_goes_on(tmp_path: Path) -> None:

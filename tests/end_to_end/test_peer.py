@@ -1,0 +1,44 @@
+"""The comparison with TRL as a user starts it, with TRL itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.venvs import UNREACHABLE
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # an environment is made, twice a run
+
+
+def test_both_sides_make_two_steps_and_their_policies_are_scored(
+    tmp_path: Path, repository: Path
+) -> None:
+    path = tmp_path / "peer.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "run.py", "bench", "--suite", "peer", "--json", str(path)),
+            *(f"run.dir={tmp_path}", "train.num_steps=2", "eval.num_items=8"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=850,
+        cwd=repository,
+    )
+    said = done.stdout + done.stderr
+    if done.returncode and any(mark in said for mark in UNREACHABLE):
+        pytest.skip(f"the package index does not answer: {said[-300:]}")
+    assert done.returncode == 0, said[-3000:]
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    for what in ("wall", "CPU"):
+        row = rows[f"{what} seconds of a step, horizon 6"]
+        assert row["value"] > 0
+        assert row["limit"] > 0
+    for name in ("trl", "this-project"):
+        success = json.loads((tmp_path / "study-peer" / f"{name}-success.json").read_text())
+        assert list(success) == ["2"]
+        assert 0 <= success["2"] <= 1
+    table = (tmp_path / "study-peer" / "table.md").read_text()
+    assert "nan" not in table
+    assert len(table.splitlines()) == 4
