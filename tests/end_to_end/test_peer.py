@@ -12,14 +12,14 @@ from tests.venvs import UNREACHABLE
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # an environment is made, twice a run
 
 
-def test_both_sides_make_two_steps_and_their_policies_are_scored(
+def test_both_sides_make_a_few_steps_and_their_policies_are_scored(
     tmp_path: Path, repository: Path
 ) -> None:
     path = tmp_path / "peer.json"
     done = subprocess.run(
         [
             *(sys.executable, "run.py", "bench", "--suite", "peer", "--json", str(path)),
-            *(f"run.dir={tmp_path}", "train.num_steps=2", "eval.num_items=8"),
+            *(f"run.dir={tmp_path}", "train.num_steps=6", "eval.num_items=8"),
         ],
         capture_output=True,
         text=True,
@@ -37,8 +37,8 @@ def test_both_sides_make_two_steps_and_their_policies_are_scored(
         assert row["limit"] > 0
     for name in ("trl", "this-project"):
         success = json.loads((tmp_path / "study-peer" / f"{name}-success.json").read_text())
-        assert list(success) == ["2"]
-        assert 0 <= success["2"] <= 1
+        assert list(success) == ["6"]
+        assert 0 <= success["6"] <= 1
     table = (tmp_path / "study-peer" / "table.md").read_text()
     assert "nan" not in table
     assert len(table.splitlines()) == 4
