@@ -17,7 +17,7 @@ from common.errors import LongstrideError
 from common.report.bench_table import BenchTable
 from common.store.run_dir import write_atomically
 from learner.bench.study.outcome import Outcome
-from learner.bench.study.plan import Does, Run, merged, read_study
+from learner.bench.study.plan import Does, Run, Study, merged, read_study
 from learner.bench.study.queue import Queue
 from learner.bench.study.tables import TABLES
 
@@ -176,9 +176,15 @@ def _starts(queue: Queue) -> dict[str, list[str]]:
             queue.folder.mkdir(parents=True, exist_ok=True)
             command, *overrides = told
             own = [f"run.dir={queue.folder}", f"run.name={name}"]
-            queue.run_command(name, [command, "--config", CONFIG, *own, *overrides])
+            words = merged(_policy(study), overrides)
+            queue.run_command(name, [command, "--config", CONFIG, *own, *words])
         found[arm.name] = [f"model.path={policy}"] if told else []
     return found
+
+
+def _policy(study: Study) -> list[str]:
+    """Return the override that names the policy which all of a study goes on from."""
+    return [each for each in study.overrides if each.startswith("model.path=")]
 
 
 def _in_process(
@@ -186,7 +192,7 @@ def _in_process(
 ) -> tuple[Outcome, bool]:
     from learner.bench.study.in_process import InProcessRun  # torch takes seconds to import
 
-    cfg = load_config(CONFIG, [*run.overrides, *starts[run.arm.name]], root=root)
+    cfg = load_config(CONFIG, merged(run.overrides, starts[run.arm.name]), root=root)
     return InProcessRun(cfg, make).run(arm=run.arm.name)
 
 
@@ -201,9 +207,10 @@ def _commands(queue: Queue, run: Run, folder: Path) -> tuple[Outcome, bool]:
         raise LongstrideError(f"{data.name}, whose journal {run.name} needs, is not done")
     names = {"run": str(folder / run.name), "data": str(data)}
     own = [f"run.dir={folder}", f"run.name={run.name}", f"run.seed={run.seed}"]
+    policy = _policy(queue.study)
     scored = [f"eval.num_items={known.num_after}", f"model.path={names['run']}/policy"]
     for command, *told in [*run.arm.commands, ("eval", *scored)]:
-        words = [each.format(**names) for each in merged(queue.study.given, told)]
+        words = [each.format(**names) for each in merged([*policy, *queue.study.given], told)]
         queue.run_command(run.name, [command, "--config", CONFIG, *own, *words])
     path = folder / run.name / "eval.json"
     try:

@@ -50,6 +50,7 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 OVERRIDES = (
+    "model.path=configs/policies/tiny",  # the quickstart's own is past `BAR` after a few steps
     *(f"train.num_steps={NUM_STEPS}", "log.wandb=disabled", "eval.before=false"),
     *("eval.after=false", "eval.baselines=false", "eval.num_items=600"),
     *(f"learner.checkpoint_every_steps={KEEP_EVERY_STEPS}", "learner.keep_checkpoints=1000"),

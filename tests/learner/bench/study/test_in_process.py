@@ -23,6 +23,7 @@ from learner.training.step import Gradients, TrainerSettings
 pytestmark = pytest.mark.slow  # torch takes seconds to import, and it samples
 
 SMALL = (
+    "model.path=configs/policies/tiny",
     *("train.num_steps=3", "groups.per_step=2", "groups.size=4", "eval.num_items=8"),
     *("horizon.kind=fixed", "horizon.stages=[3]", "learner.max_lag_steps=8"),
 )
