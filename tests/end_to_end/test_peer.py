@@ -19,7 +19,8 @@ def test_both_sides_make_a_few_steps_and_their_policies_are_scored(
     done = subprocess.run(
         [
             *(sys.executable, "run.py", "bench", "--suite", "peer", "--json", str(path)),
-            *(f"run.dir={tmp_path}", "train.num_steps=6", "eval.num_items=8"),
+            # Long enough for two looks at the processor seconds, one each 5 s.
+            *(f"run.dir={tmp_path}", "train.num_steps=12", "eval.num_items=8"),
         ],
         capture_output=True,
         text=True,
@@ -37,8 +38,8 @@ def test_both_sides_make_a_few_steps_and_their_policies_are_scored(
         assert row["limit"] > 0
     for name in ("trl", "this-project"):
         success = json.loads((tmp_path / "study-peer" / f"{name}-success.json").read_text())
-        assert list(success) == ["6"]
-        assert 0 <= success["6"] <= 1
+        assert list(success) == ["12"]
+        assert 0 <= success["12"] <= 1
     table = (tmp_path / "study-peer" / "table.md").read_text()
     assert "nan" not in table
     assert len(table.splitlines()) == 4
