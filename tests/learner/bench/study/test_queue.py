@@ -195,6 +195,7 @@ def test_arms_that_begin_with_policies_of_their_own_are_no_same_run_and_each_is_
     assert begins["start-deep"] == [f"model.path={tmp_path}/start-deep/policy"]
     assert [each[0] for each in made] == ["start-deep"], "of what is not to be made, none"
     assert "sft.num_demonstrations=6000" in made[0], "the list that it begins with is in it"
+    assert "model.path=configs/policies/tiny" in made[0], "what all of the study goes on from"
     _starts(queue)
     assert len(made) == 1
     assert len(set(study.firsts().values())) == len(study.runs())
