@@ -17,7 +17,7 @@ from actor.rollout.episode import first_text
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.config.curriculum import subsets_in_use
 from common.config.evaluation import AgentFormat
-from common.config.run_config import RunConfig
+from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError
 from common.formats.answers import in_react, worded
 from common.wire.messages import PolicyKind
@@ -39,17 +39,23 @@ def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
     policy knows all actions but is good at the chosen tasks only. By the tasks' weights. Episodes
     take turns with `sft.contexts`, or have `actor.context`: in fold and subagent both players work
     in branches, and each segment is a record. From the first, second or third branch of every other
-    such episode there is no return, so that the policy sees one that is ended.
+    such episode there is no return, so that the policy sees one that is ended. A share
+    `sft.slip_frac` of the turns goes wrong; those have no loss, what puts them right has.
 
     Raises:
         ConfigError: a subset that the hub does not have, or none to show; or what they would show
-            in is no text, but calls of a chat template.
+            in is no text, but calls of a chat template; or slips in branches.
         EnvError: the hub failed.
     """
     if cfg.actor.format is AgentFormat.FUNCTION_CALL:
         raise ConfigError(
             f"actor.format={cfg.actor.format.value}: demonstrations are texts, without the chat"
             " template's calls; show them with plain or react"
+        )
+    if cfg.sft.slip_frac and any(each.has_branches for each in _options(cfg)):
+        raise ConfigError(
+            f"sft.slip_frac={cfg.sft.slip_frac:g}: nothing goes wrong in branches; give 0, or a"
+            " context without them"
         )
     played = asyncio.run(_play_all(cfg, url, token))
     records = [record for own, _ in played for record in own]
@@ -62,20 +68,25 @@ def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
 Played = tuple[list[dict[str, Any]], bool]  # its segments, and whether it was solved
 
 
+def _options(cfg: RunConfig) -> list[ActorSection]:
+    """Return how episodes are shown, one after the other."""
+    return [replace(cfg.actor, context=each) for each in cfg.sft.contexts] or [cfg.actor]
+
+
 async def _play_all(cfg: RunConfig, url: str, token: str) -> list[Played]:
     slots, numbers = asyncio.Semaphore(CONCURRENCY), itertools.count(1)
     num_plans = cfg.sft.num_demonstrations
-    kinds = cfg.sft.contexts or [cfg.actor.context]
+    ways = _options(cfg)
 
     async def one(place: int, plan: PlannedEpisode, environments: Environments) -> Played:
-        number, kind = divmod(place, len(kinds))
-        options = replace(cfg.actor, context=kinds[kind])
+        number, way = divmod(place, len(ways))
+        options = ways[way]
         async with slots:
             if options.has_branches:
                 left = number // 2 % NUM_LEFT if number % 2 else -1
                 played = await play_in_branches(environments, plan, options, left)
             else:
-                played = await _play(environments, plan, cfg.actor.format)
+                played = await _play(environments, plan, cfg.actor.format, cfg.sft.slip_frac)
         if (done := next(numbers)) % max(1, num_plans // NUM_TOLD) == 0:
             logger.info("played episodes=%d of=%d", done, num_plans)
         return played
@@ -124,10 +135,12 @@ def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode
         )
 
 
-async def _play(environments: Environments, plan: PlannedEpisode, kind: AgentFormat) -> Played:
+async def _play(
+    environments: Environments, plan: PlannedEpisode, kind: AgentFormat, slip_frac: float
+) -> Played:
     """Return the episode as AgentGym writes it down, and whether it was solved."""
     render = ScriptedRender()
-    policy = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=render)
+    policy = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=render, slip_frac=slip_frac)
     session = await environments.open(plan.env, plan.item_id, seed=plan.seed)
     instruction, answer = (
         each(plan.env) for each in (environments.instruction, environments.acknowledgement)
@@ -148,7 +161,7 @@ async def _play(environments: Environments, plan: PlannedEpisode, kind: AgentFor
         action = render.action_text((await policy.act([], session)).token_ids)
         result = await session.step(action)
         said = in_react(action) if kind is AgentFormat.REACT else action
-        messages.append({"from": "gpt", "loss": True, "value": said})
+        messages.append({"from": "gpt", "loss": not policy.has_slipped, "value": said})
         reward, is_solved = result.reward, result.is_success
         if result.done or turn + 1 == plan.horizon:
             break

@@ -36,10 +36,21 @@ class ScriptedPolicy:
     knows no way, uniform over the valid actions.
     """
 
-    def __init__(self, kind: PolicyKind, *, seed: str, render: ScriptedRender) -> None:
+    def __init__(
+        self, kind: PolicyKind, *, seed: str, render: ScriptedRender, slip_frac: float = 0
+    ) -> None:
+        """Begin an episode.
+
+        Args:
+            slip_frac: chance of a turn that its action is any that was valid so far in the episode,
+                perhaps no longer: the way back is seen only by who has left it (arXiv:1703.09327).
+        """
         self._kind = kind
         self._random = random.Random(seed)
         self._render = render
+        self._slip_frac = slip_frac
+        self._so_far: dict[str, None] = {}  # valid actions, in their order
+        self.has_slipped = False  # in the latest turn
 
     async def act(self, _: list[int], session: Session) -> Turn:
         """Return the next action. Raises: EnvError."""
@@ -47,4 +58,9 @@ class ScriptedPolicy:
         action = hint.expert_action if self._kind is PolicyKind.EXPERT else None
         if action is None:
             action = self._random.choice(hint.valid_actions) if hint.valid_actions else "wait"
+        if self._slip_frac:
+            self._so_far |= dict.fromkeys(hint.valid_actions)
+            meant, slips = action, self._random.random() < self._slip_frac
+            action = self._random.choice([*self._so_far]) if slips and self._so_far else meant
+            self.has_slipped = action != meant
         return Turn(self._render.add(action), logprobs=[0.0], versions=[-1])

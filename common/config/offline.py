@@ -21,6 +21,9 @@ class SftSection:
     min_reward: float = knob(0.0, "episodes worth less are left out", ge=-1e6)
     max_episodes: int = knob(0, "the newest ones of what is left; 0: all", ge=0)
     random_frac: float = knob(0.3, "share of uniform valid play over the mixture", ge=0, le=1)
+    slip_frac: float = knob(
+        0.0, "share of the players' turns that go wrong on purpose and are not learnt", ge=0, lt=1
+    )
     num_epochs: int = knob(3, "passes over the demonstrations", ge=1)
     prompt_coef: float = knob(
         0.0, "weight of a token that the agent only reads, its own weigh 1; 0: no loss", ge=0, le=1

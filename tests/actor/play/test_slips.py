@@ -1,0 +1,96 @@
+"""Laws of demonstrations in which something goes wrong: what is learnt is what puts it right."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from actor.bench.in_process import LocalSession
+from actor.play.demonstrate import demonstrate
+from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from common.config.evaluation import ContextKind
+from common.config.run_config import RunConfig, TaskSection
+from common.errors import ConfigError
+from common.wire.messages import PolicyKind
+from envhub.catalogue.registry import Registry
+from envhub.env import Style
+from envhub.hosting.sessions import Sessions
+from envhub.http.routes import make_app
+from tests.actor.toy_servers import serve
+from tests.configs import edited
+
+ITEM = "GoToObjMazeS4-train-3"
+Played = list[tuple[str, str | None, bool, set[str]]]  # said, the expert's, slipped, valid so far
+
+
+def play(slip_frac: float, num_turns: int = 40) -> Played:
+    """Play an item whose expert is asked before each turn."""
+    env = Registry(["babyai"]).spec("babyai").make(Style.COMPACT)
+    render, so_far = ScriptedRender(), set[str]()
+    policy = ScriptedPolicy(PolicyKind.EXPERT, seed="s", render=render, slip_frac=slip_frac)
+    told: Played = []
+
+    async def episode() -> None:
+        session = LocalSession(env, ITEM, 0)
+        for _ in range(num_turns):
+            hint = await session.hint()
+            so_far.update(hint.valid_actions)
+            said = render.action_text((await policy.act([], session)).token_ids)
+            told.append((said, hint.expert_action, policy.has_slipped, set(so_far)))
+            if (await session.step(said)).done:
+                return
+
+    asyncio.run(episode())
+    return told
+
+
+def test_a_turn_that_slips_is_any_that_was_valid_and_the_others_are_the_experts() -> None:
+    told = play(0.5)
+    slips = [said != expert for said, expert, _, _ in told]
+    assert [has_slipped for _, _, has_slipped, _ in told] == slips
+    assert 0.2 < sum(slips) / len(slips) < 0.8
+    assert all(said in valid for said, _, _, valid in told)
+    assert play(0.5) == told, "the seed decides"
+    assert len(told) > len(play(0)), "what went wrong has to be put right"
+    assert not any(has_slipped for _, _, has_slipped, _ in play(0))
+
+
+@contextmanager
+def hub() -> Iterator[str]:
+    registry = Registry(["babyai"])
+    sessions = Sessions(registry, lease_s=600.0, capacity=64, step_timeout_s=60.0)
+    with serve(make_app(sessions, registry, token=None, step_timeout_s=60.0)) as url:
+        yield url
+
+
+def shown(url: str, slip_frac: float, path: Path) -> list[tuple[str, bool]]:
+    """Return (text, whether it is learnt) of all that the agent says in some demonstrations."""
+    changes = {
+        "tasks": [TaskSection(env="babyai", subset="GoToObjMazeS4")],
+        "sft.slip_frac": slip_frac,
+        "sft.random_frac": 0.0,
+        "sft.num_demonstrations": 8,
+    }
+    demonstrate(edited(RunConfig(), changes), url, "", path)
+    records = [json.loads(line)["conversations"] for line in path.read_text().splitlines()]
+    return [(m["value"], m["loss"]) for record in records for m in record if m["from"] == "gpt"]
+
+
+def test_slips_have_no_loss_and_all_else_has(tmp_path: Path) -> None:
+    with hub() as url:
+        told = shown(url, 0.5, tmp_path / "slips.jsonl")
+        plain = shown(url, 0.0, tmp_path / "plain.jsonl")
+    assert 0.2 < sum(is_learnt for _, is_learnt in told) / len(told) < 0.8
+    assert all(is_learnt for _, is_learnt in plain)
+    assert len(told) > len(plain)
+
+
+def test_slips_in_branches_are_refused_by_name(tmp_path: Path) -> None:
+    cfg = edited(RunConfig(), {"sft.slip_frac": 0.5})
+    for context in (ContextKind.FOLD, ContextKind.SUBAGENT):
+        branched = edited(cfg, {"sft.contexts": [ContextKind.FULL, context]})
+        with pytest.raises(ConfigError, match=r"sft\.slip_frac=0\.5: nothing goes wrong in branch"):
+            demonstrate(branched, "http://127.0.0.1:9", "", tmp_path / "none.jsonl")
