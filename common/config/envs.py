@@ -20,7 +20,13 @@ class TextcraftOptions(ItemFiles):
 
     recipes_dir: str = knob("", 'folder of Minecraft-format recipe files; "": our own book')
     exchanged_frac: float = knob(
-        0.0, "of the training items whose words are exchanged, so that they are read", ge=0, le=1
+        0.0,
+        "of the training items with words exchanged and numbers drawn anew, so that they are read",
+        ge=0,
+        le=1,
+    )
+    max_distractors: int = knob(
+        -1, "recipes shown beside those needed, at most; -1: 5, of a folder 10", ge=-1, le=1_000
     )
 
 

@@ -19,6 +19,8 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     """
     folder = options.textcraft.recipes_dir
     catalogue = folder_catalogue(folder) if folder else our_catalogue()
+    if options.textcraft.max_distractors >= 0:
+        catalogue = replace(catalogue, max_distractors=options.textcraft.max_distractors)
     make = partial(TextCraftEnv, catalogue=catalogue)
     if options.textcraft.exchanged_frac:
         make = partial(ExchangedEnv, catalogue=catalogue, frac=options.textcraft.exchanged_frac)

@@ -11,7 +11,7 @@ from envhub.envs.text_env import TextEnv, said
 from envhub.envs.textcraft import solver
 from envhub.envs.textcraft.book import Book, Recipe
 from envhub.envs.textcraft.minecraft import NAMESPACE
-from envhub.envs.textcraft.tasks import Catalogue, our_catalogue
+from envhub.envs.textcraft.tasks import Catalogue, Task, our_catalogue
 
 MAX_ECHO_CHARS = 200  # an action is untrusted text and comes back in the observation
 COUNTED = re.compile(r"([0-9]{1,9}) +(\S.*)")
@@ -42,13 +42,16 @@ class TextCraftEnv(TextEnv):
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Start an item; `seed` is unused, since the item fixes everything."""
-        self._task = self._catalogue.make_task(parse_item(item_id, self._catalogue.subsets))
+        self._task = self._made_task(item_id)
         self._inventory = Counter()
         self._begin()
         commands = "\n".join(recipe.command() for recipe in self._task.recipes)
         if self._is_compact:
             return f"{commands}\ngoal: {self._task.goal}"
         return f"Crafting commands:\n{commands}\n\nGoal: craft {self._task.goal}."
+
+    def _made_task(self, item_id: str) -> Task:
+        return self._catalogue.make_task(parse_item(item_id, self._catalogue.subsets))
 
     def _step(self, action: str) -> StepResult:
         read = self._read if len(action) <= MAX_KEPT_CHARS else self._read.__wrapped__

@@ -1,4 +1,4 @@
-"""TextCraft in exchanged words: what is not known by heart has to be read."""
+"""TextCraft in exchanged words and other numbers: what is not known by heart has to be read."""
 
 import random
 import re
@@ -6,7 +6,8 @@ from typing import Any
 
 from envhub.env import StepResult, Style, parse_item
 from envhub.envs.textcraft.episode import TextCraftEnv
-from envhub.envs.textcraft.tasks import Catalogue
+from envhub.envs.textcraft.redraw import redrawn
+from envhub.envs.textcraft.tasks import Catalogue, Task
 
 KEPT = frozenset(("a", "and", "item", "of", "on"))  # our sentences have them, or mean by them
 WORD = re.compile(r"[a-z]+")
@@ -35,9 +36,9 @@ class Exchange:
 
 
 class ExchangedEnv(TextCraftEnv):
-    """TextCraft whose training items have their words exchanged, a share of them.
+    """TextCraft whose training items have their words exchanged and their numbers drawn anew.
 
-    An item is always the same. Items of the test split are as they are.
+    A share of them; an item is always the same. Items of the test split are as they are.
     """
 
     def __init__(self, style: Style, *, catalogue: Catalogue, frac: float) -> None:
@@ -49,11 +50,16 @@ class ExchangedEnv(TextCraftEnv):
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Start an item; `seed` is unused, since the item fixes everything."""
-        told = super().reset(item_id, seed)
         is_train = parse_item(item_id, self._catalogue.subsets).split == "train"
         is_exchanged = is_train and random.Random(f"is {item_id}").random() < self._frac
         self._exchange = Exchange(self._vocabulary, item_id) if is_exchanged else None
-        return self._shown(told)
+        return self._shown(super().reset(item_id, seed))
+
+    def _made_task(self, item_id: str) -> Task:
+        task, self._book = super()._made_task(item_id), self._catalogue.book
+        if self._exchange is not None:
+            task, self._book = redrawn(task, self._book, random.Random(f"numbers {item_id}"))
+        return task
 
     def _shown(self, text: str) -> str:
         return text if self._exchange is None else self._exchange.shown(text)

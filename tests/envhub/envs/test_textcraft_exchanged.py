@@ -1,5 +1,6 @@
-"""Laws of TextCraft in exchanged words."""
+"""Laws of TextCraft in exchanged words and other numbers."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,10 @@ from common.config.envs import EnvsSection, TextcraftOptions
 from envhub.env import Env, Style
 from envhub.envs.textcraft.env import make_spec, our_catalogue
 from envhub.envs.textcraft.exchange import Exchange, ExchangedEnv
+from envhub.envs.textcraft.tasks import MAX_TURNS
 from tests.envhub.envs.playing import expert_results, new_episode
 
+SPLITS = ("train", "test")
 STYLES = [Style.COMPACT, Style.AGENTGYM]
 
 
@@ -55,6 +58,52 @@ def test_an_exchanged_goal_is_among_the_commands_and_what_the_plain_words_mean_i
         assert not exchanged.step(crafts[-1]).is_valid
 
 
+def test_numbers_are_drawn_anew_and_nothing_is_left_to_know_a_recipe_by():
+    plain, exchanged = made(Style.COMPACT, frac=0.0), made(Style.COMPACT, frac=1.0)
+    num_kept = num_all = 0
+    for number in range(60):
+        item = f"depth1-train-{number}"
+        before, after = (
+            [re.findall(r"\d+", line) for line in env.reset(item, 0).splitlines()[:-1]]
+            for env in (plain, exchanged)
+        )
+        assert list(map(len, before)) == list(map(len, after))
+        num_kept += sum(one == other for one, other in zip(before, after, strict=True))
+        num_all += len(before)
+    assert num_kept < 0.25 * num_all
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_redrawn_items_are_solved_within_the_limit_on_turns(depth: int):
+    env = made(Style.COMPACT, frac=1.0)
+    for number in range(100):
+        env.reset(f"depth{depth}-train-{number * 11}", 0)
+        results = expert_results(env)
+        assert results[-1].reward == 1.0
+        assert len(results) <= MAX_TURNS[depth]
+
+
+def test_an_item_keeps_its_depth():
+    env = made(Style.COMPACT, frac=1.0)
+    env.reset("depth2-train-3", 0)
+    crafts = {text for text in iter(env.expert_action, None) if env.step(text) and text[0] == "c"}
+    assert len(crafts) >= 2  # of something, and of the goal
+
+
+def test_the_book_is_as_it_was_for_the_item_that_comes_next():
+    plain, exchanged = made(Style.COMPACT, frac=0.0), made(Style.COMPACT, frac=1.0)
+
+    def played(env: Env, item: str) -> list[str]:
+        text = env.reset(item, 0)
+        actions = [action for action in iter(env.expert_action, None) if env.step(action)]
+        return [text, *actions]
+
+    for number in range(30):
+        items = [f"depth2-{split}-{number}" for split in SPLITS]
+        assert played(exchanged, items[0]) != played(plain, items[0])
+        assert played(exchanged, items[1]) == played(plain, items[1])
+
+
 def test_items_held_out_are_as_they_are_and_a_share_of_the_others_is_not():
     plain, half = made(Style.COMPACT, frac=0.0), made(Style.COMPACT, frac=0.5)
 
@@ -64,6 +113,22 @@ def test_items_held_out_are_as_they_are_and_a_share_of_the_others_is_not():
 
     assert num_changed("test") == 0
     assert 70 <= num_changed("train") <= 130
+
+
+def test_as_many_distractors_are_shown_as_are_allowed_and_needed_recipes_always():
+    def num_shown(most: int) -> list[int]:
+        options = TextcraftOptions(exchanged_frac=0.5, max_distractors=most)
+        env = new_episode(make_spec(replace(EnvsSection(), textcraft=options)), Style.COMPACT)
+        shown: list[int] = []
+        for item in (f"depth1-{split}-{number}" for split in SPLITS for number in range(20)):
+            shown.append(len(env.reset(item, 0).splitlines()) - 1)
+            assert expert_results(env)[-1].reward == 1.0
+        return shown
+
+    none, one, usual = map(num_shown, (0, 1, -1))
+    assert all(0 < a <= b <= min(a + 1, c) for a, b, c in zip(none, one, usual, strict=True))
+    assert sum(one) > sum(none)
+    assert max(c - a for a, c in zip(none, usual, strict=True)) == 5
 
 
 def test_a_picture_and_valid_actions_are_in_the_words_that_are_shown():

@@ -1,0 +1,53 @@
+"""Recipes in other numbers: what a goal needs cannot be told by what the book always asks for."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+from envhub.envs.textcraft.book import Book, Recipe
+from envhub.envs.textcraft.tasks import Task
+
+MAX_COUNT = 9
+ONE_FRAC = 0.35  # of the counts; the book has more ones than others, too
+OTHER_FRAC = 0.3  # of the ingredients that the world gives away: another such item instead
+MAX_CRAFTS = 2  # of an ingredient, so that a task takes few turns more than before
+
+
+def redrawn(task: Task, book: Book, rng: random.Random) -> tuple[Task, Book]:
+    """Return the task with other counts and some other ingredients, and the book of its recipes.
+
+    The goal, which recipes are shown, their order and their depths stay. All draws are of `rng`.
+    """
+    gettable = sorted(book.gettable)
+    makes = {recipe.target: _count(rng, MAX_COUNT) for recipe in task.recipes}
+    changed: dict[Recipe, Recipe] = {}
+    for recipe in task.recipes:
+        parts: dict[str, int] = {}
+        for _, part in recipe.ingredients:
+            if part in book.gettable:
+                other = rng.choice(gettable) if rng.random() < OTHER_FRAC else part
+                part = other if other not in _names(recipe, parts) else part
+            made = min(_made(part, makes, book), default=MAX_COUNT)
+            parts[part] = _count(rng, min(MAX_COUNT, MAX_CRAFTS * made))
+        counts = tuple((count, part) for part, count in parts.items())
+        changed[recipe] = replace(recipe, count=makes[recipe.target], ingredients=counts)
+    recipes = dict(book.recipes)
+    for target in makes:
+        recipes[target] = tuple(changed.get(each, each) for each in book.recipes[target])
+    shown = tuple(changed[recipe] for recipe in task.recipes)
+    return replace(task, recipes=shown), replace(book, recipes=recipes)
+
+
+def _count(rng: random.Random, most: int) -> int:
+    return 1 if rng.random() < ONE_FRAC else rng.randint(1, most)
+
+
+def _names(recipe: Recipe, chosen: dict[str, int]) -> set[str]:
+    return {part for _, part in recipe.ingredients} | chosen.keys()
+
+
+def _made(part: str, makes: dict[str, int], book: Book) -> Iterator[int]:
+    """Yield how many one craft of a part, or of what serves as it, makes; nothing if it is got."""
+    for member in book.tags.get(part, (part,)):
+        if member in makes:
+            yield makes[member]
