@@ -151,10 +151,11 @@ class ControllerSection:
     """
 
     scale_lr: bool = knob(True, "learning rate x max(min_lr_scale, ESS / ess_target) below target")
-    tighten_gate: bool = knob(True, "one step less ahead below ess_gate; back above ess_target")
+    tighten_gate: bool = knob(True, "half as far ahead below ess_gate; one more above ess_target")
     skip_step: bool = knob(True, "below ess_skip nothing is learnt, the next batch must be fresh")
     ess_target: float = knob(0.9, "share of the tokens", ge=0, le=1)
     ess_gate: float = knob(0.7, "share of the tokens", ge=0, le=1)
+    clip_gate: float = knob(0.1, "share of clipped tokens: likewise above; 1: never", ge=0, le=1)
     ess_skip: float = knob(0.5, "share of the tokens", ge=0, le=1)
     min_lr_scale: float = knob(0.1, "least factor of the learning rate", gt=0, le=1)
     recover_steps: int = knob(20, "steps above ess_target until the gate opens by one again", ge=1)

@@ -186,6 +186,6 @@ def _dead_in_learner(algorithm: AlgorithmSection, cfg: LearnerSection) -> Dead:
     if not cfg.controller.skip_step:
         yield from changed("skip_step=false", "ess_skip", "max_skips")
     if not cfg.controller.tighten_gate:
-        yield from changed("tighten_gate=false", "ess_gate", "recover_steps")
+        yield from changed("tighten_gate=false", "ess_gate", "clip_gate", "recover_steps")
         if not cfg.controller.scale_lr:
             yield from changed("tighten_gate=false, scale_lr=false", "ess_target")

@@ -1,8 +1,11 @@
 """Reacts to data that is too far from the policy: bounded, logged, each reaction switchable.
 
 Example (defaults): ESS 0.8 -> learning rate x 0.89. ESS 0.6 -> x 0.67, and the gate lets actors be
-one step less ahead. ESS 0.4 -> nothing is learnt from this batch, the gate closes to zero steps
-ahead and the next batch must have lag 0. Twenty steps above 0.9 -> the gate opens by one again.
+half as many steps ahead (8, 4, 2, 1, 0). ESS 0.4 -> nothing is learnt from this batch, the gate
+closes to zero steps ahead and the next batch must have lag 0. Twenty steps above 0.9 -> the gate
+opens by one again: closed at once and opened slowly, as congestion control does (Chiu and Jain,
+1989). Clipped tokens teach nothing, and keep the sample size up: more than a tenth of them before a
+batch's first update -> the gate halves likewise.
 """
 
 import logging
@@ -42,6 +45,7 @@ class Controller:
         ess_frac: float,
         masked_frac: float,
         weight_mean: float = 1.0,
+        clipped_frac: float = 0.0,
         must_train: bool = False,
         must_skip: bool = False,
     ) -> Decision:
@@ -54,6 +58,8 @@ class Controller:
             weight_mean: of pi / mu over tokens. Where all ratios shrink alike, as of a policy that
                 has left, the effective sample size stays 1 and this falls.
             masked_frac: tokens that the correction masks, [0, 1].
+            clipped_frac: tokens that the surrogate's bound decides before the first update, [0, 1]:
+                the policy has left those who sampled them as far as it may.
             must_train: do not skip it: it was decided so before.
             must_skip: skip it: it was decided so before.
         """
@@ -71,7 +77,7 @@ class Controller:
             self._num_skips = self._num_skips + 1 if must_skip else 0
         else:
             is_skipped = self._skips(version, ess_frac)
-        self._move_gate(version, ess_frac, is_skipped=is_skipped)
+        self._move_gate(version, ess_frac, clipped_frac, is_skipped=is_skipped)
         lr_scale = 1.0
         if cfg.scale_lr and ess_frac < cfg.ess_target and not is_skipped:
             lr_scale = max(cfg.min_lr_scale, ess_frac / cfg.ess_target)
@@ -99,22 +105,26 @@ class Controller:
         )
         return True
 
-    def _move_gate(self, version: int, ess_frac: float, *, is_skipped: bool) -> None:
+    def _move_gate(
+        self, version: int, ess_frac: float, clipped_frac: float, *, is_skipped: bool
+    ) -> None:
         cfg, before = self._cfg, self.max_ahead_steps
         if not cfg.tighten_gate:
             return
+        is_used_up = clipped_frac > cfg.clip_gate
         if is_skipped:
             self.max_ahead_steps = 0
-        elif ess_frac < cfg.ess_gate:
-            self.max_ahead_steps = max(0, self.max_ahead_steps - 1)
-        self._num_good = self._num_good + 1 if ess_frac >= cfg.ess_target else 0
+        elif ess_frac < cfg.ess_gate or is_used_up:
+            self.max_ahead_steps //= 2
+        is_good = ess_frac >= cfg.ess_target and not is_used_up
+        self._num_good = self._num_good + 1 if is_good else 0
         if self._num_good >= cfg.recover_steps and self.max_ahead_steps < self._most_ahead:
             self.max_ahead_steps += 1
         if self.max_ahead_steps != before:
             self._num_good = 0
             logger.warning(
-                "gate moved version=%d ahead_steps=%d to=%d ess=%.3f",
-                *(version, before, self.max_ahead_steps, ess_frac),
+                "gate moved version=%d ahead_steps=%d to=%d ess=%.3f clipped=%.3f",
+                *(version, before, self.max_ahead_steps, ess_frac, clipped_frac),
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,10 +23,19 @@ def test_learning_rate_follows_the_effective_sample_size_down_to_a_floor() -> No
     assert decide(controller, 0.01).lr_scale == 0.1
 
 
-def test_gate_tightens_step_by_step_and_opens_after_enough_good_steps() -> None:
+def test_gate_halves_what_may_be_ahead_and_opens_by_one_after_enough_good_steps() -> None:
+    far = Controller(ControllerSection(), max_ahead_steps=16)
+    assert [decide(far, 0.6).max_ahead_steps for _ in range(6)] == [8, 4, 2, 1, 0, 0]
     controller = Controller(ControllerSection(recover_steps=2), max_ahead_steps=2)
     assert [decide(controller, 0.6).max_ahead_steps for _ in range(3)] == [1, 0, 0]
     assert [decide(controller, 0.95).max_ahead_steps for _ in range(5)] == [0, 1, 1, 2, 2]
+
+
+def test_tokens_that_are_clipped_close_the_gate_though_the_sample_size_is_full() -> None:
+    controller = Controller(ControllerSection(recover_steps=2), max_ahead_steps=8)
+    told = [decide(controller, 0.95, clipped_frac=each) for each in (0.1, 0.11, 0.2, 0.0, 0.0)]
+    assert [each.max_ahead_steps for each in told] == [8, 4, 2, 2, 3]
+    assert {each.lr_scale for each in told} == {1.0}
 
 
 def test_far_off_batch_is_skipped_and_closes_the_gate() -> None:

@@ -119,7 +119,8 @@ def decided(_: AlgorithmSection, learner: LearnerSection) -> list[Any]:
     """Return what the controller does over a bad and then a good stretch."""
     controller = Controller(learner.controller, max_ahead_steps=3)
     path = [0.8, 0.6, 0.4, 0.4, 0.4, 0.4, 0.03, *[0.95] * 45]
-    return [controller.decide(version=0, ess_frac=ess, masked_frac=0.0) for ess in path]
+    told = [controller.decide(version=0, ess_frac=ess, masked_frac=0.0) for ess in path]
+    return [*told, controller.decide(version=0, ess_frac=0.95, masked_frac=0.0, clipped_frac=0.12)]
 
 
 def signal(algorithm: AlgorithmSection, _: LearnerSection) -> bool:

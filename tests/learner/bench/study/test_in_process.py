@@ -64,6 +64,19 @@ def test_batch_after_a_skipped_one_is_fresh() -> None:
     assert run.trainer.max_ahead_steps == 0  # the gate closed, so the lag is 0 from there on
 
 
+def test_gate_closes_where_the_clip_to_the_sampler_binds_and_not_where_it_bounds_the_step() -> None:
+    told = (
+        *("learner.hold_back_steps=2", "scheduler.max_ahead_steps=2", "train.num_steps=4"),
+        *("learner.lr=0.01", "learner.muon_lr=0.03", "learner.controller.clip_gate=0"),
+        *("learner.controller.ess_skip=0", "learner.controller.ess_gate=0"),
+    )
+    _, has_acted, run = made(*told)
+    assert has_acted
+    assert run.trainer.max_ahead_steps < 2
+    _, _, run = made(*told, "algorithm.proximal=recomputed", "learner.num_minibatches=2")
+    assert run.trainer.max_ahead_steps == 2
+
+
 def test_run_is_evaluated_before_and_on_the_way_with_what_it_had_spent() -> None:
     outcome, _, _ = made("eval.every_steps=2", "algorithm.filter_zero_variance=false")
     assert [point.step for point in outcome.points] == [0, 2, 3]
