@@ -23,6 +23,7 @@ from learner.bench.study.tables import TABLES
 
 CONFIG = "quickstart"
 NUM_SHOWN = 5  # reasons of failed runs
+OF_SOME_ARMS = ("staleness",)  # studies whose table holds of some of their arms, too
 NAN = float("nan")
 
 
@@ -126,7 +127,9 @@ def tell(queue: Queue, table: BenchTable) -> None:
         table.fail(f"{len(missing)} runs", f"not done: {', '.join(missing[:NUM_SHOWN])} ...")
     by_arm = [arm.name for arm in study.arms]
     outcomes.sort(key=lambda each: by_arm.index(each.arm))
-    if not outcomes or (missing and queue.section.only):
+    only = set(queue.section.only)
+    is_by_arm = study.name in OF_SOME_ARMS and only <= {*by_arm}  # a worker is told its runs
+    if not outcomes or (missing and only and not is_by_arm):
         return
     make_table, make_pictures = TABLES[study.name]
     text = make_table(outcomes).rstrip()
@@ -134,6 +137,8 @@ def tell(queue: Queue, table: BenchTable) -> None:
     for name, picture in make_pictures(outcomes).items():
         write_atomically(queue.folder / f"{name}.svg", picture)
     table.title(text)
+    if missing:
+        table.title(f"of some arms alone: {len(missing)} of {len(found)} runs are not in it")
     total_h = sum(each.cpu_s for each in outcomes if not each.same_as) / 3600
     table.title(f"{total_h:.1f} CPU hours; table and pictures: {queue.folder}")
 

@@ -51,6 +51,8 @@ ENVIRONMENT = {
 }
 OVERRIDES = (
     "model.path=configs/policies/tiny",  # the quickstart's own is past `BAR` after a few steps
+    # TRL's optimizer and schedule: AdamW at the same rate, linearly to nothing.
+    *("learner.optimizer=adamw", "learner.decay_start_frac=0", "learner.min_lr_frac=0"),
     *(f"train.num_steps={NUM_STEPS}", "log.wandb=disabled", "eval.before=false"),
     *("eval.after=false", "eval.baselines=false", "eval.num_items=600"),
     *(f"learner.checkpoint_every_steps={KEEP_EVERY_STEPS}", "learner.keep_checkpoints=1000"),

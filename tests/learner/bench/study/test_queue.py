@@ -119,6 +119,23 @@ def test_at_lag_zero_only_corrections_of_several_updates_are_runs_of_their_own()
     assert at_zero == {"1x-lag0-none-on-seed0", "1x-lag0-decoupled-on-seed0"}
 
 
+def test_staleness_of_some_arms_has_its_table_and_a_worker_of_some_runs_has_none(
+    tmp_path: Path,
+) -> None:
+    arms = ["1x-lag0-default-on", "1x-lag4-default-on", "1x-lag4-none-on"]
+    for only, has_table in ((["1x-lag0-none-on-seed0"], False), (arms, True)):
+        queue = make_queue(tmp_path, Recorder(), read_study("staleness"))
+        queue.section = replace(queue.section, only=only)
+        queue.work()
+        tell(queue, BenchTable(out=(stream := io.StringIO())))
+        assert ("What the default loses" in stream.getvalue()) is has_table
+        assert (tmp_path / "table.md").exists() is has_table
+    assert "of some arms alone" in stream.getvalue()
+    losses = (tmp_path / "table.md").read_text().partition("What the default loses")[2]
+    assert "| 1x | 4 | on |" in losses
+    assert (tmp_path / "lag-1x-on.svg").exists()
+
+
 def test_results_of_other_settings_are_not_taken_for_a_studys_own(tmp_path: Path) -> None:
     make_queue(tmp_path, Recorder()).work()
     queue = make_queue(tmp_path, Recorder())
