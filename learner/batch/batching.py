@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from common.wire.messages import Trajectory
+from learner.batch.packing import Packing, pack, packed_rows
 
 MIN_SHARED_TOKENS = 8  # of a prefix; a shorter one costs more than it saves
 PADDING_ID = 0  # any valid id: its outputs are never read
@@ -46,21 +47,6 @@ class Sample:
     @property
     def num_sampled_tokens(self) -> int:
         return int(self.trajectory.loss_mask.sum())
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Who sees whom in a row of packed sequences: each query the keys up to its own.
-
-    A prefix that several sequences share is a sequence by itself; they begin after it in queries,
-    and with it in keys.
-    """
-
-    lengths: tuple[int, ...]  # of each sequence in queries; nothing lies between them
-    key_lengths: tuple[int, ...]  # in keys
-    bounds: Tensor = field(repr=False)  # [sequence + 1] int32, where each begins, and the end
-    key_bounds: Tensor = field(repr=False)  # [sequence + 1] int32
-    key_rows: Tensor | None = field(repr=False, default=None)  # [key] int64; None: those of queries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,23 +115,25 @@ def collate_tokens(
                 f"sequence {index}: {len(sequence)} tokens, {len(mask)} mask entries; both must "
                 "agree, and the first token has no predecessor, so it cannot be scored"
             )
-    rows, keys, shape = _rows(sequences, shared) if is_packed else _padded_rows(sequences)
+    rows, keys, shape = packed_rows(sequences, shared) if is_packed else _padded_rows(sequences)
     flat = np.full(shape[0] * shape[1], PADDING_ID, dtype=np.int64)  # [batch * seq]
     positions = np.zeros_like(flat)
     for sequence, own in zip(sequences, rows, strict=True):
         flat[own], positions[own] = sequence, np.arange(len(sequence))
     scored = [np.flatnonzero(mask) for mask in masks]
+    source_rows = [own[at - 1] for own, at in zip(rows, scored, strict=True)]
+    last_rows = [own[-1:] for own in rows]
 
     def placed(parts: Sequence[np.ndarray] | np.ndarray) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
     return TokenBatch(
         token_ids=placed([flat]).view(shape),
-        source_rows=placed([own[at - 1] for own, at in zip(rows, scored, strict=True)]),
+        source_rows=placed(source_rows),
         target_ids=placed([flat[own[at]] for own, at in zip(rows, scored, strict=True)]),
-        last_rows=placed([own[-1:] for own in rows]),
+        last_rows=placed(last_rows),
         position_ids=placed([positions])[None] if is_packed else None,
-        packing=_packing(keys, device) if is_packed else None,
+        packing=pack(keys, [*source_rows, *last_rows], device) if is_packed else None,
     )
 
 
@@ -155,44 +143,6 @@ def _padded_rows(
     width = max(map(len, sequences))
     rows = [index * width + np.arange(len(each)) for index, each in enumerate(sequences)]
     return rows, [], (len(sequences), width)
-
-
-def _rows(
-    sequences: Sequence[np.ndarray], shared: Sequence[tuple[int, int]]
-) -> tuple[list[np.ndarray], list[tuple[int, np.ndarray]], tuple[int, int]]:
-    """Return the rows of each sequence's tokens, of each part (queries, keys), and the shape.
-
-    Args:
-        shared: of each run of neighbours, (how many, length of the prefix that they share).
-    """
-    rows: list[np.ndarray] = []
-    parts: list[tuple[int, np.ndarray]] = []
-    total, index = 0, 0
-    for number, prefix in shared or [(1, 0)] * len(sequences):
-        head = total + np.arange(prefix)
-        if prefix:
-            parts.append((prefix, head))
-            total += prefix
-        for sequence in sequences[index : index + number]:
-            tail = len(sequence) - prefix
-            rows.append(np.concatenate([head, total + np.arange(tail)]))
-            parts.append((tail, rows[-1]))
-            total += tail
-        index += number
-    return rows, parts, (1, total)
-
-
-def _packing(parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str) -> Packing:
-    lengths = tuple(length for length, _ in parts)
-    key_lengths = tuple(len(keys) for _, keys in parts)
-
-    def bounds(of: tuple[int, ...]) -> Tensor:
-        return torch.from_numpy(np.cumsum([0, *of]).astype(np.int32)).to(device)
-
-    key_rows = None
-    if lengths != key_lengths:
-        key_rows = torch.from_numpy(np.concatenate([keys for _, keys in parts])).to(device)
-    return Packing(lengths, key_lengths, bounds(lengths), bounds(key_lengths), key_rows)
 
 
 def make_minibatches(

@@ -16,13 +16,13 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from common.config.compute import Attention, Layout
 from common.errors import ConfigError
-from learner.batch.batching import Packing
+from learner.batch.packing import Packing
+from learner.policy.last_layer import skip_unread_rows
+from learner.policy.products import CausalProducts
 
-CHUNK_TOKENS = 128  # queries whose scores are computed at once; later keys are left out
 MIN_FLASH_CAPABILITY = (8, 0)
 FUSED, PRODUCTS = "packed_fused", "packed_products"
 _FULL = "full_attention"
-Lengths = tuple[Sequence[int], Sequence[int]]
 # What other families add to attention; each would have to be built into both kernels.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
 
@@ -64,6 +64,8 @@ def use_attention(
     for network in networks:
         for model in _transformers(network):
             model.config._attn_implementation = name
+            if is_packed:
+                skip_unread_rows(model)
     return is_packed
 
 
@@ -161,80 +163,10 @@ def _products(
     device_type, dtype = query.device.type, query.dtype
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-    _, heads, tokens, size = query.shape
-    folded = (query * scaling).to(dtype).view(key.shape[1], -1, tokens, size)
-    keys, values = (tensor[0].to(dtype) for tensor in (key, value))
-    if packing.key_rows is not None:
-        keys, values = (tensor.index_select(1, packing.key_rows) for tensor in (keys, values))
-    out = _CausalProducts.apply(folded, keys, values, (packing.lengths, packing.key_lengths))
+    rows = [each[0].transpose(0, 1).to(dtype) for each in (query * scaling, key, value)]
+    out = CausalProducts.apply(*rows, packing.blocks())
     assert isinstance(out, Tensor)
-    return out.view(1, heads, tokens, size).transpose(1, 2), None
-
-
-class _CausalProducts(torch.autograd.Function):
-    """Attention of packed sequences, some queries at a time, each over the keys up to its own."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths) -> Tensor:
-        """Return [kv_head, group, seq, size].
-
-        Args:
-            query: [kv_head, group, seq, size], scaled.
-            keys: [kv_head, key, size], as are `values`.
-            lengths: of each sequence in queries, and in keys; it ends with both.
-        """
-        out = torch.empty_like(query)
-        ctx.lengths = lengths
-        probabilities: list[Tensor] = []
-        with torch.autocast(query.device.type, enabled=False):
-            hidden = _later_keys(query)
-            for start, end, seen in _chunks(*lengths):
-                rows, chunk = query[:, :, start:end], end - start  # [kv_head, group, chunk, size]
-                shape = (*rows.shape[:3], seen.stop - seen.start)
-                scores = (rows.flatten(1, 2) @ keys[:, seen].transpose(1, 2)).view(shape)
-                scores[..., -chunk:] += hidden[:chunk, :chunk]
-                weights = torch.softmax(scores, -1)  # in fp32 within
-                probabilities.append(weights)
-                found = weights.flatten(1, 2) @ values[:, seen]
-                out[:, :, start:end] = found.view(rows.shape)
-        ctx.save_for_backward(query, keys, values, *probabilities)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of query, keys and values."""
-        query, keys, values, *probabilities = ctx.saved_tensors
-        of_query = torch.empty_like(query)
-        wide = torch.promote_types(keys.dtype, torch.float32)  # chunks add up in it
-        of_keys, of_values = (torch.zeros_like(each, dtype=wide) for each in (keys, values))
-        chunks = zip(_chunks(*ctx.lengths), probabilities, strict=True)
-        for (start, end, seen), weights in chunks:
-            flat = weights.flatten(1, 2)  # [kv_head, group * chunk, keys]
-            own = gradient[:, :, start:end].flatten(1, 2)
-            of_values[:, seen] += flat.transpose(1, 2) @ own
-            of_weights = own @ values[:, seen].transpose(1, 2)
-            of_scores = torch.ops.aten._softmax_backward_data(of_weights, flat, -1, flat.dtype)
-            of_query[:, :, start:end] = (of_scores @ keys[:, seen]).view(
-                of_query[:, :, start:end].shape
-            )
-            of_keys[:, seen] += of_scores.transpose(1, 2) @ query[:, :, start:end].flatten(1, 2)
-        return of_query, of_keys.to(keys.dtype), of_values.to(values.dtype), None
-
-
-def _chunks(lengths: Sequence[int], key_lengths: Sequence[int]) -> Iterator[tuple[int, int, slice]]:
-    """Yield (first query, end, keys up to the last one's own) of each chunk of a row."""
-    first = first_key = 0
-    for length, num_keys in zip(lengths, key_lengths, strict=True):
-        for start in range(0, length, CHUNK_TOKENS):
-            end = min(start + CHUNK_TOKENS, length)
-            seen = slice(first_key, first_key + num_keys - length + end)
-            yield first + start, first + end, seen
-        first, first_key = first + length, first_key + num_keys
-
-
-def _later_keys(like: Tensor) -> Tensor:
-    """Return [chunk, chunk], minus infinity where a key comes after its query."""
-    return like.new_full((CHUNK_TOKENS, CHUNK_TOKENS), float("-inf")).triu(1)
+    return out[None], None
 
 
 def _refuse(module: nn.Module, others: dict[str, Any]) -> None:

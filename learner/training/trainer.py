@@ -39,6 +39,8 @@ from learner.weights.source import Gathering, LiveWeights
 
 logger = logging.getLogger(__name__)
 
+INFORMATION_EVERY_STEPS = 5  # it costs a twentieth of a step, and changes slowly
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -198,7 +200,9 @@ class Trainer:
         self, samples: list[Sample], version: int, decide: Callable[..., Decision], started_s: float
     ) -> StepResult:
         self._digester.begin(samples)
-        answered = information_metrics(samples, self._gradients.passes)
+        answered: dict[str, float] = {}
+        if version % INFORMATION_EVERY_STEPS == 0:
+            answered = information_metrics(samples, self._gradients.passes)
         batch = self._gradients.prepare(rows_of(samples), version)
         decision: Decision | None = None
         overlap = Overlap(math.nan, math.nan)
@@ -211,8 +215,9 @@ class Trainer:
             batch = batch.with_scored(gradient.logprobs)
             if decision is None:
                 overlap = self._gradients.overlap(batch)
-                masked_frac = gradient.sums["policy/masked_frac"]
-                decision = decide(**overlap._asdict(), masked_frac=masked_frac)
+                names = ("masked_frac", "clipped_frac")
+                found = {name: gradient.sums[f"policy/{name}"] for name in names}
+                decision = decide(**overlap._asdict(), **found)
                 if decision.is_skipped:
                     break
             updates.append(self._update(gradient, version, decision.lr_scale))

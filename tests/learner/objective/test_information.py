@@ -94,3 +94,7 @@ def test_a_step_tells_what_the_policy_before_it_gives_when_asked_one_by_one(layo
     told = trainer.train_on(samples, version=0).metrics
     assert told["policy/mutual_information"] == pytest.approx(np.mean(own), abs=1e-5)
     assert told["policy/prompt_recall"] == np.mean([rows[i].argmax() == i for i in range(4)])
+    later = trainer.train_on(
+        samples, version=1
+    ).metrics  # it is no small part of a step: now and then
+    assert "policy/mutual_information" not in later

@@ -11,13 +11,15 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LM
 
 from common.config.compute import Attention, Layout
 from common.errors import ConfigError
-from learner.batch.batching import Packing, collate_tokens
+from learner.batch.batching import collate_tokens
+from learner.batch.packing import MAX_PAIRS, Packing, pack, packed_rows
 from learner.policy import attention as under_test
 from learner.policy.attention import use_attention
 from learner.policy.model import flat_hidden, load_policy
 from tests.learner.builders import VOCAB, make_model
 
-LENGTHS = (1, 200, 2, 128, 129, 300)  # below, at and beyond a chunk of queries
+# Below, at and beyond a chunk of queries; 768 in all, so that the row is not filled up.
+LENGTHS = (1, 200, 2, 128, 129, 308)
 KERNELS = {"fused": under_test._fused, "products": under_test._products}
 # Torch's fused kernel keeps sums of exponentials in fp32 for its backward pass.
 TOLERANCE = {"fused": 1e-5, "products": 1e-10}
@@ -25,8 +27,8 @@ HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 
 def packing_of(lengths: tuple[int, ...]) -> Packing:
-    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    return Packing(lengths, lengths, bounds, bounds)
+    rows, parts, _ = packed_rows([np.zeros(length) for length in lengths], ())
+    return pack(parts, rows, "cpu")
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -85,6 +87,37 @@ def test_kernels_round_no_more_in_bf16_than_the_model_own_attention(name: str) -
             hidden[kind] = rows[tokens.source_rows].float()
     own, ours = ((hidden[kind] - hidden["exact"]).norm() for kind in ("own", name))
     assert 0 < ours < 1.3 * own
+
+
+def test_each_query_is_computed_once_and_short_sequences_together() -> None:
+    blocks = packing_of(LENGTHS).blocks()
+    asked = [
+        block.queries.index if block.real is None else block.queries.index[block.real]
+        for block in blocks
+    ]
+    assert sorted(torch.cat(asked).tolist()) == list(range(sum(LENGTHS)))
+    pieces = [block.queries.shape[0] for block in blocks]
+    assert len(blocks) < sum(pieces) == 10  # 200, 129 and 308 are more than one
+    assert all(
+        block.queries.shape[1] * block.keys.shape[1] * num <= MAX_PAIRS
+        for block, num in zip(blocks, pieces, strict=True)
+        if num > 1
+    )
+
+
+def test_long_rows_have_few_sizes_and_what_fills_them_up_is_read_by_nobody() -> None:
+    sequences = [np.full(length, 7) for length in (300, 290)]
+    masks = [np.arange(len(each)) >= len(each) - 5 for each in sequences]
+    tokens = collate_tokens(sequences, masks, device="cpu", is_packed=True)
+    packing = tokens.packing
+    assert packing is not None
+    assert packing.read_rows is not None
+    assert tokens.token_ids.shape == (1, 640)
+    assert packing.lengths == (300, 290, 50)
+    assert len(packing.read_rows) == 64 == len(set(packing.read_rows.tolist()))
+    read = torch.cat([tokens.source_rows, tokens.last_rows])
+    assert int(read.max()) == 589
+    assert set(read.tolist()) < set(packing.read_rows.tolist())
 
 
 def test_no_sequence_sees_another_in_its_row() -> None:

@@ -77,7 +77,8 @@ def test_a_recomputed_anchor_is_the_policy_before_the_first_update() -> None:
     step.update_on(FIRST)
     step.move()
     micro, got = step.inputs(SECOND)
-    assert got.anchor_logprobs.equal(before)
+    # Other neighbours in a microbatch, other rounding.
+    torch.testing.assert_close(got.anchor_logprobs, before, atol=2e-6, rtol=0)
     assert (got.new_logprobs - before).abs().max() > 1e-3
     rho = (before - micro.sampler_logprobs).exp()
     torch.testing.assert_close(got.is_weights, rho.clamp(max=2.0))

@@ -74,7 +74,8 @@ def test_microbatches_train_as_one_large_batch(anchoring: dict) -> None:
         results.append((metrics["loss/policy"], metrics["train/grad_norm"], weights_of(trainer)))
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-6)
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-5)
-    assert difference(results[0][2], results[1][2]) < 1e-4
+    # Of a step of 1e-2: AdamW makes as much of the rounding of a gradient of nearly nothing.
+    assert difference(results[0][2], results[1][2]) < 2e-4
 
 
 def test_good_tokens_become_likelier_and_bad_ones_less_likely() -> None:
