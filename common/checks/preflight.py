@@ -20,6 +20,7 @@ from common.checks.machine import (
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from common.checks.model_shape import ModelShape, check_heads, read_shape
 from common.config.compute import Offload
+from common.config.load import list_configs
 from common.config.offline import SftSection
 from common.config.run_config import ActorSection, Launcher, Resume, RunConfig, check_training
 from common.errors import ConfigError
@@ -230,7 +231,7 @@ def check_model(path: str, root: Path, *, key: str = "model.path", output: str =
     """
     folder = root / path
     if not folder.is_dir():
-        config = "the same --config" if path == output else "--config tiny"
+        config = "the same --config" if path == output else f"--config {_maker(path, root)}"
         remedy = f"give a checkpoint directory; `python run.py sft` with {config} makes one"
         raise ConfigError(f"{key}={path}: no such directory; {remedy}")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -243,6 +244,12 @@ def check_model(path: str, root: Path, *, key: str = "model.path", output: str =
     if lacking:
         remedy = "give a directory written by save_pretrained of model and tokenizer"
         raise ConfigError(f"{key}={path}: lacks {', '.join(lacking)}; {remedy}")
+
+
+def _maker(path: str, root: Path) -> str:
+    """Return the preset whose `sft` writes a policy to `path`; the general one if there is none."""
+    made = next((each for each in list_configs(root) if path == f"runs/{each}/policy"), "")
+    return made or "tiny"
 
 
 def check_ports(cfg: RunConfig) -> None:

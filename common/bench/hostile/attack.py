@@ -27,7 +27,7 @@ FRAMES_PER_STRANGER = 6  # each on a connection of its own; of every ninth none
 FRAMES_PER_CONNECTION = 200  # with a key; 100 refused ones make a listener deaf to it for a while
 MAX_OPEN = 1_000  # connections of strangers that stay, the newest ones
 NUM_SLOW = 20  # that send a byte now and then meanwhile
-DEAF_FRAC = 0.1  # of the frames with a key: from one that asks and never reads
+DEAF_FRAC = 0.1  # of the frames with a key: from one that reads nothing until it has asked all
 LINGER_S = 30  # for what was sent to be taken
 NUM_SOCKETS = 64
 ANSWER_S = 30.0
@@ -105,6 +105,8 @@ def attack_with_key(told: Attack, done: Done) -> None:
         for _ in range(num_deaf):
             deaf.send_multipart(next(messages))
             done.num_with_key += 1
+        for _ in range(min(num_deaf, MAX_STRIKES)):  # at last: who closes earlier takes frames back
+            deaf.recv_multipart()
     finally:
         deaf.close(linger=LINGER_S * 1_000)
         context.term()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.checks.machine import compiler_problem, has_cuda
-from common.checks.preflight import check, check_devices, check_sft, on_this_machine
+from common.checks.preflight import check, check_devices, check_model, check_sft, on_this_machine
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -144,6 +144,14 @@ def test_policy_that_sft_has_not_made_yet_is_named_with_what_makes_it(repository
         cfg = load_config("smoke", ["model.path=runs/nosuch/policy", *told], root=repository)
         with pytest.raises(ConfigError, match=f"no such directory; .* with {how} makes one"):
             check(cfg, repository)
+
+
+def test_policy_of_a_first_lesson_is_named_with_the_preset_that_makes_it(tmp_path: Path) -> None:
+    first = tmp_path / "configs" / "first-lesson.yaml"
+    first.parent.mkdir()
+    first.touch()
+    with pytest.raises(ConfigError, match=r"`python run\.py sft` with --config first-lesson makes"):
+        check_model("runs/first-lesson/policy", tmp_path)
 
 
 def test_reference_that_is_not_there_is_refused(model: Path, repository: Path) -> None:

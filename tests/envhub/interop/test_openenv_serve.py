@@ -169,6 +169,7 @@ def test_full_hub_refuses_with_the_frame_and_closes(hub: Served) -> None:
 
 
 def test_session_ends_with_its_socket_and_is_counted(hub: Served) -> None:
+    until(lambda: len(hub.sessions) == 0)  # those of the laws before
     before = hub.sessions.counts["abandoned"]
 
     async def play(line: Line) -> None:
