@@ -31,8 +31,10 @@ def ended(run: Run, name: str) -> None:
     assert balances(ledger)
     assert (ledger["version"], ledger["in_flight"]) == (4, 0)
     failed = failures(run)
-    left_alone = ledger["causes"].get("failed:group_damaged", 0)  # ended well, in a failed group
-    assert 1 <= len(failed) == ledger["failed"] - left_alone <= 2 * AT_ONCE, ledger["causes"]
+    causes = ledger["causes"]
+    left_alone = causes.get("failed:group_damaged", 0)  # ended well, in a failed group
+    assert 1 <= len(failed) == causes["failed:env_error"] <= 2 * AT_ONCE, causes
+    assert ledger["failed"] == len(failed) + left_alone, causes
     assert {each.end_reason for each in failed} == {EndReason.ENV_ERROR}
     assert all(name in each.error and each.reward == 0 for each in failed), failed[0].error
 
