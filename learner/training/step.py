@@ -69,7 +69,7 @@ class ScoredBatch:
 class Gradient:
     """What a pass over a minibatch found; the gradient itself lies in the parameters."""
 
-    sums: dict[str, float]  # metrics of the minibatch, over all ranks
+    sums: dict[str, float]  # metrics of the minibatch's computed tokens, over all ranks
     logprobs: BySample  # [tokens] nats, of this rank's samples
 
 
@@ -141,8 +141,12 @@ class Gradients:
         return dict(enumerate(parts))
 
     def accumulate(self, batch: ScoredBatch, part: Sequence[int]) -> Gradient:
-        """Add the gradient of a minibatch (indices of samples), microbatch by microbatch."""
+        """Add the gradient of a minibatch (indices of samples), microbatch by microbatch.
+
+        Samples that add nothing to it count in its denominator and are not computed.
+        """
         samples = [batch.samples[index] for index in part]
+        part = self._taught(batch.samples, part)
         denominator = Denominator(
             num_tokens=sum(sample.num_sampled_tokens for sample in samples),
             num_sequences=sum(sample.row == 0 for sample in samples),
@@ -174,7 +178,22 @@ class Gradients:
         if rows:
             totals = torch.stack(rows).double().sum(0)
         sums = dict(zip(names, self._ranks.sum(totals).tolist(), strict=True))
+        num_computed = sum(batch.samples[index].num_sampled_tokens for index in part)
+        for name in (name for name in names if name.startswith("policy/")):
+            sums[name] *= denominator.num_tokens / num_computed
         return Gradient(sums=sums, logprobs=logprobs)
+
+    def _taught(self, samples: Sequence[Sample], part: Sequence[int]) -> Sequence[int]:
+        """Return the samples of a minibatch that have a gradient; all, where none has.
+
+        Every surrogate is proportional to the advantage. Groups whose members are all worth the
+        same have none, and get this far with `algorithm.filter_zero_variance=false`.
+        """
+        cfg = self._algorithm
+        has_other_terms = cfg.entropy_coef != 0 or cfg.kl_coef != 0 or cfg.drift_coef != 0
+        if has_other_terms or self._networks.critic is not None:
+            return part
+        return [index for index in part if samples[index].token_advantages().any()] or part
 
     def loss_inputs(self, batch: ScoredBatch, micro: MicroBatch, scores: Scores) -> LossInputs:
         """Return what the loss needs of a microbatch, see `objective/loss.py`."""

@@ -1,5 +1,6 @@
 """Laws of what a batch is compared with during its step."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,14 @@ import torch
 from torch import Tensor
 
 from common.config.compute import Precision
-from common.config.learning import AlgorithmSection, Correction, LearnerSection, Proximal
+from common.config.learning import (
+    Aggregation,
+    AlgorithmSection,
+    Correction,
+    LearnerSection,
+    PolicyLoss,
+    Proximal,
+)
 from learner.batch.batching import MicroBatch, make_microbatches
 from learner.objective.loss import LossInputs
 from learner.policy.forward import Networks
@@ -172,3 +180,62 @@ def test_effective_sample_size_is_that_of_all_ranks_together() -> None:
     both = torch.cat([own, theirs])
     expected = both.sum() ** 2 / (len(both) * (both**2).sum())
     assert step.ess_frac() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def _gradient_of(step: Step, part: list[int]) -> tuple[dict[str, float], Tensor, set[int]]:
+    """Return the metrics, the gradient and who was computed."""
+    step.model.zero_grad()
+    found = step.gradients.accumulate(step.batch, part)
+    flat = [each.grad.flatten() for each in step.model.parameters() if each.grad is not None]
+    return found.sums, torch.cat(flat).clone(), set(found.logprobs)
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+@pytest.mark.parametrize("policy_loss", list(PolicyLoss))
+@pytest.mark.parametrize("correction", list(Correction))
+def test_samples_without_advantage_count_in_the_mean_and_are_not_computed(
+    correction: Correction, policy_loss: PolicyLoss, aggregation: Aggregation
+) -> None:
+    told = {"correction": correction, "policy_loss": policy_loss, "aggregation": aggregation}
+    step = Step(**told, geometric_low=0.1, geometric_high=10.0)
+    taught = [step.batch.samples[index] for index in FIRST]
+    others = [replace(step.batch.samples[index], advantage=0.0) for index in SECOND]
+    step.batch = step.gradients.prepare([*taught, *others], VERSION)
+    sums, gradient, computed = _gradient_of(step, [*FIRST, *SECOND])
+    assert computed == {*FIRST}
+    alone, expected, _ = _gradient_of(step, FIRST)
+    counts = {
+        Aggregation.TOKEN: [sum(each.num_sampled_tokens for each in s) for s in (taught, others)],
+        Aggregation.SEQUENCE: [len(taught), len(others)],
+        Aggregation.CONSTANT: [len(taught), len(others)],
+    }[aggregation]
+    share = counts[0] / sum(counts)
+    torch.testing.assert_close(gradient, share * expected, rtol=1e-5, atol=1e-6)
+    assert expected.abs().max() > 1e-3
+    assert sums["loss/policy"] == pytest.approx(share * alone["loss/policy"], rel=1e-5)
+    for name in ("entropy", "clipped_frac", "masked_frac", "weight_mean"):  # of those computed
+        assert sums[f"policy/{name}"] == pytest.approx(alone[f"policy/{name}"], rel=1e-5)
+
+
+@pytest.mark.parametrize("told", [{"entropy_coef": 0.1}, {"kl_coef": 0.1}, {"drift_coef": 0.1}])
+def test_samples_without_advantage_are_computed_where_they_have_a_gradient(
+    told: dict[str, float],
+) -> None:
+    step = Step(**told)
+    samples = [replace(each, advantage=0.0) for each in step.batch.samples[2:]]
+    step.batch = step.gradients.prepare([*step.batch.samples[:2], *samples], VERSION)
+    _, gradient, computed = _gradient_of(step, [*FIRST, *SECOND])
+    assert computed == {*FIRST, *SECOND}
+    _, of_others, _ = _gradient_of(step, SECOND)
+    assert gradient.isfinite().all()
+    assert of_others.abs().max() > 0
+
+
+def test_a_batch_without_any_advantage_is_computed_and_has_no_gradient() -> None:
+    step = Step()
+    samples = [replace(each, advantage=0.0) for each in step.batch.samples]
+    step.batch = step.gradients.prepare(samples, VERSION)
+    sums, gradient, computed = _gradient_of(step, [*FIRST, *SECOND])
+    assert computed == {*FIRST, *SECOND}
+    assert sums["policy/entropy"] > 0
+    assert not gradient.any()
