@@ -12,7 +12,7 @@ from torch import Tensor
 
 CHUNK_TOKENS = 128  # of a sequence: queries of a piece; keys that come later are left out
 MAX_FILL = 1.5  # pairs of a block, filled up, over those of its pieces
-MAX_PAIRS = 1 << 16  # of a block of several pieces, per head: their scores stay in the cache
+MAX_PAIRS = 1 << 18  # of a block of several pieces, per head: their scores stay in the cache
 # Of rows of many tokens: a CPU makes a kernel for each new size, so few sizes are better.
 ROW_MULTIPLE = 64
 PIECE_MULTIPLE = 16
