@@ -12,7 +12,7 @@ from tests.venvs import UNREACHABLE
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # an environment is made, twice a run
 
 
-def test_both_sides_make_a_few_steps_and_their_policies_are_scored(
+def test_all_sides_make_a_few_steps_and_their_policies_are_scored(
     tmp_path: Path, repository: Path
 ) -> None:
     path = tmp_path / "peer.json"
@@ -32,14 +32,15 @@ def test_both_sides_make_a_few_steps_and_their_policies_are_scored(
         pytest.skip(f"the package index does not answer: {said[-300:]}")
     assert done.returncode == 0, said[-3000:]
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
-    for what in ("wall", "CPU"):
-        row = rows[f"{what} seconds of a step, horizon 6"]
-        assert row["value"] > 0
-        assert row["limit"] > 0
-    for name in ("trl", "this-project"):
+    for name in ("this project in lockstep", "this project"):
+        for what in ("wall", "CPU"):
+            row = rows[f"{name}: {what} seconds of a step, horizon 6"]
+            assert row["value"] > 0
+            assert row["limit"] > 0
+    for name in ("trl", "this-project-in-lockstep", "this-project"):
         success = json.loads((tmp_path / "study-peer" / f"{name}-success.json").read_text())
         assert list(success) == ["12"]
         assert 0 <= success["12"] <= 1
     table = (tmp_path / "study-peer" / "table.md").read_text()
     assert "nan" not in table
-    assert len(table.splitlines()) == 4
+    assert len(table.splitlines()) == 5

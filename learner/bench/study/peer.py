@@ -1,6 +1,10 @@
-"""The suite `peer`: this project and TRL on the quickstart's tasks, one after the other.
+"""The suite `peer`: TRL and this project on the quickstart's tasks, one after the other.
 
-Both begin with the same policy and draw the same training items at the same horizons. Clocks begin
+This project trains twice: in lockstep, as TRL does, and asynchronously. In lockstep a step costs
+the fewest processor seconds, since roles that wait for one another do not share a core with two
+threads; asynchronously it takes the least time.
+
+All begin with the same policy and draw the same training items at the same horizons. Clocks begin
 when the first step does: what starts before, imports and engines, is left out of both. Policies are
 kept on the way and evaluated afterwards, all by the same player on the same held-out items.
 """
@@ -41,7 +45,7 @@ STEP_S = 60.0  # after which even a slow machine has made a step
 SIDE_S = 1800.0  # and for what comes before the first one
 PIP_S = 900.0
 NOT_OURS = ("cpu/cores", "cpu/others_s", "cpu/per_trained_episode_s")
-# Both sides sit on the CPU: TRL's engine in its own process, one thread each as ours have.
+# All sit on the CPU: TRL's engine in its own process, one thread each as ours have.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -51,12 +55,18 @@ ENVIRONMENT = {
 }
 OVERRIDES = (
     "model.path=configs/policies/tiny",  # the quickstart's own is past `BAR` after a few steps
-    # TRL's optimizer and schedule: AdamW at the same rate, linearly to nothing.
+    # TRL's optimizer and schedule: AdamW at the same rate, linearly to nothing. And its batches:
+    # 64 episodes a step, whatever they are worth.
     *("learner.optimizer=adamw", "learner.decay_start_frac=0", "learner.min_lr_frac=0"),
+    "algorithm.filter_zero_variance=false",
     *(f"train.num_steps={NUM_STEPS}", "log.wandb=disabled", "eval.before=false"),
     *("eval.after=false", "eval.baselines=false", "eval.num_items=600"),
     *(f"learner.checkpoint_every_steps={KEEP_EVERY_STEPS}", "learner.keep_checkpoints=1000"),
 )
+OURS = {  # name in the table -> name of the run, and what is told to it alone
+    "this project in lockstep": ("ours-lockstep", ["train.mode=sync"]),
+    "this project": ("ours", []),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +81,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two."""
+    """One of those compared."""
 
     name: str
     steps: list[Step]
@@ -104,7 +114,7 @@ class Side:
 def measure(
     request: Request, table: BenchTable, *, root: Path, evaluate: Callable[[RunConfig, Path], float]
 ) -> None:
-    """Train both sides below `runs/study-peer` and compare them; what is done is not done again.
+    """Train all sides below `runs/study-peer` and compare them; what is done is not done again.
 
     Args:
         evaluate: (configuration, policy's folder) -> held-out success.
@@ -119,16 +129,16 @@ def measure(
     folder = root / cfg.run.dir / (cfg.study.folder or "study-peer")
     table.title(
         f"{REQUIREMENT} and this project, {steps} steps each, in {folder}; about "
-        f"{2 * steps * 4 / 3600 + 0.3:.1f} h of an idle two-core machine"
+        f"{3 * steps * 3 / 3600 + 0.2:.1f} h of an idle two-core machine"
     )
     if request.is_dry:
         return
     folder.mkdir(parents=True, exist_ok=True)
     begin(folder / "sides", overrides)
     cfg = load_config("quickstart", overrides, root=root)
-    theirs = _theirs(cfg, overrides, folder, root=root)
-    ours = _ours(cfg, overrides, folder)
-    sides = [_scored(cfg, *each, folder=folder, evaluate=evaluate) for each in (theirs, ours)]
+    played = [_theirs(cfg, overrides, folder, root=root)]
+    played += [_ours(cfg, overrides, folder, name=name) for name in OURS]
+    sides = [_scored(cfg, *each, folder=folder, evaluate=evaluate) for each in played]
     tell(table, *sides, horizons=cfg.horizon.stages)
     text = comparison(sides, horizons=cfg.horizon.stages)
     write_atomically(folder / "table.md", text)
@@ -200,15 +210,17 @@ def peer_python(folder: Path) -> Path:
     return python
 
 
-def _ours(cfg: RunConfig, overrides: Sequence[str], folder: Path) -> Played:
+def _ours(cfg: RunConfig, overrides: Sequence[str], folder: Path, *, name: str) -> Played:
     """Train with this project unless that is done."""
-    run = folder / "ours"
+    run_name, own = OURS[name]
+    run = folder / run_name
     if not (run / "report.json").exists():
         timeout_s = SIDE_S + STEP_S * cfg.train.num_steps
-        train("ours", ["log.live=false", *overrides], folder=folder, timeout_s=timeout_s)
+        told = ["log.live=false", *merged(overrides, own)]
+        train(run_name, told, folder=folder, timeout_s=timeout_s)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = {int(each.name[5:]): each for each in (run / "checkpoints").glob("step-*")}
-    return "this project", steps_of(lines, cfg.horizon.stages), kept
+    return name, steps_of(lines, cfg.horizon.stages), kept
 
 
 def steps_of(lines: Sequence[dict[str, Any]], stages: Sequence[int]) -> list[Step]:
@@ -254,22 +266,27 @@ def _scored(
     return Side(name=name, steps=steps, success={int(k): v for k, v in known.items()})
 
 
-def tell(table: BenchTable, theirs: Side, ours: Side, *, horizons: Sequence[int]) -> None:
-    """Add the figures of both, and the promise: the processor seconds to `BAR`."""
+def tell(
+    table: BenchTable, theirs: Side, lockstep: Side, ours: Side, *, horizons: Sequence[int]
+) -> None:
+    """Add the figures of all, and the promise: the processor seconds to `BAR`, in lockstep."""
     for i, what in enumerate(("wall", "CPU")):
-        for horizon in horizons:
-            a, b = ours.per_step(horizon)[i], theirs.per_step(horizon)[i]
-            name = f"{what} seconds of a step, horizon {horizon}"
-            if np.isnan(a + b):
-                table.note(name, "not two steps of it on both sides")
-            else:
-                table.compare(name, a, b, "s", against=theirs.name)
-    a, b = ours.cpu_s_to(BAR), theirs.cpu_s_to(BAR)
-    if np.isinf(b):
+        for side in (lockstep, ours):
+            for horizon in horizons:
+                a, b = side.per_step(horizon)[i], theirs.per_step(horizon)[i]
+                name = f"{side.name}: {what} seconds of a step, horizon {horizon}"
+                if np.isnan(a + b):
+                    table.note(name, "not two steps of it on both sides")
+                else:
+                    table.compare(name, a, b, "s", against=theirs.name)
+    limit = theirs.cpu_s_to(BAR)
+    if np.isinf(limit):
         table.note(f"CPU seconds to {BAR}", f"{theirs.name} did not get there")
         return
-    name = f"CPU seconds to held-out success {BAR}"
-    table.compare(name, a, b, "s", against=theirs.name, at_most=MAX_RATIO)
+    for side, at_most in ((lockstep, MAX_RATIO), (ours, None)):
+        name = f"{side.name}: CPU seconds to held-out success {BAR}"
+        used = side.cpu_s_to(BAR)
+        table.compare(name, used, limit, "s", against=theirs.name, at_most=at_most)
 
 
 def comparison(sides: Sequence[Side], *, horizons: Sequence[int]) -> str:
