@@ -39,12 +39,8 @@ class ScriptedPolicy:
     def __init__(
         self, kind: PolicyKind, *, seed: str, render: ScriptedRender, slip_frac: float = 0
     ) -> None:
-        """Begin an episode.
-
-        Args:
-            slip_frac: chance of a turn that its action is any that was valid so far in the episode,
-                perhaps no longer: the way back is seen only by who has left it (arXiv:1703.09327).
-        """
+        """Begin an episode. `slip_frac` of the turns: an action that was valid earlier in it, since
+        the way back is seen only by who has left it (arXiv:1703.09327)."""
         self._kind = kind
         self._random = random.Random(seed)
         self._render = render

@@ -248,8 +248,7 @@ def check_model(path: str, root: Path, *, key: str = "model.path", output: str =
 
 def _maker(path: str, root: Path) -> str:
     """Return the preset whose `sft` writes a policy to `path`; the general one if there is none."""
-    made = next((each for each in list_configs(root) if path == f"runs/{each}/policy"), "")
-    return made or "tiny"
+    return next((each for each in list_configs(root) if path == f"runs/{each}/policy"), "tiny")
 
 
 def check_ports(cfg: RunConfig) -> None:

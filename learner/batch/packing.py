@@ -41,9 +41,8 @@ class Rows:
 class PairBlock:
     """Pieces of sequences, of similar lengths, whose attention is one batch of matrix products.
 
-    A piece's queries are neighbours in their sequence, its keys all up to the last of them. A
-    shorter piece is filled up with any query, which is not real, and any key, which only such
-    queries would see.
+    A piece's queries are neighbours, its keys all up to the last of them. A shorter piece is filled
+    up with any query, which is not real, and any key, which only such queries would see.
     """
 
     queries: Rows

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from common.segments import as_rows, joined
-from learner.batch.batching import Sample
+from learner.batch.batching import MicroBatch, Sample
 
+BySample = dict[int, Tensor]  # index of a sample -> its entries, without gradient
 _PER_TOKEN = ("own_advantages", "value_targets", "values", "state_marks")
 
 
@@ -57,3 +60,18 @@ def episodes_of(rows: Sequence[Sample]) -> list[Sample]:
         replace(own[0], trajectory=joined([row.trajectory for row in own]), num_episode_tokens=0)
         for own in members
     ]
+
+
+def by_sample(micro: MicroBatch, flat: Tensor) -> BySample:
+    """Cut a block's entries [tokens] into those of its samples, without gradient."""
+    parts = flat.detach().split(micro.sample_sizes)
+    return dict(zip(micro.sample_indices, parts, strict=True))
+
+
+def in_order(parts: BySample, indices: Sequence[int]) -> Tensor:
+    return torch.cat([parts[index] for index in indices])
+
+
+def with_advantage(samples: Sequence[Sample], part: Sequence[int]) -> Sequence[int]:
+    """Return the indices of `part` whose samples have an advantage; all, where none has."""
+    return [index for index in part if samples[index].token_advantages().any()] or part

@@ -1,8 +1,7 @@
 """The last layer of a packed network computes its feed-forward part only where it is read.
 
-Every token is a key of later ones, but beyond the last attention a hidden state is read only where
-it predicts a scored token or ends a sequence. What agents read (prompts, observations) is most of
-an episode, and a feed-forward part most of a layer: of four layers this saves a tenth of the time.
+Beyond the last attention a hidden state is read only where it predicts a scored token or ends a
+sequence. What agents read is most of an episode: of four layers this saves a tenth of the time.
 """
 
 from typing import Any
@@ -15,11 +14,8 @@ _ROWS, _WIDTH = "_read_rows", "_row_width"
 
 
 def skip_unread_rows(model: PreTrainedModel) -> None:
-    """Let the feed-forward part of a network's last layer leave out rows that nobody reads.
-
-    Which they are is told with each batch (`Packing.read_rows`). A family whose layers have other
-    names is left as it is.
-    """
+    """Let the last layer's feed-forward part leave out rows that nobody reads, by each batch's
+    `Packing.read_rows`. A family whose layers have other names is left as it is."""
     layers = getattr(model.base_model, LAYERS, None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
         return

@@ -16,13 +16,8 @@ class CausalProducts(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[PairBlock]
     ) -> Tensor:
-        """Return [seq, head, size].
-
-        Args:
-            query: [seq, head, size], scaled.
-            key: [seq, kv_head, size], as is `value`; a head of them serves as many of the query's
-                as there are more of those.
-        """
+        """Return [seq, head, size] of a scaled query of that shape, and key and value
+        [seq, kv_head, size]; a head of them serves as many of the query's as there are more."""
         out, kv_heads = query.new_empty(query.shape[0], query[0].numel()), key.shape[1]
         queries, both = query.flatten(1), torch.cat([key, value], 1).flatten(1)
         kept: list[Tensor] = []

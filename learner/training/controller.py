@@ -2,10 +2,9 @@
 
 Example (defaults): ESS 0.8 -> learning rate x 0.89. ESS 0.6 -> x 0.67, and the gate lets actors be
 half as many steps ahead (8, 4, 2, 1, 0). ESS 0.4 -> nothing is learnt from this batch, the gate
-closes to zero steps ahead and the next batch must have lag 0. Twenty steps above 0.9 -> the gate
-opens by one again: closed at once and opened slowly, as congestion control does (Chiu and Jain,
-1989). Clipped tokens teach nothing, and keep the sample size up: more than a tenth of them before a
-batch's first update -> the gate halves likewise.
+closes and the next batch must have lag 0. Twenty steps above 0.9 -> it opens by one again, as in
+congestion control (Chiu and Jain, 1989). Clipped tokens teach nothing, and keep the sample size up:
+more than a tenth of them before a batch's first update -> the gate halves likewise.
 """
 
 import logging
@@ -58,8 +57,7 @@ class Controller:
             weight_mean: of pi / mu over tokens. Where all ratios shrink alike, as of a policy that
                 has left, the effective sample size stays 1 and this falls.
             masked_frac: tokens that the correction masks, [0, 1].
-            clipped_frac: tokens that the surrogate's bound decides before the first update, [0, 1]:
-                the policy has left those who sampled them as far as it may.
+            clipped_frac: tokens that the surrogate's bound decides before the first update, [0, 1].
             must_train: do not skip it: it was decided so before.
             must_skip: skip it: it was decided so before.
         """

@@ -18,6 +18,7 @@ from learner.batch.batching import (
     sampled,
 )
 from learner.batch.critic_advantage import Scored, advantages_from_critic
+from learner.batch.rows import BySample, by_sample, in_order, with_advantage
 from learner.objective.correction import (
     Overlap,
     anchor_and_weights,
@@ -33,7 +34,6 @@ from learner.policy.forward import Networks, Passes, Scores
 from learner.training.ranks import Ranks, deal
 
 CRITIC_METRICS = ("critic/loss", "critic/value_mean", "critic/target_mean")
-BySample = dict[int, Tensor]  # index of a sample -> its entries, without gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,9 @@ class Gradients:
 
     def __init__(self, settings: TrainerSettings, networks: Networks, ranks: Ranks) -> None:
         self._cfg = settings.learner
-        self._algorithm = settings.algorithm
+        cfg = self._algorithm = settings.algorithm
+        is_more = cfg.entropy_coef or cfg.kl_coef or cfg.drift_coef or networks.critic is not None
+        self._is_surrogate_alone = not is_more  # which is proportional to the advantage
         self._proximal = proximal_in_use(settings.algorithm, settings.learner)
         self._max_tokens = settings.learner.max_tokens_per_microbatch
         self._networks = networks
@@ -109,10 +111,10 @@ class Gradients:
                 scores = self.passes.score(micro.tokens, with_values=critic is not None)
                 known = self.passes.score_by_reference(micro.tokens)
             if known is not None:
-                batch.reference.update(_by_sample(micro, known))
-            batch.before.update(_by_sample(micro, scores.logprobs))
+                batch.reference.update(by_sample(micro, known))
+            batch.before.update(by_sample(micro, scores.logprobs))
             if scores.values is not None and scores.end_values is not None:
-                values |= _by_sample(micro, scores.values)
+                values |= by_sample(micro, scores.values)
                 ends |= dict(zip(micro.sample_indices, scores.end_values.split(1), strict=True))
         with torch.no_grad():
             for tokens in self._idle(samples, range(len(samples))):
@@ -141,12 +143,10 @@ class Gradients:
         return dict(enumerate(parts))
 
     def accumulate(self, batch: ScoredBatch, part: Sequence[int]) -> Gradient:
-        """Add the gradient of a minibatch (indices of samples), microbatch by microbatch.
-
-        Samples that add nothing to it count in its denominator and are not computed.
-        """
+        """Add the gradient of a minibatch (indices of samples), microbatch by microbatch."""
         samples = [batch.samples[index] for index in part]
-        part = self._taught(batch.samples, part)
+        if self._is_surrogate_alone:
+            part = with_advantage(batch.samples, part)
         denominator = Denominator(
             num_tokens=sum(sample.num_sampled_tokens for sample in samples),
             num_sequences=sum(sample.row == 0 for sample in samples),
@@ -169,7 +169,7 @@ class Gradients:
             loss.backward()
             metrics["loss"] = loss.detach()
             rows.append(torch.stack([metrics[name] for name in names]))  # [metric]
-            logprobs |= _by_sample(micro, scores.logprobs)
+            logprobs |= by_sample(micro, scores.logprobs)
         for tokens in self._idle(batch.samples, part):
             scores = self.passes.score(tokens, with_values=has_critic)
             of_nothing = [scores.logprobs, *([] if scores.values is None else [scores.values])]
@@ -183,18 +183,6 @@ class Gradients:
             sums[name] *= denominator.num_tokens / num_computed
         return Gradient(sums=sums, logprobs=logprobs)
 
-    def _taught(self, samples: Sequence[Sample], part: Sequence[int]) -> Sequence[int]:
-        """Return the samples of a minibatch that have a gradient; all, where none has.
-
-        Every surrogate is proportional to the advantage. Groups whose members are all worth the
-        same have none, and get this far with `algorithm.filter_zero_variance=false`.
-        """
-        cfg = self._algorithm
-        has_other_terms = cfg.entropy_coef != 0 or cfg.kl_coef != 0 or cfg.drift_coef != 0
-        if has_other_terms or self._networks.critic is not None:
-            return part
-        return [index for index in part if samples[index].token_advantages().any()] or part
-
     def loss_inputs(self, batch: ScoredBatch, micro: MicroBatch, scores: Scores) -> LossInputs:
         """Return what the loss needs of a microbatch, see `objective/loss.py`."""
         indices = micro.sample_indices
@@ -204,14 +192,14 @@ class Gradients:
         is_known = all(index in seen for index in indices)
         anchor, weights = anchor_and_weights(
             new,
-            _joined(seen, indices) if is_known else new.detach(),
+            in_order(seen, indices) if is_known else new.detach(),
             micro,
             self._algorithm,
             proximal=self._proximal,
             version=batch.version,
         )
         if batch.trusted:
-            weights = weights * _joined(batch.trusted, indices)
+            weights = weights * in_order(batch.trusted, indices)
         return LossInputs(
             new_logprobs=new,
             anchor_logprobs=anchor,
@@ -223,7 +211,7 @@ class Gradients:
             num_sequences=micro.num_sequences,
             episode_tokens=micro.episode_tokens,
             entropy=scores.entropy,
-            reference_logprobs=_joined(batch.reference, indices) if batch.reference else None,
+            reference_logprobs=in_order(batch.reference, indices) if batch.reference else None,
             kl_weights=kl_weights(new, micro, self._algorithm) if batch.reference else None,
         )
 
@@ -259,7 +247,7 @@ class Gradients:
         if known:
             trajectories = [batch.samples[index].trajectory for index in known]
             mu = sampled(trajectories, [t.logprobs for t in trajectories]).astype(np.float32)
-            ratio = log_ratio(_joined(batch.before, known).cpu(), torch.from_numpy(mu)).exp()
+            ratio = log_ratio(in_order(batch.before, known).cpu(), torch.from_numpy(mu)).exp()
             moments = weight_moments(ratio)
         return overlap_of(self._ranks.sum(moments))
 
@@ -307,13 +295,3 @@ class Gradients:
         device = next((part.device for part in parts.values()), torch.device("cpu"))
         flat = [parts.get(i, torch.zeros(size, device=device)) for i, size in enumerate(sizes)]
         return self._ranks.sum(torch.cat(flat)).cpu()
-
-
-def _by_sample(micro: MicroBatch, flat: Tensor) -> BySample:
-    """Cut a block's entries [tokens] into those of its samples, without gradient."""
-    parts = flat.detach().split(micro.sample_sizes)
-    return dict(zip(micro.sample_indices, parts, strict=True))
-
-
-def _joined(parts: BySample, indices: Sequence[int]) -> Tensor:
-    return torch.cat([parts[index] for index in indices])

@@ -215,8 +215,7 @@ class Trainer:
             batch = batch.with_scored(gradient.logprobs)
             if decision is None:
                 overlap = self._gradients.overlap(batch)
-                names = ("masked_frac", "clipped_frac")
-                found = {name: gradient.sums[f"policy/{name}"] for name in names}
+                found = {n: gradient.sums[f"policy/{n}"] for n in ("masked_frac", "clipped_frac")}
                 decision = decide(**overlap._asdict(), **found)
                 if decision.is_skipped:
                     break

@@ -14,10 +14,8 @@ MAX_CRAFTS = 2  # of an ingredient, so that a task takes few turns more than bef
 
 
 def redrawn(task: Task, book: Book, rng: random.Random) -> tuple[Task, Book]:
-    """Return the task with other counts and some other ingredients, and the book of its recipes.
-
-    The goal, which recipes are shown, their order and their depths stay. All draws are of `rng`.
-    """
+    """Return the task with other counts and some other ingredients, and the book of its recipes;
+    the goal, which recipes are shown, their order and their depths stay."""
     gettable = sorted(book.gettable)
     makes = {recipe.target: _count(rng, MAX_COUNT) for recipe in task.recipes}
     changed: dict[Recipe, Recipe] = {}

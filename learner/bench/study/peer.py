@@ -1,12 +1,8 @@
 """The suite `peer`: TRL and this project on the quickstart's tasks, one after the other.
 
-This project trains twice: in lockstep, as TRL does, and asynchronously. In lockstep a step costs
-the fewest processor seconds, since roles that wait for one another do not share a core with two
-threads; asynchronously it takes the least time.
-
-All begin with the same policy and draw the same training items at the same horizons. Clocks begin
-when the first step does: what starts before, imports and engines, is left out of both. Policies are
-kept on the way and evaluated afterwards, all by the same player on the same held-out items.
+This project trains twice: in lockstep, as TRL does, and asynchronously. All begin with the same
+policy and draw the same training items at the same horizons. Clocks begin with the first step: what
+starts before is left out. Policies kept on the way are evaluated afterwards, by the same player.
 """
 
 import json
@@ -45,7 +41,7 @@ STEP_S = 60.0  # after which even a slow machine has made a step
 SIDE_S = 1800.0  # and for what comes before the first one
 PIP_S = 900.0
 NOT_OURS = ("cpu/cores", "cpu/others_s", "cpu/per_trained_episode_s")
-# All sit on the CPU: TRL's engine in its own process, one thread each as ours have.
+# On the CPU, TRL's engine in its own process, one thread each as ours have.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -55,8 +51,7 @@ ENVIRONMENT = {
 }
 OVERRIDES = (
     "model.path=configs/policies/tiny",  # the quickstart's own is past `BAR` after a few steps
-    # TRL's optimizer and schedule: AdamW at the same rate, linearly to nothing. And its batches:
-    # 64 episodes a step, whatever they are worth.
+    # TRL's optimizer, schedule and batches: AdamW, linearly to nothing; all episodes of a step.
     *("learner.optimizer=adamw", "learner.decay_start_frac=0", "learner.min_lr_frac=0"),
     "algorithm.filter_zero_variance=false",
     *(f"train.num_steps={NUM_STEPS}", "log.wandb=disabled", "eval.before=false"),
@@ -123,7 +118,8 @@ def measure(
     """
     own = [each for each in request.overrides if not each.startswith(OWN)]
     overrides = merged(OVERRIDES, own)
-    cfg = load_config("quickstart", [*request.overrides, *_free(overrides, own)], root=root)
+    free = [each for each in overrides if each not in own]
+    cfg = load_config("quickstart", [*request.overrides, *free], root=root)
     steps = max(1, round(cfg.train.num_steps * cfg.study.size))
     overrides = merged(overrides, [f"train.num_steps={steps}"])
     folder = root / cfg.run.dir / (cfg.study.folder or "study-peer")
@@ -143,10 +139,6 @@ def measure(
     text = comparison(sides, horizons=cfg.horizon.stages)
     write_atomically(folder / "table.md", text)
     table.title(text.rstrip())
-
-
-def _free(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
-    return [each for each in overrides if each not in given]
 
 
 Played = tuple[str, list[Step], dict[int, Path]]  # name, steps, policies by step
@@ -270,22 +262,20 @@ def tell(
     table: BenchTable, theirs: Side, lockstep: Side, ours: Side, *, horizons: Sequence[int]
 ) -> None:
     """Add the figures of all, and the promise: the processor seconds to `BAR`, in lockstep."""
-    for i, what in enumerate(("wall", "CPU")):
-        for side in (lockstep, ours):
-            for horizon in horizons:
-                a, b = side.per_step(horizon)[i], theirs.per_step(horizon)[i]
-                name = f"{side.name}: {what} seconds of a step, horizon {horizon}"
-                if np.isnan(a + b):
-                    table.note(name, "not two steps of it on both sides")
-                else:
-                    table.compare(name, a, b, "s", against=theirs.name)
+    places = [(i, side, h) for i in range(2) for side in (lockstep, ours) for h in horizons]
+    for i, side, horizon in places:
+        a, b = side.per_step(horizon)[i], theirs.per_step(horizon)[i]
+        name = f"{side.name}: {('wall', 'CPU')[i]} seconds of a step, horizon {horizon}"
+        if np.isnan(a + b):
+            table.note(name, "not two steps of it on both sides")
+        else:
+            table.compare(name, a, b, "s", against=theirs.name)
     limit = theirs.cpu_s_to(BAR)
     if np.isinf(limit):
         table.note(f"CPU seconds to {BAR}", f"{theirs.name} did not get there")
         return
     for side, at_most in ((lockstep, MAX_RATIO), (ours, None)):
-        name = f"{side.name}: CPU seconds to held-out success {BAR}"
-        used = side.cpu_s_to(BAR)
+        name, used = f"{side.name}: CPU seconds to held-out success {BAR}", side.cpu_s_to(BAR)
         table.compare(name, used, limit, "s", against=theirs.name, at_most=at_most)
 
 

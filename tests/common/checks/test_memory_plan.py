@@ -141,20 +141,19 @@ def test_what_is_offloaded_is_planned_in_the_host_and_one_block_on_the_gpu(
 def test_gpu_that_is_too_small_is_refused_with_what_offloading_would_take(
     shape: ModelShape, repository: Path
 ) -> None:
-    cfg = configure(repository, "learner.device=cuda", "actor.num_actors=0")
+    told = ["learner.device=cuda", "actor.num_actors=0", "learner.max_tokens_per_microbatch=2048"]
+    cfg = configure(repository, *told)
     small = Gpu(name="small", memory_bytes=11 * GIB)
     places = make_plan(cfg, shape, on=(small,), host_bytes=64 * GIB)
-    told = r"learner\.offload=optimizer would take about ([\d.]+) GiB of it and ([\d.]+) GiB of"
-    with pytest.raises(ConfigError, match=told + " the host's memory, which has 64") as refused:
+    remedy = r"learner\.offload=optimizer would take about ([\d.]+) GiB of it and ([\d.]+) GiB of"
+    with pytest.raises(ConfigError, match=remedy + " the host's memory, which has 64") as refused:
         check_memory(cfg, places, shape)
-    found = re.search(told, str(refused.value))
+    found = re.search(remedy, str(refused.value))
     assert found is not None
     gpu_gib, host_gib = map(float, found.groups())
     assert 5 < gpu_gib < 11
     assert host_gib == pytest.approx((16 + 12) * NUM_PARAMS / GIB, abs=0.1)
-    other = configure(
-        repository, "learner.device=cuda", "actor.num_actors=0", "learner.offload=optimizer"
-    )
+    other = configure(repository, *told, "learner.offload=optimizer")
     check_memory(other, make_plan(other, shape, on=(small,), host_bytes=64 * GIB), shape)
     tiny = Gpu(name="tiny", memory_bytes=4 * GIB)  # where it would not help, it is not named
     with pytest.raises(ConfigError) as hopeless:

@@ -219,7 +219,7 @@ def test_samples_without_advantage_count_in_the_mean_and_are_not_computed(
 
 @pytest.mark.parametrize("told", [{"entropy_coef": 0.1}, {"kl_coef": 0.1}, {"drift_coef": 0.1}])
 def test_samples_without_advantage_are_computed_where_they_have_a_gradient(
-    told: dict[str, float],
+    told: dict[str, Any],
 ) -> None:
     step = Step(**told)
     samples = [replace(each, advantage=0.0) for each in step.batch.samples[2:]]
