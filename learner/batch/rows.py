@@ -1,8 +1,9 @@
 """Samples of episodes <-> samples of training rows: one per segment, with the episode's credit.
 
-An episode counts once, whatever it was cut into: as a member of its group, in the number of
-sequences that a loss is divided by, and in what its tokens share of a mean over its own.
+An episode counts once, whatever it was cut into: in its group, in counts, in means of its tokens.
 """
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 
 from collections.abc import Sequence
 from dataclasses import replace
