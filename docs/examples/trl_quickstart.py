@@ -131,8 +131,8 @@ class Rollouts:
 class Clock(TrainerCallback):
     """Writes a line for every step, and keeps policies; its own time is no training time."""
 
-    def __init__(self, rollouts: Rollouts, out: Path, *, every: int) -> None:
-        self._rollouts, self._out, self._every = rollouts, out, every
+    def __init__(self, rollouts: Rollouts, out: Path, *, every: int, last: int) -> None:
+        self._rollouts, self._out, self._every, self._last = rollouts, out, every, last
         self._apart = (0.0, 0.0)
         self._start = self._now()
 
@@ -146,7 +146,8 @@ class Clock(TrainerCallback):
         line["horizon"] = self._rollouts.horizon(step - 1)
         with (self._out / "steps.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if step % self._every == 0 or step == state.max_steps:
+        control.should_training_stop = step >= self._last
+        if step % self._every == 0 or step == self._last:
             told["model"].save_pretrained(self._out / f"policy-{step}")
         after = self._now()
         self._apart = tuple(self._apart[i] + after[i] - now[i] for i in range(2))
@@ -170,7 +171,7 @@ def reward(paid: list[float], **_: Any) -> list[float]:
 
 
 def main(path: Path) -> None:
-    """Train as the settings say: overrides, keep_every_steps, out."""
+    """Train as the settings say: overrides, keep_every_steps, last_step, out."""
     settings = json.loads(path.read_text())
     out = Path(settings["out"])
     cfg = load_config("quickstart", settings["overrides"], root=ROOT)
@@ -213,7 +214,9 @@ def main(path: Path) -> None:
         args=options,
         train_dataset=Dataset.from_list([{"prompt": str(n)} for n in range(num_groups)]),
         rollout_func=rollouts,
-        callbacks=[Clock(rollouts, out, every=settings["keep_every_steps"])],
+        callbacks=[
+            Clock(rollouts, out, every=settings["keep_every_steps"], last=settings["last_step"])
+        ],
     )
     generation = trainer.vllm_generation
     generation.sync_weights = partial(sync_weights, generation)

@@ -21,6 +21,7 @@ def test_all_sides_make_a_few_steps_and_their_policies_are_scored(
             *(sys.executable, "run.py", "bench", "--suite", "peer", "--json", str(path)),
             # Long enough for two looks at the processor seconds, one each 5 s.
             *(f"run.dir={tmp_path}", "train.num_steps=12", "eval.num_items=8"),
+            "study.num_seeds=1",
         ],
         capture_output=True,
         text=True,
@@ -38,7 +39,7 @@ def test_all_sides_make_a_few_steps_and_their_policies_are_scored(
             assert row["value"] > 0
             assert row["limit"] > 0
     for name in ("trl", "this-project-in-lockstep", "this-project"):
-        success = json.loads((tmp_path / "study-peer" / f"{name}-success.json").read_text())
+        success = json.loads((tmp_path / "study-peer/seed0" / f"{name}-success.json").read_text())
         assert list(success) == ["12"]
         assert 0 <= success["12"] <= 1
     table = (tmp_path / "study-peer" / "table.md").read_text()

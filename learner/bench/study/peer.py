@@ -3,6 +3,7 @@
 This project trains twice: in lockstep, as TRL does, and asynchronously. All begin with the same
 policy and draw the same training items at the same horizons. Clocks begin with the first step: what
 starts before is left out. Policies kept on the way are evaluated afterwards, by the same player.
+The first seed makes all steps, further ones as many as it takes to compare when success is there.
 """
 
 import json
@@ -37,6 +38,8 @@ BAR = 0.687  # held-out success, TRL's at the end of 320 steps where this was fi
 MAX_RATIO = 1 / 3  # of processor seconds until then
 KEEP_EVERY_STEPS = 40
 NUM_STEPS = 320
+NUM_SEEDS = 3
+FURTHER_SHARE = 0.625  # of those steps, by seeds after the first
 STEP_S = 60.0  # after which even a slow machine has made a step
 SIDE_S = 1800.0  # and for what comes before the first one
 PIP_S = 900.0
@@ -52,7 +55,8 @@ ENVIRONMENT = {
 OVERRIDES = (
     "model.path=configs/policies/tiny",  # the quickstart's own is past `BAR` after a few steps
     # TRL's optimizer, schedule and batches: AdamW, linearly to nothing; all episodes of a step.
-    *("learner.optimizer=adamw", "learner.decay_start_frac=0", "learner.min_lr_frac=0"),
+    *("learner.optimizer=adamw", "learner.beta2=0.999", "learner.weight_decay=0"),
+    *("learner.decay_start_frac=0", "learner.min_lr_frac=0"),
     "algorithm.filter_zero_variance=false",
     *(f"train.num_steps={NUM_STEPS}", "log.wandb=disabled", "eval.before=false"),
     *("eval.after=false", "eval.baselines=false", "eval.num_items=600"),
@@ -75,35 +79,54 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """One of those compared."""
+class Course:
+    """The training of one side with one seed."""
 
-    name: str
+    seed: int
     steps: list[Step]
     success: dict[int, float]  # by step, of the policies that were kept
 
+    def curve(self) -> list[tuple[float, float, float]]:
+        """Return (wall seconds, processor seconds, success) of each policy that was kept."""
+        ends = {each.step: each for each in self.steps}
+        found = ((ends[step], value) for step, value in sorted(self.success.items()))
+        return [(end.wall_s, end.cpu_s, value) for end, value in found]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of those compared, with all its seeds."""
+
+    name: str
+    courses: list[Course]
+
     def per_step(self, horizon: int) -> tuple[float, float]:
         """Return (wall, processor) seconds of a step at a horizon; NaN if there was none."""
-        own = [(a, b) for a, b in pairwise(self.steps) if a.horizon == b.horizon == horizon]
+        pairs = [pair for each in self.courses for pair in pairwise(each.steps)]
+        own = [(a, b) for a, b in pairs if a.horizon == b.horizon == horizon]
         if not own:
             return np.nan, np.nan
         wall = np.mean([b.wall_s - a.wall_s for a, b in own])
         return float(wall), float(np.mean([b.cpu_s - a.cpu_s for a, b in own]))
 
-    def cpu_s_to(self, success: float) -> float:
-        """Return the processor seconds until held-out success was there; infinite if it never was.
+    def curve(self) -> list[tuple[float, float, float]]:
+        """Return the curves' mean over the seeds, as far as all of them go."""
+        together = zip(*(each.curve() for each in self.courses), strict=False)
+        return [tuple(np.mean(points, axis=0).tolist()) for points in together]
 
-        Linear between two policies that were kept.
-        """
-        clock = {each.step: each.cpu_s for each in self.steps}
-        curve = [(clock[step], value) for step, value in sorted(self.success.items())]
-        before, reached = 0.0, 0.0
-        for cpu_s, value in curve:
-            if value >= success:
-                share = (success - reached) / max(value - reached, 1e-9) if reached else 1.0
-                return before + share * (cpu_s - before)
-            before, reached = cpu_s, value
-        return float("inf")
+
+def cpu_s_to(success: float, curve: Sequence[tuple[float, float, float]]) -> float:
+    """Return the processor seconds until held-out success was there; infinite if it never was.
+
+    Linear between two policies that were kept.
+    """
+    before, reached = 0.0, 0.0
+    for _, cpu_s, value in curve:
+        if value >= success:
+            share = (success - reached) / max(value - reached, 1e-9) if reached else 1.0
+            return before + share * (cpu_s - before)
+        before, reached = cpu_s, value
+    return float("inf")
 
 
 def measure(
@@ -123,43 +146,68 @@ def measure(
     steps = max(1, round(cfg.train.num_steps * cfg.study.size))
     overrides = merged(overrides, [f"train.num_steps={steps}"])
     folder = root / cfg.run.dir / (cfg.study.folder or "study-peer")
+    further = max(1, round(FURTHER_SHARE * steps / KEEP_EVERY_STEPS)) * KEEP_EVERY_STEPS
+    num_seeds = cfg.study.num_seeds or NUM_SEEDS
+    lengths = [min(steps, further) if seed else steps for seed in range(num_seeds)]
     table.title(
-        f"{REQUIREMENT} and this project, {steps} steps each, in {folder}; about "
-        f"{3 * steps * 3 / 3600 + 0.2:.1f} h of an idle two-core machine"
+        f"{REQUIREMENT} and this project, {' + '.join(map(str, lengths))} steps each, in {folder}; "
+        f"about {2.8 * sum(lengths) * 3 / 3600 + 0.2:.1f} h of an idle two-core machine"
     )
     if request.is_dry:
         return
     folder.mkdir(parents=True, exist_ok=True)
     begin(folder / "sides", overrides)
-    cfg = load_config("quickstart", overrides, root=root)
-    played = [_theirs(cfg, overrides, folder, root=root)]
-    played += [_ours(cfg, overrides, folder, name=name) for name in OURS]
-    sides = [_scored(cfg, *each, folder=folder, evaluate=evaluate) for each in played]
-    tell(table, *sides, horizons=cfg.horizon.stages)
-    text = comparison(sides, horizons=cfg.horizon.stages)
+    sides = {name: Side(name=name, courses=[]) for name in (REQUIREMENT, *OURS)}
+    for seed, length in enumerate(lengths):
+        for name, side in sides.items():
+            plan = _Plan(seed, length, tuple(overrides), folder / f"seed{seed}", root)
+            plan.folder.mkdir(exist_ok=True)
+            played = _ours(plan, name=name) if name in OURS else _theirs(plan)
+            side.courses.append(_scored(plan, name, *played, evaluate=evaluate))
+    tell(table, *sides.values(), horizons=cfg.horizon.stages)
+    text = comparison(list(sides.values()), horizons=cfg.horizon.stages)
     write_atomically(folder / "table.md", text)
     table.title(text.rstrip())
 
 
-Played = tuple[str, list[Step], dict[int, Path]]  # name, steps, policies by step
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What all sides train with one seed: the first `length` of the steps of the overrides."""
+
+    seed: int
+    length: int
+    overrides: tuple[str, ...]
+    folder: Path
+    root: Path
+
+    def config(self, *own: str) -> RunConfig:
+        told = merged(self.overrides, [f"run.seed={self.seed}", *own])
+        return load_config("quickstart", told, root=self.root)
+
+    def timeout_s(self) -> float:
+        return SIDE_S + STEP_S * self.length
 
 
-def _theirs(cfg: RunConfig, overrides: Sequence[str], folder: Path, *, root: Path) -> Played:
+Played = tuple[list[Step], dict[int, Path]]  # steps, policies by step
+
+
+def _theirs(plan: _Plan) -> Played:
     """Train with TRL unless that is done."""
-    out = folder / "trl"
+    out = plan.folder / "trl"
     if not (out / "done").exists():
-        python = peer_python(folder / "environment")
+        python = peer_python(plan.folder.parent / "environment")
         out.mkdir(exist_ok=True)
         (out / "steps.jsonl").unlink(missing_ok=True)
-        settings = {"overrides": list(overrides), "keep_every_steps": KEEP_EVERY_STEPS}
-        path = folder / "trl.json"
-        path.write_text(json.dumps({**settings, "out": str(out)}))
-        timeout_s = SIDE_S + STEP_S * cfg.train.num_steps
-        _run([str(python), SCRIPT, str(path)], folder / "trl.log", root=root, timeout_s=timeout_s)
+        overrides = merged(plan.overrides, [f"run.seed={plan.seed}"])
+        settings = {"overrides": overrides, "keep_every_steps": KEEP_EVERY_STEPS, "out": str(out)}
+        path = plan.folder / "trl.json"
+        path.write_text(json.dumps({**settings, "last_step": plan.length}))
+        argv = [str(python), SCRIPT, str(path)]
+        _run(argv, plan.folder / "trl.log", root=plan.root, timeout_s=plan.timeout_s())
         (out / "done").touch()
     lines = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     kept = {int(each.name.partition("-")[2]): each for each in out.glob("policy-*")}
-    return REQUIREMENT, [Step(**line) for line in lines], kept
+    return [Step(**line) for line in lines], kept
 
 
 def _run(argv: list[str], log: Path, *, root: Path, timeout_s: float) -> None:
@@ -202,17 +250,18 @@ def peer_python(folder: Path) -> Path:
     return python
 
 
-def _ours(cfg: RunConfig, overrides: Sequence[str], folder: Path, *, name: str) -> Played:
+def _ours(plan: _Plan, *, name: str) -> Played:
     """Train with this project unless that is done."""
     run_name, own = OURS[name]
-    run = folder / run_name
+    run, cfg = plan.folder / run_name, plan.config()
     if not (run / "report.json").exists():
-        timeout_s = SIDE_S + STEP_S * cfg.train.num_steps
-        told = ["log.live=false", *merged(overrides, own)]
-        train(run_name, told, folder=folder, timeout_s=timeout_s)
+        least = 1 - plan.length / cfg.train.num_steps  # of the rate, where the line is cut off
+        cut = [f"train.num_steps={plan.length}", f"learner.min_lr_frac={least}"]
+        told = merged(plan.overrides, ["log.live=false", f"run.seed={plan.seed}", *cut, *own])
+        train(run_name, told, folder=plan.folder, timeout_s=plan.timeout_s())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = {int(each.name[5:]): each for each in (run / "checkpoints").glob("step-*")}
-    return name, steps_of(lines, cfg.horizon.stages), kept
+    return steps_of(lines, cfg.horizon.stages), kept
 
 
 def steps_of(lines: Sequence[dict[str, Any]], stages: Sequence[int]) -> list[Step]:
@@ -241,21 +290,22 @@ def steps_of(lines: Sequence[dict[str, Any]], stages: Sequence[int]) -> list[Ste
 
 
 def _scored(
-    cfg: RunConfig,
+    plan: _Plan,
     name: str,
     steps: list[Step],
     kept: dict[int, Path],
     *,
-    folder: Path,
     evaluate: Callable[[RunConfig, Path], float],
-) -> Side:
-    path = folder / f"{name.partition('=')[0].replace(' ', '-')}-success.json"
+) -> Course:
+    path = plan.folder / f"{name.partition('=')[0].replace(' ', '-')}-success.json"
     known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
     for step, policy in sorted(kept.items()):
         if str(step) not in known:
-            known[str(step)] = evaluate(cfg, policy)
+            # Of all seeds with the same random numbers.
+            known[str(step)] = evaluate(plan.config("run.seed=0"), policy)
             write_atomically(path, json.dumps(known))
-    return Side(name=name, steps=steps, success={int(k): v for k, v in known.items()})
+    success = {int(k): v for k, v in known.items()}
+    return Course(seed=plan.seed, steps=steps, success=success)
 
 
 def tell(
@@ -270,12 +320,16 @@ def tell(
             table.note(name, "not two steps of it on both sides")
         else:
             table.compare(name, a, b, "s", against=theirs.name)
-    limit = theirs.cpu_s_to(BAR)
+    for side in (theirs, lockstep, ours):
+        each = ", ".join(f"{cpu_s_to(BAR, one.curve()):,.0f}" for one in side.courses)
+        table.note(f"{side.name}: CPU seconds to held-out success {BAR}, by seed", each)
+    limit = cpu_s_to(BAR, theirs.curve())
     if np.isinf(limit):
-        table.note(f"CPU seconds to {BAR}", f"{theirs.name} did not get there")
+        table.note(f"CPU seconds to {BAR}", f"the mean of {theirs.name} did not get there")
         return
     for side, at_most in ((lockstep, MAX_RATIO), (ours, None)):
-        name, used = f"{side.name}: CPU seconds to held-out success {BAR}", side.cpu_s_to(BAR)
+        name = f"{side.name}: CPU seconds to held-out success {BAR}, mean of seeds"
+        used = cpu_s_to(BAR, side.curve())
         table.compare(name, used, limit, "s", against=theirs.name, at_most=at_most)
 
 
@@ -284,13 +338,18 @@ def comparison(sides: Sequence[Side], *, horizons: Sequence[int]) -> str:
     rows: list[list[str]] = []
     for side in sides:
         each = [side.per_step(horizon) for horizon in horizons]
-        clock = {step.step: step.wall_s for step in side.steps}
-        curve = [f"{value:.3f} at {clock[step]:,.0f}" for step, value in side.success.items()]
         walls, cpus = (" / ".join(_seconds(pair[i]) for pair in each) for i in range(2))
-        rows.append([side.name, f"{walls} s", cpus, ", ".join(curve)])
+        mean = f"mean of {len(side.courses)}: " if side.courses[1:] else ""
+        rows.append([side.name, f"{walls} s", cpus, mean + _told(side.curve())])
+        if side.courses[1:]:
+            rows += [[f"seed {one.seed}", "", "", _told(one.curve())] for one in side.courses]
     stages = " / ".join(map(str, horizons))
     heads = [f"wall per step, horizon {stages}", "CPU-seconds per step"]
     return markdown(["", *heads, "held-out success after s of training"], rows)
+
+
+def _told(curve: Sequence[tuple[float, float, float]]) -> str:
+    return ", ".join(f"{value:.3f} at {wall_s:,.0f}" for wall_s, _, value in curve)
 
 
 def _seconds(value: float) -> str:
