@@ -231,6 +231,8 @@ def dispatch(request: Request) -> int:
         return STANDALONE[request.command](request)
     if request.command == "envhub" and not request.is_dry:
         Later("common.memory:use_system_allocator")()
+    if request.command == "learner":  # before it imports torch
+        Later("common.memory:take_pinned_memory_exactly")()
     if request.join is not None:
         return commands.join_run(request, JOINED_ROLES[request.command], root=ROOT)
     if request.command == "envhub" and commands.belongs_to_no_run(request):

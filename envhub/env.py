@@ -153,14 +153,6 @@ class Env(Protocol):
         ...
 
 
-class TellsState(Protocol):
-    """What an `Env` may offer beside: the state that its first turn is taken in."""
-
-    def state_text(self) -> str:
-        """Return what `StepResult.state` would say now; asked for once, after `reset`."""
-        ...
-
-
 class AsyncEnv(Protocol):
     """`Env` with coroutines, for environments that wait for a browser or a server."""
 

@@ -228,12 +228,6 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[TensorSpec], in
     return specs, offset
 
 
-def flatten_into(buffer: Tensor, specs: list[TensorSpec], tensors: Iterable[Tensor]) -> None:
-    """Copy tensors to their places in `buffer` [num_bytes] uint8."""
-    for view, tensor in zip(views(buffer, specs), tensors, strict=True):
-        view[1].copy_(tensor)
-
-
 def views(buffer: Tensor, specs: list[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) views into `buffer` [num_bytes] uint8; nothing is copied."""
     for spec in specs:

@@ -1,7 +1,6 @@
 """An AgentGym server as an environment of ours: `env.url=http://... env.dialect=<name>`."""
 
 import asyncio
-import hashlib
 import json
 import math
 import re
@@ -18,6 +17,7 @@ from envhub.agentgym.extraction import extract
 from envhub.agentgym.item_lists import numbers_of
 from envhub.agentgym.replies import RESET_FAILED
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, nearest, parse_item
+from envhub.remote_episode import RemoteEpisode
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ OFFERED = re.compile(r"^Available actions: (\[.*\])\s*$", re.MULTILINE)
 PICK_UP = re.compile(r"pick up\b", re.IGNORECASE)  # BabyAI's prompt says so, its server does not
 
 
-class RemoteEnv:
+class RemoteEnv(RemoteEpisode):
     """One episode on an AgentGym server; `numbers` are its data indices there, by split."""
 
     def __init__(
@@ -39,6 +39,7 @@ class RemoteEnv:
         *,
         timeout_s: float,
     ) -> None:
+        super().__init__()
         self._connection = connection
         self._dialect = connection.dialect
         self._numbers, self._subset = numbers, subset
@@ -46,10 +47,7 @@ class RemoteEnv:
         self._timeout_s = timeout_s
         self._instance: Instance | None = None
         self._is_sound = False  # no call is running, and none has failed
-        self._first = self._observation = ""
         self._offered: list[str] = []
-        self._reward = 0.0
-        self._is_done = self._is_success = False
 
     async def reset(self, item_id: str, seed: int) -> str:
         """Start an item; the server's data alone fixes the task, so `seed` is unused.
@@ -86,17 +84,6 @@ class RemoteEnv:
     async def valid_actions(self) -> list[str]:
         """Return what the last reply offered; [] where the server does not say."""
         return list(self._dialect.moves or self._offered) if not self._is_done else []
-
-    async def expert_action(self) -> str | None:
-        """Return None: the servers have no expert."""
-        return None
-
-    async def render(self) -> str:
-        return self._observation
-
-    async def fingerprint(self) -> str:
-        """Return the hash of the first observation, which is all that can be seen from here."""
-        return hashlib.sha256(self._first.encode(errors="surrogatepass")).hexdigest()
 
     async def close(self) -> None:
         instance, self._instance = self._instance, None
@@ -184,17 +171,6 @@ class RemoteEnv:
         self._is_success = is_done and value >= least and value > 0.0
         self._offered = self._offers(reply, observation)
         return self._result(observation, is_valid=is_valid)
-
-    def _result(self, observation: str, *, is_valid: bool) -> StepResult:
-        """Return the result of a step; the score of the episode stays where it was."""
-        self._observation = observation
-        return StepResult(
-            observation=observation,
-            reward=self._reward,
-            done=self._is_done,
-            is_valid=is_valid,
-            is_success=self._is_success,
-        )
 
     def _offers(self, reply: object, observation: str) -> list[str]:
         if self._dialect is ALFWORLD:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action
 from envhub.interop.openenv_offer import Offer, instruction_of, look_at
 from envhub.interop.openenv_socket import CLOSE_S, NOT_THERE, RETRY_S, OpenEnvFailure, Socket, bare
 from envhub.interop.texts import BadAction, RewardRule, Rewards, parse_json, parse_tool_call
+from envhub.remote_episode import RemoteEpisode
 
 NAME = "openenv"
 SUBSET = "all"
@@ -24,17 +24,15 @@ KINDS: dict[str, Callable[[str], object]] = {"string": str, "integer": int, "num
 TRUTHS = {"true": True, "false": False}
 
 
-class OpenEnvEpisode:
+class OpenEnvEpisode(RemoteEpisode):
     """One episode on an OpenEnv server; it has a socket of its own."""
 
     def __init__(self, server: "Server") -> None:
+        super().__init__()
         self._server, self._offer, self._options = server, server.offer, server.options
         self._socket: Socket | None = None
         self._tools: list[str] = []
-        self._first = self._observation = ""
         self._rewards = Rewards(server.rule)
-        self._reward = 0.0
-        self._is_done = self._is_success = False
 
     async def reset(self, item_id: str, seed: int) -> str:
         """Start an item: a task of the server's split, or the episode of a seed of its own.
@@ -88,17 +86,6 @@ class OpenEnvEpisode:
         """Return []: the servers do not say."""
         return []
 
-    async def expert_action(self) -> str | None:
-        """Return None: the servers have no expert."""
-        return None
-
-    async def render(self) -> str:
-        return self._observation
-
-    async def fingerprint(self) -> str:
-        """Return the hash of the first observation, which is all that can be seen from here."""
-        return hashlib.sha256(self._first.encode(errors="surrogatepass")).hexdigest()
-
     async def close(self) -> None:
         socket, self._socket = self._socket, None
         if socket is not None:
@@ -144,18 +131,6 @@ class OpenEnvEpisode:
         if len(filled) == 1 and isinstance(filled[0], str):
             return filled[0]
         return json.dumps(told.get(name, told), ensure_ascii=False)
-
-    def _result(self, text: str, *, is_valid: bool, state: str = "") -> StepResult:
-        """Return the result of a step; without an answer the episode stands where it was."""
-        self._observation = text
-        return StepResult(
-            observation=text,
-            reward=self._reward,
-            done=self._is_done,
-            is_valid=is_valid,
-            is_success=self._is_success,
-            state=state,
-        )
 
 
 class Server:

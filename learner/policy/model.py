@@ -173,27 +173,6 @@ def _score_rows(
     return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
 
 
-def export_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (transformers name, whole tensor in `dtype`), one at a time, tied weights once.
-
-    If the model is sharded, all ranks must do so together.
-    """
-    for name, tensor in published_tensors(model):
-        yield name, whole(tensor.to(_exported(tensor, dtype)))
-
-
-def export_layout(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
-    """Return what `export_tensors` yields as meta tensors; for a sharded model on one rank, too."""
-    return [
-        (name, torch.empty(tensor.shape, dtype=_exported(tensor, dtype), device="meta"))
-        for name, tensor in published_tensors(model)
-    ]
-
-
-def _exported(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.is_floating_point() else tensor.dtype
-
-
 def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, live tensor or this rank's part) of what engines need of a version.
 

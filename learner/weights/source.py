@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from common.errors import LongstrideError
-from common.wire.collective import lay_out, views
+from common.wire.collective import lay_out
 from common.wire.weight_messages import TensorSpec
 from learner.policy.finite import WeightsNotFinite, is_finite
 from learner.policy.sharding import device_of
@@ -248,9 +248,3 @@ def copied(source: WeightSource) -> CopiedWeights:
     buffer = torch.zeros(source.total_bytes, dtype=torch.uint8)
     source.fill(0, buffer)
     return CopiedWeights(source.specs, buffer)
-
-
-def tensors_of(source: WeightSource) -> dict[str, Tensor]:
-    """Return a source's tensors, copied, by name."""
-    copy = copied(source)
-    return dict(views(copy.buffer, copy.specs))

@@ -8,6 +8,8 @@ import psutil
 import pytest
 import torch
 
+import run
+from common.errors import ConfigError
 from common.memory import trim_heap
 from common.repository import ROOT
 
@@ -44,3 +46,12 @@ def test_pinned_memory_is_taken_exactly_unless_the_user_said_otherwise(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.splitlines() == [kept, kept or given]  # torch has heard it
+
+
+def test_a_learner_takes_pinned_memory_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # whatever happens here ends with the test
+    with pytest.raises(ConfigError, match="no such run"):
+        run.dispatch(run.parse(["learner", "run.name=nobodys"], root=ROOT))
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "pinned_max_round_threshold_mb:1"

@@ -5,16 +5,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.config.compute import LoraSection, Precision
 from common.config.learning import LearnerSection
 from common.config.run_config import ModelSection, RunConfig
+from common.wire.collective import views
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
 from learner.batch.synthetic import synthetic_trajectory
 from learner.ingest.group_assembly import GroupAssembly
 from learner.policy.lora import add_adapters
+from learner.weights.source import WeightSource, copied
 
 VOCAB = 50
 
@@ -104,3 +107,9 @@ def make_model_with_adapters(*, seed: int = 0, rank: int = 4) -> Qwen3ForCausalL
         if ".lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     return model
+
+
+def tensors_of(source: WeightSource) -> dict[str, Tensor]:
+    """Return a source's tensors, copied, by name."""
+    copy = copied(source)
+    return dict(views(copy.buffer, copy.specs))

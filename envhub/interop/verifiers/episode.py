@@ -1,7 +1,6 @@
 """An episode of a task of verifiers: its requests are observations, our steps their answers."""
 
 import asyncio
-import hashlib
 import json
 import uuid
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from envhub.interop.texts import (
     shortened,
 )
 from envhub.interop.verifiers.link import Player, TasksetOptions, VerifiersFailure
+from envhub.remote_episode import RemoteEpisode
 
 TURN_FORM = f"{TOOL_FORM}\nWhat is no call is your answer."
 
@@ -53,18 +53,17 @@ class Shared:
             await player.close()
 
 
-class VerifiersEpisode:
+class VerifiersEpisode(RemoteEpisode):
     """One task; the reward is what its own scoring says at the end."""
 
     def __init__(self, shared: Shared) -> None:
+        super().__init__()
         self._shared, self._options = shared, shared.options
         self._player: Player | None = None
         self._name = uuid.uuid4().hex
         self._tools: list[str] = []
         self._calls: list[str] = []  # an example of each tool's
         self._known: list[Mapping[str, Any]] = []  # messages that the agent was told
-        self._first = self._text = ""
-        self._is_done = False
 
     async def reset(self, item_id: str, seed: int) -> str:
         """Begin a task of its split. Raises: UnknownItem, VerifiersFailure."""
@@ -80,7 +79,7 @@ class VerifiersEpisode:
         if functions:
             listed = [each | {"input_schema": each.get("parameters", {})} for each in functions]
             self._first = f"{TURN_FORM}\n{tools_text(listed)}\n{self._first}"
-        self._text = self._first
+        self._observation = self._first
         return self._first
 
     async def step(self, action: str) -> StepResult:
@@ -90,39 +89,19 @@ class VerifiersEpisode:
         try:
             message = self._message(action_text(action))
         except BadAction as error:
-            return StepResult(observation=str(error), reward=0.0, done=False, is_valid=False)
+            return self._result(str(error), is_valid=False)
         line = await self._player.answer(self._name, message)
         if "ask" in line:
             self._known.append(message)
-            self._text = self._told(line)
-            return StepResult(
-                observation=self._text, reward=0.0, done=False, is_valid=True, is_success=False
-            )
+            return self._result(self._told(line), is_valid=True)
         paid = line["paid"]
-        reward = Rewards(self._shared.rule).add(paid["reward"], is_last=True)
-        self._is_done, self._text = True, f"The episode has ended and pays {paid['reward']:g}."
-        return StepResult(
-            observation=self._text,
-            reward=reward,
-            done=True,
-            is_valid=True,
-            is_success=paid.get("is_success", reward >= 1.0),
-        )
+        self._reward = Rewards(self._shared.rule).add(paid["reward"], is_last=True)
+        self._is_done, self._is_success = True, paid.get("is_success", self._reward >= 1.0)
+        return self._result(f"The episode has ended and pays {paid['reward']:g}.", is_valid=True)
 
     async def valid_actions(self) -> list[str]:
         """Return some answer, and a call of each tool with examples of arguments."""
         return ["I do not know.", *self._calls]
-
-    async def expert_action(self) -> str | None:
-        """Return None: a taskset has no expert."""
-        return None
-
-    async def render(self) -> str:
-        return self._text
-
-    async def fingerprint(self) -> str:
-        """Return the hash of the first observation, which is all that can be seen from here."""
-        return hashlib.sha256(self._first.encode(errors="surrogatepass")).hexdigest()
 
     async def close(self) -> None:
         player, self._player = self._player, None

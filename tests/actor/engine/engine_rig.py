@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import zmq.asyncio
+from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from actor.rollout.episode import Turn
@@ -21,13 +22,15 @@ from common.wire.security import create_keys
 from common.wire.sockets import Received, Router
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
 from learner.policy.forward import Networks
-from learner.policy.model import export_tensors, load_policy
+from learner.policy.model import load_policy, published_tensors
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights, snapshot
+from learner.weights.source import LiveWeights
 from tests.actor.links.toy_peer import make_weight_link
+from tests.learner.builders import tensors_of
 
 if TYPE_CHECKING:  # importing vllm takes seconds, and most runs deselect these tests
     from actor.engine.weights import WeightLink
@@ -151,13 +154,16 @@ class Rig:
             else:
                 parameter.uniform_(0.8, 1.2, generator=generator)
 
+    def _published(self) -> dict[str, Tensor]:
+        return tensors_of(LiveWeights(published_tensors(self.model), self.dtype))
+
     def weights(
         self, version: int, canary: list[list[int]] | None = None, *, spoil: str = ""
     ) -> PublishedWeights:
         """The trainer's weights, with canary scores; the tensor `spoil` is scaled on its way."""
         named = [
             (name, tensor * 4.0 if name == spoil else tensor)
-            for name, tensor in export_tensors(self.model, self.dtype)
+            for name, tensor in self._published().items()
         ]
         assert not spoil or spoil in dict(named)
         token_ids = canary or []
@@ -171,7 +177,7 @@ class Rig:
         its logit is the hidden size, 64, and all others are 0.
         """
         named = []
-        for name, tensor in export_tensors(self.model, self.dtype):
+        for name, tensor in self._published().items():
             is_constant = "norm" in name or "embed" in name
             forced = torch.ones_like(tensor) if is_constant else torch.zeros_like(tensor)
             if "lm_head" in name:

@@ -16,7 +16,6 @@ from common.wire.collective import (
     BroadcastGroup,
     Place,
     choose_interface,
-    flatten_into,
     interface_of,
     lay_out,
     views,
@@ -115,7 +114,8 @@ def test_tensors_of_any_dtype_come_back_from_the_flat_buffer() -> None:
     assert num_bytes == 144
     assert all(spec.offset_bytes % ALIGN_BYTES == 0 for spec in specs)
     buffer = torch.zeros(num_bytes, dtype=torch.uint8)
-    flatten_into(buffer, specs, (tensor for _, tensor in named))
+    for (_, tensor), (_, view) in zip(named, views(buffer, specs), strict=True):
+        view.copy_(tensor)
     for (name, tensor), (other_name, view) in zip(named, views(buffer, specs), strict=True):
         assert name == other_name
         assert view.dtype == tensor.dtype

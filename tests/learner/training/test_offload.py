@@ -17,8 +17,7 @@ from common.config.compute import Moments, Offload
 from common.config.run_config import RunConfig
 from learner.training.ranks import Ranks
 from learner.training.state import StateWriter, _stored
-from learner.weights.source import tensors_of
-from tests.learner.builders import make_samples
+from tests.learner.builders import make_samples, tensors_of
 from tests.learner.training.test_moments import local_values, make, make_cfg, save
 from tests.learner.training.test_rank_workers import SEQUENCES, ranks_of
 

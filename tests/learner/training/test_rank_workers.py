@@ -24,8 +24,7 @@ from learner.training.checkpoint import Checkpoints
 from learner.training.rank_workers import RankWorkers
 from learner.training.ranks import deal
 from learner.training.trainer import Trainer
-from learner.weights.source import tensors_of
-from tests.learner.builders import make_samples, run_config_with_policy
+from tests.learner.builders import make_samples, run_config_with_policy, tensors_of
 
 SEQUENCES = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
 

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from common.wire.collective import views
 from learner.policy.finite import WeightsNotFinite
-from learner.weights.source import CopiedWeights, LiveWeights, copied, tensors_of
+from learner.weights.source import CopiedWeights, LiveWeights, copied
+from tests.learner.builders import tensors_of
 
 NAMED = [
     ("matrix", torch.randn(7, 5)),

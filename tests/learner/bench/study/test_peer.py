@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from learner.bench.study.peer import Course, Side, Step, comparison, cpu_s_to, steps_of
+from learner.bench.study.peer import steps_of
+from learner.bench.study.sides import Course, Side, Step, comparison, cpu_s_to
 
 
 def course(*success: float, seed: int = 0, cpu_s: float = 2.0) -> Course:

@@ -1,0 +1,37 @@
+"""What episodes on other people's servers share: all that is known of them is what they tell."""
+
+import hashlib
+
+from envhub.env import StepResult
+
+
+class RemoteEpisode:
+    """What an episode was told first and last, and how it stands."""
+
+    def __init__(self) -> None:
+        self._first = self._observation = ""
+        self._reward = 0.0
+        self._is_done = self._is_success = False
+
+    async def expert_action(self) -> str | None:
+        """Return None: the servers have no expert."""
+        return None
+
+    async def render(self) -> str:
+        return self._observation
+
+    async def fingerprint(self) -> str:
+        """Return the hash of the first observation, which is all that can be seen from here."""
+        return hashlib.sha256(self._first.encode(errors="surrogatepass")).hexdigest()
+
+    def _result(self, observation: str, *, is_valid: bool, state: str = "") -> StepResult:
+        """Return the result of a step; the score of the episode stays where it was."""
+        self._observation = observation
+        return StepResult(
+            observation=observation,
+            reward=self._reward,
+            done=self._is_done,
+            is_valid=is_valid,
+            is_success=self._is_success,
+            state=state,
+        )
