@@ -51,8 +51,7 @@ ENVIRONMENT = {
 OVERRIDES = (
     "model.path=configs/policies/tiny",  # the quickstart's own is past the bar after a few steps
     # TRL's optimizer, schedule and batches: AdamW, linearly to nothing; all episodes of a step.
-    *("learner.optimizer=adamw", "learner.beta2=0.999", "learner.weight_decay=0"),
-    *("learner.decay_start_frac=0", "learner.min_lr_frac=0"),
+    *("learner.optimizer=adamw", "learner.decay_start_frac=0", "learner.min_lr_frac=0"),
     "algorithm.filter_zero_variance=false",
     *(f"train.num_steps={NUM_STEPS}", "log.wandb=disabled", "eval.before=false"),
     *("eval.after=false", "eval.baselines=false", "eval.num_items=600"),
