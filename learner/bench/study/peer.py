@@ -92,7 +92,7 @@ def measure(
     folder.mkdir(parents=True, exist_ok=True)
     begin(folder / "sides", overrides)
     sides = {name: Side(name=name, courses=[]) for name in (REQUIREMENT, *OURS)}
-    for seed, length in enumerate(lengths):
+    for seed, length in enumerate(lengths, start=cfg.run.seed):
         for name, side in sides.items():
             plan = _Plan(seed, length, tuple(overrides), folder / f"seed{seed}", root)
             plan.folder.mkdir(exist_ok=True)
