@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import zmq
+from numpy.random import default_rng  # now: an interrupt while it loads is lost
 
 from common.config.load import load_config
 from common.repository import ROOT
@@ -81,7 +82,7 @@ def trajectory(number: int, member: int) -> Trajectory:
         generate_s=20.0,
         env_s=0.5,
         wall_s=21.0,
-        token_ids=np.random.default_rng(number).integers(0, VOCAB_SIZE, NUM_TOKENS, dtype=np.int32),
+        token_ids=default_rng(number).integers(0, VOCAB_SIZE, NUM_TOKENS, dtype=np.int32),
         loss_mask=mask,
         logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),

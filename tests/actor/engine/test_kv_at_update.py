@@ -1,6 +1,7 @@
 """Laws of what becomes of keys and values that older weights computed, on a real engine."""
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -62,13 +63,23 @@ def test_tokens_after_an_update_are_those_of_the_new_weights_alone_if_the_cache_
             async with rig.link() as (link, _task):
                 rig.randomize(seed=1)
                 await rig.publish_first(publisher, link, rig.weights(1))
-                running = [
-                    rig.generate(f"{n}", prompt, max_tokens=150) for n, prompt in enumerate(prompts)
-                ]
                 await rig.generate("clock", [5, 6], max_tokens=10)
                 rig.randomize(seed=2)
-                await asyncio.to_thread(publisher.publish, rig.weights(2))
-                turns = await asyncio.gather(*running)
+                newer = rig.weights(2)
+                published = asyncio.ensure_future(asyncio.to_thread(publisher.publish, newer))
+
+                async def ask_until_across(n: int) -> Turn:
+                    """However long the weights take, there is a request of each when they come."""
+                    for attempt in itertools.count():
+                        is_last = published.done()
+                        name = f"{n}/{attempt}"
+                        turn = await rig.generate(name, prompts[n], max_tokens=150)
+                        if is_last or set(turn.versions) == {1, 2}:
+                            return turn
+                    raise AssertionError("unreachable")
+
+                turns = await asyncio.gather(*map(ask_until_across, range(len(prompts))))
+                await published
         assert all(turn.versions == sorted(turn.versions) for turn in turns)
         across = [n for n, turn in enumerate(turns) if set(turn.versions) == {1, 2}]
         assert len(across) >= 3, "the others sampled an end of text before"
