@@ -58,8 +58,8 @@ OVERRIDES = (
     *(f"learner.checkpoint_every_steps={KEEP_EVERY_STEPS}", "learner.keep_checkpoints=1000"),
 )
 OURS = {  # name in the table -> name of the run, and what is told to it alone
-    "this project in lockstep": ("ours-lockstep", ["train.mode=sync"]),
-    "this project": ("ours", []),
+    "this project in lockstep": ("ours-lockstep", ["train.mode=sync", "model.dtype=bfloat16"]),
+    "this project": ("ours", ["model.dtype=bfloat16"]),  # as vLLM runs it where TRL starts it
 }
 
 
