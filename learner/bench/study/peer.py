@@ -53,13 +53,14 @@ OVERRIDES = (
     # TRL's optimizer, schedule and batches: AdamW, linearly to nothing; all episodes of a step.
     *("learner.optimizer=adamw", "learner.decay_start_frac=0", "learner.min_lr_frac=0"),
     "algorithm.filter_zero_variance=false",
+    "model.dtype=bfloat16",  # of the engine, as vLLM chooses for TRL
     *(f"train.num_steps={NUM_STEPS}", "log.wandb=disabled", "eval.before=false"),
     *("eval.after=false", "eval.baselines=false", "eval.num_items=600"),
     *(f"learner.checkpoint_every_steps={KEEP_EVERY_STEPS}", "learner.keep_checkpoints=1000"),
 )
 OURS = {  # name in the table -> name of the run, and what is told to it alone
-    "this project in lockstep": ("ours-lockstep", ["train.mode=sync", "model.dtype=bfloat16"]),
-    "this project": ("ours", ["model.dtype=bfloat16"]),  # as vLLM runs it where TRL starts it
+    "this project in lockstep": ("ours-lockstep", ["train.mode=sync"]),
+    "this project": ("ours", []),
 }
 
 
