@@ -92,6 +92,7 @@ def _train(cfg: RunConfig, learner: Learner, stop: threading.Event, beacon: Beac
         learner.publisher.start()
         learner.upkeep.start()
         loop.publish()
+        learner.trainer.warm_up()  # while the first episodes are played
         loop.train()
     except StopRequested:
         logger.info("stopping version=%d", loop.version)

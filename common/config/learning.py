@@ -240,6 +240,7 @@ class LearnerSection:
     layout: Layout = knob(Layout.AUTO, "of the sequences of a microbatch")
     attention: Attention = knob(Attention.AUTO, "its kernels")
     shared_prefix: bool = knob(True, "packed: compute what a group's episodes begin with once")
+    compile: bool = knob(False, "make one kernel each of norms and gates, at the first start")
     gradient_checkpointing: bool = knob(False, "less memory, a third more time")
     num_threads: int = knob(0, "CPU, of each rank; 0: as help, of spare cores", ge=0, le=1024)
     num_ranks: int = knob(

@@ -5,7 +5,7 @@ Every check is a function of a device and of sizes, so that the same code runs s
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -30,8 +30,8 @@ from learner.bench.batch import (
 from learner.bench.checks.training import PackedCase, check_adapters, check_packed, check_shards
 from learner.bench.checks.weights import check_adapter_transfer, check_engine, check_transfers
 from learner.bench.memory import measure_scoring
-from learner.bench.step import BARE, make_trainer, measure_step
-from learner.bench.suite import add_peaks, add_step_cost
+from learner.bench.step import BARE, make_trainer, measure_step, measure_ways
+from learner.bench.suite import add_peaks, add_step_cost, add_ways
 from learner.policy.model import parameter_count, vocabulary_size
 
 MAX_SUITE_S = 480.0
@@ -115,6 +115,7 @@ def checks(
     return [
         ("weights", lambda: check_transfers(table, sizes.full, device, peer_device)),
         ("step", lambda: check_step(table, sizes, device)),
+        ("compiled", lambda: check_compiled(table, sizes, device)),
         ("memory", lambda: check_memory(table, sizes, device)),
         ("canary", lambda: check_canary(table, sizes, device)),
         ("repetition", lambda: check_repetition(table, sizes, device)),
@@ -143,6 +144,18 @@ def check_step(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
     (name,) = set(cost.seconds) - {BARE}
     bound = MIN_STEP_TOKENS_PER_S if device.type == "cuda" else 0.0
     table.at_least(f"step: {name}", cost.tokens_per_s(name), "tokens/s", bound)
+
+
+def check_compiled(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
+    ways = {"plain": sizes.learner, "compiled": replace(sizes.learner, compile=True)}
+    cost = measure_ways(
+        ways,
+        _model(sizes, device),
+        sizes.shape,
+        num_rounds=sizes.num_rounds,
+        engine_dtype="bfloat16",
+    )
+    add_ways(table, cost, against="plain")
 
 
 def check_memory(table: BenchTable, sizes: Sizes, device: torch.device) -> None:

@@ -122,27 +122,37 @@ def measure_step(
     )
 
 
-def measure_layouts(
-    cfg: LearnerSection,
+def layouts_of(cfg: LearnerSection) -> dict[str, LearnerSection]:
+    """Return a section for each layout with each kernel, and for one that is compiled, too; the
+    first is padded products."""
+    ways = {
+        f"{layout.value}, {kernel.value}": replace(cfg, layout=layout, attention=kernel)
+        for layout in (Layout.PADDED, Layout.PACKED)
+        for kernel in (Attention.PRODUCTS, Attention.FUSED)
+    }
+    name = f"{Layout.PACKED.value}, {Attention.PRODUCTS.value}"
+    return ways | {f"{name}, compiled": replace(ways[name], compile=True)}
+
+
+def measure_ways(
+    ways: Mapping[str, LearnerSection],
     model: PreTrainedModel,
     shape: BatchShape,
     *,
     num_rounds: int,
     engine_dtype: str,
 ) -> StepCost:
-    """Return what bare steps cost in each layout with each kernel; `BARE` is padded products."""
+    """Return what bare steps cost in ways that change no number; `BARE` is the first of them."""
     samples = make_batch(shape, vocab_size=vocabulary_size(model), seed=0)
-    cfg = replace(cfg, lr=STILL, muon_lr=STILL)
-    ways = {
-        f"{layout.value}, {kernel.value}": replace(cfg, layout=layout, attention=kernel)
-        for layout in (Layout.PADDED, Layout.PACKED)
-        for kernel in (Attention.PRODUCTS, Attention.FUSED)
-    }
     contenders: dict[str, Callable[[], object]] = {
-        name: BareStep(way, copy.deepcopy(model), samples, engine_dtype=engine_dtype)
-        for name, way in ways.items()
+        name if number else BARE: BareStep(
+            replace(way, lr=STILL, muon_lr=STILL),
+            copy.deepcopy(model),
+            samples,
+            engine_dtype=engine_dtype,
+        )
+        for number, (name, way) in enumerate(ways.items())
     }
-    contenders = {BARE: contenders.pop(next(iter(ways))), **contenders}
     clock = clock_of(next(model.parameters()).device)
     seconds = alternate(contenders, num_rounds=num_rounds, clock=clock)
     num_tokens = sum(len(sample.trajectory.token_ids) for sample in samples)

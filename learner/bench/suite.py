@@ -14,8 +14,9 @@ from learner.bench.step import (
     MAX_RATIO,
     StepCost,
     by_aggregation,
-    measure_layouts,
+    layouts_of,
     measure_step,
+    measure_ways,
 )
 from learner.policy.model import load_policy, parameter_count
 
@@ -53,10 +54,14 @@ def run_suite(table: BenchTable) -> None:
             engine_dtype=cfg.model.dtype,
         )
         add_step_cost(table, cost, of=f"{name}, {parameter_count(model) / 1e6:.1f}M weights")
-        layouts = measure_layouts(
-            cfg.learner, model, shape, num_rounds=NUM_ROUNDS // 2, engine_dtype=cfg.model.dtype
+        layouts = measure_ways(
+            layouts_of(cfg.learner),
+            model,
+            shape,
+            num_rounds=NUM_ROUNDS // 2,
+            engine_dtype=cfg.model.dtype,
         )
-        add_layouts(table, layouts)
+        add_ways(table, layouts, against=PLAIN)
     del policy, sizes
     wide, defaults = MODELS["wide"], LearnerSection()
     rows_per_chunk = defaults.max_tokens_per_microbatch // defaults.logprob_chunk_tokens
@@ -80,13 +85,13 @@ def add_step_cost(table: BenchTable, cost: StepCost, *, of: str) -> None:
         table.at_most(f"step over bare: {name}", cost.ratio(name), "", MAX_RATIO, note)
 
 
-def add_layouts(table: BenchTable, cost: StepCost) -> None:
-    """Write how fast each layout and kernel is beside padded sequences and plain products."""
+def add_ways(table: BenchTable, cost: StepCost, *, against: str) -> None:
+    """Write how fast bare steps are beside those of the way `against`."""
     plain = cost.tokens_per_s(BARE)
     for name in cost.seconds:
         if name != BARE:
             speed = plain / cost.ratio(name)
-            table.compare(f"bare step: {name}", speed, plain, "tokens/s", against=PLAIN)
+            table.compare(f"bare step: {name}", speed, plain, "tokens/s", against=against)
 
 
 def add_peaks(table: BenchTable, peaks: ScoringPeaks, *, of: str) -> None:

@@ -13,12 +13,15 @@ from transformers import PreTrainedModel
 from common.config.compute import Offload
 from common.config.learning import LearnerSection
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
-from learner.policy.attention import use_attention
 from learner.policy.critic import Critic
+from learner.policy.kernels.attention import use_attention
+from learner.policy.kernels.compiling import compile_parts
 from learner.policy.lora import adapters_off
 from learner.policy.model import Scoring, flat_hidden, hidden_logprobs
 from learner.policy.precision import uses_bf16
 from learner.policy.sharding import device_of, reshard, shard
+
+WARM_UP_LENGTH = 64  # tokens of a sequence that is computed only to make kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +104,7 @@ class Passes:
         present = [self._trained] + ([] if self._reference is None else [self._reference])
         kind = self._device.type
         self.is_packed = use_attention(present, kind, cfg.layout, cfg.attention)
+        self.is_cold = cfg.compile and compile_parts(present) > 0  # its kernels are not made
         self._is_base_reference = networks.is_base_reference
         self.scoring = Scoring(
             chunk_tokens=cfg.logprob_chunk_tokens,
@@ -124,6 +128,28 @@ class Passes:
             reshard(self._trained)
         logprobs, entropy, values, end_values = found
         return Scores(logprobs=logprobs, entropy=entropy, values=values, end_values=end_values)
+
+    def warm_up(self) -> None:
+        """Make the compiled kernels, once: of few tokens and of a full block.
+
+        Always of the same before all others: kernels fit what they meet first, and a run that
+        goes on is to compute as it did.
+        """
+        if not self.is_cold:
+            return
+        self.is_cold = False
+        full = [WARM_UP_LENGTH] * max(2, self._max_tokens // WARM_UP_LENGTH)
+        for lengths in ([WARM_UP_LENGTH // 2, WARM_UP_LENGTH // 4], full):
+            ids = [np.arange(length) % 2 for length in lengths]
+            masks = [np.arange(length) > 1 for length in lengths]
+            tokens = collate_tokens(ids, masks, device=self._device, is_packed=self.is_packed)
+            found = self.score(tokens, with_values=self._trained.critic is not None)
+            ends = [each.sum() for each in (found.logprobs, found.values) if each is not None]
+            torch.stack(ends).sum().backward()
+            self._trained.zero_grad()
+            with torch.no_grad():
+                self.score(tokens)
+                self.score_by_reference(tokens)
 
     @torch.no_grad()
     def score_by_reference(self, tokens: TokenBatch) -> Tensor | None:

@@ -22,7 +22,7 @@ from common.config.learning import LearnerSection
 from common.errors import ConfigError
 from common.store.run_dir import read_json, write_json
 from learner.batch.batching import TokenBatch, collate_tokens
-from learner.policy.attention import attention_by_rule, packing_problem, use_attention
+from learner.policy.kernels.attention import attention_by_rule, packing_problem, use_attention
 from learner.policy.loading import is_unloaded
 from learner.policy.model import Scoring, pick_device, token_logprobs, vocabulary_size
 from learner.policy.precision import precision_by_rule

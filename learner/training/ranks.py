@@ -19,7 +19,7 @@ SAVE_TIMEOUT = timedelta(minutes=30)  # until all must have written their parts 
 class Order(NamedTuple):
     """What all ranks do next, told by rank 0."""
 
-    kind: str  # "train", "score", "save" or "checksums", see `Trainer`
+    kind: str  # "train", "score", "save", "checksums" or "warm_up", see `Trainer`
     version: int = 0
     must_train: bool = False
     must_skip: bool = False

@@ -119,6 +119,13 @@ class Trainer:
         with self._ranks.in_touch("scoring"):
             return self._gradients.passes.score_sequences(token_ids)
 
+    def warm_up(self) -> None:
+        """Make the kernels of `learner.compile`, if it is set, while no step waits for them."""
+        if self._gradients.passes.is_cold:
+            self._tell(lambda: Order("warm_up"))
+            with self._ranks.in_touch("compiling"):
+                self._gradients.passes.warm_up()
+
     def checksums(self) -> tuple[str, str]:
         """Return the checksums of the weights that are trained, and of those that are not."""
         self._tell(lambda: Order("checksums"))
@@ -155,6 +162,8 @@ class Trainer:
                 self.save(Path(order.payload.decode()))
             case "checksums":
                 self.checksums()
+            case "warm_up":
+                self.warm_up()
             case _:
                 raise ValueError(f"no such order: {order.kind!r}")
 
@@ -199,6 +208,7 @@ class Trainer:
     def _train(
         self, samples: list[Sample], version: int, decide: Callable[..., Decision], started_s: float
     ) -> StepResult:
+        self._gradients.passes.warm_up()
         self._digester.begin(samples)
         answered: dict[str, float] = {}
         if version % INFORMATION_EVERY_STEPS == 0:

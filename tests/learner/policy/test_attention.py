@@ -13,8 +13,8 @@ from common.config.compute import Attention, Layout
 from common.errors import ConfigError
 from learner.batch.batching import collate_tokens
 from learner.batch.packing import MAX_PAIRS, Packing, pack, packed_rows
-from learner.policy import attention as under_test
-from learner.policy.attention import use_attention
+from learner.policy.kernels import attention as under_test
+from learner.policy.kernels.attention import use_attention
 from learner.policy.model import flat_hidden, load_policy
 from tests.learner.builders import VOCAB, make_model
 

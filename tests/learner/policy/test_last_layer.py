@@ -10,8 +10,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from common.config.compute import Attention, Layout
 from learner.batch.batching import TokenBatch, collate_tokens
-from learner.policy.attention import use_attention
-from learner.policy.last_layer import skip_unread_rows
+from learner.policy.kernels.attention import use_attention
+from learner.policy.kernels.last_layer import skip_unread_rows
 from learner.policy.model import flat_hidden
 from tests.learner.builders import VOCAB, make_model
 

@@ -70,7 +70,7 @@ def flip(run: RunDir, episode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [LORA, CRITIC])
+@pytest.mark.parametrize("settings", [LORA, CRITIC, (*LORA, "learner.compile=true")])
 def test_learner_is_computed_again_bit_for_bit_over_restarts_with_other_settings(
     tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
@@ -90,7 +90,8 @@ def test_learner_is_computed_again_bit_for_bit_over_restarts_with_other_settings
 
 @pytest.mark.slow
 def test_ranks_that_were_killed_are_computed_again_as_if_they_had_lived(tmp_path: Path) -> None:
-    root, running = tmp_path / "r", ["algorithm.advantage=running", "learner.num_ranks=2"]
+    running = ["algorithm.advantage=running", "learner.num_ranks=2", "learner.compile=true"]
+    root = tmp_path / "r"
     cfg = config(*running, "algorithm.correction=second_moment", "algorithm.m2_threshold=0.3")
     live(root, cfg, range(4), skipped=[1], nan=[2], saved=[0])
     live(root, cfg, range(4, 5))

@@ -168,6 +168,7 @@ ELSEWHERE = {
     "learner.max_tokens_per_microbatch": "changes no number, by law",
     "learner.logprob_chunk_tokens": "changes no number, by law",
     "learner.shared_prefix": "changes no number, by law",
+    "learner.compile": "learner/policy/forward.py",
 }
 # What must be set for a leaf to matter: (algorithm, learner, critic, controller).
 CONTEXT: dict[str, tuple[dict, dict, dict, dict]] = {

@@ -1,5 +1,6 @@
 """Laws of packing: the loss and its gradient are those of padded sequences."""
 
+import copy
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from common.config.learning import (
 from learner.batch.batching import Sample, make_microbatches
 from learner.policy.critic import Critic
 from learner.policy.forward import Networks
+from learner.policy.kernels.compiling import compile_parts
 from learner.training.ranks import Ranks
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
 from learner.training.trainer import Trainer
@@ -144,6 +146,37 @@ def test_packed_sequences_have_the_loss_and_gradient_of_padded_ones(
                 torch.testing.assert_close(packed.logprobs[index], logprobs, atol=2e-6, rtol=1e-6)
             for index, logprobs in batch.before.items():
                 torch.testing.assert_close(packed_batch.before[index], logprobs, atol=2e-6, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [PADDED, PACKED])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_compiled_parts_have_the_loss_and_gradient_of_plain_ones(name: str, layout: Layout) -> None:
+    algorithm, kind = ALGORITHMS[name]
+    for part in PARTS:
+        (_, expected, gradient), (_, found, compiled) = (
+            computed(
+                *(algorithm, networks_of(algorithm, **kind), part),
+                **{"layout": layout, "max_tokens_per_microbatch": 45, "compile": is_compiled},
+            )
+            for is_compiled in (False, True)
+        )
+        assert not compiled.equal(gradient)  # other kernels made it
+        assert (compiled - gradient).norm() / gradient.norm() < 1e-6
+        for metric, value in expected.sums.items():
+            assert found.sums[metric] == pytest.approx(value, rel=1e-6, abs=1e-6), metric
+
+
+@pytest.mark.slow
+def test_copy_of_a_compiled_network_computes_with_its_own_weights() -> None:
+    model, ids = make_model(), torch.arange(9)[None]
+    compile_parts([model])
+    before = model(ids).logits
+    other = copy.deepcopy(model)
+    for weight in other.model.layers.parameters():
+        weight.data.mul_(-2.0)
+    assert not other(ids).logits.allclose(before)
+    assert model(ids).logits.equal(before)
 
 
 def test_a_prefix_is_laid_out_once_for_the_members_of_a_group_in_a_block() -> None:

@@ -17,8 +17,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from common.config.compute import Attention, Layout
 from common.errors import ConfigError
 from learner.batch.packing import Packing
-from learner.policy.last_layer import skip_unread_rows
-from learner.policy.products import CausalProducts
+from learner.policy.kernels.last_layer import skip_unread_rows
+from learner.policy.kernels.products import CausalProducts
 
 MIN_FLASH_CAPABILITY = (8, 0)
 FUSED, PRODUCTS = "packed_fused", "packed_products"

@@ -1,0 +1,38 @@
+"""Compiled kernels of what lies between a network's matrix products: norms and gates.
+
+Plain torch writes each of their steps to memory and reads it back. The products stay with their own
+libraries: compiled whole layers were slower on a CPU. Torch keeps the kernels on disk
+(`TORCHINDUCTOR_CACHE_DIR`), so only the first run on a machine makes them.
+"""
+
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+PARTS = ("RMSNorm", "MLP")  # how the names of their classes end, in the families of Llama and Qwen
+MAX_VARIANTS = 64  # of a part: by shapes, types, with and without gradient
+
+_compiled: dict[type[nn.Module], Any] = {}  # all modules of a class share their kernels
+
+
+def compile_parts(networks: Sequence[nn.Module]) -> int:
+    """Let the networks' norms and feed-forward parts compute by compiled kernels, which are made
+    when they are first needed; return how many parts there are.
+
+    Their hooks and weights, and copies of them, are as before.
+    """
+    found = [part for network in networks for part in network.modules() if _is_part(part)]
+    torch._dynamo.config.recompile_limit = MAX_VARIANTS  # pyright: ignore[reportAttributeAccessIssue]
+    for part in found:
+        kind = type(part)
+        if kind not in _compiled:
+            _compiled[kind] = torch.compile(kind.forward, dynamic=True)
+        part.forward = MethodType(_compiled[kind], part)  # not the function: copies bind their own
+    return len(found)
+
+
+def _is_part(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(PARTS)
