@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from common.amx import cpu_flags
+from common.errors import ConfigError
 
 GIB = 1 << 30
 COMPILER_PACKAGES = "g++ and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev)"
@@ -115,3 +116,9 @@ def compiler_problem() -> str:
         return f"{compiler} does not answer: {error}"
     fatal = [line for line in done.stderr.splitlines() if "error" in line]
     return "" if done.returncode == 0 else (fatal or [f"{compiler} fails"])[0].strip()
+
+
+def check_compiler(what: str) -> None:
+    """Return if `what` can be compiled here. Raises: ConfigError: it cannot, and the remedy."""
+    if problem := compiler_problem():
+        raise ConfigError(f"{what} compiles: {problem}; {COMPILER_PACKAGES}")

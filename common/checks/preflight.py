@@ -9,14 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.checks.gpu_placement import Seats, seat
-from common.checks.machine import (
-    COMPILER_PACKAGES,
-    GIB,
-    compiler_problem,
-    gpus,
-    has_cuda,
-    memory_bytes,
-)
+from common.checks.machine import GIB, check_compiler, gpus, has_cuda, memory_bytes
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from common.checks.model_shape import ModelShape, check_heads, read_shape
 from common.config.compute import Offload
@@ -58,6 +51,8 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     if here.actor.num_actors:
         check_engine()
         check_agent(here.actor)
+    if cfg.learner.compile and here is cfg:
+        check_compiler("learner.compile=true")
     shape = read_shape(root / cfg.model.path)
     if here.actor.num_actors and not has_cuda():
         check_heads(shape, cfg.model.path)
@@ -164,8 +159,8 @@ def check_engine() -> None:
     """
     if platform.system() != "Linux":
         raise ConfigError(f"the engine (vLLM) runs on Linux only, and this is {platform.system()}")
-    if not has_cuda() and (problem := compiler_problem()):
-        raise ConfigError(f"the engine (vLLM on a CPU) compiles: {problem}; {COMPILER_PACKAGES}")
+    if not has_cuda():
+        check_compiler("the engine (vLLM on a CPU)")
 
 
 def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:

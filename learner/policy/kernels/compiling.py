@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.checks.machine import check_compiler
+
 PARTS = ("RMSNorm", "MLP")  # how the names of their classes end, in the families of Llama and Qwen
 MAX_VARIANTS = 64  # of a part: by shapes, types, with and without gradient
 
@@ -23,7 +25,10 @@ def compile_parts(networks: Sequence[nn.Module]) -> int:
     when they are first needed; return how many parts there are.
 
     Their hooks and weights, and copies of them, are as before.
+
+    Raises: ConfigError: this machine lacks what compiles them.
     """
+    check_compiler("learner.compile=true")
     found = [part for network in networks for part in network.modules() if _is_part(part)]
     torch._dynamo.config.recompile_limit = MAX_VARIANTS  # pyright: ignore[reportAttributeAccessIssue]
     for part in found:

@@ -169,7 +169,10 @@ def test_machine_without_a_compiler_is_refused_with_the_package_to_install(
     try:
         with pytest.raises(ConfigError, match=r"no C\+\+ compiler 'no-such-compiler'.*g\+\+"):
             check(configure(model, repository), repository)
-        check(configure(model, repository, "actor.num_actors=0"), repository)  # no engine here
+        no_engine = "actor.num_actors=0"
+        check(configure(model, repository, no_engine), repository)
+        with pytest.raises(ConfigError, match=r"^learner\.compile=true compiles: .*g\+\+"):
+            check(configure(model, repository, no_engine, "learner.compile=true"), repository)
     finally:
         compiler_problem.cache_clear()
 
