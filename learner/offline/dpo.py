@@ -31,6 +31,7 @@ from learner.offline.training import (
     ignore,
     load_start,
     row_logprobs,
+    settle_ways,
     train_epochs,
 )
 
@@ -114,6 +115,7 @@ def train(
     The reference is the model as it comes in. It scores all pairs once, before anything changes,
     so no second network is held.
     """
+    learner = settle_ways(model, learner)
     reference = _score_pairs(model, pairs, cfg, learner)  # [pair, 2]
     generator = torch.Generator().manual_seed(seed)
 

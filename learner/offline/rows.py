@@ -174,7 +174,8 @@ def row_of_conversation(
     )
 
 
-def token_batch(rows: list[Row], device: Any) -> TokenBatch:
-    """Return rows as one padded block whose scored tokens are those to learn."""
+def token_batch(rows: list[Row], device: Any, *, is_packed: bool) -> TokenBatch:
+    """Return rows as one block whose scored tokens are those to learn."""
     masks = [row.mask & (np.arange(len(row.mask)) > 0) for row in rows]
-    return collate_tokens([row.token_ids for row in rows], masks, device=device)
+    ids = [row.token_ids for row in rows]
+    return collate_tokens(ids, masks, device=device, is_packed=is_packed)

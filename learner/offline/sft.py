@@ -24,6 +24,7 @@ from learner.offline.training import (
     load_start,
     prepare_device,
     row_logprobs,
+    settle_ways,
     train_epochs,
 )
 
@@ -100,6 +101,7 @@ def train(
     log: Log = ignore,
 ) -> list[float]:
     """Train in place; return the mean loss of every epoch (nats per trained token)."""
+    learner = settle_ways(model, learner)
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(len(row.token_ids) for row in rows)
     num_steps = max(1, math.ceil(cfg.num_epochs * num_tokens / (0.95 * cfg.batch_tokens)))

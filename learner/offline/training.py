@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
+from common.config.compute import Layout
 from common.config.learning import LearnerSection
 from common.config.offline import DpoSection, SftSection
 from learner.offline.rows import Row, token_batch
 from learner.policy.finite import TrainingDiverged
+from learner.policy.kernels.attention import use_attention
+from learner.policy.kernels.compiling import compile_parts
 from learner.policy.model import Scoring, load_policy, pick_device, token_logprobs
 from learner.policy.precision import frozen_dtype, uses_bf16
 from learner.training.optimizer import make_optimizer
@@ -54,11 +57,27 @@ def load_start(path: str, learner: LearnerSection) -> tuple[PreTrainedModel, Any
     return model, tokenizer
 
 
+def settle_ways(model: PreTrainedModel, learner: LearnerSection) -> LearnerSection:
+    """Let the model compute as the section says; return that with its layout, no auto any more.
+
+    Raises: ConfigError: sequences are to be packed, and cannot; kernels are to be compiled, and
+        nothing here does that.
+    """
+    is_packed = use_attention([model], model.device.type, learner.layout, learner.attention)
+    if learner.compile:
+        compile_parts([model])
+    return replace(learner, layout=Layout.PACKED if is_packed else Layout.PADDED)
+
+
 def row_logprobs(model: PreTrainedModel, rows: list[Row], learner: LearnerSection) -> Tensor:
-    """Return the log-probabilities of the tokens to learn, row after row: [token], in nats."""
-    is_bf16 = uses_bf16(learner, model.device)
+    """Return the log-probabilities of the tokens to learn, row after row: [token], in nats.
+
+    Args:
+        learner: as `settle_ways` has returned it.
+    """
+    is_bf16, is_packed = uses_bf16(learner, model.device), learner.layout is Layout.PACKED
     how = Scoring(chunk_tokens=learner.logprob_chunk_tokens, autocast=is_bf16)
-    return token_logprobs(model, token_batch(rows, model.device), how)
+    return token_logprobs(model, token_batch(rows, model.device, is_packed=is_packed), how)
 
 
 def train_epochs(

@@ -68,7 +68,7 @@ def logprobs_of(policy: Path, rows: Sequence[Row]) -> torch.Tensor:
     totals = []
     for row in rows:
         how = Scoring(chunk_tokens=512, autocast=False)
-        found = token_logprobs(model, token_batch([row], "cpu"), how)
+        found = token_logprobs(model, token_batch([row], "cpu", is_packed=False), how)
         totals.append(found.sum())
     return torch.stack(totals)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from common.config.compute import LoraSection
+from common.config.compute import Layout, LoraSection, Precision
 from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -20,7 +20,7 @@ from common.store.agent_traj import Conversation, Message
 from learner.offline import sft
 from learner.offline.rows import Row, row_of_conversation
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
-from learner.offline.training import load_start
+from learner.offline.training import load_start, settle_ways
 from learner.policy.finite import TrainingDiverged
 from learner.policy.model import load_policy
 from tests.configs import edited
@@ -138,6 +138,22 @@ def test_what_is_only_read_counts_by_its_weight(prompt_coef: float) -> None:
     assert found.item() == pytest.approx(((loss * weight).sum() / weight.sum()).item(), rel=1e-4)
     assert sums["weight"] == is_own.sum()
     assert sums["loss"] == pytest.approx(loss[is_own].sum().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("prompt_coef", [0.0, 0.3])
+def test_packed_rows_have_the_loss_and_gradient_of_padded_ones(prompt_coef: float) -> None:
+    found: list[tuple[Tensor, Tensor]] = []
+    for layout in (Layout.PADDED, Layout.PACKED):
+        model = make_policy(TINY, TOKENIZER, seed=0)
+        learner = settle_ways(model, LearnerSection(layout=layout, precision=Precision.FP32))
+        assert learner.layout is layout
+        loss, _ = sft.nll(model, rows_of(*CORPUS), learner, prompt_coef=prompt_coef)
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found.append((loss, gradient))
+    (loss, gradient), (packed_loss, packed) = found
+    assert packed_loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert (packed - gradient).norm() < 1e-6 * gradient.norm()
 
 
 @pytest.mark.slow
