@@ -168,7 +168,8 @@ def _arms(own: dict[str, Any]) -> Iterable[Arm]:
             commands = tuple(tuple(command) for command in each["commands"])
             yield Arm(name=name, does=Does.COMMANDS, commands=commands, chunk=own["chunk"])
         elif "start" in each:
-            yield Arm(name=name, does=does, start=each["start"])
+            told = tuple(each.get("overrides", ()))
+            yield Arm(name=name, overrides=told, does=does, start=each["start"])
         else:
             yield Arm(name=name, overrides=tuple(each), does=does, chunk=own.get("chunk", ""))
 
