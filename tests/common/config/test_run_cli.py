@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -332,7 +333,8 @@ def test_evaluation_of_a_checkpoint_of_the_configured_policy_keeps_its_settings(
 def test_a_command_that_is_interrupted_says_so() -> None:
     argv = [sys.executable, str(ROOT / "run.py"), "bench", "--suite", "transport"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True) as child:
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background is deaf
+    with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, preexec_fn=heard) as child:
         assert child.stdout is not None
         try:
             child.stdout.readline()
