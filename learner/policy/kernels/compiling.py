@@ -1,10 +1,11 @@
 """Compiled kernels of what lies between a network's matrix products: norms and gates.
 
 Plain torch writes each of their steps to memory and reads it back. The products stay with their own
-libraries: compiled whole layers were slower on a CPU. Torch keeps the kernels on disk
+libraries: compiled whole layers gain less on a CPU. Torch keeps the kernels on disk
 (`TORCHINDUCTOR_CACHE_DIR`), so only the first run on a machine makes them.
 """
 
+import logging
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 from common.checks.machine import check_compiler
+
+logger = logging.getLogger(__name__)
 
 PARTS = ("RMSNorm", "MLP")  # how the names of their classes end, in the families of Llama and Qwen
 MAX_VARIANTS = 64  # of a part: by shapes, types, with and without gradient
@@ -30,6 +33,8 @@ def compile_parts(networks: Sequence[nn.Module]) -> int:
     """
     check_compiler("learner.compile=true")
     found = [part for network in networks for part in network.modules() if _is_part(part)]
+    if not found:
+        logger.warning("learner.compile=true: this model has no %s: nothing to compile", PARTS)
     torch._dynamo.config.recompile_limit = MAX_VARIANTS  # pyright: ignore[reportAttributeAccessIssue]
     for part in found:
         kind = type(part)

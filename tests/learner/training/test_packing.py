@@ -154,17 +154,22 @@ def test_packed_sequences_have_the_loss_and_gradient_of_padded_ones(
 def test_compiled_parts_have_the_loss_and_gradient_of_plain_ones(name: str, layout: Layout) -> None:
     algorithm, kind = ALGORITHMS[name]
     for part in PARTS:
-        (_, expected, gradient), (_, found, compiled) = (
-            computed(
-                *(algorithm, networks_of(algorithm, **kind), part),
-                **{"layout": layout, "max_tokens_per_microbatch": 45, "compile": is_compiled},
-            )
-            for is_compiled in (False, True)
-        )
-        assert not compiled.equal(gradient)  # other kernels made it
+        outcomes = []
+        for is_compiled in (False, True):
+            networks = networks_of(algorithm, **kind)
+            how = {"layout": layout, "max_tokens_per_microbatch": 45, "compile": is_compiled}
+            outcomes.append(computed(algorithm, networks, part, **how))
+            own = {type(m).__name__ for m in networks.policy.modules() if "forward" in vars(m)}
+            assert own == ({"Qwen3RMSNorm", "Qwen3MLP"} if is_compiled else set())
+        (_, expected, gradient), (_, found, compiled) = outcomes
         assert (compiled - gradient).norm() / gradient.norm() < 1e-6
         for metric, value in expected.sums.items():
             assert found.sums[metric] == pytest.approx(value, rel=1e-6, abs=1e-6), metric
+
+
+def test_network_without_parts_to_compile_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert compile_parts([torch.nn.Linear(2, 2)]) == 0
+    assert "this model has no ('RMSNorm', 'MLP'): nothing to compile" in caplog.text
 
 
 @pytest.mark.slow
