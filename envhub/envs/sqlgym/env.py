@@ -95,8 +95,11 @@ class SqlEnv(TextEnv):
         self._problem = problem
         try:
             self._connection = problem.open()
-        except sqlite3.Error as error:
-            raise EnvFailure(f"the database {problem.schema.name} cannot be read") from error
+        except (sqlite3.Error, MemoryError) as error:
+            reason = str(error) or "out of memory"
+            raise EnvFailure(
+                f"the database {problem.schema.name} cannot be read: {reason}"
+            ) from error
         self._begin()
         return text.first_observation(problem, self._style)
 
@@ -114,13 +117,13 @@ class SqlEnv(TextEnv):
         answer: list[Row] | str
         try:
             statement = text.statement_of(action, self._style)
-            answer = rows_of(connection, statement, limits)
+            answer = rows_of(connection, statement, limits, is_last=True)
         except NoTable as error:  # no rows, for AgentGym
             is_agentgyms = self._style is Style.AGENTGYM
             answer = [] if is_agentgyms else text.refusal(error, self._style)
         except QueryRefused as error:
             answer = text.refusal(error, self._style)
-        self.close()  # with what it made: there is no second statement
+        self.close()
         is_right = not isinstance(answer, str) and gold is not None and set(answer) == set(gold)
         return StepResult(
             observation=text.state(answer),

@@ -2,7 +2,6 @@
 
 import re
 import sqlite3
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from envhub.envs.sqlgym.functions import BoundedFunctions
+from envhub.envs.sqlgym.memory import MEMORY
 
 # Reading is allowed, and what stays in the connection: temporary tables and its own settings. All
 # else (writes, ATTACH, transactions) is refused; a connection lives for one answer.
@@ -49,7 +49,6 @@ MAX_RESULT_BYTES = 16 << 20  # of the rows that are fetched, unless the answer h
 
 NUMBER_BYTES = 8
 NUM_FIRST_ROWS = 101  # as many as what an agent is told can begin with
-_LACKING = threading.Lock()  # held by who tries again for lack of memory
 
 Row = tuple[int | float | str | bytes | None, ...]
 
@@ -84,7 +83,10 @@ class Database(sqlite3.Connection):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self.functions = BoundedFunctions(self, max_bytes=MAX_VALUE_BYTES)
+        try:
+            self.functions = BoundedFunctions(self, max_bytes=MAX_VALUE_BYTES)
+        except sqlite3.OperationalError as error:  # sqlite3 tells no reason; there is no other one
+            raise MemoryError from error
 
     def close(self) -> None:
         self.functions.close()
@@ -92,20 +94,26 @@ class Database(sqlite3.Connection):
 
 
 def open_file(path: Path) -> Database:
-    """Return a connection that reads a database file and never locks or changes it."""
+    """Return a connection that reads a database file and never locks or changes it.
+
+    Raises: sqlite3.Error, MemoryError: it cannot be read.
+    """
     uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
-    how: Any = {"isolation_level": None, "check_same_thread": False}
-    return _secured(sqlite3.connect(uri, uri=True, factory=Database, **how))
+    return MEMORY.used(lambda: _opened(uri, uri=True))
 
 
 def open_image(content: bytes) -> Database:
-    """Return a connection to a database in memory, given as the bytes of its file."""
-    connection = Database(":memory:", isolation_level=None, check_same_thread=False)
-    connection.deserialize(content)
-    return _secured(connection)
+    """Return a connection to a database in memory, given as the bytes of its file.
+
+    Raises: MemoryError: it does not fit.
+    """
+    return MEMORY.used(lambda: _opened(":memory:", content))
 
 
-def _secured(connection: Database) -> Database:
+def _opened(name: str, content: bytes | None = None, **named: Any) -> Database:
+    connection = Database(name, isolation_level=None, check_same_thread=False, **named)
+    if content is not None:
+        connection.deserialize(content)
     connection.execute("PRAGMA temp_store = MEMORY")
     connection.execute(f"PRAGMA hard_heap_limit = {MAX_HEAP_BYTES}")
     for limit, value in LIMITS.items():
@@ -142,22 +150,26 @@ def size_of(rows: Iterable[Row]) -> int:
     )
 
 
-def rows_of(connection: Database, statement: str, limits: Limits) -> list[Row]:
+def rows_of(
+    connection: Database, statement: str, limits: Limits, *, is_last: bool = False
+) -> list[Row]:
     """Return the rows of one statement; one that makes a temporary table has none.
 
-    One for which the sessions of this process together left no memory is tried once more, while
-    no other such one runs.
+    After the last one that succeeds the connection is closed, and with it goes what was made.
 
     Raises: QueryRefused: anything is wrong with the statement.
     """
+
+    def run() -> list[Row]:
+        rows = _rows_of(connection, statement, limits)
+        if is_last:
+            connection.close()
+        return rows
+
     try:
-        return _rows_of(connection, statement, limits)
-    except MemoryError:
-        with _LACKING:
-            try:
-                return _rows_of(connection, statement, limits)
-            except MemoryError as error:
-                raise LimitReached("out of memory") from error
+        return MEMORY.used(run)
+    except MemoryError as error:
+        raise LimitReached("out of memory") from error
 
 
 def _rows_of(connection: Database, statement: str, limits: Limits) -> list[Row]:

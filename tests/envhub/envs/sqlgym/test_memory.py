@@ -1,0 +1,92 @@
+"""Laws of the memory that the sessions of a process share."""
+
+import sqlite3
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from common.config.envs import EnvsSection
+from envhub.env import Style
+from envhub.envs.sqlgym.env import make_spec
+from envhub.envs.sqlgym.memory import MEMORY
+from envhub.envs.sqlgym.query import Database, Limits, open_image, rows_of
+from tests.configs import edited
+from tests.envhub.envs.sqlgym.pets import answered, played
+
+GREEDY = (
+    "CREATE TEMP TABLE t AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
+    "SELECT hex(zeroblob(90000)) FROM n"
+)
+
+
+def an_empty_one() -> Database:
+    plain = sqlite3.connect(":memory:")
+    plain.execute("CREATE TABLE unused (i)")
+    content = plain.serialize()
+    plain.close()
+    return open_image(content)
+
+
+@contextmanager
+def filled_by_another(threads: ThreadPoolExecutor):
+    """Yield what lets go of the memory that a statement of another session holds to the last."""
+    is_full, may_end = threading.Event(), threading.Event()
+    connection = an_empty_one()
+
+    def fill() -> None:
+        connection.execute("CREATE TEMP TABLE t (b)")
+        for size in (100_000, 1_000, 10):
+            try:
+                while True:
+                    connection.execute("INSERT INTO t VALUES (zeroblob(?))", (size,))
+            except MemoryError:
+                continue
+        is_full.set()
+        may_end.wait()
+        connection.close()
+
+    holding = threads.submit(MEMORY.used, fill)
+    try:
+        assert is_full.wait(60)
+        yield may_end
+    finally:
+        may_end.set()
+        holding.result()
+
+
+def is_waiting(future: Future) -> bool:
+    with pytest.raises(TimeoutError):
+        future.result(0.3)
+    return True
+
+
+def test_session_without_memory_waits_for_the_statement_that_holds_it(spec):
+    played(spec, "easy-test-0", Style.COMPACT)
+    with ThreadPoolExecutor(3) as threads, filled_by_another(threads) as may_end:
+        opened = threads.submit(played, spec, "easy-test-0", Style.COMPACT)
+        assert is_waiting(opened)
+        may_end.set()
+        assert opened.result() == 1.0
+
+
+def test_statement_without_memory_waits_and_is_judged_alone():
+    spec = make_spec(edited(EnvsSection(), {"sqlgym.query_timeout_s": 30.0}))
+    played(spec, "easy-test-0", Style.COMPACT)
+    with ThreadPoolExecutor(4) as threads, filled_by_another(threads) as may_end:
+        greedy = threads.submit(answered, spec, "easy-test-0", GREEDY)
+        modest = threads.submit(answered, spec, "easy-test-0", "SELECT 1")
+        assert is_waiting(greedy)
+        assert is_waiting(modest)
+        may_end.set()
+        assert greedy.result().observation == "Error: out of memory"
+        assert modest.result().observation == "[(1,)]"
+
+
+def test_last_statement_takes_along_what_it_made():
+    connection, limits = an_empty_one(), Limits(timeout_s=1.0, max_rows=1)
+    assert rows_of(connection, "SELECT 1", limits) == [(1,)]
+    assert rows_of(connection, "CREATE TEMP TABLE t AS SELECT 1", limits, is_last=True) == []
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        connection.execute("SELECT * FROM t")
