@@ -24,8 +24,9 @@ MAX_CONSTRUCTOR_ARGUMENTS = 8
 MAX_FILES_IN_FOLDER = 12
 MAX_BROAD_EXCEPTS = 12
 # 50,000, what faults and attackers demand, exact maths, horizons put to the test, a dashboard in
-# which environments are played and drawn, a word that must be read before it is said, kernels
-MAX_SOURCE_LINES = 80_640
+# which environments are played and drawn, a word that must be read before it is said, kernels,
+# sessions that share one memory
+MAX_SOURCE_LINES = 80_720
 SOURCES = [
     *sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")),
     ROOT / "run.py",
