@@ -5,6 +5,7 @@ import sqlite3
 from dataclasses import dataclass
 from functools import lru_cache
 
+from envhub.envs.sqlgym.memory import MEMORY
 from envhub.envs.sqlgym.schema import TEST_DOMAINS, Column, Domain, Kind, Table
 from envhub.tables import read_table
 
@@ -26,7 +27,14 @@ def domain_of(database: DatabaseId) -> Domain:
 
 @lru_cache(maxsize=64)
 def image(database: DatabaseId) -> bytes:
-    """Return the sqlite file of a database; the same on every machine but for sqlite's version."""
+    """Return the sqlite file of a database; the same on every machine but for sqlite's version.
+
+    Raises: MemoryError, EnvFailure: as `SharedMemory.used`.
+    """
+    return MEMORY.used(lambda: _made(database))
+
+
+def _made(database: DatabaseId) -> bytes:
     connection = sqlite3.connect(":memory:")
     rng = random.Random(f"{database.domain} {database.seed}")
     domain = domain_of(database)

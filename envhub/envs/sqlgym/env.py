@@ -90,16 +90,14 @@ class SqlEnv(TextEnv):
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Start an item; `seed` is unused, since the item fixes everything."""
-        problem = self._problems.problem(parse_item(item_id, self._problems.subsets))
+        item = parse_item(item_id, self._problems.subsets)
         self.close()
-        self._problem = problem
         try:
+            self._problem = problem = self._problems.problem(item)
             self._connection = problem.open()
         except (sqlite3.Error, MemoryError) as error:
             reason = str(error) or "out of memory"
-            raise EnvFailure(
-                f"the database {problem.schema.name} cannot be read: {reason}"
-            ) from error
+            raise EnvFailure(f"{item_id}: its database cannot be read: {reason}") from error
         self._begin()
         return text.first_observation(problem, self._style)
 

@@ -5,7 +5,6 @@ from functools import lru_cache, partial
 
 from envhub.env import ItemId, SubsetSpec
 from envhub.envs.sqlgym import database
-from envhub.envs.sqlgym.memory import MEMORY
 from envhub.envs.sqlgym.problems import Problem, SchemaView, TableView
 from envhub.envs.sqlgym.query import open_image
 from envhub.envs.sqlgym.questions import SIZES, TEMPLATES, questions
@@ -41,7 +40,7 @@ def problem_of(item: ItemId) -> Problem:
     """Return the problem of an item of SUBSETS; it is made when it is first asked for."""
     with _MAKING:
         question = questions(item.subset, item.split)[item.index]
-        content = MEMORY.used(lambda: database.image(question.database))
+        content = database.image(question.database)
     return Problem(
         schema=view_of(database.domain_of(question.database)),
         question=question.text,

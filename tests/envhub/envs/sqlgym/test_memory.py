@@ -8,10 +8,12 @@ from contextlib import contextmanager
 import pytest
 
 from common.config.envs import EnvsSection
-from envhub.env import Style
+from envhub.env import EnvFailure, Style
+from envhub.envs.sqlgym import database
 from envhub.envs.sqlgym.env import make_spec
-from envhub.envs.sqlgym.memory import MEMORY
+from envhub.envs.sqlgym.memory import MEMORY, SharedMemory
 from envhub.envs.sqlgym.query import Database, Limits, open_image, rows_of
+from envhub.envs.sqlgym.questions import questions
 from tests.configs import edited
 from tests.envhub.envs.sqlgym.pets import answered, played
 
@@ -62,8 +64,12 @@ def is_waiting(future: Future) -> bool:
     return True
 
 
-def test_session_without_memory_waits_for_the_statement_that_holds_it(spec):
+@pytest.mark.parametrize("is_known", [True, False])
+def test_session_without_memory_waits_for_the_statement_that_holds_it(spec, is_known):
     played(spec, "easy-test-0", Style.COMPACT)
+    if not is_known:  # as the first item of a split that a worker plays
+        questions.cache_clear()
+        database.image.cache_clear()
     with ThreadPoolExecutor(3) as threads, filled_by_another(threads) as may_end:
         opened = threads.submit(played, spec, "easy-test-0", Style.COMPACT)
         assert is_waiting(opened)
@@ -82,6 +88,25 @@ def test_statement_without_memory_waits_and_is_judged_alone():
         may_end.set()
         assert greedy.result().observation == "Error: out of memory"
         assert modest.result().observation == "[(1,)]"
+
+
+def test_who_waits_too_long_for_others_fails_by_name_and_the_next_one_does_not():
+    memory, is_used, may_end = SharedMemory(wait_s=0.2), threading.Event(), threading.Event()
+
+    def lacking() -> None:
+        raise MemoryError
+
+    with ThreadPoolExecutor(1) as threads:
+        holding = threads.submit(memory.used, lambda: is_used.set() or may_end.wait())
+        assert is_used.wait(20)
+        with pytest.raises(EnvFailure, match="have held the memory"):
+            memory.used(lacking)
+        assert memory.used(lambda: 7) == 7
+        may_end.set()
+        holding.result()
+    with pytest.raises(MemoryError):
+        memory.used(lacking)
+    assert memory.used(lambda: 7) == 7
 
 
 def test_last_statement_takes_along_what_it_made():
