@@ -31,12 +31,18 @@ def packing_problem(network: nn.Module) -> str:
     """Return why sequences cannot be packed for the transformers in a network; "" if they can."""
     for model in _transformers(network):
         config = model.config
-        kinds = set(getattr(config, "layer_types", None) or [_FULL]) - {_FULL}
+        kinds = set(getattr(config, "layer_types", None) or [_kind_of_all(config)]) - {_FULL}
         if kinds:
             return f"{config.model_type} has layers of {', '.join(sorted(kinds))}"
         if not model._supports_attention_backend:
             return f"{type(model).__name__} has attention of its own"
     return ""
+
+
+def _kind_of_all(config: Any) -> str:
+    """Return what all layers are where a config does not say it of each, as of Mistral or Phi-3."""
+    is_sliding = getattr(config, "use_sliding_window", True)
+    return "sliding_attention" if is_sliding and getattr(config, "sliding_window", None) else _FULL
 
 
 def attention_by_rule(device_type: str) -> Attention:

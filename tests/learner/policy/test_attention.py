@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from common.config.compute import Attention, Layout
 from common.errors import ConfigError
@@ -150,6 +157,26 @@ def test_packing_is_refused_where_layers_see_less_than_everything_before() -> No
     assert model.config._attn_implementation == "eager"
     with pytest.raises(ConfigError, match="packed: gemma3_text has layers of slid"):
         use_attention([model], "cpu", Layout.PACKED, Attention.AUTO)
+
+
+@pytest.mark.parametrize("window", [8, None])
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "phi3", "starcoder2"])
+def test_sequences_are_packed_only_where_no_layer_has_a_window(
+    family: str, window: int | None
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
+    config = AutoConfig.for_model(family, vocab_size=VOCAB, sliding_window=window, **sizes, **heads)
+    model = AutoModelForCausalLM.from_config(config)
+    is_packed = use_attention([model], "cpu", Layout.AUTO, Attention.PRODUCTS)
+    assert is_packed == (window is None)
+    sequences = [np.arange(9), np.arange(5, 12)]
+    masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
+    tokens = collate_tokens(sequences, masks, device="cpu", is_packed=is_packed)
+    assert flat_hidden(model.base_model, tokens, autocast=False).isfinite().all()
+    if window is not None:
+        with pytest.raises(ConfigError, match=f"packed: {family} has layers of sliding_attention"):
+            use_attention([model], "cpu", Layout.PACKED, Attention.AUTO)
 
 
 def test_what_a_family_adds_to_attention_is_never_left_out() -> None:
