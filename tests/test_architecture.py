@@ -26,7 +26,7 @@ MAX_BROAD_EXCEPTS = 12
 # 50,000, what faults and attackers demand, exact maths, horizons put to the test, a dashboard in
 # which environments are played and drawn, a word that must be read before it is said, kernels,
 # sessions that share one memory
-MAX_SOURCE_LINES = 80_720
+MAX_SOURCE_LINES = 80_800
 SOURCES = [
     *sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")),
     ROOT / "run.py",

@@ -204,6 +204,8 @@ def _check_offline(cfg: RunConfig) -> None:
             "learner.offload=optimizer: sft, dpo and evolve train on one device alone; give"
             " learner.offload=none and adapters (learner.lora.rank=16) or learner.moments=8bit"
         )
+    if cfg.learner.compile:
+        check_compiler("learner.compile=true")
 
 
 def _check_size_from_scratch(sft: SftSection) -> None:

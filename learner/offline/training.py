@@ -18,7 +18,7 @@ from common.config.offline import DpoSection, SftSection
 from learner.offline.rows import Row, token_batch
 from learner.policy.finite import TrainingDiverged
 from learner.policy.kernels.attention import use_attention
-from learner.policy.kernels.compiling import compile_parts
+from learner.policy.kernels.compiling import compile_parts, naming_compiler
 from learner.policy.model import Scoring, load_policy, pick_device, token_logprobs
 from learner.policy.precision import frozen_dtype, uses_bf16
 from learner.training.optimizer import make_optimizer
@@ -65,7 +65,7 @@ def settle_ways(model: PreTrainedModel, learner: LearnerSection) -> LearnerSecti
     """
     is_packed = use_attention([model], model.device.type, learner.layout, learner.attention)
     if learner.compile:
-        compile_parts([model])
+        compile_parts([model], fit="offline")
     return replace(learner, layout=Layout.PACKED if is_packed else Layout.PADDED)
 
 
@@ -80,6 +80,7 @@ def row_logprobs(model: PreTrainedModel, rows: list[Row], learner: LearnerSectio
     return token_logprobs(model, token_batch(rows, model.device, is_packed=is_packed), how)
 
 
+@naming_compiler()
 def train_epochs(
     model: PreTrainedModel,
     cfg: SftSection | DpoSection,
@@ -101,6 +102,7 @@ def train_epochs(
         lr_scale: of an optimizer step, the share of the peak learning rate.
 
     Raises:
+        ConfigError: kernels are to be compiled, and the compiler fails.
         TrainingDiverged: losses or gradients were not finite in `learner.max_bad_steps` steps in a
             row, or in all of an epoch. A single such step changes nothing and is passed over.
     """

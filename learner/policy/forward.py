@@ -15,7 +15,7 @@ from common.config.learning import LearnerSection
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
 from learner.policy.critic import Critic
 from learner.policy.kernels.attention import use_attention
-from learner.policy.kernels.compiling import compile_parts
+from learner.policy.kernels.compiling import compile_parts, naming_compiler
 from learner.policy.lora import adapters_off
 from learner.policy.model import Scoring, flat_hidden, hidden_logprobs
 from learner.policy.precision import uses_bf16
@@ -104,7 +104,9 @@ class Passes:
         present = [self._trained] + ([] if self._reference is None else [self._reference])
         kind = self._device.type
         self.is_packed = use_attention(present, kind, cfg.layout, cfg.attention)
-        self.is_cold = cfg.compile and compile_parts(present) > 0  # its kernels are not made
+        fit = f"blocks of {self._max_tokens} tokens"
+        self.is_cold = cfg.compile and compile_parts(present, fit=fit) > 0  # no kernels are made
+        self._is_one_of_many = mesh is not None
         self._is_base_reference = networks.is_base_reference
         self.scoring = Scoring(
             chunk_tokens=cfg.logprob_chunk_tokens,
@@ -129,17 +131,23 @@ class Passes:
         logprobs, entropy, values, end_values = found
         return Scores(logprobs=logprobs, entropy=entropy, values=values, end_values=end_values)
 
+    @naming_compiler()
     def warm_up(self) -> None:
-        """Make the compiled kernels, once: of few tokens and of a full block.
+        """Make the compiled kernels, once. A full block comes first: they are fitted to it.
 
-        Always of the same before all others: kernels fit what they meet first, and a run that
-        goes on is to compute as it did.
+        A size of one has kernels of its own: a sequence alone where they are padded, and the token
+        of a rank that waits for others' blocks.
+
+        Raises: ConfigError: the compiler fails.
         """
         if not self.is_cold:
             return
         self.is_cold = False
         full = [WARM_UP_LENGTH] * max(2, self._max_tokens // WARM_UP_LENGTH)
-        for lengths in ([WARM_UP_LENGTH // 2, WARM_UP_LENGTH // 4], full):
+        blocks = [full, [WARM_UP_LENGTH // 2, WARM_UP_LENGTH // 4]]
+        blocks += [] if self.is_packed else [[WARM_UP_LENGTH]]
+        blocks += [[1]] if self._is_one_of_many else []
+        for lengths in blocks:
             ids = [np.arange(length) % 2 for length in lengths]
             masks = [np.arange(length) > 1 for length in lengths]
             tokens = collate_tokens(ids, masks, device=self._device, is_packed=self.is_packed)

@@ -6,14 +6,17 @@ libraries: compiled whole layers gain less on a CPU. Torch keeps the kernels on 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 
 from common.checks.machine import check_compiler
+from common.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +26,15 @@ MAX_VARIANTS = 64  # of a part: by shapes, types, with and without gradient
 _compiled: dict[type[nn.Module], Any] = {}  # all modules of a class share their kernels
 
 
-def compile_parts(networks: Sequence[nn.Module]) -> int:
+def compile_parts(networks: Sequence[nn.Module], *, fit: str) -> int:
     """Let the networks' norms and feed-forward parts compute by compiled kernels, which are made
     when they are first needed; return how many parts there are.
 
     Their hooks and weights, and copies of them, are as before.
+
+    Args:
+        fit: names the sizes that come first, to which kernels are fitted: those on disk of another
+            name are not taken.
 
     Raises: ConfigError: this machine lacks what compiles them.
     """
@@ -35,6 +42,7 @@ def compile_parts(networks: Sequence[nn.Module]) -> int:
     found = [part for network in networks for part in network.modules() if _is_part(part)]
     if not found:
         logger.warning("learner.compile=true: this model has no %s: nothing to compile", PARTS)
+    torch.compiler.config.cache_key_tag = fit
     torch._dynamo.config.recompile_limit = MAX_VARIANTS  # pyright: ignore[reportAttributeAccessIssue]
     for part in found:
         kind = type(part)
@@ -42,6 +50,19 @@ def compile_parts(networks: Sequence[nn.Module]) -> int:
             _compiled[kind] = torch.compile(kind.forward, dynamic=True)
         part.forward = MethodType(_compiled[kind], part)  # not the function: copies bind their own
     return len(found)
+
+
+@contextmanager
+def naming_compiler() -> Iterator[None]:
+    """Say in words that kernels cannot be made. Raises: ConfigError."""
+    try:
+        yield
+    except TorchDynamoException as error:
+        said, _, _ = str(error).partition("Set TORCHDYNAMO_VERBOSE")
+        raise ConfigError(
+            f"learner.compile=true: no kernels can be made (TORCHINDUCTOR_CACHE_DIR is where they"
+            f" are kept; learner.compile=false does without): {' '.join(said[-400:].split())}"
+        ) from error
 
 
 def _is_part(module: nn.Module) -> bool:

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from common.checks.machine import compiler_problem, has_cuda
-from common.checks.preflight import check, check_devices, check_model, check_sft, on_this_machine
+from common.checks.preflight import (
+    check,
+    check_devices,
+    check_dpo,
+    check_model,
+    check_sft,
+    on_this_machine,
+)
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -173,6 +180,10 @@ def test_machine_without_a_compiler_is_refused_with_the_package_to_install(
         check(configure(model, repository, no_engine), repository)
         with pytest.raises(ConfigError, match=r"^learner\.compile=true compiles: .*g\+\+"):
             check(configure(model, repository, no_engine, "learner.compile=true"), repository)
+        for check_offline in (check_sft, check_dpo):
+            check_offline(configure(model, repository), repository)
+            with pytest.raises(ConfigError, match=r"^learner\.compile=true compiles: .*g\+\+"):
+                check_offline(configure(model, repository, "learner.compile=true"), repository)
     finally:
         compiler_problem.cache_clear()
 

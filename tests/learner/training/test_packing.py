@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -18,9 +19,10 @@ from common.config.learning import (
     PolicyLoss,
     Proximal,
 )
-from learner.batch.batching import Sample, make_microbatches
+from learner.batch.batching import Sample, collate_tokens, make_microbatches
 from learner.policy.critic import Critic
 from learner.policy.forward import Networks
+from learner.policy.kernels import compiling
 from learner.policy.kernels.compiling import compile_parts
 from learner.training.ranks import Ranks
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
@@ -168,14 +170,40 @@ def test_compiled_parts_have_the_loss_and_gradient_of_plain_ones(name: str, layo
 
 
 def test_network_without_parts_to_compile_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    assert compile_parts([torch.nn.Linear(2, 2)]) == 0
+    assert compile_parts([torch.nn.Linear(2, 2)], fit="") == 0
     assert "this model has no ('RMSNorm', 'MLP'): nothing to compile" in caplog.text
+
+
+@pytest.mark.parametrize("layout", [PADDED, PACKED])
+@pytest.mark.parametrize("name", ["critic's own trunk", "adapters' base as reference"])
+def test_no_block_waits_for_kernels_once_they_are_made(
+    name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        return graph.forward  # what is made is not the question, but when
+
+    monkeypatch.setattr(compiling, "_compiled", {})
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    algorithm, kind = ALGORITHMS[name]
+    how = {"layout": layout, "max_tokens_per_microbatch": 256, "compile": True}
+    gradients = Gradients(settings_of(algorithm, **how), networks_of(algorithm, **kind), Ranks())
+    passes, is_packed = gradients.passes, layout is PACKED
+    passes._is_one_of_many = True
+    passes.warm_up()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for lengths in ([2], [70], [3, 2], [40, 50, 60, 70], [1]):
+            ids, masks = ([np.arange(n) % 2 for n in lengths], [np.arange(n) > 0 for n in lengths])
+            tokens = collate_tokens(ids, masks, device="cpu", is_packed=is_packed)
+            passes.score(tokens, with_values="critic" in name).logprobs.sum().backward()
+            with torch.no_grad():
+                passes.score(tokens)
+                passes.score_by_reference(tokens)
 
 
 @pytest.mark.slow
 def test_copy_of_a_compiled_network_computes_with_its_own_weights() -> None:
     model, ids = make_model(), torch.arange(9)[None]
-    compile_parts([model])
+    compile_parts([model], fit="")
     before = model(ids).logits
     other = copy.deepcopy(model)
     for name, weight in other.named_parameters():
