@@ -11,7 +11,7 @@ from common.launch.process import ChildProcess
 from common.wire.security import create_keys
 from tests.actor.engine.engine_rig import save_tiny_policy
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.punctual]
 
 START_S = 180.0
 END_S = 1.0

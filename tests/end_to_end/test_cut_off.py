@@ -128,7 +128,7 @@ def test_actors_that_are_killed_stopped_or_cut_off_for_ever_change_no_other_s_pa
         others.append("actor-3")
     start = fleet.finished()
     fleet.wait_until(lambda: all(fleet.finished()[n] > start[n] + SLOTS for n in others))
-    before = busy_slots(fleet, "actor-0")
+    before = min(busy_slots(fleet, "actor-0") for _ in range(2))
     assert fleet.dead() == [], fleet.said
     killed, stopped = fleet.roles.pop("actor-1"), fleet.roles["actor-2"]
     killed.kill()

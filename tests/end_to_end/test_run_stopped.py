@@ -13,13 +13,14 @@ from actor.play.table.seats import Table
 from common.repository import ROOT
 from tests.end_to_end.runs import Run, balances, unbounded
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.punctual, pytest.mark.timeout(600)]
 
 
 ENV_TIMEOUT_S = 4.0
 OVERRIDES = (
     *("train.num_steps=200", "eval.before=false", "eval.after=false"),
     f"actor.env_timeout_s={ENV_TIMEOUT_S}",
+    "run.stop_timeout_s=45",  # more than it stands still and saves, on a busy machine too
 )
 
 

@@ -198,7 +198,7 @@ def play(root: Path, lives: Lives, kills: list[tuple[str, int]]) -> Neighbours:
     """Run one learner to its end, killed so many times, and return what it leaves."""
     run, left = Neighbours(root), [*kills, ("", 0)]
     ended = lives.start(root, *left.pop(0))
-    deadline, sent_at, sent_to = time.monotonic() + 120, 0.0, -1
+    deadline, sent_at, sent_to = time.monotonic() + 280, 0.0, -1
     while True:
         assert time.monotonic() < deadline, f"stands still before {left}"
         run.serve()

@@ -140,12 +140,13 @@ play(take())
 
 
 @pytest.mark.slow
+@pytest.mark.punctual
 def test_episode_that_ended_without_its_agent_is_closed_to_it_and_the_agent_plays_on() -> None:
     program = """
 from urllib.error import HTTPError
 import time
 task = take()
-time.sleep(1.5)
+time.sleep(3.5)
 try:
     ask(task)
 except HTTPError as error:
@@ -155,7 +156,7 @@ else:
 play(take())
 """
 
-    late, done = played(program, [*leases(1, deadline_s=1.0), *leases(2)[1:]])
+    late, done = played(program, [*leases(1, deadline_s=3.0), *leases(2)[1:]])
     assert (late.end_reason, done.end_reason) == (EndReason.DEADLINE, EndReason.DONE)
 
 

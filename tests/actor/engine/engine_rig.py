@@ -36,7 +36,8 @@ if TYPE_CHECKING:  # importing vllm takes seconds, and most runs deselect these 
     from actor.engine.weights import WeightLink
 
 HOST = "127.0.0.1"
-TIMEOUT_S = 3.0  # of a transfer
+TIMEOUT_S = 3.0  # of a transfer that a test fails on purpose
+PATIENT_S = 30.0  # of the others
 BUCKET_BYTES = 100_000  # several buckets, which cut tensors
 WAIT_S = 20.0  # for anything that should happen at once
 FIRST_FORCED = 100  # the token that version 0 of the forced weights samples
@@ -127,7 +128,7 @@ class Rig:
         """A publisher whose address is in the run directory, and its ear."""
         listener = Listener(self.keys)
         settings = PublishSettings(
-            host=HOST, timeout_s=TIMEOUT_S, max_canary_delta=0.05, bucket_bytes=BUCKET_BYTES
+            host=HOST, timeout_s=PATIENT_S, max_canary_delta=0.05, bucket_bytes=BUCKET_BYTES
         )
         publisher = Publisher(listener, settings)
         self.run_dir.publish_address("weights", f"tcp://{HOST}:{publisher.port}")

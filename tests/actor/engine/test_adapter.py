@@ -85,7 +85,7 @@ def test_every_token_is_labelled_with_the_adapter_that_sampled_it(rig: Rig) -> N
             async with rig.link() as (link, _task):
                 await rig.publish_first(publisher, link, force(rig, 1))
                 running = [
-                    rig.generate(f"request-{n}", prompt, max_tokens=160 + 20 * n)
+                    rig.generate(f"request-{n}", prompt, max_tokens=200 + 40 * n)
                     for n, prompt in enumerate(make_prompts(8, num_tokens=20))
                 ]
                 for version in (2, 3):

@@ -73,7 +73,7 @@ def test_every_token_is_labelled_with_the_weights_that_sampled_it(rig: Rig) -> N
             async with rig.link() as (link, _task):
                 await rig.publish_first(publisher, link, rig.forced_weights(1))
                 running = [
-                    rig.generate(f"request-{n}", prompt, max_tokens=100 + 10 * n)
+                    rig.generate(f"request-{n}", prompt, max_tokens=180 + 20 * n)
                     for n, prompt in enumerate(make_prompts(16, num_tokens=20))
                 ]
                 for version in (2, 3):
@@ -82,7 +82,7 @@ def test_every_token_is_labelled_with_the_weights_that_sampled_it(rig: Rig) -> N
                     await asyncio.to_thread(publisher.publish, rig.forced_weights(version))
                 completions = await asyncio.gather(*running)
         for number, completion in enumerate(completions):
-            assert len(completion.token_ids) == 100 + 10 * number
+            assert len(completion.token_ids) == 180 + 20 * number
             assert completion.versions == forced(completion)
         assert {tuple(sorted(set(c.versions))) for c in completions} >= {(1, 2, 3)}
 
@@ -282,7 +282,7 @@ def test_requests_survive_a_learner_that_vanishes_within_a_transfer(rig: Rig, mo
         with pytest.raises(WeightSyncError):
             await load_from_a_learner_that_vanishes(rig, moment)
         # torch overshoots the deadline of connecting to a store: 2.6 s for 1 s, 7 s for 3 s.
-        max_s = 4 * TIMEOUT_S if moment == "before_the_store" else TIMEOUT_S + 1.0
+        max_s = 4 * TIMEOUT_S if moment == "before_the_store" else 2 * TIMEOUT_S
         assert time.monotonic() - started < max_s
         for completion in await asyncio.gather(*running):
             assert completion.versions == forced(completion) == [1] * 300

@@ -17,7 +17,7 @@ from common.wire.collective import CPU, BroadcastGroup, Place
 from common.wire.transfer.buckets import Cut, send_buckets
 from common.wire.weight_messages import TensorSpec, WeightsOffer
 from learner.offline.scratch import make_tokenizer, save_policy
-from tests.actor.engine.engine_rig import HOST, TIMEOUT_S, save_tiny_policy
+from tests.actor.engine.engine_rig import HOST, PATIENT_S, save_tiny_policy
 from tests.common.wire.meeting import Meeting
 
 pytestmark = pytest.mark.slow
@@ -185,11 +185,11 @@ def test_what_is_prepared_and_what_is_staged_are_one_copy() -> None:
     offer = make_offer(store, specs, total_bytes)
     staging = Staging(CPU, prepare)
     staging.begin(offer)
-    group = BroadcastGroup(store.store(), Place(0, 2, "gloo", TIMEOUT_S, HOST), epoch=1)
+    group = BroadcastGroup(store.store(), Place(0, 2, "gloo", PATIENT_S, HOST), epoch=1)
     cut = Cut(total_bytes, offer.bucket_bytes)
     slots = [torch.zeros(cut.slot_bytes, dtype=torch.uint8) for _ in range(2)]
     send_buckets(group, cut, slots, lambda start, part: part.copy_(sent[start:][: part.numel()]))
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + PATIENT_S
     while not staging.state().is_done and time.monotonic() < deadline:
         time.sleep(0.01)
     group.close()
@@ -208,7 +208,7 @@ def make_offer(meeting: Meeting, specs: list[TensorSpec], total_bytes: int) -> W
         **meeting.of_offer(),
         transport="gloo",
         folder="",
-        timeout_s=TIMEOUT_S,
+        timeout_s=PATIENT_S,
         tensors=specs,
         total_bytes=total_bytes,
         bucket_bytes=TENSOR_BYTES,

@@ -216,6 +216,7 @@ def test_a_step_of_a_hub_that_stood_still_is_no_failure_of_its_episode(is_still:
             await asyncio.sleep(0.01)
         hub.script = [200, "hangs"]  # of the presence, of the session
         hub.is_still = is_still
+        await asyncio.sleep(0.1)  # what was said before is heard: nothing tells when
         with pytest.raises(HubLost if is_still else EnvTimeout) as caught:
             await client.open("toy", "toy-train-0", seed=0, style="compact")
         assert type(caught.value) is (HubLost if is_still else EnvTimeout)

@@ -146,6 +146,8 @@ def start_episodes(hubs: Hubs, box: Any, num: int, *, deadline_s: float = 60.0) 
     return episodes
 
 
+@pytest.mark.slow
+@pytest.mark.punctual
 def test_episodes_of_an_environment_without_a_hub_wait_longer_than_they_may_play() -> None:
     """Another hub serves others, so that leases go on; nobody has heard of theirs for a while."""
     hub, other, box = ToyHub(), ToyHub(), Box()
@@ -156,8 +158,8 @@ def test_episodes_of_an_environment_without_a_hub_wait_longer_than_they_may_play
         async def law(hubs: Hubs) -> None:
             await open_many(hubs, 1)
             del places[0]
-            episodes = start_episodes(hubs, box, 3, deadline_s=0.3)
-            await asyncio.sleep(0.6)  # beyond what an episode may take
+            episodes = start_episodes(hubs, box, 3, deadline_s=1.5)
+            await asyncio.sleep(2.0)  # beyond what an episode may take
             assert len(episodes.running_ids) == 3
             places.append(place(a))
             while episodes.running_ids:

@@ -9,6 +9,7 @@ from common.report.bench_table import BenchTable
 
 
 @pytest.mark.slow
+@pytest.mark.punctual
 def test_attacks_on_every_listener_are_counted_of_their_sender_and_hold_nobody_up() -> None:
     table = BenchTable(out=io.StringIO())
     measure(table, SMALL)

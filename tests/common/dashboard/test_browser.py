@@ -22,6 +22,7 @@ from common.store.run_dir import RunDir
 from tests.actor.toy_servers import ToyEndpoint, serve
 from tests.common.dashboard.runs import TOKENIZER, append, episode, make_run
 
+expect.set_options(timeout=30_000)  # milliseconds: Chromium beside other tests
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.slow,
@@ -243,7 +244,7 @@ def test_most_surprising_and_worst_come_first_when_they_are_asked_for(page: Page
     expect(page.locator("tbody tr td.bad").first).to_have_text("0")
     page.locator("select[name=sort]").select_option("surprising")
     expect(page.locator("select[name=env]")).to_have_value("maze")
-    assert "sort=surprising" in page.url
+    page.wait_for_url("**sort=surprising**")
     page.reload()
     expect(page.locator("select[name=sort]")).to_have_value("surprising")
     page.locator("tbody a").first.click()

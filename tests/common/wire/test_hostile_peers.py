@@ -23,6 +23,8 @@ from common.wire.messages import Goodbye, Hello, LeaseGrant, LeaseRequest, Outco
 from common.wire.security import RunKeys, create_keys, own_keys
 from common.wire.sockets import MAX_FRAME_BYTES, Router, connect_dealer
 
+pytestmark = pytest.mark.punctual
+
 HOST = "127.0.0.1"
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE".ljust(22, b"\0") + bytes(33)
 ASK = encode(LeaseRequest(actor="actor-0", num_free_slots=1, version=0))

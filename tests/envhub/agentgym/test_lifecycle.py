@@ -43,18 +43,19 @@ def test_instances_are_used_again_on_a_server_that_turns_out_to_know_no_close():
     assert server.num_asked == 1
 
 
+@pytest.mark.slow
 def test_instance_made_too_late_for_its_episode_goes_to_the_next():
     server = Counted()
-    server.create_s = 0.4
+    server.create_s = 1.8
 
     async def play(spec: EnvSpec) -> None:
-        with pytest.raises(EnvFailure, match=r"wait for an instance took more than 0\.25 s"):
+        with pytest.raises(EnvFailure, match=r"wait for an instance took more than 1\.2 s"):
             await opened(spec, 0)
         env = await opened(spec, 1)
         assert (await env.step("Action: inventory")).observation == "0 plays 1"
         await env.close()
 
-    drive(server.app, "textcraft", play, timeout_s=0.25)
+    drive(server.app, "textcraft", play, timeout_s=1.2)
     assert server.num_asked == 1
 
 

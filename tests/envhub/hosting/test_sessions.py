@@ -12,6 +12,8 @@ from envhub.errors import CapacityFull, EnvRaised, HubDraining, SessionConflict,
 from envhub.hosting.sessions import Sessions
 from tests.envhub import outside
 
+pytestmark = pytest.mark.punctual
+
 
 def play(episode, *, envs=("waiting", "faulty"), **changes):
     """Run a coroutine function on a fresh table and stop the table."""

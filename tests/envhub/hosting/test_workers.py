@@ -15,7 +15,7 @@ from common.repository import ROOT
 from envhub.catalogue.registry import Registry
 from envhub.hosting.sessions import Sessions
 
-pytestmark = pytest.mark.slow  # each starts processes
+pytestmark = [pytest.mark.slow, pytest.mark.punctual]  # each starts processes
 
 
 @pytest.fixture

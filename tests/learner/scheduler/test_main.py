@@ -49,6 +49,7 @@ from tests.learner.scheduler.builders import (
 )
 
 TIMEOUT_S = 5.0
+START_S = 60.0  # of a process
 
 
 class Role:
@@ -57,7 +58,7 @@ class Role:
     scheduler: threading.Thread
 
     def __init__(self, context: zmq.Context, run_dir: RunDir, keys: RunKeys) -> None:
-        address = run_dir.wait_for_address("scheduler", timeout_s=TIMEOUT_S)
+        address = run_dir.wait_for_address("scheduler", timeout_s=START_S)
         self._socket = connect_dealer(context, keys, address=address, timeout_s=TIMEOUT_S)
 
     def tell(self, message: Any) -> None:
@@ -228,6 +229,7 @@ def _start(cfg: RunConfig, run_dir: RunDir) -> subprocess.Popen:
 
 
 @pytest.mark.slow
+@pytest.mark.punctual
 def test_killed_scheduler_forgets_no_lease_and_a_terminated_one_exits_0_within_2_s(
     hub_url: str, run_dir: RunDir
 ) -> None:

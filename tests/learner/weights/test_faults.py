@@ -30,9 +30,9 @@ from tests.learner.weights.toy_actor import HOST, SLOW_S, Actor
 
 __all__ = ["keys", "publisher", "start_actor", "start_process", "timeout_s"]  # fixtures
 
-pytestmark = pytest.mark.slow  # each waits for heartbeats that do not come
+pytestmark = [pytest.mark.slow, pytest.mark.punctual]  # each waits for missing heartbeats
 
-QUICK_S = 1.0  # for what waits for nobody
+QUICK_S = 2.5  # for what waits for nobody: less than PATIENCE_S
 
 
 def publish(publisher: Publisher, version: int) -> float:

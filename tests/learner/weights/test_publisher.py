@@ -15,6 +15,7 @@ import pytest
 import torch
 import zmq
 
+from common.wire import weight_group
 from common.wire.codec import decode, encode
 from common.wire.messages import Rejected
 from common.wire.security import RunKeys, create_keys
@@ -26,10 +27,12 @@ from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights, snapshot
 from tests.learner.weights.toy_actor import CANARY, CANARY_LOGPROBS, HOST, Actor, run_actor
 
+pytestmark = pytest.mark.punctual
+
 TIMEOUT_S = 60.0  # a transfer's deadline that no test may wait for
-SHORT_S = 1.0  # the deadline of those that are about it
-SILENCE_S = 1.0  # after which the scheduler knows that an actor is silent
-PATIENCE_S = 1.5  # of the learner with who is not heard, or does not do its part
+SHORT_S = 2.0  # the deadline of those that are about it
+SILENCE_S = 2.0  # after which the scheduler knows that an actor is silent
+PATIENCE_S = 3.0  # of the learner with who is not heard, or does not do its part
 
 
 def make_weights(version: int, *, num: int = 8) -> PublishedWeights:
@@ -56,7 +59,11 @@ with_short_deadline = pytest.mark.parametrize("timeout_s", [SHORT_S])
 
 
 @pytest.fixture
-def publisher(keys: RunKeys, timeout_s: float) -> Iterator[Publisher]:
+def publisher(
+    keys: RunKeys, timeout_s: float, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Publisher]:
+    """Its transfers, and those of actors beside it, are as urgent here as other tests' work."""
+    monkeypatch.setattr(weight_group, "TRANSFER_NICENESS", 0)
     router = Router(keys, host=HOST, port=0)
     settings = PublishSettings(
         host=HOST, timeout_s=timeout_s, max_canary_delta=0.05, silent_after_s=PATIENCE_S

@@ -32,7 +32,7 @@ from common.wire.weight_messages import (
 
 HOST = "127.0.0.1"
 BEAT_S = 0.2
-SLOW_S = 3.0
+SLOW_S = 6.0
 CANARY = [[1, 2, 3]]
 CANARY_LOGPROBS = [[-1.0, -2.0]]
 
@@ -233,13 +233,13 @@ class Actor(threading.Thread):
     def wait_for(self, version: int) -> float:
         """The first weight of a version, once it is loaded."""
         with self._changed:
-            has_come = self._changed.wait_for(lambda: version in dict(self._loaded), timeout=8.0)
+            has_come = self._changed.wait_for(lambda: version in dict(self._loaded), timeout=20.0)
             assert has_come, f"{self.name} has {self._loaded}, not {version}"
             return dict(self._loaded)[version]
 
     def wait_for_refusal(self) -> str:
         """Why the learner takes no such engine."""
-        self.join(timeout=8.0)
+        self.join(timeout=20.0)
         return self._refusal
 
     def join_again(self) -> None:
