@@ -152,7 +152,7 @@ def outcome_of(taking: Future[bytes]) -> bytes:
 
 def take_part(meeting: Meeting, rank: int, *, epoch: int) -> bytes:
     """Send, or receive, a secret among two members; return what this one has then."""
-    group = BroadcastGroup(meeting.store(), Place(rank, 2, "gloo", 20.0, HOST), epoch=epoch)
+    group = BroadcastGroup(meeting.store(), Place(rank, 2, "gloo", 5.0, HOST), epoch=epoch)
     content = bytes(len(SECRET)) if rank else SECRET
     buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     group.broadcast(buffer)
