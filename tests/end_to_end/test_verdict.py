@@ -6,7 +6,7 @@ import pytest
 
 from learner.bench.verdict import CASES, MIN_RATIO, stage
 
-pytestmark = [pytest.mark.slow, pytest.mark.punctual, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_slow_environment_is_named_and_what_is_advised_makes_it_faster(tmp_path: Path) -> None:
