@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from urllib.parse import quote
 
 import aiohttp
@@ -11,23 +13,30 @@ import aiohttp
 PROBE_S = 2.0  # for a hub to answer anything
 STAY_S = 30.0  # between two signs of a hub that an owner stays at
 AGAIN_S = 0.25
+MAX_SIGNS = 2_000  # that are remembered: those of a quarter of an hour
 SILENT_S = 3.0  # without a sign of a hub that gives two a second: it stands still
 
 
 class Signs:
-    """When a hub that one stays at last gave a sign of life; some hubs give none."""
+    """When a hub that one stays at gave signs of life; some hubs give none."""
 
     def __init__(self) -> None:
-        self._heard_at: float | None = None
+        self._heard_at: deque[float] = deque(maxlen=MAX_SIGNS)
 
     def hear(self) -> None:
         """Note a sign."""
-        self._heard_at = time.monotonic()
+        self._heard_at.append(time.monotonic())
 
     def are_missing(self, *, within_s: float) -> bool:
-        """Return whether the hub stood still all the time, lately: then no step is to blame."""
-        limit_s = min(SILENT_S, within_s)
-        return self._heard_at is not None and time.monotonic() - self._heard_at >= limit_s
+        """Return whether the hub stands still, or did for most of the last `within_s`: then no step
+        that has waited for so long is to blame, also not if it goes on just before that is up."""
+        if not self._heard_at:
+            return False
+        now, limit_s = time.monotonic(), min(SILENT_S, within_s)
+        silences = pairwise(max(at, now - within_s) for at in self._heard_at)
+        longest_s = max((end - start for start, end in silences), default=0.0)
+        stands_still = now - self._heard_at[-1] >= limit_s
+        return stands_still or longest_s >= max(limit_s, within_s / 2)
 
 
 async def answers(http: aiohttp.ClientSession, url: str) -> bool:

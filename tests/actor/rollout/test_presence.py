@@ -1,0 +1,44 @@
+"""Laws of a hub's signs of life."""
+
+import time
+
+import numpy as np
+import pytest
+
+from actor.rollout.presence import Signs
+
+SIGN_S = 0.5
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "on_for_s", "within_s", "are_missing"),
+    [
+        (0.0, 0.0, 4.0, False),
+        (3.5, 0.0, 4.0, True),  # it stands still
+        (5.0, 0.02, 4.0, True),  # it went on just before the step's time was up
+        (5.0, 0.9, 4.0, True),
+        (5.0, 1.1, 4.0, False),  # it had a second for the step
+        (5.0, 4.5, 4.0, False),  # it stood still before the step began
+        (31.0, 20.0, 60.0, True),
+        (5.0, 20.0, 60.0, False),  # a step that takes so long has itself to blame
+        (2.0, 0.0, 1.0, True),
+    ],
+)
+def test_a_step_is_not_to_blame_if_its_hub_stood_still_most_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+    silent_s: float,
+    on_for_s: float,
+    within_s: float,
+    are_missing: bool,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    signs = Signs()
+    assert not signs.are_missing(within_s=within_s), "some hubs give none"
+    stopped_s = 100.0
+    ends_s = stopped_s + silent_s + on_for_s
+    for begins_s, until_s in ((0.0, stopped_s + 0.1), (stopped_s + silent_s, ends_s)):
+        for now[0] in np.arange(begins_s, until_s, SIGN_S).tolist():
+            signs.hear()
+    now[0] = ends_s
+    assert signs.are_missing(within_s=within_s) is are_missing
