@@ -11,15 +11,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 def test_a_slow_environment_is_named_and_what_is_advised_makes_it_faster(tmp_path: Path) -> None:
     """It waits, so more at once are faster on a machine that has no free core, too."""
-    try:
-        judge(tmp_path / "first")
-    except AssertionError:  # others took the machine in one of its runs only; a fault is in both
-        judge(tmp_path / "second")
-
-
-def judge(folder: Path) -> None:
     case = CASES["slow environment"]
-    found = stage("slow environment", case, folder=folder, num_steps=20)
+    found = stage("slow environment", case, folder=tmp_path, num_steps=20)
     assert found.verdict.bound is case.bound, found.verdict.sentence
     ratio = found.after_per_s / found.before_per_s
     assert ratio >= MIN_RATIO, found
