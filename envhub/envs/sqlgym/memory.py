@@ -13,7 +13,7 @@ from typing import TypeVar
 from envhub.env import EnvFailure
 
 T = TypeVar("T")
-WAIT_S = 10.0  # for others, at most: less than what a call may take beside its statements
+WAIT_S = 10.0  # for others, each time at most
 
 
 class SharedMemory:

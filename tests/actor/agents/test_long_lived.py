@@ -146,7 +146,7 @@ def test_episode_that_ended_without_its_agent_is_closed_to_it_and_the_agent_play
 from urllib.error import HTTPError
 import time
 task = take()
-time.sleep(3.5)
+time.sleep(3.5)  # beyond its lease: nothing tells an agent of its end
 try:
     ask(task)
 except HTTPError as error:

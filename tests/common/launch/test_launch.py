@@ -45,8 +45,8 @@ while True: signal.pause()
 """
 ENDS_WITH = """
 import os, sys, time
-while not os.path.exists(sys.argv[1]): time.sleep(0.01)
-time.sleep(0.1)
+while not os.path.exists(sys.argv[1]): time.sleep(0.01)  # whoever launches it has a deadline
+time.sleep(0.1)  # and looks at the others meanwhile
 """
 GRANDCHILD = """
 import os, signal, subprocess, sys

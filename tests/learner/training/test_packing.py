@@ -19,6 +19,7 @@ from common.config.learning import (
     PolicyLoss,
     Proximal,
 )
+from common.errors import ConfigError
 from learner.batch.batching import Sample, collate_tokens, make_microbatches
 from learner.policy.critic import Critic
 from learner.policy.forward import Networks
@@ -172,6 +173,16 @@ def test_compiled_parts_have_the_loss_and_gradient_of_plain_ones(name: str, layo
 def test_network_without_parts_to_compile_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert compile_parts([torch.nn.Linear(2, 2)], fit="") == 0
     assert "this model has no ('RMSNorm', 'MLP'): nothing to compile" in caplog.text
+
+
+def test_compiler_that_fails_is_named() -> None:
+    def broken(_: torch.fx.GraphModule, __: object) -> Any:
+        raise RuntimeError("ld: cannot find -lgomp")
+
+    part = torch.compile(lambda x: x + 1, backend=broken)
+    said = r"^learner\.compile=true: no kernels can be made .*ld: cannot find -lgomp$"
+    with pytest.raises(ConfigError, match=said), compiling.naming_compiler():
+        part(torch.ones(2))
 
 
 @pytest.mark.parametrize("layout", [PADDED, PACKED])

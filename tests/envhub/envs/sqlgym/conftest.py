@@ -9,6 +9,7 @@ import pytest
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec
 from envhub.envs.sqlgym.env import make_spec
+from envhub.envs.sqlgym.memory import MEMORY
 from tests.configs import edited
 from tests.envhub.envs.sqlgym.pets import ASKED, ASTRAY, BROKEN, CREATE_PETS, PETS
 
@@ -16,6 +17,12 @@ from tests.envhub.envs.sqlgym.pets import ASKED, ASTRAY, BROKEN, CREATE_PETS, PE
 @pytest.fixture(scope="module")
 def spec() -> EnvSpec:
     return make_spec(edited(EnvsSection(), {"sqlgym.query_timeout_s": 0.2}))
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions wait for each other's memory however long a busy machine takes."""
+    monkeypatch.setattr(MEMORY, "_wait_s", 120.0)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from envhub.envs.sqlgym.questions import questions
 from tests.configs import edited
 from tests.envhub.envs.sqlgym.pets import answered, played
 
+HELD_S = 120.0  # at most
 GREEDY = (
     "CREATE TEMP TABLE t AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
     "SELECT hex(zeroblob(90000)) FROM n"
@@ -46,7 +47,7 @@ def filled_by_another(threads: ThreadPoolExecutor):
             except MemoryError:
                 continue
         is_full.set()
-        may_end.wait()
+        may_end.wait(HELD_S)
         connection.close()
 
     holding = threads.submit(MEMORY.used, fill)
@@ -55,7 +56,7 @@ def filled_by_another(threads: ThreadPoolExecutor):
         yield may_end
     finally:
         may_end.set()
-        holding.result()
+        holding.result(HELD_S)
 
 
 def is_waiting(future: Future) -> bool:
@@ -74,7 +75,7 @@ def test_session_without_memory_waits_for_the_statement_that_holds_it(spec, is_k
         opened = threads.submit(played, spec, "easy-test-0", Style.COMPACT)
         assert is_waiting(opened)
         may_end.set()
-        assert opened.result() == 1.0
+        assert opened.result(HELD_S) == 1.0
 
 
 def test_statement_without_memory_waits_and_is_judged_alone():
@@ -86,8 +87,8 @@ def test_statement_without_memory_waits_and_is_judged_alone():
         assert is_waiting(greedy)
         assert is_waiting(modest)
         may_end.set()
-        assert greedy.result().observation == "Error: out of memory"
-        assert modest.result().observation == "[(1,)]"
+        assert greedy.result(HELD_S).observation == "Error: out of memory"
+        assert modest.result(HELD_S).observation == "[(1,)]"
 
 
 def test_who_waits_too_long_for_others_fails_by_name_and_the_next_one_does_not():
@@ -97,13 +98,13 @@ def test_who_waits_too_long_for_others_fails_by_name_and_the_next_one_does_not()
         raise MemoryError
 
     with ThreadPoolExecutor(1) as threads:
-        holding = threads.submit(memory.used, lambda: is_used.set() or may_end.wait())
+        holding = threads.submit(memory.used, lambda: is_used.set() or may_end.wait(HELD_S))
         assert is_used.wait(20)
         with pytest.raises(EnvFailure, match="have held the memory"):
             memory.used(lacking)
         assert memory.used(lambda: 7) == 7
         may_end.set()
-        holding.result()
+        holding.result(HELD_S)
     with pytest.raises(MemoryError):
         memory.used(lacking)
     assert memory.used(lambda: 7) == 7
