@@ -15,18 +15,14 @@ import pytest
 from common.repository import ROOT
 
 PACKAGES = ("actor", "common", "envhub", "learner")
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500
 USUAL_FILE_LINES = 300
-MAX_LONG_FILES_FRAC = 0.03  # of the files may be longer than usual
+MAX_LONG_FILES_FRAC = 0.05  # Share of files that may be longer than usual.
 MAX_FUNCTION_LINES = 60
-MAX_MEDIAN_FUNCTION_LINES = 8
+MAX_MEDIAN_FUNCTION_LINES = 10
 MAX_CONSTRUCTOR_ARGUMENTS = 8
 MAX_FILES_IN_FOLDER = 12
 MAX_BROAD_EXCEPTS = 12
-# 50,000, what faults and attackers demand, exact maths, horizons put to the test, a dashboard in
-# which environments are played and drawn, a word that must be read before it is said, kernels,
-# sessions that share one memory
-MAX_SOURCE_LINES = 80_800
 SOURCES = [
     *sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")),
     ROOT / "run.py",
@@ -117,11 +113,7 @@ def test_pickle_is_imported_nowhere() -> None:
     assert _importers("pickle") | _importers("cloudpickle") | _importers("dill") == set()
 
 
-def test_source_does_not_grow() -> None:
-    assert sum(len(_text(path).splitlines()) for path in SOURCES) <= MAX_SOURCE_LINES
-
-
-def test_file_is_at_most_400_lines_long_and_rarely_more_than_300() -> None:
+def test_file_is_at_most_500_lines_long_and_rarely_over_300() -> None:
     lengths = {_name(path): len(_text(path).splitlines()) for path in SOURCES}
     assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
     longer = {name: n for name, n in lengths.items() if n > USUAL_FILE_LINES}
@@ -140,7 +132,7 @@ def test_tests_lie_where_the_code_lies() -> None:
     assert {home for home in homes if not (ROOT / home).is_dir()} == set()
 
 
-def test_function_is_at_most_60_lines_long_and_usually_at_most_8() -> None:
+def test_function_is_at_most_60_lines_long_and_usually_at_most_10() -> None:
     lengths = {
         f"{_name(path)}:{node.name}:{node.lineno}": _num_lines(node) for path, node in _functions()
     }
