@@ -22,8 +22,8 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from vllm import SamplingParams
 
-from actor.bench.in_process import InProcessPlayer
 from actor.rollout.episode import Turn
+from benchmarks.actor.in_process import InProcessPlayer
 from common.config.load import load_config
 from common.repository import ROOT
 from common.wire.ids import episode_id_of

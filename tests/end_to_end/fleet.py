@@ -177,8 +177,8 @@ def is_zombie(process: psutil.Process) -> bool:
 
 def be(role: str, arguments: list[Any], namespace: str) -> None:
     """Be a role, in a network of its own if one is named."""
-    from actor.bench import simulated
-    from learner.ingest.bench import ends
+    from benchmarks.actor import simulated
+    from benchmarks.transport import ends
     from learner.scheduler import main as scheduler
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -195,9 +195,8 @@ def be(role: str, arguments: list[Any], namespace: str) -> None:
 
 
 def main() -> None:
-    import learner.ingest.bench.ends
     import learner.scheduler.main  # noqa: F401 - imported once for all
-    from actor.bench import simulated  # noqa: F401
+    from benchmarks.actor import simulated  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here asks how they end
     for line in sys.stdin:

@@ -8,7 +8,7 @@ from urllib.request import urlopen
 import pytest
 from safetensors.torch import load_file
 
-from envhub.bench.hub import Service, hub_process
+from benchmarks.envhub.hub import Service, hub_process
 from tests.end_to_end.runs import REPOSITORY, Run, balances, unbounded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from actor.bench.in_process import LocalSession
 from actor.play.demonstrate import demonstrate
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from benchmarks.actor.in_process import LocalSession
 from common.config.evaluation import ContextKind
 from common.config.run_config import RunConfig, TaskSection
 from common.errors import ConfigError

@@ -17,6 +17,7 @@ import pytest
 import zmq
 from omegaconf import OmegaConf
 
+from benchmarks.scheduler.suite import serve_catalogue
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
@@ -33,7 +34,6 @@ from common.wire.messages import (
 )
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import connect_dealer
-from learner.scheduler.bench.suite import serve_catalogue
 from learner.scheduler.main import serve
 from tests.configs import edited
 from tests.full_disk import no_room_beyond

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.envhub.hub import hub_process
 from common.config.envs import (
     EnvsSection,
     SearchqaOptions,
@@ -33,7 +34,6 @@ from common.config.envs import (
 )
 from envhub.agentgym.dialects import DIALECTS
 from envhub.agentgym.extraction import extract
-from envhub.bench.hub import hub_process
 from envhub.catalogue.registry import Registry
 from envhub.env import Style
 from tests.envhub.agentgym.parity import search
