@@ -18,6 +18,7 @@ from pathlib import Path
 gc.set_threshold(10_000)
 
 try:
+    from common.config import requested
     from common.config.command_line import Request, parse
     from common.config.load import config_as_yaml, without_secrets
     from common.config.run_config import RunConfig
@@ -33,11 +34,23 @@ except ModuleNotFoundError as error:
     )
 
 print_now = partial(print, flush=True)
-load_named = partial(commands.load_named, root=ROOT)
-load_joined = partial(commands.load_joined, root=ROOT)
+load_named = partial(requested.load_named, root=ROOT)
+load_joined = partial(requested.load_joined, root=ROOT)
 
 
 # Commands that work on a run's configuration and directory.
+
+
+def train(cfg: RunConfig, run_dir: RunDir) -> int:
+    from common.dashboard.terminal.training import TerminalObserver
+
+    return commands.train(cfg, run_dir, root=ROOT, observer=TerminalObserver(cfg, run_dir))
+
+
+def status(cfg: RunConfig, run_dir: RunDir) -> int:
+    from common.dashboard.terminal import training
+
+    return training.status(cfg, run_dir)
 
 
 def sft(cfg: RunConfig, run_dir: RunDir) -> int:
@@ -54,10 +67,12 @@ def dpo(cfg: RunConfig, run_dir: RunDir) -> int:
 
 
 def evolve(cfg: RunConfig, run_dir: RunDir) -> int:
+    from actor.agents.agents import Agents
     from actor.play.own_process import play_given
     from learner.offline.commands import play_and_imitate
 
-    return play_and_imitate(cfg, run_dir, root=ROOT, play=play_given)
+    play_model = partial(play_given, make_agents=Agents)
+    return play_and_imitate(cfg, run_dir, root=ROOT, play=play_model)
 
 
 def merge(cfg: RunConfig, run_dir: RunDir) -> int:
@@ -67,10 +82,13 @@ def merge(cfg: RunConfig, run_dir: RunDir) -> int:
 
 
 def evaluate(cfg: RunConfig, run_dir: RunDir) -> int:
+    from actor.agents.agents import Agents
     from actor.play import evaluate as player
     from learner.offline.commands import choose_held_out
 
-    return player.evaluate(cfg, run_dir, root=ROOT, choose_items=choose_held_out)
+    return player.evaluate(
+        cfg, run_dir, root=ROOT, choose_items=choose_held_out, make_agents=Agents
+    )
 
 
 def serve(cfg: RunConfig, run_dir: RunDir) -> int:
@@ -101,24 +119,29 @@ def be_scheduler(cfg: RunConfig, run_dir: RunDir) -> int:
 
 
 def be_learner(cfg: RunConfig, run_dir: RunDir) -> int:
+    from common.report.wandb_views import DashboardViews
     from learner.main import run
 
-    return commands.be_role("learner", run, cfg, run_dir)
+    return commands.be_role("learner", partial(run, make_views=DashboardViews), cfg, run_dir)
 
 
 def be_actor(cfg: RunConfig, run_dir: RunDir) -> int:
+    from actor.agents.agents import Agents
     from actor.main import run
 
-    return commands.be_role("actor", run, cfg, run_dir)
+    return commands.be_role("actor", partial(run, make_agents=Agents), cfg, run_dir)
 
 
 def join_run(request: Request) -> int:
     """Be an actor or a hub of a run whose directory is on another machine."""
     if request.command == "actor":
-        from actor.main import run_joined
-    else:
-        from envhub.main import run_joined
-    return commands.join_run(request, run_joined, root=ROOT)
+        from actor import main as actor
+        from actor.agents.agents import Agents
+
+        return commands.join_run(request, partial(actor.run_joined, make_agents=Agents), root=ROOT)
+    from envhub import main as envhub
+
+    return commands.join_run(request, envhub.run_joined, root=ROOT)
 
 
 # Checks that a command makes before anything starts.
@@ -198,11 +221,7 @@ class Command:
 
 COMMANDS = {
     "train": Command(
-        run=partial(commands.train, root=ROOT),
-        check=check_train,
-        check_dry=check_train_dry,
-        has_plan=True,
-        log_name="launcher",
+        run=train, check=check_train, check_dry=check_train_dry, has_plan=True, log_name="launcher"
     ),
     "sft": Command(run=sft, check=check_sft, log_name="sft"),
     "dpo": Command(run=dpo, check=check_dpo, log_name="dpo"),
@@ -211,7 +230,7 @@ COMMANDS = {
     "eval": Command(run=evaluate, load=load_evaluation, check=check_evaluation, log_name="eval"),
     "serve": Command(run=serve, check=check_engine, log_name="serve"),
     "simulate": Command(run=simulate),
-    "status": Command(run=commands.status, load=load_any_version),
+    "status": Command(run=status, load=load_any_version),
     "envhub": Command(run=be_envhub, load=load_joined),
     "scheduler": Command(run=be_scheduler, load=load_joined),
     "learner": Command(run=be_learner, load=load_joined),
@@ -341,7 +360,7 @@ def dispatch(request: Request) -> int:
     prepare_memory(request)
     if request.join is not None:
         return join_run(request)
-    if request.command == "envhub" and commands.belongs_to_no_run(request):
+    if request.command == "envhub" and requested.belongs_to_no_run(request):
         from envhub.command import run_hub
 
         return run_hub(request.overrides, root=ROOT, is_dry=request.is_dry, say=print_now)
@@ -368,7 +387,9 @@ def run_command(command: Command, request: Request) -> int:
         return show_config(cfg, has_plan=command.has_plan)
     run_dir = RunDir(root=ROOT / cfg.run.dir / cfg.run.name)
     if request.probe is not None:
-        return commands.probe(cfg, run_dir, request.probe)
+        from common.dashboard.terminal.training import probe
+
+        return probe(cfg, run_dir, request.probe)
     if command.log_name:
         configure_logging(command.log_name, cfg.log.level)
     return command.run(cfg, run_dir)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psutil
 
-from common.dashboard.nodes import members_of
-from common.dashboard.reading.tail import as_map, json_object
 from common.stall.report import read_told
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, write_json
+from common.store.status.json_files import as_map, json_object
+from common.store.status.members import members_of
 
 CGROUPS = Path("/sys/fs/cgroup")
 SAMPLE_S = 5.0  # between two looks: each asks the system about every process of the run

@@ -26,11 +26,11 @@ from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook, Addresses, with_host
 from common.wire.join_messages import HubHello, HubPlace
 from common.wire.security import RunKeys, own_keys
-from envhub.agentgym.instance import Patience
 from envhub.catalogue.registry import Registry, missing_requirements
 from envhub.errors import UnknownEnv
 from envhub.hosting.sessions import Sessions
 from envhub.http.limits import QuietSocket, limited_protocol
+from envhub.http.parts import Patience
 from envhub.http.routes import MAX_BODY_BYTES, make_app
 from envhub.registration import Registration
 

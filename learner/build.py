@@ -16,7 +16,7 @@ from common.store.journal import JournalWriter
 from common.store.metrics import MetricsWriter
 from common.store.run_dir import RunDir, remove_partial_files
 from common.store.upkeep import Upkeep
-from common.store.wandb_sink import WandbSink
+from common.store.wandb_sink import RunViews, WandbSink
 from common.wire.access.lease_mac import lease_key
 from common.wire.addresses import bracketed
 from common.wire.messages import Hello, Progress
@@ -34,7 +34,7 @@ from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import SchedulerClient
 from learner.policy.model import pick_device, vocabulary_size
 from learner.policy.timing import settle_ways
-from learner.recompute.checksums import ChecksumLog, start_of
+from learner.recovery.checksums import ChecksumLog, start_of
 from learner.recovery.resume import last_logged, readopt, repeat_steps, steps_since
 from learner.recovery.step_log import LoggedStep, StepLog
 from learner.training.bad_batch import dump_batch
@@ -45,6 +45,11 @@ from learner.training.trainer import Trainer
 from learner.weights.gate import Gate
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
+
+MakeViews = Callable[[RunDir], RunViews]
+
+
+MakeViews = Callable[[RunDir], RunViews]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +97,7 @@ class Learner:
         self.metrics.close()
 
 
-def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
+def build(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = None) -> Learner:
     """Return a learner at the version where the run stands, 0 for a new one.
 
     A checkpoint is restored, then the steps logged after it are repeated from the journal.
@@ -112,7 +117,8 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     steps = steps_since(run_dir, start=start, version=version, num_batches=trainer.num_batches)
     version = steps[-1].version if steps else version
     resumed_at = last_logged(run_dir, version)
-    metrics = MetricsWriter(run_dir, [WandbSink(run_dir, cfg)], resumed_at_step=resumed_at)
+    sink = WandbSink(run_dir, cfg, views=make_views(run_dir) if make_views else None)
+    metrics = MetricsWriter(run_dir, [sink], resumed_at_step=resumed_at)
     repeat_steps(
         cfg.algorithm, run_dir, trainer, steps, start=start, metrics=metrics, checksums=checksums
     )

@@ -27,8 +27,8 @@ from actor.engine.start import shut_down_llm, start_llm
 from actor.rollout.episode import Turn
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, AtUpdate, ModelSection
-from common.dashboard.pace import Usual
 from common.errors import EngineError, WeightSyncError
+from common.store.status.startup_history import StartupHistory
 from common.wire.codec import encode
 from common.wire.weight_group import TransferCancelled
 from common.wire.weight_messages import WeightsOffer
@@ -91,7 +91,7 @@ class Engine:
         Raises: EngineError: it did not start, or is not able to sample.
         """
         started = time.monotonic()
-        usual, what = Usual(), f"engine {model.path} {model.dtype}"
+        usual, what = StartupHistory(), f"engine {model.path} {model.dtype}"
         takes = f", which takes about {s:.0f} s here" if (s := usual.seconds(what)) else ""
         logger.info("engine is starting%s", takes)
         meter = EngineLoad() if meters_load else None

@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from actor.play.play import Job
+from actor.rollout.agent_runner import MakeAgents
 from common.config.run_config import ActorSection, ModelSection, RunConfig
 from common.errors import EngineError
 from common.launch.guardian import Guardian
@@ -21,10 +22,16 @@ END_S = 10.0  # until a process that was told to end must have
 
 
 def play_given(
-    cfg: RunConfig, plans: Sequence[PlannedEpisode], url: str, token: str, folder: Path
+    cfg: RunConfig,
+    plans: Sequence[PlannedEpisode],
+    url: str,
+    token: str,
+    folder: Path,
+    *,
+    make_agents: MakeAgents,
 ) -> None:
     """Play with the checkpoint at `model.path`, into the journal at `folder`."""
-    play_in_own_process(make_job(cfg, plans, url, token, folder), cfg)
+    play_in_own_process(make_job(cfg, plans, url, token, folder), cfg, make_agents=make_agents)
 
 
 def make_job(
@@ -42,7 +49,7 @@ def make_job(
     )
 
 
-def play_in_own_process(job: Job, cfg: RunConfig) -> None:
+def play_in_own_process(job: Job, cfg: RunConfig, *, make_agents: MakeAgents | None) -> None:
     """Play the job with the checkpoint at `model.path`.
 
     This happens in a process of its own: an engine leaves traces in its process (its distributed
@@ -51,7 +58,7 @@ def play_in_own_process(job: Job, cfg: RunConfig) -> None:
     Raises: EngineError: the process failed; its log tells why.
     """
     context = multiprocessing.get_context("spawn")
-    given = (job, cfg.model, cfg.actor, cfg.run.seed, cfg.log.level)
+    given = (job, cfg.model, cfg.actor, cfg.run.seed, cfg.log.level, make_agents)
     process = context.Process(target=_play_process, args=given, name="play")
     guardian = Guardian()
     process.start()
@@ -77,10 +84,15 @@ def _end(process: BaseProcess) -> None:
 
 
 def _play_process(
-    job: Job, model: ModelSection, actor: ActorSection, seed: int, log_level: str
+    job: Job,
+    model: ModelSection,
+    actor: ActorSection,
+    seed: int,
+    log_level: str,
+    make_agents: MakeAgents | None,
 ) -> None:
     os.setsid()  # whoever ends the group ends the engine too
     from actor.play.engine_player import play_with_engine  # here only: it loads the engine
 
     configure_logging("play", log_level)
-    asyncio.run(play_with_engine(job, model, actor, seed=seed))
+    asyncio.run(play_with_engine(job, model, actor, seed=seed, make_agents=make_agents))

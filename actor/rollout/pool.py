@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from actor.agents.agents import Agents
 from actor.engine.concurrency import Concurrency, EngineLoad
 from actor.links.delivery import Delivery
+from actor.rollout.agent_runner import AgentRunner
 from actor.rollout.episode import WHOLE, Act, Render, Turn, run_episode
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
@@ -48,8 +48,14 @@ class Episodes:
         delivery: Delivery,
         rounds: Rounds | None,
         keeps_last: bool = False,
+        agents: AgentRunner | None = None,
     ) -> None:
-        """Begin with none. `keeps_last`: of training episodes, see `run_episode`."""
+        """Begin with none.
+
+        Args:
+            keeps_last: see `run_episode`; it holds for training episodes.
+            agents: plays the policy's episodes; None: the built-in loop does.
+        """
         self._cfg = cfg
         self._actor = actor
         self._engine = engine
@@ -61,7 +67,7 @@ class Episodes:
         self._concurrency = Concurrency(least=cfg.min_concurrent, most=cfg.max_concurrent)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_requests = 0
-        self._agents = Agents(cfg, actor=actor, renderer=renderer) if cfg.endpoint else None
+        self._agents = agents
         self._waiting: set[str] = set()  # episodes whose hubs are gone
         self._salts: dict[str, str] = {}  # episode -> that of its first turn
         self.slot_freed = asyncio.Event()

@@ -18,12 +18,13 @@ from benchmarks.hostile.attack import Attack
 from benchmarks.hostile.honest import NAME, Actor, Honest, HubClient
 from benchmarks.runs.real_run import TRAINING_ALONE
 from benchmarks.table import BenchTable
-from common.config.load import load_config, save_config
+from common.config.load import load_config
 from common.errors import LongstrideError
 from common.launch.process import ChildProcess, describe_exit
 from common.repository import ROOT
 from common.store.metrics import read_metrics
 from common.store.run_dir import RunDir
+from common.store.run_start import save_config
 from common.wire.security import create_keys, own_keys
 
 ATTACK = "benchmarks.hostile.attack"

@@ -15,11 +15,12 @@ import psutil
 
 from benchmarks.scheduler.peers import ANSWER_S, LEARNER, BenchLearner, Peers, hello
 from benchmarks.table import BenchTable
-from common.config.load import load_config, save_config
+from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.launch.process import ChildProcess
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+from common.store.run_start import save_config
 from common.wire.messages import Heartbeat, Lease, LeaseRequest
 from common.wire.security import create_keys, load_keys
 from learner.scheduler.components import build_components

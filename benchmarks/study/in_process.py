@@ -19,9 +19,9 @@ from torch import Tensor
 
 from benchmarks.study.outcome import LAST_STEPS, Outcome, Point, by_distance
 from common.config.run_config import RunConfig
-from common.report.results import wilson_interval
+from common.evaluation.intervals import wilson_interval
+from common.ids import episode_id_of
 from common.segments import segments_of
-from common.wire.ids import episode_id_of
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 from learner.batch.credit import group_has_signal, samples_of
 from learner.ingest.buffer import seen_of

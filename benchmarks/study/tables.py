@@ -17,7 +17,7 @@ from benchmarks.study.intervals import by_arm, gap, over_runs, over_seeds
 from benchmarks.study.outcome import Outcome, interval, markdown, success_at_tokens
 from benchmarks.study.plan import LagArm
 from benchmarks.study.plot import Line, lines_svg
-from common.report.results import wilson_interval
+from common.evaluation.intervals import wilson_interval
 
 Table = Callable[[list[Outcome]], str]
 Pictures = Callable[[list[Outcome]], dict[str, str]]  # by the file's name

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from benchmarks.table import BenchTable
 from benchmarks.transport.ends import ARRIVED
-from common.config.load import load_config, save_config
+from common.config.load import load_config
 from common.launch.process import ChildProcess
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+from common.store.run_start import save_config
 from common.wire.security import create_keys
 
 ACTOR, ENDS = "benchmarks.actor.simulated", "benchmarks.transport.ends"

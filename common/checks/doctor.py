@@ -19,9 +19,9 @@ from common.checks.memory_plan import lines_here, plan_here
 from common.checks.preflight import MIN_FREE_DISK_GIB, check, check_devices
 from common.config.command_line import Request
 from common.config.load import list_configs, override_value
+from common.config.requested import DEFAULT_CONFIG, load_named
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.launch.commands import DEFAULT_CONFIG, load_named
 
 MIN_FREE_MEMORY_GIB = 3
 MAX_LOAD = 2.0  # programs that want a core, per core

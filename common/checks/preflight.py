@@ -18,7 +18,7 @@ from common.config.offline import SftSection
 from common.config.run_config import ActorSection, Launcher, Resume, RunConfig, check_training
 from common.errors import ConfigError
 from common.formats.answers import check_tools
-from common.launch.ray.cluster import cluster_address
+from common.ray_address import cluster_address
 
 MIN_FREE_DISK_GIB = 2
 SMALLEST_BLOCK_TOKENS = 16  # of an engine's KV cache

@@ -9,7 +9,7 @@ from typing import Protocol
 from omegaconf import MISSING
 
 from common.config.knobs import ENV_NAME, NAME, Contradiction, knob
-from common.wire.ids import distance_of, subset_at
+from common.ids import distance_of, subset_at
 
 MAX_TURNS = 100_000
 

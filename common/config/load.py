@@ -21,7 +21,6 @@ from common.config.keys import conform, declared, dotted, show
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
-from common.store.run_dir import write_atomically
 
 GIT_TIMEOUT_S = 5.0
 _DEFAULTS = "defaults"  # the one key of a YAML file that is not in the schema
@@ -96,15 +95,6 @@ def find_config(config: str, *, root: Path) -> Path:
     raise ConfigError(
         f"--config {show(config)}: no such config{hint} (there are: {', '.join(known)})"
     )
-
-
-def save_config(cfg: RunConfig, path: Path) -> None:
-    """Write every resolved value as YAML that `load_config` reads back to an equal config.
-
-    Only its owner may read it, because a hub's token may be in it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, config_as_yaml(cfg, revision=git_revision()), mode=0o600)
 
 
 def without_secrets(cfg: RunConfig) -> RunConfig:

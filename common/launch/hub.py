@@ -5,13 +5,13 @@ import logging
 from collections.abc import Generator
 from pathlib import Path
 
-from common.config.load import save_config
 from common.config.run_config import RunConfig
 from common.errors import EnvError
 from common.launch.guardian import Guardian
 from common.launch.process import ChildFailed, ChildProcess
 from common.launch.roles import make_role_specs
 from common.store.run_dir import RunDir
+from common.store.run_start import save_config
 from common.wire.security import create_keys
 
 logger = logging.getLogger(__name__)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 
+from common.evaluation.intervals import Z95, wilson_interval
+from common.ids import subset_of
 from common.report.model import Gain, Score, SubsetScore
 from common.store.journal import read_journal
 from common.store.metrics import MetricsLine
-from common.wire.ids import subset_of
 from common.wire.messages import EpisodeKind
 
 EVALS = ("before-model", "after-model", "before-random_valid", "before-expert")
 MAX_LAG_SHOWN = 8
-Z95 = 1.959964  # of the normal distribution, two-sided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,23 +84,6 @@ def score(plays: Sequence[Play]) -> Score:
             for subset, some in sorted(by_subset.items())
         },
     )
-
-
-def wilson_interval(num_solved: int, num_plays: int) -> tuple[float, float]:
-    """Return the 95% score interval of a share of one or more plays.
-
-    Source: Wilson (1927), J. Am. Stat. Assoc. 22:209, without continuity correction.
-    """
-    return score_interval(num_solved / num_plays, num_plays)
-
-
-def score_interval(mean: float, trials: float) -> tuple[float, float]:
-    """Return Wilson's interval around a mean of so many independent trials, all in [0, 1]."""
-    z2 = Z95**2
-    centre = mean + z2 / (2 * trials)
-    spread = Z95 * math.sqrt((mean * (1 - mean) + z2 / (4 * trials)) / trials)
-    scale = 1 + z2 / trials
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
 def paired_gain(before: Iterable[Play], after: Iterable[Play]) -> Gain | None:

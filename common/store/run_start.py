@@ -7,10 +7,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from common.config.load import config_as_yaml
+from common.config.load import config_as_yaml, git_revision
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.store.run_dir import RunDir, read_json, write_json
+from common.store.run_dir import RunDir, read_json, write_atomically, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -92,3 +92,12 @@ def _set_aside(run_dir: RunDir) -> Path:
     run_dir.root.rename(target)
     logger.info("earlier run kept aside folder=%s", target)
     return target
+
+
+def save_config(cfg: RunConfig, path: Path) -> None:
+    """Write every resolved value as YAML that `load_config` reads back to an equal config.
+
+    Only its owner may read it, because a hub's token may be in it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, config_as_yaml(cfg, revision=git_revision()), mode=0o600)

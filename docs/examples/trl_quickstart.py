@@ -25,8 +25,8 @@ from vllm import SamplingParams
 from actor.rollout.episode import Turn
 from benchmarks.actor.in_process import InProcessPlayer
 from common.config.load import load_config
+from common.ids import episode_id_of
 from common.repository import ROOT
-from common.wire.ids import episode_id_of
 from common.wire.messages import EpisodeKind, Lease, PolicyKind
 from envhub.catalogue.registry import Registry
 from learner.batch.advantage import shaped_reward

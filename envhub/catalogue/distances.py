@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.config.envs import EnvsSection
+from common.ids import distance_of
 from common.repository import ROOT
 from common.store.run_dir import write_atomically
-from common.wire.ids import distance_of
 from envhub.catalogue.registry import REQUIREMENTS, Registry
 from envhub.env import Env, EnvSpec, Isolation, Style, UnknownItem, split_item
 

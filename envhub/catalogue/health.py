@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.run_config import TaskSection
 from envhub.env import nearest
-from envhub.envs.webarena.remote_sites import configured
 
 TIMEOUT_S = 5.0
 MAX_AT_ONCE = 16
@@ -41,7 +40,7 @@ def servers_of(
         found.append(Server(key=key, url=url, remedy=remedy))
     if "webarena" in env_names:
         remedy = "start this site of WebArena, or give its address"
-        sites = configured(options.webarena).items()
+        sites = options.webarena.sites.items()
         found += [Server(key=f"envs.webarena.{n}", url=u, remedy=remedy) for n, u in sites]
     return found
 

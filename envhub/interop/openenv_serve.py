@@ -6,13 +6,12 @@ import logging
 import random
 from typing import Any
 
-from fastapi import FastAPI, Response, WebSocket
+from fastapi import Response, WebSocket
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic_core import from_json
 from starlette.websockets import WebSocketDisconnect
 
 from common.errors import EnvError
-from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, StepResult, Style, UnknownItem
 from envhub.errors import CapacityFull, HubDraining, SessionConflict, SessionUnknown, UnknownEnv
 from envhub.hosting.sessions import Sessions
@@ -24,6 +23,7 @@ from envhub.http.bodies import (
     json_response,
     parse_entry,
 )
+from envhub.http.parts import HubParts
 from envhub.interop.openenv_tasks import add_task_routes, index_in, split_of
 
 logger = logging.getLogger(__name__)
@@ -71,12 +71,15 @@ class ResetData(BaseModel):
     style: Style = Style.COMPACT
 
 
-def add_openenv_routes(app: FastAPI, sessions: Sessions, registry: Registry) -> None:
+def mount(hub: HubParts) -> None:
     """Mount /openenv/<env>/... for each environment of the registry.
 
     The base URL of an OpenEnv client is the hub's URL + "/openenv/<env>".
     """
     base = "/openenv/{env}"
+    app = hub.app
+    sessions = hub.sessions
+    registry = hub.registry
 
     @app.get(f"{base}/health", tags=["openenv"])
     async def health(env: str) -> Response:

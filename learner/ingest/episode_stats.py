@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.wire.ids import subset_of
+from common.ids import subset_of
 from common.wire.messages import EndReason, Trajectory
 
 

@@ -21,7 +21,7 @@ from learner.policy.kernels.attention import use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
 from learner.policy.model import Scoring, load_policy, pick_device, token_logprobs
 from learner.policy.precision import frozen_dtype, uses_bf16
-from learner.training.optimizer import make_optimizer
+from learner.training.optimizers.optimizer import make_optimizer
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from common.store.run_dir import RunDir, write_json
 from learner.objective.dead_settings import summary_lines
 from learner.policy.model import pick_device
 from learner.recompute.counterfactual import Recorded, header, split_options
-from learner.recompute.digests import first_difference
-from learner.recompute.machine import differences, machine_facts
 from learner.recompute.plan import EpisodesMissing, Plan, episodes_of, make_plan
 from learner.recompute.rebuild import Only, Rebuilt, Recomputation, Redone
+from learner.recovery.machine import differences, machine_facts
+from learner.training.digests import first_difference
 
 Say = Callable[[str], None]
 USAGE = "recompute RUN [--steps a:b] [--json FILE] [key=value ...]"

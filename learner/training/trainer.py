@@ -22,9 +22,9 @@ from learner.objective.correction import Overlap
 from learner.policy.finite import TrainingDiverged, WeightsNotFinite, is_finite
 from learner.policy.forward import Networks
 from learner.policy.model import published_tensors, whole
-from learner.recompute.digests import Digester, StepDigests
 from learner.training.controller import Controller, Decision
-from learner.training.optimizer import lr_scale, make_critic_optimizer, make_optimizer
+from learner.training.digests import Digester, StepDigests
+from learner.training.optimizers.optimizer import lr_scale, make_critic_optimizer, make_optimizer
 from learner.training.ranks import Order, Ranks
 from learner.training.state import StateWriter, live_tensors, local_part, restore
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings

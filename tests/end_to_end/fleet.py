@@ -21,10 +21,11 @@ from typing import Any
 
 import psutil
 
-from common.config.load import load_config, save_config
+from common.config.load import load_config
 from common.repository import ROOT
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir
+from common.store.run_start import save_config
 from common.wire.security import create_keys
 from tests.end_to_end.nodes import Node
 from tests.end_to_end.runs import balances

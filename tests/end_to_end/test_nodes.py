@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from common.dashboard.nodes import node_lines
 from common.dashboard.reading.run_source import RunSource
 from common.dashboard.web.fleet import fleet
 from common.store.journal import read_journal
+from common.store.status.members import node_lines
 from tests.configs import edited
 from tests.end_to_end.nodes import Network, Node, why_not
 from tests.end_to_end.runs import Run, balances

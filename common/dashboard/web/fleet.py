@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from common.cpu import cpu_seconds
-from common.dashboard.nodes import members_of
 from common.dashboard.reading.run_source import RunSource
-from common.dashboard.reading.tail import as_map, json_object
+from common.store.status.json_files import as_map, json_object
+from common.store.status.members import members_of
 
 NUM_STEPS = 60  # of the timeline
 ON_THIS_DISK = ("scheduler", "envhub")  # which tell there what they wait for

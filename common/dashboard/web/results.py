@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from common.dashboard.reading.rows import EpisodeRows
-from common.report.results import wilson_interval
+from common.evaluation.intervals import wilson_interval
 from common.wire.messages import EndReason
 
 INFRASTRUCTURE = [each.value for each in EndReason if each.is_infrastructure_failure]

@@ -20,6 +20,7 @@ from common.config.run_config import RaySection, RunConfig
 from common.errors import ConfigError
 from common.launch.base import RoleStarter
 from common.launch.ray.placement import Node, num_cpus_wanted, place
+from common.ray_address import cluster_address
 from common.store.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -35,11 +36,6 @@ OWN = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_worker_niceness": "0",  # of 15, as Ray has it, roles starve beside any other program
 }
-
-
-def cluster_address(section: RaySection) -> str:
-    """Return the address of the cluster to attach to, "" if one is to be started."""
-    return section.address or os.environ.get("RAY_ADDRESS", "")
 
 
 def own_node(num_cpus: float) -> Node:

@@ -12,7 +12,7 @@ from common.config.curriculum import (
     HorizonUnit,
     TaskSection,
 )
-from common.wire.ids import distance_of
+from common.ids import distance_of
 from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen, PolicyKind
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.gated import UNKNOWN, GatedHorizon

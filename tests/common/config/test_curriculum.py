@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from common.config.curriculum import HorizonKind, MixtureKind
-from common.config.load import load_config, save_config
+from common.config.load import load_config
 from common.errors import ConfigError
+from common.store.run_start import save_config
 
 BASE = [
     "model.path=/weights",

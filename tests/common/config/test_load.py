@@ -6,15 +6,10 @@ import pytest
 
 from common.config.evaluation import ContextKind
 from common.config.learning import Baseline
-from common.config.load import (
-    config_as_yaml,
-    list_configs,
-    load_config,
-    save_config,
-    without_secrets,
-)
+from common.config.load import config_as_yaml, list_configs, load_config, without_secrets
 from common.config.run_config import TrainMode
 from common.errors import ConfigError
+from common.store.run_start import save_config
 
 MODEL = "model.path=/weights"
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from common.config.curriculum import HorizonKind, HorizonSection
 from common.config.run_config import ModelSection, TrainSection
 from common.dashboard.live import LiveDisplay
-from common.dashboard.pace import Pace, Usual, start_of
+from common.dashboard.pace import Pace, start_of
 from common.dashboard.run_state import state_line, stop_line
 from common.dashboard.run_view import RunView, view_run
 from common.dashboard.words import ledger_line, sparkline, status_line
@@ -23,6 +23,7 @@ from common.launch.base import LaunchState
 from common.launch.lock import hold_run
 from common.store.run_dir import RunDir, write_json
 from common.store.run_start import mark_finished
+from common.store.status.startup_history import StartupHistory
 
 STATUS = {
     "phase": "train",
@@ -177,7 +178,7 @@ def test_evaluation_tells_how_far_it_is(tmp_path: Path) -> None:
 
 
 def test_what_takes_its_time_tells_how_much_is_left(tmp_path: Path) -> None:
-    usual = Usual(tmp_path / "cache" / "durations.json")
+    usual = StartupHistory(tmp_path / "cache" / "durations.json")
     model = ModelSection(path="configs/policies/tiny")
     for seconds in (60.0, 40.0):
         usual.note(start_of("actor-0", model), seconds)
@@ -205,7 +206,7 @@ def test_what_takes_its_time_tells_how_much_is_left(tmp_path: Path) -> None:
     pace.look(view_of(run_dir))
     assert usual.seconds(start_of("actor-7", model)) == pytest.approx(42.0, abs=1.0)
     assert usual.seconds(start_of("learner", model)) == pytest.approx(34.0, abs=1.0)
-    assert Usual(tmp_path / "none").seconds("actor") is None
+    assert StartupHistory(tmp_path / "none").seconds("actor") is None
 
 
 def test_checkpoint_that_is_waited_for_tells_how_long_the_last_one_took(tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from common.config.command_line import parse
-from common.config.load import load_config, save_config
+from common.config.load import load_config
 from common.dashboard.run_state import details
 from common.dashboard.terminal.any_version import load_of_any_version
 from common.dashboard.terminal.commands import replay, show
 from common.errors import ConfigError
 from common.repository import ROOT
+from common.store.run_start import save_config
 from run import main
 from tests.common.dashboard.runs import append, episode, make_run
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from common.config.command_line import Request
-from common.config.load import save_config
+from common.config.requested import load_joined
 from common.config.run_config import ModelSection, RunConfig, RunSection
 from common.errors import ConfigError
-from common.launch.commands import load_joined
 from common.launch.keys import refused_lines, revoke_key
 from common.store.run_dir import RunDir
+from common.store.run_start import save_config
 from common.wire.access.identities import Identities
 from common.wire.security import create_keys, own_keys
 

@@ -9,16 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.report.evaluation.curve import eval_curve
-from common.report.evaluation.scores import (
-    ItemPlays,
-    all_scores,
-    clustered_interval,
-    pass_at,
-    scores,
-)
-from common.report.evaluation.table import as_markdown
-from common.report.results import wilson_interval
+from common.evaluation.intervals import wilson_interval
+from common.evaluation.scores import ItemPlays, all_scores, clustered_interval, pass_at, scores
+from common.evaluation.table import as_markdown
+from common.report.curve import eval_curve
 from common.store.journal import JournalWriter
 from common.wire.messages import EndReason, EpisodeKind
 from tests.common.store.test_journal import make_trajectory

@@ -12,8 +12,9 @@ import pytest
 from common.config.evaluation import EvalSection
 from common.config.run_config import ModelSection, RunConfig, RunSection, TaskSection
 from common.errors import ConfigError
+from common.evaluation.intervals import wilson_interval
 from common.report.model import Report, SubsetScore
-from common.report.results import Play, paired_gain, score, wilson_interval
+from common.report.results import Play, paired_gain, score
 from common.report.write import write_report
 from common.store.journal import JournalWriter
 from common.store.run_dir import RunDir

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from common.config.load import save_config
 from common.config.run_config import ModelSection, RunConfig, RunSection, TrainSection
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
-from common.store.run_start import mark_finished, prepare
+from common.store.run_start import mark_finished, prepare, save_config
 
 
 def config(*, seed: int = 0, num_steps: int = 10) -> RunConfig:

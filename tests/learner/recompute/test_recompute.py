@@ -12,8 +12,8 @@ from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.segments import list_segments, prune
-from learner.recompute.checksums import ChecksumLog, read_checksums
 from learner.recompute.command import recompute
+from learner.recovery.checksums import ChecksumLog, read_checksums
 from learner.recovery.step_log import StepLog, read_steps
 from tests.learner.recompute.lives import config, live
 

@@ -18,12 +18,12 @@ from common.wire.messages import EpisodeOutcome, Outcome
 from learner.build import Learner
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.replay_point import ReplayPoint, load_replay_point
-from learner.recompute.checksums import ChecksumLog
-from learner.recompute.digests import StepDigests
+from learner.recovery.checksums import ChecksumLog
 from learner.recovery.resume import steps_since
 from learner.recovery.saving import Saving
 from learner.recovery.step_log import LoggedStep, StepLog, read_steps
 from learner.scheduler import main as scheduler_module
+from learner.training.digests import StepDigests
 from tests.learner.builders import make_trajectory
 
 NUM_STEPS, EVERY, KEPT = 600, 10, 3

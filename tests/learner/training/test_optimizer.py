@@ -5,8 +5,8 @@ import torch
 
 from common.config.compute import OptimizerKind
 from common.config.learning import LearnerSection
-from learner.training.muon import ExactMuon, orthogonalised
-from learner.training.optimizer import lr_scale, make_optimizer
+from learner.training.optimizers.muon import ExactMuon, orthogonalised
+from learner.training.optimizers.optimizer import lr_scale, make_optimizer
 from tests.learner.builders import make_model
 
 

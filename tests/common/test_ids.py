@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.wire.ids import is_below, training_number
+from common.ids import is_below, training_number
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, pvariance
 from typing import Any
 
-from common.report.results import score_interval, wilson_interval
+from common.evaluation.intervals import score_interval, wilson_interval
 from common.wire.messages import Trajectory
 
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from common.config.envs import EnvsSection, RemoteOptions
-from envhub.agentgym.conversations import CONVERSATIONS
 from envhub.agentgym.remote import make_spec
 from envhub.catalogue.registry import Registry
+from envhub.conversations import CONVERSATIONS
 from envhub.env import Style
 from envhub.envs.wordle.words import VOCABULARY
 from tests.envhub.agentgym.agentgym_clients import DIRECT, make_client, serve_envs

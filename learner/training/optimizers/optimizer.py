@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from common.config.compute import Moments, OptimizerKind
 from common.config.learning import LearnerSection
-from learner.training.muon import ExactMuon
+from learner.training.optimizers.muon import ExactMuon
 
 BLOCK = 256  # 8-bit moments that share a scale, one after the other in memory
 _SMALLEST = 4096  # weights of a rank below which torchao keeps their moments in fp32

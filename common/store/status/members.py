@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from common.dashboard.reading.tail import as_map
+from common.store.status.json_files import as_map
 
 
 def members_of(status: Mapping[str, Any]) -> list[dict[str, Any]]:

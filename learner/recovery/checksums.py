@@ -21,9 +21,9 @@ from common.repository import ROOT
 from common.store.disk import AppendFile, with_room
 from common.store.run_dir import RunDir, cut_head
 from learner.policy.model import pick_device
-from learner.recompute.digests import StepDigests, first_difference
-from learner.recompute.machine import machine_facts
+from learner.recovery.machine import machine_facts
 from learner.recovery.step_log import LoggedStep, whole_bytes
+from learner.training.digests import StepDigests, first_difference
 from learner.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
