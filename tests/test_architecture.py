@@ -23,6 +23,21 @@ MAX_MEDIAN_FUNCTION_LINES = 10
 MAX_CONSTRUCTOR_ARGUMENTS = 9
 MAX_FILES_IN_FOLDER = 15
 MAX_BROAD_EXCEPTS = 12
+SATELLITES = (  # Parts that register with the core; an installation may leave each out.
+    "common/dashboard",
+    "common/report",
+    "actor/play/table",
+    "actor/agents",
+    "learner/simulator",
+    "learner/recompute",
+    "envhub/envs",
+    "envhub/web",
+    "envhub/agentgym",
+    "envhub/interop",
+    "envhub/author",
+)
+MAX_CORE_LINES = 42_000
+MAX_MUTUAL_FOLDERS = 5
 PRODUCT = [
     *sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")),
     ROOT / "run.py",
@@ -90,6 +105,52 @@ def test_package_imports_only_itself_and_common(package: str) -> None:
         if path.is_relative_to(ROOT / package) and forbidden & _imports(path)
     }
     assert wrong == {}
+
+
+def _satellite(name: str) -> str | None:
+    """Return the satellite that holds a file or folder, None for the core."""
+    return next((s for s in SATELLITES if name == s or name.startswith(f"{s}/")), None)
+
+
+def _imported_paths(path: Path) -> Iterator[Path]:
+    """Yield the files and folders of the product that a file imports."""
+    for name in _imported(path):
+        found = ROOT / name.replace(".", "/")
+        if name.partition(".")[0] in PACKAGES and (
+            found.is_dir() or found.with_suffix(".py").is_file()
+        ):
+            yield found
+
+
+def test_core_imports_no_satellite() -> None:
+    wrong = {
+        f"{_name(path)} -> {_name(found)}"
+        for path in PRODUCT
+        if path != ROOT / "run.py" and _satellite(_name(path)) is None
+        for found in _imported_paths(path)
+        if _satellite(_name(found)) is not None
+    }
+    assert wrong == set()
+
+
+def test_few_pairs_of_folders_import_each_other() -> None:
+    arrows = {
+        (path.parent, found if found.is_dir() else found.parent)
+        for path in PRODUCT
+        if path != ROOT / "run.py"
+        for found in _imported_paths(path)
+    }
+    mutual = {
+        (_name(a), _name(b))
+        for a, b in arrows
+        if a < b and (b, a) in arrows and a not in b.parents
+    }
+    assert len(mutual) <= MAX_MUTUAL_FOLDERS, mutual
+
+
+def test_core_stays_within_its_budget() -> None:
+    core = [path for path in PRODUCT if _satellite(_name(path)) is None]
+    assert sum(len(_text(path).splitlines()) for path in core) <= MAX_CORE_LINES
 
 
 def test_no_module_reaches_itself_through_its_imports() -> None:
