@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from common.report.model import CurvePoint
-from common.report.results import wilson_interval
+from common.report.intervals import wilson_interval
 from common.store.journal import read_journal
 from common.wire.messages import Trajectory
 

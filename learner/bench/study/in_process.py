@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.config.run_config import RunConfig
-from common.report.results import wilson_interval
+from common.report.intervals import wilson_interval
 from common.segments import segments_of
 from common.wire.ids import episode_id_of
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from common.report.results import wilson_interval
+from common.report.intervals import wilson_interval
 from learner.bench.study.horizon import (
     AXES,
     budget_of,
