@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.report.model import CurvePoint
 from common.report.intervals import wilson_interval
+from common.report.model import CurvePoint
 from common.store.journal import read_journal
 from common.wire.messages import Trajectory
 

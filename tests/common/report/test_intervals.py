@@ -66,7 +66,6 @@ def covered(intervals: Sequence[tuple[float, float]], truth: float) -> float:
     return float(np.mean([low <= truth <= high for low, high in intervals]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_samples", [4, 16, 256])
 @pytest.mark.parametrize("shape", [(1.0, 1.0), (2.0, 2.0), (8.0, 2.0), (0.5, 2.0)])
 def test_clustered_interval_of_few_items_holds_the_truth(
@@ -80,7 +79,6 @@ def test_clustered_interval_of_few_items_holds_the_truth(
         assert covered(found, shape[0] / sum(shape)) >= 0.94, num
 
 
-@pytest.mark.slow
 def test_clustered_interval_of_three_kinds_of_items_holds_the_truth() -> None:
     draw = np.random.default_rng(5)
     for num in NUM_ITEMS:
@@ -89,7 +87,6 @@ def test_clustered_interval_of_three_kinds_of_items_holds_the_truth() -> None:
         assert covered([clustered_interval(row) for row in values.tolist()], 0.5) >= 0.94, num
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chances", [(0.05, 0.85, 0.1), (0.3, 0.4, 0.3), (0.0, 0.9, 0.1)])
 def test_paired_gain_of_few_items_holds_the_truth(chances: tuple[float, float, float]) -> None:
     draw = np.random.default_rng(5)
