@@ -30,37 +30,49 @@ from learner.ingest.group_assembly import Group
 
 
 def outcome_credit(trajectory: Trajectory, algorithm: AlgorithmSection) -> float:
-    """Return what the whole episode is worth: discounted reward less the episode's penalty."""
+    """Return what the whole episode is worth: discounted pay less the episode's penalty."""
     is_on_episode = algorithm.invalid_action_level is CreditLevel.EPISODE
     return shaped_reward(
-        trajectory.reward * algorithm.turn_discount ** max(trajectory.num_turns - 1, 0),
+        total_pay(trajectory) * algorithm.turn_discount ** max(trajectory.num_turns - 1, 0),
         trajectory.num_invalid_actions,
         trajectory.num_turns,
         algorithm.invalid_action_penalty if is_on_episode else 0.0,
     )
 
 
-def turn_rewards(trajectory: Trajectory, algorithm: AlgorithmSection) -> np.ndarray:
+def total_pay(trajectory: Trajectory) -> float:
+    """Return what all turns were paid together: the last score less the score before the first."""
+    return trajectory.reward - trajectory.start_score
+
+
+def turn_rewards(
+    trajectory: Trajectory, algorithm: AlgorithmSection, *, with_end: bool = True
+) -> np.ndarray:
     """Return what each turn was paid, [num_turns] float32.
 
-    `turn_scores` are levels (a score so far), so a turn's pay is the rise it brought. At episode
-    level all is paid in the last turn. Penalties land where `invalid_action_level` says.
+    `turn_scores` are levels (a score so far), so a turn's pay is the rise it brought. The first
+    turn's is the rise over `start_score`. At episode level all is paid in the last turn. Penalties
+    land where `invalid_action_level` says.
+
+    Args:
+        with_end: False leaves out the `end_reward`, as of an episode that was cut short.
     """
     num_turns = trajectory.num_turns
     rewards = np.zeros(num_turns, dtype=np.float32)
     if num_turns == 0:
         return rewards
     if algorithm.reward_level is CreditLevel.TURN:
-        rewards += np.diff(trajectory.turn_scores, prepend=np.float32(0.0))
+        rewards += np.diff(trajectory.turn_scores, prepend=np.float32(trajectory.start_score))
     if algorithm.invalid_action_level is CreditLevel.TURN:
         rewards -= algorithm.invalid_action_penalty * trajectory.invalid_turns
-    rewards[-1] += end_reward(trajectory, algorithm)
+    if with_end:
+        rewards[-1] += end_reward(trajectory, algorithm)
     return rewards
 
 
 def end_reward(trajectory: Trajectory, algorithm: AlgorithmSection) -> float:
-    """Return what the last turn is paid only because it is the last: what is of episode level."""
-    paid = trajectory.reward if algorithm.reward_level is CreditLevel.EPISODE else 0.0
+    """Return the pay of the episode's end: the part of the reward that is of episode level."""
+    paid = total_pay(trajectory) if algorithm.reward_level is CreditLevel.EPISODE else 0.0
     if algorithm.invalid_action_level is CreditLevel.EPISODE:
         share = trajectory.num_invalid_actions / max(trajectory.num_turns, 1)
         paid -= algorithm.invalid_action_penalty * share

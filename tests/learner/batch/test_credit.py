@@ -164,6 +164,26 @@ def test_turn_rewards_sum_to_the_final_score() -> None:
     assert turn_rewards(scored(0, [0.25, 0.75]), AlgorithmSection()).tolist() == [0.0, 0.75]
 
 
+def test_first_turns_pay_is_the_rise_over_the_start() -> None:
+    """Raw scores -1, -2, -3 in a range of -20..0: each turn is paid -1/20."""
+    played = replace(scored(0, [0.95, 0.9, 0.85]), start_score=1.0)
+    by_turn = turn_rewards(played, AlgorithmSection(reward_level=CreditLevel.TURN))
+    assert by_turn.tolist() == pytest.approx([-0.05] * 3)
+    at_end = turn_rewards(played, AlgorithmSection())
+    assert at_end.tolist() == pytest.approx([0.0, 0.0, -0.15])
+
+
+def test_discount_brings_a_cost_nearer_to_nothing() -> None:
+    """Raw -3 of -20..0 after three turns is worth -0.15 * 0.5^2, not 0.85 * 0.5^2."""
+    late = replace(scored(0, [1.0, 1.0, 0.85]), start_score=1.0)
+    soon = replace(scored(1, [0.85]), start_score=1.0)
+    first, second = samples_of(
+        [Group(group_id="a", members=[late, soon])], AlgorithmSection(turn_discount=0.5)
+    )
+    assert first.advantage == pytest.approx(-0.0375 + 0.15)
+    assert second.advantage == pytest.approx(-0.15 + 0.0375)
+
+
 def test_normalisation_per_environment_gives_each_the_same_size() -> None:
     groups = [
         Group(group_id="a", members=[scored(0, [1.0]), scored(1, [0.0])]),
