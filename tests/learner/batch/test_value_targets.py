@@ -165,9 +165,7 @@ def test_perfect_critic_of_a_cut_episode_gets_its_own_values(trace: float, trail
     scores = np.array([0.2, 0.4, 0.6], dtype=np.float32)
     played = steady(3, trailing=trailing, reward=0.6, turn_scores=scores)
     values = [0.7 * GAMMA**left for left in (8, 7, 6)]
-    got = estimated(
-        played, values, bootstrap=0.7 * GAMMA**5, algorithm=algorithm, gae_lambda=trace
-    )
+    got = estimated(played, values, bootstrap=0.7 * GAMMA**5, algorithm=algorithm, gae_lambda=trace)
     assert values[-1] == pytest.approx(0.372, abs=1e-3)
     assert listed(got.value_targets) == pytest.approx(values, abs=1e-6)
     assert got.token_advantages().tolist() == pytest.approx([0.0] * 3, abs=1e-6)
@@ -175,9 +173,7 @@ def test_perfect_critic_of_a_cut_episode_gets_its_own_values(trace: float, trail
 
 @pytest.mark.parametrize("discount", [1.0, 0.5])
 @pytest.mark.parametrize("trailing", [0, 1])
-def test_last_turns_pay_counts_once_without_its_observation(
-    trailing: int, discount: float
-) -> None:
+def test_last_turns_pay_counts_once_without_its_observation(trailing: int, discount: float) -> None:
     """Each turn pays 0.1, five more turns would; values are what is still paid, from each on."""
     algorithm = AlgorithmSection(reward_level=CreditLevel.TURN, turn_discount=discount)
     worth = [sum(0.1 * discount**k for k in range(left)) for left in (8, 7, 6, 5)]
