@@ -26,6 +26,9 @@ from learner.objective.describe_credit import (
     state_text,
 )
 
+# Corrections that keep or mask the surrogate's own ratio, whatever it is taken to.
+MASKS_ONLY = (Correction.NONE, Correction.GEOMETRIC, Correction.SECOND_MOMENT)
+
 
 def proximal_in_use(algorithm: AlgorithmSection, learner: LearnerSection) -> Proximal:
     """Return what `algorithm.proximal` means, never AUTO: the sampler if a batch is one update."""

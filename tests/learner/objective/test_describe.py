@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from common.config.compute import CriticSection, Timestep
+from common.config.compute import CriticSection, LoraSection, Timestep
 from common.config.learning import (
     Advantage,
     Aggregation,
     AlgorithmSection,
     Baseline,
+    ControllerSection,
     Correction,
     CreditLevel,
     LearnerSection,
@@ -107,6 +108,19 @@ def test_settings_that_do_nothing_are_named_with_the_reason() -> None:
     assert "learner.muon_lr=0.1 has no effect: optimizer=adamw" in lines
     assert any(line.startswith("learner.critic.gae_lambda=0.5 has no effect") for line in lines)
     assert len(lines) == 5
+
+
+def test_settings_of_parts_that_are_off_are_named() -> None:
+    controller = ControllerSection(masked_warn_frac=0.2)
+    learner = LearnerSection(lora=LoraSection(alpha=8.0), controller=controller)
+    lines = dead_knobs(AlgorithmSection(), learner)
+    assert "learner.lora.alpha=8.0 has no effect: rank=0" in lines
+    assert [line.partition(" has")[0] for line in lines] == [
+        "learner.controller.masked_warn_frac=0.2",
+        "learner.lora.alpha=8.0",
+    ]
+    masking = AlgorithmSection(correction=Correction.ICEPOP)
+    assert len(dead_knobs(masking, learner)) == 1
 
 
 def test_defaults_have_nothing_dead() -> None:
