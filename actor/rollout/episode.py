@@ -18,7 +18,7 @@ from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentOptions
 from common.errors import EnvError, EnvTimeout, HubLost
 from common.formats.answers import MARK, worded
-from common.states import state_number
+from common.states import action_number, state_number
 from common.text import valid_text
 from common.wire.messages import EndReason, Lease, Trajectory
 
@@ -63,6 +63,7 @@ class Play:
     invalid_turns: list[bool] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     states: list[int] = field(default_factory=list)  # that each turn was taken in
+    actions: list[int] = field(default_factory=list)  # that each turn sent to the environment
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     generate_s: float = 0.0
@@ -89,8 +90,11 @@ class Play:
         self.start_score = session.start_score
         self.reward = session.start_score
 
-    def answered(self, result: StepResult, took_s: float, *, is_read: bool = True) -> None:
-        """Write down what the environment made of an action; unread, an answer had none."""
+    def answered(
+        self, action: str, result: StepResult, took_s: float, *, is_read: bool = True
+    ) -> None:
+        """Write down an action and what the environment made of it; unread, an answer had none."""
+        self.actions.append(action_number(action))
         self.env_s += took_s
         self.turns_s += max(0.0, self.turn_s + took_s)
         self.turn_s = 0.0
@@ -231,7 +235,7 @@ async def _turns(
         result = await session.step(action or "")  # which environments refuse by themselves
         # A branch may be opened or closed where there is none to open or close.
         is_read = action is not None and not history.is_own(said)
-        play.answered(result, time.monotonic() - answered, is_read=is_read)
+        play.answered(action or "", result, time.monotonic() - answered, is_read=is_read)
         if result.done:
             break
         reflects = play.is_to_reflect(room.options)
@@ -276,6 +280,7 @@ def trajectory_of(lease: Lease, play: Play, *, actor: str, wall_s: float) -> Tra
         turn_scores=np.array(play.scores, dtype=np.float32),
         start_score=play.start_score,
         turn_states=np.array(play.states[: play.num_turns], dtype=np.int32),
+        turn_actions=np.array(play.actions, dtype=np.int32),
         segment_starts=np.array(tape.starts if len(tape.starts) > 1 else [], dtype=np.int32),
         asides=np.array(tape.asides, dtype=np.int32),
     )

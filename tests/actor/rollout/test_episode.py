@@ -7,8 +7,9 @@ import pytest
 
 from actor.rollout.episode import Session, Turn
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from common.config.evaluation import AgentFormat, AgentOptions
 from common.errors import EngineError, EnvError, EnvTimeout
-from common.states import state_number
+from common.states import action_number, state_number
 from common.wire.codec import pack_record, unpack_record
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
 from learner.ingest.admission import refusal
@@ -176,3 +177,19 @@ def test_each_turn_carries_the_state_that_it_was_taken_in() -> None:
     played = play(session)
     told = [state_number(text) for text in ("s0", "s1", "ab")]  # the last is not told, but seen
     assert played.turn_states.tolist() == told
+
+
+def test_action_of_a_turn_is_what_its_environment_got() -> None:
+    said = ["Thought:\nx\n\nAction:\ngo", "Thought:\nyz\n\nAction:\ngo", "nothing"]
+    session = Count([go_on(), go_on(), go_on(done=True)])
+    answers = iter(said)
+
+    async def act(_: list[int], __: Session) -> Turn:
+        ids = [*map(ord, next(answers)), 0]
+        return Turn(ids, [-1.0] * len(ids), [4] * len(ids))
+
+    played = play(session, act=act, options=AgentOptions(format=AgentFormat.REACT))
+    assert session.actions == ["go", "go", ""]
+    first, second, third = played.turn_actions.tolist()
+    assert first == second == action_number("go")
+    assert third == action_number("")

@@ -67,6 +67,7 @@ def test_a_good_trajectory_is_not_refused() -> None:
         ({"invalid_turns": np.zeros(2, dtype=bool)}, "invalid_turns [False, False] for 1 turns"),
         ({"invalid_turns": np.ones(1, dtype=bool)}, "invalid_turns [True] for 1 turns"),
         ({"turn_states": ints(1, 2)}, "turn_states int32 (2,) for 1 turns"),
+        ({"turn_actions": ints(1, 2)}, "turn_actions int32 (2,) for 1 turns"),
         ({"policy": PolicyKind.EXPERT}, "expert play cannot be trained on"),
     ],
 )
