@@ -188,7 +188,8 @@ def test_action_of_a_turn_is_what_its_environment_got() -> None:
         ids = [*map(ord, next(answers)), 0]
         return Turn(ids, [-1.0] * len(ids), [4] * len(ids))
 
-    played = play(session, act=act, options=AgentOptions(format=AgentFormat.REACT))
+    options = AgentOptions(format=AgentFormat.REACT)
+    played = play(session, act=act, options=options, max_tokens=1_000, turn_tokens=100)
     assert session.actions == ["go", "go", ""]
     first, second, third = played.turn_actions.tolist()
     assert first == second == action_number("go")
