@@ -141,9 +141,7 @@ def test_few_pairs_of_folders_import_each_other() -> None:
         for found in _imported_paths(path)
     }
     mutual = {
-        (_name(a), _name(b))
-        for a, b in arrows
-        if a < b and (b, a) in arrows and a not in b.parents
+        (_name(a), _name(b)) for a, b in arrows if a < b and (b, a) in arrows and a not in b.parents
     }
     assert len(mutual) <= MAX_MUTUAL_FOLDERS, mutual
 

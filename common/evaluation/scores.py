@@ -4,10 +4,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, pvariance
 from typing import Any
 
-from common.evaluation.intervals import score_interval, wilson_interval
+from common.evaluation.intervals import clustered_interval
 from common.wire.messages import Trajectory
 
 
@@ -58,30 +57,13 @@ def pass_at(k: int, *, num_samples: int, num_solved: int) -> float:
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
-def clustered_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95% interval of the mean over one or more items, each with a value in [0, 1].
-
-    Items are independent; the samples of one item need not be, since only its mean counts. It is
-    the score interval with the effective number of trials m(1-m)/v in the place of n, v being the
-    variance of the mean m. With one sample of success per item that is n, so the interval is
-    Wilson's; it stays inside [0, 1] and is never empty. Where all values are the same, whatever
-    they are, nothing is known about their spread and every item counts as one trial.
-
-    Source: Korn, Graubard (1998), Survey Methodology 24:193, for the effective number; the score
-    interval instead of the exact one.
-    """
-    num, mean = len(values), fmean(values)
-    spread = pvariance(values, mean)
-    return score_interval(mean, num * mean * (1 - mean) / spread if spread > 1e-12 else num)
-
-
 def scores(items: Iterable[ItemPlays], *, k: int) -> dict[str, Any]:
     """Return all numbers of some items as JSON; a mean over nothing is null.
 
     Returns:
         num_items, num_episodes, num_failed, num_missing, failures (by reason);
-        success: share of the episodes that were played to an end, with Wilson's interval over
-            episodes: for k > 1 too narrow, as the samples of one item are alike;
+        success: share of the episodes that were played to an end, with an interval clustered by
+            item, whose samples are alike;
         avg_at_k, score: means over items, with intervals clustered by item;
         pass_at: for each power of two up to k and for k: mean over the items with so many samples.
     """
@@ -99,7 +81,7 @@ def scores(items: Iterable[ItemPlays], *, k: int) -> dict[str, Any]:
         "failures": dict(sorted(failures.items())),
         "success": {
             "mean": num_solved / len(samples) if samples else None,
-            "ci95": list(wilson_interval(num_solved, len(samples))) if samples else None,
+            "ci95": _success_interval(played) if played else None,
             "num_episodes": len(samples),
         },
         "avg_at_k": {"k": k, **_mean([i.num_solved / len(i.samples) for i in played])},
@@ -129,6 +111,12 @@ def all_scores(items: Sequence[ItemPlays], *, k: int) -> dict[str, Any]:
 def _pass(played: list[ItemPlays], k: int) -> dict[str, Any]:
     enough = [item for item in played if len(item.samples) >= k]
     return _mean([pass_at(k, num_samples=len(i.samples), num_solved=i.num_solved) for i in enough])
+
+
+def _success_interval(played: list[ItemPlays]) -> list[float]:
+    counts = [len(item.samples) for item in played]
+    shares = [item.num_solved / num for item, num in zip(played, counts, strict=True)]
+    return list(clustered_interval(shares, counts))
 
 
 def _mean(values: list[float]) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """A run's results as numbers: evaluations with intervals, the paired gain, sums over the steps."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
-from common.evaluation.intervals import Z95, wilson_interval
+from common.evaluation.intervals import gain_interval, wilson_interval
 from common.ids import subset_of
 from common.report.model import Gain, Score, SubsetScore
 from common.store.journal import read_journal
@@ -89,17 +88,14 @@ def score(plays: Sequence[Play]) -> Score:
 def paired_gain(before: Iterable[Play], after: Iterable[Play]) -> Gain | None:
     """Return the mean gain over items played in both; None if there is no such item.
 
-    The interval is the normal one on per-item differences.
+    The interval is that of the mean of the items' differences.
     """
     old, new = _success_by_item(before), _success_by_item(after)
     gains = [new[item] - old[item] for item in sorted(old.keys() & new.keys())]
     if not gains:
         return None
-    mean, interval = fmean(gains), None
-    if len(gains) > 1:
-        spread = Z95 * stdev(gains) / math.sqrt(len(gains))
-        interval = (max(-1.0, mean - spread), min(1.0, mean + spread))
-    return Gain(success=mean, ci95=interval, num_pairs=len(gains))
+    interval = gain_interval(gains) if len(gains) > 1 else None
+    return Gain(success=fmean(gains), ci95=interval, num_pairs=len(gains))
 
 
 def lag_histogram(lines: list[MetricsLine]) -> dict[str, int]:

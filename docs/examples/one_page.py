@@ -138,7 +138,9 @@ def main() -> None:
         groups, ready = ready, play(policy, spec, renderer, first_item=version * GROUPS)
         found = train_on(policy, optimizer, groups)  # From the second step on it is one step stale.
         reward = np.mean([each.reward for group in groups for each in group])
-        print(f"version {version}: reward {reward:.3f}", *(f"{k} {v:.3f}" for k, v in found.items()))
+        print(
+            f"version {version}: reward {reward:.3f}", *(f"{k} {v:.3f}" for k, v in found.items())
+        )
 
 
 if __name__ == "__main__":

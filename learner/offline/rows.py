@@ -29,6 +29,7 @@ class Row:
     is_success: bool = False  # the environment said so, whatever it paid
     segment: int = 0  # of the episode
     num_segments: int = 1  # of it
+    episode: str = ""  # name of the episode, unlike in neighbouring episodes; "": not known
 
     def is_worth(self, min_reward: float) -> bool:
         """Return whether it paid that much; with 1, whether it did or was solved for less."""
@@ -62,6 +63,7 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
                 is_success=t.is_success,
                 segment=segment,
                 num_segments=max(len(t.segment_starts), 1),
+                episode=t.episode_id,
             )
             for _, t in read_journal(folder)
             if _is_usable(t)
@@ -82,14 +84,34 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
 
 
 def num_episodes(rows: Sequence[Row]) -> int:
-    """Return how many episodes the rows are of."""
-    return sum(row.segment == 0 for row in rows)
+    """Return how many episodes the rows are of; any of an episode's rows may be absent."""
+    return len(_starts(rows))
 
 
 def newest(rows: list[Row], max_episodes: int) -> list[Row]:
     """Return all rows of the last `max_episodes` episodes."""
-    starts = [index for index, row in enumerate(rows) if row.segment == 0]
+    starts = _starts(rows)
     return rows[starts[-max_episodes] :] if len(starts) > max_episodes else rows
+
+
+def _starts(rows: Sequence[Row]) -> list[int]:
+    """Return the index of the first row of each episode.
+
+    The rows of an episode are neighbours, and their segments are in order. The first segment may
+    be absent: a row without a token to learn is left out.
+    """
+    pairs = zip([None, *rows], rows, strict=False)
+    return [
+        index
+        for index, (before, row) in enumerate(pairs)
+        if before is None or not _is_continued(before, row)
+    ]
+
+
+def _is_continued(before: Row, row: Row) -> bool:
+    """Return whether the row belongs to the same episode as the row before it."""
+    is_same = (before.item_id, before.episode) == (row.item_id, row.episode)
+    return is_same and before.segment < row.segment
 
 
 def _rows_of_file(path: Path, tokenizer: Any) -> list[Row]:
@@ -107,6 +129,7 @@ def _rows_of_file(path: Path, tokenizer: Any) -> list[Row]:
             is_success=each.is_success,
             segment=each.segment,
             num_segments=each.num_segments,
+            episode=each.episode_id,
         )
         for each in found
         if each

@@ -147,6 +147,8 @@ def _of_text(text: str) -> str:
 def _of_episode(trajectory: Trajectory) -> str:
     t = trajectory
     numbers = (t.episode_id, t.env, t.reward, t.num_turns, t.num_invalid_actions)
+    if t.start_score:  # absent in earlier journals
+        numbers = (*numbers, t.start_score)
     hashed = xxhash.xxh3_64(repr(numbers).encode())
     for name in _ARRAYS:
         value: np.ndarray | None = getattr(t, name)
