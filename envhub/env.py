@@ -203,6 +203,7 @@ class EnvSpec:
         sessions_per_worker: episodes that one worker holds at a time; workers are reused. With
             TASK: episodes that there may be at a time.
         reward: what an episode is worth, of what its steps pay.
+        start_score: the score before the first step: what a raw score of 0 is in [0, 1].
         is_repeatable: whether the same actions always lead to the same, and touch nobody else.
         from_agentgym: item id of AgentGym's data index; raises UnknownItem. None: there is none.
         column_item: the same, in the subset of the paper's table; None: `from_agentgym`.
@@ -222,6 +223,7 @@ class EnvSpec:
     worker_memory_bytes: int = 2 << 30  # resident, with its children; above, it is replaced
     step_timeout_s: float | None = None  # of one call; None: the hub's
     reward: Reward = Reward.LAST
+    start_score: float = 0.0
     is_repeatable: bool = True
     from_agentgym: Callable[[int], str] | None = None
     column_item: Callable[[int], str] | None = None

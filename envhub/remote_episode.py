@@ -8,9 +8,9 @@ from envhub.env import StepResult
 class RemoteEpisode:
     """What an episode was told first and last, and how it stands."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_score: float = 0.0) -> None:
         self._first = self._observation = ""
-        self._reward = 0.0
+        self._reward = start_score
         self._is_done = self._is_success = False
 
     async def expert_action(self) -> str | None:

@@ -14,7 +14,6 @@ from actor.rollout.context import Turn
 from actor.rollout.env_client import StepResult
 from actor.rollout.episode import Act, ContextFull, Play, PolicyFailed, Session, first_text
 from actor.rollout.render import Renderer
-from common.states import state_number
 from common.wire.messages import EndReason, Lease
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class AgentEpisode:
         self._is_left = False  # by its agent
         self._complaint = ""  # of an agent that gave up
         self._turn = asyncio.Lock()
-        play.states.append(state_number(session.first_state or session.first_observation))
+        play.begin(session)
 
     def first(self) -> dict[str, object]:
         """Return what the agent is to do: the messages that our own loop would begin with."""
@@ -189,7 +188,7 @@ class AgentEpisode:
         """Let what was sampled after the last step belong to that."""
         play = self._play
         if not play.num_turns:  # it never acted: one turn, which was none
-            play.num_turns, play.invalid_turns, play.scores = 1, [True], [0.0]
+            play.num_turns, play.invalid_turns, play.scores = 1, [True], [play.start_score]
         play.history.tape.end(play.num_turns - 1)
 
     def fail(self, error: BaseException) -> None:

@@ -26,11 +26,12 @@ PlainId = Callable[[str, str], Awaitable[str]]
 class LocalSession:
     """One episode of an environment that lives in this process."""
 
-    def __init__(self, env: Any, item_id: str, seed: int) -> None:
+    def __init__(self, env: Any, item_id: str, seed: int, *, start_score: float = 0.0) -> None:
         self._env = env
         self.first_observation: str = env.reset(item_id, seed)
         told = getattr(env, "state_text", None)
         self.first_state: str = told() if told else ""
+        self.start_score = start_score
 
     async def step(self, action: str) -> StepResult:
         return StepResult(**self._env.step(action).told())
@@ -101,7 +102,8 @@ class InProcessPlayer:
 
         async def open_session() -> Session:
             item_id = await self._plain(lease.env, lease.item_id) if self._plain else lease.item_id
-            return LocalSession(spec.make(style), item_id, lease.seed)
+            env = spec.make(style)
+            return LocalSession(env, item_id, lease.seed, start_score=spec.start_score)
 
         async def act(ids: list[int], _: Session) -> Turn:
             return await rounds.act(lease.episode_id, list(ids))

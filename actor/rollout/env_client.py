@@ -110,6 +110,7 @@ class HubClient(BearerClient):
         observation = told(reply, "observation", str, path=path)
         session = HubSession(self, session_id, observation, is_quick=is_quick)
         session.first_state = str(reply.get("state") or "")
+        session.start_score = score_of(reply, "start_score", path=path, absent=0.0)
         return session
 
     async def close(self) -> None:
@@ -206,6 +207,16 @@ class HubClient(BearerClient):
                 raise EnvError(f"{method} {path}: answers what is no JSON: {shown}") from error
 
 
+def score_of(reply: Any, name: str, *, path: str, absent: float | None = None) -> float:
+    """Return a score of an answer, `absent` if it has none. Raises: EnvError: not in [0, 1]."""
+    if absent is not None and isinstance(reply, dict) and name not in reply:
+        return absent
+    score = told(reply, name, float, int, path=path)
+    if not 0.0 <= score <= 1.0:
+        raise EnvError(f"{path}: answers {name}={score!r:.100}, which is not in [0, 1]")
+    return float(score)
+
+
 def retry_after_s(headers: Mapping[str, str], *, unsaid_s: float = 0.0) -> float:
     """Return the seconds that Retry-After asks for; `unsaid_s` if it says none that can be read."""
     try:
@@ -228,6 +239,7 @@ class HubSession:
         self._seq = 0
         self.first_observation = observation
         self.first_state = ""  # "": the environment tells none
+        self.start_score = 0.0
 
     async def step(self, action: str) -> StepResult:
         """Act. Raises: EnvError, EnvTimeout."""
@@ -238,14 +250,12 @@ class HubSession:
             reply = await self._hub.steps.ask({"session_id": self._session_id, **asked})
         else:
             reply = await self._hub.request("POST", path, asked)
-        reward = told(reply, "reward", float, int, path=path)
-        if not 0.0 <= reward <= 1.0:
-            raise EnvError(f"{path}: answers reward={reward!r:.100}, which is not in [0, 1]")
+        reward = score_of(reply, "reward", path=path)
         done = told(reply, "done", bool, path=path)
         reply.setdefault("is_success", done and reward >= 1.0)  # hubs of others may not say it
         return StepResult(
             observation=told(reply, "observation", str, path=path),
-            reward=float(reward),
+            reward=reward,
             done=done,
             is_valid=told(reply, "is_valid", bool, path=path),
             is_success=told(reply, "is_success", bool, path=path),

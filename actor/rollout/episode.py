@@ -36,6 +36,7 @@ class Session(Protocol):
 
     first_observation: str
     first_state: str  # as in `StepResult.state`
+    start_score: float  # [0, 1], before the first step
 
     async def step(self, action: str) -> StepResult: ...
     async def hint(self) -> Hint: ...
@@ -56,6 +57,7 @@ class Play:
     end: EndReason = EndReason.HORIZON
     error: str = ""
     reward: float = 0.0
+    start_score: float = 0.0  # before the first turn
     is_success: bool = False
     num_turns: int = 0
     invalid_turns: list[bool] = field(default_factory=list)
@@ -80,6 +82,12 @@ class Play:
         self.num_prompt_tokens += taken.num_prompt
         self.num_cached_tokens += taken.num_cached
         return taken
+
+    def begin(self, session: Session) -> None:
+        """Take the state and the score that the environment starts in."""
+        self.states.append(state_number(session.first_state or session.first_observation))
+        self.start_score = session.start_score
+        self.reward = session.start_score
 
     def answered(self, result: StepResult, took_s: float, *, is_read: bool = True) -> None:
         """Write down what the environment made of an action; unread, an answer had none."""
@@ -169,6 +177,7 @@ async def run_episode(
     try:
         async with judged(play, lease, may_repeat=may_repeat):
             session = await open_session()
+            play.begin(session)
             text, encode = _opening(render, session, told, acknowledgement)
             play.env_s = time.monotonic() - started
             if not await play.history.begin(text, encode, partial(play.ask, act, session)):
@@ -210,7 +219,6 @@ async def _turns(
 ) -> None:
     history, ask = play.history, partial(play.ask, act, session)
     may_go_on = partial(play.may_go_on, lease)
-    play.states.append(state_number(session.first_state or session.first_observation))
     while True:
         taken, turn = await ask(), play.num_turns
         history.tape.add(taken, turn)
@@ -266,6 +274,7 @@ def trajectory_of(lease: Lease, play: Play, *, actor: str, wall_s: float) -> Tra
         turn_ids=np.array(tape.turn_ids, dtype=np.int32),
         invalid_turns=np.array(play.invalid_turns, dtype=bool),
         turn_scores=np.array(play.scores, dtype=np.float32),
+        start_score=play.start_score,
         turn_states=np.array(play.states[: play.num_turns], dtype=np.int32),
         segment_starts=np.array(tape.starts if len(tape.starts) > 1 else [], dtype=np.int32),
         asides=np.array(tape.asides, dtype=np.int32),

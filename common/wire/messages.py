@@ -278,6 +278,7 @@ class Trajectory(EpisodeIdentity):
     turn_ids: np.ndarray = field(repr=False)  # [seq] int32 0-based turn of a token, prompt = 0
     invalid_turns: np.ndarray = field(repr=False)  # [num_turns] bool, True: no executable action
     turn_scores: np.ndarray = field(repr=False)  # [num_turns] float32 in [0, 1], after each turn
+    start_score: float = 0.0  # [0, 1], before the first turn: a raw score of 0 in that range
     turn_states: np.ndarray = field(default_factory=_none, repr=False)  # see common.states; or [0]
     segment_starts: np.ndarray = field(default_factory=_none, repr=False)  # [segment] int32; [0]: 1
     asides: np.ndarray = field(default_factory=_none, repr=False)  # [3 * num] int32, see segments

@@ -218,6 +218,10 @@ class Sessions:
         session = self._live.find(session_id)
         return session.episode.first_state if session is not None else ""
 
+    def start_score(self, env_name: str) -> float:
+        """Return the score of an episode before its first step. Raises: UnknownEnv."""
+        return self._registry.spec(env_name).start_score
+
     async def hint(self, session_id: str) -> tuple[list[str], str | None]:
         """Return the valid actions and the expert's action (None when it knows none)."""
         async with self._alone(session_id) as session:

@@ -56,11 +56,12 @@ class BatchStepRequest(StepRequest, CloseRequest):
 
 
 class Created(BaseModel):
-    """A new session; `state` as in `Stepped`."""
+    """A new session; `state` as in `Stepped`, `start_score` is the reward before the first step."""
 
     session_id: str
     observation: str
     state: str = ""
+    start_score: float = Field(default=0.0, ge=0, le=1)
 
 
 class Stepped(BaseModel):
@@ -118,6 +119,7 @@ class CreatedEntry(Entry):
     session_id: str | None = None
     observation: str | None = None
     state: str | None = None
+    start_score: float | None = None
 
 
 class SteppedEntry(Entry):

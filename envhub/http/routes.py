@@ -286,7 +286,12 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
         body.env, body.item_id, seed=body.seed, style=body.style, owner=body.owner
     )
     state = sessions.first_state(session_id)
-    return {"session_id": session_id, "observation": observation, "state": state}
+    return {
+        "session_id": session_id,
+        "observation": observation,
+        "state": state,
+        "start_score": sessions.start_score(body.env),
+    }
 
 
 async def _entry(work: Coroutine[Any, Any, dict[str, Any]], *, status: int) -> dict[str, Any]:

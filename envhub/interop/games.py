@@ -84,12 +84,12 @@ class SeededEnv:
         self._game, self._subset, self._rule = game, subset, rule
         self._rewards = Rewards(rule)
         self._first = self._text = ""
-        self._reward = 0.0
+        self._reward = rule.start_score
 
     def reset(self, item_id: str, seed: int) -> str:
         """Begin the game of the item's seed; the item alone fixes it. Raises: UnknownItem."""
         item = parse_item(item_id, {SUBSET: self._subset})
-        self._rewards, self._reward = Rewards(self._rule), 0.0
+        self._rewards, self._reward = Rewards(self._rule), self._rule.start_score
         with SEEDING:
             own = item.index + (TEST_SEED if item.split == "test" else 0)
             random.seed(own)
@@ -245,6 +245,7 @@ def make_spec(reference: str) -> EnvSpec:
         make=make,
         isolation=Isolation.WORKER,
         sessions_per_worker=SESSIONS_PER_WORKER,
+        start_score=rule.start_score,
     )
 
 

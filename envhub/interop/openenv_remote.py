@@ -28,7 +28,7 @@ class OpenEnvEpisode(RemoteEpisode):
     """One episode on an OpenEnv server; it has a socket of its own."""
 
     def __init__(self, server: "Server") -> None:
-        super().__init__()
+        super().__init__(server.rule.start_score)
         self._server, self._offer, self._options = server, server.offer, server.options
         self._socket: Socket | None = None
         self._tools: list[str] = []
@@ -223,6 +223,7 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
         sessions_per_worker=remote.max_sessions,
         step_timeout_s=2 * (remote.timeout_s + CLOSE_S),  # a reset, and the list of tools
         is_repeatable=False,
+        start_score=server.rule.start_score,
         stop=server.stop,
         stop_timeout_s=CLOSE_S,
     )

@@ -23,9 +23,22 @@ class RewardRule:
     least: float = 0.0
     most: float = 1.0
 
+    @property
+    def start_score(self) -> float:
+        """Return the score of an episode that has paid nothing yet: a raw 0, in [0, 1]."""
+        return self.normalise(0.0)
+
+    def normalise(self, raw: float) -> float:
+        """Return a raw score in [0, 1]: `least` is 0, `most` is 1; a score beyond is the nearer."""
+        share = (raw - self.least) / (self.most - self.least)
+        return round(min(max(share, 0.0), 1.0), 9)
+
 
 class Rewards:
-    """The rewards of one episode, as the one number in [0, 1] that a step reports."""
+    """The rewards of one episode, as the one number in [0, 1] that a step reports.
+
+    Example: a range of -1 to 1. Before the first reward a step reports 0.5, not 0.
+    """
 
     def __init__(self, rule: RewardRule) -> None:
         self._rule = rule
@@ -44,13 +57,13 @@ class Rewards:
         if self._total is None:
             if is_last:
                 raise EnvFailure("the episode ended and never said a reward")
-            return 0.0
+            return self._rule.start_score
         least, most = self._rule.least, self._rule.most
         is_beyond = self._total > most and self._rule.kind == "sum"  # at a horizon's cut, too
         if is_beyond or (is_last and not least <= self._total <= most):
             asked = f"{least:g} to {most:g} was said to be the range"
             raise EnvFailure(f"the episode pays {self._total:g}, but {asked} (env.*_reward)")
-        return round(min(max((self._total - least) / (most - least), 0.0), 1.0), 9)
+        return self._rule.normalise(self._total)
 
 
 def parse_json(text: str) -> dict[str, Any]:

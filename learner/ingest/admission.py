@@ -142,6 +142,8 @@ def refusal(
     are_scores = all(0.0 <= score <= 1.0 for score in scores.ravel().tolist())
     if scores.shape != (trajectory.num_turns,) or not are_scores:
         return f"turn_scores {scores.tolist()} for {trajectory.num_turns} turns, each in [0, 1]"
+    if not 0.0 <= trajectory.start_score <= 1.0:
+        return f"start_score {trajectory.start_score} is not in [0, 1]"
     states = trajectory.turn_states
     if states.dtype != np.int32 or states.shape not in ((0,), (trajectory.num_turns,)):
         return f"turn_states {states.dtype.name} {states.shape} for {trajectory.num_turns} turns"

@@ -199,12 +199,18 @@ class McpEpisode:
         return shortened("\n".join(parts), self._options.max_chars)
 
     def _result(
-        self, text: str, *, is_valid: bool = True, reward: float = 0.0, is_success: bool = False
+        self,
+        text: str,
+        *,
+        is_valid: bool = True,
+        reward: float | None = None,
+        is_success: bool = False,
     ) -> StepResult:
+        """Return the result of a step; without a reward the episode has paid nothing yet."""
         self._text = text
         return StepResult(
             observation=text,
-            reward=reward,
+            reward=self._tasks.rule.start_score if reward is None else reward,
             done=self._is_done,
             is_valid=is_valid,
             is_success=is_success,

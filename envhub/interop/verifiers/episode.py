@@ -57,7 +57,7 @@ class VerifiersEpisode(RemoteEpisode):
     """One task; the reward is what its own scoring says at the end."""
 
     def __init__(self, shared: Shared) -> None:
-        super().__init__()
+        super().__init__(shared.rule.start_score)
         self._shared, self._options = shared, shared.options
         self._player: Player | None = None
         self._name = uuid.uuid4().hex

@@ -32,6 +32,7 @@ class Count:
     def __init__(self, answers: list[StepResult | Exception | float]) -> None:
         self.first_observation = "first"
         self.first_state = ""
+        self.start_score = 0.0
         self.actions: list[str] = []
         self.num_closed = 0
         self._answers = answers

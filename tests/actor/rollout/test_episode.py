@@ -43,6 +43,14 @@ def test_an_episode_carries_the_stamp_of_its_lease() -> None:
     assert got.wall_s >= got.generate_s + got.env_s >= 0
 
 
+def test_a_trajectory_carries_the_score_before_its_first_turn() -> None:
+    session = Count([go_on(reward=0.95)])
+    session.start_score = 1.0
+    got = unpack_record(pack_record(play(session)))
+    assert got.start_score == 1.0
+    assert got.turn_scores.tolist() == pytest.approx([0.95] * 3)
+
+
 @pytest.mark.parametrize("is_success", [True, False])
 @pytest.mark.parametrize("reward", [1.0, 0.9])
 def test_done_ends_an_episode_and_the_environment_says_whether_it_is_solved(

@@ -61,6 +61,8 @@ def test_a_good_trajectory_is_not_refused() -> None:
         ({"member": -1}, "member -1 of a group of 2"),
         ({"reward": 1.1}, "reward 1.1 is not in [0, 1]"),
         ({"reward": float("nan")}, "reward nan"),
+        ({"start_score": 1.1}, "start_score 1.1 is not in [0, 1]"),
+        ({"start_score": float("nan")}, "start_score nan"),
         ({"num_invalid_actions": 2}, "2 invalid actions in 1 turns"),
         ({"invalid_turns": np.zeros(2, dtype=bool)}, "invalid_turns [False, False] for 1 turns"),
         ({"invalid_turns": np.ones(1, dtype=bool)}, "invalid_turns [True] for 1 turns"),
