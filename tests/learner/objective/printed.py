@@ -171,7 +171,7 @@ def critic_of(text: str, groups: Groups, t: Tokens) -> list[tuple[np.ndarray, np
             pay[step[place]] += paid
         v = np.array([values[step == k][0] for k in range(num)])
         end = 0.0
-        if e.end_reason in ("horizon", "context_full"):
+        if e.end_reason in ("horizon", "truncated", "context_full"):
             last = v[-1] if e.loss_mask[-1] else float(t.end_values[index])
             share = e.num_invalid_actions / max(e.num_turns, 1)
             known = {"V_end": last, "R": e.reward, "invalid_frac": share, "min": min}
