@@ -129,13 +129,17 @@ class AgentEpisode:
             started = time.monotonic()
             result: StepResult = await self._session.step(action)
             self._play.answered(action, result, time.monotonic() - started)
-            is_cut = not result.done and not self._play.may_go_on(self._lease, self._turn_tokens)
-            if result.done or is_cut:
+            is_over = result.done or not self._play.may_go_on(self._lease, self._turn_tokens)
+            is_done = result.done and not result.is_truncated
+            if is_over:
                 self.is_over = True
                 self.ended.set()
             return {
-                **{"observation": result.observation, "reward": result.reward},
-                **{"done": result.done, "truncated": is_cut, "is_success": result.is_success},
+                "observation": result.observation,
+                "reward": result.reward,
+                "done": is_done,
+                "truncated": is_over and not is_done,
+                "is_success": result.is_success,
             }
 
     async def end(self, complaint: str) -> None:

@@ -33,6 +33,7 @@ class StepResult:
     is_valid: bool  # False if the text was no executable action
     is_success: bool  # the episode has ended solved
     state: str = ""  # of the environment after it; "": it tells none
+    is_truncated: bool = False  # ended (`done`) by a limit of the environment, not by the task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +254,7 @@ class HubSession:
         reward = score_of(reply, "reward", path=path)
         done = told(reply, "done", bool, path=path)
         reply.setdefault("is_success", done and reward >= 1.0)  # hubs of others may not say it
+        reply.setdefault("is_truncated", False)  # nor this
         return StepResult(
             observation=told(reply, "observation", str, path=path),
             reward=reward,
@@ -260,6 +262,7 @@ class HubSession:
             is_valid=told(reply, "is_valid", bool, path=path),
             is_success=told(reply, "is_success", bool, path=path),
             state=str(reply.get("state") or ""),  # hubs of other makers tell none
+            is_truncated=done and told(reply, "is_truncated", bool, path=path),
         )
 
     async def hint(self) -> Hint:

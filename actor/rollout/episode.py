@@ -104,7 +104,7 @@ class Play:
         self.scores.append(result.reward)
         self.states.append(state_number(result.state or result.observation))
         if result.done:
-            self.end = EndReason.DONE
+            self.end = EndReason.TRUNCATED if result.is_truncated else EndReason.DONE
             self.is_success = result.is_success
 
     def is_to_reflect(self, options: AgentOptions) -> bool:
@@ -237,6 +237,8 @@ async def _turns(
         is_read = action is not None and not history.is_own(said)
         play.answered(action or "", result, time.monotonic() - answered, is_read=is_read)
         if result.done:
+            if result.is_truncated and play.keeps_last:
+                history.last(result.observation, taken, turn)
             break
         reflects = play.is_to_reflect(room.options)
         if may_go_on(room.turn_tokens * (1 + reflects)):

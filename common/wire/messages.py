@@ -23,10 +23,15 @@ _none = partial(np.zeros, 0, dtype=np.int32)
 
 
 class EndReason(StrEnum):
-    """Why an episode ended. The first three say something about the policy, the rest do not."""
+    """Why an episode ended. The first four say something about the policy, the rest do not.
+
+    DONE: the environment ended it. The next three cut it short, and the task would have gone on:
+    HORIZON: the run's own limit. TRUNCATED: a limit of the environment. CONTEXT_FULL: no room left.
+    """
 
     DONE = "done"
     HORIZON = "horizon"
+    TRUNCATED = "truncated"
     CONTEXT_FULL = "context_full"
     ENV_ERROR = "env_error"
     ENV_TIMEOUT = "env_timeout"
@@ -36,7 +41,12 @@ class EndReason(StrEnum):
     @property
     def is_infrastructure_failure(self) -> bool:
         """True if the episode says nothing about the policy and must never reach the loss."""
-        return self not in (EndReason.DONE, EndReason.HORIZON, EndReason.CONTEXT_FULL)
+        return self not in (
+            EndReason.DONE,
+            EndReason.HORIZON,
+            EndReason.TRUNCATED,
+            EndReason.CONTEXT_FULL,
+        )
 
 
 class EpisodeKind(StrEnum):

@@ -69,7 +69,8 @@ class Stepped(BaseModel):
 
     `is_valid` is False when the text was no executable action; `is_success` is True when the
     episode has ended solved, whatever its reward; `state` is a fingerprint of the state after it,
-    "" where the environment tells none.
+    "" where the environment tells none; `is_truncated` is True when a limit of the environment
+    ended the episode (`done`), whose task would have gone on.
     """
 
     observation: str
@@ -78,6 +79,7 @@ class Stepped(BaseModel):
     is_valid: bool
     is_success: bool
     state: str = ""
+    is_truncated: bool = False
 
 
 class Hint(BaseModel):
@@ -131,6 +133,7 @@ class SteppedEntry(Entry):
     is_valid: bool | None = None
     is_success: bool | None = None
     state: str | None = None
+    is_truncated: bool | None = None
 
 
 _BATCH = TypeAdapter(Annotated[list[Any], Field(max_length=MAX_BATCH)])

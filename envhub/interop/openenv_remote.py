@@ -13,7 +13,16 @@ from common.formats.answers import tools_text
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action_text, parse_item
 from envhub.interop.openenv_offer import Offer, instruction_of, look_at
 from envhub.interop.openenv_socket import CLOSE_S, NOT_THERE, RETRY_S, OpenEnvFailure, Socket, bare
-from envhub.interop.texts import BadAction, RewardRule, Rewards, parse_json, parse_tool_call
+from envhub.interop.texts import (
+    SUCCESS_KEYS,
+    TRUNCATED_KEYS,
+    BadAction,
+    RewardRule,
+    Rewards,
+    parse_json,
+    parse_tool_call,
+    said_by,
+)
 from envhub.remote_episode import RemoteEpisode
 
 NAME = "openenv"
@@ -71,9 +80,9 @@ class OpenEnvEpisode(RemoteEpisode):
         is_done, told = data.get("done") is True, _metadata(data)
         self._reward = self._rewards.add(data.get("reward"), is_last=is_done)
         self._is_done = is_done
-        said = told.get("is_success", told.get("success"))
-        is_success = said if isinstance(said, bool) else self._reward >= 1.0
-        self._is_success = is_done and is_success
+        said = said_by(told, SUCCESS_KEYS)
+        self._is_success = is_done and (self._reward >= 1.0 if said is None else said)
+        self._is_truncated = is_done and said_by(told, TRUNCATED_KEYS) is True
         is_valid = told.get("is_valid")
         state = told.get("state")
         return self._result(

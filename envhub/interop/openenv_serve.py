@@ -249,7 +249,9 @@ class _Player:
 
 
 def _stepped(result: StepResult) -> dict[str, Any]:
-    told = {"is_valid": result.is_valid, "is_success": result.is_success, "state": result.state}
+    told = result.told()
+    for name in ("observation", "reward", "done"):
+        del told[name]
     return _observation(result.observation, result.reward, is_done=result.done, metadata=told)
 
 

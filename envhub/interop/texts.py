@@ -11,8 +11,27 @@ from envhub.env import EnvFailure, action_text
 SAMPLES = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
 
 
+SUCCESS_KEYS = ("is_success", "success", "episode_success", "is_solved", "solved", "won")
+TRUNCATED_KEYS = ("is_truncated", "truncated")
+
+
 class BadAction(ValueError):
     """The agent's text is no action; the message is what it is told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What one action led to; `is_success` None: it is the whole reward.
+
+    `is_truncated`: the episode has ended (`is_done`), cut short by a limit and not by the task.
+    """
+
+    text: str
+    reward: float | None
+    is_done: bool
+    is_valid: bool = True
+    is_success: bool | None = None
+    is_truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +83,20 @@ class Rewards:
             asked = f"{least:g} to {most:g} was said to be the range"
             raise EnvFailure(f"the episode pays {self._total:g}, but {asked} (env.*_reward)")
         return self._rule.normalise(self._total)
+
+
+def said_by(told: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
+    """Return the truth value of the first of the keys that has one; None: none has.
+
+    A number is true from 1 on, also one of numpy. Arrays of several, texts and NaN say nothing.
+    """
+    for key in keys:
+        value: Any = told.get(key)
+        if hasattr(value, "item") and getattr(value, "size", 1) == 1:
+            value = value.item()
+        if isinstance(value, (bool, int, float)) and not math.isnan(value):
+            return value >= 1
+    return None
 
 
 def parse_json(text: str) -> dict[str, Any]:

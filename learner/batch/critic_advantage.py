@@ -19,7 +19,8 @@ from learner.batch.credit import end_reward, per_env, turn_rewards, whitened
 from learner.batch.returns import gae, vtrace
 from learner.batch.rows import episodes_of, rows_of
 
-CUT_SHORT = (EndReason.HORIZON, EndReason.CONTEXT_FULL)  # the task would have gone on
+# The task would have gone on.
+CUT_SHORT = (EndReason.HORIZON, EndReason.TRUNCATED, EndReason.CONTEXT_FULL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,7 @@ def test_episode_in_a_worker_is_played_like_any_other(hub):
         "is_valid": True,
         "is_success": False,
         "state": "",
+        "is_truncated": False,
     }
     hint = {"valid_actions": ["end", "after 1"], "expert_action": None}
     assert hub.client.get(f"{path}/hint").json() == hint

@@ -116,7 +116,7 @@ def test_a_missing_package_is_named_as_the_project_s_extras_have_it(repository: 
         ("gymnasium:Doors-v0?turns=3", "turns=3: the options are num_train"),
         ("gymnasium:Doors-v0?max_turns=many", "max_turns=many"),
         ("gymnasium:Doors-v0?max_turns=0", "the rest >= 1"),
-        ("gymnasium:Pendulum-v1", "its actions are a Box"),
+        ("gymnasium:tests.envhub.interop.gym.little_games:Wired-v0", "a Graph has no text form"),
         (
             "textarena:Sudoku-v0",
             r"textarena: the Python package is missing.*pip install textarena==",

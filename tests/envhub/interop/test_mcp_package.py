@@ -57,6 +57,10 @@ def grade(answer: str, right: int, session: str = "") -> dict:
     return {"reward": (answer == str(right)) / 2, "is_success": answer == str(right)}
 
 @server.tool()
+def judge(reward: float, truncated: bool) -> dict:
+    return {"reward": reward, "success": True, "truncated": truncated}
+
+@server.tool()
 def length(answer: str) -> dict:
     return {"reward": min(len(answer) / 60, 1.0)}
 
@@ -89,7 +93,7 @@ async def play(episodes):
                 told[-1].append(str(error))
                 break
             told[-1].append([result.observation, result.reward, result.done, result.is_valid,
-                             result.is_success])
+                             result.is_success] + ["cut short"] * result.is_truncated)
         await env.close()
     await spec.stop()
     return told
@@ -280,6 +284,23 @@ def test_session_is_an_argument_and_a_check_of_the_server_pays(
 
 
 @pytest.mark.slow
+def test_a_paying_tool_may_cut_short_succeed_and_pay_below_zero(
+    tmp_path: Path, repository: Path
+) -> None:
+    reference = described(tmp_path, submit="judge", min_reward=-1.0)
+    moves = [
+        [call("add", number=1), call("judge", reward=-0.5, truncated=is_cut)]
+        for is_cut in (True, False)
+    ]
+    ((_, on, cut), (_, _, end)), _ = play(
+        reference, *[("all-train-0", each) for each in moves], root=repository
+    )
+    assert on[1] == 0.5  # nothing is paid yet: 0 of -1 to 1
+    assert cut[1:] == [0.25, True, True, True, "cut short"]
+    assert end[1:] == [0.25, True, True, True]
+
+
+@pytest.mark.slow
 def test_server_that_dies_hangs_or_talks_nonsense_fails_the_episode_by_its_name(
     tmp_path: Path, repository: Path
 ) -> None:
@@ -307,7 +328,7 @@ def test_a_function_call_of_its_tools_is_sent_as_the_server_s(
     assert shown.returncode == 0, shown.stderr[-3000:]
     entry = json.loads(shown.stdout)
     tools = entry["tools"]
-    assert [each["name"] for each in tools] == ["add", "grade", "submit"]
+    assert [each["name"] for each in tools] == ["add", "grade", "judge", "submit"]
     render = make_renderer(CALLING, AgentFormat.FUNCTION_CALL).of("tools", tools)
     assert isinstance(render, ToolRenderer)
     assert "Add a number." in CALLING.decode(render.first_prompt("Say 7."))

@@ -185,6 +185,18 @@ def test_an_environment_of_its_own_has_turns_tools_and_a_process_that_may_die(
 
 
 @pytest.mark.slow
+def test_an_episode_that_a_limit_of_the_taskset_stops_is_cut_short(tmp_path: Path) -> None:
+    limit = {"env": {"pupil": {"max_turns": 2}}, "min_reward": -2.0, "max_reward": 2.0}
+    spec = Registry([described(tmp_path, "tiny_talk", **limit)]).spec("tasks")
+    ring = json.dumps({"tool": "ring", "arguments": {"times": 1}})
+    told = play(spec, {"all-train-0": [ring, ring], "all-train-1": ["one", "two"]})
+    (_, on, cut), (_, _, end) = told.values()
+    assert (spec.start_score, on.reward) == (0.5, 0.5)
+    assert (cut.done, cut.is_truncated, cut.reward) == (True, True, 0.5)
+    assert (end.done, end.is_truncated, end.reward, end.is_success) == (True, False, 1.0, True)
+
+
+@pytest.mark.slow
 def test_its_taskset_is_trained_and_evaluated_here(tmp_path: Path) -> None:
     reference = described(tmp_path, "tiny_words")
     where = [f"envhub.envs=[{reference}]", "tasks=[{env: tasks, subset: all}]"]

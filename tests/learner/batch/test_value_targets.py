@@ -89,7 +89,7 @@ def test_turn_estimates_match_hand_computed_numbers() -> None:
 def test_only_an_episode_that_was_cut_short_is_bootstrapped() -> None:
     values = [0.0] * 4
     done = estimated(replace(episode(), reward=0.0), values, bootstrap=0.5)
-    for end in (EndReason.HORIZON, EndReason.CONTEXT_FULL):
+    for end in (EndReason.HORIZON, EndReason.TRUNCATED, EndReason.CONTEXT_FULL):
         cut = estimated(replace(episode(end=end), reward=0.0), values, bootstrap=0.5)
         assert cut.token_advantages().tolist() == [0.5] * 4
     assert done.token_advantages().tolist() == [0.0] * 4

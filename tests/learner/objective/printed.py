@@ -173,7 +173,7 @@ def critic_of(text: str, groups: Groups, t: Tokens) -> list[tuple[np.ndarray, np
             pay[step[place]] += paid
         v = np.array([values[step == k][0] for k in range(num)])
         end = 0.0
-        if e.end_reason in ("horizon", "context_full"):
+        if e.end_reason in ("horizon", "truncated", "context_full"):
             share = e.num_invalid_actions / max(e.num_turns, 1)
             known: dict[str, Any] = {"S": e.reward, "S0": e.start_score, "min": min}
             known |= {"R": e.reward - e.start_score, "invalid_frac": share}

@@ -96,7 +96,7 @@ class Player:
         unsaid = [name for name, value in values.items() if value is None]
         if unsaid or not values:
             return {"error": f"no reward: {', '.join(unsaid) or 'the task has none'}"}
-        paid: dict[str, Any] = {"reward": ours[0].reward}
+        paid: dict[str, Any] = {"reward": ours[0].reward, "is_truncated": ours[0].is_truncated}
         if success := self._options["success"]:
             found = {**ours[0].metrics, **values}.get(success)
             if found is None:
