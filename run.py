@@ -23,6 +23,7 @@ try:
     from common.config.load import config_as_yaml, without_secrets
     from common.config.run_config import RunConfig
     from common.errors import ConfigError
+    from common.http.environment import keep_loopback_direct
     from common.launch import commands
     from common.log import configure_logging
     from common.repository import ROOT
@@ -276,6 +277,7 @@ def main(argv: list[str]) -> int:
         if request.key is not None:
             request = replace(request, key=str(Path(request.key).absolute()))
         os.chdir(ROOT)
+        keep_loopback_direct()
         return dispatch(request)
     except ConfigError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
