@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from common.join.enrol import Joined
 
 DEFAULT_CONFIG = "quickstart"
+WITH_MODEL = ("learner", "actor")  # Roles that read the folder `model.path`.
 
 
 def belongs_to_no_run(request: Request) -> bool:
@@ -218,25 +219,38 @@ def _state(cfg: RunConfig, run_dir: RunDir) -> str:
 def be_role(
     name: str, run: Callable[[RunConfig, RunDir], None], cfg: RunConfig, run_dir: RunDir
 ) -> int:
-    """Be one role in this process until it ends; return the exit code."""
+    """Be one role in this process until it ends; return the exit code.
+
+    Raises: ConfigError, NotStarted: it fails before it has begun, see `StartGuard`.
+    """
+    from common.checks.preflight import check_model
+    from common.launch.start_guard import StartGuard
+    from common.stall.beacon import has_begun
     from common.wire.security import create_keys
 
     configure_logging(name, cfg.log.level)
+    if name in WITH_MODEL:
+        check_model(cfg.model.path, ROOT)
     if name == "scheduler":  # it begins a run; the others join one
         create_keys(run_dir.keys)
     if not run_dir.config.exists():
         save_config(cfg, run_dir.config)
-    run(cfg, run_dir)
+    with StartGuard(run_dir.root, has_begun=has_begun):
+        run(cfg, run_dir)
     return 0
 
 
 def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, root: Path) -> int:
     """Be a role of a run that another machine holds, until it ends; return the exit code.
 
-    Raises: ConfigError: the key, the address, the version or a key of the configuration is wrong.
+    Raises:
+        ConfigError: the key, the address, the version or a key of the configuration is wrong.
+        NotStarted: it fails before it has begun, see `StartGuard`.
     """
     from common.join.enrol import enrol, parse_address
+    from common.launch.start_guard import StartGuard
     from common.repository import product_version
+    from common.stall.beacon import has_begun
     from common.wire.addresses import host_of, is_here
     from common.wire.join_messages import JoinRequest
     from common.wire.security import read_join_key
@@ -257,7 +271,8 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
     if role == "actor":
         _check_weights(cfg, joined, root=root)
     configure_logging(role, cfg.log.level)
-    run(cfg, joined)
+    with StartGuard(None, has_begun=has_begun):
+        run(cfg, joined)
     return 0
 
 
