@@ -6,6 +6,7 @@ import traceback
 from typing import Any, cast
 
 import zmq
+from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.config.model import ModelDType
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -161,8 +162,17 @@ def _checked(arguments: AsyncEngineArgs) -> VllmConfig:
     try:
         return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"the engine refuses its arguments: {reason}") from error
+        raise ConfigError(
+            f"the engine refuses its arguments: {_reason(error)}; change the keys of actor or model"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return why vLLM refuses its arguments, as one line without the arguments themselves."""
+    if isinstance(error, ValidationError):
+        texts = [each["msg"].removeprefix("Value error, ") for each in error.errors()]
+        return " ".join("; ".join(texts).split()).rstrip(".")
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def _start(config: VllmConfig, meter: EngineLoad | None) -> AsyncLLM:
