@@ -22,8 +22,10 @@ try:
     from common.config.command_line import Request, parse
     from common.config.load import config_as_yaml, without_secrets
     from common.config.run_config import RunConfig
-    from common.errors import ConfigError
+    from common.errors import ConfigError, NotStarted
+    from common.http.environment import keep_loopback_direct
     from common.launch import commands
+    from common.launch.base import EXIT_NOT_STARTED
     from common.log import configure_logging
     from common.repository import ROOT
     from common.store.run_dir import RunDir
@@ -428,10 +430,15 @@ def main(argv: list[str]) -> int:
         if request.key is not None:
             request = replace(request, key=str(Path(request.key).absolute()))
         os.chdir(ROOT)
+        keep_loopback_direct()
         return dispatch(request)
     except ConfigError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except NotStarted as error:
+        logging.exception("ended before it began to work")
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_NOT_STARTED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

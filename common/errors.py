@@ -13,6 +13,14 @@ class WireError(LongstrideError, ValueError):
     """A received message does not match its schema."""
 
 
+class NotStarted(LongstrideError):
+    """A role failed by itself before it began to work; its next start may fail alike."""
+
+
+class PeerMissing(LongstrideError):
+    """Another part of the run did not answer in time; a later start may find it."""
+
+
 class EnvError(LongstrideError):
     """An environment or its hub failed: infrastructure, never a statement about the policy."""
 

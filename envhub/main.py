@@ -47,14 +47,16 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     """Serve the environments of the run's tasks and tell the other roles where."""
     keys = own_keys(run_dir.keys, role="envhub", name="envhub")
     port = cfg.envhub.port or _previous_port(run_dir)
-    app, sessions = build(
-        envs_of_run(cfg), cfg.envhub, token=keys.hub_token, options=cfg.envs, remote=cfg.env
-    )
+    token = keys.hub_token
+    try:
+        app, sessions = build(
+            envs_of_run(cfg), cfg.envhub, token=token, options=cfg.envs, remote=cfg.env
+        )
+    except (ValueError, UnknownEnv) as error:
+        raise ConfigError(f"envhub: {error}") from error
     with _listener(cfg.envhub.host, port) as listener:
         run_dir.publish_address("envhub", address_of(listener))
-        place = HubPlace(
-            url=told_address(cfg, listener), token=keys.hub_token, envs=sessions.env_names
-        )
+        place = HubPlace(url=told_address(cfg, listener), token=token, envs=sessions.env_names)
         hello = HubHello(name="envhub", incarnation=uuid.uuid4().hex[:12], place=place)
         start_s = cfg.actor.start_timeout_s
         with (
@@ -86,8 +88,13 @@ def run_joined(cfg: RunConfig, joined: Joined) -> None:
         hello = HubHello(name=name, incarnation=uuid.uuid4().hex[:12], place=place)
         silence_s = 4 * cfg.scheduler.dead_after_s
         own, serving = joined.key.as_keys(), (app, sessions)
-        with registered(cfg, book, own, hello, serving=serving, silence_s=silence_s):
-            serve(app, sessions, listener, log_level=cfg.log.level)
+        start_s = cfg.actor.start_timeout_s
+        with (
+            registered(cfg, book, own, hello, serving=serving, silence_s=silence_s),
+            beacon_of(None, name, start_s=start_s) as beacon,
+        ):
+            on_round = partial(beacon.note, "main", "serving")
+            serve(app, sessions, listener, log_level=cfg.log.level, on_round=on_round)
 
 
 @contextlib.contextmanager

@@ -173,6 +173,35 @@ def test_pickle_is_imported_nowhere() -> None:
     assert _importers("pickle") | _importers("cloudpickle") | _importers("dill") == set()
 
 
+HTTP_MODULES = {
+    *("http.client", "httpx", "openai", "requests", "urllib.request", "urllib3"),
+    *("websocket", "websockets", "xmlrpc.client"),
+}
+HTTP_CLASSES = {"AsyncClient", "AsyncOpenAI", "ClientSession", "HTTPConnection", "OpenAI"}
+HTTP_CLIENTS_ELSEWHERE = {
+    # It runs with verifiers' own interpreter, which cannot import the product.
+    "envhub/interop/verifiers/theirs/longstride_chat.py"
+}
+
+
+def _http_clients(path: Path) -> set[str]:
+    """Return the HTTP clients that a file imports or makes."""
+    imported = {
+        m for m in HTTP_MODULES for name in _imported(path) if f"{name}.".startswith(f"{m}.")
+    }
+    made = [node.func for node in _nodes(path) if isinstance(node, ast.Call)]
+    names = {each.attr for each in made if isinstance(each, ast.Attribute)}
+    names |= {each.id for each in made if isinstance(each, ast.Name)}
+    return imported | (names & HTTP_CLASSES)
+
+
+def test_http_clients_are_made_in_one_package_only() -> None:
+    own = ROOT / "common" / "http"
+    others = [path for path in SOURCES if not path.is_relative_to(own)]
+    found = {_name(path): clients for path in others if (clients := _http_clients(path))}
+    assert found.keys() == HTTP_CLIENTS_ELSEWHERE, found
+
+
 def test_file_is_at_most_500_lines_long_and_rarely_over_300() -> None:
     lengths = {_name(path): len(_text(path).splitlines()) for path in SOURCES}
     assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}

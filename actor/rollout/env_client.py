@@ -15,6 +15,7 @@ import aiohttp
 from actor.rollout.batches import CLOSE, OPEN, SESSION_PATH, STEP, Batches, failure_of, told
 from actor.rollout.presence import Signs, answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
+from common.http.sessions import open_session
 from common.text import valid_text
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,12 @@ class Hint:
 class BearerClient:
     """A pool of HTTP connections whose requests carry a bearer token, if there is one."""
 
-    def __init__(self, *, token: str | None, timeout_s: float) -> None:
-        self._http = aiohttp.ClientSession(
+    def __init__(
+        self, url: str, *, token: str | None, timeout_s: float, is_own: bool = False
+    ) -> None:
+        self._http = open_session(
+            url,
+            is_own=is_own,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=aiohttp.ClientTimeout(total=timeout_s),
@@ -75,7 +80,7 @@ class HubClient(BearerClient):
 
     def __init__(self, url: str, *, token: str | None, timeout_s: float, owner: str = "") -> None:
         """Connect to nothing yet; the sessions of an `owner` end with its `stay`."""
-        super().__init__(token=token, timeout_s=timeout_s)
+        super().__init__(url, token=token, timeout_s=timeout_s, is_own=True)
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._owner = {"owner": owner} if owner else {}

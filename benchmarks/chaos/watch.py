@@ -3,13 +3,12 @@
 import json
 import os
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.victims import Role
+from common.http.blocking import request
 from common.store.run_dir import RunDir
 
 ASK_S = 1.0  # for a hub's answer
@@ -61,9 +60,8 @@ class Watch:
     def _hub_answers(self) -> bool:
         url = self.run_dir.find_address("envhub")
         try:
-            with urllib.request.urlopen(f"{url}/healthz", timeout=ASK_S) as answer:
-                return answer.status == 200
-        except (OSError, ValueError, urllib.error.URLError):
+            return request(f"{url}/healthz", timeout_s=ASK_S, is_own=True).status == 200
+        except (OSError, ValueError):
             return False
 
     def _actors_play(self, since: float) -> bool:

@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from common.http.sessions import open_session
+
 REQUEST_TIMEOUT_S = 60.0
 
 
@@ -35,8 +37,10 @@ class Client:
     """JSON requests over one connection, which is opened again when the service closed it."""
 
     def __init__(self, target: Target) -> None:
-        self._http = aiohttp.ClientSession(
+        self._http = open_session(
             target.url,
+            is_own=True,
+            base_url=target.url,
             connector=aiohttp.TCPConnector(limit=1),
             headers={"Authorization": f"Bearer {target.token}"} if target.token else {},
             timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),

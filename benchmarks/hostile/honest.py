@@ -1,19 +1,18 @@
 """Peers that do as they should while others attack, and how long each answer takes."""
 
 import contextlib
-import http.client
 import json
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import zmq
 
 from common.errors import LongstrideError
+from common.http.blocking import own_connection
 from common.wire.addresses import LOOPBACK, SAME_MACHINE, host_of, with_host
 from common.wire.codec import decode, encode
 from common.wire.join_messages import Directory
@@ -195,8 +194,7 @@ class HubClient:
     """Opens a session, makes a step, ends it."""
 
     def __init__(self, url: str, token: str, *, env: str, item_id: str) -> None:
-        where = urlsplit(url)
-        self._http = http.client.HTTPConnection(where.hostname or "", where.port, timeout=ANSWER_S)
+        self._http = own_connection(url, timeout_s=ANSWER_S)
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._item = {"env": env, "item_id": item_id, "seed": 0}
 

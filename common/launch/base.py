@@ -7,6 +7,7 @@ from typing import Protocol
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
+EXIT_NOT_STARTED = 70  # of a role: it failed by itself before it began to work
 EXIT_CONFIG_ERROR = 2  # of a role: what the user asked for is wrong, trying again cannot help
 
 

@@ -18,11 +18,14 @@ from common.errors import ConfigError
 from common.launch.base import RoleStarter
 from common.launch.observer import RunObserver
 from common.log import configure_logging
+from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 
 if TYPE_CHECKING:
     from common.join.enrol import Joined
+
+WITH_MODEL = ("learner", "actor")  # Roles that read the folder `model.path`.
 
 
 def train(cfg: RunConfig, run_dir: RunDir, *, root: Path, observer: RunObserver) -> int:
@@ -103,25 +106,38 @@ def _point_latest(run_dir: RunDir) -> None:
 def be_role(
     name: str, run: Callable[[RunConfig, RunDir], None], cfg: RunConfig, run_dir: RunDir
 ) -> int:
-    """Be one role in this process until it ends; return the exit code."""
+    """Be one role in this process until it ends; return the exit code.
+
+    Raises: ConfigError, NotStarted: it fails before it has begun, see `StartGuard`.
+    """
+    from common.checks.preflight import check_model
+    from common.launch.start_guard import StartGuard
+    from common.stall.beacon import has_begun
     from common.wire.security import create_keys
 
     configure_logging(name, cfg.log.level)
+    if name in WITH_MODEL:
+        check_model(cfg.model.path, ROOT)
     if name == "scheduler":  # it begins a run; the others join one
         create_keys(run_dir.keys)
     if not run_dir.config.exists():
         save_config(cfg, run_dir.config)
-    run(cfg, run_dir)
+    with StartGuard(run_dir.root, has_begun=has_begun):
+        run(cfg, run_dir)
     return 0
 
 
 def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, root: Path) -> int:
     """Be a role of a run that another machine holds, until it ends; return the exit code.
 
-    Raises: ConfigError: the key, the address, the version or a key of the configuration is wrong.
+    Raises:
+        ConfigError: the key, the address, the version or a key of the configuration is wrong.
+        NotStarted: it fails before it has begun, see `StartGuard`.
     """
     from common.join.enrol import enrol, parse_address
+    from common.launch.start_guard import StartGuard
     from common.repository import product_version
+    from common.stall.beacon import has_begun
     from common.wire.addresses import host_of, is_here
     from common.wire.join_messages import JoinRequest
     from common.wire.security import read_join_key
@@ -142,7 +158,8 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
     if role == "actor":
         _check_weights(cfg, joined, root=root)
     configure_logging(role, cfg.log.level)
-    run(cfg, joined)
+    with StartGuard(None, has_begun=has_begun):
+        run(cfg, joined)
     return 0
 
 

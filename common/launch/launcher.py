@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import re
 import select
 import signal
 import socket
@@ -14,6 +15,7 @@ from common.launch.base import (
     EXIT_CONFIG_ERROR,
     EXIT_FAILED,
     EXIT_FINISHED,
+    EXIT_NOT_STARTED,
     Ending,
     LaunchState,
     RoleProcess,
@@ -21,7 +23,7 @@ from common.launch.base import (
     RoleStarter,
     Watch,
 )
-from common.launch.process import TAIL_LINES, describe_exit
+from common.launch.process import ERROR, TAIL_LINES, describe_exit, find_error
 
 logger = logging.getLogger(__name__)
 
@@ -216,6 +218,8 @@ class _Role:
         self._backoff_s = AT_ONCE_FRAC * first_backoff_s
         self._start_again_at = 0.0
         self._restarts: deque[float] = deque()
+        self._may_have_worked = False
+        self._error = ""  # of the last failed start, without its numbers
 
     @property
     def is_running(self) -> bool:
@@ -245,8 +249,10 @@ class _Role:
         if code == 0 and self.spec.ends_run:
             return Ending(exit_code=EXIT_FINISHED, reason=f"{self.spec.name} finished")
         if code == EXIT_CONFIG_ERROR:
-            last = (ended.log_tail(max_lines=1) or ["no output"])[0]
+            last = _error_of(ended)
             return Ending(exit_code=EXIT_CONFIG_ERROR, reason=f"{self.spec.name}: {last}")
+        if self._has_failed_alike(ended, code):
+            return self._hopeless(ended)
         if not self._may_restart():
             return self._failure(ended, code)
         self._plan_restart(ended, code)
@@ -260,6 +266,26 @@ class _Role:
             logger.warning("killing role=%s", self.spec.name)
         self.process.clear_away()
         self.process = None
+
+    def _has_failed_alike(self, ended: RoleProcess, code: int) -> bool:
+        """Return whether its first two starts failed with the same error, whatever the numbers.
+
+        A role that has ended in another way may have worked, so its failures are counted alone.
+        """
+        if code != EXIT_NOT_STARTED:
+            self._may_have_worked = True
+        if self._may_have_worked:
+            return False
+        before, self._error = self._error, re.sub(r"\d+", "#", _error_of(ended))
+        return self._error == before
+
+    def _hopeless(self, ended: RoleProcess) -> Ending:
+        last = _error_of(ended).removeprefix(ERROR)
+        reason = (
+            f"{self.spec.name} cannot start: {last}; two starts failed alike, "
+            f"the whole log: {self.spec.log_path}"
+        )
+        return Ending(exit_code=EXIT_FAILED, reason=reason)
 
     def _may_restart(self) -> bool:
         progress = self._watch.progress(self.spec.name) if self._watch else None
@@ -301,3 +327,7 @@ class _Role:
             f"the whole log: {self.spec.log_path}"
         )
         return Ending(exit_code=EXIT_FAILED, reason=reason)
+
+
+def _error_of(ended: RoleProcess) -> str:
+    return find_error(ended.log_tail(max_lines=TAIL_LINES))

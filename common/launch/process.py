@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 KILLED_S = 5.0  # from SIGKILL to the end of a process that is not stuck
 MAX_TAIL_BYTES = 16_384
 TAIL_LINES = 15  # of a child's log in an error
+ERROR = "error: "  # how the line begins that names why a command of the product failed
 POLL_S = 0.02  # what a child gets ready is a file, and nothing portable tells of a new one
 MARKS = "LONGSTRIDE_MARKS"  # environment variable; a child adds its own mark to its parent's
 
@@ -151,6 +152,10 @@ class ChildProcess:
             return []
         return read_tail(self.log_path, self._log_offset, max_lines=max_lines)
 
+    def last_error(self) -> str:
+        """Return the last error that this process wrote to its log, see `find_error`."""
+        return find_error(self.log_tail(max_lines=TAIL_LINES))
+
     def _last_words(self) -> str:
         lines = "".join(f"\n  {line}" for line in self.log_tail(max_lines=TAIL_LINES))
         return f"{lines}\nthe whole log: {self.log_path}" if self.log_path else ""
@@ -164,6 +169,15 @@ def read_tail(log_path: Path, offset: int, *, max_lines: int) -> list[str]:
         log.seek(max(offset, size - MAX_TAIL_BYTES))
         text = log.read().decode(errors="replace")
     return [line for line in text.splitlines() if line.strip()][-max_lines:]
+
+
+def find_error(lines: Sequence[str]) -> str:
+    """Return the last line that begins with "error: ", else the last line, "no output" of none.
+
+    Libraries write lines of their own while a process ends.
+    """
+    errors = [line for line in lines if line.startswith(ERROR)]
+    return (errors or lines or ["no output"])[-1]
 
 
 def describe_exit(code: int) -> str:

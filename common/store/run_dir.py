@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from common.errors import ConfigError, LongstrideError
+from common.errors import ConfigError, PeerMissing
 
 DESCRIPTORS_S = 10.0
 T = TypeVar("T")
@@ -76,13 +76,13 @@ class RunDir:
     def wait_for_address(self, role: str, *, timeout_s: float) -> str:
         """Return where `role` listens, blocking this thread until it says so.
 
-        Raises: LongstrideError: nothing was published in time; names the role and the file.
+        Raises: PeerMissing: nothing was published in time; names the role and the file.
         """
         deadline = time.monotonic() + timeout_s
         while (address := self.find_address(role)) is None:
             if time.monotonic() > deadline:
                 path = self.addresses / role
-                raise LongstrideError(f"no {role} within {timeout_s:g}s: {path} does not exist")
+                raise PeerMissing(f"no {role} within {timeout_s:g}s: {path} does not exist")
             time.sleep(ADDRESS_POLL_S)
         return address
 

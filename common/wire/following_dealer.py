@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from common.errors import LongstrideError
+from common.errors import PeerMissing
 from common.wire.addresses import Addresses
 from common.wire.codec import decode, encode
 from common.wire.security import RunKeys
@@ -52,7 +52,7 @@ class FollowingDealer:
         self.address = ""
 
     def connect(self, *, timeout_s: float) -> None:
-        """Connect, blocking. Raises: LongstrideError: nobody told the address in time."""
+        """Connect, blocking. Raises: PeerMissing: nobody told the address in time."""
         asyncio.run(self._find_and_open(timeout_s))
 
     async def connect_soon(self, *, timeout_s: float) -> None:
@@ -63,7 +63,7 @@ class FollowingDealer:
         deadline = time.monotonic() + timeout_s
         while (address := self._addresses.find_address(self._role)) is None:
             if time.monotonic() > deadline:
-                raise LongstrideError(
+                raise PeerMissing(
                     f"no {self._role} within {timeout_s:g}s: it has told nobody where it listens"
                 )
             await asyncio.sleep(LOOK_S)

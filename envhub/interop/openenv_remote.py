@@ -10,9 +10,11 @@ import aiohttp
 
 from common.config.envs import RemoteOptions
 from common.formats.answers import tools_text
+from common.http.proxies import ProxyFailed, without_login
+from common.http.sessions import open_session
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action_text, parse_item
 from envhub.interop.openenv_offer import Offer, instruction_of, look_at
-from envhub.interop.openenv_socket import CLOSE_S, NOT_THERE, RETRY_S, OpenEnvFailure, Socket, bare
+from envhub.interop.openenv_socket import CLOSE_S, NOT_THERE, RETRY_S, OpenEnvFailure, Socket
 from envhub.interop.texts import (
     SUCCESS_KEYS,
     TRUNCATED_KEYS,
@@ -148,7 +150,7 @@ class Server:
     def __init__(self, options: RemoteOptions, offer: Offer) -> None:
         self.options, self.offer = options, offer
         self.url = options.url.rstrip("/")
-        self.shown = f"OpenEnv server {bare(self.url)}"
+        self.shown = f"OpenEnv server {without_login(self.url)}"
         self.rule = RewardRule(
             kind="sum" if options.reward == "sum" else "last",
             least=options.min_reward,
@@ -177,7 +179,7 @@ class Server:
         Raises: OpenEnvFailure.
         """
         if self._session is None:
-            self._session = aiohttp.ClientSession()
+            self._session = self._open_session()
         full: OpenEnvFailure | None = None
         try:
             async with asyncio.timeout(self.options.timeout_s):
@@ -193,6 +195,12 @@ class Server:
             raise full or OpenEnvFailure(
                 f"{self.shown}: no reset within {self.options.timeout_s:g} s"
             ) from error
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        try:
+            return open_session(self.url)
+        except ProxyFailed as error:
+            raise OpenEnvFailure(f"{self.shown}: {error}") from error
 
     async def _reset(
         self, session: aiohttp.ClientSession, wanted: dict[str, Any]

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+NO_VARIABLES: Mapping[str, str] = {}  # Beside those of the test itself.
 RUN_S = 600.0  # slow cores that others share
 
 
@@ -23,7 +24,12 @@ class Run:
     """One `python run.py` with its run directory below a test's own folder."""
 
     def __init__(
-        self, folder: Path, *overrides: str, config: str = "smoke", python: str = sys.executable
+        self,
+        folder: Path,
+        *overrides: str,
+        config: str = "smoke",
+        python: str = sys.executable,
+        env: Mapping[str, str] = NO_VARIABLES,
     ) -> None:
         self.root = folder / "r"
         argv = [python, "run.py", "--config", config, f"run.dir={folder}", "run.name=r"]
@@ -34,7 +40,7 @@ class Run:
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "LONGSTRIDE_TEST_MARK": str(folder)},
+            env={**os.environ, **env, "LONGSTRIDE_TEST_MARK": str(folder)},
         )
         self._folder = folder
 

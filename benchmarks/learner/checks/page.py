@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlencode
-from urllib.request import Request, urlopen
 
 import numpy as np
 import psutil
@@ -16,6 +15,7 @@ from benchmarks.runs.real_run import TRAINING_ALONE, check_end, running
 from benchmarks.table import BenchTable
 from common.dashboard.web.app import STATIC
 from common.errors import LongstrideError
+from common.http.blocking import request
 from common.launch.process import ChildProcess
 from common.repository import ROOT
 from common.store.journal import JournalWriter
@@ -124,9 +124,9 @@ def load(url: str, run: str) -> tuple[float, int]:
 def _wait_until_read(url: str) -> float:
     started = time.monotonic()
     while time.monotonic() < started + START_S:
-        with urlopen(f"{url}api/runs", timeout=START_S) as answer:
-            if json.load(answer)[0]["indexed"] >= 1.0:
-                return time.monotonic() - started
+        answer = request(f"{url}api/runs", timeout_s=START_S, is_own=True)
+        if json.loads(answer.body)[0]["indexed"] >= 1.0:
+            return time.monotonic() - started
         _size(f"{url}api/run/large")  # what nobody looks at is not read on
         time.sleep(0.1)
     raise LongstrideError(f"the journal is not read within {START_S:g}s")
@@ -143,8 +143,11 @@ def _fastest(url: str) -> float:
 
 def _size(url: str) -> int:
     """Return the bytes of an answer as they are sent, which is what a browser asks for."""
-    with urlopen(Request(url, headers={"Accept-Encoding": "gzip"}), timeout=START_S) as answer:
-        return len(answer.read())
+    headers = {"Accept-Encoding": "gzip"}
+    answer = request(url, headers=headers, timeout_s=START_S, is_own=True)
+    if not answer.is_ok:
+        raise LongstrideError(f"{url} answered {answer.shown}")
+    return len(answer.body)
 
 
 def add_presence(table: BenchTable, folder: Path) -> None:

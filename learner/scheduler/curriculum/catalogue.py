@@ -4,23 +4,20 @@ import difflib
 import json
 import logging
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from urllib.parse import urlencode
 
 from pydantic import BaseModel, StrictInt, TypeAdapter, ValidationError
 
 from common.config.curriculum import CurriculumSection, TaskSection, subsets_in_use, why_not_far
 from common.errors import ConfigError, EnvError
+from common.http.blocking import Answer, request
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 REQUEST_TIMEOUT_S = 10.0
-MAX_ANSWER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,30 +88,31 @@ def fetch_catalogue(
     logger.info("waiting for envhub address=%s timeout_s=%g", address, timeout_s)
     while True:
         try:
-            return parse_catalogue(_get_json(address, token, deadline - time.monotonic()))
-        except urllib.error.HTTPError as error:
-            if error.code in (401, 403):
+            answer = _ask(address, token, deadline - time.monotonic())
+            if answer.is_ok:
+                return parse_catalogue(json.loads(answer.body))
+            if answer.status in (401, 403):
                 raise ConfigError(
                     f"{address} refused the token: set envhub.token to that of the hub"
-                ) from error
-            if error.code < 500:
-                raise EnvError(f"{address} answered {error.code} {error.reason}") from error
-            reason = f"{error.code} {error.reason}"
-        except (OSError, ValueError, RecursionError, HTTPException) as error:
-            reason = str(error)
+                )
+            if answer.status < 500:
+                raise EnvError(f"{address} answered {answer.shown}")
+            reason = answer.shown
+        except ConfigError:
+            raise
+        except (OSError, ValueError, RecursionError) as error:
+            reason = str(error) or type(error).__name__
         if time.monotonic() + POLL_S > deadline:
             raise EnvError(f"no catalogue from {address} within {timeout_s:g}s: {reason}")
         time.sleep(POLL_S)
 
 
-def _get_json(address: str, token: str, remaining_s: float) -> object:
+def _ask(address: str, token: str, remaining_s: float) -> Answer:
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"envhub.url={address!r}: must begin with http:// or https://")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    request = urllib.request.Request(address, headers=headers)
     timeout_s = min(REQUEST_TIMEOUT_S, max(remaining_s, 0.1))
-    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        return json.loads(answer.read(MAX_ANSWER_BYTES))
+    return request(address, headers=headers, timeout_s=timeout_s, is_own=True)
 
 
 def validate_tasks(

@@ -192,6 +192,52 @@ def test_wrong_configuration_of_a_role_is_not_tried_again(tmp_path: Path) -> Non
     assert (tmp_path / "logs" / "actor-0.log").read_text().count("error") == 1
 
 
+FAILS_TO_START = """
+import sys
+starts = sys.argv[1]
+open(starts, 'a').write('x')
+num = len(open(starts).read())
+print(f'error: EngineError: no room for {num} GiB' if len(sys.argv) < 3 else f'error: {"a" * num}')
+print('a library ends')
+raise SystemExit(70)
+"""
+
+
+def test_two_starts_that_fail_alike_end_the_run_in_one_line(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    actor = role(tmp_path, "actor-0", FAILS_TO_START, starts)
+    ending = launch([role(tmp_path, "hub", STAY), actor])
+    assert starts.read_text() == "xx"
+    assert ending.exit_code == 1
+    assert ending.reason == (
+        "actor-0 cannot start: EngineError: no room for 2 GiB; two starts failed alike, "
+        f"the whole log: {actor.log_path}"
+    )
+
+
+def test_starts_that_fail_in_different_ways_are_counted(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    actor = role(tmp_path, "actor-0", FAILS_TO_START, starts, "differently", max_restarts=3)
+    ending = launch([actor])
+    assert starts.read_text() == "xxxx"
+    assert "actor-0 failed after 3 restarts: exit code 70" in ending.reason
+
+
+def test_role_that_worked_before_restarts_after_failed_starts(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    code = "import sys\nif not open(sys.argv[1], 'a+').tell(): open(sys.argv[1], 'a').write('w');"
+    code += f"raise SystemExit(1)\n{FAILS_TO_START}"
+    ending = launch([role(tmp_path, "actor-0", code, starts, max_restarts=3)])
+    assert starts.read_text() == "wxxx"
+    assert "actor-0 failed after 3 restarts: exit code 70" in ending.reason
+
+
+def test_wrong_configuration_is_named_whatever_libraries_print_after_it(tmp_path: Path) -> None:
+    code = "print('error: model.path=a: is gone'); print('leaked a thing'); raise SystemExit(2)"
+    ending = launch([role(tmp_path, "learner", code)])
+    assert (ending.exit_code, ending.reason) == (2, "learner: error: model.path=a: is gone")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_stops_the_roles_in_order(number: int, code: int, tmp_path: Path) -> None:
     notes = tmp_path / "notes"

@@ -148,6 +148,9 @@ def test_role_that_is_killed_starts_again_and_a_failing_one_ends_the_run_with_it
     wrong = role(tmp_path, "actor-0", "print('error: actor.name=a: is taken'); raise SystemExit(2)")
     ending = launch(nodes, tmp_path, [wrong, role(tmp_path, "envhub", STAY)])
     assert (ending.exit_code, ending.reason) == (2, "actor-0: error: actor.name=a: is taken")
+    vain = role(tmp_path, "actor-0", "print('error: no such kernel'); raise SystemExit(70)")
+    ending = launch(nodes, tmp_path, [vain, role(tmp_path, "envhub", STAY)])
+    assert ending.reason.startswith("actor-0 cannot start: no such kernel; two starts failed alike")
 
 
 def test_signal_stops_the_roles_in_order_and_leaves_nothing(nodes: Nodes, tmp_path: Path) -> None:
