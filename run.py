@@ -76,6 +76,22 @@ def checked_by(where: str, *, is_to_train: bool = True) -> Callable[[RunConfig],
     return lambda cfg: Later(where)(cfg, ROOT, missing=missing_for(cfg, is_to_train=is_to_train))
 
 
+def checked_also_by(
+    check: Callable[[RunConfig], None], *wheres: str
+) -> Callable[[RunConfig], None]:
+    """Return a check, followed by those of the roles that would otherwise find it when started."""
+
+    def check_all(cfg: RunConfig) -> None:
+        check(cfg)
+        for where in wheres:
+            Later(where)(cfg, ROOT)
+
+    return check_all
+
+
+RENDERING, NETWORKS = "actor.formats.checks:check_rendering", "learner.start_checks:check_networks"
+
+
 def role(where: str) -> Command:
     """Return the command of a process that joins a run."""
     name = where.split(".")[-2]
@@ -86,8 +102,10 @@ def role(where: str) -> Command:
 COMMANDS = {
     "train": Command(
         run=partial(commands.train, root=ROOT),
-        check=checked_by("common.checks.preflight:check"),
-        check_dry=checked_by("common.checks.preflight:check_dry"),
+        check=checked_also_by(checked_by("common.checks.preflight:check"), RENDERING, NETWORKS),
+        check_dry=checked_also_by(
+            checked_by("common.checks.preflight:check_dry"), RENDERING, NETWORKS
+        ),
         has_plan=True,
         logs_as="launcher",
     ),
@@ -95,19 +113,28 @@ COMMANDS = {
         run=Later("learner.offline.commands:make_policy").given(
             collect=Later("actor.play.demonstrate:demonstrate")
         ),
-        check=checked_by("common.checks.preflight:check_sft"),
+        check=checked_also_by(
+            checked_by("common.checks.preflight:check_sft"), "learner.start_checks:check_sft"
+        ),
         logs_as="sft",
     ),
     "dpo": Command(
         run=Later("learner.offline.commands:prefer"),
-        check=lambda cfg: Later("common.checks.preflight:check_dpo")(cfg, ROOT),
+        check=checked_also_by(
+            lambda cfg: Later("common.checks.preflight:check_dpo")(cfg, ROOT),
+            "learner.start_checks:check_offline",
+        ),
         logs_as="dpo",
     ),
     "evolve": Command(
         run=Later("learner.offline.commands:play_and_imitate").given(
             play=Later("actor.play.own_process:play_given")
         ),
-        check=checked_by("common.checks.preflight:check_evolve"),
+        check=checked_also_by(
+            checked_by("common.checks.preflight:check_evolve"),
+            RENDERING,
+            "learner.start_checks:check_offline",
+        ),
         logs_as="evolve",
     ),
     "merge": Command(run=Later("learner.offline.commands:merge"), load=JOINED, logs_as="merge"),
