@@ -76,6 +76,13 @@ def checked_by(where: str, *, is_to_train: bool = True) -> Callable[[RunConfig],
     return lambda cfg: Later(where)(cfg, ROOT, missing=missing_for(cfg, is_to_train=is_to_train))
 
 
+def check_dry(cfg: RunConfig) -> None:
+    """Check a training run, perhaps of another machine, where this one may lack something."""
+    lacking, mistakes = Later("envhub.command:examine")(cfg)
+    check = Later("common.checks.preflight:check_dry")
+    check(cfg, ROOT, missing=lacking, mistakes=mistakes)
+
+
 def checked_also_by(
     check: Callable[[RunConfig], None], *wheres: str
 ) -> Callable[[RunConfig], None]:
@@ -103,9 +110,7 @@ COMMANDS = {
     "train": Command(
         run=partial(commands.train, root=ROOT),
         check=checked_also_by(checked_by("common.checks.preflight:check"), RENDERING, NETWORKS),
-        check_dry=checked_also_by(
-            checked_by("common.checks.preflight:check_dry"), RENDERING, NETWORKS
-        ),
+        check_dry=checked_also_by(check_dry, RENDERING, NETWORKS),
         has_plan=True,
         logs_as="launcher",
     ),
