@@ -281,6 +281,9 @@ class Trajectory(EpisodeIdentity):
     turn_states: np.ndarray = field(default_factory=_none, repr=False)  # see common.states; or [0]
     segment_starts: np.ndarray = field(default_factory=_none, repr=False)  # [segment] int32; [0]: 1
     asides: np.ndarray = field(default_factory=_none, repr=False)  # [3 * num] int32, see segments
+    action_chars: np.ndarray = field(
+        default_factory=_none, repr=False
+    )  # see common.scripted; or [0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
