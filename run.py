@@ -159,30 +159,52 @@ def check_train(cfg: RunConfig) -> None:
     from common.checks import preflight
 
     preflight.check(cfg, ROOT, missing=missing_for(cfg))
+    check_roles(cfg)
+
+
+def check_roles(cfg: RunConfig) -> None:
+    """Make the checks that an actor and the learner would otherwise make when they start."""
+    from actor.formats.checks import check_rendering
+    from learner.start_checks import check_networks
+
+    check_rendering(cfg, ROOT)
+    check_networks(cfg, ROOT)
 
 
 def check_train_dry(cfg: RunConfig) -> None:
+    """Check a run that may be meant for another machine, which has what this one lacks."""
     from common.checks import preflight
+    from envhub.command import examine
 
-    preflight.check_dry(cfg, ROOT, missing=missing_for(cfg))
+    lacking, mistakes = examine(cfg)
+    preflight.check_dry(cfg, ROOT, missing=lacking, mistakes=mistakes)
+    check_roles(cfg)
 
 
 def check_sft(cfg: RunConfig) -> None:
     from common.checks import preflight
+    from learner import start_checks
 
     preflight.check_sft(cfg, ROOT, missing=missing_for(cfg))
+    start_checks.check_sft(cfg, ROOT)
 
 
 def check_dpo(cfg: RunConfig) -> None:
     from common.checks import preflight
+    from learner import start_checks
 
     preflight.check_dpo(cfg, ROOT)
+    start_checks.check_offline(cfg, ROOT)
 
 
 def check_evolve(cfg: RunConfig) -> None:
+    from actor.formats.checks import check_rendering
     from common.checks import preflight
+    from learner import start_checks
 
     preflight.check_evolve(cfg, ROOT, missing=missing_for(cfg))
+    check_rendering(cfg, ROOT)
+    start_checks.check_offline(cfg, ROOT)
 
 
 def check_evaluation(cfg: RunConfig) -> None:

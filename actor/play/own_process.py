@@ -1,11 +1,13 @@
 """Plays given episodes with the checkpoint at `model.path`, in a process of its own."""
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
+import secrets
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from actor.play.play import Job
 from actor.rollout.agent_runner import MakeAgents
 from common.config.run_config import ActorSection, ModelSection, RunConfig
 from common.errors import EngineError
-from common.launch.guardian import Guardian
+from common.launch.guardian import Guardian, inheriting, kill_marked
 from common.launch.process import describe_exit
 from common.log import configure_logging
 from common.wire.planned import PlannedEpisode
@@ -60,15 +62,17 @@ def play_in_own_process(job: Job, cfg: RunConfig, *, make_agents: MakeAgents | N
     context = multiprocessing.get_context("spawn")
     given = (job, cfg.model, cfg.actor, cfg.run.seed, cfg.log.level, make_agents)
     process = context.Process(target=_play_process, args=given, name="play")
-    guardian = Guardian()
-    process.start()
-    try:
-        guardian.add(process.ident or 0)
-        process.join()
-    finally:
-        _end(process)
-        guardian.remove(process.ident or 0)
-        guardian.close()
+    mark = secrets.token_hex(16)
+    resource_tracker.ensure_running()  # without the mark: it outlives the process
+    with contextlib.closing(Guardian()) as guardian:
+        guardian.add_mark(mark)  # it has no group of its own until it has loaded this module
+        with inheriting(mark):
+            process.start()
+        try:
+            process.join()
+        finally:
+            _end(process)
+            kill_marked(mark)
     if (code := process.exitcode or 0) != 0:
         raise EngineError(f"playing {len(job.plans)} episodes ended: {describe_exit(code)}")
 
@@ -78,7 +82,7 @@ def _end(process: BaseProcess) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         if not process.is_alive():
             return
-        with suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.ident or 0, number)
         process.join(END_S)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from actor.formats.checks import check_rendering
 from actor.play.endpoint import read_key
 from common.checks.machine import GIB
 from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
@@ -81,6 +82,7 @@ def check_policy(cfg: RunConfig, root: Path) -> None:
     check_model(cfg.model.path, root)
     check_tools(cfg.actor.format, root / cfg.model.path)
     _check_vocabulary(root / cfg.model.path, cfg.model.path)
+    check_rendering(cfg, root)
 
 
 def _check_vocabulary(folder: Path, shown: str) -> None:

@@ -13,7 +13,7 @@ from actor.rollout.episode import WHOLE, Act, Render, Turn, run_episode
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.render import Renderer
-from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
 from common.config.run_config import ActorSection, AtUpdate
 from common.errors import HubLost
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
@@ -167,7 +167,7 @@ class Episodes:
             return await self._agents.play(
                 lease, open_session=open_session, act=act, task=task, may_repeat=may_repeat
             )
-        return await run_episode(
+        played = await run_episode(
             lease,
             open_session=open_session,
             act=act,
@@ -181,6 +181,7 @@ class Episodes:
             keeps_last=self._keeps_last and lease.kind is EpisodeKind.TRAIN,
             options=self._cfg if lease.policy is PolicyKind.MODEL else WHOLE,
         )
+        return with_actions(played, render)
 
     def _policy(self, lease: Lease) -> tuple[Act, Render]:
         if lease.policy is not PolicyKind.MODEL:

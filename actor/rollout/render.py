@@ -213,12 +213,21 @@ class Renderer:
 
         Raises: ConfigError: it does not, so that no episode could ever be played.
         """
-        needed = least_prompt(self, actor, actor.max_turn_tokens)
-        needed = max(needed, least_of_branches(self, actor, actor.max_turn_tokens))
-        if actor.max_model_len - actor.max_turn_tokens < needed:
+        turn_tokens = actor.max_turn_tokens
+        needed = least_prompt(self, actor, turn_tokens)
+        needed = max(needed, least_of_branches(self, actor, turn_tokens)) + turn_tokens
+        if actor.max_model_len < needed:
+            asides = {
+                "actor.plan": actor.plan,
+                "actor.reflect_every": actor.reflect_every,
+                "actor.reflect_on_invalid": actor.reflect_on_invalid,
+            }
+            named = [f"actor.context={actor.context.value}"]
+            named += [f"{key}={str(value).lower()}" for key, value in asides.items() if value]
             raise ConfigError(
-                f"actor.max_model_len={actor.max_model_len}: with actor.max_turn_tokens="
-                f"{actor.max_turn_tokens} no page fits, which takes {needed} tokens at least"
+                f"actor.max_model_len={actor.max_model_len}: no page fits with {', '.join(named)}"
+                f" and actor.max_turn_tokens={turn_tokens}; the smallest that works is"
+                f" actor.max_model_len={needed}"
             )
 
     def action_text(self, token_ids: list[int]) -> str:

@@ -5,8 +5,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.runs.real_run import TRAINING_ALONE, train
-from common.config.run_config import TrainMode
 from benchmarks.table import BenchTable
+from common.config.run_config import TrainMode
 
 RUN_S = 900.0  # for one run, its start included
 NUM_ROUNDS = 2  # of both modes, in turn

@@ -14,9 +14,9 @@ import psutil
 from benchmarks.chaos.victims import Role, find_victims
 from benchmarks.chaos.watch import Watch
 from benchmarks.runs.real_run import TRAINING_ALONE, check_end, running
+from benchmarks.table import BenchTable
 from common.errors import LongstrideError
 from common.launch.process import ChildProcess
-from benchmarks.table import BenchTable
 from common.store.run_dir import RunDir
 
 USUAL_S, LONG_S = 300.0, 3_600.0

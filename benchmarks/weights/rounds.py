@@ -1,7 +1,6 @@
 """Versions sent to processes of their own, as to engines: how long, and in how much memory."""
 
 import json
-import subprocess
 import sys
 import tempfile
 import threading
@@ -10,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TextIO
 
 import psutil
 import torch
@@ -18,13 +16,14 @@ from torch import Tensor
 
 from benchmarks.weights.receiver import HOST, TIMEOUT_S, Receiver, Side, meet
 from common.errors import WeightSyncError
-from common.launch.process import KILLED_S
+from common.launch.process import ChildProcess, wait_until_ended
 from common.memory import trim_heap
 from common.repository import ROOT
 from common.wire.rendezvous.server import StoreServer
 from common.wire.transfer.buckets import NUM_SLOTS, Cut, send_buckets
 from learner.weights.source import WeightSource
 
+STOP_WATCH_S = 5.0  # for the thread that samples memory to end
 SAMPLE_S = 0.005  # between looks at memory
 BREATH_BYTES = 500_000  # stacks of threads and small objects that come and go beside a version
 
@@ -73,30 +72,30 @@ def receivers(plan: list[str], *, cut: Cut, route: Route) -> Iterator[Side]:
         )
         peers = replace(told, device=route.peer_device)
         log = Path(folder) / "receivers.log"
-        with log.open("w") as errors:
-            processes = [
-                _start(replace(peers, rank=1 + index), errors)
-                for index in range(route.num_receivers)
-            ]
+        processes = [
+            _start(replace(peers, rank=1 + index), log) for index in range(route.num_receivers)
+        ]
         try:
             side = Side(meet(told), told)
             yield side
-            codes = [process.wait(route.timeout_s) for process in processes]
+            is_in_time = wait_until_ended(processes, deadline=time.monotonic() + route.timeout_s)
             side.close()
+            codes = [process.poll() for process in processes]
+            if not is_in_time:
+                raise WeightSyncError(f"receivers have not ended within {route.timeout_s:g}s")
             if any(codes):
                 raise WeightSyncError(f"receivers ended with {codes}")
-        except (WeightSyncError, subprocess.TimeoutExpired) as error:
+        except WeightSyncError as error:
             raise WeightSyncError(f"{error}; receiver: {log.read_text()[-500:]}") from error
         finally:
             for process in processes:
-                process.kill()
-                process.wait(KILLED_S)
+                process.clear_away()
             server.close()
 
 
-def _start(told: Receiver, errors: TextIO) -> subprocess.Popen[bytes]:
+def _start(told: Receiver, log: Path) -> ChildProcess:
     command = [sys.executable, "-m", "benchmarks.weights.receiver", json.dumps(asdict(told))]
-    return subprocess.Popen(command, cwd=ROOT, stderr=errors)
+    return ChildProcess(f"receiver-{told.rank}", command, log_path=log, cwd=ROOT)
 
 
 def send_rounds(source: WeightSource, cut: Cut, plan: list[str], *, route: Route) -> Sent:
@@ -160,5 +159,5 @@ class _Peak:
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        self._thread.join(KILLED_S)
+        self._thread.join(STOP_WATCH_S)
         self._sample()  # however seldom the watcher got a turn, the buckets are still held

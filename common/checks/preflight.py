@@ -67,18 +67,24 @@ def on_this_machine(cfg: RunConfig) -> RunConfig:
     return replace(cfg, actor=replace(cfg.actor, num_actors=0, num_gpus=0))
 
 
-def check_dry(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
+def check_dry(
+    cfg: RunConfig, root: Path, *, missing: Sequence[str] = (), mistakes: Sequence[str] = ()
+) -> None:
     """Return if a training run may start; without GPUs here, on the machine that its config names.
 
-    What this machine lacks matters only if the run would be here; that model.path lacks weights
-    does not while `model.architecture` stands in for it.
+    Args:
+        missing: as `check`; it matters only if the run would be here. That model.path lacks weights
+            does not matter while `model.architecture` stands in for it.
+        mistakes: in the tasks, one line each; they matter on every machine.
 
     Raises: ConfigError: as `check`.
     """
     is_stand_in = cfg.model.path == cfg.model.architecture
     if not is_stand_in and not is_elsewhere(cfg):
-        return check(cfg, root, missing=missing)
+        return check(cfg, root, missing=missing or mistakes)
     _check_tasks(cfg)
+    if mistakes:
+        raise ConfigError("; ".join(mistakes))
     if not is_stand_in:
         check_model(cfg.model.path, root, output=cfg.sft.output)
         check_tools(cfg.actor.format, root / cfg.model.path)

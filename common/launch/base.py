@@ -99,6 +99,10 @@ class Watch(Protocol):
         """Return something that changes as the role's part gets done."""
         ...
 
+    def is_over(self) -> bool:
+        """Return whether the run has nothing left to do but its end."""
+        ...
+
 
 class RoleStarter(Protocol):
     """Starts roles on one machine or on many."""

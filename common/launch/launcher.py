@@ -102,8 +102,9 @@ class Launcher:
     def _watch(self) -> Ending:
         """Keep the roles alive until the run ends in one way or another."""
         while not self._signals:
+            last = next((each for each in self._roles if each.spec.ends_run), None)
             for role in self._roles:
-                ending = role.check()
+                ending = role.check(last.process if last is not None else None)
                 if ending is not None:
                     return ending
             ending = self._end_stall()
@@ -217,6 +218,7 @@ class _Role:
         self._first_backoff_s = first_backoff_s
         self._backoff_s = AT_ONCE_FRAC * first_backoff_s
         self._start_again_at = 0.0
+        self._left_beside: RoleProcess | None = None  # the process that ends the run, at that time
         self._restarts: deque[float] = deque()
         self._may_have_worked = False
         self._error = ""  # of the last failed start, without its numbers
@@ -235,11 +237,15 @@ class _Role:
         """Start the process."""
         self.process = self._starter.start(self.spec)
 
-    def check(self) -> Ending | None:
-        """Look after the process once; return how the run ends if this role ends it."""
+    def check(self, last: RoleProcess | None) -> Ending | None:
+        """Look after the process once; return how the run ends if this role ends it.
+
+        Args:
+            last: the process whose end ends the run, if it has one now.
+        """
         if self.process is None:
             if time.monotonic() >= self._start_again_at:
-                self.start()
+                self._start_again(last)
             return None
         code = self.process.poll()
         if code is None:
@@ -256,7 +262,19 @@ class _Role:
         if not self._may_restart():
             return self._failure(ended, code)
         self._plan_restart(ended, code)
+        self._left_beside = last if code == 0 else None
         return None
+
+    def _start_again(self, last: RoleProcess | None) -> None:
+        """Start the process, or wait on: a run that is over needs a role that left no more.
+
+        It does need it where `last` is another process than then, which was started again.
+        """
+        is_same = last is not None and last is self._left_beside and last.poll() is None
+        if is_same and self._watch is not None and self._watch.is_over():
+            self._start_again_at = time.monotonic() + self._first_backoff_s
+            return
+        self.start()
 
     def clear_away(self) -> None:
         """Kill what the process left behind and forget it."""

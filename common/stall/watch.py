@@ -74,6 +74,10 @@ class StallWatch:
             return status.get("version")
         return _counts(status)
 
+    def is_over(self) -> bool:
+        """Return whether the scheduler has reported the end of the run."""
+        return self._status().get("phase") == "done"
+
     def look(self, processes: Mapping[str, RoleProcess]) -> Verdict | None:
         """Return what to do about a stall, None if there is none. Call as often as you like."""
         now = time.monotonic()

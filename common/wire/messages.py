@@ -293,6 +293,9 @@ class Trajectory(EpisodeIdentity):
     turn_actions: np.ndarray = field(default_factory=_none, repr=False)  # as sent to it; or [0]
     segment_starts: np.ndarray = field(default_factory=_none, repr=False)  # [segment] int32; [0]: 1
     asides: np.ndarray = field(default_factory=_none, repr=False)  # [3 * num] int32, see segments
+    action_chars: np.ndarray = field(
+        default_factory=_none, repr=False
+    )  # see common.scripted; or [0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,7 +124,10 @@ def untrainable(number: int, task: TaskSection, num_train: int) -> list[str]:
     """Return a line if a task is to be trained on and has nothing to train on."""
     if num_train or task.weight <= 0:
         return []
-    return [f"tasks[{number}].subset={task.subset!r}: it has no training items in {task.env}"]
+    return [
+        f"tasks[{number}].subset={task.subset!r}: it has no training items in {task.env}; take"
+        f" another one (`python run.py envs env={task.env}` lists them)"
+    ]
 
 
 def _get(url: str, token: str, *, is_own: bool) -> Answer:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.scripted import refusal_of_actions
 from common.segments import refusal_of_asides, refusal_of_segments, refusal_of_starts, segments_of
 from common.wire.access.lease_mac import is_leased
 from common.wire.messages import EndReason, PolicyKind, Trajectory
@@ -123,7 +124,8 @@ def refusal(
             return f"{name} is {column.dtype.name}, not {dtype.name}"
         if column.shape != (num_tokens,):
             return f"{name} has shape {column.shape}, token_ids has {num_tokens} tokens"
-    if reason := refusal_of_starts(trajectory) or refusal_of_asides(trajectory):
+    reason = refusal_of_starts(trajectory) or refusal_of_asides(trajectory)
+    if reason := reason or refusal_of_actions(trajectory):
         return reason
     longest = max(part.stop - part.start for part in segments_of(trajectory))
     if max_tokens is not None and longest > max_tokens:

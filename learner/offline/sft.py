@@ -27,6 +27,7 @@ from learner.offline.training import (
     settle_ways,
     train_epochs,
 )
+from learner.start_checks import check_sft
 
 MAX_GRAD_NORM = 1.0
 WARMUP_FRAC = 0.03
@@ -44,11 +45,7 @@ def run(cfg: RunConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
     """
     sft = cfg.sft
     if sft.from_scratch:
-        if cfg.learner.lora.rank:
-            raise ConfigError(
-                "sft.from_scratch=true: a policy from nothing has no base to put adapters to; "
-                "learner.lora.rank=0, or sft.from_scratch=false"
-            )
+        check_sft(cfg, Path())
         if demonstrations.is_dir():
             raise ConfigError(
                 f"sft.demonstrations={demonstrations}: a journal holds tokens, and a policy from "

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from common.config.compute import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
-from learner.policy.loading import give_memory, load_network, take_memory
+from learner.policy.loading import META, give_memory, load_network, take_memory
 from learner.policy.lora import adapter_tensors, add_adapters, has_adapters
 
 # Settings of other families that change the logits after the head, which is applied here.
@@ -82,6 +82,19 @@ def load_policy(
         nn.Module.to(model, torch.device(device))  # in place; its own wrapper hides the type
     model.train()  # gradient checkpointing is off in eval mode
     return model
+
+
+def make_bare(path: str) -> PreTrainedModel:
+    """Return the network of the configuration at `path`, with shapes and no weights.
+
+    Raises: ConfigError: transformers knows no such network.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        with META:
+            return AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path}: no network for its config.json: {error}") from error
 
 
 def _disable_dropout(model: nn.Module) -> None:

@@ -50,6 +50,28 @@ def attention_by_rule(device_type: str) -> Attention:
     return Attention.FUSED if device_type == "cuda" else Attention.PRODUCTS
 
 
+def check_attention(networks: Sequence[nn.Module], layout: Layout, attention: Attention) -> None:
+    """Return if these networks can have a layout and kernels that are asked for.
+
+    Raises: ConfigError: they cannot; names the key and the remedy.
+    """
+    problem = _first_problem(networks)
+    if problem and layout is Layout.PACKED:
+        raise ConfigError(f"learner.layout=packed: {problem}; take learner.layout=padded")
+    if attention is not Attention.FUSED or not (problem or layout is Layout.PADDED):
+        return
+    for model in (each for network in networks for each in _transformers(network)):
+        if not model._supports_sdpa:
+            raise ConfigError(
+                f"learner.attention=fused: {type(model).__name__} has attention of its own; take"
+                " learner.attention=auto"
+            )
+
+
+def _first_problem(networks: Sequence[nn.Module]) -> str:
+    return next((text for text in map(packing_problem, networks) if text), "")
+
+
 def use_attention(
     networks: Sequence[nn.Module], device_type: str, layout: Layout, attention: Attention
 ) -> bool:
@@ -57,11 +79,10 @@ def use_attention(
 
     Returns: whether sequences are to be packed.
 
-    Raises: ConfigError: they are to be, and cannot.
+    Raises: ConfigError: as `check_attention`.
     """
-    problem = next((text for text in map(packing_problem, networks) if text), "")
-    if problem and layout is Layout.PACKED:
-        raise ConfigError(f"learner.layout=packed: {problem}; take learner.layout=padded")
+    check_attention(networks, layout, attention)
+    problem = _first_problem(networks)
     is_packed = layout is not Layout.PADDED and not problem
     if attention is Attention.AUTO:
         attention = attention_by_rule(device_type)

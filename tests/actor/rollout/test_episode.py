@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from actor.rollout.episode import Session, Turn
-from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
 from common.config.evaluation import AgentFormat, AgentOptions
 from common.errors import EngineError, EnvError, EnvTimeout
+from common.scripted import actions_of
 from common.states import action_number, state_number
 from common.wire.codec import pack_record, unpack_record
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
@@ -160,12 +161,13 @@ def test_a_scripted_policy_plays_the_same_episode(kind: PolicyKind, allowed: set
 
         lease = replace(LEASE, horizon=20, kind=EpisodeKind.EVAL, policy=kind)
         got = play(session, lease=lease, act=policy.act, render=render)
-        return got, session.actions
+        return with_actions(got, render), session.actions
 
     got, actions = play_scripted()
     assert set(actions) == allowed
     assert len(actions) == got.num_turns == 20
     assert set(got.versions.tolist()) == {-1}
+    assert actions_of(unpack_record(pack_record(got))) == actions
     assert refusal(got, learner_version=0, max_group_size=2) == ""
     assert play_scripted()[1] == actions, "the seed decides"
 

@@ -307,9 +307,6 @@ def test_evaluation_of_another_model_gets_a_context_and_turns_that_fit_it(
     call: Call, tmp_path: Path
 ) -> None:
     model = write_model(tmp_path / "model", max_position_embeddings=4096)
-    (model / "tokenizer.json").write_text(
-        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}'
-    )
     done = call("eval", "--dry-run", f"model.path={model}")
     assert done.returncode == 0, done.stderr
     assert "  max_model_len: 4096\n" in done.stdout

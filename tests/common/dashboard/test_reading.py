@@ -23,11 +23,12 @@ from common.dashboard.reading.tokens import TokenTexts
 from common.dashboard.web.overview import overview
 from common.dashboard.web.results import samples
 from common.errors import ConfigError, WireError
+from common.scripted import chars_of
 from common.store.records import MAGIC
 from common.store.run_dir import RunDir
 from common.store.segments import pack
 from common.wire.codec import pack_record
-from common.wire.messages import EpisodeKind
+from common.wire.messages import EpisodeKind, PolicyKind
 from tests.common.dashboard.runs import TOKENIZER, append, episode, make_run
 
 NUM_MANY = 100_000
@@ -98,6 +99,38 @@ def test_episode_opens_with_versions_probabilities_and_advantage(tmp_path: Path)
     # Members 0 and 3 of four are solved: 1 - (0 + 0 + 1) / 3.
     assert found["advantage"] == pytest.approx(2 / 3)
     assert found["trained_at"] == 1
+
+
+def test_episode_of_a_scripted_policy_shows_its_actions(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    actions = ["go to the red ball", "", "pick up \u7403"]
+    played = replace(
+        episode(40, text_ids=[0, 1, 2]),
+        policy=PolicyKind.EXPERT,
+        kind=EpisodeKind.EVAL,
+        loss_mask=np.ones(3, bool),
+        versions=np.full(3, -1, np.int32),
+        turn_ids=np.arange(3, dtype=np.int32),
+        num_turns=3,
+        num_invalid_actions=0,
+        invalid_turns=np.zeros(3, bool),
+        turn_scores=np.zeros(3, np.float32),
+    )
+    kept = replace(played, episode_id="eval/kept", action_chars=chars_of(actions))
+    append(run_dir, kept, replace(played, episode_id="eval/old"))
+    source = read(tmp_path / "run")
+    shown = source.episode("eval/kept")["segments"]
+    assert [(each["kind"], each["turn"], each["texts"]) for each in shown] == [
+        ("action", 0, ["go to the red ball"]),
+        ("action", 1, [""]),
+        ("action", 2, ["pick up \u7403"]),
+    ]
+    recorded = source.recorded("eval/kept")
+    assert (recorded["actions"], recorded["shown"]) == (actions, [])
+    old = source.episode("eval/old")["segments"]
+    assert [each["texts"] for each in old] == [["(this action is not in the journal)"]] * 3
+    with pytest.raises(ConfigError, match="kept no actions of this policy"):
+        source.recorded("eval/old")
 
 
 def test_group_says_where_its_members_first_differ(tmp_path: Path) -> None:

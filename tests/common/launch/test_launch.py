@@ -13,7 +13,7 @@ import pytest
 
 from common.config.load import load_config
 from common.config.run_config import RunSection
-from common.launch.base import Ending, LaunchState, RoleSpec
+from common.launch.base import Ending, LaunchState, RoleSpec, Watch
 from common.launch.commands import reachable_at
 from common.launch.launcher import Launcher
 from common.launch.local import start_here
@@ -76,6 +76,7 @@ def launch(
     stop_timeout_s: float = 5,
     quick_stop_s: float = 5,
     states: list[LaunchState] | None = None,
+    watch: Watch | None = None,
 ) -> Ending:
     deadline = time.monotonic() + 20.0
 
@@ -93,6 +94,7 @@ def launch(
             finish_grace_s=0.3,
             first_backoff_s=0.02,
             on_poll_every_s=0.02,
+            watch=watch,
         )
         return launcher.run(specs, on_poll=on_poll_in_time)
 
@@ -172,6 +174,54 @@ def test_role_that_left_in_good_order_is_started_again_only_after_its_grace(
         assert launch([actor, learner], on_poll).exit_code == 0
     assert starts.read_text() == "x"
     assert "role left role=actor-0" in caplog.messages  # and no word of beginning again
+
+
+class Told:
+    """A watch of a run that never stalls, and is over or not."""
+
+    def __init__(self, *, is_over: bool) -> None:
+        self._is_over = is_over
+
+    def look(self, processes: object) -> None: ...
+    def progress(self, role: str) -> object: ...
+
+    def is_over(self) -> bool:
+        return self._is_over
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_role_that_left_a_finished_run_stays_away(
+    is_over: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    starts, may_end, polls = tmp_path / "starts", tmp_path / "end", list[int]()
+    code = "import sys; open(sys.argv[1], 'a').write('x')"
+    scheduler = role(tmp_path, "scheduler", code, starts, max_restarts=99)
+    learner = role(tmp_path, "learner", ENDS_WITH, may_end, ends_run=True)
+
+    def on_poll() -> None:
+        polls.extend([1] * ("role left role=scheduler" in caplog.messages))
+        if len(polls) > 20:  # its backoff is over since long
+            may_end.touch()
+
+    with caplog.at_level("INFO", "common.launch"):
+        assert launch([learner, scheduler], on_poll, watch=Told(is_over=is_over)).exit_code == 0
+    assert (starts.read_text() == "x") is is_over
+
+
+def test_role_that_left_returns_when_the_learner_is_started_again(tmp_path: Path) -> None:
+    starts, lives = tmp_path / "starts", tmp_path / "lives"
+    scheduler = role(tmp_path, "scheduler", "import sys; open(sys.argv[1], 'a').write('x')", starts)
+    code = """
+import os, sys, time
+with open(sys.argv[2], 'a') as lives: lives.write('x')
+wanted = len(open(sys.argv[2]).read())
+while not os.path.exists(sys.argv[1]) or len(open(sys.argv[1]).read()) < wanted: time.sleep(.01)
+sys.exit(2 - wanted)
+"""
+    learner = role(tmp_path, "learner", code, starts, lives, ends_run=True, max_restarts=2)
+    assert launch([learner, scheduler], watch=Told(is_over=True)).exit_code == 0
+    assert lives.read_text() == "xx"
+    assert len(starts.read_text()) >= 2
 
 
 def test_role_beyond_its_restarts_fails_the_run_with_its_last_words(tmp_path: Path) -> None:

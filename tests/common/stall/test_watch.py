@@ -281,6 +281,9 @@ class Steady:
         self.num_asked += 1
         return self.num_asked
 
+    def is_over(self) -> bool:
+        return False
+
 
 @pytest.mark.parametrize("has_progress", [True, False])
 def test_role_that_dies_again_and_again_ends_the_run_only_if_that_gets_nowhere(
