@@ -13,6 +13,10 @@ class WireError(LongstrideError, ValueError):
     """A received message does not match its schema."""
 
 
+class MessageTooLarge(WireError):
+    """A message exceeds a limit of the wire, so that its sender refuses to send it."""
+
+
 class EnvError(LongstrideError):
     """An environment or its hub failed: infrastructure, never a statement about the policy."""
 

@@ -17,6 +17,7 @@ from actor.rollout.lockstep import Rounds
 from common.config.learning import Advantage
 from common.config.run_config import RunConfig
 from common.errors import EnvError
+from common.seeds import SamplingSeeds, environment_seed
 from common.wire.messages import EpisodeKind, Lease, Trajectory
 
 MAX_AT_ONCE = 128
@@ -89,7 +90,6 @@ class InProcessPlayer:
             self._engine,  # type: ignore[arg-type] - asks of an engine what this one has
             max_tokens=self._cfg.actor.max_turn_tokens,
             exclusive=asyncio.Lock(),
-            seed=self._cfg.run.seed,
         )
         for lease in leases:
             rounds.enter(lease.episode_id)
@@ -101,10 +101,12 @@ class InProcessPlayer:
 
         async def open_session() -> Session:
             item_id = await self._plain(lease.env, lease.item_id) if self._plain else lease.item_id
-            return LocalSession(spec.make(style), item_id, lease.seed)
+            return LocalSession(spec.make(style), item_id, environment_seed(lease))
+
+        seeds = SamplingSeeds(lease)
 
         async def act(ids: list[int], _: Session) -> Turn:
-            return await rounds.act(lease.episode_id, list(ids))
+            return await rounds.act(lease.episode_id, list(ids), seed=seeds.next())
 
         play: Callable[..., Any] = partial(run_episode, lease, open_session=open_session)
         taken: Act = act
