@@ -68,6 +68,13 @@ class Command:
     logs_as: str = ""  # the log's name; "": the command logs nothing, or sees to it itself
 
 
+def one_date(
+    run: Callable[[RunConfig, RunDir], int], *, is_kept: bool = True
+) -> Callable[[RunConfig, RunDir], int]:
+    """Return a command whose prompts all name one date, which its directory keeps if `is_kept`."""
+    return partial(commands.with_date, run, is_kept=is_kept)
+
+
 missing_for = Later("envhub.command:missing_for")
 
 
@@ -92,35 +99,41 @@ COMMANDS = {
         logs_as="launcher",
     ),
     "sft": Command(
-        run=Later("learner.offline.commands:make_policy").given(
-            collect=Later("actor.play.demonstrate:demonstrate")
+        run=one_date(
+            Later("learner.offline.commands:make_policy").given(
+                collect=Later("actor.play.demonstrate:demonstrate")
+            )
         ),
         check=checked_by("common.checks.preflight:check_sft"),
         logs_as="sft",
     ),
     "dpo": Command(
-        run=Later("learner.offline.commands:prefer"),
+        run=one_date(Later("learner.offline.commands:prefer"), is_kept=False),
         check=lambda cfg: Later("common.checks.preflight:check_dpo")(cfg, ROOT),
         logs_as="dpo",
     ),
     "evolve": Command(
-        run=Later("learner.offline.commands:play_and_imitate").given(
-            play=Later("actor.play.own_process:play_given")
+        run=one_date(
+            Later("learner.offline.commands:play_and_imitate").given(
+                play=Later("actor.play.own_process:play_given")
+            )
         ),
         check=checked_by("common.checks.preflight:check_evolve"),
         logs_as="evolve",
     ),
     "merge": Command(run=Later("learner.offline.commands:merge"), load=JOINED, logs_as="merge"),
     "eval": Command(
-        run=Later("actor.play.evaluate:evaluate").given(
-            choose_items=Later("learner.offline.commands:choose_held_out")
+        run=one_date(
+            Later("actor.play.evaluate:evaluate").given(
+                choose_items=Later("learner.offline.commands:choose_held_out")
+            )
         ),
         load=Later("actor.play.settings:load_evaluation").given(),
         check=checked_by("actor.play.settings:check_evaluation", is_to_train=False),
         logs_as="eval",
     ),
     "serve": Command(
-        run=Later("actor.play.serve:serve"),
+        run=one_date(Later("actor.play.serve:serve"), is_kept=False),
         check=lambda _: Later("common.checks.preflight:check_engine")(),
         logs_as="serve",
     ),

@@ -21,11 +21,7 @@ async def play_with_engine(
     renderer = load_renderer(model.path, actor.format)
     renderer.check_room(actor)
     engine = await Engine.start(
-        model,
-        actor,
-        end_of_turn_ids=renderer.end_of_turn_ids,
-        seed=seed,
-        is_repeatable=True,
+        model, actor, end_of_turn_ids=renderer.end_of_turn_ids, seed=seed, is_repeatable=True
     )
     engine.version = 0
     agents = Agents(actor, actor="play", renderer=renderer) if actor.endpoint else None

@@ -12,6 +12,7 @@ from pathlib import Path
 from actor.play.play import Job
 from common.config.run_config import ActorSection, ModelSection, RunConfig
 from common.errors import EngineError
+from common.formats.chat_template import fix_date
 from common.launch.guardian import Guardian
 from common.launch.process import describe_exit
 from common.log import configure_logging
@@ -83,4 +84,5 @@ def _play_process(
     from actor.play.engine_player import play_with_engine  # here only: it loads the engine
 
     configure_logging("play", log_level)
+    fix_date(model.date)
     asyncio.run(play_with_engine(job, model, actor, seed=seed))

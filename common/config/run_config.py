@@ -10,6 +10,7 @@ from enum import StrEnum
 from omegaconf import MISSING
 
 from common.config.curriculum import (
+    MAX_STAGE,
     CurriculumSection,
     HorizonSection,
     MixtureSection,
@@ -19,6 +20,7 @@ from common.config.curriculum import (
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.evaluation import AgentOptions, EvalSection, PolicySection, StudySection
 from common.config.knobs import (
+    DATE,
     ENV_NAME,
     FILE_NAME,
     HOST,
@@ -113,6 +115,9 @@ class ModelSection:
         "", "directory of their config.json, for the plan without model.path", form=PATH, also=""
     )
     dtype: str = knob("bfloat16", "of the engine and of what is published", one_of=DTYPES)
+    date: str = knob(
+        "", 'Date that prompts name, as YYYY-MM-DD; "": that of the first start', form=DATE, also=""
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +215,7 @@ class ActorSection(AgentOptions):
     min_concurrent: int = knob(
         1, "but so many always", ge=1, le=10**5, must="be at most max_concurrent"
     )
-    max_model_len: int = knob(512, "tokens; of a longer episode see context", ge=16, le=10**8)
+    max_model_len: int = knob(512, "tokens; of a longer episode see context", ge=16, le=MAX_STAGE)
     max_turn_tokens: int = knob(16, "sampled tokens per turn", ge=1, must="be < max_model_len")
     temperature: float = knob(1.0, "of sampling; the learner divides by it, too", gt=0, le=100)
     top_p: float = knob(1.0, "1: all tokens; else the importance ratio is biased", ge=1, le=1)

@@ -100,7 +100,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
     from common.launch.lock import hold_run
     from common.launch.roles import make_role_specs
     from common.launch.supervise import supervise
-    from common.store.run_start import keep_tokenizer, prepare
+    from common.store.run_start import dated, keep_tokenizer, prepare
     from common.wire.security import create_keys
 
     is_here = cfg.launcher is Launcher.LOCAL
@@ -109,7 +109,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
     with hold_run(run_dir.root, name=cfg.run.name), _starter(cfg, run_dir) as starter:
         cfg = reachable_at(cfg, starter.host)
         prepare(cfg, run_dir)
-        run_dir.root.mkdir(parents=True, exist_ok=True)
+        cfg = dated(cfg, run_dir, is_kept=True)
         for role in ("envhub", "scheduler"):
             run_dir.forget_address(role)
         create_keys(run_dir.keys)
@@ -219,13 +219,17 @@ def be_role(
     name: str, run: Callable[[RunConfig, RunDir], None], cfg: RunConfig, run_dir: RunDir
 ) -> int:
     """Be one role in this process until it ends; return the exit code."""
+    from common.formats.chat_template import fix_date
+    from common.store.run_start import dated
     from common.wire.security import create_keys
 
     configure_logging(name, cfg.log.level)
     if name == "scheduler":  # it begins a run; the others join one
         create_keys(run_dir.keys)
     if not run_dir.config.exists():
+        cfg = dated(cfg, run_dir, is_kept=True)
         save_config(cfg, run_dir.config)
+    fix_date(cfg.model.date)
     run(cfg, run_dir)
     return 0
 
@@ -235,6 +239,7 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
 
     Raises: ConfigError: the key, the address, the version or a key of the configuration is wrong.
     """
+    from common.formats.chat_template import fix_date
     from common.join.enrol import enrol, parse_address
     from common.repository import product_version
     from common.wire.addresses import host_of, is_here
@@ -257,6 +262,7 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
     if role == "actor":
         _check_weights(cfg, joined, root=root)
     configure_logging(role, cfg.log.level)
+    fix_date(cfg.model.date)
     run(cfg, joined)
     return 0
 
@@ -292,6 +298,22 @@ def _with_defaults(role: str, overrides: Sequence[str], joined: "Joined") -> lis
         own["envhub.host"] = "0.0.0.0"
     given = [f"{key}={v}" for key, v in own.items() if override_value(overrides, key) is None]
     return [*overrides, *given]
+
+
+def with_date(
+    run: Callable[[RunConfig, RunDir], int], cfg: RunConfig, run_dir: RunDir, *, is_kept: bool
+) -> int:
+    """Carry out a command whose prompts all name one date; return its exit code.
+
+    Args:
+        is_kept: as in `dated`.
+    """
+    from common.formats.chat_template import fix_date
+    from common.store.run_start import dated
+
+    cfg = dated(cfg, run_dir, is_kept=is_kept)
+    fix_date(cfg.model.date)
+    return run(cfg, run_dir)
 
 
 def say(text: str) -> int:
