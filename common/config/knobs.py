@@ -150,6 +150,9 @@ TEXT = Form("printable text on one line", str.isprintable)
 NAME = Form("printable text, not empty", _is_name)
 PATH = Form("a path", _is_path)
 WORD = Form("a name without spaces", lambda text: _is_name(text) and " " not in text)
+PEER_NAME = Form(
+    "printable text of at most 200 characters", lambda text: text.isprintable() and len(text) <= 200
+)
 FILE_NAME = Form(
     'a plain file name: up to 100 printable characters, no "/", no "." in front, not "latest"',
     _is_file_name,

@@ -26,6 +26,7 @@ from common.config.knobs import (
     HOST,
     LABEL,
     PATH,
+    PEER_NAME,
     RAY,
     URL,
     WORD,
@@ -209,7 +210,9 @@ class ActorSection(AgentOptions):
     num_spares: int = knob(
         0, "engines started beside them, which play once an actor is gone", ge=0, le=1000
     )
-    name: str = knob("", 'of an actor started alone; "": made from host and pid')
+    name: str = knob(
+        "", 'of an actor started alone; "": made from host and pid', form=PEER_NAME, also=""
+    )
     max_concurrent: int = knob(64, "episodes at once in one actor", ge=1, le=10**5)
     adapt_concurrency: bool = knob(True, "fewer while its engine cannot keep up; not in sync mode")
     min_concurrent: int = knob(

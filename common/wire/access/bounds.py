@@ -50,7 +50,8 @@ class AtMost:
 
 Bound = Between | AtMost
 
-Id = Annotated[str, AtMost(300)]  # what the product or an environment names
+ID_CHARS = 300
+Id = Annotated[str, AtMost(ID_CHARS)]  # what the product or an environment names
 LongText = Annotated[str, AtMost(4_000_000)]
 Names = Annotated[list[str], AtMost(1024)]
 Count = Annotated[int, Between(0, MAX_COUNT)]

@@ -39,10 +39,14 @@ class Parrot:
     def __init__(self, says: str = "turn left") -> None:
         self.asked: list[list[int]] = []
         self.temperatures: list[float | None] = []
+        self.seeds: list[int | None] = []
         self.ids = TOKENIZER.encode(says, add_special_tokens=False)
         self.problem = ""
 
-    async def generate(self, prompt_ids: list[int], *, temperature: float | None, **_: Any) -> Turn:
+    async def generate(
+        self, prompt_ids: list[int], *, seed: int | None, temperature: float | None, **_: Any
+    ) -> Turn:
+        self.seeds.append(seed)
         self.asked.append(prompt_ids)
         self.temperatures.append(temperature)
         if self.problem:
