@@ -24,7 +24,8 @@ def with_engine(seed: int, law: Any) -> Any:
     from actor.engine.engine import Engine
 
     async def run() -> Any:
-        actor = ActorSection(max_concurrent=16, max_model_len=512)
+        # So hot that it answers at random: the trained policy says one thing.
+        actor = ActorSection(max_concurrent=16, max_model_len=512, temperature=100.0)
         model = ModelSection(path=POLICY, dtype="float32")
         engine = await Engine.start(model, actor, end_of_turn_ids=[], seed=seed, is_repeatable=True)
         try:
