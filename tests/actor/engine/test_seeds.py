@@ -3,30 +3,29 @@
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actor.rollout.episode import Turn
 from common.config.run_config import ActorSection, ModelSection
-from common.repository import ROOT
 from common.seeds import SamplingSeeds, engine_seed
+from tests.actor.engine.engine_rig import save_tiny_policy
 from tests.actor.rollout.playing import LEASE
 
-POLICY = str(ROOT / "configs" / "policies" / "tiny")
 PROMPT = [5, 9, 30, 7]
 LONG_PROMPT = [4 + n % 200 for n in range(400)]
 NUM_TOKENS = 24
 
 
-def with_engine(seed: int, law: Any) -> Any:
+def with_engine(policy: Path, seed: int, law: Any) -> Any:
     """Return what a law returns with an engine of such a seed."""
     from actor.engine.engine import Engine
 
     async def run() -> Any:
-        # So hot that it answers at random: the trained policy says one thing.
-        actor = ActorSection(max_concurrent=16, max_model_len=512, temperature=100.0)
-        model = ModelSection(path=POLICY, dtype="float32")
+        actor = ActorSection(max_concurrent=16, max_model_len=512)
+        model = ModelSection(path=str(policy), dtype="float32")
         engine = await Engine.start(model, actor, end_of_turn_ids=[], seed=seed, is_repeatable=True)
         try:
             return await law(engine)
@@ -58,11 +57,13 @@ async def sampled(engine: Any) -> dict[str, list[int]]:
 
 @pytest.mark.slow
 def test_seeded_requests_agree_between_engines_and_unseeded_ones_differ(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    save_tiny_policy(tmp_path, is_tied=False)  # of random weights, which may say anything
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     first, second = (
-        with_engine(engine_seed(0, name="two", incarnation=life), sampled) for life in "ab"
+        with_engine(tmp_path, engine_seed(0, name="two", incarnation=life), sampled)
+        for life in "ab"
     )
     seeded = [name for name in first if not name.startswith("unseeded")]
     assert {name: first[name] for name in seeded} == {name: second[name] for name in seeded}
