@@ -241,18 +241,23 @@ class Command:
     check_dry: Callable[[RunConfig], None] | None = None  # The check of `--dry-run`, if different.
     has_plan: bool = False  # `--dry-run` prints the memory plan.
     log_name: str = ""  # Name in the log; empty for a command that configures its own logging.
+    # All prompts name one date, which the run directory keeps (True) or not. None: no prompts, or
+    # the command fixes the date itself.
+    keeps_date: bool | None = None
 
 
 COMMANDS = {
     "train": Command(
         run=train, check=check_train, check_dry=check_train_dry, has_plan=True, log_name="launcher"
     ),
-    "sft": Command(run=sft, check=check_sft, log_name="sft"),
-    "dpo": Command(run=dpo, check=check_dpo, log_name="dpo"),
-    "evolve": Command(run=evolve, check=check_evolve, log_name="evolve"),
+    "sft": Command(run=sft, check=check_sft, log_name="sft", keeps_date=True),
+    "dpo": Command(run=dpo, check=check_dpo, log_name="dpo", keeps_date=False),
+    "evolve": Command(run=evolve, check=check_evolve, log_name="evolve", keeps_date=True),
     "merge": Command(run=merge, load=load_joined, log_name="merge"),
-    "eval": Command(run=evaluate, load=load_evaluation, check=check_evaluation, log_name="eval"),
-    "serve": Command(run=serve, check=check_engine, log_name="serve"),
+    "eval": Command(
+        run=evaluate, load=load_evaluation, check=check_evaluation, log_name="eval", keeps_date=True
+    ),
+    "serve": Command(run=serve, check=check_engine, log_name="serve", keeps_date=False),
     "simulate": Command(run=simulate),
     "status": Command(run=status, load=load_any_version),
     "envhub": Command(run=be_envhub, load=load_joined),
@@ -416,6 +421,8 @@ def run_command(command: Command, request: Request) -> int:
         return probe(cfg, run_dir, request.probe)
     if command.log_name:
         configure_logging(command.log_name, cfg.log.level)
+    if command.keeps_date is not None:
+        return commands.with_date(command.run, cfg, run_dir, is_kept=command.keeps_date)
     return command.run(cfg, run_dir)
 
 

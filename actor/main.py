@@ -33,6 +33,7 @@ from common.cpu import family_cpu_s
 from common.errors import LongstrideError
 from common.join.enrol import Joined
 from common.memory import resident_bytes
+from common.seeds import engine_seed
 from common.stall.beacon import Beacon, beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook
@@ -142,11 +143,11 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
         cfg.model,
         cfg.actor,
         end_of_turn_ids=renderer.end_of_turn_ids,
-        seed=cfg.run.seed,
+        seed=engine_seed(cfg.run.seed, name=name, incarnation=incarnation),
         meters_load=cfg.actor.adapt_concurrency and not is_lockstep,
         has_weights=access.has_weights,
         lora=cfg.learner.lora,
-        is_repeatable=is_lockstep,
+        is_repeatable=True,
     )
     start_s = cfg.actor.start_timeout_s
     scheduler = SchedulerClient(
@@ -175,7 +176,7 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
     )
     await weights.connect(timeout_s=start_s)
     most = cfg.actor.max_turn_tokens
-    rounds = Rounds(engine, max_tokens=most, exclusive=exclusive, seed=cfg.run.seed)
+    rounds = Rounds(engine, max_tokens=most, exclusive=exclusive)
     episodes = Episodes(
         cfg.actor,
         actor=name,

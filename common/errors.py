@@ -21,6 +21,10 @@ class PeerMissing(LongstrideError):
     """Another part of the run did not answer in time; a later start may find it."""
 
 
+class MessageTooLarge(WireError):
+    """A message exceeds a limit of the wire, so that its sender refuses to send it."""
+
+
 class EnvError(LongstrideError):
     """An environment or its hub failed: infrastructure, never a statement about the policy."""
 

@@ -169,6 +169,12 @@ def test_msgpack_is_imported_only_by_the_codec() -> None:
     assert _importers("msgpack") == {"common/wire/codec.py"}
 
 
+def test_chat_templates_are_rendered_in_one_place() -> None:
+    """What else renders them would name the date of the wall clock."""
+    found = {_name(path) for path in SOURCES if ".apply_chat_template(" in _text(path)}
+    assert found == {"common/formats/chat_template.py"}
+
+
 def test_pickle_is_imported_nowhere() -> None:
     assert _importers("pickle") | _importers("cloudpickle") | _importers("dill") == set()
 

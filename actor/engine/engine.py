@@ -86,7 +86,8 @@ class Engine:
     ) -> "Engine":
         """Start the engine processes and warm them up; without weights they are random at first.
 
-        With a `lora` of a rank above 0 it takes adapters to the weights that it has.
+        With a `lora` of a rank above 0 it takes adapters to the weights that it has. Requests with
+        seeds of their own need `is_repeatable`.
 
         Raises: EngineError: it did not start, or is not able to sample.
         """
@@ -187,6 +188,7 @@ class Engine:
         request_id: str,
         max_tokens: int,
         salt: str,
+        seed: int | None = None,
         temperature: float | None = None,
     ) -> Turn:
         """Sample one turn.
@@ -196,6 +198,7 @@ class Engine:
             max_tokens: most tokens of this turn.
             salt: prefix-cache name space: what was computed under one is never found under
                 another.
+            seed: of the request's own random numbers, below 2**63. None: those of the engine.
             temperature: None: `actor.temperature`.
 
         Raises: EngineError: the engine died, or took over `actor.turn_timeout_s`.
@@ -205,7 +208,7 @@ class Engine:
         try:
             async with self._bounded("a turn", self._cfg.turn_timeout_s):
                 await self._is_whole.wait()
-                sampling = self._sampling(max_tokens, temperature=temperature)
+                sampling = self._sampling(max_tokens, seed, temperature=temperature)
                 async for output in self._llm.generate(
                     prompt, sampling, request_id, lora_request=self._adapter
                 ):

@@ -15,6 +15,7 @@ from actor.play.play import Job
 from actor.rollout.agent_runner import MakeAgents
 from common.config.run_config import ActorSection, ModelSection, RunConfig
 from common.errors import EngineError
+from common.formats.chat_template import fix_date
 from common.launch.guardian import Guardian, inheriting, kill_marked
 from common.launch.process import describe_exit
 from common.log import configure_logging
@@ -99,4 +100,5 @@ def _play_process(
     from actor.play.engine_player import play_with_engine  # here only: it loads the engine
 
     configure_logging("play", log_level)
+    fix_date(model.date)
     asyncio.run(play_with_engine(job, model, actor, seed=seed, make_agents=make_agents))

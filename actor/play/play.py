@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from actor.formats.tools import rendering
+from actor.links.delivery import deliverable
 from actor.rollout.agent_runner import AgentRunner
 from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import WHOLE, Act, Render, run_episode
@@ -64,7 +65,8 @@ async def play(job: Job, player: Player) -> None:
 
     async def one(plan: PlannedEpisode, environments: Environments) -> None:
         async with slots:
-            trajectory = await _play_patiently(plan, environments, job, player)
+            played = await _play_patiently(plan, environments, job, player)
+        trajectory, _ = deliverable(played)
         journal.append(trajectory)
         count.add(trajectory)
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 ADAPTERS = "adapter_config.json"
+MAX_SEED = 2**63 - 1
 MAX_HEAT = 2.0  # of a request's temperature
 ROLES = ("user", "assistant")
 
@@ -55,7 +56,9 @@ class Chat:
             return _error(403, "without a key pages of others are not answered")
         try:
             body = await request.json()
-            ids, temperature = self.encoded(body), _temperature(body)
+            ids = self.encoded(body)
+            temperature = _temperature(body)
+            seed = _seed(body)
         except (ValueError, KeyError, TypeError) as error:
             return _error(400, f"{error}")
         number, most = f"chat:{next(self.numbers)}", self.actor.max_turn_tokens
@@ -65,6 +68,7 @@ class Chat:
                 request_id=number,
                 max_tokens=most,
                 salt=f"chat v{self.engine.version}",
+                seed=seed,
                 temperature=temperature,
             )
         except EngineError as error:
@@ -100,6 +104,16 @@ def _temperature(body: dict[str, Any]) -> float | None:
     if isinstance(told, bool) or not isinstance(told, int | float) or not 0 <= told <= MAX_HEAT:
         raise ValueError(f"temperature: a number in [0, {MAX_HEAT:g}], not {json.dumps(told)[:50]}")
     return float(told)
+
+
+def _seed(body: dict[str, Any]) -> int | None:
+    """Return the seed of a request, None if it has none. Raises: ValueError: no seed."""
+    seed = body.get("seed")
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) > MAX_SEED:
+        raise ValueError(f"seed: a whole number of 63 bits, not {json.dumps(seed)[:50]}")
+    return seed % (MAX_SEED + 1)
 
 
 def _is_of_a_page(request: web.Request) -> bool:
@@ -194,6 +208,7 @@ async def _serve(cfg: RunConfig, key: str, place: socket.socket) -> None:
         end_of_turn_ids=renderer.end_of_turn_ids,
         seed=cfg.run.seed,
         lora=lora,
+        is_repeatable=True,
     )
     engine.version = 0
     if lora.rank:

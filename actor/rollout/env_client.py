@@ -12,7 +12,16 @@ from urllib.parse import quote
 
 import aiohttp
 
-from actor.rollout.batches import CLOSE, OPEN, SESSION_PATH, STEP, Batches, failure_of, told
+from actor.rollout.batches import (
+    CLOSE,
+    OPEN,
+    SESSION_PATH,
+    STEP,
+    AnswerTooLarge,
+    Batches,
+    failure_of,
+    told,
+)
 from actor.rollout.presence import Signs, answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
 from common.http.sessions import open_session
@@ -199,7 +208,9 @@ class HubClient(BearerClient):
             async for part in response.content.iter_any():
                 text += part
                 if len(text) > MAX_ANSWER_BYTES:
-                    raise EnvError(f"{method} {path}: answers more than {MAX_ANSWER_BYTES} bytes")
+                    raise AnswerTooLarge(
+                        f"{method} {path}: answers more than {MAX_ANSWER_BYTES} bytes"
+                    )
             if response.status == 429:
                 wait_s = retry_after_s(response.headers, unsaid_s=1.0)
                 await asyncio.sleep(max(MIN_RETRY_S, wait_s))

@@ -16,6 +16,7 @@ from actor.rollout.render import Renderer
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
 from common.config.run_config import ActorSection, AtUpdate
 from common.errors import HubLost
+from common.seeds import SamplingSeeds, environment_seed
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -161,7 +162,8 @@ class Episodes:
     async def _try(self, lease: Lease, *, may_repeat: bool) -> Trajectory:
         act, render = self._policy(lease)
         hubs = self._environments
-        open_session = partial(hubs.open, lease.env, lease.item_id, seed=lease.seed)
+        seed = environment_seed(lease)
+        open_session = partial(hubs.open, lease.env, lease.item_id, seed=seed)
         task = hubs.instruction(lease.env), hubs.acknowledgement(lease.env)
         if self._agents is not None and lease.policy is PolicyKind.MODEL:
             return await self._agents.play(
@@ -189,11 +191,12 @@ class Episodes:
             policy = ScriptedPolicy(lease.policy, seed=lease.episode_id, render=scripted)
             return policy.act, scripted
         render = self._renderer.of(lease.env, self._environments.tools(lease.env))
-        return (lambda ids, _: self._act(lease, ids)), render
+        seeds = SamplingSeeds(lease)
+        return (lambda ids, _: self._act(lease, ids, seed=seeds.next())), render
 
-    async def _act(self, lease: Lease, ids: list[int]) -> Turn:
+    async def _act(self, lease: Lease, ids: list[int], *, seed: int) -> Turn:
         if self._rounds is not None:
-            return await self._rounds.act(lease.episode_id, ids)
+            return await self._rounds.act(lease.episode_id, ids, seed=seed)
         self._num_requests += 1
         frozen_s = self._engine.frozen_s
         taken = await self._engine.generate(
@@ -201,6 +204,7 @@ class Episodes:
             request_id=f"{lease.episode_id}:{lease.attempt}:{self._num_requests}",
             max_tokens=self._cfg.max_turn_tokens,
             salt=self._salt(lease.episode_id),
+            seed=seed,
         )
         waited_s = self._engine.frozen_s - frozen_s
         return replace(taken, waited_s=waited_s) if waited_s else taken

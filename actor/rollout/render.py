@@ -19,6 +19,7 @@ from common.config.run_config import ActorSection
 from common.control_tokens import ControlTokens
 from common.errors import ConfigError
 from common.formats.calls import ARGUMENTS, NAME, CallForm, as_call, each_text
+from common.formats.chat_template import render_chat
 
 NUM_KNOWN_TEXTS = 256  # latest ones; members of a group begin with the same
 Message = dict[str, Any]
@@ -66,9 +67,7 @@ class Renderer:
     def _rendered(self, messages: Sequence[Message], *, tools: list[Any] | None = None) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError("model.path: the tokenizer has no chat template")
-        return self._tokenizer.apply_chat_template(
-            with_ids(messages), tools=tools, tokenize=False, add_generation_prompt=True
-        )
+        return render_chat(self._tokenizer, with_ids(messages), tools=tools)
 
     @cached_property
     def calls(self) -> CallForm | str:

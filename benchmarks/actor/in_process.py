@@ -17,6 +17,7 @@ from benchmarks.actor.torch_engine import TorchEngine
 from common.config.learning import Advantage
 from common.config.run_config import RunConfig
 from common.errors import EnvError
+from common.seeds import SamplingSeeds, environment_seed
 from common.wire.messages import EpisodeKind, Lease, Trajectory
 
 MAX_AT_ONCE = 128
@@ -90,7 +91,6 @@ class InProcessPlayer:
             self._engine,  # type: ignore[arg-type] - asks of an engine what this one has
             max_tokens=self._cfg.actor.max_turn_tokens,
             exclusive=asyncio.Lock(),
-            seed=self._cfg.run.seed,
         )
         for lease in leases:
             rounds.enter(lease.episode_id)
@@ -103,10 +103,13 @@ class InProcessPlayer:
         async def open_session() -> Session:
             item_id = await self._plain(lease.env, lease.item_id) if self._plain else lease.item_id
             env = spec.make(style)
-            return LocalSession(env, item_id, lease.seed, start_score=spec.start_score)
+            seed = environment_seed(lease)
+            return LocalSession(env, item_id, seed, start_score=spec.start_score)
+
+        seeds = SamplingSeeds(lease)
 
         async def act(ids: list[int], _: Session) -> Turn:
-            return await rounds.act(lease.episode_id, list(ids))
+            return await rounds.act(lease.episode_id, list(ids), seed=seeds.next())
 
         play: Callable[..., Any] = partial(run_episode, lease, open_session=open_session)
         taken: Act = act

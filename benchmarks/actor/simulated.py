@@ -45,22 +45,22 @@ START_S = 60.0
 class TokenClock:
     """Stands where the engine does; as many requests as there are take no longer than one."""
 
-    def __init__(self, *, seed: int, vocab_size: int, token_s: float) -> None:
-        self._random = random.Random(seed)
+    def __init__(self, *, vocab_size: int, token_s: float) -> None:
         self._token_s = token_s
         self._vocab_size = vocab_size
         self.version = 0
         self.frozen_s = 0.0  # no weights are loaded
 
     async def generate(
-        self, prompt_ids: list[int], *, request_id: str, max_tokens: int, salt: str
+        self, prompt_ids: list[int], *, request_id: str, max_tokens: int, salt: str, seed: int
     ) -> Turn:
         """Return random tokens after the time that they take; arguments as of the engine."""
-        num_timed = self._random.randint(MIN_TOKENS, MAX_TOKENS)
+        chance = random.Random(seed)
+        num_timed = chance.randint(MIN_TOKENS, MAX_TOKENS)
         await asyncio.sleep(num_timed * self._token_s)
         num = min(max_tokens, num_timed)
         return Turn(
-            token_ids=[self._random.randrange(self._vocab_size) for _ in range(num)],
+            token_ids=[chance.randrange(self._vocab_size) for _ in range(num)],
             logprobs=[-1.0] * num,
             versions=[self.version] * num,
             num_prompt=len(prompt_ids),
@@ -83,7 +83,7 @@ async def play(cfg: RunConfig, run_dir: RunDir, *, number: int, token_s: float) 
     delivery = Delivery(book, keys, window=cfg.actor.delivery_window, context=context)
     await delivery.connect(timeout_s=START_S)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
-    clock = TokenClock(seed=number, vocab_size=len(tokenizer), token_s=token_s)
+    clock = TokenClock(vocab_size=len(tokenizer), token_s=token_s)
     episodes = Episodes(
         cfg.actor,
         actor=name,

@@ -35,7 +35,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path, observer: RunObserver)
     from common.launch.lock import hold_run
     from common.launch.roles import make_role_specs
     from common.launch.supervise import supervise
-    from common.store.run_start import keep_tokenizer, prepare
+    from common.store.run_start import dated, keep_tokenizer, prepare
     from common.wire.security import create_keys
 
     is_here = cfg.launcher is Launcher.LOCAL
@@ -44,7 +44,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path, observer: RunObserver)
     with hold_run(run_dir.root, name=cfg.run.name), _starter(cfg, run_dir) as starter:
         cfg = reachable_at(cfg, starter.host)
         prepare(cfg, run_dir)
-        run_dir.root.mkdir(parents=True, exist_ok=True)
+        cfg = dated(cfg, run_dir, is_kept=True)
         for role in ("envhub", "scheduler"):
             run_dir.forget_address(role)
         create_keys(run_dir.keys)
@@ -111,8 +111,10 @@ def be_role(
     Raises: ConfigError, NotStarted: it fails before it has begun, see `StartGuard`.
     """
     from common.checks.preflight import check_model
+    from common.formats.chat_template import fix_date
     from common.launch.start_guard import StartGuard
     from common.stall.beacon import has_begun
+    from common.store.run_start import dated
     from common.wire.security import create_keys
 
     configure_logging(name, cfg.log.level)
@@ -121,7 +123,9 @@ def be_role(
     if name == "scheduler":  # it begins a run; the others join one
         create_keys(run_dir.keys)
     if not run_dir.config.exists():
+        cfg = dated(cfg, run_dir, is_kept=True)
         save_config(cfg, run_dir.config)
+    fix_date(cfg.model.date)
     with StartGuard(run_dir.root, has_begun=has_begun):
         run(cfg, run_dir)
     return 0
@@ -134,6 +138,7 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
         ConfigError: the key, the address, the version or a key of the configuration is wrong.
         NotStarted: it fails before it has begun, see `StartGuard`.
     """
+    from common.formats.chat_template import fix_date
     from common.join.enrol import enrol, parse_address
     from common.launch.start_guard import StartGuard
     from common.repository import product_version
@@ -158,6 +163,7 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
     if role == "actor":
         _check_weights(cfg, joined, root=root)
     configure_logging(role, cfg.log.level)
+    fix_date(cfg.model.date)
     with StartGuard(None, has_begun=has_begun):
         run(cfg, joined)
     return 0
@@ -194,6 +200,22 @@ def _with_defaults(role: str, overrides: Sequence[str], joined: "Joined") -> lis
         own["envhub.host"] = "0.0.0.0"
     given = [f"{key}={v}" for key, v in own.items() if override_value(overrides, key) is None]
     return [*overrides, *given]
+
+
+def with_date(
+    run: Callable[[RunConfig, RunDir], int], cfg: RunConfig, run_dir: RunDir, *, is_kept: bool
+) -> int:
+    """Carry out a command whose prompts all name one date; return its exit code.
+
+    Args:
+        is_kept: as in `dated`.
+    """
+    from common.formats.chat_template import fix_date
+    from common.store.run_start import dated
+
+    cfg = dated(cfg, run_dir, is_kept=is_kept)
+    fix_date(cfg.model.date)
+    return run(cfg, run_dir)
 
 
 def say(text: str) -> int:

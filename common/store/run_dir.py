@@ -47,6 +47,7 @@ class RunDir:
     selection = _Below("selection.json")  # who was dropped
     cpu = _Below("cpu.json")  # the launcher's, every few seconds: what each role has used
     outcomes = _Below("outcomes.jsonl")  # what became of each episode, as the scheduler booked it
+    date = _Below("date.txt")  # that every prompt names, YYYY-MM-DD
     tokenizer = _Below("tokenizer")  # with which the journal was written
     status = _Below("status.json")  # the scheduler's, once a second
     launch = _Below("launch.json")  # the launcher's, while it runs
@@ -56,6 +57,10 @@ class RunDir:
     report = _Below("report.json")
     keys = _Below("keys")  # 0600
     addresses = _Below("addresses")  # where roles listen
+
+    def read_date(self) -> str:
+        """Return the date that the run's prompts name, "" if it kept none."""
+        return self.date.read_text(encoding="utf-8").strip() if self.date.is_file() else ""
 
     def publish_address(self, role: str, address: str) -> None:
         """Tell the roles on this disk where `role` listens: the scheduler, which tells the rest."""

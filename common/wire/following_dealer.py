@@ -105,13 +105,20 @@ class FollowingDealer:
         self._looked_at = time.monotonic()
 
     def send(self, message: Any) -> bool:
-        """Send at once; False, and a warning, if the queue to the peer is full."""
+        """Send at once; False, and a warning, if the queue to the peer is full.
+
+        Raises: WireError: no receiver would take the message, see `encode`.
+        """
+        return self.send_frames(encode(message), of=type(message).__name__)
+
+    def send_frames(self, frames: list[bytes], *, of: str) -> bool:
+        """Send the frames of an encoded message of the type named `of`, as `send` does."""
         try:
-            sent = self._socket.send_multipart(encode(message), zmq.NOBLOCK)
+            sent = self._socket.send_multipart(frames, zmq.NOBLOCK)
             if isinstance(sent, asyncio.Future) and sent.done():
                 sent.result()
         except zmq.Again:
-            logger.warning("queue to %s is full, dropped %s", self._role, type(message).__name__)
+            logger.warning("queue to %s is full, dropped %s", self._role, of)
             return False
         return True
 

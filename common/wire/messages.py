@@ -37,6 +37,7 @@ class EndReason(StrEnum):
     ENV_TIMEOUT = "env_timeout"
     DEADLINE = "deadline"
     ABORTED = "aborted"
+    TOO_LARGE = "too_large"
 
     @property
     def is_infrastructure_failure(self) -> bool:

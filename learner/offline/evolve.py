@@ -50,7 +50,7 @@ def plan_episodes(cfg: RunConfig, catalogue: Catalogue, iteration: int) -> list[
                     episode_id=f"evolve-{iteration}/{task.env}/{item_id}/{number // size}.{sample}",
                     env=task.env,
                     item_id=item_id,
-                    seed=hash_words("evolve", item_id, sample) >> 33,
+                    seed=hash_words("evolve", cfg.run.seed, item_id, number, sample) >> 33,
                     horizon=catalogue.entry(task.env, task.items()).max_turns,
                 )
                 for sample in range(cfg.evolve.samples_per_item)

@@ -11,6 +11,7 @@ from common.control_tokens import ControlTokens
 from common.errors import ConfigError
 from common.exchange.records import read_records, tokens_of
 from common.exchange.writing import TRAIN_ITEM
+from common.formats.chat_template import render_chat
 from common.segments import as_rows
 from common.store.agent_traj import Conversation, read_conversations
 from common.store.journal import read_journal
@@ -177,9 +178,7 @@ def row_of_conversation(
     for message in conversation.messages:
         role = "assistant" if message.is_agent else "user"
         chat.append({"role": role, "content": control.broken(message.text)})
-        rendered = tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=not message.is_agent
-        )
+        rendered = render_chat(tokenizer, chat, add_generation_prompt=not message.is_agent)
         if not rendered.startswith(done):
             raise ConfigError("the chat template rewrites earlier turns")
         part = control.encode(rendered[len(done) :])

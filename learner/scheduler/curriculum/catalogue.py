@@ -13,11 +13,13 @@ from pydantic import BaseModel, StrictInt, TypeAdapter, ValidationError
 from common.config.curriculum import CurriculumSection, TaskSection, subsets_in_use, why_not_far
 from common.errors import ConfigError, EnvError
 from common.http.blocking import Answer, request
+from common.wire.access.bounds import ID_CHARS
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 REQUEST_TIMEOUT_S = 10.0
+MAX_SUBSET_CHARS = ID_CHARS - 30  # An item's split and number follow its subset.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +135,9 @@ def validate_tasks(
             raise ConfigError(_unknown(f"tasks[{i}].subset", task.subset, subsets))
         if task.weight > 0 and subsets[task.subset].num_train == 0:
             raise ConfigError(f"tasks[{i}].subset={task.subset!r}: has no training items")
+        if len(task.env) > ID_CHARS or len(task.items()) > MAX_SUBSET_CHARS:
+            law = f"at most {ID_CHARS} and {MAX_SUBSET_CHARS} characters fit a lease"
+            raise ConfigError(f"tasks[{i}]: env={task.env!r:.80} subset={task.subset!r:.80}: {law}")
         if (task.env, task.items()) in known:
             raise ConfigError(f"tasks[{i}].subset={task.subset!r}: named twice for {task.env}")
         known.add((task.env, task.items()))

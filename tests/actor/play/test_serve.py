@@ -39,10 +39,14 @@ class Parrot:
     def __init__(self, says: str = "turn left") -> None:
         self.asked: list[list[int]] = []
         self.temperatures: list[float | None] = []
+        self.seeds: list[int | None] = []
         self.ids = TOKENIZER.encode(says, add_special_tokens=False)
         self.problem = ""
 
-    async def generate(self, prompt_ids: list[int], *, temperature: float | None, **_: Any) -> Turn:
+    async def generate(
+        self, prompt_ids: list[int], *, seed: int | None, temperature: float | None, **_: Any
+    ) -> Turn:
+        self.seeds.append(seed)
         self.asked.append(prompt_ids)
         self.temperatures.append(temperature)
         if self.problem:
@@ -116,6 +120,22 @@ def test_a_request_is_sampled_at_its_own_temperature_and_one_that_is_none_is_ref
 
     assert asyncio.run(work()) == [200, 200, 200, 400]
     assert parrot.temperatures == [None, 0.0, 1.5]
+
+
+def test_seed_of_a_request_reaches_the_engine_and_one_that_is_none_is_refused() -> None:
+    parrot = Parrot()
+
+    async def work() -> list[int]:
+        found: list[int] = []
+        async with listening(chat(parrot, key="")) as url, aiohttp.ClientSession() as http:
+            for told in ({}, {"seed": 7}, {"seed": -1}, {"seed": 2**63}, {"seed": True}):
+                body = {"messages": said("goal: go"), **told}
+                async with http.post(f"{url}/chat/completions", json=body) as answer:
+                    found.append(answer.status)
+        return found
+
+    assert asyncio.run(work()) == [200, 200, 200, 400, 400]
+    assert parrot.seeds == [None, 7, 2**63 - 1]
 
 
 def test_the_policy_listens_where_it_is_told_and_a_taken_port_is_named() -> None:

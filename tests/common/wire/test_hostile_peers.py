@@ -269,7 +269,7 @@ def test_a_message_without_end_is_ended_and_many_whole_ones_are_not(
 ) -> None:
     for name, value in (
         ("MAX_TOLD_BYTES", 64),
-        ("MAX_MESSAGE_BYTES", 2_500_000),
+        ("MAX_UNHEARD_BYTES", 2_500_000),
         ("CHECK_ALL_S", 0),
     ):
         monkeypatch.setattr(connections_module, name, value)
