@@ -23,6 +23,7 @@ try:
     from common.config.load import config_as_yaml, without_secrets
     from common.config.run_config import RunConfig
     from common.errors import ConfigError
+    from common.host.surroundings import settle_surroundings, start_with_plain_settings
     from common.launch import commands
     from common.log import configure_logging
     from common.repository import ROOT
@@ -239,7 +240,7 @@ def dispatch(request: Request) -> int:
         serve = Later("envhub.command:run_hub")
         return serve(request.overrides, root=ROOT, is_dry=request.is_dry, say=say_now)
     command = COMMANDS[request.command]
-    cfg = command.load(request)
+    cfg = commands.on_loopback(command.load(request))
     check = command.check_dry if request.is_dry and command.check_dry else command.check
     check(cfg)
     if request.is_dry:
@@ -275,6 +276,7 @@ def main(argv: list[str]) -> int:
             request = replace(request, config=str(Path(request.config).resolve()))
         if request.key is not None:
             request = replace(request, key=str(Path(request.key).absolute()))
+        settle_surroundings(os.environ)
         os.chdir(ROOT)
         return dispatch(request)
     except ConfigError as error:
@@ -289,4 +291,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    start_with_plain_settings()
     sys.exit(main(sys.argv[1:]))

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from common.host.loopback import loopback
+
 KNOCK_S = 2.0
 
 
@@ -54,7 +56,7 @@ async def open_door(root: Path) -> Door | None:
             if door.host != socket.gethostname():
                 continue
             async with asyncio.timeout(KNOCK_S):
-                _, writer = await asyncio.open_connection("127.0.0.1", urlsplit(door.url).port)
+                _, writer = await asyncio.open_connection(loopback(), urlsplit(door.url).port)
             writer.close()
             return door
     return None

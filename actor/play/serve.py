@@ -23,13 +23,14 @@ from actor.rollout.render import Renderer
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError, EngineError
+from common.host.loopback import IPV4, IPV6, family_of, loopback
 from common.store.run_dir import RunDir
+from common.wire.addresses import bracketed
 from common.wire.security import write_private
 
 if TYPE_CHECKING:
     from actor.engine.engine import Engine
 
-HOST = "127.0.0.1"
 ADAPTERS = "adapter_config.json"
 MAX_HEAT = 2.0  # of a request's temperature
 ROLES = ("user", "assistant")
@@ -104,7 +105,7 @@ def _temperature(body: dict[str, Any]) -> float | None:
 
 def _is_of_a_page(request: web.Request) -> bool:
     """Return whether a browser asks for a page of elsewhere, perhaps under a name of its own."""
-    return "origin" in request.headers or request.url.host not in ("127.0.0.1", "localhost")
+    return "origin" in request.headers or request.url.host not in (IPV4, IPV6, "localhost")
 
 
 def _error(status: int, text: str) -> web.Response:
@@ -114,7 +115,8 @@ def _error(status: int, text: str) -> web.Response:
 def bound(port: int) -> socket.socket:
     """Return what will listen at a port of this machine; 0: a free one. Raises: ConfigError."""
     try:
-        return socket.create_server((HOST, port))
+        host = loopback()
+        return socket.create_server((host, port), family=family_of(host))
     except OSError as error:
         raise ConfigError(f"policy.port={port}: {error.strerror}") from error
 
@@ -129,7 +131,7 @@ async def listening(chat: Chat, place: socket.socket | None = None) -> AsyncGene
     try:
         await web.SockSite(runner, place or bound(0)).start()
         host, port = runner.addresses[0][:2]
-        yield f"http://{host}:{port}/v1"
+        yield f"http://{bracketed(host)}:{port}/v1"
     finally:
         await runner.cleanup()
 

@@ -166,6 +166,20 @@ def reachable_at(cfg: RunConfig, host: str) -> RunConfig:
     return replace(cfg, **own)
 
 
+def on_loopback(cfg: RunConfig) -> RunConfig:
+    """Return a config whose roles listen on ::1 where this machine has no 127.0.0.1."""
+    from common.host.loopback import IPV4, loopback
+
+    if loopback() == IPV4:
+        return cfg
+    own = {
+        name: replace(section, host=loopback())
+        for name in ("scheduler", "learner", "envhub")
+        if (section := getattr(cfg, name)).host == IPV4
+    }
+    return replace(cfg, **own)
+
+
 def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes: int) -> None:
     from common.report.write import summary, write_report
     from common.store.run_start import mark_finished
