@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.config.compute import WeightsTransport
+from common.wire.collective import SLICE
 from learner.weights.membership import SILENT_AFTER_S, Member
 
 
