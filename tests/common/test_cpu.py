@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.cpu import CpuWatch, busy_s, cores_here, cpu_metrics, cpu_seconds, family_cpu_s
+from common.cpu import CpuWatch, busy_s, cpu_metrics, cpu_seconds, family_cpu_s
+from common.host.cores import cores_here
 from common.stall.beacon import boot_id
 from common.store.run_dir import RunDir
 
@@ -116,13 +117,15 @@ for _ in range(2):
 
 
 def test_quota_of_a_container_bounds_its_cores_and_what_is_busy_in_it(tmp_path: Path) -> None:
-    own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().strip("/")
-    folder = tmp_path / own
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "cgroup").write_text("0::/pod/app\n", encoding="utf-8")
+    mount = f"30 23 0:1 / {tmp_path} rw - cgroup2 cgroup2 rw\n"
+    (tmp_path / "mountinfo").write_text(mount, encoding="utf-8")
+    folder = tmp_path / "pod" / "app"
+    folder.mkdir(parents=True)
+    (folder / "cpu.max").write_text("max 100000\n", encoding="utf-8")
     assert cores_here(tmp_path) == len(os.sched_getaffinity(0))
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    (tmp_path / "cpu.stat").write_text("usage_usec 7250000\nuser_usec 1\n")
+    (tmp_path / "cpu.max").write_text("50000 100000\n", encoding="utf-8")
+    (tmp_path / "cpu.stat").write_text("usage_usec 7250000\nuser_usec 1\n", encoding="utf-8")
     assert cores_here(tmp_path) == 0.5
     assert busy_s(tmp_path) == 7.25
 
