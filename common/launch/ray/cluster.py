@@ -19,7 +19,7 @@ from common.checks.memory_plan import is_elsewhere
 from common.config.run_config import RaySection, RunConfig
 from common.errors import ConfigError
 from common.host.cores import num_cores
-from common.host.loopback import loopback
+from common.host.loopback import IPV6, loopback
 from common.launch.base import RoleStarter
 from common.launch.ray.placement import Node, num_cpus_wanted, place
 from common.store.run_dir import RunDir
@@ -116,6 +116,11 @@ def open_cluster(section: RaySection, *, num_cpus: float) -> Generator[list[Node
     """
     address = cluster_address(section)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if not address and loopback() == IPV6:
+        raise ConfigError(
+            "launcher=ray: Ray listens on 127.0.0.1, and this machine has ::1 only; take"
+            " launcher=local, or `ip address add 127.0.0.1/8 dev lo`"
+        )
     if ":" in address:
         _check_answers(address)
     with contextlib.ExitStack() as stack:
