@@ -44,7 +44,7 @@ def remove_left(root: Path) -> None:
     """Remove the doors of actors of this machine that were killed."""
     for path in door_path(root, "").parent.glob("chat-*"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            if Door(**json.loads(path.read_text())).is_left:
+            if Door(**json.loads(path.read_text(encoding="utf-8"))).is_left:
                 path.unlink()
 
 
@@ -52,7 +52,7 @@ async def open_door(root: Path) -> Door | None:
     """Return a door of the run below `root` that somebody is behind, None if there is none."""
     for path in sorted(door_path(root, "").parent.glob("chat-*")):
         with contextlib.suppress(OSError, ValueError, TypeError, TimeoutError):
-            door = Door(**json.loads(path.read_text()))
+            door = Door(**json.loads(path.read_text(encoding="utf-8")))
             if door.host != socket.gethostname():
                 continue
             async with asyncio.timeout(KNOCK_S):

@@ -227,7 +227,7 @@ def base_of(folder: Path) -> tuple[Path, LoraSection]:
     path = folder / ADAPTERS
     if not path.is_file():
         return folder, FULL
-    told = cast(dict[str, Any], json.loads(path.read_text()))
+    told = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
     base = told.get("base_model_name_or_path")
     if not base or not Path(base).is_dir():
         raise ConfigError(f"{path}: adapters to {base}, which is not on this machine")

@@ -99,7 +99,7 @@ def compiler_problem() -> str:
     command = [compiler, "-fsyntax-only", "-x", "c++", "-I", headers, "-"]
     try:
         done = subprocess.run(
-            command, input=source, capture_output=True, text=True, timeout=_TIMEOUT_S
+            command, input=source, capture_output=True, encoding="utf-8", timeout=_TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{compiler} does not answer: {error}"

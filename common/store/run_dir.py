@@ -69,7 +69,7 @@ class RunDir:
     def find_address(self, role: str) -> str | None:
         """Return where `role` listens now, None if it has not said so. Does not wait."""
         try:
-            return (self.addresses / role).read_text().strip()
+            return (self.addresses / role).read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return None
 
@@ -113,7 +113,7 @@ def write_atomically(
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with opened(lambda: temporary.open("w")) as handle:
+        with opened(lambda: temporary.open("w", encoding="utf-8")) as handle:
             if mode is not None:
                 os.fchmod(handle.fileno(), mode)
             handle.write(text)

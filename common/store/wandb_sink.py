@@ -87,7 +87,7 @@ class WandbSink:
     def _ended(self) -> set[str]:
         """Return the evaluations that have ended: those before training, and those beside it."""
         try:
-            lines = (self._run_dir.root / "eval.jsonl").read_text().splitlines()
+            lines = (self._run_dir.root / "eval.jsonl").read_text(encoding="utf-8").splitlines()
             beside = [str(as_map(json.loads(line)).get("group_id")) for line in lines]
         except (OSError, ValueError):
             beside = []
@@ -185,7 +185,7 @@ class WandbSink:
         self._run = wandb.init(
             project=cfg.log.wandb_project,
             name=f"{cfg.run.name}{job}",
-            id=kept.read_text().strip(),
+            id=kept.read_text(encoding="utf-8").strip(),
             resume="allow" if self.mode is WandbMode.ONLINE else None,
             dir=str(run_dir.root),
             config=dataclasses.asdict(without_secrets(cfg)),

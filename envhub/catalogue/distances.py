@@ -39,7 +39,7 @@ def measured(spec: EnvSpec, subset: str, options: EnvsSection) -> Turns:
         return {}
     path = _folder() / f"{spec.name}-{_digest(spec, subset, options)}.json"
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         pass
     sizes = {"train": spec.subsets[subset].num_train, "test": spec.subsets[subset].num_test}

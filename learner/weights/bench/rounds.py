@@ -73,7 +73,7 @@ def receivers(plan: list[str], *, cut: Cut, route: Route) -> Iterator[Side]:
         )
         peers = replace(told, device=route.peer_device)
         log = Path(folder) / "receivers.log"
-        with log.open("w") as errors:
+        with log.open("w", encoding="utf-8") as errors:
             processes = [
                 _start(replace(peers, rank=1 + index), errors)
                 for index in range(route.num_receivers)
@@ -86,7 +86,9 @@ def receivers(plan: list[str], *, cut: Cut, route: Route) -> Iterator[Side]:
             if any(codes):
                 raise WeightSyncError(f"receivers ended with {codes}")
         except (WeightSyncError, subprocess.TimeoutExpired) as error:
-            raise WeightSyncError(f"{error}; receiver: {log.read_text()[-500:]}") from error
+            raise WeightSyncError(
+                f"{error}; receiver: {log.read_text(encoding='utf-8')[-500:]}"
+            ) from error
         finally:
             for process in processes:
                 process.kill()
