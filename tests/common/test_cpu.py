@@ -19,7 +19,7 @@ BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); i
 
 def test_what_descendants_use_is_counted_by_role_and_goes_on_with_the_run(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
-    run_dir.ledger.write_text('{"trained": 2}')
+    run_dir.ledger.write_text('{"trained": 2}', encoding="utf-8")
     assert cpu_metrics(run_dir) == {}
     argv = [sys.executable, "-c", BURN, "run.py actor"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -135,12 +135,14 @@ def test_roles_of_other_nodes_are_counted_once_by_what_they_tell(tmp_path: Path)
     run_dir.alive.mkdir()
     told = {"boot_id": boot_id(), "began_at": 0.0, "written_at": 0.0}
     own = {"name": "actor-0", "role": "actor", "incarnation": "a", "cpu_s": 900.0}
-    (run_dir.alive / "actor-0.json").write_text(json.dumps({**told, "pid": os.getpid()}))
+    (run_dir.alive / "actor-0.json").write_text(
+        json.dumps({**told, "pid": os.getpid()}), encoding="utf-8"
+    )
     joined = {"name": "two", "role": "actor", "incarnation": "b", "cpu_s": 40.0}
     hub = {"name": "h", "role": "envhub", "incarnation": "c", "cpu_s": 5.0}
 
     def look(watch: CpuWatch, *actors: dict[str, object]) -> dict[str, float]:
-        run_dir.status.write_text(json.dumps({"actors": actors, "hubs": [hub]}))
+        run_dir.status.write_text(json.dumps({"actors": actors, "hubs": [hub]}), encoding="utf-8")
         watch._next = 0.0
         watch.sample()
         return cpu_metrics(run_dir)
@@ -159,7 +161,7 @@ def test_roles_of_other_nodes_are_counted_once_by_what_they_tell(tmp_path: Path)
 def test_what_a_launcher_before_left_in_the_status_is_not_counted_again(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     actor = {"name": "actor-0", "role": "actor", "incarnation": "a", "cpu_s": 900.0}
-    run_dir.status.write_text(json.dumps({"actors": [actor]}))
+    run_dir.status.write_text(json.dumps({"actors": [actor]}), encoding="utf-8")
     os.utime(run_dir.status, (1.0, 1.0))
     CpuWatch(run_dir).sample()
     assert "cpu/actor_s" not in cpu_metrics(run_dir)

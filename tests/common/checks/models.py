@@ -27,7 +27,7 @@ def write_model(folder: Path, *, num_rest: int = 357_898_112, **changes: Any) ->
     """
     folder.mkdir(parents=True)
     sizes = HALF_BILLION | changes
-    (folder / "config.json").write_text(json.dumps(sizes))
+    (folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
     (folder / "tokenizer.json").touch()
     shapes = {
         "model.embed_tokens.weight": [sizes["vocab_size"], sizes["hidden_size"]],

@@ -87,7 +87,7 @@ def test_cache_folder_that_cannot_be_written_is_named(
     stranger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/usr/none/below")
-    with pytest.raises(ConfigError, match="^XDG_CACHE_HOME=/usr/none/below: it cannot be written"):
+    with pytest.raises(ConfigError, match=r"^XDG_CACHE_HOME=/usr/none/below: it cannot be written"):
         check_caches()
     monkeypatch.setenv("XDG_CACHE_HOME", str(stranger / "below"))
     check_caches()

@@ -37,7 +37,7 @@ def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) 
     write_atomically(path, "one")
     write_atomically(path, "two")
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
-    assert path.read_text() == "two"
+    assert path.read_text(encoding="utf-8") == "two"
 
 
 def test_what_dead_writers_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ def test_auto_is_offline_when_nobody_is_logged_in() -> None:
 
 def test_auto_is_online_when_the_environment_or_netrc_has_a_key(tmp_path: Path) -> None:
     assert choose_mode(AUTO, {**NOBODY, "WANDB_API_KEY": "k" * 40}) is WandbMode.ONLINE
-    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n login user\n password abc\n")
+    (tmp_path / ".netrc").write_text(
+        "machine api.wandb.ai\n login user\n password abc\n", encoding="utf-8"
+    )
     assert choose_mode(AUTO, {"HOME": str(tmp_path)}) is WandbMode.ONLINE
 
 
@@ -37,9 +39,9 @@ def test_account_is_not_seen_when_the_netrc_file_is_of_another_host_or_broken(
     tmp_path: Path,
 ) -> None:
     netrc = tmp_path / "netrc"
-    netrc.write_text("machine example.org\n login user\n password abc\n")
+    netrc.write_text("machine example.org\n login user\n password abc\n", encoding="utf-8")
     assert not has_account({**NOBODY, "NETRC": str(netrc)})
-    netrc.write_text("machine machine password")
+    netrc.write_text("machine machine password", encoding="utf-8")
     assert not has_account({**NOBODY, "NETRC": str(netrc)})
 
 
@@ -98,7 +100,7 @@ def test_unknown_mode_is_refused_by_name(wish: str) -> None:
 def test_variable_that_disables_wandb_is_honoured(value: str, mode: WandbMode) -> None:
     environ = {**NOBODY, "WANDB_API_KEY": "k" * 40, "WANDB_DISABLED": value}
     assert choose_mode(AUTO, environ) is mode
-    with pytest.raises(ConfigError, match="^WANDB_DISABLED=perhaps: must be true or false"):
+    with pytest.raises(ConfigError, match=r"^WANDB_DISABLED=perhaps: must be true or false"):
         choose_mode(AUTO, {**environ, "WANDB_DISABLED": "perhaps"})
 
 
@@ -126,7 +128,7 @@ def run_sink(root: Path, script: str, **environ: str) -> subprocess.CompletedPro
         env={**kept, "HOME": str(home), **environ},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=120,
     )
 
