@@ -143,7 +143,7 @@ def test_numbers_of_unlike_gpus_follow_the_bus() -> None:
 
 
 def test_numbers_by_speed_are_refused_for_unlike_gpus() -> None:
-    with pytest.raises(ConfigError, match="^CUDA_DEVICE_ORDER=FASTEST_FIRST: .*H100.*L4"):
+    with pytest.raises(ConfigError, match=r"^CUDA_DEVICE_ORDER=FASTEST_FIRST: .*H100.*L4"):
         shown_gpus(WHOLE, "0", "FASTEST_FIRST")
     (named,) = shown_gpus(WHOLE, "GPU-22", "FASTEST_FIRST")
     assert named.name == "NVIDIA L4"
