@@ -63,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",
+        errors="replace",
     ) as pip:
         assert pip.stdout is not None
         for line in pip.stdout:

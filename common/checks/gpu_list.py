@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from common.errors import ConfigError
 
 GIB = 1 << 30
-_SLICE = re.compile(r"\s+MIG (\d+g\.(\d+)gb\S*)\s+Device\s+(\d+):\s+\(UUID: (MIG-[^)]+)\)")
+_SLICE = re.compile(
+    r"\s+MIG ((?:\d+c\.)?\d+g\.(\d+)gb\S*)\s+Device\s+(\d+):\s+\(UUID: (MIG-[^)]+)\)"
+)
 _WHOLE = re.compile(r"GPU \d+: (.*) \(UUID: (GPU-[^)]+)\)")
 _OLD_SLICE = re.compile(r"MIG-(GPU-[^/]+)/(\d+)/(\d+)")
 

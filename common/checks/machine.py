@@ -99,7 +99,12 @@ def compiler_problem() -> str:
     command = [compiler, "-fsyntax-only", "-x", "c++", "-I", headers, "-"]
     try:
         done = subprocess.run(
-            command, input=source, capture_output=True, encoding="utf-8", timeout=_TIMEOUT_S
+            command,
+            input=source,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # A compiler may report in another encoding.
+            timeout=_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{compiler} does not answer: {error}"

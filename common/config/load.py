@@ -146,6 +146,7 @@ def git_revision() -> str:
             [*command, "--dirty=+changes"],
             capture_output=True,
             encoding="utf-8",
+            errors="replace",
             timeout=GIT_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired):

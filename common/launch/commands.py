@@ -168,17 +168,18 @@ def reachable_at(cfg: RunConfig, host: str) -> RunConfig:
 
 
 def on_loopback(cfg: RunConfig) -> RunConfig:
-    """Return a config whose roles listen on ::1 where this machine has no 127.0.0.1."""
-    from common.host.loopback import IPV4, loopback
+    """Return a config whose roles listen on the loopback address that this machine has.
 
-    if loopback() == IPV4:
-        return cfg
+    That is ::1 where there is no 127.0.0.1, and the other way round.
+    """
+    from common.host.loopback import IPV4, IPV6, can_bind, loopback
+
     own = {
         name: replace(section, host=loopback())
         for name in ("scheduler", "learner", "envhub")
-        if (section := getattr(cfg, name)).host == IPV4
+        if (host := (section := getattr(cfg, name)).host) in (IPV4, IPV6) and not can_bind(host)
     }
-    return replace(cfg, **own)
+    return replace(cfg, **own) if own else cfg
 
 
 def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes: int) -> None:

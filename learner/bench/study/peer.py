@@ -178,7 +178,7 @@ def peer_python(folder: Path) -> Path:
     ]
     for command in commands:
         done = subprocess.run(
-            command, capture_output=True, encoding="utf-8", timeout=PIP_S, check=False
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=PIP_S
         )
         if done.returncode:
             raise LongstrideError(f"{' '.join(command)}: {done.stderr[-400:].strip()}")

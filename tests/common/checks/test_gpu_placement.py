@@ -103,7 +103,7 @@ SLICED = [
     "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-11aa)",
     "  MIG 1g.10gb     Device  0: (UUID: MIG-41b35595-75b4)",
     "  MIG 3g.40gb     Device  1: (UUID: MIG-9fd21e2b-8e5c)",
-    "  MIG 1g.10gb+me  Device  2: (UUID: MIG-9fd2aaaa-8e5c)",
+    "  MIG 1c.1g.10gb+me  Device  2: (UUID: MIG-9fd2aaaa-8e5c)",
     "GPU 1: NVIDIA L4 (UUID: GPU-22bb)",
 ]
 
