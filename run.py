@@ -23,6 +23,7 @@ try:
     from common.config.load import config_as_yaml, without_secrets
     from common.config.run_config import RunConfig
     from common.errors import ConfigError, NotStarted
+    from common.host.surroundings import settle_surroundings, start_with_plain_settings
     from common.http.environment import keep_loopback_direct
     from common.launch import commands
     from common.launch.base import EXIT_NOT_STARTED
@@ -408,7 +409,7 @@ def prepare_memory(request: Request) -> None:
 
 def run_command(command: Command, request: Request) -> int:
     """Load the configuration, check it, and run the command or show it; return the exit code."""
-    cfg = command.load(request)
+    cfg = commands.on_loopback(command.load(request))
     check = command.check_dry if request.is_dry and command.check_dry else command.check
     if check is not None:
         check(cfg)
@@ -458,6 +459,7 @@ def main(argv: list[str]) -> int:
             request = replace(request, config=str(Path(request.config).resolve()))
         if request.key is not None:
             request = replace(request, key=str(Path(request.key).absolute()))
+        settle_surroundings(os.environ)
         os.chdir(ROOT)
         keep_loopback_direct()
         return dispatch(request)
@@ -477,4 +479,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    start_with_plain_settings()
     sys.exit(main(sys.argv[1:]))

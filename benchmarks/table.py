@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import logging
 import math
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -14,6 +13,7 @@ from typing import Any, TextIO
 
 from common.checks.machine import gpus, memory_bytes
 from common.errors import LongstrideError
+from common.host.cores import cores_here
 
 logger = logging.getLogger(__name__)
 
@@ -184,11 +184,11 @@ class BenchTable:
 def machine() -> dict[str, Any]:
     """Return what a figure was measured on: processor, cores, memory, GPUs."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores_here(),
         "memory_bytes": memory_bytes()[0],
         "gpus": [{"name": gpu.name, "memory_bytes": gpu.memory_bytes} for gpu in gpus()],
     }

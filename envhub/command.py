@@ -9,6 +9,7 @@ from common.config.curriculum import TaskSection, subsets_in_use, why_not_far
 from common.config.load import config_as_yaml, load_config, without_secrets
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.launch.commands import on_loopback
 from common.log import configure_logging
 from common.repository import ROOT
 from common.store.run_dir import RunDir
@@ -175,7 +176,8 @@ def spell_out(overrides: Sequence[str]) -> list[str]:
 
 def _load_alone(overrides: Sequence[str], *, root: Path) -> RunConfig:
     """Return the config of a hub that belongs to no run; there is no model in it."""
-    return load_config(None, ["model.path=unset", *spell_out(overrides)], root=root)
+    overrides = ["model.path=unset", *spell_out(overrides)]
+    return on_loopback(load_config(None, overrides, root=root))
 
 
 def _lacking(names: Sequence[str], cfg: RunConfig) -> list[str]:

@@ -309,7 +309,7 @@ def _listener(host: str, port: int) -> socket.socket:
 def _previous_port(run_dir: RunDir) -> int:
     """Return the port of a hub that this one replaces, since its clients look there; else 0."""
     path = run_dir.addresses / "envhub"
-    return int(path.read_text().rpartition(":")[2]) if path.exists() else 0
+    return int(path.read_text(encoding="utf-8").rpartition(":")[2]) if path.exists() else 0
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from common.config.compute import WeightsTransport
 from common.config.run_config import RunConfig, TrainMode
+from common.host.cores import num_cores
 from common.store.journal import JournalWriter
 from common.store.metrics import MetricsWriter
 from common.store.run_dir import RunDir, remove_partial_files
@@ -234,7 +235,7 @@ def _trainer(
 
 def _spare_cores(cfg: RunConfig) -> int:
     """Return how many cores each rank may take: engines on CPUs have one thread each."""
-    return (len(os.sched_getaffinity(0)) - cfg.actor.num_engines) // cfg.learner.num_ranks
+    return (num_cores() - cfg.actor.num_engines) // cfg.learner.num_ranks
 
 
 def _publisher(run: RunConfig, run_dir: RunDir, keys: RunKeys, gate: Gate) -> Publisher:

@@ -278,18 +278,60 @@ def test_caught_error_has_one_name() -> None:
     assert other == []
 
 
-def test_command_line_leaves_the_environment_as_it_is() -> None:
+TEXT_MODES = {kind + plus for kind in "rwax" for plus in ("", "+", "t")}
+OPENERS = ("open", "fdopen", "NamedTemporaryFile", "TemporaryFile", "SpooledTemporaryFile")
+STARTERS = ("run", "Popen", "call", "check_call", "check_output")
+
+
+def _called(call: ast.Call) -> str:
+    """Return the last word of what is called, such as `open` of `path.open`."""
+    found = call.func
+    if isinstance(found, ast.Attribute):
+        return found.attr
+    return found.id if isinstance(found, ast.Name) else ""
+
+
+def _opens_text_in_the_encoding_of_the_locale(call: ast.Call) -> bool:
+    named = {each.arg: each.value for each in call.keywords}
+    if "encoding" in named or None in named:
+        return False
+    name, is_method = _called(call), isinstance(call.func, ast.Attribute)
+    if name in STARTERS:
+        return bool({"text", "universal_newlines"} & named.keys())
+    if name in ("read_text", "write_text", "FileHandler"):
+        return is_method and not (name == "read_text" and call.args)
+    values = [*call.args, *(value for key, value in named.items() if key == "mode")]
+    words = [v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)]
+    is_binary = any("b" in each for each in words if len(each) <= 3)
+    if name == "open" and not is_method:
+        return not is_binary
+    return name in OPENERS and bool(TEXT_MODES & {*words})
+
+
+def test_every_text_file_and_pipe_names_its_encoding() -> None:
+    folders = (*PACKAGES, "benchmarks", "tests", "docs")
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    unnamed = [
+        f"{_name(path)}:{node.lineno}"
+        for path in [ROOT / "run.py", *files]
+        for node in _nodes(path)
+        if isinstance(node, ast.Call) and _opens_text_in_the_encoding_of_the_locale(node)
+    ]
+    assert unnamed == []
+
+
+def test_command_line_keeps_the_variables_of_the_user() -> None:
     code = (
         "import os\nbefore = dict(os.environ)\nimport run\n"
         "try:\n    run.main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "assert dict(os.environ) == before"
+        "assert {name: os.environ.get(name) for name in before} == before"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=30,
     )
     assert done.returncode == 0, done.stderr
@@ -304,7 +346,7 @@ def test_help_imports_no_heavy_library_and_answers_within_a_second() -> None:
         "assert time.process_time() < 1.0, time.process_time()\n"  # of our own, whoever else works
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=30
     )
     assert done.returncode == 0, done.stderr
 

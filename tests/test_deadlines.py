@@ -80,7 +80,7 @@ def _waits_in(node: ast.AST, function: str = "", *, is_bound: bool = False) -> I
 
 def _unbound(path: Path) -> list[str]:
     name = path.relative_to(ROOT).as_posix()
-    found = [f"{name}:{each}" for each in _waits_in(ast.parse(path.read_text()))]
+    found = [f"{name}:{each}" for each in _waits_in(ast.parse(path.read_text(encoding="utf-8")))]
     return [each for each in found if not each.startswith(tuple(ALLOWED))]
 
 
@@ -117,6 +117,6 @@ def test_every_exception_of_the_law_is_needed() -> None:
     found = [
         f"{path.relative_to(ROOT).as_posix()}:{each}"
         for path in paths
-        for each in _waits_in(ast.parse(path.read_text()))
+        for each in _waits_in(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert [key for key in ALLOWED if not any(each.startswith(key) for each in found)] == []

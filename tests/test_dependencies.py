@@ -29,7 +29,7 @@ BY_NAME = {
 THEIRS = "envhub/interop/verifiers/theirs/"  # runs with an interpreter of verifiers' own
 LOCKS = ("requirements-cpu.lock", "requirements-gpu.lock")
 
-project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def canonical(name: str) -> str:
@@ -49,7 +49,7 @@ def imported(paths: Iterable[Path]) -> dict[str, str]:
     own = {*PACKAGES, "benchmarks", "run", "tests", *sys.stdlib_module_names}
     found: dict[str, str] = {}
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for top in {name.partition(".")[0] for name in names} - own:
@@ -76,7 +76,7 @@ def outside_the_wheel() -> list[Path]:
 
 def locked(lock: str) -> set[str]:
     """Return the names that a lock file pins."""
-    lines = (ROOT / lock).read_text().splitlines()
+    lines = (ROOT / lock).read_text(encoding="utf-8").splitlines()
     return {canonical(line.partition("==")[0]) for line in lines if re.match(r"[\w.-]+==", line)}
 
 

@@ -70,7 +70,7 @@ async def measure(run_dir: RunDir, window_s: float) -> dict[str, dict[str, float
     llm, _ = start_llm(cfg.model, cfg.actor, seed=cfg.run.seed, meter=None)
     engine = BareEngine(llm)
     try:
-        turns = json.loads((run_dir.root / "turns.json").read_text())
+        turns = json.loads((run_dir.root / "turns.json").read_text(encoding="utf-8"))
         report = {"alone": await _replay(engine, turns, cfg.actor.max_concurrent, window_s)}
         for name, turns_per_update in {"kept": LONG_TURNS, "dropped": TURNS_PER_UPDATE}.items():
             before = engine.done()

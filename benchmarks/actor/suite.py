@@ -102,7 +102,9 @@ def measure_run(name: str, *, folder: Path) -> dict[str, float]:
     episodes = arrived(run_dir, begin, end)
     if not episodes:
         raise LongstrideError(f"run {name}: no episode in {WINDOW_S:g}s, see {child.log_path}")
-    (run_dir / "turns.json").write_text(json.dumps([turns_of(each) for each in episodes]))
+    (run_dir / "turns.json").write_text(
+        json.dumps([turns_of(each) for each in episodes]), encoding="utf-8"
+    )
     return {
         "prompt": sum(each.num_prompt_tokens for each in episodes),
         "cached": sum(each.num_cached_tokens for each in episodes),
@@ -130,7 +132,7 @@ def measure_alone(run_dir: Path) -> dict[str, dict[str, float]]:
         check_end(child)
     finally:
         child.stop(timeout_s=5.0)
-    return json.loads((run_dir / "alone.json").read_text())
+    return json.loads((run_dir / "alone.json").read_text(encoding="utf-8"))
 
 
 def turns_of(episode: Trajectory) -> list[tuple[list[int], int]]:

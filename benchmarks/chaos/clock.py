@@ -99,7 +99,7 @@ def make_clock(folder: Path) -> JumpingClock | None:
     if compiler is None:
         return None
     source, library = folder / "clock.c", folder / "clock.so"
-    source.write_text(SOURCE)
+    source.write_text(SOURCE, encoding="utf-8")
     command = (compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl")
     subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
     return JumpingClock(library, folder / "clock.ahead")

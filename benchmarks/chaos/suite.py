@@ -244,7 +244,7 @@ def read_engines(run_dir: RunDir) -> list[float]:
     """Return the seconds that each engine's start took, as the actors' logs say."""
     found: list[float] = []
     for log in sorted(run_dir.logs.glob("actor-*.log")):
-        for line in log.read_text(errors="replace").splitlines():
+        for line in log.read_text(errors="replace", encoding="utf-8").splitlines():
             if "engine ready took_s=" in line:
                 found.append(float(line.partition("took_s=")[2].split()[0]))
     return found
@@ -313,11 +313,11 @@ def add_end(table: BenchTable, run_dir: RunDir, *, num_steps: int, story: Story)
     ledger = read_json(run_dir.ledger)
     parts = ("trained", "filtered", "stale", "failed", "in_flight")
     unaccounted = abs(ledger["issued"] - sum(ledger[part] for part in parts))
-    logged = [json.loads(line) for line in run_dir.steps.read_text().splitlines()]
+    logged = [json.loads(line) for line in run_dir.steps.read_text(encoding="utf-8").splitlines()]
     steps = [step for step in logged if not step.get("skipped")]
     trained = Counter(name for step in steps for group in step["groups"] for name in group)
     num_twice = sum(times - 1 for times in trained.values())
-    log = (run_dir.logs / "learner.log").read_text(errors="replace")
+    log = (run_dir.logs / "learner.log").read_text(errors="replace", encoding="utf-8")
     made = {step["version"] for step in steps}
     table.at_most("episodes lost", ledger["lost"] + unaccounted, "", 0)
     table.at_most("episodes trained twice", num_twice, "", 0)

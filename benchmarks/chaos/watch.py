@@ -76,7 +76,7 @@ class Watch:
 def read_json(path: Path) -> dict[str, Any]:
     """Return what a file holds, nothing if it is not there."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
 

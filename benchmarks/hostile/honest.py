@@ -12,8 +12,9 @@ import numpy as np
 import zmq
 
 from common.errors import LongstrideError
+from common.host.loopback import loopback
 from common.http.blocking import own_connection
-from common.wire.addresses import LOOPBACK, SAME_MACHINE, host_of, with_host
+from common.wire.addresses import SAME_MACHINE, host_of, with_host
 from common.wire.codec import decode, encode
 from common.wire.join_messages import Directory
 from common.wire.messages import (
@@ -126,7 +127,7 @@ class Actor:
         found = self._lines["scheduler"].ask(beat, Directory)
         if found.learner:
             for name, at in (("trajectories", found.learner), ("weights", found.weights)):
-                here = with_host(at, LOOPBACK) if host_of(at) == SAME_MACHINE else at
+                here = with_host(at, loopback()) if host_of(at) == SAME_MACHINE else at
                 self.addresses[name] = here
                 self._lines[name] = Line(self._context, self._keys, here)
         return bool(found.learner)

@@ -33,7 +33,7 @@ class BatchShape:
 
 ModelShape = Mapping[str, int]  # of a Qwen3, in transformers' own names
 _MODELS = Path(__file__).with_name("models.yaml")
-MODELS: dict[str, ModelShape] = yaml.safe_load(_MODELS.read_text())
+MODELS: dict[str, ModelShape] = yaml.safe_load(_MODELS.read_text(encoding="utf-8"))
 
 # Like quickstart at step 100: 64 episodes of about 200 tokens, about 30 of them sampled.
 QUICKSTART = BatchShape(

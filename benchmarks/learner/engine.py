@@ -100,7 +100,7 @@ def measure_engine(
     finally:
         child.clear_away()  # vLLM's own processes with it
         publisher.stop()
-    figures: dict[str, Any] = json.loads(report.read_text())
+    figures: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     return EngineFigures(
         start_s=figures["start_s"],
         tokens_per_s=figures["tokens_per_s"],

@@ -26,7 +26,9 @@ WARM_UP_STEPS = 2  # that wait for engines and first episodes
 MIN_SIMULATED_RATIO = 2.0
 MIN_RUN_RATIO = 1.6
 
-_WRITTEN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tail.yaml").read_text())
+_WRITTEN: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("tail.yaml").read_text(encoding="utf-8")
+)
 BASE: list[str] = [*_WRITTEN["base"], f"groups.size={GROUP_SIZE}", f"train.num_steps={NUM_STEPS}"]
 SLOW_ENV: list[str] = _WRITTEN["slow_env"]
 
@@ -67,7 +69,10 @@ def _add(table: BenchTable, where: str, per_h: list[float], bound: float) -> Non
 
 def trained_per_h(run_dir: Path) -> float:
     """Return the episodes that a run trained per hour, its first steps left out."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     steps = [line for line in lines if "wait/batch_s" in line]
     before, later = steps[WARM_UP_STEPS - 1], steps[WARM_UP_STEPS:]
     num_groups = sum(line["groups/trained"] for line in later)

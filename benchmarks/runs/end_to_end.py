@@ -54,7 +54,7 @@ def add_runs(table: BenchTable, folder: Path) -> None:
 
 def window(metrics: Path) -> tuple[float, float]:
     """Return the episodes that arrived between the first and the last step, and the seconds."""
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     steps = {line["step"]: line for line in lines if "wait/batch_s" in line}
     later = range(FIRST_STEP + 1, LAST_STEP + 1)
     took_s = steps[LAST_STEP]["time_s"] - steps[FIRST_STEP]["time_s"]

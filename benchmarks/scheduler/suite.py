@@ -151,7 +151,9 @@ def measure_floor(cfg: RunConfig, play: Play) -> Served:
     child = ChildProcess("floor", argv, log_path=run_dir.root / "floor.txt", cwd=ROOT)
     try:
         child.wait_until(port_file.exists, timeout_s=START_S)
-        return _let_play(cfg, play, run_dir, psutil.Process(child.pid), port_file.read_text())
+        return _let_play(
+            cfg, play, run_dir, psutil.Process(child.pid), port_file.read_text(encoding="utf-8")
+        )
     finally:
         child.stop(timeout_s=STOP_S)
 
@@ -198,7 +200,9 @@ def _measure(
     took_s = time.monotonic() - started
     num, cpu_s = learner.num_arrived - num_before, _cpu_s(process) - cpu_before
     is_scheduler = run_dir.status.exists()  # the floor has none
-    actors = json.loads(run_dir.status.read_text())["actors"] if is_scheduler else []
+    actors = (
+        json.loads(run_dir.status.read_text(encoding="utf-8"))["actors"] if is_scheduler else []
+    )
     ordered = sorted(peers.answer_s)
     return Served(
         num_connected=sum(not each["is_dead"] for each in actors),

@@ -67,7 +67,7 @@ def load_outcome(path: Path) -> tuple[Outcome, list[str]]:
     Raises: ConfigError: it is no such file.
     """
     try:
-        told = json.loads(path.read_text())
+        told = json.loads(path.read_text(encoding="utf-8"))
         plain: dict[str, Any] = told["outcome"]
         points = tuple(_point(each) for each in plain.pop("points"))
         pairs: dict[str, Any] = {n: tuple(plain.pop(n)) for n in ("after_ci95", "gain_ci95")}
@@ -82,7 +82,7 @@ def _point(plain: dict[str, Any]) -> Point:
 
 
 def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:
-    report = json.loads((run / "report.json").read_text())
+    report = json.loads((run / "report.json").read_text(encoding="utf-8"))
     steps = [line for line in _read_lines(run / "metrics.jsonl") if line["step"]]
     none = {"success": float("nan"), "ci95": [float("nan")] * 2}
     before, gain = report["before"] or none, report["gain"] or none
@@ -182,7 +182,7 @@ def interval(value: float, ci95: tuple[float, float], *, is_gain: bool = False) 
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def is_begun(made: Path, overrides: Sequence[str]) -> bool:
@@ -193,7 +193,7 @@ def is_begun(made: Path, overrides: Sequence[str]) -> bool:
     told = made.with_name(f"{made.name}.told")
     if not told.exists():
         return False
-    if sorted(json.loads(told.read_text())) != sorted(overrides):
+    if sorted(json.loads(told.read_text(encoding="utf-8"))) != sorted(overrides):
         raise ConfigError(
             f"{made} was begun with other settings ({told.name}): give study.folder=NAME for"
             f" another study, or remove {made} and {told}"

@@ -136,11 +136,13 @@ def _theirs(plan: _Plan) -> Played:
         overrides = merged(plan.overrides, [f"run.seed={plan.seed}"])
         settings = {"overrides": overrides, "keep_every_steps": KEEP_EVERY_STEPS, "out": str(out)}
         path = plan.folder / "trl.json"
-        path.write_text(json.dumps({**settings, "last_step": plan.length}))
+        path.write_text(json.dumps({**settings, "last_step": plan.length}), encoding="utf-8")
         argv = [str(python), SCRIPT, str(path)]
         _run(argv, plan.folder / "trl.log", root=plan.root, timeout_s=plan.timeout_s())
         (out / "done").touch()
-    lines = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (out / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     kept = {int(each.name.partition("-")[2]): each for each in out.glob("policy-*")}
     return [Step(**line) for line in lines], kept
 
@@ -175,12 +177,14 @@ def peer_python(folder: Path) -> Path:
         [sys.executable, "-m", "pip", "-q", "--python", str(python), "install", REQUIREMENT],
     ]
     for command in commands:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=PIP_S
+        )
         if done.returncode:
             raise LongstrideError(f"{' '.join(command)}: {done.stderr[-400:].strip()}")
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         own = folder / "lib" / version / "site-packages" / "project.pth"
-        own.write_text(f"{sysconfig.get_path('purelib')}\n")
+        own.write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
     (folder / "whole").touch()
     return python
 
@@ -194,7 +198,10 @@ def _ours(plan: _Plan, *, name: str) -> Played:
         cut = [f"train.num_steps={plan.length}", f"learner.min_lr_frac={least}"]
         told = merged(plan.overrides, ["log.live=false", f"run.seed={plan.seed}", *cut, *own])
         train(run_name, told, folder=plan.folder, timeout_s=plan.timeout_s())
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     kept = {int(each.name[5:]): each for each in (run / "checkpoints").glob("step-*")}
     return steps_of(lines, cfg.horizon.stages), kept
 
@@ -233,7 +240,7 @@ def _scored(
     evaluate: Callable[[RunConfig, Path], float],
 ) -> Course:
     path = plan.folder / f"{name.partition('=')[0].replace(' ', '-')}-success.json"
-    known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for step, policy in sorted(kept.items()):
         if str(step) not in known:
             # Of all seeds with the same random numbers.

@@ -108,7 +108,7 @@ def send(folder: Path, number: int) -> None:
 
     It waits for `folder/go`, encoded trajectories at hand.
     """
-    asked = json.loads((folder / "ask.json").read_text())
+    asked = json.loads((folder / "ask.json").read_text(encoding="utf-8"))
     context = zmq.Context()
     keys = load_keys(folder / "keys")
     socket = connect_dealer(context, keys, address=asked["address"])

@@ -79,7 +79,7 @@ def episodes_per_s(folder: Path, num_actors: int, *, warm_up_s: float, measured_
 
 
 def _num_arrived(path: Path) -> int:
-    return json.loads(path.read_text()) if path.exists() else 0
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else 0
 
 
 @contextlib.contextmanager

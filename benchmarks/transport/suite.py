@@ -89,12 +89,12 @@ def measure(end: str, folder: Path, *, measured_s: float) -> Flow:
             floor = (SCHEDULER, str(folder / "keys"), str(port_file))
             scheduler = children.enter_context(_module(folder, *floor))
             scheduler.wait_until(port_file.exists, timeout_s=START_S)
-            RunDir(root=folder).publish_address("scheduler", port_file.read_text())
+            RunDir(root=folder).publish_address("scheduler", port_file.read_text(encoding="utf-8"))
         receiver = children.enter_context(_module(folder, ENDS, end, str(folder)))
         receiver.wait_until((folder / "address").exists, timeout_s=START_S)
         num = int(MAX_PER_S * (WARM_UP_S + measured_s))
-        asked = {"address": (folder / "address").read_text(), "num": num}
-        (folder / "ask.json").write_text(json.dumps(asked))
+        asked = {"address": (folder / "address").read_text(encoding="utf-8"), "num": num}
+        (folder / "ask.json").write_text(json.dumps(asked), encoding="utf-8")
         senders = [
             children.enter_context(_module(folder, ENDS, "sender", str(folder), str(i)))
             for i in range(NUM_SENDERS)
@@ -112,7 +112,7 @@ def measure(end: str, folder: Path, *, measured_s: float) -> Flow:
         for i, sender in enumerate(senders):
             written = folder / f"sent-{i}.json"
             sender.wait_until(written.exists, timeout_s=STOP_S)
-            acked += json.loads(written.read_text())
+            acked += json.loads(written.read_text(encoding="utf-8"))
     num_acked = sum(begin <= at < finish for at in acked)
     return Flow(per_s=num_acked / (finish - begin), cpu_s=cpu_s / max(1, num_acked))
 

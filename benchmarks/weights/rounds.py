@@ -86,7 +86,9 @@ def receivers(plan: list[str], *, cut: Cut, route: Route) -> Iterator[Side]:
             if any(codes):
                 raise WeightSyncError(f"receivers ended with {codes}")
         except WeightSyncError as error:
-            raise WeightSyncError(f"{error}; receiver: {log.read_text()[-500:]}") from error
+            raise WeightSyncError(
+                f"{error}; receiver: {log.read_text(encoding='utf-8')[-500:]}"
+            ) from error
         finally:
             for process in processes:
                 process.clear_away()

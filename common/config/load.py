@@ -70,7 +70,9 @@ def load_told(text: str, overrides: Sequence[str], *, root: Path) -> RunConfig:
 
     Raises: ConfigError: as `load_config`.
     """
-    with tempfile.NamedTemporaryFile("w", prefix="longstride-", suffix=".yaml") as file:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="longstride-", suffix=".yaml", encoding="utf-8"
+    ) as file:
         file.write(text)
         file.flush()
         return load_config(file.name, overrides, root=root)
@@ -131,7 +133,11 @@ def git_revision() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40"]
     try:
         done = subprocess.run(
-            [*command, "--dirty=+changes"], capture_output=True, text=True, timeout=GIT_TIMEOUT_S
+            [*command, "--dirty=+changes"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=GIT_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

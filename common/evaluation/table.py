@@ -21,7 +21,9 @@ class Layout:
 
 LAYOUTS = {  # environment -> its table in the paper
     env: Layout(**each)
-    for env, each in json.loads(Path(__file__).with_name("layouts.json").read_text()).items()
+    for env, each in json.loads(
+        Path(__file__).with_name("layouts.json").read_text(encoding="utf-8")
+    ).items()
 }
 Entry = Mapping[str, Any]  # one evaluated policy of eval.json
 

@@ -96,6 +96,21 @@ def reachable_at(cfg: RunConfig, host: str) -> RunConfig:
     return replace(cfg, **own)
 
 
+def on_loopback(cfg: RunConfig) -> RunConfig:
+    """Return a config whose roles listen on the loopback address that this machine has.
+
+    That is ::1 where there is no 127.0.0.1, and the other way round.
+    """
+    from common.host.loopback import IPV4, IPV6, can_bind, loopback
+
+    own = {
+        name: replace(section, host=loopback())
+        for name in ("scheduler", "learner", "envhub")
+        if (host := (section := getattr(cfg, name)).host) in (IPV4, IPV6) and not can_bind(host)
+    }
+    return replace(cfg, **own) if own else cfg
+
+
 def _point_latest(run_dir: RunDir) -> None:
     latest = run_dir.root.parent / "latest"
     if latest.is_symlink() or not latest.exists():

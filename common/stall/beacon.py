@@ -70,7 +70,7 @@ class Beacon:
         for path in helpers_of(self._path.parent, self._path.stem):
             path.unlink(missing_ok=True)  # of a life before
         self._stacks_path.unlink(missing_ok=True)
-        self._stacks = self._stacks_path.open("a")  # so that it can be cut
+        self._stacks = self._stacks_path.open("a", encoding="utf-8")  # so that it can be cut
         os.environ[STACKS] = f"{os.getpid()}:{self._path.with_suffix('')}"
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self._thread.start()
@@ -168,7 +168,7 @@ def beacon_of(run_dir: RunDir | None, role: str, *, start_s: float) -> Generator
 def boot_id() -> str:
     """Return what names this machine since it was started: its clock, and its process ids."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return socket.gethostname()
 

@@ -1,10 +1,10 @@
 """The user's cache folder of this project."""
 
-import os
 from pathlib import Path
+
+from common.host.surroundings import cache_home
 
 
 def cache_folder() -> Path:
     """Return the folder; it need not exist yet."""
-    own = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(own) / "longstride"
+    return cache_home() / "longstride"

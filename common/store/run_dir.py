@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TextIO, TypeVar, cast
 
 from common.errors import ConfigError, PeerMissing
 
@@ -74,7 +74,7 @@ class RunDir:
     def find_address(self, role: str) -> str | None:
         """Return where `role` listens now, None if it has not said so. Does not wait."""
         try:
-            return (self.addresses / role).read_text().strip()
+            return (self.addresses / role).read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return None
 
@@ -118,9 +118,7 @@ def write_atomically(
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with opened(lambda: temporary.open("w")) as handle:
-            if mode is not None:
-                os.fchmod(handle.fileno(), mode)
+        with opened(lambda: _create(temporary, mode)) as handle:
             handle.write(text)
             if is_durable:
                 handle.flush()
@@ -131,6 +129,15 @@ def write_atomically(
         raise
     if is_durable:
         sync_folder(path.parent)
+
+
+def _create(path: Path, mode: int | None) -> TextIO:
+    """Return an empty text file that has its mode from the beginning, whatever the umask is."""
+    if mode is None:
+        return path.open("w", encoding="utf-8")
+    path.unlink(missing_ok=True)  # A file that was there would keep its mode.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    return os.fdopen(os.open(path, flags, mode), "w", encoding="utf-8")
 
 
 def remove_partial_files(folder: Path) -> None:

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import logging
 import math
-import netrc
 import os
 import re
 import secrets
@@ -17,14 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
 
 from common.config.load import without_secrets
-from common.config.run_config import LogSection, RunConfig, WandbMode
+from common.config.run_config import RunConfig, WandbMode
 from common.store.run_dir import RunDir, write_atomically
 from common.store.status.json_files import as_map
+from common.store.wandb_mode import choose_mode
 
 if TYPE_CHECKING:
     import wandb
@@ -37,7 +35,6 @@ READ_AT_ONCE_S, PAUSE_S = 0.05, 0.1  # beside training
 BEFORE = "before"  # evaluations, which have ended when the first step is logged
 COLUMNS = ("why", "subset", "item", "reward", "turns", "end", "text")  # Of a table of episodes.
 DRAWN = ("eval/", "samples/")
-_DEFAULT_URL = "https://api.wandb.ai"
 
 
 class RunViews(Protocol):
@@ -111,7 +108,7 @@ class WandbSink:
     def _ended(self) -> set[str]:
         """Return the evaluations that have ended: those before training, and those beside it."""
         try:
-            lines = (self._run_dir.root / "eval.jsonl").read_text().splitlines()
+            lines = (self._run_dir.root / "eval.jsonl").read_text(encoding="utf-8").splitlines()
             beside = [str(as_map(json.loads(line)).get("group_id")) for line in lines]
         except (OSError, ValueError):
             beside = []
@@ -190,7 +187,9 @@ class WandbSink:
 
     def _open(self, run_dir: RunDir, cfg: RunConfig) -> None:
         run_dir.root.mkdir(parents=True, exist_ok=True)
-        os.environ["WANDB_SILENT"] = "true"  # read at import, before any settings object exists
+        # Both are read at import. wandb refuses spellings of the mode that `choose_mode` takes.
+        os.environ["WANDB_SILENT"] = "true"
+        os.environ["WANDB_MODE"] = self.mode.value
         import wandb
 
         settings = wandb.Settings(
@@ -209,7 +208,7 @@ class WandbSink:
         self._run = wandb.init(
             project=cfg.log.wandb_project,
             name=f"{cfg.run.name}{job}",
-            id=kept.read_text().strip(),
+            id=kept.read_text(encoding="utf-8").strip(),
             resume="allow" if self.mode is WandbMode.ONLINE else None,
             dir=str(run_dir.root),
             config=dataclasses.asdict(without_secrets(cfg)),
@@ -239,40 +238,6 @@ def _try(action: Callable[[], object], what: str) -> bool:
         logger.warning("wandb failed, going on without it at=%s error=%s", what, error)
         return False
     return True
-
-
-def choose_mode(cfg: LogSection, environ: Mapping[str, str]) -> WandbMode:
-    """Return the mode to open: never AUTO, and ONLINE only with an account, so nothing can ask.
-
-    WANDB_MODE, where set, decides for `auto`.
-    """
-    if cfg.wandb in (WandbMode.DISABLED, WandbMode.OFFLINE):
-        return cfg.wandb
-    wish = environ.get("WANDB_MODE", "") if cfg.wandb is WandbMode.AUTO else cfg.wandb.value
-    if wish in (WandbMode.DISABLED, WandbMode.OFFLINE):
-        return WandbMode(wish)
-    if has_account(environ):
-        return WandbMode.ONLINE
-    if wish == WandbMode.ONLINE:
-        logger.warning("log.wandb=online but nobody is logged in; run `wandb login`. going offline")
-    return WandbMode.OFFLINE
-
-
-def has_account(environ: Mapping[str, str]) -> bool:
-    """Return whether wandb would find an API key in the environment or in the netrc file."""
-    if environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(environ.get("WANDB_BASE_URL") or _DEFAULT_URL).netloc
-    home = Path(environ.get("HOME") or Path.home())
-    named = environ.get("NETRC")
-    for path in [Path(named)] if named else [home / ".netrc", home / "_netrc"]:
-        try:
-            entry = netrc.netrc(path).authenticators(host)
-        except (OSError, netrc.NetrcParseError):
-            continue
-        if entry is not None and entry[2]:
-            return True
-    return False
 
 
 def _forget_failed_init() -> None:

@@ -144,7 +144,7 @@ class Clock(TrainerCallback):
         wall_s, cpu_s = (now[i] - self._start[i] - self._apart[i] for i in range(2))
         line = {"step": step, "wall_s": wall_s, "cpu_s": cpu_s}
         line["horizon"] = self._rollouts.horizon(step - 1)
-        with (self._out / "steps.jsonl").open("a") as file:
+        with (self._out / "steps.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         control.should_training_stop = step >= self._last
         if step % self._every == 0 or step == self._last:
@@ -172,7 +172,7 @@ def reward(paid: list[float], **_: Any) -> list[float]:
 
 def main(path: Path) -> None:
     """Train as the settings say: overrides, keep_every_steps, last_step, out."""
-    settings = json.loads(path.read_text())
+    settings = json.loads(path.read_text(encoding="utf-8"))
     out = Path(settings["out"])
     cfg = load_config("quickstart", settings["overrides"], root=ROOT)
     rollouts = Rollouts(cfg)

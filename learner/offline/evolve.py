@@ -112,5 +112,5 @@ def _write_summary(journal: Path, path: Path) -> None:
     """Mark an iteration as played, with what came of it."""
     solved = [t.is_success for _, t in read_journal(journal)]
     summary = {"episodes": len(solved), "successes": sum(solved)}
-    path.write_text(json.dumps(summary) + "\n")
+    path.write_text(json.dumps(summary) + "\n", encoding="utf-8")
     logger.info("played episodes=%d success=%.3f", len(solved), sum(solved) / max(len(solved), 1))

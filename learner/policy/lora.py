@@ -125,7 +125,7 @@ def check_resumable(folder: Path, model: PreTrainedModel, cfg: LoraSection) -> N
     Raises: ConfigError: what is different.
     """
     file = folder / ADAPTER_CONFIG
-    saved: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    saved: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if has_adapters(model) != bool(saved):
         kind = "adapters" if saved else "whole weights"
         raise ConfigError(

@@ -192,7 +192,7 @@ class _Counterfactual:
             say("the overrides change nothing on this data")
         only = asdict(self._only) | {"dropped": sorted(self._only.dropped)}
         found = {"overrides": self._overrides, "only": only, "origin": plan.origin, "rows": rows}
-        path.write_text(json.dumps(found, indent=2) + "\n")
+        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         say(f"as JSON: {path}")
         return 0
 

@@ -15,7 +15,11 @@ _WORDS = {"cpu": "CPU", "units": "vector units", "capability": "kernels", "torch
 
 def machine_facts(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     """Return for JSON what decides rounding here."""
-    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
+    lines = (
+        cpuinfo.read_text(errors="replace", encoding="utf-8").splitlines()
+        if cpuinfo.exists()
+        else []
+    )
     named = (line for line in lines if line.startswith("model name"))
     is_cuda = device.type == "cuda"
     return {

@@ -1,7 +1,6 @@
 """Makes the trainer of a learner: the same on every rank."""
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers import PreTrainedModel
 from common.config.compute import Offload
 from common.config.learning import Advantage, LearnerSection
 from common.config.run_config import RunConfig
+from common.host.cores import num_cores
 from learner.policy.critic import make_critic
 from learner.policy.forward import Networks
 from learner.policy.loading import fill, is_unloaded
@@ -31,8 +31,8 @@ def load_start(
     if device.type == "cpu":
         torch.set_num_threads(max(1, cfg.learner.num_threads))
     elif cfg.learner.offload is Offload.OPTIMIZER:  # updates are the CPU's
-        num_cores = len(os.sched_getaffinity(0)) // cfg.learner.num_ranks
-        torch.set_num_threads(cfg.learner.num_threads or max(1, num_cores))
+        own_cores = num_cores() // cfg.learner.num_ranks
+        torch.set_num_threads(cfg.learner.num_threads or max(1, own_cores))
     torch.manual_seed(cfg.run.seed)
     path = start_path(cfg, checkpoint)
     model = load_policy(

@@ -58,7 +58,7 @@ class Fleet:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            text=True,
+            encoding="utf-8",
             env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
         where = [f"run.dir={folder}", "run.name=r"]
@@ -103,13 +103,15 @@ class Fleet:
         folder.mkdir()
         shutil.copy(self.run_dir.config, folder)
         shutil.copytree(self.run_dir.keys, folder / "keys")
-        port = (self.run_dir.addresses / "scheduler").read_text().rpartition(":")[2]
+        port = (self.run_dir.addresses / "scheduler").read_text(encoding="utf-8").rpartition(":")[2]
         RunDir(root=folder).publish_address("scheduler", f"tcp://{host}:{port}")
         return folder
 
     @property
     def scheduler_port(self) -> int:
-        return int((self.run_dir.addresses / "scheduler").read_text().rpartition(":")[2])
+        return int(
+            (self.run_dir.addresses / "scheduler").read_text(encoding="utf-8").rpartition(":")[2]
+        )
 
     def wait_until(self, happened: Callable[[], object], *, timeout_s: float = WAIT_S) -> float:
         """Wait while everybody lives who was started; return for how long."""
@@ -125,12 +127,12 @@ class Fleet:
 
     @property
     def said(self) -> str:
-        return (self._folder / "fleet.log").read_text(errors="replace")[-6_000:]
+        return (self._folder / "fleet.log").read_text(errors="replace", encoding="utf-8")[-6_000:]
 
     def ledger(self) -> dict[str, Any]:
         """The scheduler's books, written at each step."""
         with suppress(FileNotFoundError):
-            return json.loads(self.run_dir.ledger.read_text())
+            return json.loads(self.run_dir.ledger.read_text(encoding="utf-8"))
         return {"version": -1, "issued": 0, "trained": 0, "failed": 0, "reissued": 0}
 
     def finished(self) -> Counter[str]:
@@ -184,7 +186,7 @@ def be(role: str, arguments: list[Any], namespace: str) -> None:
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if namespace:
-        with open(f"/run/netns/{namespace}") as file:
+        with open(f"/run/netns/{namespace}", encoding="utf-8") as file:
             assert ctypes.CDLL(None).setns(file.fileno(), NEW_NETWORK) == 0
     run_dir = RunDir(root=Path(arguments[0]))
     if role == "actor":

@@ -63,7 +63,7 @@ class Run:
     @property
     def output(self) -> str:
         """What the command printed."""
-        return (self._folder / "output.txt").read_text(errors="replace")
+        return (self._folder / "output.txt").read_text(errors="replace", encoding="utf-8")
 
     def wait(self, *, timeout_s: float = RUN_S) -> int:
         """Return the exit code. Raises: TimeoutExpired."""
@@ -82,7 +82,7 @@ class Run:
         argv = [sys.executable, "run.py", "status", "--probe", kind]
         where = [f"run.dir={self._folder}", "run.name=r"]
         done = subprocess.run(
-            [*argv, *where], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+            [*argv, *where], cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=60
         )
         told = done.stdout.strip().removeprefix(f"{self.root}: ")
         assert (done.returncode == 0) == (told == kind), done
@@ -90,12 +90,16 @@ class Run:
 
     def read(self, name: str) -> dict[str, Any]:
         """Return a JSON file of the run directory."""
-        return json.loads((self.root / name).read_text())
+        return json.loads((self.root / name).read_text(encoding="utf-8"))
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl so far."""
         path = self.root / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return (
+            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            if path.exists()
+            else []
+        )
 
     def role_pids(self, role: str) -> list[int]:
         """Return the process ids of a role's own processes that run."""
@@ -134,7 +138,9 @@ def unbounded(root: Path) -> list[str]:
 
 def bounded() -> list[str]:
     """Return the patterns of files that docs/JOURNAL.md names a bound of."""
-    table = (REPOSITORY / "docs" / "JOURNAL.md").read_text().partition("| bound |")[2]
+    table = (
+        (REPOSITORY / "docs" / "JOURNAL.md").read_text(encoding="utf-8").partition("| bound |")[2]
+    )
     cells = [line.split("|")[1] for line in table.split("\n\n")[0].splitlines()[2:]]
     patterns = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
     assert len(patterns) > 40

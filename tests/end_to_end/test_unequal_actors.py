@@ -66,7 +66,7 @@ def joining(run: Run, name: str, *, slots: int) -> Iterator[None]:
 def num_finished(run: Run) -> dict[str, int]:
     """Episodes by actor, as the scheduler counts them."""
     status = run.root / "status.json"
-    actors = json.loads(status.read_text())["actors"] if status.exists() else []
+    actors = json.loads(status.read_text(encoding="utf-8"))["actors"] if status.exists() else []
     return {each["name"]: each["num_finished"] for each in actors}
 
 

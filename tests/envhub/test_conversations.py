@@ -72,9 +72,11 @@ def test_first_observations_of_maze_and_wordle_are_their_clients_and_the_servers
 
 def test_question_is_put_as_agentgyms_server_puts_it(tmp_path: Path):
     row = {"question": "who wrote it", "golden_answers": ["me"]}
-    (tmp_path / "nq_test.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "nq_test.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(json.dumps({"id": "0", "contents": "It\nI wrote it."}) + "\n")
+    corpus.write_text(
+        json.dumps({"id": "0", "contents": "It\nI wrote it."}) + "\n", encoding="utf-8"
+    )
     options: Any = EnvsSection()
     named = {"questions_dir": str(tmp_path), "corpus": str(corpus)}
     for retry in (False, True):

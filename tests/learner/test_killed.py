@@ -67,7 +67,7 @@ class Lives:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            text=True,
+            encoding="utf-8",
             start_new_session=True,
         )
 

@@ -61,8 +61,10 @@ def add_answers(table: BenchTable, folder: Path, *, num: int = NUM_EPISODES) -> 
     env = {"XDG_CACHE_HOME": str(folder / "cache")}
     child = ChildProcess("dashboard", argv, log_path=log, cwd=ROOT, env=env)
     try:
-        child.wait_until(lambda: log.read_text().startswith("http"), timeout_s=START_S)
-        url = log.read_text().split()[0]
+        child.wait_until(
+            lambda: log.read_text(encoding="utf-8").startswith("http"), timeout_s=START_S
+        )
+        url = log.read_text(encoding="utf-8").split()[0]
         first_s, num_bytes = load(url, "large")
         name = "first load, nothing of the journal read before"
         table.at_most(name, first_s, "s", MAX_FIRST_S)
@@ -88,7 +90,7 @@ def write_run(root: Path, num: int) -> None:
     root.mkdir(parents=True)
     model = ROOT / "configs" / "policies" / "tiny"
     run_dir.config.write_text(
-        json.dumps({"run": {"name": root.name}, "model": {"path": str(model)}})
+        json.dumps({"run": {"name": root.name}, "model": {"path": str(model)}}), encoding="utf-8"
     )
     writer = JournalWriter(run_dir.journal)
     mask = np.arange(NUM_TOKENS) >= NUM_TOKENS // 2

@@ -1,5 +1,6 @@
 """The terminal beside a run that the launcher supervises, and the commands `status` and `probe`."""
 
+import shlex
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -76,7 +77,8 @@ def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes
     mark_finished(run_dir, version=cfg.train.num_steps, result=summary(report))
     print(f"{cfg.run.name}: {_state(cfg, run_dir)}")
     print(f"report: {run_dir.root / 'report.html'}")
-    where = "" if run_dir.root.parent == ROOT / "runs" else f" run.dir={run_dir.root.parent}"
+    folder = run_dir.root.parent
+    where = "" if folder == ROOT / "runs" else f" {shlex.quote(f'run.dir={folder}')}"
     print(f"every episode of it: python run.py dashboard {run_dir.root.name}{where}")
 
 

@@ -117,7 +117,7 @@ def _stalls(folder: Path) -> list[dict[str, str]]:
     found: list[dict[str, str]] = []
     for path in paths[-5:]:
         try:
-            text = path.read_text(errors="replace")[:MAX_REPORT_CHARS]
+            text = path.read_text(errors="replace", encoding="utf-8")[:MAX_REPORT_CHARS]
         except OSError:
             continue
         found.append({"name": path.name, "text": text})

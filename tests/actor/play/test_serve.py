@@ -170,13 +170,13 @@ def test_actor_is_asked_while_it_runs_and_leaves_no_door_behind(tmp_path: Path) 
     run_dir.keys.mkdir()
     for name, host in (("actor-0", "elsewhere"), ("actor-1", socket.gethostname())):
         away = Door(url="http://127.0.0.1:9/v1", key="x", host=host)  # nobody is behind it
-        door_path(tmp_path, name).write_text(away.as_text())
-    door_path(tmp_path, "actor-2").write_text("half a li")
+        door_path(tmp_path, name).write_text(away.as_text(), encoding="utf-8")
+    door_path(tmp_path, "actor-2").write_text("half a li", encoding="utf-8")
     with subprocess.Popen(["true"]) as gone:
         pass
     for name, pid in (("killed", gone.pid), ("alive", os.getpid())):
         left = Door(url="http://127.0.0.1:9/v1", key="x", host=socket.gethostname(), pid=pid)
-        door_path(tmp_path, name).write_text(left.as_text())
+        door_path(tmp_path, name).write_text(left.as_text(), encoding="utf-8")
 
     async def work() -> None:
         engine = cast(Any, Parrot())
@@ -203,9 +203,9 @@ def test_adapters_are_served_with_the_weights_that_they_were_trained_beside(tmp_
     assert base_of(tmp_path)[0] == tmp_path
     told = {"r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"]}
     path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps({**told, "base_model_name_or_path": str(ROOT)}))
+    path.write_text(json.dumps({**told, "base_model_name_or_path": str(ROOT)}), encoding="utf-8")
     base, lora = base_of(tmp_path)
     assert (base, lora.rank, lora.targets) == (ROOT, 4, ["q_proj", "v_proj"])
-    path.write_text(json.dumps({**told, "base_model_name_or_path": "/gone"}))
+    path.write_text(json.dumps({**told, "base_model_name_or_path": "/gone"}), encoding="utf-8")
     with pytest.raises(ConfigError, match="/gone, which is not on this machine"):
         base_of(tmp_path)

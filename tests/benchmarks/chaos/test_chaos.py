@@ -39,7 +39,7 @@ def python(code: str, env: dict[str, str] | None = None) -> Generator[subprocess
     """Run a line of Python until the end of the block."""
     argv, pipe = [sys.executable, "-c", code], subprocess.PIPE
     environ = {**os.environ, **(env or {})}
-    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=environ) as child:
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, encoding="utf-8", env=environ) as child:
         try:
             yield child
         finally:
@@ -107,7 +107,7 @@ def test_steps_that_a_learner_writes_again_are_counted_once(tmp_path: Path) -> N
 
     def write(*steps: int, part: str = "") -> int:
         lines = "".join(json.dumps({"step": step}) + "\n" for step in steps)
-        run_dir.metrics.write_text(lines + part)
+        run_dir.metrics.write_text(lines + part, encoding="utf-8")
         return watch.look()
 
     assert write(1, 2, 3, part='{"step"') == 3
@@ -121,7 +121,7 @@ def test_an_actor_is_back_when_it_has_said_so_since_the_fault(tmp_path: Path) ->
     actor = {"is_dead": False, "last_seen_s": 1.0, "tokens_per_s": 9.0}
 
     def is_back(*actors: dict[str, Any], after_s: float) -> bool:
-        run_dir.status.write_text(json.dumps({"actors": actors}))
+        run_dir.status.write_text(json.dumps({"actors": actors}), encoding="utf-8")
         since = run_dir.status.stat().st_mtime - after_s
         return watch.is_back(Role.ACTOR, since=since, num_steps=0)
 

@@ -128,7 +128,7 @@ def test_figures_are_saved_with_what_they_were_measured_on(tmp_path: Path) -> No
     table.finish()
     path = tmp_path / "new" / "figures.json"
     table.save(path, suite="weights", product="longstride 1.0")
-    saved = json.loads(path.read_text())
+    saved = json.loads(path.read_text(encoding="utf-8"))
     assert saved["rows"][0] == {
         **{"name": "weights", "value": 0.9, "unit": "GB/s", "note": ""},
         **{"against": "raw collective", "limit": 1.0, "ratio": 0.9},

@@ -27,7 +27,9 @@ def test_rate_leaves_the_first_steps_out(tmp_path: Path) -> None:
         for i, (at, num) in enumerate(zip(seconds, groups, strict=True))
     ]
     lines.insert(3, {"step": 2, "eval/success": 0.5})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
     assert trained_per_h(tmp_path) == pytest.approx(3600.0 * GROUP_SIZE * 21 / 30.0)
 
 

@@ -20,7 +20,7 @@ def test_processor_time_is_told_by_the_role_that_a_command_names(tmp_path: Path)
     script = tmp_path / "run.py"
     script.write_text("print(sum(range(10**6)), flush=True); input()")
     argv = [sys.executable, str(script), "actor"]
-    with subprocess.Popen(argv, stdin=-1, stdout=-1, text=True) as process:
+    with subprocess.Popen(argv, stdin=-1, stdout=-1, encoding="utf-8") as process:
         assert process.stdout
         assert process.stdout.readline()
         used = cpu_seconds(os.getpid())

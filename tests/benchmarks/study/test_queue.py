@@ -131,7 +131,9 @@ def test_staleness_of_some_arms_has_its_table_and_a_worker_of_some_runs_has_none
         assert ("What the default loses" in stream.getvalue()) is has_table
         assert (tmp_path / "table.md").exists() is has_table
     assert "of some arms alone" in stream.getvalue()
-    losses = (tmp_path / "table.md").read_text().partition("What the default loses")[2]
+    losses = (
+        (tmp_path / "table.md").read_text(encoding="utf-8").partition("What the default loses")[2]
+    )
     assert "| 1x | 4 | on |" in losses
     assert (tmp_path / "lag-1x-on.svg").exists()
 
@@ -149,7 +151,7 @@ def test_unknown_run_and_broken_result_are_named(tmp_path: Path) -> None:
     queue.section = replace(queue.section, only=["4"])
     with pytest.raises(ConfigError, match=r"study.only=4"):
         queue.work()
-    (tmp_path / "1-seed0.json").write_text(json.dumps({"outcome": {}}))
+    (tmp_path / "1-seed0.json").write_text(json.dumps({"outcome": {}}), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"1-seed0.json"):
         make_queue(tmp_path, Recorder()).work()
 
@@ -237,7 +239,7 @@ def test_a_run_goes_on_with_the_settings_that_it_was_begun_with_or_not_at_all(
 ) -> None:
     made = tmp_path / "1-seed0"
     made.mkdir()
-    (made / "report.json").write_text("{}")
+    (made / "report.json").write_text("{}", encoding="utf-8")
     queue = make_queue(tmp_path, Recorder())
     assert "1-seed0" in [run.name for run in queue.todo()], "nobody knows how it was made"
     begin(made, ["learner.lr=1", "run.seed=0"])

@@ -62,8 +62,8 @@ def test_outcome_of_a_run_counts_every_generated_token_until_each_evaluation(
         "after": {"success": 0.75, "ci95": ci, "n": 8},
         "gain": {"success": 0.5, "ci95": ci},
     }
-    (tmp_path / "report.json").write_text(json.dumps(report))
-    (tmp_path / "eval.jsonl").write_text('{"step": 1, "eval/success": 0.5}\n')
+    (tmp_path / "report.json").write_text(json.dumps(report), encoding="utf-8")
+    (tmp_path / "eval.jsonl").write_text('{"step": 1, "eval/success": 0.5}\n', encoding="utf-8")
     lines = [(1, 30.0, 0.0, 1.0), (2, 10.0, 2.0, 0.8)]
     (tmp_path / "metrics.jsonl").write_text(
         "".join(
@@ -80,7 +80,8 @@ def test_outcome_of_a_run_counts_every_generated_token_until_each_evaluation(
             )
             + "\n"
             for step, num_tokens, lag, ess in lines
-        )
+        ),
+        encoding="utf-8",
     )
     outcome = read_outcome(tmp_path, arm="x", seed=3)
     assert [(p.step, p.success, p.num_episodes, p.num_tokens) for p in outcome.points] == [
@@ -92,7 +93,9 @@ def test_outcome_of_a_run_counts_every_generated_token_until_each_evaluation(
     assert (outcome.ess_min, outcome.gain) == (0.8, 0.5)
     assert outcome.trained == pytest.approx((10 * 0.5 + 20 * 1.0) / 30)
     assert (outcome.num_trained, outcome.num_after) == (30, 8)
-    (tmp_path / "report.json").write_text(json.dumps(report | {"before": None, "gain": None}))
+    (tmp_path / "report.json").write_text(
+        json.dumps(report | {"before": None, "gain": None}), encoding="utf-8"
+    )
     assert [p.step for p in read_outcome(tmp_path, arm="x", seed=3).points] == [1, 2]
 
 

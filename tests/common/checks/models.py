@@ -30,7 +30,7 @@ def write_model(folder: Path, *, num_rest: int = 357_898_112, **changes: Any) ->
     """
     folder.mkdir(parents=True)
     sizes = HALF_BILLION | changes
-    (folder / "config.json").write_text(json.dumps(sizes))
+    (folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(ROOT / "configs" / "policies" / "tiny" / name, folder / name)
     shapes = {

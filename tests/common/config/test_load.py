@@ -16,7 +16,7 @@ MODEL = "model.path=/weights"
 
 def write(folder: Path, name: str, text: str) -> str:
     path = folder / f"{name}.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return str(path)
 
 

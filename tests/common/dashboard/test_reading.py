@@ -164,7 +164,10 @@ def test_damaged_journal_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
-    with run_dir.steps.open("a") as steps, run_dir.metrics.open("a") as metrics:
+    with (
+        run_dir.steps.open("a", encoding="utf-8") as steps,
+        run_dir.metrics.open("a", encoding="utf-8") as metrics,
+    ):
         steps.write("not json\n")
         metrics.write("[1, 2]\n")
     source = read(run_dir.root)
@@ -228,7 +231,7 @@ def test_file_of_conversations_is_a_source(tmp_path: Path) -> None:
     path = tmp_path / "traj.json"
     said = [{"from": "human", "value": "go"}, {"from": "gpt", "value": "<script>", "loss": True}]
     records = [{"conversations": said, "item_id": f"babyai_{i}", "reward": i / 2} for i in range(3)]
-    path.write_text(json.dumps(records))
+    path.write_text(json.dumps(records), encoding="utf-8")
     source = open_source(str(path), runs=tmp_path)
     assert isinstance(source, ConversationFile)
     source.refresh()
@@ -264,7 +267,7 @@ def test_journal_that_was_read_once_is_not_read_again(tmp_path: Path) -> None:
     whole = read(run_dir.root, cache=cache)
     many(run_dir, MIN_ROWS, 4)
     late = [f"g{MIN_ROWS // 4:07d}/0", "failed", "engine", 3]
-    with run_dir.outcomes.open("a") as outcomes:
+    with run_dir.outcomes.open("a", encoding="utf-8") as outcomes:
         outcomes.write(json.dumps(late) + "\n")
     again = RunSource(run_dir.root, name="a", cache=cache)
     again.refresh(budget_s=0.0)  # no time to read anything
@@ -299,7 +302,9 @@ def test_kept_index_of_another_journal_is_not_believed(tmp_path: Path, what: str
     elif what == "damaged cache":
         kept.write_bytes(kept.read_bytes()[:-3000])
     else:
-        run_dir.outcomes.write_text(json.dumps(["g0000001/1", "stale", "lag", 1]) + "\n")
+        run_dir.outcomes.write_text(
+            json.dumps(["g0000001/1", "stale", "lag", 1]) + "\n", encoding="utf-8"
+        )
     again, fresh = read(run_dir.root, cache=cache), read(run_dir.root)
     assert again.rows.ids == fresh.rows.ids
     assert again.flow() == fresh.flow()

@@ -51,7 +51,7 @@ def test_status_says_of_whom_what_was_refused_in_few_words(tmp_path: Path) -> No
         "learner": {"weights/actor-3/invalid": 4},
         "hubs": {"envhub/127.0.0.1/token": 2},
     }
-    run_dir.status.write_text(json.dumps({"refused": told}))
+    run_dir.status.write_text(json.dumps({"refused": told}), encoding="utf-8")
     lines = refused_lines(run_dir)
     assert len(lines) == 4
     assert "envhub/127.0.0.1/token" in lines[3]

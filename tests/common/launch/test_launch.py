@@ -116,7 +116,7 @@ def interrupt_when(
 def is_gone(pid: int) -> bool:
     """True for an ended process, also one that its new parent has not reaped yet."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return True
     return state == "Z"
@@ -133,7 +133,7 @@ def test_run_is_finished_when_the_learner_exits_with_0(tmp_path: Path) -> None:
     learner = role(tmp_path, "learner", "print('done')", ends_run=True)
     ending = launch([role(tmp_path, "hub", STAY, stop_rank=2), learner])
     assert ending.exit_code == 0
-    assert (tmp_path / "logs" / "learner.log").read_text() == "done\n"
+    assert (tmp_path / "logs" / "learner.log").read_text(encoding="utf-8") == "done\n"
 
 
 def test_killed_role_is_started_again(tmp_path: Path) -> None:
@@ -142,7 +142,11 @@ def test_killed_role_is_started_again(tmp_path: Path) -> None:
     killed: list[int] = []
 
     def on_poll() -> None:
-        pids = [int(pid) for pid in starts.read_text().split()] if starts.exists() else []
+        pids = (
+            [int(pid) for pid in starts.read_text(encoding="utf-8").split()]
+            if starts.exists()
+            else []
+        )
         if len(pids) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         elif pids and pids[-1] not in killed:
@@ -154,7 +158,12 @@ def test_killed_role_is_started_again(tmp_path: Path) -> None:
         ending = launch([actor], on_poll)
     assert ending.exit_code == 143
     assert len(killed) == 2
-    assert kept.read_text().count("role ended role=actor-0 exit=killed by SIGKILL restart=") == 2
+    assert (
+        kept.read_text(encoding="utf-8").count(
+            "role ended role=actor-0 exit=killed by SIGKILL restart="
+        )
+        == 2
+    )
 
 
 def test_role_that_left_in_good_order_is_started_again_only_after_its_grace(
@@ -172,7 +181,7 @@ def test_role_that_left_in_good_order_is_started_again_only_after_its_grace(
 
     with caplog.at_level("INFO", "common.launch"):
         assert launch([actor, learner], on_poll).exit_code == 0
-    assert starts.read_text() == "x"
+    assert starts.read_text(encoding="utf-8") == "x"
     assert "role left role=actor-0" in caplog.messages  # and no word of beginning again
 
 
@@ -231,7 +240,7 @@ def test_role_beyond_its_restarts_fails_the_run_with_its_last_words(tmp_path: Pa
     assert "learner failed after 2 restarts: exit code 1" in ending.reason
     assert "RuntimeError: no such device" in ending.reason
     assert str(tmp_path / "logs" / "learner.log") in ending.reason
-    assert (tmp_path / "logs" / "learner.log").read_text().count("early") == 3
+    assert (tmp_path / "logs" / "learner.log").read_text(encoding="utf-8").count("early") == 3
 
 
 def test_wrong_configuration_of_a_role_is_not_tried_again(tmp_path: Path) -> None:
@@ -239,7 +248,7 @@ def test_wrong_configuration_of_a_role_is_not_tried_again(tmp_path: Path) -> Non
     ending = launch([role(tmp_path, "hub", STAY), role(tmp_path, "actor-0", code)])
     assert ending.exit_code == 2
     assert ending.reason == "actor-0: error: actor.name=a: is taken"
-    assert (tmp_path / "logs" / "actor-0.log").read_text().count("error") == 1
+    assert (tmp_path / "logs" / "actor-0.log").read_text(encoding="utf-8").count("error") == 1
 
 
 FAILS_TO_START = """
@@ -296,7 +305,7 @@ def test_signal_stops_the_roles_in_order(number: int, code: int, tmp_path: Path)
     specs = [role(tmp_path, n, TERM_NOTED, notes, n, stop_rank=ranks.get(n, 0)) for n in names]
     are_ready = lambda: all((tmp_path / f"notes.{name}").exists() for name in names)  # noqa: E731
     assert launch(specs, interrupt_when(are_ready, number)).exit_code == code
-    told = notes.read_text().split()
+    told = notes.read_text(encoding="utf-8").split()
     assert (set(told[:2]), told[2:]) == ({"learner", "actor-0"}, ["scheduler", "envhub"])
 
 
@@ -312,7 +321,7 @@ def test_stop_leaves_no_process_behind_even_one_that_ignores_it(tmp_path: Path) 
 
     launch(specs, interrupt_when(are_there), stop_timeout_s=0.5)
     assert time.monotonic() - asked[0] < 3.0
-    for pid in pids.read_text().split():
+    for pid in pids.read_text(encoding="utf-8").split():
         wait_for(lambda pid=pid: is_gone(int(pid)), timeout_s=1.0)
 
 
@@ -322,7 +331,9 @@ def test_learner_whose_checkpoint_takes_longer_than_others_may_is_not_killed(
 ) -> None:
     saved = tmp_path / "saved"
     run_dir = RunDir(root=tmp_path)
-    run_dir.metrics.write_text('{"step": 1, "train/step_s": 1.5, "train/checkpoint_s": 1.0}\n')
+    run_dir.metrics.write_text(
+        '{"step": 1, "train/step_s": 1.5, "train/checkpoint_s": 1.0}\n', encoding="utf-8"
+    )
     timeout_s = stop_timeout_s(run_dir, wanted_s=0.0)
     assert timeout_s == 3 * 2.5 + 5
     learner = role(tmp_path, "learner", SAVES_LATE, saved, 7.0, saves_at_stop=True)
@@ -362,10 +373,12 @@ def test_stop_deadline_follows_what_was_measured_and_what_the_user_wants(tmp_pat
     run_dir = RunDir(root=tmp_path)
     assert stop_timeout_s(run_dir, wanted_s=0.0) == 3 * (10 + 10) + 5  # nothing is known yet
     lines = ('{"step": 1, "train/step_s": 40, "train/checkpoint_s": 20}', '{"train/step_s": 30}')
-    run_dir.metrics.write_text("".join(f"{line}\n" for line in lines))
+    run_dir.metrics.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     assert stop_timeout_s(run_dir, wanted_s=0.0) == 3 * (40 + 20) + 5
     assert stop_timeout_s(run_dir, wanted_s=2.5) == 2.5
-    run_dir.metrics.write_text('{"step": 1, "train/step_s": 0.1, "train/checkpoint_s": 0.1}\n')
+    run_dir.metrics.write_text(
+        '{"step": 1, "train/step_s": 0.1, "train/checkpoint_s": 0.1}\n', encoding="utf-8"
+    )
     assert stop_timeout_s(run_dir, wanted_s=0.0) == 10.0
 
 
@@ -375,7 +388,7 @@ def test_children_of_a_killed_role_die_with_it(tmp_path: Path) -> None:
 
     def on_poll() -> None:
         if pids.exists() and not orphans:
-            first, *rest = map(int, pids.read_text().split())
+            first, *rest = map(int, pids.read_text(encoding="utf-8").split())
             orphans.extend(rest)
             os.kill(first, signal.SIGKILL)
         elif orphans and all(is_gone(pid) for pid in orphans):
@@ -404,7 +417,7 @@ def test_roles_die_with_a_launcher_that_is_killed(tmp_path: Path, repository: Pa
     )
     launcher = subprocess.Popen([sys.executable, "-c", code, str(pids), stay], cwd=repository)
     wait_for(pids.exists, timeout_s=20.0)
-    pid = int(pids.read_text())
+    pid = int(pids.read_text(encoding="utf-8"))
     assert not is_gone(pid)
     launcher.kill()
     launcher.wait()
@@ -449,7 +462,7 @@ def test_a_role_that_dies_once_is_started_at_once_and_one_that_does_not_stop_dyi
         launcher = Launcher(starter, stop_timeout_s=lambda: 1.0, first_backoff_s=3.0)
         spec = role(tmp_path, "learner", code, ends_run=True, max_restarts=2)
         assert launcher.run([spec], on_poll=lambda _: None).exit_code == 1
-    first, second, third = map(float, path.read_text().split())
+    first, second, third = map(float, path.read_text(encoding="utf-8").split())
     assert second - first < 2.5
     assert third - second >= 3.0
     assert first >= began

@@ -84,9 +84,9 @@ def test_children_of_a_child_that_have_sessions_and_marks_of_their_own_die_with_
         outer.wait_until(pid_file.exists, timeout_s=30.0)
     finally:
         outer.clear_away()
-    inner = Path("/proc") / pid_file.read_text() / "stat"
+    inner = Path("/proc") / pid_file.read_text(encoding="utf-8") / "stat"
     deadline = time.monotonic() + 5.0
-    while inner.exists() and inner.read_text().rpartition(")")[2].split()[0] != "Z":
+    while inner.exists() and inner.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < deadline, "the inner child lives on"
         time.sleep(0.01)
 

@@ -50,9 +50,11 @@ def make_run(root: Path, trajectories: list[Trajectory], *, num_steps: int = 30)
     for trajectory in trajectories:
         writer.append(trajectory)
     writer.close()
-    run_dir.metrics.write_text("".join(_line(step) for step in range(1, num_steps + 1)))
+    run_dir.metrics.write_text(
+        "".join(_line(step) for step in range(1, num_steps + 1)), encoding="utf-8"
+    )
     books = {"trained": 200, "filtered": 40, "stale": 8, "failed": 2, "in_flight": 6}
-    run_dir.ledger.write_text(json.dumps({"issued": 256, **books}))
+    run_dir.ledger.write_text(json.dumps({"issued": 256, **books}), encoding="utf-8")
     return run_dir
 
 
@@ -74,7 +76,7 @@ def full_run(root: Path) -> RunDir:
 def test_report_json_has_the_promised_keys_and_numbers(tmp_path: Path) -> None:
     run_dir = full_run(tmp_path)
     write_report(run_dir, make_config())
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert report.keys() == {field.name for field in dataclasses.fields(Report)}
     baselines = report["baselines"]
     evaluations = [report["before"], report["after"]]
@@ -111,7 +113,7 @@ def test_report_pairs_items_for_the_gain(tmp_path: Path) -> None:
 def test_report_tells_the_peak_memory_that_was_watched(tmp_path: Path) -> None:
     report = write_report(full_run(tmp_path), make_config(), peak_memory_bytes=3 << 30)
     assert report.peak_memory_bytes.all_roles == 3 << 30
-    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(
+    assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8")) == json.loads(
         json.dumps(dataclasses.asdict(report))
     )
 
@@ -176,7 +178,9 @@ def test_report_is_written_when_the_run_left_nothing(tmp_path: Path) -> None:
 
 def answers_of(page: Path) -> dict[str, Any]:
     """What the page's scripts find in it."""
-    _, _, rest = page.read_text().partition('<script type="application/json" id="answers">')
+    _, _, rest = page.read_text(encoding="utf-8").partition(
+        '<script type="application/json" id="answers">'
+    )
     return json.loads(rest.partition("</script>")[0])
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.load import load_config, load_told, save_config, sections_as_yaml
+from common.config.load import load_config, load_told, sections_as_yaml
 from common.config.run_config import ModelSection, RunConfig, RunSection, TrainSection
 from common.errors import ConfigError
 from common.formats.chat_template import today

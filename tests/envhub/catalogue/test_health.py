@@ -94,7 +94,7 @@ def make_spec(options):
 def test_subset_without_training_items_is_named_before_a_run_and_can_be_evaluated(
     serve_hub, tmp_path: Path
 ) -> None:
-    (tmp_path / "held.py").write_text(HELD_OUT)
+    (tmp_path / "held.py").write_text(HELD_OUT, encoding="utf-8")
     reference = f"{tmp_path / 'held.py'}:make_spec"
     (subset, *_) = Registry([reference]).spec("held").subsets
     tasks = f"tasks=[{{env: held, subset: {subset}}}]"
@@ -144,7 +144,7 @@ def test_every_command_tells_at_its_start(command: str, nobody: str, tmp_path: P
     argv += [f"env.url={nobody}", "env.dialect=alfworld"]
     if command != "envhub":
         argv += ["--config", "smoke", f"run.dir={tmp_path}"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=120)
     told = done.stdout if command == "doctor" else done.stderr
     assert done.returncode != 0
     assert f"env.url={nobody}: no answer (Connection refused)" in told

@@ -287,7 +287,7 @@ asyncio.run(main())
 
 def test_workers_die_with_a_hub_that_is_killed():
     process = subprocess.Popen(
-        [sys.executable, "-c", CODE], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CODE], cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8"
     )
     assert process.stdout is not None
     with process.stdout:

@@ -91,7 +91,7 @@ def test_rows_are_cut_and_those_left_without_loss_are_left_out(tmp_path: Path) -
         {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "go"}]}
         for text in ("a" * 40, "a")
     ]
-    path.write_text("\n".join(json.dumps(record) for record in records))
+    path.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
     rows = read_rows(path, tokenizer=TOKENIZER, max_tokens=8, key="k")
     assert len(rows) == 1
     assert len(rows[0].token_ids) == len(rows[0].mask) <= 8

@@ -168,7 +168,7 @@ def test_a_policy_from_nothing_is_written_where_it_can_be_loaded(tmp_path: Path)
         }
         for conversation in CORPUS
     ]
-    path.write_text("\n".join(json.dumps(record) for record in records))
+    path.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
     cfg = RunConfig(sft=TINY, learner=LearnerSection(device="cpu"))
     cfg = edited(cfg, {"sft.output": str(tmp_path / "policy")})
     folder = sft.run(cfg, path)
@@ -204,7 +204,7 @@ def test_adapters_need_a_base(tmp_path: Path) -> None:
 
 def test_no_conversation_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
-    path.write_text("\n")
+    path.write_text("\n", encoding="utf-8")
     cfg = RunConfig(sft=TINY, learner=LearnerSection(device="cpu"))
     with pytest.raises(ConfigError, match=r"sft\.demonstrations=.*holds no episode"):
         sft.run(cfg, path)

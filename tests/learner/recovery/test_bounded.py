@@ -122,6 +122,6 @@ def test_what_became_of_episodes_stays_within_bounds_by_whole_lines(
         news.append([f"g{number:07d}/0", "trained", ""])
         scheduler_module.write_outcomes(parts)
         assert path.stat().st_size <= 2_100
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [row[0] for row in rows] == [f"g{n:07d}/0" for n in range(500 - len(rows), 500)]
     assert len(rows) >= 20

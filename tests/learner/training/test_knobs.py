@@ -343,4 +343,4 @@ def test_what_shows_elsewhere_is_still_a_setting() -> None:
     assert set(ELSEWHERE) <= set(LEAVES)
     for leaf, where in ELSEWHERE.items():
         if where.endswith(".py"):
-            assert leaf.rsplit(".", 1)[1] in (ROOT / where).read_text(), leaf
+            assert leaf.rsplit(".", 1)[1] in (ROOT / where).read_text(encoding="utf-8"), leaf

@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     given = parser.parse_args()
     path = HERE / "transcripts.json"
-    recorded = json.loads(path.read_text()) if path.is_file() else {}
+    recorded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     say = sys.stdout.write
     say("| environment | rules | compared | equal | different, by cause |\n")
     say("|---|---|---:|---:|---|\n")
@@ -314,7 +314,9 @@ def main() -> None:
                 if has_rules and given.record:
                     recorded[name] = told
     if given.record:
-        path.write_text(json.dumps(recorded, separators=(",", ":"), sort_keys=True))
+        path.write_text(
+            json.dumps(recorded, separators=(",", ":"), sort_keys=True), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":
