@@ -1,6 +1,7 @@
 """The actor's side of the environment hub: one HTTP session per episode, retries that are safe."""
 
 import asyncio
+import io
 import json
 import logging
 import math
@@ -12,7 +13,16 @@ from urllib.parse import quote
 
 import aiohttp
 
-from actor.rollout.batches import CLOSE, OPEN, SESSION_PATH, STEP, Batches, failure_of, told
+from actor.rollout.batches import (
+    CLOSE,
+    OPEN,
+    SESSION_PATH,
+    STEP,
+    ActionTooLarge,
+    Batches,
+    failure_of,
+    told,
+)
 from actor.rollout.presence import Signs, answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
 from common.text import valid_text
@@ -23,6 +33,7 @@ NUM_TRIES = 4
 BACKOFF_S = 0.25  # doubles per try
 MIN_RETRY_S = 0.05  # so that "at once" is no busy loop
 MAX_ANSWER_BYTES = 64 << 20
+JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +198,11 @@ class HubClient(BearerClient):
 
     async def _once(self, method: str, path: str, body: object) -> Any:
         """Return the parsed answer; None after waiting out a 429."""
-        async with self._http.request(method, self._url + path, json=body) as response:
+        sent = None if body is None else io.BytesIO(json_bytes(body))
+        headers = None if body is None else JSON_HEADERS
+        async with self._http.request(
+            method, self._url + path, data=sent, headers=headers
+        ) as response:
             text = bytearray()
             async for part in response.content.iter_any():
                 text += part
@@ -204,6 +219,11 @@ class HubClient(BearerClient):
                 return (json.loads(text) if text else {}) or {}  # None is for a 429
             except (ValueError, RecursionError) as error:
                 raise EnvError(f"{method} {path}: answers what is no JSON: {shown}") from error
+
+
+def json_bytes(body: object) -> bytes:
+    """Return JSON as it travels: letters of any script as themselves, in UTF-8."""
+    return json.dumps(body, ensure_ascii=False).encode()
 
 
 def retry_after_s(headers: Mapping[str, str], *, unsaid_s: float = 0.0) -> float:
@@ -230,14 +250,16 @@ class HubSession:
         self.first_state = ""  # "": the environment tells none
 
     async def step(self, action: str) -> StepResult:
-        """Act. Raises: EnvError, EnvTimeout."""
+        """Act. An action that the hub cannot take is an invalid one. Raises: EnvError, EnvTimeout."""
         self._seq += 1
         path = f"{self._path}/step"
-        asked = {"action": action, "seq": self._seq}
-        if self._is_quick:
-            reply = await self._hub.steps.ask({"session_id": self._session_id, **asked})
-        else:
-            reply = await self._hub.request("POST", path, asked)
+        action = valid_text(action)
+        try:
+            reply = await self._ask(path, {"action": action, "seq": self._seq})
+        except ActionTooLarge:
+            # The hub answers in place of the environment, which cannot be sent the action.
+            told_of = {"action": "", "num_bytes": len(action.encode()), "seq": self._seq}
+            reply = await self._ask(path, told_of)
         reward = told(reply, "reward", float, int, path=path)
         if not 0.0 <= reward <= 1.0:
             raise EnvError(f"{path}: answers reward={reward!r:.100}, which is not in [0, 1]")
@@ -251,6 +273,11 @@ class HubSession:
             is_success=told(reply, "is_success", bool, path=path),
             state=str(reply.get("state") or ""),  # hubs of other makers tell none
         )
+
+    async def _ask(self, path: str, asked: dict[str, Any]) -> Any:
+        if self._is_quick:
+            return await self._hub.steps.ask({"session_id": self._session_id, **asked})
+        return await self._hub.request("POST", path, asked)
 
     async def hint(self) -> Hint:
         """Return what a scripted policy may know. Raises: EnvError, EnvTimeout."""

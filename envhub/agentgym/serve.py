@@ -26,7 +26,7 @@ from envhub.env import Isolation, UnknownItem
 from envhub.envs.wordle.words import vocabulary
 from envhub.errors import CapacityFull, SessionUnknown
 from envhub.hosting.sessions import Sessions
-from envhub.http.bodies import body_of, json_response
+from envhub.http.bodies import body_of, json_response, validated
 from envhub.http.known_heads import KnownHeads, response_bytes
 
 LIKE = {"minisites": WEBARENA}  # ours in the manner of another's: its wire, by its own name
@@ -101,7 +101,7 @@ def _route(
         if model is None:
             return await handle(None)
         try:
-            body = model.model_validate_json(await request.body())
+            body = validated(model, await request.body())
         except ValidationError as error:
             return json_response({"detail": _problems(error)}, status=422)
         return await handle(body)

@@ -161,16 +161,44 @@ class Sessions:
         Raises: SessionUnknown, SessionConflict, EnvRaised, EnvTimeout.
         """
         async with self._alone(session_id) as session:
-            if session.answer is not None and seq == session.seq:
-                self.counts["repeated"] += 1
-                return session.answer
-            if seq is not None and seq != session.seq + 1:
-                raise SessionConflict(f"seq {seq} does not follow {session.seq}")
-            if session.answer is not None and session.answer.done:
-                raise SessionConflict(f"the episode ended at seq {session.seq}")
+            if (kept := self._kept(session, seq)) is not None:
+                return kept
             began_s = time.perf_counter()
             result = await self._call(session, session.episode.step(action))
             return self._stepped(session, result, time.perf_counter() - began_s)
+
+    async def refuse(self, session_id: str, reason: str, seq: int) -> StepResult:
+        """Take step `seq` for an invalid action, which the environment is not sent.
+
+        The state and the score stay as they are. Raises: SessionUnknown, SessionConflict.
+        """
+        async with self._alone(session_id) as session:
+            if (kept := self._kept(session, seq)) is not None:
+                return kept
+            before = session.answer
+            result = StepResult(
+                observation=reason,
+                reward=0.0 if before is None else before.reward,
+                done=False,
+                is_valid=False,
+                state=session.episode.first_state if before is None else before.state,
+            )
+            self.counts["too_large"] += 1
+            return self._stepped(session, result, 0.0)
+
+    def _kept(self, session: Session, seq: int | None) -> StepResult | None:
+        """Return the answer to the last step if it is asked for again; None: a new step.
+
+        Raises: SessionConflict: the number does not follow, or the episode has ended.
+        """
+        if session.answer is not None and seq == session.seq:
+            self.counts["repeated"] += 1
+            return session.answer
+        if seq is not None and seq != session.seq + 1:
+            raise SessionConflict(f"seq {seq} does not follow {session.seq}")
+        if session.answer is not None and session.answer.done:
+            raise SessionConflict(f"the episode ended at seq {session.seq}")
+        return None
 
     def handle(self, session_id: str) -> Session | None:
         """Return a session for `step_at_once`, which sees when it is live no more."""

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from common.errors import EnvTimeout
+from common.wire.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
 from envhub.agentgym.instance import Patience
 from envhub.agentgym.serve import add_agentgym_routes
 from envhub.catalogue.registry import Registry
@@ -55,8 +56,6 @@ from envhub.interop.openenv_serve import add_openenv_routes
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 * 1024
-MAX_BATCH_BYTES = 4 * 1024 * 1024
 RETRY_AFTER_S = 1
 SIGN_S = 0.5  # between two bytes to a client that stays
 
@@ -79,6 +78,7 @@ def make_app(
     *,
     token: str | None,
     step_timeout_s: float,
+    max_action_bytes: int = DEFAULT_ACTION_MIB * MIB,
     agentgym: Patience | None = None,
 ) -> FastAPI:
     """Return the hub's application; the leases of `sessions` are watched while it runs.
@@ -86,6 +86,8 @@ def make_app(
     Args:
         token: bearer token of every route but /healthz; None asks for none.
         step_timeout_s: told to clients in GET /healthz; `sessions` enforces it.
+        max_action_bytes: of one action; a larger one is refused, and its client asks for the
+            answer to an invalid action.
         agentgym: of AgentGym's routes; None: the sessions' leases, and nobody waits.
     """
 
@@ -106,11 +108,12 @@ def make_app(
     app = FastAPI(title="Longstride environment hub", lifespan=lifespan)
     app.state.known_heads = known = KnownHeads(token, STATUS_CODES, now_s=sessions.now_s)
     app.state.refusals = refusals = Refusals()
+    app.state.max_action_bytes = max_action_bytes
     app.add_middleware(
         AuthMiddleware,
         token=token,
-        max_body_bytes=MAX_BODY_BYTES,
-        max_batch_bytes=MAX_BATCH_BYTES,
+        max_body_bytes=FIELDS_BYTES,
+        max_action_bytes=max_action_bytes + FIELDS_BYTES,
         refusals=refusals,
     )
     for error, status in STATUS_CODES.items():
@@ -195,7 +198,7 @@ def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
     )
     async def step(session_id: str, request: Request) -> Response:
         body = parse_body(StepRequest, await request.body())
-        return json_response((await sessions.step(session_id, body.action, body.seq)).told())
+        return json_response(await _step(sessions, session_id, body))
 
     @app.delete(
         "/v1/sessions/{session_id}", status_code=204, responses=_fails(404, 500), tags=["sessions"]
@@ -247,7 +250,7 @@ def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
 
     async def step(entry: object) -> dict[str, Any]:
         body = parse_entry(BatchStepRequest, entry)
-        return (await sessions.step(body.session_id, body.action, body.seq)).told()
+        return await _step(sessions, body.session_id, body)
 
     async def close(entry: object) -> dict[str, Any]:
         await sessions.delete(parse_entry(CloseRequest, entry).session_id)
@@ -287,6 +290,13 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
     )
     state = sessions.first_state(session_id)
     return {"session_id": session_id, "observation": observation, "state": state}
+
+
+async def _step(sessions: Sessions, session_id: str, body: StepRequest) -> dict[str, Any]:
+    if body.num_bytes:
+        text = f"The action has {body.num_bytes} bytes, more than an action may have."
+        return (await sessions.refuse(session_id, text, body.seq)).told()
+    return (await sessions.step(session_id, body.action, body.seq)).told()
 
 
 async def _entry(work: Coroutine[Any, Any, dict[str, Any]], *, status: int) -> dict[str, Any]:
