@@ -1,6 +1,7 @@
 """Text that every encoding of ours can carry, and what a page shows of it."""
 
 import html
+import json
 import unicodedata
 
 # What has no place on a page: it can end a document, or turn the text that follows it around.
@@ -22,6 +23,14 @@ def valid_text(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
+
+
+def json_bytes(value: object) -> bytes:
+    """Return JSON as it travels: letters of all scripts as themselves, in UTF-8.
+
+    Escapes would double the bytes of Chinese. Texts must be valid, see `valid_text`.
+    """
+    return json.dumps(value, ensure_ascii=False).encode()
 
 
 def html_text(value: object) -> str:

@@ -25,7 +25,7 @@ from actor.rollout.batches import (
 )
 from actor.rollout.presence import Signs, answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
-from common.text import valid_text
+from common.text import json_bytes, valid_text
 
 logger = logging.getLogger(__name__)
 
@@ -219,11 +219,6 @@ class HubClient(BearerClient):
                 return (json.loads(text) if text else {}) or {}  # None is for a 429
             except (ValueError, RecursionError) as error:
                 raise EnvError(f"{method} {path}: answers what is no JSON: {shown}") from error
-
-
-def json_bytes(body: object) -> bytes:
-    """Return JSON as it travels: letters of any script as themselves, in UTF-8."""
-    return json.dumps(body, ensure_ascii=False).encode()
 
 
 def retry_after_s(headers: Mapping[str, str], *, unsaid_s: float = 0.0) -> float:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import logging
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from common.config.envs import RemoteOptions
+from common.text import json_bytes
 from envhub.agentgym.dialects import Dialect, Faults
 from envhub.env import EnvFailure
 
@@ -18,6 +20,7 @@ logger = logging.getLogger(__name__)
 CREATE_TIMEOUT_S = 300.0  # some servers make one instance after the other, each within many seconds
 MAX_SHOWN_CHARS = 200
 NO_ROUTE = (404, 405)
+JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 class RemoteFailure(EnvFailure):
@@ -26,6 +29,11 @@ class RemoteFailure(EnvFailure):
     def __init__(self, text: str, *, status: int | None = None) -> None:
         super().__init__(text)
         self.status = status
+
+    @property
+    def is_of_action(self) -> bool:
+        """Whether the server refuses the action of a step: too large, or unreadable by name."""
+        return self.status == 413 or (self.status == 422 and '"action"' in str(self))
 
 
 @dataclass(slots=True, eq=False)
@@ -190,7 +198,11 @@ class Connection:
         timeout = aiohttp.ClientTimeout(total=limit_s)
         try:
             async with self._client().request(
-                method, f"{self._url}/{path}", json=body, timeout=timeout
+                method,
+                f"{self._url}/{path}",
+                data=None if body is None else io.BytesIO(json_bytes(body)),
+                headers=None if body is None else JSON_HEADERS,
+                timeout=timeout,
             ) as response:
                 text = await response.text()
         except TimeoutError as error:
@@ -202,7 +214,7 @@ class Connection:
             raise self.failure(f"{verb} answered {shown}", status=response.status)
         try:
             reply = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self.failure(f"{verb} answered no JSON: {text[:MAX_SHOWN_CHARS]}") from error
         is_told = self.dialect.faults is Faults.ERROR_KEY
         if is_told and isinstance(reply, dict) and "error" in reply:

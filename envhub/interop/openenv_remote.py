@@ -13,7 +13,14 @@ from common.formats.answers import tools_text
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action_text, parse_item
 from envhub.interop.openenv_offer import Offer, instruction_of, look_at
 from envhub.interop.openenv_socket import CLOSE_S, NOT_THERE, RETRY_S, OpenEnvFailure, Socket, bare
-from envhub.interop.texts import BadAction, RewardRule, Rewards, parse_json, parse_tool_call
+from envhub.interop.texts import (
+    BadAction,
+    RewardRule,
+    Rewards,
+    check_sendable,
+    parse_json,
+    parse_tool_call,
+)
 from envhub.remote_episode import RemoteEpisode
 
 NAME = "openenv"
@@ -21,6 +28,10 @@ SUBSET = "all"
 TEST_SEED = 1_000_000_000  # the first seed of a test item; those of training items begin at 0
 NUM_SEEDS = (10_000, 1_000)  # train and test items of a server that lists no tasks
 KINDS: dict[str, Callable[[str], object]] = {"string": str, "integer": int, "number": float}
+REFUSALS = (
+    "VALIDATION_ERROR",
+    "INVALID_JSON",
+)  # A server's words for an action that it cannot read.
 TRUTHS = {"true": True, "false": False}
 
 
@@ -61,11 +72,12 @@ class OpenEnvEpisode(RemoteEpisode):
             raise RuntimeError("step before reset, or after the episode has ended")
         try:
             sent = self._action(action)
+            check_sendable(sent)
             data = await self._ask(sent, "a step")
         except BadAction as error:
             return self._result(str(error), is_valid=False)
         except OpenEnvFailure as error:
-            if error.code != "VALIDATION_ERROR":
+            if error.code not in REFUSALS:
                 raise
             return self._result(str(error).partition("): ")[2], is_valid=False)
         is_done, told = data.get("done") is True, _metadata(data)

@@ -1,13 +1,15 @@
 """Texts that a policy can sample, and a hub over real HTTP to which they are sent."""
 
+import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from actor.rollout.env_client import HubClient, HubSession, StepResult
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.run_config import EnvhubSection
+from common.errors import EnvError
 from envhub import main
 from envhub.http.limits import QuietSocket, limited_protocol
 
@@ -44,12 +46,12 @@ TEXTS = {
     "nan": "NaN",
     "infinity": "-Infinity",
     "json nan": '{"tool": "submit", "arguments": {"answer": NaN, "n": 1e999, "m": -Infinity}}',
-    "json digits": '{"tool": "submit", "arguments": {"answer": %s}}' % ("9" * 5000),
-    "json large number": '{"tool": "submit", "arguments": {"answer": %s}}' % ("9" * 4000),
+    "json digits": f'{{"tool": "submit", "arguments": {{"answer": {"9" * 5000}}}}}',
+    "json large number": f'{{"tool": "submit", "arguments": {{"answer": {"9" * 4000}}}}}',
     "json lists": "[" * DEEP,
     "json objects": '{"a":' * DEEP,
     "json closed lists": "[" * DEEP + "]" * DEEP,
-    "json deep": '{"tool": "submit", "arguments": {"answer": %s1%s}}' % ("[" * 500, "]" * 500),
+    "json deep": f'{{"tool": "submit", "arguments": {{"answer": {"[" * 500 + "]" * 500}}}}}',
     "json keys": "{" + ",".join(f'"{i}":{i}' for i in range(50_000)) + "}",
     "json same key": "{" + ",".join('"action":1' for _ in range(50_000)) + "}",
     "json half": '{"tool": "submit", "arguments": {"answer": "\\ud800"}}',
@@ -87,7 +89,7 @@ TEXTS = {
     "keys": f"press [{'ctrl+' * 1000}a]",
     "points": f"mouse_drag {'[1,1] ' * 10_000}",
 }
-WAYS = {  # from an action that is executed to a text much like it
+WAYS: dict[str, Callable[[str], str]] = {  # from an action that is executed to a text like it
     "spaces behind": lambda action: action + " " * LONG + "x",
     "spaces before": lambda action: "\n" + " " * LONG + action + "x",
     "spaces between": lambda action: action.replace(" ", " " * (LONG // 4)) + "x",
@@ -101,6 +103,14 @@ WAYS = {  # from an action that is executed to a text much like it
     "digits": lambda action: "".join("9" * 5000 if c.isdigit() else c for c in action),
     "brackets": lambda action: action + "[" * 100_000 + "]" * 100_000,
 }
+MAX_LIKE = 6  # actions of different first words, from which texts are made
+# What an invalid action is answered with, in the words of one environment or another.
+REASON = re.compile(
+    r"invalid|not\b|no (table|tool|known|such|json|element|letter)|could|cannot|wrong|must|more than"
+    r"|longer|refused|error|unrecognized|which number|nothing happens|syntax|near|incomplete"
+    r"|failed|too |known actions|ambiguous",
+    re.IGNORECASE,
+)
 
 
 @contextmanager
@@ -136,16 +146,16 @@ class Playing:
         self._session: HubSession | None = None
 
     async def session(self) -> HubSession:
+        """Return the session, a new one where the last has ended."""
         if self._session is None:
             self._session = await self._hub.open(
                 self._env, self._item, seed=0, style="compact", is_quick=self._is_quick
             )
         return self._session
 
-    async def legal(self) -> str | None:
-        """Return an action that is executed now; None: the environment names none."""
-        hint = await (await self.session()).hint()
-        return next(iter(hint.valid_actions), None)
+    async def legal(self) -> list[str]:
+        """Return actions that are executed now."""
+        return (await (await self.session()).hint()).valid_actions
 
     async def step(self, text: str) -> StepResult:
         """Return what a text leads to."""
@@ -155,6 +165,50 @@ class Playing:
         return result
 
     async def close(self) -> None:
+        """Give the session back."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+
+
+async def check_texts(url: str, env: str, *, has_reasons: bool = True) -> None:
+    """Assert that each text is an action, and that the same session is played on after it.
+
+    Args:
+        has_reasons: whether the environment says why it refuses an action.
+    """
+    async with HubClient(url, token=None, timeout_s=TIMEOUT_S) as hub:
+        entry = (await hub.request("GET", "/v1/envs", None))[env]
+        item = f"{next(iter(entry['subsets']))}-train-0"
+        for is_quick in {False, bool(entry["is_quick"])}:
+            playing = Playing(hub, env, item, is_quick=is_quick)
+            for name, text in (await _texts(playing)).items():
+                told = await _check_text(playing, f"{env}: {name}", text)
+                assert not has_reasons or REASON.search(told), f"{env}: {name}: {told!r}"
+            await playing.close()
+
+
+async def _texts(playing: Playing) -> dict[str, str]:
+    """Return the texts, and those like actions of the environment."""
+    by_word = {action.split()[0]: action for action in await playing.legal() if action.split()}
+    like = {
+        f"{way} of {action[:40]}": make(action)
+        for action in [*by_word.values()][:MAX_LIKE]
+        for way, make in WAYS.items()
+    }
+    return TEXTS | like
+
+
+async def _check_text(playing: Playing, name: str, text: str) -> str:
+    """Return what an invalid action is answered with, a word for a reason of any other."""
+    try:
+        result = await playing.step(text)
+        assert type(result.is_valid) is bool, name
+        if result.is_valid or result.done:
+            return "not invalid"
+        legal = [action for action in await playing.legal() if "stop" not in action]
+        if legal:
+            assert (await playing.step(legal[0])).is_valid, f"{name}: then {legal[0]!r}"
+        return result.observation
+    except EnvError as error:
+        raise AssertionError(f"{name}: {error}") from error
