@@ -27,6 +27,7 @@ try:
     from common.log import configure_logging
     from common.repository import ROOT
     from common.store.run_dir import RunDir
+    from common.text import log_text
 except ModuleNotFoundError as error:
     sys.exit(
         f"error: {error.name} is not installed for {sys.executable}; `make setup` installs all "
@@ -278,7 +279,7 @@ def main(argv: list[str]) -> int:
         os.chdir(ROOT)
         return dispatch(request)
     except ConfigError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {log_text(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -33,6 +33,21 @@ def json_bytes(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode()
 
 
+def log_text(text: str) -> str:
+    """Return text for a log or a terminal, with control characters as escapes such as \\x1b.
+
+    Tabs and line breaks stay. All others could rewrite the terminal, or hide a line of the log.
+    """
+    text = valid_text(text)
+    if text.isprintable():
+        return text
+    return "".join(_escaped(each) if _is_control(each) else each for each in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
 def html_text(value: object) -> str:
     """Return text for HTML content and quoted attributes, whoever wrote it.
 

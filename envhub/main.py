@@ -189,6 +189,7 @@ def build(
         step_timeout_s=section.step_timeout_s,
         max_sessions=section.max_sessions,
         inline_step_s=section.inline_step_s,
+        max_action_bytes=section.max_action_mib * MIB,
     )
     app = make_app(
         sessions,

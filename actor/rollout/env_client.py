@@ -245,7 +245,10 @@ class HubSession:
         self.first_state = ""  # "": the environment tells none
 
     async def step(self, action: str) -> StepResult:
-        """Act. An action that the hub cannot take is an invalid one. Raises: EnvError, EnvTimeout."""
+        """Act; an action that is too large for the hub is invalid.
+
+        Raises: EnvError, EnvTimeout.
+        """
         self._seq += 1
         path = f"{self._path}/step"
         action = valid_text(action)

@@ -293,10 +293,8 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
 
 
 async def _step(sessions: Sessions, session_id: str, body: StepRequest) -> dict[str, Any]:
-    if body.num_bytes:
-        text = f"The action has {body.num_bytes} bytes, more than an action may have."
-        return (await sessions.refuse(session_id, text, body.seq)).told()
-    return (await sessions.step(session_id, body.action, body.seq)).told()
+    result = await sessions.step(session_id, body.action, body.seq, num_bytes=body.num_bytes)
+    return result.told()
 
 
 async def _entry(work: Coroutine[Any, Any, dict[str, Any]], *, status: int) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from common.formats.calls import check_depth
 from common.wire.action_size import DEFAULT_ACTION_MIB, MIB
 from envhub.env import EnvFailure, action_text
 
-# Other parsers refuse what is nested deeper (pydantic's from about 200 levels on).
-MAX_DEPTH = 64
 MAX_NUMBER = int(sys.float_info.max)
 MAX_SENT_BYTES = DEFAULT_ACTION_MIB * MIB
 SAMPLES = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
@@ -97,7 +96,8 @@ def check_sendable(value: object) -> None:
     Numbers beyond a float's range are refused as well.
     """
     try:
-        _check_depth(value)
+        check_depth(value)
+        _check_numbers(value)
         sent = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadAction(f"This cannot be sent: {error}"[:300]) from error
@@ -106,22 +106,15 @@ def check_sendable(value: object) -> None:
         raise BadAction(text)
 
 
-def _check_depth(value: object) -> None:
-    """Raises: ValueError: nested too deep, or a number that no float holds."""
-    level: list[object] = [value]
-    for _ in range(MAX_DEPTH):
-        inner: list[object] = []
-        for each in level:
-            if isinstance(each, dict):
-                inner += each.values()
-            elif isinstance(each, list):
-                inner += each
-            elif type(each) is int and abs(each) > MAX_NUMBER:
-                raise ValueError("a number is too large")
-        if not inner:
-            return
-        level = inner
-    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+def _check_numbers(value: object) -> None:
+    """Raises: ValueError: a number that no float holds."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            _check_numbers(each)
+    elif type(value) is int and abs(value) > MAX_NUMBER:
+        raise ValueError("a number is too large")
 
 
 def check_readable(text: str) -> None:

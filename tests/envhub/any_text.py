@@ -106,9 +106,9 @@ WAYS: dict[str, Callable[[str], str]] = {  # from an action that is executed to 
 MAX_LIKE = 6  # actions of different first words, from which texts are made
 # What an invalid action is answered with, in the words of one environment or another.
 REASON = re.compile(
-    r"invalid|not\b|no (table|tool|known|such|json|element|letter)|could|cannot|wrong|must|more than"
-    r"|longer|refused|error|unrecognized|which number|nothing happens|syntax|near|incomplete"
-    r"|failed|too |known actions|ambiguous",
+    r"invalid|not\b|no (table|tool|known|such|json|element|letter)|could|cannot|wrong|must"
+    r"|more than|longer|refused|error|unrecognized|which number|nothing happens|syntax|near"
+    r"|incomplete|failed|too |known actions|ambiguous",
     re.IGNORECASE,
 )
 
