@@ -30,6 +30,7 @@ try:
     from common.log import configure_logging
     from common.repository import ROOT
     from common.store.run_dir import RunDir
+    from common.text import log_text
 except ModuleNotFoundError as error:
     sys.exit(
         f"error: {error.name} is not installed for {sys.executable}; `make setup` installs all "
@@ -464,7 +465,7 @@ def main(argv: list[str]) -> int:
         keep_loopback_direct()
         return dispatch(request)
     except ConfigError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {log_text(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except NotStarted as error:
         logging.exception("ended before it began to work")

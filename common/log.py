@@ -7,7 +7,17 @@ import shutil
 from collections.abc import Generator
 from pathlib import Path
 
+from common.text import log_text
+
 FORMAT = "%(asctime)s %(levelname).1s {role} %(name)s: %(message)s"
+
+
+class PlainFormatter(logging.Formatter):
+    """Formats records whose texts may be a policy's: no control character reaches a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's text without control characters."""
+        return log_text(super().format(record))
 
 
 def configure_logging(role: str, level: str) -> None:
@@ -15,7 +25,9 @@ def configure_logging(role: str, level: str) -> None:
 
     Libraries that chat are held at WARNING.
     """
-    logging.basicConfig(level=level, format=FORMAT.format(role=role), force=True)
+    handler = logging.StreamHandler()
+    handler.setFormatter(PlainFormatter(FORMAT.format(role=role)))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
     for noisy in ("asyncio", "aiohttp", "httpx", "urllib3", "matplotlib", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # transformers imports torchao, which warns of CUDA's kernels and of torch's own changes.

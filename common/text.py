@@ -1,6 +1,7 @@
 """Text that every encoding of ours can carry, and what a page shows of it."""
 
 import html
+import json
 import unicodedata
 
 # What has no place on a page: it can end a document, or turn the text that follows it around.
@@ -22,6 +23,29 @@ def valid_text(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
+
+
+def json_bytes(value: object) -> bytes:
+    """Return JSON as it travels: letters of all scripts as themselves, in UTF-8.
+
+    Escapes would double the bytes of Chinese. Texts must be valid, see `valid_text`.
+    """
+    return json.dumps(value, ensure_ascii=False).encode()
+
+
+def log_text(text: str) -> str:
+    """Return text for a log or a terminal, with control characters as escapes such as \\x1b.
+
+    Tabs and line breaks stay. All others could rewrite the terminal, or hide a line of the log.
+    """
+    text = valid_text(text)
+    if text.isprintable():
+        return text
+    return "".join(_escaped(each) if _is_control(each) else each for each in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
 
 
 def html_text(value: object) -> str:

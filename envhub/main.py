@@ -23,6 +23,7 @@ from common.errors import ConfigError
 from common.join.enrol import Joined
 from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
+from common.wire.action_size import FIELDS_BYTES, MIB
 from common.wire.addresses import AddressBook, Addresses, with_host
 from common.wire.join_messages import HubHello, HubPlace
 from common.wire.security import RunKeys, own_keys
@@ -31,7 +32,7 @@ from envhub.errors import UnknownEnv
 from envhub.hosting.sessions import Sessions
 from envhub.http.limits import QuietSocket, limited_protocol
 from envhub.http.parts import Patience
-from envhub.http.routes import MAX_BODY_BYTES, make_app
+from envhub.http.routes import make_app
 from envhub.registration import Registration
 
 logger = logging.getLogger(__name__)
@@ -195,12 +196,14 @@ def build(
         step_timeout_s=section.step_timeout_s,
         max_sessions=section.max_sessions,
         inline_step_s=section.inline_step_s,
+        max_action_bytes=section.max_action_mib * MIB,
     )
     app = make_app(
         sessions,
         registry,
         token=token,
         step_timeout_s=section.step_timeout_s,
+        max_action_bytes=section.max_action_mib * MIB,
         agentgym=Patience(
             lease_s=section.agentgym_lease_s or section.session_lease_s,
             queue_s=section.agentgym_queue_s,
@@ -226,7 +229,7 @@ def serve(
         loop="uvloop",
         http=limited_protocol(sessions.counts, app.state.refusals, app.state.known_heads),
         ws=QuietSocket,
-        ws_max_size=MAX_BODY_BYTES,
+        ws_max_size=app.state.max_action_bytes + FIELDS_BYTES,
         ws_ping_interval=None,  # a client that generates may miss any number; leases end it
         ws_per_message_deflate=False,
         access_log=False,

@@ -14,8 +14,9 @@ from typing import cast
 import httptools
 
 from actor.agents.requests import ApiError
+from common.wire.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
 
-MAX_BODY_BYTES = 8 * 1024 * 1024
+MAX_BODY_BYTES = DEFAULT_ACTION_MIB * MIB + FIELDS_BYTES
 MAX_HEAD_BYTES = 64 * 1024
 BODY_S = 30.0  # for a request to arrive whole
 MAX_WAITING = 64  # requests of one connection that came before the answer to an earlier one

@@ -2,18 +2,24 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
 from common.errors import EnvError, EnvTimeout, HubLost
+from common.wire.action_size import TOGETHER_BYTES, most_bytes
 
 SESSION_PATH = "/v1/sessions/"
 FULL = 429
+TOO_LARGE = 413
 CLOSE_S = 1.0  # for requests under way when their client closes
 
 Request = Callable[[str, str, object], Awaitable[Any]]  # method, path, body -> parsed answer
 Entry = dict[str, Any]
 Asked = tuple[Entry, asyncio.Future[Any]]  # an entry, and where its outcome goes
+
+
+class ActionTooLarge(EnvError):
+    """The hub takes no action of this size. The session lives, and nothing was performed."""
 
 
 class BatchRoute(NamedTuple):
@@ -83,10 +89,26 @@ class Batches:
 
     def _send_all(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for start in range(0, len(waiting), self._route.max_entries):
-            task = asyncio.create_task(self._send(waiting[start : start + self._route.max_entries]))
+        for batch in self._parts(waiting):
+            task = asyncio.create_task(self._send(batch))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
+
+    def _parts(self, waiting: list[Asked]) -> Iterator[list[Asked]]:
+        """Yield what goes together: so many entries, and no more bytes than each hub takes."""
+        part: list[Asked] = []
+        num_bytes = 0
+        for each in waiting:
+            size = most_bytes(each[0].get("action", ""))
+            is_full = len(part) == self._route.max_entries or num_bytes + size > TOGETHER_BYTES
+            if part and is_full:
+                yield part
+                part = []
+                num_bytes = 0
+            part.append(each)
+            num_bytes += size
+        if part:
+            yield part
 
     async def _send(self, batch: list[Asked]) -> None:
         entries = [entry for entry, _ in batch]
@@ -149,6 +171,8 @@ def failure_of(method: str, path: str, status: int, text: str) -> EnvError | Non
     """Return what a status means; None if all is well."""
     if status == 504:
         return EnvTimeout(f"{method} {path}: {text:.300}")
+    if status == TOO_LARGE and path.startswith((SESSION_PATH, STEP.path)):
+        return ActionTooLarge(f"{method} {path}: {text:.300}")
     is_gone = status == 404 and path.startswith((SESSION_PATH, STEP.path))
     kind = HubLost if is_gone or status == 503 else EnvError
     return kind(f"{method} {path}: HTTP {status} {text:.300}") if status >= 400 else None

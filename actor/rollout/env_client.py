@@ -1,6 +1,7 @@
 """The actor's side of the environment hub: one HTTP session per episode, retries that are safe."""
 
 import asyncio
+import io
 import json
 import logging
 import math
@@ -17,6 +18,7 @@ from actor.rollout.batches import (
     OPEN,
     SESSION_PATH,
     STEP,
+    ActionTooLarge,
     AnswerTooLarge,
     Batches,
     failure_of,
@@ -25,7 +27,7 @@ from actor.rollout.batches import (
 from actor.rollout.presence import Signs, answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
 from common.http.sessions import open_session
-from common.text import valid_text
+from common.text import json_bytes, valid_text
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ NUM_TRIES = 4
 BACKOFF_S = 0.25  # doubles per try
 MIN_RETRY_S = 0.05  # so that "at once" is no busy loop
 MAX_ANSWER_BYTES = 64 << 20
+JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +206,11 @@ class HubClient(BearerClient):
 
     async def _once(self, method: str, path: str, body: object) -> Any:
         """Return the parsed answer; None after waiting out a 429."""
-        async with self._http.request(method, self._url + path, json=body) as response:
+        sent = None if body is None else io.BytesIO(json_bytes(body))
+        headers = None if body is None else JSON_HEADERS
+        async with self._http.request(
+            method, self._url + path, data=sent, headers=headers
+        ) as response:
             text = bytearray()
             async for part in response.content.iter_any():
                 text += part
@@ -259,14 +266,19 @@ class HubSession:
         self.start_score = 0.0
 
     async def step(self, action: str) -> StepResult:
-        """Act. Raises: EnvError, EnvTimeout."""
+        """Act; an action that is too large for the hub is invalid.
+
+        Raises: EnvError, EnvTimeout.
+        """
         self._seq += 1
         path = f"{self._path}/step"
-        asked = {"action": action, "seq": self._seq}
-        if self._is_quick:
-            reply = await self._hub.steps.ask({"session_id": self._session_id, **asked})
-        else:
-            reply = await self._hub.request("POST", path, asked)
+        action = valid_text(action)
+        try:
+            reply = await self._ask(path, {"action": action, "seq": self._seq})
+        except ActionTooLarge:
+            # The hub answers in place of the environment, which cannot be sent the action.
+            told_of = {"action": "", "num_bytes": len(action.encode()), "seq": self._seq}
+            reply = await self._ask(path, told_of)
         reward = score_of(reply, "reward", path=path)
         done = told(reply, "done", bool, path=path)
         reply.setdefault("is_success", done and reward >= 1.0)  # hubs of others may not say it
@@ -280,6 +292,11 @@ class HubSession:
             state=str(reply.get("state") or ""),  # hubs of other makers tell none
             is_truncated=done and told(reply, "is_truncated", bool, path=path),
         )
+
+    async def _ask(self, path: str, asked: dict[str, Any]) -> Any:
+        if self._is_quick:
+            return await self._hub.steps.ask({"session_id": self._session_id, **asked})
+        return await self._hub.request("POST", path, asked)
 
     async def hint(self) -> Hint:
         """Return what a scripted policy may know. Raises: EnvError, EnvTimeout."""

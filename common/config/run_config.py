@@ -38,6 +38,7 @@ from common.config.knobs import (
 from common.config.learning import AlgorithmSection, LearnerSection
 from common.config.offline import DpoSection, EvolveSection, SftSection, SimulatorSection
 from common.errors import ConfigError
+from common.wire.action_size import DEFAULT_ACTION_MIB, MOST_ACTION_MIB, needed_mib
 
 DTYPES = ("bfloat16", "float16", "float32")
 LARGEST_BLOCK_TOKENS = 128  # of a KV cache; an engine may have smaller ones
@@ -286,6 +287,12 @@ class EnvhubSection:
     capacity: int = knob(4096, "sessions per environment", ge=1, le=10**6)
     max_sessions: int = knob(16_384, "sessions that one token may hold", ge=1, le=10**6)
     step_timeout_s: float = seconds(30.0, "seconds for one step of an environment", gt=0)
+    max_action_mib: int = knob(
+        DEFAULT_ACTION_MIB,
+        "MiB of one action; a larger one is an invalid action, whose reason the policy reads",
+        ge=1,
+        le=MOST_ACTION_MIB,
+    )
     inline_step_s: float = seconds(0.2, "seconds for a step here; slower ones go to workers", gt=0)
     agentgym_lease_s: float = seconds(
         0.0, "the same on AgentGym's routes, whose clients may never close; 0: the same", ge=0
@@ -378,9 +385,22 @@ class RunConfig:
         yield from contradictions_of_tasks(self.horizon, self.curriculum, self.tasks)
         yield from self.horizon.contradictions_of_unit(self.actor)
         yield from self.actor.contradictions_of_rows(self.algorithm, self.envhub, self.policy)
+        yield from self._contradictions_of_actions()
         if self.groups.min_size == 1 and self.algorithm.advantage.is_group_relative:
             law = f"algorithm.advantage={self.algorithm.advantage.value} compares the members of a"
             yield "groups.min_size", 1, f"{law} group; give 2 or more, or advantage=running or ppo"
+
+    def _contradictions_of_actions(self) -> Iterator[Contradiction]:
+        """Yield a limit of actions below the text that one turn can sample."""
+        turn_tokens, needed = self.actor.max_turn_tokens, needed_mib(self.actor.max_turn_tokens)
+        if self.envhub.url or needed <= self.envhub.max_action_mib:
+            return
+        law = f"actor.max_turn_tokens={turn_tokens} can sample {needed} MiB"
+        if needed <= MOST_ACTION_MIB:
+            yield "envhub.max_action_mib", self.envhub.max_action_mib, f"{law}; give that"
+        else:
+            text = f"can sample {needed} MiB; an action has at most {MOST_ACTION_MIB} MiB"
+            yield "actor.max_turn_tokens", turn_tokens, text
 
 
 def check_training(cfg: RunConfig) -> None:

@@ -102,7 +102,7 @@ def sent(calls: Sequence[Call], names: Sequence[str], *, has_one: bool) -> str |
         return None
     name, arguments = calls[0]
     if not has_one:
-        return valid_text(json.dumps({"tool": name, "arguments": arguments}))
+        return valid_text(json.dumps({"tool": name, "arguments": arguments}, ensure_ascii=False))
     action = arguments.get(ARGUMENT)
     return (valid_text(action.strip()) or None) if isinstance(action, str) else None
 

@@ -4,6 +4,7 @@ A template is asked for the form by having it write calls of a tool that there i
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ ARGUMENTS = dict(zip(KEYS, VALUES, strict=True))
 JSON_BEGINS = re.compile(r"(?=\{)")
 NOTHING = re.compile("")
 SPACE = re.compile(r"\s*")
+# Other parsers refuse what is nested deeper (pydantic's from about 200 levels on).
+MAX_DEPTH = 64
 BETWEEN_CALLS = " \t\r\n[];,"  # what a list of calls has beside them
 PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them in tags
 
@@ -42,12 +45,29 @@ def as_call(name: str, arguments: Arguments) -> dict[str, Any]:
 def read_arguments(value: object) -> Arguments:
     """Return the arguments of a call, JSON or a text of JSON.
 
-    Raises: ValueError: it is no JSON object.
+    Raises: ValueError: it is no JSON object, or nested too deep.
     """
     found: object = DECODER.decode(value or "{}") if isinstance(value, str) else value
     if not isinstance(found, dict):
         raise ValueError("must be a JSON object")
+    check_depth(found)
     return cast(Arguments, found)
+
+
+def check_depth(value: object) -> None:
+    """Raises: ValueError: JSON is nested so deep that a program which reads it may fail."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner: list[object] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner += cast(dict[str, object], each).values()
+            elif isinstance(each, list):
+                inner += cast(list[object], each)
+        if not inner:
+            return
+        level = inner
+    raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +211,14 @@ def _refused(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
-DECODER = json.JSONDecoder(parse_constant=_refused)
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is larger than any float")
+    return number
+
+
+DECODER = json.JSONDecoder(parse_constant=_refused, parse_float=_finite)
 
 
 def _only(value: object) -> dict[str, object]:

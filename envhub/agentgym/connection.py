@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import logging
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import aiohttp
 from common.config.envs import RemoteOptions
 from common.http.proxies import BY_PROXY, ProxyFailed, route_note, without_login
 from common.http.sessions import open_session
+from common.text import json_bytes
 from envhub.agentgym.dialects import Dialect, Faults
 from envhub.env import EnvFailure
 
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 CREATE_TIMEOUT_S = 300.0  # some servers make one instance after the other, each within many seconds
 MAX_SHOWN_CHARS = 200
 NO_ROUTE = (404, 405)
+JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 class RemoteFailure(EnvFailure):
@@ -28,6 +31,11 @@ class RemoteFailure(EnvFailure):
     def __init__(self, text: str, *, status: int | None = None) -> None:
         super().__init__(text)
         self.status = status
+
+    @property
+    def is_of_action(self) -> bool:
+        """Whether the server refuses the action of a step: too large, or unreadable by name."""
+        return self.status == 413 or (self.status == 422 and '"action"' in str(self))
 
 
 @dataclass(slots=True, eq=False)
@@ -192,7 +200,11 @@ class Connection:
         timeout = aiohttp.ClientTimeout(total=limit_s)
         try:
             async with self._client().request(
-                method, f"{self._url}/{path}", json=body, timeout=timeout
+                method,
+                f"{self._url}/{path}",
+                data=None if body is None else io.BytesIO(json_bytes(body)),
+                headers=None if body is None else JSON_HEADERS,
+                timeout=timeout,
             ) as response:
                 text = await response.text()
         except TimeoutError as error:
@@ -208,7 +220,7 @@ class Connection:
             raise self.failure(f"{verb} answered {shown}", status=response.status)
         try:
             reply = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self.failure(f"{verb} answered no JSON: {text[:MAX_SHOWN_CHARS]}") from error
         is_told = self.dialect.faults is Faults.ERROR_KEY
         if is_told and isinstance(reply, dict) and "error" in reply:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from common.config.envs import RemoteOptions
 from common.errors import ConfigError
+from common.text import valid_text
 from envhub.agentgym.connection import Connection, Instance, RemoteFailure, max_sessions
 from envhub.agentgym.dialects import ALFWORLD, BABYAI, DIALECTS, MAZE, SCIWORLD, WEBARENA, WORDLE
 from envhub.agentgym.extraction import extract
@@ -75,7 +76,14 @@ class RemoteEnv(RemoteEpisode):
         assert self._instance is not None
         self._is_sound = False
         async with self._limit("a step"):
-            reply = await self._connection.post("step", self._instance, {"action": sent})
+            try:
+                fields = {"action": valid_text(sent)}
+                reply = await self._connection.post("step", self._instance, fields)
+            except RemoteFailure as error:
+                if not error.is_of_action:
+                    raise
+                self._is_sound = True
+                return self._result(f"The server does not take the action: {error}", is_valid=False)
             await self._check_sound(reply, self._instance)
         result = self._read(reply, sent)
         self._is_sound = True

@@ -25,7 +25,7 @@ from envhub.catalogue.registry import LOADERS
 from envhub.env import Isolation, UnknownItem
 from envhub.envs.wordle.words import vocabulary
 from envhub.errors import CapacityFull, SessionUnknown
-from envhub.http.bodies import body_of, json_response
+from envhub.http.bodies import body_of, json_response, validated
 from envhub.http.known_heads import response_bytes
 from envhub.http.parts import HubParts
 
@@ -100,7 +100,7 @@ def _route(
         if model is None:
             return await handle(None)
         try:
-            body = model.model_validate_json(await request.body())
+            body = validated(model, await request.body())
         except ValidationError as error:
             return json_response({"detail": _problems(error)}, status=422)
         return await handle(body)

@@ -15,6 +15,7 @@ from common.errors import EnvError, EnvTimeout
 from common.memory import trim_heap
 from common.stall.awake import AwakeClock
 from common.text import valid_text
+from common.wire.action_size import DEFAULT_ACTION_MIB, MIB
 from envhub.catalogue.distances import Distances
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, StepResult, Style
@@ -41,6 +42,7 @@ MAX_WATCH_INTERVAL_S = 1.0  # also for a clock that finds out by it when nobody 
 SESSIONS_PER_TRIM = 200  # ended sessions after which free memory goes back to the system
 STOP_TIMEOUT_S = 1.0
 MAX_SESSIONS = 16_384
+MOST_CHARACTER_BYTES = 4  # in UTF-8
 GONE_S = 1.0  # for an owner whose connection broke to come again
 
 
@@ -67,13 +69,15 @@ class Sessions:
         now_s: Callable[[], float] | None = None,
         max_sessions: int = MAX_SESSIONS,
         inline_step_s: float = INLINE_STEP_S,
+        max_action_bytes: int = DEFAULT_ACTION_MIB * MIB,
     ) -> None:
-        """`capacity` is per environment, `max_sessions` of all.
+        """`capacity` is per environment, `max_sessions` of all; a larger action is invalid.
 
         `now_s` is a monotonic clock; None: one that stands while this process does.
         """
         now_s = self.now_s = now_s or AwakeClock().__call__  # a method is called faster
         self._max_sessions = max_sessions
+        self._max_action_bytes = max_action_bytes
         self.lease_s = lease_s
         self.is_draining = False
         self.num_live: Counter[str] = Counter()  # places by environment, also of what is opening
@@ -151,26 +155,55 @@ class Sessions:
         self.counts["created"] += 1
         return session_id, self._valid(env_name, observation)
 
-    async def step(self, session_id: str, action: str, seq: int | None = None) -> StepResult:
+    async def step(
+        self, session_id: str, action: str, seq: int | None = None, *, num_bytes: int = 0
+    ) -> StepResult:
         """Perform step `seq`, or return its kept answer when it was the last one performed.
 
         Args:
-            action: any text.
+            action: any text; one that is too large is invalid, and the environment is not sent it.
             seq: counts from 1; None: whatever number is next.
+            num_bytes: of an action that was too large for a request, in place of the action.
 
         Raises: SessionUnknown, SessionConflict, EnvRaised, EnvTimeout.
         """
         async with self._alone(session_id) as session:
-            if session.answer is not None and seq == session.seq:
-                self.counts["repeated"] += 1
-                return session.answer
-            if seq is not None and seq != session.seq + 1:
-                raise SessionConflict(f"seq {seq} does not follow {session.seq}")
-            if session.answer is not None and session.answer.done:
-                raise SessionConflict(f"the episode ended at seq {session.seq}")
+            if (kept := self._kept(session, seq)) is not None:
+                return kept
+            if not num_bytes and len(action) * MOST_CHARACTER_BYTES > self._max_action_bytes:
+                size = len(action.encode(errors="replace"))
+                num_bytes = size if size > self._max_action_bytes else 0
+            if num_bytes:
+                return self._stepped(session, self._refusal(session, num_bytes), 0.0)
             began_s = time.perf_counter()
             result = await self._call(session, session.episode.step(action))
             return self._stepped(session, result, time.perf_counter() - began_s)
+
+    def _refusal(self, session: Session, num_bytes: int) -> StepResult:
+        """Return the answer to an action that is too large; state and score stay as they are."""
+        before = session.answer
+        self.counts["too_large"] += 1
+        return StepResult(
+            observation=f"Invalid action: it has {num_bytes} bytes, more than an action may have.",
+            reward=0.0 if before is None else before.reward,
+            done=False,
+            is_valid=False,
+            state=session.episode.first_state if before is None else before.state,
+        )
+
+    def _kept(self, session: Session, seq: int | None) -> StepResult | None:
+        """Return the answer to the last step if it is asked for again; None: a new step.
+
+        Raises: SessionConflict: the number does not follow, or the episode has ended.
+        """
+        if session.answer is not None and seq == session.seq:
+            self.counts["repeated"] += 1
+            return session.answer
+        if seq is not None and seq != session.seq + 1:
+            raise SessionConflict(f"seq {seq} does not follow {session.seq}")
+        if session.answer is not None and session.answer.done:
+            raise SessionConflict(f"the episode ended at seq {session.seq}")
+        return None
 
     def handle(self, session_id: str) -> Session | None:
         """Return a session for `step_at_once`, which sees when it is live no more."""

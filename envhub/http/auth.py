@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from fastapi import HTTPException, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from common.wire.action_size import TOGETHER_BYTES
 from envhub.http.bodies import json_response
 from envhub.http.refusals import REFUSED, Refusals
 
@@ -22,15 +23,15 @@ class AuthMiddleware:
         *,
         token: str | None,
         max_body_bytes: int,
-        max_batch_bytes: int,
+        max_action_bytes: int,
         refusals: Refusals,
     ) -> None:
-        """`max_batch_bytes` is for paths that end in /batch, and for AgentGym's."""
+        """Requests that carry actions may have `max_action_bytes`, others `max_body_bytes`."""
         self._app = app
         self._refusals = refusals
         self._token = token.encode() if token is not None else None
         self._max_body_bytes = max_body_bytes
-        self._max_batch_bytes = max_batch_bytes
+        self._max_action_bytes = max(max_action_bytes, TOGETHER_BYTES + max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket" and (refusal := self._no_socket(scope)) is not None:
@@ -45,8 +46,9 @@ class AuthMiddleware:
         if not self._is_allowed(scope["path"], headers):
             await _refusal(401, "a valid bearer token is required")(scope, receive, send)
             return
-        is_large = scope["path"].endswith("/batch") or scope["path"].startswith("/agentgym/")
-        limit = self._max_batch_bytes if is_large else self._max_body_bytes
+        path = scope["path"]
+        is_large = path.endswith(("/step", "/batch")) or path.startswith("/agentgym/")
+        limit = self._max_action_bytes if is_large else self._max_body_bytes
         length = headers.get(b"content-length")
         if length is not None and (not length.isdigit() or int(length[:20]) > limit):
             detail = f"request bodies are limited to {limit} bytes"

@@ -1,6 +1,9 @@
 """What clients send and get, how a body is read and an answer written."""
 
+import json
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Response
@@ -13,6 +16,7 @@ from envhub.env import Style
 MAX_SEED = 2**63 - 1
 MAX_NAME_CHARS = 200
 MAX_BATCH = 1024
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # Half a character, as JSON escapes it.
 
 Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
@@ -35,12 +39,16 @@ class CreateRequest(BaseModel):
 
 
 class StepRequest(BaseModel):
-    """Body of POST /v1/sessions/{id}/step; `seq` starts at 1 and grows by one."""
+    """Body of POST /v1/sessions/{id}/step; `seq` starts at 1 and grows by one.
+
+    `num_bytes` is not 0 where the action was too large to be sent: the hub answers for it.
+    """
 
     model_config = ConfigDict(extra="forbid", cache_strings="keys")
 
     action: str
     seq: int = Field(ge=1, le=MAX_SEED)
+    num_bytes: int = Field(default=0, ge=0, le=MAX_SEED)
 
 
 class CloseRequest(BaseModel):
@@ -141,7 +149,37 @@ _BATCH = TypeAdapter(Annotated[list[Any], Field(max_length=MAX_BATCH)])
 
 def parse_body(model: type[Model], raw: bytes) -> Model:
     """Return the body of a request. Raises: BadBody: no JSON, or not of that form."""
-    return _checked(model.model_validate_json, raw)
+    return _checked(partial(validated, model), raw)
+
+
+def validated(model: type[Model], raw: bytes) -> Model:
+    """Return the body of a request, whose texts may hold halves of characters.
+
+    Raises: pydantic.ValidationError: no JSON, or not of that form.
+    """
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        try:
+            parsed = repaired(raw)
+        except ValueError:
+            raise error from None
+        return model.model_validate(parsed)
+
+
+def repaired(raw: str | bytes) -> Any:
+    r"""Return parsed JSON in which a lone surrogate, such as "\ud800", is U+FFFD.
+
+    The strict parser refuses such a text, which a policy may well sample.
+
+    Raises: ValueError: no JSON, nested too deep, or without any such text.
+    """
+    if not SURROGATE.search(raw if isinstance(raw, bytes) else raw.encode(errors="replace")):
+        raise ValueError("no lone surrogate")
+    try:
+        return _valid(json.loads(raw))
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
 
 
 def parse_entry(model: type[Model], entry: object) -> Model:
@@ -154,7 +192,18 @@ def parse_batch(raw: bytes) -> list[Any]:
 
     Raises: BadBody: no JSON list, or longer than MAX_BATCH.
     """
-    return _checked(_BATCH.validate_json, raw)
+    return _checked(_batch_of, raw)
+
+
+def _batch_of(raw: bytes) -> list[Any]:
+    try:
+        return _BATCH.validate_json(raw)
+    except ValidationError as error:
+        try:
+            parsed = repaired(raw)
+        except ValueError:
+            raise error from None
+        return _BATCH.validate_python(parsed)
 
 
 def _checked(validate: Callable[[Any], T], given: object) -> T:

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from common.errors import EnvTimeout
+from common.wire.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
 from envhub.catalogue.extensions import load_extensions
 from envhub.catalogue.registry import Registry
 from envhub.env import UnknownItem
@@ -54,8 +55,6 @@ from envhub.http.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 * 1024
-MAX_BATCH_BYTES = 4 * 1024 * 1024
 RETRY_AFTER_S = 1
 SIGN_S = 0.5  # between two bytes to a client that stays
 
@@ -78,6 +77,7 @@ def make_app(
     *,
     token: str | None,
     step_timeout_s: float,
+    max_action_bytes: int = DEFAULT_ACTION_MIB * MIB,
     agentgym: Patience | None = None,
 ) -> FastAPI:
     """Return the hub's application; the leases of `sessions` are watched while it runs.
@@ -85,6 +85,8 @@ def make_app(
     Args:
         token: bearer token of every route but /healthz; None asks for none.
         step_timeout_s: told to clients in GET /healthz; `sessions` enforces it.
+        max_action_bytes: of one action; a larger one is refused, and its client asks for the
+            answer to an invalid action.
         agentgym: of AgentGym's routes; None: the sessions' leases, and nobody waits.
     """
 
@@ -105,11 +107,12 @@ def make_app(
     app = FastAPI(title="Longstride environment hub", lifespan=lifespan)
     app.state.known_heads = known = KnownHeads(token, STATUS_CODES, now_s=sessions.now_s)
     app.state.refusals = refusals = Refusals()
+    app.state.max_action_bytes = max_action_bytes
     app.add_middleware(
         AuthMiddleware,
         token=token,
-        max_body_bytes=MAX_BODY_BYTES,
-        max_batch_bytes=MAX_BATCH_BYTES,
+        max_body_bytes=FIELDS_BYTES,
+        max_action_bytes=max_action_bytes + FIELDS_BYTES,
         refusals=refusals,
     )
     for error, status in STATUS_CODES.items():
@@ -200,7 +203,7 @@ def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
     )
     async def step(session_id: str, request: Request) -> Response:
         body = parse_body(StepRequest, await request.body())
-        return json_response((await sessions.step(session_id, body.action, body.seq)).told())
+        return json_response(await _step(sessions, session_id, body))
 
     @app.delete(
         "/v1/sessions/{session_id}", status_code=204, responses=_fails(404, 500), tags=["sessions"]
@@ -252,7 +255,7 @@ def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
 
     async def step(entry: object) -> dict[str, Any]:
         body = parse_entry(BatchStepRequest, entry)
-        return (await sessions.step(body.session_id, body.action, body.seq)).told()
+        return await _step(sessions, body.session_id, body)
 
     async def close(entry: object) -> dict[str, Any]:
         await sessions.delete(parse_entry(CloseRequest, entry).session_id)
@@ -297,6 +300,11 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
         "state": state,
         "start_score": sessions.start_score(body.env),
     }
+
+
+async def _step(sessions: Sessions, session_id: str, body: StepRequest) -> dict[str, Any]:
+    result = await sessions.step(session_id, body.action, body.seq, num_bytes=body.num_bytes)
+    return result.told()
 
 
 async def _entry(work: Coroutine[Any, Any, dict[str, Any]], *, status: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from envhub.interop.texts import (
     BadAction,
     RewardRule,
     Rewards,
+    check_sendable,
     parse_json,
     parse_tool_call,
     said_by,
@@ -32,6 +33,10 @@ SUBSET = "all"
 TEST_SEED = 1_000_000_000  # the first seed of a test item; those of training items begin at 0
 NUM_SEEDS = (10_000, 1_000)  # train and test items of a server that lists no tasks
 KINDS: dict[str, Callable[[str], object]] = {"string": str, "integer": int, "number": float}
+REFUSALS = (
+    "VALIDATION_ERROR",
+    "INVALID_JSON",
+)  # A server's words for an action that it cannot read.
 TRUTHS = {"true": True, "false": False}
 
 
@@ -72,11 +77,12 @@ class OpenEnvEpisode(RemoteEpisode):
             raise RuntimeError("step before reset, or after the episode has ended")
         try:
             sent = self._action(action)
+            check_sendable(sent)
             data = await self._ask(sent, "a step")
         except BadAction as error:
             return self._result(str(error), is_valid=False)
         except OpenEnvFailure as error:
-            if error.code != "VALIDATION_ERROR":
+            if error.code not in REFUSALS:
                 raise
             return self._result(str(error).partition("): ")[2], is_valid=False)
         is_done, told = data.get("done") is True, _metadata(data)

@@ -22,6 +22,7 @@ from envhub.http.bodies import (
     json_bytes,
     json_response,
     parse_entry,
+    repaired,
 )
 from envhub.http.parts import HubParts
 from envhub.interop.openenv_tasks import add_task_routes, index_in, split_of
@@ -174,10 +175,7 @@ class _Player:
 
     async def _reply(self, raw: str | bytes) -> dict[str, Any] | None:
         """Return the answer to a frame, None to a close. Raises: _Refused."""
-        try:
-            frame = from_json(raw)
-        except ValueError as error:
-            raise _Refused("INVALID_JSON", f"Invalid JSON: {error}") from error
+        frame = _parsed(raw)
         kind = frame.get("type") if isinstance(frame, dict) else None
         given = frame.get("data", {}) if isinstance(frame, dict) else {}
         try:
@@ -246,6 +244,17 @@ class _Player:
         if session_id is not None:
             with contextlib.suppress(SessionUnknown):
                 await self._sessions.delete(session_id)
+
+
+def _parsed(raw: str | bytes) -> Any:
+    """Return the JSON of a frame. Raises: _Refused."""
+    try:
+        return from_json(raw)
+    except ValueError as error:
+        try:
+            return repaired(raw)
+        except ValueError:
+            raise _Refused("INVALID_JSON", f"Invalid JSON: {error}") from error
 
 
 def _stepped(result: StepResult) -> dict[str, Any]:

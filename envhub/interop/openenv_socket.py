@@ -99,7 +99,7 @@ class Socket:
             async with asyncio.timeout(timeout_s):
                 if not self._why:  # else an error frame may have come before
                     with contextlib.suppress(ConnectionError):
-                        await self._socket.send_str(json.dumps(frame))
+                        await self._socket.send_str(json.dumps(frame, ensure_ascii=False))
                 text = await self._frames.get()
         except TimeoutError as error:
             raise self._failure(f"{what}: no answer within {timeout_s:g} s") from error
@@ -112,7 +112,7 @@ class Socket:
         try:
             answer = json.loads(text)
             data = answer["data"]
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise self._failure(f"{what} was answered {text[:200]!r}") from error
         if not isinstance(data, dict):
             raise self._failure(f"{what} was answered {text[:200]!r}")

@@ -2,13 +2,21 @@
 
 import json
 import math
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from common.formats.calls import check_depth
+from common.wire.action_size import DEFAULT_ACTION_MIB, MIB
 from envhub.env import EnvFailure, action_text
 
+MAX_NUMBER = int(sys.float_info.max)
+MAX_SENT_BYTES = DEFAULT_ACTION_MIB * MIB
 SAMPLES = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
+MAX_READABLE_CHARS, MAX_DIGITS = 100_000, 300
+LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 
 
 SUCCESS_KEYS = ("is_success", "success", "episode_success", "is_solved", "solved", "won")
@@ -120,19 +128,52 @@ def parse_tool_call(text: str, names: Sequence[str]) -> tuple[str, dict[str, Any
     call = parse_json(text)
     name = call.get("tool") or call.get("tool_name") or call.get("name")
     arguments = call.get("arguments", {})
-    if name not in names:
-        raise BadAction(f"No tool {str(name)[:100]!r}; there are: {', '.join(names)}.")
+    if not isinstance(name, str) or name not in names:
+        shown = f" {name[:100]!r}" if isinstance(name, str) else ""
+        raise BadAction(f"No tool{shown}; there are: {', '.join(names)}.")
     if not isinstance(arguments, dict):
         raise BadAction('"arguments" must be a JSON object.')
-    return str(name), arguments
+    return name, arguments
 
 
 def check_sendable(value: object) -> None:
-    """Raises: BadAction: it is no JSON that others can read, as NaN or half a character."""
+    """Raises: BadAction: other programs cannot read it: NaN, half a character, too deep or large.
+
+    Numbers beyond a float's range are refused as well.
+    """
     try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        check_depth(value)
+        _check_numbers(value)
+        sent = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadAction(f"This cannot be sent: {error}"[:300]) from error
+    if len(sent) > MAX_SENT_BYTES:
+        text = f"The action has {len(sent)} bytes; at most {MAX_SENT_BYTES} can be sent."
+        raise BadAction(text)
+
+
+def _check_numbers(value: object) -> None:
+    """Raises: ValueError: a number that no float holds."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            _check_numbers(each)
+    elif type(value) is int and abs(value) > MAX_NUMBER:
+        raise ValueError("a number is too large")
+
+
+def check_readable(text: str) -> None:
+    """Raises: BadAction: text on which programs of others break, so that they are not sent it.
+
+    Python's own `int` refuses more than 4,300 digits, and C ends a text at NUL.
+    """
+    if len(text) > MAX_READABLE_CHARS:
+        raise BadAction(f"The action is longer than {MAX_READABLE_CHARS} characters.")
+    if "\0" in text:
+        raise BadAction("The action holds the character NUL.")
+    if LONG_NUMBER.search(text) is not None:
+        raise BadAction(f"The action holds a number of more than {MAX_DIGITS} digits.")
 
 
 def shortened(text: str, most: int) -> str:

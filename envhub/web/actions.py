@@ -50,15 +50,15 @@ class Form:
     meaning: str
 
 
-ID = r"\[\s*(?P<id>\d{1,6})\s*\]"
-POINT = r"\[\s*\d{1,4}\s*,\s*\d{1,4}\s*\]"
+ID = r"\[\s*+(?P<id>\d{1,6})\s*+\]"
+POINT = r"\[\s*+\d{1,4}\s*+,\s*+\d{1,4}\s*+\]"
 _TABLE = read_table(__file__, "actions.yaml")
 FORMS = {Kind(name): Form(**form) for name, form in _TABLE["forms"].items()}
 
 
 def _pattern(form: Form) -> re.Pattern[str]:
     arguments = form.arguments.replace("{id}", ID).replace("{point}", POINT)
-    return re.compile(rf"\s*{arguments}\s*", re.DOTALL)
+    return re.compile(rf"\s*+{arguments}\s*+", re.DOTALL)
 
 
 COMPILED = {kind: _pattern(form) for kind, form in FORMS.items()}

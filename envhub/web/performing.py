@@ -7,6 +7,8 @@ from playwright.async_api import Page
 
 from envhub.web.actions import Action, InvalidAction, Kind
 
+# Of a field that watches keys: each key may cost such a page some milliseconds.
+MAX_KEYED_CHARS = 300
 DRAG_STEPS = 4  # from one point to the next
 MOVE_MS = 20  # of a page's own clock, for each
 NO_ELEMENT = (
@@ -96,6 +98,9 @@ async def _type(page: Page, action: Action) -> None:
     if how == "click":
         await _point(page, Kind.CLICK, action.element)
     if how == "keys":
+        if len(action.text) > MAX_KEYED_CHARS:
+            text = f"Nothing longer than {MAX_KEYED_CHARS} characters can be typed into"
+            raise InvalidAction(f"{text} [{action.element}].")
         await page.keyboard.type(action.text)
     elif how != "set":
         await _type_over(page, action.text)

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from envhub.tables import read_table
 
@@ -159,7 +160,7 @@ def compact_lines(nodes: list[Node], all_nodes: tuple[Node, ...], *, ids: bool) 
     """
     lines: list[str] = []
     last, last_row = None, -1
-    for node, following in zip(nodes, [*nodes[1:], None], strict=True):
+    for node, following in zip_longest(nodes, nodes[1:]):
         if node.role == "row":
             continue
         if following is not None and following.parent == node.id and following.name == node.name:

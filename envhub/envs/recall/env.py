@@ -61,8 +61,11 @@ class RecallEnv(TextEnv):
         self._at += leads_on
         is_won = self._at == self._walk.num_crossings
         self._done = is_won or self._num_turns == self._max_turns
+        observation = "success" if is_won else self._observation(is_new=leads_on)
+        if not is_valid:
+            observation = f"invalid action, {observation}"
         return StepResult(
-            observation="success" if is_won else self._observation(is_new=leads_on),
+            observation=observation,
             reward=self._at / self._walk.num_crossings,
             done=self._done,
             is_valid=is_valid,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from urllib.parse import SplitResult, urlsplit
 
 from common.http.blocking import request
+from common.text import json_bytes, valid_text
 from envhub.env import EnvFailure
 from envhub.envs.searchqa.passages import Passage, make_passage
 
@@ -27,9 +28,9 @@ class RemoteRetriever:
 
     def search(self, query: str, num_passages: int) -> list[Passage]:
         """Return what the server found, in its order; see `Retriever.search`."""
-        asked = {"queries": [query], "topk": num_passages, "return_scores": True}
+        asked = {"queries": [valid_text(query)], "topk": num_passages, "return_scores": True}
         try:
-            reply = self._post(json.dumps(asked).encode())
+            reply = self._post(json_bytes(asked))
             return read_reply(reply)[:num_passages]
         except (OSError, ValueError) as error:
             reason = str(error) or type(error).__name__

@@ -15,7 +15,10 @@ from envhub.envs.textcraft.tasks import Catalogue, Task, our_catalogue
 
 MAX_ECHO_CHARS = 200  # an action is untrusted text and comes back in the observation
 COUNTED = re.compile(r"([0-9]{1,9}) +(\S.*)")
-CRAFT = re.compile(r"craft +(?:([0-9]{1,9}) +)?(\S.*?) +using +(\S.*)")
+# The name is all words before the first "using". Each word is read once: a lazy `.*?` would take
+# hours over a million spaces.
+NAME = r"(?=\S)[^ \n]++(?: ++(?!using +\S)[^ \n]++)*+"
+CRAFT = re.compile(rf"craft +(?:([0-9]{{1,9}}) +)?({NAME}) +using +(\S.*)")
 GET = re.compile(r"get +([0-9]{1,9}) +(\S.*)")
 MAX_KEPT_CHARS, MAX_KEPT = 200, 8_192  # of actions that are not read a second time
 

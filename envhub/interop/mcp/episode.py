@@ -191,7 +191,10 @@ class McpEpisode:
         check_sendable(arguments)
         schema: Any = optional_package("jsonschema", "mcp")
         checker = schema.Draft202012Validator(self._tasks.tools[name]["input_schema"])
-        wrong = next(checker.iter_errors(arguments), None)
+        try:
+            wrong = next(checker.iter_errors(arguments), None)
+        except (ArithmeticError, RecursionError, ValueError) as error:
+            raise BadAction(f"{name}: the arguments cannot be checked: {error}"[:500]) from error
         if wrong is not None:
             where = ".".join(map(str, wrong.path))
             raise BadAction(f"{name}: {f'{where}: ' if where else ''}{wrong.message}"[:500])

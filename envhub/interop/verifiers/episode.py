@@ -116,7 +116,7 @@ class VerifiersEpisode(RemoteEpisode):
         if self._tools and "{" in text:
             name, arguments = parse_tool_call(text, self._tools)
             check_sendable(arguments)
-            function = {"name": name, "arguments": json.dumps(arguments)}
+            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
             call = {"id": uuid.uuid4().hex, "type": "function", "function": function}
             message |= {"content": None, "tool_calls": [call]}
         check_sendable(message)

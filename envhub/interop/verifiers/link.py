@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.http.environment import direct_loopback
+from common.text import json_bytes
 from envhub.env import EnvFailure
 
 PLAYER = Path(__file__).parent / "theirs" / "player.py"
@@ -125,7 +126,7 @@ class Player:
     def _send(self, line: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError, RuntimeError):  # `_next` says that it is gone
-            self._process.stdin.write(f"{json.dumps(line)}\n".encode())
+            self._process.stdin.write(json_bytes(line) + b"\n")
 
     async def _next(self, episode: str, what: str, *, timeout_s: float = 0.0) -> dict[str, Any]:
         """Return the next line of an episode; "" is the process itself."""

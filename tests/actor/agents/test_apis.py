@@ -240,7 +240,7 @@ def test_bad_requests_are_named_in_the_shape_of_each_api_and_leave_no_trace() ->
                 assert code_of(path, told) == code, (path, body, told)
             for path in (CHAT, BARE, RESPONSES, MESSAGES):
                 nested = b'{"messages": ' + b"[" * 100_000
-                long = b'{"messages": "' + b"x" * (10 << 20) + b'"}'
+                long = b'{"messages": "' + b"x" * MAX_BODY_BYTES + b'"}'
                 for raw, code in [
                     (b'{"messages": [', "invalid_body"),
                     (b"[]", "invalid_body"),

@@ -56,6 +56,11 @@ def test_half_a_character_in_a_call_is_sent_as_a_text() -> None:
     assert sent([("maze", {"action": "a\ud83d"})], ["maze"], has_one=True) == "a\ufffd"
 
 
+def test_letters_of_a_call_are_sent_as_themselves() -> None:
+    told = sent([("note", {"text": "\u5b57"})], ["note"], has_one=False)
+    assert told == '{"tool": "note", "arguments": {"text": "\u5b57"}}'
+
+
 def test_tools_of_an_environment_are_called_by_name() -> None:
     told = sent([("add", {"a": 1})], ["add", "sub"], has_one=False)
     assert told == '{"tool": "add", "arguments": {"a": 1}}'

@@ -150,3 +150,16 @@ def test_arguments_in_tags_are_of_the_types_that_the_tool_says() -> None:
 def test_a_form_that_cannot_be_read_is_refused_by_name(full: str, bare: str) -> None:
     with pytest.raises(ValueError, match="name and arguments are not found in"):
         CallForm.of(full, bare)
+
+
+@pytest.mark.parametrize(
+    "value", ["[" * 64 + "]" * 64, '{"a":' * 993 + "1" + "}" * 993, "1e999", "NaN", "9" * 5000]
+)
+def test_arguments_that_others_cannot_read_are_no_call(value: str) -> None:
+    text = f'{{"name": "look", "arguments": {{"x": {value}}}}}'
+    assert CallForm().read(text) == (text, [])
+
+
+def test_arguments_of_63_levels_are_read() -> None:
+    text = f'{{"name": "look", "arguments": {{"x": {"[" * 62 + "]" * 62}}}}}'
+    assert [name for name, _ in CallForm().read(text)[1]] == ["look"]

@@ -6,9 +6,9 @@ import time
 import httpx
 import pytest
 
+from common.wire.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
 from envhub.hosting.sessions import GONE_S
 from envhub.http.bodies import MAX_BATCH
-from envhub.http.routes import MAX_BODY_BYTES
 
 
 @pytest.fixture
@@ -156,13 +156,17 @@ def test_token_may_stand_in_the_url_for_clients_that_know_of_none(serve_hub):
 
 def test_oversized_body_is_refused(hub):
     path = hub.open()
-    assert hub.step(path, "x" * MAX_BODY_BYTES, 1).status_code == 413
-    assert hub.step(path, "x" * (MAX_BODY_BYTES - 1000), 1).status_code == 200
+    most = DEFAULT_ACTION_MIB * MIB
+    assert hub.step(path, "x" * (most + FIELDS_BYTES), 1).status_code == 413
+    assert hub.step(path, "x" * most, 1).status_code == 200
+    long = {"env": "x" * FIELDS_BYTES, "item_id": ""}
+    assert hub.client.post("/v1/sessions", json=long).status_code == 413
 
 
 def test_oversized_body_of_unstated_length_is_refused(hub):
     path = hub.open()
-    chunks = (b'{"seq": 1, "action": "' if i == 0 else b"x" * 8192 for i in range(20))
+    part = b"x" * MIB
+    chunks = (b'{"seq": 1, "action": "' if i == 0 else part for i in range(DEFAULT_ACTION_MIB + 3))
     headers = {"Content-Type": "application/json"}
     answer = hub.client.post(f"{path}/step", content=chunks, headers=headers)
     assert answer.status_code == 413
@@ -328,7 +332,7 @@ def test_openapi_describes_bodies_answers_and_failures(hub):
     routes = hub.client.get("/openapi.json").json()["paths"]
     step = routes["/v1/sessions/{session_id}/step"]["post"]
     body = step["requestBody"]["content"]["application/json"]["schema"]
-    assert set(body["properties"]) == {"action", "seq"}
+    assert set(body["properties"]) == {"action", "seq", "num_bytes"}
     assert {"200", "401", "404", "409", "413", "422", "500", "504"} <= set(step["responses"])
 
 

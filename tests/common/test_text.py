@@ -1,0 +1,27 @@
+"""Laws of text that every encoding can carry, and of what logs show of it."""
+
+import io
+import logging
+
+from common.log import FORMAT, PlainFormatter
+from common.text import json_bytes, log_text
+
+
+def test_control_characters_reach_no_log() -> None:
+    assert log_text("a\x1b[2J\x9b\0\u202eb\tc\nd") == "a\\x1b[2J\\x9b\\x00\\u202eb\tc\nd"
+    assert log_text("half \ud83d \u5b57 \u05e9") == "half \ufffd \u5b57 \u05e9"
+
+
+def test_a_log_line_survives_any_text() -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="")
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(PlainFormatter(FORMAT.format(role="actor-0")))
+    record = logging.makeLogRecord({"msg": "action=%s", "args": ("\x1b[31m\ud800\r",)})
+    handler.handle(record)
+    out.flush()
+    written = out.buffer.getvalue().decode()  # pyright: ignore[reportAttributeAccessIssue]
+    assert written.endswith("action=\\x1b[31m\ufffd\\r\n")
+
+
+def test_json_holds_letters_as_themselves() -> None:
+    assert json_bytes({"a": "\u5b57"}) == '{"a": "\u5b57"}'.encode()

@@ -1,0 +1,57 @@
+"""Laws of what an agent's text may send to programs of others."""
+
+from typing import Any
+
+import pytest
+
+from envhub.interop.texts import (
+    BadAction,
+    check_readable,
+    check_sendable,
+    parse_json,
+    parse_tool_call,
+)
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), "\ud800", nested(64), nested(20_000), 10**309, "x" * (17 << 20)],
+    ids=["nan", "infinite", "half", "deep", "deeper", "large number", "long"],
+)
+def test_what_others_cannot_read_is_a_bad_action(value: Any) -> None:
+    with pytest.raises(BadAction, match="be sent"):
+        check_sendable(value)
+
+
+def test_what_others_can_read_is_sent() -> None:
+    check_sendable({"a": nested(62), "b": 10**308, "c": "\u5b57\0", "d": None})
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 50_000, '{"a":' * 50_000, f'{{"a": {"9" * 5000}}}', '{"tool": [[1]]}', "{", ""]
+)
+def test_json_that_is_no_call_has_a_reason(text: str) -> None:
+    with pytest.raises(BadAction):
+        parse_tool_call(text, ["note"])
+
+
+def test_json_of_many_digits_is_a_bad_action() -> None:
+    with pytest.raises(BadAction, match="no JSON"):
+        parse_json(f'{{"a": {"9" * 5000}}}')
+
+
+@pytest.mark.parametrize("text", ["9" * 301, "\u0663" * 5000, "a\0b", "x" * 100_001])
+def test_text_that_breaks_programs_of_others_is_a_bad_action(text: str) -> None:
+    with pytest.raises(BadAction, match="The action"):
+        check_readable(text)
+
+
+def test_long_numbers_and_texts_within_bounds_are_readable() -> None:
+    check_readable(f"{'9' * 300} {'x' * 99_000}")
