@@ -16,6 +16,7 @@ from common.config.compute import Layout
 from common.config.learning import LearnerSection
 from common.config.offline import DpoSection, SftSection
 from learner.offline.rows import Row, token_batch
+from learner.policy.determinism import make_deterministic
 from learner.policy.finite import TrainingDiverged
 from learner.policy.kernels.attention import use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
@@ -109,7 +110,7 @@ def train_epochs(
     optimizer = make_optimizer(model, replace(learner, lr=cfg.lr, muon_lr=cfg.muon_lr))
     epochs: list[dict[str, float]] = []
     step, started, num_bad = 0, time.monotonic(), 0
-    model.train()
+    make_deterministic(model)
     for epoch in range(cfg.num_epochs):
         sums: dict[str, float] = defaultdict(float)
         num_good = 0

@@ -46,6 +46,5 @@ def make_critic(cfg: CriticSection, policy: PreTrainedModel, *, policy_path: str
             dtype=torch.float32,
             attn_implementation="eager",
         )
-        trunk.train()
     critic = Critic(policy.config.hidden_size, trunk)
     return critic if is_unloaded(policy) else critic.to(next(policy.parameters()).device)
