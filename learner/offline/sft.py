@@ -61,7 +61,9 @@ def run(cfg: RunConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
         # In place; its own wrapper hides the type.
         nn.Module.to(model, prepare_device(cfg.learner))
     else:
-        model, tokenizer = load_start(cfg.model.path, cfg.learner)
+        model, tokenizer = load_start(
+            cfg.model.path, cfg.learner, max_tokens=cfg.actor.max_model_len
+        )
     rows = read_rows(
         demonstrations,
         tokenizer=tokenizer,

@@ -8,16 +8,19 @@ logits that change behind the head, and sequences of a block that see each other
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch, collate_tokens
+from learner.policy.model import Scoring, token_logprobs, vocabulary_size
 
 LENGTHS = (24, 44, 33, 37)  # tokens of the scored sequences
 PREFIX = 12  # tokens that the last two sequences share
@@ -95,6 +98,34 @@ def make_probe(
         is_bf16=is_bf16,
         shares_prefix=shares_prefix and prefix == PREFIX,
     )
+
+
+def arithmetics(network: nn.Module, how: Scoring) -> list[Scoring]:
+    """Return how a check scores: in fp32, where the weights allow it, and as configured."""
+    own = replace(how, temperature=1.0)
+    weights = list(network.parameters())
+    is_fp32 = all(each.dtype == torch.float32 for each in weights)
+    is_sharded = any(isinstance(each, DTensor) for each in weights)
+    if own.autocast and is_fp32 and not is_sharded:
+        return [replace(own, autocast=False), own]
+    return [own]
+
+
+def check_policy(model: PreTrainedModel, how: Scoring, *, is_packed: bool) -> None:
+    """Check a policy that one process holds whole, without a critic. Raises: ScoresDiffer."""
+    for each in arithmetics(model, how):
+        probe = make_probe(
+            model,
+            model.device,
+            vocab_size=vocabulary_size(model),
+            is_packed=is_packed,
+            is_bf16=each.autocast,
+        )
+        check_scores(
+            probe,
+            partial(token_logprobs, model, how=each),
+            partial(plain_logprobs, model, autocast=each.autocast),
+        )
 
 
 @torch.no_grad()
