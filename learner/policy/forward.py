@@ -140,7 +140,7 @@ class Passes:
         self._device = networks.device if mesh is None else device_of(mesh)
         self._trained = _Trained(networks.policy, networks.critic)
         self._reference = None if networks.reference is None else _Trained(networks.reference, None)
-        self._mesh = mesh
+        self._is_one_of_many = mesh is not None
         present = self._present()
         self.is_packed = self._use_layout(cfg.layout)
         fit = f"blocks of {self._max_tokens} tokens"
@@ -174,14 +174,15 @@ class Passes:
 
         Raises: ConfigError: scores differ by more than rounding; both are named.
         """
-        try:
-            self._check_networks()
-        except NeighboursDiffer as error:
-            if not (may_pad and self.is_packed):
-                raise
-            logger.warning("learner.layout=auto: sequences are padded: %s", error)
-            self.is_packed = self._use_layout(Layout.PADDED)
-            self._check_networks()
+        with torch.compiler.set_stance("force_eager"):  # `warm_up` makes the kernels, and checks
+            try:
+                self._check_networks()
+            except NeighboursDiffer as error:
+                if not (may_pad and self.is_packed):
+                    raise
+                logger.warning("learner.layout=auto: sequences are padded: %s", error)
+                self.is_packed = self._use_layout(Layout.PADDED)
+                self._check_networks()
 
     def _check_networks(self) -> None:
         for network in self._present():
@@ -223,9 +224,10 @@ class Passes:
         """Make the compiled kernels, once. A full block comes first: they are fitted to it.
 
         A size of one has kernels of its own: a sequence alone where they are padded, and the token
-        of a rank that waits for others' blocks.
+        of a rank that waits for others' blocks. Scores by the kernels are compared with those of
+        the networks' own forward passes.
 
-        Raises: ConfigError: the compiler fails.
+        Raises: ConfigError: the compiler fails, or scores differ.
         """
         if not self.is_cold:
             return
@@ -233,7 +235,7 @@ class Passes:
         full = [WARM_UP_LENGTH] * max(2, self._max_tokens // WARM_UP_LENGTH)
         blocks = [full, [WARM_UP_LENGTH // 2, WARM_UP_LENGTH // 4]]
         blocks += [] if self.is_packed else [[WARM_UP_LENGTH]]
-        blocks += [[1]] if self._mesh is not None else []
+        blocks += [[1]] if self._is_one_of_many else []
         for lengths in blocks:
             ids = [np.arange(length) % 2 for length in lengths]
             masks = [np.arange(length) > 1 for length in lengths]
@@ -245,6 +247,7 @@ class Passes:
             with torch.no_grad():
                 self.score(tokens)
                 self.score_by_reference(tokens)
+        self._check_networks()
 
     @torch.no_grad()
     def score_by_reference(self, tokens: TokenBatch) -> Tensor | None:

@@ -100,21 +100,15 @@ def check_head(model: PreTrainedModel, path: str) -> None:
 
     Raises: ConfigError: the network changes its logits behind the head, or its states before it.
     """
-    states: list[Tensor] = []
-    hook = model.base_model.register_forward_hook(
-        lambda *found: states.append(found[-1].last_hidden_state)
-    )
     ids = torch.arange(HEAD_TOKENS, device=model.device) * 7919 % vocabulary_size(model)
     head = model.get_output_embeddings()
     if head is None:
         raise ConfigError(f"model.path={path!r}: {type(model).__name__} has no output head")
     is_bf16 = any(each.dtype != torch.float32 for each in model.parameters())
-    try:
-        with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=is_bf16):
-            whole = model(input_ids=ids[None], use_cache=False).logits[0].float()
-            alone = head(states[-1][0]).float()
-    finally:
-        hook.remove()
+    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=is_bf16):
+        whole = model(input_ids=ids[None], use_cache=False).logits[0].float()
+        states = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state
+        alone = head(states[0]).float()
     at = int((whole - alone).abs().argmax())
     theirs = whole.flatten()[at].item()
     ours = alone.flatten()[at].item()

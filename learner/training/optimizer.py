@@ -130,12 +130,94 @@ def _make_coarse(groups: list[dict[str, Any]], **how: Any) -> torch.optim.Optimi
     from torchao.optim import AdamW8bit  # takes two seconds
 
     class CoarseAdamW(AdamW8bit):
-        def step(self, closure: Any = None) -> Any:
+        """torchao's moments with an update of our own, see `_coarse_update`."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
             is_cuda = self.param_groups[0]["params"][0].is_cuda
-            with torch.compiler.set_stance("default" if is_cuda else "force_eager"):
-                return super().step(closure)
+            with (
+                torch.compiler.set_stance("default" if is_cuda else "force_eager"),
+                torch._dynamo.utils.disable_cache_limit(),  # pyright: ignore
+            ):
+                update = torch.compile(_coarse_update, fullgraph=True, dynamic=False)
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            self._update(update, group, parameter)
+
+        def _update(self, update: Any, group: dict[str, Any], parameter: Tensor) -> None:
+            state = self.state[parameter]
+            if len(state) == 0:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = self._new_buffer(parameter, True)
+                state["exp_avg_root"] = self._new_buffer(parameter, False)
+            state["step"] += 1
+            update(
+                parameter.detach(),
+                parameter.grad,
+                state["exp_avg"],
+                state["exp_avg_root"],
+                state["step"],
+                group["lr"],
+                *group["betas"],
+                group["weight_decay"],
+                group["eps"],
+            )
 
     return CoarseAdamW(groups, **how)
+
+
+def _coarse_update(
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    root: Tensor,
+    step: Tensor,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """Make one AdamW update in place, with moments that are rounded to 8 bits in between.
+
+    A block has one scale. A square that is 1e-8 of the block's largest is rounded to zero, and its
+    mean, 1e-4 of the largest, is not: the next update would be the mean divided by eps. Therefore
+    the root of the second moment is kept, which has the range of the mean. Rounding is also kept
+    within Adam's own bound |mean| <= c * root, so no update is larger than fp32 moments allow.
+
+    Args:
+        mean: the first moment, 8 bits or fp32.
+        root: the square root of the second moment, likewise.
+        step: 1-based.
+    """
+    grad = gradient.float()
+    nothing = torch.zeros_like(grad)
+    old_mean = mean.lerp(nothing, 0.0)  # the one operation by which torchao gives numbers
+    old_root = root.lerp(nothing, 0.0)
+    old_root = torch.maximum(old_root, old_mean.abs() / _bound(beta1, beta2, step - 1))
+    new_mean = old_mean.lerp(grad, 1 - beta1)
+    new_square = old_root.square().lerp(grad.square(), 1 - beta2)
+    new_root = new_square.sqrt()
+    mean.copy_(new_mean)
+    root.copy_(new_root)
+    size = new_root / (1 - beta2**step).sqrt() + eps
+    whole = weight.float()
+    whole = whole - lr * weight_decay * whole
+    weight.copy_(whole - lr * (new_mean / (1 - beta1**step)) / size)
+
+
+def _bound(beta1: float, beta2: float, num_steps: Tensor) -> Tensor:
+    """Return the largest |mean| / root of the moments after some steps; at least a tiny number.
+
+    By Cauchy and Schwarz: the square is (1 - b1)^2 / (1 - b2) * sum over steps of (b1^2 / b2)^i.
+    """
+    ratio = beta1**2 / max(beta2, 1e-12)
+    if abs(ratio - 1) < 1e-9:
+        total = num_steps
+    else:
+        total = (1 - ratio**num_steps) / (1 - ratio)
+    return ((1 - beta1) ** 2 / (1 - beta2) * total).sqrt().clamp(1e-12, 1e12)
 
 
 def has_whole_blocks(parameter: Tensor) -> bool:
