@@ -1,5 +1,6 @@
 """The optimizer and its learning rate."""
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +11,9 @@ from transformers import PreTrainedModel
 
 from common.config.compute import Moments, OptimizerKind
 from common.config.learning import LearnerSection
-from learner.training.muon import ExactMuon
+from learner.training.muon import ExactMuon, ExpertMuon
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 256  # 8-bit moments that share a scale, one after the other in memory
 _SMALLEST = 4096  # weights of a rank below which torchao keeps their moments in fp32
@@ -72,23 +75,62 @@ def make_optimizer(model: PreTrainedModel, cfg: LearnerSection) -> PolicyOptimiz
 
     Source: AdamW, arXiv:1711.05101; Muon, Jordan et al., 2024.
     """
+    parts = _parts(model, cfg)
+    decayed = [each for each in parts["adamw"] if each.ndim >= 2]
+    plain = [each for each in parts["adamw"] if each.ndim < 2]
+    optimizers = _adamw([(decayed, cfg.weight_decay), (plain, 0.0)], cfg.lr, cfg)
+    if cfg.optimizer is OptimizerKind.ADAMW:
+        return PolicyOptimizer(optimizers)
+    how: dict[str, Any] = {"lr": cfg.muon_lr, "weight_decay": cfg.weight_decay}
+    hidden = parts["muon"]
+    if hidden:
+        make = ExactMuon if hidden[0].device.type == "cpu" else torch.optim.Muon
+        optimizers.append(make(hidden, **how))
+    stacks = [
+        {"params": parts[name], "is_transposed": name == "experts [in, out]"}
+        for name in ("experts [out, in]", "experts [in, out]")
+        if parts[name]
+    ]
+    if stacks:
+        optimizers.append(ExpertMuon(stacks, **how))
+    counts = (f"{name}={sum(each.numel() for each in own)}" for name, own in parts.items())
+    logger.info("optimizer=muon, weights of each part: %s", " ".join(counts))
+    return PolicyOptimizer(optimizers)
+
+
+def _parts(model: PreTrainedModel, cfg: LearnerSection) -> dict[str, list[Tensor]]:
+    """Return the trained weights by their optimizer; experts by how their matrices lie."""
+    parts: dict[str, list[Tensor]] = {
+        "adamw": [],
+        "muon": [],
+        "experts [out, in]": [],
+        "experts [in, out]": [],
+    }
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = {id(table.weight) for table in ends if table is not None}
-    hidden: list[Tensor] = []  # matrices between embedding and head
-    rest: list[Tensor] = []
-    for parameter in model.parameters():
+    owners = {id(each): owner for owner in model.modules() for each in owner.parameters(False)}
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        is_hidden = parameter.ndim == 2 and id(parameter) not in tables
-        is_muons = cfg.optimizer is OptimizerKind.MUON and is_hidden
-        (hidden if is_muons else rest).append(parameter)
-    decayed = [each for each in rest if each.ndim >= 2]
-    plain = [each for each in rest if each.ndim < 2]
-    optimizers = _adamw([(decayed, cfg.weight_decay), (plain, 0.0)], cfg.lr, cfg)
-    if cfg.optimizer is OptimizerKind.MUON:
-        make = ExactMuon if hidden[0].device.type == "cpu" else torch.optim.Muon
-        optimizers.append(make(hidden, lr=cfg.muon_lr, weight_decay=cfg.weight_decay))
-    return PolicyOptimizer(optimizers)
+        owner = owners[id(parameter)]
+        kind = "adamw"
+        if cfg.optimizer is OptimizerKind.MUON and id(parameter) not in tables:
+            kind = _muon_part(name, parameter, owner)
+        parts[kind].append(parameter)
+    return parts
+
+
+def _muon_part(name: str, parameter: Tensor, owner: nn.Module) -> str:
+    """Return which optimizer gets a weight that is no table, see `_parts`."""
+    if name.endswith("bias"):  # of experts it has two axes
+        return "adamw"
+    if parameter.ndim == 2:
+        return "muon"
+    is_convolution = isinstance(owner, nn.modules.conv._ConvNd)
+    if parameter.ndim != 3 or is_convolution or min(parameter.shape[1:]) == 1:
+        return "adamw"
+    is_transposed = getattr(owner, "is_transposed", False)
+    return "experts [in, out]" if is_transposed else "experts [out, in]"
 
 
 def make_critic_optimizer(critic: nn.Module, cfg: LearnerSection) -> PolicyOptimizer:
@@ -213,10 +255,8 @@ def _bound(beta1: float, beta2: float, num_steps: Tensor) -> Tensor:
     By Cauchy and Schwarz: the square is (1 - b1)^2 / (1 - b2) * sum over steps of (b1^2 / b2)^i.
     """
     ratio = beta1**2 / max(beta2, 1e-12)
-    if abs(ratio - 1) < 1e-9:
-        total = num_steps
-    else:
-        total = (1 - ratio**num_steps) / (1 - ratio)
+    is_one = abs(ratio - 1) < 1e-9
+    total = num_steps if is_one else (1 - ratio**num_steps) / (1 - ratio)
     return ((1 - beta1) ** 2 / (1 - beta2) * total).sqrt().clamp(1e-12, 1e12)
 
 
