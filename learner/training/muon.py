@@ -67,14 +67,14 @@ class ExpertMuon(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, group)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         lr, momentum = float(group["lr"]), group["momentum"]
         state = self.state[parameter]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        gradient = _own_experts(parameter.grad)
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        gradient = _own_experts(grad)
         mean = _own_experts(state["momentum_buffer"]).lerp_(gradient, 1 - momentum)
         num_rows, num_columns = parameter.shape[1:]
         ratio = num_columns / num_rows if group["is_transposed"] else num_rows / num_columns

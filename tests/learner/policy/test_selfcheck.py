@@ -97,7 +97,7 @@ def test_gradient_checkpointing_still_computes_layers_again(tmp_path: Path) -> N
     )
     num_calls = [0]
     layer = model.base_model.get_submodule("layers.0.mlp")
-    layer.register_forward_hook(lambda *_: num_calls.__setitem__(0, num_calls[0] + 1))
+    layer.register_forward_pre_hook(lambda *_: num_calls.__setitem__(0, num_calls[0] + 1))
     logits_twice(model)[0].sum().backward()
     assert num_calls == [3]  # twice forward, once again for the gradient of one
 
@@ -225,18 +225,42 @@ ZAMBA |= {"num_mem_blocks": 1, "chunk_size": 16, "attention_head_dim": 16}
 ZAMBA |= {"attention_hidden_size": 64, "layers_block_type": ["mamba", "hybrid"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     name: {}
-    for name in (
-        "llama qwen2 phi phi3 nemotron olmo olmo2 olmo3 granite cohere cohere2 stablelm starcoder2"
-        " smollm3 ernie4_5 hunyuan_v1_dense arcee persimmon falcon gpt_neox mistral apertus"
-    ).split()
+    for name in [
+        "llama",
+        "qwen2",
+        "phi",
+        "phi3",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "granite",
+        "cohere",
+        "cohere2",
+        "stablelm",
+        "starcoder2",
+        "smollm3",
+        "ernie4_5",
+        "arcee",
+        "persimmon",
+        "falcon",
+        "gpt_neox",
+        "mistral",
+        "apertus",
+    ]
 }
-FAMILIES |= dict.fromkeys("qwen3 gemma gemma2 gemma3_text glm glm4 exaone4 helium".split(), HEAD)
+FAMILIES |= dict.fromkeys(
+    ["qwen3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "exaone4", "helium"], HEAD
+)
 FAMILIES |= {"seed_oss": HEAD, "qwen3_moe": MOE | HEAD, "olmoe": MOE, "mixtral": LOCAL}
 FAMILIES |= {"qwen2_moe": MOE | {"shared_expert_intermediate_size": 32}, "phimoe": LOCAL}
 FAMILIES |= {"gpt_oss": LOCAL | HEAD | {"sliding_window": 8}, "granitemoe": LOCAL}
 FAMILIES |= {"ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}}
 FAMILIES |= {"dots1": ROUTED | HEAD, "glm4_moe": ROUTED | HEAD}
 FAMILIES |= {"gpt2": GPT, "gptj": GPT | {"rotary_dim": 4}, "mpt": MPT, "dbrx": MPT | DBRX}
+LATENT = ROUTED | {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16}
+LATENT |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+FAMILIES |= {"deepseek_v2": LATENT, "deepseek_v3": LATENT}
 FAMILIES |= {"bloom": {"n_head": 4, "n_layer": 2}}
 FAMILIES |= {"opt": {"ffn_dim": 64, "word_embed_proj_dim": 32}, "granite_scaled": {}}
 FAMILIES |= {"mamba": {"state_size": 8}, "bamba": MAMBA | {"attn_layer_indices": [1]}}
@@ -247,8 +271,24 @@ FAMILIES |= {"recurrent_gemma": {"lru_width": 32, "block_types": ["recurrent", "
 SCALED = {"granite_scaled": ("granite", {"logits_scaling": 8.0})}
 REFUSED = {"gemma2", "cohere", "cohere2", "falcon_h1", "recurrent_gemma", "granite_scaled"}
 PADDED = set(
-    "nemotron olmo3 stablelm falcon mistral gemma3_text exaone4 gpt_oss gptj mpt bloom mamba mamba2"
-    " bamba jamba zamba2".split()
+    [
+        "nemotron",
+        "olmo3",
+        "stablelm",
+        "falcon",
+        "mistral",
+        "gemma3_text",
+        "exaone4",
+        "gpt_oss",
+        "gptj",
+        "mpt",
+        "bloom",
+        "mamba",
+        "mamba2",
+        "bamba",
+        "jamba",
+        "zamba2",
+    ]
 )
 
 

@@ -112,7 +112,6 @@ def moe_model() -> Qwen3MoeForCausalLM:
         num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
         num_experts=4,
         num_experts_per_tok=2,
     )
