@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from common.config.compute import WeightsTransport
+from common.config.compute import Layout, WeightsTransport
 from common.config.run_config import RunConfig, TrainMode
 from common.host.cores import num_cores
 from common.store.journal import JournalWriter
@@ -110,7 +110,9 @@ def build(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = Non
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     gate = Gate(timeout_s=cfg.learner.publish_timeout_s)
     settled = _settled(cfg, run_dir, model, rank_workers)
-    trainer, version = _trainer(settled, run_dir, model, folder, rank_workers, gate)
+    may_pad = cfg.learner.layout is Layout.AUTO
+    trainer, version = _trainer(settled, run_dir, model, folder, rank_workers, gate, may_pad)
+    settled = _with_layout(settled, trainer)
     checksums = _checksums(settled, run_dir, trainer, version)
     journal = _journal(cfg, run_dir)
     start = load_replay_point(run_dir.replay_point, version=version)
@@ -218,6 +220,7 @@ def _trainer(
     checkpoint: Path | None,
     rank_workers: RankWorkers,
     gate: Gate,
+    may_pad: bool,
 ) -> tuple[Trainer, int]:
     """Return the trainer of all ranks, and the version at which it stands."""
     if pick_device(cfg.learner.device).type == "cpu":
@@ -226,11 +229,18 @@ def _trainer(
         cfg,
         model,
         checkpoint,
+        may_pad=may_pad,
         ranks=rank_workers.join(cfg.learner),
         announce=rank_workers.announce,
         on_bad_batch=lambda version, samples: dump_batch(run_dir.root, version, samples),
         before_update=gate.close,
     )
+
+
+def _with_layout(cfg: RunConfig, trainer: Trainer) -> RunConfig:
+    """Return the configuration with the layout that the start check has left."""
+    layout = Layout.PACKED if trainer.is_packed else Layout.PADDED
+    return replace(cfg, learner=replace(cfg.learner, layout=layout))
 
 
 def _spare_cores(cfg: RunConfig) -> int:

@@ -92,7 +92,7 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play, log: Log = ignore) -> Pat
             )
         if not (policy / "config.json").exists():
             start = cfg.model.path if cfg.evolve.from_base else newest
-            model, _ = load_start(start, cfg.learner)
+            model, _ = load_start(start, cfg.learner, max_tokens=cfg.actor.max_model_len)
             log(
                 {
                     "iteration": iteration + 1.0,

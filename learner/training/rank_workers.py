@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 
+from common.config.compute import Layout
 from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
@@ -228,12 +229,13 @@ def _serve_rank(
     try:
         model, _ = load_start(cfg, checkpoint, device)
         pipe.send_bytes(READY)
+        may_pad = cfg.learner.layout is Layout.AUTO
         # Rank 0 may take longer to load than the group would wait.
         cfg = replace(cfg, learner=with_settled(cfg.learner, json.loads(pipe.recv_bytes())))
         if device.type == "cpu":
             torch.set_num_threads(max(1, cfg.learner.num_threads))
         ranks = _meet(cfg, rank, meeting, device)
-        trainer, _ = make_trainer(cfg, model, checkpoint, ranks=ranks)
+        trainer, _ = make_trainer(cfg, model, checkpoint, may_pad=may_pad, ranks=ranks)
         serving = (trainer.live_weights(), publish_pipe)
         threading.Thread(target=_serve_weights, args=serving, daemon=True).start()
         while True:

@@ -126,6 +126,24 @@ class Trainer:
             with self._ranks.in_touch("compiling"):
                 self._gradients.passes.warm_up()
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the sequences of a block follow one another in a row."""
+        return self._gradients.passes.is_packed
+
+    def check_start(self, *, may_pad: bool) -> None:
+        """Compare the learner's scores with those of the networks' own forward passes.
+
+        All ranks call it at once, when the weights are loaded.
+
+        Args:
+            may_pad: sequences that see each other when packed are padded instead.
+
+        Raises: ConfigError: scores differ by more than rounding.
+        """
+        with self._ranks.in_touch("the start check"):
+            self._gradients.passes.check_start(may_pad=may_pad)
+
     def checksums(self) -> tuple[str, str]:
         """Return the checksums of the weights that are trained, and of those that are not."""
         self._tell(lambda: Order("checksums"))

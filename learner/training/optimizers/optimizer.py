@@ -1,5 +1,6 @@
 """The optimizer and its learning rate."""
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +11,9 @@ from transformers import PreTrainedModel
 
 from common.config.compute import Moments, OptimizerKind
 from common.config.learning import LearnerSection
-from learner.training.optimizers.muon import ExactMuon
+from learner.training.optimizers.muon import ExactMuon, ExpertMuon
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 256  # 8-bit moments that share a scale, one after the other in memory
 _SMALLEST = 4096  # weights of a rank below which torchao keeps their moments in fp32
@@ -72,23 +75,62 @@ def make_optimizer(model: PreTrainedModel, cfg: LearnerSection) -> PolicyOptimiz
 
     Source: AdamW, arXiv:1711.05101; Muon, Jordan et al., 2024.
     """
+    parts = _parts(model, cfg)
+    decayed = [each for each in parts["adamw"] if each.ndim >= 2]
+    plain = [each for each in parts["adamw"] if each.ndim < 2]
+    optimizers = _adamw([(decayed, cfg.weight_decay), (plain, 0.0)], cfg.lr, cfg)
+    if cfg.optimizer is OptimizerKind.ADAMW:
+        return PolicyOptimizer(optimizers)
+    how: dict[str, Any] = {"lr": cfg.muon_lr, "weight_decay": cfg.weight_decay}
+    hidden = parts["muon"]
+    if hidden:
+        make = ExactMuon if hidden[0].device.type == "cpu" else torch.optim.Muon
+        optimizers.append(make(hidden, **how))
+    stacks = [
+        {"params": parts[name], "is_transposed": name == "experts [in, out]"}
+        for name in ("experts [out, in]", "experts [in, out]")
+        if parts[name]
+    ]
+    if stacks:
+        optimizers.append(ExpertMuon(stacks, **how))
+    counts = (f"{name}={sum(each.numel() for each in own)}" for name, own in parts.items())
+    logger.info("optimizer=muon, weights of each part: %s", " ".join(counts))
+    return PolicyOptimizer(optimizers)
+
+
+def _parts(model: PreTrainedModel, cfg: LearnerSection) -> dict[str, list[Tensor]]:
+    """Return the trained weights by their optimizer; experts by how their matrices lie."""
+    parts: dict[str, list[Tensor]] = {
+        "adamw": [],
+        "muon": [],
+        "experts [out, in]": [],
+        "experts [in, out]": [],
+    }
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = {id(table.weight) for table in ends if table is not None}
-    hidden: list[Tensor] = []  # matrices between embedding and head
-    rest: list[Tensor] = []
-    for parameter in model.parameters():
+    owners = {id(each): owner for owner in model.modules() for each in owner.parameters(False)}
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        is_hidden = parameter.ndim == 2 and id(parameter) not in tables
-        is_muons = cfg.optimizer is OptimizerKind.MUON and is_hidden
-        (hidden if is_muons else rest).append(parameter)
-    decayed = [each for each in rest if each.ndim >= 2]
-    plain = [each for each in rest if each.ndim < 2]
-    optimizers = _adamw([(decayed, cfg.weight_decay), (plain, 0.0)], cfg.lr, cfg)
-    if cfg.optimizer is OptimizerKind.MUON:
-        make = ExactMuon if hidden[0].device.type == "cpu" else torch.optim.Muon
-        optimizers.append(make(hidden, lr=cfg.muon_lr, weight_decay=cfg.weight_decay))
-    return PolicyOptimizer(optimizers)
+        owner = owners[id(parameter)]
+        kind = "adamw"
+        if cfg.optimizer is OptimizerKind.MUON and id(parameter) not in tables:
+            kind = _muon_part(name, parameter, owner)
+        parts[kind].append(parameter)
+    return parts
+
+
+def _muon_part(name: str, parameter: Tensor, owner: nn.Module) -> str:
+    """Return which optimizer gets a weight that is no table, see `_parts`."""
+    if name.endswith("bias"):  # of experts it has two axes
+        return "adamw"
+    if parameter.ndim == 2:
+        return "muon"
+    is_convolution = isinstance(owner, nn.modules.conv._ConvNd)
+    if parameter.ndim != 3 or is_convolution or min(parameter.shape[1:]) == 1:
+        return "adamw"
+    is_transposed = getattr(owner, "is_transposed", False)
+    return "experts [in, out]" if is_transposed else "experts [out, in]"
 
 
 def make_critic_optimizer(critic: nn.Module, cfg: LearnerSection) -> PolicyOptimizer:
@@ -130,12 +172,92 @@ def _make_coarse(groups: list[dict[str, Any]], **how: Any) -> torch.optim.Optimi
     from torchao.optim import AdamW8bit  # takes two seconds
 
     class CoarseAdamW(AdamW8bit):
-        def step(self, closure: Any = None) -> Any:
+        """torchao's moments with an update of our own, see `_coarse_update`."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
             is_cuda = self.param_groups[0]["params"][0].is_cuda
-            with torch.compiler.set_stance("default" if is_cuda else "force_eager"):
-                return super().step(closure)
+            with (
+                torch.compiler.set_stance("default" if is_cuda else "force_eager"),
+                torch._dynamo.utils.disable_cache_limit(),  # pyright: ignore
+            ):
+                update = torch.compile(_coarse_update, fullgraph=True, dynamic=False)
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            self._update(update, group, parameter)
+
+        def _update(self, update: Any, group: dict[str, Any], parameter: Tensor) -> None:
+            state = self.state[parameter]
+            if len(state) == 0:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = self._new_buffer(parameter, True)
+                state["exp_avg_root"] = self._new_buffer(parameter, False)
+            state["step"] += 1
+            update(
+                parameter.detach(),
+                parameter.grad,
+                state["exp_avg"],
+                state["exp_avg_root"],
+                state["step"],
+                group["lr"],
+                *group["betas"],
+                group["weight_decay"],
+                group["eps"],
+            )
 
     return CoarseAdamW(groups, **how)
+
+
+def _coarse_update(
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    root: Tensor,
+    step: Tensor,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """Make one AdamW update in place, with moments that are rounded to 8 bits in between.
+
+    A block has one scale. A square that is 1e-8 of the block's largest is rounded to zero, and its
+    mean, 1e-4 of the largest, is not: the next update would be the mean divided by eps. Therefore
+    the root of the second moment is kept, which has the range of the mean. Rounding is also kept
+    within Adam's own bound |mean| <= c * root, so no update is larger than fp32 moments allow.
+
+    Args:
+        mean: the first moment, 8 bits or fp32.
+        root: the square root of the second moment, likewise.
+        step: 1-based.
+    """
+    grad = gradient.float()
+    nothing = torch.zeros_like(grad)
+    old_mean = mean.lerp(nothing, 0.0)  # the one operation by which torchao gives numbers
+    old_root = root.lerp(nothing, 0.0)
+    old_root = torch.maximum(old_root, old_mean.abs() / _bound(beta1, beta2, step - 1))
+    new_mean = old_mean.lerp(grad, 1 - beta1)
+    new_square = old_root.square().lerp(grad.square(), 1 - beta2)
+    new_root = new_square.sqrt()
+    mean.copy_(new_mean)
+    root.copy_(new_root)
+    size = new_root / (1 - beta2**step).sqrt() + eps
+    whole = weight.float()
+    whole = whole - lr * weight_decay * whole
+    weight.copy_(whole - lr * (new_mean / (1 - beta1**step)) / size)
+
+
+def _bound(beta1: float, beta2: float, num_steps: Tensor) -> Tensor:
+    """Return the largest |mean| / root of the moments after some steps; at least a tiny number.
+
+    By Cauchy and Schwarz: the square is (1 - b1)^2 / (1 - b2) * sum over steps of (b1^2 / b2)^i.
+    """
+    ratio = beta1**2 / max(beta2, 1e-12)
+    is_one = abs(ratio - 1) < 1e-9
+    total = num_steps if is_one else (1 - ratio**num_steps) / (1 - ratio)
+    return ((1 - beta1) ** 2 / (1 - beta2) * total).sqrt().clamp(1e-12, 1e12)
 
 
 def has_whole_blocks(parameter: Tensor) -> bool:
