@@ -134,6 +134,21 @@ def refusal(
         return f"reward {trajectory.reward} is not in [0, 1]"
     if trajectory.kind == "train" and not 0 <= trajectory.member < max_group_size:
         return f"member {trajectory.member} of a group of {max_group_size}"
+    if reason := _refusal_of_turns(trajectory):
+        return reason
+    if trajectory.end_reason.is_infrastructure_failure:
+        return ""
+    if trajectory.policy is not PolicyKind.MODEL:
+        return "" if trajectory.kind == "eval" else f"{trajectory.policy} play cannot be trained on"
+    if trajectory.segment_starts.size and (reason := refusal_of_segments(trajectory)):
+        return reason
+    if is_plainly_sound(trajectory, learner_version, vocab_size):
+        return ""
+    return _refusal_of_tokens(trajectory, learner_version, vocab_size)
+
+
+def _refusal_of_turns(trajectory: Trajectory) -> str:
+    """Return why the columns of turns do not fit together, "" if they do."""
     if not 0 <= trajectory.num_invalid_actions <= trajectory.num_turns:
         return f"{trajectory.num_invalid_actions} invalid actions in {trajectory.num_turns} turns"
     invalid = trajectory.invalid_turns
@@ -150,15 +165,7 @@ def refusal(
         told: np.ndarray = getattr(trajectory, name)
         if told.dtype != np.int32 or told.shape not in ((0,), (trajectory.num_turns,)):
             return f"{name} {told.dtype.name} {told.shape} for {trajectory.num_turns} turns"
-    if trajectory.end_reason.is_infrastructure_failure:
-        return ""
-    if trajectory.policy is not PolicyKind.MODEL:
-        return "" if trajectory.kind == "eval" else f"{trajectory.policy} play cannot be trained on"
-    if trajectory.segment_starts.size and (reason := refusal_of_segments(trajectory)):
-        return reason
-    if is_plainly_sound(trajectory, learner_version, vocab_size):
-        return ""
-    return _refusal_of_tokens(trajectory, learner_version, vocab_size)
+    return ""
 
 
 def is_plainly_sound(trajectory: Trajectory, learner_version: int, vocab_size: int | None) -> bool:
