@@ -44,7 +44,6 @@ def make_spec(reference: str) -> EnvSpec:
         raise ConfigError(f"{reference}: revision={options.revision!r} must be one of {known}")
     optional_package("mcp", "mcp")
     patience_s = options.start_timeout_s + options.timeout_s + 2 * CLOSE_S
-    rule = rule_of(reference, options.min_reward, options.max_reward)
     try:
         ask = partial(_look_at, path, options)
         listed, items = look(ask, timeout_s=patience_s + options.timeout_s)
@@ -56,8 +55,7 @@ def make_spec(reference: str) -> EnvSpec:
     tools = _agents_tools(reference, options, listed, items)
     if not pays:
         tools[options.submit] = ANSWER
-    if not pays and not any("check" in item for item in items):
-        rule = RewardRule()  # an answer is right or wrong: no tool pays
+    rule = _rule_of(reference, options, has_payer=pays or any("check" in each for each in items))
     places, subset = split_of(items, num_test=options.num_test, max_turns=options.max_turns)
     tasks = Tasks(
         options=options,
@@ -93,6 +91,15 @@ def make_spec(reference: str) -> EnvSpec:
         stop=stop,
         stop_timeout_s=2 * CLOSE_S,
     )
+
+
+def _rule_of(reference: str, options: McpOptions, *, has_payer: bool) -> RewardRule:
+    """Return the scale of the rewards: where no tool pays, an answer is right or wrong.
+
+    Raises: ConfigError: the bounds are none.
+    """
+    rule = rule_of(reference, options.min_reward, options.max_reward)
+    return rule if has_payer else RewardRule()
 
 
 async def _look_at(

@@ -40,7 +40,7 @@ from tests.actor.agents.programs import (
     settings,
     told,
 )
-from tests.actor.rollout.playing import LEASE, Count
+from tests.actor.rollout.playing import LEASE, Count, go_on
 from tests.venvs import python_with
 
 
@@ -91,6 +91,16 @@ def test_an_agent_that_stops_early_ends_its_episode() -> None:
     never = played("ask(messages)")
     assert (never.num_turns, never.num_invalid_actions) == (1, 1)
     assert refused(never) == ""
+
+
+def test_a_limit_of_the_environment_is_told_to_an_agent_as_a_cut() -> None:
+    async def open_limited() -> Session:
+        return Count([go_on(), go_on(reward=0.5, done=True, is_truncated=True)])
+
+    last = "\nassert result['truncated'] and not result['done'], result"
+    got = played(NATIVE + last, lease=replace(LEASE, horizon=9), session=open_limited)
+    assert (got.end_reason, got.num_turns, got.reward) == (EndReason.TRUNCATED, 2, 0.5)
+    assert refused(got) == ""
 
 
 def test_answers_without_a_step_count_in_a_horizon_of_tokens() -> None:

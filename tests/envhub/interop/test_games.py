@@ -40,6 +40,21 @@ print(json.dumps([firsts, spec.subsets["all"].num_test,
                   [[each.reward, each.done, each.is_valid, each.is_success] for each in told]]))
 """
 
+INVALID = """
+import json, sys
+from envhub.catalogue.registry import Registry
+from envhub.env import Style
+told = []
+for options in ("", "?min_reward=-1"):
+    spec = Registry([f"textarena:Secretary-v0{options}"]).spec("Secretary-v0")
+    env = spec.make(Style.COMPACT)
+    env.reset("all-train-0", 0)
+    results = [env.step(move) for move in ("[" + "9" * 5_000 + "]", "no move", "no move")]
+    told.append([spec.start_score, [[r.reward, r.done, r.is_valid] for r in results]])
+    told[-1] += [results[-1].is_success, results[-1].is_truncated]
+print(json.dumps(told))
+"""
+
 
 class Doors(gymnasium.Env[str, str]):
     """Say the door that the seed chose; each try costs a tenth."""
@@ -126,6 +141,21 @@ def test_a_missing_package_is_named_as_the_project_s_extras_have_it(repository: 
 def test_a_game_that_cannot_be_is_refused_by_name(reference: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Registry([reference])
+
+
+@pytest.mark.slow
+def test_an_invalid_last_move_pays_the_ranges_lower_end(repository: Path) -> None:
+    python = python_with("textarena==0.7.4", sees_ours=True)
+    done = subprocess.run(
+        [python, "-c", INVALID], cwd=repository, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    usual, below = json.loads(done.stdout.splitlines()[-1])
+    # The library pays -1 for the second invalid move in a row; the long number never reaches it.
+    moves = [[0.0, False, False], [0.0, False, False], [0.0, True, False]]
+    assert usual == [0.0, moves, False, False]
+    moves = [[0.5, False, False], [0.5, False, False], [0.0, True, False]]
+    assert below == [0.5, moves, False, False]
 
 
 @pytest.mark.slow
