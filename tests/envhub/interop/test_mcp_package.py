@@ -301,6 +301,28 @@ def test_a_paying_tool_may_cut_short_succeed_and_pay_below_zero(
 
 
 @pytest.mark.slow
+def test_server_here_takes_no_proxy_and_one_elsewhere_names_it(
+    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    moves = [call("submit", answer="Seven 7")]
+    with http_server(tmp_path) as url:
+        told, _ = play(described(tmp_path, url=url), ("all-train-0", moves), root=repository)
+    assert told[0][1][2] is True  # the episode is done
+    reference = described(tmp_path, url="http://mcp.example:80/mcp", start_timeout_s=20.0)
+    done = subprocess.run(
+        [python_with(MCP, sees_ours=True), "run.py", "check-env", reference],
+        cwd=repository,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=200,
+    )
+    assert "of http_proxy; add mcp.example to no_proxy" in done.stderr
+
+
+@pytest.mark.slow
 def test_server_that_dies_hangs_or_talks_nonsense_fails_the_episode_by_its_name(
     tmp_path: Path, repository: Path
 ) -> None:
