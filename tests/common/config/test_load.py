@@ -40,11 +40,15 @@ def test_defaults_hold_when_nothing_is_given(repository: Path) -> None:
 def test_a_hub_takes_every_action_that_a_turn_can_sample(repository: Path) -> None:
     sizes = ["actor.max_model_len=1000000", "actor.max_turn_tokens=65537"]
     told = error_of([MODEL, *sizes], repository)
-    assert told.startswith("envhub.max_action_mib=16: actor.max_turn_tokens=65537 can sample 17 MiB")
+    assert told.startswith(
+        "envhub.max_action_mib=16: actor.max_turn_tokens=65537 can sample 17 MiB"
+    )
     enough = load_config(None, [MODEL, *sizes, "envhub.max_action_mib=17"], root=repository)
     assert enough.envhub.max_action_mib == 17
     told = error_of([MODEL, sizes[0], "actor.max_turn_tokens=200000"], repository)
-    assert told.startswith("actor.max_turn_tokens=200000: can sample 49 MiB; an action has at most 48")
+    assert told.startswith(
+        "actor.max_turn_tokens=200000: can sample 49 MiB; an action has at most 48"
+    )
 
 
 def test_override_beats_file_and_file_beats_default(tmp_path: Path, repository: Path) -> None:
