@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from common.errors import EnvError, EnvTimeout
+from common.formats.action_size import DEFAULT_ACTION_MIB, MIB
 from common.memory import trim_heap
 from common.stall.awake import AwakeClock
 from common.text import valid_text
-from common.wire.action_size import DEFAULT_ACTION_MIB, MIB
 from envhub.catalogue.distances import Distances
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, StepResult, Style

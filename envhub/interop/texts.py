@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from common.formats.action_size import DEFAULT_ACTION_MIB, MIB
 from common.formats.calls import check_depth
-from common.wire.action_size import DEFAULT_ACTION_MIB, MIB
 from envhub.env import EnvFailure, action_text
 
 MAX_NUMBER = int(sys.float_info.max)

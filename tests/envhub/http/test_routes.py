@@ -6,7 +6,7 @@ import time
 import httpx
 import pytest
 
-from common.wire.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
+from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
 from envhub.hosting.sessions import GONE_S
 from envhub.http.bodies import MAX_BATCH
 
