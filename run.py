@@ -1,4 +1,8 @@
-"""The command line: parse it, look the command up, carry it out. Each lives with its package."""
+"""The command line: parse it, look the command up, and run it.
+
+Each command is a plain function here. It imports its part when it is called, so that `--help`
+loads no heavy library.
+"""
 
 import gc
 import logging
@@ -7,23 +11,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-# The libraries make a million objects that stay: to look for cycles among them as often as Python
-# does by itself (700) is a fifth of a start, in this process and in those that it spawns.
+# The libraries make a million objects that stay. Python's own threshold (700) would search them
+# for cycles so often that a start takes a fifth longer.
 gc.set_threshold(10_000)
-# Where nothing compiled may be kept, each of a run's processes compiles the product for itself.
-sys.dont_write_bytecode = False
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 try:
-    from common.config.command_line import STUDIES, Request, parse, version_text
+    from common.config import requested
+    from common.config.command_line import Request, parse
     from common.config.load import config_as_yaml, without_secrets
     from common.config.run_config import RunConfig
-    from common.errors import ConfigError
+    from common.errors import ConfigError, NotStarted
+    from common.host.surroundings import settle_surroundings, start_with_plain_settings
+    from common.http.environment import keep_loopback_direct
     from common.launch import commands
+    from common.launch.base import EXIT_NOT_STARTED
     from common.log import configure_logging
     from common.repository import ROOT
     from common.store.run_dir import RunDir
@@ -34,238 +37,419 @@ except ModuleNotFoundError as error:
         "that is needed, then it is .venv/bin/python run.py, or source .venv/bin/activate first"
     )
 
-
-@dataclass(frozen=True, slots=True)
-class Later:
-    """A function "module:name" that is imported when it is called: --help loads nothing."""
-
-    where: str
-
-    def find(self) -> Any:
-        """Return the function itself, or whatever else has the name."""
-        module, _, name = self.where.partition(":")
-        return getattr(import_module(module), name)
-
-    def given(self, **named: Any) -> Callable[..., Any]:
-        """Return it with arguments by name, the project's folder as `root` among them."""
-        return partial(self, root=ROOT, **named)
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self.find()(*args, **named)
+print_now = partial(print, flush=True)
+load_named = partial(requested.load_named, root=ROOT)
+load_joined = partial(requested.load_joined, root=ROOT)
 
 
-NAMED, JOINED = (partial(f, root=ROOT) for f in (commands.load_named, commands.load_joined))
+# Commands that work on a run's configuration and directory.
+
+
+def train(cfg: RunConfig, run_dir: RunDir) -> int:
+    from common.dashboard.terminal.training import TerminalObserver
+
+    return commands.train(cfg, run_dir, root=ROOT, observer=TerminalObserver(cfg, run_dir))
+
+
+def status(cfg: RunConfig, run_dir: RunDir) -> int:
+    from common.dashboard.terminal import training
+
+    return training.status(cfg, run_dir)
+
+
+def sft(cfg: RunConfig, run_dir: RunDir) -> int:
+    from actor.play.demonstrate import demonstrate
+    from learner.offline.commands import make_policy
+
+    return make_policy(cfg, run_dir, root=ROOT, collect=demonstrate)
+
+
+def dpo(cfg: RunConfig, run_dir: RunDir) -> int:
+    from learner.offline.commands import prefer
+
+    return prefer(cfg, run_dir)
+
+
+def evolve(cfg: RunConfig, run_dir: RunDir) -> int:
+    from actor.agents.agents import Agents
+    from actor.play.own_process import play_given
+    from learner.offline.commands import play_and_imitate
+
+    play_model = partial(play_given, make_agents=Agents)
+    return play_and_imitate(cfg, run_dir, root=ROOT, play=play_model)
+
+
+def merge(cfg: RunConfig, run_dir: RunDir) -> int:
+    from learner.offline import commands as offline
+
+    return offline.merge(cfg, run_dir)
+
+
+def evaluate(cfg: RunConfig, run_dir: RunDir) -> int:
+    from actor.agents.agents import Agents
+    from actor.play import evaluate as player
+    from learner.offline.commands import choose_held_out
+
+    return player.evaluate(
+        cfg, run_dir, root=ROOT, choose_items=choose_held_out, make_agents=Agents
+    )
+
+
+def serve(cfg: RunConfig, run_dir: RunDir) -> int:
+    from actor.play import serve as server
+
+    return server.serve(cfg, run_dir)
+
+
+def simulate(cfg: RunConfig, run_dir: RunDir) -> int:
+    from learner.simulator.main import run
+
+    return run(cfg, sys.stdout)
+
+
+# Roles that join a run.
+
+
+def be_envhub(cfg: RunConfig, run_dir: RunDir) -> int:
+    from envhub.main import run
+
+    return commands.be_role("envhub", run, cfg, run_dir)
+
+
+def be_scheduler(cfg: RunConfig, run_dir: RunDir) -> int:
+    from learner.scheduler.main import run
+
+    return commands.be_role("scheduler", run, cfg, run_dir)
+
+
+def be_learner(cfg: RunConfig, run_dir: RunDir) -> int:
+    from common.report.wandb_views import DashboardViews
+    from learner.main import run
+
+    return commands.be_role("learner", partial(run, make_views=DashboardViews), cfg, run_dir)
+
+
+def be_actor(cfg: RunConfig, run_dir: RunDir) -> int:
+    from actor.agents.agents import Agents
+    from actor.main import run
+
+    return commands.be_role("actor", partial(run, make_agents=Agents), cfg, run_dir)
+
+
+def join_run(request: Request) -> int:
+    """Be an actor or a hub of a run whose directory is on another machine."""
+    if request.command == "actor":
+        from actor import main as actor
+        from actor.agents.agents import Agents
+
+        return commands.join_run(request, partial(actor.run_joined, make_agents=Agents), root=ROOT)
+    from envhub import main as envhub
+
+    return commands.join_run(request, envhub.run_joined, root=ROOT)
+
+
+# Checks that a command makes before anything starts.
+
+
+def missing_for(cfg: RunConfig, *, is_to_train: bool = True) -> list[str]:
+    from envhub import command
+
+    return command.missing_for(cfg, is_to_train=is_to_train)
+
+
+def check_train(cfg: RunConfig) -> None:
+    from common.checks import preflight
+
+    preflight.check(cfg, ROOT, missing=missing_for(cfg))
+    check_roles(cfg)
+
+
+def check_roles(cfg: RunConfig) -> None:
+    """Make the checks that an actor and the learner would otherwise make when they start."""
+    from actor.formats.checks import check_rendering
+    from learner.start_checks import check_networks
+
+    check_rendering(cfg, ROOT)
+    check_networks(cfg, ROOT)
+
+
+def check_train_dry(cfg: RunConfig) -> None:
+    """Check a run that may be meant for another machine, which has what this one lacks."""
+    from common.checks import preflight
+    from envhub.command import examine
+
+    lacking, mistakes = examine(cfg)
+    preflight.check_dry(cfg, ROOT, missing=lacking, mistakes=mistakes)
+    check_roles(cfg)
+
+
+def check_sft(cfg: RunConfig) -> None:
+    from common.checks import preflight
+    from learner import start_checks
+
+    preflight.check_sft(cfg, ROOT, missing=missing_for(cfg))
+    start_checks.check_sft(cfg, ROOT)
+
+
+def check_dpo(cfg: RunConfig) -> None:
+    from common.checks import preflight
+    from learner import start_checks
+
+    preflight.check_dpo(cfg, ROOT)
+    start_checks.check_offline(cfg, ROOT)
+
+
+def check_evolve(cfg: RunConfig) -> None:
+    from actor.formats.checks import check_rendering
+    from common.checks import preflight
+    from learner import start_checks
+
+    preflight.check_evolve(cfg, ROOT, missing=missing_for(cfg))
+    check_rendering(cfg, ROOT)
+    start_checks.check_offline(cfg, ROOT)
+
+
+def check_evaluation(cfg: RunConfig) -> None:
+    from actor.play import settings
+
+    settings.check_evaluation(cfg, ROOT, missing=missing_for(cfg, is_to_train=False))
+
+
+def check_engine(cfg: RunConfig) -> None:
+    from common.checks import preflight
+
+    preflight.check_engine()
+
+
+def load_evaluation(request: Request) -> RunConfig:
+    from actor.play import settings
+
+    return settings.load_evaluation(request, root=ROOT)
+
+
+def load_any_version(request: Request) -> RunConfig:
+    from common.dashboard.terminal.any_version import load_of_any_version
+
+    return load_of_any_version(request, root=ROOT, say=print)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One word of the command line that acts on a run's configuration."""
+    """A command that works on a run's configuration and directory."""
 
-    run: Callable[[RunConfig, RunDir], int]  # returns the exit code
-    load: Callable[[Request], RunConfig] = NAMED
-    check: Callable[[RunConfig], None] = lambda _: None  # raises what would stop it later
-    check_dry: Callable[[RunConfig], None] | None = None  # before a dry run, if it is another
-    has_plan: bool = False  # a dry run shows where the memory goes
-    logs_as: str = ""  # the log's name; "": the command logs nothing, or sees to it itself
-
-
-missing_for = Later("envhub.command:missing_for")
-
-
-def checked_by(where: str, *, is_to_train: bool = True) -> Callable[[RunConfig], None]:
-    """Return a check that is also told what the environments lack."""
-    return lambda cfg: Later(where)(cfg, ROOT, missing=missing_for(cfg, is_to_train=is_to_train))
-
-
-def role(where: str) -> Command:
-    """Return the command of a process that joins a run."""
-    name = where.split(".")[-2]
-    run = partial(commands.be_role, name, Later(where))
-    return Command(run=run, load=JOINED)
+    run: Callable[[RunConfig, RunDir], int]  # It returns the exit code.
+    load: Callable[[Request], RunConfig] = load_named
+    check: Callable[[RunConfig], None] | None = None  # It raises ConfigError before the start.
+    check_dry: Callable[[RunConfig], None] | None = None  # The check of `--dry-run`, if different.
+    has_plan: bool = False  # `--dry-run` prints the memory plan.
+    log_name: str = ""  # Name in the log; empty for a command that configures its own logging.
+    # All prompts name one date, which the run directory keeps (True) or not. None: no prompts, or
+    # the command fixes the date itself.
+    keeps_date: bool | None = None
 
 
 COMMANDS = {
     "train": Command(
-        run=partial(commands.train, root=ROOT),
-        check=checked_by("common.checks.preflight:check"),
-        check_dry=checked_by("common.checks.preflight:check_dry"),
-        has_plan=True,
-        logs_as="launcher",
+        run=train, check=check_train, check_dry=check_train_dry, has_plan=True, log_name="launcher"
     ),
-    "sft": Command(
-        run=Later("learner.offline.commands:make_policy").given(
-            collect=Later("actor.play.demonstrate:demonstrate")
-        ),
-        check=checked_by("common.checks.preflight:check_sft"),
-        logs_as="sft",
-    ),
-    "dpo": Command(
-        run=Later("learner.offline.commands:prefer"),
-        check=lambda cfg: Later("common.checks.preflight:check_dpo")(cfg, ROOT),
-        logs_as="dpo",
-    ),
-    "evolve": Command(
-        run=Later("learner.offline.commands:play_and_imitate").given(
-            play=Later("actor.play.own_process:play_given")
-        ),
-        check=checked_by("common.checks.preflight:check_evolve"),
-        logs_as="evolve",
-    ),
-    "merge": Command(run=Later("learner.offline.commands:merge"), load=JOINED, logs_as="merge"),
+    "sft": Command(run=sft, check=check_sft, log_name="sft", keeps_date=True),
+    "dpo": Command(run=dpo, check=check_dpo, log_name="dpo", keeps_date=False),
+    "evolve": Command(run=evolve, check=check_evolve, log_name="evolve", keeps_date=True),
+    "merge": Command(run=merge, load=load_joined, log_name="merge"),
     "eval": Command(
-        run=Later("actor.play.evaluate:evaluate").given(
-            choose_items=Later("learner.offline.commands:choose_held_out")
-        ),
-        load=Later("actor.play.settings:load_evaluation").given(),
-        check=checked_by("actor.play.settings:check_evaluation", is_to_train=False),
-        logs_as="eval",
+        run=evaluate, load=load_evaluation, check=check_evaluation, log_name="eval", keeps_date=True
     ),
-    "serve": Command(
-        run=Later("actor.play.serve:serve"),
-        check=lambda _: Later("common.checks.preflight:check_engine")(),
-        logs_as="serve",
-    ),
-    "simulate": Command(run=lambda cfg, _: Later("learner.simulator.main:run")(cfg, sys.stdout)),
-    "status": Command(
-        run=commands.status,
-        load=Later("common.dashboard.terminal.any_version:load_of_any_version").given(say=print),
-    ),
-    "envhub": role("envhub.main:run"),
-    "scheduler": role("learner.scheduler.main:run"),
-    "learner": role("learner.main:run"),
-    "actor": role("actor.main:run"),
+    "serve": Command(run=serve, check=check_engine, log_name="serve", keeps_date=False),
+    "simulate": Command(run=simulate),
+    "status": Command(run=status, load=load_any_version),
+    "envhub": Command(run=be_envhub, load=load_joined),
+    "scheduler": Command(run=be_scheduler, load=load_joined),
+    "learner": Command(run=be_learner, load=load_joined),
+    "actor": Command(run=be_actor, load=load_joined),
 }
 
 
-# Those that join from another machine, without the run's directory.
-JOINED_ROLES = {"actor": Later("actor.main:run_joined"), "envhub": Later("envhub.main:run_joined")}
-
-
-in_process: dict[str, Any] = {
-    "make_player": Later("actor.bench.in_process:InProcessPlayer"),
-    "make_registry": Later("envhub.catalogue.registry:Registry"),
-    "make_distances": Later("envhub.catalogue.distances:Distances"),
-}
-study = Later("learner.bench.study.command:measure").given(**in_process)
-peer = Later("learner.bench.study.command:measure_peer").given(**in_process)
+# Commands that read the request themselves, because they belong to no run or to many.
 
 
 def bench(request: Request) -> int:
-    """Measure this machine, write the figures as JSON too; return 0 if every bound holds."""
-    suites: dict[str, Callable[[Any], None]] = {  # each adds its figures to a BenchTable
-        **Later("envhub.bench.suite:SUITES").find(),
-        "learner": Later("learner.bench.suite:run_suite"),
-        "scheduler": Later("learner.scheduler.bench.suite:run_suite"),
-        "transport": Later("learner.ingest.bench.suite:run_suite"),
-        "weights": Later("learner.weights.bench.suite:run_suite"),
-        "tail": Later("learner.bench.tail:run_suite"),
-        "actor": Later("actor.bench.suite:run_suite"),
-        "agents": Later("actor.bench.agents:run_suite"),
-        "end2end": Later("common.bench.end_to_end:run_suite"),
-        "chaos": Later("common.bench.chaos.suite:run_suite"),
-        "chaos-short": Later("common.bench.chaos.suite:run_short"),
-        "chaos-long": Later("common.bench.chaos.suite:run_long"),
-        "hostile": Later("common.bench.hostile.suite:run_suite"),
-        "soak-run": Later("common.bench.soak:run_suite"),
-        "soak-run-long": Later("common.bench.soak:run_long"),
-        "verdict": Later("learner.bench.verdict:run_suite"),
-        "dashboard": Later("learner.bench.checks.page:run_suite"),
-        "gpu": Later("learner.bench.gpu:run_suite"),
-        **{name: partial(study, name, request) for name in STUDIES},
-        "peer": partial(peer, request),
-    }
-    if request.suite not in suites:
-        raise ConfigError(f"--suite={request.suite}: one of {', '.join(suites)}")
-    path = Path(request.json or ROOT / "runs" / "bench" / f"{request.suite}.json")
-    if request.suite not in STUDIES and (request.overrides or request.is_dry):
-        asked = " ".join([*request.overrides, *["--dry-run"] * request.is_dry])
-        raise ConfigError(f"{asked}: only studies take it ({', '.join(STUDIES)})")
-    above = next(each for each in path.absolute().parents if each.exists())
-    if path.is_dir() or not (above.is_dir() and os.access(above, os.W_OK)):
-        raise ConfigError(f"--json={path}: no file can be written there")
-    configure_logging("bench", "INFO")
-    table = Later("common.report.bench_table:BenchTable")(out=sys.stdout)
-    suites[request.suite](table)
-    if request.is_dry:
-        return 0
-    code: int = table.finish()
-    table.save(path, suite=request.suite, product=version_text(ROOT))
-    print(f"as JSON: {path}")
-    return code
+    if not (ROOT / "benchmarks").is_dir():
+        raise ConfigError(
+            f"bench: {ROOT / 'benchmarks'} is missing; the benchmarks are not part of an"
+            " installation, so run this command from a checkout of the repository"
+        )
+    from benchmarks import command
+
+    return command.bench(request, root=ROOT)
+
+
+def doctor(request: Request) -> int:
+    from common.checks import doctor as checks
+    from envhub.command import examine_environments
+
+    return checks.doctor(
+        request, root=ROOT, missing_for=missing_for, examine_environments=examine_environments
+    )
 
 
 def recompute(request: Request) -> int:
-    """Run the command `recompute`; its libraries are told to be quiet before they load."""
-    configure_logging("recompute", "WARNING")
-    return Later("learner.recompute.command:recompute").given(say=say_now)(request)
+    configure_logging("recompute", "WARNING")  # Libraries read the level when they are imported.
+    from learner.recompute import command
+
+    return command.recompute(request, root=ROOT, say=print_now)
 
 
-say_now = partial(print, flush=True)
-# Of no run: these read the request themselves.
+def journal(request: Request) -> int:
+    from common.store import journal_command
+
+    return journal_command.journal(request, root=ROOT, say=print)
+
+
+def dashboard(request: Request) -> int:
+    from actor.play.table.seats import Table
+    from common.dashboard.web import server
+
+    return server.dashboard(request, root=ROOT, say=print_now, make_table=Table)
+
+
+def show(request: Request) -> int:
+    from common.dashboard.terminal import commands as terminal
+
+    return terminal.show(request, root=ROOT, say=print)
+
+
+def report(request: Request) -> int:
+    from common.report import command
+
+    return command.report(request, root=ROOT, say=print)
+
+
+def replay(request: Request) -> int:
+    from common.dashboard.terminal import commands as terminal
+
+    return terminal.replay(request, root=ROOT, say=print)
+
+
+def envs(request: Request) -> int:
+    from envhub.command import list_environments
+
+    return list_environments(request.overrides, root=ROOT, say=print)
+
+
+def new_env(request: Request) -> int:
+    from envhub.author import scaffold
+
+    return scaffold.new_env(request, root=ROOT, say=print)
+
+
+def check_env(request: Request) -> int:
+    from envhub.author import check_env as checks
+
+    return checks.check_env(request, root=ROOT, say=print_now)
+
+
+def play(request: Request) -> int:
+    from envhub.author import play as player
+
+    return player.play(request, root=ROOT, say=print_now, lines=sys.stdin)
+
+
+def revoke(request: Request) -> int:
+    from common.launch.keys import revoke_key
+
+    return revoke_key(request, root=ROOT, load=load_joined, say=print)
+
+
+def help_on(request: Request) -> int:
+    from common.config.help import help_text
+
+    return commands.say(help_text(request.overrides))
+
+
 STANDALONE: dict[str, Callable[[Request], int]] = {
     "bench": bench,
-    "doctor": Later("common.checks.doctor:doctor").given(
-        missing_for=missing_for, examine_environments=Later("envhub.command:examine_environments")
-    ),
+    "doctor": doctor,
     "recompute": recompute,
-    "journal": Later("common.store.journal_command:journal").given(say=print),
-    "dashboard": Later("common.dashboard.web.server:dashboard").given(
-        say=say_now, make_table=Later("actor.play.table.seats:Table")
-    ),
-    "show": Later("common.dashboard.terminal.commands:show").given(say=print),
-    "report": Later("common.report.command:report").given(say=print),
-    "replay": Later("common.dashboard.terminal.commands:replay").given(say=print),
-    "envs": lambda request: Later("envhub.command:list_environments")(
-        request.overrides, root=ROOT, say=print
-    ),
-    "new-env": Later("envhub.author.scaffold:new_env").given(say=print),
-    "check-env": Later("envhub.author.check_env:check_env").given(say=say_now),
-    "play": Later("envhub.author.play:play").given(say=say_now, lines=sys.stdin),
-    "revoke": Later("common.launch.keys:revoke_key").given(load=JOINED, say=print),
-    "help": lambda request: commands.say(Later("common.config.help:help_text")(request.overrides)),
+    "journal": journal,
+    "dashboard": dashboard,
+    "show": show,
+    "report": report,
+    "replay": replay,
+    "envs": envs,
+    "new-env": new_env,
+    "check-env": check_env,
+    "play": play,
+    "revoke": revoke,
+    "help": help_on,
 }
 
 
 def dispatch(request: Request) -> int:
-    """Carry out a request; return the exit code."""
+    """Run the command of a request and return the exit code."""
     if request.command in STANDALONE:
         return STANDALONE[request.command](request)
-    if request.command == "envhub" and not request.is_dry:
-        Later("common.memory:use_system_allocator")()
-    if request.command == "learner":  # before it imports torch
-        Later("common.memory:take_pinned_memory_exactly")()
+    prepare_memory(request)
     if request.join is not None:
-        return commands.join_run(request, JOINED_ROLES[request.command], root=ROOT)
-    if request.command == "envhub" and commands.belongs_to_no_run(request):
-        serve = Later("envhub.command:run_hub")
-        return serve(request.overrides, root=ROOT, is_dry=request.is_dry, say=say_now)
-    command = COMMANDS[request.command]
-    cfg = command.load(request)
+        return join_run(request)
+    if request.command == "envhub" and requested.belongs_to_no_run(request):
+        from envhub.command import run_hub
+
+        return run_hub(request.overrides, root=ROOT, is_dry=request.is_dry, say=print_now)
+    return run_command(COMMANDS[request.command], request)
+
+
+def prepare_memory(request: Request) -> None:
+    """Choose the allocators of a role, which must happen before it imports torch."""
+    from common import memory
+
+    if request.command == "envhub" and not request.is_dry:
+        memory.use_system_allocator()
+    if request.command == "learner":
+        memory.take_pinned_memory_exactly()
+
+
+def run_command(command: Command, request: Request) -> int:
+    """Load the configuration, check it, and run the command or show it; return the exit code."""
+    cfg = commands.on_loopback(command.load(request))
     check = command.check_dry if request.is_dry and command.check_dry else command.check
-    check(cfg)
+    if check is not None:
+        check(cfg)
     if request.is_dry:
-        return show(cfg, has_plan=command.has_plan)
+        return show_config(cfg, has_plan=command.has_plan)
     run_dir = RunDir(root=ROOT / cfg.run.dir / cfg.run.name)
     if request.probe is not None:
-        return commands.probe(cfg, run_dir, request.probe)
-    if command.logs_as:
-        configure_logging(command.logs_as, cfg.log.level)
+        from common.dashboard.terminal.training import probe
+
+        return probe(cfg, run_dir, request.probe)
+    if command.log_name:
+        configure_logging(command.log_name, cfg.log.level)
+    if command.keeps_date is not None:
+        return commands.with_date(command.run, cfg, run_dir, is_kept=command.keeps_date)
     return command.run(cfg, run_dir)
 
 
-def show(cfg: RunConfig, *, has_plan: bool) -> int:
+def show_config(cfg: RunConfig, *, has_plan: bool) -> int:
     """Print the resolved configuration, the memory plan and the objective; return the exit code."""
-    lines: list[str] = []
-    if has_plan:
-        here = Later("common.checks.preflight:on_this_machine")(cfg)
-        lines += Later("common.checks.memory_plan:lines_here")(here, ROOT)
-    if has_plan and cfg.launcher == "ray":
-        lines += Later("common.launch.ray.cluster:placement_lines")(cfg)
-    lines += Later("learner.objective.dead_settings:summary_lines")(cfg.algorithm, cfg.learner)
+    from learner.objective.dead_settings import summary_lines
+
+    lines = memory_lines(cfg) if has_plan else []
+    lines += summary_lines(cfg.algorithm, cfg.learner)
     lines += cfg.curriculum.warnings(cfg.horizon)
     return commands.say(
         config_as_yaml(without_secrets(cfg)) + "".join(f"# {line}\n" for line in lines)
     )
+
+
+def memory_lines(cfg: RunConfig) -> list[str]:
+    """Return the memory plan of a run on this machine, and its placement on a Ray cluster."""
+    from common.checks import memory_plan, preflight
+
+    lines = memory_plan.lines_here(preflight.on_this_machine(cfg), ROOT)
+    if cfg.launcher == "ray":
+        from common.launch.ray.cluster import placement_lines
+
+        lines += placement_lines(cfg)
+    return lines
 
 
 def main(argv: list[str]) -> int:
@@ -276,18 +460,25 @@ def main(argv: list[str]) -> int:
             request = replace(request, config=str(Path(request.config).resolve()))
         if request.key is not None:
             request = replace(request, key=str(Path(request.key).absolute()))
+        settle_surroundings(os.environ)
         os.chdir(ROOT)
+        keep_loopback_direct()
         return dispatch(request)
     except ConfigError as error:
         print(f"error: {log_text(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
+    except NotStarted as error:
+        logging.exception("ended before it began to work")
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_NOT_STARTED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except Exception:  # the log, not the terminal, tells what happened to a role
+    except Exception:  # The only broad handler of a role: its log holds the traceback.
         logging.exception("ended by an error")
         return 1
 
 
 if __name__ == "__main__":
+    start_with_plain_settings()
     sys.exit(main(sys.argv[1:]))

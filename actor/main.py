@@ -22,6 +22,7 @@ from actor.links.delivery import Delivery
 from actor.links.scheduler_client import SchedulerClient
 from actor.links.waiting import wait_aloud
 from actor.play.serve import door_of
+from actor.rollout.agent_runner import MakeAgents, make_runner
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.pool import Episodes
@@ -32,6 +33,7 @@ from common.cpu import family_cpu_s
 from common.errors import LongstrideError
 from common.join.enrol import Joined
 from common.memory import resident_bytes
+from common.seeds import engine_seed
 from common.stall.beacon import Beacon, beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook
@@ -56,6 +58,7 @@ class Access:
     book: AddressBook
     run_dir: RunDir | None = None  # on this machine: its supervisor is told what goes on
     has_weights: bool = True  # in the model's folder; else the engine starts without any
+    make_agents: MakeAgents | None = None  # None: `actor.endpoint=true` is not possible
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +73,23 @@ class Parts:
     episodes: Episodes
 
 
-def run(cfg: RunConfig, run_dir: RunDir) -> None:
+def run(cfg: RunConfig, run_dir: RunDir, *, make_agents: MakeAgents | None = None) -> None:
     """Be an actor on the run's own disk; see `play`."""
     book = AddressBook(lambda: run_dir.find_address("scheduler"))
     name = cfg.actor.name or f"actor-{socket.gethostname()}-{os.getpid()}"
     keys = own_keys(run_dir.keys, role="actor", name=name)
-    play(cfg, Access(name=name, keys=keys, book=book, run_dir=run_dir))
+    access = Access(name=name, keys=keys, book=book, run_dir=run_dir, make_agents=make_agents)
+    play(cfg, access)
 
 
-def run_joined(cfg: RunConfig, joined: Joined) -> None:
+def run_joined(cfg: RunConfig, joined: Joined, *, make_agents: MakeAgents | None = None) -> None:
     """Be an actor that knows the scheduler's address and has a key file; see `play`."""
     book = AddressBook(lambda: joined.address)
     name, keys = joined.key.name, joined.key.as_keys()
-    play(cfg, Access(name=name, keys=keys, book=book, has_weights=not joined.model_path))
+    access = Access(
+        name=name, keys=keys, book=book, has_weights=not joined.model_path, make_agents=make_agents
+    )
+    play(cfg, access)
 
 
 def play(cfg: RunConfig, access: Access) -> None:
@@ -136,11 +143,11 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
         cfg.model,
         cfg.actor,
         end_of_turn_ids=renderer.end_of_turn_ids,
-        seed=cfg.run.seed,
+        seed=engine_seed(cfg.run.seed, name=name, incarnation=incarnation),
         meters_load=cfg.actor.adapt_concurrency and not is_lockstep,
         has_weights=access.has_weights,
         lora=cfg.learner.lora,
-        is_repeatable=is_lockstep,
+        is_repeatable=True,
     )
     start_s = cfg.actor.start_timeout_s
     scheduler = SchedulerClient(
@@ -169,7 +176,7 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
     )
     await weights.connect(timeout_s=start_s)
     most = cfg.actor.max_turn_tokens
-    rounds = Rounds(engine, max_tokens=most, exclusive=exclusive, seed=cfg.run.seed)
+    rounds = Rounds(engine, max_tokens=most, exclusive=exclusive)
     episodes = Episodes(
         cfg.actor,
         actor=name,
@@ -179,6 +186,7 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
         delivery=delivery,
         rounds=rounds if is_lockstep else None,
         keeps_last=cfg.algorithm.advantage is Advantage.PPO,
+        agents=make_runner(access.make_agents, cfg.actor, actor=name, renderer=renderer),
     )
     scheduler.on_revoked = episodes.revoke
     return Parts(name, engine, renderer, hubs, scheduler, delivery, weights, episodes)

@@ -3,19 +3,20 @@
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from common.dashboard.nodes import members_of
-from common.dashboard.reading.tail import as_map, json_object
+from common.host.cgroups import PROC, cpu_quotas, cpu_used_s
+from common.host.cores import cores_here
 from common.stall.report import read_told
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, write_json
+from common.store.status.json_files import as_map, json_object
+from common.store.status.members import members_of
 
-CGROUPS = Path("/sys/fs/cgroup")
 SAMPLE_S = 5.0  # between two looks: each asks the system about every process of the run
 Key = tuple[int, float]  # a process: its number, and when it was made
 _ROLE = re.compile(r"run\.py (\w+)|EngineCore")
@@ -134,34 +135,17 @@ class CpuWatch:
         return roles.get(process.pid) or before or roles.get(process.ppid(), "launcher")
 
 
-def cores_here(root: Path = CGROUPS) -> float:
-    """Return the cores that this process may use: by its affinity, and by its container's quota."""
-    num = float(len(os.sched_getaffinity(0)))
-    return min((num, *(quota for _, quota in _quotas(root))))
-
-
-def _quotas(root: Path) -> Iterator[tuple[Path, float]]:
-    """Yield the control groups that this process is in and that have a quota, with their cores."""
-    own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().strip("/")
-    folder = root / own
-    for each in (folder, *folder.parents):
-        if not each.is_relative_to(root):
-            return
-        with suppress(OSError, ValueError):  # "max": there is none
-            most, period = (each / "cpu.max").read_text().split()
-            yield each, int(most) / int(period)
-
-
-def busy_s(root: Path = CGROUPS) -> float:
+def busy_s(proc: Path = PROC) -> float:
     """Return the seconds that the cores of this process were not idle.
 
-    Where a container has fewer than it sees, those are counted that were used in the container.
+    If a container has fewer than it sees, the seconds that were used in the container count.
     """
     num = len(os.sched_getaffinity(0))
-    if least := min(((n, str(each)) for each, n in _quotas(root) if n < num), default=None):
-        for line in (Path(least[1]) / "cpu.stat").read_text().splitlines():
-            if line.startswith("usage_usec "):
-                return int(line.split()[1]) / 1e6
+    smaller = [(quota, group) for group, quota in cpu_quotas(proc) if quota < num]
+    if smaller:
+        _, group = min(smaller, key=lambda each: each[0])
+        if (used_s := cpu_used_s(group, proc)) is not None:
+            return used_s
     cores = psutil.cpu_times(percpu=True)
     ours = [cores[i] for i in os.sched_getaffinity(0) if i < len(cores)]
     return sum(sum(each[:8]) - each.idle - getattr(each, "iowait", 0.0) for each in ours)

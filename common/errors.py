@@ -13,6 +13,18 @@ class WireError(LongstrideError, ValueError):
     """A received message does not match its schema."""
 
 
+class NotStarted(LongstrideError):
+    """A role failed by itself before it began to work; its next start may fail alike."""
+
+
+class PeerMissing(LongstrideError):
+    """Another part of the run did not answer in time; a later start may find it."""
+
+
+class MessageTooLarge(WireError):
+    """A message exceeds a limit of the wire, so that its sender refuses to send it."""
+
+
 class EnvError(LongstrideError):
     """An environment or its hub failed: infrastructure, never a statement about the policy."""
 

@@ -47,7 +47,7 @@ class Progress:
 
 def count_packages(lock: Path) -> int:
     """Return the number of packages that a lock file pins."""
-    return sum(bool(_PINNED.match(line)) for line in lock.read_text().splitlines())
+    return sum(bool(_PINNED.match(line)) for line in lock.read_text(encoding="utf-8").splitlines())
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
         [*command, "--progress-bar=off", *options, "-r", lock],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
     ) as pip:
         assert pip.stdout is not None
         for line in pip.stdout:
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
                 _say(shown)
                 if shown.startswith("unpacking"):
                     threading.Thread(target=_tell_unpacking, args=(pip, folder)).start()
-    (folder / "install.log").write_text("".join(lines))
+    (folder / "install.log").write_text("".join(lines), encoding="utf-8")
     if pip.returncode != 0:
         kept = [line for line in lines if not line.startswith("WARNING: Location")]
         _say("".join(kept[-LOG_LINES:]).rstrip())

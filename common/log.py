@@ -41,7 +41,7 @@ def configure_logging(role: str, level: str) -> None:
 def kept_in(path: Path, *names: str) -> Generator[None]:
     """Append what these loggers say to a file as well; that there is no room for it is no error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, delay=True)
+    handler = logging.FileHandler(path, delay=True, encoding="utf-8")
     handler.handleError = lambda record: None  # the line stands in the terminal's log
     root = logging.getLogger()
     handler.setFormatter(root.handlers[0].formatter if root.handlers else None)

@@ -1,4 +1,4 @@
-"""Fingerprints of the states that turns are taken in: equal numbers, equal states of one item."""
+"""Fingerprints of states and actions of turns: equal numbers, equal states of one item."""
 
 import hashlib
 
@@ -11,3 +11,11 @@ def state_number(text: str) -> int:
     """
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=4).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def action_number(action: str) -> int:
+    """Return a hash of an action as it is sent to the environment, without space around it.
+
+    What the policy thought before it acted is no part of the action. "" is an answer without one.
+    """
+    return state_number(action.strip())

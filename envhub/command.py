@@ -1,14 +1,15 @@
 """The commands about environments: serve them alone, list them, say what they lack."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from common.checks.doctor import Check
-from common.config.curriculum import subsets_in_use, why_not_far
+from common.config.curriculum import TaskSection, subsets_in_use, why_not_far
 from common.config.load import config_as_yaml, load_config, without_secrets
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.launch.commands import on_loopback
 from common.log import configure_logging
 from common.repository import ROOT
 from common.store.run_dir import RunDir
@@ -80,44 +81,66 @@ def missing_for(cfg: RunConfig, *, is_to_train: bool = True) -> list[str]:
 
     Where the run uses a hub elsewhere, whether that one answers, takes the token and has the tasks.
     """
+    lacking, mistakes = examine(cfg, is_to_train=is_to_train)
+    return lacking or mistakes
+
+
+def examine(cfg: RunConfig, *, is_to_train: bool = True) -> tuple[list[str], list[str]]:
+    """Return what this machine lacks for a run's environments, and what is wrong with its tasks.
+
+    A wrong task is wrong on every machine. A hub elsewhere that does not answer is lacking.
+
+    Args:
+        is_to_train: the tasks are trained on, and not only played.
+    """
     if url := cfg.envhub.url:
+        if lacking := silent([hub_at(url)]):
+            return lacking, []
         has_keys = RunDir(root=ROOT / cfg.run.dir / cfg.run.name).keys.exists()
-        return silent([hub_at(url)]) or not_served(
-            url, cfg.envhub.token, cfg.tasks, may_be_own=has_keys, is_to_train=is_to_train
-        )
+        token, tasks = cfg.envhub.token, cfg.tasks
+        return [], not_served(url, token, tasks, may_be_own=has_keys, is_to_train=is_to_train)
     tasks = {task.env for task in cfg.tasks}
     references = [name for name in tasks if is_reference(name)]
     if references:
-        return [f"env: {references[0]}: put it in envhub.envs=[...] and use the name it has there"]
+        line = f"env: {references[0]}: put it in envhub.envs=[...] and use the name it has there"
+        return [], [line]
     names = _with_remote(sorted({*tasks, *cfg.envhub.envs}), cfg)
-    missing = _lacking(names, cfg)
-    if missing:
-        return missing
+    lacking = _lacking(names, cfg)
+    usable = [name for name in names if not lacking or not _lacking([name], cfg)]
     try:
-        registry = Registry(names, cfg.envs, cfg.env)
+        registry = Registry(usable, cfg.envs, cfg.env)
     except UnknownEnv as error:
-        return [f"{_key_of(str(error), cfg)}: {error}"]
+        return lacking, [f"{_key_of(str(error), cfg)}: {error}"]
+    return lacking, _wrong_tasks(cfg, registry, is_to_train=is_to_train)
+
+
+def _wrong_tasks(cfg: RunConfig, registry: Registry, *, is_to_train: bool) -> list[str]:
+    """Return which tasks cannot be drawn from the registry's environments, one line each."""
+    tasks = {i: task for i, task in enumerate(cfg.tasks) if task.env in registry.names}
     unknown = [
         f"tasks[{i}].subset={task.subset!r}: {task.env} has no subset {task.subset!r}; the nearest"
         f" is {nearest(task.subset, list(registry.spec(task.env).subsets))!r}"
-        for i, task in enumerate(cfg.tasks)
+        for i, task in tasks.items()
         if task.subset not in registry.spec(task.env).subsets
     ]
-    return unknown or _untrainable(cfg, registry) * is_to_train or _too_far(cfg, registry)
+    if unknown:
+        return unknown
+    empty = _untrainable(tasks, registry) if is_to_train else []
+    return empty or _too_far(cfg, tasks, registry)
 
 
-def _untrainable(cfg: RunConfig, registry: Registry) -> list[str]:
+def _untrainable(tasks: Mapping[int, TaskSection], registry: Registry) -> list[str]:
     """Return which tasks have nothing to train on, one line each."""
     lines: list[str] = []
-    for i, task in enumerate(cfg.tasks):
+    for i, task in tasks.items():
         lines += untrainable(i, task, registry.spec(task.env).subsets[task.subset].num_train)
     return lines
 
 
-def _too_far(cfg: RunConfig, registry: Registry) -> list[str]:
+def _too_far(cfg: RunConfig, tasks: Mapping[int, TaskSection], registry: Registry) -> list[str]:
     """Return why tasks cannot have the items at their distances, one line each."""
     lines: list[str] = []
-    for i, task in enumerate(cfg.tasks):
+    for i, task in tasks.items():
         names = subsets_in_use(cfg.curriculum, [task])
         spec = registry.spec(task.env)
         lengths = counted(measured(spec, task.subset, cfg.envs)) if names else {}
@@ -153,7 +176,8 @@ def spell_out(overrides: Sequence[str]) -> list[str]:
 
 def _load_alone(overrides: Sequence[str], *, root: Path) -> RunConfig:
     """Return the config of a hub that belongs to no run; there is no model in it."""
-    return load_config(None, ["model.path=unset", *spell_out(overrides)], root=root)
+    overrides = ["model.path=unset", *spell_out(overrides)]
+    return on_loopback(load_config(None, overrides, root=root))
 
 
 def _lacking(names: Sequence[str], cfg: RunConfig) -> list[str]:

@@ -77,9 +77,10 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # made in a tenth of 
     `reward` is in [0, 1] (what one step pays, where the `EnvSpec` says `Reward.SUM`: the sum is).
     `is_valid` is False when the text was no executable action. `is_success` says whether the
     episode has ended solved; where an environment does not say (None), it has if it ended worth 1,
-    and `tells_success` is False. `state` is the same text for equal states of an item, and another
-    for unequal ones: the agent's next turn is compared with others that were taken in it; where it
-    is "", what the agent was told stands for it.
+    and `tells_success` is False. `is_truncated` marks an end (`done`) at a limit of the
+    environment's own, as gymnasium's `truncated`: the task would have gone on. `state` is the same
+    text for equal states of an item, and another for unequal ones: the agent's next turn is
+    compared with others that were taken in it; where it is "", the observation stands for it.
     """
 
     observation: str
@@ -89,12 +90,15 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # made in a tenth of 
     is_success: bool | None = None
     score: float | None = None  # what AgentGym's server pays; None: `reward` of its best score
     state: str = ""
+    is_truncated: bool = False
     tells_success: bool = True  # set by itself
 
     def __post_init__(self) -> None:
         if self.is_success is None:
             self.tells_success = False
             self.is_success = bool(self.done and self.reward >= 1.0)
+        if self.is_truncated and not self.done:
+            raise ValueError("is_truncated=True with done=False: a truncated episode has ended")
 
     def told(self) -> dict[str, Any]:
         """Return what a client of the hub's own routes is told, as JSON."""
@@ -105,6 +109,7 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # made in a tenth of 
             "is_valid": self.is_valid,
             "is_success": self.is_success,
             "state": self.state,
+            "is_truncated": self.is_truncated,
         }
 
 
@@ -203,6 +208,7 @@ class EnvSpec:
         sessions_per_worker: episodes that one worker holds at a time; workers are reused. With
             TASK: episodes that there may be at a time.
         reward: what an episode is worth, of what its steps pay.
+        start_score: the score before the first step: what a raw score of 0 is in [0, 1].
         is_repeatable: whether the same actions always lead to the same, and touch nobody else.
         from_agentgym: item id of AgentGym's data index; raises UnknownItem. None: there is none.
         column_item: the same, in the subset of the paper's table; None: `from_agentgym`.
@@ -222,6 +228,7 @@ class EnvSpec:
     worker_memory_bytes: int = 2 << 30  # resident, with its children; above, it is replaced
     step_timeout_s: float | None = None  # of one call; None: the hub's
     reward: Reward = Reward.LAST
+    start_score: float = 0.0
     is_repeatable: bool = True
     from_agentgym: Callable[[int], str] | None = None
     column_item: Callable[[int], str] | None = None

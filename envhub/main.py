@@ -27,11 +27,11 @@ from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook, Addresses, with_host
 from common.wire.join_messages import HubHello, HubPlace
 from common.wire.security import RunKeys, own_keys
-from envhub.agentgym.instance import Patience
 from envhub.catalogue.registry import Registry, missing_requirements
 from envhub.errors import UnknownEnv
 from envhub.hosting.sessions import Sessions
 from envhub.http.limits import QuietSocket, limited_protocol
+from envhub.http.parts import Patience
 from envhub.http.routes import make_app
 from envhub.registration import Registration
 
@@ -48,14 +48,16 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     """Serve the environments of the run's tasks and tell the other roles where."""
     keys = own_keys(run_dir.keys, role="envhub", name="envhub")
     port = cfg.envhub.port or _previous_port(run_dir)
-    app, sessions = build(
-        envs_of_run(cfg), cfg.envhub, token=keys.hub_token, options=cfg.envs, remote=cfg.env
-    )
+    token = keys.hub_token
+    try:
+        app, sessions = build(
+            envs_of_run(cfg), cfg.envhub, token=token, options=cfg.envs, remote=cfg.env
+        )
+    except (ValueError, UnknownEnv) as error:
+        raise ConfigError(f"envhub: {error}") from error
     with _listener(cfg.envhub.host, port) as listener:
         run_dir.publish_address("envhub", address_of(listener))
-        place = HubPlace(
-            url=told_address(cfg, listener), token=keys.hub_token, envs=sessions.env_names
-        )
+        place = HubPlace(url=told_address(cfg, listener), token=token, envs=sessions.env_names)
         hello = HubHello(name="envhub", incarnation=uuid.uuid4().hex[:12], place=place)
         start_s = cfg.actor.start_timeout_s
         with (
@@ -87,8 +89,13 @@ def run_joined(cfg: RunConfig, joined: Joined) -> None:
         hello = HubHello(name=name, incarnation=uuid.uuid4().hex[:12], place=place)
         silence_s = 4 * cfg.scheduler.dead_after_s
         own, serving = joined.key.as_keys(), (app, sessions)
-        with registered(cfg, book, own, hello, serving=serving, silence_s=silence_s):
-            serve(app, sessions, listener, log_level=cfg.log.level)
+        start_s = cfg.actor.start_timeout_s
+        with (
+            registered(cfg, book, own, hello, serving=serving, silence_s=silence_s),
+            beacon_of(None, name, start_s=start_s) as beacon,
+        ):
+            on_round = partial(beacon.note, "main", "serving")
+            serve(app, sessions, listener, log_level=cfg.log.level, on_round=on_round)
 
 
 @contextlib.contextmanager
@@ -305,7 +312,7 @@ def _listener(host: str, port: int) -> socket.socket:
 def _previous_port(run_dir: RunDir) -> int:
     """Return the port of a hub that this one replaces, since its clients look there; else 0."""
     path = run_dir.addresses / "envhub"
-    return int(path.read_text().rpartition(":")[2]) if path.exists() else 0
+    return int(path.read_text(encoding="utf-8").rpartition(":")[2]) if path.exists() else 0
 
 
 @contextlib.contextmanager

@@ -8,10 +8,10 @@ from envhub.env import StepResult
 class RemoteEpisode:
     """What an episode was told first and last, and how it stands."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_score: float = 0.0) -> None:
         self._first = self._observation = ""
-        self._reward = 0.0
-        self._is_done = self._is_success = False
+        self._reward = start_score
+        self._is_done = self._is_success = self._is_truncated = False
 
     async def expert_action(self) -> str | None:
         """Return None: the servers have no expert."""
@@ -34,4 +34,5 @@ class RemoteEpisode:
             is_valid=is_valid,
             is_success=self._is_success,
             state=state,
+            is_truncated=self._is_truncated,
         )

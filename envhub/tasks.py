@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from envhub.agentgym.conversations import begun
+from envhub.conversations import begun
 from envhub.env import Env, EnvSpec, Style, SubsetSpec, TaskSpec
 from envhub.tables import read_instructions
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from common.config.compute import WeightsTransport
+from common.config.compute import Layout, WeightsTransport
 from common.config.run_config import RunConfig, TrainMode
+from common.host.cores import num_cores
 from common.store.journal import JournalWriter
 from common.store.metrics import MetricsWriter
 from common.store.run_dir import RunDir, remove_partial_files
 from common.store.upkeep import Upkeep
-from common.store.wandb_sink import WandbSink
+from common.store.wandb_sink import RunViews, WandbSink
 from common.wire.access.lease_mac import lease_key
 from common.wire.addresses import bracketed
 from common.wire.messages import Hello, Progress
@@ -34,7 +35,7 @@ from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import SchedulerClient
 from learner.policy.model import pick_device, vocabulary_size
 from learner.policy.timing import settle_ways
-from learner.recompute.checksums import ChecksumLog, start_of
+from learner.recovery.checksums import ChecksumLog, start_of
 from learner.recovery.resume import last_logged, readopt, repeat_steps, steps_since
 from learner.recovery.step_log import LoggedStep, StepLog
 from learner.training.bad_batch import dump_batch
@@ -45,6 +46,11 @@ from learner.training.trainer import Trainer
 from learner.weights.gate import Gate
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
+
+MakeViews = Callable[[RunDir], RunViews]
+
+
+MakeViews = Callable[[RunDir], RunViews]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +98,7 @@ class Learner:
         self.metrics.close()
 
 
-def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
+def build(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = None) -> Learner:
     """Return a learner at the version where the run stands, 0 for a new one.
 
     A checkpoint is restored, then the steps logged after it are repeated from the journal.
@@ -104,7 +110,9 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     gate = Gate(timeout_s=cfg.learner.publish_timeout_s)
     settled = _settled(cfg, run_dir, model, rank_workers)
-    trainer, version = _trainer(settled, run_dir, model, folder, rank_workers, gate)
+    may_pad = cfg.learner.layout is Layout.AUTO
+    trainer, version = _trainer(settled, run_dir, model, folder, rank_workers, gate, may_pad)
+    settled = _with_layout(settled, trainer)
     checksums = _checksums(settled, run_dir, trainer, version)
     journal = _journal(cfg, run_dir)
     start = load_replay_point(run_dir.replay_point, version=version)
@@ -112,7 +120,8 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     steps = steps_since(run_dir, start=start, version=version, num_batches=trainer.num_batches)
     version = steps[-1].version if steps else version
     resumed_at = last_logged(run_dir, version)
-    metrics = MetricsWriter(run_dir, [WandbSink(run_dir, cfg)], resumed_at_step=resumed_at)
+    sink = WandbSink(run_dir, cfg, views=make_views(run_dir) if make_views else None)
+    metrics = MetricsWriter(run_dir, [sink], resumed_at_step=resumed_at)
     repeat_steps(
         cfg.algorithm, run_dir, trainer, steps, start=start, metrics=metrics, checksums=checksums
     )
@@ -211,6 +220,7 @@ def _trainer(
     checkpoint: Path | None,
     rank_workers: RankWorkers,
     gate: Gate,
+    may_pad: bool,
 ) -> tuple[Trainer, int]:
     """Return the trainer of all ranks, and the version at which it stands."""
     if pick_device(cfg.learner.device).type == "cpu":
@@ -219,6 +229,7 @@ def _trainer(
         cfg,
         model,
         checkpoint,
+        may_pad=may_pad,
         ranks=rank_workers.join(cfg.learner),
         announce=rank_workers.announce,
         on_bad_batch=lambda version, samples: dump_batch(run_dir.root, version, samples),
@@ -226,9 +237,15 @@ def _trainer(
     )
 
 
+def _with_layout(cfg: RunConfig, trainer: Trainer) -> RunConfig:
+    """Return the configuration with the layout that the start check has left."""
+    layout = Layout.PACKED if trainer.is_packed else Layout.PADDED
+    return replace(cfg, learner=replace(cfg.learner, layout=layout))
+
+
 def _spare_cores(cfg: RunConfig) -> int:
     """Return how many cores each rank may take: engines on CPUs have one thread each."""
-    return (len(os.sched_getaffinity(0)) - cfg.actor.num_engines) // cfg.learner.num_ranks
+    return (num_cores() - cfg.actor.num_engines) // cfg.learner.num_ranks
 
 
 def _publisher(run: RunConfig, run_dir: RunDir, keys: RunKeys, gate: Gate) -> Publisher:

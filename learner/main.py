@@ -20,7 +20,7 @@ from common.store.disk import DiskFull
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
 from learner.batch.credit import samples_of
-from learner.build import Learner, build
+from learner.build import Learner, MakeViews, build
 from learner.ingest.episode_stats import horizon_mix
 from learner.ingest.group_assembly import Group
 from learner.objective.dead_settings import log_summary
@@ -66,8 +66,11 @@ class Batch:
         ]
 
 
-def run(cfg: RunConfig, run_dir: RunDir) -> None:
+def run(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = None) -> None:
     """Train for `cfg.train.num_steps` optimizer steps. Any exception ends the role.
+
+    Args:
+        make_views: makes the charts and evaluations that wandb shows; None: metrics only.
 
     Version counts optimizer steps: version v is the policy after step v.
     """
@@ -79,7 +82,7 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
         hold_role(run_dir.root, "learner"),
         beacon_of(run_dir, "learner", start_s=LOAD_S) as beacon,
     ):
-        _train(cfg, build(cfg, run_dir), stop, beacon)
+        _train(cfg, build(cfg, run_dir, make_views=make_views), stop, beacon)
 
 
 def _train(cfg: RunConfig, learner: Learner, stop: threading.Event, beacon: Beacon) -> None:

@@ -17,15 +17,15 @@ SPAWNS = {"run", "check_output", "check_call"}  # of subprocess
 BOUNDS = {"timeout", "timeout_at", "_bounded"}  # an `async with` of these is a deadline
 ALLOWED = {  # file:function -> why no deadline of its own is needed
     "actor/agents/": "who plays has the deadline of the whole episode",
-    "actor/bench/": "a bench is ended by whoever started it",
-    "actor/engine/bare.py:": "the bare engine of a bench, whose task is done when it is asked",
+    "benchmarks/actor/": "a bench is ended by whoever started it",
+    "benchmarks/actor/bare.py:": "the bare engine of a bench, whose task is done when it is asked",
     "actor/engine/weights.py:": "a task that is done; and rest until there is work",
     "actor/links/delivery.py:drained": "the caller has the deadline",
     "actor/main.py:_work": "the end of the run, or a signal; tasks that are done",
     "actor/rollout/pool.py:_play_out": "aloud, for a hub; the stall rule and revoked leases end it",
     "actor/play/own_process.py:": "a command that a person started waits for its only child",
     "actor/play/serve.py:_serve": "it serves until the signal of who started it",
-    "common/bench/hostile/": "the sockets have their own, RCVTIMEO",
+    "benchmarks/hostile/": "the sockets have their own, RCVTIMEO",
     "common/join/enrol.py:": "polled before with a deadline",
     "common/wire/collective.py:": "Broadcast.wait has the deadline of its group",
     "common/wire/following_dealer.py:": "polled before with a deadline; a send that is done",
@@ -35,16 +35,16 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "envhub/agentgym/connection.py:": "the caller's request has a deadline",
     "envhub/interop/mcp/link.py:": "a task of the connection's own; whoever asks has the deadline",
     "envhub/hosting/session.py:__aenter__": "whoever has the session has the deadline of a step",
-    "learner/bench/study/": "a bench is ended by whoever started it",
-    "learner/ingest/bench/": "a bench is ended by whoever started it",
+    "benchmarks/study/": "a bench is ended by whoever started it",
+    "benchmarks/transport/": "a bench is ended by whoever started it",
     "learner/ingest/group_commit.py:_next": "rest until there is work; its own thread",
     "learner/recovery/saving.py:": "Checkpoints.wait has the deadline",
     "learner/recompute/rebuild.py:save": "Checkpoints.wait has the deadline",
-    "learner/scheduler/bench/": "a bench is ended by whoever started it",
+    "benchmarks/scheduler/": "a bench is ended by whoever started it",
     "learner/training/checkpoint.py:": "Checkpoints.wait has the deadline of the writer's thread",
     "learner/training/rank_workers.py:_read_ready": "its pipe was found ready",
     "learner/training/rank_workers.py:_serve_": "rests while rank 0 lives: the pipe closes with it",
-    "learner/weights/bench/": "a bench is ended by whoever started it",
+    "benchmarks/weights/": "a bench is ended by whoever started it",
     "learner/weights/source.py:": "work of a process group, which has a deadline",
 }
 
@@ -80,7 +80,7 @@ def _waits_in(node: ast.AST, function: str = "", *, is_bound: bool = False) -> I
 
 def _unbound(path: Path) -> list[str]:
     name = path.relative_to(ROOT).as_posix()
-    found = [f"{name}:{each}" for each in _waits_in(ast.parse(path.read_text()))]
+    found = [f"{name}:{each}" for each in _waits_in(ast.parse(path.read_text(encoding="utf-8")))]
     return [each for each in found if not each.startswith(tuple(ALLOWED))]
 
 
@@ -117,6 +117,6 @@ def test_every_exception_of_the_law_is_needed() -> None:
     found = [
         f"{path.relative_to(ROOT).as_posix()}:{each}"
         for path in paths
-        for each in _waits_in(ast.parse(path.read_text()))
+        for each in _waits_in(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert [key for key in ALLOWED if not any(each.startswith(key) for each in found)] == []

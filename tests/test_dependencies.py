@@ -29,7 +29,7 @@ BY_NAME = {
 THEIRS = "envhub/interop/verifiers/theirs/"  # runs with an interpreter of verifiers' own
 LOCKS = ("requirements-cpu.lock", "requirements-gpu.lock")
 
-project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def canonical(name: str) -> str:
@@ -46,10 +46,10 @@ def declared(*extras: str) -> set[str]:
 def imported(paths: Iterable[Path]) -> dict[str, str]:
     """Return distribution -> a file that imports it."""
     owners = importlib.metadata.packages_distributions()
-    own = {*PACKAGES, "run", "tests", *sys.stdlib_module_names}
+    own = {*PACKAGES, "benchmarks", "run", "tests", *sys.stdlib_module_names}
     found: dict[str, str] = {}
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for top in {name.partition(".")[0] for name in names} - own:
@@ -69,9 +69,14 @@ def sources(*, environments: bool) -> list[Path]:
     ]
 
 
+def outside_the_wheel() -> list[Path]:
+    """Return the files that only a checkout has."""
+    return [p for name in ("benchmarks", "tests") for p in (ROOT / name).rglob("*.py")]
+
+
 def locked(lock: str) -> set[str]:
     """Return the names that a lock file pins."""
-    lines = (ROOT / lock).read_text().splitlines()
+    lines = (ROOT / lock).read_text(encoding="utf-8").splitlines()
     return {canonical(line.partition("==")[0]) for line in lines if re.match(r"[\w.-]+==", line)}
 
 
@@ -81,7 +86,7 @@ def test_imported_package_is_declared_where_it_belongs() -> None:
     assert {name: core[name] for name in core.keys() - declared("gpu")} == {}
     envs = imported(sources(environments=True))
     assert {name: envs[name] for name in envs.keys() - declared("gpu", "envs")} == {}
-    tests = imported((ROOT / "tests").rglob("*.py"))
+    tests = imported(outside_the_wheel())
     assert {name: tests[name] for name in tests.keys() - declared("gpu", "envs", "dev")} == {}
 
 
@@ -89,7 +94,7 @@ def test_imported_package_is_declared_where_it_belongs() -> None:
 def test_declared_package_is_imported() -> None:
     core = imported(sources(environments=False)).keys()
     envs = imported(sources(environments=True)).keys() - core
-    tests = imported((ROOT / "tests").rglob("*.py")).keys()
+    tests = imported(outside_the_wheel()).keys()
     assert declared() - core - BY_NAME.keys() == set()
     assert declared("envs") - declared() - envs - BY_NAME.keys() == set()
     assert declared("dev") - declared() - tests - BY_NAME.keys() == set()

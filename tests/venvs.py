@@ -27,11 +27,11 @@ def python_with(*requirements: str, sees_ours: bool = False) -> str:
     root = Path(tempfile.gettempdir()) / f"longstride-venvs-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
     folder, python = root / mark, root / mark / "bin" / "python"
-    with (root / f"{mark}.lock").open("w") as lock:
+    with (root / f"{mark}.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "whole").exists():
             _make(folder, python, requirements, sees_ours=sees_ours)
-            (folder / "whole").write_text("\n".join(wanted))
+            (folder / "whole").write_text("\n".join(wanted), encoding="utf-8")
     return str(python)
 
 
@@ -41,8 +41,8 @@ def _make(folder: Path, python: Path, requirements: tuple[str, ...], *, sees_our
     if sees_ours:
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         own = folder / "lib" / version / "site-packages"
-        (own / "ours.pth").write_text(sysconfig.get_path("purelib"))
-        (folder / "ours.txt").write_text("\n".join(OURS))
+        (own / "ours.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
+        (folder / "ours.txt").write_text("\n".join(OURS), encoding="utf-8")
         options = ["--excludes", str(folder / "ours.txt")]
     uv = [str(folder / "bin" / "uv"), "pip", "install", "-q", "--python", str(python)]
     uv.append("--compile-bytecode")  # else each start of theirs compiles it all again
@@ -51,7 +51,7 @@ def _make(folder: Path, python: Path, requirements: tuple[str, ...], *, sees_our
 
 
 def _install(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=INSTALL_S)
     if done.returncode and any(mark in done.stderr for mark in UNREACHABLE):
         pytest.skip(f"the package index does not answer: {done.stderr[-300:]}")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -14,7 +14,7 @@ from actor.rollout.context import Turn
 from actor.rollout.env_client import StepResult
 from actor.rollout.episode import Act, ContextFull, Play, PolicyFailed, Session, first_text
 from actor.rollout.render import Renderer
-from common.states import state_number
+from common.states import action_number
 from common.wire.messages import EndReason, Lease
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class AgentEpisode:
         self._is_left = False  # by its agent
         self._complaint = ""  # of an agent that gave up
         self._turn = asyncio.Lock()
-        play.states.append(state_number(session.first_state or session.first_observation))
+        play.begin(session)
 
     def first(self) -> dict[str, object]:
         """Return what the agent is to do: the messages that our own loop would begin with."""
@@ -128,14 +128,18 @@ class AgentEpisode:
             self._check_open()
             started = time.monotonic()
             result: StepResult = await self._session.step(action)
-            self._play.answered(result, time.monotonic() - started)
-            is_cut = not result.done and not self._play.may_go_on(self._lease, self._turn_tokens)
-            if result.done or is_cut:
+            self._play.answered(action, result, time.monotonic() - started)
+            is_over = result.done or not self._play.may_go_on(self._lease, self._turn_tokens)
+            is_done = result.done and not result.is_truncated
+            if is_over:
                 self.is_over = True
                 self.ended.set()
             return {
-                **{"observation": result.observation, "reward": result.reward},
-                **{"done": result.done, "truncated": is_cut, "is_success": result.is_success},
+                "observation": result.observation,
+                "reward": result.reward,
+                "done": is_done,
+                "truncated": is_over and not is_done,
+                "is_success": result.is_success,
             }
 
     async def end(self, complaint: str) -> None:
@@ -189,7 +193,8 @@ class AgentEpisode:
         """Let what was sampled after the last step belong to that."""
         play = self._play
         if not play.num_turns:  # it never acted: one turn, which was none
-            play.num_turns, play.invalid_turns, play.scores = 1, [True], [0.0]
+            play.num_turns, play.invalid_turns, play.scores = 1, [True], [play.start_score]
+            play.actions = [action_number("")]
         play.history.tape.end(play.num_turns - 1)
 
     def fail(self, error: BaseException) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 import psutil
 
 from actor.rollout.episode import PolicyFailed
+from common.http.environment import direct_loopback
 from common.launch.guardian import Guardian
 
 LEFT_S = 1.0  # for what it printed last, once it is ended
@@ -47,7 +48,7 @@ class AgentProcess:
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
-                env={**os.environ, **_no_proxy(), **told},
+                env={**os.environ, **direct_loopback(os.environ), **told},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
@@ -103,10 +104,3 @@ class AgentProcess:
         stream = self._process.stdout
         while stream is not None and (chunk := await stream.read(1 << 16)):
             self._lines.extend(chunk[-4096:].splitlines())
-
-
-def _no_proxy() -> dict[str, str]:
-    """Return what keeps a proxy of the environment, and thereby of the agent, out of the way."""
-    known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
-    names = ",".join(filter(None, [known, "127.0.0.1"]))
-    return {"NO_PROXY": names, "no_proxy": names}

@@ -21,6 +21,8 @@ from actor.agents.requests import Api, ApiError, Asked, Event, invalid, openai_e
 from actor.agents.responses_api import RESPONSES_API
 from actor.rollout.episode import PolicyFailed
 from common.errors import EnvError, LongstrideError
+from common.host.loopback import loopback
+from common.wire.addresses import bracketed
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +72,10 @@ class AgentServer:
         """Listen on a free port of this machine."""
         loop = asyncio.get_running_loop()
         self._listening = await loop.create_server(
-            lambda: Connection(self._answering), "127.0.0.1", 0, backlog=1024
+            lambda: Connection(self._answering), loopback(), 0, backlog=1024
         )
         port: int = self._listening.sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{bracketed(loopback())}:{port}"
 
     async def close(self) -> None:
         """Stop listening; who still waits for an answer gets none."""

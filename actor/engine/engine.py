@@ -27,8 +27,8 @@ from actor.engine.start import shut_down_llm, start_llm
 from actor.rollout.episode import Turn
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, AtUpdate, ModelSection
-from common.dashboard.pace import Usual
 from common.errors import EngineError, WeightSyncError
+from common.store.status.startup_history import StartupHistory
 from common.wire.codec import encode
 from common.wire.weight_group import TransferCancelled
 from common.wire.weight_messages import WeightsOffer
@@ -86,12 +86,13 @@ class Engine:
     ) -> "Engine":
         """Start the engine processes and warm them up; without weights they are random at first.
 
-        With a `lora` of a rank above 0 it takes adapters to the weights that it has.
+        With a `lora` of a rank above 0 it takes adapters to the weights that it has. Requests with
+        seeds of their own need `is_repeatable`.
 
         Raises: EngineError: it did not start, or is not able to sample.
         """
         started = time.monotonic()
-        usual, what = Usual(), f"engine {model.path} {model.dtype}"
+        usual, what = StartupHistory(), f"engine {model.path} {model.dtype}"
         takes = f", which takes about {s:.0f} s here" if (s := usual.seconds(what)) else ""
         logger.info("engine is starting%s", takes)
         meter = EngineLoad() if meters_load else None
@@ -187,6 +188,7 @@ class Engine:
         request_id: str,
         max_tokens: int,
         salt: str,
+        seed: int | None = None,
         temperature: float | None = None,
     ) -> Turn:
         """Sample one turn.
@@ -196,6 +198,7 @@ class Engine:
             max_tokens: most tokens of this turn.
             salt: prefix-cache name space: what was computed under one is never found under
                 another.
+            seed: of the request's own random numbers, below 2**63. None: those of the engine.
             temperature: None: `actor.temperature`.
 
         Raises: EngineError: the engine died, or took over `actor.turn_timeout_s`.
@@ -205,7 +208,7 @@ class Engine:
         try:
             async with self._bounded("a turn", self._cfg.turn_timeout_s):
                 await self._is_whole.wait()
-                sampling = self._sampling(max_tokens, temperature=temperature)
+                sampling = self._sampling(max_tokens, seed, temperature=temperature)
                 async for output in self._llm.generate(
                     prompt, sampling, request_id, lora_request=self._adapter
                 ):

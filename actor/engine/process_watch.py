@@ -15,6 +15,8 @@ from multiprocessing.process import BaseProcess
 from common.launch.process import describe_exit
 
 TAIL_LINES = 15  # in an error
+# The last line of a traceback, after the name that vLLM puts before the lines of a process.
+ERROR_LINE = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?([\w.]*(?:Error|Exception): \S.*)")
 EXIT_S = 2.0  # until a process whose engine is dead has ended
 
 
@@ -102,6 +104,11 @@ class ProcessWatch:
         lines = "".join(f"\n  {line}" for line in self._tail)
         return f"; its last lines:{lines}" if lines else ""
 
+    def cause(self) -> str:
+        """Return "; the cause is NameError: ..." of the last error printed, "" if none was."""
+        found = [match.group(1) for line in self._tail if (match := ERROR_LINE.match(line))]
+        return f"; the cause is {found[-1]}" if found else ""
+
     async def describe_death(self) -> str:
         """Return which process ended how, and its last lines; waits a little for the end."""
         for process in self.processes:
@@ -119,4 +126,4 @@ class ProcessWatch:
             self._reader.join(EXIT_S)
         reason = str(error).replace("See root cause above. ", "").strip() or type(error).__name__
         named = re.sub(r"(?<=: )-\d+\b", lambda found: describe_exit(int(found.group())), reason)
-        return named + self.tail()
+        return named + self.cause() + self.tail()

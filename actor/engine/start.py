@@ -6,21 +6,24 @@ import traceback
 from typing import Any, cast
 
 import zmq
+from pydantic import ValidationError
+from vllm.config import VllmConfig
 from vllm.config.model import ModelDType
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import BackgroundResources, MPClient
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase, StatLoggerFactory
 
 from actor.engine.adapter import engine_options
 from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch, own_engines
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, ModelSection
-from common.errors import EngineError
+from common.errors import ConfigError, EngineError
 
 # A turn recomputes what lies behind its last whole block, and vLLM's own size on a CPU is 128.
 CPU_BLOCK_TOKENS = 32
@@ -78,7 +81,9 @@ def start_llm(
 ) -> tuple[AsyncLLM, ProcessWatch]:
     """Start the engine's processes, blocking; with a meter they tell it what they do.
 
-    Raises: EngineError: they did not start; says which ended how, and their last lines.
+    Raises:
+        ConfigError: vLLM refuses the arguments; no later start takes them.
+        EngineError: they did not start; says which ended how, and their last lines.
     """
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cfg.kv_cache_gib))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -98,7 +103,9 @@ def start_llm(
                 lora=lora,
                 is_repeatable=is_repeatable,
             )
-            llm = _start(arguments, meter)
+            llm = _start(_checked(arguments), meter)
+    except ConfigError:
+        raise
     except (RuntimeError, ValueError, OSError, TimeoutError) as error:
         _close_contexts_in(error)
         raise EngineError(f"engine did not start: {watch.describe_failed_start(error)}") from error
@@ -150,10 +157,29 @@ class _LoadWatch(StatLoggerBase):
     def log_engine_initialized(self) -> None: ...
 
 
-def _start(arguments: AsyncEngineArgs, meter: EngineLoad | None) -> AsyncLLM:
+def _checked(arguments: AsyncEngineArgs) -> VllmConfig:
+    """Return the configuration that vLLM makes of its arguments. Raises: ConfigError."""
+    try:
+        return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
+        raise ConfigError(
+            f"the engine refuses its arguments: {_reason(error)}; change the keys of actor or model"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return why vLLM refuses its arguments, as one line without the arguments themselves."""
+    if isinstance(error, ValidationError):
+        texts = [each["msg"].removeprefix("Value error, ") for each in error.errors()]
+        return " ".join("; ".join(texts).split()).rstrip(".")
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def _start(config: VllmConfig, meter: EngineLoad | None) -> AsyncLLM:
+    loggers: list[StatLoggerFactory] = [lambda *_: _LoadWatch(meter)] if meter is not None else []
+    llm = AsyncLLM.from_vllm_config(config, stat_loggers=loggers or None, disable_log_stats=True)
     if meter is None:
-        return AsyncLLM.from_engine_args(arguments)
-    llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: _LoadWatch(meter)])
+        return llm
     manager = llm.logger_manager
     assert manager is not None, "vLLM has one whenever there are loggers"
     manager.stat_loggers = [  # Prometheus' own counts at every step, and nobody asks for it

@@ -8,6 +8,7 @@ from typing import Any
 
 from actor.engine.engine import Engine
 from common.errors import LongstrideError, WeightSyncError
+from common.text import valid_text
 from common.wire.addresses import Addresses, host_of, local_address_towards
 from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import Rejected
@@ -172,7 +173,7 @@ class WeightLink:
                 version=offer.version,
                 group_epoch=offer.group_epoch,
                 is_ok=failure is None,
-                error=str(failure or "")[:1_000],
+                error=valid_text(str(failure or ""))[:1_000],
                 stage_s=stage_s,
                 pause_s=pause_s,
             )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.errors import LongstrideError
+from common.errors import LongstrideError, PeerMissing
 from common.wire.addresses import AddressBook, node_name
 from common.wire.following_dealer import FollowingDealer
 from common.wire.join_messages import Directory
@@ -48,7 +48,7 @@ class SchedulerClient:
         self.on_revoked: Callable[[list[str]], None] = lambda _: None
 
     async def connect(self, *, timeout_s: float) -> None:
-        """Connect and say hello. Raises: LongstrideError: no scheduler says where it listens."""
+        """Connect and say hello. Raises: PeerMissing: no scheduler says where it listens."""
         await self._line.connect_soon(timeout_s=timeout_s)
 
     def _greeting(self) -> Hello:
@@ -58,13 +58,13 @@ class SchedulerClient:
     async def learn_addresses(self, *, timeout_s: float) -> None:
         """Wait until the scheduler has told where learner, weights and hubs are.
 
-        Raises: LongstrideError: it does not know in time.
+        Raises: PeerMissing: it does not know in time.
         """
         deadline = time.monotonic() + timeout_s
         while not self.book.is_complete:
             if time.monotonic() > deadline:
                 where = self._line.address
-                raise LongstrideError(f"no learner within {timeout_s:g}s: none told {where}")
+                raise PeerMissing(f"no learner within {timeout_s:g}s: none told {where}")
             self._line.follow()
             message = await self._line.next(timeout_s=FOLLOW_S)
             if message is None:
@@ -89,10 +89,10 @@ class SchedulerClient:
             return LeaseGrant(leases=[], retry_after_s=0.2, reason="no answer")
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Send a heartbeat. Raises: LongstrideError: nothing heard for `silence_s`."""
+        """Send a heartbeat. Raises: PeerMissing: nothing heard for `silence_s`."""
         silent_s = self._line.silent_s
         if silent_s > self._silence_s:
-            raise LongstrideError(f"scheduler silent for {silent_s:.0f}s at {self._line.address}")
+            raise PeerMissing(f"scheduler silent for {silent_s:.0f}s at {self._line.address}")
         self._line.send(replace(heartbeat, directory=self.book.number))
 
     async def run(self) -> None:

@@ -60,7 +60,7 @@ def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
     played = asyncio.run(_play_all(cfg, url, token))
     records = [record for own, _ in played for record in own]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     num_solved = sum(is_solved for _, is_solved in played)
     logger.info("demonstrations episodes=%d solved=%d file=%s", len(played), num_solved, path)
 

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from common.host.loopback import loopback
+
 KNOCK_S = 2.0
 
 
@@ -42,7 +44,7 @@ def remove_left(root: Path) -> None:
     """Remove the doors of actors of this machine that were killed."""
     for path in door_path(root, "").parent.glob("chat-*"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            if Door(**json.loads(path.read_text())).is_left:
+            if Door(**json.loads(path.read_text(encoding="utf-8"))).is_left:
                 path.unlink()
 
 
@@ -50,11 +52,11 @@ async def open_door(root: Path) -> Door | None:
     """Return a door of the run below `root` that somebody is behind, None if there is none."""
     for path in sorted(door_path(root, "").parent.glob("chat-*")):
         with contextlib.suppress(OSError, ValueError, TypeError, TimeoutError):
-            door = Door(**json.loads(path.read_text()))
+            door = Door(**json.loads(path.read_text(encoding="utf-8")))
             if door.host != socket.gethostname():
                 continue
             async with asyncio.timeout(KNOCK_S):
-                _, writer = await asyncio.open_connection("127.0.0.1", urlsplit(door.url).port)
+                _, writer = await asyncio.open_connection(loopback(), urlsplit(door.url).port)
             writer.close()
             return door
     return None

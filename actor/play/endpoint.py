@@ -13,6 +13,7 @@ from actor.rollout.env_client import BearerClient, retry_after_s
 from actor.rollout.episode import ContextFull, PolicyFailed, Session, Turn
 from common.config.evaluation import PolicySection
 from common.errors import ConfigError
+from common.http.proxies import ProxyFailed, route_note
 from common.text import valid_text
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,10 @@ class Endpoint(BearerClient):
         self._cfg = cfg
         self._key = read_key(cfg) if key is None else key
         self._url = f"{cfg.url.rstrip('/')}/chat/completions"
-        super().__init__(token=self._key, timeout_s=cfg.timeout_s)
+        try:
+            super().__init__(self._url, token=self._key, timeout_s=cfg.timeout_s)
+        except ProxyFailed as error:
+            raise ConfigError(f"policy.url={cfg.url}: {error}") from error
         self.num_prompt_tokens = 0  # by the endpoint's own count, as far as it tells
         self.num_sampled_tokens = 0
         self.num_retries = 0
@@ -80,7 +84,7 @@ class Endpoint(BearerClient):
             try:
                 status, asked_s, body = await self._post(messages)
             except (aiohttp.ClientError, TimeoutError) as error:
-                failure = self._redact(f"{type(error).__name__}: {error}")
+                failure = self._redact(f"{type(error).__name__}: {error}{route_note(self._url)}")
             else:
                 if status == 200:
                     return self._read(body)

@@ -3,25 +3,28 @@
 from dataclasses import replace
 from itertools import count
 
-from actor.agents.agents import Agents
 from actor.engine.engine import Engine
 from actor.formats.tools import load_renderer
-from actor.play.play import Job, Player, play
+from actor.play.play import Job, Player, lease_of, play
+from actor.rollout.agent_runner import MakeAgents, make_runner
 from actor.rollout.episode import Act, Render, Session, Turn
 from actor.rollout.render import Renderer
 from common.config.run_config import ActorSection, ModelSection
+from common.seeds import SamplingSeeds
 from common.wire.planned import PlannedEpisode
 
 
 async def play_with_engine(
-    job: Job, model: ModelSection, actor: ActorSection, *, seed: int
+    job: Job, model: ModelSection, actor: ActorSection, *, seed: int, make_agents: MakeAgents | None
 ) -> None:
     """Play the job. Raises: EngineError if the engine did not start or failed; and as `play`."""
     renderer = load_renderer(model.path, actor.format)
     renderer.check_room(actor)
-    engine = await Engine.start(model, actor, end_of_turn_ids=renderer.end_of_turn_ids, seed=seed)
+    engine = await Engine.start(
+        model, actor, end_of_turn_ids=renderer.end_of_turn_ids, seed=seed, is_repeatable=True
+    )
     engine.version = 0
-    agents = Agents(actor, actor="play", renderer=renderer) if actor.endpoint else None
+    agents = make_runner(make_agents, actor, actor="play", renderer=renderer)
     player = replace(player_of(engine, renderer, actor), agents=agents)
     try:
         await play(job, player)
@@ -36,12 +39,15 @@ def player_of(engine: Engine, renderer: Renderer, actor: ActorSection) -> Player
     numbers = count(1)
 
     def policy(plan: PlannedEpisode) -> tuple[Act, Render]:
+        seeds = SamplingSeeds(lease_of(plan, attempt=0, deadline_s=0.0))
+
         async def act(ids: list[int], _: Session) -> Turn:
             return await engine.generate(
                 list(ids),
                 request_id=f"{plan.episode_id}:{next(numbers)}",
                 max_tokens=actor.max_turn_tokens,
                 salt="play",
+                seed=seeds.next(),
             )
 
         return act, renderer

@@ -9,11 +9,12 @@ from typing import Any
 from common.config.evaluation import ContextKind, EvalSection, PolicySection
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError
-from common.report.evaluation.scores import ItemPlays, all_scores
-from common.report.evaluation.table import as_markdown
+from common.evaluation.scores import ItemPlays, all_scores
+from common.evaluation.table import as_markdown
+from common.formats.chat_template import names_date
+from common.ids import subset_of
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir, write_atomically, write_json
-from common.wire.ids import subset_of
 from common.wire.messages import Trajectory
 from common.wire.planned import PlannedEpisode
 
@@ -46,6 +47,7 @@ def describe_policy(
         "max_turn_tokens": actor.max_turn_tokens,
         "max_model_len": actor.max_model_len,
         **({} if actor.context is ContextKind.FULL else context),
+        **({"date": model.date} if names_date(Path(model.path)) else {}),
         **({"agent": list(actor.agent)} if actor.endpoint else {}),
         **actor.of_answers(),
     }

@@ -19,15 +19,16 @@ from actor.play.eval_entry import (
 )
 from actor.play.own_process import make_job, play_in_own_process
 from actor.play.play import Job, Player, play
+from actor.rollout.agent_runner import MakeAgents
 from actor.rollout.env_client import HubClient
 from actor.rollout.episode import Act, Render
 from common.config.evaluation import AgentOptions, EvalItems, PolicySection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError, LongstrideError
+from common.ids import subset_of
 from common.launch.hub import serve_hub
 from common.launch.lock import hold_run
 from common.store.run_dir import RunDir
-from common.wire.ids import subset_of
 from common.wire.planned import PlannedEpisode
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,14 @@ class Listed:
     notes: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def evaluate(cfg: RunConfig, run_dir: RunDir, *, root: Path, choose_items: ChooseItems) -> int:
+def evaluate(
+    cfg: RunConfig,
+    run_dir: RunDir,
+    *,
+    root: Path,
+    choose_items: ChooseItems,
+    make_agents: MakeAgents | None = None,
+) -> int:
     """Play held-out items with one policy, write and print the tables; return the exit code."""
     # The hub's own files are apart, so that a run which is being trained can be evaluated.
     hub_cfg = replace(cfg, run=replace(cfg.run, dir=f"{cfg.run.dir}/{cfg.run.name}", name="eval"))
@@ -63,7 +71,16 @@ def evaluate(cfg: RunConfig, run_dir: RunDir, *, root: Path, choose_items: Choos
         notes, say = listed.notes, print
         for line in described(episodes, notes):
             say(line)
-        return run(cfg, run_dir, episodes, hub_url=url, token=token, say=say, notes=notes)
+        return run(
+            cfg,
+            run_dir,
+            episodes,
+            hub_url=url,
+            token=token,
+            say=say,
+            notes=notes,
+            make_agents=make_agents,
+        )
 
 
 def fetch_listed(cfg: RunConfig, *, hub_url: str, token: str) -> Listed:
@@ -128,6 +145,7 @@ def run(
     token: str,
     say: Callable[[str], None],
     notes: Mapping[str, str] = NO_NOTES,
+    make_agents: MakeAgents | None = None,
 ) -> int:
     """Play what is not in the journal yet, write the tables, say them; return the exit code.
 
@@ -156,7 +174,7 @@ def run(
         if todo and cfg.policy.url:
             asyncio.run(_play_at_endpoint(job, cfg.policy, cfg.actor.of_text()))
         elif todo:
-            play_in_own_process(job, cfg)
+            play_in_own_process(job, cfg, make_agents=make_agents)
     except ConfigError:
         raise
     except LongstrideError as error:

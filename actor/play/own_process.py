@@ -1,18 +1,22 @@
 """Plays given episodes with the checkpoint at `model.path`, in a process of its own."""
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
+import secrets
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from actor.play.play import Job
+from actor.rollout.agent_runner import MakeAgents
 from common.config.run_config import ActorSection, ModelSection, RunConfig
 from common.errors import EngineError
-from common.launch.guardian import Guardian
+from common.formats.chat_template import fix_date
+from common.launch.guardian import Guardian, inheriting, kill_marked
 from common.launch.process import describe_exit
 from common.log import configure_logging
 from common.wire.planned import PlannedEpisode
@@ -21,10 +25,16 @@ END_S = 10.0  # until a process that was told to end must have
 
 
 def play_given(
-    cfg: RunConfig, plans: Sequence[PlannedEpisode], url: str, token: str, folder: Path
+    cfg: RunConfig,
+    plans: Sequence[PlannedEpisode],
+    url: str,
+    token: str,
+    folder: Path,
+    *,
+    make_agents: MakeAgents,
 ) -> None:
     """Play with the checkpoint at `model.path`, into the journal at `folder`."""
-    play_in_own_process(make_job(cfg, plans, url, token, folder), cfg)
+    play_in_own_process(make_job(cfg, plans, url, token, folder), cfg, make_agents=make_agents)
 
 
 def make_job(
@@ -42,7 +52,7 @@ def make_job(
     )
 
 
-def play_in_own_process(job: Job, cfg: RunConfig) -> None:
+def play_in_own_process(job: Job, cfg: RunConfig, *, make_agents: MakeAgents | None) -> None:
     """Play the job with the checkpoint at `model.path`.
 
     This happens in a process of its own: an engine leaves traces in its process (its distributed
@@ -51,17 +61,19 @@ def play_in_own_process(job: Job, cfg: RunConfig) -> None:
     Raises: EngineError: the process failed; its log tells why.
     """
     context = multiprocessing.get_context("spawn")
-    given = (job, cfg.model, cfg.actor, cfg.run.seed, cfg.log.level)
+    given = (job, cfg.model, cfg.actor, cfg.run.seed, cfg.log.level, make_agents)
     process = context.Process(target=_play_process, args=given, name="play")
-    guardian = Guardian()
-    process.start()
-    try:
-        guardian.add(process.ident or 0)
-        process.join()
-    finally:
-        _end(process)
-        guardian.remove(process.ident or 0)
-        guardian.close()
+    mark = secrets.token_hex(16)
+    resource_tracker.ensure_running()  # without the mark: it outlives the process
+    with contextlib.closing(Guardian()) as guardian:
+        guardian.add_mark(mark)  # it has no group of its own until it has loaded this module
+        with inheriting(mark):
+            process.start()
+        try:
+            process.join()
+        finally:
+            _end(process)
+            kill_marked(mark)
     if (code := process.exitcode or 0) != 0:
         raise EngineError(f"playing {len(job.plans)} episodes ended: {describe_exit(code)}")
 
@@ -71,16 +83,22 @@ def _end(process: BaseProcess) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         if not process.is_alive():
             return
-        with suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.ident or 0, number)
         process.join(END_S)
 
 
 def _play_process(
-    job: Job, model: ModelSection, actor: ActorSection, seed: int, log_level: str
+    job: Job,
+    model: ModelSection,
+    actor: ActorSection,
+    seed: int,
+    log_level: str,
+    make_agents: MakeAgents | None,
 ) -> None:
     os.setsid()  # whoever ends the group ends the engine too
     from actor.play.engine_player import play_with_engine  # here only: it loads the engine
 
     configure_logging("play", log_level)
-    asyncio.run(play_with_engine(job, model, actor, seed=seed))
+    fix_date(model.date)
+    asyncio.run(play_with_engine(job, model, actor, seed=seed, make_agents=make_agents))

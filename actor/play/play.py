@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from actor.agents.agents import Agents
 from actor.formats.tools import rendering
+from actor.links.delivery import deliverable
+from actor.rollout.agent_runner import AgentRunner
 from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import WHOLE, Act, Render, run_episode
 from common.config.evaluation import AgentOptions
@@ -31,7 +32,7 @@ class Player:
     max_tokens: int  # context limit, in what the renderer counts
     turn_tokens: int  # most of them in one turn
     options: AgentOptions = WHOLE  # what becomes of an episode that outgrows it
-    agents: Agents | None = None  # programs that play instead of our own loop
+    agents: AgentRunner | None = None  # Programs that play instead of the built-in loop.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,8 @@ async def play(job: Job, player: Player) -> None:
 
     async def one(plan: PlannedEpisode, environments: Environments) -> None:
         async with slots:
-            trajectory = await _play_patiently(plan, environments, job, player)
+            played = await _play_patiently(plan, environments, job, player)
+        trajectory, _ = deliverable(played)
         journal.append(trajectory)
         count.add(trajectory)
 

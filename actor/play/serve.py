@@ -23,14 +23,16 @@ from actor.rollout.render import Renderer
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError, EngineError
+from common.host.loopback import IPV4, IPV6, family_of, loopback
 from common.store.run_dir import RunDir
+from common.wire.addresses import bracketed
 from common.wire.security import write_private
 
 if TYPE_CHECKING:
     from actor.engine.engine import Engine
 
-HOST = "127.0.0.1"
 ADAPTERS = "adapter_config.json"
+MAX_SEED = 2**63 - 1
 MAX_HEAT = 2.0  # of a request's temperature
 ROLES = ("user", "assistant")
 
@@ -55,7 +57,9 @@ class Chat:
             return _error(403, "without a key pages of others are not answered")
         try:
             body = await request.json()
-            ids, temperature = self.encoded(body), _temperature(body)
+            ids = self.encoded(body)
+            temperature = _temperature(body)
+            seed = _seed(body)
         except (ValueError, KeyError, TypeError) as error:
             return _error(400, f"{error}")
         number, most = f"chat:{next(self.numbers)}", self.actor.max_turn_tokens
@@ -65,6 +69,7 @@ class Chat:
                 request_id=number,
                 max_tokens=most,
                 salt=f"chat v{self.engine.version}",
+                seed=seed,
                 temperature=temperature,
             )
         except EngineError as error:
@@ -102,9 +107,19 @@ def _temperature(body: dict[str, Any]) -> float | None:
     return float(told)
 
 
+def _seed(body: dict[str, Any]) -> int | None:
+    """Return the seed of a request, None if it has none. Raises: ValueError: no seed."""
+    seed = body.get("seed")
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) > MAX_SEED:
+        raise ValueError(f"seed: a whole number of 63 bits, not {json.dumps(seed)[:50]}")
+    return seed % (MAX_SEED + 1)
+
+
 def _is_of_a_page(request: web.Request) -> bool:
     """Return whether a browser asks for a page of elsewhere, perhaps under a name of its own."""
-    return "origin" in request.headers or request.url.host not in ("127.0.0.1", "localhost")
+    return "origin" in request.headers or request.url.host not in (IPV4, IPV6, "localhost")
 
 
 def _error(status: int, text: str) -> web.Response:
@@ -114,7 +129,8 @@ def _error(status: int, text: str) -> web.Response:
 def bound(port: int) -> socket.socket:
     """Return what will listen at a port of this machine; 0: a free one. Raises: ConfigError."""
     try:
-        return socket.create_server((HOST, port))
+        host = loopback()
+        return socket.create_server((host, port), family=family_of(host))
     except OSError as error:
         raise ConfigError(f"policy.port={port}: {error.strerror}") from error
 
@@ -129,7 +145,7 @@ async def listening(chat: Chat, place: socket.socket | None = None) -> AsyncGene
     try:
         await web.SockSite(runner, place or bound(0)).start()
         host, port = runner.addresses[0][:2]
-        yield f"http://{host}:{port}/v1"
+        yield f"http://{bracketed(host)}:{port}/v1"
     finally:
         await runner.cleanup()
 
@@ -194,6 +210,7 @@ async def _serve(cfg: RunConfig, key: str, place: socket.socket) -> None:
         end_of_turn_ids=renderer.end_of_turn_ids,
         seed=cfg.run.seed,
         lora=lora,
+        is_repeatable=True,
     )
     engine.version = 0
     if lora.rank:
@@ -225,7 +242,7 @@ def base_of(folder: Path) -> tuple[Path, LoraSection]:
     path = folder / ADAPTERS
     if not path.is_file():
         return folder, FULL
-    told = cast(dict[str, Any], json.loads(path.read_text()))
+    told = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
     base = told.get("base_model_name_or_path")
     if not base or not Path(base).is_dir():
         raise ConfigError(f"{path}: adapters to {base}, which is not on this machine")

@@ -9,16 +9,17 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from actor.formats.checks import check_rendering
 from actor.play.endpoint import read_key
 from common.checks.machine import GIB
 from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
 from common.checks.preflight import check_agent, check_engine, check_model
 from common.config.command_line import Request
 from common.config.load import override_value
+from common.config.requested import load_named
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.answers import check_tools
-from common.launch.commands import load_named
 
 MAX_MODEL_LEN = 16_384  # tokens; beyond it an episode costs more cache than most machines have
 MAX_TURN_TOKENS = 512  # room for a thought and an action
@@ -81,6 +82,7 @@ def check_policy(cfg: RunConfig, root: Path) -> None:
     check_model(cfg.model.path, root)
     check_tools(cfg.actor.format, root / cfg.model.path)
     _check_vocabulary(root / cfg.model.path, cfg.model.path)
+    check_rendering(cfg, root)
 
 
 def _check_vocabulary(folder: Path, shown: str) -> None:

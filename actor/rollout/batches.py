@@ -15,6 +15,7 @@ CLOSE_S = 1.0  # for requests under way when their client closes
 
 Request = Callable[[str, str, object], Awaitable[Any]]  # method, path, body -> parsed answer
 Entry = dict[str, Any]
+Asked = tuple[Entry, asyncio.Future[Any]]  # an entry, and where its outcome goes
 
 
 class ActionTooLarge(EnvError):
@@ -27,11 +28,16 @@ class BatchRoute(NamedTuple):
     path: str
     alone: str  # the route of a single one: its failures are named and understood by it
     max_entries: int  # in a request; the first ones are answered while the last ones are asked for
+    may_repeat: bool = True  # whether an entry that is sent twice is carried out once
 
 
 STEP = BatchRoute("/v1/step/batch", f"{SESSION_PATH}step", 32)
-OPEN = BatchRoute("/v1/sessions/batch", "/v1/sessions", 8)  # which takes longer than a step
+OPEN = BatchRoute("/v1/sessions/batch", "/v1/sessions", 8, False)  # which takes longer than a step
 CLOSE = BatchRoute("/v1/close/batch", f"{SESSION_PATH}close", 32)
+
+
+class AnswerTooLarge(EnvError):
+    """An answer of a hub is over the client's limit."""
 
 
 class Batches:
@@ -61,7 +67,7 @@ class Batches:
         self._route = route
         self._alone = alone
         self._on_unwanted = on_unwanted
-        self._waiting: list[tuple[Entry, asyncio.Future[Any]]] = []
+        self._waiting: list[Asked] = []
         self._sending: set[asyncio.Task[None]] = set()
 
     async def ask(self, entry: Entry) -> Any:
@@ -88,11 +94,9 @@ class Batches:
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
 
-    def _parts(
-        self, waiting: list[tuple[Entry, asyncio.Future[Any]]]
-    ) -> Iterator[list[tuple[Entry, asyncio.Future[Any]]]]:
+    def _parts(self, waiting: list[Asked]) -> Iterator[list[Asked]]:
         """Yield what goes together: so many entries, and no more bytes than each hub takes."""
-        part: list[tuple[Entry, asyncio.Future[Any]]] = []
+        part: list[Asked] = []
         num_bytes = 0
         for each in waiting:
             size = most_bytes(each[0].get("action", ""))
@@ -106,15 +110,26 @@ class Batches:
         if part:
             yield part
 
-    async def _send(self, batch: list[tuple[Entry, asyncio.Future[Any]]]) -> None:
+    async def _send(self, batch: list[Asked]) -> None:
         entries = [entry for entry, _ in batch]
         try:
             if len(entries) == 1 and self._alone is not None:
                 outcomes = [await self._alone(entries[0])]
             else:
                 outcomes = await self._ask_for(entries)
+        except AnswerTooLarge as error:
+            if len(batch) > 1 and self._route.may_repeat:  # one large page fails no other episode
+                half = len(batch) // 2
+                await self._send(batch[:half])
+                await self._send(batch[half:])
+                return
+            outcomes = [error] * len(batch)
         except EnvError as error:
             outcomes = [error] * len(batch)
+        await self._answer(batch, outcomes)
+
+    async def _answer(self, batch: list[Asked], outcomes: list[Any]) -> None:
+        """Hand each outcome to its episode; give back what no episode waits for any more."""
         unwanted: list[Any] = []
         for (_, answer), outcome in zip(batch, outcomes, strict=True):
             is_failure = isinstance(outcome, EnvError)

@@ -19,12 +19,14 @@ from actor.rollout.batches import (
     SESSION_PATH,
     STEP,
     ActionTooLarge,
+    AnswerTooLarge,
     Batches,
     failure_of,
     told,
 )
 from actor.rollout.presence import Signs, answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
+from common.http.sessions import open_session
 from common.text import json_bytes, valid_text
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ class StepResult:
     is_valid: bool  # False if the text was no executable action
     is_success: bool  # the episode has ended solved
     state: str = ""  # of the environment after it; "": it tells none
+    is_truncated: bool = False  # ended (`done`) by a limit of the environment, not by the task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +60,12 @@ class Hint:
 class BearerClient:
     """A pool of HTTP connections whose requests carry a bearer token, if there is one."""
 
-    def __init__(self, *, token: str | None, timeout_s: float) -> None:
-        self._http = aiohttp.ClientSession(
+    def __init__(
+        self, url: str, *, token: str | None, timeout_s: float, is_own: bool = False
+    ) -> None:
+        self._http = open_session(
+            url,
+            is_own=is_own,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=aiohttp.ClientTimeout(total=timeout_s),
@@ -85,7 +92,7 @@ class HubClient(BearerClient):
 
     def __init__(self, url: str, *, token: str | None, timeout_s: float, owner: str = "") -> None:
         """Connect to nothing yet; the sessions of an `owner` end with its `stay`."""
-        super().__init__(token=token, timeout_s=timeout_s)
+        super().__init__(url, token=token, timeout_s=timeout_s, is_own=True)
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._owner = {"owner": owner} if owner else {}
@@ -121,6 +128,7 @@ class HubClient(BearerClient):
         observation = told(reply, "observation", str, path=path)
         session = HubSession(self, session_id, observation, is_quick=is_quick)
         session.first_state = str(reply.get("state") or "")
+        session.start_score = score_of(reply, "start_score", path=path, absent=0.0)
         return session
 
     async def close(self) -> None:
@@ -207,7 +215,9 @@ class HubClient(BearerClient):
             async for part in response.content.iter_any():
                 text += part
                 if len(text) > MAX_ANSWER_BYTES:
-                    raise EnvError(f"{method} {path}: answers more than {MAX_ANSWER_BYTES} bytes")
+                    raise AnswerTooLarge(
+                        f"{method} {path}: answers more than {MAX_ANSWER_BYTES} bytes"
+                    )
             if response.status == 429:
                 wait_s = retry_after_s(response.headers, unsaid_s=1.0)
                 await asyncio.sleep(max(MIN_RETRY_S, wait_s))
@@ -219,6 +229,16 @@ class HubClient(BearerClient):
                 return (json.loads(text) if text else {}) or {}  # None is for a 429
             except (ValueError, RecursionError) as error:
                 raise EnvError(f"{method} {path}: answers what is no JSON: {shown}") from error
+
+
+def score_of(reply: Any, name: str, *, path: str, absent: float | None = None) -> float:
+    """Return a score of an answer, `absent` if it has none. Raises: EnvError: not in [0, 1]."""
+    if absent is not None and isinstance(reply, dict) and name not in reply:
+        return absent
+    score = told(reply, name, float, int, path=path)
+    if not 0.0 <= score <= 1.0:
+        raise EnvError(f"{path}: answers {name}={score!r:.100}, which is not in [0, 1]")
+    return float(score)
 
 
 def retry_after_s(headers: Mapping[str, str], *, unsaid_s: float = 0.0) -> float:
@@ -243,6 +263,7 @@ class HubSession:
         self._seq = 0
         self.first_observation = observation
         self.first_state = ""  # "": the environment tells none
+        self.start_score = 0.0
 
     async def step(self, action: str) -> StepResult:
         """Act; an action that is too large for the hub is invalid.
@@ -258,18 +279,18 @@ class HubSession:
             # The hub answers in place of the environment, which cannot be sent the action.
             told_of = {"action": "", "num_bytes": len(action.encode()), "seq": self._seq}
             reply = await self._ask(path, told_of)
-        reward = told(reply, "reward", float, int, path=path)
-        if not 0.0 <= reward <= 1.0:
-            raise EnvError(f"{path}: answers reward={reward!r:.100}, which is not in [0, 1]")
+        reward = score_of(reply, "reward", path=path)
         done = told(reply, "done", bool, path=path)
         reply.setdefault("is_success", done and reward >= 1.0)  # hubs of others may not say it
+        reply.setdefault("is_truncated", False)  # nor this
         return StepResult(
             observation=told(reply, "observation", str, path=path),
-            reward=float(reward),
+            reward=reward,
             done=done,
             is_valid=told(reply, "is_valid", bool, path=path),
             is_success=told(reply, "is_success", bool, path=path),
             state=str(reply.get("state") or ""),  # hubs of other makers tell none
+            is_truncated=done and told(reply, "is_truncated", bool, path=path),
         )
 
     async def _ask(self, path: str, asked: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentOptions
 from common.errors import EnvError, EnvTimeout, HubLost
 from common.formats.answers import MARK, worded
-from common.states import state_number
+from common.states import action_number, state_number
 from common.text import valid_text
 from common.wire.messages import EndReason, Lease, Trajectory
 
@@ -36,6 +36,7 @@ class Session(Protocol):
 
     first_observation: str
     first_state: str  # as in `StepResult.state`
+    start_score: float  # [0, 1], before the first step
 
     async def step(self, action: str) -> StepResult: ...
     async def hint(self) -> Hint: ...
@@ -56,11 +57,13 @@ class Play:
     end: EndReason = EndReason.HORIZON
     error: str = ""
     reward: float = 0.0
+    start_score: float = 0.0  # before the first turn
     is_success: bool = False
     num_turns: int = 0
     invalid_turns: list[bool] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     states: list[int] = field(default_factory=list)  # that each turn was taken in
+    actions: list[int] = field(default_factory=list)  # that each turn sent to the environment
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     generate_s: float = 0.0
@@ -81,8 +84,17 @@ class Play:
         self.num_cached_tokens += taken.num_cached
         return taken
 
-    def answered(self, result: StepResult, took_s: float, *, is_read: bool = True) -> None:
-        """Write down what the environment made of an action; unread, an answer had none."""
+    def begin(self, session: Session) -> None:
+        """Take the state and the score that the environment starts in."""
+        self.states.append(state_number(session.first_state or session.first_observation))
+        self.start_score = session.start_score
+        self.reward = session.start_score
+
+    def answered(
+        self, action: str, result: StepResult, took_s: float, *, is_read: bool = True
+    ) -> None:
+        """Write down an action and what the environment made of it; unread, an answer had none."""
+        self.actions.append(action_number(action))
         self.env_s += took_s
         self.turns_s += max(0.0, self.turn_s + took_s)
         self.turn_s = 0.0
@@ -92,7 +104,7 @@ class Play:
         self.scores.append(result.reward)
         self.states.append(state_number(result.state or result.observation))
         if result.done:
-            self.end = EndReason.DONE
+            self.end = EndReason.TRUNCATED if result.is_truncated else EndReason.DONE
             self.is_success = result.is_success
 
     def is_to_reflect(self, options: AgentOptions) -> bool:
@@ -169,6 +181,7 @@ async def run_episode(
     try:
         async with judged(play, lease, may_repeat=may_repeat):
             session = await open_session()
+            play.begin(session)
             text, encode = _opening(render, session, told, acknowledgement)
             play.env_s = time.monotonic() - started
             if not await play.history.begin(text, encode, partial(play.ask, act, session)):
@@ -210,7 +223,6 @@ async def _turns(
 ) -> None:
     history, ask = play.history, partial(play.ask, act, session)
     may_go_on = partial(play.may_go_on, lease)
-    play.states.append(state_number(session.first_state or session.first_observation))
     while True:
         taken, turn = await ask(), play.num_turns
         history.tape.add(taken, turn)
@@ -223,8 +235,10 @@ async def _turns(
         result = await session.step(action or "")  # which environments refuse by themselves
         # A branch may be opened or closed where there is none to open or close.
         is_read = action is not None and not history.is_own(said)
-        play.answered(result, time.monotonic() - answered, is_read=is_read)
+        play.answered(action or "", result, time.monotonic() - answered, is_read=is_read)
         if result.done:
+            if result.is_truncated and play.keeps_last:
+                history.last(result.observation, taken, turn)
             break
         reflects = play.is_to_reflect(room.options)
         if may_go_on(room.turn_tokens * (1 + reflects)):
@@ -266,7 +280,9 @@ def trajectory_of(lease: Lease, play: Play, *, actor: str, wall_s: float) -> Tra
         turn_ids=np.array(tape.turn_ids, dtype=np.int32),
         invalid_turns=np.array(play.invalid_turns, dtype=bool),
         turn_scores=np.array(play.scores, dtype=np.float32),
+        start_score=play.start_score,
         turn_states=np.array(play.states[: play.num_turns], dtype=np.int32),
+        turn_actions=np.array(play.actions, dtype=np.int32),
         segment_starts=np.array(tape.starts if len(tape.starts) > 1 else [], dtype=np.int32),
         asides=np.array(tape.asides, dtype=np.int32),
     )

@@ -6,16 +6,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from actor.agents.agents import Agents
 from actor.engine.concurrency import Concurrency, EngineLoad
 from actor.links.delivery import Delivery
+from actor.rollout.agent_runner import AgentRunner
 from actor.rollout.episode import WHOLE, Act, Render, Turn, run_episode
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.render import Renderer
-from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
 from common.config.run_config import ActorSection, AtUpdate
 from common.errors import HubLost
+from common.seeds import SamplingSeeds, environment_seed
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -48,8 +49,14 @@ class Episodes:
         delivery: Delivery,
         rounds: Rounds | None,
         keeps_last: bool = False,
+        agents: AgentRunner | None = None,
     ) -> None:
-        """Begin with none. `keeps_last`: of training episodes, see `run_episode`."""
+        """Begin with none.
+
+        Args:
+            keeps_last: see `run_episode`; it holds for training episodes.
+            agents: plays the policy's episodes; None: the built-in loop does.
+        """
         self._cfg = cfg
         self._actor = actor
         self._engine = engine
@@ -61,7 +68,7 @@ class Episodes:
         self._concurrency = Concurrency(least=cfg.min_concurrent, most=cfg.max_concurrent)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_requests = 0
-        self._agents = Agents(cfg, actor=actor, renderer=renderer) if cfg.endpoint else None
+        self._agents = agents
         self._waiting: set[str] = set()  # episodes whose hubs are gone
         self._salts: dict[str, str] = {}  # episode -> that of its first turn
         self.slot_freed = asyncio.Event()
@@ -155,13 +162,14 @@ class Episodes:
     async def _try(self, lease: Lease, *, may_repeat: bool) -> Trajectory:
         act, render = self._policy(lease)
         hubs = self._environments
-        open_session = partial(hubs.open, lease.env, lease.item_id, seed=lease.seed)
+        seed = environment_seed(lease)
+        open_session = partial(hubs.open, lease.env, lease.item_id, seed=seed)
         task = hubs.instruction(lease.env), hubs.acknowledgement(lease.env)
         if self._agents is not None and lease.policy is PolicyKind.MODEL:
             return await self._agents.play(
                 lease, open_session=open_session, act=act, task=task, may_repeat=may_repeat
             )
-        return await run_episode(
+        played = await run_episode(
             lease,
             open_session=open_session,
             act=act,
@@ -175,6 +183,7 @@ class Episodes:
             keeps_last=self._keeps_last and lease.kind is EpisodeKind.TRAIN,
             options=self._cfg if lease.policy is PolicyKind.MODEL else WHOLE,
         )
+        return with_actions(played, render)
 
     def _policy(self, lease: Lease) -> tuple[Act, Render]:
         if lease.policy is not PolicyKind.MODEL:
@@ -182,11 +191,12 @@ class Episodes:
             policy = ScriptedPolicy(lease.policy, seed=lease.episode_id, render=scripted)
             return policy.act, scripted
         render = self._renderer.of(lease.env, self._environments.tools(lease.env))
-        return (lambda ids, _: self._act(lease, ids)), render
+        seeds = SamplingSeeds(lease)
+        return (lambda ids, _: self._act(lease, ids, seed=seeds.next())), render
 
-    async def _act(self, lease: Lease, ids: list[int]) -> Turn:
+    async def _act(self, lease: Lease, ids: list[int], *, seed: int) -> Turn:
         if self._rounds is not None:
-            return await self._rounds.act(lease.episode_id, ids)
+            return await self._rounds.act(lease.episode_id, ids, seed=seed)
         self._num_requests += 1
         frozen_s = self._engine.frozen_s
         taken = await self._engine.generate(
@@ -194,6 +204,7 @@ class Episodes:
             request_id=f"{lease.episode_id}:{lease.attempt}:{self._num_requests}",
             max_tokens=self._cfg.max_turn_tokens,
             salt=self._salt(lease.episode_id),
+            seed=seed,
         )
         waited_s = self._engine.frozen_s - frozen_s
         return replace(taken, waited_s=waited_s) if waited_s else taken

@@ -19,6 +19,7 @@ from common.config.run_config import ActorSection
 from common.control_tokens import ControlTokens
 from common.errors import ConfigError
 from common.formats.calls import ARGUMENTS, NAME, CallForm, as_call, each_text
+from common.formats.chat_template import render_chat
 
 NUM_KNOWN_TEXTS = 256  # latest ones; members of a group begin with the same
 Message = dict[str, Any]
@@ -66,9 +67,7 @@ class Renderer:
     def _rendered(self, messages: Sequence[Message], *, tools: list[Any] | None = None) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError("model.path: the tokenizer has no chat template")
-        return self._tokenizer.apply_chat_template(
-            with_ids(messages), tools=tools, tokenize=False, add_generation_prompt=True
-        )
+        return render_chat(self._tokenizer, with_ids(messages), tools=tools)
 
     @cached_property
     def calls(self) -> CallForm | str:
@@ -213,12 +212,21 @@ class Renderer:
 
         Raises: ConfigError: it does not, so that no episode could ever be played.
         """
-        needed = least_prompt(self, actor, actor.max_turn_tokens)
-        needed = max(needed, least_of_branches(self, actor, actor.max_turn_tokens))
-        if actor.max_model_len - actor.max_turn_tokens < needed:
+        turn_tokens = actor.max_turn_tokens
+        needed = least_prompt(self, actor, turn_tokens)
+        needed = max(needed, least_of_branches(self, actor, turn_tokens)) + turn_tokens
+        if actor.max_model_len < needed:
+            asides = {
+                "actor.plan": actor.plan,
+                "actor.reflect_every": actor.reflect_every,
+                "actor.reflect_on_invalid": actor.reflect_on_invalid,
+            }
+            named = [f"actor.context={actor.context.value}"]
+            named += [f"{key}={str(value).lower()}" for key, value in asides.items() if value]
             raise ConfigError(
-                f"actor.max_model_len={actor.max_model_len}: with actor.max_turn_tokens="
-                f"{actor.max_turn_tokens} no page fits, which takes {needed} tokens at least"
+                f"actor.max_model_len={actor.max_model_len}: no page fits with {', '.join(named)}"
+                f" and actor.max_turn_tokens={turn_tokens}; the smallest that works is"
+                f" actor.max_model_len={needed}"
             )
 
     def action_text(self, token_ids: list[int]) -> str:

@@ -1,9 +1,11 @@
 """Scripted policies, played through the same episodes as the model: the baselines of a report."""
 
 import random
+from dataclasses import replace
 
-from actor.rollout.episode import Session, Turn
-from common.wire.messages import PolicyKind
+from actor.rollout.episode import Render, Session, Turn
+from common.scripted import chars_of
+from common.wire.messages import PolicyKind, Trajectory
 
 
 class ScriptedRender:
@@ -27,6 +29,18 @@ class ScriptedRender:
 
     def action_text(self, token_ids: list[int]) -> str:
         return self._texts[token_ids[0]]
+
+    @property
+    def actions(self) -> list[str]:
+        """The actions so far, each at the index that is its token id."""
+        return self._texts
+
+
+def with_actions(trajectory: Trajectory, render: Render) -> Trajectory:
+    """Return an episode with the texts of its actions, if a scripted policy played it."""
+    if not isinstance(render, ScriptedRender):
+        return trajectory
+    return replace(trajectory, action_chars=chars_of(render.actions))
 
 
 class ScriptedPolicy:

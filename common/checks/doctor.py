@@ -19,9 +19,12 @@ from common.checks.memory_plan import lines_here, plan_here
 from common.checks.preflight import MIN_FREE_DISK_GIB, check, check_devices
 from common.config.command_line import Request
 from common.config.load import list_configs, override_value
+from common.config.requested import DEFAULT_CONFIG, load_named
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.launch.commands import DEFAULT_CONFIG, load_named
+from common.host.cores import cores_here
+from common.host.loopback import family_of, loopback
+from common.wire.addresses import bracketed
 
 MIN_FREE_MEMORY_GIB = 3
 MAX_LOAD = 2.0  # programs that want a core, per core
@@ -101,10 +104,10 @@ def _examine_config(
 
 def examine_quickly(root: Path, overrides: Sequence[str]) -> list[Check]:
     """Return what can be told at once: it compiles nothing and asks no environment."""
-    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    cores, load = cores_here(), os.getloadavg()[0]
     is_busy = load > MAX_LOAD * cores
     remedy = "other programs want them: figures of a run will be low" if is_busy else ""
-    found = f"{cores} cores, load {load:.1f}"
+    found = f"{cores:g} cores, load {load:.1f}"
     busy = Check(what="cores", found=found, remedy=remedy, is_optional=True)
     folder = root / (override_value(overrides, "run.dir") or "runs")
     return [
@@ -128,12 +131,12 @@ def _examine_folder(folder: Path) -> Check:
 def _examine_port() -> Check:
     """Return whether this machine lets a program listen, and the dashboard on its usual port."""
     for port in (0, DASHBOARD_PORT):
-        with socket.socket() as listener:
+        with socket.socket(family_of(loopback())) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                listener.bind(("127.0.0.1", port))
+                listener.bind((loopback(), port))
             except OSError as error:
-                found = f"127.0.0.1:{port}: {error.strerror}"
+                found = f"{bracketed(loopback())}:{port}: {error.strerror}"
                 free = "the dashboard takes the next free one" if port else "let programs listen"
                 return Check(what="ports", found=found, remedy=free, is_optional=port > 0)
     return Check(what="ports", found=f"free, {DASHBOARD_PORT} of the dashboard too", remedy="")

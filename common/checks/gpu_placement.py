@@ -65,6 +65,28 @@ def seat(cfg: RunConfig, *, num_gpus: int) -> Seats:
     return Seats(learner, tuple(actors))
 
 
+def check_slices(cfg: RunConfig, found: Sequence[Gpu]) -> None:
+    """Return if each role's process needs one slice at most. Raises: ConfigError: one needs more.
+
+    CUDA shows a process one slice only, whatever CUDA_VISIBLE_DEVICES lists.
+    """
+    if not any(gpu.is_slice for gpu in found):
+        return
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in found))
+    keys = {
+        "learner.num_ranks": cfg.learner.num_ranks,
+        "actor.tensor_parallel_size": cfg.actor.tensor_parallel_size,
+        "learner.device": int(cfg.learner.device.partition(":")[2] or 0) + 1,
+    }
+    for key, num in keys.items():
+        if num > 1:
+            value = cfg.learner.device if key == "learner.device" else num
+            raise ConfigError(
+                f"{key}={value}: the GPUs here are slices ({names}), and CUDA shows a process one"
+                f" slice only; {'learner.device=cuda' if key == 'learner.device' else f'{key}=1'}"
+            )
+
+
 def visible_to(role: str, number: int, seats: Seats, found: Sequence[Gpu]) -> dict[str, str]:
     """Return the environment that shows a role's process its own GPUs only.
 

@@ -4,70 +4,50 @@ import os
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from common.amx import cpu_flags
+from common.checks.gpu_list import Gpu, shown_gpus
 from common.errors import ConfigError
+from common.host.cgroups import PROC, memory_limit
 
 GIB = 1 << 30
 COMPILER_PACKAGES = "g++ and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev)"
 _TIMEOUT_S = 20.0
+MEMINFO = Path("/proc/meminfo")
 _UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # the last two: ARM
 _BF16_UNITS = ("avx512_bf16", "amx_bf16", "bf16")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One NVIDIA GPU."""
-
-    name: str
-    memory_bytes: int
-    uuid: str = ""  # "GPU-...", which CUDA_VISIBLE_DEVICES takes
-
-
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that answer on this machine and that CUDA_VISIBLE_DEVICES, if set, shows."""
+    """Return the GPUs that answer on this machine and that CUDA_VISIBLE_DEVICES, if set, shows.
+
+    Raises: ConfigError: CUDA_VISIBLE_DEVICES has numbers whose meaning is not known.
+    """
     if shutil.which("nvidia-smi") is None:
         return ()
-    query = ["nvidia-smi", "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
+    lines = _smi("--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits")
+    if not lines:
         return ()
-    listed = done.stdout.splitlines() if done.returncode == 0 else []
-    return shown_gpus(listed, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    order = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    return shown_gpus([*lines, *_smi("-L")], os.environ.get("CUDA_VISIBLE_DEVICES"), order)
 
 
-def shown_gpus(lines: Sequence[str], visible: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs in lines of "uuid, name, MiB" that CUDA would show, in its order.
-
-    Args:
-        visible: positions or beginnings of uuids with commas between; None shows all. Like CUDA,
-            nothing after an entry that names no GPU counts.
-    """
-    gpus: list[Gpu] = []
-    for line in lines:
-        uuid, _, rest = line.partition(",")
-        name, _, mib = (part.strip() for part in rest.rpartition(","))
-        size = int(mib) << 20 if mib.isdigit() else 0
-        gpus.append(Gpu(name=name, memory_bytes=size, uuid=uuid.strip()))
-    if visible is None:
-        return tuple(gpus)
-    shown: list[Gpu] = []
-    for entry in (part.strip() for part in visible.split(",")):
-        named = [
-            gpu
-            for i, gpu in enumerate(gpus)
-            if entry == str(i) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
-        ]
-        if len(named) != 1:
-            break
-        shown += named
-    return tuple(shown)
+def _smi(*words: str) -> list[str]:
+    """Return the lines that nvidia-smi prints; none if it fails or does not answer in time."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *words],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def has_cuda() -> bool:
@@ -75,14 +55,23 @@ def has_cuda() -> bool:
     return bool(gpus())
 
 
-def memory_bytes() -> tuple[int, int]:
-    """Return the bytes of memory in all and those available now; zeros where nobody tells."""
-    meminfo = Path("/proc/meminfo")
+def memory_bytes(proc: Path = PROC, meminfo: Path = MEMINFO) -> tuple[int, int]:
+    """Return the bytes of memory in all and those available now; zeros if neither is known.
+
+    A container's limit counts if it is smaller than the machine's memory.
+
+    Args:
+        proc: the folder of this process; tests give another one.
+        meminfo: the file with the machine's memory.
+    """
     if not meminfo.exists():
-        return 0, 0
-    values = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return memory_limit(proc) or (0, 0)
+    lines = meminfo.read_text(encoding="utf-8").splitlines()
+    values = dict(line.split(":", 1) for line in lines)
     total, available = (int(values[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
-    return total, available
+    if (limit := memory_limit(proc)) is None:
+        return total, available
+    return min(total, limit[0]), min(available, limit[1])
 
 
 def cpu_units() -> list[str]:
@@ -110,7 +99,12 @@ def compiler_problem() -> str:
     command = [compiler, "-fsyntax-only", "-x", "c++", "-I", headers, "-"]
     try:
         done = subprocess.run(
-            command, input=source, capture_output=True, text=True, timeout=_TIMEOUT_S
+            command,
+            input=source,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # A compiler may report in another encoding.
+            timeout=_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{compiler} does not answer: {error}"

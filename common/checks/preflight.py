@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common.checks.gpu_placement import Seats, seat
+from common.checks.gpu_placement import Seats, check_slices, seat
 from common.checks.machine import GIB, check_compiler, gpus, has_cuda, memory_bytes
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from common.checks.model_shape import ModelShape, check_heads, read_shape
@@ -18,7 +18,10 @@ from common.config.offline import SftSection
 from common.config.run_config import ActorSection, Launcher, Resume, RunConfig, check_training
 from common.errors import ConfigError
 from common.formats.answers import check_tools
-from common.launch.ray.cluster import cluster_address
+from common.host.surroundings import check_caches
+from common.host.temporary import check_temporary_room
+from common.ray_address import cluster_address
+from common.store.wandb_mode import check_mode
 
 MIN_FREE_DISK_GIB = 2
 SMALLEST_BLOCK_TOKENS = 16  # of an engine's KV cache
@@ -47,6 +50,7 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
             f"run.resume=never: {run_dir} is used; choose another run.name or run.resume=auto"
         )
     check_disk(run_dir)
+    check_mode(cfg.log, os.environ)
     here = on_this_machine(cfg)
     if here.actor.num_actors:
         check_engine()
@@ -67,18 +71,25 @@ def on_this_machine(cfg: RunConfig) -> RunConfig:
     return replace(cfg, actor=replace(cfg.actor, num_actors=0, num_gpus=0))
 
 
-def check_dry(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
+def check_dry(
+    cfg: RunConfig, root: Path, *, missing: Sequence[str] = (), mistakes: Sequence[str] = ()
+) -> None:
     """Return if a training run may start; without GPUs here, on the machine that its config names.
 
-    What this machine lacks matters only if the run would be here; that model.path lacks weights
-    does not while `model.architecture` stands in for it.
+    Args:
+        missing: as `check`; it matters only if the run would be here. That model.path lacks weights
+            does not matter while `model.architecture` stands in for it.
+        mistakes: in the tasks, one line each; they matter on every machine.
 
     Raises: ConfigError: as `check`.
     """
     is_stand_in = cfg.model.path == cfg.model.architecture
     if not is_stand_in and not is_elsewhere(cfg):
-        return check(cfg, root, missing=missing)
+        return check(cfg, root, missing=missing or mistakes)
     _check_tasks(cfg)
+    if mistakes:
+        raise ConfigError("; ".join(mistakes))
+    check_mode(cfg.log, os.environ)
     if not is_stand_in:
         check_model(cfg.model.path, root, output=cfg.sft.output)
         check_tools(cfg.actor.format, root / cfg.model.path)
@@ -131,6 +142,7 @@ def check_devices(cfg: RunConfig) -> Seats:
     Raises: ConfigError: there are fewer than the config asks for; names the keys.
     """
     num_gpus = len(gpus())
+    check_slices(cfg, gpus())
     if num_gpus:
         return seat(cfg, num_gpus=num_gpus)
     for section, num in (("learner", cfg.learner.num_gpus), ("actor", cfg.actor.num_gpus)):
@@ -159,6 +171,8 @@ def check_engine() -> None:
     """
     if platform.system() != "Linux":
         raise ConfigError(f"the engine (vLLM) runs on Linux only, and this is {platform.system()}")
+    check_temporary_room()
+    check_caches()
     if not has_cuda():
         check_compiler("the engine (vLLM on a CPU)")
 
@@ -199,6 +213,8 @@ def check_evolve(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> 
 
 
 def _check_offline(cfg: RunConfig) -> None:
+    check_mode(cfg.log, os.environ)
+    check_temporary_room()
     if cfg.learner.offload is Offload.OPTIMIZER:
         raise ConfigError(
             "learner.offload=optimizer: sft, dpo and evolve train on one device alone; give"

@@ -27,7 +27,9 @@ class Command:
 
 COMMANDS = {
     name: Command(**each)
-    for name, each in yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text()).items()
+    for name, each in yaml.safe_load(
+        Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8")
+    ).items()
 }
 # Suites that train: they take key=value, study.* among them, and --dry-run.
 STUDIES = (

@@ -9,9 +9,10 @@ from typing import Protocol
 from omegaconf import MISSING
 
 from common.config.knobs import ENV_NAME, NAME, Contradiction, knob
-from common.wire.ids import distance_of, subset_at
+from common.ids import distance_of, subset_at
 
 MAX_TURNS = 100_000
+MAX_STAGE = 8_000_000  # in any unit; an episode of more tokens fits no message
 
 
 class HorizonKind(StrEnum):
@@ -141,7 +142,7 @@ class HorizonOverride:
     """
 
     kind: str = knob("", '"": not given', one_of=tuple(HorizonKind), also="")
-    stages: list[int] = knob([], "[]: not given", ge=1, le=MAX_TURNS)
+    stages: list[int] = knob([], "[]: not given", ge=1, le=MAX_STAGE)
     every_steps: int = knob(0, "0: not given", ge=0)
     over_steps: int = knob(0, "0: not given", ge=0)
 
@@ -182,7 +183,7 @@ class HorizonSection:
 
     kind: HorizonKind = knob(HorizonKind.FIXED, "how it changes over the run")
     unit: HorizonUnit = knob(HorizonUnit.TURNS, "of its stages, in training")
-    stages: list[int] = knob([20], "in its unit; fixed uses the last", ge=1, le=MAX_TURNS)
+    stages: list[int] = knob([20], "in its unit; fixed uses the last", ge=1, le=MAX_STAGE)
     every_steps: int = knob(100, "stepwise: optimizer steps per stage", ge=1)
     over_steps: int = knob(200, "linear: optimizer steps from the first stage to the last", ge=1)
     gated: GatedSection = field(default_factory=GatedSection)
@@ -194,6 +195,9 @@ class HorizonSection:
             stages = list(policy.stages)
             if not stages or any(a >= b for a, b in itertools.pairwise(stages)):
                 yield f"{key}stages", stages, f"positive {self.unit.value}, strictly increasing"
+            if self.unit is HorizonUnit.TURNS and max(stages, default=0) > MAX_TURNS:
+                law = f"horizon.unit=turns: must be in [1, {MAX_TURNS}]"
+                yield f"{key}stages", stages, law
             if len(stages) < 2 and policy.kind in (HorizonKind.LINEAR, HorizonKind.GATED):
                 law = f"horizon.{key}kind={policy.kind.value} needs two or more"
                 yield f"{key}stages", stages, law

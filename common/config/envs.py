@@ -93,10 +93,23 @@ class WebarenaOptions(ItemFiles):
     observation_tokens: int = knob(4000, "longest accessibility tree, in words", ge=1)
 
     @property
+    def sites(self) -> dict[str, str]:
+        """The address of each site that has one, by WebArena's name, without a last slash."""
+        found = {
+            "shopping": self.shopping,
+            "shopping_admin": self.shopping_admin,
+            "reddit": self.reddit,
+            "gitlab": self.gitlab,
+            "map": self.map,
+            "wikipedia": self.wikipedia,
+            "homepage": self.homepage,
+        }
+        return {name: url.rstrip("/") for name, url in found.items() if url}
+
+    @property
     def is_configured(self) -> bool:
         """Whether any site has an address."""
-        sites = (self.shopping, self.shopping_admin, self.reddit, self.gitlab, self.map)
-        return any((*sites, self.wikipedia, self.homepage))
+        return bool(self.sites)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,6 +102,12 @@ class AgentOptions:
         return self.endpoint or self.context is not ContextKind.FULL
 
     @property
+    def parts_turns(self) -> bool:
+        """Whether the sampled tokens of one turn may be in several training rows."""
+        is_parted = self.context is ContextKind.SUMMARY and self.learn_summaries
+        return self.endpoint or self.has_branches or is_parted
+
+    @property
     def has_branches(self) -> bool:
         """Whether a policy may open branches."""
         return self.context in (ContextKind.FOLD, ContextKind.SUBAGENT)
@@ -161,10 +167,14 @@ class AgentOptions:
             found.append(("algorithm.correction", algorithm.correction.value))
         if algorithm.negative_mask_delta > 0:
             found.append(("algorithm.negative_mask_delta", algorithm.negative_mask_delta))
+        where = "endpoint=true" if self.endpoint else f"context={self.context.value}"
         for key, value in found if self.has_segments else []:
             law = "takes a ratio over a whole episode, whose segments are rows of their own here"
-            where = "endpoint=true" if self.endpoint else f"context={self.context.value}"
             yield key, value, f"{law} (actor.{where})"
+        if algorithm.policy_loss is PolicyLoss.TURN and self.parts_turns:
+            law = "takes a ratio over a whole turn, which may be in several rows here"
+            key = "algorithm.policy_loss"
+            yield key, "turn", f"{law} (actor.{where}); take ppo, or context=full or window"
 
 
 class EvalItems(StrEnum):

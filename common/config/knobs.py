@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import date
 from enum import Enum
 from typing import Any, Protocol, cast, runtime_checkable
 from urllib.parse import urlsplit
@@ -135,6 +136,13 @@ def _is_file_name(text: str) -> bool:
     return is_plain and is_short and text != "latest" and text[:1] not in ("", ".")
 
 
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
 CEILING = 1e10  # of every number that has no bound of its own: what is above is a slip
 LONGEST_S = 2e6  # 23 days: 32 bits of milliseconds, in which many a library counts a wait
 MAX_CHARS = 10_000  # of a text
@@ -142,6 +150,9 @@ TEXT = Form("printable text on one line", str.isprintable)
 NAME = Form("printable text, not empty", _is_name)
 PATH = Form("a path", _is_path)
 WORD = Form("a name without spaces", lambda text: _is_name(text) and " " not in text)
+PEER_NAME = Form(
+    "printable text of at most 200 characters", lambda text: text.isprintable() and len(text) <= 200
+)
 FILE_NAME = Form(
     'a plain file name: up to 100 printable characters, no "/", no "." in front, not "latest"',
     _is_file_name,
@@ -153,6 +164,7 @@ LABEL = Form(
     "key=value, key=!value, key=in(a,b) or key=!in(a,b)",
     re.compile(r"[\w./-]+=!?([\w.-]+|in\([\w., -]+\))").fullmatch,
 )
+DATE = Form("a date as YYYY-MM-DD", _is_date)
 DEVICE = Form("auto, cpu, cuda or cuda:<number>", re.compile(r"auto|cpu|cuda(:\d{1,3})?").fullmatch)
 ENV_NAME = Form(
     "an environment's name, module:function of one of yours, a game as textarena:Sudoku-v0, or"

@@ -21,7 +21,6 @@ from common.config.keys import conform, declared, dotted, show
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
-from common.store.run_dir import write_atomically
 
 GIT_TIMEOUT_S = 5.0
 _DEFAULTS = "defaults"  # the one key of a YAML file that is not in the schema
@@ -71,7 +70,9 @@ def load_told(text: str, overrides: Sequence[str], *, root: Path) -> RunConfig:
 
     Raises: ConfigError: as `load_config`.
     """
-    with tempfile.NamedTemporaryFile("w", prefix="longstride-", suffix=".yaml") as file:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="longstride-", suffix=".yaml", encoding="utf-8"
+    ) as file:
         file.write(text)
         file.flush()
         return load_config(file.name, overrides, root=root)
@@ -96,15 +97,6 @@ def find_config(config: str, *, root: Path) -> Path:
     raise ConfigError(
         f"--config {show(config)}: no such config{hint} (there are: {', '.join(known)})"
     )
-
-
-def save_config(cfg: RunConfig, path: Path) -> None:
-    """Write every resolved value as YAML that `load_config` reads back to an equal config.
-
-    Only its owner may read it, because a hub's token may be in it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, config_as_yaml(cfg, revision=git_revision()), mode=0o600)
 
 
 def without_secrets(cfg: RunConfig) -> RunConfig:
@@ -141,7 +133,11 @@ def git_revision() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40"]
     try:
         done = subprocess.run(
-            [*command, "--dirty=+changes"], capture_output=True, text=True, timeout=GIT_TIMEOUT_S
+            [*command, "--dirty=+changes"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=GIT_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -10,6 +10,7 @@ from enum import StrEnum
 from omegaconf import MISSING
 
 from common.config.curriculum import (
+    MAX_STAGE,
     CurriculumSection,
     HorizonSection,
     MixtureSection,
@@ -19,11 +20,13 @@ from common.config.curriculum import (
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.evaluation import AgentOptions, EvalSection, PolicySection, StudySection
 from common.config.knobs import (
+    DATE,
     ENV_NAME,
     FILE_NAME,
     HOST,
     LABEL,
     PATH,
+    PEER_NAME,
     RAY,
     URL,
     WORD,
@@ -114,6 +117,9 @@ class ModelSection:
         "", "directory of their config.json, for the plan without model.path", form=PATH, also=""
     )
     dtype: str = knob("bfloat16", "of the engine and of what is published", one_of=DTYPES)
+    date: str = knob(
+        "", 'Date that prompts name, as YYYY-MM-DD; "": that of the first start', form=DATE, also=""
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,13 +211,15 @@ class ActorSection(AgentOptions):
     num_spares: int = knob(
         0, "engines started beside them, which play once an actor is gone", ge=0, le=1000
     )
-    name: str = knob("", 'of an actor started alone; "": made from host and pid')
+    name: str = knob(
+        "", 'of an actor started alone; "": made from host and pid', form=PEER_NAME, also=""
+    )
     max_concurrent: int = knob(64, "episodes at once in one actor", ge=1, le=10**5)
     adapt_concurrency: bool = knob(True, "fewer while its engine cannot keep up; not in sync mode")
     min_concurrent: int = knob(
         1, "but so many always", ge=1, le=10**5, must="be at most max_concurrent"
     )
-    max_model_len: int = knob(512, "tokens; of a longer episode see context", ge=16, le=10**8)
+    max_model_len: int = knob(512, "tokens; of a longer episode see context", ge=16, le=MAX_STAGE)
     max_turn_tokens: int = knob(16, "sampled tokens per turn", ge=1, must="be < max_model_len")
     temperature: float = knob(1.0, "of sampling; the learner divides by it, too", gt=0, le=100)
     top_p: float = knob(1.0, "1: all tokens; else the importance ratio is biased", ge=1, le=1)

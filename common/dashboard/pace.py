@@ -2,46 +2,13 @@
 
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from common.config.run_config import ModelSection
-from common.dashboard.reading.index_cache import cache_folder
-from common.dashboard.reading.tail import as_map, json_object
 from common.dashboard.run_view import RunView
-from common.store.run_dir import write_json
+from common.store.status.startup_history import StartupHistory
 
-MAX_KNOWN = 500  # kinds of start; the oldest go
-WEIGHT = 0.5  # of the last time in the mean
 KINDS = ("actor", "learner", "scheduler", "envhub")
-
-
-class Usual:
-    """Seconds that starts usually take on this machine, kept in the user's cache folder.
-
-    Example: note("actor model-a", 40.0), later note("actor model-a", 20.0): seconds() is 30.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        """Read nothing yet."""
-        self._path = path or cache_folder().with_name("durations.json")
-
-    def seconds(self, what: str) -> float | None:
-        """Return how long it usually takes; None if it was never seen to the end."""
-        found = as_map(json_object(self._path).get(what)).get("seconds")
-        return float(found) if isinstance(found, int | float) else None
-
-    def note(self, what: str, seconds: float) -> None:
-        """Add a start that has come to its end; where nothing can be kept, nothing is."""
-        before = self.seconds(what)
-        new = seconds if before is None else WEIGHT * seconds + (1 - WEIGHT) * before
-        known = json_object(self._path) | {what: {"seconds": round(new, 1), "at": time.time()}}
-        with suppress(OSError, ValueError, TypeError):  # or somebody has written into it
-            newest = sorted(known, key=lambda name: as_map(known[name]).get("at", 0.0))
-            kept = {name: known[name] for name in newest[-MAX_KNOWN:]}
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self._path, kept)
 
 
 def start_of(role: str, model: ModelSection) -> str:
@@ -53,8 +20,8 @@ def start_of(role: str, model: ModelSection) -> str:
 class Pace:
     """What the launcher knows of times: it tells the displays, and learns from what it sees."""
 
-    def __init__(self, model: ModelSection, *, usual: Usual | None = None) -> None:
-        self._model, self._usual = model, usual or Usual()
+    def __init__(self, model: ModelSection, *, usual: StartupHistory | None = None) -> None:
+        self._model, self._usual = model, usual or StartupHistory()
         self._starting: dict[str, float] = {}
         self._known: dict[str, float] = {}
         self._phase: tuple[str, int] = ("", 0)  # and how many episodes it has

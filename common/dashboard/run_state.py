@@ -4,8 +4,6 @@ from dataclasses import asdict
 
 from common.config.run_config import RunConfig
 from common.cpu import cpu_seconds
-from common.dashboard.nodes import node_lines
-from common.dashboard.reading.tail import as_map, json_object
 from common.dashboard.run_view import SILENT_S, WINDOW_STEPS, RunView
 from common.dashboard.verdict import judge
 from common.dashboard.words import ledger_line, plain, status_line
@@ -13,6 +11,8 @@ from common.launch.lock import is_held
 from common.store.metrics import tail_metrics
 from common.store.run_dir import RunDir
 from common.store.run_start import load_finished
+from common.store.status.json_files import as_map, json_object
+from common.store.status.members import node_lines
 
 GOES_ON = "the same command goes on"
 

@@ -13,6 +13,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from common.errors import ConfigError
+from common.formats.chat_template import render_chat
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _MARK = re.compile(f"{_OPEN}\\d+{_CLOSE}")
@@ -45,9 +46,14 @@ class _Frame:
 class Framing:
     """What one tokenizer's chat template puts around and between messages."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Ask the template. Raises: ConfigError: it has none, or rewrites earlier turns."""
+    def __init__(self, tokenizer: Any, *, day: str = "") -> None:
+        """Ask the template. Raises: ConfigError: it has none, or rewrites earlier turns.
+
+        Args:
+            day: that the prompts name, as in `render_chat`.
+        """
         self._tokenizer = tokenizer
+        self._day = day
         self._control = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         user = {"role": "user", "content": _USER}
         asked = [user, {"role": "assistant", "content": _ASSISTANT}]
@@ -166,11 +172,7 @@ class Framing:
     def _render(self, messages: list[dict[str, Any]]) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError("the tokenizer has no chat template: no messages can be told")
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        )
+        return render_chat(self._tokenizer, messages, day=self._day)
 
     def _framed(self, text: str) -> str:
         return self._marked(self._tokenizer.encode(text, add_special_tokens=False))

@@ -28,6 +28,7 @@ class TokenRow:
     num_segments: int
     token_ids: np.ndarray = field(repr=False)  # [seq] int32
     mask: np.ndarray = field(repr=False)  # [seq] bool
+    episode_id: str = ""  # "": the record has none
     logprobs: np.ndarray | None = field(default=None, repr=False)  # [seq] nats, 0 if not sampled
 
 
@@ -181,6 +182,7 @@ def _row(about: Record, ids: list[Any], mask: list[Any], logprobs: Any, place: s
         is_success=bool(about.get("success", about.get("is_success", False))),
         segment=int(segment) if "num_segments" in about else 0,
         num_segments=int(num_segments),
+        episode_id=str(about.get("episode_id", "")),
         token_ids=np.array(ids, dtype=np.int32),
         mask=np.array(mask, dtype=bool),
         logprobs=None if logprobs is None else np.array(logprobs, dtype=np.float32),

@@ -27,12 +27,16 @@ COLUMNS = {  # Parquet's types, by pyarrow's names
 LISTS = {"token_ids": "int32", "loss_mask": "bool_", "logprobs": "float32", "versions": "int32"}
 
 
-def load_framing(folder: Path) -> Framing:
-    """Return the framing of a run's tokenizer. Raises: ConfigError: it kept none."""
+def load_framing(folder: Path, *, day: str = "") -> Framing:
+    """Return the framing of a run's tokenizer. Raises: ConfigError: it kept none.
+
+    Args:
+        day: that the run's prompts name, as in `render_chat`.
+    """
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{folder}: the run kept no tokenizer; only format=json needs none")
     transformers = import_module("transformers")
-    return Framing(transformers.AutoTokenizer.from_pretrained(str(folder)))
+    return Framing(transformers.AutoTokenizer.from_pretrained(str(folder)), day=day)
 
 
 def write(format: str, path: Path, episodes: Iterable[Trajectory], framing: Framing) -> int:

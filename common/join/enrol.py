@@ -1,7 +1,6 @@
 """The joining node's side: ask the scheduler, take over the configuration and the model's files."""
 
 import logging
-import os
 import shutil
 import tempfile
 import time
@@ -15,6 +14,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from common.errors import ConfigError, WireError
+from common.host.surroundings import cache_home
 from common.join.files import check_bounds, is_intact, manifest_digest
 from common.wire.addresses import bracketed
 from common.wire.codec import decode, encode
@@ -151,8 +151,7 @@ class _Line:
 
 def _take_files(line: _Line, files: list[SharedFile]) -> Path:
     """Return the folder of the files; what a node on this machine took before is there already."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    parent = base / "longstride" / "joined"
+    parent = cache_home() / "longstride" / "joined"
     folder = parent / manifest_digest(files)
     if all(is_intact(folder / each.name, each) for each in files):
         return folder

@@ -7,6 +7,7 @@ from typing import Protocol
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
+EXIT_NOT_STARTED = 70  # of a role: it failed by itself before it began to work
 EXIT_CONFIG_ERROR = 2  # of a role: what the user asked for is wrong, trying again cannot help
 
 
@@ -96,6 +97,10 @@ class Watch(Protocol):
 
     def progress(self, role: str) -> object:
         """Return something that changes as the role's part gets done."""
+        ...
+
+    def is_over(self) -> bool:
+        """Return whether the run has nothing left to do but its end."""
         ...
 
 

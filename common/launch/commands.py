@@ -1,7 +1,6 @@
-"""The commands about a whole run: which configuration a request means, `train` and `status`."""
+"""The commands about a whole run: which configuration a request means, `train`, and one role."""
 
 import contextlib
-import difflib
 import os
 import secrets
 import socket
@@ -13,94 +12,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config.command_line import Request
-from common.config.knobs import FILE_NAME, PATH
-from common.config.load import find_config, load_config, load_told, override_value, save_config
+from common.config.load import load_told, override_value
 from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
 from common.launch.base import RoleStarter
+from common.launch.observer import RunObserver
 from common.log import configure_logging
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+from common.store.run_start import save_config
 
 if TYPE_CHECKING:
     from common.join.enrol import Joined
 
-DEFAULT_CONFIG = "quickstart"
+WITH_MODEL = ("learner", "actor")  # Roles that read the folder `model.path`.
 
 
-def belongs_to_no_run(request: Request) -> bool:
-    """Return whether neither a config nor a run is named."""
-    keys = ("run.name", "run.dir")
-    named = [key for key in keys if override_value(request.overrides, key) is not None]
-    return request.config is None and not named
-
-
-def load_named(request: Request, *, root: Path, defaults: Sequence[str] = ()) -> RunConfig:
-    """Return the config of a request, its overrides after `defaults`; a named run has its own."""
-    overrides = [*defaults, *request.overrides]
-    if request.config is None and (name := override_value(overrides, "run.name")) is not None:
-        own = own_config(overrides, name, root=root)
-        if own.is_file():
-            return load_config(str(own), overrides, root=root)
-    named = request.config or DEFAULT_CONFIG
-    return load_config(named, overrides, root=root, is_dry=request.is_dry)
-
-
-def load_joined(request: Request, *, root: Path) -> RunConfig:
-    """Return the config of the run that a role joins or that is asked about.
-
-    Without `run.name` it is the one that `--config` names, then the latest.
-
-    Raises:
-        ConfigError: there is no such run; names the nearest one there is. Only a scheduler that is
-            given a `--config` begins a run.
-    """
-    overrides = request.overrides
-    name = override_value(overrides, "run.name")
-    if name is None and request.config is not None:
-        name = find_config(request.config, root=root).stem
-    if name is None:
-        latest = _folder(overrides, root=root) / "latest"
-        name = latest.resolve().name if latest.exists() else DEFAULT_CONFIG
-    own = own_config(overrides, name, root=root)
-    if own.is_file():
-        return load_config(str(own), overrides, root=root)
-    if request.command == "scheduler" and request.config is not None:
-        return load_config(request.config, overrides, root=root)
-    load_config(request.config or DEFAULT_CONFIG, overrides, root=root)  # a wrong key is said first
-    raise ConfigError(f"run.name={name}: no such run below {own.parents[1]}/{_nearest_run(own)}")
-
-
-def _folder(overrides: Sequence[str], *, root: Path) -> Path:
-    folder = override_value(overrides, "run.dir")
-    if folder is not None and not PATH.fits(folder):
-        raise ConfigError(f"run.dir={folder!r:.100}: {PATH.phrase}")
-    return root / (folder or "runs")
-
-
-def own_config(overrides: Sequence[str], name: str, *, root: Path) -> Path:
-    """Return where a run keeps its configuration. Raises: ConfigError: no name of a run."""
-    if not FILE_NAME.fits(name):  # before it is taken for a path
-        raise ConfigError(f"run.name={name!r:.100}: {FILE_NAME.phrase}")
-    return _folder(overrides, root=root) / name / "config.yaml"
-
-
-def _nearest_run(own: Path) -> str:
-    known = sorted({path.parent.name for path in own.parents[1].glob("*/config.yaml")} - {"latest"})
-    near = difflib.get_close_matches(own.parent.name, known, n=1, cutoff=0.0)
-    return f"; the nearest is {near[0]}" if near else ", nor any other; start one with `train`"
-
-
-def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
-    """Start all roles, wait for the end, write the report; return the exit code."""
+def train(cfg: RunConfig, run_dir: RunDir, *, root: Path, observer: RunObserver) -> int:
+    """Start all roles and wait for the end; return the exit code."""
     from common.checks.machine import gpus
     from common.checks.preflight import check_devices
-    from common.dashboard.run_state import stop_line
-    from common.dashboard.run_view import view_run
     from common.launch.lock import hold_run
     from common.launch.roles import make_role_specs
     from common.launch.supervise import supervise
-    from common.store.run_start import keep_tokenizer, prepare
+    from common.store.run_start import dated, keep_tokenizer, prepare
     from common.wire.security import create_keys
 
     is_here = cfg.launcher is Launcher.LOCAL
@@ -109,7 +44,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
     with hold_run(run_dir.root, name=cfg.run.name), _starter(cfg, run_dir) as starter:
         cfg = reachable_at(cfg, starter.host)
         prepare(cfg, run_dir)
-        run_dir.root.mkdir(parents=True, exist_ok=True)
+        cfg = dated(cfg, run_dir, is_kept=True)
         for role in ("envhub", "scheduler"):
             run_dir.forget_address(role)
         create_keys(run_dir.keys)
@@ -125,17 +60,12 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
             seats=seats,
             found=gpus() if is_here else (),
         )
-        ending, peak_memory_bytes = supervise(cfg, run_dir, specs, starter)
-    if ending.exit_code > 128:  # by a signal
-        step = view_run(run_dir, cfg.train, cfg.horizon).step
-        print(f"{cfg.run.name}: {stop_line(run_dir, step)}", file=sys.stderr)
-    elif ending.exit_code != 0:
+        ending, peak_bytes = supervise(cfg, run_dir, specs, starter, observer=observer)
+    if 0 < ending.exit_code <= 128:  # It was not ended by a signal.
         print(f"error: {ending.reason}", file=sys.stderr)
-    if ending.exit_code != 0:
-        return ending.exit_code
     wall_s = time.monotonic() - started
-    _report(cfg, run_dir, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
-    return 0
+    observer.conclude(ending, wall_s=wall_s, peak_memory_bytes=peak_bytes)
+    return ending.exit_code
 
 
 @contextlib.contextmanager
@@ -166,16 +96,19 @@ def reachable_at(cfg: RunConfig, host: str) -> RunConfig:
     return replace(cfg, **own)
 
 
-def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes: int) -> None:
-    from common.report.write import summary, write_report
-    from common.store.run_start import mark_finished
+def on_loopback(cfg: RunConfig) -> RunConfig:
+    """Return a config whose roles listen on the loopback address that this machine has.
 
-    report = write_report(run_dir, cfg, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
-    mark_finished(run_dir, version=cfg.train.num_steps, result=summary(report))
-    print(f"{cfg.run.name}: {_state(cfg, run_dir)}")
-    print(f"report: {run_dir.root / 'report.html'}")
-    where = "" if run_dir.root.parent == ROOT / "runs" else f" run.dir={run_dir.root.parent}"
-    print(f"every episode of it: python run.py dashboard {run_dir.root.name}{where}")
+    That is ::1 where there is no 127.0.0.1, and the other way round.
+    """
+    from common.host.loopback import IPV4, IPV6, can_bind, loopback
+
+    own = {
+        name: replace(section, host=loopback())
+        for name in ("scheduler", "learner", "envhub")
+        if (host := (section := getattr(cfg, name)).host) in (IPV4, IPV6) and not can_bind(host)
+    }
+    return replace(cfg, **own) if own else cfg
 
 
 def _point_latest(run_dir: RunDir) -> None:
@@ -185,58 +118,46 @@ def _point_latest(run_dir: RunDir) -> None:
         latest.symlink_to(run_dir.root.name)
 
 
-def status(cfg: RunConfig, run_dir: RunDir) -> int:
-    """Print how a run is doing; return the exit code."""
-    from common.dashboard.run_state import details
-    from common.launch.keys import refused_lines
-
-    lines = [f"{run_dir.root}: {_state(cfg, run_dir)}", *details(cfg, run_dir)]
-    print("\n".join([*lines, *refused_lines(run_dir)]))
-    return 0
-
-
-def probe(cfg: RunConfig, run_dir: RunDir, kind: str) -> int:
-    """Print whether a run is `live` or `ready`, or why not; return 0 if it is, else 1."""
-    from common.dashboard.probe import why_not_live, why_not_ready
-    from common.dashboard.run_view import view_run
-
-    if kind == "live":
-        reason = why_not_live(run_dir)
-    else:
-        reason = why_not_ready(run_dir, view_run(run_dir, cfg.train, cfg.horizon))
-    print(f"{run_dir.root}: {f'not {kind}: {reason}' if reason else kind}")
-    return 1 if reason else 0
-
-
-def _state(cfg: RunConfig, run_dir: RunDir) -> str:
-    from common.dashboard.run_state import state_line
-    from common.dashboard.run_view import view_run
-
-    return state_line(run_dir, view_run(run_dir, cfg.train, cfg.horizon))
-
-
 def be_role(
     name: str, run: Callable[[RunConfig, RunDir], None], cfg: RunConfig, run_dir: RunDir
 ) -> int:
-    """Be one role in this process until it ends; return the exit code."""
+    """Be one role in this process until it ends; return the exit code.
+
+    Raises: ConfigError, NotStarted: it fails before it has begun, see `StartGuard`.
+    """
+    from common.checks.preflight import check_model
+    from common.formats.chat_template import fix_date
+    from common.launch.start_guard import StartGuard
+    from common.stall.beacon import has_begun
+    from common.store.run_start import dated
     from common.wire.security import create_keys
 
     configure_logging(name, cfg.log.level)
+    if name in WITH_MODEL:
+        check_model(cfg.model.path, ROOT)
     if name == "scheduler":  # it begins a run; the others join one
         create_keys(run_dir.keys)
     if not run_dir.config.exists():
+        cfg = dated(cfg, run_dir, is_kept=True)
         save_config(cfg, run_dir.config)
-    run(cfg, run_dir)
+    fix_date(cfg.model.date)
+    with StartGuard(run_dir.root, has_begun=has_begun):
+        run(cfg, run_dir)
     return 0
 
 
 def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, root: Path) -> int:
     """Be a role of a run that another machine holds, until it ends; return the exit code.
 
-    Raises: ConfigError: the key, the address, the version or a key of the configuration is wrong.
+    Raises:
+        ConfigError: the key, the address, the version or a key of the configuration is wrong.
+        NotStarted: it fails before it has begun, see `StartGuard`.
     """
+    from common.formats.chat_template import fix_date
     from common.join.enrol import enrol, parse_address
+    from common.launch.start_guard import StartGuard
     from common.repository import product_version
+    from common.stall.beacon import has_begun
     from common.wire.addresses import host_of, is_here
     from common.wire.join_messages import JoinRequest
     from common.wire.security import read_join_key
@@ -257,7 +178,9 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
     if role == "actor":
         _check_weights(cfg, joined, root=root)
     configure_logging(role, cfg.log.level)
-    run(cfg, joined)
+    fix_date(cfg.model.date)
+    with StartGuard(None, has_begun=has_begun):
+        run(cfg, joined)
     return 0
 
 
@@ -292,6 +215,22 @@ def _with_defaults(role: str, overrides: Sequence[str], joined: "Joined") -> lis
         own["envhub.host"] = "0.0.0.0"
     given = [f"{key}={v}" for key, v in own.items() if override_value(overrides, key) is None]
     return [*overrides, *given]
+
+
+def with_date(
+    run: Callable[[RunConfig, RunDir], int], cfg: RunConfig, run_dir: RunDir, *, is_kept: bool
+) -> int:
+    """Carry out a command whose prompts all name one date; return its exit code.
+
+    Args:
+        is_kept: as in `dated`.
+    """
+    from common.formats.chat_template import fix_date
+    from common.store.run_start import dated
+
+    cfg = dated(cfg, run_dir, is_kept=is_kept)
+    fix_date(cfg.model.date)
+    return run(cfg, run_dir)
 
 
 def say(text: str) -> int:

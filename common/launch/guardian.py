@@ -1,23 +1,30 @@
-"""A tiny process that ends the roles when their launcher dies without a word (kill -9).
+"""A tiny process that ends the children when their parent dies without a word (kill -9).
 
-It reads "+GROUP" and "-GROUP" lines from its standard input. The input ends when the launcher
-does; then every group still listed gets SIGTERM and, after a grace, SIGKILL.
+It reads lines from its standard input: "+g123" lists a process group, "+mabc" lists a mark, "-"
+removes either. The input ends when the parent does. Then each listed group gets SIGTERM and, after
+a grace, SIGKILL; so does every process that has a listed mark in its environment.
 """
 
+import atexit
+import contextlib
+import functools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 GRACE_S = 5.0
 CLOSE_S = 2 * GRACE_S
 POLL_S = 0.1  # nothing tells when the last process of a group, none of ours, has ended
+MARKS = "LONGSTRIDE_MARKS"  # environment variable; a child adds its own mark to its parent's
+MAX_SEARCHES = 20  # for marked processes: one that is killed may have started another
 
 
 class Guardian:
-    """The launcher's end of the pipe."""
+    """The parent's end of the pipe."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -29,12 +36,20 @@ class Guardian:
         )
 
     def add(self, group: int) -> None:
-        """End this group if the launcher dies."""
-        self._tell(f"+{group}\n")
+        """End this group if the parent dies."""
+        self._tell(f"+g{group}\n")
 
     def remove(self, group: int) -> None:
-        """This group is gone; its number may soon be somebody else's."""
-        self._tell(f"-{group}\n")
+        """Forget this group: it has ended, and the kernel may reuse its number."""
+        self._tell(f"-g{group}\n")
+
+    def add_mark(self, mark: str) -> None:
+        """End all processes with this mark if the parent dies, also those not started yet."""
+        self._tell(f"+m{mark}\n")
+
+    def remove_mark(self, mark: str) -> None:
+        """Forget this mark: no process has it any more."""
+        self._tell(f"-m{mark}\n")
 
     def close(self) -> None:
         """Let the guardian end; it kills what is still listed."""
@@ -53,6 +68,18 @@ class Guardian:
             self._process.stdin.flush()
 
 
+def shared_guardian() -> Guardian:
+    """Return the guardian of this process, which ends all children without one of their own."""
+    return _guardian_of(os.getpid())  # a fork does not write to the pipe of its parent
+
+
+@functools.cache
+def _guardian_of(_pid: int) -> Guardian:
+    guardian = Guardian()
+    atexit.register(guardian.close)
+    return guardian
+
+
 def signal_group(group: int, number: int) -> bool:
     """Send a signal to a process group; False if nobody is left in it."""
     try:
@@ -62,13 +89,57 @@ def signal_group(group: int, number: int) -> bool:
     return True
 
 
-def main() -> None:
-    """Keep the list until the input ends, then clean up."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
-    for line in sys.stdin:
-        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+def marks_with(mark: str) -> str:
+    """Return the value of `MARKS` for a child with this mark."""
+    return ":".join(filter(None, [os.environ.get(MARKS, ""), mark]))
+
+
+@contextlib.contextmanager
+def inheriting(mark: str) -> Generator[None]:
+    """Give the mark to all processes that this one starts within the block."""
+    before = os.environ.get(MARKS)
+    os.environ[MARKS] = marks_with(mark)
+    try:
+        yield
+    finally:
+        os.environ.pop(MARKS)
+        if before is not None:
+            os.environ[MARKS] = before
+
+
+def find_marked(*wanted: str) -> list[int]:
+    """Return the ids of all processes whose environment holds one of these marks.
+
+    Reads /proc; empty on a machine without one.
+    """
+    start = f"{MARKS}=".encode()
+    marks = {mark.encode() for mark in wanted}
+    found: list[int] = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            variables = environ.read_bytes().split(b"\0")
+        except OSError:  # it ended meanwhile, or is another user's
+            continue
+        own = next((v.removeprefix(start) for v in variables if v.startswith(start)), b"")
+        if not marks.isdisjoint(own.split(b":")):
+            found.append(int(environ.parent.name))
+    return found
+
+
+def kill_marked(*marks: str) -> None:
+    """Kill all processes with one of these marks, and those that they start meanwhile."""
+    for _ in range(MAX_SEARCHES):
+        pids = find_marked(*marks) if marks else []
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def _end(groups: set[int], marks: set[str]) -> None:
+    """End the groups, with a grace, then all marked processes at once."""
     deadline = time.monotonic() + GRACE_S
     groups = {group for group in groups if signal_group(group, signal.SIGTERM)}
     while groups and time.monotonic() < deadline:
@@ -76,6 +147,19 @@ def main() -> None:
         groups = {group for group in groups if signal_group(group, 0)}
     for group in groups:
         signal_group(group, signal.SIGKILL)
+    kill_marked(*marks)
+
+
+def main() -> None:
+    """Keep the lists until the input ends, then clean up."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    listed: set[str] = set()
+    for line in sys.stdin:
+        name = line[1:].strip()
+        (listed.add if line[0] == "+" else listed.discard)(name)
+    groups = {int(name[1:]) for name in listed if name[0] == "g"}
+    _end(groups, {name[1:] for name in listed if name[0] == "m"})
 
 
 if __name__ == "__main__":

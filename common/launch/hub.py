@@ -5,13 +5,14 @@ import logging
 from collections.abc import Generator
 from pathlib import Path
 
-from common.config.load import save_config
 from common.config.run_config import RunConfig
-from common.errors import EnvError
+from common.errors import ConfigError, EnvError
+from common.launch.base import EXIT_CONFIG_ERROR
 from common.launch.guardian import Guardian
 from common.launch.process import ChildFailed, ChildProcess
 from common.launch.roles import make_role_specs
 from common.store.run_dir import RunDir
+from common.store.run_start import save_config
 from common.wire.security import create_keys
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,9 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
 
     The keys and the configuration of the hub are written to `run_dir`.
 
-    Raises: EnvError: the hub ended or published no address in time; holds its last words.
+    Raises:
+        ConfigError: the hub refuses its configuration.
+        EnvError: the hub ended or published no address in time; holds its last words.
     """
     token = create_keys(run_dir.keys).hub_token
     save_config(cfg, run_dir.config)
@@ -42,6 +45,8 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
         try:
             hub.wait_until(lambda: is_there("envhub") is not None, timeout_s=timeout_s)
         except ChildFailed as error:
+            if hub.poll() == EXIT_CONFIG_ERROR:
+                raise ConfigError(f"envhub: {hub.last_error()}") from error
             raise EnvError(f"while starting: {error}") from error
         yield run_dir.find_address("envhub") or "", token
     finally:

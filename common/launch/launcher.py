@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import re
 import select
 import signal
 import socket
@@ -14,6 +15,7 @@ from common.launch.base import (
     EXIT_CONFIG_ERROR,
     EXIT_FAILED,
     EXIT_FINISHED,
+    EXIT_NOT_STARTED,
     Ending,
     LaunchState,
     RoleProcess,
@@ -21,7 +23,7 @@ from common.launch.base import (
     RoleStarter,
     Watch,
 )
-from common.launch.process import TAIL_LINES, describe_exit
+from common.launch.process import ERROR, TAIL_LINES, describe_exit, find_error
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +102,9 @@ class Launcher:
     def _watch(self) -> Ending:
         """Keep the roles alive until the run ends in one way or another."""
         while not self._signals:
+            last = next((each for each in self._roles if each.spec.ends_run), None)
             for role in self._roles:
-                ending = role.check()
+                ending = role.check(last.process if last is not None else None)
                 if ending is not None:
                     return ending
             ending = self._end_stall()
@@ -215,7 +218,10 @@ class _Role:
         self._first_backoff_s = first_backoff_s
         self._backoff_s = AT_ONCE_FRAC * first_backoff_s
         self._start_again_at = 0.0
+        self._left_beside: RoleProcess | None = None  # the process that ends the run, at that time
         self._restarts: deque[float] = deque()
+        self._may_have_worked = False
+        self._error = ""  # of the last failed start, without its numbers
 
     @property
     def is_running(self) -> bool:
@@ -231,11 +237,15 @@ class _Role:
         """Start the process."""
         self.process = self._starter.start(self.spec)
 
-    def check(self) -> Ending | None:
-        """Look after the process once; return how the run ends if this role ends it."""
+    def check(self, last: RoleProcess | None) -> Ending | None:
+        """Look after the process once; return how the run ends if this role ends it.
+
+        Args:
+            last: the process whose end ends the run, if it has one now.
+        """
         if self.process is None:
             if time.monotonic() >= self._start_again_at:
-                self.start()
+                self._start_again(last)
             return None
         code = self.process.poll()
         if code is None:
@@ -245,12 +255,26 @@ class _Role:
         if code == 0 and self.spec.ends_run:
             return Ending(exit_code=EXIT_FINISHED, reason=f"{self.spec.name} finished")
         if code == EXIT_CONFIG_ERROR:
-            last = (ended.log_tail(max_lines=1) or ["no output"])[0]
+            last = _error_of(ended)
             return Ending(exit_code=EXIT_CONFIG_ERROR, reason=f"{self.spec.name}: {last}")
+        if self._has_failed_alike(ended, code):
+            return self._hopeless(ended)
         if not self._may_restart():
             return self._failure(ended, code)
         self._plan_restart(ended, code)
+        self._left_beside = last if code == 0 else None
         return None
+
+    def _start_again(self, last: RoleProcess | None) -> None:
+        """Start the process, or wait on: a run that is over needs a role that left no more.
+
+        It does need it where `last` is another process than then, which was started again.
+        """
+        is_same = last is not None and last is self._left_beside and last.poll() is None
+        if is_same and self._watch is not None and self._watch.is_over():
+            self._start_again_at = time.monotonic() + self._first_backoff_s
+            return
+        self.start()
 
     def clear_away(self) -> None:
         """Kill what the process left behind and forget it."""
@@ -260,6 +284,26 @@ class _Role:
             logger.warning("killing role=%s", self.spec.name)
         self.process.clear_away()
         self.process = None
+
+    def _has_failed_alike(self, ended: RoleProcess, code: int) -> bool:
+        """Return whether its first two starts failed with the same error, whatever the numbers.
+
+        A role that has ended in another way may have worked, so its failures are counted alone.
+        """
+        if code != EXIT_NOT_STARTED:
+            self._may_have_worked = True
+        if self._may_have_worked:
+            return False
+        before, self._error = self._error, re.sub(r"\d+", "#", _error_of(ended))
+        return self._error == before
+
+    def _hopeless(self, ended: RoleProcess) -> Ending:
+        last = _error_of(ended).removeprefix(ERROR)
+        reason = (
+            f"{self.spec.name} cannot start: {last}; two starts failed alike, "
+            f"the whole log: {self.spec.log_path}"
+        )
+        return Ending(exit_code=EXIT_FAILED, reason=reason)
 
     def _may_restart(self) -> bool:
         progress = self._watch.progress(self.spec.name) if self._watch else None
@@ -301,3 +345,7 @@ class _Role:
             f"the whole log: {self.spec.log_path}"
         )
         return Ending(exit_code=EXIT_FAILED, reason=reason)
+
+
+def _error_of(ended: RoleProcess) -> str:
+    return find_error(ended.log_tail(max_lines=TAIL_LINES))

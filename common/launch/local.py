@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Generator
 
+from common.host.loopback import loopback
 from common.launch.base import RoleSpec
 from common.launch.guardian import Guardian
 from common.launch.process import ChildProcess
@@ -14,9 +15,8 @@ logger = logging.getLogger(__name__)
 class LocalStarter:
     """Starts subprocesses that end when this process does, however that ends."""
 
-    host = "127.0.0.1"
-
     def __init__(self, guardian: Guardian) -> None:
+        self.host = loopback()
         self._guardian = guardian
 
     def start(self, spec: RoleSpec) -> ChildProcess:

@@ -39,7 +39,7 @@ def hold_role(root: Path, role: str) -> Generator[None]:
 @contextlib.contextmanager
 def _held(path: Path, *, what: str, wait_s: float) -> Generator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:
+    with path.open("a+", encoding="utf-8") as file:
         try:
             _lock(file, wait_s)
         except BlockingIOError as error:
@@ -69,7 +69,7 @@ def _lock(file: TextIO, wait_s: float) -> None:
 def is_held(root: Path) -> bool:
     """Return whether a launcher of this run is alive."""
     try:
-        with (root.parent / f".{root.name}.lock").open("r") as file:
+        with (root.parent / f".{root.name}.lock").open("r", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

@@ -11,15 +11,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from common.errors import LongstrideError
-from common.launch.guardian import Guardian, signal_group
+from common.launch.guardian import (
+    MARKS,
+    Guardian,
+    find_marked,
+    marks_with,
+    shared_guardian,
+    signal_group,
+)
 
 logger = logging.getLogger(__name__)
 
 KILLED_S = 5.0  # from SIGKILL to the end of a process that is not stuck
 MAX_TAIL_BYTES = 16_384
 TAIL_LINES = 15  # of a child's log in an error
+ERROR = "error: "  # how the line begins that names why a command of the product failed
 POLL_S = 0.02  # what a child gets ready is a file, and nothing portable tells of a new one
-MARKS = "LONGSTRIDE_MARKS"  # environment variable; a child adds its own mark to its parent's
 
 
 class ChildFailed(LongstrideError):
@@ -30,7 +37,7 @@ class ChildProcess:
     """A started child: stdin closed, a session and a process group of its own.
 
     Everything that it ever starts inherits its mark, so `clear_away` finds also those that left
-    the group and lost their parent (a browser, an engine). With a guardian the group ends as well
+    the group and lost their parent (a browser, an engine). A guardian process ends them all as well
     when this very process is killed.
 
     Example:
@@ -59,13 +66,14 @@ class ChildProcess:
             log_path: stdout and stderr are appended here; None: they go where this process's do.
             env: variables on top of this process's own.
             pass_fds: file descriptors that stay open in the child.
-            guardian: ends the child if this process dies without a word.
+            guardian: ends the child if this process is killed. None: the guardian that all such
+                children of this process share.
         """
         self.name = name
         self.log_path = log_path
-        self._guardian = guardian
+        self._guardian: Guardian | None = guardian or shared_guardian()
         self._mark = secrets.token_hex(16)
-        marks = ":".join(filter(None, [os.environ.get(MARKS, ""), self._mark]))
+        self._guardian.add_mark(self._mark)  # before the start: no moment is without it
         with contextlib.ExitStack() as stack:
             log = None
             if log_path is not None:
@@ -74,7 +82,7 @@ class ChildProcess:
             self._log_offset = log.tell() if log else 0
             self._process = subprocess.Popen(
                 argv,
-                env={**os.environ, **(env or {}), MARKS: marks},
+                env={**os.environ, **(env or {}), MARKS: marks_with(self._mark)},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -84,8 +92,7 @@ class ChildProcess:
             )
         self.started_at = time.time()
         self.waits_for = ""  # as of a role that is started elsewhere
-        if guardian is not None:
-            guardian.add(self.pid)
+        self._guardian.add(self.pid)
 
     @property
     def pid(self) -> int:
@@ -122,6 +129,7 @@ class ChildProcess:
             return
         if self._guardian is not None:
             self._guardian.remove(self.pid)
+            self._guardian.remove_mark(self._mark)
             self._guardian = None
 
     def stop(self, *, timeout_s: float) -> bool:
@@ -151,6 +159,10 @@ class ChildProcess:
             return []
         return read_tail(self.log_path, self._log_offset, max_lines=max_lines)
 
+    def last_error(self) -> str:
+        """Return the last error that this process wrote to its log, see `find_error`."""
+        return find_error(self.log_tail(max_lines=TAIL_LINES))
+
     def _last_words(self) -> str:
         lines = "".join(f"\n  {line}" for line in self.log_tail(max_lines=TAIL_LINES))
         return f"{lines}\nthe whole log: {self.log_path}" if self.log_path else ""
@@ -166,27 +178,18 @@ def read_tail(log_path: Path, offset: int, *, max_lines: int) -> list[str]:
     return [line for line in text.splitlines() if line.strip()][-max_lines:]
 
 
+def find_error(lines: Sequence[str]) -> str:
+    """Return the last line that begins with "error: ", else the last line, "no output" of none.
+
+    Libraries write lines of their own while a process ends.
+    """
+    errors = [line for line in lines if line.startswith(ERROR)]
+    return (errors or lines or ["no output"])[-1]
+
+
 def describe_exit(code: int) -> str:
     """Return "exit code 3" or "killed by SIGKILL"."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def find_marked(mark: str) -> list[int]:
-    """Return the ids of all processes started with this mark among those in their environment.
-
-    Reads /proc; empty on a machine without one.
-    """
-    start = f"{MARKS}=".encode()
-    found: list[int] = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            variables = environ.read_bytes().split(b"\0")
-        except OSError:  # it ended meanwhile, or is another user's
-            continue
-        marks = next((v.removeprefix(start) for v in variables if v.startswith(start)), b"")
-        if mark.encode() in marks.split(b":"):
-            found.append(int(environ.parent.name))
-    return found
 
 
 def wait_until_ended(children: Iterable[ChildProcess], *, deadline: float) -> bool:

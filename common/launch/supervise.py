@@ -4,21 +4,17 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from common.config.run_config import RunConfig
 from common.cpu import CpuWatch
-from common.dashboard.live import LiveDisplay
-from common.dashboard.pace import Pace
-from common.dashboard.run_view import RunView, view_run
-from common.dashboard.web.beside import beside
 from common.launch.base import Ending, LaunchState, RoleSpec, RoleStarter
 from common.launch.launcher import Launcher
+from common.launch.observer import RunObserver
 from common.log import begin_anew, kept_in
 from common.memory import family_bytes
-from common.repository import ROOT
 from common.stall.watch import StallWatch
 from common.store.disk import if_room
 from common.store.metrics import tail_metrics
@@ -35,25 +31,17 @@ SAMPLE_S = 5.0  # between two looks at the memory
 
 
 def supervise(
-    cfg: RunConfig, run_dir: RunDir, specs: Sequence[RoleSpec], starter: RoleStarter
+    cfg: RunConfig,
+    run_dir: RunDir,
+    specs: Sequence[RoleSpec],
+    starter: RoleStarter,
+    *,
+    observer: RunObserver,
 ) -> tuple[Ending, int]:
     """Stay until the run has ended; return how, and the peak memory of all roles in bytes.
 
-    What the launcher knows is in launch.json meanwhile, for displays and `status`.
+    Meanwhile launch.json holds the launcher's state, for displays and `status`.
     """
-    pace = Pace(cfg.model)
-
-    def look() -> RunView:
-        view = view_run(run_dir, cfg.train, cfg.horizon)
-        pace.look(view)
-        return view
-
-    display = LiveDisplay(
-        look,
-        title=f"longstride · {cfg.run.name}",
-        subtitle=f"{cfg.train.mode} · seed {cfg.run.seed} · {run_dir.root}",
-        is_wanted=cfg.log.live,
-    )
     memory = MemoryWatch(elsewhere=starter.memory_bytes)
     cpu = CpuWatch(run_dir)
     written: LaunchState | None = None
@@ -65,13 +53,13 @@ def supervise(
             logs_at = time.monotonic() + LOGS_S
             max_bytes = cfg.log.max_mb * 10**6
             if_room(lambda: begin_anew(run_dir.logs, max_bytes=max_bytes), run_dir.logs)
-        state = replace(state, **pace.told())
+        state = observer.annotate(state)
         if state != written and if_room(
             lambda: write_json(run_dir.launch, asdict(state)), run_dir.launch
         ):
             written = state
         tell_alive(run_dir.launch)
-        display.refresh()
+        observer.refresh()
         memory.sample()
         cpu.sample()
 
@@ -79,15 +67,16 @@ def supervise(
     stop_s = partial(stop_timeout_s, run_dir, wanted_s=wanted_s)
     watch = StallWatch(run_dir, cfg.run, turn_s=cfg.actor.turn_timeout_s)
     launcher = Launcher(starter, stop_timeout_s=stop_s, watch=watch)
-    display.start()
+    observer.start()
     try:
-        # Why a role was started again: for displays, also after the end.
-        say = partial(print, flush=True)
-        page = beside(run_dir, root=ROOT, say=say) if cfg.dashboard else contextlib.nullcontext()
-        with kept_in(run_dir.logs / "launcher.log", "common.launch", "common.stall"), page:
+        # The log keeps the reasons of restarts, for displays, also after the end.
+        with (
+            kept_in(run_dir.logs / "launcher.log", "common.launch", "common.stall"),
+            observer.page(),
+        ):
             ending = launcher.run(specs, on_poll=on_poll)
     finally:
-        display.stop()
+        observer.stop()
         run_dir.launch.unlink(missing_ok=True)
     return ending, memory.peak_bytes
 

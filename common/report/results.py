@@ -1,21 +1,20 @@
 """A run's results as numbers: evaluations with intervals, the paired gain, sums over the steps."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
+from common.evaluation.intervals import gain_interval, wilson_interval
+from common.ids import subset_of
 from common.report.model import Gain, Score, SubsetScore
 from common.store.journal import read_journal
 from common.store.metrics import MetricsLine
-from common.wire.ids import subset_of
 from common.wire.messages import EpisodeKind
 
 EVALS = ("before-model", "after-model", "before-random_valid", "before-expert")
 MAX_LAG_SHOWN = 8
-Z95 = 1.959964  # of the normal distribution, two-sided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,37 +85,17 @@ def score(plays: Sequence[Play]) -> Score:
     )
 
 
-def wilson_interval(num_solved: int, num_plays: int) -> tuple[float, float]:
-    """Return the 95% score interval of a share of one or more plays.
-
-    Source: Wilson (1927), J. Am. Stat. Assoc. 22:209, without continuity correction.
-    """
-    return score_interval(num_solved / num_plays, num_plays)
-
-
-def score_interval(mean: float, trials: float) -> tuple[float, float]:
-    """Return Wilson's interval around a mean of so many independent trials, all in [0, 1]."""
-    z2 = Z95**2
-    centre = mean + z2 / (2 * trials)
-    spread = Z95 * math.sqrt((mean * (1 - mean) + z2 / (4 * trials)) / trials)
-    scale = 1 + z2 / trials
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
-
-
 def paired_gain(before: Iterable[Play], after: Iterable[Play]) -> Gain | None:
     """Return the mean gain over items played in both; None if there is no such item.
 
-    The interval is the normal one on per-item differences.
+    The interval is that of the mean of the items' differences.
     """
     old, new = _success_by_item(before), _success_by_item(after)
     gains = [new[item] - old[item] for item in sorted(old.keys() & new.keys())]
     if not gains:
         return None
-    mean, interval = fmean(gains), None
-    if len(gains) > 1:
-        spread = Z95 * stdev(gains) / math.sqrt(len(gains))
-        interval = (max(-1.0, mean - spread), min(1.0, mean + spread))
-    return Gain(success=mean, ci95=interval, num_pairs=len(gains))
+    interval = gain_interval(gains) if len(gains) > 1 else None
+    return Gain(success=fmean(gains), ci95=interval, num_pairs=len(gains))
 
 
 def lag_histogram(lines: list[MetricsLine]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from common.config.run_config import RunConfig
 from common.dashboard.reading.run_source import RunSource
 from common.errors import ConfigError
 from common.report.command import title_of
-from common.report.evaluation.curve import eval_curve
+from common.report.curve import eval_curve
 from common.report.model import Baselines, HeldOut, PeakMemory, Report, Score, Selection, TokenRates
 from common.report.page import render
 from common.report.results import (

@@ -23,8 +23,10 @@ from common.store.run_dir import RunDir, write_atomically
 
 WRITE_S = 1.0
 ASLEEP_S = 3 * WRITE_S  # between two rounds of the writing thread: the process stood still
+STARTING, LEAVING = "starting", "leaving"  # of the line "main", before and after the role's work
 MAX_TASKS = 50  # of an event loop, whose stacks are written
 MAX_FRAMES = 12  # of a task
+_BEGUN = threading.Event()  # this process, which is one role, is past its start
 
 
 @dataclass(slots=True)
@@ -68,7 +70,7 @@ class Beacon:
         for path in helpers_of(self._path.parent, self._path.stem):
             path.unlink(missing_ok=True)  # of a life before
         self._stacks_path.unlink(missing_ok=True)
-        self._stacks = self._stacks_path.open("a")  # so that it can be cut
+        self._stacks = self._stacks_path.open("a", encoding="utf-8")  # so that it can be cut
         os.environ[STACKS] = f"{os.getpid()}:{self._path.with_suffix('')}"
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self._thread.start()
@@ -78,7 +80,7 @@ class Beacon:
         self._stopping.set()
         self._thread.join(WRITE_S)
         self._lines = {}
-        self.note("main", "leaving")
+        self.note("main", LEAVING)
         with contextlib.suppress(OSError):
             self._write()
         if self._stacks is not None:
@@ -94,6 +96,8 @@ class Beacon:
         self, line: str, what: str, *, waits_for: str = "", limit_s: float | None = None
     ) -> None:
         """Note progress: a line of work is at something else, or again at the same."""
+        if line == "main" and what not in (STARTING, LEAVING):
+            _BEGUN.set()
         now = time.monotonic()
         with self._lock:
             known = self._lines.get(line)
@@ -130,6 +134,11 @@ class Beacon:
         write_atomically(self._path, json.dumps(told))
 
 
+def has_begun() -> bool:
+    """Return whether this process's role has begun to work: it is past its start."""
+    return _BEGUN.is_set()
+
+
 @contextlib.contextmanager
 def beacon_of(run_dir: RunDir | None, role: str, *, start_s: float) -> Generator[Beacon]:
     """Yield the beacon of a role that is starting, for which it has `start_s`.
@@ -142,7 +151,7 @@ def beacon_of(run_dir: RunDir | None, role: str, *, start_s: float) -> Generator
         os.environ[STACKS] = f"{os.getpid()}:"
         faulthandler.register(STACKS_SIGNAL, file=STDERR, all_threads=True)
     beacon = Beacon(run_dir or RunDir(root=Path()), role)
-    beacon.note("main", "starting", limit_s=start_s)
+    beacon.note("main", STARTING, limit_s=start_s)
     if is_told:
         beacon.start()
     try:
@@ -159,7 +168,7 @@ def beacon_of(run_dir: RunDir | None, role: str, *, start_s: float) -> Generator
 def boot_id() -> str:
     """Return what names this machine since it was started: its clock, and its process ids."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return socket.gethostname()
 

@@ -8,9 +8,9 @@ from typing import Any
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from common.dashboard.nodes import hub_text
 from common.stall.beacon import Line, boot_id
 from common.store.run_dir import RunDir
+from common.store.status.members import hub_text
 
 LEARNER = "learner"
 LATE_S = 2.5  # without a word of a role that tells every second

@@ -26,7 +26,7 @@ def tell_stacks() -> None:
         faulthandler.register(STACKS_SIGNAL, file=STDERR, all_threads=True)
         return
     with contextlib.suppress(OSError):  # of a full disk somebody else tells
-        file = open(f"{prefix}.{os.getpid()}.stacks", "a")  # noqa: SIM115 - see `_helpers`
+        file = open(f"{prefix}.{os.getpid()}.stacks", "a", encoding="utf-8")  # noqa: SIM115 - see `_helpers`
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
         _helpers.append(file)
 
@@ -40,7 +40,7 @@ def helpers_of(folder: Path, role: str) -> dict[Path, int]:
 def ask(pid: int) -> bool:
     """Ask a process for its stacks; False if it is not there, or cannot tell them yet."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
         caught = int(status.partition("SigCgt:")[2].split()[0], 16)
         if caught & 1 << STACKS_SIGNAL - 1 == 0:  # it would end by that
             return False

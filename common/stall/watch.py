@@ -74,6 +74,10 @@ class StallWatch:
             return status.get("version")
         return _counts(status)
 
+    def is_over(self) -> bool:
+        """Return whether the scheduler has reported the end of the run."""
+        return self._status().get("phase") == "done"
+
     def look(self, processes: Mapping[str, RoleProcess]) -> Verdict | None:
         """Return what to do about a stall, None if there is none. Call as often as you like."""
         now = time.monotonic()
@@ -219,7 +223,7 @@ class StallWatch:
             cut_stacks(asked)
         self._run_dir.stalls.mkdir(exist_ok=True)
         path = self._run_dir.stalls / f"{time.strftime('%Y%m%d-%H%M%S')}.txt"
-        path.write_text("\n".join(parts) + "\n")
+        path.write_text("\n".join(parts) + "\n", encoding="utf-8")
         for old in sorted(self._run_dir.stalls.glob("*.txt"))[:-MAX_REPORTS]:
             old.unlink(missing_ok=True)
         policy = self._cfg.on_stall

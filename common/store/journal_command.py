@@ -143,7 +143,7 @@ def _export(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
         raise ConfigError(f"to={target}: no such folder")
     partial = target.with_name(f".{target.name}.partial")
     if format != "json":
-        framing = load_framing(run_dir.tokenizer)
+        framing = load_framing(run_dir.tokenizer, day=run_dir.read_date())
         episodes = (trajectory for _, trajectory in read_journal(run_dir.journal))
         with contextlib.ExitStack() as stack:
             stack.callback(partial.unlink, missing_ok=True)

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TextIO, TypeVar, cast
 
-from common.errors import ConfigError, LongstrideError
+from common.errors import ConfigError, PeerMissing
 
 DESCRIPTORS_S = 10.0
 T = TypeVar("T")
@@ -47,6 +47,7 @@ class RunDir:
     selection = _Below("selection.json")  # who was dropped
     cpu = _Below("cpu.json")  # the launcher's, every few seconds: what each role has used
     outcomes = _Below("outcomes.jsonl")  # what became of each episode, as the scheduler booked it
+    date = _Below("date.txt")  # that every prompt names, YYYY-MM-DD
     tokenizer = _Below("tokenizer")  # with which the journal was written
     status = _Below("status.json")  # the scheduler's, once a second
     launch = _Below("launch.json")  # the launcher's, while it runs
@@ -56,6 +57,10 @@ class RunDir:
     report = _Below("report.json")
     keys = _Below("keys")  # 0600
     addresses = _Below("addresses")  # where roles listen
+
+    def read_date(self) -> str:
+        """Return the date that the run's prompts name, "" if it kept none."""
+        return self.date.read_text(encoding="utf-8").strip() if self.date.is_file() else ""
 
     def publish_address(self, role: str, address: str) -> None:
         """Tell the roles on this disk where `role` listens: the scheduler, which tells the rest."""
@@ -69,20 +74,20 @@ class RunDir:
     def find_address(self, role: str) -> str | None:
         """Return where `role` listens now, None if it has not said so. Does not wait."""
         try:
-            return (self.addresses / role).read_text().strip()
+            return (self.addresses / role).read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return None
 
     def wait_for_address(self, role: str, *, timeout_s: float) -> str:
         """Return where `role` listens, blocking this thread until it says so.
 
-        Raises: LongstrideError: nothing was published in time; names the role and the file.
+        Raises: PeerMissing: nothing was published in time; names the role and the file.
         """
         deadline = time.monotonic() + timeout_s
         while (address := self.find_address(role)) is None:
             if time.monotonic() > deadline:
                 path = self.addresses / role
-                raise LongstrideError(f"no {role} within {timeout_s:g}s: {path} does not exist")
+                raise PeerMissing(f"no {role} within {timeout_s:g}s: {path} does not exist")
             time.sleep(ADDRESS_POLL_S)
         return address
 
@@ -113,9 +118,7 @@ def write_atomically(
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with opened(lambda: temporary.open("w")) as handle:
-            if mode is not None:
-                os.fchmod(handle.fileno(), mode)
+        with opened(lambda: _create(temporary, mode)) as handle:
             handle.write(text)
             if is_durable:
                 handle.flush()
@@ -126,6 +129,15 @@ def write_atomically(
         raise
     if is_durable:
         sync_folder(path.parent)
+
+
+def _create(path: Path, mode: int | None) -> TextIO:
+    """Return an empty text file that has its mode from the beginning, whatever the umask is."""
+    if mode is None:
+        return path.open("w", encoding="utf-8")
+    path.unlink(missing_ok=True)  # A file that was there would keep its mode.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    return os.fdopen(os.open(path, flags, mode), "w", encoding="utf-8")
 
 
 def remove_partial_files(folder: Path) -> None:

@@ -2,15 +2,17 @@
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from common.config.load import config_as_yaml
+from common.config.load import config_as_yaml, git_revision
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.store.run_dir import RunDir, read_json, write_json
+from common.formats.chat_template import today
+from common.store.run_dir import RunDir, read_json, write_atomically, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ def prepare(cfg: RunConfig, run_dir: RunDir) -> Path | None:
     """
     if not run_dir.config.exists():
         return None
-    differences = _differences(cfg, run_dir)
+    differences = [*_differences(cfg, run_dir), *_other_date(cfg, run_dir)]
     if run_dir.finished.exists():
         version = load_finished(run_dir)["version"]
         if differences or version >= cfg.train.num_steps:
@@ -62,6 +64,32 @@ def prepare(cfg: RunConfig, run_dir: RunDir) -> Path | None:
             f"({'; '.join(differences)}); choose another run.name, or move {run_dir.root} away"
         )
     return None
+
+
+def dated(cfg: RunConfig, run_dir: RunDir, *, is_kept: bool) -> RunConfig:
+    """Return the configuration with a `model.date`, which every prompt names from now on.
+
+    It is the configured one, else that of the run directory, else that of the run whose checkpoint
+    the model is, else today's.
+
+    Args:
+        is_kept: the run directory keeps it for later starts.
+    """
+    kept = run_dir.read_date()
+    of_model = (RunDir(root=each).read_date() for each in Path(cfg.model.path).parents[:3])
+    day = cfg.model.date or kept or next(filter(None, of_model), "") or today()
+    if is_kept:
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+    if is_kept and not kept:
+        write_atomically(run_dir.date, f"{day}\n")
+    return replace(cfg, model=replace(cfg.model, date=day))
+
+
+def _other_date(cfg: RunConfig, run_dir: RunDir) -> list[str]:
+    """Return how the configured date differs from the kept one, [] if not or one is not given."""
+    was = run_dir.read_date()
+    now = cfg.model.date
+    return [f"model.date: was {was}, now {now}"] if was and now and was != now else []
 
 
 def keep_tokenizer(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> None:
@@ -92,3 +120,12 @@ def _set_aside(run_dir: RunDir) -> Path:
     run_dir.root.rename(target)
     logger.info("earlier run kept aside folder=%s", target)
     return target
+
+
+def save_config(cfg: RunConfig, path: Path) -> None:
+    """Write every resolved value as YAML that `load_config` reads back to an equal config.
+
+    Only its owner may read it, because a hub's token may be in it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, config_as_yaml(cfg, revision=git_revision()), mode=0o600)

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import logging
 import math
-import netrc
 import os
 import re
 import secrets
@@ -17,19 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, Protocol
 
 from common.config.load import without_secrets
-from common.config.run_config import LogSection, RunConfig, WandbMode
-from common.dashboard.reading.run_source import RunSource
-from common.dashboard.reading.tail import as_map
-from common.dashboard.web.overview import charts
-from common.dashboard.web.results import evaluations, samples
-from common.dashboard.words import plain
-from common.errors import WireError
+from common.config.run_config import RunConfig, WandbMode
 from common.store.run_dir import RunDir, write_atomically
+from common.store.status.json_files import as_map
+from common.store.wandb_mode import choose_mode
 
 if TYPE_CHECKING:
     import wandb
@@ -40,26 +33,51 @@ FINISH_TIMEOUT_S = 30.0
 READ_S = 30.0  # of the journal, for evaluations
 READ_AT_ONCE_S, PAUSE_S = 0.05, 0.1  # beside training
 BEFORE = "before"  # evaluations, which have ended when the first step is logged
-MAX_ROWS, MAX_CHARS = 30, 8000  # of a table; of an episode in it
-COLUMNS = ("why", "subset", "item", "reward", "turns", "end", "text")
+COLUMNS = ("why", "subset", "item", "reward", "turns", "end", "text")  # Of a table of episodes.
 DRAWN = ("eval/", "samples/")
-_DEFAULT_URL = "https://api.wandb.ai"
+
+
+class RunViews(Protocol):
+    """Views of a run that wandb shows beside the metrics."""
+
+    def charted(self, names: Set[str]) -> Set[str]:
+        """Return those of the metrics that have a chart."""
+        ...
+
+    def refresh(self, budget_s: float) -> bool:
+        """Read the journal for at most `budget_s` seconds; return whether more is left."""
+        ...
+
+    def evaluations(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the scores of each evaluation in the journal, by its name."""
+        ...
+
+    def sampled_episodes(self, evaluation: str) -> list[list[Any]]:
+        """Return some episodes of an evaluation, each a row of COLUMNS."""
+        ...
 
 
 class WandbSink:
     """A `MetricsSink`. Its files lie below the run directory; a resumed run keeps its wandb id."""
 
     def __init__(
-        self, run_dir: RunDir, cfg: RunConfig, *, job: str = "", init_timeout_s: float = 20.0
+        self,
+        run_dir: RunDir,
+        cfg: RunConfig,
+        *,
+        views: RunViews | None = None,
+        job: str = "",
+        init_timeout_s: float = 20.0,
     ) -> None:
-        """Open the run. With a wandb that does not answer in time it goes on offline.
+        """Open the run. The sink goes on offline if wandb does not answer in time.
 
         Args:
+            views: charts and evaluations of the run; None: wandb gets the metrics only.
             job: "" is training; another command's has a run of its own in wandb.
         """
         self._run_dir, self._job, self._last_step = run_dir, job, 0
         self._defined: set[str] = set()
-        self._source = RunSource(run_dir.root.resolve(), name=run_dir.root.name)
+        self._views = views
         self._told: set[str] = set()  # evaluations that had ended
         self._sent: set[str] = set()  # of them, those that the journal holds
         self._telling: threading.Thread | None = None
@@ -78,7 +96,7 @@ class WandbSink:
         self._last_step = step
         self._send(step, metrics, "log")
         is_telling = self._telling is not None and self._telling.is_alive()
-        if self._run is None or self._job or is_telling:
+        if self._run is None or self._job or is_telling or self._views is None:
             return
         if ended := self._ended() - self._told:
             tell = partial(
@@ -90,7 +108,7 @@ class WandbSink:
     def _ended(self) -> set[str]:
         """Return the evaluations that have ended: those before training, and those beside it."""
         try:
-            lines = (self._run_dir.root / "eval.jsonl").read_text().splitlines()
+            lines = (self._run_dir.root / "eval.jsonl").read_text(encoding="utf-8").splitlines()
             beside = [str(as_map(json.loads(line)).get("group_id")) for line in lines]
         except (OSError, ValueError):
             beside = []
@@ -113,18 +131,19 @@ class WandbSink:
 
     def _hide(self, run: "wandb.Run", values: Mapping[str, Any]) -> None:
         """Give no panel of its own to what the dashboard does not draw either."""
-        new = {name: None for name in values if name not in self._defined}
-        shown = {name for chart in charts(new) for name in chart["series"]}
-        for name in new.keys() - shown:
+        if self._views is None:
+            return
+        new = values.keys() - self._defined
+        for name in new - self._views.charted(new):
             is_drawn = name.startswith(DRAWN) or bool(self._job)
             run.define_metric(name, step_metric="step", hidden=not is_drawn)
-        self._defined |= new.keys()
+        self._defined |= new
 
     def close(self) -> None:
         """Finish the upload within `FINISH_TIMEOUT_S`; what is left can be sent by `wandb sync`."""
         if self._telling is not None:
             self._telling.join(READ_S)
-        if self._run is not None and not self._job:
+        if self._run is not None and not self._job and self._views is not None:
             _try(self._tell_evaluations, "evaluations")
         if self._run is not None:
             _try(self._run.finish, "finish")
@@ -139,18 +158,19 @@ class WandbSink:
         """
         import wandb
 
-        run, until = self._source, time.monotonic() + READ_S
-        while run.refresh(budget_s=READ_AT_ONCE_S) and time.monotonic() < until:
+        assert self._views is not None
+        until = time.monotonic() + READ_S
+        while self._views.refresh(READ_AT_ONCE_S) and time.monotonic() < until:
             time.sleep(pause_s)
         self._told |= ended or set()
-        found = evaluations(run.rows)
+        found = self._views.evaluations()
         for name, scored in sorted(found.items(), key=lambda each: self._step_of(each[0])):
             is_now = ended is None or name in ended or (BEFORE in ended and name.startswith(BEFORE))
             if not scored["num"] or not is_now or name in self._sent:
                 continue
             self._sent.add(name)
             values: dict[str, Any] = dict(_scores(name, scored))
-            cells = [_row(run, row) for row in samples(run.rows, group=f"eval-{name}")[:MAX_ROWS]]
+            cells = self._views.sampled_episodes(name)
             values[f"samples/{name}"] = wandb.Table(columns=list(COLUMNS), data=cells)
             self._send(self._step_of(name), values, "evaluation")
 
@@ -167,7 +187,9 @@ class WandbSink:
 
     def _open(self, run_dir: RunDir, cfg: RunConfig) -> None:
         run_dir.root.mkdir(parents=True, exist_ok=True)
-        os.environ["WANDB_SILENT"] = "true"  # read at import, before any settings object exists
+        # Both are read at import. wandb refuses spellings of the mode that `choose_mode` takes.
+        os.environ["WANDB_SILENT"] = "true"
+        os.environ["WANDB_MODE"] = self.mode.value
         import wandb
 
         settings = wandb.Settings(
@@ -186,7 +208,7 @@ class WandbSink:
         self._run = wandb.init(
             project=cfg.log.wandb_project,
             name=f"{cfg.run.name}{job}",
-            id=kept.read_text().strip(),
+            id=kept.read_text(encoding="utf-8").strip(),
             resume="allow" if self.mode is WandbMode.ONLINE else None,
             dir=str(run_dir.root),
             config=dataclasses.asdict(without_secrets(cfg)),
@@ -208,17 +230,6 @@ def _scores(name: str, scored: Mapping[str, Any]) -> Iterator[tuple[str, float]]
             yield f"{policy}/success/{subset}", part["success"]
 
 
-def _row(run: RunSource, row: Mapping[str, Any]) -> list[Any]:
-    """Return an episode as a line of a table; one that is damaged says so."""
-    try:
-        segments = run.episode(str(row["id"]))["segments"]
-        parts = [f"[{each['kind']}] {''.join(each['texts'])}" for each in segments]
-        text = plain("\n".join(parts))
-    except WireError as error:
-        text = f"damaged: {error}"
-    return [*(row[name] for name in COLUMNS[:-1]), text[:MAX_CHARS]]
-
-
 def _try(action: Callable[[], object], what: str) -> bool:
     """Do something with wandb; return whether it went well, with a warning where it did not."""
     try:
@@ -227,40 +238,6 @@ def _try(action: Callable[[], object], what: str) -> bool:
         logger.warning("wandb failed, going on without it at=%s error=%s", what, error)
         return False
     return True
-
-
-def choose_mode(cfg: LogSection, environ: Mapping[str, str]) -> WandbMode:
-    """Return the mode to open: never AUTO, and ONLINE only with an account, so nothing can ask.
-
-    WANDB_MODE, where set, decides for `auto`.
-    """
-    if cfg.wandb in (WandbMode.DISABLED, WandbMode.OFFLINE):
-        return cfg.wandb
-    wish = environ.get("WANDB_MODE", "") if cfg.wandb is WandbMode.AUTO else cfg.wandb.value
-    if wish in (WandbMode.DISABLED, WandbMode.OFFLINE):
-        return WandbMode(wish)
-    if has_account(environ):
-        return WandbMode.ONLINE
-    if wish == WandbMode.ONLINE:
-        logger.warning("log.wandb=online but nobody is logged in; run `wandb login`. going offline")
-    return WandbMode.OFFLINE
-
-
-def has_account(environ: Mapping[str, str]) -> bool:
-    """Return whether wandb would find an API key in the environment or in the netrc file."""
-    if environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(environ.get("WANDB_BASE_URL") or _DEFAULT_URL).netloc
-    home = Path(environ.get("HOME") or Path.home())
-    named = environ.get("NETRC")
-    for path in [Path(named)] if named else [home / ".netrc", home / "_netrc"]:
-        try:
-            entry = netrc.netrc(path).authenticators(host)
-        except (OSError, netrc.NetrcParseError):
-            continue
-        if entry is not None and entry[2]:
-            return True
-    return False
 
 
 def _forget_failed_init() -> None:

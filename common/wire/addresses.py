@@ -9,9 +9,9 @@ from typing import Protocol
 import psutil
 
 from common.errors import ConfigError, WireError
+from common.host.loopback import loopback
 from common.wire.join_messages import Directory, HubPlace
 
-LOOPBACK = "127.0.0.1"
 SAME_MACHINE = "*"  # host of an address: reached on whatever the scheduler is reached at
 WILDCARDS = ("0.0.0.0", "::", SAME_MACHINE)
 
@@ -176,7 +176,7 @@ def own_host_towards(host: str, peers: Iterable[str]) -> str:
     if host not in WILDCARDS:
         return host
     outside = next((each for each in peers if not is_here(each)), "")
-    return local_address_towards(outside) if outside else LOOPBACK
+    return local_address_towards(outside) if outside else loopback()
 
 
 def is_loopback(host: str) -> bool:

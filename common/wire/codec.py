@@ -21,15 +21,23 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from common.errors import WireError
+from common.errors import MessageTooLarge, WireError
 from common.wire import join_messages, messages, weight_messages
-from common.wire.access.bounds import ITEM_CHARS, AtMost, Between, bounds_of, shown
+from common.wire.access.bounds import (
+    ITEM_CHARS,
+    MAX_FRAME_BYTES,
+    MAX_FRAMES,
+    MAX_HEADER_BYTES,
+    MAX_MESSAGE_BYTES,
+    AtMost,
+    Between,
+    bounds_of,
+    shown,
+)
 from common.wire.messages import SCHEMA_VERSION, EpisodeIdentity
 
-MAX_HEADER_BYTES = 16 * 1024 * 1024
-MAX_ARRAY_BYTES = 256 * 1024 * 1024
-MAX_FRAMES = 64
 MAX_AXES = 8
+MAX_AXIS = 1 << 28  # Entries of one axis of an array.
 ARRAY_DTYPES = ("int32", "float32", "bool")
 
 _DTYPE_NAMES = {np.dtype(name): name for name in ARRAY_DTYPES}
@@ -45,14 +53,33 @@ MESSAGE_TYPES: dict[str, type] = {
 def encode(message: Any) -> list[bytes]:
     """Return the frames of a message: the header, then one frame per array field.
 
-    Raises: WireError: the object is no message, or an array has a foreign dtype.
+    Raises:
+        WireError: the object is no message, or an array has a foreign dtype.
+        MessageTooLarge: the message is beyond a limit of the wire; no receiver would take it.
     """
     name = type(message).__name__
     if MESSAGE_TYPES.get(name) is not type(message):
         raise WireError(f"{name} is not a message")
     frames: list[bytes] = []
     header = [SCHEMA_VERSION, name, _to_map(type(message))(message, frames)]
-    return [_pack(header), *frames]
+    encoded = [_pack(header), *frames]
+    if reason := _beyond_limits(encoded):
+        raise MessageTooLarge(f"{name}: {reason}")
+    return encoded
+
+
+def _beyond_limits(frames: list[bytes]) -> str:
+    """Return which limit of a message its frames exceed, "" if none."""
+    if len(frames) > MAX_FRAMES:
+        return f"too many frames: {len(frames)}, at most {MAX_FRAMES}"
+    sizes = list(map(len, frames))
+    if sizes[0] > MAX_HEADER_BYTES:
+        return f"a header of {sizes[0]} bytes is over the size limit of {MAX_HEADER_BYTES}"
+    if max(sizes) > MAX_FRAME_BYTES:
+        return f"an array of {max(sizes)} bytes is over the size limit of {MAX_FRAME_BYTES}"
+    if sum(sizes) > MAX_MESSAGE_BYTES:
+        return f"{sum(sizes)} bytes in all are over the size limit of {MAX_MESSAGE_BYTES}"
+    return ""
 
 
 def decode(frames: list[bytes]) -> Any:
@@ -63,8 +90,10 @@ def decode(frames: list[bytes]) -> Any:
             or missing and without a default, a value of the wrong type or beyond its bounds, or an
             array that does not match its frame. Its text is short, whatever came.
     """
-    if not 0 < len(frames) <= MAX_FRAMES or len(frames[0]) > MAX_HEADER_BYTES:
-        raise WireError("no header, a header over the size limit, or too many frames")
+    if not frames:
+        raise WireError("no header")
+    if reason := _beyond_limits(frames):
+        raise WireError(reason)
     header = _unpack(frames[0], "header")
     if not isinstance(header, list) or len(header) != 3:
         raise WireError("header is not [schema, type, fields]")
@@ -101,7 +130,10 @@ _packer = _Packer()
 
 
 def _pack(value: list[Any]) -> bytes:
-    packed = _packer.pack(value)
+    try:
+        packed = _packer.pack(value)
+    except (ValueError, OverflowError) as error:  # half a surrogate pair, or an endless number
+        raise WireError(f"a value that no message can hold: {shown(error)}") from error
     assert packed is not None  # only with `autoreset=False`
     return packed
 
@@ -279,7 +311,7 @@ def _vector_from_frame(value: list[Any], frames: list[bytes]) -> np.ndarray:
     if dtype is None or not 1 <= index < len(frames):
         raise _NotAsSent
     frame = bytes(frames[index])
-    if not len(frame) == shape[0] * dtype.itemsize <= MAX_ARRAY_BYTES:
+    if not len(frame) == shape[0] * dtype.itemsize <= MAX_FRAME_BYTES:
         raise _NotAsSent
     if name == "bool" and frame.translate(None, b"\0\1"):
         raise _NotAsSent
@@ -372,7 +404,7 @@ def _array_from_frame(value: Any, frames: list[bytes], *, path: str) -> np.ndarr
         and value[1] in ARRAY_DTYPES
         and isinstance(value[2], list)
         and len(value[2]) <= MAX_AXES
-        and all(type(n) is int and 0 <= n <= MAX_ARRAY_BYTES for n in value[2])
+        and all(type(n) is int and 0 <= n <= MAX_AXIS for n in value[2])
     )
     if not well_formed:
         raise WireError(f"{path} is not [frame, dtype, shape]")
@@ -381,7 +413,7 @@ def _array_from_frame(value: Any, frames: list[bytes], *, path: str) -> np.ndarr
         raise WireError(f"{path} points at frame {shown(index)} of {len(frames)}")
     frame = bytes(frames[index])
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    if num_bytes > MAX_ARRAY_BYTES or len(frame) != num_bytes:
+    if num_bytes > MAX_FRAME_BYTES or len(frame) != num_bytes:
         raise WireError(f"{path}: {len(frame)} bytes for shape {shape} of {dtype}")
     if dtype == "bool" and np.frombuffer(frame, dtype=np.uint8).max(initial=0) > 1:
         raise WireError(f"{path}: a bool that is neither 0 nor 1")

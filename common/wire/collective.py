@@ -30,12 +30,21 @@ from common.wire.weight_messages import TensorSpec
 CPU = torch.device("cpu")
 PROOF_BYTES = 16
 PROOF_TIMEOUT_S = 10.0  # in which members prove that they are
+SLICE = "MIG-"  # The names of a GPU's slices begin so.
 ALIGN_BYTES = 16  # every tensor starts here, so that a view of any dtype is legal
 
 
 def device_id(device: torch.device) -> str:
-    """Return a name that no other GPU anywhere has; "" for the CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    """Return a name that no other GPU anywhere has; "" for the CPU.
+
+    A slice of a GPU has the name by which it was made visible.
+    """
+    if device.type != "cuda":
+        return ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+    if visible.startswith(SLICE):  # CUDA shows a process one slice at most.
+        return visible
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +211,9 @@ def interface_of(host: str) -> str:
 
     Raises: WeightSyncError: no interface has it.
     """
-    address = socket.gethostbyname(host)
+    address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
     for name, found in psutil.net_if_addrs().items():
-        if any(each.address == address for each in found):
+        if any(each.address.partition("%")[0] == address for each in found):
             return name
     raise WeightSyncError(f"{host}: no network interface of this machine has this address")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from common.errors import LongstrideError
+from common.errors import PeerMissing
 from common.wire.addresses import Addresses
 from common.wire.codec import decode, encode
 from common.wire.security import RunKeys
@@ -52,7 +52,7 @@ class FollowingDealer:
         self.address = ""
 
     def connect(self, *, timeout_s: float) -> None:
-        """Connect, blocking. Raises: LongstrideError: nobody told the address in time."""
+        """Connect, blocking. Raises: PeerMissing: nobody told the address in time."""
         asyncio.run(self._find_and_open(timeout_s))
 
     async def connect_soon(self, *, timeout_s: float) -> None:
@@ -63,7 +63,7 @@ class FollowingDealer:
         deadline = time.monotonic() + timeout_s
         while (address := self._addresses.find_address(self._role)) is None:
             if time.monotonic() > deadline:
-                raise LongstrideError(
+                raise PeerMissing(
                     f"no {self._role} within {timeout_s:g}s: it has told nobody where it listens"
                 )
             await asyncio.sleep(LOOK_S)
@@ -105,13 +105,20 @@ class FollowingDealer:
         self._looked_at = time.monotonic()
 
     def send(self, message: Any) -> bool:
-        """Send at once; False, and a warning, if the queue to the peer is full."""
+        """Send at once; False, and a warning, if the queue to the peer is full.
+
+        Raises: WireError: no receiver would take the message, see `encode`.
+        """
+        return self.send_frames(encode(message), of=type(message).__name__)
+
+    def send_frames(self, frames: list[bytes], *, of: str) -> bool:
+        """Send the frames of an encoded message of the type named `of`, as `send` does."""
         try:
-            sent = self._socket.send_multipart(encode(message), zmq.NOBLOCK)
+            sent = self._socket.send_multipart(frames, zmq.NOBLOCK)
             if isinstance(sent, asyncio.Future) and sent.done():
                 sent.result()
         except zmq.Again:
-            logger.warning("queue to %s is full, dropped %s", self._role, type(message).__name__)
+            logger.warning("queue to %s is full, dropped %s", self._role, of)
             return False
         return True
 

@@ -23,20 +23,31 @@ _none = partial(np.zeros, 0, dtype=np.int32)
 
 
 class EndReason(StrEnum):
-    """Why an episode ended. The first three say something about the policy, the rest do not."""
+    """Why an episode ended. The first four say something about the policy, the rest do not.
+
+    DONE: the environment ended it. The next three cut it short, and the task would have gone on:
+    HORIZON: the run's own limit. TRUNCATED: a limit of the environment. CONTEXT_FULL: no room left.
+    """
 
     DONE = "done"
     HORIZON = "horizon"
+    TRUNCATED = "truncated"
     CONTEXT_FULL = "context_full"
     ENV_ERROR = "env_error"
     ENV_TIMEOUT = "env_timeout"
     DEADLINE = "deadline"
     ABORTED = "aborted"
+    TOO_LARGE = "too_large"
 
     @property
     def is_infrastructure_failure(self) -> bool:
         """True if the episode says nothing about the policy and must never reach the loss."""
-        return self not in (EndReason.DONE, EndReason.HORIZON, EndReason.CONTEXT_FULL)
+        return self not in (
+            EndReason.DONE,
+            EndReason.HORIZON,
+            EndReason.TRUNCATED,
+            EndReason.CONTEXT_FULL,
+        )
 
 
 class EpisodeKind(StrEnum):
@@ -278,9 +289,14 @@ class Trajectory(EpisodeIdentity):
     turn_ids: np.ndarray = field(repr=False)  # [seq] int32 0-based turn of a token, prompt = 0
     invalid_turns: np.ndarray = field(repr=False)  # [num_turns] bool, True: no executable action
     turn_scores: np.ndarray = field(repr=False)  # [num_turns] float32 in [0, 1], after each turn
+    start_score: float = 0.0  # [0, 1], before the first turn: a raw score of 0 in that range
     turn_states: np.ndarray = field(default_factory=_none, repr=False)  # see common.states; or [0]
+    turn_actions: np.ndarray = field(default_factory=_none, repr=False)  # as sent to it; or [0]
     segment_starts: np.ndarray = field(default_factory=_none, repr=False)  # [segment] int32; [0]: 1
     asides: np.ndarray = field(default_factory=_none, repr=False)  # [3 * num] int32, see segments
+    action_chars: np.ndarray = field(
+        default_factory=_none, repr=False
+    )  # see common.scripted; or [0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

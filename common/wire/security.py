@@ -94,7 +94,7 @@ def load_keys(folder: Path) -> RunKeys:
             f"keys missing: {', '.join(missing)}; put them back from a copy, or begin another run."
             " A role on another machine joins with --join and --key"
         )
-    texts = {name: (folder / name).read_text().strip() for name in _FILES}
+    texts = {name: (folder / name).read_text(encoding="utf-8").strip() for name in _FILES}
     return RunKeys(**texts, folder=str(folder.resolve()))
 
 
@@ -119,7 +119,7 @@ def write_join_key(folder: Path, keys: RunKeys, *, run_name: str) -> Path:
     key = _join_key(keys, run_name, list(NODE_ROLES), keys.node_public, keys.node_secret)
     text = json.dumps(asdict(key), indent=2) + "\n"
     path = folder / JOIN_KEY
-    if not path.exists() or path.read_text() != text:
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
         write_private(path, text)
     return path
 
@@ -173,6 +173,6 @@ def write_private(path: Path, text: str) -> None:
     """Replace a file that only its owner may read; a reader sees the old or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
     temporary.replace(path)

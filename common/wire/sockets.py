@@ -16,6 +16,7 @@ import zmq
 import zmq.auth.thread
 
 from common.errors import ConfigError, WireError
+from common.wire.access.bounds import CURVE_BYTES, MAX_FRAME_BYTES
 from common.wire.access.connections import HANDSHAKE_S, Connections
 from common.wire.access.identities import Identities, Identity
 from common.wire.access.peers import Peers, Sender
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 10_000  # messages queued in a DEALER before a send blocks
 PEER_QUEUE = 1_000  # messages queued in a ROUTER per peer, either way
-MAX_FRAME_BYTES = 4 << 20  # that a ROUTER takes, also before anybody is let in
 _MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)  # of an enum each | is a search
 BACKLOG = 4_096  # connections that wait to be accepted; Linux allows no more by itself
 # TCP's own probes find half-open connections. ZeroMQ's heartbeats abort the process when a peer
@@ -89,7 +89,7 @@ class Router:
         _prepare(self._socket, queue=PEER_QUEUE)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes + CURVE_BYTES)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1_000))
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._socket.curve_server = True

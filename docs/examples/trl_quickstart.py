@@ -22,11 +22,11 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from vllm import SamplingParams
 
-from actor.bench.in_process import InProcessPlayer
 from actor.rollout.episode import Turn
+from benchmarks.actor.in_process import InProcessPlayer
 from common.config.load import load_config
+from common.ids import episode_id_of
 from common.repository import ROOT
-from common.wire.ids import episode_id_of
 from common.wire.messages import EpisodeKind, Lease, PolicyKind
 from envhub.catalogue.registry import Registry
 from learner.batch.advantage import shaped_reward
@@ -144,7 +144,7 @@ class Clock(TrainerCallback):
         wall_s, cpu_s = (now[i] - self._start[i] - self._apart[i] for i in range(2))
         line = {"step": step, "wall_s": wall_s, "cpu_s": cpu_s}
         line["horizon"] = self._rollouts.horizon(step - 1)
-        with (self._out / "steps.jsonl").open("a") as file:
+        with (self._out / "steps.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         control.should_training_stop = step >= self._last
         if step % self._every == 0 or step == self._last:
@@ -172,7 +172,7 @@ def reward(paid: list[float], **_: Any) -> list[float]:
 
 def main(path: Path) -> None:
     """Train as the settings say: overrides, keep_every_steps, last_step, out."""
-    settings = json.loads(path.read_text())
+    settings = json.loads(path.read_text(encoding="utf-8"))
     out = Path(settings["out"])
     cfg = load_config("quickstart", settings["overrides"], root=ROOT)
     rollouts = Rollouts(cfg)

@@ -9,14 +9,18 @@ import shutil
 import sys
 from pathlib import Path
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Error, Page, sync_playwright
 
 SIZES = {"light": (1280, 900), "dark": (1280, 900), "phone": (390, 844)}
 STILL = "*{transition:none!important;caret-color:transparent!important}"
+WAIT_MS = 60_000  # for anything on a page; a view that never has it is named
 
 
 def main(url: str, folder: Path, run: str) -> None:
-    """Write a PNG for each view in light, in dark, and as narrow as a phone."""
+    """Write a PNG for each view in light, in dark, and as narrow as a phone.
+
+    Raises: SystemExit: a view did not show in time what its picture needs; names it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
@@ -24,17 +28,33 @@ def main(url: str, folder: Path, run: str) -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=flags)
         for look, (width, height) in SIZES.items():
             page = browser.new_page(viewport={"width": width, "height": height})
+            page.set_default_timeout(WAIT_MS)
             theme = "dark" if look == "dark" else "light"
             page.add_init_script(f"localStorage.setItem('theme', '{theme}')")
             for name in VIEWS:
-                page.goto(f"{url}#{BEGINS.get(name, name)}?run={run}")
-                page.reload()
-                page.locator("h1").first.wait_for(timeout=60_000)
-                page.add_style_tag(content=STILL)
-                VIEWS[name](page)
-                page.wait_for_timeout(600)  # charts are drawn in the next frames
+                try:
+                    _take(page, f"{url}#{BEGINS.get(name, name)}?run={run}", name)
+                except Error as error:
+                    sys.exit(f"the view {name} of the run {run} ({look}): {error.message}")
+                if (shown := page.locator("#run").input_value()) != run:
+                    sys.exit(f"RUN={run}: the dashboard shows no such run, but {shown}")
                 page.screenshot(path=folder / f"{name}-{look}.png")
         browser.close()
+
+
+def _take(page: Page, address: str, name: str) -> None:
+    """Open a view and wait until it shows what its picture needs."""
+    _open(page, address)
+    VIEWS[name](page)
+    page.add_style_tag(content=STILL)
+    page.wait_for_timeout(600)  # charts are drawn in the next frames
+
+
+def _open(page: Page, address: str) -> None:
+    """Load a page anew: a new hash alone leaves the old view there for a while."""
+    page.goto(address)
+    page.reload()
+    page.locator("h1").first.wait_for()
 
 
 def _nothing(page: Page) -> None:
@@ -42,22 +62,23 @@ def _nothing(page: Page) -> None:
 
 
 def _best(page: Page) -> None:
-    page.goto(f"{page.url}&sort=longest&success=1")
-    page.locator("tbody a").first.click(timeout=60_000)
+    _open(page, f"{page.url}&sort=longest&success=1&policy=model")
+    page.locator("tbody a").first.click()
     page.get_by_role("button", name="Show the environment").click()
     page.locator(".env .drawn, .env .notes").first.wait_for()
 
 
 def _group(page: Page) -> None:
-    page.locator("tbody a").first.click(timeout=60_000)
+    _open(page, f"{page.url}&kind=train")  # a finished run ends with evaluations
+    page.locator("tbody a").first.click()
     page.get_by_role("link", name="its group side by side").click()
     page.locator(".members").wait_for()
 
 
 def _play(page: Page) -> None:
-    page.goto(f"{page.url}&env=babyai&subset=GoToLocal")
-    page.get_by_role("button", name="Begin").click(timeout=60_000)
-    page.locator(".choices button").first.click(timeout=60_000)
+    _open(page, f"{page.url}&env=babyai&subset=GoToLocal")
+    page.get_by_role("button", name="Begin").click()
+    page.locator(".choices button").first.click()
     page.locator(".log li.action").first.wait_for()
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import aiohttp
 
 from common.config.envs import RemoteOptions
+from common.http.proxies import BY_PROXY, ProxyFailed, route_note, without_login
+from common.http.sessions import open_session
 from common.text import json_bytes
 from envhub.agentgym.dialects import Dialect, Faults
 from envhub.env import EnvFailure
@@ -139,7 +141,7 @@ class Connection:
             self._session = None
 
     def failure(self, text: str, *, status: int | None = None) -> RemoteFailure:
-        where = f"AgentGym server {self.dialect.name} at {self._shown_url()}"
+        where = f"AgentGym server {self.dialect.name} at {without_login(self._url)}"
         return RemoteFailure(f"{where}: {text}", status=status)
 
     async def _new_number(self) -> int:
@@ -207,10 +209,14 @@ class Connection:
                 text = await response.text()
         except TimeoutError as error:
             raise self.failure(f"{verb} had no answer within {limit_s:g} s") from error
+        except ProxyFailed as error:
+            raise self.failure(f"{verb} failed: {error}") from error
         except (aiohttp.ClientError, UnicodeError) as error:
-            raise self.failure(f"{verb} failed: {type(error).__name__}: {error}") from error
+            why = f"{type(error).__name__}: {error}{route_note(self._url)}"
+            raise self.failure(f"{verb} failed: {why}") from error
         if response.status != 200:
-            shown = f"{response.status}: {text[:MAX_SHOWN_CHARS]}"
+            note = route_note(self._url) if response.status in BY_PROXY else ""
+            shown = f"{response.status}{note}: {text[:MAX_SHOWN_CHARS]}"
             raise self.failure(f"{verb} answered {shown}", status=response.status)
         try:
             reply = json.loads(text)
@@ -226,13 +232,8 @@ class Connection:
             # One request each, as AgentGym's clients: after an exception the servers close a
             # connection without a word, and the next request on it would be lost.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._session = aiohttp.ClientSession(connector=connector)
+            self._session = open_session(self._url, connector=connector)
         return self._session
-
-    def _shown_url(self) -> str:
-        """Return the URL without the password that it may have."""
-        scheme, _, rest = self._url.partition("://")
-        return f"{scheme}://{rest.rpartition('@')[2]}"
 
 
 def max_sessions(dialect: Dialect, options: RemoteOptions) -> int:

@@ -22,14 +22,6 @@ class EpisodeOver(RuntimeError):
         super().__init__(f"The task with environment {number} has finished.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long who does not ask is kept, and who asks too early waits, in seconds."""
-
-    lease_s: float
-    queue_s: float = 0.0
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Instance:
     """One instance and its present episode; `session_id` is None between episodes.

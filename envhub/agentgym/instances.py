@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from envhub.agentgym.instance import EpisodeOver, Instance, InstanceUnknown, NotReset, Patience
+from envhub.agentgym.instance import EpisodeOver, Instance, InstanceUnknown, NotReset
 from envhub.env import EnvSpec, Isolation, StepResult, Style, UnknownItem
 from envhub.errors import CapacityFull, EnvRaised, SessionUnknown
 from envhub.hosting.leases import LeaseTable, grain_of
 from envhub.hosting.sessions import Sessions
+from envhub.http.parts import Patience
 
 T = TypeVar("T")
 

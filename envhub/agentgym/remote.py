@@ -12,11 +12,11 @@ from common.config.envs import RemoteOptions
 from common.errors import ConfigError
 from common.text import valid_text
 from envhub.agentgym.connection import Connection, Instance, RemoteFailure, max_sessions
-from envhub.agentgym.conversations import CONVERSATIONS, begun
 from envhub.agentgym.dialects import ALFWORLD, BABYAI, DIALECTS, MAZE, SCIWORLD, WEBARENA, WORDLE
 from envhub.agentgym.extraction import extract
 from envhub.agentgym.item_lists import numbers_of
 from envhub.agentgym.replies import RESET_FAILED
+from envhub.conversations import CONVERSATIONS, begun
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, nearest, parse_item
 from envhub.remote_episode import RemoteEpisode
 

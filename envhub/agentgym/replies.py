@@ -1,6 +1,5 @@
 """What our episodes look like in each dialect of AgentGym."""
 
-from envhub.agentgym.conversations import CONVERSATIONS
 from envhub.agentgym.dialects import (
     BABYAI,
     MAZE,
@@ -14,6 +13,7 @@ from envhub.agentgym.dialects import (
     ResetReply,
 )
 from envhub.agentgym.instance import Instance, NotReset
+from envhub.conversations import CONVERSATIONS
 from envhub.env import StepResult, parse_item
 from envhub.envs.sciworld.catalogue import SUBSETS, variation_of
 

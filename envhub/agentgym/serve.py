@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 
 from common.errors import EnvError
 from envhub.agentgym.dialects import BABYAI, DIALECTS, SCIWORLD, WEBARENA, WORDLE, Dialect, Faults
-from envhub.agentgym.instance import EpisodeOver, Instance, InstanceUnknown, NotReset, Patience
+from envhub.agentgym.instance import EpisodeOver, Instance, InstanceUnknown, NotReset
 from envhub.agentgym.instances import Instances
 from envhub.agentgym.replies import (
     create_reply,
@@ -21,13 +21,13 @@ from envhub.agentgym.replies import (
     reset_reply,
     step_reply,
 )
-from envhub.catalogue.registry import LOADERS, Registry
+from envhub.catalogue.registry import LOADERS
 from envhub.env import Isolation, UnknownItem
 from envhub.envs.wordle.words import vocabulary
 from envhub.errors import CapacityFull, SessionUnknown
-from envhub.hosting.sessions import Sessions
 from envhub.http.bodies import body_of, json_response, validated
-from envhub.http.known_heads import KnownHeads, response_bytes
+from envhub.http.known_heads import response_bytes
+from envhub.http.parts import HubParts
 
 LIKE = {"minisites": WEBARENA}  # ours in the manner of another's: its wire, by its own name
 MAX_NUMBER = 2**53
@@ -38,27 +38,26 @@ UNSEEN = "'observation'"  # error of a look before the first reset: the key that
 Number = Annotated[int, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 
 
-def add_agentgym_routes(
-    app: FastAPI, sessions: Sessions, registry: Registry, *, known: KnownHeads, patience: Patience
-) -> None:
+def mount(hub: HubParts) -> None:
     """Mount /agentgym/<env>/... for each environment of the registry that AgentGym knows.
 
     A client's base URL is the hub's URL + "/agentgym/<env>". What is not the client's doing (an
     environment's crash, its deadline, a full hub) is answered with the hub's own status codes.
 
     A driven AgentGym server is not served once more. Steps of quick environments are answered by
-    `known`.
+    `hub.known`.
     """
+    registry = hub.registry
     for name, dialect in (DIALECTS | LIKE).items():
         is_ours = name in registry.names and name in LOADERS
         if is_ours and name != registry.remote.dialect:
             spec = registry.spec(name)
-            instances = Instances(spec, sessions, patience=patience)
+            instances = Instances(spec, hub.sessions, patience=hub.patience)
             words = vocabulary(registry.options.wordle.words) if dialect is WORDLE else ()
             desk = _Desk(dialect, instances, words=words)
-            _add_routes(app, name, desk)
+            _add_routes(hub.app, name, desk)
             if spec.isolation is Isolation.INLINE:
-                known.add(f"/agentgym/{name}/step", desk.step_at_once)
+                hub.known.add(f"/agentgym/{name}/step", desk.step_at_once)
 
 
 def _add_routes(app: FastAPI, name: str, desk: "_Desk") -> None:

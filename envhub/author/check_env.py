@@ -92,7 +92,7 @@ def _elsewhere(
             env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(root)},
             cwd=root,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=OTHER_PROCESS_S,
             check=False,
         )

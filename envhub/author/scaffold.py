@@ -36,7 +36,9 @@ def new_env(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
     if name in LOADERS:
         raise ConfigError(f"{name}: an environment of that name is there; take another")
     texts = {
-        folder / f"{name}{suffix}": renamed((root / f"{EXAMPLE}{suffix}").read_text(), name, folder)
+        folder / f"{name}{suffix}": renamed(
+            (root / f"{EXAMPLE}{suffix}").read_text(encoding="utf-8"), name, folder
+        )
         for suffix in (".py", ".yaml")
     }
     for path in texts:
@@ -44,7 +46,7 @@ def new_env(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
             raise ConfigError(f"{path}: is there already; remove it, or take another name")
     (root / folder).mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         say(f"written: {path}")
     say(NEXT.format(file=folder / f"{name}.py", config=folder / f"{name}.yaml"))
     return 0

@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -18,9 +17,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.config.envs import EnvsSection
+from common.host.surroundings import cache_home
+from common.ids import distance_of
 from common.repository import ROOT
 from common.store.run_dir import write_atomically
-from common.wire.ids import distance_of
 from envhub.catalogue.registry import REQUIREMENTS, Registry
 from envhub.env import Env, EnvSpec, Isolation, Style, UnknownItem, split_item
 
@@ -39,7 +39,7 @@ def measured(spec: EnvSpec, subset: str, options: EnvsSection) -> Turns:
         return {}
     path = _folder() / f"{spec.name}-{_digest(spec, subset, options)}.json"
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         pass
     sizes = {"train": spec.subsets[subset].num_train, "test": spec.subsets[subset].num_test}
@@ -70,8 +70,7 @@ def _play(env: Env, item_id: str, most: int) -> int:
 
 
 def _folder() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "longstride" / "distances"
+    return cache_home() / "longstride" / "distances"
 
 
 def _digest(spec: EnvSpec, subset: str, options: EnvsSection) -> str:

@@ -1,16 +1,16 @@
 """Whether the servers that a configuration names answer; asked before anything starts."""
 
-import http.client
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.run_config import TaskSection
+from common.http.blocking import Answer, request
+from common.http.proxies import without_login
 from envhub.env import nearest
-from envhub.envs.webarena.remote_sites import configured
 
 TIMEOUT_S = 5.0
 MAX_AT_ONCE = 16
@@ -24,6 +24,7 @@ class Server(NamedTuple):
     url: str
     remedy: str
     is_hub: bool = False  # then its state must be fine; of others any answer at all will do
+    is_direct: bool = False  # the requests of its environment go through no proxy
 
 
 def servers_of(
@@ -41,8 +42,11 @@ def servers_of(
         found.append(Server(key=key, url=url, remedy=remedy))
     if "webarena" in env_names:
         remedy = "start this site of WebArena, or give its address"
-        sites = configured(options.webarena).items()
-        found += [Server(key=f"envs.webarena.{n}", url=u, remedy=remedy) for n, u in sites]
+        sites = options.webarena.sites.items()
+        found += [
+            Server(key=f"envs.webarena.{name}", url=url, remedy=remedy, is_direct=True)
+            for name, url in sites
+        ]
     return found
 
 
@@ -57,7 +61,7 @@ def silent(servers: Sequence[Server]) -> list[str]:
     with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
         problems = list(pool.map(_problem, servers))
     return [
-        f"{server.key}={_shown(server.url)}: no answer ({problem}); {server.remedy}"
+        f"{server.key}={without_login(server.url)}: no answer ({problem}); {server.remedy}"
         for server, problem in zip(servers, problems, strict=True)
         if problem
     ]
@@ -66,13 +70,16 @@ def silent(servers: Sequence[Server]) -> list[str]:
 def _problem(server: Server) -> str:
     """Return why a server is of no use, "" if it answers."""
     try:
-        status = _ask(f"{server.url.rstrip('/')}/healthz" if server.is_hub else server.url)
+        url = f"{server.url.rstrip('/')}/healthz" if server.is_hub else server.url
+        answer = _get(url, "", is_own=server.is_hub or server.is_direct)
     except OSError as error:
         return error.strerror or str(error) or type(error).__name__
-    except (http.client.HTTPException, ValueError) as error:
+    except ValueError as error:
         return str(error) or type(error).__name__
-    is_fine = status == http.client.OK or not server.is_hub
-    return "" if is_fine else f"/healthz answered {status}, so this is no hub"
+    if answer.is_by_proxy:
+        return f"the answer is {answer.shown}"
+    is_fine = answer.status == HTTPStatus.OK or not server.is_hub
+    return "" if is_fine else f"/healthz answered {answer.status}, so this is no hub"
 
 
 def not_served(
@@ -84,19 +91,19 @@ def not_served(
         may_be_own: the hub may want the token of the run's own keys, which nobody knows here.
         is_to_train: and not only to be played.
     """
-    shown = _shown(url)
+    shown = without_login(url)
     try:
-        status, body = _get(f"{url.rstrip('/')}/v1/envs", token)
-        if status in (401, 403):
+        answer = _get(f"{url.rstrip('/')}/v1/envs", token, is_own=True)
+        if answer.status in (401, 403):
             does = "refuses this token" if token else "wants a token"
             words = f"the hub at {shown} {does}; give the one that it was started with"
             return [] if may_be_own and not token else [f"envhub.token: {words}"]
-        catalogue = json.loads(body).items()
+        catalogue = json.loads(answer.body).items()
         envs = {
             name: {subset: int(sizes["num_train"]) for subset, sizes in env["subsets"].items()}
             for name, env in catalogue
         }
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return [f"envhub.url={shown}: /v1/envs is no catalogue of a hub: {error}"]
     lines: list[str] = []
     for i, task in enumerate(tasks):
@@ -117,32 +124,14 @@ def untrainable(number: int, task: TaskSection, num_train: int) -> list[str]:
     """Return a line if a task is to be trained on and has nothing to train on."""
     if num_train or task.weight <= 0:
         return []
-    return [f"tasks[{number}].subset={task.subset!r}: it has no training items in {task.env}"]
+    return [
+        f"tasks[{number}].subset={task.subset!r}: it has no training items in {task.env}; take"
+        f" another one (`python run.py envs env={task.env}` lists them)"
+    ]
 
 
-def _ask(url: str) -> int:
-    """Return the status of a GET, see `_get`."""
-    return _get(url, "")[0]
-
-
-def _get(url: str, token: str) -> tuple[int, bytes]:
-    """Return status and body of a GET, without a proxy and without following redirections."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("it is no address such as http://host:8080")
-    is_tls = parts.scheme == "https"
-    kind = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=TIMEOUT_S)
-    try:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        connection.request("GET", parts.path or "/", headers=headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read(MAX_BODY_BYTES)
-    finally:
-        connection.close()
-
-
-def _shown(url: str) -> str:
-    """Return an address without the password that it may have."""
-    scheme, mark, rest = url.partition("://")
-    return f"{scheme}{mark}{rest.rpartition('@')[2]}"
+def _get(url: str, token: str, *, is_own: bool) -> Answer:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    return request(
+        url, headers=headers, timeout_s=TIMEOUT_S, max_bytes=MAX_BODY_BYTES, is_own=is_own
+    )

@@ -13,8 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from common.config.envs import EnvsSection, RemoteOptions, own_tasks
-from envhub.agentgym.item_lists import with_lists
-from envhub.agentgym.paper import with_paper
+from envhub.catalogue.extensions import load_extensions
 from envhub.env import EnvSpec, Isolation, nearest
 from envhub.errors import UnknownEnv
 from envhub.tables import read_table
@@ -172,7 +171,9 @@ def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec
         return with_totals(import_module(REMOTES.get(name, REMOTE)).make_spec(remote))
     spec = _call(import_module(LOADERS[name]).make_spec, options)
     spec = with_totals(replace(spec, note=own_tasks(name, options)))
-    return with_lists(with_paper(spec, options), options)
+    for extend in load_extensions("specs"):
+        spec = extend(spec, options)
+    return spec
 
 
 def _call(make_spec: Callable[..., EnvSpec], options: EnvsSection) -> EnvSpec:

@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-import os
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from common.errors import EnvError
+from common.host.cores import num_cores
 from common.launch.guardian import Guardian
 from common.memory import resident_bytes
 from envhub.catalogue.registry import Registry
@@ -68,7 +68,7 @@ class Placement:
             self._guardian = self._guardian or Guardian()
             order = self._registry.load_order(spec.name)
             if spec.isolation is Isolation.INLINE:
-                num = min(MAX_MOVED_WORKERS, os.cpu_count() or 1)
+                num = min(MAX_MOVED_WORKERS, num_cores())
                 places = -(-self._capacity // num)
                 spec = replace(spec, max_workers=num, sessions_per_worker=places)
             pool = WorkerPool(spec, order, guardian=self._guardian, on_lost=self._count)

@@ -185,7 +185,7 @@ class Sessions:
         self.counts["too_large"] += 1
         return StepResult(
             observation=f"Invalid action: it has {num_bytes} bytes, more than an action may have.",
-            reward=0.0 if before is None else before.reward,
+            reward=self.start_score(session.env_name) if before is None else before.reward,
             done=False,
             is_valid=False,
             state=session.episode.first_state if before is None else before.state,
@@ -250,6 +250,10 @@ class Sessions:
         """Return the state that a session began in, "" if its environment tells none."""
         session = self._live.find(session_id)
         return session.episode.first_state if session is not None else ""
+
+    def start_score(self, env_name: str) -> float:
+        """Return the score of an episode before its first step. Raises: UnknownEnv."""
+        return self._registry.spec(env_name).start_score
 
     async def hint(self, session_id: str) -> tuple[list[str], str | None]:
         """Return the valid actions and the expert's action (None when it knows none)."""

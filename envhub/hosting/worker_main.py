@@ -125,6 +125,7 @@ def _as_json(result: StepResult) -> dict[str, Any]:
         "is_success": bool(result.is_success),
         "score": None if result.score is None else float(result.score),
         "state": str(result.state),
+        "is_truncated": bool(result.is_truncated),
     }
 
 

@@ -64,11 +64,12 @@ class BatchStepRequest(StepRequest, CloseRequest):
 
 
 class Created(BaseModel):
-    """A new session; `state` as in `Stepped`."""
+    """A new session; `state` as in `Stepped`, `start_score` is the reward before the first step."""
 
     session_id: str
     observation: str
     state: str = ""
+    start_score: float = Field(default=0.0, ge=0, le=1)
 
 
 class Stepped(BaseModel):
@@ -76,7 +77,8 @@ class Stepped(BaseModel):
 
     `is_valid` is False when the text was no executable action; `is_success` is True when the
     episode has ended solved, whatever its reward; `state` is a fingerprint of the state after it,
-    "" where the environment tells none.
+    "" where the environment tells none; `is_truncated` is True when a limit of the environment
+    ended the episode (`done`), whose task would have gone on.
     """
 
     observation: str
@@ -85,6 +87,7 @@ class Stepped(BaseModel):
     is_valid: bool
     is_success: bool
     state: str = ""
+    is_truncated: bool = False
 
 
 class Hint(BaseModel):
@@ -126,6 +129,7 @@ class CreatedEntry(Entry):
     session_id: str | None = None
     observation: str | None = None
     state: str | None = None
+    start_score: float | None = None
 
 
 class SteppedEntry(Entry):
@@ -137,6 +141,7 @@ class SteppedEntry(Entry):
     is_valid: bool | None = None
     is_success: bool | None = None
     state: str | None = None
+    is_truncated: bool | None = None
 
 
 _BATCH = TypeAdapter(Annotated[list[Any], Field(max_length=MAX_BATCH)])

@@ -13,8 +13,7 @@ from starlette.responses import StreamingResponse
 
 from common.errors import EnvTimeout
 from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
-from envhub.agentgym.instance import Patience
-from envhub.agentgym.serve import add_agentgym_routes
+from envhub.catalogue.extensions import load_extensions
 from envhub.catalogue.registry import Registry
 from envhub.env import UnknownItem
 from envhub.errors import (
@@ -51,8 +50,8 @@ from envhub.http.bodies import (
 )
 from envhub.http.known_heads import KnownHeads
 from envhub.http.metrics import HubMetrics
+from envhub.http.parts import HubParts, Patience
 from envhub.http.refusals import Refusals
-from envhub.interop.openenv_serve import add_openenv_routes
 
 logger = logging.getLogger(__name__)
 
@@ -125,9 +124,15 @@ def make_app(
     _add_presence_route(app, sessions)
     _add_look_routes(app, sessions)
     _add_batch_routes(app, sessions)
-    patience = agentgym or Patience(lease_s=sessions.lease_s)
-    add_agentgym_routes(app, sessions, registry, patience=patience, known=known)
-    add_openenv_routes(app, sessions, registry)
+    hub = HubParts(
+        app=app,
+        sessions=sessions,
+        registry=registry,
+        known=known,
+        patience=agentgym or Patience(lease_s=sessions.lease_s),
+    )
+    for mount in load_extensions("routes"):
+        mount(hub)
     return app
 
 
@@ -289,7 +294,12 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
         body.env, body.item_id, seed=body.seed, style=body.style, owner=body.owner
     )
     state = sessions.first_state(session_id)
-    return {"session_id": session_id, "observation": observation, "state": state}
+    return {
+        "session_id": session_id,
+        "observation": observation,
+        "state": state,
+        "start_score": sessions.start_score(body.env),
+    }
 
 
 async def _step(sessions: Sessions, session_id: str, body: StepRequest) -> dict[str, Any]:

@@ -4,8 +4,8 @@ What follows a "?" are options: `textarena:Sudoku-v0?max_turns=50&num_train=200`
 """
 
 import hashlib
-import json
 import random
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -13,32 +13,32 @@ from functools import partial
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
+import numpy as np
+
 from common.errors import ConfigError
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action_text, parse_item
 from envhub.interop.described import SUBSET, optional_package
-from envhub.interop.texts import BadAction, RewardRule, Rewards
+from envhub.interop.gym.game import GymnasiumGame
+from envhub.interop.texts import BadAction, Moved, RewardRule, Rewards
 
 TEST_SEED = 1_000_000_000  # the first seed of a test item; those of training items begin at 0
 SESSIONS_PER_WORKER = 32
 # How a library says that it has no such game, or cannot make it here.
 REFUSALS = (ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+MAX_CHARS = 100_000  # of a move of TextArena
+MAX_DIGITS = 300  # of a number in it
+LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
+FORM = 'Answer with one action{}. What follows "Action:" is played.'
 SEEDING = threading.Lock()  # games draw from the process's own source of chance
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """What one action led to; `is_success` None: it is the whole reward."""
-
-    text: str
-    reward: float | None
-    is_done: bool
-    is_valid: bool = True
-    is_success: bool | None = None
-
-
 class Game(Protocol):
-    """One live game of a library."""
+    """One live game of a library; `form` is that of an action in words, "" where it is a text."""
 
+    @property
+    def form(self) -> str: ...
+    def samples(self) -> list[str]: ...  # a few actions; [] where any text is one
+    def check(self) -> None: ...  # raises ConfigError: it cannot be played by texts
     def begin(self, seed: int) -> str: ...
     def act(self, text: str) -> Moved: ...  # raises BadAction: nothing happened
     def close(self) -> None: ...
@@ -84,15 +84,16 @@ class SeededEnv:
         self._game, self._subset, self._rule = game, subset, rule
         self._rewards = Rewards(rule)
         self._first = self._text = ""
-        self._reward = 0.0
+        self._reward = rule.start_score
 
     def reset(self, item_id: str, seed: int) -> str:
         """Begin the game of the item's seed; the item alone fixes it. Raises: UnknownItem."""
         item = parse_item(item_id, {SUBSET: self._subset})
-        self._rewards, self._reward = Rewards(self._rule), 0.0
+        self._rewards, self._reward = Rewards(self._rule), self._rule.start_score
         with SEEDING:
             own = item.index + (TEST_SEED if item.split == "test" else 0)
             random.seed(own)
+            np.random.seed(own % 2**32)
             self._first = self._text = self._game.begin(own)
         return self._first
 
@@ -104,19 +105,23 @@ class SeededEnv:
             return StepResult(
                 observation=str(error), reward=self._reward, done=False, is_valid=False
             )
-        self._reward = self._rewards.add(moved.reward, is_last=moved.is_done)
+        paid = moved.reward
+        if paid is not None and not moved.is_valid:  # a policy's fault, whatever the range
+            paid = max(paid, self._rule.least)
+        self._reward = self._rewards.add(paid, is_last=moved.is_done)
         self._text = moved.text
         return StepResult(
             observation=moved.text,
             reward=self._reward,
             done=moved.is_done,
             is_valid=moved.is_valid,
-            is_success=moved.is_success,
+            is_success=None if moved.is_success is None else moved.is_success and moved.is_done,
+            is_truncated=moved.is_truncated,
         )
 
     def valid_actions(self) -> list[str]:
-        """Return []: the libraries do not say."""
-        return []
+        """Return actions of a game's space; [] where any text is one."""
+        return self._game.samples()
 
     def expert_action(self) -> str | None:
         """Return None: the libraries have no experts."""
@@ -133,13 +138,30 @@ class SeededEnv:
         self._game.close()
 
 
+def _check_playable(text: str) -> None:
+    """Raises: BadAction: TextArena's games cannot read such a text."""
+    if len(text) > MAX_CHARS or "\0" in text:
+        raise BadAction(f"A move has at most {MAX_CHARS} characters, and none is NUL.")
+    if LONG_NUMBER.search(text):
+        raise BadAction(f"A number of a move has at most {MAX_DIGITS} digits.")
+
+
 class TextArenaGame:
     """A game of TextArena for one player."""
+
+    form = ""
 
     def __init__(self, name: str) -> None:
         library: Any = optional_package("textarena", "textarena")
         self._make: Callable[[], Any] = partial(library.make, env_id=name)
         self._game = self._make()
+
+    def samples(self) -> list[str]:
+        """Return []: the library does not say."""
+        return []
+
+    def check(self) -> None:
+        """Do nothing: its actions and observations are texts."""
 
     def begin(self, seed: int) -> str:
         """Return what the player is told first; of a new game, as a second one goes on talking."""
@@ -148,7 +170,8 @@ class TextArenaGame:
         return str(self._game.get_observation()[1])
 
     def act(self, text: str) -> Moved:
-        """Play a move; TextArena says at the end what it pays."""
+        """Play a move; TextArena says at the end what it pays. Raises: BadAction."""
+        _check_playable(text)
         is_done, told = self._game.step(text)
         state = self._game.state
         if not is_done:
@@ -157,52 +180,11 @@ class TextArenaGame:
             return Moved(text=observation, reward=None, is_done=False, is_valid=is_valid)
         reward = (state.rewards or {}).get(0)
         reason = str((state.game_info or {}).get(0, {}).get("reason") or told or "")
-        is_valid = not getattr(state, "made_invalid_move", False)
+        is_valid = not (state.game_info or {}).get(0, {}).get("invalid_move", False)
         return Moved(text=reason, reward=reward, is_done=True, is_valid=is_valid)
 
     def close(self) -> None:
         """Do nothing: a game is only an object."""
-
-
-class GymnasiumGame:
-    """An environment of gymnasium whose actions are texts, or a few that have numbers."""
-
-    def __init__(self, name: str) -> None:
-        gymnasium = optional_package("gymnasium", "envs")
-        try:
-            self._env: Any = gymnasium.make(name)
-        except gymnasium.error.Error as error:
-            raise ConfigError(f"gymnasium:{name}: {type(error).__name__}: {error}") from error
-        self._space: Any = self._env.action_space
-        if not isinstance(self._space, (gymnasium.spaces.Text, gymnasium.spaces.Discrete)):
-            kind = type(self._space).__name__
-            raise ConfigError(f"gymnasium:{name}: its actions are a {kind}, not texts or numbers")
-        self._is_text = isinstance(self._space, gymnasium.spaces.Text)
-
-    def begin(self, seed: int) -> str:
-        return _told(self._env.reset(seed=seed)[0])
-
-    def act(self, text: str) -> Moved:
-        """Play a text that is in the action space. Raises: BadAction."""
-        action: Any = text
-        if not self._is_text:
-            first, past = int(self._space.start), int(self._space.start + self._space.n)
-            if not text.isdecimal() or not first <= int(text[:9]) < past:
-                raise BadAction(f"The action must be a number from {first} to {past - 1}.")
-            action = int(text)
-        elif not self._space.contains(text):
-            raise BadAction(f"The action must be a text such as {self._space.sample()!r}.")
-        observation, reward, is_terminated, is_truncated, told = self._env.step(action)
-        said = told.get("is_success", told.get("success"))
-        return Moved(
-            text=_told(observation),
-            reward=float(reward),
-            is_done=bool(is_terminated or is_truncated),
-            is_success=bool(said) if said is not None else None,
-        )
-
-    def close(self) -> None:
-        self._env.close()
 
 
 LIBRARIES: dict[str, tuple[Callable[[str], Game], str]] = {  # with what an episode pays
@@ -220,7 +202,10 @@ def make_spec(reference: str) -> EnvSpec:
     make_game, usual = LIBRARIES[library]
     name, options = parse_reference(text)
     try:
-        make_game(name).close()
+        game = make_game(name)
+        game.check()
+        form = game.form
+        game.close()
     except ConfigError:
         raise
     except REFUSALS as error:
@@ -237,20 +222,12 @@ def make_spec(reference: str) -> EnvSpec:
     def make(_: Style) -> SeededEnv:
         return SeededEnv(make_game(name), subset, rule)
 
-    form = 'Answer with one action. What follows "Action:" is played.'
     return EnvSpec(
         name=name.rpartition(":")[2],
         subsets={SUBSET: subset},
-        instruction=dict.fromkeys(Style, form),
+        instruction=dict.fromkeys(Style, FORM.format(f": {form}" if form else "")),
         make=make,
         isolation=Isolation.WORKER,
         sessions_per_worker=SESSIONS_PER_WORKER,
+        start_score=rule.start_score,
     )
-
-
-def _told(observation: Any) -> str:
-    """Return an observation as text: itself, or JSON."""
-    if isinstance(observation, str):
-        return observation
-    plain = getattr(observation, "tolist", lambda: observation)()
-    return json.dumps(plain, ensure_ascii=False, default=str)

@@ -7,7 +7,8 @@ from typing import Any
 from common.config.envs import RemoteOptions
 from common.errors import ConfigError
 from common.formats.answers import TOOL_FORM
-from envhub.interop.openenv_socket import ask_server, bare
+from common.http.proxies import without_login
+from envhub.interop.openenv_socket import ask_server
 
 TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")  # titles of schemas that mean tools
 
@@ -36,7 +37,9 @@ def look_at(options: RemoteOptions) -> Offer:
     status, schemas = ask_server(url, "/schema")
     schema = schemas.get("action") if isinstance(schemas, dict) else None
     if status != 200 or not isinstance(schema, dict):
-        raise ConfigError(f"env.url={bare(url)}: /schema answered {status}: no OpenEnv server")
+        raise ConfigError(
+            f"env.url={without_login(url)}: /schema answered {status}: no OpenEnv server"
+        )
     known = [name for name in schema.get("properties", {}) if name != "metadata"]
     required = [name for name in schema.get("required", []) if name in known]
     chosen = options.action_field

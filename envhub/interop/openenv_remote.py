@@ -10,16 +10,21 @@ import aiohttp
 
 from common.config.envs import RemoteOptions
 from common.formats.answers import tools_text
+from common.http.proxies import ProxyFailed, without_login
+from common.http.sessions import open_session
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action_text, parse_item
 from envhub.interop.openenv_offer import Offer, instruction_of, look_at
-from envhub.interop.openenv_socket import CLOSE_S, NOT_THERE, RETRY_S, OpenEnvFailure, Socket, bare
+from envhub.interop.openenv_socket import CLOSE_S, NOT_THERE, RETRY_S, OpenEnvFailure, Socket
 from envhub.interop.texts import (
+    SUCCESS_KEYS,
+    TRUNCATED_KEYS,
     BadAction,
     RewardRule,
     Rewards,
     check_sendable,
     parse_json,
     parse_tool_call,
+    said_by,
 )
 from envhub.remote_episode import RemoteEpisode
 
@@ -39,7 +44,7 @@ class OpenEnvEpisode(RemoteEpisode):
     """One episode on an OpenEnv server; it has a socket of its own."""
 
     def __init__(self, server: "Server") -> None:
-        super().__init__()
+        super().__init__(server.rule.start_score)
         self._server, self._offer, self._options = server, server.offer, server.options
         self._socket: Socket | None = None
         self._tools: list[str] = []
@@ -83,9 +88,9 @@ class OpenEnvEpisode(RemoteEpisode):
         is_done, told = data.get("done") is True, _metadata(data)
         self._reward = self._rewards.add(data.get("reward"), is_last=is_done)
         self._is_done = is_done
-        said = told.get("is_success", told.get("success"))
-        is_success = said if isinstance(said, bool) else self._reward >= 1.0
-        self._is_success = is_done and is_success
+        said = said_by(told, SUCCESS_KEYS)
+        self._is_success = is_done and (self._reward >= 1.0 if said is None else said)
+        self._is_truncated = is_done and said_by(told, TRUNCATED_KEYS) is True
         is_valid = told.get("is_valid")
         state = told.get("state")
         return self._result(
@@ -151,7 +156,7 @@ class Server:
     def __init__(self, options: RemoteOptions, offer: Offer) -> None:
         self.options, self.offer = options, offer
         self.url = options.url.rstrip("/")
-        self.shown = f"OpenEnv server {bare(self.url)}"
+        self.shown = f"OpenEnv server {without_login(self.url)}"
         self.rule = RewardRule(
             kind="sum" if options.reward == "sum" else "last",
             least=options.min_reward,
@@ -180,7 +185,7 @@ class Server:
         Raises: OpenEnvFailure.
         """
         if self._session is None:
-            self._session = aiohttp.ClientSession()
+            self._session = self._open_session()
         full: OpenEnvFailure | None = None
         try:
             async with asyncio.timeout(self.options.timeout_s):
@@ -196,6 +201,12 @@ class Server:
             raise full or OpenEnvFailure(
                 f"{self.shown}: no reset within {self.options.timeout_s:g} s"
             ) from error
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        try:
+            return open_session(self.url)
+        except ProxyFailed as error:
+            raise OpenEnvFailure(f"{self.shown}: {error}") from error
 
     async def _reset(
         self, session: aiohttp.ClientSession, wanted: dict[str, Any]
@@ -235,6 +246,7 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
         sessions_per_worker=remote.max_sessions,
         step_timeout_s=2 * (remote.timeout_s + CLOSE_S),  # a reset, and the list of tools
         is_repeatable=False,
+        start_score=server.rule.start_score,
         stop=server.stop,
         stop_timeout_s=CLOSE_S,
     )

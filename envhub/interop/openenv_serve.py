@@ -6,13 +6,12 @@ import logging
 import random
 from typing import Any
 
-from fastapi import FastAPI, Response, WebSocket
+from fastapi import Response, WebSocket
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic_core import from_json
 from starlette.websockets import WebSocketDisconnect
 
 from common.errors import EnvError
-from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, StepResult, Style, UnknownItem
 from envhub.errors import CapacityFull, HubDraining, SessionConflict, SessionUnknown, UnknownEnv
 from envhub.hosting.sessions import Sessions
@@ -25,6 +24,7 @@ from envhub.http.bodies import (
     parse_entry,
     repaired,
 )
+from envhub.http.parts import HubParts
 from envhub.interop.openenv_tasks import add_task_routes, index_in, split_of
 
 logger = logging.getLogger(__name__)
@@ -72,12 +72,15 @@ class ResetData(BaseModel):
     style: Style = Style.COMPACT
 
 
-def add_openenv_routes(app: FastAPI, sessions: Sessions, registry: Registry) -> None:
+def mount(hub: HubParts) -> None:
     """Mount /openenv/<env>/... for each environment of the registry.
 
     The base URL of an OpenEnv client is the hub's URL + "/openenv/<env>".
     """
     base = "/openenv/{env}"
+    app = hub.app
+    sessions = hub.sessions
+    registry = hub.registry
 
     @app.get(f"{base}/health", tags=["openenv"])
     async def health(env: str) -> Response:
@@ -255,7 +258,9 @@ def _parsed(raw: str | bytes) -> Any:
 
 
 def _stepped(result: StepResult) -> dict[str, Any]:
-    told = {"is_valid": result.is_valid, "is_success": result.is_success, "state": result.state}
+    told = result.told()
+    for name in ("observation", "reward", "done"):
+        del told[name]
     return _observation(result.observation, result.reward, is_done=result.done, metadata=told)
 
 

@@ -1,16 +1,15 @@
 """The wire to an OpenEnv server: what it says of itself, and the socket of one episode."""
 
 import asyncio
-import base64
 import contextlib
-import http.client
 import json
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 
 from common.errors import ConfigError
+from common.http.blocking import request
+from common.http.proxies import route_note, without_login
 from envhub.env import EnvFailure
 
 ASK_S = 10.0  # for what a server says of itself
@@ -32,37 +31,29 @@ class OpenEnvClosed(OpenEnvFailure):
     """The server, or what lies between, closed the socket in the middle of an episode."""
 
 
-def bare(url: str) -> str:
-    """Return an address as it may be shown: without user and password."""
-    scheme, mark, rest = url.partition("://")
-    return f"{scheme}{mark}{rest.rpartition('@')[2]}"
-
-
 def ask_server(url: str, path: str, body: object = None) -> tuple[int, Any]:
     """Return status and JSON of one request, a POST if there is a body; None if it is no JSON.
 
     Raises: ConfigError: nobody answers.
     """
-    parts = urlsplit(url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    headers = {"Content-Type": "application/json"}
-    if parts.username is not None:
-        login = f"{parts.username}:{parts.password or ''}".encode()
-        headers["Authorization"] = f"Basic {base64.b64encode(login).decode()}"
-    connection = kind(parts.hostname or "", parts.port, timeout=ASK_S)
+    raw = None if body is None else json.dumps(body).encode()
+    shown = f"env.url={without_login(url)}: {path}"
     try:
-        raw = None if body is None else json.dumps(body)
-        method = "GET" if raw is None else "POST"
-        connection.request(method, f"{parts.path.rstrip('/')}{path}", body=raw, headers=headers)
-        answer = connection.getresponse()
-        text = answer.read(MAX_FRAME_BYTES)
-    except (OSError, http.client.HTTPException) as error:
+        answer = request(
+            f"{url.rstrip('/')}{path}",
+            method="GET" if raw is None else "POST",
+            body=raw,
+            headers={"Content-Type": "application/json"},
+            timeout_s=ASK_S,
+            max_bytes=MAX_FRAME_BYTES,
+        )
+    except (OSError, ValueError) as error:
         reason = str(error) or type(error).__name__
-        raise ConfigError(f"env.url={bare(url)}: {path}: no answer ({reason})") from error
-    finally:
-        connection.close()
+        raise ConfigError(f"{shown}: no answer ({reason})") from error
+    if answer.is_by_proxy:
+        raise ConfigError(f"{shown}: the answer is {answer.shown}")
     try:
-        return answer.status, json.loads(text)
+        return answer.status, json.loads(answer.body)
     except ValueError:
         return answer.status, None
 
@@ -77,7 +68,7 @@ class Socket:
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
         self._socket = socket
-        self._shown = bare(url)
+        self._shown = without_login(url)
         self._frames: asyncio.Queue[str | None] = asyncio.Queue()  # None: there are no more
         self._why = ""  # it was closed
         self._reader = asyncio.create_task(self._read())
@@ -93,7 +84,7 @@ class Socket:
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             is_refusal = isinstance(error, aiohttp.ClientResponseError)
-            text = f"OpenEnv server {bare(url)}: no socket: {reason}"
+            text = f"OpenEnv server {without_login(url)}: no socket: {reason}{route_note(url)}"
             raise OpenEnvFailure(text, code="" if is_refusal else NOT_THERE) from error
         return cls(socket, url)
 

@@ -16,8 +16,27 @@ MAX_SENT_BYTES = DEFAULT_ACTION_MIB * MIB
 SAMPLES = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
 
 
+SUCCESS_KEYS = ("is_success", "success", "episode_success", "is_solved", "solved", "won")
+TRUNCATED_KEYS = ("is_truncated", "truncated")
+
+
 class BadAction(ValueError):
     """The agent's text is no action; the message is what it is told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What one action led to; `is_success` None: it is the whole reward.
+
+    `is_truncated`: the episode has ended (`is_done`), cut short by a limit and not by the task.
+    """
+
+    text: str
+    reward: float | None
+    is_done: bool
+    is_valid: bool = True
+    is_success: bool | None = None
+    is_truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +47,22 @@ class RewardRule:
     least: float = 0.0
     most: float = 1.0
 
+    @property
+    def start_score(self) -> float:
+        """Return the score of an episode that has paid nothing yet: a raw 0, in [0, 1]."""
+        return self.normalise(0.0)
+
+    def normalise(self, raw: float) -> float:
+        """Return a raw score in [0, 1]: `least` is 0, `most` is 1; a score beyond is the nearer."""
+        share = (raw - self.least) / (self.most - self.least)
+        return round(min(max(share, 0.0), 1.0), 9)
+
 
 class Rewards:
-    """The rewards of one episode, as the one number in [0, 1] that a step reports."""
+    """The rewards of one episode, as the one number in [0, 1] that a step reports.
+
+    Example: a range of -1 to 1. Before the first reward a step reports 0.5, not 0.
+    """
 
     def __init__(self, rule: RewardRule) -> None:
         self._rule = rule
@@ -49,13 +81,27 @@ class Rewards:
         if self._total is None:
             if is_last:
                 raise EnvFailure("the episode ended and never said a reward")
-            return 0.0
+            return self._rule.start_score
         least, most = self._rule.least, self._rule.most
         is_beyond = self._total > most and self._rule.kind == "sum"  # at a horizon's cut, too
         if is_beyond or (is_last and not least <= self._total <= most):
             asked = f"{least:g} to {most:g} was said to be the range"
             raise EnvFailure(f"the episode pays {self._total:g}, but {asked} (env.*_reward)")
-        return round(min(max((self._total - least) / (most - least), 0.0), 1.0), 9)
+        return self._rule.normalise(self._total)
+
+
+def said_by(told: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
+    """Return the truth value of the first of the keys that has one; None: none has.
+
+    A number is true from 1 on, also one of numpy. Arrays of several, texts and NaN say nothing.
+    """
+    for key in keys:
+        value: Any = told.get(key)
+        if hasattr(value, "item") and getattr(value, "size", 1) == 1:
+            value = value.item()
+        if isinstance(value, (bool, int, float)) and not math.isnan(value):
+            return value >= 1
+    return None
 
 
 def parse_json(text: str) -> dict[str, Any]:

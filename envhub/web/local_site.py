@@ -10,6 +10,8 @@ from typing import Any
 import uvicorn
 
 from common.config.envs import BrowserOptions
+from common.host.loopback import family_of, loopback
+from common.wire.addresses import bracketed
 from envhub.env import EnvFailure
 from envhub.web.browser import BrowserHost, host_rules
 
@@ -27,18 +29,19 @@ class _Server(uvicorn.Server):
 
 
 class LocalSite:
-    """An application answering at `address`, `127.0.0.1:<port>`, until `stop`."""
+    """An application answering at `address`, `127.0.0.1:<port>` or `[::1]:<port>`, until `stop`."""
 
     def __init__(self, app: Any) -> None:
         # The protocol is named, or the server would not send small answers at once.
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._socket.bind(("127.0.0.1", 0))
+        host = loopback()
+        self._socket = socket.socket(family_of(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._socket.bind((host, 0))
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
-        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self.address = f"{bracketed(host)}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> None:
         """Return when requests are answered.
@@ -79,7 +82,7 @@ class LocalBrowser:
 
     @property
     def address(self) -> str:
-        """Where the application answers, `127.0.0.1:<port>`; only once it is started."""
+        """Where the application answers, host and port; only once it is started."""
         assert self._site is not None, "the application is not started"
         return self._site.address
 

@@ -1,7 +1,8 @@
-"""Reward -> advantage. Pure functions on tensors."""
+"""Reward -> advantage. Pure functions on tensors and arrays."""
 # torch's type stubs know nothing of numpy's element types:
 # pyright: reportUnknownMemberType=false
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,6 +77,48 @@ def group_advantages(rewards: Tensor, *, baseline: Baseline, normalize_std: bool
     if normalize_std:
         advantages = advantages / (rewards.std(correction=0) + STD_EPSILON)
     return advantages
+
+
+def less_turn_baseline(
+    credit: list[np.ndarray], baseline: Baseline, *, holds_last: bool
+) -> list[np.ndarray]:
+    """Return each member's credit less the mean credit of the group's turns of the same number.
+
+    Turn k of a member is compared with turn k of each other member (LEAVE_ONE_OUT) or of all
+    members (GROUP_MEAN). So members with the same credit turn by turn get zeros. Where members
+    have different numbers of turns, a baseline of only the members that are still playing would
+    leave the last turns of the longest one without any. Returns of a member that ended are held at
+    its last one: members that are all worth 1 in every turn get zeros, whatever their lengths.
+
+    Args:
+        credit: of each member [num_turns] float32.
+        holds_last: a member that ended counts with the credit of its last turn; False: with 0, as
+            penalties, since it takes no invalid action any more.
+
+    Returns:
+        Of each member [num_turns] float32. Zeros for a member without another that has a turn.
+
+    Source: groups by turn number, MT-GRPO, arXiv:2505.11821, where all members have equally many
+    turns. What stands for a member that ended is our choice.
+    """
+    played = [each for each in credit if each.size]
+    if len(played) < 2:
+        return [np.zeros_like(each) for each in credit]
+    longest = max(each.size for each in played)
+    table = np.stack([_padded(each, longest, holds_last=holds_last) for each in played])
+    compared = np.broadcast_to(table.mean(axis=0), table.shape)  # [member, turn]
+    if baseline is Baseline.LEAVE_ONE_OUT:
+        compared = (table.sum(axis=0) - table) / (len(played) - 1)
+    is_flat = table.max(axis=0) == table.min(axis=0)  # a subtraction would leave rounding noise
+    less = iter(np.where(is_flat, 0.0, table - compared).astype(np.float32))
+    return [next(less)[: each.size] if each.size else each for each in credit]
+
+
+def _padded(credit: np.ndarray, length: int, *, holds_last: bool) -> np.ndarray:
+    """Return the credit [length] float64, continued by its last entry or by zeros."""
+    rest = length - credit.size
+    last = float(credit[-1]) if holds_last else 0.0
+    return np.append(credit.astype(np.float64), np.full(rest, last))
 
 
 def whiten(values: Tensor, weights: Tensor) -> Tensor:

@@ -16,8 +16,10 @@ from torch import Tensor
 from common.config.learning import Advantage, AlgorithmSection, Baseline, CreditLevel, StateCredit
 from common.wire.messages import Trajectory
 from learner.batch.advantage import (
+    STD_EPSILON,
     group_advantages,
     has_signal,
+    less_turn_baseline,
     scale_per_kind,
     shaped_reward,
     whiten,
@@ -30,37 +32,49 @@ from learner.ingest.group_assembly import Group
 
 
 def outcome_credit(trajectory: Trajectory, algorithm: AlgorithmSection) -> float:
-    """Return what the whole episode is worth: discounted reward less the episode's penalty."""
+    """Return what the whole episode is worth: discounted pay less the episode's penalty."""
     is_on_episode = algorithm.invalid_action_level is CreditLevel.EPISODE
     return shaped_reward(
-        trajectory.reward * algorithm.turn_discount ** max(trajectory.num_turns - 1, 0),
+        total_pay(trajectory) * algorithm.turn_discount ** max(trajectory.num_turns - 1, 0),
         trajectory.num_invalid_actions,
         trajectory.num_turns,
         algorithm.invalid_action_penalty if is_on_episode else 0.0,
     )
 
 
-def turn_rewards(trajectory: Trajectory, algorithm: AlgorithmSection) -> np.ndarray:
+def total_pay(trajectory: Trajectory) -> float:
+    """Return what all turns were paid together: the last score less the score before the first."""
+    return trajectory.reward - trajectory.start_score
+
+
+def turn_rewards(
+    trajectory: Trajectory, algorithm: AlgorithmSection, *, with_end: bool = True
+) -> np.ndarray:
     """Return what each turn was paid, [num_turns] float32.
 
-    `turn_scores` are levels (a score so far), so a turn's pay is the rise it brought. At episode
-    level all is paid in the last turn. Penalties land where `invalid_action_level` says.
+    `turn_scores` are levels (a score so far), so a turn's pay is the rise it brought. The first
+    turn's is the rise over `start_score`. At episode level all is paid in the last turn. Penalties
+    land where `invalid_action_level` says.
+
+    Args:
+        with_end: False leaves out the `end_reward`, as of an episode that was cut short.
     """
     num_turns = trajectory.num_turns
     rewards = np.zeros(num_turns, dtype=np.float32)
     if num_turns == 0:
         return rewards
     if algorithm.reward_level is CreditLevel.TURN:
-        rewards += np.diff(trajectory.turn_scores, prepend=np.float32(0.0))
+        rewards += np.diff(trajectory.turn_scores, prepend=np.float32(trajectory.start_score))
     if algorithm.invalid_action_level is CreditLevel.TURN:
         rewards -= algorithm.invalid_action_penalty * trajectory.invalid_turns
-    rewards[-1] += end_reward(trajectory, algorithm)
+    if with_end:
+        rewards[-1] += end_reward(trajectory, algorithm)
     return rewards
 
 
 def end_reward(trajectory: Trajectory, algorithm: AlgorithmSection) -> float:
-    """Return what the last turn is paid only because it is the last: what is of episode level."""
-    paid = trajectory.reward if algorithm.reward_level is CreditLevel.EPISODE else 0.0
+    """Return the pay of the episode's end: the part of the reward that is of episode level."""
+    paid = total_pay(trajectory) if algorithm.reward_level is CreditLevel.EPISODE else 0.0
     if algorithm.invalid_action_level is CreditLevel.EPISODE:
         share = trajectory.num_invalid_actions / max(trajectory.num_turns, 1)
         paid -= algorithm.invalid_action_penalty * share
@@ -205,7 +219,8 @@ def _turn_offsets(
     if algorithm.advantage is Advantage.PPO:
         return None
     penalty = algorithm.invalid_action_penalty
-    if algorithm.reward_level is CreditLevel.TURN:
+    has_returns = algorithm.reward_level is CreditLevel.TURN
+    if has_returns:
         credit = [_returns(t, algorithm) for t in members]
     elif algorithm.invalid_action_level is CreditLevel.TURN and penalty != 0.0:
         credit = [(-penalty * t.invalid_turns).astype(np.float32) for t in members]
@@ -213,13 +228,10 @@ def _turn_offsets(
         return None
     if algorithm.advantage is Advantage.REINFORCE_PP:
         return credit
-    everything = np.concatenate(credit)
-    if everything.size and everything.max() == everything.min():
-        return [np.zeros_like(each) for each in credit]  # a subtraction would leave rounding noise
-    centred = _less_baseline(credit, _baseline(algorithm))
-    is_scaled = algorithm.normalize_std and algorithm.reward_level is CreditLevel.TURN
-    if is_scaled and algorithm.advantage is Advantage.GRPO:
-        centred = [(each / (everything.std() + 1e-6)).astype(np.float32) for each in centred]
+    centred = less_turn_baseline(credit, _baseline(algorithm), holds_last=has_returns)
+    if has_returns and algorithm.normalize_std and algorithm.advantage is Advantage.GRPO:
+        deviation = np.concatenate(credit).std() + STD_EPSILON
+        centred = [(each / deviation).astype(np.float32) for each in centred]
     return centred
 
 
@@ -230,25 +242,6 @@ def _baseline(algorithm: AlgorithmSection) -> Baseline:
         Advantage.REINFORCE_PP_BASELINE: Baseline.GROUP_MEAN,
     }
     return fixed.get(algorithm.advantage, algorithm.baseline)
-
-
-def _less_baseline(credit: list[np.ndarray], baseline: Baseline) -> list[np.ndarray]:
-    """Return each member's credit [num_turns] less what the group leads one to expect of a turn.
-
-    That is the mean over members, the others or all, of a member's own mean over its turns: each
-    counts once, however many turns it took. Who has no other with a turn gets zeros.
-    """
-    means = np.array([each.mean() if each.size else np.nan for each in credit], dtype=np.float64)
-    less: list[np.ndarray] = []
-    for index, each in enumerate(credit):
-        others = np.delete(means, index)
-        others = others[~np.isnan(others)]
-        if not others.size:
-            less.append(np.zeros_like(each))
-            continue
-        compared = others if baseline is Baseline.LEAVE_ONE_OUT else means[~np.isnan(means)]
-        less.append((each - compared.mean()).astype(np.float32))
-    return less
 
 
 def _returns(trajectory: Trajectory, algorithm: AlgorithmSection) -> np.ndarray:

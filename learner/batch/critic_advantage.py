@@ -19,7 +19,8 @@ from learner.batch.credit import end_reward, per_env, turn_rewards, whitened
 from learner.batch.returns import gae, vtrace
 from learner.batch.rows import episodes_of, rows_of
 
-CUT_SHORT = (EndReason.HORIZON, EndReason.CONTEXT_FULL)  # the task would have gone on
+# The task would have gone on.
+CUT_SHORT = (EndReason.HORIZON, EndReason.TRUNCATED, EndReason.CONTEXT_FULL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,21 +73,24 @@ def with_advantages(
     Args:
         values: [tokens] float32 of the states before each sampled token.
         bootstrap: value of the state at the very end; used only if the episode was cut short. It is
-            read where the next turn would begin, as those of turns are; where the context had no
-            room for the last observation, the last timestep's state stands in.
+            read where the next turn would begin, as those of turns are. Without a last observation
+            it is not used: `value_behind` stands in.
         log_ratios: [tokens] nats of pi / mu; only V-trace looks at them.
     """
     trajectory = sample.trajectory
     steps = timesteps(trajectory, critic.timestep)  # [tokens] index of each token's timestep
     first = np.flatnonzero(np.diff(steps, prepend=-1))  # [step] the token a timestep begins with
-    rewards = torch.from_numpy(step_rewards(trajectory, algorithm, critic.timestep)).double()
+    is_cut = trajectory.end_reason in CUT_SHORT
+    paid = step_rewards(trajectory, algorithm, critic.timestep, with_end=not is_cut)
+    rewards = torch.from_numpy(paid).double()
     states = torch.from_numpy(values[first]).double()
-    ending = 0.0
-    if trajectory.end_reason in CUT_SHORT:
-        has_end = not trajectory.loss_mask[-1]
-        ending = continuation(trajectory, algorithm, bootstrap if has_end else float(states[-1]))
     is_turn = critic.timestep is Timestep.TURN
     discount = algorithm.turn_discount if is_turn else 1.0
+    ending = 0.0
+    if is_cut:
+        if trajectory.loss_mask[-1]:
+            bootstrap = value_behind(float(states[-1]), float(rewards[-1]), discount)
+        ending = continuation(trajectory, algorithm, bootstrap, discount)
     if critic.targets is CriticTargets.VTRACE:
         summed = np.bincount(steps, weights=log_ratios.astype(np.float64))  # [step]
         targets, advantages = vtrace(
@@ -113,18 +117,34 @@ def with_advantages(
     )
 
 
-def continuation(trajectory: Trajectory, algorithm: AlgorithmSection, value: float) -> float:
-    """Return what an episode that was cut short would still have been paid.
+def value_behind(value: float, paid: float, discount: float) -> float:
+    """Return the value of the state behind a timestep from that of the state before it.
 
-    A value is of all that is paid from a state on, and a level is paid at the end: of it only what
-    the episode does not have yet is to come. No more than is missing to a reward of 1, and nothing
-    of what was reached is taken back.
+    Args:
+        value: of the state before the timestep: paid + discount * value behind.
+        paid: to the timestep itself.
+    """
+    return (value - paid) / discount
+
+
+def continuation(
+    trajectory: Trajectory, algorithm: AlgorithmSection, value: float, discount: float
+) -> float:
+    """Return the value of the state at the very end of an episode that was cut short, bounded.
+
+    The task would have gone on, so what is paid at its end (`end_reward`) was not paid yet: the
+    value holds it. A value above the largest score is cut to it. A score that begins at 0 is one of
+    progress, which is not taken back: without discount the value is at least the score.
 
     Args:
         value: of the state at the very end.
+        discount: per timestep. Below 1 a later payment is worth less by an unknown number of turns.
     """
-    rest = value - end_reward(trajectory, algorithm)
-    return min(max(rest, min(value, 0.0)), 1.0 - trajectory.reward)
+    at_end = end_reward(trajectory, algorithm)
+    most = 1.0 - trajectory.reward + at_end
+    is_progress = trajectory.start_score == 0.0 and discount == 1.0
+    least = at_end + min(value, 0.0) if is_progress else value
+    return min(max(value, least), most)
 
 
 def timesteps(trajectory: Trajectory, kind: Timestep) -> np.ndarray:
@@ -135,13 +155,15 @@ def timesteps(trajectory: Trajectory, kind: Timestep) -> np.ndarray:
     return np.unique(turns, return_inverse=True)[1].astype(np.int64)
 
 
-def step_rewards(trajectory: Trajectory, algorithm: AlgorithmSection, kind: Timestep) -> np.ndarray:
-    """Return what every timestep was paid, [step] float32.
+def step_rewards(
+    trajectory: Trajectory, algorithm: AlgorithmSection, kind: Timestep, *, with_end: bool = True
+) -> np.ndarray:
+    """Return what every timestep was paid, [step] float32, with or without the `end_reward`.
 
     A turn's pay lies on its last sampled token: on an action, whatever follows it. A turn in which
     nothing was sampled passes its pay on to the last turn before it, else after it, that did.
     """
-    per_turn = turn_rewards(trajectory, algorithm)
+    per_turn = turn_rewards(trajectory, algorithm, with_end=with_end)
     turns = trajectory.turn_ids[trajectory.loss_mask]  # [tokens]
     present, last_from_end = np.unique(turns[::-1], return_index=True)
     last = len(turns) - 1 - last_from_end  # [turn present] last sampled token of it

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from common.segments import asides_of
 from common.wire.messages import Trajectory
 
 
@@ -20,8 +21,17 @@ def turn_states(trajectory: Trajectory) -> np.ndarray:
 
 
 def turn_actions(trajectory: Trajectory) -> np.ndarray:
-    """Return a fingerprint of what each turn sampled, [num_turns] int32: equal tokens, equal."""
-    return _digests(trajectory, trajectory.loss_mask)
+    """Return the fingerprint of the action that each turn sent to its environment, [num_turns].
+
+    Where an actor sent none, as in the journals of older versions, the sampled tokens of the turn
+    stand for it, less plans, reflections and others that no environment sees.
+    """
+    if len(trajectory.turn_actions) == trajectory.num_turns:
+        return trajectory.turn_actions
+    chosen = trajectory.loss_mask.copy()
+    for first, end, _ in asides_of(trajectory):
+        chosen[first:end] = False
+    return _digests(trajectory, chosen)
 
 
 def _digests(trajectory: Trajectory, chosen: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.scripted import refusal_of_actions
 from common.segments import refusal_of_asides, refusal_of_segments, refusal_of_starts, segments_of
 from common.wire.access.lease_mac import is_leased
 from common.wire.messages import EndReason, PolicyKind, Trajectory
@@ -123,7 +124,8 @@ def refusal(
             return f"{name} is {column.dtype.name}, not {dtype.name}"
         if column.shape != (num_tokens,):
             return f"{name} has shape {column.shape}, token_ids has {num_tokens} tokens"
-    if reason := refusal_of_starts(trajectory) or refusal_of_asides(trajectory):
+    reason = refusal_of_starts(trajectory) or refusal_of_asides(trajectory)
+    if reason := reason or refusal_of_actions(trajectory):
         return reason
     longest = max(part.stop - part.start for part in segments_of(trajectory))
     if max_tokens is not None and longest > max_tokens:
@@ -132,6 +134,21 @@ def refusal(
         return f"reward {trajectory.reward} is not in [0, 1]"
     if trajectory.kind == "train" and not 0 <= trajectory.member < max_group_size:
         return f"member {trajectory.member} of a group of {max_group_size}"
+    if reason := _refusal_of_turns(trajectory):
+        return reason
+    if trajectory.end_reason.is_infrastructure_failure:
+        return ""
+    if trajectory.policy is not PolicyKind.MODEL:
+        return "" if trajectory.kind == "eval" else f"{trajectory.policy} play cannot be trained on"
+    if trajectory.segment_starts.size and (reason := refusal_of_segments(trajectory)):
+        return reason
+    if is_plainly_sound(trajectory, learner_version, vocab_size):
+        return ""
+    return _refusal_of_tokens(trajectory, learner_version, vocab_size)
+
+
+def _refusal_of_turns(trajectory: Trajectory) -> str:
+    """Return why the columns of turns do not fit together, "" if they do."""
     if not 0 <= trajectory.num_invalid_actions <= trajectory.num_turns:
         return f"{trajectory.num_invalid_actions} invalid actions in {trajectory.num_turns} turns"
     invalid = trajectory.invalid_turns
@@ -142,18 +159,13 @@ def refusal(
     are_scores = all(0.0 <= score <= 1.0 for score in scores.ravel().tolist())
     if scores.shape != (trajectory.num_turns,) or not are_scores:
         return f"turn_scores {scores.tolist()} for {trajectory.num_turns} turns, each in [0, 1]"
-    states = trajectory.turn_states
-    if states.dtype != np.int32 or states.shape not in ((0,), (trajectory.num_turns,)):
-        return f"turn_states {states.dtype.name} {states.shape} for {trajectory.num_turns} turns"
-    if trajectory.end_reason.is_infrastructure_failure:
-        return ""
-    if trajectory.policy is not PolicyKind.MODEL:
-        return "" if trajectory.kind == "eval" else f"{trajectory.policy} play cannot be trained on"
-    if trajectory.segment_starts.size and (reason := refusal_of_segments(trajectory)):
-        return reason
-    if is_plainly_sound(trajectory, learner_version, vocab_size):
-        return ""
-    return _refusal_of_tokens(trajectory, learner_version, vocab_size)
+    if not 0.0 <= trajectory.start_score <= 1.0:
+        return f"start_score {trajectory.start_score} is not in [0, 1]"
+    for name in ("turn_states", "turn_actions"):
+        told: np.ndarray = getattr(trajectory, name)
+        if told.dtype != np.int32 or told.shape not in ((0,), (trajectory.num_turns,)):
+            return f"{name} {told.dtype.name} {told.shape} for {trajectory.num_turns} turns"
+    return ""
 
 
 def is_plainly_sound(trajectory: Trajectory, learner_version: int, vocab_size: int | None) -> bool:

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from common.errors import LongstrideError
+from common.ids import split_episode_id
 from common.store.journal import JournalPosition
-from common.wire.ids import split_episode_id
 from common.wire.messages import (
     EpisodeKind,
     EpisodeOutcome,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.wire.ids import subset_of
+from common.ids import subset_of
 from common.wire.messages import EndReason, Trajectory
 
 
@@ -22,7 +22,7 @@ class EpisodeStats:
         if trajectory.end_reason.is_infrastructure_failure:
             self._counts["failed"] += 1
             return
-        is_cut = trajectory.end_reason is EndReason.HORIZON
+        is_cut = trajectory.end_reason in (EndReason.HORIZON, EndReason.TRUNCATED)
         self._counts["episodes"] += 1
         self._counts["turns"] += trajectory.num_turns
         self._counts["sampled"] += int(np.count_nonzero(trajectory.loss_mask))

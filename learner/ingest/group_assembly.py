@@ -8,7 +8,7 @@ import numpy as np
 
 from common.config.learning import AlgorithmSection
 from common.config.run_config import GroupsSection
-from common.wire.ids import is_below
+from common.ids import is_below
 from common.wire.messages import EpisodeOutcome, GroupArrived, Outcome, Trajectory
 
 

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from common.ids import is_below
 from common.store.journal import JournalPosition
-from common.wire.ids import is_below
 from common.wire.messages import EpisodeKind, Trajectory
 from learner.ingest.replay_point import ReplayPoint
 

@@ -4,10 +4,13 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from common.wire.messages import Outcomes, StepDone
 
 Report = Outcomes | StepDone
+Entry = TypeVar("Entry")
+MAX_ENTRIES = 5_000  # Entries of one message: any number of them would exceed the wire's limits.
 
 
 class ReportLog:
@@ -75,20 +78,56 @@ def _merged(reports: Iterable[Report]) -> Iterator[Report]:
         if isinstance(report, Outcomes):
             outcomes.append(report)
             continue
-        yield from _as_one(outcomes)
+        yield from _joined(outcomes)
         outcomes = []
         yield report
-    yield from _as_one(outcomes)
+    yield from _joined(outcomes)
 
 
-def _as_one(reports: list[Outcomes]) -> list[Outcomes]:
-    if not reports:
-        return []
-    return [
-        Outcomes(
-            seen=[seen for report in reports for seen in report.seen],
-            outcomes=[outcome for report in reports for outcome in report.outcomes],
-            groups=[group for report in reports for group in report.groups],
-            num_duplicates=sum(report.num_duplicates for report in reports),
-        )
-    ]
+def _joined(reports: list[Outcomes]) -> Iterator[Outcomes]:
+    """Yield the reports in as few messages as MAX_ENTRIES allows."""
+    together: list[Outcomes] = []
+    num_entries = 0
+    for report in reports:
+        if together and num_entries + _num_entries(report) > MAX_ENTRIES:
+            yield from _pieces(_as_one(together))
+            together = []
+            num_entries = 0
+        together.append(report)
+        num_entries += _num_entries(report)
+    if together:
+        yield from _pieces(_as_one(together))
+
+
+def _num_entries(report: Outcomes) -> int:
+    return len(report.seen) + len(report.groups) + len(report.outcomes)
+
+
+def _as_one(reports: list[Outcomes]) -> Outcomes:
+    return Outcomes(
+        seen=[seen for report in reports for seen in report.seen],
+        outcomes=[outcome for report in reports for outcome in report.outcomes],
+        groups=[group for report in reports for group in report.groups],
+        num_duplicates=sum(report.num_duplicates for report in reports),
+    )
+
+
+def _pieces(report: Outcomes) -> Iterator[Outcomes]:
+    """Yield a report whole, or in pieces that keep the order in which the scheduler reads one."""
+    if _num_entries(report) <= MAX_ENTRIES:
+        yield report
+        return
+    for part in _batched(report.seen):
+        yield Outcomes(seen=part)
+    for part in _batched(report.groups):
+        yield Outcomes(groups=part)
+    for part in _batched(report.outcomes):
+        yield Outcomes(outcomes=part)
+    if report.num_duplicates:
+        yield Outcomes(num_duplicates=report.num_duplicates)
+
+
+def _batched(entries: list[Entry]) -> Iterator[list[Entry]]:
+    """Yield lists of at most MAX_ENTRIES entries."""
+    for start in range(0, len(entries), MAX_ENTRIES):
+        yield entries[start : start + MAX_ENTRIES]

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from common.config.learning import AlgorithmSection, Correction, PolicyLoss, Proximal
 from learner.batch.batching import MicroBatch
+from learner.objective.describe import MASKS_ONLY
 
-MASKS_ONLY = (Correction.NONE, Correction.GEOMETRIC, Correction.SECOND_MOMENT)
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: still finite in float32 after being squared and summed
 
 

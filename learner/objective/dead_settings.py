@@ -21,6 +21,7 @@ from common.config.learning import (
     StateCredit,
 )
 from learner.objective.describe import (
+    MASKS_ONLY,
     is_clipped,
     is_one_update,
     objective_text,
@@ -120,6 +121,12 @@ def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
     why = why_ratio_is_one(cfg, learner)
     if why and is_clipped(cfg):
         yield from changed(f"{why} makes every ratio 1", "clip_low", "clip_high", "dual_clip")
+    if why and cfg.policy_loss is not PolicyLoss.DPPO:
+        yield from changed(f"{why} makes every ratio 1, so it is ppo", "policy_loss")
+    is_weighed = cfg.correction not in MASKS_ONLY
+    if why and is_weighed and cfg.policy_loss in (PolicyLoss.DPPO, PolicyLoss.UNCLIPPED):
+        why = f"policy_loss={cfg.policy_loss.value} has no clip, and the weight holds the ratio"
+        yield from changed(why, "proximal")
     if proximal_in_use(cfg, learner) is Proximal.SAMPLER and not tis_at_sampler(cfg):
         why = f"policy_loss={cfg.policy_loss.value} bounds the ratio to the sampler itself"
         is_never = not tis_at_sampler(replace(cfg, tis_cap=AlgorithmSection().tis_cap))
@@ -157,6 +164,21 @@ def _dead_in_credit(cfg: AlgorithmSection) -> Dead:
         yield from changed(why, "turn_discount", *(["baseline"] if is_grpo else []))
 
 
+def why_nothing_is_clipped(algorithm: AlgorithmSection, learner: LearnerSection) -> str:
+    """Return why no bound decides a token in a batch's first update; "" if one may."""
+    if algorithm.policy_loss is PolicyLoss.UNCLIPPED:
+        return "policy_loss=unclipped bounds no token"
+    proximal = proximal_in_use(algorithm, learner)
+    if is_clipped(algorithm) and proximal in (Proximal.RECOMPUTED, Proximal.REUSED):
+        return f"proximal={proximal.value} makes every ratio 1 in a batch's first update"
+    return ""
+
+
+def _masks_tokens(cfg: AlgorithmSection) -> bool:
+    is_masking = (Correction.ICEPOP, Correction.GEOMETRIC, Correction.SECOND_MOMENT)
+    return cfg.correction in is_masking or cfg.negative_mask_delta > 0
+
+
 def _dead_in_learner(algorithm: AlgorithmSection, cfg: LearnerSection) -> Dead:
     if cfg.optimizer is not OptimizerKind.MUON:
         yield from _changed("learner", cfg, f"optimizer={cfg.optimizer.value}", "muon_lr")
@@ -189,3 +211,10 @@ def _dead_in_learner(algorithm: AlgorithmSection, cfg: LearnerSection) -> Dead:
         yield from changed("tighten_gate=false", "ess_gate", "clip_gate", "recover_steps")
         if not cfg.controller.scale_lr:
             yield from changed("tighten_gate=false, scale_lr=false", "ess_target")
+    elif why := why_nothing_is_clipped(algorithm, cfg):
+        yield from changed(why, "clip_gate")
+    if not _masks_tokens(algorithm):
+        why = f"algorithm.correction={algorithm.correction.value} masks no token"
+        yield from changed(why, "masked_warn_frac")
+    if cfg.lora.rank == 0:
+        yield from _changed("learner.lora", cfg.lora, "rank=0", "alpha", "targets")

@@ -18,7 +18,16 @@ from common.config.learning import (
     Proximal,
     StateCredit,
 )
-from learner.objective.describe_credit import credit_text, paid_text, running_text, state_text
+from learner.objective.describe_credit import (
+    credit_text,
+    cut_text,
+    paid_text,
+    running_text,
+    state_text,
+)
+
+# Corrections that keep or mask the surrogate's own ratio, whatever it is taken to.
+MASKS_ONLY = (Correction.NONE, Correction.GEOMETRIC, Correction.SECOND_MOMENT)
 
 
 def proximal_in_use(algorithm: AlgorithmSection, learner: LearnerSection) -> Proximal:
@@ -187,11 +196,9 @@ def _advantage_text(cfg: AlgorithmSection, learner: LearnerSection) -> str:
     kind = {Advantage.GRPO: cfg.baseline, Advantage.RLOO: Baseline.LEAVE_ONE_OUT}.get(
         cfg.advantage, Baseline.GROUP_MEAN
     )
-    of_turns = (
-        "mean_members mean_turns" if kind is Baseline.GROUP_MEAN else "mean_others mean_turns"
-    )
-    baseline = f" - {of_turns if is_per_turn else kind.value}"
-    of_turns = f" - {of_turns}"
+    peers = "mean_members" if kind is Baseline.GROUP_MEAN else "mean_others"
+    baseline = f" - {f'{peers} same_turn_or_last' if is_per_turn else kind.value}"
+    of_turns = f" - {peers} same_turn_or_0"
     if cfg.advantage is Advantage.REINFORCE_PP:
         baseline = of_turns = ""
     text = f"({credit_text(cfg)}{baseline})"
@@ -218,12 +225,7 @@ def _critic_text(cfg: AlgorithmSection, critic: CriticSection) -> str:
     text = f"{kind}(per {step}, gamma={discount:g}, lambda={critic.gae_lambda:g}"
     if critic.targets is CriticTargets.VTRACE:
         text += f", rho<={critic.vtrace_rho:g}, c<={critic.vtrace_c:g}"
-    is_level = cfg.reward_level is CreditLevel.EPISODE
-    at_end = " - R" if is_level else ""
-    if cfg.invalid_action_penalty and cfg.invalid_action_level is CreditLevel.EPISODE:
-        at_end += f" + {cfg.invalid_action_penalty:g}*invalid_frac"
-    text += f", V={critic.kind.value}, pay={paid_text(cfg)}"
-    text += f", if cut short then clip(V_end{at_end}, min(V_end, 0), 1 - R))"
+    text += f", V={critic.kind.value}, pay={paid_text(cfg)}, {cut_text(cfg, discount)})"
     text = f"rms_per_env({text})" if cfg.normalize_per_env else text
     return f"A={f'whiten_batch({text})' if critic.whiten else text}"
 

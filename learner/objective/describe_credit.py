@@ -50,3 +50,22 @@ def paid_text(cfg: AlgorithmSection) -> str:
         of = "invalid_turn" if is_on_turns else "invalid_frac[last]"
         paid += f" - {cfg.invalid_action_penalty:g}*{of}"
     return paid
+
+
+def cut_text(cfg: AlgorithmSection, discount: float) -> str:
+    """Return the pay and the value at the end of an episode that was cut short.
+
+    S is the last score, S0 the score before the first turn, R = S - S0. E is what is paid at the
+    end of the task. V_last and pay_last are of the last timestep.
+    """
+    is_level = cfg.reward_level is CreditLevel.EPISODE
+    parts = ["R"] if is_level else []
+    if cfg.invalid_action_penalty and cfg.invalid_action_level is CreditLevel.EPISODE:
+        parts.append(f"{-cfg.invalid_action_penalty:g}*invalid_frac")
+    most = "1 - S + E" if parts else "1 - S"
+    bound = f"min(V_end, {most})"
+    if is_level and discount == 1.0:
+        bound = f"clip(V_end, E + min(V_end, 0) if S0 == 0 else V_end, {most})"
+    end = f"E={' + '.join(parts)} is not paid and " if parts else ""
+    behind = f"V_end=(V_last - pay_last)/{discount:g}"
+    return f"if cut short then {end}V_after={bound}, without a last observation {behind}"

@@ -54,7 +54,7 @@ def run(cfg: RunConfig, *, log: Log = ignore) -> Path:
     """
     if not cfg.dpo.data:
         raise ConfigError("dpo.data is not set: give a run directory or a file of episodes")
-    model, tokenizer = load_start(cfg.model.path, cfg.learner)
+    model, tokenizer = load_start(cfg.model.path, cfg.learner, max_tokens=cfg.actor.max_model_len)
     rows = read_rows(
         Path(cfg.dpo.data), tokenizer=tokenizer, max_tokens=cfg.actor.max_model_len, key="dpo.data"
     )

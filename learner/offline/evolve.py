@@ -50,7 +50,7 @@ def plan_episodes(cfg: RunConfig, catalogue: Catalogue, iteration: int) -> list[
                     episode_id=f"evolve-{iteration}/{task.env}/{item_id}/{number // size}.{sample}",
                     env=task.env,
                     item_id=item_id,
-                    seed=hash_words("evolve", item_id, sample) >> 33,
+                    seed=hash_words("evolve", cfg.run.seed, item_id, number, sample) >> 33,
                     horizon=catalogue.entry(task.env, task.items()).max_turns,
                 )
                 for sample in range(cfg.evolve.samples_per_item)
@@ -92,7 +92,7 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play, log: Log = ignore) -> Pat
             )
         if not (policy / "config.json").exists():
             start = cfg.model.path if cfg.evolve.from_base else newest
-            model, _ = load_start(start, cfg.learner)
+            model, _ = load_start(start, cfg.learner, max_tokens=cfg.actor.max_model_len)
             log(
                 {
                     "iteration": iteration + 1.0,
@@ -112,5 +112,5 @@ def _write_summary(journal: Path, path: Path) -> None:
     """Mark an iteration as played, with what came of it."""
     solved = [t.is_success for _, t in read_journal(journal)]
     summary = {"episodes": len(solved), "successes": sum(solved)}
-    path.write_text(json.dumps(summary) + "\n")
+    path.write_text(json.dumps(summary) + "\n", encoding="utf-8")
     logger.info("played episodes=%d success=%.3f", len(solved), sum(solved) / max(len(solved), 1))

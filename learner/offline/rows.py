@@ -11,6 +11,7 @@ from common.control_tokens import ControlTokens
 from common.errors import ConfigError
 from common.exchange.records import read_records, tokens_of
 from common.exchange.writing import TRAIN_ITEM
+from common.formats.chat_template import render_chat
 from common.segments import as_rows
 from common.store.agent_traj import Conversation, read_conversations
 from common.store.journal import read_journal
@@ -29,6 +30,7 @@ class Row:
     is_success: bool = False  # the environment said so, whatever it paid
     segment: int = 0  # of the episode
     num_segments: int = 1  # of it
+    episode: str = ""  # name of the episode, unlike in neighbouring episodes; "": not known
 
     def is_worth(self, min_reward: float) -> bool:
         """Return whether it paid that much; with 1, whether it did or was solved for less."""
@@ -62,6 +64,7 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
                 is_success=t.is_success,
                 segment=segment,
                 num_segments=max(len(t.segment_starts), 1),
+                episode=t.episode_id,
             )
             for _, t in read_journal(folder)
             if _is_usable(t)
@@ -82,14 +85,34 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
 
 
 def num_episodes(rows: Sequence[Row]) -> int:
-    """Return how many episodes the rows are of."""
-    return sum(row.segment == 0 for row in rows)
+    """Return how many episodes the rows are of; any of an episode's rows may be absent."""
+    return len(_starts(rows))
 
 
 def newest(rows: list[Row], max_episodes: int) -> list[Row]:
     """Return all rows of the last `max_episodes` episodes."""
-    starts = [index for index, row in enumerate(rows) if row.segment == 0]
+    starts = _starts(rows)
     return rows[starts[-max_episodes] :] if len(starts) > max_episodes else rows
+
+
+def _starts(rows: Sequence[Row]) -> list[int]:
+    """Return the index of the first row of each episode.
+
+    The rows of an episode are neighbours, and their segments are in order. The first segment may
+    be absent: a row without a token to learn is left out.
+    """
+    pairs = zip([None, *rows], rows, strict=False)
+    return [
+        index
+        for index, (before, row) in enumerate(pairs)
+        if before is None or not _is_continued(before, row)
+    ]
+
+
+def _is_continued(before: Row, row: Row) -> bool:
+    """Return whether the row belongs to the same episode as the row before it."""
+    is_same = (before.item_id, before.episode) == (row.item_id, row.episode)
+    return is_same and before.segment < row.segment
 
 
 def _rows_of_file(path: Path, tokenizer: Any) -> list[Row]:
@@ -107,6 +130,7 @@ def _rows_of_file(path: Path, tokenizer: Any) -> list[Row]:
             is_success=each.is_success,
             segment=each.segment,
             num_segments=each.num_segments,
+            episode=each.episode_id,
         )
         for each in found
         if each
@@ -154,9 +178,7 @@ def row_of_conversation(
     for message in conversation.messages:
         role = "assistant" if message.is_agent else "user"
         chat.append({"role": role, "content": control.broken(message.text)})
-        rendered = tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=not message.is_agent
-        )
+        rendered = render_chat(tokenizer, chat, add_generation_prompt=not message.is_agent)
         if not rendered.startswith(done):
             raise ConfigError("the chat template rewrites earlier turns")
         part = control.encode(rendered[len(done) :])

@@ -27,6 +27,7 @@ from learner.offline.training import (
     settle_ways,
     train_epochs,
 )
+from learner.start_checks import check_sft
 
 MAX_GRAD_NORM = 1.0
 WARMUP_FRAC = 0.03
@@ -44,11 +45,7 @@ def run(cfg: RunConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
     """
     sft = cfg.sft
     if sft.from_scratch:
-        if cfg.learner.lora.rank:
-            raise ConfigError(
-                "sft.from_scratch=true: a policy from nothing has no base to put adapters to; "
-                "learner.lora.rank=0, or sft.from_scratch=false"
-            )
+        check_sft(cfg, Path())
         if demonstrations.is_dir():
             raise ConfigError(
                 f"sft.demonstrations={demonstrations}: a journal holds tokens, and a policy from "
@@ -61,7 +58,9 @@ def run(cfg: RunConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
         # In place; its own wrapper hides the type.
         nn.Module.to(model, prepare_device(cfg.learner))
     else:
-        model, tokenizer = load_start(cfg.model.path, cfg.learner)
+        model, tokenizer = load_start(
+            cfg.model.path, cfg.learner, max_tokens=cfg.actor.max_model_len
+        )
     rows = read_rows(
         demonstrations,
         tokenizer=tokenizer,
@@ -103,27 +102,32 @@ def train(
     """Train in place; return the mean loss of every epoch (nats per trained token)."""
     learner = settle_ways(model, learner)
     generator = torch.Generator().manual_seed(seed)
-    num_tokens = sum(len(row.token_ids) for row in rows)
-    num_steps = max(1, math.ceil(cfg.num_epochs * num_tokens / (0.95 * cfg.batch_tokens)))
+    # The schedule needs the number of steps, and an epoch's batches depend on its order.
+    epochs = [
+        list(batches(rows, batch_tokens=cfg.batch_tokens, generator=generator))
+        for _ in range(cfg.num_epochs)
+    ]
+    num_steps = sum(map(len, epochs))
+    planned = iter(epochs)
 
     def one_epoch() -> Iterator[list[list[Row]]]:
-        for batch in batches(rows, batch_tokens=cfg.batch_tokens, generator=generator):
+        for batch in next(planned):
             yield [batch]
 
     def loss_of(batch: Sequence[Row], _: int) -> tuple[Tensor, Sums]:
         return nll(model, batch, learner, prompt_coef=cfg.prompt_coef)
 
-    epochs = train_epochs(
+    metrics = train_epochs(
         model,
         cfg,
         learner,
         batches=one_epoch,
         loss_of=loss_of,
-        lr_scale=lambda step: _schedule(step / num_steps),
+        lr_scale=lambda step: _schedule((step + 1) / num_steps),
         max_grad_norm=MAX_GRAD_NORM,
         log=log,
     )
-    return [epoch["loss"] for epoch in epochs]
+    return [epoch["loss"] for epoch in metrics]
 
 
 def nll(
@@ -147,7 +151,11 @@ def nll(
 
 
 def _schedule(progress: float) -> float:
-    """Return the share of the peak rate: short warm-up, then a cosine to a tenth."""
+    """Return the share of the peak rate: short warm-up, then a cosine to a tenth.
+
+    Args:
+        progress: (0, 1] of all steps, the current one included.
+    """
     if progress < WARMUP_FRAC:
         return progress / WARMUP_FRAC + 1e-3
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(progress, 1.0)))

@@ -16,12 +16,14 @@ from common.config.compute import Layout
 from common.config.learning import LearnerSection
 from common.config.offline import DpoSection, SftSection
 from learner.offline.rows import Row, token_batch
+from learner.policy.determinism import make_deterministic
 from learner.policy.finite import TrainingDiverged
 from learner.policy.kernels.attention import use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
 from learner.policy.model import Scoring, load_policy, pick_device, token_logprobs
 from learner.policy.precision import frozen_dtype, uses_bf16
-from learner.training.optimizer import make_optimizer
+from learner.policy.selfcheck import check_policy
+from learner.training.optimizers.optimizer import make_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +45,14 @@ def prepare_device(learner: LearnerSection) -> torch.device:
     return device
 
 
-def load_start(path: str, learner: LearnerSection) -> tuple[PreTrainedModel, Any]:
-    """Return the policy at `path` on its device, perhaps with new adapters, and its tokenizer."""
+def load_start(
+    path: str, learner: LearnerSection, *, max_tokens: int | None = None
+) -> tuple[PreTrainedModel, Any]:
+    """Return the policy at `path` on its device, perhaps with new adapters, and its tokenizer.
+
+    Args:
+        max_tokens: of the longest sequence that an engine may make; None: the model's own limit.
+    """
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     device = prepare_device(learner)
     model = load_policy(
@@ -53,6 +61,7 @@ def load_start(path: str, learner: LearnerSection) -> tuple[PreTrainedModel, Any
         gradient_checkpointing=learner.gradient_checkpointing,
         lora=learner.lora,
         base_dtype=frozen_dtype(learner, device),
+        max_tokens=max_tokens,
     )
     return model, tokenizer
 
@@ -60,10 +69,15 @@ def load_start(path: str, learner: LearnerSection) -> tuple[PreTrainedModel, Any
 def settle_ways(model: PreTrainedModel, learner: LearnerSection) -> LearnerSection:
     """Let the model compute as the section says; return that with its layout, no auto any more.
 
-    Raises: ConfigError: sequences are to be packed, and cannot; kernels are to be compiled, and
-        nothing here does that.
+    Its passes draw no random numbers from now on, and its scores are compared with those of its
+    own forward pass.
+
+    Raises: ConfigError: sequences are to be packed, and cannot; scores differ by more than
+        rounding; kernels are to be compiled, and nothing here does that.
     """
+    make_deterministic(model)
     is_packed = use_attention([model], model.device.type, learner.layout, learner.attention)
+    check_policy(model, _scoring(model, learner), is_packed=is_packed)
     if learner.compile:
         compile_parts([model], fit="offline")
     return replace(learner, layout=Layout.PACKED if is_packed else Layout.PADDED)
@@ -75,9 +89,13 @@ def row_logprobs(model: PreTrainedModel, rows: list[Row], learner: LearnerSectio
     Args:
         learner: as `settle_ways` has returned it.
     """
-    is_bf16, is_packed = uses_bf16(learner, model.device), learner.layout is Layout.PACKED
-    how = Scoring(chunk_tokens=learner.logprob_chunk_tokens, autocast=is_bf16)
-    return token_logprobs(model, token_batch(rows, model.device, is_packed=is_packed), how)
+    tokens = token_batch(rows, model.device, is_packed=learner.layout is Layout.PACKED)
+    return token_logprobs(model, tokens, _scoring(model, learner))
+
+
+def _scoring(model: PreTrainedModel, learner: LearnerSection) -> Scoring:
+    is_bf16 = uses_bf16(learner, model.device)
+    return Scoring(chunk_tokens=learner.logprob_chunk_tokens, autocast=is_bf16)
 
 
 @naming_compiler()
@@ -109,7 +127,7 @@ def train_epochs(
     optimizer = make_optimizer(model, replace(learner, lr=cfg.lr, muon_lr=cfg.muon_lr))
     epochs: list[dict[str, float]] = []
     step, started, num_bad = 0, time.monotonic(), 0
-    model.train()
+    make_deterministic(model)
     for epoch in range(cfg.num_epochs):
         sums: dict[str, float] = defaultdict(float)
         num_good = 0

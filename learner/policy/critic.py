@@ -32,10 +32,15 @@ class Critic(nn.Module):
         return flat_hidden(self.trunk, tokens, autocast=autocast)
 
 
-def make_critic(cfg: CriticSection, policy: PreTrainedModel, *, policy_path: str) -> Critic:
+def make_critic(
+    cfg: CriticSection, policy: PreTrainedModel, *, policy_path: str, max_tokens: int | None = None
+) -> Critic:
     """Return a critic on the policy's device; a trunk without a path starts as `policy_path`.
 
     If the policy's weights have no memory yet, neither have the trunk's.
+
+    Args:
+        max_tokens: of the longest sequence that an engine may make; None: the model's own limit.
     """
     trunk = None
     if cfg.kind is CriticKind.MODEL:
@@ -45,7 +50,7 @@ def make_critic(cfg: CriticSection, policy: PreTrainedModel, *, policy_path: str
             is_skeleton=is_unloaded(policy),
             dtype=torch.float32,
             attn_implementation="eager",
+            max_tokens=max_tokens,
         )
-        trunk.train()
     critic = Critic(policy.config.hidden_size, trunk)
     return critic if is_unloaded(policy) else critic.to(next(policy.parameters()).device)

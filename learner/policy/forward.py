@@ -1,7 +1,10 @@
 """Forward passes of the policy, its critic and its reference over microbatches."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,16 +13,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from common.config.compute import Offload
+from common.config.compute import Layout, Offload
 from common.config.learning import LearnerSection
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
 from learner.policy.critic import Critic
 from learner.policy.kernels.attention import use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
 from learner.policy.lora import adapters_off
-from learner.policy.model import Scoring, flat_hidden, hidden_logprobs
+from learner.policy.model import Scoring, flat_hidden, hidden_logprobs, vocabulary_size
 from learner.policy.precision import uses_bf16
+from learner.policy.selfcheck import (
+    NeighboursDiffer,
+    Score,
+    arithmetics,
+    check_scores,
+    make_probe,
+    own_attention,
+    plain_logprobs,
+)
 from learner.policy.sharding import device_of, reshard, shard
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_LENGTH = 64  # tokens of a sequence that is computed only to make kernels
 
@@ -54,6 +68,13 @@ class Scores:
     end_values: Tensor | None = field(repr=False, default=None)  # [batch] of the last states
 
 
+class Probed(Enum):
+    """What the start check computes beside log-probabilities by the learner's path."""
+
+    LOGITS = auto()  # log-probabilities by the policy's own forward pass
+    TRUNK = auto()  # states [tokens, hidden] of the critic's own trunk
+
+
 class _Trained(nn.Module):
     """A policy and perhaps its critic as one module: if sharded, they are whole while it runs."""
 
@@ -63,10 +84,27 @@ class _Trained(nn.Module):
         self.critic = critic
 
     def forward(
-        self, tokens: TokenBatch, how: Scoring, *, with_entropy: bool, with_values: bool
+        self,
+        tokens: TokenBatch,
+        how: Scoring,
+        *,
+        with_entropy: bool,
+        with_values: bool,
+        probed: Probed | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Return the fields of `Scores` in order; a plain tuple, which FSDP looks through."""
+        """Return the fields of `Scores` in order; a plain tuple, which FSDP looks through.
+
+        Args:
+            probed: what the start check computes instead, in the place of the log-probabilities.
+        """
         policy, critic = self.policy, self.critic
+        if probed is Probed.LOGITS:
+            return plain_logprobs(policy, tokens, autocast=how.autocast), None, None, None
+        if probed is Probed.TRUNK:
+            assert critic is not None
+            assert critic.trunk is not None
+            states = flat_hidden(critic.trunk, tokens, autocast=how.autocast)
+            return states[tokens.source_rows], None, None, None
         hidden = flat_hidden(policy.base_model, tokens, autocast=how.autocast)
         rows, targets = hidden[tokens.source_rows], tokens.target_ids
         logprobs, entropy = hidden_logprobs(policy, rows, targets, how, with_entropy=with_entropy)
@@ -97,16 +135,16 @@ class Passes:
 
         Raises: ConfigError: they cannot be computed as the configuration says.
         """
+        self._cfg = cfg
         self._max_tokens = cfg.max_tokens_per_microbatch
         self._device = networks.device if mesh is None else device_of(mesh)
         self._trained = _Trained(networks.policy, networks.critic)
         self._reference = None if networks.reference is None else _Trained(networks.reference, None)
-        present = [self._trained] + ([] if self._reference is None else [self._reference])
-        kind = self._device.type
-        self.is_packed = use_attention(present, kind, cfg.layout, cfg.attention)
+        self._is_one_of_many = mesh is not None
+        present = self._present()
+        self.is_packed = self._use_layout(cfg.layout)
         fit = f"blocks of {self._max_tokens} tokens"
         self.is_cold = cfg.compile and compile_parts(present, fit=fit) > 0  # no kernels are made
-        self._is_one_of_many = mesh is not None
         self._is_base_reference = networks.is_base_reference
         self.scoring = Scoring(
             chunk_tokens=cfg.logprob_chunk_tokens,
@@ -118,6 +156,56 @@ class Passes:
             if mesh is not None:
                 is_offloaded = cfg.offload is Offload.OPTIMIZER
                 shard(network, mesh, is_bf16=self.scoring.autocast, is_offloaded=is_offloaded)
+
+    def _present(self) -> list[_Trained]:
+        return [self._trained] + ([] if self._reference is None else [self._reference])
+
+    def _use_layout(self, layout: Layout) -> bool:
+        kind = self._device.type
+        return use_attention(self._present(), kind, layout, self._cfg.attention)
+
+    def check_start(self, *, may_pad: bool) -> None:
+        """Compare the scores of all networks with those of their own forward passes.
+
+        All ranks call it at once, when the weights are loaded.
+
+        Args:
+            may_pad: sequences that see each other when packed are padded instead.
+
+        Raises: ConfigError: scores differ by more than rounding; both are named.
+        """
+        with torch.compiler.set_stance("force_eager"):  # `warm_up` makes the kernels, and checks
+            try:
+                self._check_networks()
+            except NeighboursDiffer as error:
+                if not (may_pad and self.is_packed):
+                    raise
+                logger.warning("learner.layout=auto: sequences are padded: %s", error)
+                self.is_packed = self._use_layout(Layout.PADDED)
+                self._check_networks()
+
+    def _check_networks(self) -> None:
+        for network in self._present():
+            for how in arithmetics(network, self.scoring):
+                self._check_network(network, how)
+
+    def _check_network(self, network: _Trained, how: Scoring) -> None:
+        settings = {"is_packed": self.is_packed, "is_bf16": how.autocast}
+        vocab_size = vocabulary_size(network.policy)
+        probe = make_probe(
+            network.policy,
+            self._device,
+            vocab_size=vocab_size,
+            shares_prefix=self._cfg.shared_prefix,
+            **settings,
+        )
+        compute = partial(self._logprobs, network, how=how)
+        check_scores(probe, compute, partial(compute, probed=Probed.LOGITS))
+        trunk = None if network.critic is None else network.critic.trunk
+        if trunk is not None:
+            probe = make_probe(trunk, self._device, vocab_size=vocab_size, **settings)
+            states = partial(compute, probed=Probed.TRUNK)
+            check_scores(probe, states, _by_own_attention(trunk, states))
 
     def score(
         self, tokens: TokenBatch, *, with_entropy: bool = False, with_values: bool = False
@@ -136,9 +224,10 @@ class Passes:
         """Make the compiled kernels, once. A full block comes first: they are fitted to it.
 
         A size of one has kernels of its own: a sequence alone where they are padded, and the token
-        of a rank that waits for others' blocks.
+        of a rank that waits for others' blocks. Scores by the kernels are compared with those of
+        the networks' own forward passes.
 
-        Raises: ConfigError: the compiler fails.
+        Raises: ConfigError: the compiler fails, or scores differ.
         """
         if not self.is_cold:
             return
@@ -158,6 +247,7 @@ class Passes:
             with torch.no_grad():
                 self.score(tokens)
                 self.score_by_reference(tokens)
+        self._check_networks()
 
     @torch.no_grad()
     def score_by_reference(self, tokens: TokenBatch) -> Tensor | None:
@@ -221,7 +311,19 @@ class Passes:
             found[block] = torch.stack([part.sum() for part in parts])
         return found.view(len(prompts), num).T
 
-    def _logprobs(self, network: _Trained, tokens: TokenBatch, how: Scoring) -> Tensor:
-        found = network(tokens, how, with_entropy=False, with_values=False)[0]
+    def _logprobs(
+        self, network: _Trained, tokens: TokenBatch, how: Scoring, probed: Probed | None = None
+    ) -> Tensor:
+        found = network(tokens, how, with_entropy=False, with_values=False, probed=probed)[0]
         reshard(network)
         return found
+
+
+def _by_own_attention(trunk: nn.Module, score: Score) -> Score:
+    """Return a score that is computed by transformers' own attention."""
+
+    def scored(tokens: TokenBatch) -> Tensor:
+        with own_attention(trunk):
+            return score(tokens)
+
+    return scored

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from common.errors import ConfigError
+from learner.policy.determinism import make_deterministic, zero_dropout_rates
+from learner.policy.rotary import fix_rotary
 
 META = torch.device("meta")
 
@@ -22,18 +24,40 @@ def is_unloaded(network: nn.Module) -> bool:
 
 
 def load_network(
-    auto_class: Any, path: str, *, is_skeleton: bool, dtype: torch.dtype, attn_implementation: str
+    auto_class: Any,
+    path: str,
+    *,
+    is_skeleton: bool,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    max_tokens: int | None = None,
 ) -> PreTrainedModel:
     """Return the network at `path`, whole or without memory for its weights.
+
+    Its passes draw no random numbers, and a sequence's states do not depend on its neighbours'
+    lengths.
 
     Args:
         auto_class: AutoModelForCausalLM or another of transformers.
         is_skeleton: only constant buffers, which no file has, are real.
+        max_tokens: of the longest sequence that an engine may make; None: the model's own limit.
+
+    Raises: ConfigError: its rotary embedding cannot be that of the engine.
     """
-    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
-    if not is_skeleton:
-        return auto_class.from_pretrained(path, **how, local_files_only=True)
     config = AutoConfig.from_pretrained(path, local_files_only=True)
+    zero_dropout_rates(config)
+    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    if is_skeleton:
+        model = _skeleton(auto_class, config, how)
+    else:
+        model = auto_class.from_pretrained(path, config=config, **how, local_files_only=True)
+    fix_rotary(model, path, max_tokens=max_tokens)
+    make_deterministic(model)
+    return model
+
+
+def _skeleton(auto_class: Any, config: Any, how: dict[str, Any]) -> PreTrainedModel:
+    """Return a network whose weights have no memory; its constant buffers are real."""
     with META:
         model = auto_class.from_config(config, **how)
     for owner in model.modules():

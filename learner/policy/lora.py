@@ -40,7 +40,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraSection, *, base_path: str) ->
     settings = LoraConfig(
         r=cfg.rank,
         lora_alpha=cfg.alpha,  # pyright: ignore[reportArgumentType] - any number will do
-        target_modules=sorted(_targets(model, cfg)),
+        target_modules=sorted(check_targets(model, cfg)),
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_path,
     )
@@ -54,8 +54,11 @@ def add_adapters(model: PreTrainedModel, cfg: LoraSection, *, base_path: str) ->
         layer.cast_input_dtype_enabled = False  # autocast casts; else a copy in fp32 of each input
 
 
-def _targets(model: PreTrainedModel, cfg: LoraSection) -> set[str]:
-    """Return the last names of the layers that get adapters."""
+def check_targets(model: PreTrainedModel, cfg: LoraSection) -> set[str]:
+    """Return the last names of the layers that get adapters.
+
+    Raises: ConfigError: the model has no such layer.
+    """
     head = model.get_output_embeddings()
     linear = {
         name.rpartition(".")[2]
@@ -122,7 +125,7 @@ def check_resumable(folder: Path, model: PreTrainedModel, cfg: LoraSection) -> N
     Raises: ConfigError: what is different.
     """
     file = folder / ADAPTER_CONFIG
-    saved: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    saved: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if has_adapters(model) != bool(saved):
         kind = "adapters" if saved else "whole weights"
         raise ConfigError(

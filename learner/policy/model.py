@@ -10,16 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from common.config.compute import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
-from learner.policy.loading import give_memory, load_network, take_memory
+from learner.policy.determinism import make_deterministic
+from learner.policy.loading import META, give_memory, load_network, take_memory
 from learner.policy.lora import adapter_tensors, add_adapters, has_adapters
 
 # Settings of other families that change the logits after the head, which is applied here.
 UNSUPPORTED_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+HEAD_TOKENS = 8  # that a network computes when it is loaded, to compare its logits
+# Shares of the largest logit by which two computations of a logit may differ.
+FP32_ROUNDING = 1e-3
+BF16_ROUNDING = 3e-2
 
 
 def pick_device(name: str) -> torch.device:
@@ -38,10 +44,11 @@ def load_policy(
     base_dtype: torch.dtype = torch.float32,
     is_frozen: bool = False,
     is_skeleton: bool = False,
+    max_tokens: int | None = None,
 ) -> PreTrainedModel:
     """Return the causal language model at `path` with fp32 master weights, ready to train.
 
-    Dropout is off: the policy that trains must be the function that sampled.
+    Its passes draw no random numbers: the policy that trains must be the function that sampled.
 
     Args:
         path: transformers checkpoint directory; never a name to download.
@@ -49,9 +56,11 @@ def load_policy(
         base_dtype: of frozen weights.
         is_frozen: nothing is trained.
         is_skeleton: what is in files gets memory when it is cut, see `policy/loading.py`.
+        max_tokens: of the longest sequence that an engine may make; None: the model's own limit.
 
     Raises:
-        ConfigError: there is no such directory, or the model changes its logits after the head.
+        ConfigError: there is no such directory, the model changes its logits after the head, or
+            its rotary embedding cannot be that of the engine.
     """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path={path!r}: no config.json in there")
@@ -63,11 +72,11 @@ def load_policy(
         is_skeleton=is_skeleton,
         dtype=base_dtype if lora.rank or is_frozen else torch.float32,
         attn_implementation="sdpa" if is_cuda else "eager",
+        max_tokens=max_tokens,
     )
     for name in UNSUPPORTED_LOGIT_SETTINGS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ConfigError(f"model.path={path!r}: {name} is not supported")
-    _disable_dropout(model)
     if lora.rank:
         if is_skeleton:  # never touched: peft makes adapters where their base is
             give_memory(model, torch.device("cpu"))
@@ -78,18 +87,51 @@ def load_policy(
         model.requires_grad_(False)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    make_deterministic(model)  # adapters and the layers of gradient checkpointing are new
     if not is_skeleton:
         nn.Module.to(model, torch.device(device))  # in place; its own wrapper hides the type
-    model.train()  # gradient checkpointing is off in eval mode
+        check_head(model, path)
     return model
 
 
-def _disable_dropout(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0  # pyright: ignore[reportArgumentType]
+def make_bare(path: str) -> PreTrainedModel:
+    """Return the network of the configuration at `path`, with shapes and no weights.
+
+    Raises: ConfigError: transformers knows no such network.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        with META:
+            return AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path}: no network for its config.json: {error}") from error
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel, path: str) -> None:
+    """Compare a network's logits with those of its head alone, which is how tokens are scored.
+
+    Raises: ConfigError: the network changes its logits behind the head, or its states before it.
+    """
+    ids = torch.arange(HEAD_TOKENS, device=model.device) * 7919 % vocabulary_size(model)
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ConfigError(f"model.path={path!r}: {type(model).__name__} has no output head")
+    is_bf16 = any(each.dtype != torch.float32 for each in model.parameters())
+    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=is_bf16):
+        whole = model(input_ids=ids[None], use_cache=False).logits[0].float()
+        states = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state
+        alone = head(states[0]).float()
+    at = int((whole - alone).abs().argmax())
+    theirs = whole.flatten()[at].item()
+    ours = alone.flatten()[at].item()
+    rounding = (BF16_ROUNDING if is_bf16 else FP32_ROUNDING) * whole.abs().max().item()
+    if abs(theirs - ours) > rounding:
+        raise ConfigError(
+            f"model.path={path!r}: {type(model).__name__} changes its logits behind the head: a"
+            f" logit is {theirs:.4f} in its forward pass and {ours:.4f} by the head alone; the"
+            " learner does not support this family, choose another model"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

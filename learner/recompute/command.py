@@ -15,10 +15,10 @@ from common.store.run_dir import RunDir, write_json
 from learner.objective.dead_settings import summary_lines
 from learner.policy.model import pick_device
 from learner.recompute.counterfactual import Recorded, header, split_options
-from learner.recompute.digests import first_difference
-from learner.recompute.machine import differences, machine_facts
 from learner.recompute.plan import EpisodesMissing, Plan, episodes_of, make_plan
 from learner.recompute.rebuild import Only, Rebuilt, Recomputation, Redone
+from learner.recovery.machine import differences, machine_facts
+from learner.training.digests import first_difference
 
 Say = Callable[[str], None]
 USAGE = "recompute RUN [--steps a:b] [--json FILE] [key=value ...]"
@@ -192,7 +192,7 @@ class _Counterfactual:
             say("the overrides change nothing on this data")
         only = asdict(self._only) | {"dropped": sorted(self._only.dropped)}
         found = {"overrides": self._overrides, "only": only, "origin": plan.origin, "rows": rows}
-        path.write_text(json.dumps(found, indent=2) + "\n")
+        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         say(f"as JSON: {path}")
         return 0
 

@@ -11,7 +11,7 @@ from common.store.run_dir import RunDir
 from common.store.segments import list_segments, load_pruned, read_around_damage
 from common.wire.messages import Trajectory
 from learner.ingest.replay_point import load_replay_point
-from learner.recompute.checksums import Record, Start, read_checksums
+from learner.recovery.checksums import Record, Start, read_checksums
 from learner.recovery.step_log import LoggedStep, load_pruned_steps, read_steps
 from learner.training.checkpoint import complete_checkpoints, load_values
 

@@ -17,13 +17,13 @@ from common.wire.messages import EndReason, Trajectory
 from learner.batch.credit import samples_of
 from learner.ingest.group_assembly import Group
 from learner.policy.model import pick_device
-from learner.recompute.checksums import config_of
-from learner.recompute.digests import StepDigests
 from learner.recompute.plan import Episodes, Plan
+from learner.recovery.checksums import config_of
 from learner.recovery.resume import groups_of, redo
 from learner.recovery.step_log import LoggedStep
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints
+from learner.training.digests import StepDigests
 from learner.training.rank_workers import RankWorkers
 from learner.training.trainer import StepResult
 

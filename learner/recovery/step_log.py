@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.ids import training_number
 from common.store.disk import AppendFile, with_room
 from common.store.run_dir import cut_head
-from common.wire.ids import training_number
 from common.wire.messages import EpisodeOutcome, Outcome
 
 LOOK_BYTES = 16 << 20

@@ -13,12 +13,13 @@ from typing import Any
 
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.host.loopback import loopback
 from common.launch.lock import hold_role
 from common.stall.beacon import beacon_of
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, cut_head, write_atomically, write_json
 from common.wire.access.lease_mac import lease_key, marked
-from common.wire.addresses import LOOPBACK, WILDCARDS, bracketed
+from common.wire.addresses import WILDCARDS, bracketed
 from common.wire.join_messages import FileRequest, HubGoodbye, HubHello, HubNoted, JoinRequest
 from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseGrant, LeaseRequest, Progress
 from common.wire.security import RunKeys, load_keys, write_join_key
@@ -180,7 +181,7 @@ def build(
 def own_address(cfg: RunConfig, port: int) -> str:
     """Return where the roles on this machine, or on this disk, find the scheduler."""
     host = cfg.scheduler.advertise or cfg.scheduler.host
-    return f"tcp://{bracketed(LOOPBACK if host in WILDCARDS else host)}:{port}"
+    return f"tcp://{bracketed(loopback() if host in WILDCARDS else host)}:{port}"
 
 
 def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> None:

@@ -136,7 +136,7 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
     file = RunDir(root=path).metrics
     if not file.is_file():
         raise ConfigError(f"{path}: no run is there, {file.name} is missing")
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if line.get("step", 0) >= 1 and "wait/batch_s" in line]
     if len(steps) < MIN_STEPS:
         raise ConfigError(f"{path}: {len(steps)} steps, at least {MIN_STEPS} are needed")

@@ -41,7 +41,7 @@ def compare(prediction: Prediction, measured: Measured) -> list[Compared]:
 
 def format_predictions(predictions: Sequence[Prediction]) -> str:
     """Return a table with a column for each prediction, and the lags of the first."""
-    rows = json.loads(Path(__file__).with_name("rows.json").read_text())
+    rows = json.loads(Path(__file__).with_name("rows.json").read_text(encoding="utf-8"))
     lines = [
         f"{label:<{LABEL_WIDTH}}"
         + "".join(f"{form.format(getattr(each, name)):>{WIDTH}}" for each in predictions)

@@ -5,7 +5,7 @@ from random import Random
 
 from common.config.run_config import RunConfig, TrainMode
 from common.errors import LongstrideError
-from common.wire.ids import split_episode_id
+from common.ids import split_episode_id
 from common.wire.messages import (
     EpisodeKind,
     EpisodeOutcome,

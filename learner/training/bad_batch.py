@@ -39,6 +39,6 @@ def dump_batch(run_root: Path, version: int, samples: Sequence[Sample]) -> Path 
         if sample.num_episode_tokens:
             facts["segment"] = sample.row
         lines.append(json.dumps(facts))
-    (folder / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     logger.error("batch written version=%d folder=%s samples=%d", version, folder, len(lines))
     return folder

@@ -1,7 +1,6 @@
 """Makes the trainer of a learner: the same on every rank."""
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers import PreTrainedModel
 from common.config.compute import Offload
 from common.config.learning import Advantage, LearnerSection
 from common.config.run_config import RunConfig
+from common.host.cores import num_cores
 from learner.policy.critic import make_critic
 from learner.policy.forward import Networks
 from learner.policy.loading import fill, is_unloaded
@@ -31,8 +31,8 @@ def load_start(
     if device.type == "cpu":
         torch.set_num_threads(max(1, cfg.learner.num_threads))
     elif cfg.learner.offload is Offload.OPTIMIZER:  # updates are the CPU's
-        num_cores = len(os.sched_getaffinity(0)) // cfg.learner.num_ranks
-        torch.set_num_threads(cfg.learner.num_threads or max(1, num_cores))
+        own_cores = num_cores() // cfg.learner.num_ranks
+        torch.set_num_threads(cfg.learner.num_threads or max(1, own_cores))
     torch.manual_seed(cfg.run.seed)
     path = start_path(cfg, checkpoint)
     model = load_policy(
@@ -42,6 +42,7 @@ def load_start(
         lora=cfg.learner.lora,
         base_dtype=frozen_dtype(cfg.learner, device),
         is_skeleton=is_sharded(cfg.learner),
+        max_tokens=cfg.actor.max_model_len,
     )
     return model, path
 
@@ -58,9 +59,20 @@ def is_sharded(learner: LearnerSection) -> bool:
 
 
 def make_trainer(
-    cfg: RunConfig, model: PreTrainedModel, checkpoint: Path | None, **links: Any
+    cfg: RunConfig,
+    model: PreTrainedModel,
+    checkpoint: Path | None,
+    *,
+    may_pad: bool = False,
+    **links: Any,
 ) -> tuple[Trainer, int]:
-    """Return the trainer of a model and the version it stands at; `links` are `Trainer`'s own."""
+    """Return the trainer of a model and the version it stands at; `links` are `Trainer`'s own.
+
+    Args:
+        may_pad: sequences that see each other when packed are padded instead.
+
+    Raises: ConfigError: the learner's scores are not those of the networks.
+    """
     settings = TrainerSettings(
         learner=cfg.learner,
         algorithm=cfg.algorithm,
@@ -72,7 +84,12 @@ def make_trainer(
     )
     critic = None
     if cfg.algorithm.advantage is Advantage.PPO:
-        critic = make_critic(cfg.learner.critic, model, policy_path=cfg.model.path)
+        critic = make_critic(
+            cfg.learner.critic,
+            model,
+            policy_path=cfg.model.path,
+            max_tokens=cfg.actor.max_model_len,
+        )
     reference = _reference(cfg, model)
     networks = Networks(
         policy=model,
@@ -84,13 +101,15 @@ def make_trainer(
     trainer = Trainer(settings, networks, **links)
     if is_skeleton:
         _fill(cfg, networks, start_path(cfg, checkpoint))
-    if checkpoint is None:
-        return trainer, 0
-    check_resumable(checkpoint, model, cfg.learner.lora)
-    values = load_values(checkpoint)
-    trainer.restore(checkpoint / TENSORS, values)
-    logger.info("restored checkpoint=%s version=%d", checkpoint, values["version"])
-    return trainer, values["version"]
+    version = 0
+    if checkpoint is not None:
+        check_resumable(checkpoint, model, cfg.learner.lora)
+        values = load_values(checkpoint)
+        trainer.restore(checkpoint / TENSORS, values)
+        version = values["version"]
+        logger.info("restored checkpoint=%s version=%d", checkpoint, version)
+    trainer.check_start(may_pad=may_pad)
+    return trainer, version
 
 
 def _reference(cfg: RunConfig, model: PreTrainedModel) -> PreTrainedModel | None:
@@ -109,6 +128,7 @@ def _reference(cfg: RunConfig, model: PreTrainedModel) -> PreTrainedModel | None
         base_dtype=frozen_dtype(cfg.learner, device),
         is_frozen=True,
         is_skeleton=is_unloaded(model),
+        max_tokens=cfg.actor.max_model_len,
     )
 
 

@@ -83,7 +83,7 @@ def check_marker(folder: Path) -> None:
 def _is_passing(folder: Path) -> bool:
     """Return whether a checkpoint only shortens a recovery, until the next one."""
     try:
-        return json.loads((folder / _MARKER).read_text()).get("is_passing", False)
+        return json.loads((folder / _MARKER).read_text(encoding="utf-8")).get("is_passing", False)
     except (OSError, ValueError):
         return False  # damaged: whoever restores from it says so
 
@@ -163,7 +163,7 @@ class Checkpoints:
                 written.result()
                 _export(partial, model, tokenizer)
                 marker = {"version": version, "is_passing": is_passing}
-                (partial / _MARKER).write_text(json.dumps(marker))
+                (partial / _MARKER).write_text(json.dumps(marker), encoding="utf-8")
                 _sync_tree(partial)
                 self._replace(folder, partial)
                 self._remove_old()
@@ -178,7 +178,9 @@ class Checkpoints:
         try:
             _remove(partial)
             partial.mkdir(parents=True)
-            (partial / _VALUES).write_text(json.dumps({"version": version} | trainer.values()))
+            (partial / _VALUES).write_text(
+                json.dumps({"version": version} | trainer.values()), encoding="utf-8"
+            )
         except OSError as error:
             self._give_up(partial, error)
             return folder

@@ -21,9 +21,11 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 
+from common.config.compute import Layout
 from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
+from common.host.loopback import loopback
 from common.log import configure_logging
 from common.stall.stacks import tell_stacks
 from common.wire.collective import interface_of
@@ -38,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 READY = b"ready"
 LOAD_S = 900.0  # until every rank must have loaded its model
-LOOPBACK = "127.0.0.1"
 STOP_S = 5.0  # until a process that may leave by itself must have
 
 
@@ -188,7 +189,7 @@ class RankWorkers:
 def _meet(cfg: RunConfig, rank: int, meeting: Path, device: torch.device) -> Ranks:
     """Return the group of all ranks; they find each other in a folder. Raises: LongstrideError."""
     num_ranks = cfg.learner.num_ranks
-    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(LOOPBACK)  # all on this host
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(loopback())  # all on this host
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     try:
@@ -228,12 +229,13 @@ def _serve_rank(
     try:
         model, _ = load_start(cfg, checkpoint, device)
         pipe.send_bytes(READY)
+        may_pad = cfg.learner.layout is Layout.AUTO
         # Rank 0 may take longer to load than the group would wait.
         cfg = replace(cfg, learner=with_settled(cfg.learner, json.loads(pipe.recv_bytes())))
         if device.type == "cpu":
             torch.set_num_threads(max(1, cfg.learner.num_threads))
         ranks = _meet(cfg, rank, meeting, device)
-        trainer, _ = make_trainer(cfg, model, checkpoint, ranks=ranks)
+        trainer, _ = make_trainer(cfg, model, checkpoint, may_pad=may_pad, ranks=ranks)
         serving = (trainer.live_weights(), publish_pipe)
         threading.Thread(target=_serve_weights, args=serving, daemon=True).start()
         while True:

@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from common.errors import ConfigError
 from learner.policy.lora import trained_state
-from learner.training.optimizer import BLOCK
+from learner.training.optimizers.optimizer import BLOCK
 from learner.training.ranks import Ranks
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose

@@ -22,9 +22,9 @@ from learner.objective.correction import Overlap
 from learner.policy.finite import TrainingDiverged, WeightsNotFinite, is_finite
 from learner.policy.forward import Networks
 from learner.policy.model import published_tensors, whole
-from learner.recompute.digests import Digester, StepDigests
 from learner.training.controller import Controller, Decision
-from learner.training.optimizer import lr_scale, make_critic_optimizer, make_optimizer
+from learner.training.digests import Digester, StepDigests
+from learner.training.optimizers.optimizer import lr_scale, make_critic_optimizer, make_optimizer
 from learner.training.ranks import Order, Ranks
 from learner.training.state import StateWriter, live_tensors, local_part, restore
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
@@ -125,6 +125,24 @@ class Trainer:
             self._tell(lambda: Order("warm_up"))
             with self._ranks.in_touch("compiling"):
                 self._gradients.passes.warm_up()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the sequences of a block follow one another in a row."""
+        return self._gradients.passes.is_packed
+
+    def check_start(self, *, may_pad: bool) -> None:
+        """Compare the learner's scores with those of the networks' own forward passes.
+
+        All ranks call it at once, when the weights are loaded.
+
+        Args:
+            may_pad: sequences that see each other when packed are padded instead.
+
+        Raises: ConfigError: scores differ by more than rounding.
+        """
+        with self._ranks.in_touch("the start check"):
+            self._gradients.passes.check_start(may_pad=may_pad)
 
     def checksums(self) -> tuple[str, str]:
         """Return the checksums of the weights that are trained, and of those that are not."""

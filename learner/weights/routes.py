@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.config.compute import WeightsTransport
+from common.wire.collective import SLICE
 from learner.weights.membership import SILENT_AFTER_S, Member
 
 
@@ -33,7 +34,7 @@ class Wave(NamedTuple):
 def transport_of(member: Member, own_device: str, choice: WeightsTransport) -> str:
     """Return what carries weights to an engine; "" if the one chosen cannot.
 
-    NCCL needs a GPU of its own for every rank, the learner's included; CUDA IPC needs the
+    NCCL needs a whole GPU of its own for every rank, the learner's included; CUDA IPC needs the
     learner's GPU on the other side, too; else the bytes go through host memory.
 
     Args:
@@ -42,6 +43,7 @@ def transport_of(member: Member, own_device: str, choice: WeightsTransport) -> s
     devices = set(member.devices)
     can_share = bool(own_device) and devices == {own_device}
     has_own = len(devices) == len(member.devices) and own_device not in devices
+    has_own &= not any(each.startswith(SLICE) for each in (own_device, *devices))
     has_gpus = bool(own_device) and all(devices)
     match choice:
         case WeightsTransport.AUTO:

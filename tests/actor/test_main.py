@@ -43,7 +43,9 @@ def test_an_actor_that_is_starting_ends_within_a_second_of_sigterm(
         env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
     )
     try:
-        actor.wait_until(lambda: moment in log.read_text(errors="replace"), timeout_s=START_S)
+        actor.wait_until(
+            lambda: moment in log.read_text(errors="replace", encoding="utf-8"), timeout_s=START_S
+        )
         children = psutil.Process(actor.pid).children(recursive=True)
         asked = time.monotonic()
         actor.terminate()

@@ -16,13 +16,17 @@ from common.amx import (
 @pytest.fixture
 def cpu_with_tiles(tmp_path: Path) -> Path:
     path = tmp_path / "cpuinfo"
-    path.write_text("processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\n")
+    path.write_text(
+        "processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\n", encoding="utf-8"
+    )
     return path
 
 
 def test_a_cpu_without_tiles_is_not_asked_about(tmp_path: Path) -> None:
     path = tmp_path / "cpuinfo"
-    path.write_text("processor\t: 0\nflags\t\t: fpu avx2\nmodel name\t: amx_tile\n")
+    path.write_text(
+        "processor\t: 0\nflags\t\t: fpu avx2\nmodel name\t: amx_tile\n", encoding="utf-8"
+    )
     asked: list[tuple[int, int]] = []
 
     def kernel(code: int, argument: int) -> int:

@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.cpu import CpuWatch, busy_s, cores_here, cpu_metrics, cpu_seconds, family_cpu_s
+from common.cpu import CpuWatch, busy_s, cpu_metrics, cpu_seconds, family_cpu_s
+from common.host.cores import cores_here
 from common.stall.beacon import boot_id
 from common.store.run_dir import RunDir
 
@@ -18,7 +19,7 @@ BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); i
 
 def test_what_descendants_use_is_counted_by_role_and_goes_on_with_the_run(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
-    run_dir.ledger.write_text('{"trained": 2}')
+    run_dir.ledger.write_text('{"trained": 2}', encoding="utf-8")
     assert cpu_metrics(run_dir) == {}
     argv = [sys.executable, "-c", BURN, "run.py actor"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -116,13 +117,15 @@ for _ in range(2):
 
 
 def test_quota_of_a_container_bounds_its_cores_and_what_is_busy_in_it(tmp_path: Path) -> None:
-    own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().strip("/")
-    folder = tmp_path / own
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "cgroup").write_text("0::/pod/app\n", encoding="utf-8")
+    mount = f"30 23 0:1 / {tmp_path} rw - cgroup2 cgroup2 rw\n"
+    (tmp_path / "mountinfo").write_text(mount, encoding="utf-8")
+    folder = tmp_path / "pod" / "app"
+    folder.mkdir(parents=True)
+    (folder / "cpu.max").write_text("max 100000\n", encoding="utf-8")
     assert cores_here(tmp_path) == len(os.sched_getaffinity(0))
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    (tmp_path / "cpu.stat").write_text("usage_usec 7250000\nuser_usec 1\n")
+    (tmp_path / "cpu.max").write_text("50000 100000\n", encoding="utf-8")
+    (tmp_path / "cpu.stat").write_text("usage_usec 7250000\nuser_usec 1\n", encoding="utf-8")
     assert cores_here(tmp_path) == 0.5
     assert busy_s(tmp_path) == 7.25
 
@@ -132,12 +135,14 @@ def test_roles_of_other_nodes_are_counted_once_by_what_they_tell(tmp_path: Path)
     run_dir.alive.mkdir()
     told = {"boot_id": boot_id(), "began_at": 0.0, "written_at": 0.0}
     own = {"name": "actor-0", "role": "actor", "incarnation": "a", "cpu_s": 900.0}
-    (run_dir.alive / "actor-0.json").write_text(json.dumps({**told, "pid": os.getpid()}))
+    (run_dir.alive / "actor-0.json").write_text(
+        json.dumps({**told, "pid": os.getpid()}), encoding="utf-8"
+    )
     joined = {"name": "two", "role": "actor", "incarnation": "b", "cpu_s": 40.0}
     hub = {"name": "h", "role": "envhub", "incarnation": "c", "cpu_s": 5.0}
 
     def look(watch: CpuWatch, *actors: dict[str, object]) -> dict[str, float]:
-        run_dir.status.write_text(json.dumps({"actors": actors, "hubs": [hub]}))
+        run_dir.status.write_text(json.dumps({"actors": actors, "hubs": [hub]}), encoding="utf-8")
         watch._next = 0.0
         watch.sample()
         return cpu_metrics(run_dir)
@@ -156,7 +161,7 @@ def test_roles_of_other_nodes_are_counted_once_by_what_they_tell(tmp_path: Path)
 def test_what_a_launcher_before_left_in_the_status_is_not_counted_again(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     actor = {"name": "actor-0", "role": "actor", "incarnation": "a", "cpu_s": 900.0}
-    run_dir.status.write_text(json.dumps({"actors": [actor]}))
+    run_dir.status.write_text(json.dumps({"actors": [actor]}), encoding="utf-8")
     os.utime(run_dir.status, (1.0, 1.0))
     CpuWatch(run_dir).sample()
     assert "cpu/actor_s" not in cpu_metrics(run_dir)

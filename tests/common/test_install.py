@@ -43,7 +43,7 @@ def test_package_is_counted_once_however_often_pip_names_it() -> None:
 
 def test_lock_files_are_counted_without_their_comments(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
-    lock.write_text('# a==1\na==1\nb_c==2.0 ; platform_machine == "x86_64"\n\n')
+    lock.write_text('# a==1\na==1\nb_c==2.0 ; platform_machine == "x86_64"\n\n', encoding="utf-8")
     assert count_packages(lock) == 2
 
 

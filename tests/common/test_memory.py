@@ -43,7 +43,7 @@ def test_pinned_memory_is_taken_exactly_unless_the_user_said_otherwise(
     )
     command = [sys.executable, "-c", said]
     done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60
+        command, cwd=ROOT, env=environ, capture_output=True, encoding="utf-8", timeout=60
     )
     assert done.stdout.splitlines() == [kept, kept or given]  # torch has heard it
 

@@ -84,7 +84,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in RUNS:
         make_run(folder / "runs" / name)
     run.main(["new-env", "mygame", f"to={folder / 'environments'}"])
-    (folder / "policy.yaml").write_text("defaults: quickstart\n")
+    (folder / "policy.yaml").write_text("defaults: quickstart\n", encoding="utf-8")
     return folder
 
 
@@ -157,7 +157,7 @@ def test_code_block_of_the_documentation_works(block: Block, tmp_path: Path):
             exec(code, {"__name__": "documentation"})
     elif block.language == "yaml":
         path = tmp_path / "shown.yaml"
-        path.write_text(yaml.safe_dump({"defaults": "quickstart"}) + block.text)
+        path.write_text(yaml.safe_dump({"defaults": "quickstart"}) + block.text, encoding="utf-8")
         load_config(str(path), [], root=ROOT)
     else:
         json.loads(block.text)
@@ -165,14 +165,14 @@ def test_code_block_of_the_documentation_works(block: Block, tmp_path: Path):
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in SCRIPTS], ids=str)
 def test_script_of_the_documentation_parses(block: Block):
-    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+    subprocess.run(["bash", "-n"], input=block.text, encoding="utf-8", check=True)
 
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
     """The address of a hub, started as the page says."""
     argv = [sys.executable, "run.py", "envhub", "env=textcraft,babyai", "port=0"]
-    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8") as process:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
         yield next(line.split()[1] for line in lines if line.startswith("hub: "))
@@ -184,7 +184,7 @@ def hub() -> Iterator[str]:
 def test_requests_of_the_documentation_are_answered(block: Block, hub: str):
     asked = re.sub(r"localhost:8080|127\.0\.0\.1:8080", hub.removeprefix("http://"), block.text)
     script = 'set -euo pipefail; curl() { command curl -fsS "$@"; }\n' + asked
-    done = subprocess.run(["bash"], input=script, text=True, capture_output=True, cwd=ROOT)
+    done = subprocess.run(["bash"], input=script, encoding="utf-8", capture_output=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
 
 

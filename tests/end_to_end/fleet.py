@@ -21,10 +21,11 @@ from typing import Any
 
 import psutil
 
-from common.config.load import load_config, save_config
+from common.config.load import load_config
 from common.repository import ROOT
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir
+from common.store.run_start import save_config
 from common.wire.security import create_keys
 from tests.end_to_end.nodes import Node
 from tests.end_to_end.runs import balances
@@ -57,7 +58,7 @@ class Fleet:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            text=True,
+            encoding="utf-8",
             env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
         where = [f"run.dir={folder}", "run.name=r"]
@@ -102,13 +103,15 @@ class Fleet:
         folder.mkdir()
         shutil.copy(self.run_dir.config, folder)
         shutil.copytree(self.run_dir.keys, folder / "keys")
-        port = (self.run_dir.addresses / "scheduler").read_text().rpartition(":")[2]
+        port = (self.run_dir.addresses / "scheduler").read_text(encoding="utf-8").rpartition(":")[2]
         RunDir(root=folder).publish_address("scheduler", f"tcp://{host}:{port}")
         return folder
 
     @property
     def scheduler_port(self) -> int:
-        return int((self.run_dir.addresses / "scheduler").read_text().rpartition(":")[2])
+        return int(
+            (self.run_dir.addresses / "scheduler").read_text(encoding="utf-8").rpartition(":")[2]
+        )
 
     def wait_until(self, happened: Callable[[], object], *, timeout_s: float = WAIT_S) -> float:
         """Wait while everybody lives who was started; return for how long."""
@@ -124,12 +127,12 @@ class Fleet:
 
     @property
     def said(self) -> str:
-        return (self._folder / "fleet.log").read_text(errors="replace")[-6_000:]
+        return (self._folder / "fleet.log").read_text(errors="replace", encoding="utf-8")[-6_000:]
 
     def ledger(self) -> dict[str, Any]:
         """The scheduler's books, written at each step."""
         with suppress(FileNotFoundError):
-            return json.loads(self.run_dir.ledger.read_text())
+            return json.loads(self.run_dir.ledger.read_text(encoding="utf-8"))
         return {"version": -1, "issued": 0, "trained": 0, "failed": 0, "reissued": 0}
 
     def finished(self) -> Counter[str]:
@@ -177,13 +180,13 @@ def is_zombie(process: psutil.Process) -> bool:
 
 def be(role: str, arguments: list[Any], namespace: str) -> None:
     """Be a role, in a network of its own if one is named."""
-    from actor.bench import simulated
-    from learner.ingest.bench import ends
+    from benchmarks.actor import simulated
+    from benchmarks.transport import ends
     from learner.scheduler import main as scheduler
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if namespace:
-        with open(f"/run/netns/{namespace}") as file:
+        with open(f"/run/netns/{namespace}", encoding="utf-8") as file:
             assert ctypes.CDLL(None).setns(file.fileno(), NEW_NETWORK) == 0
     run_dir = RunDir(root=Path(arguments[0]))
     if role == "actor":
@@ -195,9 +198,8 @@ def be(role: str, arguments: list[Any], namespace: str) -> None:
 
 
 def main() -> None:
-    import learner.ingest.bench.ends
     import learner.scheduler.main  # noqa: F401 - imported once for all
-    from actor.bench import simulated  # noqa: F401
+    from benchmarks.actor import simulated  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here asks how they end
     for line in sys.stdin:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import psutil
 import uvloop
 
-from envhub.bench.hub import Service
+from benchmarks.envhub.hub import Service
 from envhub.catalogue.registry import LOADERS, missing_requirements
 
 OUTSIDE = "tests/end_to_end/outside_env.py:make_spec"

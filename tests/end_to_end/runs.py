@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+NO_VARIABLES: Mapping[str, str] = {}  # Beside those of the test itself.
 RUN_S = 600.0  # slow cores that others share
 
 
@@ -23,7 +24,12 @@ class Run:
     """One `python run.py` with its run directory below a test's own folder."""
 
     def __init__(
-        self, folder: Path, *overrides: str, config: str = "smoke", python: str = sys.executable
+        self,
+        folder: Path,
+        *overrides: str,
+        config: str = "smoke",
+        python: str = sys.executable,
+        env: Mapping[str, str] = NO_VARIABLES,
     ) -> None:
         self.root = folder / "r"
         argv = [python, "run.py", "--config", config, f"run.dir={folder}", "run.name=r"]
@@ -34,7 +40,7 @@ class Run:
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "LONGSTRIDE_TEST_MARK": str(folder)},
+            env={**os.environ, **env, "LONGSTRIDE_TEST_MARK": str(folder)},
         )
         self._folder = folder
 
@@ -57,7 +63,7 @@ class Run:
     @property
     def output(self) -> str:
         """What the command printed."""
-        return (self._folder / "output.txt").read_text(errors="replace")
+        return (self._folder / "output.txt").read_text(errors="replace", encoding="utf-8")
 
     def wait(self, *, timeout_s: float = RUN_S) -> int:
         """Return the exit code. Raises: TimeoutExpired."""
@@ -76,7 +82,7 @@ class Run:
         argv = [sys.executable, "run.py", "status", "--probe", kind]
         where = [f"run.dir={self._folder}", "run.name=r"]
         done = subprocess.run(
-            [*argv, *where], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+            [*argv, *where], cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=60
         )
         told = done.stdout.strip().removeprefix(f"{self.root}: ")
         assert (done.returncode == 0) == (told == kind), done
@@ -84,12 +90,16 @@ class Run:
 
     def read(self, name: str) -> dict[str, Any]:
         """Return a JSON file of the run directory."""
-        return json.loads((self.root / name).read_text())
+        return json.loads((self.root / name).read_text(encoding="utf-8"))
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl so far."""
         path = self.root / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return (
+            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            if path.exists()
+            else []
+        )
 
     def role_pids(self, role: str) -> list[int]:
         """Return the process ids of a role's own processes that run."""
@@ -128,7 +138,9 @@ def unbounded(root: Path) -> list[str]:
 
 def bounded() -> list[str]:
     """Return the patterns of files that docs/JOURNAL.md names a bound of."""
-    table = (REPOSITORY / "docs" / "JOURNAL.md").read_text().partition("| bound |")[2]
+    table = (
+        (REPOSITORY / "docs" / "JOURNAL.md").read_text(encoding="utf-8").partition("| bound |")[2]
+    )
     cells = [line.split("|")[1] for line in table.split("\n\n")[0].splitlines()[2:]]
     patterns = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
     assert len(patterns) > 40

@@ -27,7 +27,7 @@ def test_example_of_an_agent_is_trained_and_evaluated(example: str, tmp_path: Pa
     with Run(tmp_path, *how, "train.num_steps=2", "eval.before=false") as run:
         assert run.wait(timeout_s=600.0) == 0, run.output[-3_000:]
         episodes = [each for _, each in read_journal(run.root / "journal")]
-        ledger = json.loads((run.root / "ledger.json").read_text())
+        ledger = json.loads((run.root / "ledger.json").read_text(encoding="utf-8"))
     assert ledger["trained"] >= 8
     assert ledger["failed"] == 0
     played = [each for each in episodes if not each.end_reason.is_infrastructure_failure]

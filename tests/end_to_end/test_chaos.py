@@ -22,11 +22,11 @@ def test_faults_on_every_role_lose_no_episode_and_train_none_twice(tmp_path: Pat
         [sys.executable, "run.py", "bench", "--suite", "chaos-short", "--json", str(path)],
         cwd=REPOSITORY,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=TIMEOUT_S,
         check=False,
     )
-    report = json.loads(path.read_text())
+    report = json.loads(path.read_text(encoding="utf-8"))
     said = done.stdout + done.stderr
     assert "chaos" not in report["failed"], said  # it made all its steps, and ended well
     values = {row["name"]: row["value"] for row in report["rows"]}

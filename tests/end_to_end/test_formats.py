@@ -27,7 +27,7 @@ WITH_TOOLS = (  # the tiny policy's turns, and what it has no words for
 def said(*words: str) -> str:
     done = subprocess.run(
         [sys.executable, "run.py", *words],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=500,
+        cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -61,7 +61,7 @@ def test_answers_without_a_call_are_invalid_actions_of_an_evaluation(tmp_path: P
     """The tiny policy has never seen a call: each of its turns is invalid, and no failure."""
     policy = tmp_path / "policy"
     shutil.copytree(TINY, policy)
-    (policy / "chat_template.jinja").write_text(WITH_TOOLS.replace("CALL", CALL))
+    (policy / "chat_template.jinja").write_text(WITH_TOOLS.replace("CALL", CALL), encoding="utf-8")
     words = ["eval", "--config", "smoke", f"run.dir={tmp_path}", "run.name=e", "eval.num_items=4"]
     said(*words, f"model.path={policy}", "actor.format=function_call", "actor.max_model_len=2048")
     played = [t for _, t in read_journal(tmp_path / "e/eval/journal")]
@@ -77,7 +77,7 @@ def test_a_template_without_tools_is_refused_before_anything_is_played(tmp_path:
         words = [*command, "--config", "smoke", f"run.dir={tmp_path}", "run.name=e"]
         done = subprocess.run(
             [sys.executable, "run.py", *words, "actor.format=function_call"],
-            cwd=REPOSITORY, capture_output=True, text=True, timeout=500,
+            cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=500,
         )  # fmt: skip
         assert done.returncode != 0
         assert "function_call: the chat template of model.path has no tools" in done.stderr

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import uvloop
 
-from envhub.bench.client import Client, Target
-from envhub.bench.hub import Service, hub_process
-from envhub.bench.solve import (
+from benchmarks.envhub.client import Client, Target
+from benchmarks.envhub.hub import Service, hub_process
+from benchmarks.envhub.solve import (
     MIN_SOLVED_FRAC,
     Outcome,
     Subset,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from envhub.bench.client import Client, Target
-from envhub.bench.hub import hub_process
+from benchmarks.envhub.client import Client, Target
+from benchmarks.envhub.hub import hub_process
 from tests.end_to_end.hubs import OUTSIDE, amount, offline_envs, run, worker_pids
 from tests.end_to_end.malformed import Fuzz, fetch_document
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from envhub.bench.client import Client, HubAnswer, Target
-from envhub.bench.hub import hub_process
+from benchmarks.envhub.client import Client, HubAnswer, Target
+from benchmarks.envhub.hub import hub_process
 from tests.end_to_end.hubs import OUTSIDE, run, worker_pids
 from tests.end_to_end.outside_env import MAX_WORKERS, SESSIONS_PER_WORKER
 

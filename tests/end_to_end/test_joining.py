@@ -48,7 +48,7 @@ def run_dir(tmp_path: Path) -> Iterator[RunDir]:
 
 
 def joining(run_dir: RunDir, role: str, *overrides: str, key: Path | None = None) -> list[str]:
-    address = (run_dir.addresses / "scheduler").read_text().removeprefix("tcp://")
+    address = (run_dir.addresses / "scheduler").read_text(encoding="utf-8").removeprefix("tcp://")
     key = key or run_dir.keys / "join.key"
     return [
         *(sys.executable, str(REPOSITORY / "run.py"), role),
@@ -63,7 +63,7 @@ def test_a_hub_that_joins_serves_the_run_and_leaves_with_a_goodbye(run_dir: RunD
         hub.wait_until(run_dir.status.exists, timeout_s=WAIT_S)  # the run has begun
         os.kill(hub.pid, signal.SIGTERM)
         assert hub.stop(timeout_s=WAIT_S)
-        assert hub.poll() == 0, log.read_text()
+        assert hub.poll() == 0, log.read_text(encoding="utf-8")
     finally:
         hub.clear_away()
 
@@ -82,6 +82,6 @@ def test_a_node_with_a_wrong_key_of_its_own_ends_before_anything_starts(
     run_dir: RunDir, role: str, overrides: list[str], words: str
 ) -> None:
     argv = joining(run_dir, role, *overrides)
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(argv, capture_output=True, encoding="utf-8", timeout=WAIT_S)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
     assert words in done.stderr

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from common.dashboard.nodes import node_lines
 from common.dashboard.reading.run_source import RunSource
 from common.dashboard.web.fleet import fleet
 from common.store.journal import read_journal
+from common.store.status.members import node_lines
 from tests.configs import edited
 from tests.end_to_end.nodes import Network, Node, why_not
 from tests.end_to_end.runs import Run, balances
@@ -33,7 +33,7 @@ OVERRIDES = (
     "scheduler.host=0.0.0.0",
     "learner.host=0.0.0.0",
     "envhub.host=0.0.0.0",
-    'envhub.envs=["envhub.bench.slow:make_spec"]',
+    'envhub.envs=["benchmarks.envhub.slow:make_spec"]',
     "tasks=[{env: slow, subset: wait}]",
     'envs.plugins={median_s: "0.2", sigma: "0.2", num_turns: "3", tail_frac: "0"}',
     "eval.before=false",
@@ -54,7 +54,7 @@ OVERRIDES = (
 
 def port_of(run: Run) -> str:
     """Of the scheduler."""
-    return (run.root / "addresses" / "scheduler").read_text().rpartition(":")[2]
+    return (run.root / "addresses" / "scheduler").read_text(encoding="utf-8").rpartition(":")[2]
 
 
 def join(run: Run, node: Node, network: Network, name: str) -> None:
@@ -67,7 +67,7 @@ def join(run: Run, node: Node, network: Network, name: str) -> None:
 def finished_of(run: Run, name: str) -> int:
     """Episodes of an actor, as the scheduler counts them."""
     status = run.root / "status.json"
-    actors = json.loads(status.read_text())["actors"] if status.exists() else []
+    actors = json.loads(status.read_text(encoding="utf-8"))["actors"] if status.exists() else []
     return next((each["num_finished"] for each in actors if each["name"] == name), 0)
 
 
@@ -80,13 +80,13 @@ def wait_for_more(run: Run, name: str, num: int, *, timeout_s: float) -> float:
 
 def is_dead(run: Run, name: str) -> bool:
     """Whether the scheduler counts an actor as dead."""
-    actors = json.loads((run.root / "status.json").read_text())["actors"]
+    actors = json.loads((run.root / "status.json").read_text(encoding="utf-8"))["actors"]
     return not any(each["name"] == name and not each["is_dead"] for each in actors)
 
 
 def said_at(node: Node, words: str) -> datetime:
     """Return when a node's log first said something."""
-    line = next(line for line in node.log.read_text().splitlines() if words in line)
+    line = next(line for line in node.log.read_text(encoding="utf-8").splitlines() if words in line)
     found = re.match(r"[\d-]+ [\d:,]+", line)
     assert found is not None
     return datetime.strptime(found[0], "%Y-%m-%d %H:%M:%S,%f")
@@ -223,7 +223,7 @@ def check_books(run: Run) -> None:
     """Both nodes were trained on, every episode is accounted for, and none was trained twice."""
     ledger = run.read("ledger.json")
     assert balances(ledger)
-    steps = (run.root / "journal" / "steps.jsonl").read_text().splitlines()
+    steps = (run.root / "journal" / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     trained = Counter(
         episode for line in steps for group in json.loads(line)["groups"] for episode in group
     )

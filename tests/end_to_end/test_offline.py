@@ -32,7 +32,7 @@ def run(folder: Path, command: str, *overrides: str) -> str:
         [*argv, f"run.name={command}", *overrides],
         cwd=REPOSITORY,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=800,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -80,7 +80,9 @@ def loss_of(policy: Path, rows: Sequence[Row]) -> float:
 
 
 def test_evolve_plays_keeps_what_succeeded_and_learns_it(evolved: Path) -> None:
-    summary = json.loads((evolved / "evolve" / "iteration-0" / "played.json").read_text())
+    summary = json.loads(
+        (evolved / "evolve" / "iteration-0" / "played.json").read_text(encoding="utf-8")
+    )
     assert summary["episodes"] == NUM_ITEMS * NUM_SAMPLES
     kept = successes(evolved)
     assert len(kept) == summary["successes"] > NUM_ITEMS

@@ -36,10 +36,10 @@ def test_paper_tables_are_played_at_the_papers_turns_and_laid_out_like_them(tmp_
         argv += [f"policy.url={url}/v1", "policy.model=toy", f"eval.num_items={NUM_ITEMS}"]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=450, env=env
+            argv, cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=450, env=env
         )
     assert done.returncode == 0, done.stderr[-2_000:]
-    (entry,) = json.loads((tmp_path / "p/eval.json").read_text())["entries"]
+    (entry,) = json.loads((tmp_path / "p/eval.json").read_text(encoding="utf-8"))["entries"]
     assert entry["overall"]["num_episodes"] == NUM_ITEMS
     assert entry["overall"]["num_failed"] == 0
     for env, columns in TABLES.items():

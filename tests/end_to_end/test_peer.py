@@ -24,7 +24,7 @@ def test_all_sides_make_a_few_steps_and_their_policies_are_scored(
             "study.num_seeds=1",
         ],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=850,
         cwd=repository,
     )
@@ -32,16 +32,18 @@ def test_all_sides_make_a_few_steps_and_their_policies_are_scored(
     if done.returncode and any(mark in said for mark in UNREACHABLE):
         pytest.skip(f"the package index does not answer: {said[-300:]}")
     assert done.returncode == 0, said[-3000:]
-    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    rows = {row["name"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
     for name in ("this project in lockstep", "this project"):
         for what in ("wall", "CPU"):
             row = rows[f"{name}: {what} seconds of a step, horizon 6"]
             assert row["value"] > 0
             assert row["limit"] > 0
     for name in ("trl", "this-project-in-lockstep", "this-project"):
-        success = json.loads((tmp_path / "study-peer/seed0" / f"{name}-success.json").read_text())
+        success = json.loads(
+            (tmp_path / "study-peer/seed0" / f"{name}-success.json").read_text(encoding="utf-8")
+        )
         assert list(success) == ["12"]
         assert 0 <= success["12"] <= 1
-    table = (tmp_path / "study-peer" / "table.md").read_text()
+    table = (tmp_path / "study-peer" / "table.md").read_text(encoding="utf-8")
     assert "nan" not in table
     assert len(table.splitlines()) == 5

@@ -30,7 +30,7 @@ def test_two_ranks_train_and_a_dead_one_restarts_the_learner(tmp_path: Path) -> 
         os.kill(pid, signal.SIGKILL)
         assert run.wait(timeout_s=400) == 0, run.output
         assert run.left_over() == []
-    log = (run.root / "logs" / "learner.log").read_text()
+    log = (run.root / "logs" / "learner.log").read_text(encoding="utf-8")
     assert log.count("ranks=2 pids=") == 2
     assert "learner rank" in log
     assert "role ended role=learner" in run.output

@@ -8,7 +8,7 @@ from urllib.request import urlopen
 import pytest
 from safetensors.torch import load_file
 
-from envhub.bench.hub import Service, hub_process
+from benchmarks.envhub.hub import Service, hub_process
 from tests.end_to_end.runs import REPOSITORY, Run, balances, unbounded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -38,7 +38,7 @@ def test_run_trains_evaluates_and_accounts_for_every_episode(tmp_path: Path) -> 
     assert report["heldout"]["num_shared_item_ids"] == 0
     assert report["peak_memory_bytes"]["all_roles"] > 100 << 20
     told = f'"all_roles":{report["peak_memory_bytes"]["all_roles"]}'
-    assert told in (run.root / "report.html").read_text()
+    assert told in (run.root / "report.html").read_text(encoding="utf-8")
     assert "finished: step 3/3" in run.output
     before = load_file(REPOSITORY / "configs/policies/tiny/model.safetensors")
     after = load_file(run.root / "checkpoints/step-000003/model.safetensors")
@@ -91,7 +91,10 @@ def test_weights_that_are_held_back_make_every_token_exactly_so_old(tmp_path: Pa
     assert not (run.root / "logs" / "envhub.log").exists()
     assert balances(run.read("ledger.json"))
     token = str(hub.target.token)
-    said = [run.output, *(path.read_text() for path in (run.root / "logs").glob("*.log"))]
+    said = [
+        run.output,
+        *(path.read_text(encoding="utf-8") for path in (run.root / "logs").glob("*.log")),
+    ]
     assert not [text for text in said if token in text]
     lags = [(line["offpolicy/lag_mean"], line["offpolicy/lag_max"]) for line in run.metrics()]
     assert lags == [(0, 0), (1, 1), (2, 2), (2, 2), (2, 2)]

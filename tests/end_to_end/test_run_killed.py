@@ -22,7 +22,9 @@ def test_learner_killed_late_reads_only_what_is_not_settled(tmp_path: Path) -> N
 
     def is_behind_the_start(run: Run) -> bool:
         path = run.root / "journal" / "replay_point.json"
-        return path.exists() and json.loads(path.read_text())["position"]["offset"] > 0
+        return (
+            path.exists() and json.loads(path.read_text(encoding="utf-8"))["position"]["offset"] > 0
+        )
 
     with Run(tmp_path, *overrides, *checkpoints) as run:
         run.wait_until(lambda: is_behind_the_start(run))
@@ -30,17 +32,17 @@ def test_learner_killed_late_reads_only_what_is_not_settled(tmp_path: Path) -> N
         os.kill(run.role_pid("learner"), signal.SIGKILL)
         assert run.wait() == 0, run.output
         assert run.left_over() == []
-    log = (run.root / "logs" / "learner.log").read_text()
+    log = (run.root / "logs" / "learner.log").read_text(encoding="utf-8")
     (num_read,) = re.findall(r"journal from=.* episodes=(\d+)", log)
     assert int(num_read) < num_before
     assert [line["step"] for line in run.metrics()] == list(range(1, 19))
     assert balances(run.read("ledger.json"))
     assert unbounded(run.root) == []
-    logged = (run.root / "journal" / "steps.jsonl").read_text()
+    logged = (run.root / "journal" / "steps.jsonl").read_text(encoding="utf-8")
     steps = [json.loads(text) for text in logged.splitlines()]
     trained = [name for step in steps for group in step["groups"] for name in group]
     assert len(set(trained)) == len(trained) == run.read("ledger.json")["trained"]
     argv = [sys.executable, "run.py", "recompute", str(run.root)]
-    again = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    again = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=200)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "equal: all 19 checksums of weights, versions 0 to 18" in again.stdout

@@ -68,7 +68,11 @@ def test_node_is_added_and_another_killed_and_the_run_goes_on(tmp_path: Path) ->
             assert run.read("launch.json")["waiting"].keys() == {"actor-1"}
             nodes.add(**engine)
             run.wait_until(lambda: actors_of(run).get("actor-1", 0) > 0, timeout_s=ENGINE_S)
-            address = (run.root / "addresses" / "scheduler").read_text().removeprefix("tcp://")
+            address = (
+                (run.root / "addresses" / "scheduler")
+                .read_text(encoding="utf-8")
+                .removeprefix("tcp://")
+            )
             assert len(joined_from(address)) == 3  # hub and actors, without the run's directory
             run.wait_until(lambda: len(engines_of(joined_from(address))) >= 2, timeout_s=ENGINE_S)
             engines = engines_of(joined_from(address))
@@ -84,10 +88,12 @@ def test_node_is_added_and_another_killed_and_the_run_goes_on(tmp_path: Path) ->
         wait_for(lambda: not any(engine.is_running() for engine in engines))
     assert "1 of 2 actors fit now; the others start when a node appears" in run.output
     for name, said in (("actor-1", "engine ready"), ("envhub", "Application startup complete")):
-        assert said in (run.root / "logs" / f"{name}.log").read_text()  # came from its node
+        assert said in (run.root / "logs" / f"{name}.log").read_text(
+            encoding="utf-8"
+        )  # came from its node
     ledger = run.read("ledger.json")
     assert balances(ledger)
-    logged = (run.root / "journal" / "steps.jsonl").read_text()
+    logged = (run.root / "journal" / "steps.jsonl").read_text(encoding="utf-8")
     steps = [json.loads(text) for text in logged.splitlines()]
     trained = [name for step in steps for group in step["groups"] for name in group]
     assert len(set(trained)) == len(trained)  # nothing twice

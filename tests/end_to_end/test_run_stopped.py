@@ -74,7 +74,7 @@ def hub_stands_still(run: Run) -> None:
     run.wait_until(lambda: run.metrics()[-1]["step"] >= reached + 3)
     assert run.read("ledger.json")["failed"] == 0
     assert run.role_pid("envhub") == hub
-    assert "role ended" not in (run.root / "logs" / "launcher.log").read_text()
+    assert "role ended" not in (run.root / "logs" / "launcher.log").read_text(encoding="utf-8")
 
 
 async def played_by_own_policy(root: Path) -> str:
@@ -89,4 +89,4 @@ async def played_by_own_policy(root: Path) -> str:
 
 def saved_version(run: Run) -> int:
     newest = sorted((run.root / "checkpoints").glob("step-*"))[-1]
-    return json.loads((newest / "COMPLETE").read_text())["version"]
+    return json.loads((newest / "COMPLETE").read_text(encoding="utf-8"))["version"]

@@ -22,7 +22,7 @@ STOP_S = 15.0
 ENGINE_S = 600.0  # for an engine to start and play, on a busy machine
 OVERRIDES = (
     "actor.num_actors=0",
-    'envhub.envs=["envhub.bench.slow:make_spec"]',
+    'envhub.envs=["benchmarks.envhub.slow:make_spec"]',
     "tasks=[{env: slow, subset: wait}]",
     'envs.plugins={median_s: "0.6", sigma: "0.2", num_turns: "3", tail_frac: "0"}',
     "eval.before=false",
@@ -66,7 +66,7 @@ def joining(run: Run, name: str, *, slots: int) -> Iterator[None]:
 def num_finished(run: Run) -> dict[str, int]:
     """Episodes by actor, as the scheduler counts them."""
     status = run.root / "status.json"
-    actors = json.loads(status.read_text())["actors"] if status.exists() else []
+    actors = json.loads(status.read_text(encoding="utf-8"))["actors"] if status.exists() else []
     return {each["name"]: each["num_finished"] for each in actors}
 
 

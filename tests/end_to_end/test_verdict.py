@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.bench.verdict import CASES, MIN_RATIO, stage
+from benchmarks.learner.verdict import CASES, MIN_RATIO, stage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -5,7 +5,7 @@ import os
 import time
 from dataclasses import replace
 
-from common.launch.process import MARKS
+from common.launch.guardian import MARKS
 from envhub.env import (
     EnvFailure,
     EnvSpec,
@@ -39,6 +39,10 @@ class FaultyEnv:
         self.last = action
         self._misbehave(action)
         self.num_steps += 1
+        if action == "cut off":
+            return StepResult(
+                observation="cut off", reward=0.5, done=True, is_valid=True, is_truncated=True
+            )
         return StepResult(
             observation=f"step {self.num_steps}" + " \ud83d" * (action == "half"),
             reward=2.0 if action == "overpay" else float(action == "end"),

@@ -14,7 +14,9 @@ from envhub.command import spell_out
 def run_cli(*argv: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
     env = {"PATH": path} if path is not None else None
     argv_all = [sys.executable, "run.py", *argv]
-    return subprocess.run(argv_all, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
+    return subprocess.run(
+        argv_all, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", timeout=30
+    )
 
 
 def test_short_keys_are_those_of_the_hub():

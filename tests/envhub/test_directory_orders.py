@@ -95,7 +95,7 @@ def seen_elsewhere(folder: Path, hash_seed: str) -> dict[str, list[str]]:
         [sys.executable, "-c", code, str(folder)],
         env=env,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=True,
     )
     return json.loads(done.stdout.splitlines()[-1])

@@ -55,7 +55,7 @@ class Served:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         argv = [sys.executable, "run.py", "envhub", f"port={self.port}", *overrides]
-        self.process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8")
         assert self.process.stdout is not None
         self.said = [self.process.stdout.readline() for _ in range(2)]
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", trust_env=False)

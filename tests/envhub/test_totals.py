@@ -85,12 +85,13 @@ def test_last_reward_is_left_alone():
 
 @pytest.mark.slow
 def test_hub_tells_the_sum_of_an_environment_outside_the_package(serve_hubs, tmp_path: Path):
-    text = SORT.read_text().replace("Reward.LAST", "Reward.SUM")
+    text = SORT.read_text(encoding="utf-8").replace("Reward.LAST", "Reward.SUM")
     path = tmp_path / "shares.py"
     path.write_text(
         text.replace("reward=float(done),", "reward=0.25 * (len(self.left) < was),").replace(
             "word = action_text(action)", "was, word = len(self.left), action_text(action)"
-        )
+        ),
+        encoding="utf-8",
     )
     hub = serve_hubs(f"{path}:make_spec")
     session = hub.open("sort", "four-train-0")
@@ -104,7 +105,9 @@ def test_hub_tells_the_sum_of_an_environment_outside_the_package(serve_hubs, tmp
 
 def test_outside_environment_is_summed_once(tmp_path: Path):
     path = tmp_path / "once.py"
-    path.write_text(SORT.read_text().replace("Reward.LAST", "Reward.SUM"))
+    path.write_text(
+        SORT.read_text(encoding="utf-8").replace("Reward.LAST", "Reward.SUM"), encoding="utf-8"
+    )
     env = cast(Env, Registry([f"{path}:make_spec"]).spec("sort").make(Style.COMPACT))
     env.reset("four-train-0", 0)
     rewards = [env.step(env.expert_action() or "").reward for _ in range(4)]

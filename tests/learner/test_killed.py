@@ -17,10 +17,11 @@ import pytest
 import torch
 import zmq
 
-from common.config.load import load_config, save_config
+from common.config.load import load_config
 from common.repository import ROOT
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir
+from common.store.run_start import save_config
 from common.wire.access.lease_mac import lease_key, lease_mac
 from common.wire.codec import decode, encode
 from common.wire.messages import Ack, Hello, StepDone, Trajectory
@@ -66,7 +67,7 @@ class Lives:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            text=True,
+            encoding="utf-8",
             start_new_session=True,
         )
 

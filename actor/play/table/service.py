@@ -97,5 +97,5 @@ class Service:
 
 def _said(log: Path, before: str) -> str:
     """Return the address that a command has printed, "" before it has."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    lines = log.read_text(errors="replace", encoding="utf-8").splitlines() if log.exists() else []
     return next((line.split()[1] for line in lines if line.startswith(before)), "")

@@ -10,11 +10,13 @@ from common import segments as rows
 from common.config.evaluation import AgentFormat
 from common.errors import ConfigError
 from common.formats.answers import read_any
+from common.scripted import actions_of
 from common.segments import Aside
 from common.wire.messages import PolicyKind, Trajectory
 
 STD_EPSILON = 1e-6  # as the learner's
 NUM_SHOWN = 24  # tokens around a difference
+UNKNOWN_ACTION = "(this action is not in the journal)"
 
 
 class Texts(Protocol):
@@ -27,6 +29,30 @@ class Texts(Protocol):
     def text(self, token_ids: Sequence[int]) -> str:
         """Return what tokens say together, without special ones. Raises: ConfigError."""
         ...
+
+
+class ScriptedTexts:
+    """The texts of a scripted policy's actions, each of which is one made-up token."""
+
+    def __init__(self, actions: Sequence[str]) -> None:
+        self._actions = actions
+
+    def texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the action that each token is."""
+        num = len(self._actions)
+        return [self._actions[each] if 0 <= each < num else UNKNOWN_ACTION for each in token_ids]
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the actions together. Raises: ConfigError: one of them is not known."""
+        if not all(0 <= each < len(self._actions) for each in token_ids):
+            raise ConfigError("an earlier version of the product kept no actions of this policy")
+        return "".join(self.texts(token_ids))
+
+
+def texts_for(trajectory: Trajectory, texts: Texts) -> Texts:
+    """Return what knows the tokens of an episode, where `texts` knows those of the model."""
+    is_model = trajectory.policy is PolicyKind.MODEL
+    return texts if is_model else ScriptedTexts(actions_of(trajectory))
 
 
 def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
@@ -42,7 +68,10 @@ def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
     starts = {part.start for part in rows.segments_of(t)}
     asides = {first: Aside(kind).name.lower() for first, _, kind in rows.asides_of(t)}
     edges = {*starts, *(np.flatnonzero(np.diff(t.loss_mask)) + 1).tolist(), num}
+    if t.policy is not PolicyKind.MODEL:  # nothing observed lies between its actions
+        edges.update((np.flatnonzero(np.diff(t.turn_ids)) + 1).tolist())
     edges = sorted(edges.union(*(each[:2] for each in rows.asides_of(t))))
+    texts = texts_for(t, texts)
     found: list[dict[str, Any]] = []
     for start, end in itertools.pairwise(edges):
         turn, here = int(t.turn_ids[start]), slice(start, end)
@@ -75,8 +104,8 @@ def recorded_of(
     Raises: ConfigError: its actions are not known.
     """
     t = trajectory
-    if t.policy is not PolicyKind.MODEL:
-        raise ConfigError(f"what the policy {t.policy.value} did is not in the journal")
+    is_model = t.policy is PolicyKind.MODEL
+    texts = texts_for(t, texts)
     said = t.loss_mask.copy()
     for start, end, _ in rows.asides_of(t):
         said[start:end] = False
@@ -84,11 +113,16 @@ def recorded_of(
     return {
         **{"env": t.env, "item": t.item_id, "style": style},
         "actions": [
-            read_any(format, texts.text(t.token_ids[_acted(t, each & said)].tolist()))
+            read_any(
+                format if is_model else AgentFormat.PLAIN,
+                texts.text(t.token_ids[_acted(t, each & said)].tolist()),
+            )
             for each in turns
         ],
         "shown": [
-            "".join(texts.texts(t.token_ids[each & ~t.loss_mask].tolist())) for each in turns
+            "".join(texts.texts(t.token_ids[each & ~t.loss_mask].tolist()))
+            for each in turns
+            if is_model  # a scripted policy is shown nothing
         ],
         **{"scores": t.turn_scores.tolist(), "states": t.turn_states.tolist()},
     }
@@ -138,6 +172,8 @@ def group_advantages(
 
 def first_difference(one: Trajectory, other: Trajectory, texts: Texts) -> dict[str, Any] | None:
     """Return where the second begins to differ from the first; None if nowhere."""
+    known = texts_for(one, texts)
+    texts = texts_for(other, texts)
     num = min(len(one.token_ids), len(other.token_ids))
     differs = np.flatnonzero(one.token_ids[:num] != other.token_ids[:num])
     if not differs.size and len(one.token_ids) == len(other.token_ids):
@@ -147,6 +183,6 @@ def first_difference(one: Trajectory, other: Trajectory, texts: Texts) -> dict[s
     return {
         "token": at,
         "turn": int(longer.turn_ids[at]),
-        "first": "".join(texts.texts(one.token_ids[at : at + NUM_SHOWN].tolist())),
+        "first": "".join(known.texts(one.token_ids[at : at + NUM_SHOWN].tolist())),
         "this": "".join(texts.texts(other.token_ids[at : at + NUM_SHOWN].tolist())),
     }

@@ -17,6 +17,7 @@ import numpy as np
 
 from common.dashboard.reading.rows import EpisodeRows
 from common.errors import WireError
+from common.store import cache
 from common.store.segments import list_segments, open_segment
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,7 @@ GROWTH = 1.2  # of the rows since it was written
 
 def cache_folder() -> Path:
     """Return the user's folder for it."""
-    own = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(own) / "longstride" / "dashboard"
+    return cache.cache_folder() / "dashboard"
 
 
 class IndexCache:

@@ -8,9 +8,9 @@ import numpy as np
 
 from common.dashboard.reading.rows import EpisodeRows
 from common.errors import ConfigError, WireError
+from common.ids import subset_of
 from common.store.records import PACKED_SUFFIX, Segment
 from common.store.segments import list_segments, load_pruned, open_segment
-from common.wire.ids import subset_of
 from common.wire.messages import EpisodeKind, Trajectory
 
 MAX_PROBLEMS = 50  # kept in words; the rest is counted

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common.dashboard.reading.tail import LineTail, as_map
+from common.store.status.json_files import LineTail, as_map
 
 MAX_POINTS = 1000  # of a series that a page gets; what lies between is averaged
 

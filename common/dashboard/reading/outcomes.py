@@ -3,8 +3,8 @@
 from typing import Any
 
 from common.dashboard.reading.rows import EpisodeRows
-from common.dashboard.reading.tail import LineTail
 from common.store.run_dir import RunDir
+from common.store.status.json_files import LineTail
 
 Settled = tuple[str, str, int]  # outcome, cause, version that it was trained into or -1
 MAX_ABSENT = 1000  # of the episodes that never arrived, listed

@@ -21,13 +21,13 @@ from common.dashboard.reading.metric_columns import MetricColumns
 from common.dashboard.reading.outcomes import OutcomeLog
 from common.dashboard.reading.query import page
 from common.dashboard.reading.rows import EpisodeRows
-from common.dashboard.reading.tail import as_map, json_object
 from common.dashboard.reading.tokens import Numbers, TokenTexts
 from common.dashboard.verdict import Verdict, judge
 from common.errors import ConfigError, WireError
 from common.launch.lock import is_held
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+from common.store.status.json_files import as_map, json_object
 
 VERDICT_STEPS = 20  # the newest, that the verdict is about
 MAX_MEMBERS = 64  # of a group, shown side by side

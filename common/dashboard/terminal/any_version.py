@@ -10,10 +10,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.config.command_line import Request
 from common.config.load import load_config, override_value
+from common.config.requested import load_joined, own_config
 from common.config.run_config import ModelSection, RunConfig, RunSection
-from common.dashboard.reading.tail import as_map
 from common.errors import ConfigError
-from common.launch.commands import load_joined, own_config
+from common.store.status.json_files import as_map
 
 RUN_FILES = ("config.yaml", "journal", "metrics.jsonl")
 

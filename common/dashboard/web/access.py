@@ -49,7 +49,7 @@ class Access:
         host = name[0] + name[1] if name[1] else name[2].partition(":")[0]
         # A page of another site that has its name point here would read as this one.
         if self._is_local and host not in LOCAL_NAMES:
-            return _error(403, "ask for localhost or 127.0.0.1")
+            return _error(403, "ask for localhost, 127.0.0.1 or [::1]")
         is_page = request.headers.get("sec-fetch-site", "none") in ("same-origin", "none")
         if request.url.path.startswith("/api/") and not is_page:
             return _error(403, "only the page itself may ask")

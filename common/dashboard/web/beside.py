@@ -8,13 +8,13 @@ from pathlib import Path
 
 from common.dashboard.web.server import listen, url_of
 from common.errors import ConfigError
+from common.host.loopback import loopback
 from common.launch.guardian import Guardian
 from common.launch.process import ChildProcess, describe_exit
 from common.store.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
 STOP_S = 3.0
 
 
@@ -30,9 +30,10 @@ def beside(run_dir: RunDir, *, root: Path, say: Callable[[str], None]) -> Genera
     log = run_dir.logs / "dashboard.log"
     try:
         guardian = Guardian()
-        with listen(HOST, "") as listener:  # bound here: the address is known without a wait
+        with listen(loopback(), "") as listener:  # bound here: the address is known without a wait
             fd, name = listener.fileno(), "dashboard"
-            words = [name, run_dir.root.name, f"run.dir={run_dir.root.parent}", f"fd={fd}"]
+            where = f"run.dir={run_dir.root.parent}"
+            words = [name, run_dir.root.name, where, f"fd={fd}", f"host={loopback()}"]
             argv = [sys.executable, str(root / "run.py"), *words]
             child = ChildProcess(name, argv, log_path=log, pass_fds=[fd], guardian=guardian)
             say(f"dashboard: {url_of(listener, '')}")

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from common.cpu import cpu_seconds
-from common.dashboard.nodes import members_of
 from common.dashboard.reading.run_source import RunSource
-from common.dashboard.reading.tail import as_map, json_object
+from common.store.status.json_files import as_map, json_object
+from common.store.status.members import members_of
 
 NUM_STEPS = 60  # of the timeline
 ON_THIS_DISK = ("scheduler", "envhub")  # which tell there what they wait for
@@ -117,7 +117,7 @@ def _stalls(folder: Path) -> list[dict[str, str]]:
     found: list[dict[str, str]] = []
     for path in paths[-5:]:
         try:
-            text = path.read_text(errors="replace")[:MAX_REPORT_CHARS]
+            text = path.read_text(errors="replace", encoding="utf-8")[:MAX_REPORT_CHARS]
         except OSError:
             continue
         found.append({"name": path.name, "text": text})

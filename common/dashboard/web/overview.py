@@ -8,9 +8,9 @@ from typing import Any
 
 from common.cpu import cpu_seconds
 from common.dashboard.reading.run_source import RunSource
-from common.dashboard.reading.tail import as_map, json_object
 from common.dashboard.verdict import Bound
 from common.dashboard.web.results import ends, evaluations, pooled_score, subsets
+from common.store.status.json_files import as_map, json_object
 
 # Title, unit, metrics; a name ending in "*" stands for all that begin so.
 CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (

@@ -1,19 +1,17 @@
 """What a run's episodes add up to: evaluations and subsets with intervals, ends, samples."""
 
-import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from common.dashboard.reading.rows import EpisodeRows
-from common.report.results import wilson_interval
+from common.evaluation.intervals import seeds_interval, wilson_interval
 from common.wire.messages import EndReason
 
 INFRASTRUCTURE = [each.value for each in EndReason if each.is_infrastructure_failure]
 WORTH_A_LOOK = (("best", "reward", -1), ("worst", "reward", 1), ("most surprising", "logprob", 1))
-T975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # by degrees of freedom
 MIN_SAMPLES, MAX_SAMPLES = 10, 45
 
 
@@ -52,7 +50,7 @@ def score(rows: EpisodeRows, here: np.ndarray) -> dict[str, Any]:
 
 
 def pooled_score(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the score of several seeds: the mean of theirs, with Student's interval of it.
+    """Return the score of several seeds: the mean of theirs, with its interval.
 
     Of one seed it is that seed's own: what another would have brought is not known then.
     """
@@ -60,13 +58,11 @@ def pooled_score(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len(known) < 2:
         return {**(known[0] if known else scores[0]), "seeds": len(known)}
     shares = [each["success"] for each in known]
-    mean, degrees = fmean(shares), len(shares) - 1
-    quantile = T975[min(degrees, len(T975)) - 1]
-    half = quantile * stdev(shares) / math.sqrt(len(shares))
+    num = sum(each["num"] for each in known)
     return {
-        "num": sum(each["num"] for each in known),
-        "success": mean,
-        "ci95": (max(0.0, mean - half), min(1.0, mean + half)),
+        "num": num,
+        "success": fmean(shares),
+        "ci95": seeds_interval(shares, num),
         "seeds": len(known),
     }
 

@@ -13,6 +13,7 @@ from common.config.command_line import Request
 from common.dashboard.reading.index_cache import cache_folder
 from common.dashboard.reading.sources import Sources
 from common.errors import ConfigError
+from common.host.loopback import family_of, loopback
 from common.wire.addresses import is_loopback
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def dashboard(
     options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
     if unknown := sorted(options.keys() - set(OPTIONS)):
         raise ConfigError(f"{unknown[0]}: no such option; run.py {USAGE}")
-    host = options.get("host", "127.0.0.1")
+    host = options.get("host", loopback())
     runs = root / options.get("run.dir", "runs")
     sources = Sources(words, runs=runs, cache=cache_folder())
     token = options.get("token") or ("" if is_loopback(host) else secrets.token_urlsafe(24))
@@ -72,7 +73,7 @@ def listen(host: str, wanted: str) -> socket.socket:
     """
     if wanted and not (wanted.isascii() and wanted.isdigit() and int(wanted) < 65536):
         raise ConfigError(f"port={wanted}: a number up to 65535")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = family_of(host)
     ports = [int(wanted)] if wanted else [*range(PORT, PORT + PORTS_TRIED), 0]
     for port in ports:
         listener = socket.socket(family, socket.SOCK_STREAM)

@@ -18,15 +18,17 @@ from common.checks.machine import gpus
 from common.checks.memory_plan import is_elsewhere
 from common.config.run_config import RaySection, RunConfig
 from common.errors import ConfigError
+from common.host.cores import num_cores
+from common.host.loopback import IPV6, loopback
 from common.launch.base import RoleStarter
 from common.launch.ray.placement import Node, num_cpus_wanted, place
+from common.ray_address import cluster_address
 from common.store.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 3.0
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of a run lies there
-LOOPBACK = "127.0.0.1"
 AUTO = "auto"
 # Read while Ray is imported: a cluster of its own listens on the loopback address only (the name is
 # that of its most common use), and does not kill what it takes for too large.
@@ -37,19 +39,14 @@ OWN = {
 }
 
 
-def cluster_address(section: RaySection) -> str:
-    """Return the address of the cluster to attach to, "" if one is to be started."""
-    return section.address or os.environ.get("RAY_ADDRESS", "")
-
-
 def own_node(num_cpus: float) -> Node:
     """Return the only node of a cluster that is started here.
 
     Args:
         num_cpus: that roles ask for; CPUs bound nothing, so there are never fewer than these.
     """
-    cpus = max(os.cpu_count() or 1, math.ceil(num_cpus))
-    return Node(node_id="", host=LOOPBACK, num_cpus=cpus, num_gpus=len(gpus()), is_home=True)
+    cpus = max(num_cores(), math.ceil(num_cpus))
+    return Node(node_id="", host=loopback(), num_cpus=cpus, num_gpus=len(gpus()), is_home=True)
 
 
 @contextlib.contextmanager
@@ -115,6 +112,11 @@ def open_cluster(section: RaySection, *, num_cpus: float) -> Generator[list[Node
     """
     address = cluster_address(section)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if not address and loopback() == IPV6:
+        raise ConfigError(
+            "launcher=ray: Ray listens on 127.0.0.1, and this machine has ::1 only; take"
+            " launcher=local, or `ip address add 127.0.0.1/8 dev lo`"
+        )
     if ":" in address:
         _check_answers(address)
     with contextlib.ExitStack() as stack:
@@ -136,9 +138,7 @@ def open_cluster(section: RaySection, *, num_cpus: float) -> Generator[list[Node
 def _own_arguments(num_cpus: float) -> Generator[dict[str, Any]]:
     """Yield how Ray starts a cluster of this machine, in a folder that goes at the end."""
     os.environ.update(OWN)
-    with tempfile.TemporaryDirectory(
-        prefix="longstride-ray-", ignore_cleanup_errors=True
-    ) as folder:
+    with tempfile.TemporaryDirectory(prefix="ls-ray-", ignore_cleanup_errors=True) as folder:
         yield {
             "num_cpus": own_node(num_cpus).num_cpus,
             "include_dashboard": False,

@@ -17,8 +17,8 @@ from typing import IO
 import psutil
 import ray
 
-from common.launch.guardian import Guardian
-from common.launch.process import MARKS, ChildProcess, find_marked
+from common.launch.guardian import MARKS, Guardian, find_marked, marks_with
+from common.launch.process import ChildProcess
 from common.memory import family_bytes
 from common.repository import ROOT
 from common.stall.stacks import ask
@@ -71,7 +71,7 @@ class RoleHost:
         for pid in find_marked(mark):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        os.environ[MARKS] = ":".join(filter(None, [os.environ.get(MARKS, ""), mark]))
+        os.environ[MARKS] = marks_with(mark)
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the CPUs that a worker asks for
         self._guardian = Guardian()
         # Without names: they go with this process, however that ends.

@@ -5,6 +5,7 @@
 # pyright: reportUnknownArgumentType=false
 
 import logging
+import re
 import signal
 import time
 from collections.abc import Callable, Generator
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from common.launch.base import EXIT_CONFIG_ERROR
 from common.launch.process import KILLED_S, read_tail
@@ -148,12 +149,26 @@ class RayProcess:
         logger.warning("lost role=%s%s: %s", self.name, where, _first_line(error))
         self._write(f"launcher: lost{where}: {error}\n".encode())
         self._code = LOST
+        if _is_deterministic(error):
+            cause = str(error).strip().splitlines()[-1]
+            self._write(f"error: no Ray worker can run this role{where}: {cause}\n".encode())
+            self._code = EXIT_CONFIG_ERROR
 
     def _check_deadline(self) -> None:
         if self.place is None and time.monotonic() > self._deadline:
             text = f"error: {self.name}: no room within ray.place_timeout_s for {self._needs}\n"
             self._write(text.encode())
             self._code = EXIT_CONFIG_ERROR
+
+
+def _is_deterministic(error: RayError) -> bool:
+    """Return whether the worker process cannot be made: no restart mends that."""
+    if isinstance(error, ImportError | FileNotFoundError | PermissionError):
+        return True
+    is_creation = isinstance(error, ActorDiedError) and "creation task" in str(error)
+    return (
+        is_creation and re.search(r"\b(ImportError|ModuleNotFoundError)\b", str(error)) is not None
+    )
 
 
 def _first_line(error: RayError) -> str:

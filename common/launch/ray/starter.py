@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from common.launch.base import RoleSpec
-from common.launch.process import MARKS
+from common.launch.guardian import MARKS
 from common.launch.ray.host import KEY_FILE, PYTHON, RUN_PY, Order, Place, RoleHost
 from common.launch.ray.placement import Node, Placement
 from common.launch.ray.process import RayProcess

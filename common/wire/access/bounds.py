@@ -12,6 +12,14 @@ from typing import Annotated, Any
 
 MAX_COUNT = 2**53  # of anything, and the largest number that a float holds exactly
 
+# Limits of a message, the same for its sender, its receiver and the journal. A larger one would
+# end the connection unread, so its sender refuses it. An episode of eight million tokens fits.
+MAX_FRAMES = 64  # the header, and one frame for each array
+MAX_HEADER_BYTES = 16 << 20
+MAX_FRAME_BYTES = 32 << 20  # the header or one array
+MAX_MESSAGE_BYTES = 192 << 20  # all frames of a message
+CURVE_BYTES = 64  # What encryption adds to a frame is below this.
+
 
 @dataclass(frozen=True, slots=True)
 class Between:
@@ -42,7 +50,8 @@ class AtMost:
 
 Bound = Between | AtMost
 
-Id = Annotated[str, AtMost(300)]  # what the product or an environment names
+ID_CHARS = 300
+Id = Annotated[str, AtMost(ID_CHARS)]  # what the product or an environment names
 LongText = Annotated[str, AtMost(4_000_000)]
 Names = Annotated[list[str], AtMost(1024)]
 Count = Annotated[int, Between(0, MAX_COUNT)]

@@ -17,12 +17,15 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from common.wire.access.bounds import MAX_MESSAGE_BYTES
+
 logger = logging.getLogger(__name__)
 
 MAX_PENDING = 4_096  # connections that are not let in yet; one more ends the oldest of them
 HANDSHAKE_S = 10.0  # after which libzmq itself ends one that is not let in
 MAX_HANDSHAKE_BYTES = 16_384  # that one may have sent before
-MAX_MESSAGE_BYTES = 256 << 20  # that one may send from one message to the next
+# The most bytes that a connection may send from one whole message to the next.
+MAX_UNHEARD_BYTES = MAX_MESSAGE_BYTES + (64 << 20)
 CHECK_S = 0.25
 CHECK_ALL_S = 2.0  # between looks at those that are let in
 RESERVED_FILES = 256  # descriptors that no connection takes, or a quarter of a small limit
@@ -208,7 +211,7 @@ class Connections(threading.Thread):
             num_bytes = _number(info[BYTES_RECEIVED])
             if each.num_bytes == UNKNOWN:
                 each.num_bytes = num_bytes
-            elif num_bytes - each.num_bytes > MAX_MESSAGE_BYTES:
+            elif num_bytes - each.num_bytes > MAX_UNHEARD_BYTES:
                 self._end(each, "endless message")
 
     def _end(self, connection: _Connection, cause: str) -> None:

@@ -166,7 +166,7 @@ def revoke(folder: Path, name: str) -> Identity:
     known.refresh()
     found = known.named(name)
     if found is None and name == NODE and (folder / "node_public").exists():
-        found = Identity(NODE, NODE, (folder / "node_public").read_text().strip())
+        found = Identity(NODE, NODE, (folder / "node_public").read_text(encoding="utf-8").strip())
     if found is None:
         names = ", ".join([NODE, *sorted(known.names)][:20])
         raise ConfigError(f"{name}: no key of that name in {folder}; there are: {names}")

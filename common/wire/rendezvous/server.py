@@ -193,6 +193,7 @@ class StoreServer(threading.Thread):
 
 def _bindable(host: str) -> str:
     """Return the address to bind. Raises: OSError: the name is not known."""
-    if not is_here(host):
-        return "0.0.0.0"  # an address by which others reach this machine
-    return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+    address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+    if not is_here(host):  # An address by which other machines reach this one.
+        return "::" if ":" in address else "0.0.0.0"
+    return address

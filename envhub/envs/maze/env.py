@@ -3,7 +3,7 @@
 from typing import Any
 
 from common.config.envs import EnvsSection
-from envhub.agentgym.conversations import CONVERSATIONS
+from envhub.conversations import CONVERSATIONS
 from envhub.env import EnvSpec, ItemId, StepResult, SubsetSpec, UnknownItem, action_text, parse_item
 from envhub.envs.maze import maze
 from envhub.envs.maze.maze import GOAL, MOVES, STARTS, Cell

@@ -6,6 +6,7 @@ from typing import Any
 import aiohttp
 
 from common.config.envs import BrowserOptions
+from common.http.sessions import open_session
 from envhub.env import EnvFailure
 from envhub.envs.minisites.apps import SITES, make_app
 from envhub.web.local_site import LocalBrowser
@@ -56,7 +57,7 @@ class LocalWorld:
         timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
         try:
             async with (
-                aiohttp.ClientSession(timeout=timeout) as http,
+                open_session(url, is_own=True, timeout=timeout) as http,
                 http.post(url, json=body) as response,
             ):
                 response.raise_for_status()

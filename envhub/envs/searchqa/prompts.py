@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from envhub.agentgym.conversations import CONVERSATIONS, begun
+from envhub.conversations import CONVERSATIONS, begun
 from envhub.env import Style
 from envhub.envs.searchqa.questions import Question
 from envhub.tables import read_instructions, read_table

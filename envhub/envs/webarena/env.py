@@ -19,7 +19,7 @@ NOT_CONFIGURED = (
 
 def check(options: EnvsSection) -> list[str]:
     """Return a line for each thing that is missing on this machine, with its remedy."""
-    if not remote_sites.configured(options.webarena):
+    if not options.webarena.sites:
         return [NOT_CONFIGURED]
     lines = [*check_browser(options.browser), *remote_sites.check_urls(options.webarena)]
     if tasks_file.tasks_path() is None:
@@ -32,7 +32,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
 
     Raises: ConfigError: no site has an address, or the tasks are not installed.
     """
-    sites, path = remote_sites.configured(options.webarena), tasks_file.tasks_path()
+    sites, path = options.webarena.sites, tasks_file.tasks_path()
     if not sites or path is None:
         raise ConfigError(tasks_file.REMEDY if sites else NOT_CONFIGURED)
     table = tasks_file.read_tasks(path, sites)

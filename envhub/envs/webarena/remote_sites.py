@@ -13,22 +13,17 @@ SITES: dict[str, dict[str, str]] = _TABLE["sites"]
 ACCOUNT_SITES: list[str] = _TABLE["with_accounts"]
 
 
-def configured(options: WebarenaOptions) -> dict[str, str]:
-    """Return the address of each site that has one, by WebArena's name."""
-    return {name: url for name in SITES if (url := getattr(options, name).rstrip("/"))}
-
-
 def check_urls(options: WebarenaOptions) -> list[str]:
     """Return a line for each address or login that cannot be used, with its remedy."""
     lines = []
-    for name, url in configured(options).items():
+    for name, url in options.sites.items():
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             lines.append(f"envs.webarena.{name}={url!r} is no address such as http://host:7770")
     if options.auth_dir and not Path(options.auth_dir).is_dir():
         lines.append(f"envs.webarena.auth_dir={options.auth_dir!r} is no folder")
     elif options.auth_dir:
-        sites = [name for name in ACCOUNT_SITES if name in configured(options)]
+        sites = [name for name in ACCOUNT_SITES if name in options.sites]
         lines += [
             f"envs.webarena.auth_dir lacks {name}_state.json: tasks of {name} start logged out"
             for name in sites

@@ -19,7 +19,7 @@ class RemoteWorld:
 
     def __init__(self, options: EnvsSection) -> None:
         self._options = options
-        self._sites = remote_sites.configured(options.webarena)
+        self._sites = options.webarena.sites
         hosts = frozenset(urlsplit(url).hostname or "" for url in self._sites.values())
         self._browser = BrowserHost(options.browser, host_rules({}, reachable=hosts))
         self._hosts = {urlsplit(url).netloc for url in self._sites.values()}

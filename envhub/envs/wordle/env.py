@@ -4,7 +4,7 @@ import random
 from functools import partial
 
 from common.config.envs import EnvsSection
-from envhub.agentgym.conversations import CONVERSATIONS
+from envhub.conversations import CONVERSATIONS
 from envhub.env import EnvSpec, StepResult, Style, SubsetSpec, UnknownItem, action_text, parse_item
 from envhub.envs.text_env import TextEnv
 from envhub.envs.wordle.words import VOCABULARY, best_guess, consistent, marks, vocabulary

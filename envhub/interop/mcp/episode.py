@@ -13,11 +13,14 @@ from envhub.env import StepResult, SubsetSpec, action_text, parse_item
 from envhub.interop.described import SUBSET, optional_package
 from envhub.interop.mcp.link import Link, McpFailure, McpOptions
 from envhub.interop.texts import (
+    SUCCESS_KEYS,
+    TRUNCATED_KEYS,
     BadAction,
     RewardRule,
     Rewards,
     check_sendable,
     parse_tool_call,
+    said_by,
     sample_call,
     shortened,
 )
@@ -50,7 +53,7 @@ class McpEpisode:
         self._item: dict[str, Any] = {}
         self._session: dict[str, str] = {}
         self._first = self._text = ""
-        self._is_done = False
+        self._is_done = self._is_truncated = False
 
     async def reset(self, item_id: str, seed: int) -> str:
         """Begin a session of the item. Raises: UnknownItem, McpFailure."""
@@ -127,9 +130,11 @@ class McpEpisode:
                     ' "reward"'
                 ) from error
         paid = Rewards(self._tasks.rule).add(reward, is_last=True)
-        said = _field(result, "is_success")
+        told = _content(result)
+        said = said_by(told, SUCCESS_KEYS)
         self._is_done = True
-        is_success = said if isinstance(said, bool) else paid >= 1.0
+        self._is_truncated = said_by(told, TRUNCATED_KEYS) is True
+        is_success = paid >= 1.0 if said is None else said
         return self._result(text, reward=paid, is_success=is_success)
 
     async def valid_actions(self) -> list[str]:
@@ -202,15 +207,22 @@ class McpEpisode:
         return shortened("\n".join(parts), self._options.max_chars)
 
     def _result(
-        self, text: str, *, is_valid: bool = True, reward: float = 0.0, is_success: bool = False
+        self,
+        text: str,
+        *,
+        is_valid: bool = True,
+        reward: float | None = None,
+        is_success: bool = False,
     ) -> StepResult:
+        """Return the result of a step; without a reward the episode has paid nothing yet."""
         self._text = text
         return StepResult(
             observation=text,
-            reward=reward,
+            reward=self._tasks.rule.start_score if reward is None else reward,
             done=self._is_done,
             is_valid=is_valid,
             is_success=is_success,
+            is_truncated=self._is_truncated,
         )
 
 
@@ -223,15 +235,20 @@ def block_text(block: Any) -> str:
     return f"[{block.type} {getattr(block, 'uri', getattr(block, 'mime_type', ''))}]"
 
 
-def _field(result: Any, name: str) -> Any:
-    """Return a field of a result's JSON; None: there is none."""
+def _content(result: Any) -> dict[str, Any]:
+    """Return a result's JSON object; {}: it has none."""
     content = result.structured_content
     if content is None and len(result.content) == 1 and result.content[0].type == "text":
         try:
             content = json.loads(result.content[0].text)
         except (ValueError, RecursionError):
-            return None
-    return content.get(name) if isinstance(content, dict) else None
+            return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _field(result: Any, name: str) -> Any:
+    """Return a field of a result's JSON; None: there is none."""
+    return _content(result).get(name)
 
 
 def _plain(text: str) -> str:

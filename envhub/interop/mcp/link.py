@@ -7,9 +7,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from common.http.proxies import route_note, without_login
+from common.http.sessions import open_httpx
 from envhub.env import EnvFailure
 from envhub.interop.described import optional_package
-from envhub.interop.openenv_socket import bare
 
 CLOSE_S = 5.0  # for a server to end
 INVALID_PARAMS = -32602  # JSON-RPC's word for arguments that the server does not take
@@ -59,7 +60,7 @@ class McpOptions:
     @property
     def shown(self) -> str:
         """How texts for people name the server."""
-        return f"MCP server {bare(self.url) or ' '.join(self.command)}"
+        return f"MCP server {without_login(self.url) or ' '.join(self.command)}"
 
 
 class Link:
@@ -137,7 +138,7 @@ class Link:
                 http = optional_package("mcp.client.streamable_http", "mcp")
                 web: Any = optional_package("httpx2", "mcp")
                 patience = web.Timeout(options.timeout_s, read=None)  # `_answer` has the deadline
-                client = web.AsyncClient(headers=options.headers, timeout=patience)
+                client = open_httpx(web, options.url, headers=options.headers, timeout=patience)
                 await stack.enter_async_context(client)
                 target = http.streamable_http_client(options.url, http_client=client)
             else:
@@ -180,5 +181,8 @@ class Link:
         is_gone = self._owner.done() or error is None
         self.is_lost = self.is_lost or is_gone or code in (CONNECTION_CLOSED, INVALID_REQUEST)
         why = f"{type(error).__name__}: {error}" if error else "the connection was lost"
-        is_away = isinstance(error, optional_package("httpx2", "mcp").ConnectError)
+        web: Any = optional_package("httpx2", "mcp")
+        is_away = isinstance(error, web.ConnectError)
+        if self._options.url and isinstance(error, (web.HTTPError, type(None))):
+            why += route_note(self._options.url)
         raise McpFailure(f"{shown}: {what}: {why:.1000}", is_away=is_away) from error

@@ -19,6 +19,7 @@ from envhub.interop.described import (
 )
 from envhub.interop.mcp.episode import McpEpisode, Tasks, block_text
 from envhub.interop.mcp.link import CLOSE_S, MODES, Link, McpFailure, McpOptions
+from envhub.interop.texts import RewardRule
 
 ANSWER = {
     "description": "Ends the episode with your answer.",
@@ -55,6 +56,8 @@ def make_spec(reference: str) -> EnvSpec:
     tools = _agents_tools(reference, options, listed, items)
     if not pays:
         tools[options.submit] = ANSWER
+    if not pays and not any("check" in item for item in items):
+        rule = RewardRule()  # an answer is right or wrong: no tool pays
     places, subset = split_of(items, num_test=options.num_test, max_turns=options.max_turns)
     tasks = Tasks(
         options=options,
@@ -85,6 +88,7 @@ def make_spec(reference: str) -> EnvSpec:
         sessions_per_worker=options.max_sessions,
         step_timeout_s=patience_s,  # a connection, and its first call
         is_repeatable=False,
+        start_score=rule.start_score,
         tools=tuple(_as_function(name, tool) for name, tool in tools.items()),
         stop=stop,
         stop_timeout_s=2 * CLOSE_S,

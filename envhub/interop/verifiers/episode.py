@@ -57,7 +57,7 @@ class VerifiersEpisode(RemoteEpisode):
     """One task; the reward is what its own scoring says at the end."""
 
     def __init__(self, shared: Shared) -> None:
-        super().__init__()
+        super().__init__(shared.rule.start_score)
         self._shared, self._options = shared, shared.options
         self._player: Player | None = None
         self._name = uuid.uuid4().hex
@@ -96,7 +96,9 @@ class VerifiersEpisode(RemoteEpisode):
             return self._result(self._told(line), is_valid=True)
         paid = line["paid"]
         self._reward = Rewards(self._shared.rule).add(paid["reward"], is_last=True)
-        self._is_done, self._is_success = True, paid.get("is_success", self._reward >= 1.0)
+        self._is_done = True
+        self._is_success = paid.get("is_success", self._reward >= 1.0)
+        self._is_truncated = paid["is_truncated"]
         return self._result(f"The episode has ended and pays {paid['reward']:g}.", is_valid=True)
 
     async def valid_actions(self) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.http.environment import direct_loopback
 from common.text import json_bytes
 from envhub.env import EnvFailure
 
@@ -69,7 +70,7 @@ class Player:
         environment = {k: v for k, v in os.environ.items() if k not in hidden}
         if options.path:
             environment["PYTHONPATH"] = str((folder / options.path).resolve())
-        environment["NO_PROXY"] = ",".join(filter(None, ["127.0.0.1", os.getenv("NO_PROXY", "")]))
+        environment |= direct_loopback(environment)
         try:
             process = await asyncio.create_subprocess_exec(
                 options.python,

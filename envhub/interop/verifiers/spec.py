@@ -43,6 +43,7 @@ def make_spec(reference: str) -> EnvSpec:
         sessions_per_worker=options.max_sessions,
         step_timeout_s=2 * options.start_timeout_s + options.timeout_s + CLOSE_S,
         is_repeatable=False,
+        start_score=rule.start_score,
         stop=shared.stop,
         stop_timeout_s=3 * CLOSE_S,
     )

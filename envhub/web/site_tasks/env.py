@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from common.config.envs import EnvsSection
-from envhub.agentgym.conversations import begun
+from envhub.conversations import begun
 from envhub.env import EnvSpec, ItemId, StepResult, Style, SubsetSpec, TaskSpec, parse_item
 from envhub.web import tree
 from envhub.web.actions import (

@@ -5,8 +5,10 @@ torch's scaled dot products, one sequence at a time. *products*: plain matrix pr
 the probabilities of every pair; on a CPU in bf16 they are the faster ones for short sequences.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +18,15 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from common.config.compute import Attention, Layout
 from common.errors import ConfigError
+from learner.batch.batching import TokenBatch
 from learner.batch.packing import Packing
 from learner.policy.kernels.last_layer import skip_unread_rows
 from learner.policy.kernels.products import CausalProducts
+from learner.policy.loading import is_unloaded
+from learner.policy.model import Scoring, flat_hidden, token_logprobs, vocabulary_size
+from learner.policy.selfcheck import make_probe, own_attention, packing_difference
+
+logger = logging.getLogger(__name__)
 
 MIN_FLASH_CAPABILITY = (8, 0)
 FUSED, PRODUCTS = "packed_fused", "packed_products"
@@ -27,8 +35,15 @@ _FULL = "full_attention"
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 
+_measured: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # problems by network
+
+
 def packing_problem(network: nn.Module) -> str:
-    """Return why sequences cannot be packed for the transformers in a network; "" if they can."""
+    """Return why sequences cannot be packed for the transformers in a network; "" if they can.
+
+    Known reasons come first. Then a small block is scored packed and padded, once per network;
+    weights without memory are measured by the start check instead.
+    """
     for model in _transformers(network):
         config = model.config
         kinds = set(getattr(config, "layer_types", None) or [_kind_of_all(config)]) - {_FULL}
@@ -36,7 +51,64 @@ def packing_problem(network: nn.Module) -> str:
             return f"{config.model_type} has layers of {', '.join(sorted(kinds))}"
         if not model._supports_attention_backend:
             return f"{type(model).__name__} has attention of its own"
+    for model in _outermost(network):
+        if model not in _measured and not is_unloaded(model):
+            _measured[model] = _measured_problem(model)
+        if _measured.get(model):
+            return _measured[model]
     return ""
+
+
+def _outermost(network: nn.Module) -> Iterator[PreTrainedModel]:
+    """Yield the transformers of a network that are not part of another transformer."""
+    inner: set[nn.Module] = set()
+    for model in _transformers(network):
+        if model not in inner:
+            yield model
+        inner.update(model.modules())
+
+
+def _measured_problem(model: PreTrainedModel) -> str:
+    """Return in which scores packed and padded sequences of a network differ; "" if in none."""
+    is_bf16 = any(each.dtype != torch.float32 for each in model.parameters())
+    vocab_size = vocabulary_size(model)
+    probe = make_probe(model, model.device, vocab_size=vocab_size, is_packed=True, is_bf16=is_bf16)
+    how = Scoring(chunk_tokens=sum(map(len, probe.sequences)), autocast=is_bf16)
+
+    def padded(tokens: TokenBatch) -> Tensor:
+        with own_attention(model):
+            return _scores(model, tokens, how)
+
+    def packed(tokens: TokenBatch) -> Tensor:
+        with own_attention(model):
+            _set_attention(model, _packed_name(attention_by_rule(model.device.type)))
+            return _scores(model, tokens, how)
+
+    try:
+        found = packing_difference(probe, packed, padded)
+    except (ConfigError, TypeError) as error:
+        return f"{probe.name} cannot compute packed sequences: {error}"
+    if not found:
+        return ""
+    problem = f"sequences of {probe.name} see each other: {found} packed and alone"
+    logger.warning("learner.layout: sequences are padded, not packed: %s", problem)
+    return problem
+
+
+def _scores(model: PreTrainedModel, tokens: TokenBatch, how: Scoring) -> Tensor:
+    """Return log-probabilities; of a network without a head the states that predict tokens."""
+    if model.get_output_embeddings() is None:
+        return flat_hidden(model, tokens, autocast=how.autocast)[tokens.source_rows]
+    return token_logprobs(model, tokens, how)
+
+
+def _packed_name(attention: Attention) -> str:
+    return FUSED if attention is Attention.FUSED else PRODUCTS
+
+
+def _set_attention(network: nn.Module, name: str) -> None:
+    for model in _transformers(network):
+        model.config._attn_implementation = name
 
 
 def _kind_of_all(config: Any) -> str:
@@ -50,6 +122,28 @@ def attention_by_rule(device_type: str) -> Attention:
     return Attention.FUSED if device_type == "cuda" else Attention.PRODUCTS
 
 
+def check_attention(networks: Sequence[nn.Module], layout: Layout, attention: Attention) -> None:
+    """Return if these networks can have a layout and kernels that are asked for.
+
+    Raises: ConfigError: they cannot; names the key and the remedy.
+    """
+    problem = _first_problem(networks)
+    if problem and layout is Layout.PACKED:
+        raise ConfigError(f"learner.layout=packed: {problem}; take learner.layout=padded")
+    if attention is not Attention.FUSED or not (problem or layout is Layout.PADDED):
+        return
+    for model in (each for network in networks for each in _transformers(network)):
+        if not model._supports_sdpa:
+            raise ConfigError(
+                f"learner.attention=fused: {type(model).__name__} has attention of its own; take"
+                " learner.attention=auto"
+            )
+
+
+def _first_problem(networks: Sequence[nn.Module]) -> str:
+    return next((text for text in map(packing_problem, networks) if text), "")
+
+
 def use_attention(
     networks: Sequence[nn.Module], device_type: str, layout: Layout, attention: Attention
 ) -> bool:
@@ -57,21 +151,19 @@ def use_attention(
 
     Returns: whether sequences are to be packed.
 
-    Raises: ConfigError: they are to be, and cannot.
+    Raises: ConfigError: as `check_attention`.
     """
-    problem = next((text for text in map(packing_problem, networks) if text), "")
-    if problem and layout is Layout.PACKED:
-        raise ConfigError(f"learner.layout=packed: {problem}; take learner.layout=padded")
+    check_attention(networks, layout, attention)
+    problem = _first_problem(networks)
     is_packed = layout is not Layout.PADDED and not problem
     if attention is Attention.AUTO:
         attention = attention_by_rule(device_type)
     is_fused = attention is Attention.FUSED
-    name = (FUSED if is_fused else PRODUCTS) if is_packed else ("sdpa" if is_fused else "eager")
+    name = _packed_name(attention) if is_packed else ("sdpa" if is_fused else "eager")
     for network in networks:
-        for model in _transformers(network):
-            model.config._attn_implementation = name
-            if is_packed:
-                skip_unread_rows(model)
+        _set_attention(network, name)
+        for model in _transformers(network) if is_packed else ():
+            skip_unread_rows(model)
     return is_packed
 
 

@@ -5,7 +5,6 @@ libraries: compiled whole layers gain less on a CPU. Torch keeps the kernels on 
 (`TORCHINDUCTOR_CACHE_DIR`), so only the first run on a machine makes them.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -17,8 +16,6 @@ from torch._dynamo.exc import TorchDynamoException
 
 from common.checks.machine import check_compiler
 from common.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 PARTS = ("RMSNorm", "MLP")  # how the names of their classes end, in the families of Llama and Qwen
 MAX_VARIANTS = 64  # of a part: by shapes, types, with and without gradient
@@ -36,12 +33,10 @@ def compile_parts(networks: Sequence[nn.Module], *, fit: str) -> int:
         fit: names the sizes that come first, to which kernels are fitted: those on disk of another
             name are not taken.
 
-    Raises: ConfigError: this machine lacks what compiles them.
+    Raises: ConfigError: this machine lacks what compiles them, or there are none.
     """
     check_compiler("learner.compile=true")
-    found = [part for network in networks for part in network.modules() if _is_part(part)]
-    if not found:
-        logger.warning("learner.compile=true: this model has no %s: nothing to compile", PARTS)
+    found = check_parts(networks)
     torch.compiler.config.cache_key_tag = fit
     torch._dynamo.config.recompile_limit = MAX_VARIANTS  # pyright: ignore[reportAttributeAccessIssue]
     for part in found:
@@ -50,6 +45,18 @@ def compile_parts(networks: Sequence[nn.Module], *, fit: str) -> int:
             _compiled[kind] = torch.compile(kind.forward, dynamic=True)
         part.forward = MethodType(_compiled[kind], part)  # not the function: copies bind their own
     return len(found)
+
+
+def check_parts(networks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the parts of networks that can be compiled. Raises: ConfigError: there are none."""
+    found = [part for network in networks for part in network.modules() if _is_part(part)]
+    if not found:
+        names = ", ".join(type(each).__name__ for each in networks)
+        raise ConfigError(
+            f"learner.compile=true: {names} has no {' and no '.join(PARTS)}, so that there is"
+            " nothing to compile; give learner.compile=false"
+        )
+    return found
 
 
 @contextmanager

@@ -4,23 +4,22 @@ import difflib
 import json
 import logging
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from urllib.parse import urlencode
 
 from pydantic import BaseModel, StrictInt, TypeAdapter, ValidationError
 
 from common.config.curriculum import CurriculumSection, TaskSection, subsets_in_use, why_not_far
 from common.errors import ConfigError, EnvError
+from common.http.blocking import Answer, request
+from common.wire.access.bounds import ID_CHARS
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 REQUEST_TIMEOUT_S = 10.0
-MAX_ANSWER_BYTES = 64 << 20
+MAX_SUBSET_CHARS = ID_CHARS - 30  # An item's split and number follow its subset.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,30 +90,31 @@ def fetch_catalogue(
     logger.info("waiting for envhub address=%s timeout_s=%g", address, timeout_s)
     while True:
         try:
-            return parse_catalogue(_get_json(address, token, deadline - time.monotonic()))
-        except urllib.error.HTTPError as error:
-            if error.code in (401, 403):
+            answer = _ask(address, token, deadline - time.monotonic())
+            if answer.is_ok:
+                return parse_catalogue(json.loads(answer.body))
+            if answer.status in (401, 403):
                 raise ConfigError(
                     f"{address} refused the token: set envhub.token to that of the hub"
-                ) from error
-            if error.code < 500:
-                raise EnvError(f"{address} answered {error.code} {error.reason}") from error
-            reason = f"{error.code} {error.reason}"
-        except (OSError, ValueError, RecursionError, HTTPException) as error:
-            reason = str(error)
+                )
+            if answer.status < 500:
+                raise EnvError(f"{address} answered {answer.shown}")
+            reason = answer.shown
+        except ConfigError:
+            raise
+        except (OSError, ValueError, RecursionError) as error:
+            reason = str(error) or type(error).__name__
         if time.monotonic() + POLL_S > deadline:
             raise EnvError(f"no catalogue from {address} within {timeout_s:g}s: {reason}")
         time.sleep(POLL_S)
 
 
-def _get_json(address: str, token: str, remaining_s: float) -> object:
+def _ask(address: str, token: str, remaining_s: float) -> Answer:
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"envhub.url={address!r}: must begin with http:// or https://")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    request = urllib.request.Request(address, headers=headers)
     timeout_s = min(REQUEST_TIMEOUT_S, max(remaining_s, 0.1))
-    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        return json.loads(answer.read(MAX_ANSWER_BYTES))
+    return request(address, headers=headers, timeout_s=timeout_s, is_own=True)
 
 
 def validate_tasks(
@@ -135,6 +135,9 @@ def validate_tasks(
             raise ConfigError(_unknown(f"tasks[{i}].subset", task.subset, subsets))
         if task.weight > 0 and subsets[task.subset].num_train == 0:
             raise ConfigError(f"tasks[{i}].subset={task.subset!r}: has no training items")
+        if len(task.env) > ID_CHARS or len(task.items()) > MAX_SUBSET_CHARS:
+            law = f"at most {ID_CHARS} and {MAX_SUBSET_CHARS} characters fit a lease"
+            raise ConfigError(f"tasks[{i}]: env={task.env!r:.80} subset={task.subset!r:.80}: {law}")
         if (task.env, task.items()) in known:
             raise ConfigError(f"tasks[{i}].subset={task.subset!r}: named twice for {task.env}")
         known.add((task.env, task.items()))

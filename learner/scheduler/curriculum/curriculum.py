@@ -12,7 +12,7 @@ from common.config.curriculum import (
     HorizonUnit,
     TaskSection,
 )
-from common.wire.ids import distance_of
+from common.ids import distance_of
 from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen, PolicyKind
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.gated import UNKNOWN, GatedHorizon
@@ -131,6 +131,7 @@ class Curriculum:
         self.mixture.see(seen, item)
         max_turns = self._catalogue.entry(episode.env, episode.subset).max_turns
         num = seen.num_turns if episode.max_turns else episode.horizon
+        # A longer horizon would not help an episode that the environment itself cut.
         is_truncated = seen.end_reason is EndReason.HORIZON and num < max_turns
         name = self._horizon.name_of(episode.env, episode.subset)
         gates = [(self.gated.get(name), group.horizon_stage)]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.config.curriculum import HorizonUnit, TaskSection
-from common.wire.ids import episode_id_of
+from common.ids import episode_id_of
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.episodes.table import EpisodeRecord
 

@@ -10,6 +10,7 @@ from learner.scheduler.episodes.table import EpisodeRecord, GroupRecord
 from learner.scheduler.members.members import Member
 
 UNLIMITED = 1 << 30
+MAX_LEASES = 2_048  # Leases of one grant: with the longest ids they stay below the wire's limit.
 
 
 def serve(parts: Components, request: LeaseRequest, now: float) -> tuple[Taken, str]:
@@ -21,7 +22,8 @@ def serve(parts: Components, request: LeaseRequest, now: float) -> tuple[Taken, 
     Returns:
         (episodes taken off the queue, why there are no more; "" if it has all it asked for).
     """
-    name, num = request.actor, max(0, request.num_free_slots)
+    name = request.actor
+    num = min(request.num_free_slots, MAX_LEASES)
     num_allowed = min(num, _num_by_speed(parts, parts.members.by_name[name]))
     num_fresh = min(num_allowed, _num_in_turn(parts, name, now))
     taken, reason = _take(parts, request, num_allowed, num_fresh, now)

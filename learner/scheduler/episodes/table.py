@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from common.config.curriculum import HorizonUnit
 from common.errors import LedgerError
-from common.wire.ids import episode_id_of, split_episode_id, training_number
+from common.ids import episode_id_of, split_episode_id, training_number
 from common.wire.messages import EpisodeKind, Outcome, PolicyKind
 from learner.scheduler.episodes.audit import UNKNOWN, Cell, bucket_of
 from learner.scheduler.state import VOLATILE

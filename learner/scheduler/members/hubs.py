@@ -10,7 +10,8 @@ from typing import Any
 from common.config.curriculum import subsets_in_use
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError
-from common.wire.addresses import LOOPBACK, SAME_MACHINE, host_of, with_host
+from common.host.loopback import loopback
+from common.wire.addresses import SAME_MACHINE, host_of, with_host
 from common.wire.join_messages import HubHello, HubPlace
 from common.wire.sockets import Received, Router
 from learner.scheduler.curriculum.catalogue import (
@@ -121,7 +122,7 @@ def greet_known(registry: Registry, saved: list[dict[str, Any]], *, token: str) 
 
 def _catalogue_of(place: HubPlace, timeout_s: float, subsets: Sequence[str] = ()) -> Catalogue:
     """Return what a hub serves; one on this machine is told of by "*"."""
-    url = with_host(place.url, LOOPBACK) if host_of(place.url) == SAME_MACHINE else place.url
+    url = with_host(place.url, loopback()) if host_of(place.url) == SAME_MACHINE else place.url
     return fetch_catalogue(url, token=place.token, timeout_s=timeout_s, subsets=subsets)
 
 

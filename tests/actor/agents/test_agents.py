@@ -166,7 +166,7 @@ def test_agents_end_with_an_actor_that_is_killed(
     player = subprocess.Popen(command, cwd=repository)
     try:
         until(path.exists)
-        agent = psutil.Process(int(path.read_text()))
+        agent = psutil.Process(int(path.read_text(encoding="utf-8")))
     finally:
         player.kill()
         player.wait(timeout=20)

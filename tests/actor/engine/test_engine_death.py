@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import re
 import signal
 import warnings
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from common.config.run_config import ActorSection, ModelSection
-from common.errors import EngineError
+from common.errors import ConfigError, EngineError
 from tests.actor.engine.engine_rig import WAIT_S, Rig, save_tiny_policy
 
 pytestmark = pytest.mark.slow
@@ -70,5 +71,24 @@ def test_an_engine_that_does_not_start_says_why_and_leaves_no_context_open(tmp_p
         with pytest.raises(EngineError, match=r"(?s)did not start: \w.*Safetensor") as raised:
             asyncio.run(start)
         gc.collect()  # an open context would warn here
+    first, _, _ = str(raised.value).partition("; its last lines:")
+    assert "\n" not in first
+    assert re.search(r"; the cause is \w*\.?\w*Error: .*[Ss]afetensor|Error: .*header", first), (
+        first
+    )
     assert "its last lines:" in str(raised.value)
+    assert core_processes() == []
+
+
+def test_arguments_that_vllm_refuses_are_a_wrong_configuration(tmp_path: Path) -> None:
+    from actor.engine.engine import Engine
+
+    save_tiny_policy(tmp_path / "policy", is_tied=False)
+    model = ModelSection(path=str(tmp_path / "policy"), dtype="float32")
+    actor = ActorSection(max_model_len=512, max_concurrent=50_000)
+    law = (
+        r"refuses its arguments: max_num_batched_tokens .* max_num_seqs \(50000\); change the keys"
+    )
+    with pytest.raises(ConfigError, match=law):
+        asyncio.run(Engine.start(model, actor, end_of_turn_ids=[], seed=0))
     assert core_processes() == []

@@ -98,6 +98,7 @@ class _Corridor:
 
     first_observation = "go to the red ball " * 30
     first_state = ""
+    start_score = 0.0
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

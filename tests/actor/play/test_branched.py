@@ -131,7 +131,7 @@ def test_demonstrations_take_turns_with_contexts_and_with_branches_that_do_not_r
     path = tmp_path / "shown.jsonl"
     with serve(ToyHub().app()) as url:
         demonstrate(edited(RunConfig(), changes), url, "", path)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     texts = [[each["value"] for each in record["conversations"]] for record in records]
     call, back = "<branch>go</branch>", "<return>go</return>"
     first = [f"Play.\n\nbegin a-train-{number}" for number in range(5)]

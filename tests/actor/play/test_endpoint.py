@@ -178,11 +178,11 @@ def _served_by_vllm(model: Path, log: Path) -> Iterator[str]:
 def _wait_until_up(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text()[-2_000:]
+        assert server.poll() is None, log.read_text(encoding="utf-8")[-2_000:]
         with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=2):
             return
         threading.Event().wait(0.5)
-    raise AssertionError(f"vLLM is not up: {log.read_text()[-2_000:]}")
+    raise AssertionError(f"vLLM is not up: {log.read_text(encoding='utf-8')[-2_000:]}")
 
 
 @pytest.mark.slow

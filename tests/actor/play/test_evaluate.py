@@ -69,7 +69,7 @@ class Stage:
 
     @property
     def entries(self) -> list[dict[str, Any]]:
-        return json.loads((self.root / "eval.json").read_text())["entries"]
+        return json.loads((self.root / "eval.json").read_text(encoding="utf-8"))["entries"]
 
 
 @contextlib.contextmanager
@@ -92,7 +92,7 @@ def test_samples_are_scored_written_and_said(tmp_path: Path) -> None:
     assert overall["pass_at"]["1"]["mean"] == 0.5
     assert overall["pass_at"]["2"]["mean"] == 1.0
     assert overall["score"]["mean"] == 0.5
-    assert s.said == [(tmp_path / "eval.md").read_text()]
+    assert s.said == [(tmp_path / "eval.md").read_text(encoding="utf-8")]
     assert "| toy-1 | avg@2 | 50.00 [" in s.said[0]
 
 
@@ -138,7 +138,7 @@ def test_two_policies_stand_in_one_table_and_share_no_episode(tmp_path: Path) ->
         s.evaluate(s.config(model="one"), [0])
         s.evaluate(s.config(model="two", label="Two | big"), [0])
         assert [entry["label"] for entry in s.entries] == ["one", "Two | big"]
-    text = (tmp_path / "eval.md").read_text()
+    text = (tmp_path / "eval.md").read_text(encoding="utf-8")
     assert s.hub.opened == ["a-test-0"] * 2
     assert "| one | success | 100.00 [20.7, 100.0] |" in text
     assert "| Two / big | success |" in text
@@ -171,12 +171,14 @@ def test_model_that_does_not_fit_its_tokenizer_is_refused(repository: Path, tmp_
     source = repository / "configs" / "policies" / "tiny"
     for name in ("tokenizer.json", "model.safetensors"):
         (tmp_path / name).symlink_to(source / name)
-    config = json.loads((source / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tasks = [TaskSection(env="toy", subset="easy")]
     cfg = RunConfig(model=ModelSection(path=str(tmp_path)), tasks=tasks)
     check_policy(cfg, Path("/"))
-    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "vocab_size": 100}), encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match=r"model\.path=.*: the tokenizer has token id \d+"):
         check_policy(cfg, Path("/"))
 

@@ -39,10 +39,14 @@ class Parrot:
     def __init__(self, says: str = "turn left") -> None:
         self.asked: list[list[int]] = []
         self.temperatures: list[float | None] = []
+        self.seeds: list[int | None] = []
         self.ids = TOKENIZER.encode(says, add_special_tokens=False)
         self.problem = ""
 
-    async def generate(self, prompt_ids: list[int], *, temperature: float | None, **_: Any) -> Turn:
+    async def generate(
+        self, prompt_ids: list[int], *, seed: int | None, temperature: float | None, **_: Any
+    ) -> Turn:
+        self.seeds.append(seed)
         self.asked.append(prompt_ids)
         self.temperatures.append(temperature)
         if self.problem:
@@ -118,6 +122,22 @@ def test_a_request_is_sampled_at_its_own_temperature_and_one_that_is_none_is_ref
     assert parrot.temperatures == [None, 0.0, 1.5]
 
 
+def test_seed_of_a_request_reaches_the_engine_and_one_that_is_none_is_refused() -> None:
+    parrot = Parrot()
+
+    async def work() -> list[int]:
+        found: list[int] = []
+        async with listening(chat(parrot, key="")) as url, aiohttp.ClientSession() as http:
+            for told in ({}, {"seed": 7}, {"seed": -1}, {"seed": 2**63}, {"seed": True}):
+                body = {"messages": said("goal: go"), **told}
+                async with http.post(f"{url}/chat/completions", json=body) as answer:
+                    found.append(answer.status)
+        return found
+
+    assert asyncio.run(work()) == [200, 200, 200, 400, 400]
+    assert parrot.seeds == [None, 7, 2**63 - 1]
+
+
 def test_the_policy_listens_where_it_is_told_and_a_taken_port_is_named() -> None:
     async def work(place: socket.socket) -> str:
         async with listening(chat(Parrot()), place) as url:
@@ -150,13 +170,13 @@ def test_actor_is_asked_while_it_runs_and_leaves_no_door_behind(tmp_path: Path) 
     run_dir.keys.mkdir()
     for name, host in (("actor-0", "elsewhere"), ("actor-1", socket.gethostname())):
         away = Door(url="http://127.0.0.1:9/v1", key="x", host=host)  # nobody is behind it
-        door_path(tmp_path, name).write_text(away.as_text())
-    door_path(tmp_path, "actor-2").write_text("half a li")
+        door_path(tmp_path, name).write_text(away.as_text(), encoding="utf-8")
+    door_path(tmp_path, "actor-2").write_text("half a li", encoding="utf-8")
     with subprocess.Popen(["true"]) as gone:
         pass
     for name, pid in (("killed", gone.pid), ("alive", os.getpid())):
         left = Door(url="http://127.0.0.1:9/v1", key="x", host=socket.gethostname(), pid=pid)
-        door_path(tmp_path, name).write_text(left.as_text())
+        door_path(tmp_path, name).write_text(left.as_text(), encoding="utf-8")
 
     async def work() -> None:
         engine = cast(Any, Parrot())
@@ -183,9 +203,9 @@ def test_adapters_are_served_with_the_weights_that_they_were_trained_beside(tmp_
     assert base_of(tmp_path)[0] == tmp_path
     told = {"r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"]}
     path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps({**told, "base_model_name_or_path": str(ROOT)}))
+    path.write_text(json.dumps({**told, "base_model_name_or_path": str(ROOT)}), encoding="utf-8")
     base, lora = base_of(tmp_path)
     assert (base, lora.rank, lora.targets) == (ROOT, 4, ["q_proj", "v_proj"])
-    path.write_text(json.dumps({**told, "base_model_name_or_path": "/gone"}))
+    path.write_text(json.dumps({**told, "base_model_name_or_path": "/gone"}), encoding="utf-8")
     with pytest.raises(ConfigError, match="/gone, which is not on this machine"):
         base_of(tmp_path)

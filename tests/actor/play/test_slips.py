@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from actor.bench.in_process import LocalSession
 from actor.play.demonstrate import demonstrate
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from benchmarks.actor.in_process import LocalSession
 from common.config.evaluation import ContextKind
 from common.config.run_config import RunConfig, TaskSection
 from common.errors import ConfigError
@@ -75,7 +75,9 @@ def shown(url: str, slip_frac: float, path: Path) -> list[tuple[str, bool]]:
         "sft.num_demonstrations": 8,
     }
     demonstrate(edited(RunConfig(), changes), url, "", path)
-    records = [json.loads(line)["conversations"] for line in path.read_text().splitlines()]
+    records = [
+        json.loads(line)["conversations"] for line in path.read_text(encoding="utf-8").splitlines()
+    ]
     return [(m["value"], m["loss"]) for record in records for m in record if m["from"] == "gpt"]
 
 

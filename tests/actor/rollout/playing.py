@@ -32,6 +32,7 @@ class Count:
     def __init__(self, answers: list[StepResult | Exception | float]) -> None:
         self.first_observation = "first"
         self.first_state = ""
+        self.start_score = 0.0
         self.actions: list[str] = []
         self.num_closed = 0
         self._answers = answers
@@ -75,10 +76,16 @@ def go_on(
     is_valid: bool = True,
     done: bool = False,
     is_success: bool | None = None,
+    is_truncated: bool = False,
 ) -> StepResult:
     solved = done and reward == 1.0 if is_success is None else is_success
     return StepResult(
-        observation="ab", reward=reward, done=done, is_valid=is_valid, is_success=solved
+        observation="ab",
+        reward=reward,
+        done=done,
+        is_valid=is_valid,
+        is_success=solved,
+        is_truncated=is_truncated,
     )
 
 

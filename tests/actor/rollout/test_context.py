@@ -162,6 +162,45 @@ def test_ratios_over_an_episode_are_refused_where_it_has_rows(
         RunConfig(algorithm=algorithm, actor=ActorSection(context=kind))
 
 
+@pytest.mark.parametrize(
+    ("actor", "is_refused"),
+    [
+        ({}, False),
+        ({"context": WINDOW}, False),
+        ({"context": SUMMARY, "learn_summaries": False}, False),
+        ({"context": SUMMARY}, True),
+        ({"context": ContextKind.FOLD}, True),
+        ({"context": ContextKind.SUBAGENT}, True),
+        ({"endpoint": True, "agent": ["a"]}, True),
+    ],
+)
+def test_ratio_of_a_turn_is_refused_where_rows_part_it(
+    actor: dict[str, Any], is_refused: bool
+) -> None:
+    algorithm = AlgorithmSection(policy_loss=PolicyLoss.TURN)
+    if not is_refused:
+        RunConfig(algorithm=algorithm, actor=ActorSection(**actor))
+        return
+    with pytest.raises(ConfigError, match=r"policy_loss='turn': takes a ratio over a whole turn"):
+        RunConfig(algorithm=algorithm, actor=ActorSection(**actor))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        AgentOptions(context=WINDOW),
+        AgentOptions(context=WINDOW, reflect_every=2),
+        AgentOptions(context=SUMMARY, learn_summaries=False),
+        AgentOptions(context=SUMMARY),
+    ],
+)
+def test_rows_part_turns_only_where_the_options_tell(options: AgentOptions) -> None:
+    got, _ = outgrown(options, max_tokens=900, text="o" * 100)
+    turns = [set(row.turn_ids[row.loss_mask].tolist()) for row in as_rows(got)]
+    assert len(turns) > 1
+    assert (sum(map(len, turns)) > len(set.union(*turns))) == options.parts_turns
+
+
 def test_a_summary_that_takes_the_rest_of_a_horizon_ends_the_episode() -> None:
     options = AgentOptions(context=SUMMARY)
     free, policy = outgrown(options, max_tokens=900, text="o" * 100)

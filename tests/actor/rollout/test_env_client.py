@@ -136,6 +136,30 @@ def test_success_is_what_the_hub_says(
     check(law)
 
 
+@pytest.mark.parametrize(("told", "score"), [({}, 0.0), ({"start_score": 0.5}, 0.5)])
+def test_start_score_is_the_hubs_or_zero(
+    told: dict[str, float], score: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "OPENED", OPENED | told)
+
+    async def law(_: Hub, client: HubClient) -> None:
+        for is_quick in (False, True):
+            session = await client.open("toy", "a", seed=3, style="compact", is_quick=is_quick)
+            assert session.start_score == score
+
+    check(law)
+
+
+def test_start_score_beyond_its_range_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "OPENED", OPENED | {"start_score": 1.5})
+
+    async def law(_: Hub, client: HubClient) -> None:
+        with pytest.raises(EnvError, match=r"start_score=1\.5, which is not in \[0, 1\]"):
+            await client.open("toy", "a", seed=3, style="compact")
+
+    check(law)
+
+
 def test_an_episode_is_opened_stepped_and_closed() -> None:
     hub = check(play_one)
     opened = {"env": "toy", "item_id": "toy-train-0", "seed": 3, "style": "compact"}

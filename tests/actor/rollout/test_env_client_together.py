@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from actor.rollout import env_client
+from actor.rollout.batches import AnswerTooLarge
 from actor.rollout.env_client import Environments, HubClient, HubSession, StepResult
 from common.errors import EnvError, EnvTimeout, HubLost
 from tests.actor.rollout.test_env_client import Hub, check
@@ -65,7 +67,7 @@ def test_sessions_of_a_quick_environment_open_and_close_in_one_request_each() ->
 def test_a_hub_without_the_route_closes_sessions_one_by_one() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         toy = await Environments.of(client, style="compact")
-        opened = [await toy.open("toy", "a", seed=0) for _ in range(2)]
+        opened = [await toy.open("toy", "a", seed=0, encoding="utf-8") for _ in range(2)]
         await asyncio.gather(*(each.close() for each in opened))
 
     hub = check(law, script=(200, 200, 200, 404))
@@ -91,7 +93,7 @@ def test_a_session_that_opens_for_an_episode_given_up_meanwhile_is_closed() -> N
 def test_a_session_that_opens_while_its_client_closes_is_closed_first() -> None:
     async def law(hub: Hub, client: HubClient) -> None:
         toy = await Environments.of(client, style="compact")
-        opening = asyncio.create_task(toy.open("toy", "a", seed=0))
+        opening = asyncio.create_task(toy.open("toy", "a", seed=0, encoding="utf-8"))
         while len(hub.requests) < 2:
             await asyncio.sleep(0)
         opening.cancel()  # as by the end of an evaluation
@@ -135,3 +137,21 @@ def test_batch_that_is_answered_in_another_form_fails_and_is_not_waited_for(answ
         assert [type(each) for each in answers] == [EnvError, EnvError]
 
     check(law, script=(200, 200, 200, answer))
+
+
+def test_one_page_too_large_fails_no_other_step_of_its_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(env_client, "MAX_ANSWER_BYTES", 400)
+    large = b'[{"observation": "%s"}]' % (b"x" * 1_000)
+
+    async def law(_: Hub, client: HubClient) -> None:
+        kinds = [type(each) for each in await quick_steps("a", "large", "c")(client)]
+        assert kinds == [StepResult, AnswerTooLarge, StepResult]
+
+    # The batch, its halves "a" and "large" with "c", and the halves of the latter.
+    hub = check(law, script=(*[200] * 4, large, 200, large, large))
+    batches = [
+        [each["action"] for each in body] for _, path, body in hub.requests if "/step" in path
+    ]
+    assert batches == [["a", "large", "c"], ["a"], ["large", "c"], ["large"], ["c"]]

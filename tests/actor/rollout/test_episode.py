@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 
 from actor.rollout.episode import Session, Turn
-from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
+from common.config.evaluation import AgentFormat, AgentOptions
 from common.errors import EngineError, EnvError, EnvTimeout
-from common.states import state_number
+from common.scripted import actions_of
+from common.states import action_number, state_number
 from common.wire.codec import pack_record, unpack_record
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
 from learner.ingest.admission import refusal
@@ -41,6 +43,14 @@ def test_an_episode_carries_the_stamp_of_its_lease() -> None:
             assert getattr(got, name) == getattr(LEASE, name)
     assert got.actor == "actor-0"
     assert got.wall_s >= got.generate_s + got.env_s >= 0
+
+
+def test_a_trajectory_carries_the_score_before_its_first_turn() -> None:
+    session = Count([go_on(reward=0.95)])
+    session.start_score = 1.0
+    got = unpack_record(pack_record(play(session)))
+    assert got.start_score == 1.0
+    assert got.turn_scores.tolist() == pytest.approx([0.95] * 3)
 
 
 @pytest.mark.parametrize("is_success", [True, False])
@@ -151,12 +161,13 @@ def test_a_scripted_policy_plays_the_same_episode(kind: PolicyKind, allowed: set
 
         lease = replace(LEASE, horizon=20, kind=EpisodeKind.EVAL, policy=kind)
         got = play(session, lease=lease, act=policy.act, render=render)
-        return got, session.actions
+        return with_actions(got, render), session.actions
 
     got, actions = play_scripted()
     assert set(actions) == allowed
     assert len(actions) == got.num_turns == 20
     assert set(got.versions.tolist()) == {-1}
+    assert actions_of(unpack_record(pack_record(got))) == actions
     assert refusal(got, learner_version=0, max_group_size=2) == ""
     assert play_scripted()[1] == actions, "the seed decides"
 
@@ -168,3 +179,20 @@ def test_each_turn_carries_the_state_that_it_was_taken_in() -> None:
     played = play(session)
     told = [state_number(text) for text in ("s0", "s1", "ab")]  # the last is not told, but seen
     assert played.turn_states.tolist() == told
+
+
+def test_action_of_a_turn_is_what_its_environment_got() -> None:
+    said = ["Thought:\nx\n\nAction:\ngo", "Thought:\nyz\n\nAction:\ngo", "nothing"]
+    session = Count([go_on(), go_on(), go_on(done=True)])
+    answers = iter(said)
+
+    async def act(_: list[int], __: Session) -> Turn:
+        ids = [*map(ord, next(answers)), 0]
+        return Turn(ids, [-1.0] * len(ids), [4] * len(ids))
+
+    options = AgentOptions(format=AgentFormat.REACT)
+    played = play(session, act=act, options=options, max_tokens=1_000, turn_tokens=100)
+    assert session.actions == ["go", "go", ""]
+    first, second, third = played.turn_actions.tolist()
+    assert first == second == action_number("go")
+    assert third == action_number("")

@@ -11,6 +11,7 @@ from actor.rollout.hubs import Hubs
 from actor.rollout.pool import Episodes
 from common.config.run_config import ActorSection
 from common.errors import EnvError
+from common.scripted import actions_of
 from common.wire.join_messages import HubPlace
 from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind, Trajectory
 from tests.actor.toy_servers import ToyHub, serve
@@ -90,7 +91,7 @@ def test_a_hub_that_moves_is_followed() -> None:
 def test_an_environment_without_a_hub_is_an_error_that_names_it() -> None:
     async def law(hubs: Hubs) -> None:
         with pytest.raises(EnvError, match="no hub serves chess"):
-            await hubs.open("chess", "x", seed=0)
+            await hubs.open("chess", "x", seed=0, encoding="utf-8")
 
     with serve(ToyHub().app()) as url:
         play([place(url)], law)
@@ -167,6 +168,7 @@ def test_episodes_of_an_environment_without_a_hub_wait_longer_than_they_may_play
 
         play(places, law)
     assert [(t.end_reason, t.is_success) for t in box.taken] == [(EndReason.DONE, True)] * 3
+    assert all(len(actions_of(each)) == each.num_turns for each in box.taken)
 
 
 def test_episodes_whose_hub_is_gone_for_good_hold_no_slot_and_fail_in_the_end() -> None:

@@ -120,6 +120,20 @@ def test_horizon_in_seconds_counts_turns_without_waiting_for_others() -> None:
     assert (found.end_reason, found.num_turns) == (EndReason.HORIZON, 3)
 
 
+def test_a_truncated_episode_keeps_its_last_observation_for_a_critic() -> None:
+    steps = [go_on(), go_on(reward=0.5, done=True, is_truncated=True)]
+    cut, plain = (play(Count(steps), keeps_last=k) for k in (True, False))
+    assert cut.end_reason is plain.end_reason is EndReason.TRUNCATED
+    assert (cut.reward, cut.num_turns, cut.is_success) == (0.5, 2, False)
+    assert not cut.end_reason.is_infrastructure_failure
+    assert cut.token_ids.tolist() == [*plain.token_ids.tolist(), 0, 97, 98]
+    assert cut.loss_mask.sum() == plain.loss_mask.sum()
+
+
+def test_an_end_of_the_task_is_no_truncation() -> None:
+    assert play(Count([go_on(done=True)]), keeps_last=True).end_reason is EndReason.DONE
+
+
 @pytest.mark.parametrize("unit", [HorizonUnit.TOKENS, HorizonUnit.SECONDS])
 def test_most_turns_end_an_episode_whatever_the_unit_and_keep_the_last_page(
     unit: HorizonUnit,

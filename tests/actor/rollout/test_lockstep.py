@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from actor.rollout.episode import Turn
-from actor.rollout.lockstep import Rounds, sampling_seed
+from actor.rollout.lockstep import Rounds
 from common.errors import EngineError
 
 
@@ -35,14 +35,14 @@ class EchoEngine:
 
 def make_rounds(engine: EchoEngine, *names: str, exclusive: Any = None) -> Rounds:
     lock = exclusive or asyncio.Lock()
-    rounds = Rounds(engine, max_tokens=16, exclusive=lock, seed=7)  # type: ignore[arg-type]
+    rounds = Rounds(engine, max_tokens=16, exclusive=lock)  # type: ignore[arg-type]
     for name in names:
         rounds.enter(name)
     return rounds
 
 
-def ask(rounds: Rounds, name: str, *ids: int) -> asyncio.Task[Any]:
-    return asyncio.create_task(rounds.act(name, list(ids)))
+def ask(rounds: Rounds, name: str, *ids: int, seed: int = 0) -> asyncio.Task[Any]:
+    return asyncio.create_task(rounds.act(name, list(ids), seed=seed))
 
 
 async def settle() -> None:
@@ -138,20 +138,12 @@ def test_a_round_waits_while_weights_are_loaded() -> None:
     asyncio.run(law())
 
 
-def test_a_turn_has_the_same_seed_in_whatever_round_and_life_of_the_engine() -> None:
+def test_each_turn_of_a_round_is_sampled_with_its_own_seed() -> None:
     async def law() -> None:
-        first, second = EchoEngine(), EchoEngine()
-        rounds = make_rounds(first, "a")
-        await ask(rounds, "a", 1)
-        rounds.enter("b")
-        await asyncio.gather(ask(rounds, "a", 1, 1), ask(rounds, "b", 2))
-        again = make_rounds(second, "b")
-        await ask(again, "b", 2)
-        again.enter("b")  # issued again: from its first turn
-        await ask(again, "b", 2)
-        assert first.seeds["2:b"] == second.seeds["1:b"] == second.seeds["2:b"]
-        assert first.seeds["1:a"] == sampling_seed(7, "a", 0)
-        assert first.seeds["2:a"] == sampling_seed(7, "a", 1)
-        assert len({*first.seeds.values(), sampling_seed(8, "a", 0)}) == 4
+        engine = EchoEngine()
+        rounds = make_rounds(engine, "a", "b")
+        await asyncio.gather(ask(rounds, "a", 1, seed=7), ask(rounds, "b", 2, seed=9))
+        await asyncio.gather(ask(rounds, "b", 2, seed=5), ask(rounds, "a", 1, seed=8))
+        assert engine.seeds == {"1:a": 7, "1:b": 9, "2:a": 8, "2:b": 5}
 
     asyncio.run(law())

@@ -1,5 +1,7 @@
 """Laws of rendering: the ids that an episode keeps are those of the template's own rendering."""
 
+from dataclasses import replace
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -97,8 +99,14 @@ def test_an_unfinished_turn_gets_one_end_token_more(tokenizer: PreTrainedTokeniz
 def test_context_without_room_for_a_page_is_refused_before_an_engine_starts() -> None:
     renderer = Renderer(COMPACT)
     renderer.check_room(ActorSection(max_model_len=512, max_turn_tokens=16))
-    with pytest.raises(ConfigError, match=r"actor\.max_model_len=32: with .* no page fits"):
-        renderer.check_room(ActorSection(max_model_len=32, max_turn_tokens=30))
+    actor = ActorSection(max_model_len=32, max_turn_tokens=30)
+    with pytest.raises(ConfigError, match=r"^actor\.max_model_len=32: no page fits") as error:
+        renderer.check_room(actor)
+    assert "actor.context=full and actor.max_turn_tokens=30" in str(error.value)
+    least = int(str(error.value).rpartition("=")[2])
+    renderer.check_room(replace(actor, max_model_len=least))
+    with pytest.raises(ConfigError):
+        renderer.check_room(replace(actor, max_model_len=least - 1))
 
 
 @ANY_TOKENIZER

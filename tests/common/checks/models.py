@@ -1,9 +1,12 @@
 """Checkpoints of any size that hold sizes only."""
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
+
+from common.repository import ROOT
 
 # Qwen2.5-0.5B's own numbers.
 HALF_BILLION = {
@@ -20,15 +23,16 @@ HALF_BILLION = {
 
 
 def write_model(folder: Path, *, num_rest: int = 357_898_112, **changes: Any) -> Path:
-    """Write a checkpoint's config, an empty tokenizer and the header of its weights.
+    """Write a checkpoint's config, a small tokenizer and the header of its weights.
 
     Args:
         num_rest: weights beside the embedding; the default makes Qwen2.5-0.5B's 494 million.
     """
     folder.mkdir(parents=True)
     sizes = HALF_BILLION | changes
-    (folder / "config.json").write_text(json.dumps(sizes))
-    (folder / "tokenizer.json").touch()
+    (folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(ROOT / "configs" / "policies" / "tiny" / name, folder / name)
     shapes = {
         "model.embed_tokens.weight": [sizes["vocab_size"], sizes["hidden_size"]],
         "lm_head.weight": [sizes["vocab_size"], sizes["hidden_size"]],

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from common.checks.gpu_placement import Seats, seat, visible_to
-from common.checks.machine import GIB, Gpu, shown_gpus
+from common.checks.gpu_list import Gpu, shown_gpus
+from common.checks.gpu_placement import Seats, check_slices, seat, visible_to
+from common.checks.machine import GIB
 from common.config.load import load_config
 from common.errors import ConfigError
 
@@ -94,3 +95,68 @@ def test_name_and_memory_are_read_where_they_are_told() -> None:
     first, _, odd = shown_gpus(LINES, None)
     assert (first.name, first.memory_bytes) == ("NVIDIA H100", 81559 << 20)
     assert (odd.name, odd.memory_bytes) == ("odd, name", 0)
+
+
+WHOLE = ["GPU-11aa, NVIDIA H100 80GB HBM3, 81559", "GPU-22bb, NVIDIA L4, 23034"]
+SLICED = [
+    *WHOLE,
+    "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-11aa)",
+    "  MIG 1g.10gb     Device  0: (UUID: MIG-41b35595-75b4)",
+    "  MIG 3g.40gb     Device  1: (UUID: MIG-9fd21e2b-8e5c)",
+    "  MIG 1c.1g.10gb+me  Device  2: (UUID: MIG-9fd2aaaa-8e5c)",
+    "GPU 1: NVIDIA L4 (UUID: GPU-22bb)",
+]
+
+
+@pytest.mark.parametrize(
+    ("visible", "shown"),
+    [
+        (None, [("MIG-41b3", 10), ("MIG-9fd21", 40), ("MIG-9fd2a", 10), ("GPU-22", 22)]),
+        ("MIG-41b35595-75b4", [("MIG-41b3", 10)]),
+        ("MIG-9fd21", [("MIG-9fd21", 40)]),
+        ("MIG-9fd2", []),  # The beginning of two.
+        ("MIG-77777777", []),
+        ("MIG-41b3,1", [("MIG-41b3", 10), ("GPU-22", 22)]),
+        ("0", [("MIG-41b3", 10)]),  # CUDA takes the first slice.
+        ("GPU-11", [("MIG-41b3", 10)]),
+        ("MIG-GPU-11aa/1/0", [("MIG-GPU-11aa/1/0", 0)]),  # Slices differ: its size is not known.
+        ("MIG-GPU-33/1/0", []),
+    ],
+)
+def test_slice_counts_as_a_gpu_with_the_memory_of_its_profile(
+    visible: str | None, shown: list[tuple[str, int]]
+) -> None:
+    found = shown_gpus(SLICED, visible)
+    assert [gpu.memory_bytes // GIB for gpu in found] == [gib for _, gib in shown]
+    assert all(gpu.uuid.startswith(uuid) for gpu, (uuid, _) in zip(found, shown, strict=True))
+
+
+@pytest.mark.parametrize("name", ["MIG-41b35595-75b4", "MIG-GPU-11aa/1/0"])
+def test_slice_that_is_not_listed_counts_with_an_unknown_size(name: str) -> None:
+    (found,) = shown_gpus(WHOLE, name)
+    assert (found.uuid, found.memory_bytes, found.is_slice) == (name, 0, True)
+
+
+def test_numbers_of_unlike_gpus_follow_the_bus() -> None:
+    (first,) = shown_gpus(WHOLE[::-1], "0", "PCI_BUS_ID")
+    assert first.name == "NVIDIA L4"
+
+
+def test_numbers_by_speed_are_refused_for_unlike_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"^CUDA_DEVICE_ORDER=FASTEST_FIRST: .*H100.*L4"):
+        shown_gpus(WHOLE, "0", "FASTEST_FIRST")
+    (named,) = shown_gpus(WHOLE, "GPU-22", "FASTEST_FIRST")
+    assert named.name == "NVIDIA L4"
+    assert len(shown_gpus(LINES[:2], "0", "FASTEST_FIRST")) == 1  # Two alike.
+
+
+@pytest.mark.parametrize(
+    "override", ["learner.num_ranks=2", "actor.tensor_parallel_size=2", "learner.device=cuda:1"]
+)
+def test_role_that_needs_two_slices_is_refused(override: str, repository: Path) -> None:
+    found = shown_gpus(SLICED, None)
+    check_slices(load_config("smoke", [], root=repository), found)
+    cfg = load_config("smoke", [override], root=repository)
+    with pytest.raises(ConfigError, match=re.escape(f"{override}: the GPUs here are slices")):
+        check_slices(cfg, found)
+    check_slices(cfg, shown_gpus(WHOLE, None))

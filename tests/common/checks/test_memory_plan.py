@@ -215,6 +215,6 @@ def test_cache_too_small_for_one_episode_is_refused(shape: ModelShape, repositor
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"hidden_size": 8}'])
 def test_config_of_no_transformer_is_refused_by_its_key(text: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
-    (folder / "config.json").write_text(text)
+    (folder / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"^model\.path="):
         read_shape(folder)

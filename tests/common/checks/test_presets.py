@@ -53,14 +53,16 @@ def test_preset_of_a_large_model_names_its_machine_and_its_architecture(name: st
 
 def dry_run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "run.py"), "--dry-run", *argv]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, timeout=60)
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", env=os.environ | env, timeout=60
+    )
 
 
 def with_gpu(folder: Path, *, mib: int, number: int = 1) -> str:
     """Return a PATH on which nvidia-smi answers with GPUs of a size."""
     lines = "".join(f"GPU-{i}, NVIDIA RTX 4090, {mib}\n" for i in range(number))
     script = folder / "nvidia-smi"
-    script.write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    script.write_text(f"#!/bin/sh\nprintf '{lines}'\n", encoding="utf-8")
     script.chmod(0o755)
     return f"{folder}:{os.environ['PATH']}"
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from common.config.curriculum import HorizonKind, MixtureKind
-from common.config.load import load_config, save_config
+from common.config.load import load_config
 from common.errors import ConfigError
+from common.store.run_start import save_config
 
 BASE = [
     "model.path=/weights",
@@ -98,3 +99,14 @@ def test_a_mixture_that_sums_to_zero_is_refused(repository: Path) -> None:
     tasks = "tasks=[{env: babyai, subset: GoTo, weight: 0}]"
     with pytest.raises(ConfigError, match="the weights must not sum to zero"):
         load_config(None, ["model.path=/weights", tasks], root=repository)
+
+
+def test_horizon_of_a_million_tokens_is_accepted_and_as_many_turns_are_not(
+    repository: Path,
+) -> None:
+    tokens = ["model.path=m", "horizon.unit=tokens", "horizon.stages=[1000000]"]
+    room = ["actor.max_model_len=1100000", "learner.max_tokens_per_microbatch=1100000"]
+    cfg = load_config(None, [*tokens, *room], root=repository)
+    assert cfg.horizon.stages == [1_000_000]
+    with pytest.raises(ConfigError, match=r"horizon\.stages=\[100001\].*must be in \[1, 100000\]"):
+        load_config(None, ["model.path=m", "horizon.stages=[100001]"], root=repository)

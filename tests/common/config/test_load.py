@@ -6,22 +6,17 @@ import pytest
 
 from common.config.evaluation import ContextKind
 from common.config.learning import Baseline
-from common.config.load import (
-    config_as_yaml,
-    list_configs,
-    load_config,
-    save_config,
-    without_secrets,
-)
+from common.config.load import config_as_yaml, list_configs, load_config, without_secrets
 from common.config.run_config import TrainMode
 from common.errors import ConfigError
+from common.store.run_start import save_config
 
 MODEL = "model.path=/weights"
 
 
 def write(folder: Path, name: str, text: str) -> str:
     path = folder / f"{name}.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return str(path)
 
 

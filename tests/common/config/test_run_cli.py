@@ -27,7 +27,7 @@ def run_cli(repository: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(repository / "run.py"), *argv],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=TIMEOUT_S,
     )
 
@@ -164,20 +164,20 @@ def test_wrong_command_line_ends_at_once(argv: list[str], repository: Path) -> N
 
 def test_every_command_is_carried_out_by_a_function_that_exists() -> None:
     assert {*run.COMMANDS, *run.STANDALONE} == {*COMMANDS}
-    tree = ast.parse((ROOT / "run.py").read_text())
+    tree = ast.parse((ROOT / "run.py").read_text(encoding="utf-8"))
     strings = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)]
     for where in (each for each in strings if isinstance(each, str) and each.count(":") == 1):
         module, _, name = where.partition(":")
         path = ROOT / f"{module.replace('.', '/')}.py"
         if " " not in where and path.parent != ROOT:
-            nodes = [*ast.walk(ast.parse(path.read_text()))]
+            nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
             names = {getattr(node, "name", getattr(node, "id", "")) for node in nodes}
             assert name in names, where
 
 
 def test_python_without_the_packages_is_told_what_to_do(repository: Path) -> None:
     bare = [sys.executable, "-S", str(repository / "run.py"), "--help"]
-    done = subprocess.run(bare, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(bare, capture_output=True, encoding="utf-8", timeout=TIMEOUT_S)
     assert done.returncode == 1
     assert " is not installed for " in done.stderr
     assert "make setup" in done.stderr
@@ -250,7 +250,8 @@ def test_role_joins_the_run_with_that_runs_config(call: Call, tmp_path: Path) ->
     run_dir = tmp_path / "mine"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(
-        f"run: {{name: mine, dir: '{tmp_path}'}}\nmodel: {{path: p}}\ntrain: {{num_steps: 77}}\n"
+        f"run: {{name: mine, dir: '{tmp_path}'}}\nmodel: {{path: p}}\ntrain: {{num_steps: 77}}\n",
+        encoding="utf-8",
     )
     where = [f"run.dir={tmp_path}", "run.name=mine"]
     done = call("actor", "--dry-run", *where, "actor.name=extra")
@@ -262,7 +263,7 @@ def joins(folder: Path, name: str) -> list[str]:
     """Write the config of a run and return the overrides that name it."""
     (folder / name).mkdir()
     (folder / name / "config.yaml").write_text(
-        f"run: {{name: {name}, dir: '{folder}'}}\nmodel: {{path: p}}\n"
+        f"run: {{name: {name}, dir: '{folder}'}}\nmodel: {{path: p}}\n", encoding="utf-8"
     )
     return [f"run.dir={folder}", f"run.name={name}"]
 
@@ -307,9 +308,6 @@ def test_evaluation_of_another_model_gets_a_context_and_turns_that_fit_it(
     call: Call, tmp_path: Path
 ) -> None:
     model = write_model(tmp_path / "model", max_position_embeddings=4096)
-    (model / "tokenizer.json").write_text(
-        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}'
-    )
     done = call("eval", "--dry-run", f"model.path={model}")
     assert done.returncode == 0, done.stderr
     assert "  max_model_len: 4096\n" in done.stdout
@@ -334,7 +332,9 @@ def test_a_command_that_is_interrupted_says_so() -> None:
     argv = [sys.executable, str(ROOT / "run.py"), "bench", "--suite", "transport"]
     pipe = subprocess.PIPE
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background is deaf
-    with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, preexec_fn=heard) as child:
+    with subprocess.Popen(
+        argv, stdout=pipe, stderr=pipe, encoding="utf-8", preexec_fn=heard
+    ) as child:
         assert child.stdout is not None
         try:
             child.stdout.readline()

@@ -59,19 +59,25 @@ def make_run(root: Path, num: int = 40, *, num_steps: int = 12) -> RunDir:
         "algorithm": {"baseline": "leave_one_out", "normalize_std": False},
         "envhub": {"token": "swordfish"},
     }
-    run_dir.config.write_text(yaml.safe_dump(config))
+    run_dir.config.write_text(yaml.safe_dump(config), encoding="utf-8")
     run_dir.tokenizer.mkdir()
     shutil.copyfile(TOKENIZER, run_dir.tokenizer / "tokenizer.json")
     append(run_dir, *(episode(i) for i in range(num)))
     first, second = ([f"g{g:07d}/{m}" for m in range(NUM_MEMBERS)] for g in (0, 1))
     step = {"version": 1, "groups": [first], "outcomes": [[i, "trained", ""] for i in first]}
-    run_dir.steps.write_text(json.dumps(step) + "\n")
+    run_dir.steps.write_text(json.dumps(step) + "\n", encoding="utf-8")
     lines = [[name, "filtered", "zero_variance", 1] for name in second]
     lines += [["g0000099/0", "failed", "lease_expired", 1]]
-    run_dir.outcomes.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_dir.outcomes.write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
     ledger = {"issued": num + 1, "trained": 4, "filtered": 4, "stale": 0, "failed": 1}
-    run_dir.ledger.write_text(json.dumps({**ledger, "in_flight": num - 8, "lost": 0}))
-    run_dir.status.write_text(json.dumps({"phase": "train", "version": num_steps, "actors": []}))
+    run_dir.ledger.write_text(
+        json.dumps({**ledger, "in_flight": num - 8, "lost": 0}), encoding="utf-8"
+    )
+    run_dir.status.write_text(
+        json.dumps({"phase": "train", "version": num_steps, "actors": []}), encoding="utf-8"
+    )
     metrics = MetricsWriter(run_dir, [])
     for number in range(1, num_steps + 1):
         metrics.log(number, step_metrics(number))

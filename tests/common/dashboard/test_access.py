@@ -92,7 +92,10 @@ def test_only_the_page_itself_may_play(watch: Watch) -> None:
     )
     assert (asked.status_code, asked.json()["error"]) == (400, "http://x: no answer")
     config = watch.sources.get("b").path / "config.yaml"
-    config.write_text(config.read_text().replace("envhub:", "envhub:\n  style: agentgym"))
+    config.write_text(
+        config.read_text(encoding="utf-8").replace("envhub:", "envhub:\n  style: agentgym"),
+        encoding="utf-8",
+    )
     for run, style in (("", "compact"), ("a", "compact"), ("b", "agentgym")):
         begun = page.post(
             "/api/play/open", json={"env": "maze", "item": "x", "run": run}, headers=own
@@ -167,7 +170,7 @@ def test_file_of_a_run_that_holds_something_strange_hides_nothing_else(
     for i, text in enumerate(STRANGE):
         path = make_run(tmp_path / f"a{i}").root / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         run_dir, cfg = RunDir(root=tmp_path / f"a{i}"), RunConfig(model=ModelSection(path="m"))
         assert status_line(view_run(run_dir, cfg.train, cfg.horizon))
         assert details(cfg, run_dir)
@@ -198,7 +201,7 @@ def test_page_without_data_is_small_and_asks_nobody_else() -> None:
     assert (STATIC / "vendor" / "uPlot-LICENSE.txt").exists()
     own = [path for path in files if path.suffix in (".js", ".html", ".css")]
     for path in own:
-        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+        text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert path.parent.name == "vendor" or "://" not in text, path
         assert path.parent.name == "vendor" or "innerHTML" not in text, path
 

@@ -54,7 +54,7 @@ def test_run_goes_on_where_there_can_be_no_dashboard(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_dir, told = make_run(tmp_path / "a", 0), []
-    run_dir.logs.write_text("a file where the logs would be")
+    run_dir.logs.write_text("a file where the logs would be", encoding="utf-8")
     with beside(run_dir, root=ROOT, say=told.append):
         pass
     assert told == []

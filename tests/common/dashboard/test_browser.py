@@ -49,7 +49,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     make_run(folder / "b", 12)
     said = [{"from": "human", "value": HOSTILE}, {"from": "gpt", "value": HOSTILE, "loss": True}]
     talk = folder / "talk.json"
-    talk.write_text(json.dumps([{"conversations": said, "item_id": "babyai_1", "reward": 0.5}]))
+    talk.write_text(
+        json.dumps([{"conversations": said, "item_id": "babyai_1", "reward": 0.5}]),
+        encoding="utf-8",
+    )
     argv = [sys.executable, "run.py", "dashboard", "port=0", f"run.dir={folder}", "a", "b", talk]
     env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
     said_next = {"message": {"role": "assistant", "content": "move right"}}
@@ -57,8 +60,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     with serve(ToyEndpoint(script=[answer]).app()) as actor:
         (run_dir.root / "keys").mkdir()
         door = Door(url=f"{actor}/v1", key="k", host=socket.gethostname())
-        door_path(run_dir.root, "actor-0").write_text(door.as_text())
-        server = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env)
+        door_path(run_dir.root, "actor-0").write_text(door.as_text(), encoding="utf-8")
+        server = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", env=env)
         try:
             assert server.stdout is not None
             yield server.stdout.readline().strip()
@@ -78,14 +81,15 @@ def _as_a_fleet(run_dir: RunDir) -> None:
     gone = {**hub, "name": "envhub-3", "gone": "silent"}
     status = {"phase": "train", "version": 12, "actors": [actor, waits], "learner": actor}
     status |= {"hubs": [hub, gone]}
-    run_dir.status.write_text(json.dumps(status))
+    run_dir.status.write_text(json.dumps(status), encoding="utf-8")
     run_dir.logs.mkdir()
     (run_dir.logs / "launcher.log").write_text(
         "2026-01-01 10:00:00,000 W launcher common.launch.launcher: role ended role=actor-0"
-        " exit=killed by SIGKILL restart=1/20 in_s=0.1 last=MemoryError: <b>no room</b>\n"
+        " exit=killed by SIGKILL restart=1/20 in_s=0.1 last=MemoryError: <b>no room</b>\n",
+        encoding="utf-8",
     )
     run_dir.stalls.mkdir()
-    (run_dir.stalls / "1.txt").write_text(f"learner waits for a batch {HOSTILE}")
+    (run_dir.stalls / "1.txt").write_text(f"learner waits for a batch {HOSTILE}", encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +291,7 @@ def test_no_view_has_serious_findings_of_axe(page: Page, theme: str, width: int)
     page.evaluate(f"localStorage.setItem('theme', '{theme}')")
     page.set_viewport_size({"width": width, "height": 900})
     page.reload()
-    page.evaluate(script.read_text())
+    page.evaluate(script.read_text(encoding="utf-8"))
     found: list[str] = []
     for view in VIEWS:
         page.goto(f"{page.url.partition('#')[0]}#{view}")

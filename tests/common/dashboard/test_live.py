@@ -15,7 +15,7 @@ from rich.console import Console
 from common.config.curriculum import HorizonKind, HorizonSection
 from common.config.run_config import ModelSection, TrainSection
 from common.dashboard.live import LiveDisplay
-from common.dashboard.pace import Pace, Usual, start_of
+from common.dashboard.pace import Pace, start_of
 from common.dashboard.run_state import state_line, stop_line
 from common.dashboard.run_view import RunView, view_run
 from common.dashboard.words import ledger_line, sparkline, status_line
@@ -23,6 +23,7 @@ from common.launch.base import LaunchState
 from common.launch.lock import hold_run
 from common.store.run_dir import RunDir, write_json
 from common.store.run_start import mark_finished
+from common.store.status.startup_history import StartupHistory
 
 STATUS = {
     "phase": "train",
@@ -63,12 +64,12 @@ STATUS = {
 def make_run(root: Path) -> RunDir:
     run_dir = RunDir(root=root)
     run_dir.logs.mkdir(parents=True)
-    run_dir.status.write_text(json.dumps(STATUS))
+    run_dir.status.write_text(json.dumps(STATUS), encoding="utf-8")
     lines = [
         {"step": 11, "time_s": 100.0, "reward/success": 0.6, "offpolicy/lag_mean": 0.8},
         {"step": 12, "time_s": 102.0, "reward/success": 0.62, "offpolicy/lag_mean": 0.9},
     ]
-    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return run_dir
 
 
@@ -123,8 +124,8 @@ def test_display_goes_on_when_the_status_is_not_what_it_should_be(
     tmp_path: Path, status: str
 ) -> None:
     run_dir = RunDir(root=tmp_path)
-    run_dir.status.write_text(status)
-    run_dir.metrics.write_text('{"step": "x", "time_s": null}\n3\n{"st\n')
+    run_dir.status.write_text(status, encoding="utf-8")
+    run_dir.metrics.write_text('{"step": "x", "time_s": null}\n3\n{"st\n', encoding="utf-8")
     assert "longstride" in show(run_dir)
 
 
@@ -134,7 +135,7 @@ def at_launch(run_dir: RunDir, **started_s: float) -> None:
     started = {name.replace("_", "-"): now - since for name, since in started_s.items()}
     state = {"began_at": now - 70, "started_at": started, "stop_deadline": None}
     run_dir.root.mkdir(parents=True, exist_ok=True)
-    run_dir.launch.write_text(json.dumps(state))
+    run_dir.launch.write_text(json.dumps(state), encoding="utf-8")
 
 
 def test_roles_that_are_starting_are_told_with_the_time_that_it_takes(tmp_path: Path) -> None:
@@ -148,7 +149,9 @@ def test_roles_that_are_starting_are_told_with_the_time_that_it_takes(tmp_path: 
 def test_roles_that_no_node_has_room_for_are_told_with_what_they_need(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     needs = {f"actor-{i}": "a node with 1 GPU" for i in range(2, 9)}
-    run_dir.launch.write_text(json.dumps({"began_at": 0, "started_at": {}, "waiting": needs}))
+    run_dir.launch.write_text(
+        json.dumps({"began_at": 0, "started_at": {}, "waiting": needs}), encoding="utf-8"
+    )
     assert status_line(view_of(run_dir)).endswith("<- actor-0, 7 roles <- a node with 1 GPU")
 
 
@@ -170,20 +173,22 @@ def test_role_that_was_heard_of_since_its_start_is_not_starting(tmp_path: Path) 
 def test_evaluation_tells_how_far_it_is(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     progress = {"num_done": 240, "num_total": 600}
-    run_dir.status.write_text(json.dumps({"phase": "eval_before", "progress": progress}))
+    run_dir.status.write_text(
+        json.dumps({"phase": "eval_before", "progress": progress}), encoding="utf-8"
+    )
     line = status_line(view_of(run_dir))
     assert line.startswith("evaluation before training 240/600, step 12/100")
     assert "240/600" in show(run_dir)
 
 
 def test_what_takes_its_time_tells_how_much_is_left(tmp_path: Path) -> None:
-    usual = Usual(tmp_path / "cache" / "durations.json")
+    usual = StartupHistory(tmp_path / "cache" / "durations.json")
     model = ModelSection(path="configs/policies/tiny")
     for seconds in (60.0, 40.0):
         usual.note(start_of("actor-0", model), seconds)
     run_dir = make_run(tmp_path)
     told = {**STATUS, "phase": "eval_before", "progress": {"num_done": 8, "num_total": 64}}
-    run_dir.status.write_text(json.dumps({**told, "actors": []}))
+    run_dir.status.write_text(json.dumps({**told, "actors": []}), encoding="utf-8")
     state = LaunchState(began_at=time.time() - 90, started_at={"actor-0": time.time() - 34})
     write_json(run_dir.launch, asdict(state))
     pace = Pace(model, usual=usual)
@@ -193,26 +198,26 @@ def test_what_takes_its_time_tells_how_much_is_left(tmp_path: Path) -> None:
     assert usual.seconds(start_of("learner", model)) is None  # it had started already
     write_json(run_dir.launch, asdict(replace(state, phase_began_at=time.time() - 20)))
     told["progress"] = {"num_done": 24, "num_total": 64}
-    run_dir.status.write_text(json.dumps({**told, "actors": []}))
+    run_dir.status.write_text(json.dumps({**told, "actors": []}), encoding="utf-8")
     line = status_line(view_of(run_dir))
     assert "engine is starting (34s of about 50s)" in line
     assert "24/64 (50s left)" in line  # 16 in 20 s, 40 to go
     both = {"actor-0": time.time() - 34, "learner": time.time() - 34}
     write_json(run_dir.launch, asdict(replace(state, started_at=both)))
-    run_dir.status.write_text(json.dumps({**told, "actors": [], "learner": {}}))
+    run_dir.status.write_text(json.dumps({**told, "actors": [], "learner": {}}), encoding="utf-8")
     pace.look(view_of(run_dir))
-    run_dir.status.write_text(json.dumps(told))  # they were heard of
+    run_dir.status.write_text(json.dumps(told), encoding="utf-8")  # they were heard of
     pace.look(view_of(run_dir))
     assert usual.seconds(start_of("actor-7", model)) == pytest.approx(42.0, abs=1.0)
     assert usual.seconds(start_of("learner", model)) == pytest.approx(34.0, abs=1.0)
-    assert Usual(tmp_path / "none").seconds("actor") is None
+    assert StartupHistory(tmp_path / "none").seconds("actor") is None
 
 
 def test_checkpoint_that_is_waited_for_tells_how_long_the_last_one_took(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     waits = {**STATUS["learner"], "waiting_for": "disk: a checkpoint"}  # type: ignore[dict-item]
-    run_dir.status.write_text(json.dumps({**STATUS, "learner": waits}))
-    with run_dir.metrics.open("a") as file:
+    run_dir.status.write_text(json.dumps({**STATUS, "learner": waits}), encoding="utf-8")
+    with run_dir.metrics.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": 13, "time_s": 99.0, "train/checkpoint_s": 12.2}) + "\n")
     assert "disk: a checkpoint, which takes about 12s" in status_line(view_of(run_dir))
 
@@ -220,7 +225,7 @@ def test_checkpoint_that_is_waited_for_tells_how_long_the_last_one_took(tmp_path
 def test_stop_tells_how_long_it_may_take_and_how_to_skip_it(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     state = {"began_at": time.time(), "started_at": {}, "stop_deadline": time.time() + 40.4}
-    run_dir.launch.write_text(json.dumps(state))
+    run_dir.launch.write_text(json.dumps(state), encoding="utf-8")
     told = "the learner may take 40s to save; Ctrl-C again stops at once"
     assert f"stopping: {told}" in status_line(view_of(run_dir))
     assert told in show(run_dir)
@@ -234,7 +239,7 @@ def test_log_has_a_line_at_each_change_of_phase(
     with caplog.at_level(logging.INFO):
         display.refresh()
         display.refresh()
-        run_dir.status.write_text(json.dumps({"phase": "eval_after"}))
+        run_dir.status.write_text(json.dumps({"phase": "eval_after"}), encoding="utf-8")
         display.refresh()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
@@ -264,7 +269,7 @@ def test_interrupted_run_says_what_is_saved_and_how_it_goes_on(tmp_path: Path) -
         if step == 12:
             told = stop_line(run_dir, 12)
             assert told.startswith("stopped at step 12, saved is step 5; the same command goes on")
-        (folder / "COMPLETE").write_text(json.dumps({"version": step}))
+        (folder / "COMPLETE").write_text(json.dumps({"version": step}), encoding="utf-8")
     assert stop_line(run_dir, 12) == "saved at step 12; the same command goes on"
 
 
@@ -273,7 +278,8 @@ def test_display_shows_progress_ledger_roles_and_warnings(tmp_path: Path) -> Non
     (run_dir.logs / "actor-0.log").write_text(
         "2026-01-01 10:00:00,1 I actor-0 x: fine\n"
         "2026-01-01 10:00:01,1 W actor-0 actor.links.env: hub \x1b[2J answered [bold]429[/bold]\n"
-        "2026-01-01 10:00:01,2 W actor-0 vllm.triton_utils: Disabling Triton.\n"
+        "2026-01-01 10:00:01,2 W actor-0 vllm.triton_utils: Disabling Triton.\n",
+        encoding="utf-8",
     )
     text = show(run_dir)
     for part in (

@@ -23,11 +23,12 @@ from common.dashboard.reading.tokens import TokenTexts
 from common.dashboard.web.overview import overview
 from common.dashboard.web.results import samples
 from common.errors import ConfigError, WireError
+from common.scripted import chars_of
 from common.store.records import MAGIC
 from common.store.run_dir import RunDir
 from common.store.segments import pack
 from common.wire.codec import pack_record
-from common.wire.messages import EpisodeKind
+from common.wire.messages import EpisodeKind, PolicyKind
 from tests.common.dashboard.runs import TOKENIZER, append, episode, make_run
 
 NUM_MANY = 100_000
@@ -100,6 +101,38 @@ def test_episode_opens_with_versions_probabilities_and_advantage(tmp_path: Path)
     assert found["trained_at"] == 1
 
 
+def test_episode_of_a_scripted_policy_shows_its_actions(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    actions = ["go to the red ball", "", "pick up \u7403"]
+    played = replace(
+        episode(40, text_ids=[0, 1, 2]),
+        policy=PolicyKind.EXPERT,
+        kind=EpisodeKind.EVAL,
+        loss_mask=np.ones(3, bool),
+        versions=np.full(3, -1, np.int32),
+        turn_ids=np.arange(3, dtype=np.int32),
+        num_turns=3,
+        num_invalid_actions=0,
+        invalid_turns=np.zeros(3, bool),
+        turn_scores=np.zeros(3, np.float32),
+    )
+    kept = replace(played, episode_id="eval/kept", action_chars=chars_of(actions))
+    append(run_dir, kept, replace(played, episode_id="eval/old"))
+    source = read(tmp_path / "run")
+    shown = source.episode("eval/kept")["segments"]
+    assert [(each["kind"], each["turn"], each["texts"]) for each in shown] == [
+        ("action", 0, ["go to the red ball"]),
+        ("action", 1, [""]),
+        ("action", 2, ["pick up \u7403"]),
+    ]
+    recorded = source.recorded("eval/kept")
+    assert (recorded["actions"], recorded["shown"]) == (actions, [])
+    old = source.episode("eval/old")["segments"]
+    assert [each["texts"] for each in old] == [["(this action is not in the journal)"]] * 3
+    with pytest.raises(ConfigError, match="kept no actions of this policy"):
+        source.recorded("eval/old")
+
+
 def test_group_says_where_its_members_first_differ(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", 0)
     append(run_dir, episode(0), episode(1, text_ids=(5, 6, 7, 99, 9, 10, 11, 12)))
@@ -131,7 +164,10 @@ def test_damaged_journal_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
-    with run_dir.steps.open("a") as steps, run_dir.metrics.open("a") as metrics:
+    with (
+        run_dir.steps.open("a", encoding="utf-8") as steps,
+        run_dir.metrics.open("a", encoding="utf-8") as metrics,
+    ):
         steps.write("not json\n")
         metrics.write("[1, 2]\n")
     source = read(run_dir.root)
@@ -195,7 +231,7 @@ def test_file_of_conversations_is_a_source(tmp_path: Path) -> None:
     path = tmp_path / "traj.json"
     said = [{"from": "human", "value": "go"}, {"from": "gpt", "value": "<script>", "loss": True}]
     records = [{"conversations": said, "item_id": f"babyai_{i}", "reward": i / 2} for i in range(3)]
-    path.write_text(json.dumps(records))
+    path.write_text(json.dumps(records), encoding="utf-8")
     source = open_source(str(path), runs=tmp_path)
     assert isinstance(source, ConversationFile)
     source.refresh()
@@ -231,7 +267,7 @@ def test_journal_that_was_read_once_is_not_read_again(tmp_path: Path) -> None:
     whole = read(run_dir.root, cache=cache)
     many(run_dir, MIN_ROWS, 4)
     late = [f"g{MIN_ROWS // 4:07d}/0", "failed", "engine", 3]
-    with run_dir.outcomes.open("a") as outcomes:
+    with run_dir.outcomes.open("a", encoding="utf-8") as outcomes:
         outcomes.write(json.dumps(late) + "\n")
     again = RunSource(run_dir.root, name="a", cache=cache)
     again.refresh(budget_s=0.0)  # no time to read anything
@@ -266,7 +302,9 @@ def test_kept_index_of_another_journal_is_not_believed(tmp_path: Path, what: str
     elif what == "damaged cache":
         kept.write_bytes(kept.read_bytes()[:-3000])
     else:
-        run_dir.outcomes.write_text(json.dumps(["g0000001/1", "stale", "lag", 1]) + "\n")
+        run_dir.outcomes.write_text(
+            json.dumps(["g0000001/1", "stale", "lag", 1]) + "\n", encoding="utf-8"
+        )
     again, fresh = read(run_dir.root, cache=cache), read(run_dir.root)
     assert again.rows.ids == fresh.rows.ids
     assert again.flow() == fresh.flow()

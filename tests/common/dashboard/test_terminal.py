@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from common.config.command_line import parse
-from common.config.load import load_config, save_config
+from common.config.load import load_config
 from common.dashboard.run_state import details
 from common.dashboard.terminal.any_version import load_of_any_version
 from common.dashboard.terminal.commands import replay, show
 from common.errors import ConfigError
 from common.repository import ROOT
+from common.store.run_start import save_config
 from run import main
 from tests.common.dashboard.runs import append, episode, make_run
 
@@ -90,13 +91,13 @@ def test_status_of_another_version_says_so_and_shows_the_rest(
     overrides = [f"run.dir={tmp_path}", "run.name=a", "train.num_steps=7"]
     run_dir.config.unlink()
     save_config(load_config("smoke", overrides, root=ROOT), run_dir.config)
-    config = run_dir.config.read_text()
+    config = run_dir.config.read_text(encoding="utf-8")
     assert main(["status", str(run_dir.root), "foo.x=1"]) == 2  # the request's own fault
     capsys.readouterr()
     for damage in (f"ancient: {{x: 1}}\n{config}", "run: [1\n", None):
         run_dir.config.unlink()
         if damage is not None:
-            run_dir.config.write_text(damage)
+            run_dir.config.write_text(damage, encoding="utf-8")
         assert main(["status", str(run_dir.root)]) == 0
         said = capsys.readouterr().out
         assert said.startswith("note: ")
@@ -130,7 +131,7 @@ def test_quick_doctor_names_what_is_here(capsys: pytest.CaptureFixture[str]) -> 
 def test_quick_doctor_says_a_folder_that_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     assert main(["doctor", "--quick", f"run.dir={tmp_path / 'file' / 'runs'}"]) == 1
     assert "run.dir=FOLDER" in capsys.readouterr().out
 
@@ -143,7 +144,11 @@ def test_commands_that_only_tell_load_no_heavy_library() -> None:
             f"sys.exit(repr({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
         )
         done = subprocess.run(
-            [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            capture_output=True,
+            encoding="utf-8",
+            check=False,
         )
         assert done.returncode == 0, (words, done.stderr)
 

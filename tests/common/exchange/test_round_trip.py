@@ -136,7 +136,7 @@ def test_what_says_nothing_about_the_policy_or_is_held_out_is_not_exported(tmp_p
         replace(episode(), end_reason=EndReason.ENV_ERROR),
         replace(episode(), kind=EpisodeKind.EVAL, item_id="easy-test-3"),
     ]
-    assert written(tmp_path, "sft", others).read_text() == ""
+    assert written(tmp_path, "sft", others).read_text(encoding="utf-8") == ""
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_what_says_nothing_about_the_policy_or_is_held_out_is_not_exported(tmp_p
 )
 def test_record_that_does_not_hold_together_is_named(tmp_path, record: Any, words: str):
     path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps(record) + "\n")
+    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=words):
         read_rows(path, tokenizer=TOKENIZER, max_tokens=100, key="k")
 
@@ -208,7 +208,7 @@ def test_an_agent_s_system_message_is_exported(tmp_path, format: str, tokenizer:
     mask += [0] * len(last) + [1] * len(said)
     path = tmp_path / "out.jsonl"
     write(format, path, [of_tokens(whole, mask)], Framing(tokenizer))
-    (record,) = (json.loads(line) for line in path.read_text().splitlines())
+    (record,) = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     if format == "sft" and tokenizer is not TEMPLATES["own_system"]:
         assert [(each["role"], each["content"]) for each in record["messages"]] == [
             *(("system", "be brief"), ("user", "go"), ("assistant", "x")),
@@ -230,7 +230,7 @@ def test_a_tool_s_answers_are_exported_as_such(tmp_path):
     mask = [sampled for part, sampled in parts for _ in part]
     path = tmp_path / "out.jsonl"
     write("sft", path, [of_tokens([i for part, _ in parts for i in part], mask)], Framing(CALLING))
-    (record,) = (json.loads(line) for line in path.read_text().splitlines())
+    (record,) = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     roles = [each["role"] for each in record["messages"]]
     assert roles == ["system", "user", *("assistant", "tool"), *("assistant", "user"), "assistant"]
     assert '"name": "maze"' in record["messages"][0]["content"]
@@ -258,7 +258,10 @@ def test_command_writes_the_format_that_it_is_asked_for(tmp_path, capsys):
     assert "the run kept no tokenizer" in capsys.readouterr().err
     (tmp_path / "r" / "tokenizer").symlink_to(POLICY)
     assert run.main([*base, "--format", "atif"]) == 0
-    assert json.loads((tmp_path / "out.jsonl").read_text())["schema_version"] == "ATIF-v1.7"
+    assert (
+        json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["schema_version"]
+        == "ATIF-v1.7"
+    )
     assert run.main([*base, "--format", "xml"]) == 2
     assert "--format xml: one of json, agenttraj" in capsys.readouterr().err
     assert parse([*base, "--format", "sft"], root=ROOT).overrides[-1] == "format=sft"
@@ -273,7 +276,7 @@ def test_harbor_s_own_schema_takes_our_documents(tmp_path):
         "for line in open(sys.argv[1]): Trajectory.model_validate(json.loads(line))\nprint('taken')"
     )
     argv = [python_with("atif==1.7.0"), "-c", script, str(path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, capture_output=True, encoding="utf-8", timeout=60)
     assert done.stdout == "taken\n", done.stderr
 
 
@@ -295,5 +298,5 @@ print("exact")
 def test_parquet_gives_back_every_token_with_its_own_package(tmp_path):
     python = python_with("pyarrow", sees_ours=True)
     argv = [python, "-c", PARQUET.format(root=str(ROOT)), str(tmp_path)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=120)
     assert done.stdout.endswith("exact\n"), done.stderr[-3000:]

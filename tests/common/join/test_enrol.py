@@ -37,7 +37,7 @@ class Scheduler(threading.Thread):
         super().__init__()
         model = folder / "model"
         model.mkdir()
-        (model / "config.json").write_text('{"a": 1}')
+        (model / "config.json").write_text('{"a": 1}', encoding="utf-8")
         (model / "tokenizer.json").write_bytes(TOKENIZER)
         self.cfg = RunConfig(
             model=ModelSection(path=str(model)),
@@ -208,7 +208,7 @@ def test_a_name_whose_holder_is_there_is_given_to_nobody_else(
 def test_the_key_file_holds_no_secret_of_the_run_and_its_holder_cannot_listen(
     scheduler: Scheduler,
 ) -> None:
-    text = scheduler.key_path.read_text()
+    text = scheduler.key_path.read_text(encoding="utf-8")
     keys = scheduler.keys
     assert not any(
         each in text for each in (keys.server_secret, keys.client_secret, keys.hub_token)
@@ -249,7 +249,7 @@ def test_a_bad_key_file_is_refused_with_the_remedy(
 ) -> None:
     path = tmp_path / "join.key"
     if text is not None:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         os.chmod(path, mode)
     with pytest.raises(ConfigError, match=words):
         read_join_key(path, role="actor")

@@ -12,12 +12,12 @@ from common.wire.join_messages import SharedFile
 
 def write_model(folder: Path) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "tokenizer.json").write_text('{"a": 1}')
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    (folder / "tokenizer.json").write_text('{"a": 1}', encoding="utf-8")
     (folder / "model.safetensors").write_bytes(b"weights")
-    (folder / "model.safetensors.index.json").write_text("{}")
-    (folder / "code.py").write_text("raise SystemExit")
-    (folder / ".hidden.json").write_text("{}")
+    (folder / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
+    (folder / "code.py").write_text("raise SystemExit", encoding="utf-8")
+    (folder / ".hidden.json").write_text("{}", encoding="utf-8")
     return folder
 
 
@@ -53,7 +53,7 @@ def test_too_much_may_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_changed_content_has_another_digest_and_is_not_intact(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     before = list_shared(folder)
-    (folder / "tokenizer.json").write_text('{"a": 2}')
+    (folder / "tokenizer.json").write_text('{"a": 2}', encoding="utf-8")
     after = list_shared(folder)
     assert manifest_digest(before) != manifest_digest(after)
     assert not is_intact(folder / "tokenizer.json", before[1])

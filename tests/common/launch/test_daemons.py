@@ -34,7 +34,7 @@ CFG = load_config("smoke", [], root=ROOT)
 
 def containers() -> dict[str, dict[str, Any]]:
     """Return the pods' specifications by the name of their container."""
-    documents = yaml.safe_load_all((DAEMONS / "kubernetes.yaml").read_text())
+    documents = yaml.safe_load_all((DAEMONS / "kubernetes.yaml").read_text(encoding="utf-8"))
     pods = [each["spec"]["template"]["spec"] for each in documents if "template" in each["spec"]]
     return {pod["containers"][0]["name"]: pod for pod in pods}
 
@@ -52,15 +52,21 @@ def asked(words: list[str]) -> Request:
 def test_units_are_valid(tmp_path: Path) -> None:
     for path in UNITS:
         name = path.name.replace("@", "@smoke")
-        (tmp_path / name).write_text(path.read_text().replace("/opt/longstride", str(ROOT)))
+        (tmp_path / name).write_text(
+            path.read_text(encoding="utf-8").replace("/opt/longstride", str(ROOT)), encoding="utf-8"
+        )
     units = [str(path) for path in sorted(tmp_path.iterdir())]
     command = ["systemd-analyze", "verify", "--man=no", *units]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_commands_of_the_units_are_those_of_this_version() -> None:
-    lines = [line for path in UNITS for line in path.read_text().replace("%i", "smoke").split("\n")]
+    lines = [
+        line
+        for path in UNITS
+        for line in path.read_text(encoding="utf-8").replace("%i", "smoke").split("\n")
+    ]
     commands = [shlex.split(line.partition("=")[2]) for line in lines if "ExecStart=" in line]
     shell = [shlex.split(words[2].partition(" || ")[0]) for words in commands if "-c" in words]
     requests = [asked(words) for words in [*commands, *shell] if "-c" not in words]
@@ -107,17 +113,17 @@ def batch_job(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     """Start the batch script where `srun` and `scontrol` only note that they were called."""
     tools = folder / "tools"
     tools.mkdir()
-    (folder / "run.py").write_text(TRAIN)
+    (folder / "run.py").write_text(TRAIN, encoding="utf-8")
     called = 'echo "${0##*/}" "$1" "$2" >> log\n'
-    (tools / "scontrol").write_text(f"#!/bin/bash\n{called}")
+    (tools / "scontrol").write_text(f"#!/bin/bash\n{called}", encoding="utf-8")
     skip = 'while [ "$1" != bash ]; do shift; done\nexec "$@"\n'
-    (tools / "srun").write_text(f"#!/bin/bash\n{called}{skip}")
+    (tools / "srun").write_text(f"#!/bin/bash\n{called}{skip}", encoding="utf-8")
     for path in tools.iterdir():
         path.chmod(0o755)
     env = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": sys.executable}
     env |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
     command = ["bash", str(DAEMONS / "longstride.sbatch"), "smoke", *overrides]
-    return subprocess.Popen(command, cwd=folder, env=env, text=True, start_new_session=True)
+    return subprocess.Popen(command, cwd=folder, env=env, encoding="utf-8", start_new_session=True)
 
 
 def end(job: subprocess.Popen[str]) -> None:
@@ -128,7 +134,7 @@ def end(job: subprocess.Popen[str]) -> None:
 
 def wait_for(path: Path, words: str) -> None:
     deadline = time.monotonic() + 20
-    while not path.exists() or words not in path.read_text():
+    while not path.exists() or words not in path.read_text(encoding="utf-8"):
         assert time.monotonic() < deadline, words
         time.sleep(0.02)
 
@@ -142,7 +148,7 @@ def test_batch_job_that_is_told_to_stop_saves_and_queues_itself_again(tmp_path: 
         assert job.wait(timeout=20) == 143
     finally:
         end(job)
-    lines = log.read_text().splitlines()
+    lines = log.read_text(encoding="utf-8").splitlines()
     told = next(line for line in lines if line.startswith("train"))
     assert asked([".venv/bin/python", "run.py", *told.split()]).overrides[-1] == "learner.lr=1e-4"
     assert lines[-2:] == ["saved", "scontrol requeue 7"]
@@ -155,7 +161,7 @@ def test_batch_job_that_ends_by_itself_is_not_queued_again(code: int, tmp_path: 
         assert job.wait(timeout=20) == code
     finally:
         end(job)
-    assert "requeue" not in (tmp_path / "log").read_text()
+    assert "requeue" not in (tmp_path / "log").read_text(encoding="utf-8")
 
 
 def test_run_is_live_while_its_launcher_looks_at_it(tmp_path: Path) -> None:

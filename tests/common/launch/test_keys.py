@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from common.config.command_line import Request
-from common.config.load import save_config
+from common.config.requested import load_joined
 from common.config.run_config import ModelSection, RunConfig, RunSection
 from common.errors import ConfigError
-from common.launch.commands import load_joined
 from common.launch.keys import refused_lines, revoke_key
 from common.store.run_dir import RunDir
+from common.store.run_start import save_config
 from common.wire.access.identities import Identities
 from common.wire.security import create_keys, own_keys
 
@@ -51,7 +51,7 @@ def test_status_says_of_whom_what_was_refused_in_few_words(tmp_path: Path) -> No
         "learner": {"weights/actor-3/invalid": 4},
         "hubs": {"envhub/127.0.0.1/token": 2},
     }
-    run_dir.status.write_text(json.dumps({"refused": told}))
+    run_dir.status.write_text(json.dumps({"refused": told}), encoding="utf-8")
     lines = refused_lines(run_dir)
     assert len(lines) == 4
     assert "envhub/127.0.0.1/token" in lines[3]

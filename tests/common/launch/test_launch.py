@@ -13,7 +13,7 @@ import pytest
 
 from common.config.load import load_config
 from common.config.run_config import RunSection
-from common.launch.base import Ending, LaunchState, RoleSpec
+from common.launch.base import Ending, LaunchState, RoleSpec, Watch
 from common.launch.commands import reachable_at
 from common.launch.launcher import Launcher
 from common.launch.local import start_here
@@ -76,6 +76,7 @@ def launch(
     stop_timeout_s: float = 5,
     quick_stop_s: float = 5,
     states: list[LaunchState] | None = None,
+    watch: Watch | None = None,
 ) -> Ending:
     deadline = time.monotonic() + 20.0
 
@@ -93,6 +94,7 @@ def launch(
             finish_grace_s=0.3,
             first_backoff_s=0.02,
             on_poll_every_s=0.02,
+            watch=watch,
         )
         return launcher.run(specs, on_poll=on_poll_in_time)
 
@@ -114,7 +116,7 @@ def interrupt_when(
 def is_gone(pid: int) -> bool:
     """True for an ended process, also one that its new parent has not reaped yet."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return True
     return state == "Z"
@@ -131,7 +133,7 @@ def test_run_is_finished_when_the_learner_exits_with_0(tmp_path: Path) -> None:
     learner = role(tmp_path, "learner", "print('done')", ends_run=True)
     ending = launch([role(tmp_path, "hub", STAY, stop_rank=2), learner])
     assert ending.exit_code == 0
-    assert (tmp_path / "logs" / "learner.log").read_text() == "done\n"
+    assert (tmp_path / "logs" / "learner.log").read_text(encoding="utf-8") == "done\n"
 
 
 def test_killed_role_is_started_again(tmp_path: Path) -> None:
@@ -140,7 +142,11 @@ def test_killed_role_is_started_again(tmp_path: Path) -> None:
     killed: list[int] = []
 
     def on_poll() -> None:
-        pids = [int(pid) for pid in starts.read_text().split()] if starts.exists() else []
+        pids = (
+            [int(pid) for pid in starts.read_text(encoding="utf-8").split()]
+            if starts.exists()
+            else []
+        )
         if len(pids) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         elif pids and pids[-1] not in killed:
@@ -152,7 +158,12 @@ def test_killed_role_is_started_again(tmp_path: Path) -> None:
         ending = launch([actor], on_poll)
     assert ending.exit_code == 143
     assert len(killed) == 2
-    assert kept.read_text().count("role ended role=actor-0 exit=killed by SIGKILL restart=") == 2
+    assert (
+        kept.read_text(encoding="utf-8").count(
+            "role ended role=actor-0 exit=killed by SIGKILL restart="
+        )
+        == 2
+    )
 
 
 def test_role_that_left_in_good_order_is_started_again_only_after_its_grace(
@@ -170,8 +181,56 @@ def test_role_that_left_in_good_order_is_started_again_only_after_its_grace(
 
     with caplog.at_level("INFO", "common.launch"):
         assert launch([actor, learner], on_poll).exit_code == 0
-    assert starts.read_text() == "x"
+    assert starts.read_text(encoding="utf-8") == "x"
     assert "role left role=actor-0" in caplog.messages  # and no word of beginning again
+
+
+class Told:
+    """A watch of a run that never stalls, and is over or not."""
+
+    def __init__(self, *, is_over: bool) -> None:
+        self._is_over = is_over
+
+    def look(self, processes: object) -> None: ...
+    def progress(self, role: str) -> object: ...
+
+    def is_over(self) -> bool:
+        return self._is_over
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_role_that_left_a_finished_run_stays_away(
+    is_over: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    starts, may_end, polls = tmp_path / "starts", tmp_path / "end", list[int]()
+    code = "import sys; open(sys.argv[1], 'a').write('x')"
+    scheduler = role(tmp_path, "scheduler", code, starts, max_restarts=99)
+    learner = role(tmp_path, "learner", ENDS_WITH, may_end, ends_run=True)
+
+    def on_poll() -> None:
+        polls.extend([1] * ("role left role=scheduler" in caplog.messages))
+        if len(polls) > 20:  # its backoff is over since long
+            may_end.touch()
+
+    with caplog.at_level("INFO", "common.launch"):
+        assert launch([learner, scheduler], on_poll, watch=Told(is_over=is_over)).exit_code == 0
+    assert (starts.read_text() == "x") is is_over
+
+
+def test_role_that_left_returns_when_the_learner_is_started_again(tmp_path: Path) -> None:
+    starts, lives = tmp_path / "starts", tmp_path / "lives"
+    scheduler = role(tmp_path, "scheduler", "import sys; open(sys.argv[1], 'a').write('x')", starts)
+    code = """
+import os, sys, time
+with open(sys.argv[2], 'a') as lives: lives.write('x')
+wanted = len(open(sys.argv[2]).read())
+while not os.path.exists(sys.argv[1]) or len(open(sys.argv[1]).read()) < wanted: time.sleep(.01)
+sys.exit(2 - wanted)
+"""
+    learner = role(tmp_path, "learner", code, starts, lives, ends_run=True, max_restarts=2)
+    assert launch([learner, scheduler], watch=Told(is_over=True)).exit_code == 0
+    assert lives.read_text() == "xx"
+    assert len(starts.read_text()) >= 2
 
 
 def test_role_beyond_its_restarts_fails_the_run_with_its_last_words(tmp_path: Path) -> None:
@@ -181,7 +240,7 @@ def test_role_beyond_its_restarts_fails_the_run_with_its_last_words(tmp_path: Pa
     assert "learner failed after 2 restarts: exit code 1" in ending.reason
     assert "RuntimeError: no such device" in ending.reason
     assert str(tmp_path / "logs" / "learner.log") in ending.reason
-    assert (tmp_path / "logs" / "learner.log").read_text().count("early") == 3
+    assert (tmp_path / "logs" / "learner.log").read_text(encoding="utf-8").count("early") == 3
 
 
 def test_wrong_configuration_of_a_role_is_not_tried_again(tmp_path: Path) -> None:
@@ -189,7 +248,53 @@ def test_wrong_configuration_of_a_role_is_not_tried_again(tmp_path: Path) -> Non
     ending = launch([role(tmp_path, "hub", STAY), role(tmp_path, "actor-0", code)])
     assert ending.exit_code == 2
     assert ending.reason == "actor-0: error: actor.name=a: is taken"
-    assert (tmp_path / "logs" / "actor-0.log").read_text().count("error") == 1
+    assert (tmp_path / "logs" / "actor-0.log").read_text(encoding="utf-8").count("error") == 1
+
+
+FAILS_TO_START = """
+import sys
+starts = sys.argv[1]
+open(starts, 'a').write('x')
+num = len(open(starts).read())
+print(f'error: EngineError: no room for {num} GiB' if len(sys.argv) < 3 else f'error: {"a" * num}')
+print('a library ends')
+raise SystemExit(70)
+"""
+
+
+def test_two_starts_that_fail_alike_end_the_run_in_one_line(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    actor = role(tmp_path, "actor-0", FAILS_TO_START, starts)
+    ending = launch([role(tmp_path, "hub", STAY), actor])
+    assert starts.read_text() == "xx"
+    assert ending.exit_code == 1
+    assert ending.reason == (
+        "actor-0 cannot start: EngineError: no room for 2 GiB; two starts failed alike, "
+        f"the whole log: {actor.log_path}"
+    )
+
+
+def test_starts_that_fail_in_different_ways_are_counted(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    actor = role(tmp_path, "actor-0", FAILS_TO_START, starts, "differently", max_restarts=3)
+    ending = launch([actor])
+    assert starts.read_text() == "xxxx"
+    assert "actor-0 failed after 3 restarts: exit code 70" in ending.reason
+
+
+def test_role_that_worked_before_restarts_after_failed_starts(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    code = "import sys\nif not open(sys.argv[1], 'a+').tell(): open(sys.argv[1], 'a').write('w');"
+    code += f"raise SystemExit(1)\n{FAILS_TO_START}"
+    ending = launch([role(tmp_path, "actor-0", code, starts, max_restarts=3)])
+    assert starts.read_text() == "wxxx"
+    assert "actor-0 failed after 3 restarts: exit code 70" in ending.reason
+
+
+def test_wrong_configuration_is_named_whatever_libraries_print_after_it(tmp_path: Path) -> None:
+    code = "print('error: model.path=a: is gone'); print('leaked a thing'); raise SystemExit(2)"
+    ending = launch([role(tmp_path, "learner", code)])
+    assert (ending.exit_code, ending.reason) == (2, "learner: error: model.path=a: is gone")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -200,7 +305,7 @@ def test_signal_stops_the_roles_in_order(number: int, code: int, tmp_path: Path)
     specs = [role(tmp_path, n, TERM_NOTED, notes, n, stop_rank=ranks.get(n, 0)) for n in names]
     are_ready = lambda: all((tmp_path / f"notes.{name}").exists() for name in names)  # noqa: E731
     assert launch(specs, interrupt_when(are_ready, number)).exit_code == code
-    told = notes.read_text().split()
+    told = notes.read_text(encoding="utf-8").split()
     assert (set(told[:2]), told[2:]) == ({"learner", "actor-0"}, ["scheduler", "envhub"])
 
 
@@ -216,7 +321,7 @@ def test_stop_leaves_no_process_behind_even_one_that_ignores_it(tmp_path: Path) 
 
     launch(specs, interrupt_when(are_there), stop_timeout_s=0.5)
     assert time.monotonic() - asked[0] < 3.0
-    for pid in pids.read_text().split():
+    for pid in pids.read_text(encoding="utf-8").split():
         wait_for(lambda pid=pid: is_gone(int(pid)), timeout_s=1.0)
 
 
@@ -226,7 +331,9 @@ def test_learner_whose_checkpoint_takes_longer_than_others_may_is_not_killed(
 ) -> None:
     saved = tmp_path / "saved"
     run_dir = RunDir(root=tmp_path)
-    run_dir.metrics.write_text('{"step": 1, "train/step_s": 1.5, "train/checkpoint_s": 1.0}\n')
+    run_dir.metrics.write_text(
+        '{"step": 1, "train/step_s": 1.5, "train/checkpoint_s": 1.0}\n', encoding="utf-8"
+    )
     timeout_s = stop_timeout_s(run_dir, wanted_s=0.0)
     assert timeout_s == 3 * 2.5 + 5
     learner = role(tmp_path, "learner", SAVES_LATE, saved, 7.0, saves_at_stop=True)
@@ -266,10 +373,12 @@ def test_stop_deadline_follows_what_was_measured_and_what_the_user_wants(tmp_pat
     run_dir = RunDir(root=tmp_path)
     assert stop_timeout_s(run_dir, wanted_s=0.0) == 3 * (10 + 10) + 5  # nothing is known yet
     lines = ('{"step": 1, "train/step_s": 40, "train/checkpoint_s": 20}', '{"train/step_s": 30}')
-    run_dir.metrics.write_text("".join(f"{line}\n" for line in lines))
+    run_dir.metrics.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     assert stop_timeout_s(run_dir, wanted_s=0.0) == 3 * (40 + 20) + 5
     assert stop_timeout_s(run_dir, wanted_s=2.5) == 2.5
-    run_dir.metrics.write_text('{"step": 1, "train/step_s": 0.1, "train/checkpoint_s": 0.1}\n')
+    run_dir.metrics.write_text(
+        '{"step": 1, "train/step_s": 0.1, "train/checkpoint_s": 0.1}\n', encoding="utf-8"
+    )
     assert stop_timeout_s(run_dir, wanted_s=0.0) == 10.0
 
 
@@ -279,7 +388,7 @@ def test_children_of_a_killed_role_die_with_it(tmp_path: Path) -> None:
 
     def on_poll() -> None:
         if pids.exists() and not orphans:
-            first, *rest = map(int, pids.read_text().split())
+            first, *rest = map(int, pids.read_text(encoding="utf-8").split())
             orphans.extend(rest)
             os.kill(first, signal.SIGKILL)
         elif orphans and all(is_gone(pid) for pid in orphans):
@@ -308,7 +417,7 @@ def test_roles_die_with_a_launcher_that_is_killed(tmp_path: Path, repository: Pa
     )
     launcher = subprocess.Popen([sys.executable, "-c", code, str(pids), stay], cwd=repository)
     wait_for(pids.exists, timeout_s=20.0)
-    pid = int(pids.read_text())
+    pid = int(pids.read_text(encoding="utf-8"))
     assert not is_gone(pid)
     launcher.kill()
     launcher.wait()
@@ -353,7 +462,7 @@ def test_a_role_that_dies_once_is_started_at_once_and_one_that_does_not_stop_dyi
         launcher = Launcher(starter, stop_timeout_s=lambda: 1.0, first_backoff_s=3.0)
         spec = role(tmp_path, "learner", code, ends_run=True, max_restarts=2)
         assert launcher.run([spec], on_poll=lambda _: None).exit_code == 1
-    first, second, third = map(float, path.read_text().split())
+    first, second, third = map(float, path.read_text(encoding="utf-8").split())
     assert second - first < 2.5
     assert third - second >= 3.0
     assert first >= began

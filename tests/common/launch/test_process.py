@@ -1,13 +1,17 @@
 """Laws of a supervised child process, with real processes of a few lines."""
 
 import os
+import secrets
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from common.launch.guardian import MARKS, find_marked, kill_marked
 from common.launch.process import ChildFailed, ChildProcess
+from common.repository import ROOT
 
 IGNORES_TERM = """
 import signal, sys
@@ -19,6 +23,7 @@ STAYS = "import signal, sys; open(sys.argv[1], 'w').close(); signal.pause()"
 NESTED = """
 import sys
 from pathlib import Path
+from common.launch.guardian import MARKS, find_marked, kill_marked
 from common.launch.process import ChildProcess
 inner = ChildProcess("inner", [sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]])
 inner.wait_until(Path(sys.argv[2]).exists, timeout_s=20)
@@ -29,8 +34,7 @@ inner.wait_until(lambda: False, timeout_s=60)
 
 def start(tmp_path: Path, code: str, *args: object) -> ChildProcess:
     argv = [sys.executable, "-c", code, *map(str, args)]
-    root = Path(__file__).resolve().parents[3]
-    return ChildProcess("child", argv, log_path=tmp_path / "logs" / "child.log", cwd=root)
+    return ChildProcess("child", argv, log_path=tmp_path / "logs" / "child.log", cwd=ROOT)
 
 
 @pytest.fixture
@@ -80,9 +84,9 @@ def test_children_of_a_child_that_have_sessions_and_marks_of_their_own_die_with_
         outer.wait_until(pid_file.exists, timeout_s=30.0)
     finally:
         outer.clear_away()
-    inner = Path("/proc") / pid_file.read_text() / "stat"
+    inner = Path("/proc") / pid_file.read_text(encoding="utf-8") / "stat"
     deadline = time.monotonic() + 5.0
-    while inner.exists() and inner.read_text().rpartition(")")[2].split()[0] != "Z":
+    while inner.exists() and inner.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < deadline, "the inner child lives on"
         time.sleep(0.01)
 
@@ -97,3 +101,37 @@ def test_second_child_does_not_show_the_log_of_the_first(tmp_path: Path, ready: 
     finally:
         second.stop(timeout_s=10.0)
         first.clear_away()
+
+
+WITHOUT_GUARDIAN = """
+import subprocess, sys
+argv = [sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]]
+subprocess.Popen(argv, start_new_session=True).wait()
+"""
+STARTS_A_CHILD = """
+import sys
+from common.launch.guardian import MARKS, find_marked, kill_marked
+from common.launch.process import ChildProcess
+child = ChildProcess("child", [sys.executable, "-c", *sys.argv[1:]])
+child.wait_until(lambda: False, timeout_s=60)
+"""
+
+
+def test_killed_parent_leaves_no_descendants(tmp_path: Path, ready: Path) -> None:
+    mark = secrets.token_hex(16)
+    argv = [sys.executable, "-c", STARTS_A_CHILD, WITHOUT_GUARDIAN, STAYS, str(ready)]
+    parent = subprocess.Popen(argv, env={**os.environ, MARKS: mark}, cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 30.0
+        while not ready.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert len(find_marked(mark)) == 4  # parent, guardian, child, grandchild
+        parent.kill()
+        while find_marked(mark):
+            assert time.monotonic() < deadline, "a descendant of the killed parent still runs"
+            time.sleep(0.01)
+    finally:
+        parent.kill()
+        parent.wait()
+        kill_marked(mark)

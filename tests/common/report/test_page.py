@@ -86,7 +86,7 @@ def test_a_damaged_journal_is_named_and_the_rest_is_on_the_page(tmp_path: Path) 
     code, text = write(tmp_path, "a")
     assert code == 0
     assert "note: " in text
-    page = (tmp_path / "a" / "report.html").read_text()
+    page = (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
     assert '"id":"g0000000/0"' in page
 
 

@@ -101,7 +101,7 @@ def test_role_that_lives_and_does_nothing_is_reported_with_its_stack_and_started
         )
         assert launcher.run([spec], on_poll=on_poll).exit_code == EXIT_FINISHED
     (report,) = run_dir.stalls.iterdir()
-    text = report.read_text()
+    text = report.read_text(encoding="utf-8")
     assert "learner hangs" in text
     if how == "hangs":
         assert "learner (main): step 1, since" in text
@@ -135,7 +135,7 @@ def test_role_on_its_way_out_hangs_only_when_that_takes_too_long(
         process = starter.start(spec)
         try:
             deadline = time.monotonic() + 30.0
-            while "left" not in (log.read_text() if log.exists() else ""):
+            while "left" not in (log.read_text(encoding="utf-8") if log.exists() else ""):
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             began, now = time.time(), [time.monotonic()]
@@ -215,8 +215,8 @@ class Standing:
                 line = {"what": "serving", "waits_for": waits_for, "since": self.now}
                 told = {"pid": 1, "began_at": 1.0, "written_at": self.now, "boot_id": boot_id()}
                 path = self.run_dir.alive / f"{name}.json"
-                path.write_text(json.dumps(told | {"lines": {"main": line}}))
-            self.run_dir.status.write_text(json.dumps(self.status))
+                path.write_text(json.dumps(told | {"lines": {"main": line}}), encoding="utf-8")
+            self.run_dir.status.write_text(json.dumps(self.status), encoding="utf-8")
             if (verdict := self.watch.look(processes)) is not None:
                 return verdict
         return None
@@ -231,7 +231,7 @@ def test_run_that_stands_still_is_told_of_with_who_waits_for_whom_and_its_roles_
     assert verdict is not None
     assert verdict.restart == ["learner", "actor-0", "scheduler"]
     (report,) = run.run_dir.stalls.iterdir()
-    text = report.read_text()
+    text = report.read_text(encoding="utf-8")
     assert "counted no episode and no step" in text
     assert "learner (main): waits for actors: a batch, since" in text
     assert "actor-0 (main): waits for scheduler: leases" in text
@@ -280,6 +280,9 @@ class Steady:
     def progress(self, role: str) -> object:
         self.num_asked += 1
         return self.num_asked
+
+    def is_over(self) -> bool:
+        return False
 
 
 @pytest.mark.parametrize("has_progress", [True, False])

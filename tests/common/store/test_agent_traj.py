@@ -23,7 +23,7 @@ RECORD = {
 def write(tmp_path: Path, *records: Any) -> Path:
     path = tmp_path / "traj.jsonl"
     lines = (r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in records)
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
@@ -41,7 +41,7 @@ def test_only_the_agent_is_trained_and_not_where_its_loss_is_false(tmp_path: Pat
 
 def test_lines_and_one_list_are_the_same(tmp_path: Path) -> None:
     path = tmp_path / "traj.json"
-    path.write_text(json.dumps([RECORD, RECORD], indent=2))
+    path.write_text(json.dumps([RECORD, RECORD], indent=2), encoding="utf-8")
     assert read_conversations(path) == read_conversations(write(tmp_path, RECORD, "", RECORD))
 
 
@@ -79,7 +79,7 @@ def test_half_characters_are_replaced_and_said(
 ) -> None:
     messages = [{"from": "human", "value": "a \ud83d"}, {"from": "gpt", "value": "b"}]
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"conversations": messages}) + "\n")
+    path.write_text(json.dumps({"conversations": messages}) + "\n", encoding="utf-8")
     (conversation,) = read_conversations(path)
     assert [message.text for message in conversation.messages] == ["a \ufffd", "b"]
     assert "replaced halves of characters in 1 messages" in caplog.text

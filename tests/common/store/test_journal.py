@@ -315,12 +315,12 @@ def test_journal_refuses_a_second_process_that_writes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, str(tmp_path)]
     root = ROOT
     second = subprocess.run(
-        command, cwd=root, check=False, capture_output=True, text=True, timeout=30
+        command, cwd=root, check=False, capture_output=True, encoding="utf-8", timeout=30
     )
     assert "another process is writing" in second.stderr
     writer.close()
     third = subprocess.run(
-        command, cwd=root, check=False, capture_output=True, text=True, timeout=30
+        command, cwd=root, check=False, capture_output=True, encoding="utf-8", timeout=30
     )
     assert third.returncode == 0
 

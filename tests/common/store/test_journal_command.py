@@ -28,7 +28,7 @@ def run_dir(tmp_path: Path) -> RunDir:
         writer.append(make_trajectory(f"g{number:07d}/0"))
     writer.close()
     steps = [{"version": 1, "groups": [["g0000000/0"]], "outcomes": []}]
-    made.steps.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    made.steps.write_text("".join(json.dumps(step) + "\n" for step in steps), encoding="utf-8")
     write_json(made.replay_point, {"position": {"segment": 3, "offset": 0}})
     return made
 
@@ -70,7 +70,10 @@ def test_export_writes_each_episode_with_the_step_that_consumed_it(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     code, _ = carry_out(run_dir, capsys, "export", f"to={tmp_path / 'all.jsonl'}")
-    rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "all.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert code == 0
     assert [row["episode_id"] for row in rows] == [f"g{i:07d}/0" for i in range(NUM)]
     assert [row["step"] for row in rows] == [1, None, None, None, None]

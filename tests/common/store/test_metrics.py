@@ -82,7 +82,9 @@ def test_metrics_begins_anew_when_not_resumed(tmp_path: Path) -> None:
 
 def test_metrics_time_goes_on_from_the_last_line_when_a_run_resumes(tmp_path: Path) -> None:
     lines = [{"step": step, "time_s": 100.0 * step} for step in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
     write(tmp_path, range(2, 3), resumed_at_step=1)
     last = read_metrics(tmp_path / "metrics.jsonl")[-1]
     assert last["step"] == 2
@@ -92,17 +94,19 @@ def test_metrics_time_goes_on_from_the_last_line_when_a_run_resumes(tmp_path: Pa
 def test_metrics_sets_a_torn_last_line_aside_when_a_run_resumes(tmp_path: Path) -> None:
     write(tmp_path, range(1, 3))
     path = tmp_path / "metrics.jsonl"
-    with path.open("a") as handle:
+    with path.open("a", encoding="utf-8") as handle:
         handle.write('{"step": 3, "rew')
     assert steps(path) == [1, 2]
     write(tmp_path, range(3, 4), resumed_at_step=2)
     assert steps(path) == [1, 2, 3]
-    assert (tmp_path / "metrics.discarded.jsonl").read_text() == '{"step": 3, "rew\n'
+    assert (tmp_path / "metrics.discarded.jsonl").read_text(
+        encoding="utf-8"
+    ) == '{"step": 3, "rew\n'
 
 
 def test_metrics_names_file_and_line_when_the_middle_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
         read_metrics(path)
 

@@ -37,7 +37,7 @@ def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) 
     write_atomically(path, "one")
     write_atomically(path, "two")
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
-    assert path.read_text() == "two"
+    assert path.read_text(encoding="utf-8") == "two"
 
 
 def test_what_dead_writers_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -64,3 +64,17 @@ def test_file_of_a_run_without_a_bound_is_found(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert unbounded(tmp_path) == ["grows.jsonl"]
+
+
+def test_private_file_is_private_from_its_first_moment(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    left = tmp_path / f".config.yaml.{os.getpid()}"
+    left.write_text("left by a process of the same number", encoding="utf-8")
+    left.chmod(0o666)
+    with left.open(encoding="utf-8") as stranger:
+        write_atomically(path, "token: geheim\n", mode=0o600)
+        assert "geheim" not in stranger.read()  # It is another file, not that one.
+    assert (path.read_text(encoding="utf-8"), path.stat().st_mode & 0o777) == (
+        "token: geheim\n",
+        0o600,
+    )

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from common.config.load import save_config
+from common.config.load import load_config, load_told, sections_as_yaml
 from common.config.run_config import ModelSection, RunConfig, RunSection, TrainSection
 from common.errors import ConfigError
+from common.formats.chat_template import today
+from common.repository import ROOT
 from common.store.run_dir import RunDir
-from common.store.run_start import mark_finished, prepare
+from common.store.run_start import dated, mark_finished, prepare, save_config
+from learner.scheduler.members.enrolment import SECRET, SECTIONS
 
 
 def config(*, seed: int = 0, num_steps: int = 10) -> RunConfig:
@@ -63,3 +66,57 @@ def test_damaged_note_of_the_end_is_named_with_what_to_do(run_dir: RunDir, conte
     run_dir.finished.write_bytes(content)
     with pytest.raises(ConfigError, match=r"finished\.json: damaged.*remove it"):
         prepare(config(), run_dir)
+
+
+def dated_at(cfg: RunConfig, run_dir: RunDir, *, is_kept: bool = True) -> str:
+    return dated(cfg, run_dir, is_kept=is_kept).model.date
+
+
+def with_date(day: str, *, path: str = "m") -> RunConfig:
+    return replace(config(), model=ModelSection(path=path, date=day))
+
+
+def test_run_keeps_the_date_of_its_first_start(run_dir: RunDir) -> None:
+    assert dated_at(with_date("2024-02-29"), run_dir) == "2024-02-29"
+    assert run_dir.read_date() == "2024-02-29"
+    assert dated_at(config(), run_dir) == "2024-02-29"
+    assert dated_at(with_date("2025-01-01"), run_dir) == "2025-01-01", "for this once"
+    assert run_dir.read_date() == "2024-02-29"
+
+
+def test_new_run_has_the_date_of_today(tmp_path: Path) -> None:
+    new = RunDir(root=tmp_path / "new")
+    before = today()
+    found = dated_at(config(), new)
+    assert before <= found <= today()
+    assert new.read_date() == found
+
+
+def test_run_that_goes_on_takes_no_other_date(run_dir: RunDir) -> None:
+    dated(with_date("2024-02-29"), run_dir, is_kept=True)
+    assert prepare(config(), run_dir) is None
+    assert prepare(with_date("2024-02-29"), run_dir) is None
+    with pytest.raises(ConfigError, match=r"model\.date: was 2024-02-29, now 2025-01-01"):
+        prepare(with_date("2025-01-01"), run_dir)
+
+
+def test_checkpoint_is_served_with_the_date_of_its_run(run_dir: RunDir, tmp_path: Path) -> None:
+    dated(with_date("2024-02-29"), run_dir, is_kept=True)
+    other = RunDir(root=tmp_path / "other")
+    path = str(run_dir.checkpoints / "step-3")
+    assert dated_at(with_date("", path=path), other, is_kept=False) == "2024-02-29"
+    assert not other.root.exists()
+
+
+def test_date_travels_to_roles_with_the_configuration(run_dir: RunDir) -> None:
+    cfg = dated(with_date("2024-02-29"), run_dir, is_kept=True)
+    save_config(cfg, run_dir.config)
+    assert load_config(str(run_dir.config), [], root=ROOT).model.date == "2024-02-29"
+    sent = sections_as_yaml(cfg, SECTIONS["actor"], without=SECRET)
+    assert load_told(sent, [], root=ROOT).model.date == "2024-02-29"
+
+
+@pytest.mark.parametrize("day", ["2024-02-30", "today", "24-02-28", "20240228"])
+def test_date_that_is_none_is_refused_by_its_key(day: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.date"):
+        load_config(None, ["model.path=m", f"model.date={day}"], root=ROOT)

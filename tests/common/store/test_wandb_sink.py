@@ -12,8 +12,9 @@ import pytest
 from wandb.proto import wandb_internal_pb2
 
 from common.config.run_config import LogSection, WandbMode
+from common.errors import ConfigError
 from common.repository import ROOT
-from common.store.wandb_sink import choose_mode, has_account
+from common.store.wandb_mode import check_mode, choose_mode, has_account
 from common.wire.messages import EpisodeKind
 from tests.common.dashboard.runs import append, episode, make_run
 
@@ -28,7 +29,9 @@ def test_auto_is_offline_when_nobody_is_logged_in() -> None:
 
 def test_auto_is_online_when_the_environment_or_netrc_has_a_key(tmp_path: Path) -> None:
     assert choose_mode(AUTO, {**NOBODY, "WANDB_API_KEY": "k" * 40}) is WandbMode.ONLINE
-    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n login user\n password abc\n")
+    (tmp_path / ".netrc").write_text(
+        "machine api.wandb.ai\n login user\n password abc\n", encoding="utf-8"
+    )
     assert choose_mode(AUTO, {"HOME": str(tmp_path)}) is WandbMode.ONLINE
 
 
@@ -36,9 +39,9 @@ def test_account_is_not_seen_when_the_netrc_file_is_of_another_host_or_broken(
     tmp_path: Path,
 ) -> None:
     netrc = tmp_path / "netrc"
-    netrc.write_text("machine example.org\n login user\n password abc\n")
+    netrc.write_text("machine example.org\n login user\n password abc\n", encoding="utf-8")
     assert not has_account({**NOBODY, "NETRC": str(netrc)})
-    netrc.write_text("machine machine password")
+    netrc.write_text("machine machine password", encoding="utf-8")
     assert not has_account({**NOBODY, "NETRC": str(netrc)})
 
 
@@ -51,6 +54,58 @@ def test_wish_of_the_user_decides_when_a_key_is_there(mode: WandbMode) -> None:
     environ = {**NOBODY, "WANDB_API_KEY": "k" * 40}
     assert choose_mode(LogSection(wandb=mode), environ) is mode
     assert choose_mode(AUTO, {**environ, "WANDB_MODE": mode.value}) is mode
+
+
+@pytest.mark.parametrize(
+    ("wish", "mode"),
+    [
+        ("online", WandbMode.ONLINE),
+        ("run", WandbMode.ONLINE),
+        ("shared", WandbMode.ONLINE),
+        (" Online ", WandbMode.ONLINE),
+        ("", WandbMode.ONLINE),  # As without the variable: the account decides.
+        ("offline", WandbMode.OFFLINE),
+        ("OFFLINE", WandbMode.OFFLINE),
+        ("dryrun", WandbMode.OFFLINE),
+        ("DryRun", WandbMode.OFFLINE),
+        ("disabled", WandbMode.DISABLED),
+        ("Disabled", WandbMode.DISABLED),
+    ],
+)
+def test_every_spelling_of_the_mode_is_understood(wish: str, mode: WandbMode) -> None:
+    environ = {**NOBODY, "WANDB_API_KEY": "k" * 40, "WANDB_MODE": wish}
+    assert choose_mode(AUTO, environ) is mode
+
+
+@pytest.mark.parametrize("wish", ["off", "dry-run", "true", "onlin", "0"])
+def test_unknown_mode_is_refused_by_name(wish: str) -> None:
+    environ = {**NOBODY, "WANDB_API_KEY": "k" * 40, "WANDB_MODE": wish}
+    with pytest.raises(ConfigError, match=f"^WANDB_MODE={wish}: must be one of online, run"):
+        choose_mode(AUTO, environ)
+    with pytest.raises(ConfigError, match=f"^WANDB_MODE={wish}"):
+        check_mode(AUTO, environ)
+    check_mode(LogSection(wandb=WandbMode.OFFLINE), environ)  # The configuration decides.
+
+
+@pytest.mark.parametrize(
+    ("value", "mode"),
+    [
+        ("true", WandbMode.DISABLED),
+        ("1", WandbMode.DISABLED),
+        ("YES", WandbMode.DISABLED),
+        ("false", WandbMode.ONLINE),
+        ("", WandbMode.ONLINE),
+    ],
+)
+def test_variable_that_disables_wandb_is_honoured(value: str, mode: WandbMode) -> None:
+    environ = {**NOBODY, "WANDB_API_KEY": "k" * 40, "WANDB_DISABLED": value}
+    assert choose_mode(AUTO, environ) is mode
+    with pytest.raises(ConfigError, match=r"^WANDB_DISABLED=perhaps: must be true or false"):
+        choose_mode(AUTO, {**environ, "WANDB_DISABLED": "perhaps"})
+
+
+def test_account_is_not_looked_for_below_a_home_that_is_missing() -> None:
+    assert not has_account({"HOME": ""})
 
 
 def run_sink(root: Path, script: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -73,7 +128,7 @@ def run_sink(root: Path, script: str, **environ: str) -> subprocess.CompletedPro
         env={**kept, "HOME": str(home), **environ},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=120,
     )
 
@@ -94,6 +149,19 @@ def test_sink_is_silent_and_writes_below_the_run_directory_without_an_account(
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     (log,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     assert b"reward/mean" in log.read_bytes()
+
+
+@pytest.mark.slow
+def test_sink_is_offline_in_a_mode_that_wandb_spells_otherwise(tmp_path: Path) -> None:
+    script = (
+        "sink = WandbSink(run_dir, cfg)\n"
+        "assert sink.mode.value == 'offline', sink.mode\n"
+        "sink.log(1, {'reward/mean': 0.5})\n"
+        "sink.close()\n"
+    )
+    done = run_sink(tmp_path, script, WANDB_API_KEY="0" * 40, WANDB_MODE="DryRun")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
 
 
 @pytest.mark.slow

@@ -190,6 +190,14 @@ def test_field_that_has_a_default_may_be_missing() -> None:
     assert decode(frames_of("StepDone", fields | {"number": 7})).number == 7
 
 
+def test_trajectory_of_an_older_peer_starts_at_score_zero() -> None:
+    sent = make_trajectory([5, 6], [0, 1])
+    schema, name, fields = msgpack.unpackb(encode(sent)[0])
+    del fields["start_score"]
+    older = [msgpack.packb([schema, name, fields]), *encode(sent)[1:]]
+    assert decode(older).start_score == 0.0
+
+
 @pytest.mark.parametrize("value", ["neither", 3, ["train"], None])
 def test_wire_refuses_what_no_enum_holds(value: Any) -> None:
     with pytest.raises(WireError, match=r"Trajectory\.kind"):

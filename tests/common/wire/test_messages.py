@@ -31,7 +31,7 @@ class Uses:
         self.read_where_handled: dict[str, set[str]] = defaultdict(set)
         self.read: set[str] = set()  # anywhere
         for path in _sources():
-            self._add(ast.parse(path.read_text()))
+            self._add(ast.parse(path.read_text(encoding="utf-8")))
 
     def _add(self, tree: ast.Module) -> None:
         callees: set[int] = set()

@@ -1,5 +1,6 @@
 """Laws of a run's keys."""
 
+import os
 import secrets
 import stat
 from dataclasses import replace
@@ -21,11 +22,17 @@ def test_keys_are_made_once_and_read_by_others(tmp_path: Path) -> None:
     assert create_keys(tmp_path / "other") != made
 
 
-def test_keys_are_readable_by_their_owner_only(tmp_path: Path) -> None:
-    create_keys(tmp_path / "keys")
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_keys_are_readable_by_their_owner_only(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        create_keys(tmp_path / "keys")
+    finally:
+        os.umask(before)
     files = list((tmp_path / "keys").iterdir())
     assert len(files) == 7
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
 
 
 def test_a_missing_key_is_named(tmp_path: Path) -> None:

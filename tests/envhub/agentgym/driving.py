@@ -24,7 +24,7 @@ _FOLDER = TemporaryDirectory()
 def first_items() -> str:
     """Return a list of a server's first items, so that `all-train-7` is its item 7."""
     path = Path(_FOLDER.name) / "first.json"
-    path.write_text(json.dumps(list(range(NUM_LISTED))))
+    path.write_text(json.dumps(list(range(NUM_LISTED))), encoding="utf-8")
     return str(path)
 
 

@@ -9,12 +9,13 @@ from typing import cast
 import pytest
 
 from common.config.envs import EnvsSection
-from envhub.agentgym.instance import InstanceUnknown, NotReset, Patience
+from envhub.agentgym.instance import InstanceUnknown, NotReset
 from envhub.agentgym.instances import Instances
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, StepResult, Style, SubsetSpec
 from envhub.errors import CapacityFull
 from envhub.hosting.sessions import Sessions
+from envhub.http.parts import Patience
 from tests.configs import edited
 
 

@@ -34,7 +34,7 @@ def numbers(dialect: str, **options: Any) -> dict[str, Any]:
 
 
 def listed(path: Path, *entries: object) -> str:
-    path.write_text(json.dumps(entries))
+    path.write_text(json.dumps(entries), encoding="utf-8")
     return str(path)
 
 

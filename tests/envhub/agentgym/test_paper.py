@@ -76,7 +76,9 @@ def test_sets_of_our_own_tasks_say_so_and_published_files_are_not_marked(tmp_pat
     assert paper_of("textcraft").note == own_tasks("textcraft", EnvsSection()) != ""
     assert "envs.sciworld.test_items" in paper_of("sciworld").note
     file = tmp_path / "sciworld_test.json"
-    file.write_text(json.dumps([{"item_id": f"sciworld_{n}"} for n in (606, 121, 0)]))
+    file.write_text(
+        json.dumps([{"item_id": f"sciworld_{n}"} for n in (606, 121, 0)]), encoding="utf-8"
+    )
     options = EnvsSection(sciworld=SciworldOptions(test_items=str(file)))
     paper = paper_of("sciworld", options)
     assert paper.note == ""
@@ -86,7 +88,7 @@ def test_sets_of_our_own_tasks_say_so_and_published_files_are_not_marked(tmp_pat
 
 def test_search_set_is_found_in_the_question_files_and_what_lacks_is_told(tmp_path: Path):
     row = json.dumps({"question": "who?", "golden_answers": ["me"]})
-    (tmp_path / "bamboogle_test.jsonl").write_text(f"{row}\n" * 125)
+    (tmp_path / "bamboogle_test.jsonl").write_text(f"{row}\n" * 125, encoding="utf-8")
     options = EnvsSection(searchqa=SearchqaOptions(questions_dir=str(tmp_path)))
     paper = paper_of("searchqa", options)
     first = min(number for number in PAPER["searchqa"]["numbers"] if number >= 51_588)

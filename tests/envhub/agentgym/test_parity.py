@@ -37,7 +37,7 @@ EVERY = {"sciworld": 7, "sqlgym": 4, "babyai": 3, "textcraft": 2, "searchqa": 3}
 @contextmanager
 def served(name: str, folder: Path, retriever_url: str) -> Iterator[Raw]:
     words = folder / "words.txt"
-    words.write_text(WORDS.replace(" ", "\n"))
+    words.write_text(WORDS.replace(" ", "\n"), encoding="utf-8")
     options = EnvsSection(
         agentgym_rules=True,
         textcraft=TextcraftOptions(recipes_dir=str(write_recipes(folder / "recipes"))),

@@ -7,10 +7,10 @@ from base64 import b64decode
 import httpx
 import pytest
 
-from envhub.agentgym.conversations import CONVERSATIONS
 from envhub.agentgym.dialects import SCIWORLD, WEBARENA
 from envhub.agentgym.instance import Instance
 from envhub.agentgym.replies import reset_reply
+from envhub.conversations import CONVERSATIONS
 from envhub.envs.sciworld.catalogue import from_agentgym
 from tests.envhub.agentgym.agentgym_clients import (
     DIRECT,

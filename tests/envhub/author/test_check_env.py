@@ -25,12 +25,12 @@ def found(path: Path, *, num: int = 6) -> list[Finding]:
 
 def changed(tmp_path: Path, *changes: tuple[str, str]) -> Path:
     """Return a copy of the example in which texts are replaced."""
-    text = EXAMPLE.read_text()
+    text = EXAMPLE.read_text(encoding="utf-8")
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
     path = tmp_path / "changed.py"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 

@@ -15,7 +15,13 @@ EXAMPLE = ROOT / "docs" / "examples" / "sort.py"
 def run_cli(*argv: str, lines: str = "") -> subprocess.CompletedProcess[str]:
     argv_all = [sys.executable, "run.py", *argv]
     return subprocess.run(
-        argv_all, cwd=ROOT, input=lines, capture_output=True, text=True, timeout=60, check=False
+        argv_all,
+        cwd=ROOT,
+        input=lines,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+        check=False,
     )
 
 
@@ -24,9 +30,9 @@ def test_scaffold_of_forty_lines_is_sound_as_it_is_written(tmp_path: Path):
     made = run_cli("new-env", "my_game", f"to={tmp_path}")
     assert made.returncode == 0, made.stderr
     path, config = tmp_path / "my_game.py", tmp_path / "my_game.yaml"
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     assert len(lines) <= 48
-    assert "sort" not in path.read_text().lower().replace("sorted", "")
+    assert "sort" not in path.read_text(encoding="utf-8").lower().replace("sorted", "")
     cfg = load_config(str(config), [], root=ROOT)
     assert (cfg.run.name, cfg.tasks[0].env) == ("my_game", "my_game")
     assert cfg.envhub.envs == [f"{path}:make_spec"]

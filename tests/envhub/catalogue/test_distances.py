@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from common.config.envs import EnvsSection, RemoteOptions
-from common.wire.ids import subset_at
+from common.ids import subset_at
 from envhub.catalogue import distances
 from envhub.catalogue.distances import Distances, counted, measured
 from envhub.catalogue.registry import Registry, load_spec

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import run
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -93,16 +94,35 @@ def make_spec(options):
 def test_subset_without_training_items_is_named_before_a_run_and_can_be_evaluated(
     serve_hub, tmp_path: Path
 ) -> None:
-    (tmp_path / "held.py").write_text(HELD_OUT)
+    (tmp_path / "held.py").write_text(HELD_OUT, encoding="utf-8")
     reference = f"{tmp_path / 'held.py'}:make_spec"
     (subset, *_) = Registry([reference]).spec("held").subsets
     tasks = f"tasks=[{{env: held, subset: {subset}}}]"
     url = str(serve_hub(reference).client.base_url)
     for where in (f"envhub.envs=[{reference}]", f"envhub.url={url}"):
         cfg = configured(where, tasks)
-        told = f"tasks[0].subset={subset!r}: it has no training items in held"
-        assert missing_for(cfg) == [told]
+        (line,) = missing_for(cfg)
+        assert line.startswith(f"tasks[0].subset={subset!r}: it has no training items in held; ")
         assert missing_for(cfg, is_to_train=False) == []
+
+
+@pytest.mark.parametrize("config", ["smoke", "textcraft-qwen7b"])
+@pytest.mark.parametrize("flags", [["--dry-run"], []])
+def test_start_and_dry_run_refuse_a_subset_without_training_items(
+    config: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "held.py").write_text(HELD_OUT)
+    tasks = [
+        "tasks=[{env: held, subset: Carry}]",
+        f"envhub.envs=[{tmp_path / 'held.py'}:make_spec]",
+    ]
+    model = f"model.path={ROOT}/configs/policies/tiny"  # of the preset there are no weights here
+    own = [model, f"run.dir={tmp_path / 'runs'}"]
+    if flags and config != "smoke":
+        own = []
+    assert run.main(["train", "--config", config, *flags, *tasks, *own]) == 2
+    assert "tasks[0].subset='Carry': it has no training items in held" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_server_that_answers_with_any_status_is_there(serve_hub) -> None:
@@ -124,7 +144,7 @@ def test_every_command_tells_at_its_start(command: str, nobody: str, tmp_path: P
     argv += [f"env.url={nobody}", "env.dialect=alfworld"]
     if command != "envhub":
         argv += ["--config", "smoke", f"run.dir={tmp_path}"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=120)
     told = done.stdout if command == "doctor" else done.stderr
     assert done.returncode != 0
     assert f"env.url={nobody}: no answer (Connection refused)" in told

@@ -44,7 +44,7 @@ def test_outside_environment_keeps_the_worker_that_it_asks_for():
 
 def test_file_is_an_outside_environment(tmp_path: Path):
     path = tmp_path / "mine.py"
-    path.write_text("from tests.envhub.outside import make_worker as make_it\n")
+    path.write_text("from tests.envhub.outside import make_worker as make_it\n", encoding="utf-8")
     assert Registry([f"{path}:make_it"]).names == ("fragile",)
 
 
@@ -123,7 +123,7 @@ def test_environments_own_check_is_asked(tmp_path: Path, monkeypatch: pytest.Mon
         def check(options):
             return [] if options.textcraft.recipes_dir else ["envs.textcraft.recipes_dir is unset"]
     """
-    (tmp_path / "checked_environment.py").write_text(textwrap.dedent(code))
+    (tmp_path / "checked_environment.py").write_text(textwrap.dedent(code), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(LOADERS, "checked", "checked_environment")
     lines = missing_requirements(["checked"])

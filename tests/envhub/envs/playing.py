@@ -38,7 +38,7 @@ def elsewhere(module: str, expression: str, *, hash_seed: int) -> Any:
         },
         cwd=ROOT,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=True,
         timeout=120,
     )

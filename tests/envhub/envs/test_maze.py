@@ -3,7 +3,7 @@
 import pytest
 
 from common.config.envs import EnvsSection
-from envhub.agentgym.conversations import CONVERSATIONS
+from envhub.conversations import CONVERSATIONS
 from envhub.env import Style, UnknownItem, parse_item
 from envhub.envs.maze import maze
 from envhub.envs.maze.env import SUBSETS, MazeEnv, make_spec, start_of

@@ -62,7 +62,7 @@ def written(folder: Path, recipes: dict[str, dict]) -> str:
     """Write recipe files, the last name first, and returns their folder."""
     folder.mkdir(exist_ok=True)
     for name, content in sorted(recipes.items(), reverse=True):
-        (folder / f"{name}.json").write_text(json.dumps(content))
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return str(folder)
 
 
@@ -280,7 +280,7 @@ def test_tasks_of_a_folder_name_items_that_exist(tmp_path):
 )
 def test_bad_folder_is_reported_at_start(tmp_path, files, reason):
     for name, text in files.items():
-        (tmp_path / f"{name}.json").write_text(text)
+        (tmp_path / f"{name}.json").write_text(text, encoding="utf-8")
     (line,) = check(options(str(tmp_path)))
     assert line.startswith("envs.textcraft.recipes_dir: ")
     assert reason in line

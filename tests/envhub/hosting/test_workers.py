@@ -56,6 +56,7 @@ def test_episode_in_a_worker_is_played_like_any_other(hub):
         "is_valid": True,
         "is_success": False,
         "state": "",
+        "is_truncated": False,
     }
     hint = {"valid_actions": ["end", "after 1"], "expert_action": None}
     assert hub.client.get(f"{path}/hint").json() == hint
@@ -286,7 +287,7 @@ asyncio.run(main())
 
 def test_workers_die_with_a_hub_that_is_killed():
     process = subprocess.Popen(
-        [sys.executable, "-c", CODE], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CODE], cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8"
     )
     assert process.stdout is not None
     with process.stdout:

@@ -32,7 +32,15 @@ def test_hub_plays_a_whole_episode(hub):
     assert hint["expert_action"] == "go to green ball 1"
     assert hint["expert_action"] in hint["valid_actions"]
     answer = hub.step(path, hint["expert_action"], 1).json()
-    assert set(answer) == {"observation", "reward", "done", "is_valid", "is_success", "state"}
+    assert set(answer) == {
+        "observation",
+        "reward",
+        "done",
+        "is_valid",
+        "is_success",
+        "state",
+        "is_truncated",
+    }
     assert (answer["reward"], answer["done"], answer["is_valid"]) == (1.0, True, True)
     assert hub.step(path, "turn left", 2).status_code == 409
     assert hub.client.delete(path).status_code == 204
@@ -243,9 +251,22 @@ def test_batch_steps_and_one_failure_touches_no_other(hub):
         "is_valid": True,
         "is_success": False,
         "state": "",
+        "is_truncated": False,
     }
     assert (answers[2]["reward"], answers[2]["done"]) == (1.0, True)
     assert "a bug in the environment" in answers[1]["detail"]
+
+
+@pytest.mark.parametrize("env", ["faulty", "fragile"])  # in the hub's own process, in a worker
+def test_a_truncated_end_is_told_from_an_end_on_every_route(serve_hub, env):
+    hub = serve_hub("make_worker")
+    for action, is_truncated in (("cut off", True), ("end", False)):
+        alone = hub.step(hub.open(env), action, 1).json()
+        entry = {"session_id": hub.open(env).rpartition("/")[2], "action": action, "seq": 1}
+        (together,) = hub.client.post("/v1/step/batch", json=[entry]).json()
+        for answer in (alone, together):
+            assert (answer["done"], answer["is_truncated"]) == (True, is_truncated)
+            assert answer["is_success"] is not is_truncated
 
 
 def test_batch_runs_steps_of_one_session_in_their_order(hub):
@@ -320,7 +341,6 @@ MALFORMED = [
     b"null",
     b"[]",
     b"\xff\xfe",
-    b'{"action": "\\ud800", "seq": 1}',
     b'{"action": "\xed\xa0\x80", "seq": 1}',
     b'{"action": "go", "seq": NaN}',
     b'{"action": "go", "seq": 1e999}',

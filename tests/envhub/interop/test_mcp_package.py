@@ -57,6 +57,10 @@ def grade(answer: str, right: int, session: str = "") -> dict:
     return {"reward": (answer == str(right)) / 2, "is_success": answer == str(right)}
 
 @server.tool()
+def judge(reward: float, truncated: bool) -> dict:
+    return {"reward": reward, "success": True, "truncated": truncated}
+
+@server.tool()
 def length(answer: str) -> dict:
     return {"reward": min(len(answer) / 60, 1.0)}
 
@@ -89,7 +93,7 @@ async def play(episodes):
                 told[-1].append(str(error))
                 break
             told[-1].append([result.observation, result.reward, result.done, result.is_valid,
-                             result.is_success])
+                             result.is_success] + ["cut short"] * result.is_truncated)
         await env.close()
     await spec.stop()
     return told
@@ -105,12 +109,12 @@ def call(tool: str, **arguments: object) -> str:
 def described(folder: Path, **options: object) -> str:
     """Return the reference of the server, with its options and items written to a folder."""
     if not (folder / "server.py").exists():
-        (folder / "server.py").write_text(SERVER)
-    (folder / "items.json").write_text(json.dumps(ITEMS))
+        (folder / "server.py").write_text(SERVER, encoding="utf-8")
+    (folder / "items.json").write_text(json.dumps(ITEMS), encoding="utf-8")
     command = [python_with(MCP, sees_ours=True), str(folder / "server.py")]
     where: dict[str, object] = {} if "url" in options else {"command": command}
     told = {"items": "items.json", "timeout_s": 60.0, **where, **options}
-    (folder / "tools.yaml").write_text(yaml.safe_dump(told))
+    (folder / "tools.yaml").write_text(yaml.safe_dump(told), encoding="utf-8")
     return f"mcp:{folder / 'tools.yaml'}"
 
 
@@ -120,7 +124,7 @@ def play(reference: str, *episodes: tuple[str, list[str]], root: Path) -> tuple[
         [python_with(MCP, sees_ours=True), "-c", PLAY, reference, json.dumps(episodes)],
         cwd=root,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -130,7 +134,7 @@ def play(reference: str, *episodes: tuple[str, list[str]], root: Path) -> tuple[
 @contextlib.contextmanager
 def http_server(folder: Path, *, text: str = SERVER, port: int = 0) -> Iterator[str]:
     """Yield the URL of the server over streamable HTTP, at a free port unless one is given."""
-    (folder / "server.py").write_text(text)
+    (folder / "server.py").write_text(text, encoding="utf-8")
     if not port:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -211,7 +215,7 @@ def test_episodes_that_begin_at_once_share_the_server_of_their_sessions(
     done = subprocess.run(
         [python, "-c", MCP_TOGETHER, reference, call("add", number=5)],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=240,
         cwd=repository,
     )
@@ -271,12 +275,29 @@ def test_session_is_an_argument_and_a_check_of_the_server_pays(
     items = [{"prompt": "Say 8.", "check": check, "split": s} for s in ("train", "test")]
     with http_server(tmp_path) as url:
         reference = described(tmp_path, url=url, session="session", items="mine.json")
-        (tmp_path / "mine.json").write_text("\n".join(map(json.dumps, items)))
+        (tmp_path / "mine.json").write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
         moves = [call("add", number=1), call("submit", answer="8")]
         told, _ = play(reference, *[("all-train-0", moves), ("all-test-0", moves)], root=repository)
     assert all("session" not in episode[0] and "grade" not in episode[0] for episode in told)
     assert [episode[1][0] for episode in told] == ["sum 1 of 1", "sum 1 of 2"]
     assert [episode[2][1:] for episode in told] == [[0.5, True, True, True]] * 2
+
+
+@pytest.mark.slow
+def test_a_paying_tool_may_cut_short_succeed_and_pay_below_zero(
+    tmp_path: Path, repository: Path
+) -> None:
+    reference = described(tmp_path, submit="judge", min_reward=-1.0)
+    moves = [
+        [call("add", number=1), call("judge", reward=-0.5, truncated=is_cut)]
+        for is_cut in (True, False)
+    ]
+    ((_, on, cut), (_, _, end)), _ = play(
+        reference, *[("all-train-0", each) for each in moves], root=repository
+    )
+    assert on[1] == 0.5  # nothing is paid yet: 0 of -1 to 1
+    assert cut[1:] == [0.25, True, True, True, "cut short"]
+    assert end[1:] == [0.25, True, True, True]
 
 
 @pytest.mark.slow
@@ -303,11 +324,13 @@ def test_a_function_call_of_its_tools_is_sent_as_the_server_s(
     told = "import json, sys; from envhub.catalogue.registry import Registry; print(json.dumps("
     told += "Registry([sys.argv[1]]).catalogue()['tools']))"
     command = [python_with(MCP, sees_ours=True), "-c", told, reference]
-    shown = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=200)
+    shown = subprocess.run(
+        command, cwd=repository, capture_output=True, encoding="utf-8", timeout=200
+    )
     assert shown.returncode == 0, shown.stderr[-3000:]
     entry = json.loads(shown.stdout)
     tools = entry["tools"]
-    assert [each["name"] for each in tools] == ["add", "grade", "submit"]
+    assert [each["name"] for each in tools] == ["add", "grade", "judge", "submit"]
     render = make_renderer(CALLING, AgentFormat.FUNCTION_CALL).of("tools", tools)
     assert isinstance(render, ToolRenderer)
     assert "Add a number." in CALLING.decode(render.first_prompt("Say 7."))
@@ -347,7 +370,7 @@ def test_example_is_sound_by_its_own_words(repository: Path) -> None:
         [python, "run.py", "check-env", "mcp:docs/examples/calculator.yaml"],
         cwd=repository,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=250,
         env={"PATH": f"{Path(python).parent}:/usr/bin:/bin"},
     )
@@ -366,6 +389,6 @@ def test_example_is_sound_by_its_own_words(repository: Path) -> None:
     ],
 )
 def test_a_server_that_cannot_be_is_refused_by_name(text: str, why: str, tmp_path: Path) -> None:
-    (tmp_path / "tools.yaml").write_text(text)
+    (tmp_path / "tools.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"(?s){why}"):
         Registry([f"mcp:{tmp_path / 'tools.yaml'}"])

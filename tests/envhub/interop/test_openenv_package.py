@@ -40,7 +40,12 @@ def echo_command(folder: Path) -> tuple[list[str], str]:
     command = [python, "-m", "openenv.cli", "init", "echo_env", "--output-dir", str(folder)]
     subprocess.run(command, timeout=240, stderr=subprocess.DEVNULL, **quiet)
     app = folder / "echo_env" / "server" / "app.py"
-    app.write_text(app.read_text().replace("max_concurrent_envs=1,", "max_concurrent_envs=16,"))
+    app.write_text(
+        app.read_text(encoding="utf-8").replace(
+            "max_concurrent_envs=1,", "max_concurrent_envs=16,"
+        ),
+        encoding="utf-8",
+    )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     served = [python, "-m", "uvicorn", "echo_env.server.app:app", "--port", str(port)]
@@ -89,7 +94,7 @@ def test_its_client_plays_our_environment() -> None:
             answer = client.post(f"{path}/step", json=step).json()
             told.append([answer["observation"], answer["reward"], answer["done"]])
         command = [python, "-c", PLAY, f"{hub}/openenv/textcraft", json.dumps(actions)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60)
         assert done.returncode == 0, done.stderr[-2000:]
         first, theirs, state, theirs_id = json.loads(done.stdout)
         assert (first, theirs, theirs_id) == (opened["observation"], told, item_id)
@@ -121,7 +126,7 @@ def test_trl_trains_two_steps_on_our_textcraft(tmp_path: Path, repository: Path)
         done = subprocess.run(
             [python, str(script), f"{hub}/openenv/textcraft", str(model), "2"],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=250,
             cwd=tmp_path,
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},

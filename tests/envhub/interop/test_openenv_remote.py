@@ -265,6 +265,21 @@ def test_success_is_what_the_server_says_else_the_whole_reward() -> None:
     assert not play_steps(rewarded(1.0, metadata={"is_success": False}), "a")[1].is_success
 
 
+@pytest.mark.parametrize("key", ["truncated", "is_truncated"])
+def test_an_end_that_the_server_calls_truncated_is_cut_short(key: str) -> None:
+    _, on, end = play_steps(rewarded(0.5, 0.5, metadata={key: True}), "a", "b")
+    assert [(each.done, each.is_truncated) for each in (on, end)] == [(False, False), (True, True)]
+    assert not play_steps(rewarded(0.5), "a")[1].is_truncated
+
+
+def test_a_score_before_the_first_reward_is_raw_zero() -> None:
+    between = {"min_reward": -1.0, "max_reward": 1.0}
+    assert paid(play_steps(rewarded(None, -1.0), "a", "b", **between)) == [0.5, 0.0]
+    told = server_of(echo, {"properties": {"n": {"type": "integer"}}, "required": ["n"]})
+    (refused,) = play_steps(told, "no number", **between)[1:]
+    assert (refused.is_valid, refused.reward) == (False, 0.5)
+
+
 async def echo(ws: WebSocket, action: dict[str, Any]) -> None:
     await reply(ws, {"got": json.dumps(action), "length": 0, "metadata": {"a": 1}})
 

@@ -56,7 +56,9 @@ def test_openenv_server_killed_in_training_fails_what_it_held_and_is_waited_for(
     environment = tmp_path / "echo_env" / "server" / "echo_env_environment.py"
     begins = "        self._state.step_count += 1\n"
     slow = f"        __import__('time').sleep({STEP_S})\n"
-    environment.write_text(environment.read_text().replace(begins, begins + slow))
+    environment.write_text(
+        environment.read_text(encoding="utf-8").replace(begins, begins + slow), encoding="utf-8"
+    )
     where = ["env.dialect=openenv", f"env.url={url}", "tasks=[{env: openenv, subset: all}]"]
     told = ["env.observation_field=echoed_message", "train.num_steps=4", "eval.num_items=2"]
     with listening(command, tmp_path, url) as server:
@@ -88,7 +90,7 @@ def test_mcp_server_killed_in_training_fails_what_it_held_and_is_used_again(
     options: dict[str, object] = {"items": "tool:listed", "submit": "slowly", "begin": "begin"}
     options |= {"plain_answers": True, "session": "session", "revision": revision}
     program, python = tmp_path / "server.py", python_with(MCP, sees_ours=True)
-    program.write_text(SLOW_SERVER)
+    program.write_text(SLOW_SERVER, encoding="utf-8")
     with ExitStack() as stack:
         url = "" if is_on_pipes else stack.enter_context(http_server(tmp_path, text=SLOW_SERVER))
         reference = described(tmp_path, **options, **({"url": url} if url else {}))

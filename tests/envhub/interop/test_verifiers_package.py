@@ -72,13 +72,13 @@ def test_its_own_command_evaluates_our_babyai(tmp_path: Path, repository: Path) 
         done = subprocess.run(
             [str(folder / "vf-eval"), "longstride-hub", *flags, "--no-rich", "--no-push"],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=200,
             cwd=tmp_path,
             env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "PRIME_API_KEY": "x"},
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    lines = (tmp_path / "babyai" / "traces.jsonl").read_text().splitlines()
+    lines = (tmp_path / "babyai" / "traces.jsonl").read_text(encoding="utf-8").splitlines()
     episodes = [json.loads(line) for line in lines]
     assert len(episodes) == len(ITEMS)
     for episode in episodes:

@@ -94,15 +94,15 @@ if __name__ == "__main__":
 
 def described(folder: Path, taskset: str, *, first: int = 0, **options: object) -> str:
     """Return the reference of a taskset, written to a folder with its options."""
-    (folder / "tiny_words.py").write_text(WORDS)
-    (folder / "tiny_talk.py").write_text(TALK)
+    (folder / "tiny_words.py").write_text(WORDS, encoding="utf-8")
+    (folder / "tiny_talk.py").write_text(TALK, encoding="utf-8")
     own = {"python": python_with(VERIFIERS), "path": ".", "start_timeout_s": 250.0}
     told = {
         **own,
         **options,
         "taskset": {"id": taskset, "first": first} if first else {"id": taskset},
     }
-    (folder / "tasks.yaml").write_text(yaml.safe_dump(told))
+    (folder / "tasks.yaml").write_text(yaml.safe_dump(told), encoding="utf-8")
     return f"verifiers:{folder / 'tasks.yaml'}"
 
 
@@ -185,6 +185,18 @@ def test_an_environment_of_its_own_has_turns_tools_and_a_process_that_may_die(
 
 
 @pytest.mark.slow
+def test_an_episode_that_a_limit_of_the_taskset_stops_is_cut_short(tmp_path: Path) -> None:
+    limit = {"env": {"pupil": {"max_turns": 2}}, "min_reward": -2.0, "max_reward": 2.0}
+    spec = Registry([described(tmp_path, "tiny_talk", **limit)]).spec("tasks")
+    ring = json.dumps({"tool": "ring", "arguments": {"times": 1}})
+    told = play(spec, {"all-train-0": [ring, ring], "all-train-1": ["one", "two"]})
+    (_, on, cut), (_, _, end) = told.values()
+    assert (spec.start_score, on.reward) == (0.5, 0.5)
+    assert (cut.done, cut.is_truncated, cut.reward) == (True, True, 0.5)
+    assert (end.done, end.is_truncated, end.reward, end.is_success) == (True, False, 1.0, True)
+
+
+@pytest.mark.slow
 def test_its_taskset_is_trained_and_evaluated_here(tmp_path: Path) -> None:
     reference = described(tmp_path, "tiny_words")
     where = [f"envhub.envs=[{reference}]", "tasks=[{env: tasks, subset: all}]"]
@@ -211,7 +223,7 @@ def test_its_taskset_is_sound_but_that_any_text_is_an_answer(
         [sys.executable, "run.py", "check-env", reference],
         cwd=repository,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=280,
     )
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
@@ -228,6 +240,6 @@ def test_its_taskset_is_sound_but_that_any_text_is_an_answer(
     ],
 )
 def test_a_taskset_that_cannot_be_is_refused_by_name(text: str, why: str, tmp_path: Path) -> None:
-    (tmp_path / "tasks.yaml").write_text(text)
+    (tmp_path / "tasks.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=why):
         Registry([f"verifiers:{tmp_path / 'tasks.yaml'}"])

@@ -53,7 +53,7 @@ def test_turn_penalty_lands_on_the_invalid_turns_and_sums_to_zero_over_the_group
     group = Group(group_id="a", members=[turns(0, 1.0, [False, True]), turns(1, 0.0, [False] * 2)])
     first, second = samples_of([group], cfg)
     assert first.token_advantages().tolist() == pytest.approx([1.0, 1.0 - 0.4])
-    assert second.token_advantages().tolist() == pytest.approx([-1.0 + 0.2, -1.0 + 0.2])
+    assert second.token_advantages().tolist() == pytest.approx([-1.0, -1.0 + 0.4])
 
 
 def test_turn_penalty_is_signal_where_rewards_are_equal() -> None:
@@ -123,21 +123,21 @@ def test_turn_level_reward_credits_what_follows_a_turn() -> None:
     cfg = AlgorithmSection(reward_level=CreditLevel.TURN, turn_discount=0.5)
     group = Group(group_id="a", members=[scored(0, [0.0, 1.0]), scored(1, [0.5, 0.5])])
     first, second = samples_of([group], cfg)
-    # returns 0.5 1.0 and 0.5 0.0, less the mean of the other's: 0.25 and 0.75
-    assert first.token_advantages().tolist() == pytest.approx([0.25, 0.75])
-    assert second.token_advantages().tolist() == pytest.approx([-0.25, -0.75])
+    # Returns 0.5 1.0 and 0.5 0.0, less the other's in the same turn.
+    assert first.token_advantages().tolist() == pytest.approx([0.0, 1.0])
+    assert second.token_advantages().tolist() == pytest.approx([0.0, -1.0])
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        # Means of the members' own means, whatever their lengths: 1.0, 0.5 and 0.0.
-        ({}, [[0.75] * 4, [-0.5, 0.5], [-0.75]]),
-        ({"baseline": Baseline.GROUP_MEAN}, [[0.5] * 4, [-0.5, 0.5], [-0.5]]),
-        ({"advantage": Advantage.RLOO}, [[0.75] * 4, [-0.5, 0.5], [-0.75]]),
+        # By turn: 1 0 0, then 1 1 0: members that ended are held at their last return.
+        ({}, [[1.0, 0.5, 0.5, 0.5], [-0.5, 0.5], [-0.5]]),
+        ({"baseline": Baseline.GROUP_MEAN}, [[2 / 3, *[1 / 3] * 3], [-1 / 3, 1 / 3], [-1 / 3]]),
+        ({"advantage": Advantage.RLOO}, [[1.0, 0.5, 0.5, 0.5], [-0.5, 0.5], [-0.5]]),
     ],
 )
-def test_turn_level_baseline_is_that_of_the_members_each_counting_once(
+def test_turn_level_baseline_is_of_turns_with_the_same_number(
     settings: dict, expected: list[list[float]]
 ) -> None:
     cfg = AlgorithmSection(reward_level=CreditLevel.TURN, **settings)
@@ -148,6 +148,49 @@ def test_turn_level_baseline_is_that_of_the_members_each_counting_once(
     )
     got = samples_of([Group(group_id="a", members=members)], cfg)
     assert [s.token_advantages().tolist() for s in got] == [pytest.approx(e) for e in expected]
+
+
+OF_GROUPS = [each for each in Advantage if each.is_group_relative]
+
+
+@pytest.mark.parametrize("baseline", list(Baseline))
+@pytest.mark.parametrize("advantage", OF_GROUPS)
+@pytest.mark.parametrize("scores", [[1.0] * 4, [0.1, 0.3, 0.7], [0.0, 0.5, 0.2]])
+def test_identical_members_have_no_signal_at_turn_level(
+    scores: list[float], advantage: Advantage, baseline: Baseline
+) -> None:
+    members = [scored(number, scores) for number in range(4)]
+    for changes in ({}, {"normalize_std": True}, {"turn_discount": 0.9}):
+        cfg = AlgorithmSection(
+            reward_level=CreditLevel.TURN, advantage=advantage, baseline=baseline, **changes
+        )
+        got = samples_of([Group(group_id="a", members=members)], cfg)
+        assert [s.token_advantages().tolist() for s in got] == [[0.0] * len(scores)] * 4
+        assert not group_has_signal(members, cfg)
+
+
+@pytest.mark.parametrize("baseline", list(Baseline))
+def test_members_invalid_in_the_same_turns_have_no_signal(baseline: Baseline) -> None:
+    cfg = AlgorithmSection(
+        invalid_action_penalty=0.4, invalid_action_level=CreditLevel.TURN, baseline=baseline
+    )
+    members = [turns(number, 1.0, [True, False, False]) for number in range(3)]
+    got = samples_of([Group(group_id="a", members=members)], cfg)
+    assert [s.token_advantages().tolist() for s in got] == [[0.0] * 3] * 3
+    assert not group_has_signal(members, cfg)
+
+
+def test_solutions_of_unlike_lengths_have_no_signal_at_turn_level() -> None:
+    members = [scored(number, [*[0.0] * number, 1.0]) for number in range(4)]
+    assert not group_has_signal(members, AlgorithmSection(reward_level=CreditLevel.TURN))
+
+
+def test_penalty_of_a_turn_is_kept_where_others_have_ended() -> None:
+    cfg = AlgorithmSection(invalid_action_penalty=0.4, invalid_action_level=CreditLevel.TURN)
+    group = Group(group_id="a", members=[turns(0, 0.0, [True]), turns(1, 0.0, [False, True])])
+    first, second = samples_of([group], cfg)
+    assert first.token_advantages().tolist() == pytest.approx([-0.4])
+    assert second.token_advantages().tolist() == pytest.approx([0.4, -0.4])
 
 
 def test_a_member_alone_with_its_turns_learns_nothing_from_them() -> None:
@@ -162,6 +205,26 @@ def test_turn_rewards_sum_to_the_final_score() -> None:
     got = turn_rewards(scored(0, [0.25, 0.25, 0.75]), cfg)
     assert got.tolist() == pytest.approx([0.25, 0.0, 0.5])
     assert turn_rewards(scored(0, [0.25, 0.75]), AlgorithmSection()).tolist() == [0.0, 0.75]
+
+
+def test_first_turns_pay_is_the_rise_over_the_start() -> None:
+    """Raw scores -1, -2, -3 in a range of -20..0: each turn is paid -1/20."""
+    played = replace(scored(0, [0.95, 0.9, 0.85]), start_score=1.0)
+    by_turn = turn_rewards(played, AlgorithmSection(reward_level=CreditLevel.TURN))
+    assert by_turn.tolist() == pytest.approx([-0.05] * 3)
+    at_end = turn_rewards(played, AlgorithmSection())
+    assert at_end.tolist() == pytest.approx([0.0, 0.0, -0.15])
+
+
+def test_discount_brings_a_cost_nearer_to_nothing() -> None:
+    """Raw -3 of -20..0 after three turns is worth -0.15 * 0.5^2, not 0.85 * 0.5^2."""
+    late = replace(scored(0, [1.0, 1.0, 0.85]), start_score=1.0)
+    soon = replace(scored(1, [0.85]), start_score=1.0)
+    first, second = samples_of(
+        [Group(group_id="a", members=[late, soon])], AlgorithmSection(turn_discount=0.5)
+    )
+    assert first.advantage == pytest.approx(-0.0375 + 0.15)
+    assert second.advantage == pytest.approx(-0.15 + 0.0375)
 
 
 def test_normalisation_per_environment_gives_each_the_same_size() -> None:

@@ -39,7 +39,7 @@ def rloo(members: Members) -> list[float]:
 
 
 def raw(members: Members) -> list[float]:
-    return [m.reward for m in members]
+    return [m.reward - m.start_score for m in members]
 
 
 def on_tokens(of_group: Callable[[Members], list[float]]) -> np.ndarray:
@@ -89,7 +89,7 @@ def test_gigpo_adds_to_the_episodes_advantage_that_of_its_steps_among_equal_stat
     expected: list[float] = []
     for group in groups():
         members, of_state = group.members, dict[int, list[float]]()
-        ends = [(m.num_turns, m.reward) for m in members]
+        ends = [(m.num_turns, m.reward - m.start_score) for m in members]
         gains = [[0.95 ** (last - 1 - t) * r for t in range(last)] for last, r in ends]
         for member, own in zip(members, gains, strict=True):
             for state, gain in zip(member.turn_states.tolist(), own, strict=True):

@@ -36,11 +36,13 @@ def definition(
     present = sorted(set(turns))
     firsts = [turns.index(t) for t in present] if step is Timestep.TURN else [*range(len(turns))]
     paid = np.zeros(len(turns))  # on the last token of the turn that earned it, or of one before
-    scores = [0.0, *e.turn_scores.tolist()]
+    scores = [e.start_score, *e.turn_scores.tolist()]
+    is_cut = e.end_reason == "horizon"
     for turn in range(e.num_turns):
         pay = scores[turn + 1] - scores[turn]
         if level is CreditLevel.EPISODE:
-            pay = e.reward if turn == e.num_turns - 1 else 0.0
+            is_paid = turn == e.num_turns - 1 and not is_cut
+            pay = e.reward - e.start_score if is_paid else 0.0
         owner = max([t for t in present if t <= turn], default=present[0])
         paid[len(turns) - 1 - turns[::-1].index(owner)] += pay
     gamma = GAMMA if step is Timestep.TURN else 1.0
@@ -48,10 +50,11 @@ def definition(
     rewards = [paid[a:b].sum() for a, b in pairwise(bounds)]
     v = [float(values[a]) for a in firsts]
     bootstrap = 0.0
-    if e.end_reason == "horizon":
-        value = v[-1] if e.loss_mask[-1] else end
-        rest = value - (e.reward if level is CreditLevel.EPISODE else 0.0)
-        bootstrap = min(max(rest, min(value, 0.0)), 1 - e.reward)
+    if is_cut:
+        value = (v[-1] - rewards[-1]) / gamma if e.loss_mask[-1] else end
+        reached = e.reward - e.start_score if level is CreditLevel.EPISODE else 0.0
+        least = reached + min(value, 0.0) if gamma == 1.0 and e.start_score == 0.0 else value
+        bootstrap = min(max(value, least), 1 - e.reward + reached)
     following = [*v[1:], bootstrap]
     deltas = [r + gamma * n - own for r, n, own in zip(rewards, following, v, strict=True)]
     number = len(deltas)

@@ -1,15 +1,23 @@
 """Laws of credit among turns in one state, of running baselines and of the second moment."""
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from common.config.learning import Baseline
+from common.config.learning import AlgorithmSection, Baseline, StateCredit
+from common.segments import Aside
+from common.wire.messages import Trajectory
+from learner.batch.credit import samples_of
 from learner.batch.running_baseline import RunningBaseline
 from learner.batch.state_credit import grouped_gae, shrunk_advantages, step_advantages
+from learner.ingest.group_assembly import Group
 from learner.objective.second_moment import second_moment_mask
+from tests.learner.builders import make_trajectory
 
 STATES = np.array([0, 1, 0, 0, 2])
 RETURNS = np.array([1.0, 1.0, 0.0, 0.5, 0.5])
@@ -39,6 +47,35 @@ def test_ecpo_trusts_an_action_by_its_visits_and_a_state_by_its_variance() -> No
     assert credit.tolist() == pytest.approx([2 / 3 / 3, 2 / 3 / 3, -2 / 3 / 2])  # gate 1
     noisy = shrunk_advantages(np.array([1.0, 0.0, 0.5]), states, actions, prior_visits=0.0)
     assert noisy.tolist() == [0.0, 0.0, 0.0]  # all variance lies within an action
+
+
+def thinking(number: int, action: int, reward: float, **changes: Any) -> Trajectory:
+    """Build an episode of one turn: a thought of its own, then the action."""
+    plain = make_trajectory([1, 10 + number, action], [0, 1, 1], member=number)
+    states = np.zeros(1, dtype=np.int32)
+    return replace(plain, reward=reward, turn_states=states, **changes)
+
+
+ACTIONS = [(2, 1.0), (2, 0.0), (3, 0.0), (3, 0.0)]  # a a b b paid 1 0 0 0
+# Of a state of mean 1/4: a is worth 1/2. Gate (1/16) / (1/16 + 1/8), 2 visits of 2 + 1.
+OF_ACTIONS = [1 / 18, 1 / 18, -1 / 18, -1 / 18]
+
+
+@pytest.mark.parametrize(
+    "changes_of",
+    [
+        lambda action: {"turn_actions": np.array([action], dtype=np.int32)},
+        lambda _: {"asides": np.array([1, 2, Aside.PLAN], dtype=np.int32)},  # of older records
+    ],
+)
+def test_ecpo_compares_actions_whatever_was_thought_before(
+    changes_of: Callable[[int], dict[str, Any]],
+) -> None:
+    members = [thinking(i, a, paid, **changes_of(a)) for i, (a, paid) in enumerate(ACTIONS)]
+    cfg = AlgorithmSection(state_credit=StateCredit.ECPO, baseline=Baseline.GROUP_MEAN)
+    got = samples_of([Group(group_id="g", members=members)], cfg)
+    of_state = [s.token_advantages()[0] - s.advantage for s in got]
+    assert of_state == pytest.approx(OF_ACTIONS)
 
 
 def test_gagpo_gives_the_credit_to_the_turn_that_leaves_a_shared_state() -> None:

@@ -89,7 +89,7 @@ def test_turn_estimates_match_hand_computed_numbers() -> None:
 def test_only_an_episode_that_was_cut_short_is_bootstrapped() -> None:
     values = [0.0] * 4
     done = estimated(replace(episode(), reward=0.0), values, bootstrap=0.5)
-    for end in (EndReason.HORIZON, EndReason.CONTEXT_FULL):
+    for end in (EndReason.HORIZON, EndReason.TRUNCATED, EndReason.CONTEXT_FULL):
         cut = estimated(replace(episode(end=end), reward=0.0), values, bootstrap=0.5)
         assert cut.token_advantages().tolist() == [0.5] * 4
     assert done.token_advantages().tolist() == [0.0] * 4
@@ -106,7 +106,7 @@ PENALTY = AlgorithmSection(invalid_action_penalty=0.2)
         (AlgorithmSection(), 0.7, 0.7),  # not 1.3
         (AlgorithmSection(), 0.1, 0.6),  # what is reached is not taken back
         (AlgorithmSection(), 5.0, 1.0),  # no more than can be reached
-        (AlgorithmSection(turn_discount=0.5), 0.8, 0.6 + 0.5 * 0.2),
+        (AlgorithmSection(turn_discount=0.5), 0.8, 0.5 * 0.8),  # what is paid later, is paid once
         # At turn level it is of the rises that are still to come.
         (TURN, 0.3, 0.9),
         (TURN, 5.0, 1.0),
@@ -137,6 +137,62 @@ def test_without_its_last_observation_the_last_state_s_own_value_stands_in(
     played = replace(episode(end=EndReason.CONTEXT_FULL, trailing=trailing), reward=0.0)
     got = estimated(played, [0.5, 9.0, 0.3, 9.0], bootstrap=0.8)
     assert listed(got.value_targets)[-1] == pytest.approx(target)
+
+
+def steady(num_turns: int, *, trailing: int, **changes) -> Trajectory:
+    """Build an episode that was cut short, of turns of one sampled token each."""
+    mask = [0, 1] * num_turns + [0] * trailing
+    turn_ids = np.append(np.repeat(np.arange(num_turns), 2), [num_turns - 1] * trailing)
+    plain = make_trajectory(list(range(1, len(mask) + 1)), mask)
+    return replace(
+        plain,
+        end_reason=EndReason.HORIZON,
+        num_turns=num_turns,
+        invalid_turns=np.zeros(num_turns, dtype=bool),
+        turn_ids=turn_ids.astype(np.int32),
+        **changes,
+    )
+
+
+GAMMA = 0.9
+
+
+@pytest.mark.parametrize("trailing", [0, 1])
+@pytest.mark.parametrize("trace", [0.0, 0.5, 1.0])
+def test_perfect_critic_of_a_cut_episode_gets_its_own_values(trace: float, trailing: int) -> None:
+    """Cut at 0.6 after 3 turns; the task would have paid 0.7 in the sixth turn after that."""
+    algorithm = AlgorithmSection(turn_discount=GAMMA)
+    scores = np.array([0.2, 0.4, 0.6], dtype=np.float32)
+    played = steady(3, trailing=trailing, reward=0.6, turn_scores=scores)
+    values = [0.7 * GAMMA**left for left in (8, 7, 6)]
+    got = estimated(played, values, bootstrap=0.7 * GAMMA**5, algorithm=algorithm, gae_lambda=trace)
+    assert values[-1] == pytest.approx(0.372, abs=1e-3)
+    assert listed(got.value_targets) == pytest.approx(values, abs=1e-6)
+    assert got.token_advantages().tolist() == pytest.approx([0.0] * 3, abs=1e-6)
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.5])
+@pytest.mark.parametrize("trailing", [0, 1])
+def test_last_turns_pay_counts_once_without_its_observation(trailing: int, discount: float) -> None:
+    """Each turn pays 0.1, five more turns would; values are what is still paid, from each on."""
+    algorithm = AlgorithmSection(reward_level=CreditLevel.TURN, turn_discount=discount)
+    worth = [sum(0.1 * discount**k for k in range(left)) for left in (8, 7, 6, 5)]
+    scores = np.array([0.1, 0.2, 0.3], dtype=np.float32)
+    played = steady(3, trailing=trailing, reward=0.3, turn_scores=scores)
+    got = estimated(played, worth[:3], bootstrap=worth[3], algorithm=algorithm)
+    if discount == 1.0:
+        assert worth[:3] == pytest.approx([0.8, 0.7, 0.6])
+    assert listed(got.value_targets) == pytest.approx(worth[:3], abs=1e-6)
+
+
+def test_value_of_a_falling_score_is_not_held_at_what_it_was() -> None:
+    # A raw score in -20..0 begins at 1.0 and is at 0.9. The critic expects it to end at 0.7: -0.3.
+    scores = np.array([0.95, 0.9], dtype=np.float32)
+    played = steady(2, trailing=1, reward=0.9, turn_scores=scores, start_score=1.0)
+    got = estimated(played, [0.0, 0.0], bootstrap=-0.3)
+    assert listed(got.value_targets) == pytest.approx([-0.3, -0.3])
+    by_turn = estimated(played, [0.0, 0.0], bootstrap=-0.2, algorithm=TURN)
+    assert listed(by_turn.value_targets) == pytest.approx([-0.3, -0.25])
 
 
 def test_vtrace_on_policy_equals_gae_with_full_trace() -> None:

@@ -61,11 +61,18 @@ def test_a_good_trajectory_is_not_refused() -> None:
         ({"member": -1}, "member -1 of a group of 2"),
         ({"reward": 1.1}, "reward 1.1 is not in [0, 1]"),
         ({"reward": float("nan")}, "reward nan"),
+        ({"start_score": 1.1}, "start_score 1.1 is not in [0, 1]"),
+        ({"start_score": float("nan")}, "start_score nan"),
         ({"num_invalid_actions": 2}, "2 invalid actions in 1 turns"),
         ({"invalid_turns": np.zeros(2, dtype=bool)}, "invalid_turns [False, False] for 1 turns"),
         ({"invalid_turns": np.ones(1, dtype=bool)}, "invalid_turns [True] for 1 turns"),
         ({"turn_states": ints(1, 2)}, "turn_states int32 (2,) for 1 turns"),
+        ({"turn_actions": ints(1, 2)}, "turn_actions int32 (2,) for 1 turns"),
         ({"policy": PolicyKind.EXPERT}, "expert play cannot be trained on"),
+        ({"action_chars": np.array([97], np.int32)}, "action_chars holds what is no text"),
+        ({"action_chars": np.array([-2, -1], np.int32)}, "action_chars holds what is no text"),
+        ({"action_chars": np.array([0x110000, -1], np.int32)}, "holds what is no text"),
+        ({"action_chars": np.zeros((1, 1), np.int32)}, "action_chars is int32 (1, 1)"),
     ],
 )
 def test_a_bad_trajectory_is_refused_with_its_reason(changes: dict[str, Any], reason: str) -> None:

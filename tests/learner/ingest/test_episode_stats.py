@@ -66,6 +66,13 @@ def test_means_are_over_episodes_and_invalid_over_turns() -> None:
     assert {name: metrics[name] for name in metrics.keys() - of_tasks} == pytest.approx(expected)
 
 
+def test_episode_cut_by_its_environment_counts_as_truncated() -> None:
+    stats = EpisodeStats()
+    stats.add(replace(LOST, end_reason=EndReason.TRUNCATED))
+    stats.add(replace(LOST, end_reason=EndReason.DONE))
+    assert stats.metrics(elapsed_s=1.0)["episodes/truncated_frac"] == 0.5
+
+
 def test_every_task_is_counted_under_its_environment() -> None:
     stats = EpisodeStats()
     for trajectory in (WON, LOST, replace(LOST, env="shop"), replace(WON, env="shop")):

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from actor.links.delivery import deliverable
 from common.store.journal import JOURNAL_START, read_journal
+from common.wire.access.bounds import MAX_FRAME_BYTES
 from common.wire.access.lease_mac import lease_mac
 from common.wire.codec import decode, encode
 from common.wire.messages import (
@@ -282,3 +284,14 @@ def test_time_without_a_batch_begins_with_the_first_engine(setup: Setup) -> None
             0, max_lag_steps=1, in_order=False, timeout_s=patience_s, check=hear
         )
     assert time.monotonic() - began > starting_s + patience_s - 0.05
+
+
+def test_episode_too_large_to_send_is_failed_by_its_cause(running: Setup) -> None:
+    whole = np.zeros(MAX_FRAME_BYTES // 4 + 1, dtype=np.int32)
+    _, frames = deliverable(replace(member(2), token_ids=whole))
+    running.actor.send_multipart(frames)
+    assert decode(running.actor.recv_multipart()).is_accepted
+    for number in range(2):
+        assert running.deliver(member(number)).is_accepted
+    running.scheduler.pump_until(lambda: running.scheduler.groups == {"g": True})
+    assert running.scheduler.outcomes == {"g/2": ("failed", "too_large")}

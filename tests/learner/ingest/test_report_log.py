@@ -1,7 +1,9 @@
 """Laws of the reports to the scheduler: kept until it has them on disk, and no longer."""
 
+from common.wire.access.bounds import ID_CHARS
+from common.wire.codec import decode, encode
 from common.wire.messages import EpisodeOutcome, Outcome, Outcomes, StepDone
-from learner.ingest.report_log import Report, ReportLog
+from learner.ingest.report_log import MAX_ENTRIES, Report, ReportLog
 
 
 def outcomes(*episode_ids: str) -> Outcomes:
@@ -91,3 +93,25 @@ def test_acknowledgement_that_comes_twice_or_late_changes_nothing() -> None:
     log.restart()
     log.acknowledge(0)
     assert told(log.take_unsent()) == [(1, 2)]
+
+
+def test_message_holds_no_more_entries_than_the_wire_takes() -> None:
+    each = "g0000012/3"
+    log = make_log(*(outcomes(*[each] * 900) for _ in range(20)), step(1))
+    log.queue(outcomes(*[each] * (2 * MAX_ENTRIES + 1)))
+    messages = log.take_unsent()
+    sizes = [len(m.outcomes) if isinstance(m, Outcomes) else -1 for m in messages]
+    # Five reports of 900 are 4,500 entries; one larger than a message comes in pieces.
+    assert sizes == [4500, 4500, 4500, 4500, -1, 5000, 5000, 1, 0]
+    assert [m.number for m in messages] == list(range(1, 10))
+    duplicates = [m.num_duplicates for m in messages if isinstance(m, Outcomes)]
+    assert duplicates == [4500, 4500, 4500, 4500, 0, 0, 0, 10_001]
+    log.acknowledge(messages[-1].number)
+    assert log.num_saved == 22
+
+
+def test_fullest_message_of_the_longest_ids_fits_the_wire() -> None:
+    longest = "x" * ID_CHARS
+    (message,) = make_log(outcomes(*[longest] * MAX_ENTRIES)).take_unsent()
+    assert isinstance(message, Outcomes)
+    assert len(decode(encode(message)).outcomes) == MAX_ENTRIES

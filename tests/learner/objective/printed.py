@@ -3,6 +3,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -153,9 +154,10 @@ def value_loss(laws: dict[str, str], groups: Groups, t: Tokens) -> Tensor:
 def critic_of(text: str, groups: Groups, t: Tokens) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return (A, target) of each episode's sampled tokens, both [tokens] float64, by definition."""
     gamma, trace = number(r"gamma=([\d.e-]+)", text), number(r"lambda=([\d.e-]+)", text)
-    told = re.search(r"pay=(.*), if cut short then (clip\(.*?, 1 - R\))", text)
+    cut = r"if cut short then (?:E=(.*) is not paid and )?V_after=(.*), without a last observation "
+    told = re.search(rf"pay=(.*), {cut}V_end=(\(V_last - pay_last\)/[\d.e-]+)", text)
     assert told is not None, text
-    pay_text, end_text = told.groups()
+    pay_text, unpaid_text, after_text, behind_text = told.groups()
     found: list[tuple[np.ndarray, np.ndarray]] = []
     for index, e in enumerate(each for group in groups for each in group):
         own = (t.episode == index).numpy()
@@ -171,12 +173,17 @@ def critic_of(text: str, groups: Groups, t: Tokens) -> list[tuple[np.ndarray, np
             pay[step[place]] += paid
         v = np.array([values[step == k][0] for k in range(num)])
         end = 0.0
-        if e.end_reason in ("horizon", "context_full"):
-            last = v[-1] if e.loss_mask[-1] else float(t.end_values[index])
+        if e.end_reason in ("horizon", "truncated", "context_full"):
             share = e.num_invalid_actions / max(e.num_turns, 1)
-            known = {"V_end": last, "R": e.reward, "invalid_frac": share, "min": min}
+            known: dict[str, Any] = {"S": e.reward, "S0": e.start_score, "min": min}
+            known |= {"R": e.reward - e.start_score, "invalid_frac": share}
             known["clip"] = lambda x, low, high: min(max(x, low), high)
-            end = eval(end_text, {"__builtins__": {}}, known)
+            known["E"] = eval(unpaid_text or "0.0", {"__builtins__": {}}, known)
+            pay[-1] -= known["E"]
+            known |= {"V_end": float(t.end_values[index]), "V_last": v[-1], "pay_last": pay[-1]}
+            if e.loss_mask[-1]:
+                known["V_end"] = eval(behind_text, {"__builtins__": {}}, known)
+            end = eval(after_text, {"__builtins__": {}}, known)
         following, ratios, bound = np.append(v, end)[1:], np.ones(num), np.ones(num)
         if text.partition("(per ")[0].endswith("V-trace"):
             gap = (t.prox.detach() - t.mu).numpy()[own]
@@ -276,7 +283,7 @@ def _of_group(term: str, group: list[Trajectory], groups: Groups) -> list[np.nda
     if "mean_same_state G" in term:
         return _by_state(term, group)
     found = re.fullmatch(
-        r"\((.*?)(?: - (leave_one_out|group_mean|mean_\w+ mean_turns))?\)(/\w+)?", term
+        r"\((.*?)(?: - (leave_one_out|group_mean|mean_\w+ same_\w+))?\)(/\w+)?", term
     )
     assert found is not None, term
     credit, base, std = found.groups()
@@ -295,7 +302,7 @@ def _credit(text: str, e: Trajectory) -> np.ndarray:
         return _returns(_paid(later[2], e), float(later[1]))
     found = re.fullmatch(r"R(?:\*([\d.]+)\^\(turns-1\))?(?: - ([\d.]+)\*invalid_frac)?", text)
     assert found is not None, text
-    worth = float(np.float64(e.reward)) * float(found[1] or 1) ** max(num - 1, 0)
+    worth = (e.reward - e.start_score) * float(found[1] or 1) ** max(num - 1, 0)
     worth -= float(found[2] or 0) * e.num_invalid_actions / max(num, 1)
     return np.full(max(num, 1), worth)
 
@@ -305,9 +312,9 @@ def _paid(text: str, e: Trajectory) -> np.ndarray:
     if e.num_turns == 0:
         return pay
     if text.startswith("dR"):
-        pay += np.diff(e.turn_scores.astype(np.float64), prepend=0.0)
+        pay += np.diff(e.turn_scores.astype(np.float64), prepend=e.start_score)
     else:
-        pay[-1] = e.reward
+        pay[-1] = e.reward - e.start_score
     if penalty := re.search(r" - ([\d.]+)\*(invalid\w+)", text):
         if penalty[2] == "invalid_turn":
             pay -= float(penalty[1]) * e.invalid_turns
@@ -323,19 +330,19 @@ def _returns(pay: np.ndarray, discount: float) -> np.ndarray:
 
 
 def _less(credit: list[np.ndarray], base: str) -> list[np.ndarray]:
-    """Return credit less its baseline over members; each member's own mean counts once."""
+    """Return credit less its baseline over members, turn by turn where the line says so."""
     if not base:
         return credit
-    means = [each.mean() if each.size else None for each in credit]
     less = []
     for index, each in enumerate(credit):
-        others = [m for i, m in enumerate(means) if i != index and m is not None]
-        compared = (
-            others
-            if base in ("leave_one_out", "mean_others mean_turns")
-            else [m for m in means if m is not None]
-        )
-        less.append(each - np.mean(compared) if others else 0 * each)
+        others = [x for i, x in enumerate(credit) if i != index and x.size]
+        own = [] if base == "leave_one_out" or "mean_others" in base else [each]
+        is_held = not base.endswith("_or_0")
+        compared = [
+            np.mean([x[k] if k < x.size else is_held * x[-1] for x in [*others, *own]])
+            for k in range(each.size if others else 0)
+        ]
+        less.append(each - np.array(compared) if others else 0 * each)
     return less
 
 

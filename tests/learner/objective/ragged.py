@@ -16,7 +16,7 @@ VERSION = 3  # of the policy that is to be improved
 def groups() -> tuple[Group, ...]:
     """Build ragged episodes: turns of no token and of one, a group of equal rewards, one alone.
 
-    Some are cut short, with a last observation or without.
+    Some are cut short, with a last observation or without. In one group scores begin above 0.
     """
     rng = np.random.default_rng(5)
     built: list[Group] = []
@@ -47,6 +47,7 @@ def groups() -> tuple[Group, ...]:
                     end_reason=EndReason.HORIZON if worth[member] < 0.5 else EndReason.DONE,
                     num_turns=len(turns),
                     reward=worth[member],
+                    start_score=0.25 if number == 1 else 0.0,
                     turn_scores=np.append(rises[:-1], worth[member]).astype(np.float32),
                     invalid_turns=invalid,
                     num_invalid_actions=int(invalid.sum()),

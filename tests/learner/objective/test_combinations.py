@@ -17,6 +17,7 @@ from common.config.learning import (
     Aggregation,
     AlgorithmSection,
     Baseline,
+    ControllerSection,
     Correction,
     CreditLevel,
     KlEstimator,
@@ -142,6 +143,42 @@ def gradient(algorithm: AlgorithmSection, learner: LearnerSection) -> Tensor:
     return torch.cat(found)
 
 
+def first_clipped_frac(algorithm: AlgorithmSection, learner: LearnerSection) -> float:
+    """Return the share of tokens that a bound decides in a batch's first update."""
+    batch, proximal = samples(algorithm, learner), proximal_in_use(algorithm, learner)
+    (micro,) = make_microbatches(batch, range(len(batch)), max_tokens=999, device="cpu")
+    now = torch.cat([policy(i, 0) for i in micro.sample_indices])
+    anchor, weights = anchor_and_weights(
+        now, now, micro, algorithm, proximal=proximal, version=VERSION
+    )
+    inputs = LossInputs(
+        new_logprobs=now,
+        anchor_logprobs=anchor,
+        sampler_logprobs=micro.sampler_logprobs,
+        advantages=micro.advantages,
+        is_weights=weights,
+        sequence_ids=micro.sequence_ids,
+        turn_ids=micro.turn_ids,
+        num_sequences=micro.num_sequences,
+    )
+    sizes = Denominator(num_tokens=len(now), num_sequences=len(batch))
+    return float(policy_loss(inputs, sizes, algorithm)[1]["policy/clipped_frac"])
+
+
+@pytest.mark.parametrize("updates", [{}, {"ppo_epochs": 2}, {"num_minibatches": 2}])
+@pytest.mark.parametrize("proximal", list(Proximal))
+@pytest.mark.parametrize("kind", list(PolicyLoss))
+def test_gate_of_clipping_acts_or_is_named(
+    kind: PolicyLoss, proximal: Proximal, updates: dict[str, int]
+) -> None:
+    bounds = {"clip_low": 0.05, "clip_high": 0.05, "dppo_delta": 0.01}
+    algorithm = AlgorithmSection(policy_loss=kind, proximal=proximal, **bounds)
+    learner = LearnerSection(controller=ControllerSection(clip_gate=0.01), **updates)
+    key = "learner.controller.clip_gate="
+    is_named = any(line.startswith(key) for line in dead_knobs(algorithm, learner))
+    assert (first_clipped_frac(algorithm, learner) > 0.01) == (not is_named)
+
+
 def trusted(num: int, algorithm: AlgorithmSection) -> list[Tensor]:
     """Return the tokens [tokens] of each episode that the whole batch's second moment leaves."""
     ratios = [policy(i, 0) + 2.5 for i in range(num)]
@@ -179,6 +216,8 @@ PROBES: list[tuple[str, Any]] = [
     *(("state_credit", StateCredit.GIGPO), ("state_weight", 0.5), ("state_discount", 0.5)),
     *(("state_prior", 3.0), ("state_lambda", 0.25)),
     *(("running_memory", 0.1), ("running_prior", 0.3)),
+    *(("policy_loss", kind) for kind in PolicyLoss if kind is not PolicyLoss.PPO),
+    ("proximal", Proximal.RECOMPUTED),
 ]
 OF_LEARNER = ("ppo_epochs", "num_minibatches")
 
@@ -206,6 +245,10 @@ def test_every_knob_changes_a_gradient_or_is_named_in_pairs_and_triples_of_setti
             if name in context:
                 continue
             changed = configured(context | {name: value})
+            if proximal_in_use(*changed) is value and value is proximal_in_use(
+                *configured(context)
+            ):
+                continue  # it spells out the default
             is_named = any(line.startswith(f"algorithm.{name}=") for line in dead_knobs(*changed))
             after = gradient(*changed)
             is_same = after.allclose(before, rtol=1e-5, atol=1e-7)

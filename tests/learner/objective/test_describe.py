@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from common.config.compute import CriticSection, Timestep
+from common.config.compute import CriticSection, LoraSection, Timestep
 from common.config.learning import (
     Advantage,
     Aggregation,
     AlgorithmSection,
     Baseline,
+    ControllerSection,
     Correction,
     CreditLevel,
     LearnerSection,
@@ -74,16 +75,18 @@ def test_text_follows_the_anchor() -> None:
         ({"advantage": Advantage.PPO}, "A=whiten_batch(GAE(per turn, gamma=1, lambda=1, V=head"),
         ({"normalize_std": True, "normalize_per_env": True}, "rms_per_env((R - leave_one_out)/std"),
         ({"reward_level": CreditLevel.TURN, "turn_discount": 0.9}, "sum_later_turns 0.9^k*dR"),
-        ({"reward_level": CreditLevel.TURN}, "dR - mean_others mean_turns)"),
+        ({"reward_level": CreditLevel.TURN}, "dR - mean_others same_turn_or_last)"),
         (
             {"reward_level": CreditLevel.TURN, "baseline": Baseline.GROUP_MEAN},
-            "dR - mean_members mean_turns)",
+            "dR - mean_members same_turn_or_last)",
         ),
         (
             {"invalid_action_penalty": 0.3, "invalid_action_level": CreditLevel.TURN},
-            "A=(R - leave_one_out) - 0.3*(invalid_turn - mean_others mean_turns)",
+            "A=(R - leave_one_out) - 0.3*(invalid_turn - mean_others same_turn_or_0)",
         ),
         (PPO | {"reward_level": CreditLevel.TURN}, "pay=dR,"),
+        (PPO, "E=R is not paid and V_after=clip(V_end, E + min(V_end, 0) if S0 == 0 else V_end"),
+        (PPO | {"turn_discount": 0.9}, "V_after=min(V_end, 1 - S + E), without a last observation"),
         (PPO | {"invalid_action_penalty": 0.3}, "pay=R[last] - 0.3*invalid_frac[last],"),
         (PPO, "at least 3*A if A<0] - 0.5*VL; r="),
         (PPO, "VL=mean_turns [(V-target)^2/2, first token of each turn; max of it and (V_old+clip"),
@@ -105,6 +108,19 @@ def test_settings_that_do_nothing_are_named_with_the_reason() -> None:
     assert "learner.muon_lr=0.1 has no effect: optimizer=adamw" in lines
     assert any(line.startswith("learner.critic.gae_lambda=0.5 has no effect") for line in lines)
     assert len(lines) == 5
+
+
+def test_settings_of_parts_that_are_off_are_named() -> None:
+    controller = ControllerSection(masked_warn_frac=0.2)
+    learner = LearnerSection(lora=LoraSection(alpha=8.0), controller=controller)
+    lines = dead_knobs(AlgorithmSection(), learner)
+    assert "learner.lora.alpha=8.0 has no effect: rank=0" in lines
+    assert [line.partition(" has")[0] for line in lines] == [
+        "learner.controller.masked_warn_frac=0.2",
+        "learner.lora.alpha=8.0",
+    ]
+    masking = AlgorithmSection(correction=Correction.ICEPOP)
+    assert len(dead_knobs(masking, learner)) == 1
 
 
 def test_defaults_have_nothing_dead() -> None:

@@ -5,13 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 
 from common.errors import ConfigError
 from common.store.agent_traj import Conversation, Message
 from common.store.journal import JournalWriter
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind
-from learner.offline.rows import read_rows, row_of_conversation
+from learner.offline.rows import newest, num_episodes, read_rows, row_of_conversation
 from learner.offline.scratch import make_tokenizer
 from tests.learner.builders import make_trajectory
 
@@ -90,7 +91,7 @@ def test_rows_are_cut_and_those_left_without_loss_are_left_out(tmp_path: Path) -
         {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "go"}]}
         for text in ("a" * 40, "a")
     ]
-    path.write_text("\n".join(json.dumps(record) for record in records))
+    path.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
     rows = read_rows(path, tokenizer=TOKENIZER, max_tokens=8, key="k")
     assert len(rows) == 1
     assert len(rows[0].token_ids) == len(rows[0].mask) <= 8
@@ -123,6 +124,23 @@ def test_what_was_played_on_training_items_outside_a_run_is_learnt(tmp_path: Pat
     writer.append(replace(make_trajectory([5, 6, 7], [0, 1, 1]), kind=EpisodeKind.EVAL))
     writer.close()
     assert len(read_rows(tmp_path, tokenizer=TOKENIZER, max_tokens=8, key="k")) == 1
+
+
+def test_an_episode_counts_without_its_first_segment(tmp_path: Path) -> None:
+    """Of two segments each, the rows that are left are: 1; 0; 1. They are three episodes."""
+    one = make_trajectory([5, 6, 7, 8], [0, 1, 0, 1])
+    starts = np.array([0, 2], dtype=np.int32)
+    masks = [[0, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 1]]
+    writer = JournalWriter(tmp_path)
+    for index, mask in enumerate(masks):
+        own = replace(one, episode_id=f"g/{index}", segment_starts=starts)
+        writer.append(replace(own, loss_mask=np.array(mask, dtype=bool)))
+    writer.close()
+    rows = read_rows(tmp_path, tokenizer=TOKENIZER, max_tokens=8, key="k")
+    assert [row.segment for row in rows] == [1, 0, 1]
+    assert num_episodes(rows) == 3
+    assert newest(rows, 1) == rows[2:]
+    assert newest(rows, 2) == rows[1:]
 
 
 def test_a_path_without_anything_names_the_setting(tmp_path: Path) -> None:

@@ -103,6 +103,30 @@ def test_a_policy_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "policy").exists()
 
 
+@pytest.mark.parametrize(
+    ("length", "num_steps"),
+    # Four rows for two epochs: longer than a batch, just over half of one, a quarter of one.
+    [(48, 8), (20, 8), (8, 2)],
+)
+def test_the_rate_ends_at_a_tenth_at_the_last_step(length: int, num_steps: int) -> None:
+    rows = [
+        Row(item_id="", reward=1.0, token_ids=np.arange(length) % 9, mask=np.arange(length) > 0)
+        for _ in range(4)
+    ]
+    model = make_policy(TINY, TOKENIZER, seed=0)
+    cfg = replace(TINY, batch_tokens=32, num_epochs=2)
+    found: list[dict[str, float]] = []
+    sft.train(model, rows, cfg, LearnerSection(), seed=0, log=found.append)
+    rates = [each["lr_scale"] for each in found]
+    # The cosine from 1 to .1: of the eighths of the way, and of its halves.
+    expected = [
+        0.1 + 0.45 * (1 + math.cos(math.pi * (i + 1) / num_steps)) for i in range(num_steps)
+    ]
+    assert rates == pytest.approx(expected)
+    assert rates[-1] == pytest.approx(0.1)
+    assert sum(each < 0.11 for each in rates) == 1
+
+
 @pytest.mark.slow
 def test_the_loss_falls_on_a_toy_corpus_and_what_is_not_trained_is_not_learnt() -> None:
     rows = rows_of(*CORPUS)
@@ -168,7 +192,7 @@ def test_a_policy_from_nothing_is_written_where_it_can_be_loaded(tmp_path: Path)
         }
         for conversation in CORPUS
     ]
-    path.write_text("\n".join(json.dumps(record) for record in records))
+    path.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
     cfg = RunConfig(sft=TINY, learner=LearnerSection(device="cpu"))
     cfg = edited(cfg, {"sft.output": str(tmp_path / "policy")})
     folder = sft.run(cfg, path)
@@ -204,7 +228,7 @@ def test_adapters_need_a_base(tmp_path: Path) -> None:
 
 def test_no_conversation_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
-    path.write_text("\n")
+    path.write_text("\n", encoding="utf-8")
     cfg = RunConfig(sft=TINY, learner=LearnerSection(device="cpu"))
     with pytest.raises(ConfigError, match=r"sft\.demonstrations=.*holds no episode"):
         sft.run(cfg, path)

@@ -208,6 +208,6 @@ def test_saved_policies_know_nothing_of_our_attention(tmp_path: Path) -> None:
     model = make_model()
     use_attention([model], "cpu", Layout.PACKED, Attention.PRODUCTS)
     model.save_pretrained(tmp_path)
-    assert "packed" not in (tmp_path / "config.json").read_text()
+    assert "packed" not in (tmp_path / "config.json").read_text(encoding="utf-8")
     again = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
     assert again.config._attn_implementation == "eager"

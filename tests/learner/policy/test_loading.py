@@ -89,11 +89,11 @@ def test_frozen_reference_is_kept_in_the_type_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("change", "said"), [("missing", "in none of its"), ("shape", "says")])
 def test_files_of_another_model_are_refused_by_name(tmp_path: Path, change: str, said: str) -> None:
     make_model().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     key = "num_hidden_layers" if change == "missing" else "intermediate_size"
     config[key] *= 2
     config.pop("layer_types", None)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     model = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False, is_skeleton=True)
     assert is_unloaded(model)
     give_memory(model, CPU)
@@ -115,7 +115,7 @@ def rank_of(size: int) -> Iterator[Any]:
 def peak_of(load: Callable[[], object]) -> int:
     """Return by how many bytes this process grows at most meanwhile."""
     trim_heap()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak is what there is now
     before = _status("VmRSS")
     kept = load()
     grown = _status("VmHWM") - before
@@ -124,7 +124,7 @@ def peak_of(load: Callable[[], object]) -> int:
 
 
 def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
 
 

@@ -96,7 +96,7 @@ def test_a_run_that_must_repeat_itself_follows_the_rules_and_times_nothing(tmp_p
 
 def test_a_run_that_began_before_there_was_a_choice_goes_on_as_it_was(tmp_path: Path) -> None:
     file = tmp_path / "precision.json"
-    file.write_text(json.dumps({"precision": "bf16", "timings": None}))
+    file.write_text(json.dumps({"precision": "bf16", "timings": None}), encoding="utf-8")
     assert settle(file, Clock(padded=9.0)) == Way(BF16, Layout.PADDED, Attention.PRODUCTS)
 
 

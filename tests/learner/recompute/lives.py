@@ -7,18 +7,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.config.load import load_config, save_config
+from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.repository import ROOT
 from common.store.journal import JournalWriter
 from common.store.metrics import MetricsWriter
 from common.store.run_dir import RunDir
+from common.store.run_start import save_config
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
 from learner.batch.credit import samples_of
 from learner.ingest.group_assembly import Group
 from learner.ingest.replay_point import ReplayPoint
-from learner.recompute.checksums import ChecksumLog, start_of
 from learner.recompute.rebuild import Rebuilt
+from learner.recovery.checksums import ChecksumLog, start_of
 from learner.recovery.resume import repeat_steps, steps_since
 from learner.recovery.step_log import LoggedStep, StepLog
 from learner.training.checkpoint import newest_checkpoint

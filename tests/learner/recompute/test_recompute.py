@@ -12,8 +12,8 @@ from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.segments import list_segments, prune
-from learner.recompute.checksums import ChecksumLog, read_checksums
 from learner.recompute.command import recompute
+from learner.recovery.checksums import ChecksumLog, read_checksums
 from learner.recovery.step_log import StepLog, read_steps
 from tests.learner.recompute.lives import config, live
 
@@ -40,7 +40,7 @@ def computed(root: Path, *words: str, steps: str | None = None) -> tuple[int, li
 
 
 def result(root: Path) -> dict[str, Any]:
-    return json.loads((root / "recompute.json").read_text())
+    return json.loads((root / "recompute.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_flipped_bit_of_the_journal_is_found_at_the_step_that_consumed_it(run: R
 
 
 def test_what_differs_first_is_named(run: RunDir) -> None:
-    lines = [json.loads(text) for text in run.checksums.read_text().splitlines()]
+    lines = [json.loads(text) for text in run.checksums.read_text(encoding="utf-8").splitlines()]
     at = next(i for i, line in enumerate(lines) if line.get("version") == 3)
     for stage, name in (
         ("episodes", "batch: episode g0000006/0"),
@@ -124,17 +124,19 @@ def test_what_differs_first_is_named(run: RunDir) -> None:
         changed = json.loads(json.dumps(lines))
         digests = changed[at]["digests"]
         digests[stage] = ["0" * 8, *digests[stage][1:]] if stage == "episodes" else "0"
-        run.checksums.write_text("".join(json.dumps(line) + "\n" for line in changed))
+        run.checksums.write_text(
+            "".join(json.dumps(line) + "\n" for line in changed), encoding="utf-8"
+        )
         code, said = computed(run.root)
         assert code == 1
         assert said[-1].startswith(f"step 3 differs: {name}"), said
 
 
 def test_other_weights_to_begin_with_and_another_machine_are_said_plainly(run: RunDir) -> None:
-    lines = [json.loads(text) for text in run.checksums.read_text().splitlines()]
+    lines = [json.loads(text) for text in run.checksums.read_text(encoding="utf-8").splitlines()]
     lines[0]["start"]["weights"] = "0" * 32
     lines[0]["start"]["machine"]["cpu"] = "Some Other CPU"
-    run.checksums.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run.checksums.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     code, said = computed(run.root)
     assert code == 1
     assert any("another machine" in text and "was Some Other CPU" in text for text in said)
@@ -228,9 +230,9 @@ def test_what_changes_nothing_is_said_and_what_cannot_is_refused(run: RunDir) ->
 def test_restart_says_when_it_does_not_repeat_what_was(
     run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = len(run.checksums.read_text().splitlines())
+    before = len(run.checksums.read_text(encoding="utf-8").splitlines())
     live(run.root, config(), [])
-    assert len(run.checksums.read_text().splitlines()) == before
+    assert len(run.checksums.read_text(encoding="utf-8").splitlines()) == before
     assert "is not as it was" not in caplog.text
     live(run.root, config("learner.beta2=0.5"), [])
     assert "repeated step=4 is not as it was: optimizer" in caplog.text

@@ -18,12 +18,12 @@ from common.wire.messages import EpisodeOutcome, Outcome
 from learner.build import Learner
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.replay_point import ReplayPoint, load_replay_point
-from learner.recompute.checksums import ChecksumLog
-from learner.recompute.digests import StepDigests
+from learner.recovery.checksums import ChecksumLog
 from learner.recovery.resume import steps_since
 from learner.recovery.saving import Saving
 from learner.recovery.step_log import LoggedStep, StepLog, read_steps
 from learner.scheduler import main as scheduler_module
+from learner.training.digests import StepDigests
 from tests.learner.builders import make_trajectory
 
 NUM_STEPS, EVERY, KEPT = 600, 10, 3
@@ -122,6 +122,6 @@ def test_what_became_of_episodes_stays_within_bounds_by_whole_lines(
         news.append([f"g{number:07d}/0", "trained", ""])
         scheduler_module.write_outcomes(parts)
         assert path.stat().st_size <= 2_100
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [row[0] for row in rows] == [f"g{n:07d}/0" for n in range(500 - len(rows), 500)]
     assert len(rows) >= 20

@@ -106,7 +106,7 @@ class Life:
         self.trainer, self._version = trainer_of(case, seed), 0
         saved = root / "values.json"
         if saved.exists():
-            values = json.loads(saved.read_text())
+            values = json.loads(saved.read_text(encoding="utf-8"))
             self._version = values["version"]
             self.trainer.restore(root / f"state-{self._version}", values)
         self._log = StepLog(run_dir.steps)
@@ -134,7 +134,7 @@ class Life:
     def save(self) -> None:
         self.trainer.save(self._root / f"state-{self._version}").result(60)
         values = {"version": self._version} | self.trainer.values()
-        (self._root / "values.json").write_text(json.dumps(values))
+        (self._root / "values.json").write_text(json.dumps(values), encoding="utf-8")
 
     def end(self) -> None:
         self._log.close()

@@ -6,7 +6,7 @@ import pytest
 
 from common.config.learning import AlgorithmSection
 from common.config.run_config import RunConfig, TrainMode
-from common.wire.ids import split_episode_id
+from common.ids import split_episode_id
 from common.wire.messages import EndReason, EpisodeOutcome, GroupArrived, Lease, Outcome, Progress
 from learner.ingest.group_assembly import Group, GroupAssembly
 from tests.learner.scheduler.builders import Table, make_config, outcome_of, seen_of

@@ -152,9 +152,9 @@ def test_state_and_log_of_a_version_without_checksums_are_taken_up(
     core: LoggedCore, tmp_path: Path
 ) -> None:
     path, state_path = _say_much(core), tmp_path / "scheduler.json"
-    state = json.loads(state_path.read_text())
+    state = json.loads(state_path.read_text(encoding="utf-8"))
     del state["checksum"]
-    state_path.write_text(json.dumps(state))
+    state_path.write_text(json.dumps(state), encoding="utf-8")
     old, content, start = b"", path.read_bytes(), 0
     while start < len(content):
         num_bytes = sum(struct.unpack_from("<II", content, start + 8))

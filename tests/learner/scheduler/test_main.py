@@ -17,6 +17,7 @@ import pytest
 import zmq
 from omegaconf import OmegaConf
 
+from benchmarks.scheduler.suite import serve_catalogue
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
@@ -33,7 +34,6 @@ from common.wire.messages import (
 )
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import connect_dealer
-from learner.scheduler.bench.suite import serve_catalogue
 from learner.scheduler.main import serve
 from tests.configs import edited
 from tests.full_disk import no_room_beyond
@@ -128,12 +128,14 @@ def test_run_goes_from_hello_to_finished_over_real_sockets(hub_url: str, run_dir
         progress = role.ask(beat_of("actor-0", []))
         assert isinstance(progress, Progress)
         assert progress.is_finished
-    ledger = json.loads(run_dir.ledger.read_text())
+    ledger = json.loads(run_dir.ledger.read_text(encoding="utf-8"))
     names = ("issued", "trained", "in_flight", "lost", "duplicates_discarded")
     assert [ledger[name] for name in names] == [4, 4, 0, 0, 2]
-    booked = [json.loads(line) for line in run_dir.outcomes.read_text().splitlines()]
+    booked = [
+        json.loads(line) for line in run_dir.outcomes.read_text(encoding="utf-8").splitlines()
+    ]
     assert Counter(outcome for _, outcome, *_ in booked)["trained"] == ledger["trained"] == 4
-    status = json.loads(run_dir.status.read_text())
+    status = json.loads(run_dir.status.read_text(encoding="utf-8"))
     assert (status["phase"], status["version"]) == ("done", 1)
 
 
@@ -173,9 +175,9 @@ def test_restarted_scheduler_keeps_leases_and_address_but_not_the_epoch(
     with _serving(cfg, run_dir) as role:
         first = role.ask(hello_of("actor-0"))
         leases = role.ask(request_of("actor-0", 3)).leases
-        address = (run_dir.addresses / "scheduler").read_text()
+        address = (run_dir.addresses / "scheduler").read_text(encoding="utf-8")
     with _serving(cfg, run_dir) as role:
-        assert (run_dir.addresses / "scheduler").read_text() == address
+        assert (run_dir.addresses / "scheduler").read_text(encoding="utf-8") == address
         running = [lease.episode_id for lease in leases]
         progress = role.ask(beat_of("actor-0", running))
         assert progress.revoked == []
@@ -190,10 +192,10 @@ def test_second_scheduler_of_a_run_is_refused_while_the_first_lives(
 ) -> None:
     cfg = _config(hub_url)
     with _serving(cfg, run_dir) as role:
-        address = (run_dir.addresses / "scheduler").read_text()
+        address = (run_dir.addresses / "scheduler").read_text(encoding="utf-8")
         with pytest.raises(ConfigError, match=rf"this run has a scheduler \(process {os.getpid()}"):
             serve(cfg, run_dir, threading.Event())
-        assert (run_dir.addresses / "scheduler").read_text() == address
+        assert (run_dir.addresses / "scheduler").read_text(encoding="utf-8") == address
         assert isinstance(role.ask(hello_of("actor-0")), Welcome)
 
 
@@ -260,7 +262,7 @@ def test_killed_scheduler_forgets_no_lease_and_a_terminated_one_exits_0_within_2
             process.kill()
         process.wait(TIMEOUT_S)
         context.term()
-    assert json.loads(run_dir.ledger.read_text())["in_flight"] == 4
+    assert json.loads(run_dir.ledger.read_text(encoding="utf-8"))["in_flight"] == 4
 
 
 def test_a_full_disk_pauses_the_scheduler_which_is_silent_to_nobody_and_grants_nothing(
@@ -284,5 +286,5 @@ def test_a_full_disk_pauses_the_scheduler_which_is_silent_to_nobody_and_grants_n
         answers = [role.answer(), role.answer()]
         assert {type(answer) for answer in answers} == {Progress, Welcome}
         assert len(role.ask(request_of("actor-0", 1)).leases) == 1
-    ledger = json.loads(run_dir.ledger.read_text())
+    ledger = json.loads(run_dir.ledger.read_text(encoding="utf-8"))
     assert ledger["issued"] == ledger["in_flight"] > 0

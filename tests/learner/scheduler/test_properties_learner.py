@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.config.learning import AlgorithmSection
+from common.ids import is_below, split_episode_id
 from common.store.journal import JournalPosition
-from common.wire.ids import is_below, split_episode_id
 from common.wire.messages import (
     EndReason,
     EpisodeOutcome,

@@ -27,7 +27,7 @@ def test_command_writes_table_ratio_and_json(tmp_path: Path) -> None:
     out = io.StringIO()
     assert run(cfg, out) == 0
     assert "steps per hour" in out.getvalue()
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_text(encoding="utf-8"))
     assert [each["mode"] for each in found["predictions"]] == ["async", "sync"]
     assert f"async trains {found['async_over_sync']:.2f} x" in out.getvalue()
     assert found["settings"]["num_actors"] == 2
@@ -39,7 +39,7 @@ def test_command_is_repeatable_with_its_advice(tmp_path: Path) -> None:
         path = tmp_path / "simulation.json"
         out = io.StringIO()
         assert run(make_simulated(output=str(path)), out) == 0
-        texts.append((out.getvalue(), path.read_text()))
+        texts.append((out.getvalue(), path.read_text(encoding="utf-8")))
     assert texts[0] == texts[1]
     assert "recommended" in texts[0][0]
 
@@ -67,7 +67,9 @@ def _write_run(folder: Path, num_groups: int) -> None:
         }
         for step in range(1, 13)
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
 
 
 def test_run_is_drawn_from_and_compared_with(tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_run_is_drawn_from_and_compared_with(tmp_path: Path) -> None:
     )
     out = io.StringIO()
     assert run(cfg, out) == 0
-    rate, lag, wait = json.loads(path.read_text())["comparison"]
+    rate, lag, wait = json.loads(path.read_text(encoding="utf-8"))["comparison"]
     assert rate["measured"] == pytest.approx(600.0)
     assert rate["predicted"] == pytest.approx(900.0, rel=0.01)
     assert rate["relative_error"] == pytest.approx(0.5, abs=0.02)

@@ -51,7 +51,9 @@ def _write_metrics(folder: Path, num_steps: int) -> None:
         }
         for step in range(1, num_steps + 1)
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
 
 
 def test_pace_of_a_run_leaves_out_its_first_step(tmp_path: Path) -> None:

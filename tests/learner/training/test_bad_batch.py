@@ -15,7 +15,10 @@ def test_a_bad_batch_can_be_looked_at_afterwards(tmp_path: Path) -> None:
     folder = dump_batch(tmp_path, 7, samples)
     assert folder is not None
     assert folder == tmp_path / "bad_batches" / "version-7"
-    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [line["episode_id"] for line in lines] == ["g0/0", "g0/1"]
     for line, sample in zip(lines, samples, strict=True):
         with np.load(folder / f"{line['row']}.npz") as arrays:

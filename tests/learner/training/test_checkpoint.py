@@ -26,14 +26,14 @@ class Saved:
         self._name = name
 
     def save_pretrained(self, folder: Path, **_: object) -> None:
-        (folder / self._name).write_text(self._name)
+        (folder / self._name).write_text(self._name, encoding="utf-8")
 
 
 class Unsaveable:
     """A full disk."""
 
     def save_pretrained(self, folder: Path, **_: object) -> None:
-        (folder / "half.bin").write_text("ha")
+        (folder / "half.bin").write_text("ha", encoding="utf-8")
         raise OSError("no space left on device")
 
 
@@ -96,7 +96,7 @@ def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert load_values(folder) == {"version": 7, "num_updates": 7}
     ((name, moments),) = read_weights(folder / TENSORS, "model")
     assert (name, moments.tolist()) == ("moments", [7.0, 7.0])
-    assert (folder / "model.bin").read_text() == "model.bin"
+    assert (folder / "model.bin").read_text(encoding="utf-8") == "model.bin"
     assert (folder / "tokenizer.json").exists()
 
 
@@ -170,7 +170,7 @@ class Full:
         self.is_full = True
 
     def save_pretrained(self, folder: Path, **_: object) -> None:
-        (folder / "half.bin").write_text("ha")
+        (folder / "half.bin").write_text("ha", encoding="utf-8")
         if self.is_full:
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -259,11 +259,11 @@ def test_the_same_version_is_written_once_per_process_and_replaced_by_the_next(
 ) -> None:
     checkpoints = make(tmp_path)
     folder = save(checkpoints, 1)
-    (folder / "model.bin").write_text("mark")
+    (folder / "model.bin").write_text("mark", encoding="utf-8")
     assert save(checkpoints, 1) == folder
-    assert (folder / "model.bin").read_text() == "mark"
+    assert (folder / "model.bin").read_text(encoding="utf-8") == "mark"
     save(make(tmp_path), 1)
-    assert (folder / "model.bin").read_text() == "model.bin"
+    assert (folder / "model.bin").read_text(encoding="utf-8") == "model.bin"
 
 
 def test_the_old_checkpoint_counts_until_its_replacement_is_in_place(tmp_path: Path) -> None:
@@ -286,12 +286,12 @@ def test_a_replacement_wins_over_what_was_set_aside(tmp_path: Path) -> None:
 
 def test_a_save_that_cannot_set_the_old_checkpoint_aside_leaves_it(tmp_path: Path) -> None:
     folder = save(make(tmp_path), 1)
-    (folder / "model.bin").write_text("mark")
-    (tmp_path / "step-000001.old").write_text("in the way")
+    (folder / "model.bin").write_text("mark", encoding="utf-8")
+    (tmp_path / "step-000001.old").write_text("in the way", encoding="utf-8")
     with pytest.raises(OSError, match=r"step-000001"):
         save(make(tmp_path), 1)
     assert newest_checkpoint(tmp_path) == folder
-    assert (folder / "model.bin").read_text() == "mark"
+    assert (folder / "model.bin").read_text(encoding="utf-8") == "mark"
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(

@@ -147,7 +147,7 @@ ELSEWHERE = {
     "learner.rank_timeout_s": "learner/training/rank_workers.py",
     "learner.gradient_checkpointing": "learner/training/build.py",
     "learner.offload": "learner/policy/forward.py",  # where all lies, see test_offload.py
-    "learner.moments": "learner/training/optimizer.py",  # of larger weights; test_moments.py
+    "learner.moments": "learner/training/optimizers/optimizer.py",  # see test_moments.py
     "learner.max_lag_steps": "learner/main.py",
     "learner.hold_back_steps": "common/config/run_config.py",
     "learner.batch_timeout_s": "learner/main.py",
@@ -343,4 +343,4 @@ def test_what_shows_elsewhere_is_still_a_setting() -> None:
     assert set(ELSEWHERE) <= set(LEAVES)
     for leaf, where in ELSEWHERE.items():
         if where.endswith(".py"):
-            assert leaf.rsplit(".", 1)[1] in (ROOT / where).read_text(), leaf
+            assert leaf.rsplit(".", 1)[1] in (ROOT / where).read_text(encoding="utf-8"), leaf

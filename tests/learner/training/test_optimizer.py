@@ -1,13 +1,20 @@
 """Laws of the optimizer and its learning rate."""
 
+from typing import Any, cast
+
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from common.config.compute import OptimizerKind
+from common.config.compute import Moments, OptimizerKind
 from common.config.learning import LearnerSection
-from learner.training.muon import ExactMuon, orthogonalised
-from learner.training.optimizer import lr_scale, make_optimizer
+from learner.policy.sharding import shard
+from learner.training.optimizers.muon import ExactMuon, _own_experts, orthogonalised
+from learner.training.optimizers.optimizer import _adamw, _muon_part, lr_scale, make_optimizer
 from tests.learner.builders import make_model
+from tests.learner.policy.test_loading import rank_of
 
 
 def step_once(model, optimizer, seed: int) -> None:
@@ -92,3 +99,113 @@ def test_muon_on_a_cpu_is_torchs_without_its_rounding() -> None:
 
 
 MUONS = (ExactMuon, torch.optim.Muon)
+
+
+def moe_model() -> Qwen3MoeForCausalLM:
+    """Build a small Qwen3-MoE of four experts, fp32."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def test_muon_orthogonalises_each_expert_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = moe_model()
+    cfg = LearnerSection(optimizer=OptimizerKind.MUON, muon_lr=0.1, weight_decay=0.0)
+    with caplog.at_level("INFO"):
+        optimizer = make_optimizer(model, cfg)
+    experts = cast(Any, model.model.layers[0]).mlp.experts
+    owned = {id(each) for each in optimizer.optimizers[2].param_groups[0]["params"]}
+    assert owned == {id(experts.gate_up_proj), id(experts.down_proj)}
+    # 4 experts of 32 x 32 and of 32 x 16; two tables of 50 x 32 and norms of 3 x 32 + 2 x 8.
+    assert "experts [out, in]=6144" in caplog.text
+    assert "adamw=3312" in caplog.text
+    stack = experts.down_proj  # [4, 32, 16]
+    before = stack.detach().clone()
+    generator = torch.Generator().manual_seed(0)
+    stack.grad = torch.randn(stack.shape, generator=generator)
+    optimizer.step()
+    for old, new, gradient in zip(before, stack.detach(), stack.grad, strict=True):
+        expected = orthogonalised(gradient) * 0.1 * 2**0.5  # of 32 rows to 16 columns
+        torch.testing.assert_close(old - new, expected, atol=1e-5, rtol=1e-4)
+        values = torch.linalg.svdvals((old - new) / (0.1 * 2**0.5))
+        assert 0.6 < values.min() < values.max() < 1.3
+
+
+def test_biases_of_experts_and_convolutions_stay_with_adamw() -> None:
+    stack = torch.zeros(4, 8, 8)
+    plain = torch.nn.Module()
+    assert _muon_part("experts.down_proj", stack, plain) == "experts [out, in]"
+    plain.is_transposed = True  # pyright: ignore
+    assert _muon_part("experts.down_proj", stack, plain) == "experts [in, out]"
+    assert _muon_part("experts.down_proj_bias", stack[0], plain) == "adamw"
+    convolution = torch.nn.Conv1d(8, 8, 4, groups=4)
+    assert _muon_part("conv1d.weight", convolution.weight, convolution) == "adamw"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_muon_updates_sharded_experts_as_whole_ones(size: int) -> None:
+    cfg = LearnerSection(optimizer=OptimizerKind.MUON, muon_lr=0.1)
+    gradient = torch.randn(4, 32, 16, generator=torch.Generator().manual_seed(0))
+    found = []
+    for is_sharded in (False, True):
+        model = moe_model()
+        with rank_of(size) as mesh:
+            if is_sharded:
+                shard(model, mesh, is_bf16=False)
+            stack = cast(Any, model.model.layers[0]).mlp.experts.down_proj
+            stack.grad = _as(stack, gradient)
+            make_optimizer(model, cfg).step()
+            found.append(_own_experts(stack).detach().clone())
+    torch.testing.assert_close(found[1], found[0][: 4 // size], atol=0, rtol=0)
+
+
+def _as(pattern: Tensor, whole: Tensor) -> Tensor:
+    """Return a tensor as the part of it that this rank keeps, if the pattern is sharded."""
+    if not isinstance(pattern, DTensor):
+        return whole.clone()
+    own = whole[: len(pattern.to_local())].clone()
+    return DTensor.from_local(own, pattern.device_mesh, pattern.placements, run_check=False)
+
+
+def largest_update(
+    moments: Moments, *, shape: tuple[int, int], betas: tuple[float, float]
+) -> float:
+    """Return the largest update of a table of rare rows, in units of the learning rate."""
+    torch.manual_seed(0)
+    table = torch.nn.Parameter(torch.randn(*shape))
+    cfg = LearnerSection(lr=1e-3, moments=moments, beta1=betas[0], beta2=betas[1])
+    groups = [([table], 0.0)]
+    (optimizer,) = _adamw(groups, cfg.lr, cfg)
+    assert ("Coarse" in type(optimizer).__name__) == (moments is Moments.INT8)
+    generator = torch.Generator().manual_seed(1)
+    frequency = 1 / torch.arange(1, shape[0] + 1).float()
+    largest = 0.0
+    for _ in range(30):
+        rows = torch.multinomial(frequency, 16, True, generator=generator)
+        scale = 10.0 ** (-4 * torch.rand(16, 1, generator=generator))
+        change = torch.randn(16, shape[1], generator=generator) * scale
+        table.grad = torch.zeros(shape).index_add(0, rows, change)
+        before = table.detach().clone()
+        optimizer.step()
+        largest = max(largest, (table.detach() - before).abs().max().item() / 1e-3)
+    return largest
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.9, 0.81)])
+@pytest.mark.parametrize("shape", [(128, 64), (64, 1024), (4096, 16)])
+def test_8bit_moments_never_blow_up_an_update(
+    shape: tuple[int, int], betas: tuple[float, float]
+) -> None:
+    exact = largest_update(Moments.FP32, shape=shape, betas=betas)
+    assert exact == pytest.approx(1.0, abs=0.2)
+    assert largest_update(Moments.INT8, shape=shape, betas=betas) < 1.5 * exact

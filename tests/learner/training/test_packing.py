@@ -170,9 +170,9 @@ def test_compiled_parts_have_the_loss_and_gradient_of_plain_ones(name: str, layo
             assert found.sums[metric] == pytest.approx(value, rel=1e-6, abs=1e-6), metric
 
 
-def test_network_without_parts_to_compile_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    assert compile_parts([torch.nn.Linear(2, 2)], fit="") == 0
-    assert "this model has no ('RMSNorm', 'MLP'): nothing to compile" in caplog.text
+def test_network_without_parts_to_compile_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"compile=true: Linear has no RMSNorm and no MLP.*false"):
+        compile_parts([torch.nn.Linear(2, 2)], fit="")
 
 
 def test_compiler_that_fails_is_named() -> None:

@@ -35,7 +35,7 @@ CASES = [
 
 def save_small(architecture: Path, folder: Path) -> None:
     """Save random weights for an architecture of two layers, much narrower, of few words."""
-    told = json.loads((architecture / "config.json").read_text())
+    told = json.loads((architecture / "config.json").read_text(encoding="utf-8"))
     for key in ("hidden_size", "intermediate_size"):
         told[key] //= SHRINK
     # As many queries to a key, as in the large one; heads of 16 numbers.
@@ -46,7 +46,7 @@ def save_small(architecture: Path, folder: Path) -> None:
     told |= {"num_attention_heads": heads, "num_hidden_layers": 2, "vocab_size": VOCAB}
     told |= {"bos_token_id": 0, "eos_token_id": 1, "max_window_layers": 2}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(told))
+    (folder / "config.json").write_text(json.dumps(told), encoding="utf-8")
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     model.float().save_pretrained(folder)

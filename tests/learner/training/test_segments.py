@@ -43,7 +43,7 @@ from learner.ingest.episode_stats import EpisodeStats
 from learner.ingest.group_assembly import Group
 from learner.offline.dpo import make_pairs
 from learner.offline.rows import newest, num_episodes, read_rows
-from learner.recompute.digests import _of_episode
+from learner.training.digests import _of_episode
 from tests.learner.builders import VOCAB, make_trajectory
 from tests.learner.training.test_gradients import gradient_step
 

@@ -13,7 +13,7 @@ from common.config.learning import LearnerSection
 from common.errors import ConfigError
 from learner.policy.critic import make_critic
 from learner.policy.sharding import shard
-from learner.training.optimizer import make_critic_optimizer, make_optimizer
+from learner.training.optimizers.optimizer import make_critic_optimizer, make_optimizer
 from learner.training.ranks import Ranks
 from learner.training.state import StateWriter, live_tensors, restore
 from tests.learner.builders import make_model

@@ -22,6 +22,9 @@ def member(name: str, *devices: str) -> Member:
         ("GPU-0", ["GPU-0"], "ipc"),
         ("GPU-0", ["GPU-0", "GPU-1"], "gloo"),  # NCCL takes no two ranks on one GPU
         ("GPU-0", ["GPU-1", "GPU-1"], "gloo"),
+        ("MIG-1", ["MIG-2"], "gloo"),  # NCCL takes no two slices of one GPU.
+        ("GPU-0", ["MIG-2"], "gloo"),
+        ("MIG-1", ["MIG-1"], "ipc"),
     ],
 )
 def test_auto_is_ipc_on_one_gpu_nccl_between_gpus_and_gloo_everywhere_else(

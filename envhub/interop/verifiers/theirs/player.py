@@ -39,6 +39,7 @@ class Player:
             self._tasks = {"train": tasks[:cut], "test": tasks[cut:]}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._host = ""
         self._port = 0
 
     async def serve(self, lines: asyncio.StreamReader) -> None:
@@ -47,9 +48,12 @@ class Player:
         app.router.add_post("/{episode}/v1/chat/completions", self.chat)
         runner = web.AppRunner(app)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self._port = runner.addresses[0][1]
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+        except OSError:  # A machine without IPv4.
+            await web.TCPSite(runner, "::1", 0).start()
+        host, self._port = runner.addresses[0][:2]
+        self._host = f"[{host}]" if ":" in host else host
         async with self._env.serving():
             self.say({"ready": [len(self._tasks["train"]), len(self._tasks["test"])]})
             while line := await lines.readline():
@@ -73,7 +77,7 @@ class Player:
 
     async def play(self, episode: str, task: vf.Task) -> None:
         """Play an episode to its end, and say what it pays or why it failed."""
-        url = f"http://127.0.0.1:{self._port}/{episode}/v1"
+        url = f"http://{self._host}:{self._port}/{episode}/v1"
         client = vf.EvalClientConfig(base_url=url, api_key_var="LONGSTRIDE_NO_KEY")
         context = vf.ModelContext(model="policy", client=client)
         finished = await self._env.run_episode(task, context)
@@ -96,7 +100,7 @@ class Player:
         unsaid = [name for name, value in values.items() if value is None]
         if unsaid or not values:
             return {"error": f"no reward: {', '.join(unsaid) or 'the task has none'}"}
-        paid: dict[str, Any] = {"reward": ours[0].reward}
+        paid: dict[str, Any] = {"reward": ours[0].reward, "is_truncated": ours[0].is_truncated}
         if success := self._options["success"]:
             found = {**ours[0].metrics, **values}.get(success)
             if found is None:

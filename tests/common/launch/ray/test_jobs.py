@@ -77,10 +77,10 @@ def test_command_ends_with_the_study_that_is_stopped(ray: Any, tmp_path: Path) -
     with ThreadPoolExecutor(1) as pool:
         try:
             going = pool.submit(jobs.perform, write(600.0, str(path)), keep="*", timeout_s=600.0)
-            wait_for(lambda: path.exists() and path.read_text() != "")
+            wait_for(lambda: path.exists() and path.read_text(encoding="utf-8") != "")
         finally:
             stop.set()
         with pytest.raises(LongstrideError, match="stopped"):
             going.result(timeout=60)
-    pid = int(path.read_text())
+    pid = int(path.read_text(encoding="utf-8"))
     wait_for(lambda: is_gone(pid))

@@ -89,7 +89,7 @@ def launch(
 
 
 def log_of(tmp_path: Path, name: str) -> str:
-    return (tmp_path / "logs" / f"{name}.log").read_text()
+    return (tmp_path / "logs" / f"{name}.log").read_text(encoding="utf-8")
 
 
 def test_roles_see_their_own_gpus_and_their_logs_come_to_the_run_directory(
@@ -99,7 +99,7 @@ def test_roles_see_their_own_gpus_and_their_logs_come_to_the_run_directory(
     names = ["envhub", "scheduler", "learner", "actor-0", "actor-1", "actor-2"]
     specs = [role(tmp_path, name, TELL) for name in names]
     logs = [tmp_path / "logs" / f"{name}.log" for name in names]
-    told = lambda: all(log.exists() and "\n" in log.read_text() for log in logs[:5])  # noqa: E731
+    told = lambda: all(log.exists() and "\n" in log.read_text(encoding="utf-8") for log in logs[:5])  # noqa: E731
     states: list[LaunchState] = []
     overrides = ("actor.tensor_parallel_size=2", "ray.actor_labels=[kind=gpu]")
     ending = launch(nodes, tmp_path, specs, interrupt_when(told), *overrides, states=states)
@@ -134,7 +134,11 @@ def test_role_that_is_killed_starts_again_and_a_failing_one_ends_the_run_with_it
     killed: list[int] = []
 
     def on_poll() -> None:
-        pids = [int(pid) for pid in starts.read_text().split()] if starts.exists() else []
+        pids = (
+            [int(pid) for pid in starts.read_text(encoding="utf-8").split()]
+            if starts.exists()
+            else []
+        )
         if len(pids) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         elif pids and pids[-1] not in killed:
@@ -148,6 +152,9 @@ def test_role_that_is_killed_starts_again_and_a_failing_one_ends_the_run_with_it
     wrong = role(tmp_path, "actor-0", "print('error: actor.name=a: is taken'); raise SystemExit(2)")
     ending = launch(nodes, tmp_path, [wrong, role(tmp_path, "envhub", STAY)])
     assert (ending.exit_code, ending.reason) == (2, "actor-0: error: actor.name=a: is taken")
+    vain = role(tmp_path, "actor-0", "print('error: no such kernel'); raise SystemExit(70)")
+    ending = launch(nodes, tmp_path, [vain, role(tmp_path, "envhub", STAY)])
+    assert ending.reason.startswith("actor-0 cannot start: no such kernel; two starts failed alike")
 
 
 def test_signal_stops_the_roles_in_order_and_leaves_nothing(nodes: Nodes, tmp_path: Path) -> None:
@@ -159,8 +166,8 @@ def test_signal_stops_the_roles_in_order_and_leaves_nothing(nodes: Nodes, tmp_pa
     wanted = [pids, *(tmp_path / f"notes.{name}" for name in names)]
     ready = lambda: all(path.exists() for path in wanted)  # noqa: E731
     assert launch(nodes, tmp_path, specs, interrupt_when(ready, signal.SIGINT)).exit_code == 130
-    assert notes.read_text().split() == ["learner", "scheduler", "envhub"]
-    assert all(is_gone(int(pid)) for pid in pids.read_text().split())
+    assert notes.read_text(encoding="utf-8").split() == ["learner", "scheduler", "envhub"]
+    assert all(is_gone(int(pid)) for pid in pids.read_text(encoding="utf-8").split())
 
 
 def test_killed_launcher_takes_its_roles_and_its_own_cluster_along(
@@ -196,7 +203,7 @@ def test_killed_launcher_takes_its_roles_and_its_own_cluster_along(
         launcher.terminate()
         launcher.wait()
         raise
-    listening = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True).stdout
+    listening = subprocess.run(["ss", "-Hltnp"], capture_output=True, encoding="utf-8").stdout
     ours = {str(pid) for pid in marked(tmp_path)}
     addresses = {
         line.split()[3].rpartition(":")[0]
@@ -205,7 +212,7 @@ def test_killed_launcher_takes_its_roles_and_its_own_cluster_along(
     }
     launcher.kill()
     launcher.wait()
-    wait_for(lambda: is_gone(int(pids.read_text())))
+    wait_for(lambda: is_gone(int(pids.read_text(encoding="utf-8"))))
     left = lambda: commands_of(marked(tmp_path))  # noqa: E731
     wait_for(lambda: left() == [], others=left)  # Ray's agents look every 10 s
     short.cleanup()
@@ -214,7 +221,9 @@ def test_killed_launcher_takes_its_roles_and_its_own_cluster_along(
 
 def commands_of(pids: list[int]) -> list[str]:
     """Return the command lines of processes."""
-    return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in pids]
+    return [
+        Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").replace("\0", " ") for pid in pids
+    ]
 
 
 def marked(folder: Path) -> list[int]:
@@ -240,7 +249,7 @@ def test_role_of_a_killed_node_waits_for_another_and_goes_on_there(
     log = tmp_path / "logs" / "actor-0.log"
 
     def on_poll() -> None:
-        told = log.read_text().splitlines() if log.exists() else []
+        told = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
         if not pids and any(line.isdigit() for line in told):
             pids.append(int(told[0]))
             nodes.kill(doomed)
@@ -331,7 +340,11 @@ def test_report_of_a_stall_has_the_stacks_of_roles_and_their_helpers_on_other_no
     own = ("ray.actor_labels=[kind=gpu]",)
 
     def found() -> list[str]:
-        return [path.read_text() for path in stalls.glob("*.txt")] if stalls.exists() else []
+        return (
+            [path.read_text(encoding="utf-8") for path in stalls.glob("*.txt")]
+            if stalls.exists()
+            else []
+        )
 
     def is_told() -> bool:
         return any("in helper_hangs" in text for text in found())

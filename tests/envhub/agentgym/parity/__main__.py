@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.envhub.hub import hub_process
 from common.config.envs import (
     EnvsSection,
     SearchqaOptions,
@@ -33,7 +34,6 @@ from common.config.envs import (
 )
 from envhub.agentgym.dialects import DIALECTS
 from envhub.agentgym.extraction import extract
-from envhub.bench.hub import hub_process
 from envhub.catalogue.registry import Registry
 from envhub.env import Style
 from tests.envhub.agentgym.parity import search
@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     given = parser.parse_args()
     path = HERE / "transcripts.json"
-    recorded = json.loads(path.read_text()) if path.is_file() else {}
+    recorded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     say = sys.stdout.write
     say("| environment | rules | compared | equal | different, by cause |\n")
     say("|---|---|---:|---:|---|\n")
@@ -314,7 +314,9 @@ def main() -> None:
                 if has_rules and given.record:
                     recorded[name] = told
     if given.record:
-        path.write_text(json.dumps(recorded, separators=(",", ":"), sort_keys=True))
+        path.write_text(
+            json.dumps(recorded, separators=(",", ":"), sort_keys=True), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

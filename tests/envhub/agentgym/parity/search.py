@@ -68,12 +68,12 @@ def write_questions(folder: Path) -> Path:
     for name, (first, split) in SETS.items():
         rows = [{"question": asked, "golden_answers": right} for asked, right in ASKED]
         lines = [json.dumps({"id": f"{name}_{i}", **row}) for i, row in enumerate(rows)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         begin = first - (FIRST_OF_TRAIN if split == "train" else 0)
         for i, (asked, right) in enumerate(ASKED):
             told = {"question": asked, "reward_model": {"ground_truth": {"target": right}}}
             queries[split][begin + i] = told
-    (folder / "queries.json").write_text(json.dumps(queries))
+    (folder / "queries.json").write_text(json.dumps(queries), encoding="utf-8")
     return folder
 
 

@@ -15,7 +15,7 @@ import urllib.request
 def load_dataset(kind, *, data_files, **_):
     """Return the questions of a file by its name."""
     split = os.path.basename(data_files).partition(".")[0]
-    with open(os.environ["PARITY_QUERIES"]) as file:
+    with open(os.environ["PARITY_QUERIES"], encoding="utf-8") as file:
         rows = json.load(file)[split]
     return {"train": {int(number): row for number, row in rows.items()}}
 

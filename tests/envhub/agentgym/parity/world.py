@@ -61,8 +61,8 @@ def write_bird(folder: Path) -> Path:
             {"db_id": "shop", "question": asked, "evidence": "", "SQL": gold, "question_id": i}
             for i, (asked, gold) in enumerate(QUESTIONS)
         ]
-        (folder / split / f"{split}.json").write_text(json.dumps(entries))
-        (folder / split / f"{split}_tables.json").write_text(json.dumps([DESIGN]))
+        (folder / split / f"{split}.json").write_text(json.dumps(entries), encoding="utf-8")
+        (folder / split / f"{split}_tables.json").write_text(json.dumps([DESIGN]), encoding="utf-8")
     return folder
 
 

@@ -106,7 +106,7 @@ def test_tasks_are_the_same_whatever_the_hash_seed() -> None:
             [sys.executable, "-c", code],
             env={"PYTHONHASHSEED": seed},
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             check=True,
             timeout=60,
         ).stdout

@@ -34,10 +34,10 @@ def make_env(style: Style = Style.COMPACT, **given: Any) -> SearchqaEnv:
 def one_question(tmp_path: Path) -> dict[str, Any]:
     """Options of a question without known hops and a corpus of three passages."""
     question = {"question": "who baked the pie", "golden_answers": ["Ann Lee", "Lee"]}
-    (tmp_path / "nq_test.jsonl").write_text(json.dumps(question) + "\n")
+    (tmp_path / "nq_test.jsonl").write_text(json.dumps(question) + "\n", encoding="utf-8")
     passages = [("Pie", "the pie was baked by Ann Lee"), ("Tart", "Bob"), ("Cake", "Cid")]
     rows = [json.dumps({"title": title, "text": text}) + "\n" for title, text in passages]
-    (tmp_path / "corpus.jsonl").write_text("".join(rows))
+    (tmp_path / "corpus.jsonl").write_text("".join(rows), encoding="utf-8")
     return {"questions_dir": str(tmp_path), "corpus": str(tmp_path / "corpus.jsonl")}
 
 
@@ -124,7 +124,7 @@ def test_expert_gives_up_when_its_query_does_not_find_the_fact(
     env.reset("nq-test-0")
     path = Path(one_question["questions_dir"]) / "nq_test.jsonl"
     row = {"question": "who?", "golden_answers": ["Zoe"]}
-    path.write_text(json.dumps(row) + " " * 100 + "\n")
+    path.write_text(json.dumps(row) + " " * 100 + "\n", encoding="utf-8")
     env = make_env(num_passages=1, **one_question)
     env.reset("nq-test-0")
     env.step("<search>who?</search>")

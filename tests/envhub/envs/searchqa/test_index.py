@@ -114,7 +114,7 @@ def test_missing_corpus_is_a_failure_that_names_it(tmp_path: Path) -> None:
 def test_corpus_that_shrinks_while_open_is_a_failure(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "fruit.jsonl", FRUIT)
     retriever = FileRetriever(corpus, tmp_path / "index")
-    corpus.write_text("")
+    corpus.write_text("", encoding="utf-8")
     with pytest.raises(EnvFailure, match="shorter"):
         retriever.search("plum", 1)
 

@@ -140,7 +140,9 @@ def test_row_without_question_or_answer_is_refused(row: object) -> None:
 
 
 def test_bad_row_is_a_failure_that_names_file_and_question(tmp_path: Path) -> None:
-    (tmp_path / "nq_train.jsonl").write_text('\n{"question": "a?", "answer": 5}\n\n{"x": 1}\n')
+    (tmp_path / "nq_train.jsonl").write_text(
+        '\n{"question": "a?", "answer": 5}\n\n{"x": 1}\n', encoding="utf-8"
+    )
     bank = QuestionFiles(tmp_path)
     assert (bank.subsets()["nq"].num_train, bank.subsets()["nq"].num_test) == (2, 0)
     assert bank.question(ItemId(subset="nq", split="train", index=0)).golden_answers == ("5",)
@@ -213,7 +215,7 @@ def test_tasks_are_the_seven_with_the_papers_test_sizes() -> None:
 
 def test_tasks_leave_out_what_the_files_do_not_have(tmp_path: Path) -> None:
     row = json.dumps({"question": "a?", "golden_answers": ["b"]}) + "\n"
-    (tmp_path / "popqa_test.jsonl").write_text(row * 3)
+    (tmp_path / "popqa_test.jsonl").write_text(row * 3, encoding="utf-8")
     spec = make_spec(options(questions_dir=str(tmp_path), retriever_url="http://h:1"))
     assert list(spec.tasks) == ["PopQA"]
     assert spec.tasks["PopQA"].train == ()

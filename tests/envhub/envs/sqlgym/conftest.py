@@ -33,6 +33,6 @@ def bird_dir(tmp_path: Path) -> Path:
         connection = sqlite3.connect(database)
         connection.executescript(CREATE_PETS)
         connection.close()
-        (tmp_path / name / f"{name}.json").write_text(json.dumps(asked))
-        (tmp_path / name / f"{name}_tables.json").write_text(json.dumps([PETS]))
+        (tmp_path / name / f"{name}.json").write_text(json.dumps(asked), encoding="utf-8")
+        (tmp_path / name / f"{name}_tables.json").write_text(json.dumps([PETS]), encoding="utf-8")
     return tmp_path

@@ -10,7 +10,7 @@ from common.errors import ConfigError
 from envhub.catalogue.registry import missing_requirements
 from envhub.env import AsyncEnv, EnvFailure, EnvSpec, Style, SubsetSpec
 from envhub.envs.webarena import env as webarena
-from envhub.envs.webarena.remote_sites import configured, public_names
+from envhub.envs.webarena.remote_sites import public_names
 from envhub.envs.webarena.world import RemoteWorld
 from envhub.web.site_tasks.env import Catalogue, SiteTaskEnv
 from tests.envhub.web.web_rig import Rig, needs_browser
@@ -31,7 +31,7 @@ def remote_spec(url: str, checks: dict) -> tuple[EnvSpec, RemoteWorld]:
     task = {"sites": ["shopping"], "start_url": f"{url}/ |AND| {url}/other", "intent": "Say hi",
             "eval": checks}  # fmt: skip
     world = RemoteWorld(options)
-    names = public_names(configured(options.webarena))
+    names = public_names(options.webarena.sites)
     catalogue = Catalogue(subsets=SUBSETS, find=lambda item: task, names=names, max_words=500)
     spec = EnvSpec(
         name="x", subsets=SUBSETS, instruction={},

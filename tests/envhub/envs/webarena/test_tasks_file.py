@@ -6,7 +6,7 @@ import pytest
 
 from common.config.envs import WebarenaOptions
 from envhub.env import ItemId, UnknownItem
-from envhub.envs.webarena.remote_sites import check_urls, configured, login_state, public_names
+from envhub.envs.webarena.remote_sites import check_urls, login_state, public_names
 from envhub.envs.webarena.tasks_file import read_tasks
 
 
@@ -33,7 +33,7 @@ def tasks_path(tmp_path):
     tasks.append(raw_task(8, ["gitlab", "reddit"]))
     tasks.append(raw_task(9, ["shopping"], locator="func:read_minds(__page__)"))
     path = tmp_path / "test.raw.json"
-    path.write_text(json.dumps(tasks[::-1]))
+    path.write_text(json.dumps(tasks[::-1]), encoding="utf-8")
     return path
 
 
@@ -76,9 +76,9 @@ def test_check_urls_names_a_bad_address_and_a_missing_folder():
 
 
 def test_login_state_is_the_file_of_all_accounts(tmp_path):
-    (tmp_path / "gitlab.reddit_state.json").write_text("{}")
+    (tmp_path / "gitlab.reddit_state.json").write_text("{}", encoding="utf-8")
     options = WebarenaOptions(gitlab="http://g", reddit="http://r/", auth_dir=str(tmp_path))
-    assert configured(options) == {"reddit": "http://r", "gitlab": "http://g"}
+    assert options.sites == {"reddit": "http://r", "gitlab": "http://g"}
     path = str(tmp_path / "gitlab.reddit_state.json")
     assert login_state(options, ["reddit", "gitlab"]) == path
     assert login_state(options, ["gitlab"]) is None

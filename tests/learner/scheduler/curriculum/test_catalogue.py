@@ -7,7 +7,9 @@ from fastapi import FastAPI, Header, HTTPException
 
 from common.config.curriculum import TaskSection
 from common.errors import ConfigError, EnvError
+from common.wire.access.bounds import ID_CHARS
 from learner.scheduler.curriculum.catalogue import (
+    MAX_SUBSET_CHARS,
     Catalogue,
     SubsetEntry,
     fetch_catalogue,
@@ -84,3 +86,13 @@ def test_validate_refuses_a_task_named_twice_and_none_at_all() -> None:
         validate_tasks([task, task], PARSED)
     with pytest.raises(ConfigError, match=r"tasks=\[\]"):
         validate_tasks([], PARSED)
+
+
+def test_task_whose_items_fit_no_lease_is_refused_by_name() -> None:
+    longest = "x" * MAX_SUBSET_CHARS
+    entry = SubsetEntry(num_train=10**9, num_test=1, max_turns=5)
+    catalogue = Catalogue(envs={"maze": {longest: entry, f"{longest}y": entry}})
+    validate_tasks([TaskSection(env="maze", subset=longest)], catalogue)
+    assert len(f"{longest}-train-{10**9}") <= ID_CHARS
+    with pytest.raises(ConfigError, match=r"tasks\[0\].*at most 300 and 270 characters"):
+        validate_tasks([TaskSection(env="maze", subset=f"{longest}y")], catalogue)

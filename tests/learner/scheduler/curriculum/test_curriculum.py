@@ -152,6 +152,7 @@ def test_subset_with_a_horizon_of_its_own_advances_by_its_own_episodes() -> None
     [
         (EndReason.DONE, "long", 0),
         (EndReason.CONTEXT_FULL, "long", 0),
+        (EndReason.TRUNCATED, "long", 0),  # by the environment: a longer horizon changes nothing
         (EndReason.HORIZON, "short", 0),  # more turns than 4 the environment does not give
         (EndReason.HORIZON, "long", 1),  # of another stage
     ],

@@ -20,7 +20,7 @@ from common.config.curriculum import (
 )
 from common.config.run_config import ActorSection, RunConfig, TrainMode
 from common.errors import ConfigError
-from common.wire.ids import distance_of
+from common.ids import distance_of
 from common.wire.messages import EndReason, EpisodeSeen, Lease
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore

@@ -10,6 +10,7 @@ from common.wire.messages import Lease, LeaseRequest
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.dispatch.grants import MAX_LEASES
 from tests.learner.scheduler.builders import CATALOGUE, Clock, hello_of, make_config, request_of
 
 SUBSETS = CATALOGUE.envs["maze"]
@@ -67,3 +68,13 @@ def test_rounds_of_the_lockstep_do_not_depend_on_who_is_there(absent: tuple[str,
         [each.item_id for _, each in one.lifecycle.table.episodes()] for one in (core, other)
     )
     assert drawn == expected
+
+
+def test_one_grant_holds_no_more_leases_than_a_message() -> None:
+    mode = TrainMode.ASYNC
+    cfg = make_config(mode=mode, per_step=MAX_LEASES)
+    core = SchedulerCore(build_components(cfg, CATALOGUE), clock=Clock())
+    core.handle("actor-0", hello_of("actor-0"))
+    assert len(ask(core, 3 * MAX_LEASES)) == MAX_LEASES
+    assert len(ask(core, 2 * MAX_LEASES)) == MAX_LEASES
+    assert len(ask(core, 5)) == 5

@@ -16,7 +16,7 @@ SHARED_NAMES = {"state", "actor", "incarnation"}  # of members and groups, too
 def test_nothing_but_the_lifecycle_writes_the_state_of_an_episode() -> None:
     written: dict[str, list[str]] = {}
     for path in (ROOT / "learner" / "scheduler").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)):
                 continue
             base = node.value.id if isinstance(node.value, ast.Name) else ""

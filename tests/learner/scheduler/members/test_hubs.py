@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.scheduler.suite import serve_catalogue
 from common.errors import ConfigError, EnvError
 from common.store.run_dir import RunDir
 from common.wire.join_messages import HubHello, HubPlace
 from common.wire.messages import Outcomes, Rejected, Welcome
 from common.wire.security import create_keys, own_keys, read_join_key
-from learner.scheduler.bench.suite import serve_catalogue
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.main import serve
 from learner.scheduler.members.hubs import greet_known

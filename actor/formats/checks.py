@@ -1,0 +1,37 @@
+"""Checks of a model's tokenizer before anything starts; an actor makes the same ones."""
+
+from pathlib import Path
+from typing import Any
+
+from actor.formats.tools import load_renderer, make_renderer
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+
+
+def check_rendering(cfg: RunConfig, root: Path) -> None:
+    """Return if the chat template at `model.path` can be used, and a page fits beside a turn.
+
+    A folder without `tokenizer.json` is left to the actor.
+
+    Raises: ConfigError: the template or `actor.max_model_len` cannot be used.
+    """
+    folder = root / cfg.model.path
+    if not (folder / "tokenizer.json").is_file():
+        return
+    try:
+        make_renderer(_load_quickly(folder), cfg.actor.format).check_room(cfg.actor)
+    except ConfigError:  # the tokenizer's own class decides, which takes seconds to load
+        load_renderer(folder, cfg.actor.format).check_room(cfg.actor)
+
+
+def _load_quickly(folder: Path) -> Any:
+    """Return the tokenizer without its own class: that would load torch."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # it warns that the class is another one
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    finally:
+        logging.set_verbosity(before)

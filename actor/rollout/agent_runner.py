@@ -1,0 +1,53 @@
+"""The seam between episodes and agents that are programs of the user's."""
+
+from typing import Protocol
+
+from actor.rollout.episode import Act, OpenSession
+from actor.rollout.render import Renderer
+from common.config.run_config import ActorSection
+from common.wire.messages import Lease, Trajectory
+
+
+class AgentRunner(Protocol):
+    """It plays an episode with a program that calls the policy, instead of the built-in loop."""
+
+    async def play(
+        self,
+        lease: Lease,
+        *,
+        open_session: OpenSession,
+        act: Act,
+        task: tuple[str, str],
+        may_repeat: bool,
+    ) -> Trajectory:
+        """Play an episode to its end, as `run_episode` does.
+
+        Args:
+            task: instruction of the environment and the agent's acknowledgement of it.
+            may_repeat: raise `HubLost` instead of recording the loss of the hub.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End the programs that outlive an episode."""
+        ...
+
+
+class MakeAgents(Protocol):
+    """Makes the runner of one actor."""
+
+    def __call__(self, cfg: ActorSection, *, actor: str, renderer: Renderer) -> AgentRunner: ...
+
+
+def make_runner(
+    make_agents: MakeAgents | None, cfg: ActorSection, *, actor: str, renderer: Renderer
+) -> AgentRunner | None:
+    """Return the runner of `actor.endpoint=true`; None if the built-in loop plays.
+
+    Raises: ValueError: this process has no runner of agents.
+    """
+    if not cfg.endpoint:
+        return None
+    if make_agents is None:
+        raise ValueError("actor.endpoint=true: this process has no runner of agents")
+    return make_agents(cfg, actor=actor, renderer=renderer)

@@ -1,0 +1,147 @@
+"""The suite `agents`: episodes per second of agents that own their loop, against our own loop.
+
+One engine and one hub; the quickstart's policy plays its tasks by turns with our own loop and with
+long-lived agents that do the same to the token: `docs/examples/agent_many.py`, of the standard
+library, and `docs/examples/agent.py` with the package `openai`.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import uvloop
+from transformers import AutoTokenizer
+
+from actor.agents.agents import Agents
+from actor.engine.engine import Engine
+from actor.play.engine_player import player_of
+from actor.play.own_process import make_job
+from actor.play.play import Job, Player, play
+from actor.rollout.render import Renderer
+from benchmarks.table import BenchTable
+from common.checks.machine import gpus
+from common.config.evaluation import AgentLifetime
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.cpu import family_cpu_s
+from common.launch.hub import serve_hub
+from common.launch.roles import ONE_THREAD
+from common.repository import ROOT
+from common.store.journal import read_journal
+from common.store.run_dir import RunDir
+from common.wire.planned import PlannedEpisode
+
+NUM_ROUNDS = 2  # of each, in turn; one more before, which counts nowhere
+NUM_EPISODES = 384
+HORIZON = 6  # turns, as the quickstart begins
+MIN_RATIO = 0.90
+OWN = "our own loop"
+AGENTS = {"plain": ["agent_many.py", "128"], "openai": ["agent.py"]}
+
+
+def run_suite(table: BenchTable) -> None:
+    """Play with each by turns, in a few minutes."""
+    table.title(f"quickstart's policy and tasks, {NUM_ROUNDS} x {NUM_EPISODES} episodes of each")
+    with tempfile.TemporaryDirectory(prefix="longstride-agents-") as folder:
+        table.attempt("agents", lambda: add_agents(table, Path(folder)))
+
+
+def add_agents(table: BenchTable, folder: Path) -> None:
+    if not gpus():
+        os.environ.update(ONE_THREAD)  # of the engine, as in a run
+    cfg = load_config("quickstart", [f"run.dir={folder}", "run.name=hub"], root=ROOT)
+    with serve_hub(cfg, RunDir(root=folder / "hub"), root=ROOT) as (url, token):
+        done = uvloop.run(_measure(cfg, make_job(cfg, [], url, token, folder / "journal")))
+    own = done.pop(OWN)
+    for name, by_agent in done.items():
+        add_agent(table, name, by_agent, own)
+
+
+def add_agent(table: BenchTable, name: str, by_agent: Counter[str], own: Counter[str]) -> None:
+    table.compare(
+        f"episodes of a long-lived agent, {name}",
+        by_agent["episodes"] / by_agent["time_s"],
+        own["episodes"] / own["time_s"],
+        "/s",
+        against=OWN,
+        at_least=MIN_RATIO if name == "plain" else None,
+    )
+    table.compare(
+        f"the same, {name}, all processes",
+        1e3 * by_agent["cpu_s"] / by_agent["episodes"],
+        1e3 * own["cpu_s"] / own["episodes"],
+        "cpu ms/episode",
+        against=OWN,
+        note=f"{by_agent['turns'] / by_agent['episodes']:.2f} and"
+        f" {own['turns'] / own['episodes']:.2f} turns",
+    )
+
+
+async def _measure(cfg: RunConfig, job: Job) -> dict[str, Counter[str]]:
+    renderer = Renderer(AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True))
+    engine = await Engine.start(
+        cfg.model, cfg.actor, end_of_turn_ids=renderer.end_of_turn_ids, seed=cfg.run.seed
+    )
+    engine.version = 0
+    agents = {name: _agents(cfg, command, renderer) for name, command in AGENTS.items()}
+    players = {
+        name: replace(player_of(engine, renderer, cfg.actor), agents=each)
+        for name, each in {OWN: None, **agents}.items()
+    }
+    done = {name: Counter[str]() for name in players}
+    try:
+        for number in range(NUM_ROUNDS + 1):
+            for name, player in players.items():
+                plans = _plans(cfg, f"{name}/{number}")
+                found = await _timed(replace(job, plans=plans, max_failed=0), player)
+                if number:
+                    done[name].update(found)
+    finally:
+        for each in agents.values():
+            await each.close()
+        engine.shut_down()
+    return done
+
+
+def _agents(cfg: RunConfig, command: Sequence[str], renderer: Renderer) -> Agents:
+    program, *words = command
+    argv = [sys.executable, str(ROOT / "docs" / "examples" / program), *words]
+    how = {"endpoint": True, "agent": argv, "agent_lifetime": AgentLifetime.RUN}
+    return Agents(replace(cfg.actor, **how), actor="bench", renderer=renderer)
+
+
+def _plans(cfg: RunConfig, prefix: str) -> list[PlannedEpisode]:
+    """Return the same episodes for every player, under names of their own."""
+    plans: list[PlannedEpisode] = []
+    for number in range(NUM_EPISODES):
+        task = cfg.tasks[number % len(cfg.tasks)]
+        plans.append(
+            PlannedEpisode(
+                episode_id=f"{prefix}/{number}",
+                env=task.env,
+                item_id=f"{task.subset}-train-{number}",
+                seed=0,
+                horizon=HORIZON,
+            )
+        )
+    return plans
+
+
+async def _timed(job: Job, player: Player) -> dict[str, float]:
+    """Return episodes, turns, seconds, and processor seconds of all processes.
+
+    Raises: LongstrideError: an episode failed.
+    """
+    shutil.rmtree(job.journal, ignore_errors=True)
+    started, before = time.monotonic(), family_cpu_s()
+    await play(job, player)
+    took_s, cpu_s = time.monotonic() - started, family_cpu_s() - before
+    episodes = [each for _, each in read_journal(job.journal)]
+    turns = sum(each.num_turns for each in episodes)
+    return {"episodes": len(episodes), "turns": turns, "time_s": took_s, "cpu_s": cpu_s}

@@ -1,0 +1,152 @@
+"""An actor whose engine is a clock.
+
+Run as `python -m benchmarks.actor.simulated RUN_DIR NUMBER NUM_SLOTS`.
+
+Leases, heartbeats, hub sessions, trajectories and their delivery are those of a real actor. A turn
+takes the time that an engine takes for it and its tokens are random, so what is measured is
+everything but the engine.
+"""
+
+import asyncio
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import uvloop
+import zmq.asyncio
+from transformers import AutoTokenizer
+
+from actor.links.delivery import Delivery
+from actor.links.scheduler_client import SchedulerClient
+from actor.rollout.episode import Turn
+from actor.rollout.hubs import Hubs
+from actor.rollout.pool import Episodes
+from actor.rollout.render import Renderer
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+from common.wire.addresses import AddressBook
+from common.wire.messages import Heartbeat, Hello
+from common.wire.security import load_keys
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from actor.engine.engine import Engine
+
+# As of an engine that samples 50 tokens a second for each of its episodes, 75 of them for a turn;
+# the range is wide, so that the actors' episodes do not end together.
+TOKEN_S = 0.02
+MIN_TOKENS, MAX_TOKENS = 10, 140
+START_S = 60.0
+
+
+class TokenClock:
+    """Stands where the engine does; as many requests as there are take no longer than one."""
+
+    def __init__(self, *, vocab_size: int, token_s: float) -> None:
+        self._token_s = token_s
+        self._vocab_size = vocab_size
+        self.version = 0
+        self.frozen_s = 0.0  # no weights are loaded
+
+    async def generate(
+        self, prompt_ids: list[int], *, request_id: str, max_tokens: int, salt: str, seed: int
+    ) -> Turn:
+        """Return random tokens after the time that they take; arguments as of the engine."""
+        chance = random.Random(seed)
+        num_timed = chance.randint(MIN_TOKENS, MAX_TOKENS)
+        await asyncio.sleep(num_timed * self._token_s)
+        num = min(max_tokens, num_timed)
+        return Turn(
+            token_ids=[chance.randrange(self._vocab_size) for _ in range(num)],
+            logprobs=[-1.0] * num,
+            versions=[self.version] * num,
+            num_prompt=len(prompt_ids),
+        )
+
+
+async def play(cfg: RunConfig, run_dir: RunDir, *, number: int, token_s: float) -> None:
+    """Play until SIGTERM."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    context, keys = zmq.asyncio.Context(), load_keys(run_dir.keys)
+    book = AddressBook(lambda: run_dir.find_address("scheduler"))
+    name = f"actor-{number}"
+    hello = Hello(role="actor", name=name, incarnation=f"life-{number}", version=0)
+    scheduler = SchedulerClient(book, keys, hello=hello, context=context, silence_s=START_S)
+    await scheduler.connect(timeout_s=START_S)
+    await scheduler.learn_addresses(timeout_s=START_S)
+    hubs = Hubs(book.hubs, cfg.actor, style=cfg.envhub.style, owner=hello.incarnation)
+    await hubs.start()
+    delivery = Delivery(book, keys, window=cfg.actor.delivery_window, context=context)
+    await delivery.connect(timeout_s=START_S)
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
+    clock = TokenClock(vocab_size=len(tokenizer), token_s=token_s)
+    episodes = Episodes(
+        cfg.actor,
+        actor=name,
+        engine=cast("Engine", clock),
+        renderer=Renderer(tokenizer),
+        environments=hubs,
+        delivery=delivery,
+        rounds=None,
+    )
+    loops = (
+        scheduler.run(),
+        delivery.run(),
+        _take_leases(scheduler, hubs, episodes),
+        _beat(cfg, name, scheduler, episodes, delivery),
+        stop.wait(),
+    )
+    tasks = [asyncio.create_task(each) for each in loops]
+    done, _ = await asyncio.wait([*tasks, episodes.failed], return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+    for task in tasks:
+        task.cancel()
+    await episodes.cancel_all()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    scheduler.close()
+    delivery.close()
+    await hubs.close()
+    context.destroy(linger=0)
+
+
+async def _take_leases(scheduler: SchedulerClient, hubs: Hubs, episodes: Episodes) -> None:
+    """Ask for work whenever there is room, and a hub."""
+    while True:
+        await hubs.wait_for()
+        episodes.slot_freed.clear()
+        if episodes.num_free_slots == 0:
+            await episodes.slot_freed.wait()
+            continue
+        grant = await scheduler.request_leases(num_free_slots=episodes.num_free_slots, version=0)
+        episodes.start(grant.leases)
+        if not grant.leases:
+            await asyncio.sleep(grant.retry_after_s)
+
+
+async def _beat(
+    cfg: RunConfig, name: str, scheduler: SchedulerClient, episodes: Episodes, delivery: Delivery
+) -> None:
+    while True:
+        running = [*episodes.running_ids, *delivery.pending_ids]
+        num_slots = episodes.num_slots
+        scheduler.beat(
+            Heartbeat(role="actor", name=name, version=0, running=running, num_slots=num_slots)
+        )
+        await asyncio.sleep(cfg.scheduler.heartbeat_s)
+
+
+def main(folder: str, number: str, num_slots: str, token_s: str = str(TOKEN_S)) -> None:
+    """Be one of the actors of a run, with so many episodes at once."""
+    slots = (f"actor.max_concurrent={num_slots}", f"actor.min_concurrent={num_slots}")
+    run_dir = RunDir(root=Path(folder))
+    cfg = load_config(str(run_dir.config), slots, root=ROOT)
+    uvloop.run(play(cfg, run_dir, number=int(number), token_s=float(token_s)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,145 @@
+"""The suite `actor`: tokens that a run samples per second, against vLLM alone.
+
+The run is real: scheduler, hub, an actor with its engine, a learner that takes the episodes in and
+writes its journal. Only it makes no step, so that what is measured is generation. Then vLLM alone
+samples turns of the same lengths, as many episodes at once, with nobody to wait for.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.runs.real_run import TRAINING_ALONE, check_end, cpu_seconds, running
+from benchmarks.table import BenchTable
+from common.checks.machine import gpus
+from common.errors import LongstrideError
+from common.launch.process import ChildProcess, wait_until_ended
+from common.launch.roles import ONE_THREAD
+from common.repository import ROOT
+from common.store.journal import read_journal
+from common.store.segments import JournalPosition, synced_end
+from common.wire.messages import Trajectory
+
+NUM_ROUNDS = 2  # of both, in turn
+WINDOW_S = 15.0
+NUM_WARM_UP = 256  # episodes, until as many begin as end
+TIMEOUT_S = 600.0  # of a start and what follows
+POLL_S = 0.2
+MIN_RATIO = 0.90
+SETTINGS = (
+    *("groups.per_step=10000", "train.num_steps=1"),  # the first step never comes
+    "actor.max_model_len=2048",
+    *TRAINING_ALONE,
+)
+
+
+def run_suite(table: BenchTable) -> None:
+    """Measure a run and vLLM alone, twice in turn, in four minutes."""
+    table.title(f"quickstart, no steps, {NUM_ROUNDS} windows of {WINDOW_S:g} s each")
+    with tempfile.TemporaryDirectory(prefix="longstride-actor-") as folder:
+        table.attempt("sampled tokens", lambda: add_speeds(table, Path(folder)))
+
+
+def add_speeds(table: BenchTable, folder: Path) -> None:
+    ours: Counter[str] = Counter()
+    peers = {name: Counter[str]() for name in ("alone", "kept", "dropped")}
+    for number in range(NUM_ROUNDS):
+        ours.update(measure_run(f"run-{number}", folder=folder))
+        for name, done in measure_alone(folder / f"run-{number}").items():
+            peers[name].update(done)
+    alone = peers["alone"]
+    table.compare(
+        "tokens sampled inside a run",
+        ours["sampled"] / ours["time_s"],
+        alone["sampled"] / alone["time_s"],
+        "/s",
+        against="vLLM alone, same concurrency and lengths",
+        at_least=MIN_RATIO,
+        note=hits(ours, alone),
+    )
+    for role in ("engine", "actor"):
+        add_cost(table, f"inside a run, {role}", role, ours, alone, "vLLM alone")
+    dropped, kept = peers["dropped"], peers["kept"]
+    name = "long episodes, prefixes recomputed after updates, engine"
+    add_cost(table, name, "engine", dropped, kept, "prefixes kept")
+
+
+def add_cost(
+    table: BenchTable, name: str, role: str, ours: Counter[str], peer: Counter[str], against: str
+) -> None:
+    cost, limit = (1e3 * done[role] / done["sampled"] for done in (ours, peer))
+    note = hits(ours, peer)
+    table.compare(name, cost, limit, "cpu s/1k tokens", against=against, note=note)
+
+
+def hits(ours: Counter[str], peer: Counter[str]) -> str:
+    shares = [done["cached"] / max(1, done["prompt"]) for done in (ours, peer)]
+    return f"prefix hits {shares[0]:.0%} and {shares[1]:.0%}"
+
+
+def measure_run(name: str, *, folder: Path) -> dict[str, float]:
+    """Return tokens, processor seconds by role and seconds of a window; leave its turns behind.
+
+    Raises: LongstrideError: the run failed, or does not generate.
+    """
+    run_dir = folder / name
+    with running(name, SETTINGS, folder=folder) as child:
+        deadline = time.monotonic() + TIMEOUT_S
+        while sum(1 for _ in read_journal(run_dir / "journal")) < NUM_WARM_UP:
+            check_end(child)
+            if time.monotonic() > deadline:
+                raise LongstrideError(f"run {name} generates nothing, see {child.log_path}")
+            time.sleep(POLL_S)
+        begin, started = synced_end(run_dir / "journal"), time.monotonic()
+        before = cpu_seconds(child.pid)
+        time.sleep(WINDOW_S)
+        end, took_s = synced_end(run_dir / "journal"), time.monotonic() - started
+        after = cpu_seconds(child.pid)
+        check_end(child)
+    episodes = arrived(run_dir, begin, end)
+    if not episodes:
+        raise LongstrideError(f"run {name}: no episode in {WINDOW_S:g}s, see {child.log_path}")
+    (run_dir / "turns.json").write_text(
+        json.dumps([turns_of(each) for each in episodes]), encoding="utf-8"
+    )
+    return {
+        "prompt": sum(each.num_prompt_tokens for each in episodes),
+        "cached": sum(each.num_cached_tokens for each in episodes),
+        "sampled": sum(int(each.loss_mask.sum()) for each in episodes),
+        "time_s": took_s,
+        **{role: used - before.get(role, 0.0) for role, used in after.items()},
+    }
+
+
+def arrived(run_dir: Path, begin: JournalPosition, end: JournalPosition) -> list[Trajectory]:
+    """Return the episodes of a stretch of the journal."""
+    found = read_journal(run_dir / "journal", start=begin)
+    return [episode for where, episode in found if where < end]
+
+
+def measure_alone(run_dir: Path) -> dict[str, dict[str, float]]:
+    """Return what vLLM alone does with a run's turns. Raises: LongstrideError."""
+    argv = [sys.executable, "-m", "benchmarks.actor.bare", str(run_dir), str(WINDOW_S)]
+    env = {} if gpus() else ONE_THREAD  # as in the run
+    log = run_dir / "alone.log"
+    child = ChildProcess("vLLM alone", argv, log_path=log, env=env, cwd=ROOT)
+    try:
+        if not wait_until_ended([child], deadline=time.monotonic() + TIMEOUT_S):
+            raise LongstrideError(f"vLLM alone takes over {TIMEOUT_S:g}s, see {log}")
+        check_end(child)
+    finally:
+        child.stop(timeout_s=5.0)
+    return json.loads((run_dir / "alone.json").read_text(encoding="utf-8"))
+
+
+def turns_of(episode: Trajectory) -> list[tuple[list[int], int]]:
+    """Return the token ids that were observed, and how many were then sampled, turn by turn."""
+    turns: list[tuple[list[int], int]] = []
+    for turn in range(episode.num_turns):
+        is_of_turn = episode.turn_ids == turn
+        observed = episode.token_ids[is_of_turn & ~episode.loss_mask]
+        turns.append((observed.tolist(), int(episode.loss_mask[is_of_turn].sum())))
+    return turns

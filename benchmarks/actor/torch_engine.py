@@ -1,0 +1,213 @@
+"""An engine of plain torch for policies of a few million weights: starts in no time, holds no CPU.
+
+For studies of hundreds of short runs, each of which would wait longer for vLLM than it trains.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from actor.rollout.episode import Turn
+from benchmarks.actor.key_values import NAME, Block, KeyValues
+
+MAX_BEGINNINGS = 50_000  # of turns that are remembered
+SURE, SUREST = 2, 3
+
+
+@dataclass(slots=True)
+class _Row:
+    """An episode whose turn is sampled."""
+
+    new: list[int]  # tokens whose keys are not stored yet; the next is sampled after the last
+    draws: Tensor  # [max_tokens] in [0, 1)
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    is_stopped: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        return not self.is_stopped and len(self.tokens) < len(self.draws)
+
+
+class Guesses:
+    """What followed the beginning of a turn when it was sampled last, where that holds mostly.
+
+    A guess is checked, never believed: it only lets several tokens be computed at once.
+    """
+
+    def __init__(self, end_ids: Sequence[int]) -> None:
+        self._end_ids = frozenset(end_ids)
+        self._next: dict[tuple[int, ...], tuple[int, int]] = {}  # beginning -> token, how sure
+
+    def after(self, beginning: Sequence[int], most: int) -> list[int]:
+        """Return at most so many tokens that should follow, none of which ends the turn."""
+        key, found = tuple(beginning), list[int]()
+        while len(found) < most:
+            token, sureness = self._next.get(key, (0, 0))
+            if sureness < SURE or token in self._end_ids:
+                break
+            found.append(token)
+            key = (*key, token)
+        return found
+
+    def learn(self, turn: Sequence[int]) -> None:
+        """Remember what a turn was."""
+        if len(self._next) > MAX_BEGINNINGS:
+            self._next.clear()
+        for number, token in enumerate(turn):
+            key = tuple(turn[:number])
+            known, sureness = self._next.get(key, (token, 0))
+            if known == token:
+                self._next[key] = token, min(SUREST, sureness + 1)
+            else:
+                self._next[key] = (known, sureness - 1) if sureness > 1 else (token, 1)
+
+
+class TorchEngine:
+    """Samples the turns of all episodes that ask, together; keeps keys and values between turns.
+
+    Each row is what it would be by itself. The tokens of all rows are computed as one sequence,
+    without padding; what a turn will probably be is computed with what comes before it, and taken
+    as far as the row's own draws lead there.
+
+    Example: "open the red door" was sampled after "open the" and "blue door" after it by others.
+    An observation of 20 tokens and the guess "open the" are one pass; "red" is drawn. "red" and the
+    guess "door" are a second one: "door" is drawn, and the end of the turn.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        end_ids: Sequence[int],
+        *,
+        temperature: float,
+        guesses: Guesses | None = None,
+    ) -> None:
+        self._model, self._head = model.eval(), model.get_output_embeddings()
+        self._model.set_attn_implementation(NAME)
+        self._end_ids = frozenset(end_ids)
+        self._guesses = guesses or Guesses(end_ids)
+        self._temperature = temperature
+        self.version = 0
+        self._forget()
+
+    def load(self, weights: Mapping[str, Tensor], *, version: int) -> None:
+        """Take other weights, which label what is sampled from now on."""
+        self._model.load_state_dict(dict(weights))
+        self.version = version
+        self._forget()
+
+    def _forget(self) -> None:
+        self._names: list[str] = []  # of the rows
+        self._fed: list[list[int]] = []  # tokens of each whose keys and values are stored
+        self._stored = KeyValues(0)
+
+    async def generate_together(
+        self,
+        prompts: Mapping[str, list[int]],
+        *,
+        max_tokens: int,
+        salt: str,
+        seeds: Mapping[str, int],
+    ) -> dict[str, Turn]:
+        """Return the next turn of each request, "<anything>:<episode>".
+
+        Args:
+            salt: of no meaning here; nothing is shared between versions.
+            seeds: of each request; a row's tokens depend on nothing but them and its own tokens.
+        """
+        requests = {request.partition(":")[2]: request for request in prompts}
+        if not self._names or not requests.keys() <= set(self._names):
+            self._names, self._stored = list(requests), KeyValues(len(requests))
+            self._fed = [[] for _ in requests]
+        for number in reversed(range(len(self._names))):
+            if self._names[number] not in requests:
+                with torch.inference_mode():
+                    self._stored.drop(number)
+                self._names[number], self._fed[number] = self._names[-1], self._fed[-1]
+                del self._names[-1], self._fed[-1]
+        rows: list[_Row] = []
+        for number, request in enumerate(requests[name] for name in self._names):
+            prompt = prompts[request]
+            num = _num_shared(self._fed[number], prompt)  # fewer where a new segment begins
+            self._stored.lengths[number], self._fed[number] = num, prompt[:num]
+            draws = torch.from_numpy(_draws(seeds[request], max_tokens))
+            rows.append(_Row(new=prompt[num:], draws=draws))
+        with torch.inference_mode():
+            while any(row.is_open for row in rows):
+                self._sample(rows)
+        return {
+            requests[name]: self._turn(row) for name, row in zip(self._names, rows, strict=True)
+        }
+
+    def _turn(self, row: _Row) -> Turn:
+        self._guesses.learn(row.tokens)
+        versions = [self.version] * len(row.tokens)
+        return Turn(row.tokens, row.logprobs, versions, is_stopped=row.is_stopped)
+
+    def _sample(self, rows: Sequence[_Row]) -> None:
+        """Sample a token of every open row, and those after it that were guessed."""
+        guesses: list[list[int]] = []
+        for row in rows:
+            most = len(row.draws) - len(row.tokens) - 1
+            guesses.append(self._guesses.after(row.tokens, most) if row.is_open else [])
+        fed = [
+            row.new + guess if row.is_open else [] for row, guess in zip(rows, guesses, strict=True)
+        ]
+        hidden = self._forward(fed)
+        ends = np.cumsum([len(each) for each in fed])
+        asked = [each for each in zip(rows, guesses, ends, strict=True) if each[0].is_open]
+        at = [torch.arange(end - len(guess) - 1, end) for _, guess, end in asked]
+        draws = [row.draws[len(row.tokens) :][: len(guess) + 1] for row, guess, _ in asked]
+        picked, logprobs = self._pick(hidden[torch.cat(at)], torch.cat(draws))
+        start = 0
+        for number, (row, guess) in enumerate(zip(rows, guesses, strict=True)):
+            if not row.is_open:
+                continue
+            own = picked[start : start + len(guess) + 1]
+            num = 1 + sum(np.cumprod(np.equal(own[:-1], guess)))
+            self._fed[number] += [*row.new, *own[: num - 1]]
+            self._stored.lengths[number] = len(self._fed[number])
+            row.tokens += own[:num]
+            row.logprobs += logprobs[start : start + num]
+            row.new, row.is_stopped = [own[num - 1]], own[num - 1] in self._end_ids
+            start += len(guess) + 1
+
+    def _forward(self, fed: Sequence[Sequence[int]]) -> Tensor:
+        """Return the last hidden states [token, size] of all rows' new tokens."""
+        block = Block.of([len(each) for each in fed], self._stored.lengths)
+        ids = torch.tensor([token for each in fed for token in each])
+        out = self._model.base_model(
+            input_ids=ids[None],
+            position_ids=block.positions[None],
+            use_cache=False,
+            stored=self._stored,
+            block=block,
+        )
+        return out.last_hidden_state[0]
+
+    def _pick(self, hidden: Tensor, draws: Tensor) -> tuple[list[int], list[float]]:
+        """Return the tokens that the draws [token] lead to, and their logprobs."""
+        assert self._head is not None
+        logits = self._head(hidden)
+        scores = torch.log_softmax(logits.float() / self._temperature, dim=-1)  # [token, vocab]
+        below = scores.exp().cumsum(dim=-1)
+        drawn = draws[:, None] * below[:, -1:]
+        picked = torch.searchsorted(below, drawn, right=True).clamp(max=scores.shape[1] - 1)
+        return picked[:, 0].tolist(), scores.gather(1, picked)[:, 0].tolist()
+
+
+def _num_shared(known: list[int], prompt: list[int]) -> int:
+    """Return how many first tokens are equal, and leave at least one of the prompt."""
+    most = min(len(known), len(prompt) - 1)
+    if known[:most] == prompt[:most]:
+        return most
+    return next(i for i in range(most) if known[i] != prompt[i])
+
+
+def _draws(seed: int, num: int) -> np.ndarray:
+    return np.random.default_rng(seed).random(num).astype(np.float32)

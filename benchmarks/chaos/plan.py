@@ -1,0 +1,64 @@
+"""What happens to whom: a deck of all faults, shuffled by a seed, again when it is through."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from benchmarks.chaos.victims import Role
+
+
+class Kind(StrEnum):
+    """What happens."""
+
+    KILL = "kill -9"
+    STOP = "stopped"  # SIGSTOP, then SIGCONT: a machine that swaps, or moves
+    RESET = "connections reset"
+    NO_MEMORY = "no memory"  # allocations fail for a while
+    KILL_AGAIN = "killed at each start"
+    CORRUPT = "corrupt messages"
+    DUPLICATE = "messages again"
+    SLOW_NETWORK = "slow, lossy network"
+    DROPPED = "packets dropped"
+    DISK_FULL = "disk full"
+    CLOCK = "clock jumps"  # an hour ahead, and back
+    HALVES = "half characters"  # in every observation, as from scripts that cut a text
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that happens."""
+
+    kind: Kind
+    role: Role | None = None  # None: it happens to the machine
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.value}: {self.role.value}" if self.role else self.kind.value
+
+
+CONNECTED = (Role.SCHEDULER, Role.LEARNER, Role.ACTOR, Role.HUB)
+ALL_FAULTS = (
+    *(Fault(Kind.KILL, role) for role in Role),
+    *(Fault(Kind.STOP, role) for role in Role),
+    *(Fault(Kind.RESET, role) for role in CONNECTED),
+    *(Fault(Kind.NO_MEMORY, role) for role in (Role.LEARNER, Role.ENGINE, Role.HUB)),
+    *(Fault(Kind.KILL_AGAIN, role) for role in (Role.SCHEDULER, Role.HUB)),
+    *(Fault(Kind.CORRUPT, role) for role in (Role.SCHEDULER, Role.LEARNER)),
+    Fault(Kind.DUPLICATE, Role.LEARNER),
+    Fault(Kind.SLOW_NETWORK),
+    Fault(Kind.DROPPED),
+    Fault(Kind.DISK_FULL),
+    Fault(Kind.CLOCK),
+    Fault(Kind.HALVES),
+)
+
+
+def deal(faults: tuple[Fault, ...], *, seed: int) -> Iterator[Fault]:
+    """Yield faults for ever: each of them once in random order, then all again in another."""
+    draw = random.Random(seed)
+    for _ in itertools.count():
+        deck = list(faults)
+        draw.shuffle(deck)
+        yield from deck

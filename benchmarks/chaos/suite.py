@@ -1,0 +1,331 @@
+"""The suite `chaos`: faults on every role while the quickstart trains, and what they cost."""
+
+import json
+import logging
+import math
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.chaos.clock import make_clock
+from benchmarks.chaos.faults import LASTS_S, NotPossible, Scene
+from benchmarks.chaos.machine import isolate, release
+from benchmarks.chaos.plan import ALL_FAULTS, Fault, Kind, deal
+from benchmarks.chaos.victims import Role
+from benchmarks.chaos.watch import Watch, read_json
+from benchmarks.runs.real_run import TRAINING_ALONE, check_end, running, train
+from benchmarks.table import BenchTable
+from common.errors import LongstrideError
+from common.launch.process import ChildProcess
+from common.store.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+HALVES = '"benchmarks.envhub.halves:make_spec"'  # the run's environment
+FIRST_STEPS = 3  # made before anything happens
+PATIENCE_S = 180.0  # for a run to make its next step; then it counts as hanging
+START_S = 300.0
+TWIN_S = 3_600.0
+MINUTE_S = 60.0
+MIN_ETTR = 0.85  # at one fault a minute
+MEDIAN_S = {Role.SCHEDULER: 5.0, Role.HUB: 5.0, Role.LEARNER: 15.0, Role.ACTOR: 15.0}
+P95_FACTOR = 3.0
+LEGEND = (
+    "Recovery: from the end of a fault until the role does its part again; a learner when it\n"
+    "makes a step, an actor when it samples tokens, without its engine's own start. ETTR: the\n"
+    "share of the time that the steps take undisturbed, were there one fault a minute."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much of it."""
+
+    config: str
+    num_steps: int
+    every_s: float  # from one fault to the next, unless a run needs longer to recover
+    lasts_s: float = LASTS_S
+    faults: tuple[Fault, ...] = ALL_FAULTS
+    settings: tuple[str, ...] = TRAINING_ALONE
+    has_twin: bool = False  # the same run, undisturbed, is made first
+
+
+USUAL = Size(config="quickstart", num_steps=220, every_s=20.0)
+LONG = Size(
+    config="quickstart",
+    num_steps=600,  # long enough for 200 faults
+    every_s=4.0,
+    settings=tuple(each for each in TRAINING_ALONE if each != "eval.after=false"),
+    has_twin=True,
+)
+SHORT = Size(
+    config="smoke",
+    num_steps=100,  # on a slow machine faults take longer and steps go on
+    every_s=3.0,
+    lasts_s=2.0,
+    faults=(
+        *(Fault(Kind.KILL, role) for role in (Role.SCHEDULER, Role.LEARNER, Role.HUB, Role.ACTOR)),
+        *(Fault(Kind.RESET, role) for role in (Role.LEARNER, Role.ACTOR)),
+        *(Fault(Kind.CORRUPT, role) for role in (Role.SCHEDULER, Role.LEARNER)),
+        *(Fault(Kind.STOP, Role.ACTOR), Fault(Kind.DUPLICATE, Role.LEARNER)),
+        *(Fault(kind) for kind in (Kind.DISK_FULL, Kind.DROPPED, Kind.CLOCK, Kind.HALVES)),
+    ),
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Suffered:
+    """One fault that happened, in seconds."""
+
+    fault: Fault
+    began_s: float  # monotonic
+    ended_s: float  # monotonic: of the fault
+    back_s: float = math.nan  # after `ended_s`: the role does its part again
+    engine_s: float = 0.0  # of them, for the start of an engine
+    step_s: float = math.nan  # after `ended_s`: the run makes its next step
+
+
+@dataclass(slots=True, kw_only=True)
+class Story:
+    """What happened in one run."""
+
+    suffered: list[Suffered] = field(default_factory=lambda: [])
+    left_out: dict[str, str] = field(default_factory=lambda: {})  # fault -> why
+    step_times: list[float] = field(default_factory=lambda: [])  # monotonic
+
+    @property
+    def quiet_step_s(self) -> float:
+        """Seconds from one step to the next where no fault was about: the median."""
+        pairs = zip(self.step_times, self.step_times[1:], strict=False)
+        quiet = [b - a for a, b in pairs if not any(self._is_about(s, a, b) for s in self.suffered)]
+        return statistics.median(quiet) if quiet else math.nan
+
+    def _is_about(self, suffered: Suffered, begin: float, end: float) -> bool:
+        step_s = 0.0 if math.isnan(suffered.step_s) else suffered.step_s
+        return suffered.began_s <= end and begin <= suffered.ended_s + step_s
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds that each fault cost, on average."""
+        took_s = self.step_times[-1] - self.step_times[0]
+        wanted_s = (len(self.step_times) - 1) * self.quiet_step_s
+        return (took_s - wanted_s) / max(1, len(self.suffered))
+
+
+def run_suite(table: BenchTable) -> None:
+    """Disturb a quickstart of 220 steps every 20 seconds, in about a quarter of an hour."""
+    measure(table, USUAL)
+
+
+def run_long(table: BenchTable) -> None:
+    """Leave a long quickstart alone, disturb another some 200 times, in an hour."""
+    measure(table, LONG)
+
+
+def run_short(table: BenchTable) -> None:
+    """Disturb a small run for two minutes."""
+    measure(table, SHORT)
+
+
+def measure(table: BenchTable, size: Size) -> None:
+    """Run, disturb, judge."""
+    table.title(LEGEND)
+    with (
+        tempfile.TemporaryDirectory(prefix="longstride-chaos-") as name,
+        tempfile.TemporaryDirectory(prefix="longstride-twin-") as apart,
+    ):
+        folder = Path(name)
+        reason = isolate(folder)
+        if reason:
+            table.title(f"left out: the network's and the disk's faults, {reason}")
+        try:
+            table.attempt(
+                "chaos",
+                lambda: _measure(table, size, folder, apart=Path(apart), has_machine=not reason),
+            )
+        finally:
+            if not reason:
+                release(folder)
+
+
+def _measure(
+    table: BenchTable, size: Size, folder: Path, *, apart: Path, has_machine: bool
+) -> None:
+    """Run in `folder`, whose disk is small; what is left alone runs `apart`."""
+    run_dir, halves, clock = RunDir(root=folder / "run"), folder / "halves", make_clock(folder)
+    settings = (*size.settings, f"train.num_steps={size.num_steps}")
+    settings = (*settings, f"envhub.envs=[{HALVES}]", f'envs.plugins={{halves: "{halves}"}}')
+    if size.has_twin:
+        train("twin", settings, folder=apart, timeout_s=TWIN_S, config=size.config)
+    env = clock.environment if clock else {}
+    with running("run", settings, folder=folder, config=size.config, env=env) as child:
+        scene = Scene(
+            supervisor_pid=child.pid,
+            run_dir=run_dir,
+            disk=folder if has_machine else None,
+            clock=clock,
+            halves=halves,
+            lasts_s=size.lasts_s,
+        )
+        story = disturb(child, scene, size, seed=table.seed)
+    add_story(table, story)
+    add_end(table, run_dir, num_steps=size.num_steps, story=story)
+    if size.has_twin:
+        add_success(table, run_dir, RunDir(root=apart / "twin"))
+
+
+def add_success(table: BenchTable, run_dir: RunDir, twin: RunDir) -> None:
+    """Write how well the disturbed policy plays, and whether the other's interval reaches it."""
+    ours, left_alone = (read_json(each.root / "report.json")["after"] for each in (run_dir, twin))
+    low, high = left_alone["ci95"]
+    note = f"an undisturbed run: {left_alone['success']:.3f} [{low:.3f}, {high:.3f}]"
+    table.at_least("held-out success", ours["success"], "", low, note)
+
+
+def disturb(child: ChildProcess, scene: Scene, size: Size, *, seed: int) -> Story:
+    """Let faults happen until the run has ended. Raises: LongstrideError: it failed, or hangs."""
+    story, watch = Story(), Watch(scene.run_dir)
+    _wait(child, watch, FIRST_STEPS, START_S)
+    for fault in deal(size.faults, seed=seed):
+        began_s = time.monotonic()
+        if child.poll() is not None or watch.look() >= size.num_steps - FIRST_STEPS:
+            break
+        try:
+            scene.strike(fault)
+        except NotPossible as error:
+            story.left_out[fault.name] = str(error)
+            if len(story.left_out) == len(size.faults):
+                break
+            continue
+        suffered = Suffered(fault=fault, began_s=began_s, ended_s=time.monotonic())
+        story.suffered.append(suffered)
+        logger.info("fault=%s step=%d", fault.name, watch.look())
+        _recover(child, watch, suffered)
+        logger.info(
+            "fault=%s back_s=%.1f step_s=%.1f", fault.name, suffered.back_s, suffered.step_s
+        )
+        while child.poll() is None and time.monotonic() < began_s + size.every_s:
+            watch.look()
+            time.sleep(POLL_S)
+    _wait(child, watch, size.num_steps, START_S)
+    story.step_times = watch.step_times
+    _wait_end(child)
+    return story
+
+
+def _recover(child: ChildProcess, watch: Watch, suffered: Suffered) -> None:
+    """Wait until the role is back and the run has made a step, and note when that was."""
+    num_steps, wall_s = watch.look(), time.time()
+    role = suffered.fault.role
+    engines = read_engines(watch.run_dir)
+    while math.isnan(suffered.back_s) or math.isnan(suffered.step_s):
+        passed_s = time.monotonic() - suffered.ended_s
+        if math.isnan(suffered.step_s) and watch.look() > num_steps:
+            suffered.step_s = passed_s
+        if math.isnan(suffered.back_s) and (
+            role is None or watch.is_back(role, since=wall_s, num_steps=num_steps)
+        ):
+            suffered.back_s = passed_s
+            suffered.engine_s = sum(read_engines(watch.run_dir)[len(engines) :])
+        if child.poll() is not None:
+            check_end(child)
+            return  # it was over before
+        if passed_s > PATIENCE_S:
+            raise LongstrideError(f"no step within {PATIENCE_S:g}s after {suffered.fault.name}")
+        time.sleep(POLL_S)
+
+
+def read_engines(run_dir: RunDir) -> list[float]:
+    """Return the seconds that each engine's start took, as the actors' logs say."""
+    found: list[float] = []
+    for log in sorted(run_dir.logs.glob("actor-*.log")):
+        for line in log.read_text(errors="replace", encoding="utf-8").splitlines():
+            if "engine ready took_s=" in line:
+                found.append(float(line.partition("took_s=")[2].split()[0]))
+    return found
+
+
+def _wait(child: ChildProcess, watch: Watch, num_steps: int, timeout_s: float) -> None:
+    """Wait until a run has made so many steps, each within the time."""
+    deadline, seen = time.monotonic() + timeout_s, 0
+    while (made := watch.look()) < num_steps and child.poll() is None:
+        if made > seen:
+            deadline, seen = time.monotonic() + timeout_s, made
+        if time.monotonic() > deadline:
+            raise LongstrideError(f"no step after {made} within {timeout_s:g}s")
+        time.sleep(POLL_S)
+    check_end(child)
+
+
+def _wait_end(child: ChildProcess) -> None:
+    if not child.has_ended_by(time.monotonic() + START_S):
+        raise LongstrideError(f"run {child.name} does not end, see {child.log_path}")
+    check_end(child)
+
+
+def add_story(table: BenchTable, story: Story) -> None:
+    """Write what recovery took, by fault and by role, and the share of effective training time."""
+    by_name: defaultdict[str, list[Suffered]] = defaultdict(list)
+    by_role: defaultdict[Role, list[float]] = defaultdict(list)
+    for each in story.suffered:
+        by_name[each.fault.name].append(each)
+        if (role := each.fault.role) is not None and role in MEDIAN_S:
+            by_role[role].append(each.back_s - each.engine_s)
+    for name, all_of_it in sorted(by_name.items()):
+        back_s, step_s = (quantile([s.back_s for s in all_of_it], 0.5), worst_step(all_of_it))
+        engine_s = quantile([s.engine_s for s in all_of_it], 0.5)
+        note = f"{len(all_of_it)} times, next step after {step_s:.1f} s at most"
+        note += f", {engine_s:.1f} s of it an engine's start" if engine_s else ""
+        table.figure(f"recovery, {name}", back_s, "s", note)
+    for role, seconds in sorted(by_role.items()):
+        median = MEDIAN_S[role]
+        table.at_most(f"recovery of {role}, median", quantile(seconds, 0.5), "s", median)
+        table.at_most(
+            f"recovery of {role}, 95 %", quantile(seconds, 0.95), "s", P95_FACTOR * median
+        )
+    for name, reason in sorted(story.left_out.items()):
+        if name not in by_name:
+            table.title(f"left out: {name}, {reason}")
+    ettr = 1 - story.lost_s / MINUTE_S
+    note = f"{len(story.suffered)} faults, each cost {story.lost_s:.1f} s; undisturbed steps took"
+    table.at_least(
+        "ETTR at one fault a minute", ettr, "", MIN_ETTR, f"{note} {story.quiet_step_s:.2f} s"
+    )
+
+
+def worst_step(suffered: Sequence[Suffered]) -> float:
+    return max((each.step_s for each in suffered), default=math.nan)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the smallest value that so large a share of the values does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+
+
+def add_end(table: BenchTable, run_dir: RunDir, *, num_steps: int, story: Story) -> None:
+    """Write what has become of the episodes: nothing is lost, nothing trained twice."""
+    ledger = read_json(run_dir.ledger)
+    parts = ("trained", "filtered", "stale", "failed", "in_flight")
+    unaccounted = abs(ledger["issued"] - sum(ledger[part] for part in parts))
+    logged = [json.loads(line) for line in run_dir.steps.read_text(encoding="utf-8").splitlines()]
+    steps = [step for step in logged if not step.get("skipped")]
+    trained = Counter(name for step in steps for group in step["groups"] for name in group)
+    num_twice = sum(times - 1 for times in trained.values())
+    log = (run_dir.logs / "learner.log").read_text(errors="replace", encoding="utf-8")
+    made = {step["version"] for step in steps}
+    table.at_most("episodes lost", ledger["lost"] + unaccounted, "", 0)
+    table.at_most("episodes trained twice", num_twice, "", 0)
+    table.figure("faults", len(story.suffered), "", f"seed {table.seed}")
+    table.figure("steps wanted", num_steps, "")
+    table.at_least("steps made", len(made), "", num_steps)
+    redone = log.count("repeated step=")
+    table.figure("steps repeated from the log", redone, "", "by learners that died")
+    done_again, issued = ledger["reissued"], ledger["issued"]
+    table.figure("episodes issued again", done_again / max(1, issued), "of all", f"{issued} issued")
+    table.figure("episodes failed", ledger["failed"] / max(1, issued), "of all")

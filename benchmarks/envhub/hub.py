@@ -1,0 +1,113 @@
+"""Services that are measured run as processes of their own: a hub, or the reference server."""
+
+import contextlib
+import json
+import secrets
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.envhub.client import Target
+from common.launch.process import ChildFailed, ChildProcess, wait_until_ended
+from common.memory import resident_bytes
+from common.repository import ROOT
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A running service: where it listens, and its process."""
+
+    target: Target
+    process: ChildProcess
+
+    def rss_bytes(self) -> int:
+        """Return the resident memory of the process, without its children."""
+        return psutil.Process(self.process.pid).memory_info().rss
+
+    def worker_rss_bytes(self) -> int:
+        """Return the resident memory of all its children and their children."""
+        return resident_bytes([self.process.pid])[self.process.pid] - self.rss_bytes()
+
+
+@contextlib.contextmanager
+def hub_process(
+    envs: Sequence[str], *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Generator[Service]:
+    """Yield a hub that serves `envs`, started by `python run.py envhub`.
+
+    Args:
+        overrides: further settings, such as `envhub.session_lease_s=5`.
+        environ: environment variables to add.
+
+    Raises: ChildFailed: it did not start, or did not stop when it was told to.
+    """
+    token = secrets.token_urlsafe(16)
+    argv = ["run.py", "envhub", f"envhub.envs={json.dumps(list(envs))}", f"token={token}"]
+    with _running([*argv, "log.level=WARNING", *overrides], environ) as process:
+        process.wait_until(lambda: _said_address(process) != "", timeout_s=START_TIMEOUT_S)
+        target = Target(url=_said_address(process), token=token)
+        process.wait_until(lambda: _accepts(target), timeout_s=START_TIMEOUT_S)
+        yield Service(target=target, process=process)
+
+
+def _said_address(process: ChildProcess) -> str:
+    """Return the address that a hub has told on its standard output, "" until then."""
+    told = [line for line in process.log_tail(max_lines=100) if line.startswith("hub: ")]
+    return told[0].split()[1] if told else ""
+
+
+@contextlib.contextmanager
+def module_process(module: str, *, environ: Mapping[str, str] | None = None) -> Generator[Service]:
+    """Yield a service that is started by `python -m <module> <port>`. Raises ChildFailed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        target = Target(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+    with _running(["-m", module, str(target.address[1])], environ) as process:
+        process.wait_until(lambda: _accepts(target), timeout_s=START_TIMEOUT_S)
+        yield Service(target=target, process=process)
+
+
+@contextlib.contextmanager
+def _running(argv: list[str], environ: Mapping[str, str] | None) -> Generator[ChildProcess]:
+    env = {"OMP_NUM_THREADS": "1", **(environ or {})}
+    with tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder:
+        log_path = Path(folder) / "log.txt"
+        argv = [sys.executable, *argv]
+        child = ChildProcess("service", argv, log_path=log_path, env=env, cwd=ROOT)
+        try:
+            yield child
+        finally:
+            _stop(child)
+
+
+def _stop(child: ChildProcess) -> None:
+    """End a service, which has to end its own children.
+
+    Raises: ChildFailed: something had to be killed.
+    """
+    offspring: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        offspring = psutil.Process(child.pid).children(recursive=True)
+    child.terminate()
+    has_ended = wait_until_ended([child], deadline=time.monotonic() + STOP_TIMEOUT_S)
+    _, left = psutil.wait_procs(offspring, timeout=STOP_TIMEOUT_S)
+    child.clear_away()
+    if left or not has_ended:
+        raise ChildFailed(f"not stopped within {STOP_TIMEOUT_S:g} s, left {len(left)} children")
+
+
+def _accepts(target: Target) -> bool:
+    try:
+        with socket.create_connection(target.address, timeout=1.0) as connection:
+            connection.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            return connection.recv(16).startswith(b"HTTP/1.")
+    except OSError:
+        return False

@@ -1,0 +1,160 @@
+"""Steps on AgentGym's routes by raw connections that are kept: the client is not the limit.
+
+One process holds all of them: `python -m benchmarks.envhub.keep_alive` with a load on its stdin.
+Requests are bytes made beforehand; of a response no more is read than its length and that it
+tells of no fault.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from typing import cast
+
+import psutil
+import uvloop
+
+from benchmarks.envhub.client import Client, Target
+from benchmarks.envhub.load import ACTIONS, Measured, in_process
+
+MODULE = "benchmarks.envhub.keep_alive"
+LENGTH = b"content-length: "
+END = b"\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Connections that step TextCraft, one instance each, as fast as they are answered."""
+
+    target: Target
+    base: str  # path before /create, /reset and /step
+    reset_key: str = ""  # of the item in a reset, where a create does not begin an episode
+    is_echo: bool = False  # nothing is made or checked
+    pid: int | None = None  # of the server, if it runs here
+    num_clients: int = 128
+    warmup_s: float = 0.4  # before counting begins
+    duration_s: float = 1.5  # that counts
+
+
+def measure_load(load: Load) -> Measured:
+    """Return what a client process of its own measured. Raises: RuntimeError: it failed."""
+    return Measured(**in_process(MODULE, asdict(load)))
+
+
+def request_bytes(load: Load, path: str, content: object) -> bytes:
+    """Return a whole request."""
+    body = json.dumps(content).encode()
+    token = f"authorization: Bearer {load.target.token}\r\n" if load.target.token else ""
+    head = f"POST {load.base}{path} HTTP/1.1\r\nhost: {load.target.address[0]}\r\n{token}"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+class Stepper(asyncio.Protocol):
+    """One connection: the next request goes out when the last one is answered."""
+
+    def __init__(self, requests: list[bytes], load: Load, latencies_ms: list[float]) -> None:
+        self._requests = cycle(requests)
+        self._is_checked = not load.is_echo
+        self._latencies_ms = latencies_ms
+        self._begin_s = time.perf_counter() + load.warmup_s
+        self._end_s = self._begin_s + load.duration_s
+        self._received = b""
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._send()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(ConnectionError(f"connection lost: {exc!r}"))
+
+    def _send(self) -> None:
+        self._sent_s = time.perf_counter()
+        self._transport.write(next(self._requests))
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received = self._received + data if self._received else data
+        if not _is_whole(received):
+            return
+        self._received = b""
+        is_sound = received.startswith(b"HTTP/1.1 200") and b'"reward"' in received
+        if self._is_checked and not is_sound:
+            self.done.set_exception(RuntimeError(received[:500].decode(errors="replace")))
+            return
+        now_s = time.perf_counter()
+        if self._begin_s <= now_s < self._end_s:
+            self._latencies_ms.append((now_s - self._sent_s) * 1e3)
+        if now_s < self._end_s:
+            self._send()
+        elif not self.done.done():
+            self.done.set_result(None)
+
+
+def _is_whole(response: bytes) -> bool:
+    end, at = response.find(END), response.find(LENGTH)
+    if end < 0 or not 0 <= at < end:
+        return False
+    num_bytes = int(response[at + len(LENGTH) : response.find(b"\r", at)])
+    return len(response) >= end + len(END) + num_bytes
+
+
+async def run_load(load: Load) -> Measured:
+    """Return how many steps were answered, and how long each took."""
+    latencies_ms: list[float] = []
+    async with Client(load.target) as client:
+        numbers = [await _instance(client, load, i) for i in range(load.num_clients)]
+    loop, steppers = asyncio.get_running_loop(), list[Stepper]()
+    for number in numbers:
+        actions = [f"Action: {action}" for action in ACTIONS["textcraft"]]
+        requests = [request_bytes(load, "/step", {"id": number, "action": a}) for a in actions]
+        stepper = Stepper(requests, load, latencies_ms)
+        steppers.append(stepper)
+        await loop.create_connection(lambda s=stepper: s, *load.target.address)
+    watching = asyncio.create_task(_cpu_s(load))
+    await asyncio.gather(*(each.done for each in steppers))
+    return Measured(
+        num_done=len(latencies_ms),
+        duration_s=load.duration_s,
+        latencies_ms=latencies_ms,
+        cpu_s=await watching,
+    )
+
+
+async def _cpu_s(load: Load) -> float:
+    """Return the processor time of the server from when counting begins to when it ends."""
+    if load.pid is None:
+        return 0.0
+    process, marks = psutil.Process(load.pid), list[float]()
+    for wait_s in (load.warmup_s, load.duration_s):
+        await asyncio.sleep(wait_s)
+        times = process.cpu_times()
+        marks.append(times.user + times.system)
+    return marks[1] - marks[0]
+
+
+async def _instance(client: Client, load: Load, index: int) -> int:
+    """Return the number of an instance whose episode has begun."""
+    if load.is_echo:
+        return 2**52 + index  # as long as the hub's
+    made = await client.want(200, "POST", f"{load.base}/create", {})
+    if load.reset_key:
+        item = f"depth2-train-{index % 100}"
+        await client.want(
+            200, "POST", f"{load.base}/reset", {"id": made["id"], load.reset_key: item}
+        )
+    return made["id"]
+
+
+def main() -> None:
+    """Run the load given on stdin and write what it measured to stdout."""
+    asked = json.load(sys.stdin)
+    load = Load(**{**asked, "target": Target(**asked["target"])})
+    json.dump(asdict(uvloop.run(run_load(load))), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Whether a hub stays the same size: mixed load for minutes, and sessions that nobody ends."""
+
+import asyncio
+import itertools
+import random
+import statistics
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import uvloop
+
+from benchmarks.envhub.client import Client, HubAnswer, Target
+from benchmarks.envhub.hub import Service, hub_process
+from benchmarks.envhub.solve import Subset, list_subsets, open_patiently
+from benchmarks.table import BenchTable
+
+ENVS = ("textcraft", "babyai", "maze", "wordle", "sqlgym")
+DURATION_S = 600.0
+NUM_ABANDONED = 10_000
+NUM_CLIENTS = 16
+LEASE_S = 5.0
+ABANDON_LEASE_S = 30.0
+MAX_GROWTH_FRAC = 0.10
+SETTLE_S = 15.0  # for giving memory back after the last session has expired
+NUM_SAMPLES = 60
+MAX_FAILURES_SHOWN = 10
+GARBAGE = ("", "fly", "get -1 oak log", "Action:", "\u2603" * 50, "x" * 3000, "a\n\0b", '{"a":1}')
+MIB = 1 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class Soak:
+    """What a mixed load met: answers by kind, and resident memory over time."""
+
+    hub_bytes: list[int] = field(default_factory=list[int])
+    worker_bytes: list[int] = field(default_factory=list[int])
+    counts: Counter[str] = field(default_factory=Counter[str])
+    failures: list[str] = field(default_factory=list[str])
+
+    def growth_frac(self) -> float:
+        """Return how much more memory the last third took than the one before it, hub and all."""
+        total = [a + b for a, b in zip(self.hub_bytes, self.worker_bytes, strict=True)]
+        third = len(total) // 3
+        before = statistics.median(total[third : 2 * third])
+        return statistics.median(total[2 * third :]) / before - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandoned:
+    """Resident memory before, with, and after sessions that were opened and left."""
+
+    num_sessions: int
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+    took_s: float
+
+    @property
+    def growth_frac(self) -> float:
+        return self.end_bytes / self.start_bytes - 1
+
+
+def run_suite(table: BenchTable) -> None:
+    """Soak a hub and abandon sessions; memory must not grow and nothing fail."""
+    with hub_process(ENVS, overrides=[f"envhub.session_lease_s={LEASE_S:g}"]) as hub:
+        soak = soak_hub(hub, duration_s=DURATION_S)
+    counted = " ".join(f"{name}={num}" for name, num in sorted(soak.counts.items()))
+    table.title(f"mixed load for {DURATION_S:.0f} s: {counted}")
+    ends = [f"{_mib(rss[0])} -> {_mib(rss[-1])}" for rss in (soak.hub_bytes, soak.worker_bytes)]
+    note = f"hub {ends[0]}, workers {ends[1]}"
+    name = "memory of the last third over the middle one"
+    table.at_most(name, soak.growth_frac(), "", MAX_GROWTH_FRAC, note)
+    for failure in soak.failures[:MAX_FAILURES_SHOWN]:
+        table.fail("mixed load", failure)
+    left = abandon(num_sessions=NUM_ABANDONED)
+    sizes = " -> ".join(map(_mib, (left.start_bytes, left.peak_bytes, left.end_bytes)))
+    name = f"memory after {left.num_sessions} sessions opened and left"
+    note = f"{sizes} in {left.took_s:.0f} s"
+    table.at_most(name, left.growth_frac, "", MAX_GROWTH_FRAC, note)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:.1f} MiB"
+
+
+def soak_hub(hub: Service, *, duration_s: float) -> Soak:
+    """Put a mixed load on a running hub and return what it met."""
+    return uvloop.run(_soak(hub, duration_s))
+
+
+async def _soak(hub: Service, duration_s: float) -> Soak:
+    soak = Soak()
+    subsets = await list_subsets(hub.target)
+    end_s = time.monotonic() + duration_s
+    clients = [
+        asyncio.create_task(_keep_playing(hub.target, subsets, soak, number, end_s))
+        for number in range(NUM_CLIENTS)
+    ]
+    while time.monotonic() < end_s:
+        await asyncio.sleep(duration_s / NUM_SAMPLES)
+        soak.hub_bytes.append(hub.rss_bytes())
+        soak.worker_bytes.append(hub.worker_rss_bytes())
+    await asyncio.gather(*clients)
+    return soak
+
+
+async def _keep_playing(
+    target: Target, subsets: list[Subset], soak: Soak, number: int, end_s: float
+) -> None:
+    chance = random.Random(number)
+    async with Client(target) as client:
+        while time.monotonic() < end_s:
+            subset = chance.choice(subsets)
+            try:
+                await _play(client, subset, chance, soak, end_s)
+            except (HubAnswer, OSError) as error:
+                soak.failures.append(f"{subset.env} {subset.name}: {error!r}")
+
+
+async def _play(
+    client: Client, subset: Subset, chance: random.Random, soak: Soak, end_s: float
+) -> None:
+    """Play one episode badly: valid actions, garbage, repeats; end it, or leave it."""
+    item_id = f"{subset.name}-train-{chance.randrange(subset.num_train)}"
+    session_id = await open_patiently(client, subset.env, item_id)
+    soak.counts["opened"] += 1
+    for seq in range(1, subset.max_turns + 1):
+        if time.monotonic() > end_s:
+            break
+        kind = chance.random()
+        action = chance.choice(GARBAGE)
+        if kind < 0.7:
+            hint = await client.hint(session_id)
+            soak.counts["hints"] += 1
+            action = chance.choice(hint["valid_actions"] or [action])
+        answer = await client.step(session_id, action, seq)
+        soak.counts["steps"] += 1
+        if kind < 0.1 and await client.step(session_id, action, seq) != answer:
+            raise AssertionError(f"{item_id}: a repeated step {seq} was answered differently")
+        if kind > 0.95:
+            await client.want(200, "GET", f"/v1/sessions/{session_id}/render")
+        if answer["done"] or chance.random() < 0.05:
+            break
+    if chance.random() < 0.3:
+        soak.counts["abandoned"] += 1
+        return
+    await client.delete(session_id)
+
+
+def abandon(*, num_sessions: int, lease_s: float = ABANDON_LEASE_S) -> Abandoned:
+    """Open sessions that nobody ends, wait for their lease, return the hub's memory.
+
+    The start is taken after 50 sessions of each environment, so that caches are filled.
+    """
+    overrides = [f"envhub.session_lease_s={lease_s:g}", f"envhub.capacity={num_sessions}"]
+    with hub_process(ENVS[:2], overrides=overrides) as hub:
+        return uvloop.run(_abandon(hub, num_sessions, lease_s))
+
+
+async def _abandon(hub: Service, num_sessions: int, lease_s: float) -> Abandoned:
+    began_s = time.monotonic()
+    async with Client(hub.target) as client:
+        subsets = await list_subsets(hub.target)
+        turn = itertools.cycle(_one_of_each(subsets))
+        for number in range(50 * len(subsets)):
+            subset = next(turn)
+            await client.delete((await client.open(subset.env, f"{subset.name}-train-{number}"))[0])
+        start_bytes = hub.rss_bytes()
+        for number in range(num_sessions):
+            subset = next(turn)
+            await client.open(subset.env, f"{subset.name}-train-{number % subset.num_train}")
+        peak_bytes = hub.rss_bytes()
+        await _wait_until_empty(client, timeout_s=3 * lease_s + 10)
+        end_bytes = await _settled_bytes(hub, (1 + MAX_GROWTH_FRAC) * start_bytes)
+    return Abandoned(
+        num_sessions=num_sessions,
+        start_bytes=start_bytes,
+        peak_bytes=peak_bytes,
+        end_bytes=end_bytes,
+        took_s=time.monotonic() - began_s,
+    )
+
+
+def _one_of_each(subsets: list[Subset]) -> list[Subset]:
+    """Return the largest subset of every environment."""
+    largest: dict[str, Subset] = {}
+    for subset in subsets:
+        held = largest.setdefault(subset.env, subset)
+        if subset.num_train > held.num_train:
+            largest[subset.env] = subset
+    return list(largest.values())
+
+
+async def _settled_bytes(hub: Service, enough_bytes: float) -> int:
+    """Return the resident memory once it is small enough, or what it is after SETTLE_S."""
+    deadline_s = time.monotonic() + SETTLE_S
+    while hub.rss_bytes() > enough_bytes and time.monotonic() < deadline_s:
+        await asyncio.sleep(0.5)
+    return hub.rss_bytes()
+
+
+async def _wait_until_empty(client: Client, *, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while (await client.want(200, "GET", "/healthz"))["num_sessions"]:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"sessions were not expired within {timeout_s:g} s")
+        await asyncio.sleep(0.2)

@@ -1,0 +1,194 @@
+"""Whether every item can be solved: the expert of /hint is followed to the end, over HTTP."""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import uvloop
+
+from benchmarks.envhub.client import Client, HubAnswer, Target
+from benchmarks.envhub.hub import Service, hub_process
+from benchmarks.table import BenchTable
+from envhub.catalogue.registry import LOADERS, missing_requirements
+
+MIN_SOLVED_FRAC = 0.99
+NUM_ITEMS = 200
+NUM_CLIENTS = 8
+MAX_FAULTS_SHOWN = 5
+OPEN_TIMEOUT_S = 120.0
+RETRY_S = 0.2
+MAX_RETRIED = 10
+NO_WAY = "the expert knows no way"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subset:
+    """One subset as GET /v1/envs lists it."""
+
+    env: str
+    name: str
+    num_train: int
+    num_test: int
+    max_turns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one item went; `fault` is empty when the expert solved it.
+
+    `is_outage`: the hub failed, perhaps on account of another session in the same worker.
+    """
+
+    item_id: str
+    num_turns: int
+    fault: str = ""
+    is_outage: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """All outcomes of one subset, the time they took, and how many needed a second try."""
+
+    subset: Subset
+    outcomes: list[Outcome]
+    took_s: float
+    num_retried: int
+
+    @property
+    def faults(self) -> list[Outcome]:
+        return [each for each in self.outcomes if each.fault]
+
+    @property
+    def solved_frac(self) -> float:
+        return 1 - len(self.faults) / len(self.outcomes)
+
+    @property
+    def has_expert(self) -> bool:
+        """Whether the expert knew a first action of any item."""
+        return any(each.fault != NO_WAY or each.num_turns > 0 for each in self.outcomes)
+
+
+def run_suite(table: BenchTable) -> None:
+    """Solve a sample of every subset of the registry; each promises MIN_SOLVED_FRAC.
+
+    The table gets a figure per subset, a line per item not solved, the subsets without an expert,
+    and the environments whose needs are missing.
+    """
+    without: list[str] = []
+    for env in sorted(LOADERS):
+        missing = missing_requirements([env])
+        if missing:
+            table.fail(env, f"not measured: {'; '.join(missing)}")
+            continue
+        with hub_process([env]) as hub:
+            for tally in solve_one_env(hub, num_items=NUM_ITEMS):
+                if tally.has_expert:
+                    _add_row(table, tally)
+                else:
+                    without.append(f"{env}/{tally.subset.name}")
+    if without:
+        table.note("without an expert", ", ".join(without))
+
+
+def _add_row(table: BenchTable, tally: Tally) -> None:
+    num_turns = sum(each.num_turns for each in tally.outcomes)
+    num_items = len(tally.outcomes)
+    turn_ms = tally.took_s * 1e3 / max(1, num_turns)
+    name = f"{tally.subset.env} {tally.subset.name}: solved"
+    note = f"{num_items} items of {num_turns / num_items:.1f} turns of {turn_ms:.1f} ms"
+    note += f", {tally.num_retried} retried"
+    table.at_least(name, tally.solved_frac, "", MIN_SOLVED_FRAC, note)
+    for each in tally.faults[:MAX_FAULTS_SHOWN]:
+        table.note(each.item_id, each.fault)
+    if len(tally.faults) > MAX_FAULTS_SHOWN:
+        table.note(tally.subset.name, f"{len(tally.faults) - MAX_FAULTS_SHOWN} more")
+
+
+async def list_subsets(target: Target) -> list[Subset]:
+    async with Client(target) as client:
+        catalogue = await client.want(200, "GET", "/v1/envs")
+    return [
+        Subset(env=env, name=name, **sizes)
+        for env, entry in catalogue.items()
+        for name, sizes in entry["subsets"].items()
+    ]
+
+
+def sample_items(subset: Subset, num_items: int) -> list[str]:
+    """Return ids of distinct items, the same on every machine; half of them test items."""
+    chance = random.Random(f"{subset.env} {subset.name}")
+    num_test = min(subset.num_test, max((num_items + 1) // 2, num_items - subset.num_train))
+    num_train = min(subset.num_train, num_items - num_test)
+    test = chance.sample(range(subset.num_test), num_test)
+    train = chance.sample(range(subset.num_train), num_train)
+    ids = [f"{subset.name}-test-{index}" for index in sorted(test)]
+    return ids + [f"{subset.name}-train-{index}" for index in sorted(train)]
+
+
+async def solve_subset(target: Target, subset: Subset, *, num_items: int) -> Tally:
+    """Follow the expert through a sample of a subset, NUM_CLIENTS episodes at a time.
+
+    Items that an outage ended are tried once more, alone, so that only those that cause one count.
+    """
+    left = iter(sample_items(subset, num_items))
+    outcomes: list[Outcome] = []
+
+    async def work() -> None:
+        async with Client(target) as client:
+            for item_id in left:
+                outcomes.append(await solve_item(client, subset, item_id))
+
+    began_s = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(NUM_CLIENTS)))
+    took_s = time.perf_counter() - began_s
+    retried = [each for each in outcomes if each.is_outage][:MAX_RETRIED]
+    async with Client(target) as client:
+        for each in retried:
+            outcomes.remove(each)
+            outcomes.append(await solve_item(client, subset, each.item_id))
+    return Tally(subset=subset, outcomes=outcomes, took_s=took_s, num_retried=len(retried))
+
+
+async def solve_item(client: Client, subset: Subset, item_id: str) -> Outcome:
+    """Follow the expert from reset to the end of one item, at most `max_turns` turns."""
+    num_turns, fault = 0, f"no end in {subset.max_turns} turns"
+    try:
+        session_id = await open_patiently(client, subset.env, item_id)
+        while num_turns < subset.max_turns:
+            action = (await client.hint(session_id))["expert_action"]
+            if action is None:
+                fault = NO_WAY
+                break
+            num_turns += 1
+            answer = await client.step(session_id, action, num_turns)
+            if answer["done"]:
+                fault = "" if answer["is_success"] else f"ended with {answer['reward']}"
+                break
+    except (HubAnswer, OSError) as error:
+        fault = str(error) or repr(error)
+        return Outcome(item_id=item_id, num_turns=num_turns, fault=fault, is_outage=True)
+    await client.delete(session_id)
+    return Outcome(item_id=item_id, num_turns=num_turns, fault=fault)
+
+
+async def open_patiently(client: Client, env: str, item_id: str) -> str:
+    """Return a new session's id; waits while the environment has all its sessions in use.
+
+    Raises: HubAnswer: it failed, or was still full after OPEN_TIMEOUT_S.
+    """
+    deadline_s = time.monotonic() + OPEN_TIMEOUT_S
+    while True:
+        try:
+            return (await client.open(env, item_id))[0]
+        except HubAnswer as error:
+            if error.status != 429 or time.monotonic() > deadline_s:
+                raise
+        await asyncio.sleep(RETRY_S)
+
+
+def solve_one_env(hub: Service, *, num_items: int) -> Iterator[Tally]:
+    """Yield a tally per subset of everything that a running hub serves."""
+    for subset in uvloop.run(list_subsets(hub.target)):
+        yield uvloop.run(solve_subset(hub.target, subset, num_items=num_items))

@@ -1,0 +1,169 @@
+"""Suites that measure a hub on this machine: speed beside the usual server, soak, solvability."""
+
+import os
+from dataclasses import replace
+from statistics import median
+from urllib.parse import urlsplit
+
+from benchmarks.envhub.client import Target
+from benchmarks.envhub.hub import Service, hub_process, module_process
+from benchmarks.envhub.keep_alive import Load, measure_load
+from benchmarks.envhub.load import Job, Measured, measure
+from benchmarks.table import BenchTable
+
+ENVS = ("textcraft", "babyai")
+NUM_CLIENTS = (1, 32, 128)
+NUM_OPENED = 64
+NUM_BATCHED = 128
+NUM_ROUNDS = 3
+NUM_ECHO_ROUNDS = 8
+ROUTES = "textcraft, AgentGym's routes, {} raw clients"
+MIN_STEPS_PER_S = 1500.0  # TextCraft, 128 clients
+MAX_P99_MS = 250.0
+MIN_OF_ECHO, MIN_OF_USUAL, MAX_P99_OF_USUAL = 0.6, 6.0, 0.2
+PEER = "LONGSTRIDE_BENCH_PEER"  # names the URL of AgentGym's own TextCraft server, if one runs
+REFERENCE, ECHO = "benchmarks.envhub.reference", "benchmarks.envhub.echo"
+LEGEND = (
+    "hub: this project. usual: synchronous FastAPI handlers in the thread pool around the same\n"
+    "environments, by the same loop and parser (uvloop, httptools). plain: the same by what\n"
+    "`pip install uvicorn` brings. One process each, keep-alive clients on the other core.\n"
+)
+
+
+def run_suite(table: BenchTable) -> None:
+    """Measure the hub beside the usual way to serve, in about two minutes."""
+    with (
+        hub_process(ENVS) as hub,
+        module_process(REFERENCE) as usual,
+        module_process(REFERENCE, environ={"LONGSTRIDE_BENCH_PLAIN": "1"}) as plain,
+        module_process(ECHO) as echo,
+    ):
+        servers = (hub, usual, plain)
+        table.title(LEGEND.rstrip())
+        promised: Measured | None = None
+        for env in ENVS:
+            for num_clients in NUM_CLIENTS:
+                row = _row(table, servers, env, "step", num_clients)
+                if env == "textcraft" and num_clients == max(NUM_CLIENTS):
+                    promised = row
+            _row(table, servers, env, "open", NUM_OPENED)
+            _row(table, (hub,), env, "batch", NUM_BATCHED)
+            _row(table, (hub,), env, "batch_open", NUM_OPENED)
+        add_agentgym_rows(table, hub, plain, echo)
+    assert promised is not None
+    judge(table, promised)
+
+
+def _row(
+    table: BenchTable, servers: tuple[Service, ...], env: str, kind: str, num_clients: int
+) -> Measured:
+    """Measure one load on each server, write the rows, return the hub's figures.
+
+    The servers take turns in several short rounds, so that other work on the machine, which comes
+    and goes, weighs on all of them alike.
+    """
+    jobs = [
+        Job(
+            target=server.target,
+            kind=kind,
+            is_reference=server is not servers[0],
+            env=env,
+            num_clients=num_clients,
+        )
+        for server in servers
+    ]
+    rounds = [[measure(job) for job in jobs] for _ in range(NUM_ROUNDS)]
+    figures = [_joined(list(each)) for each in zip(*rounds, strict=True)]
+    hub, *peers = figures
+    name = f"{env}, {_label(kind, num_clients)}"
+    if not peers:
+        table.figure(name, hub.per_s, "/s", _latencies(hub))
+    for against, peer in zip(("usual", "plain"), peers, strict=False):
+        note = f"{_latencies(hub)}; theirs {_latencies(peer)}"
+        table.compare(name, hub.per_s, peer.per_s, "/s", against=against, note=note)
+    return hub
+
+
+def add_agentgym_rows(table: BenchTable, hub: Service, plain: Service, echo: Service) -> None:
+    """Measure steps on AgentGym's routes by raw connections, beside its way to serve and an echo.
+
+    AgentGym's servers are FastAPI with synchronous handlers, on what uvicorn alone brings.
+    """
+    base, peer = "/agentgym/textcraft", os.environ.get(PEER, "")
+    loads = [
+        Load(target=hub.target, base=base),
+        Load(target=plain.target, base="/textcraft", reset_key="item_id"),
+    ]
+    if peer:
+        loads.append(Load(target=Target(url=peer), base=urlsplit(peer).path.rstrip("/")))
+    rounds = [[measure_load(load) for load in loads] for _ in range(NUM_ROUNDS)]
+    ours, *others = (_joined(list(each)) for each in zip(*rounds, strict=True))
+    name = ROUTES.format(loads[0].num_clients)
+    for against, theirs in zip(("as AgentGym serves", "AgentGym's server"), others, strict=False):
+        note, least = f"{_latencies(ours)}; theirs {_latencies(theirs)}", MIN_OF_USUAL
+        table.compare(
+            name, ours.per_s, theirs.per_s, "/s", against=against, at_least=least, note=note
+        )
+        p99, bound = ours.percentile_ms(0.99), MAX_P99_OF_USUAL * theirs.percentile_ms(0.99)
+        table.at_most(f"{name}: p99, of a fifth of theirs", p99, "ms", bound, note=against)
+    if not peer:
+        table.note("AgentGym's server", f"not measured: name the URL of its TextCraft in {PEER}")
+    add_echo_rows(table, hub, echo)
+
+
+def add_echo_rows(table: BenchTable, hub: Service, echo: Service) -> None:
+    """Measure the same steps beside a bare echo of the same bytes, which take turns.
+
+    Medians of rounds: other programs come and go, and take the caches with them.
+    """
+    base = "/agentgym/textcraft"
+    same_bytes = replace(echo.target, token=hub.target.token)
+    loads = (
+        Load(target=hub.target, base=base, pid=hub.process.pid, duration_s=1.0),
+        Load(target=same_bytes, base=base, is_echo=True, pid=echo.process.pid, duration_s=1.0),
+    )
+    rounds = [[measure_load(load) for load in loads] for _ in range(NUM_ECHO_ROUNDS)]
+    name, against = ROUTES.format(loads[0].num_clients), "a bare echo"
+    ours, bare = (median(each.per_s for each in side) for side in zip(*rounds, strict=True))
+    table.compare(name, ours, bare, "/s", against=against)
+    ours, bare = (
+        median(each.num_done / max(each.cpu_s, 0.01) for each in side)
+        for side in zip(*rounds, strict=True)
+    )
+    name += ": each second of the server's processor"
+    table.compare(name, ours, bare, "", against=against, at_least=MIN_OF_ECHO)
+
+
+def run_echo(table: BenchTable) -> None:
+    """Measure steps on AgentGym's routes beside a bare echo, in less than a minute."""
+    with hub_process(ENVS) as hub, module_process(ECHO) as echo:
+        add_echo_rows(table, hub, echo)
+
+
+def _joined(rounds: list[Measured]) -> Measured:
+    return Measured(
+        num_done=sum(each.num_done for each in rounds),
+        duration_s=sum(each.duration_s for each in rounds),
+        latencies_ms=[latency for each in rounds for latency in each.latencies_ms],
+        cpu_s=sum(each.cpu_s for each in rounds),
+    )
+
+
+def _label(kind: str, num_clients: int) -> str:
+    if kind == "step":
+        return f"step, {num_clients} client" + ("s" if num_clients > 1 else "")
+    if kind == "open":
+        return f"create + reset, {num_clients} at once"
+    noun = "steps" if kind == "batch" else "creations"
+    return f"batches of {num_clients} {noun}"
+
+
+def _latencies(measured: Measured) -> str:
+    return f"p50 {measured.percentile_ms(0.5):.2f} p99 {measured.percentile_ms(0.99):.2f} ms"
+
+
+def judge(table: BenchTable, measured: Measured) -> None:
+    """Write the promised figures."""
+    name = f"TextCraft, {max(NUM_CLIENTS)} clients"
+    table.at_least(f"{name}: steps", measured.per_s, "/s", MIN_STEPS_PER_S)
+    table.at_most(f"{name}: p99 of a step", measured.percentile_ms(0.99), "ms", MAX_P99_MS)

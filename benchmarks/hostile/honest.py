@@ -1,0 +1,219 @@
+"""Peers that do as they should while others attack, and how long each answer takes."""
+
+import contextlib
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import zmq
+
+from common.errors import LongstrideError
+from common.host.loopback import loopback
+from common.http.blocking import own_connection
+from common.wire.addresses import SAME_MACHINE, host_of, with_host
+from common.wire.codec import decode, encode
+from common.wire.join_messages import Directory
+from common.wire.messages import (
+    Ack,
+    EndReason,
+    Heartbeat,
+    Hello,
+    Lease,
+    LeaseGrant,
+    LeaseRequest,
+    Progress,
+    Rejected,
+    Trajectory,
+    Welcome,
+)
+from common.wire.security import RunKeys
+from common.wire.sockets import connect_dealer
+from common.wire.weight_messages import WeightsJoin, WeightsLeave, WeightsOffer
+
+NAME = "honest"
+PAUSE_S = 0.05  # from an answer to the next question
+ANSWER_S = 60.0
+MAX_LEASES = 16  # that wait to be played
+NUM_TOKENS, NUM_PROMPT = 40, 20
+
+
+class Honest(threading.Thread):
+    """Asks one listener again and again.
+
+    Consumes: its answers.
+    Waits for: each, `ANSWER_S` at most.
+    Unblocked by: the answer; `stop`, after it. A failure ends it and is kept.
+    """
+
+    def __init__(self, name: str, ask: Callable[[], None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._ask = ask
+        self._ends = threading.Event()
+        self.waits_s: list[float] = []
+        self._asked_s: float | None = None  # monotonic: it waits for an answer since then
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Ask until stopped."""
+        try:
+            while not self._ends.wait(PAUSE_S):
+                self._asked_s = began_s = time.monotonic()
+                self._ask()
+                self._asked_s = None
+                self.waits_s.append(time.monotonic() - began_s)
+        except Exception as error:  # noqa: BLE001 - kept for the main thread
+            self.error = error
+
+    @property
+    def pending_s(self) -> list[float]:
+        """How long it has waited for an answer that has not come, if it waits."""
+        asked_s = self._asked_s
+        return [] if asked_s is None else [time.monotonic() - asked_s]
+
+    def stop(self) -> None:
+        """End it."""
+        self._ends.set()
+        self.join(2 * ANSWER_S)
+
+
+class Line:
+    """A connection to a ROUTER."""
+
+    def __init__(self, context: Any, keys: RunKeys, address: str) -> None:
+        self._socket = connect_dealer(context, keys, address=address, timeout_s=ANSWER_S)
+
+    def send(self, message: Any) -> None:
+        """Send without waiting for an answer."""
+        self._socket.send_multipart(encode(message))
+
+    def ask(self, message: Any, *wanted: type) -> Any:
+        """Return the next answer of a wanted type. Raises: LongstrideError: refused, or none."""
+        self.send(message)
+        while True:
+            try:
+                answer = decode(self._socket.recv_multipart())
+            except zmq.Again as error:
+                raise LongstrideError(f"no answer within {ANSWER_S:g}s") from error
+            if isinstance(answer, Rejected):
+                raise LongstrideError(f"an honest peer is refused: {answer.reason}")
+            if isinstance(answer, wanted):
+                return answer
+
+
+class Actor:
+    """An actor whose engine guesses: leases, heartbeats, trajectories, the weights' offers.
+
+    Each method is for a thread of its own.
+    """
+
+    def __init__(self, keys: RunKeys, scheduler: str) -> None:
+        """Connect to a scheduler, and say hello."""
+        self._context, self._keys = zmq.Context(), keys
+        self.addresses = {"scheduler": scheduler}  # by listener
+        self._lines = {"scheduler": Line(self._context, keys, scheduler)}
+        hello = Hello(role="actor", name=NAME, incarnation="life-0", version=0)
+        self._lines["scheduler"].ask(hello, Welcome)
+        self._leases: queue.Queue[Lease] = queue.Queue()
+        self._last: Trajectory | None = None
+        self._num_lives = 0
+
+    def finds_learner(self) -> bool:
+        """Ask where the learner is; connect to it once the scheduler knows."""
+        beat = Heartbeat(role="actor", name=NAME, version=0, running=[], directory=0)
+        found = self._lines["scheduler"].ask(beat, Directory)
+        if found.learner:
+            for name, at in (("trajectories", found.learner), ("weights", found.weights)):
+                here = with_host(at, loopback()) if host_of(at) == SAME_MACHINE else at
+                self.addresses[name] = here
+                self._lines[name] = Line(self._context, self._keys, here)
+        return bool(found.learner)
+
+    def ask_scheduler(self) -> None:
+        """Ask for work, or say which is in hand."""
+        if self._leases.qsize() < MAX_LEASES:
+            ask = LeaseRequest(actor=NAME, num_free_slots=4, version=0)
+            grant = self._lines["scheduler"].ask(ask, LeaseGrant)
+            for lease in grant.leases:
+                self._leases.put(lease)
+        running = [each.episode_id for each in list(self._leases.queue)]
+        beat = Heartbeat(role="actor", name=NAME, version=0, running=running, num_slots=4)
+        self._lines["scheduler"].ask(beat, Progress)
+
+    def ask_intake(self) -> None:
+        """Deliver an episode; without a lease the last one again."""
+        with contextlib.suppress(queue.Empty):
+            self._last = played(self._leases.get_nowait())
+        if self._last is not None:
+            ack = self._lines["trajectories"].ask(self._last, Ack)
+            if not ack.is_accepted:
+                raise LongstrideError(f"an honest episode is refused: {ack.reason}")
+
+    def ask_weights(self) -> None:
+        """Join, be offered the weights, and leave."""
+        self._num_lives += 1
+        line, life = self._lines["weights"], f"life-{self._num_lives}"
+        join = WeightsJoin(actor=NAME, incarnation=life, devices=[""], version=-1)
+        line.ask(join, WeightsOffer)
+        line.send(WeightsLeave(actor=NAME, incarnation=life))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._context.destroy(linger=0)
+
+
+def played(lease: Lease) -> Trajectory:
+    """Return an episode of one turn; every second member of a group has won."""
+    places = np.arange(NUM_TOKENS)
+    mask = places >= NUM_PROMPT
+    return Trajectory(
+        **lease.identity(),
+        actor=NAME,
+        end_reason=EndReason.DONE,
+        error="",
+        reward=float(lease.member % 2),
+        is_success=lease.member % 2 == 1,
+        num_turns=1,
+        num_invalid_actions=0,
+        generate_s=0.1,
+        env_s=0.1,
+        wall_s=0.2,
+        token_ids=(places % 50).astype(np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -4.0, 0.0).astype(np.float32),
+        versions=np.where(mask, max(0, lease.opened_at_version), -1).astype(np.int32),
+        turn_ids=np.zeros(NUM_TOKENS, dtype=np.int32),
+        invalid_turns=np.zeros(1, dtype=np.bool_),
+        turn_scores=np.full(1, lease.member % 2, dtype=np.float32),
+    )
+
+
+class HubClient:
+    """Opens a session, makes a step, ends it."""
+
+    def __init__(self, url: str, token: str, *, env: str, item_id: str) -> None:
+        self._http = own_connection(url, timeout_s=ANSWER_S)
+        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self._item = {"env": env, "item_id": item_id, "seed": 0}
+
+    def play(self) -> None:
+        """Play a turn. Raises: LongstrideError: refused."""
+        session = self._ask("POST", "/v1/sessions", self._item)["session_id"]
+        self._ask("POST", f"/v1/sessions/{session}/step", {"action": "go forward", "seq": 1})
+        self._ask("DELETE", f"/v1/sessions/{session}", None)
+
+    def _ask(self, method: str, path: str, content: object) -> Any:
+        body = None if content is None else json.dumps(content)
+        self._http.request(method, path, body, self._headers)
+        with self._http.getresponse() as answer:
+            text = answer.read()
+            if answer.status >= 300:
+                raise LongstrideError(f"an honest client is refused: {answer.status} {text!r:.200}")
+        return json.loads(text) if text else {}
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()

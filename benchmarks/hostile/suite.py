@@ -1,0 +1,226 @@
+"""The suite `hostile`: strangers and evil peers at every listener of a run, while others work."""
+
+import contextlib
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.chaos.watch import read_json
+from benchmarks.hostile.attack import Attack
+from benchmarks.hostile.honest import NAME, Actor, Honest, HubClient
+from benchmarks.runs.real_run import TRAINING_ALONE
+from benchmarks.table import BenchTable
+from common.config.load import load_config
+from common.errors import LongstrideError
+from common.launch.process import ChildProcess, describe_exit
+from common.repository import ROOT
+from common.store.metrics import read_metrics
+from common.store.run_dir import RunDir
+from common.store.run_start import save_config
+from common.wire.security import create_keys, own_keys
+
+ATTACK = "benchmarks.hostile.attack"
+START_S, STOP_S = 180.0, 30.0
+ATTACK_S = 600.0
+WARM_UP_S = 5.0
+COUNTED_S = 60.0  # until the last of it stands in status and metrics
+MAX_ANSWER_S = 1.0
+MAX_GROWTH_MIB = 64.0
+MIB = 1 << 20
+HUB = "hub"
+LISTENERS = {"scheduler": "scheduler", "trajectories": "learner", "weights": "learner"}  # -> role
+ENEMY = "enemy"
+HUB_REFUSED = "127.0.0.1"  # who is refused by a hub: an address
+REFUSALS = ("400", "401", "413", "422", "431")  # statuses that are counted as such
+KINDS = ("invalid", "forbidden", "dropped")
+PARTS = ("trained", "filtered", "stale", "failed", "in_flight")
+ENV, ITEM = "babyai", "GoToLocal-train-7"
+SETTINGS = (
+    *TRAINING_ALONE,
+    *("run.name=run", "train.num_steps=1000000", "log.level=WARNING"),
+    *("groups.size=2", "groups.min_size=2", "groups.per_step=4", "learner.warmup_steps=0"),
+    *("learner.controller.skip_step=false", "learner.max_canary_delta=1000"),
+)
+LEGEND = (
+    "A scheduler, a learner and a hub as a run starts them, and an actor whose engine guesses.\n"
+    "Each listener is attacked in turn by another process: half of the frames by the holder of an\n"
+    "actor's key, half by strangers. Answers: what an honest actor or client waits for meanwhile."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much of it."""
+
+    num_frames: int = 100_000  # at each ROUTER
+    num_connections: int = 10_000  # of strangers, at each
+    num_requests: int = 20_000  # at the hub
+
+
+SMALL = Size(num_frames=2_000, num_connections=200, num_requests=500)
+
+
+def run_suite(table: BenchTable) -> None:
+    """Attack each listener, in two or three minutes."""
+    measure(table, Size())
+
+
+def measure(table: BenchTable, size: Size) -> None:
+    """Start the roles, attack one listener after the other, judge."""
+    table.title(LEGEND)
+    with tempfile.TemporaryDirectory(prefix="longstride-hostile-") as folder:
+        table.attempt("hostile", lambda: _measure(table, size, Path(folder)))
+
+
+def _measure(table: BenchTable, size: Size, folder: Path) -> None:
+    cfg = load_config("quickstart", (f"run.dir={folder}", *SETTINGS), root=ROOT)
+    run_dir = RunDir(root=folder / cfg.run.name)
+    keys = create_keys(run_dir.keys)
+    save_config(cfg, run_dir.config)
+    with contextlib.ExitStack() as stack:
+        where = (f"run.dir={folder}", f"run.name={cfg.run.name}")
+        roles: dict[str, ChildProcess] = {}
+        for role in ("envhub", "scheduler", "learner"):
+            argv = [sys.executable, "run.py", role, *where]
+            roles[role] = ChildProcess(role, argv, log_path=folder / f"{role}.txt", cwd=ROOT)
+            stack.callback(roles[role].stop, timeout_s=STOP_S)
+        told = own_keys(run_dir.keys, role="actor", name=NAME)
+        actor = Actor(told, run_dir.wait_for_address("scheduler", timeout_s=START_S))
+        stack.callback(actor.close)
+        roles["learner"].wait_until(actor.finds_learner, timeout_s=START_S)
+        url = run_dir.wait_for_address("envhub", timeout_s=START_S)
+        client = HubClient(url, keys.hub_token, env=ENV, item_id=ITEM)
+        stack.callback(client.close)
+        asks = (actor.ask_scheduler, actor.ask_intake, actor.ask_weights, client.play)
+        scene = Scene(run_dir, roles, actor.addresses | {HUB: url}, keys.hub_token)
+        for name, ask in zip((*LISTENERS, HUB), asks, strict=True):
+            scene.honest[name] = Honest(name, ask)
+            stack.callback(scene.honest[name].stop)
+            scene.honest[name].start()
+        time.sleep(WARM_UP_S)
+        for name in scene.honest:
+            add_attack(table, scene, name, size)
+        table.at_least("steps that were trained meanwhile", scene.num_steps(), "", 1)
+    ledger = read_json(run_dir.ledger)
+    gap = abs(ledger["issued"] - sum(ledger[part] for part in PARTS))
+    table.at_most("episodes unaccounted for", gap, "", 0, f"{ledger['issued']} issued")
+
+
+@dataclass(slots=True)
+class Scene:
+    """A run without a supervisor, and who works in it."""
+
+    run_dir: RunDir
+    roles: dict[str, ChildProcess]
+    addresses: dict[str, str]  # by listener
+    token: str
+    honest: dict[str, Honest] = field(default_factory=dict[str, Honest])
+
+    def check(self) -> None:
+        """Raise LongstrideError if anybody has ended, or an honest peer was refused."""
+        for role, child in self.roles.items():
+            if (code := child.poll()) is not None:
+                last = " / ".join(child.log_tail(max_lines=3))
+                raise LongstrideError(f"{role} ended with {describe_exit(code)}: {last}")
+        for each in self.honest.values():
+            if each.error is not None:
+                raise LongstrideError(f"{each.name}: {each.error!r}")
+
+    def num_steps(self) -> float:
+        """Return the steps made so far."""
+        return max((line["step"] or 0.0 for line in read_metrics(self.run_dir.metrics)), default=0)
+
+    def counted(self, name: str, *, what: str) -> float:
+        """Return how many refusals of a peer, or of strangers, are in status and in metrics.
+
+        Args:
+            what: begins the peer's part of the name: "enemy", "strangers", an address.
+        """
+        told = read_json(self.run_dir.status)["refused"]
+        peers: dict[str, Any] = told["scheduler"]["peers"].get(what, {})
+        causes: dict[str, int] = told["scheduler"]["connections"]["refused"]
+        flat = told["learner"] | told["hubs"]
+        flat |= {f"scheduler/{what}/{kind}": peers.get(kind, 0) for kind in KINDS}
+        flat |= {f"scheduler/strangers/{cause}": num for cause, num in causes.items()}
+        lines = read_metrics(self.run_dir.metrics)
+        start, last = f"{name}/{what}/", lines[-1] if lines else {}
+        return min(_sum(flat, start), _sum(last, f"refused/{start}"))
+
+
+def _sum(counts: Mapping[str, float | None], start: str) -> float:
+    """Return the sum of what was refused, without answers that were not taken."""
+    return sum(n or 0 for k, n in counts.items() if k.startswith(start) and "unsent" not in k)
+
+
+def add_attack(table: BenchTable, scene: Scene, name: str, size: Size) -> None:
+    """Attack one listener, and write how its honest peer fared and what was counted."""
+    role, honest = scene.roles[LISTENERS.get(name, "envhub")], scene.honest[name]
+    process = psutil.Process(role.pid)
+    rss_before, num_before = process.memory_info().rss, len(honest.waits_s)
+    began_s = time.monotonic()
+    done = attack(scene, name, size)
+    took_s = time.monotonic() - began_s
+    scene.check()
+    waits = sorted([*honest.waits_s[num_before:], *honest.pending_s])
+    worst, p99 = (waits[-1], waits[int(0.99 * (len(waits) - 1))]) if waits else (math.nan,) * 2
+    if name == HUB:
+        wanted = {HUB_REFUSED: sum(done["answers"].get(each, 0) for each in REFUSALS)}
+        note = f"{done['num_with_key']} requests, answered {done['answers']}"
+    else:
+        wanted = {ENEMY: done["num_with_key"], "strangers": done["num_strangers"]}
+        note = (
+            f"{done['num_with_key']} frames with a key, {done['num_stranger_frames']} without on"
+            f" {done['num_strangers']} connections"
+        )
+    note = f"p99 {p99:.2f} s of {len(waits)}; {note} in {took_s:.0f} s"
+    table.at_most(f"{name}, worst answer to an honest peer", worst, "s", MAX_ANSWER_S, note)
+    counted = _settled(scene, name, wanted)
+    text = ", ".join(f"{who} {counted[who]:.0f} of {num}" for who, num in wanted.items())
+    missing = sum(max(0.0, num - counted[who]) for who, num in wanted.items())
+    table.at_most(f"{name}, refusals not counted in status and metrics", missing, "", 0, text)
+    after = process.memory_info().rss
+    note = f"{rss_before / MIB:.0f} -> {after / MIB:.0f} MiB"
+    grown = (after - rss_before) / MIB
+    table.at_most(f"{name}, growth of {role.name}'s memory", grown, "MiB", MAX_GROWTH_MIB, note)
+
+
+def _settled(scene: Scene, name: str, wanted: dict[str, int]) -> dict[str, float]:
+    """Return what is counted once it is all, or after a while."""
+    listener, deadline = (name if name != HUB else "envhub"), time.monotonic() + COUNTED_S
+    while True:
+        counted = {who: scene.counted(listener, what=who) for who in wanted}
+        if all(counted[who] >= num for who, num in wanted.items()) or time.monotonic() > deadline:
+            return counted
+        time.sleep(0.5)
+
+
+def attack(scene: Scene, name: str, size: Size) -> dict[str, Any]:
+    """Let a process attack; return what it did. Raises: LongstrideError: it failed."""
+    result = scene.run_dir.root / f"attack-{name}.json"
+    own = name not in LISTENERS
+    keys = None if own else own_keys(scene.run_dir.keys, role="actor", name=ENEMY)
+    told = Attack(
+        address=scene.addresses[name],
+        result=str(result),
+        num_frames=size.num_requests if own else size.num_frames,
+        num_connections=0 if own else size.num_connections,
+        keys=keys,
+        name=ENEMY,
+        token=scene.token,
+    )
+    argv = [sys.executable, "-m", ATTACK, json.dumps(asdict(told))]
+    log = scene.run_dir.root / f"attack-{name}.txt"
+    child = ChildProcess("attack", argv, log_path=log, cwd=ROOT)
+    try:
+        child.wait_until(result.exists, timeout_s=ATTACK_S)
+    finally:
+        child.stop(timeout_s=STOP_S)
+    return read_json(result)

@@ -1,0 +1,203 @@
+"""The suite `dashboard`: its answers over a large journal, and what it costs the run it shows."""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlencode
+
+import numpy as np
+import psutil
+
+from benchmarks.runs.real_run import TRAINING_ALONE, check_end, running
+from benchmarks.table import BenchTable
+from common.dashboard.web.app import STATIC
+from common.errors import LongstrideError
+from common.http.blocking import request
+from common.launch.process import ChildProcess
+from common.repository import ROOT
+from common.store.journal import JournalWriter
+from common.store.metrics import tail_metrics
+from common.store.run_dir import RunDir
+from common.wire.messages import EndReason
+from learner.batch.synthetic import synthetic_trajectory
+
+NUM_EPISODES, NUM_TOKENS, MOST_TOKENS = 100_000, 60, 50_000
+NUM_TRIES = 5  # of each request; the fastest counts, as others compute here, too
+START_S = 60.0
+PAGE = ("", *(f"static/{each.relative_to(STATIC)}" for each in sorted(STATIC.rglob("*.[chjs]*s"))))
+LOOK = ("api/runs", "api/run/{run}", "api/run/{run}/metrics")
+FILTERS: tuple[dict[str, str], ...] = (
+    {},
+    {"env": "env3", "min_reward": "0.5", "text": "item-12", "sort": "best"},
+    {"text": "9", "sort": "surprising", "success": "1", "max_turns": "3"},
+    {"group": "g0000077"},
+)
+MAX_FIRST_S, MAX_LIST_S, MAX_OPEN_S = 1.5, 0.3, 0.15
+MAX_RSS_MB, MAX_PAGE_KB, MAX_FRAC = 300.0, 300.0, 0.01
+FIRST_STEP, LAST_STEP = 4, 40  # while the page is open; before that engines start
+RUN_S = 900.0
+EVERY_S = 5.0  # between two updates of an open page, as its script has it
+SAID = "dashboard: "
+
+
+def run_suite(table: BenchTable) -> None:
+    """Measure the server over 100,000 episodes, then beside a quickstart, in five minutes."""
+    with tempfile.TemporaryDirectory(prefix="longstride-page-") as folder:
+        table.title(f"{NUM_EPISODES:,} episodes of {NUM_TOKENS} tokens, one of {MOST_TOKENS:,}")
+        table.attempt("a large journal", lambda: add_answers(table, Path(folder)))
+        table.title(f"quickstart, steps {FIRST_STEP} to {LAST_STEP}, the Run view open")
+        table.attempt("beside a run", lambda: add_presence(table, Path(folder)))
+
+
+def add_answers(table: BenchTable, folder: Path, *, num: int = NUM_EPISODES) -> None:
+    """Write what a server answers over `num` episodes, how fast, and its memory."""
+    write_run(folder / "large", num)
+    words = ["dashboard", "large", f"run.dir={folder}", "port=0"]
+    log = folder / "server.log"
+    argv = [sys.executable, str(ROOT / "run.py"), *words]
+    env = {"XDG_CACHE_HOME": str(folder / "cache")}
+    child = ChildProcess("dashboard", argv, log_path=log, cwd=ROOT, env=env)
+    try:
+        child.wait_until(
+            lambda: log.read_text(encoding="utf-8").startswith("http"), timeout_s=START_S
+        )
+        url = log.read_text(encoding="utf-8").split()[0]
+        first_s, num_bytes = load(url, "large")
+        name = "first load, nothing of the journal read before"
+        table.at_most(name, first_s, "s", MAX_FIRST_S)
+        table.at_most("page without data, as it is sent", num_bytes / 1e3, "kB", MAX_PAGE_KB)
+        read_s = _wait_until_read(url)
+        table.figure("until all of the journal is read", first_s + read_s, "s")
+        loads = [load(url, "large")[0] for _ in range(NUM_TRIES)]
+        table.at_most("first load", min(loads), "s", MAX_FIRST_S)
+        slowest = max(_fastest(f"{url}api/run/large/episodes?{urlencode(f)}") for f in FILTERS)
+        table.at_most("list and filter, the slowest of four", slowest, "s", MAX_LIST_S)
+        for what, episode in (("short", "g0000077/3"), ("long", f"g{num // 8:07d}/0")):
+            seconds = _fastest(f"{url}api/run/large/episode?id={episode}")
+            table.at_most(f"open a {what} episode", seconds, "s", MAX_OPEN_S)
+        rss_mb = psutil.Process(child.pid).memory_info().rss / 1e6
+        table.at_most("server's memory", rss_mb, "MB", MAX_RSS_MB)
+    finally:
+        child.stop(timeout_s=5.0)
+
+
+def write_run(root: Path, num: int) -> None:
+    """Write a journal of `num` short episodes in groups of eight, and a long one."""
+    run_dir = RunDir(root=root)
+    root.mkdir(parents=True)
+    model = ROOT / "configs" / "policies" / "tiny"
+    run_dir.config.write_text(
+        json.dumps({"run": {"name": root.name}, "model": {"path": str(model)}}), encoding="utf-8"
+    )
+    writer = JournalWriter(run_dir.journal)
+    mask = np.arange(NUM_TOKENS) >= NUM_TOKENS // 2
+    for i in range(num + 1):
+        length = MOST_TOKENS if i == num else NUM_TOKENS
+        own = np.resize(mask, length)
+        episode = synthetic_trajectory(
+            5 + (np.arange(length) + i) % 90,
+            own,
+            group_id=f"g{i // 8:07d}",
+            member=i % 8,
+            version=i // 1000,
+            env=f"env{i % 7}",
+            item_id=f"a-train-item-{i % 997}",
+            reward=(i % 100) / 100,
+            is_success=i % 100 > 60,
+            end_reason=EndReason.DONE if i % 100 > 60 else EndReason.HORIZON,
+            logprobs=np.where(own, -0.01 * (i % 50), 0.0).astype(np.float32),
+        )
+        writer.append(episode)
+    writer.close()
+
+
+def load(url: str, run: str) -> tuple[float, int]:
+    """Ask for all that a page asks for when it opens; return seconds, and bytes without data."""
+    started = time.monotonic()
+    num_bytes = sum(_size(url + path) for path in PAGE)
+    for path in LOOK:
+        _size(url + path.format(run=run))
+    return time.monotonic() - started, num_bytes
+
+
+def _wait_until_read(url: str) -> float:
+    started = time.monotonic()
+    while time.monotonic() < started + START_S:
+        answer = request(f"{url}api/runs", timeout_s=START_S, is_own=True)
+        if json.loads(answer.body)[0]["indexed"] >= 1.0:
+            return time.monotonic() - started
+        _size(f"{url}api/run/large")  # what nobody looks at is not read on
+        time.sleep(0.1)
+    raise LongstrideError(f"the journal is not read within {START_S:g}s")
+
+
+def _fastest(url: str) -> float:
+    seconds: list[float] = []
+    for _ in range(NUM_TRIES):
+        started = time.monotonic()
+        _size(url)
+        seconds.append(time.monotonic() - started)
+    return min(seconds)
+
+
+def _size(url: str) -> int:
+    """Return the bytes of an answer as they are sent, which is what a browser asks for."""
+    headers = {"Accept-Encoding": "gzip"}
+    answer = request(url, headers=headers, timeout_s=START_S, is_own=True)
+    if not answer.is_ok:
+        raise LongstrideError(f"{url} answered {answer.shown}")
+    return len(answer.body)
+
+
+def add_presence(table: BenchTable, folder: Path) -> None:
+    """Write the processor seconds of a dashboard with an open page over those of the run."""
+    settings = (*TRAINING_ALONE, f"train.num_steps={LAST_STEP + 4}", "dashboard=true")
+    with running("seen", settings, folder=folder) as child:
+        found = look_on(child, RunDir(root=folder / "seen"))
+        check_end(child)
+    (ours, roles), num_looks = found
+    note = f"{ours:.2f} of {roles:.0f} CPU-s, {num_looks} looks"
+    table.at_most("dashboard over the roles of the run", ours / roles, "", MAX_FRAC, note)
+
+
+def look_on(child: ChildProcess, run_dir: RunDir) -> tuple[tuple[float, float], int]:
+    """Look as an open page does; return (dashboard's, roles') CPU-s meanwhile, and looks.
+
+    Raises: LongstrideError: the run ended before its last step, or was not in time.
+    """
+    began, num = time.monotonic(), 0
+    before: tuple[float, float] | None = None
+    while time.monotonic() < began + RUN_S and child.poll() is None:
+        lines = child.log_tail(max_lines=1000)
+        said = next((line.removeprefix(SAID) for line in lines if line.startswith(SAID)), "")
+        last = tail_metrics(run_dir.metrics, num_steps=1)
+        step = int(last[0].get("step") or 0) if last else 0
+        if said and step >= FIRST_STEP:
+            before = before or used_by(child.pid)
+            for path in LOOK:
+                _size(said + path.format(run=child.name))
+            num += 1
+        if before and step >= LAST_STEP:
+            ours, roles = (b - a for a, b in zip(before, used_by(child.pid), strict=True))
+            return (ours, roles), num
+        time.sleep(EVERY_S)
+    raise LongstrideError(f"run {child.name} did not reach step {LAST_STEP}, see {child.log_path}")
+
+
+def used_by(launcher: int) -> tuple[float, float]:
+    """Return the processor seconds of the dashboard below a launcher, and of everybody else."""
+    used = [0.0, 0.0]
+    for process in [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]:
+        try:
+            is_ours = _is_dashboard(process.cmdline())
+            used[0 if is_ours else 1] += sum(process.cpu_times()[:2])
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return used[0], used[1]
+
+
+def _is_dashboard(words: Sequence[str]) -> bool:
+    return "dashboard" in words

@@ -1,0 +1,207 @@
+"""Checks of versions on one device: to another process there, in a group of one, into an engine."""
+
+import importlib.util
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.learner.batch import ModelShape
+from benchmarks.learner.checks.training import make_model, num_weights
+from benchmarks.learner.engine import EngineRun, measure_engine
+from benchmarks.learner.step import clock_of, make_trainer
+from benchmarks.table import BenchTable
+from benchmarks.weights.rounds import Route, send_rounds
+from common.config.learning import AlgorithmSection, LearnerSection
+from common.repository import ROOT
+from common.wire.transfer.buckets import Cut
+from learner.policy.model import vocabulary_size
+from learner.weights.source import LiveWeights, WeightSource
+
+TOKENIZER = ROOT / "configs" / "policies" / "tiny"
+TIMEOUT_S = 60.0
+BUCKET_BYTES = 256 << 20
+NUM_PIECES = 8  # of the weights that are sent as they are
+NUM_ROUNDS = 4  # of which the first opens memory
+MIN_NCCL_GB_PER_S = 5.0  # between two GPUs of one machine, over PCIe at the least
+MIN_GLOO_GB_PER_S = 0.2  # between two processes over the loopback
+MIN_ENGINE_TOKENS_PER_S = 100.0
+MAX_START_S = 120.0
+# Of 7.6B weights in bf16 and an engine on the learner's GPU; less is to take so much less.
+FULL_BYTES, MAX_UPDATE_S, MAX_PAUSE_S = 15.2e9, 1.0, 0.1
+SENT_BYTES = 6  # of memory for each weight: fp32 here, bf16 there
+SHARED_BYTES = 6  # in bf16 here, in an engine and on their way
+WORK_BYTES = 8 << 30
+
+
+def check_transfers(
+    table: BenchTable, shape: ModelShape, device: torch.device, peer_device: str
+) -> None:
+    """Send weights in fp32 as a version in bf16: on this device, alone, and to another device.
+
+    CUDA IPC carries them on a GPU; on a CPU files do, behind the same mailbox.
+    """
+    is_cuda = device.type == "cuda"
+    num = num_weights(_fitting(shape, device, SENT_BYTES))
+    pieces = [
+        (f"weights.{i}", torch.randn(size, device=device))
+        for i, size in enumerate([num // NUM_PIECES] * NUM_PIECES)
+    ]
+    source = LiveWeights(pieces, torch.bfloat16)
+    limit = _copy_rate(source.total_bytes, device)
+    here = Route(
+        transport="ipc" if is_cuda else "file",
+        device=str(device),
+        peer_device=str(device),
+        timeout_s=TIMEOUT_S,
+    )
+    took_s = _send(table, source, here, limit, "to a process on the same device")
+    if is_cuda:
+        share = source.total_bytes / FULL_BYTES
+        size = f"for {source.total_bytes / 1e9:.1f} GB"
+        name = "weights: an update by CUDA IPC, offer to checked"
+        table.at_most(name, took_s, "s", MAX_UPDATE_S * share, size)
+    alone = Route(
+        transport="nccl" if is_cuda else "gloo",
+        device=str(device),
+        num_receivers=0,
+        timeout_s=TIMEOUT_S,
+    )
+    _send(table, source, alone, limit, "in a group of one")
+    if is_cuda:
+        has_peer = peer_device.startswith("cuda")
+        transport = "nccl" if has_peer else "gloo"
+        bound = MIN_NCCL_GB_PER_S if has_peer else MIN_GLOO_GB_PER_S
+        part = LiveWeights(pieces[:1], torch.bfloat16)
+        away = Route(
+            transport=transport, device=str(device), peer_device=peer_device, timeout_s=TIMEOUT_S
+        )
+        took_s = _send(table, part, away, limit, f"to {peer_device}")
+        name = f"weights: to {peer_device} over {transport}"
+        table.at_least(name, part.total_bytes / 1e9 / took_s, "GB/s", bound)
+
+
+def _send(table: BenchTable, source: WeightSource, route: Route, limit: float, where: str) -> float:
+    """Return the seconds of the fastest round, which is checked by whoever receives."""
+    cut = Cut(source.total_bytes, BUCKET_BYTES)
+    sent = send_rounds(source, cut, ["ours"] * NUM_ROUNDS, route=route)
+    took_s = min(sent.took_s["ours"][1:])
+    table.compare(
+        f"weights: {route.transport} {where}",
+        source.total_bytes / 1e9 / took_s,
+        limit,
+        "GB/s",
+        against="a copy on the device",
+        note=f"{source.total_bytes / 1e9:.2f} GB in {took_s:.3f} s, cast and checked",
+    )
+    return took_s
+
+
+def _copy_rate(num_bytes: int, device: torch.device) -> float:
+    """Return GB/s of plain copies on a device, of a bucket at a time."""
+    part = torch.ones(min(num_bytes, BUCKET_BYTES), dtype=torch.uint8, device=device)
+    other, clock = torch.zeros_like(part), clock_of(device)
+    other.copy_(part)
+    started = clock()
+    for _ in range(8):
+        other.copy_(part)
+    return 8 * part.numel() / 1e9 / (clock() - started)
+
+
+def _fitting(shape: ModelShape, device: torch.device, bytes_each: int) -> ModelShape:
+    """Return a shape with as many of its layers as fit in what a GPU has free."""
+    if device.type != "cuda":
+        return shape
+    torch.cuda.empty_cache()
+    free_bytes = torch.cuda.mem_get_info(device)[0] - WORK_BYTES
+    layers = shape["num_hidden_layers"]
+    while layers > 1 and bytes_each * num_weights({**shape, "num_hidden_layers": layers}) > (
+        free_bytes
+    ):
+        layers -= 1
+    return {**shape, "num_hidden_layers": layers}
+
+
+def check_adapter_transfer(
+    table: BenchTable, shape: ModelShape, device: torch.device, learner: LearnerSection
+) -> None:
+    """Send a model's adapters to another process on the device, and nothing of its base."""
+    model = make_model(shape, device, lora_rank=8)
+    trainer = make_trainer(learner, AlgorithmSection(), model, engine_dtype="bfloat16")
+    source = trainer.live_weights()
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    table.at_most(
+        "adapters: bytes of a version for each trained weight",
+        source.total_bytes / trained,
+        "",
+        2.01,
+    )
+    transport = "ipc" if device.type == "cuda" else "file"
+    route = Route(
+        transport=transport, device=str(device), peer_device=str(device), timeout_s=TIMEOUT_S
+    )
+    limit = _copy_rate(source.total_bytes, device)
+    _send(table, source, route, limit, "of adapters alone, to a process on the same device")
+
+
+def check_engine(
+    table: BenchTable,
+    shape: ModelShape,
+    device: torch.device,
+    learner: LearnerSection,
+    *,
+    canary: tuple[int, int],
+    lora_rank: int = 0,
+) -> None:
+    """Start a vLLM engine on the learner's device, bring it two versions, sample, compare scores.
+
+    Args:
+        canary: how many sequences of how many tokens both sides score.
+        lora_rank: above 0, versions are of adapters alone.
+    """
+    name = "engine, adapters" if lora_rank else "engine"
+    if importlib.util.find_spec("vllm") is None:
+        table.note(name, "vllm is not installed")
+        return
+    is_cuda = device.type == "cuda"
+    shape = _fitting(shape, device, SHARED_BYTES)
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+    model = make_model(shape, device, lora_rank=lora_rank, dtype=dtype)
+    trainer = make_trainer(learner, AlgorithmSection(), model, engine_dtype="bfloat16")
+    tokens = np.random.default_rng(0).integers(0, vocabulary_size(model), size=canary)
+    run = EngineRun(
+        dtype="bfloat16",
+        has_weights=lora_rank > 0,
+        lora_rank=lora_rank,
+        gpu_memory_frac=_engine_share(num_weights(shape), device),
+    )
+    with tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder:
+        figures = measure_engine(
+            trainer,
+            model,
+            run,
+            tokenizer_path=str(TOKENIZER),
+            canary=tokens.tolist(),
+            folder=Path(folder),
+        )
+    share = figures.num_bytes / FULL_BYTES if is_cuda and not lora_rank else 1.0
+    size = f"{figures.num_bytes / 1e9:.2f} GB, transfer {figures.transfer_s:.3f} s"
+    speed = MIN_ENGINE_TOKENS_PER_S if is_cuda else 0.0
+    slow = 1.0 if is_cuda else 10.0
+    table.at_most(f"{name}: start", figures.start_s, "s", MAX_START_S)
+    table.at_least(f"{name}: sampling", figures.tokens_per_s, "tokens/s", speed)
+    table.at_least(f"{name}: tokens, logprobs and versions agree", figures.is_sound, "", 1)
+    update = f"{name}: a version from offer to loaded"
+    table.at_most(update, figures.publish_s, "s", slow * share * MAX_UPDATE_S, size)
+    pause = f"{name}: its pause of generation"
+    table.at_most(pause, figures.pause_s, "s", slow * share * MAX_PAUSE_S)
+    against = f"{name}: canary against the trainer"
+    table.at_most(against, figures.canary_delta, "nats", learner.max_canary_delta)
+
+
+def _engine_share(num: int, device: torch.device) -> float:
+    """Return the part of a GPU that holds an engine's weights and a small cache."""
+    if device.type != "cuda":
+        return 0.3
+    return min(0.9, (2 * num + WORK_BYTES / 2) / torch.cuda.mem_get_info(device)[1])

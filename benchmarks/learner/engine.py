@@ -1,0 +1,152 @@
+"""The learner's half of measuring an engine: two versions, their transfers, their canaries."""
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from common.errors import EngineError
+from common.launch.process import ChildFailed, ChildProcess
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+from common.wire.security import create_keys
+from common.wire.sockets import Router
+from learner.offline.scratch import save_policy
+from learner.training.trainer import Trainer
+from learner.weights.gate import Gate
+from learner.weights.publisher import Publisher
+from learner.weights.routes import PublishSettings
+from learner.weights.snapshot import PublishedWeights
+
+HOST = "127.0.0.1"
+CHILD = "benchmarks.actor.engine"
+REPORT = "bench_engine.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRun:
+    dtype: str
+    has_weights: bool = True  # from disk; else random ones until version 0 comes
+    lora_rank: int = 0  # above 0, versions are of adapters alone
+    gpu_memory_frac: float = 0.3
+    num_prompts: int = 32
+    max_tokens: int = 64
+    timeout_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFigures:
+    start_s: float
+    tokens_per_s: float
+    is_sound: bool  # as many logprobs and versions as tokens, none positive, all of version 1
+    canary_delta: float  # nats, the worst of the versions heard of
+    publish_s: float  # of version 1, offer to loaded
+    transfer_s: float  # of version 1, the buckets' way
+    pause_s: float  # the longest in which the engine loaded one and sampled nothing
+    num_bytes: int
+
+
+def measure_engine(
+    trainer: Trainer,
+    model: PreTrainedModel,
+    run: EngineRun,
+    *,
+    tokenizer_path: str,
+    canary: list[list[int]],
+    folder: Path,
+) -> EngineFigures:
+    """Start an engine as an actor does, publish two versions to it, let it sample.
+
+    Versions go by what a run would choose: CUDA IPC on the learner's GPU, gloo on a CPU.
+
+    Args:
+        trainer: of `model`; scores the canary.
+        tokenizer_path: a checkpoint whose tokenizer fits the model's vocabulary.
+        canary: [canary, seq] token ids that both sides score.
+
+    Raises:
+        EngineError: the engine ended with an error, or did not end in time; holds its last words.
+    """
+    run_dir = RunDir(root=folder)
+    keys = create_keys(run_dir.keys)
+    path = folder / "policy"
+    _save(path, model, tokenizer_path, has_weights=run.has_weights)
+    gate = Gate(timeout_s=run.timeout_s)
+    publisher = Publisher(Router(keys, host=HOST, port=0), _settings(run), gate=gate)
+    run_dir.publish_address("weights", f"tcp://{HOST}:{publisher.port}")
+    publisher.start()
+    child = _start(run, run_dir, path)
+    try:
+        publisher.publish(_version(0, trainer, canary))
+        child.wait_until(
+            lambda: publisher.drain_metrics()["weights/members"] > 0, timeout_s=run.timeout_s
+        )
+        gate.close()  # when version 0 has left
+        publisher.drain_metrics()  # its transfer is not to be added to that of version 1
+        _randomize(model)
+        weights = _version(1, trainer, canary)
+        publisher.publish(weights)
+        measured = publisher.drain_metrics()
+        report = run_dir.root / REPORT
+        child.wait_until(report.exists, timeout_s=run.timeout_s)
+        measured |= publisher.drain_metrics()
+    except ChildFailed as error:
+        raise EngineError(str(error)) from error
+    finally:
+        child.clear_away()  # vLLM's own processes with it
+        publisher.stop()
+    figures: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    return EngineFigures(
+        start_s=figures["start_s"],
+        tokens_per_s=figures["tokens_per_s"],
+        is_sound=figures["sound"] == 1.0,
+        canary_delta=measured.get("weights/canary_abs_logprob", math.nan),
+        publish_s=measured.get("publish/total_s", math.nan),
+        transfer_s=measured.get("publish/transfer_s", math.nan),
+        pause_s=measured.get("publish/pause_s", math.nan),
+        num_bytes=weights.source.total_bytes,
+    )
+
+
+def _save(path: Path, model: PreTrainedModel, tokenizer_path: str, *, has_weights: bool) -> None:
+    """Write what the engine loads: without weights in seconds, however large the model is."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
+    if has_weights:
+        save_policy(path, model, tokenizer)
+        return
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def _settings(run: EngineRun) -> PublishSettings:
+    return PublishSettings(host=HOST, timeout_s=run.timeout_s / 3, max_canary_delta=math.inf)
+
+
+def _version(number: int, trainer: Trainer, canary: list[list[int]]) -> PublishedWeights:
+    return PublishedWeights(
+        version=number,
+        source=trainer.live_weights(),
+        canary_token_ids=canary,
+        canary_logprobs=trainer.score(canary),
+    )
+
+
+@torch.no_grad()
+def _randomize(model: PreTrainedModel) -> None:
+    """Replace what is trained: a version that did not arrive cannot pass for one that did."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1 and parameter.requires_grad:
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+
+
+def _start(run: EngineRun, run_dir: RunDir, model_path: Path) -> ChildProcess:
+    settings = asdict(run) | {"model_path": str(model_path)}
+    argv = [sys.executable, "-m", CHILD, str(run_dir.root), json.dumps(settings)]
+    log = run_dir.root / "engine.log"
+    return ChildProcess("engine", argv, log_path=log, cwd=ROOT)

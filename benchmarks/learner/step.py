@@ -1,0 +1,227 @@
+"""The cost of a training step beside the bare arithmetic that it cannot do without."""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.learner.batch import MAX_LAG, BatchShape, make_batch, with_sampler_logprobs
+from common.config.compute import Attention, Layout
+from common.config.learning import Aggregation, AlgorithmSection, LearnerSection
+from learner.batch.batching import Sample, make_microbatches
+from learner.policy.forward import Networks, Passes
+from learner.policy.model import vocabulary_size
+from learner.training.optimizers.optimizer import make_optimizer
+from learner.training.step import TrainerSettings
+from learner.training.trainer import Trainer
+
+MAX_RATIO = 1.15
+NUM_WARM_UPS = 2
+STILL = 1e-9  # learning rate: the arithmetic of an update, but the policy stays where it is
+BARE = "bare"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Seconds of each contender's runs; entry i of all belongs to one round."""
+
+    seconds: dict[str, list[float]]
+    num_tokens: int  # of one step, padding not counted
+
+    def ratios(self, name: str) -> list[float]:
+        """Return, round by round, what `name` took over what the bare step took."""
+        return [a / b for a, b in zip(self.seconds[name], self.seconds[BARE], strict=True)]
+
+    def ratio(self, name: str) -> float:
+        """Return the median of the rounds' ratios."""
+        return statistics.median(self.ratios(name))
+
+    def spread(self, name: str) -> tuple[float, float]:
+        """Return the quartiles of the rounds' ratios."""
+        quartiles = statistics.quantiles(self.ratios(name), n=4)
+        return quartiles[0], quartiles[2]
+
+    def tokens_per_s(self, name: str) -> float:
+        """Return the tokens per second of the median run."""
+        return self.num_tokens / statistics.median(self.seconds[name])
+
+
+class BareStep:
+    """Forward, backward and optimizer over microbatches that were laid out beforehand.
+
+    The same networks, autocast, chunked head and optimizer as a training step. What it leaves out
+    is the rest: laying out the batch, the objective, importance weights, clipping, all metrics.
+    """
+
+    def __init__(
+        self,
+        cfg: LearnerSection,
+        model: PreTrainedModel,
+        samples: Sequence[Sample],
+        *,
+        engine_dtype: str,
+    ) -> None:
+        self._passes = Passes(
+            cfg, Networks(policy=model), temperature=1.0, engine_dtype=engine_dtype
+        )
+        self._optimizer = make_optimizer(model, cfg)
+        self._microbatches = make_microbatches(
+            samples,
+            range(len(samples)),
+            max_tokens=cfg.max_tokens_per_microbatch,
+            device=next(model.parameters()).device,
+            is_packed=self._passes.is_packed,
+        )
+        self._num_sampled = sum(sample.num_sampled_tokens for sample in samples)
+
+    def __call__(self) -> None:
+        """Make one update on the mean cross-entropy of the sampled tokens."""
+        self._optimizer.zero_grad()
+        for micro in self._microbatches:
+            logprobs = self._passes.score(micro.tokens).logprobs
+            (-logprobs.sum() / self._num_sampled).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def measure_step(
+    cfg: LearnerSection,
+    algorithms: Mapping[str, AlgorithmSection],
+    model: PreTrainedModel,
+    shape: BatchShape,
+    *,
+    num_rounds: int,
+    engine_dtype: str,
+) -> StepCost:
+    """Return what steps of each algorithm and bare steps cost, taken in turn in one process.
+
+    Args:
+        model: copied for each contender.
+        shape: of one step; its samples get log-probabilities near the model's own.
+    """
+    samples = make_batch(shape, vocab_size=vocabulary_size(model), seed=0)
+    cfg = replace(cfg, lr=STILL, muon_lr=STILL)
+    trainers = {
+        name: make_trainer(cfg, algorithm, copy.deepcopy(model), engine_dtype=engine_dtype)
+        for name, algorithm in algorithms.items()
+    }
+    known = with_sampler_logprobs(samples, next(iter(trainers.values())), seed=0)
+    device = next(model.parameters()).device
+    contenders: dict[str, Callable[[], object]] = {
+        BARE: BareStep(cfg, copy.deepcopy(model), known, engine_dtype=engine_dtype)
+    }
+    for name, trainer in trainers.items():
+        contenders[name] = _step_of(trainer, known)
+    seconds = alternate(contenders, num_rounds=num_rounds, clock=clock_of(device))
+    return StepCost(
+        seconds=seconds, num_tokens=sum(len(sample.trajectory.token_ids) for sample in known)
+    )
+
+
+def layouts_of(cfg: LearnerSection) -> dict[str, LearnerSection]:
+    """Return a section for each layout with each kernel, and for one that is compiled, too; the
+    first is padded products."""
+    ways = {
+        f"{layout.value}, {kernel.value}": replace(cfg, layout=layout, attention=kernel)
+        for layout in (Layout.PADDED, Layout.PACKED)
+        for kernel in (Attention.PRODUCTS, Attention.FUSED)
+    }
+    name = f"{Layout.PACKED.value}, {Attention.PRODUCTS.value}"
+    return ways | {f"{name}, compiled": replace(ways[name], compile=True)}
+
+
+def measure_ways(
+    ways: Mapping[str, LearnerSection],
+    model: PreTrainedModel,
+    shape: BatchShape,
+    *,
+    num_rounds: int,
+    engine_dtype: str,
+) -> StepCost:
+    """Return what bare steps cost in ways that change no number; `BARE` is the first of them."""
+    samples = make_batch(shape, vocab_size=vocabulary_size(model), seed=0)
+    contenders: dict[str, Callable[[], object]] = {
+        name if number else BARE: BareStep(
+            replace(way, lr=STILL, muon_lr=STILL),
+            copy.deepcopy(model),
+            samples,
+            engine_dtype=engine_dtype,
+        )
+        for number, (name, way) in enumerate(ways.items())
+    }
+    clock = clock_of(next(model.parameters()).device)
+    seconds = alternate(contenders, num_rounds=num_rounds, clock=clock)
+    num_tokens = sum(len(sample.trajectory.token_ids) for sample in samples)
+    return StepCost(seconds=seconds, num_tokens=num_tokens)
+
+
+def make_trainer(
+    cfg: LearnerSection,
+    algorithm: AlgorithmSection,
+    model: PreTrainedModel,
+    *,
+    engine_dtype: str,
+    before_update: Callable[[], object] | None = None,
+) -> Trainer:
+    """Return a trainer as a run would have it, at temperature 1."""
+    settings = TrainerSettings(
+        learner=cfg, algorithm=algorithm, num_steps=1_000, engine_dtype=engine_dtype
+    )
+    return Trainer(settings, Networks(policy=model), before_update=before_update)
+
+
+def by_aggregation(algorithm: AlgorithmSection) -> dict[str, AlgorithmSection]:
+    """Return the algorithm with each token, and with each episode, weighing the same."""
+    return {
+        f"{algorithm.advantage.value}, {kind.value}": replace(algorithm, aggregation=kind)
+        for kind in (Aggregation.TOKEN, Aggregation.SEQUENCE)
+    }
+
+
+def _step_of(trainer: Trainer, samples: list[Sample]) -> Callable[[], object]:
+    def step() -> None:
+        metrics = trainer.train_on(samples, version=MAX_LAG, must_train=True).metrics
+        if metrics["train/num_bad_updates"] or not metrics["train/num_updates"]:
+            raise ValueError("the step that was measured left out its update, so it was too cheap")
+
+    return step
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Return a clock [s] for work on `device`.
+
+    On CPU it is this process's CPU time, which other processes on the machine do not lengthen.
+    On CUDA it is wall time at which everything given to the device is done.
+    """
+    if device.type != "cuda":
+        return time.process_time
+
+    def now_s() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return now_s
+
+
+def alternate(
+    contenders: Mapping[str, Callable[[], object]], *, num_rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Run all contenders once per round, each round beginning with another; return the seconds.
+
+    Neighbours in time share whatever else the machine does, so the rounds' ratios are steadier
+    than the times. The first rounds are not counted.
+    """
+    names = list(contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-NUM_WARM_UPS, num_rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            started = clock()
+            contenders[name]()
+            if number >= 0:
+                seconds[name].append(clock() - started)
+    return seconds

@@ -1,0 +1,103 @@
+"""The suite that measures a learner on this machine: what a step costs, and what it remembers."""
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.learner.batch import LARGER, MODELS, QUICKSTART, BatchShape, make_random_model
+from benchmarks.learner.memory import MAX_FRAC, ScoringPeaks, measure_scoring
+from benchmarks.learner.step import (
+    BARE,
+    MAX_RATIO,
+    StepCost,
+    by_aggregation,
+    layouts_of,
+    measure_step,
+    measure_ways,
+)
+from benchmarks.table import BenchTable
+from common.config.learning import LearnerSection
+from common.config.load import load_config
+from common.repository import ROOT
+from learner.policy.model import load_policy, parameter_count
+
+CPU = torch.device("cpu")
+NUM_ROUNDS = 12
+MAX_DIFFERENCE = 0.005  # nats: the two ways of scoring round differently
+MEMORY_SEQUENCES = 4
+PLAIN = "padded, products"
+LEGEND = (
+    "Ratios: a whole training step over bare forward, backward and optimizer of the same model on\n"
+    "the same microbatches, in turn, in one process, in its own CPU time; median of {num_rounds}\n"
+    "rounds with quartiles. Memory: the most that torch allocated at once in a forward and\n"
+    "backward pass, over the same with one fp32 log-softmax of [batch, seq, vocab].\n"
+)
+
+
+def run_suite(table: BenchTable) -> None:
+    """Measure the learner in two minutes of one core."""
+    torch.set_num_threads(1)
+    table.title(LEGEND.format(num_rounds=NUM_ROUNDS).rstrip())
+    cfg = load_config("quickstart", [], root=ROOT)
+    path = str(ROOT / cfg.model.path)
+    policy = load_policy(path, device=CPU, gradient_checkpointing=False)
+    sizes: list[tuple[str, PreTrainedModel, BatchShape]] = [
+        ("quickstart's policy", policy, QUICKSTART),
+        ("a larger model", make_random_model(MODELS["larger"], device=CPU), LARGER),
+    ]
+    for name, model, shape in sizes:
+        cost = measure_step(
+            cfg.learner,
+            by_aggregation(cfg.algorithm),
+            model,
+            shape,
+            num_rounds=NUM_ROUNDS,
+            engine_dtype=cfg.model.dtype,
+        )
+        add_step_cost(table, cost, of=f"{name}, {parameter_count(model) / 1e6:.1f}M weights")
+        layouts = measure_ways(
+            layouts_of(cfg.learner),
+            model,
+            shape,
+            num_rounds=NUM_ROUNDS // 2,
+            engine_dtype=cfg.model.dtype,
+        )
+        add_ways(table, layouts, against=PLAIN)
+    del policy, sizes
+    wide, defaults = MODELS["wide"], LearnerSection()
+    rows_per_chunk = defaults.max_tokens_per_microbatch // defaults.logprob_chunk_tokens
+    chunk_tokens = 64
+    peaks = measure_scoring(
+        make_random_model(wide, device=CPU),
+        num_sequences=MEMORY_SEQUENCES,
+        num_seq_tokens=chunk_tokens * rows_per_chunk // MEMORY_SEQUENCES,
+        chunk_tokens=chunk_tokens,
+    )
+    add_peaks(table, peaks, of=f"vocabulary of {wide['vocab_size']}, {rows_per_chunk} chunks")
+
+
+def add_step_cost(table: BenchTable, cost: StepCost, *, of: str) -> None:
+    table.title(f"{of}: bare {cost.tokens_per_s(BARE):.0f} tokens/s")
+    for name in cost.seconds:
+        if name == BARE:
+            continue
+        low, high = cost.spread(name)
+        note = f"quartiles {low:.3f} to {high:.3f}, {cost.tokens_per_s(name):.0f} tokens/s"
+        table.at_most(f"step over bare: {name}", cost.ratio(name), "", MAX_RATIO, note)
+
+
+def add_ways(table: BenchTable, cost: StepCost, *, against: str) -> None:
+    """Write how fast bare steps are beside those of the way `against`."""
+    plain = cost.tokens_per_s(BARE)
+    for name in cost.seconds:
+        if name != BARE:
+            speed = plain / cost.ratio(name)
+            table.compare(f"bare step: {name}", speed, plain, "tokens/s", against=against)
+
+
+def add_peaks(table: BenchTable, peaks: ScoringPeaks, *, of: str) -> None:
+    table.title(of)
+    sizes = f"{peaks.chunked_bytes / 1e6:.0f} of {peaks.whole_bytes / 1e6:.0f} MB"
+    name = "peak of forward and backward, over the whole at once"
+    table.at_most(name, peaks.frac, "", MAX_FRAC, sizes)
+    name = "the same log-probabilities, mean difference"
+    table.at_most(name, peaks.mean_difference, "nats", MAX_DIFFERENCE)

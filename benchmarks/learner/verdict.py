@@ -1,0 +1,155 @@
+"""The suite `verdict`: is what a run says of its limit right, and does its advice help.
+
+Four runs with every role are each made slow at one place by settings alone; then each is made again
+with the first knob that its verdict names. `simulate` draws from the first run what the second
+should bring.
+"""
+
+import logging
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from benchmarks.runs.real_run import TRAINING_ALONE, train
+from benchmarks.table import BenchTable
+from common.config.load import load_config
+from common.dashboard.reading.sources import open_source
+from common.dashboard.verdict import Bound, Verdict
+from common.repository import ROOT
+from common.store.metrics import MetricsLine, read_metrics
+from common.store.run_dir import RunDir
+from learner.simulator.main import quiet_scheduler
+from learner.simulator.measured import load_workload
+from learner.simulator.world import World
+
+logger = logging.getLogger(__name__)
+
+RUN_S = 400.0  # for one run, its start included
+FIRST_STEP = 3  # those before wait for the engine
+MIN_RATIO = 1.1  # of episodes per second, after what was advised over before
+NOT_SIMULATED = ("learner.ppo_epochs", "learner.num_minibatches", "learner.num_ranks")
+SETTINGS = {
+    "envhub.envs": '["benchmarks.envhub.slow:make_spec"]',
+    "tasks": "[{env: slow, subset: wait}]",
+    "horizon.stages": "[64]",
+    "groups.per_step": "2",
+    "actor.max_turn_tokens": "4",
+    "scheduler.max_ahead_steps": "3",
+    "learner.max_lag_steps": "8",
+    "learner.lr": "1e-7",  # nobody can learn anything here
+    "learner.muon_lr": "1e-7",
+    "learner.checkpoint_every_steps": "1000",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A run that is slow at one place."""
+
+    turn_s: float  # of the environment
+    settings: dict[str, str]
+    bound: Bound
+
+
+CASES = {
+    "slow environment": Case(
+        turn_s=0.8, settings={"actor.max_concurrent": "6"}, bound=Bound.ENVIRONMENT
+    ),
+    "slow engine": Case(
+        turn_s=0.001,
+        settings={"actor.max_concurrent": "1", "actor.max_turn_tokens": "32"},
+        bound=Bound.ENGINE,
+    ),
+    "slow learner": Case(
+        turn_s=0.05,
+        settings={"learner.ppo_epochs": "16", "learner.num_minibatches": "2"},
+        bound=Bound.LEARNER,
+    ),
+    "gate too tight": Case(
+        turn_s=0.4,
+        settings={"scheduler.max_ahead_steps": "0", "learner.ppo_epochs": "12"},
+        bound=Bound.GATE,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a staged run said of itself, and what came of its advice."""
+
+    verdict: Verdict
+    before_per_s: float  # trained episodes
+    after_per_s: float
+    simulated: float | None  # ratio of the two that `simulate` predicts; None: not its subject
+
+
+def run_suite(table: BenchTable) -> None:
+    """Stage the four cases, in about five minutes."""
+    table.title("the verdict in four staged runs, and its advice")
+    with tempfile.TemporaryDirectory(prefix="longstride-verdict-") as folder:
+        for name, case in CASES.items():
+            table.attempt(name, lambda n=name, c=case: _add(table, n, c, Path(folder)))
+
+
+def _add(table: BenchTable, name: str, case: Case, folder: Path) -> None:
+    found = stage(name, case, folder=folder, num_steps=24)
+    first = found.verdict.advice[0]
+    simulated = "" if found.simulated is None else f", simulated x {found.simulated:.2f}"
+    logger.info("case=%s verdict=%s", name, found.verdict.sentence)
+    is_right = found.verdict.bound is case.bound
+    table.compare(
+        f"{name}: {first.knob}, at most +{first.gain:.0%}{simulated}",
+        found.after_per_s if is_right else 0.0,
+        found.before_per_s,
+        "episodes/s",
+        against=f"before, said to be {found.verdict.bound}-bound",
+        at_least=MIN_RATIO,
+    )
+
+
+def stage(name: str, case: Case, *, folder: Path, num_steps: int) -> Finding:
+    """Run a case, then again with the first knob of its verdict."""
+    word = name.replace(" ", "-")
+    plugins = f'{{median_s: "{case.turn_s}", sigma: "0.2", num_turns: "3", tail_frac: "0"}}'
+    settings = {**SETTINGS, **case.settings, "envs.plugins": plugins}
+    settings["train.num_steps"] = str(num_steps)
+    verdict = _run(word, settings, folder)
+    assert verdict.advice, verdict.sentence
+    key, _, value = verdict.advice[0].knob.partition("=")
+    _run(f"{word}-advised", {**settings, key: value}, folder)
+    before, after = (rate(folder / each) for each in (word, f"{word}-advised"))
+    simulated = None
+    if key not in NOT_SIMULATED:
+        pair = [
+            _simulated(folder / word, f"{k}={v}") for k, v in ((key, settings[key]), (key, value))
+        ]
+        simulated = pair[1] / pair[0]
+    return Finding(verdict=verdict, before_per_s=before, after_per_s=after, simulated=simulated)
+
+
+def _run(name: str, settings: dict[str, str], folder: Path) -> Verdict:
+    overrides = (*TRAINING_ALONE, *(f"{key}={value}" for key, value in settings.items()))
+    train(name, overrides, folder=folder, timeout_s=RUN_S, config="smoke")
+    source = open_source(str(folder / name), runs=folder)
+    source.refresh()
+    return source.verdict()  # type: ignore[union-attr]
+
+
+def rate(root: Path) -> float:
+    """Return the trained episodes per second of a run, without its first steps."""
+    config = yaml.safe_load(RunDir(root=root).config.read_text(encoding="utf-8"))
+    lines: list[MetricsLine] = read_metrics(RunDir(root=root).metrics)[FIRST_STEP:]
+    first, last = lines[0], lines[-1]
+    steps = (last["step"] or 0) - (first["step"] or 0)
+    groups = config["groups"]
+    seconds = (last["time_s"] or 0.0) - (first["time_s"] or 0.0)
+    return steps * groups["per_step"] * groups["size"] / seconds
+
+
+def _simulated(root: Path, *overrides: str) -> float:
+    """Return what `simulate` predicts of a run's own episodes under a setting, per second."""
+    cfg = load_config(str(RunDir(root=root).config), overrides, root=ROOT)
+    with quiet_scheduler():
+        return World(cfg, load_workload(root, cfg.algorithm)).run().trained_per_h / 3600.0

@@ -1,0 +1,137 @@
+"""The suites `soak-run`: whether the roles of a run stay the same size while they work."""
+
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmarks.chaos.victims import Role, find_victims
+from benchmarks.chaos.watch import Watch
+from benchmarks.runs.real_run import TRAINING_ALONE, check_end, running
+from benchmarks.table import BenchTable
+from common.errors import LongstrideError
+from common.launch.process import ChildProcess
+from common.store.run_dir import RunDir
+
+USUAL_S, LONG_S = 300.0, 3_600.0
+SAMPLE_S = 5.0
+FIRST_STEPS = 10  # made before anything is measured
+START_S = 300.0
+MAX_GROWTH_FRAC = 0.05
+NUM_PARTS = 3  # of the samples; the first fills caches
+MIB = 1 << 20
+SETTINGS = (
+    *(*TRAINING_ALONE, "train.num_steps=1000000"),
+    *("horizon.kind=fixed", "horizon.stages=[10]"),  # longer episodes take more memory
+)
+LEGEND = (
+    "Of each role in three equal parts of the time: how much larger the median of resident memory\n"
+    "is in the last part than in the one before, and by how much the least number of descriptors\n"
+    "and threads has grown; what comes and goes is no leak."
+)
+
+
+@dataclass(slots=True)
+class Sizes:
+    """A role over time."""
+
+    pids: set[int] = field(default_factory=set[int])
+    rss_bytes: list[float] = field(default_factory=list[float])
+    descriptors: list[float] = field(default_factory=list[float])
+    threads: list[float] = field(default_factory=list[float])
+
+    def add(self, process: psutil.Process) -> None:
+        """Take a sample; none of a process that has just ended."""
+        with suppress(psutil.NoSuchProcess), process.oneshot():
+            sample = process.memory_info().rss, process.num_fds(), process.num_threads()
+            self.pids.add(process.pid)
+            for values, value in zip(
+                (self.rss_bytes, self.descriptors, self.threads), sample, strict=True
+            ):
+                values.append(float(value))
+
+
+def parts(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the part before the last one, and the last one."""
+    size = len(values) // NUM_PARTS
+    return values[-2 * size : -size], values[-size:]
+
+
+def growth_frac(values: Sequence[float]) -> float:
+    """Return how much larger the last part's median is; NaN without enough samples."""
+    if len(values) < NUM_PARTS:
+        return float("nan")
+    before, last = parts(values)
+    return statistics.median(last) / statistics.median(before) - 1
+
+
+def floor_growth(values: Sequence[float]) -> float:
+    """Return by how much the least of the last part is larger; NaN without enough samples."""
+    if len(values) < NUM_PARTS:
+        return float("nan")
+    before, last = parts(values)
+    return min(last) - min(before)
+
+
+def run_suite(table: BenchTable) -> None:
+    """Watch a quickstart for five minutes."""
+    soak(table, duration_s=USUAL_S)
+
+
+def run_long(table: BenchTable) -> None:
+    """Watch a quickstart for an hour."""
+    soak(table, duration_s=LONG_S)
+
+
+def soak(table: BenchTable, *, duration_s: float) -> None:
+    """Train, sample, judge."""
+    table.title(LEGEND)
+    with tempfile.TemporaryDirectory(prefix="longstride-soak-") as name:
+        table.attempt("soak", lambda: _soak(table, Path(name), duration_s))
+
+
+def _soak(table: BenchTable, folder: Path, duration_s: float) -> None:
+    watch = Watch(RunDir(root=folder / "run"))
+    sizes: dict[Role, Sizes] = defaultdict(Sizes)
+    with running("run", SETTINGS, folder=folder) as child:
+        _wait_for_steps(child, watch)
+        began_s, num_steps = time.monotonic(), watch.look()
+        while time.monotonic() < began_s + duration_s:
+            if child.poll() is not None:
+                check_end(child)
+                raise LongstrideError("the run has ended before it was measured")
+            for role in Role:
+                for process in find_victims(child.pid, role)[:1]:
+                    sizes[role].add(process)
+            time.sleep(SAMPLE_S)
+        table.figure("steps", watch.look() - num_steps, "", f"in {duration_s:.0f} s")
+    for role in Role:
+        add_role(table, role, sizes[role])
+
+
+def _wait_for_steps(child: ChildProcess, watch: Watch) -> None:
+    deadline = time.monotonic() + START_S
+    while watch.look() < FIRST_STEPS:
+        if child.poll() is not None:
+            check_end(child)
+            raise LongstrideError("the run has ended before it was measured")
+        if time.monotonic() > deadline:
+            raise LongstrideError(f"no {FIRST_STEPS} steps within {START_S:g}s")
+        time.sleep(SAMPLE_S / 10)
+
+
+def add_role(table: BenchTable, role: Role, sizes: Sizes) -> None:
+    """Write how a role has grown; one that died in between is another, and keeps no promise."""
+    table.at_most(f"{role}, restarts", len(sizes.pids) - 1, "", 0)
+    rss = sizes.rss_bytes
+    note = f"{rss[0] / MIB:.0f} -> {rss[-1] / MIB:.0f} MiB" if rss else "never seen"
+    table.at_most(f"{role}, growth of memory", growth_frac(rss), "", MAX_GROWTH_FRAC, note)
+    for name, values in (("descriptors", sizes.descriptors), ("threads", sizes.threads)):
+        note = f"{values[0]:.0f} -> {values[-1]:.0f}" if values else "never seen"
+        table.at_most(f"{role}, more {name}", floor_growth(values), "", 0, note)

@@ -1,0 +1,258 @@
+"""The suite of the scheduler: what it can serve on one core, with thousands of actors connected."""
+
+import contextlib
+import http.server
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from benchmarks.scheduler.peers import ANSWER_S, LEARNER, BenchLearner, Peers, hello
+from benchmarks.table import BenchTable
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.launch.process import ChildProcess
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+from common.store.run_start import save_config
+from common.wire.messages import Heartbeat, Lease, LeaseRequest
+from common.wire.security import create_keys, load_keys
+from learner.scheduler.components import build_components
+from learner.scheduler.core import SchedulerCore
+from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.simulator.settings import catalogue_of
+
+START_S, STOP_S = 120.0, 15.0
+NUM_PEERS = 2_000
+EPISODE_S = 4.0  # of every peer, one at a time: 500 episodes a second
+WARM_UP_S, MEASURED_S = 8.0, 15.0
+MIN_LEASES_PER_S = 5_000.0
+MAX_CPU_FRAC = 0.35  # of a core
+NUM_CORE_ACTORS, NUM_CORE_STEPS = 1_000, 6
+PER_STEP = 64
+FLOOR = "benchmarks.scheduler.floor"
+LEGEND = (
+    "Core: leases that are granted, listed in a heartbeat, arrive and are trained on, per second\n"
+    "of processor time, without sockets. Peers: a scheduler process as in a run, with encryption\n"
+    "and its log; every peer is a socket of its own with a heartbeat a second. Beside it what the\n"
+    "same messages cost a process that only answers them.\n"
+)
+
+
+def run_suite(table: BenchTable) -> None:
+    """Measure for about a minute."""
+    table.title(LEGEND.rstrip())
+    table.attempt("the core", lambda: add_core(table))
+    with tempfile.TemporaryDirectory(prefix="longstride-scheduler-") as folder:
+        cfg = bench_config(Path(folder))
+        table.attempt("peers", lambda: add_peers(table, cfg))
+
+
+def bench_config(folder: Path) -> RunConfig:
+    """Return a run that never ends, with room for an episode of every peer."""
+    overrides = (
+        f"run.dir={folder}",
+        "run.name=r",
+        "train.num_steps=1000000",
+        "eval.before=false",
+        "eval.after=false",
+        "groups.size=8",
+        f"groups.per_step={PER_STEP}",
+        "scheduler.max_ahead_steps=7",
+        "scheduler.gate_margin=0",
+        "log.level=WARNING",
+    )
+    return load_config("quickstart", overrides, root=ROOT)
+
+
+def add_core(table: BenchTable) -> None:
+    """Measure the state machine alone."""
+    leases_per_s = measure_core(num_actors=NUM_CORE_ACTORS, num_steps=NUM_CORE_STEPS)
+    name = f"leases served by the core, {NUM_CORE_ACTORS} actors"
+    table.at_least(name, leases_per_s, "per s", MIN_LEASES_PER_S)
+
+
+def measure_core(*, num_actors: int, num_steps: int) -> float:
+    """Return the leases per second of processor time, from request to the end of their step."""
+    cfg = bench_config(Path("runs"))
+    core = SchedulerCore(build_components(cfg, catalogue_of(cfg)), clock=time.monotonic)
+    learner = BenchLearner(group_size=cfg.groups.size, per_step=cfg.groups.per_step)
+    actors = [f"actor-{i}" for i in range(num_actors)]
+    for name in (LEARNER, *actors):
+        core.handle(name, hello(name))
+    started = time.process_time()
+    while learner.version < num_steps:
+        for actor in actors:
+            for lease in _play(core, actor, learner.version):
+                learner.arrive(lease, wall_s=EPISODE_S)
+            for message in learner.messages():
+                core.handle(LEARNER, message)
+    return learner.num_arrived / (time.process_time() - started)
+
+
+def _play(core: SchedulerCore, actor: str, version: int) -> list[Lease]:
+    """Ask, and say once that it is being played."""
+    request = LeaseRequest(actor=actor, num_free_slots=1, version=version)
+    leases: list[Lease] = core.handle(actor, request).leases
+    running = [lease.episode_id for lease in leases]
+    core.handle(actor, Heartbeat(role="actor", name=actor, version=version, running=running))
+    return leases
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What a scheduler process did for its peers while it was measured."""
+
+    num_connected: int  # actors alive, by the scheduler's own status
+    episodes_per_s: float
+    cpu_s_per_episode: float  # with the heartbeats of that time
+    cpu_frac: float  # of a core
+    answer_p99_s: float
+
+
+def add_peers(table: BenchTable, cfg: RunConfig) -> None:
+    """Measure a scheduler process with many actors connected, and the sockets alone."""
+    play = Play(num_peers=NUM_PEERS, warm_up_s=WARM_UP_S, measured_s=MEASURED_S)
+    floor, served = measure_floor(cfg, play), measure_peers(cfg, play)
+    rate = NUM_PEERS / EPISODE_S
+    name = "actors connected, each by a socket of its own"
+    note = f"p99 of an answer {served.answer_p99_s * 1e3:.0f} ms, looked for after"
+    note = f"{note} {ANSWER_S * 1e3:.0f}"
+    table.at_least(name, served.num_connected, "", NUM_PEERS, note)
+    name = f"processor of the scheduler at {rate:.0f} episodes/s"
+    note = f"measured {served.cpu_frac:.2f} at {served.episodes_per_s:.0f} episodes/s"
+    cpu_frac = served.cpu_s_per_episode * rate
+    table.at_most(name, cpu_frac, "of a core", MAX_CPU_FRAC, note)
+    against = "encrypted sockets alone, same messages"
+    table.compare(name, cpu_frac, floor.cpu_s_per_episode * rate, "of a core", against=against)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Play:
+    """How many peers play, and for how long."""
+
+    num_peers: int
+    warm_up_s: float
+    measured_s: float  # after that
+
+
+def measure_floor(cfg: RunConfig, play: Play) -> Served:
+    """Return what the same peers cost a process that answers and does nothing else."""
+    run_dir = RunDir(root=Path(cfg.run.dir) / "floor")
+    create_keys(run_dir.keys)
+    port_file = run_dir.root / "port"
+    argv = [sys.executable, "-m", FLOOR, str(run_dir.keys), str(port_file)]
+    child = ChildProcess("floor", argv, log_path=run_dir.root / "floor.txt", cwd=ROOT)
+    try:
+        child.wait_until(port_file.exists, timeout_s=START_S)
+        return _let_play(
+            cfg, play, run_dir, psutil.Process(child.pid), port_file.read_text(encoding="utf-8")
+        )
+    finally:
+        child.stop(timeout_s=STOP_S)
+
+
+def measure_peers(cfg: RunConfig, play: Play) -> Served:
+    """Start a scheduler and its peers, and measure once all play."""
+    run_dir = RunDir(root=Path(cfg.run.dir) / cfg.run.name)
+    create_keys(run_dir.keys)
+    with serve_catalogue(catalogue_of(cfg)) as url:
+        cfg = replace(cfg, envhub=replace(cfg.envhub, url=url))
+        save_config(cfg, run_dir.config)
+        with scheduler_process(cfg, run_dir) as process:
+            address = run_dir.wait_for_address("scheduler", timeout_s=START_S)
+            return _let_play(cfg, play, run_dir, process, address)
+
+
+def _let_play(
+    cfg: RunConfig, play: Play, run_dir: RunDir, process: psutil.Process, address: str
+) -> Served:
+    """Connect the peers to a server and measure it."""
+    learner = BenchLearner(group_size=cfg.groups.size, per_step=cfg.groups.per_step)
+    peers = Peers(
+        load_keys(run_dir.keys),
+        address=address,
+        num_peers=play.num_peers,
+        episode_s=EPISODE_S,
+        learner=learner,
+    )
+    try:
+        peers.join()
+        peers.run(play.warm_up_s)
+        return _measure(process, peers, learner, run_dir, play.measured_s)
+    finally:
+        peers.close()
+
+
+def _measure(
+    process: psutil.Process, peers: Peers, learner: BenchLearner, run_dir: RunDir, seconds: float
+) -> Served:
+    peers.answer_s.clear()
+    num_before, cpu_before = learner.num_arrived, _cpu_s(process)
+    started = time.monotonic()
+    peers.run(seconds)
+    took_s = time.monotonic() - started
+    num, cpu_s = learner.num_arrived - num_before, _cpu_s(process) - cpu_before
+    is_scheduler = run_dir.status.exists()  # the floor has none
+    actors = (
+        json.loads(run_dir.status.read_text(encoding="utf-8"))["actors"] if is_scheduler else []
+    )
+    ordered = sorted(peers.answer_s)
+    return Served(
+        num_connected=sum(not each["is_dead"] for each in actors),
+        episodes_per_s=num / took_s,
+        cpu_s_per_episode=cpu_s / max(1, num),
+        cpu_frac=cpu_s / took_s,
+        answer_p99_s=ordered[int(0.99 * (len(ordered) - 1))],
+    )
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+@contextlib.contextmanager
+def scheduler_process(cfg: RunConfig, run_dir: RunDir) -> Generator[psutil.Process]:
+    """Yield a scheduler that is started as the launcher does it, with its log in the run's."""
+    where = (f"run.dir={cfg.run.dir}", f"run.name={cfg.run.name}")
+    argv = [sys.executable, "run.py", "scheduler", *where]
+    child = ChildProcess("scheduler", argv, log_path=run_dir.root / "scheduler.txt", cwd=ROOT)
+    try:
+        yield psutil.Process(child.pid)
+    finally:
+        child.stop(timeout_s=STOP_S)
+
+
+@contextlib.contextmanager
+def serve_catalogue(catalogue: Catalogue) -> Generator[str]:
+    """Yield the address of a hub that has nothing but a catalogue."""
+    body = {
+        env: {"subsets": {name: asdict(entry) for name, entry in subsets.items()}}
+        for env, subsets in catalogue.envs.items()
+    }
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Stay silent."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,220 @@
+"""The suites of studies: plan, work off, tables and pictures."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.study.outcome import Outcome
+from benchmarks.study.plan import Does, Run, Study, merged, read_study
+from benchmarks.study.queue import Queue
+from benchmarks.study.tables import TABLES
+from benchmarks.table import BenchTable
+from common.config.command_line import Request
+from common.config.curriculum import subsets_in_use
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.errors import LongstrideError
+from common.store.run_dir import write_atomically
+
+CONFIG = "quickstart"
+NUM_SHOWN = 5  # reasons of failed runs
+OF_SOME_ARMS = ("staleness",)  # studies whose table holds of some of their arms, too
+NAN = float("nan")
+
+
+def measure(name: str, request: Request, table: BenchTable, *, root: Path) -> None:
+    """Run the study `name` and add its figures and tables; a dry run prints the plan.
+
+    Raises: ConfigError: an override is wrong, or results of other settings are in the way.
+    """
+    cfg = load_config(CONFIG, request.overrides, root=root)
+    queue = make_queue(name, cfg, request.overrides, root=root)
+    for run, *_ in queue.study.chunks(queue.study.runs()):
+        if run.arm.does is not Does.COMMANDS and run.seed == queue.study.seeds[0]:
+            load_config(CONFIG, run.overrides, root=root)  # a mistake is told before any starts
+    if request.is_dry:
+        table.title(plan_text(queue))
+        return
+    if any(arm.does is Does.IN_PROCESS for arm in queue.study.arms):
+        queue.perform[Does.IN_PROCESS] = partial(_in_process, root, _starts(queue))
+    queue.perform[Does.COMMANDS] = partial(_commands, queue)
+    table.title(plan_text(queue))
+    with contextlib.ExitStack() as stack:
+        if cfg.study.on_ray and queue.todo():
+            from common.launch.ray.cluster import open_cluster  # Ray takes seconds to import
+
+            stack.enter_context(open_cluster(cfg.ray, num_cpus=cfg.study.workers))
+        queue.work()
+    tell(queue, table)
+
+
+def measure_peer(request: Request, table: BenchTable, *, root: Path) -> None:
+    """Compare this project with TRL; the arguments are those of `measure`."""
+    from benchmarks.study import peer
+
+    peer.measure(request, table, root=root, evaluate=_heldout)
+
+
+def _heldout(cfg: RunConfig, policy: Path) -> float:
+    """Return the success of a policy on the held-out items."""
+    from benchmarks.study.in_process import InProcessRun  # torch takes seconds to import
+    from learner.policy.model import load_policy
+
+    model = load_policy(str(policy), device="cpu", gradient_checkpointing=False)
+    played = InProcessRun(cfg, make_playing).evaluate(model.state_dict())
+    return sum(each.is_success for each in played) / len(played)
+
+
+def make_queue(name: str, cfg: RunConfig, overrides: Sequence[str], *, root: Path) -> Queue:
+    """Return the queue of a study in the folder that the configuration says."""
+    study = read_study(name, cfg.study, overrides)
+    size = "" if cfg.study.size == 1 else f"-x{cfg.study.size:g}"
+    folder = root / cfg.run.dir / (cfg.study.folder or f"study-{name}{size}")
+    timeout_s = cfg.ray.place_timeout_s
+    return Queue(study=study, folder=folder, section=cfg.study, place_timeout_s=timeout_s)
+
+
+def plan_text(queue: Queue) -> str:
+    """Return how many runs there are, how many are done, and what the others take."""
+    study = queue.study
+    runs, firsts, todo = study.runs(), study.firsts(), queue.todo()
+    found = [queue.outcome_of(run) for run in runs if firsts[run.name] == run.name]
+    done = [each for each in found if each is not None]
+    taken = [each.cpu_s for each in done if each.cpu_s and not each.same_as]
+    each_s = sum(taken) / len(taken) if taken else study.cpu_s * study.size
+    known = "measured" if taken else "estimated"
+    same = len(runs) - len(found)
+    total_h = each_s * len(todo) / 3600
+    lines = [
+        f"study {study.name}: {len(study.arms)} arms x {len(study.seeds)} seeds in {queue.folder}",
+        f"{len(runs)} runs, of which {same} are the same as others; {len(done)} done,"
+        f" {len(todo)} to do" + (" (study.only)" if queue.section.only else ""),
+        f"{known}: {each_s:.0f} CPU seconds a run, {total_h:.1f} CPU hours in all,"
+        f" {total_h / 2:.1f} h of two cores, at most",
+    ]
+    if num := sum(bool(run.arm.twin) for run in todo):
+        lines.append(f"up to {num} of them fall away: those whose controller never acts")
+    return "\n".join(lines)
+
+
+def tell(queue: Queue, table: BenchTable) -> None:
+    """Add what was measured: figures, tables and pictures, of all runs that are done."""
+    study = queue.study
+    found = {run.name: queue.outcome_of(run) for run in study.runs()}
+    outcomes = [each for each in found.values() if each is not None]
+    for each in outcomes:
+        taken = f"{each.cpu_s:.0f} CPU s" if each.cpu_s else "CPU not measured"
+        note = f"seed {each.seed}, {taken}"
+        table.figure(f"{each.arm}, seed {each.seed}: success after", each.after, "", note)
+    for name, why in list(queue.failed.items())[:NUM_SHOWN]:
+        table.fail(name, why)
+    missing = [name for name, each in found.items() if each is None]
+    if missing and not queue.section.only and not queue.failed:
+        table.fail(f"{len(missing)} runs", f"not done: {', '.join(missing[:NUM_SHOWN])} ...")
+    by_arm = [arm.name for arm in study.arms]
+    outcomes.sort(key=lambda each: by_arm.index(each.arm))
+    only = set(queue.section.only)
+    is_by_arm = study.name in OF_SOME_ARMS and only <= {*by_arm}  # a worker is told its runs
+    if not outcomes or (missing and only and not is_by_arm):
+        return
+    make_table, make_pictures = TABLES[study.name]
+    text = make_table(outcomes).rstrip()
+    write_atomically(queue.folder / "table.md", f"{text}\n")
+    for name, picture in make_pictures(outcomes).items():
+        write_atomically(queue.folder / f"{name}.svg", picture)
+    table.title(text)
+    if missing:
+        table.title(f"of some arms alone: {len(missing)} of {len(found)} runs are not in it")
+    total_h = sum(each.cpu_s for each in outcomes if not each.same_as) / 3600
+    table.title(f"{total_h:.1f} CPU hours; table and pictures: {queue.folder}")
+
+
+def make_playing(cfg: RunConfig) -> tuple[Any, dict[str, Any]]:
+    """Return a player of episodes in this process, and the catalogue that a hub would offer."""
+    from benchmarks.actor.in_process import InProcessPlayer  # torch takes seconds to import
+    from envhub.catalogue.distances import Distances
+    from envhub.catalogue.registry import Registry
+
+    registry = Registry(sorted({task.env for task in cfg.tasks}), cfg.envs, cfg.env)
+    specs = {name: registry.spec(name) for name in registry.names}
+    distances = Distances(registry)
+    offered = asyncio.run(distances.catalogue(subsets_in_use(cfg.curriculum, cfg.tasks)))
+    return InProcessPlayer(cfg, specs, plain=distances.plain), offered
+
+
+def _starts(queue: Queue) -> dict[str, list[str]]:
+    """Return of each arm the overrides that name the policy it begins with; make what is missing.
+
+    Raises: LongstrideError: a command that makes one failed.
+    """
+    study, todo = queue.study, {run.arm.name for run in queue.todo()}
+    if any(each.startswith("model.path=") for each in study.given):
+        return {arm.name: [] for arm in study.arms}
+    found: dict[str, list[str]] = {}
+    for arm in study.arms:
+        told = study.starts[arm.start] if arm.start else study.start
+        name = f"start-{arm.start}" if arm.start else "start"
+        policy = queue.folder / name / "policy"
+        if told and arm.name in todo and not (policy / "config.json").exists():
+            queue.folder.mkdir(parents=True, exist_ok=True)
+            command, *overrides = told
+            own = [f"run.dir={queue.folder}", f"run.name={name}"]
+            words = merged(_policy(study), overrides)
+            queue.run_command(name, [command, "--config", CONFIG, *own, *words])
+        found[arm.name] = [f"model.path={policy}"] if told else []
+    return found
+
+
+def _policy(study: Study) -> list[str]:
+    """Return the override that names the policy which all of a study goes on from."""
+    return [each for each in study.overrides if each.startswith("model.path=")]
+
+
+def _in_process(
+    root: Path, starts: dict[str, list[str]], run: Run, _: Path
+) -> tuple[Outcome, bool]:
+    from benchmarks.study.in_process import InProcessRun  # torch takes seconds to import
+
+    cfg = load_config(CONFIG, merged(run.overrides, starts[run.arm.name]), root=root)
+    return InProcessRun(cfg, make_playing).run(arm=run.arm.name)
+
+
+def _commands(queue: Queue, run: Run, folder: Path) -> tuple[Outcome, bool]:
+    """Run an arm's commands in turn, evaluate the policy they leave, and compare it to the first.
+
+    Raises: LongstrideError: one of them failed, or the run whose data they need did.
+    """
+    data = folder / f"data-seed{run.seed}"
+    known = queue.outcome_of(replace(run, arm=queue.study.arms[0]))
+    if known is None:
+        raise LongstrideError(f"{data.name}, whose journal {run.name} needs, is not done")
+    names = {"run": str(folder / run.name), "data": str(data)}
+    own = [f"run.dir={folder}", f"run.name={run.name}", f"run.seed={run.seed}"]
+    policy = _policy(queue.study)
+    scored = [f"eval.num_items={known.num_after}", f"model.path={names['run']}/policy"]
+    for command, *told in [*run.arm.commands, ("eval", *scored)]:
+        words = [each.format(**names) for each in merged([*policy, *queue.study.given], told)]
+        queue.run_command(run.name, [command, "--config", CONFIG, *own, *words])
+    path = folder / run.name / "eval.json"
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["entries"]
+        found = entries[-1]["overall"]["success"]
+        after, low, high = found["mean"], *found["ci95"]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise LongstrideError(f"{path}: no evaluation ({error!r})") from error
+    return replace(
+        known,
+        arm=run.arm.name,
+        after=after,
+        after_ci95=(low, high),
+        gain=after - known.before,
+        gain_ci95=(NAN, NAN),
+        points=(),
+        same_as="",
+        cpu_s=0.0,
+    ), True

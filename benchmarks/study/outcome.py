@@ -1,0 +1,210 @@
+"""What one run of a study came to, from its files; kept as JSON."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.cpu import cpu_seconds
+from common.errors import ConfigError
+from common.store.journal import read_journal
+from common.store.run_dir import RunDir, write_atomically
+from common.wire.messages import EpisodeKind, Trajectory
+
+BINS = (4, 8, 16, 32)  # most turns that the expert needs; item i of `rooms` is of band i mod 4
+LAST_STEPS = 20  # over which training success is averaged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A held-out evaluation while training, and what had been generated until then."""
+
+    step: int
+    success: float
+    num_episodes: int
+    num_tokens: int  # sampled
+    # Seconds of training: in one process the processor's, evaluations left out; of a whole run the
+    # clock's since the first step was made, evaluations beside it included.
+    spent_s: float = 0.0
+    by_distance: tuple[tuple[int, int], ...] = ()  # of `rooms`: (held-out items, solved), by BINS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    arm: str
+    seed: int
+    before: float  # as the gain, NaN if the first policy was not evaluated
+    after: float
+    after_ci95: tuple[float, float]
+    num_after: int  # items
+    gain: float
+    gain_ci95: tuple[float, float]  # paired by item
+    trained: float  # success of the training episodes that arrived in the last `LAST_STEPS` steps
+    num_trained: int  # of those episodes
+    lag_mean: float  # steps, over the trained tokens
+    ess_min: float  # smallest effective sample size of a step, as a share of its tokens
+    points: tuple[Point, ...] = ()  # the first before training, the last the evaluation at the end
+    same_as: str = ""  # the run that it would have been, which was made
+    num_skipped: int = 0  # batches, by the controller
+    wall_s: float = 0.0  # from the first step to the last
+    cpu_s: float = 0.0  # of all its processes; 0: not measured
+    num_segments: float = 0.0  # mean of the held-out episodes at the end; 0: not measured
+    num_row_tokens: float = 0.0  # likewise: of all segments of an episode
+
+
+def save_outcome(outcome: Outcome, path: Path, overrides: Sequence[str]) -> None:
+    """Write an outcome with what its run was told, for a study that goes on later."""
+    told = {"overrides": list(overrides), "outcome": asdict(outcome)}
+    write_atomically(path, f"{json.dumps(told)}\n")
+
+
+def load_outcome(path: Path) -> tuple[Outcome, list[str]]:
+    """Return what `save_outcome` wrote: the outcome and the overrides.
+
+    Raises: ConfigError: it is no such file.
+    """
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        plain: dict[str, Any] = told["outcome"]
+        points = tuple(_point(each) for each in plain.pop("points"))
+        pairs: dict[str, Any] = {n: tuple(plain.pop(n)) for n in ("after_ci95", "gain_ci95")}
+        return Outcome(**plain, **pairs, points=points), told["overrides"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: no outcome of a run ({error}); remove it") from error
+
+
+def _point(plain: dict[str, Any]) -> Point:
+    far = tuple((num, solved) for num, solved in plain.pop("by_distance"))
+    return Point(**plain, by_distance=far)
+
+
+def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:
+    report = json.loads((run / "report.json").read_text(encoding="utf-8"))
+    steps = [line for line in _read_lines(run / "metrics.jsonl") if line["step"]]
+    none = {"success": float("nan"), "ci95": [float("nan")] * 2}
+    before, gain = report["before"] or none, report["gain"] or none
+    last = [line for line in steps[-LAST_STEPS:] if "reward/success" in line]
+    arrived = [line["episodes/arrived"] for line in last]
+    num_tokens = [line["train/num_sampled_tokens"] for line in steps]
+    lags = [line["offpolicy/lag_mean"] for line in steps]
+    return Outcome(
+        arm=arm,
+        seed=seed,
+        before=before["success"],
+        after=report["after"]["success"],
+        after_ci95=tuple(report["after"]["ci95"]),
+        num_after=report["after"]["n"],
+        gain=gain["success"],
+        gain_ci95=tuple(gain["ci95"]),
+        trained=float(np.average([line["reward/success"] for line in last], weights=arrived)),
+        num_trained=int(sum(arrived)),
+        lag_mean=float(np.average(lags, weights=num_tokens)),
+        ess_min=min(line["offpolicy/ess_frac"] for line in steps),
+        points=_points(run, report, steps),
+        num_skipped=sum(bool(line.get("controller/skipped")) for line in steps),
+        wall_s=steps[-1].get("time_s", 0.0) - steps[0].get("time_s", 0.0),
+        cpu_s=sum(cpu_seconds(RunDir(root=run)).values()),
+    )
+
+
+def by_distance(played: Iterable[Trajectory]) -> tuple[tuple[int, int], ...]:
+    """Return (items, solved) of held-out episodes for each of `BINS`; () of other tasks."""
+    counts = np.zeros((len(BINS), 2), dtype=int)
+    for each in played:
+        if each.env == "rooms":
+            band = int(each.item_id.rpartition("-")[2]) % len(BINS)
+            counts[band] += (1, each.is_success)
+    return tuple((int(num), int(solved)) for num, solved in counts) if counts.any() else ()
+
+
+def _points(
+    run: Path, report: dict[str, Any], steps: Sequence[dict[str, Any]]
+) -> tuple[Point, ...]:
+    last_step = steps[-1]["step"]
+    made_s = {line["step"]: line.get("time_s", 0.0) for line in steps}
+    success = {0: report["before"]["success"]} if report["before"] else {}
+    path = run / "eval.jsonl"
+    lines = _read_lines(path) if path.exists() else []
+    success |= {line["step"]: line["eval/success"] for line in lines}
+    success[last_step] = report["after"]["success"]
+    episodes, tokens = _generated(run / "journal", num_steps=last_step)
+    return tuple(
+        Point(
+            step=step,
+            success=success[step],
+            num_episodes=int(episodes[step]),
+            num_tokens=int(tokens[step]),
+            spent_s=max(0.0, made_s.get(step, 0.0) - steps[0].get("time_s", 0.0)),
+        )
+        for step in sorted(success)
+    )
+
+
+def _generated(journal: Path, *, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return training episodes and their sampled tokens until each step, both [num_steps + 1].
+
+    An episode counts at the version of its newest token: it ended while that was in the engine.
+    """
+    episodes = np.zeros(num_steps + 1, dtype=np.int64)
+    tokens = np.zeros(num_steps + 1, dtype=np.int64)
+    seen: set[str] = set()
+    for _, trajectory in read_journal(journal):
+        is_counted = trajectory.kind is EpisodeKind.TRAIN and trajectory.loss_mask.any()
+        if not is_counted or trajectory.episode_id in seen:
+            continue
+        seen.add(trajectory.episode_id)
+        step = min(int(trajectory.versions.max()) + 1, num_steps)
+        episodes[step] += 1
+        tokens[step] += int(trajectory.loss_mask.sum())
+    return episodes.cumsum(), tokens.cumsum()
+
+
+def success_at_tokens(outcome: Outcome, num_tokens: int) -> float:
+    """Return success after so many sampled tokens, linear between two evaluations."""
+    points = outcome.points
+    return float(np.interp(num_tokens, [p.num_tokens for p in points], [p.success for p in points]))
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def interval(value: float, ci95: tuple[float, float], *, is_gain: bool = False) -> str:
+    """Return a share with its interval: `.512 [.463, .561]`, or a gain in points."""
+    if is_gain:
+        low, high = (100 * bound for bound in ci95)
+        return f"{100 * value:+.1f} [{low:.1f}, {high:.1f}]"
+    return f"{value:.3f} [{ci95[0]:.3f}, {ci95[1]:.3f}]"
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def is_begun(made: Path, overrides: Sequence[str]) -> bool:
+    """Return whether `begin` has noted a run there.
+
+    Raises: ConfigError: with other settings.
+    """
+    told = made.with_name(f"{made.name}.told")
+    if not told.exists():
+        return False
+    if sorted(json.loads(told.read_text(encoding="utf-8"))) != sorted(overrides):
+        raise ConfigError(
+            f"{made} was begun with other settings ({told.name}): give study.folder=NAME for"
+            f" another study, or remove {made} and {told}"
+        )
+    return True
+
+
+def begin(made: Path, overrides: Sequence[str]) -> None:
+    """Note with which settings a run is begun, so that it goes on with no others.
+
+    Raises: as `is_begun`.
+    """
+    if not is_begun(made, overrides):
+        write_atomically(made.with_name(f"{made.name}.told"), json.dumps([*overrides]))

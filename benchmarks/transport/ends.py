@@ -1,0 +1,216 @@
+"""The two ends of the trajectory plane, each in its own process, for the suite `transport`.
+
+`python -m benchmarks.transport.ends intake|raw|sender FOLDER [NUMBER]`: the learner's intake as
+a run has it, a receiver that only answers, or a sender of trajectories that are encoded beforehand.
+"""
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import zmq
+from numpy.random import default_rng  # now: an interrupt while it loads is lost
+
+from common.config.load import load_config
+from common.repository import ROOT
+from common.store.journal import JournalWriter
+from common.store.run_dir import RunDir, write_atomically
+from common.wire.codec import decode, encode
+from common.wire.messages import (
+    Ack,
+    EndReason,
+    EpisodeKind,
+    EpisodeOutcome,
+    Hello,
+    Outcome,
+    PolicyKind,
+    Trajectory,
+)
+from common.wire.security import load_keys
+from common.wire.sockets import Router, connect_dealer
+from learner.batch.credit import group_has_signal
+from learner.ingest.admission import Admission
+from learner.ingest.buffer import TrajectoryBuffer
+from learner.ingest.group_assembly import GroupAssembly
+from learner.ingest.intake import Intake
+from learner.ingest.journal_index import JournalIndex
+from learner.ingest.report_log import ReportLog
+from learner.ingest.scheduler_client import SchedulerClient
+
+HOST = "127.0.0.1"
+NUM_TOKENS = 2_000
+WINDOW = 128  # unacknowledged trajectories of a sender, as of an actor
+GROUP_SIZE = 8
+VOCAB_SIZE = 32_000
+ARRIVED = "arrived.json"  # of the intake: how many trajectories it has taken, as it goes
+ARRIVED_EVERY_S = 0.2
+GROUPS_PER_SENDER = 1_000_000
+NEVER_S = 1e9
+POLL_MS = 100
+
+
+def trajectory(number: int, member: int) -> Trajectory:
+    """Return an episode of eight turns, each of 50 tokens to read and 200 sampled ones."""
+    places = np.arange(NUM_TOKENS)
+    mask = places % 250 >= 50
+    num_turns = NUM_TOKENS // 250
+    return Trajectory(
+        episode_id=f"g{number:07d}/{member}",
+        group_id=f"g{number:07d}",
+        member=member,
+        attempt=0,
+        kind=EpisodeKind.TRAIN,
+        policy=PolicyKind.MODEL,
+        env="textcraft",
+        item_id="depth2-train-17",
+        seed=number,
+        horizon=16,
+        horizon_stage=0,
+        opened_at_version=0,
+        actor="actor-0",
+        end_reason=EndReason.DONE,
+        error="",
+        reward=float(member % 2),
+        is_success=member % 2 == 1,
+        num_turns=num_turns,
+        num_invalid_actions=0,
+        generate_s=20.0,
+        env_s=0.5,
+        wall_s=21.0,
+        token_ids=default_rng(number).integers(0, VOCAB_SIZE, NUM_TOKENS, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        turn_ids=(places // 250).astype(np.int32),
+        invalid_turns=np.zeros(num_turns, dtype=np.bool_),
+        turn_scores=np.zeros(num_turns, dtype=np.float32),
+    )
+
+
+def encoded(first_group: int, num: int) -> Iterator[list[bytes]]:
+    """Yield the frames of `num` trajectories, whole groups of one set of arrays."""
+    like = trajectory(first_group, 0)
+    arrays = encode(like)[1:]
+    for i in range(num):
+        number, member = first_group + i // GROUP_SIZE, i % GROUP_SIZE
+        ids = {"episode_id": f"g{number:07d}/{member}", "group_id": f"g{number:07d}"}
+        own = replace(like, **ids, member=member, reward=float(member % 2))
+        yield [encode(own)[0], *arrays]
+
+
+def send(folder: Path, number: int) -> None:
+    """Send with a window until `folder/stop` exists; write how many were acknowledged, and when.
+
+    It waits for `folder/go`, encoded trajectories at hand.
+    """
+    asked = json.loads((folder / "ask.json").read_text(encoding="utf-8"))
+    context = zmq.Context()
+    keys = load_keys(folder / "keys")
+    socket = connect_dealer(context, keys, address=asked["address"])
+    queue = list(encoded(1 + number * GROUPS_PER_SENDER, asked["num"]))
+    (folder / f"ready-{number}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.005)
+    acked: list[float] = []  # seconds, on the monotonic clock of the machine
+    num_sent = 0
+    while not (folder / "stop").exists() and len(acked) < len(queue):
+        while num_sent < len(queue) and num_sent - len(acked) < WINDOW:
+            socket.send_multipart(queue[num_sent])
+            num_sent += 1
+        if socket.poll(POLL_MS):
+            while socket.poll(0):
+                answer = decode(socket.recv_multipart())
+                acked += [time.monotonic()] * (1 + len(answer.others))
+    write_atomically(folder / f"sent-{number}.json", json.dumps(acked))
+    socket.close(linger=0)
+    context.term()
+
+
+def receive_raw(folder: Path) -> None:
+    """Answer every message as the intake does, and do nothing else with it."""
+    router = Router(load_keys(folder / "keys"), host=HOST, port=0)
+    answer = encode(Ack(episode_id="g0000001/0", is_accepted=True, reason=""))
+    write_atomically(folder / "address", f"tcp://{HOST}:{router.port}")
+    while not (folder / "stop").exists():
+        for sender, *_ in router.receive_frames(timeout_s=POLL_MS / 1e3):
+            router.send_frames(sender, answer)
+    router.close()
+
+
+def take_in(folder: Path) -> None:
+    """Be the learner's intake, with a main thread that takes batches and ends steps."""
+    run_dir, keys = RunDir(root=folder), load_keys(folder / "keys")
+    is_run = run_dir.config.exists()  # else it is alone with its senders
+    cfg = load_config(str(run_dir.config) if is_run else "quickstart", [], root=ROOT)
+    groups_cfg = replace(cfg.groups, size=GROUP_SIZE)
+    journal = JournalWriter(run_dir.journal)
+    index, reports = JournalIndex(end=journal.position), ReportLog()
+    groups = GroupAssembly(
+        groups_cfg,
+        cfg.algorithm,
+        has_signal=lambda members: group_has_signal(members, cfg.algorithm),
+    )
+    buffer = TrajectoryBuffer(groups, index, reports, version=0)
+    host = cfg.learner.host if is_run else HOST
+    router = Router(keys, host=host, port=0)
+    address = f"tcp://{host}:{router.port}"
+    hello = Hello(
+        role="learner",
+        name="learner-0",
+        incarnation="life-1",
+        version=0,
+        addresses={"learner": address, "weights": address},  # nobody asks for weights
+    )
+    intake = Intake(
+        router,
+        journal,
+        Admission(index, group_size=GROUP_SIZE, vocab_size=VOCAB_SIZE),
+        buffer,
+        SchedulerClient(
+            run_dir, keys, reports, hello=hello, silence_s=NEVER_S, on_progress=lambda _: None
+        ),
+        heartbeat_s=cfg.scheduler.heartbeat_s,
+    )
+    intake.start()
+    write_atomically(folder / "address", address)
+    num_arrived = version = 0
+    write_at = 0.0  # the disk is the journal's: as often as a learner writes metrics, not per batch
+    ahead = cfg.scheduler.max_ahead_steps
+    while not (folder / "stop").exists():
+        num_arrived += int(buffer.drain_stats()["episodes/arrived"])
+        if time.monotonic() >= write_at:
+            write_atomically(folder / ARRIVED, str(num_arrived))
+            write_at = time.monotonic() + ARRIVED_EVERY_S
+        try:
+            batch, _ = buffer.next_batch(
+                version, max_lag_steps=1 << 30, in_order=False, timeout_s=0.1
+            )
+        except TimeoutError:
+            continue
+        ids = [each.episode_id for group in batch for each in group.members]
+        trained = Outcome.TRAINED
+        buffer.report([EpisodeOutcome(episode_id=i, outcome=trained, cause="") for i in ids])
+        version += 1
+        buffer.step_done(version, is_last=False, max_ahead_steps=ahead, signals={})
+    intake.stop()
+    journal.close()
+
+
+def main(end: str, folder: str, number: str = "0") -> None:
+    """Be one end."""
+    gc.set_threshold(10_000)  # as `run.py` does for every role
+    if end == "sender":
+        send(Path(folder), int(number))
+    elif end == "raw":
+        receive_raw(Path(folder))
+    else:
+        take_in(Path(folder))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

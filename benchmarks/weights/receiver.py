@@ -1,0 +1,107 @@
+"""A receiver of the suites, as a process: `-m benchmarks.weights.receiver "{...}"`.
+
+It imports little: several start at once.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from common.wire.collective import BroadcastGroup, Place
+from common.wire.rendezvous.client import GroupStore, StoreLine
+from common.wire.rendezvous.server import StorePlace
+from common.wire.transfer.buckets import Channel, Cut, receive_buckets
+from common.wire.transfer.mailbox import FolderShelf, GpuShelf, Mailbox
+from common.wire.weight_group import lower_priority
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receiver:
+    """What one side of some transfers is told; rank 0 sends."""
+
+    port: int  # of the rendezvous
+    public: str
+    secret: str
+    group: str
+    rank: int
+    world_size: int
+    num_bytes: int
+    bucket_bytes: int
+    plan: list[str]  # "raw" or "ours", in turn
+    transport: str = "gloo"  # as an offer names it
+    device: str = "cpu"  # of this side
+    folder: str = ""  # of the transport "file"
+    timeout_s: float = TIMEOUT_S
+
+
+class Side:
+    """One side's connections: a gloo group for meeting, and what carries the buckets."""
+
+    def __init__(self, store: GroupStore, told: Receiver) -> None:
+        """Meet the other sides. Raises: WeightSyncError: not all came in time."""
+        self._store = store
+        self._told = told
+        self._device = torch.device(told.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self.meeting = self._group("gloo", 1)
+        self.carrier = self._group("nccl", 2) if told.transport == "nccl" else self.meeting
+
+    def _group(self, backend: str, epoch: int) -> BroadcastGroup:
+        told = self._told
+        place = Place(told.rank, told.world_size, backend, told.timeout_s, HOST)
+        return BroadcastGroup(self._store, place, epoch=epoch)
+
+    def channel(self, number: int) -> Channel:
+        """Return what carries the buckets of a round, made as for a version of a run."""
+        told = self._told
+        if told.transport not in ("ipc", "file"):
+            return self.carrier
+        is_file = told.transport == "file"
+        return Mailbox(
+            self._store,
+            FolderShelf(told.folder, 1) if is_file else GpuShelf(self._device),
+            name=str(number),
+            rank=told.rank,
+            world_size=told.world_size,
+            timeout_s=told.timeout_s,
+            is_left=lambda: False,
+        )
+
+    def close(self) -> None:
+        """Let the connections go."""
+        for group in {self.meeting, self.carrier}:
+            group.close()
+
+
+def meet(told: Receiver) -> GroupStore:
+    """Return a side's way to the rendezvous."""
+    place = StorePlace(HOST, told.port, told.public, told.secret)
+    return GroupStore(StoreLine(place), told.group, timeout_s=told.timeout_s)
+
+
+def receive(told: Receiver) -> None:
+    """Take part in all rounds of a plan, each bucket checked in those of ours."""
+    torch.set_num_threads(1)
+    lower_priority()
+    store = meet(told)
+    staging = torch.zeros(told.num_bytes, dtype=torch.uint8, device=told.device)
+    side = Side(store, told)
+    cut = Cut(told.num_bytes, told.bucket_bytes)
+    for number, kind in enumerate(told.plan):
+        side.meeting.barrier()
+        if kind == "raw":
+            side.carrier.broadcast(staging)
+        else:
+            receive_buckets(side.channel(number), cut, staging, [])
+        side.meeting.barrier()
+    side.close()
+
+
+if __name__ == "__main__":
+    receive(Receiver(**json.loads(sys.argv[1])))

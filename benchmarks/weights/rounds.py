@@ -1,0 +1,165 @@
+"""Versions sent to processes of their own, as to engines: how long, and in how much memory."""
+
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from benchmarks.weights.receiver import HOST, TIMEOUT_S, Receiver, Side, meet
+from common.errors import WeightSyncError
+from common.launch.process import ChildProcess, wait_until_ended
+from common.memory import trim_heap
+from common.repository import ROOT
+from common.wire.rendezvous.server import StoreServer
+from common.wire.transfer.buckets import NUM_SLOTS, Cut, send_buckets
+from learner.weights.source import WeightSource
+
+STOP_WATCH_S = 5.0  # for the thread that samples memory to end
+SAMPLE_S = 0.005  # between looks at memory
+BREATH_BYTES = 500_000  # stacks of threads and small objects that come and go beside a version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """By what to whom."""
+
+    transport: str = "gloo"  # as an offer names it
+    device: str = "cpu"  # of the sender's side
+    peer_device: str = "cpu"
+    num_receivers: int = 1
+    timeout_s: float = TIMEOUT_S
+
+
+@dataclass(slots=True)
+class Sent:
+    """What rounds took: seconds by kind, and what this process grew by in those of ours."""
+
+    took_s: dict[str, list[float]] = field(default_factory=lambda: {"raw": [], "ours": []})
+    peak_bytes: int = 0
+
+
+@contextmanager
+def receivers(plan: list[str], *, cut: Cut, route: Route) -> Iterator[Side]:
+    """Yield the sender's side of a group with processes that receive what the plan says.
+
+    Raises: WeightSyncError: a receiver failed, or found a bucket damaged; with its last words.
+    """
+    server = StoreServer(HOST)
+    with tempfile.TemporaryDirectory(prefix="longstride-buckets-") as folder:
+        told = Receiver(
+            port=server.port,
+            public=server.place.public,
+            secret=server.place.secret,
+            group=server.open_group(),
+            rank=0,
+            world_size=1 + route.num_receivers,
+            num_bytes=cut.total_bytes,
+            bucket_bytes=cut.bucket_bytes,
+            plan=plan,
+            transport=route.transport,
+            device=route.device,
+            folder=folder,
+            timeout_s=route.timeout_s,
+        )
+        peers = replace(told, device=route.peer_device)
+        log = Path(folder) / "receivers.log"
+        processes = [
+            _start(replace(peers, rank=1 + index), log) for index in range(route.num_receivers)
+        ]
+        try:
+            side = Side(meet(told), told)
+            yield side
+            is_in_time = wait_until_ended(processes, deadline=time.monotonic() + route.timeout_s)
+            side.close()
+            codes = [process.poll() for process in processes]
+            if not is_in_time:
+                raise WeightSyncError(f"receivers have not ended within {route.timeout_s:g}s")
+            if any(codes):
+                raise WeightSyncError(f"receivers ended with {codes}")
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                f"{error}; receiver: {log.read_text(encoding='utf-8')[-500:]}"
+            ) from error
+        finally:
+            for process in processes:
+                process.clear_away()
+            server.close()
+
+
+def _start(told: Receiver, log: Path) -> ChildProcess:
+    command = [sys.executable, "-m", "benchmarks.weights.receiver", json.dumps(asdict(told))]
+    return ChildProcess(f"receiver-{told.rank}", command, log_path=log, cwd=ROOT)
+
+
+def send_rounds(source: WeightSource, cut: Cut, plan: list[str], *, route: Route) -> Sent:
+    """Send a version, checked, or the same bytes by one broadcast, as the plan says.
+
+    Memory is touched in the first round of each kind.
+
+    Raises: WeightSyncError: what came is not what was sent, or did not come.
+    """
+    sent = Sent()
+    slots: list[Tensor] = []
+    with receivers(plan, cut=cut, route=route) as side:
+        raw = torch.zeros(cut.total_bytes if "raw" in plan else 0, dtype=torch.uint8)
+        raw = raw.to(side.carrier.device)
+        for number, kind in enumerate(plan):
+            channel = side.channel(number)
+            side.meeting.barrier()
+            with _Peak() as peak:
+                started = time.perf_counter()
+                if kind == "raw":
+                    side.carrier.broadcast(raw)
+                else:
+                    slots = slots or make_slots(cut, channel.device)
+                    send_buckets(channel, cut, slots, source.fill)
+            side.meeting.barrier()  # all have checked what came
+            sent.took_s[kind].append(time.perf_counter() - started)
+            if kind == "ours":
+                sent.peak_bytes = max(sent.peak_bytes, peak.grown_bytes)
+    return sent
+
+
+def make_slots(cut: Cut, device: torch.device) -> list[Tensor]:
+    """Return the buckets that a sender sends from."""
+    make = {"dtype": torch.uint8, "device": device}
+    return [torch.zeros(cut.slot_bytes, **make) for _ in range(NUM_SLOTS)]
+
+
+class _Peak:
+    """The most memory that this process has grown by while something ran."""
+
+    def __enter__(self) -> "_Peak":
+        trim_heap()  # what was freed before is not there to be taken again
+        self._process, self._is_over = psutil.Process(), threading.Event()
+        self._before = self._own_bytes()
+        self.grown_bytes = 0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()  # last: it may sample at once
+        return self
+
+    def _own_bytes(self) -> int:
+        """Return the process's memory without pages of files: code is not a version's memory."""
+        now = self._process.memory_info()
+        return now.rss - now.shared
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(SAMPLE_S):
+            self._sample()
+
+    def _sample(self) -> None:
+        self.grown_bytes = max(self.grown_bytes, self._own_bytes() - self._before)
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join(STOP_WATCH_S)
+        self._sample()  # however seldom the watcher got a turn, the buckets are still held

@@ -1,0 +1,146 @@
+"""The suite that measures versions on their way: beside the raw collective, a step, an engine."""
+
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.learner.batch import MODELS, QUICKSTART, make_batch, make_random_model
+from benchmarks.learner.engine import EngineRun, measure_engine
+from benchmarks.learner.step import make_trainer
+from benchmarks.table import BenchTable
+from benchmarks.weights.receiver import TIMEOUT_S
+from benchmarks.weights.rounds import BREATH_BYTES, Route, make_slots, receivers, send_rounds
+from common.config.compute import Precision
+from common.config.learning import AlgorithmSection, LearnerSection
+from common.config.load import load_config
+from common.repository import ROOT
+from common.wire.collective import CPU
+from common.wire.transfer.buckets import Cut, send_buckets
+from common.wire.weight_group import lower_priority
+from learner.weights.gate import Gate
+from learner.weights.source import LiveWeights
+
+MIN_BROADCAST_FRAC, MAX_BUCKETS, MIN_STEP_FRAC, MAX_PAUSE_FRAC = 0.8, 2.0, 0.95, 0.35
+DEEP = {  # with the vocabulary of "larger" about 1 GB in bf16
+    **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 9},
+    **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is sent."""
+
+    num_bytes: int = 1_000_000_000  # in bf16
+    bucket_bytes: int = 256 << 20
+    num_receivers: int = 4
+    num_rounds: int = 3
+
+
+def run_suite(table: BenchTable) -> None:
+    """Measure the weight plane on the CPUs of this machine in three minutes."""
+    torch.set_num_threads(1)
+    table.attempt("broadcast", lambda: check_broadcast(table, Size()))
+    table.attempt("step", lambda: check_step(table, num_rounds=6))
+    table.attempt("pause", lambda: check_pause(table, DEEP))
+
+
+def check_broadcast(table: BenchTable, size: Size) -> None:
+    """Send live fp32 weights as bf16, checked, and the same bytes by one broadcast, in turn."""
+    weights = torch.randn(size.num_bytes // 2)
+    source = LiveWeights([("weights", weights)], torch.bfloat16)
+    cut = Cut(source.total_bytes, size.bucket_bytes)
+    plan = ["ours", "raw"] * (size.num_rounds + 1)
+    sent = send_rounds(source, cut, plan, route=Route(num_receivers=size.num_receivers))
+    speeds = {kind: cut.total_bytes / 1e9 / median(each[1:]) for kind, each in sent.took_s.items()}
+    table.compare(
+        f"weights: {cut.total_bytes / 1e9:.2f} GB to {size.num_receivers}, cast and checked",
+        *(speeds["ours"], speeds["raw"]),
+        "GB/s",
+        against="raw collective",
+        at_least=MIN_BROADCAST_FRAC,
+        note=f"of {size.num_rounds} rounds in turn",
+    )
+    table.compare(
+        "weights: memory of the sender beside what it has",
+        *(sent.peak_bytes / 1e6, cut.slot_bytes / 1e6),
+        "MB",
+        against="a bucket",
+        at_most=MAX_BUCKETS + BREATH_BYTES / cut.slot_bytes,
+    )
+
+
+def check_step(table: BenchTable, *, num_rounds: int) -> None:
+    """Time training steps with and without a version on its way to one receiver, in turn."""
+    model = make_random_model(MODELS["larger"], device=CPU)
+    gate = Gate(timeout_s=TIMEOUT_S)
+    cfg = LearnerSection(precision=Precision.FP32)
+    trainer = make_trainer(
+        cfg, AlgorithmSection(), model, engine_dtype="bfloat16", before_update=gate.close
+    )
+    samples = make_batch(QUICKSTART, vocab_size=model.config.vocab_size, seed=table.seed)
+    source = trainer.live_weights()
+    cut = Cut(source.total_bytes, max(16, source.total_bytes // 64 * 16))
+    slots = make_slots(cut, CPU)
+    took_s: dict[bool, list[float]] = {False: [], True: []}
+    with receivers(["ours"] * (num_rounds + 1), cut=cut, route=Route()) as side:
+
+        def send() -> None:
+            lower_priority()
+            side.meeting.barrier()
+            send_buckets(side.carrier, cut, slots, source.fill)
+            gate.leave()
+            side.meeting.barrier()
+
+        for number in range(2 * num_rounds + 2):
+            travels = number % 2 == 1
+            sending = threading.Thread(target=send, daemon=True)
+            started = time.perf_counter()
+            if travels:
+                gate.open()
+                gate.enter()
+                sending.start()
+            trainer.train_on(samples, version=number)
+            took_s[travels].append(time.perf_counter() - started)
+            if travels:
+                sending.join(TIMEOUT_S)
+    alone, beside = (median(took_s[travels][1:]) for travels in (False, True))
+    table.compare(
+        f"step: while {cut.total_bytes / 1e6:.0f} MB travel",
+        *(1.0 / beside, 1.0 / alone),
+        "steps/s",
+        against="without",
+        at_least=MIN_STEP_FRAC,
+    )
+
+
+def check_pause(table: BenchTable, model_settings: dict[str, int]) -> None:
+    """Bring a version to a vLLM engine on a CPU: how long it travels, how long nobody samples."""
+    cfg = load_config("quickstart", [], root=ROOT)
+    model = make_random_model({**MODELS["larger"], **model_settings}, device=CPU)
+    learner = LearnerSection(precision=Precision.FP32)
+    trainer = make_trainer(learner, AlgorithmSection(), model, engine_dtype="bfloat16")
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure_engine(
+            trainer,
+            model,
+            EngineRun(dtype="bfloat16", num_prompts=4, max_tokens=16),
+            tokenizer_path=str(ROOT / cfg.model.path),
+            canary=[[1, 2, 3, 4]],
+            folder=Path(folder),
+        )
+    size_gb = figures.num_bytes / 1e9
+    table.compare(
+        f"engine: pause of a version of {size_gb:.2f} GB",
+        *(figures.pause_s, figures.transfer_s),
+        "s",
+        against="its transfer",
+        at_most=MAX_PAUSE_FRAC,
+        note=f"per GB {figures.pause_s / size_gb:.2f} s and {figures.transfer_s / size_gb:.2f} s, "
+        f"offer to loaded {figures.publish_s / size_gb:.2f} s",
+    )

@@ -1,0 +1,138 @@
+"""NVIDIA GPUs and slices of them (MIG), as nvidia-smi lists them and as CUDA would show them."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.errors import ConfigError
+
+GIB = 1 << 30
+_SLICE = re.compile(
+    r"\s+MIG ((?:\d+c\.)?\d+g\.(\d+)gb\S*)\s+Device\s+(\d+):\s+\(UUID: (MIG-[^)]+)\)"
+)
+_WHOLE = re.compile(r"GPU \d+: (.*) \(UUID: (GPU-[^)]+)\)")
+_OLD_SLICE = re.compile(r"MIG-(GPU-[^/]+)/(\d+)/(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One NVIDIA GPU, or one slice of it."""
+
+    name: str
+    memory_bytes: int  # 0: not known
+    uuid: str = ""  # "GPU-..." or "MIG-...", which CUDA_VISIBLE_DEVICES takes
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is a part of a GPU. CUDA shows a process one slice at most."""
+        return self.uuid.startswith("MIG-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listed:
+    """A whole GPU with the slices that it is cut into."""
+
+    gpu: Gpu
+    slices: list[Gpu] = field(default_factory=list[Gpu])
+
+    @property
+    def shown(self) -> list[Gpu]:
+        """What programs may use: a GPU that is cut into slices cannot be used whole."""
+        return self.slices or [self.gpu]
+
+
+def shown_gpus(
+    lines: Sequence[str], visible: str | None, order: str = "PCI_BUS_ID"
+) -> tuple[Gpu, ...]:
+    """Return the GPUs that CUDA would show, in its order.
+
+    Args:
+        lines: "uuid, name, MiB" for each GPU by its place on the bus; then, where there are slices,
+            the lines of `nvidia-smi -L`.
+        visible: numbers, beginnings of uuids or names of slices with commas between; None shows
+            all. Like CUDA, nothing after an entry that names no GPU counts.
+        order: the value of CUDA_DEVICE_ORDER, by which CUDA numbers the GPUs.
+
+    Raises: ConfigError: `visible` has numbers, and the order of unlike GPUs is that of their speed.
+    """
+    listed = _read(lines)
+    if visible is None:
+        return tuple(gpu for each in listed for gpu in each.shown)
+    entries = [part.strip() for part in visible.split(",")]
+    _check_order(listed, entries, order)
+    shown: list[Gpu] = []
+    for entry in entries:
+        named = _named(entry, listed)
+        if named is None:
+            break
+        shown.append(named)
+    return tuple(shown)
+
+
+def _check_order(listed: Sequence[_Listed], entries: Sequence[str], order: str) -> None:
+    kinds = {each.gpu.name for each in listed}
+    numbers = [entry for entry in entries if entry.isdigit() and int(entry) < len(listed)]
+    if order == "FASTEST_FIRST" and len(kinds) > 1 and numbers:
+        raise ConfigError(
+            f"CUDA_DEVICE_ORDER=FASTEST_FIRST: the GPUs are unlike ({', '.join(sorted(kinds))}),"
+            f" so it is not known which one CUDA_VISIBLE_DEVICES={','.join(entries)} means; unset"
+            " CUDA_DEVICE_ORDER, which gives the numbers of nvidia-smi, or name uuids"
+        )
+
+
+def _named(entry: str, listed: Sequence[_Listed]) -> Gpu | None:
+    """Return the GPU that one entry of CUDA_VISIBLE_DEVICES names, None if there is no such one."""
+    if entry.isdigit():
+        number = int(entry)
+        return listed[number].shown[0] if number < len(listed) else None
+    if entry.startswith("MIG-"):
+        return _named_slice(entry, listed)
+    if not entry.startswith("GPU-"):
+        return None
+    found = [each.shown[0] for each in listed if each.gpu.uuid.startswith(entry)]
+    return found[0] if len(found) == 1 else None
+
+
+def _named_slice(entry: str, listed: Sequence[_Listed]) -> Gpu | None:
+    """Return the slice of a name. Its size is not known if nvidia-smi does not list it."""
+    slices = [gpu for each in listed for gpu in each.slices]
+    found = [gpu for gpu in slices if gpu.uuid.startswith(entry)]
+    if found:
+        return found[0] if len(found) == 1 else None
+    old = _OLD_SLICE.fullmatch(entry)
+    if old is None:  # A container may see a slice and not the list of all.
+        return None if slices else Gpu(name="slice of a GPU", memory_bytes=0, uuid=entry)
+    wholes = [each for each in listed if each.gpu.uuid.startswith(old[1])]
+    if len(wholes) != 1:
+        return None
+    sizes = {gpu.memory_bytes for gpu in wholes[0].slices}
+    size = sizes.pop() if len(sizes) == 1 else 0
+    return Gpu(name=f"slice of {wholes[0].gpu.name}", memory_bytes=size, uuid=entry)
+
+
+def _read(lines: Sequence[str]) -> list[_Listed]:
+    """Return the whole GPUs of nvidia-smi's lines, each with its slices."""
+    wholes: dict[str, _Listed] = {}
+    own = ""  # The uuid of the whole GPU that the next slices belong to.
+    for line in lines:
+        if found := _SLICE.match(line):
+            if own in wholes:
+                wholes[own].slices.append(_slice(found, wholes[own].gpu))
+        elif found := _WHOLE.match(line):
+            own = found[2]
+        elif gpu := _whole(line):
+            wholes[gpu.uuid] = _Listed(gpu=gpu)
+    return list(wholes.values())
+
+
+def _slice(found: re.Match[str], whole: Gpu) -> Gpu:
+    return Gpu(name=f"{whole.name} MIG {found[1]}", memory_bytes=int(found[2]) * GIB, uuid=found[4])
+
+
+def _whole(line: str) -> Gpu | None:
+    """Return the GPU of a line "uuid, name, MiB"."""
+    uuid, comma, rest = line.partition(",")
+    name, _, mib = (part.strip() for part in rest.rpartition(","))
+    if not comma:
+        return None
+    return Gpu(name=name, memory_bytes=int(mib) << 20 if mib.isdigit() else 0, uuid=uuid.strip())

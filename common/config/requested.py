@@ -1,0 +1,76 @@
+"""The configuration that a request on the command line means: a named one, or a run's own."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.config.command_line import Request
+from common.config.knobs import FILE_NAME, PATH
+from common.config.load import find_config, load_config, override_value
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+
+DEFAULT_CONFIG = "quickstart"
+
+
+def belongs_to_no_run(request: Request) -> bool:
+    """Return whether neither a config nor a run is named."""
+    keys = ("run.name", "run.dir")
+    named = [key for key in keys if override_value(request.overrides, key) is not None]
+    return request.config is None and not named
+
+
+def load_named(request: Request, *, root: Path, defaults: Sequence[str] = ()) -> RunConfig:
+    """Return the config of a request, its overrides after `defaults`; a named run has its own."""
+    overrides = [*defaults, *request.overrides]
+    if request.config is None and (name := override_value(overrides, "run.name")) is not None:
+        own = own_config(overrides, name, root=root)
+        if own.is_file():
+            return load_config(str(own), overrides, root=root)
+    named = request.config or DEFAULT_CONFIG
+    return load_config(named, overrides, root=root, is_dry=request.is_dry)
+
+
+def load_joined(request: Request, *, root: Path) -> RunConfig:
+    """Return the config of the run that a role joins or that is asked about.
+
+    Without `run.name` it is the one that `--config` names, then the latest.
+
+    Raises:
+        ConfigError: there is no such run; names the nearest one there is. Only a scheduler that is
+            given a `--config` begins a run.
+    """
+    overrides = request.overrides
+    name = override_value(overrides, "run.name")
+    if name is None and request.config is not None:
+        name = find_config(request.config, root=root).stem
+    if name is None:
+        latest = _folder(overrides, root=root) / "latest"
+        name = latest.resolve().name if latest.exists() else DEFAULT_CONFIG
+    own = own_config(overrides, name, root=root)
+    if own.is_file():
+        return load_config(str(own), overrides, root=root)
+    if request.command == "scheduler" and request.config is not None:
+        return load_config(request.config, overrides, root=root)
+    load_config(request.config or DEFAULT_CONFIG, overrides, root=root)  # a wrong key is said first
+    raise ConfigError(f"run.name={name}: no such run below {own.parents[1]}/{_nearest_run(own)}")
+
+
+def _folder(overrides: Sequence[str], *, root: Path) -> Path:
+    folder = override_value(overrides, "run.dir")
+    if folder is not None and not PATH.fits(folder):
+        raise ConfigError(f"run.dir={folder!r:.100}: {PATH.phrase}")
+    return root / (folder or "runs")
+
+
+def own_config(overrides: Sequence[str], name: str, *, root: Path) -> Path:
+    """Return where a run keeps its configuration. Raises: ConfigError: no name of a run."""
+    if not FILE_NAME.fits(name):  # before it is taken for a path
+        raise ConfigError(f"run.name={name!r:.100}: {FILE_NAME.phrase}")
+    return _folder(overrides, root=root) / name / "config.yaml"
+
+
+def _nearest_run(own: Path) -> str:
+    known = sorted({path.parent.name for path in own.parents[1].glob("*/config.yaml")} - {"latest"})
+    near = difflib.get_close_matches(own.parent.name, known, n=1, cutoff=0.0)
+    return f"; the nearest is {near[0]}" if near else ", nor any other; start one with `train`"

@@ -1,0 +1,107 @@
+"""The terminal beside a run that the launcher supervises, and the commands `status` and `probe`."""
+
+import shlex
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+from common.config.run_config import RunConfig
+from common.dashboard.live import LiveDisplay
+from common.dashboard.pace import Pace
+from common.dashboard.probe import why_not_live, why_not_ready
+from common.dashboard.run_state import details, state_line, stop_line
+from common.dashboard.run_view import RunView, view_run
+from common.dashboard.web.beside import beside
+from common.launch.base import Ending, LaunchState
+from common.launch.keys import refused_lines
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+
+
+class TerminalObserver:
+    """A `RunObserver`: a live panel or log lines, a web page if wanted, and the report."""
+
+    def __init__(self, cfg: RunConfig, run_dir: RunDir) -> None:
+        self._cfg = cfg
+        self._run_dir = run_dir
+        self._pace = Pace(cfg.model)
+        self._display = LiveDisplay(
+            self._look,
+            title=f"longstride · {cfg.run.name}",
+            subtitle=f"{cfg.train.mode} · seed {cfg.run.seed} · {run_dir.root}",
+            is_wanted=cfg.log.live,
+        )
+
+    def _look(self) -> RunView:
+        view = _view(self._cfg, self._run_dir)
+        self._pace.look(view)
+        return view
+
+    def start(self) -> None:
+        """Take the terminal, if there is one."""
+        self._display.start()
+
+    def annotate(self, state: LaunchState) -> LaunchState:
+        """Return the launcher's state with the usual durations of starts and phases."""
+        return replace(state, **self._pace.told())
+
+    def refresh(self) -> None:
+        """Show the newest state of the run."""
+        self._display.refresh()
+
+    def page(self) -> AbstractContextManager[None]:
+        """Return a context that serves the dashboard, if `dashboard=true`."""
+        if not self._cfg.dashboard:
+            return nullcontext()
+        return beside(self._run_dir, root=ROOT, say=partial(print, flush=True))
+
+    def stop(self) -> None:
+        """Give the terminal back."""
+        self._display.stop()
+
+    def conclude(self, ending: Ending, *, wall_s: float, peak_memory_bytes: int) -> None:
+        """Print how a run that was interrupted goes on; write the report of a finished one."""
+        if ending.exit_code > 128:  # It was ended by a signal.
+            step = _view(self._cfg, self._run_dir).step
+            print(f"{self._cfg.run.name}: {stop_line(self._run_dir, step)}", file=sys.stderr)
+        if ending.exit_code == 0:
+            _report(self._cfg, self._run_dir, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
+
+
+def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes: int) -> None:
+    from common.report.write import summary, write_report
+    from common.store.run_start import mark_finished
+
+    report = write_report(run_dir, cfg, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
+    mark_finished(run_dir, version=cfg.train.num_steps, result=summary(report))
+    print(f"{cfg.run.name}: {_state(cfg, run_dir)}")
+    print(f"report: {run_dir.root / 'report.html'}")
+    folder = run_dir.root.parent
+    where = "" if folder == ROOT / "runs" else f" {shlex.quote(f'run.dir={folder}')}"
+    print(f"every episode of it: python run.py dashboard {run_dir.root.name}{where}")
+
+
+def status(cfg: RunConfig, run_dir: RunDir) -> int:
+    """Print how a run is doing; return the exit code."""
+    lines = [f"{run_dir.root}: {_state(cfg, run_dir)}", *details(cfg, run_dir)]
+    print("\n".join([*lines, *refused_lines(run_dir)]))
+    return 0
+
+
+def probe(cfg: RunConfig, run_dir: RunDir, kind: str) -> int:
+    """Print whether a run is `live` or `ready`, or why not; return 0 if it is, else 1."""
+    if kind == "live":
+        reason = why_not_live(run_dir)
+    else:
+        reason = why_not_ready(run_dir, _view(cfg, run_dir))
+    print(f"{run_dir.root}: {f'not {kind}: {reason}' if reason else kind}")
+    return 1 if reason else 0
+
+
+def _state(cfg: RunConfig, run_dir: RunDir) -> str:
+    return state_line(run_dir, _view(cfg, run_dir))
+
+
+def _view(cfg: RunConfig, run_dir: RunDir) -> RunView:
+    return view_run(run_dir, cfg.train, cfg.horizon)

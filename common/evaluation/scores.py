@@ -1,0 +1,131 @@
+"""What an evaluation says: success, score, avg@k and pass@k with intervals, failures apart."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.evaluation.intervals import clustered_interval
+from common.wire.messages import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One episode that says something about the policy."""
+
+    is_success: bool
+    score: float  # the last reward, in [0, 1]
+    num_turns: int
+    end: str  # EndReason's value
+
+
+@dataclass(slots=True, kw_only=True)
+class ItemPlays:
+    """What became of the k samples of one item."""
+
+    env: str
+    subset: str
+    item_id: str
+    samples: list[Sample] = field(default_factory=list[Sample])
+    failures: list[str] = field(default_factory=list[str])  # end reasons of the infrastructure's
+    num_missing: int = 0  # not played yet
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Count an episode."""
+        end = trajectory.end_reason
+        if end.is_infrastructure_failure:
+            self.failures.append(end.value)
+            return
+        is_success, num_turns = trajectory.is_success, trajectory.num_turns
+        score = trajectory.reward
+        self.samples.append(
+            Sample(is_success=is_success, score=score, num_turns=num_turns, end=end.value)
+        )
+
+    @property
+    def num_solved(self) -> int:
+        """Samples that solved the item."""
+        return sum(sample.is_success for sample in self.samples)
+
+
+def pass_at(k: int, *, num_samples: int, num_solved: int) -> float:
+    """Return the chance that k of k or more samples, drawn without replacement, hold a solved one.
+
+    Source: Chen et al., arXiv 2107.03374, equation 1; unbiased for 1 - (1 - p)^k.
+    """
+    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
+
+
+def scores(items: Iterable[ItemPlays], *, k: int) -> dict[str, Any]:
+    """Return all numbers of some items as JSON; a mean over nothing is null.
+
+    Returns:
+        num_items, num_episodes, num_failed, num_missing, failures (by reason);
+        success: share of the episodes that were played to an end, with an interval clustered by
+            item, whose samples are alike;
+        avg_at_k, score: means over items, with intervals clustered by item;
+        pass_at: for each power of two up to k and for k: mean over the items with so many samples.
+    """
+    items = list(items)
+    played = [item for item in items if item.samples]
+    samples = [sample for item in played for sample in item.samples]
+    num_solved = sum(sample.is_success for sample in samples)
+    powers = {1 << i for i in range(k.bit_length())}
+    failures = Counter(reason for item in items for reason in item.failures)
+    return {
+        "num_items": len(items),
+        "num_episodes": len(samples),
+        "num_failed": failures.total(),
+        "num_missing": sum(item.num_missing for item in items),
+        "failures": dict(sorted(failures.items())),
+        "success": {
+            "mean": num_solved / len(samples) if samples else None,
+            "ci95": _success_interval(played) if played else None,
+            "num_episodes": len(samples),
+        },
+        "avg_at_k": {"k": k, **_mean([i.num_solved / len(i.samples) for i in played])},
+        "score": _mean([sum(s.score for s in i.samples) / len(i.samples) for i in played]),
+        "pass_at": {str(each): _pass(played, each) for each in sorted(powers | {k})},
+        "num_turns": _plain_mean([float(sample.num_turns) for sample in samples]),
+        "ends": dict(sorted(Counter(sample.end for sample in samples).items())),
+    }
+
+
+def all_scores(items: Sequence[ItemPlays], *, k: int) -> dict[str, Any]:
+    """Return `scores` of all items, of each environment, and of each subset in it."""
+    by_subset: dict[tuple[str, str], list[ItemPlays]] = defaultdict(list)
+    by_env: dict[str, list[ItemPlays]] = defaultdict(list)
+    for item in items:
+        by_subset[item.env, item.subset].append(item)
+        by_env[item.env].append(item)
+    subsets: dict[str, dict[str, Any]] = defaultdict(dict)
+    for (env, subset), some in by_subset.items():
+        subsets[env][subset] = scores(some, k=k)
+    envs: Mapping[str, Any] = {
+        env: {**scores(some, k=k), "by_subset": subsets[env]} for env, some in by_env.items()
+    }
+    return {"overall": scores(items, k=k), "by_env": envs}
+
+
+def _pass(played: list[ItemPlays], k: int) -> dict[str, Any]:
+    enough = [item for item in played if len(item.samples) >= k]
+    return _mean([pass_at(k, num_samples=len(i.samples), num_solved=i.num_solved) for i in enough])
+
+
+def _success_interval(played: list[ItemPlays]) -> list[float]:
+    counts = [len(item.samples) for item in played]
+    shares = [item.num_solved / num for item, num in zip(played, counts, strict=True)]
+    return list(clustered_interval(shares, counts))
+
+
+def _mean(values: list[float]) -> dict[str, Any]:
+    return {
+        "mean": _plain_mean(values),
+        "ci95": list(clustered_interval(values)) if values else None,
+        "num_items": len(values),
+    }
+
+
+def _plain_mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,146 @@
+"""Evaluations as Markdown: a table per scenario, laid out like Tables 1-5 of arXiv 2509.08755."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+ABSENT = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The columns of one scenario: name and the subsets that it pools."""
+
+    title: str
+    columns: dict[str, list[str]]
+
+
+LAYOUTS = {  # environment -> its table in the paper
+    env: Layout(**each)
+    for env, each in json.loads(
+        Path(__file__).with_name("layouts.json").read_text(encoding="utf-8")
+    ).items()
+}
+Entry = Mapping[str, Any]  # one evaluated policy of eval.json
+
+
+def layout_of(env: str, subsets: Sequence[str]) -> Layout:
+    """Return the columns for the subsets that were played.
+
+    The scenario's own columns if all of them fit in; else one for each subset.
+    """
+    layout = LAYOUTS.get(env) or Layout(title=env, columns={})
+    if set(subsets) <= {subset for pooled in layout.columns.values() for subset in pooled}:
+        return layout
+    return Layout(title=layout.title, columns={subset: [subset] for subset in subsets})
+
+
+def as_markdown(entries: Sequence[Entry]) -> str:
+    """Return eval.md: per scenario a table, a row for each policy, then what to know of them."""
+    envs = list(dict.fromkeys(env for entry in entries for env in entry["by_env"]))
+    head = (
+        "# Evaluation\n\nPercent of held-out items, 95 % intervals in brackets; at the full"
+        " horizon. Overall is weighted by items."
+    )
+    parts = [head, *(_scenario(env, entries) for env in envs)]
+    parts += [_overall(entries)] if len(envs) > 1 else []
+    return "\n\n".join([*parts, _runs(entries)]) + "\n"
+
+
+def _scenario(env: str, entries: Sequence[Entry]) -> str:
+    rows = [entry for entry in entries if env in entry["by_env"]]
+    played = dict.fromkeys(s for entry in rows for s in entry["by_env"][env]["by_subset"])
+    layout = layout_of(env, list(played))
+    lines = [_row(["Model", "", *layout.columns, "Overall"])]
+    lines.append(_row(["---", "---", *("---:" for _ in range(len(layout.columns) + 1))]))
+    notes = list(dict.fromkeys(filter(None, (_note(entry, env) for entry in rows))))
+    for entry in rows:
+        scores = entry["by_env"][env]
+        note = _note(entry, env)
+        label = _label(entry) + (f" [{notes.index(note) + 1}]" if note else "")
+        for name, pick in _measures(entry).items():
+            cells = [
+                _pooled([scores["by_subset"][s] for s in pooled if s in scores["by_subset"]], pick)
+                for pooled in layout.columns.values()
+            ]
+            lines.append(_row([label, name, *cells, _cell(_at(scores, pick))]))
+    told = [f"[{i}] Not exactly the published tasks: {note}." for i, note in enumerate(notes, 1)]
+    return "\n\n".join([f"## {layout.title}", "\n".join(lines), *told])
+
+
+def _note(entry: Entry, env: str) -> str:
+    """Return what is not as published of the tasks that a row was played on."""
+    return str(entry.get("notes", {}).get(env, ""))
+
+
+def _overall(entries: Sequence[Entry]) -> str:
+    lines = [_row(["Model", "", "All items"]), _row(["---", "---", "---:"])]
+    lines += [
+        _row([_label(entry), name, _cell(_at(entry["overall"], pick))])
+        for entry in entries
+        for name, pick in _measures(entry).items()
+    ]
+    return "## All scenarios\n\n" + "\n".join(lines)
+
+
+def _measures(entry: Entry) -> dict[str, tuple[str, ...]]:
+    """Return the rows of a policy: name -> where its number stands."""
+    k = entry["k"]
+    if k == 1:
+        return {"success": ("success",), "score": ("score",)}
+    return {f"avg@{k}": ("avg_at_k",), f"pass@{k}": ("pass_at", str(k)), "score": ("score",)}
+
+
+def _at(scores: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
+    return reduce(getitem, path, scores)
+
+
+def _pooled(scores: Sequence[Mapping[str, Any]], path: tuple[str, ...]) -> str:
+    """Return the cell of a column; of several subsets the mean over items, without interval."""
+    found = [_at(each, path) for each in scores]
+    found = [each for each in found if each["mean"] is not None]
+    if not found:
+        return ABSENT
+    if len(found) == 1:
+        return _cell(found[0])
+    weights = [each.get("num_items") or each["num_episodes"] for each in found]
+    pairs = zip(found, weights, strict=True)
+    return f"{100 * sum(each['mean'] * w for each, w in pairs) / sum(weights):.2f}"
+
+
+def _cell(value: Mapping[str, Any]) -> str:
+    if value["mean"] is None:
+        return ABSENT
+    low, high = value["ci95"]
+    return f"{100 * value['mean']:.2f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _runs(entries: Sequence[Entry]) -> str:
+    """Return what stands behind the rows: how much was played, and what failed and is left out."""
+    heads = ["Model", "Policy", "k", "Items", "Episodes", "Failed", "Not played", "Turns"]
+    lines = [_row(heads), _row(["---", "---", *("---:" for _ in heads[2:])])]
+    for entry in entries:
+        overall = entry["overall"]
+        causes = ", ".join(f"{reason} {num}" for reason, num in overall["failures"].items())
+        failed = f"{overall['num_failed']} ({causes})" if causes else "0"
+        turns = overall["num_turns"]
+        who = [_label(entry), str(entry["policy"]["source"]).replace("|", "/"), entry["k"]]
+        counts = [overall["num_items"], overall["num_episodes"], failed, overall["num_missing"]]
+        lines.append(_row([*who, *counts, ABSENT if turns is None else f"{turns:.1f}"]))
+    note = (
+        "Failed: episodes that environments, hub or endpoint did not let end. They are left out of"
+        " every number above, as are those not played."
+    )
+    return "## Episodes\n\n" + "\n".join(lines) + "\n\n" + note
+
+
+def _label(entry: Entry) -> str:
+    return str(entry["label"]).replace("|", "/")
+
+
+def _row(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"

@@ -1,0 +1,157 @@
+"""Blocking HTTP requests, each within one deadline."""
+
+import base64
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
+
+from common.http.proxies import BY_PROXY, PROXY_LOGIN, Proxy, ProxyFailed, proxy_for
+
+MAX_ANSWER_BYTES = 64 << 20
+READ_BYTES = 1 << 16
+
+
+class BadAnswer(OSError):
+    """The server broke HTTP's rules, or the connection, in the middle of its answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An answer of any status."""
+
+    status: int
+    reason: str  # its words, such as "Not Found"
+    body: bytes
+    proxy: Proxy | None = None  # that the request went through
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the status is one of success."""
+        return 200 <= self.status < 300
+
+    @property
+    def shown(self) -> str:
+        """The status for the text of an error; names a proxy that may have given it."""
+        text = f"{self.status} {self.reason}".strip()
+        return f"{text} ({self.proxy.route})" if self.proxy and self.is_by_proxy else text
+
+    @property
+    def is_by_proxy(self) -> bool:
+        """Whether the proxy may have given the status, in the place of the server."""
+        return self.proxy is not None and self.status in BY_PROXY
+
+
+def request(
+    url: str,
+    *,
+    method: str = "GET",
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float,
+    max_bytes: int = MAX_ANSWER_BYTES,
+    is_own: bool = False,
+) -> Answer:
+    """Return the answer to a request; redirections are not followed.
+
+    Args:
+        url: http or https. A user and a password in it become a header.
+        timeout_s: seconds for the whole exchange.
+        max_bytes: of the answer's body.
+        is_own: whether the server is a part of the run, see `proxy_for`.
+
+    Raises:
+        ValueError: no such address, or the answer is longer than `max_bytes`.
+        OSError: no answer in time, or a broken one; `ProxyFailed` if there is a proxy between.
+    """
+    parts = _split(url)
+    proxy = proxy_for(url, is_own=is_own)
+    login = _login("Authorization", parts)
+    connection, target, extra = _connect(parts, proxy, timeout_s)
+    sent = {**login, **extra, **(headers or {})}
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        connection.request(method, target, body, sent)
+        answer = _read(connection, deadline_s, max_bytes, proxy)
+    except (OSError, HTTPException) as error:
+        reason = str(error) or type(error).__name__
+        if proxy is not None:
+            raise ProxyFailed(f"{reason} ({proxy.route})") from error
+        if isinstance(error, OSError):
+            raise
+        raise BadAnswer(reason) from error
+    finally:
+        connection.close()
+    if answer.status == PROXY_LOGIN and proxy is not None:
+        raise ProxyFailed(f"{answer.status} {answer.reason} ({proxy.route})")
+    return answer
+
+
+def own_connection(url: str, *, timeout_s: float) -> HTTPConnection:
+    """Return a connection to a part of the run, for several requests; it is not open yet."""
+    parts = _split(url)
+    return _kind(parts)(parts.hostname or "", parts.port, timeout=timeout_s)
+
+
+def _split(url: str) -> SplitResult:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("it is no address such as http://host:8080")
+    return parts
+
+
+def _kind(parts: SplitResult) -> type[HTTPConnection]:
+    return HTTPSConnection if parts.scheme == "https" else HTTPConnection
+
+
+def _connect(
+    parts: SplitResult, proxy: Proxy | None, timeout_s: float
+) -> tuple[HTTPConnection, str, dict[str, str]]:
+    """Return a connection, the target that its request line names, and headers for a proxy."""
+    host = parts.hostname or ""
+    path = urlunsplit(("", "", parts.path or "/", parts.query, ""))
+    if proxy is None:
+        return _kind(parts)(host, parts.port, timeout=timeout_s), path, {}
+    between = urlsplit(proxy.url)
+    login = _login("Proxy-Authorization", between)
+    where = (between.hostname or "", between.port or (443 if between.scheme == "https" else 80))
+    if parts.scheme == "http":
+        target = urlunsplit(("http", parts.netloc.rpartition("@")[2], path, "", ""))
+        return _kind(between)(*where, timeout=timeout_s), target, login
+    if between.scheme == "https":
+        raise ProxyFailed(f"an https proxy for an https address is not supported ({proxy.route})")
+    connection = HTTPSConnection(*where, timeout=timeout_s)
+    connection.set_tunnel(host, parts.port or 443, login)
+    return connection, path, {}
+
+
+def _login(header: str, parts: SplitResult) -> dict[str, str]:
+    if parts.username is None:
+        return {}
+    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
+    return {header: f"Basic {base64.b64encode(login).decode()}"}
+
+
+def _read(
+    connection: HTTPConnection, deadline_s: float, max_bytes: int, proxy: Proxy | None
+) -> Answer:
+    transport = connection.sock
+    transport.settimeout(_left_s(deadline_s))
+    response = connection.getresponse()
+    content = bytearray()
+    while chunk := response.read1(READ_BYTES):
+        content += chunk
+        if len(content) > max_bytes:
+            raise ValueError(f"the answer is longer than {max_bytes} bytes")
+        transport.settimeout(_left_s(deadline_s))
+    if response.length:
+        raise BadAnswer(f"the answer breaks off, {response.length} bytes are missing")
+    return Answer(status=response.status, reason=response.reason, body=bytes(content), proxy=proxy)
+
+
+def _left_s(deadline_s: float) -> float:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out")
+    return left_s

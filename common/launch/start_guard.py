@@ -1,0 +1,69 @@
+"""How a role's process ends when it fails before it has begun to work."""
+
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from common.errors import ConfigError, EnvError, NotStarted, PeerMissing
+
+logger = logging.getLogger(__name__)
+
+# Errors that a restart may mend, since their causes lie outside of the process.
+OF_OTHERS = (EnvError, PeerMissing, TimeoutError, ConnectionError, MemoryError)
+OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO)
+MAX_LINE_CHARS = 1_000
+
+
+class StartGuard:
+    """Sorts the errors of a role that has not begun by whether a restart may mend them.
+
+    Example:
+        with StartGuard(run_dir.root, has_begun=has_begun):
+            run()   ImportError -> ConfigError: the launcher ends the run at once
+                    EngineError -> NotStarted: it ends the run if the next start fails alike
+                    EnvError, or any error after the role has begun -> unchanged: a restart
+    """
+
+    def __init__(self, folder: Path | None, *, has_begun: Callable[[], bool]) -> None:
+        """Guard a role that writes to `folder`; None: the role joins from another machine."""
+        self._folder = folder
+        self._has_begun = has_begun
+
+    def __enter__(self) -> "StartGuard":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Raises: ConfigError, NotStarted: in the place of an error before the beginning."""
+        if not isinstance(error, Exception) or isinstance(error, ConfigError) or self._has_begun():
+            return
+        if isinstance(error, ImportError):
+            logger.error("an import failed", exc_info=error)
+            remedy = "`make setup` installs the versions that the product needs"
+            raise ConfigError(f"{type(error).__name__}: {error}; {remedy}") from error
+        if isinstance(error, FileNotFoundError) and self._is_foreign(error.filename):
+            logger.error("a file is missing", exc_info=error)
+            raise ConfigError(f"{error.filename}: no such file or directory") from error
+        is_of_machine = isinstance(error, OSError) and error.errno in OF_THE_MACHINE
+        if is_of_machine or isinstance(error, OF_OTHERS):
+            return
+        raise NotStarted(one_line(error)) from error
+
+    def _is_foreign(self, name: object) -> bool:
+        """Return whether a file lies outside of the run's folder, where roles write theirs."""
+        if not isinstance(name, str):
+            return False
+        return self._folder is None or not Path(name).absolute().is_relative_to(self._folder)
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error as one line that begins with its type, without the lines that quote a log."""
+    text = " ".join(str(error).partition("; its last lines:")[0].split())
+    name = type(error).__name__
+    return f"{name}: {text}"[:MAX_LINE_CHARS] if text else name

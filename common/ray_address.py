@@ -1,0 +1,10 @@
+"""The address of the Ray cluster that a run joins."""
+
+import os
+
+from common.config.run_config import RaySection
+
+
+def cluster_address(section: RaySection) -> str:
+    """Return the address of the cluster to attach to, "" if one is to be started."""
+    return section.address or os.environ.get("RAY_ADDRESS", "")

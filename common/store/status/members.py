@@ -1,0 +1,65 @@
+"""The roles of a run as its status names them, and the machines that they are on."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from common.store.status.json_files import as_map
+
+
+def members_of(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return learner, actors, scheduler and hubs of a status.json; each has a name and a role."""
+    rows = [status.get("learner"), *_list(status, "actors"), status.get("scheduler")]
+    found = [as_map(each) for each in (*rows, *_list(status, "hubs"))]
+    return [
+        {**each, "name": str(each["name"]), "role": str(each["role"])}
+        for each in found
+        if each.get("name") and each.get("role")
+    ]
+
+
+def node_lines(status: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each machine with its roles, and one for each hub."""
+    members = members_of(status)
+    nodes: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for each in members:
+        if each.get("node"):
+            nodes[str(each["node"])].append(each)
+    for node, here in nodes.items():
+        names = ", ".join(each["name"] + _gone(each) for each in here)
+        there = [each for each in here if not _gone(each)]
+        gib = sum(_number(each, "rss_bytes") for each in there) / 2**30
+        cpu_s = sum(_number(each, "cpu_s") for each in here)
+        yield f"node {node}: {names}; {gib:.1f} GiB, {cpu_s:.0f} processor seconds"
+    for each in members:
+        if each["role"] == "envhub":
+            yield f"hub {each['name']}: {hub_text(each)}"
+
+
+def hub_text(hub: Mapping[str, Any]) -> str:
+    """Return where a hub is, what it serves and how full it is."""
+    where = f" on {hub['node']}" if hub.get("node") else ""
+    places = f", {hub.get('num_sessions', 0)} of {hub['max_sessions']} sessions"
+    heard = f", heard {_number(hub, 'last_seen_s'):.0f}s before the last status"
+    again = f", restarted {hub['num_restarts']} times" if hub.get("num_restarts") else ""
+    return (
+        f"{hub.get('gone') or 'serves'} {', '.join(_list(hub, 'envs'))} at {hub.get('url')}{where}"
+        f"{places if hub.get('max_sessions') else ''}{again}{heard if 'last_seen_s' in hub else ''}"
+    )
+
+
+def _gone(member: Mapping[str, Any]) -> str:
+    """Return in brackets why a role is not there, "" if it is."""
+    words = member.get("gone") or (member.get("is_dead") and "gone")
+    words = words or (member.get("is_silent") and "silent")
+    return f" ({words})" if words else ""
+
+
+def _list(found: Mapping[str, Any], key: str) -> list[Any]:
+    value = found.get(key)
+    return [*cast("list[Any]", value)] if isinstance(value, list) else []
+
+
+def _number(found: Mapping[str, Any], key: str) -> float:
+    value = found.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,0 +1,80 @@
+"""Whether a run's metrics go to Weights & Biases: by the configuration and the environment."""
+
+import logging
+import netrc
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from common.config.run_config import LogSection, WandbMode
+from common.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_URL = "https://api.wandb.ai"
+MODES = {  # The values of WANDB_MODE that wandb takes, in any case.
+    "": None,
+    "online": WandbMode.ONLINE,
+    "run": WandbMode.ONLINE,
+    "shared": WandbMode.ONLINE,
+    "offline": WandbMode.OFFLINE,
+    "dryrun": WandbMode.OFFLINE,
+    "disabled": WandbMode.DISABLED,
+}
+YES = ("true", "1", "yes", "on", "y", "t")
+NO = ("", "false", "0", "no", "off", "n", "f")
+
+
+def choose_mode(cfg: LogSection, environ: Mapping[str, str]) -> WandbMode:
+    """Return the mode to open: never AUTO, and ONLINE only with an account, so nothing can ask.
+
+    WANDB_MODE and WANDB_DISABLED, where set, decide for `auto`.
+
+    Raises: ConfigError: a variable that decides has an unknown value; names it.
+    """
+    wish = _wish_of(environ) if cfg.wandb is WandbMode.AUTO else cfg.wandb
+    if wish is WandbMode.DISABLED or wish is WandbMode.OFFLINE:
+        return wish
+    if has_account(environ):
+        return WandbMode.ONLINE
+    if wish is WandbMode.ONLINE:
+        logger.warning("online was wanted, but no account is logged in; run `wandb login`. Offline")
+    return WandbMode.OFFLINE
+
+
+def check_mode(cfg: LogSection, environ: Mapping[str, str]) -> None:
+    """Return if the environment's wish is known. Raises: ConfigError: as `choose_mode`."""
+    if cfg.wandb is WandbMode.AUTO:
+        _wish_of(environ)
+
+
+def _wish_of(environ: Mapping[str, str]) -> WandbMode | None:
+    """Return what the variables want, None if they want nothing. Raises: ConfigError."""
+    is_off = environ.get("WANDB_DISABLED", "")
+    if is_off.strip().lower() in YES:
+        return WandbMode.DISABLED
+    if is_off.strip().lower() not in NO:
+        raise ConfigError(f"WANDB_DISABLED={is_off}: must be true or false; or unset it")
+    named = environ.get("WANDB_MODE", "")
+    if named.strip().lower() not in MODES:
+        known = ", ".join(name for name in MODES if name)
+        raise ConfigError(f"WANDB_MODE={named}: must be one of {known}; or unset it")
+    return MODES[named.strip().lower()]
+
+
+def has_account(environ: Mapping[str, str]) -> bool:
+    """Return whether wandb would find an API key in the environment or in the netrc file."""
+    if environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(environ.get("WANDB_BASE_URL") or _DEFAULT_URL).netloc
+    home = Path(environ.get("HOME") or os.path.expanduser("~"))
+    named = environ.get("NETRC")
+    for path in [Path(named)] if named else [home / ".netrc", home / "_netrc"]:
+        try:
+            entry = netrc.netrc(path).authenticators(host)
+        except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
+            continue
+        if entry is not None and entry[2]:
+            return True
+    return False

@@ -1,0 +1,168 @@
+"""One environment of gymnasium, by its conventions and those of the gym before it.
+
+| convention | here |
+|---|---|
+| action, observation | text, see `envhub.interop.gym.spaces` |
+| `terminated` | the episode has ended |
+| `truncated`; of four values `info["TimeLimit.truncated"]` | cut short, as at the horizon |
+| success | the first of SUCCESS_KEYS in the last `info` |
+| `reset(seed, options)`, or `seed(seed)` and `reset()` | the seed is the item's |
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from common.errors import ConfigError
+from envhub.env import EnvFailure
+from envhub.interop.described import optional_package
+from envhub.interop.gym.spaces import (
+    NoText,
+    check_actions,
+    describe,
+    kind_of,
+    observation_text,
+    parse_action,
+    write_action,
+)
+from envhub.interop.texts import SUCCESS_KEYS, Moved, said_by
+
+MAX_SAMPLES = 64  # numbers of a space that are all listed
+NUM_SAMPLES = 8
+CUT_KEY = "TimeLimit.truncated"
+REMEDY = "register it with a wrapper that takes texts or numbers and returns texts"
+
+
+class GymnasiumGame:
+    """An environment of gymnasium whose actions can be written as texts."""
+
+    def __init__(self, name: str) -> None:
+        """Make the environment. Raises: ConfigError: there is none, or it takes no texts."""
+        gymnasium = optional_package("gymnasium", "envs")
+        try:
+            self._env: Any = gymnasium.make(name)
+        except gymnasium.error.Error as error:
+            raise ConfigError(f"gymnasium:{name}: {type(error).__name__}: {error}") from error
+        self._name = name
+        self._space: Any = self._env.action_space
+        _modernise(self._env.unwrapped)
+        try:
+            kind_of(self._space)
+        except NoText as error:
+            raise ConfigError(f"gymnasium:{name}: its actions: {error}; {REMEDY}") from error
+
+    @property
+    def form(self) -> str:
+        """Return the form of an action in words; "" where it is any text."""
+        return "" if kind_of(self._space) == "Text" else describe(self._space)
+
+    def samples(self) -> list[str]:
+        """Return actions as texts: all numbers of a small space, else a few; [] for texts."""
+        space = self._space
+        kind = kind_of(space)
+        if kind == "Text":
+            return []
+        if kind == "Discrete" and space.n <= MAX_SAMPLES:
+            return [str(int(space.start) + number) for number in range(int(space.n))]
+        space.seed(0)
+        return [write_action(space.sample(), space) for _ in range(NUM_SAMPLES)]
+
+    def check(self) -> None:
+        """Raises: ConfigError: some action, or an observation, has no text form."""
+        try:
+            check_actions(self._space)
+        except NoText as error:
+            raise ConfigError(f"gymnasium:{self._name}: its actions: {error}; {REMEDY}") from error
+        try:
+            observation_text(self._env.observation_space.sample())
+        except NoText as error:
+            text = f"gymnasium:{self._name}: its observations: {error}; {REMEDY}"
+            raise ConfigError(text) from error
+        except (AttributeError, NotImplementedError, TypeError):
+            return  # it declares no space of observations that can be sampled
+
+    def begin(self, seed: int) -> str:
+        """Return the first observation of the episode of a seed. Raises: EnvFailure."""
+        observation, _ = self._env.reset(seed=seed)
+        return _text(observation)
+
+    def act(self, text: str) -> Moved:
+        """Play a text that is an action. Raises: BadAction, EnvFailure."""
+        action = parse_action(text, self._space)
+        observation, reward, terminated, truncated, told = self._env.step(action)
+        is_over = _truth(terminated, "terminated")
+        return Moved(
+            text=_text(observation),
+            reward=_number(reward, "reward"),
+            is_done=is_over or _truth(truncated, "truncated"),
+            is_truncated=_truth(truncated, "truncated") and not is_over,
+            is_success=said_by(told, SUCCESS_KEYS) if isinstance(told, dict) else None,
+        )
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def _text(observation: Any) -> str:
+    try:
+        return observation_text(observation)
+    except NoText as error:
+        raise EnvFailure(f"an observation cannot be shown to an agent: {error}") from error
+
+
+def _number(value: Any, what: str) -> float:
+    """Return a number; numpy's scalars and arrays of one are numbers, too. Raises: EnvFailure."""
+    array = np.asarray(value)
+    if array.size != 1 or array.dtype.kind not in "biuf":
+        raise EnvFailure(f"a step answered {value!r:.200} as its {what}, which is no number")
+    return float(array.reshape(-1)[0])
+
+
+def _truth(value: Any, what: str) -> bool:
+    """Return a truth value, also as a number. Raises: EnvFailure: it is none."""
+    return bool(_number(value, what))
+
+
+# --- the gym before gymnasium ---------------------------------------------------------------
+
+
+def _modernise(env: Any) -> None:
+    """Let an environment of the older interface answer as gymnasium's wrappers want it."""
+    env.reset = _modern_reset(env, env.reset)
+    env.step = _modern_step(env.step)
+
+
+def _modern_reset(env: Any, reset: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """Return a `reset` that takes seed and options, and returns observation and info."""
+    try:
+        takes = inspect.signature(reset).parameters
+    except ValueError:  # compiled code does not always show what it takes
+        return reset
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
+
+    def modern_reset(*, seed: int | None = None, options: Any = None) -> Any:
+        given = {"seed": seed, "options": options}
+        known = {key: value for key, value in given.items() if takes_all or key in takes}
+        if seed is not None and "seed" not in known and hasattr(env, "seed"):
+            env.seed(seed)
+        begun = reset(**known)
+        is_modern = isinstance(begun, tuple) and len(begun) == 2 and isinstance(begun[1], dict)
+        return begun if is_modern else (begun, {})
+
+    return modern_reset
+
+
+def _modern_step(step: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a `step` that returns five values; of four, `info` says whether it was cut short."""
+
+    def modern_step(action: Any) -> tuple[Any, ...]:
+        result = step(action)
+        if len(result) != 4:
+            return result
+        observation, reward, is_done, told = result
+        is_cut = _truth(is_done, "done") and _truth(told.get(CUT_KEY, False), CUT_KEY)
+        return observation, reward, _truth(is_done, "done") and not is_cut, is_cut, told
+
+    return modern_step

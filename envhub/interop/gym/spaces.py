@@ -1,0 +1,294 @@
+"""Texts and the spaces of gymnasium: an agent's text as an action, an observation as text.
+
+| space | text of an action |
+|---|---|
+| Discrete | a whole number: `-1` |
+| Text | the text itself, or a JSON string where it begins or ends with a space |
+| Box, MultiDiscrete, MultiBinary | JSON numbers in arrays of the space's shape: `[0.5, -1]` |
+| Tuple, Sequence | a JSON array with a value of each part |
+| Dict | a JSON object with a value of each key |
+| OneOf | a JSON array of the number of the chosen part and its value |
+"""
+
+import json
+import math
+import re
+from typing import Any
+
+import numpy as np
+
+from common.wire.access.bounds import shown
+from envhub.env import action_text
+from envhub.interop.texts import BadAction
+
+MAX_DIGITS = 30  # of a whole number; the numbers of every space have fewer
+WHOLE = re.compile(r"([+-]?)0*(\d*)(?:\.0*)?")  # \d: the decimal digits of every script
+MAX_SAMPLED = 10_000  # characters of a sampled text
+FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
+NUM_SAMPLES = 8  # that must be read again as they were written
+ARRAYS = ("Box", "MultiDiscrete", "MultiBinary")
+
+
+class NoText(ValueError):
+    """The space, or a value, has no text form; the message names it."""
+
+
+def parse_whole(text: str) -> int:
+    """Return the whole number that a text writes: `7`, `-1`, `+1`, `007` or `1.0`.
+
+    Raises: BadAction: it writes none, or one beyond every space.
+    """
+    match = WHOLE.fullmatch(text.strip().replace("\u2212", "-"))
+    if match is None or not any(each.isdecimal() for each in text):
+        raise BadAction(f"{shown(text)} is not a whole number.")
+    sign, digits = match.groups()
+    if len(digits) > MAX_DIGITS:
+        raise BadAction(f"{shown(text)} is beyond every number that can be played.")
+    return int(f"{sign}{digits or '0'}")
+
+
+def parse_action(text: str, space: Any) -> Any:
+    """Return the action of a space that a text means. Raises: BadAction: the space has it not."""
+    kind = kind_of(space)
+    if kind == "Text":
+        return _contained(_spoken(text, space), space)
+    if kind == "Discrete":
+        return _contained(parse_whole(text), space)
+    try:
+        value = json.loads(_unfenced(text), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise BadAction(f"The action is no JSON; it must be {describe(space)}.") from error
+    return _contained(_built(value, space), space)
+
+
+def kind_of(space: Any) -> str:
+    """Return the name of gymnasium's own class that a space is of. Raises: NoText: of none."""
+    known = (
+        each.__name__ for each in type(space).__mro__ if each.__module__.startswith("gymnasium")
+    )
+    kind = next(known, "")
+    if kind not in (*ARRAYS, "Discrete", "Text", "Tuple", "Dict", "Sequence", "OneOf"):
+        raise NoText(f"a {type(space).__name__} has no text form")
+    if kind == "Sequence" and space.stack:
+        raise NoText("a Sequence with stack=True has no text form")
+    if kind == "Dict" and not all(isinstance(key, str) for key in space.spaces):
+        raise NoText("a Dict whose keys are not texts has no text form")
+    return kind
+
+
+def write_action(value: Any, space: Any) -> str:
+    """Return the text that `parse_action` reads as this action. Raises: NoText."""
+    is_bare = kind_of(space) == "Text" and not value.startswith('"')
+    if is_bare and action_text(value) == value:
+        return value
+    written = json.dumps(plain(value), ensure_ascii=False, sort_keys=True)
+    return written.replace("Action:", "\\u0041ction:")  # else the action would begin behind it
+
+
+def check_actions(space: Any) -> None:
+    """Raises: NoText: some action of the space, or of a part of it, cannot be written as text."""
+    parts = _parts(space)
+    if any(kind_of(part) == "Text" and part.max_length > MAX_SAMPLED for part in parts):
+        return  # samples of that length take memory and show nothing
+    space.seed(0)
+    for _ in range(NUM_SAMPLES):
+        action = space.sample()
+        try:
+            read = parse_action(write_action(action, space), space)
+        except BadAction as error:
+            raise NoText(f"{shown(action)} cannot be written: {error}") from error
+        if write_action(read, space) != write_action(action, space):
+            raise NoText(f"{shown(action)} is read as {shown(read)}")
+
+
+def describe(space: Any) -> str:
+    """Return the form of an action in words. Raises: NoText."""
+    kind = kind_of(space)
+    if kind == "Text":
+        return f"a text of {space.min_length} to {space.max_length} characters"
+    if kind == "Discrete":
+        return f"a whole number from {int(space.start)} to {int(space.start) + int(space.n) - 1}"
+    if kind in ARRAYS:
+        return _describe_array(space)
+    if kind == "Dict":
+        parts = ", ".join(f'"{key}": {describe(each)}' for key, each in space.spaces.items())
+        return f"a JSON object {{{parts}}}"
+    if kind == "Sequence":
+        return f"a JSON array of any number of values, each {describe(space.feature_space)}"
+    if kind == "OneOf":
+        parts = "; ".join(f"{n} and {describe(each)}" for n, each in enumerate(space.spaces))
+        return f"a JSON array of two: {parts}"
+    parts = ", ".join(map(describe, space.spaces))
+    return f"a JSON array [{parts}]"
+
+
+def plain(value: Any) -> Any:
+    """Return a value of numpy or gymnasium as JSON has it. Raises: NoText: JSON has none."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind in "biufUSO":
+        found = value.tolist()
+        return found if value.dtype.kind in "biufU" else plain(found)
+    if isinstance(value, dict):
+        return {str(plain(key)): plain(each) for key, each in value.items()}
+    as_dict = getattr(value, "_asdict", None)
+    if as_dict is not None:  # gymnasium's graphs are named tuples
+        return plain(as_dict())
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(plain, value), key=repr)
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value).decode(errors="replace")
+    kind = type(value)
+    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:  # only an address
+        raise NoText(f"a value of type {kind.__name__} has no text form")
+    return str(value)
+
+
+def observation_text(observation: Any) -> str:
+    """Return an observation as text: itself, or all of it as JSON. Raises: NoText."""
+    shown = plain(observation)
+    return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+
+
+def _spoken(text: str, space: Any) -> str:
+    """Return the text that is meant: the value of a JSON string of the space, else the text."""
+    try:
+        value = json.loads(text) if text.startswith('"') else text
+    except ValueError:
+        return text
+    return value if space.contains(value) else text
+
+
+def _unfenced(text: str) -> str:
+    """Return what stands within a fence of Markdown, or the text where there is none."""
+    found = FENCED.fullmatch(text.strip())
+    return found[1] if found else text
+
+
+def _contained(action: Any, space: Any) -> Any:
+    try:
+        is_contained = bool(space.contains(action))
+    except OverflowError:  # a number beyond the space's type
+        is_contained = False
+    if not is_contained:
+        raise BadAction(f"The action must be {describe(space)}; {shown(plain(action))} is not.")
+    return action
+
+
+def _built(value: Any, space: Any) -> Any:
+    """Return what JSON says as a value of the space's own types. Raises: BadAction."""
+    kind = kind_of(space)
+    if kind in ARRAYS:
+        return _array(value, space)
+    if kind == "Discrete":
+        return _whole(value)
+    if kind == "Text":
+        return _contained(value, space)
+    if kind == "Dict":
+        if not isinstance(value, dict) or value.keys() != space.spaces.keys():
+            raise BadAction(f"{shown(value)} is not {describe(space)}.")
+        return {key: _built(value[key], each) for key, each in space.spaces.items()}
+    if not isinstance(value, list):
+        raise BadAction(f"{shown(value)} is not {describe(space)}.")
+    if kind == "Sequence":
+        return tuple(_built(each, space.feature_space) for each in value)
+    if kind == "OneOf":
+        return _chosen(value, space)
+    if len(value) != len(space.spaces):
+        raise BadAction(f"{shown(value)} is not {describe(space)}.")
+    return tuple(_built(each, part) for each, part in zip(value, space.spaces, strict=True))
+
+
+def _chosen(value: list[Any], space: Any) -> tuple[int, Any]:
+    """Return the number of the chosen part, and its value. Raises: BadAction."""
+    number = _whole(value[0]) if len(value) == 2 else -1
+    if not 0 <= number < len(space.spaces):
+        raise BadAction(f"{shown(value)} is not {describe(space)}.")
+    return number, _built(value[1], space.spaces[number])
+
+
+def _array(value: Any, space: Any) -> np.ndarray:
+    """Return the array of the space's shape and type that nested lists hold. Raises: BadAction."""
+    if space.shape in ((), (1,)) and not isinstance(value, list):
+        value = value if space.shape == () else [value]
+    is_whole = space.dtype.kind in "iub"
+    numbers = [_whole(each) if is_whole else _finite(each) for each in _flat(value, space)]
+    try:
+        with np.errstate(over="ignore"):  # what is infinite in 32 bits is refused below
+            array = np.array(numbers, dtype=space.dtype).reshape(space.shape)
+    except (OverflowError, ValueError) as error:  # as 300 in 8 bits
+        raise BadAction(f"{shown(value)} is not {describe(space)}.") from error
+    if not is_whole and not np.isfinite(array).all():
+        raise BadAction(f"{shown(value)} has a number beyond {space.dtype.name}.")
+    return array
+
+
+def _flat(value: Any, space: Any) -> list[Any]:
+    """Return the numbers of nested lists that have the space's shape. Raises: BadAction."""
+    level = [value]
+    for size in space.shape:
+        if not all(isinstance(each, list) and len(each) == size for each in level):
+            raise BadAction(f"{shown(value)} is not {describe(space)}.")
+        level = [number for each in level for number in each]
+    return level
+
+
+def _whole(value: Any) -> int:
+    """Return a whole number of JSON. Raises: BadAction: it is none."""
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    raise BadAction(f"{shown(value)} is not a whole number.")
+
+
+def _finite(value: Any) -> float:
+    """Return a number of JSON. Raises: BadAction: it is none, or infinite."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise BadAction(f"{shown(value)} is not a number.")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise BadAction(f"{shown(value)} is not a finite number.")
+    return number
+
+
+def _refuse_constant(word: str) -> float:
+    raise ValueError(f"{word} is not a finite number")
+
+
+def _parts(space: Any) -> list[Any]:
+    """Return a space and all that it is made of. Raises: NoText."""
+    kind = kind_of(space)
+    inner: list[Any] = []
+    if kind == "Dict":
+        inner = [*space.spaces.values()]
+    elif kind in ("Tuple", "OneOf"):
+        inner = [*space.spaces]
+    elif kind == "Sequence":
+        inner = [space.feature_space]
+    return [space, *(found for part in inner for found in _parts(part))]
+
+
+def _describe_array(space: Any) -> str:
+    noun = "whole number" if space.dtype.kind in "iub" else "number"
+    num = len(space.shape)
+    form = f"a JSON array of shape {[*space.shape]} of {noun}s" if num else f"a {noun}"
+    if num == 1:
+        form = f"a JSON array of {space.shape[0]} {noun}{'s' * (space.shape[0] != 1)}"
+    low, high = map(plain, _bounds(space))
+    return f"{form} from {shown(low)} to {shown(high)}"
+
+
+def _bounds(space: Any) -> tuple[Any, Any]:
+    """Return the least and the greatest, one number each where all are alike."""
+    kind = kind_of(space)
+    if kind == "MultiBinary":
+        return 0, 1
+    low, high = (
+        (space.low, space.high) if kind == "Box" else (space.start, space.start + (space.nvec - 1))
+    )
+    alike = np.size(low) > 0 and bool(np.all(low == low.flat[0]) and np.all(high == high.flat[0]))
+    return (low.flat[0], high.flat[0]) if alike else (low, high)

@@ -1,0 +1,49 @@
+"""Forward passes without random numbers: the policy that trains is the function that sampled.
+
+Dropout, layer dropout and router noise all depend on `Module.training`, so every module is in eval
+mode. Gradient checkpointing needs training mode in the layers that it recomputes; there the rates
+of dropout, which are zero since the network was built, keep the pass free of random numbers.
+"""
+
+import re
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+# Names of dropout rates in transformers' configurations, such as attn_pdrop and drop_path_rate.
+_RATE = re.compile(r"dropout|pdrop|layerdrop|drop_prob|drop_path|drop_rate")
+
+
+def zero_dropout_rates(config: PretrainedConfig) -> None:
+    """Set every dropout rate of a configuration and of its sections to zero, whatever its name.
+
+    Call it before the network is built: layers copy the rates into attributes of their own.
+    """
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PretrainedConfig):
+            zero_dropout_rates(value)
+        elif _RATE.search(name) and isinstance(value, float | int) and not isinstance(value, bool):
+            setattr(config, name, type(value)(0))
+
+
+def make_deterministic(network: nn.Module) -> None:
+    """Put a network in eval mode, except modules that gradient checkpointing recomputes.
+
+    Only the flag of such a module is set, not its children's: noise of a router or of attention
+    stays off.
+    """
+    network.eval()
+    for module in network.modules():
+        _zero_rates_of(module)
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+
+
+def _zero_rates_of(module: Any) -> None:
+    """Set the dropout rates that a module keeps as numbers to zero."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        module.p = 0.0
+    for name, value in list(vars(module).items()):
+        if _RATE.search(name) and isinstance(value, float):
+            setattr(module, name, 0.0)

@@ -1,0 +1,219 @@
+"""The start check: the learner's log-probabilities are those of the network's own forward pass.
+
+A few fixed sequences are scored in four ways: by the network's plain forward pass, each alone; by
+the learner's path, alone; by the same path in one block; and in that block once more. All four must
+agree within rounding. The check needs no list of families, so it finds random numbers in a pass,
+logits that change behind the head, and sequences of a block that see each other.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from common.errors import ConfigError
+from learner.batch.batching import TokenBatch, collate_tokens
+from learner.policy.model import Scoring, token_logprobs, vocabulary_size
+
+LENGTHS = (24, 44, 33, 37)  # tokens of the scored sequences
+PREFIX = 12  # tokens that the last two sequences share
+READ_FRAC = 0.5  # of a sequence, at its end, is scored; the rest is only read
+
+# Largest difference of two fp32 scores, as a share of their mean size.
+MAX_FP32 = 2e-4
+# Mean difference of two scores in bf16, as a share of their mean size.
+MAX_BF16 = 2e-2
+
+Score = Callable[[TokenBatch], Tensor]  # [tokens] nats or [tokens, hidden] states
+
+
+class ScoresDiffer(ConfigError):
+    """The learner's scores are not those of the network; a restart would find the same."""
+
+
+class NeighboursDiffer(ScoresDiffer):
+    """A sequence is scored differently in a block of several."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The sequences of a check, and how they are laid out."""
+
+    name: str  # of the network's class
+    sequences: Sequence[np.ndarray] = field(repr=False)  # each [seq] int64 token ids
+    device: torch.device
+    is_packed: bool
+    shares_prefix: bool = False  # packed: the last two sequences lie behind one copy of their start
+    is_bf16: bool
+
+    def alone(self, index: int, *, is_packed: bool) -> TokenBatch:
+        """Return a block of one sequence."""
+        sequence = self.sequences[index]
+        masks = [_mask(sequence)]
+        return collate_tokens([sequence], masks, device=self.device, is_packed=is_packed)
+
+    def together(self) -> TokenBatch:
+        """Return one block of all sequences."""
+        return collate_tokens(
+            self.sequences,
+            [_mask(each) for each in self.sequences],
+            device=self.device,
+            is_packed=self.is_packed,
+            shared=[(1, 0), (1, 0), (2, PREFIX)] if self.is_packed and self.shares_prefix else (),
+        )
+
+
+def _mask(sequence: np.ndarray) -> np.ndarray:
+    return np.arange(len(sequence)) >= max(1, int(len(sequence) * READ_FRAC))
+
+
+def make_probe(
+    model: PreTrainedModel,
+    device: torch.device,
+    *,
+    vocab_size: int,
+    is_packed: bool,
+    is_bf16: bool,
+    shares_prefix: bool = False,
+) -> Probe:
+    """Return fixed random sequences of a vocabulary, none longer than the network allows."""
+    most = getattr(model.config, "max_position_embeddings", None) or max(LENGTHS)
+    scale = min(1.0, most / max(LENGTHS))
+    draw = np.random.default_rng(0)
+    sequences = [draw.integers(0, vocab_size, max(4, int(n * scale))) for n in LENGTHS]
+    prefix = min(PREFIX, *(int(len(each) * READ_FRAC) for each in sequences))
+    sequences[3][:prefix] = sequences[2][:prefix]
+    return Probe(
+        name=type(model).__name__,
+        sequences=sequences,
+        device=device,
+        is_packed=is_packed,
+        is_bf16=is_bf16,
+        shares_prefix=shares_prefix and prefix == PREFIX,
+    )
+
+
+def arithmetics(network: nn.Module, how: Scoring) -> list[Scoring]:
+    """Return how a check scores: in fp32, where the weights allow it, and as configured."""
+    own = replace(how, temperature=1.0)
+    weights = list(network.parameters())
+    is_fp32 = all(each.dtype == torch.float32 for each in weights)
+    is_sharded = any(isinstance(each, DTensor) for each in weights)
+    if own.autocast and is_fp32 and not is_sharded:
+        return [replace(own, autocast=False), own]
+    return [own]
+
+
+def check_policy(model: PreTrainedModel, how: Scoring, *, is_packed: bool) -> None:
+    """Check a policy that one process holds whole, without a critic. Raises: ScoresDiffer."""
+    for each in arithmetics(model, how):
+        probe = make_probe(
+            model,
+            model.device,
+            vocab_size=vocabulary_size(model),
+            is_packed=is_packed,
+            is_bf16=each.autocast,
+        )
+        check_scores(
+            probe,
+            partial(token_logprobs, model, how=each),
+            partial(plain_logprobs, model, autocast=each.autocast),
+        )
+
+
+@torch.no_grad()
+def check_scores(probe: Probe, own: Score, plain: Score) -> None:
+    """Compare the learner's scores with the network's.
+
+    Args:
+        own: scores a block by the learner's path.
+        plain: scores a padded block of one sequence by the network's forward pass.
+
+    Raises:
+        ScoresDiffer: two scorings of one block differ, or a sequence alone differs.
+        NeighboursDiffer: only a sequence in the block differs.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        expected = [plain(probe.alone(i, is_packed=False)) for i in range(len(probe.sequences))]
+    block = probe.together()
+    together = own(block)
+    found = _difference(own(block), together, probe)
+    if found:
+        raise ScoresDiffer(
+            f"Two scorings of the same tokens by {probe.name} differ: {found}. A module draws"
+            " random numbers in its forward pass; set its rate to 0 in the model's config.json"
+        )
+    found = _difference(own(probe.alone(0, is_packed=probe.is_packed)), expected[0], probe)
+    if found:
+        raise ScoresDiffer(
+            f"The learner's scores of {probe.name} are not those of its forward pass: {found}. The"
+            " learner does not support this family; choose another model.path"
+        )
+    found = _difference(together, torch.cat(expected), probe)
+    if found and probe.is_packed:
+        raise NeighboursDiffer(
+            f"learner.layout=packed: sequences of {probe.name} see each other: {found} (packed"
+            " beside others, and alone); take learner.layout=padded"
+        )
+    if found:
+        raise NeighboursDiffer(
+            f"learner.layout=padded: a sequence of {probe.name} depends on the others of its block:"
+            f" {found} (beside others, and alone); choose another model.path"
+        )
+
+
+@torch.no_grad()
+def packing_difference(probe: Probe, packed: Score, padded: Score) -> str:
+    """Return the two scores that differ most between packed and padded; "" if none does.
+
+    Args:
+        packed: scores the packed block of all sequences.
+        padded: scores a padded block of one sequence.
+    """
+    expected = [padded(probe.alone(i, is_packed=False)) for i in range(len(probe.sequences))]
+    return _difference(packed(probe.together()), torch.cat(expected), probe)
+
+
+def _difference(found: Tensor, expected: Tensor, probe: Probe) -> str:
+    """Return the two scores that differ most, "" if all agree within rounding."""
+    ours = found.double().flatten()
+    theirs = expected.double().flatten()
+    gaps = (ours - theirs).abs().nan_to_num(0.0, posinf=0.0)  # other guards find NaN
+    size = theirs.nan_to_num(0.0, posinf=0.0, neginf=0.0).abs().mean().item()
+    gap = (gaps.mean() if probe.is_bf16 else gaps.max()).item()
+    if gap <= size * (MAX_BF16 if probe.is_bf16 else MAX_FP32):
+        return ""
+    at = int(gaps.argmax())
+    unit = " nats" if expected.ndim == 1 else ""
+    return f"{ours[at].item():.4f} and {theirs[at].item():.4f}{unit}"
+
+
+def plain_logprobs(model: PreTrainedModel, tokens: TokenBatch, *, autocast: bool) -> Tensor:
+    """Return the [tokens] float32 nats of a padded block by the network's own forward pass."""
+    device_type = tokens.token_ids.device.type
+    with own_attention(model), torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
+        logits = model(input_ids=tokens.token_ids, use_cache=False).logits
+    rows = logits.flatten(0, 1)[tokens.source_rows].float()
+    return F.log_softmax(rows, dim=-1).gather(1, tokens.target_ids[:, None]).squeeze(1)
+
+
+@contextmanager
+def own_attention(network: nn.Module) -> Iterator[None]:
+    """Let the transformers in a network compute attention by transformers' own code for a while."""
+    models = [each for each in network.modules() if isinstance(each, PreTrainedModel)]
+    before = [each.config._attn_implementation for each in models]
+    for model, name in zip(models, before, strict=True):
+        is_ours = str(name).startswith("packed")
+        model.config._attn_implementation = "eager" if is_ours else name
+    try:
+        yield
+    finally:
+        for model, name in zip(models, before, strict=True):
+            model.config._attn_implementation = name

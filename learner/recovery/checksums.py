@@ -1,0 +1,227 @@
+"""`checksums.jsonl`: what a run writes beside its metrics so that it can be computed again.
+
+One line for each start of the learner, of all that decides what it computes; after it one for each
+batch, trained on or skipped. A line that a later start wrote of the same batch takes its place.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.config.load import load_told, sections_as_yaml
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.repository import ROOT
+from common.store.disk import AppendFile, with_room
+from common.store.run_dir import RunDir, cut_head
+from learner.policy.model import pick_device
+from learner.recovery.machine import machine_facts
+from learner.recovery.step_log import LoggedStep, whole_bytes
+from learner.training.digests import StepDigests, first_difference
+from learner.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[int, int]  # version and number of a batch in the step log
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What one start of the learner computes with."""
+
+    version: int  # of the weights that it began with
+    number: int  # of batches behind them
+    weights: str  # their checksum
+    frozen: str  # of what is not trained: the base of adapters, the reference
+    code: str  # its revision
+    machine: dict[str, Any]
+    settings: dict[str, dict[str, Any]]  # all that the trainer is told, what was chosen included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """What was noted of one batch."""
+
+    digests: StepDigests
+    start: int  # which one computed it, from 0
+    cpu_s: float  # of rank 0's process, since it began
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A whole file."""
+
+    starts: list[Start] = field(default_factory=list[Start])
+    lines: dict[Key, Line] = field(default_factory=dict[Key, Line])
+
+    def learner_cpu_s(self) -> float:
+        """Return the CPU-seconds of all starts, each up to its last batch."""
+        last = {line.start: line.cpu_s for line in self.lines.values()}
+        return sum(last.values())
+
+
+def settings_of(cfg: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return for JSON the part of a configuration that decides what a trainer computes."""
+    sections = yaml.safe_load(sections_as_yaml(cfg, ("algorithm", "learner"), without={}))
+    return sections | {
+        "run": {"seed": cfg.run.seed},
+        "train": {"num_steps": cfg.train.num_steps},
+        "model": {"path": cfg.model.path, "dtype": cfg.model.dtype},
+        "actor": {"temperature": cfg.actor.temperature},
+        "scheduler": {"max_ahead_steps": cfg.scheduler.max_ahead_steps},
+    }
+
+
+def start_of(cfg: RunConfig, run_dir: RunDir, trainer: Trainer, *, version: int) -> Start:
+    """Return what a learner begins with; `cfg` has nothing left open of how it computes."""
+    weights, frozen = trainer.checksums()
+    return Start(
+        version=version,
+        number=trainer.num_batches,
+        weights=weights,
+        frozen=frozen,
+        code=code_of(run_dir),
+        machine=machine_facts(pick_device(cfg.learner.device)),
+        settings=settings_of(cfg),
+    )
+
+
+def config_of(run_dir: RunDir, start: Start, overrides: list[str]) -> RunConfig:
+    """Return the configuration of one start of a run, with overrides.
+
+    Raises: ConfigError: it cannot be read, or an override is wrong.
+    """
+    if not run_dir.config.is_file():
+        raise ConfigError(f"{run_dir.config} is missing: it says what the run is")
+    tree = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))
+    for name, values in start.settings.items():
+        tree[name] = tree.get(name, {}) | values
+    return load_told(yaml.safe_dump(tree, sort_keys=False), overrides, root=ROOT)
+
+
+def code_of(run_dir: RunDir) -> str:
+    """Return the code's revision as the run's configuration is headed with; "" without."""
+    if not run_dir.config.is_file():
+        return ""
+    with run_dir.config.open(encoding="utf-8") as file:
+        head = file.readline()
+    return head.partition("# code: git ")[2].strip()
+
+
+class ChecksumLog:
+    """Writes the file. Not synced: what a power cut takes, the next start computes again."""
+
+    def __init__(self, path: Path, *, version: int) -> None:
+        """Open the file at its end, without a torn line.
+
+        Args:
+            version: of the weights to begin with: batches after them are repeated, and compared.
+        """
+        self._file = AppendFile(path)
+        self._file.truncate(whole_bytes(path))
+        self._start: Start | None = None  # not written yet
+        self._known: dict[Key, StepDigests] = {}
+        for found in _read(path, on_damage=lambda text: logger.warning("%s", text)):
+            if isinstance(found, tuple) and found[0][0] >= version:
+                self._known[found[0]] = found[1]
+
+    def begin(self, start: Start) -> None:
+        """Note a start of the learner, with its first batch."""
+        self._start = start
+
+    def log(
+        self,
+        step: LoggedStep,
+        digests: StepDigests,
+        *,
+        is_repeated: bool = False,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Note a batch that is in the step log; one that was repeated and is equal stays as it is.
+
+        Args:
+            check: as in `StepLog.append`.
+        """
+        known = self._known.pop((step.version, step.number), None)
+        if known == digests:
+            return
+        if known is not None and is_repeated:
+            names = [name for ids in step.groups for name in ids]
+            what = first_difference(known, digests, names)
+            logger.warning("repeated step=%d is not as it was: %s", step.version, what)
+        line = {"version": step.version, "number": step.number, "digests": asdict(digests)}
+        lines = [line | {"cpu_s": round(time.process_time(), 2)}]
+        if self._start is not None:
+            lines.insert(0, {"start": asdict(self._start)})
+        texts = [json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in lines]
+        with_room(lambda: self._file.append(texts), self._file.path, check=check)
+        self._start = None
+
+    def prune(self, number: int) -> None:
+        """Remove the lines of batches up to a number, and starts that nothing else belongs to.
+
+        Raises: OSError: the log is as it was.
+        """
+        path, offset, start, has_gone = self._file.path, 0, b"", False
+        with path.open("rb") as handle:
+            for line in handle:
+                plain = json.loads(line)
+                if "start" not in plain and plain["number"] > number:
+                    break
+                has_gone = has_gone or "start" not in plain
+                start = line if "start" in plain else start
+                offset += len(line)
+        if has_gone:
+            cut_head(path, offset, head=start)
+            self._file.close()
+            self._file = AppendFile(path)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_checksums(path: Path) -> Record:
+    """Return what a run has noted so far, also while it goes on; nothing if there is no file.
+
+    Raises: ConfigError: a line is damaged; names file and line.
+    """
+    record = Record()
+
+    def refuse(text: str) -> None:
+        raise ConfigError(f"{text}; restore it from a backup")
+
+    for found in _read(path, on_damage=refuse):
+        if isinstance(found, Start):
+            record.starts.append(found)
+        else:
+            key, digests, cpu_s = found
+            start = len(record.starts) - 1
+            record.lines[key] = Line(digests=digests, start=start, cpu_s=cpu_s)
+    return record
+
+
+def _read(
+    path: Path, *, on_damage: Callable[[str], object]
+) -> Iterator[Start | tuple[Key, StepDigests, float]]:
+    """Yield what the whole lines say, each a start or a batch."""
+    if not path.exists():
+        return
+    with path.open("rb") as handle:
+        for number, line in enumerate(handle, 1):
+            if not line.endswith(b"\n"):
+                return  # being written, or torn by a crash
+            try:
+                plain: dict[str, Any] = json.loads(line)
+                if "start" in plain:
+                    yield Start(**plain["start"])
+                else:
+                    key = (int(plain["version"]), int(plain["number"]))
+                    yield key, StepDigests(**plain["digests"]), float(plain["cpu_s"])
+            except (ValueError, TypeError, KeyError) as error:
+                on_damage(f"{path}: line {number} is damaged ({error!r})")

@@ -1,0 +1,69 @@
+"""Checks of the learner's networks before anything starts; a learner makes the same ones."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.config.compute import Attention, CriticKind, Layout
+from common.config.learning import Advantage, LearnerSection
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+
+
+def check_networks(cfg: RunConfig, root: Path, *, is_offline: bool = False) -> None:
+    """Return if the networks can compute as the configuration explicitly asks.
+
+    The networks are made without weights, and only where something is asked for: torch takes
+    seconds to load.
+
+    Args:
+        is_offline: neither a critic nor a reference is loaded from elsewhere.
+
+    Raises: ConfigError: a setting that a model cannot have; names the key and the remedy.
+    """
+    if not _asks_for_something(cfg.learner):
+        return
+    from learner.policy.kernels.attention import check_attention
+    from learner.policy.kernels.compiling import check_parts
+    from learner.policy.lora import check_targets
+    from learner.policy.model import make_bare
+
+    networks = [make_bare(str(root / path)) for path in _paths(cfg, is_offline=is_offline)]
+    check_attention(networks, cfg.learner.layout, cfg.learner.attention)
+    if cfg.learner.compile:
+        check_parts(networks)
+    if cfg.learner.lora.rank:
+        check_targets(networks[0], cfg.learner.lora)
+
+
+def _asks_for_something(learner: LearnerSection) -> bool:
+    is_kernel_chosen = learner.attention is not Attention.AUTO
+    is_packed = learner.layout is Layout.PACKED
+    return is_packed or is_kernel_chosen or learner.compile or bool(learner.lora.rank)
+
+
+def _paths(cfg: RunConfig, *, is_offline: bool) -> Iterator[str]:
+    """Yield the folders of the networks that differ; the policy's is the first."""
+    yield cfg.model.path
+    if is_offline:
+        return
+    if cfg.algorithm.kl_coef and cfg.algorithm.reference_path:
+        yield cfg.algorithm.reference_path
+    has_critic = cfg.algorithm.advantage is Advantage.PPO
+    if has_critic and cfg.learner.critic.kind is CriticKind.MODEL and cfg.learner.critic.path:
+        yield cfg.learner.critic.path
+
+
+def check_sft(cfg: RunConfig, root: Path) -> None:
+    """Return if `sft` can train as asked. Raises: ConfigError: as `check_networks`."""
+    if not cfg.sft.from_scratch:
+        check_networks(cfg, root, is_offline=True)
+    elif cfg.learner.lora.rank:
+        raise ConfigError(
+            f"learner.lora.rank={cfg.learner.lora.rank}: with sft.from_scratch=true a policy has no"
+            " base to put adapters to; give learner.lora.rank=0, or sft.from_scratch=false"
+        )
+
+
+def check_offline(cfg: RunConfig, root: Path) -> None:
+    """Return if `dpo` or `evolve` can train as asked. Raises: ConfigError: as `check_networks`."""
+    check_networks(cfg, root, is_offline=True)

@@ -1,0 +1,217 @@
+"""Laws of the suite of faults: it hits whom it names, and counts what that cost."""
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.chaos import suite
+from benchmarks.chaos.clock import make_clock
+from benchmarks.chaos.connections import reset_connections
+from benchmarks.chaos.faults import NotPossible, Scene
+from benchmarks.chaos.plan import ALL_FAULTS, Fault, Kind, deal
+from benchmarks.chaos.suite import LONG, SHORT, USUAL, Size, Story, Suffered, quantile
+from benchmarks.chaos.victims import Role, find_victims
+from benchmarks.chaos.watch import Watch
+from benchmarks.envhub.halves import HALF, make_spec
+from benchmarks.table import BenchTable
+from common.config.envs import EnvsSection
+from common.errors import LongstrideError
+from common.store.run_dir import RunDir
+from envhub.env import StepResult, Style
+
+NOBODY = 1 << 30  # no process has this number
+
+
+@contextmanager
+def python(code: str, env: dict[str, str] | None = None) -> Generator[subprocess.Popen[str]]:
+    """Run a line of Python until the end of the block."""
+    argv, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    environ = {**os.environ, **(env or {})}
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, encoding="utf-8", env=environ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def read_line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def test_every_fault_comes_once_before_any_comes_again() -> None:
+    first, second = (list(itertools.islice(deal(ALL_FAULTS, seed=s), 40)) for s in (0, 1))
+    deck = len(ALL_FAULTS)
+    assert set(first[:deck]) == set(ALL_FAULTS)
+    assert Counter(first).most_common(1)[0][1] == 2
+    assert first == list(itertools.islice(deal(ALL_FAULTS, seed=0), 40))
+    assert first != second
+
+
+def test_what_is_left_alone_takes_no_room_on_the_small_disk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders: list[Path] = []
+
+    def train(_name: str, _settings: object, *, folder: Path, **_more: object) -> None:
+        folders.append(folder)
+
+    @contextmanager
+    def running(_name: str, _settings: object, *, folder: Path, **_more: object) -> Generator[None]:
+        folders.append(folder)
+        raise LongstrideError("seen enough")
+        yield
+
+    monkeypatch.setattr(suite, "isolate", lambda _folder: "not here")
+    monkeypatch.setattr(suite, "train", train)
+    monkeypatch.setattr(suite, "running", running)
+    suite.measure(BenchTable(out=sys.stdout), LONG)
+    apart, disturbed = folders
+    assert disturbed not in (apart, *apart.parents)
+    assert "seen enough" in capsys.readouterr().out
+
+
+def test_every_role_is_killed_and_stopped() -> None:
+    for kind in (Kind.KILL, Kind.STOP):
+        assert {fault.role for fault in ALL_FAULTS if fault.kind is kind} == set(Role)
+
+
+def test_a_fault_costs_what_the_undisturbed_steps_leave_of_the_time() -> None:
+    killed = Suffered(fault=Fault(Kind.KILL, Role.LEARNER), began_s=4.5, ended_s=4.5, step_s=6.5)
+    story = Story(suffered=[killed], step_times=[0.0, 2.0, 4.0, 11.0, 13.0, 15.0])
+    assert story.quiet_step_s == 2.0
+    assert story.lost_s == 15.0 - 5 * 2.0  # the steps that it began to make are lost, too
+
+
+def test_quantiles_are_of_values_that_were_measured() -> None:
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert quantile(list(map(float, range(100))), 0.95) == 94.0
+
+
+def test_steps_that_a_learner_writes_again_are_counted_once(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    watch = Watch(run_dir)
+    assert watch.look() == 0
+
+    def write(*steps: int, part: str = "") -> int:
+        lines = "".join(json.dumps({"step": step}) + "\n" for step in steps)
+        run_dir.metrics.write_text(lines + part, encoding="utf-8")
+        return watch.look()
+
+    assert write(1, 2, 3, part='{"step"') == 3
+    assert write(1, 2) == 3  # the learner died, and began behind its checkpoint
+    assert write(1, 2, 3, 4) == 4
+
+
+def test_an_actor_is_back_when_it_has_said_so_since_the_fault(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    watch = Watch(run_dir)
+    actor = {"is_dead": False, "last_seen_s": 1.0, "tokens_per_s": 9.0}
+
+    def is_back(*actors: dict[str, Any], after_s: float) -> bool:
+        run_dir.status.write_text(json.dumps({"actors": actors}), encoding="utf-8")
+        since = run_dir.status.stat().st_mtime - after_s
+        return watch.is_back(Role.ACTOR, since=since, num_steps=0)
+
+    assert is_back(actor, after_s=2.0)
+    assert not is_back(actor, after_s=0.5)  # what it said was before
+    assert not is_back(actor | {"tokens_per_s": 0.0}, after_s=2.0)
+    assert not is_back(actor, actor | {"last_seen_s": 3.0}, after_s=2.0)  # one of two
+    assert is_back(actor, actor | {"last_seen_s": 9.0, "is_dead": True}, after_s=2.0)
+    assert not is_back(actor | {"is_dead": True}, after_s=2.0)
+
+
+def test_a_reset_is_seen_at_both_ends_and_by_no_other_connection() -> None:
+    code = (
+        "import socket, sys; port = int(sys.stdin.readline());"
+        "s = socket.create_connection(('127.0.0.1', port)); print('connected', flush=True);\n"
+        "try:\n  s.recv(1)\n"
+        "except OSError as error:\n  print(type(error).__name__, flush=True)"
+    )
+    with socket.socket() as listener, python(code) as child:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        print(port, file=child.stdin, flush=True)
+        ours, _ = listener.accept()
+        with ours, socket.create_connection(("127.0.0.1", port)) as other:
+            assert read_line(child) == "connected"
+            try:
+                num_reset = reset_connections(psutil.Process(child.pid))
+            except OSError as error:
+                pytest.skip(f"not allowed here: {error}")
+            assert num_reset == 1
+            with pytest.raises(ConnectionResetError):
+                ours.recv(1)
+            accepted, _ = listener.accept()
+            with accepted:
+                other.sendall(b"x")
+                assert accepted.recv(1) == b"x"
+
+
+def test_a_clock_that_jumps_does_so_in_the_run_and_waits_there_go_on(tmp_path: Path) -> None:
+    clock = make_clock(tmp_path)
+    if clock is None:
+        pytest.skip("no C compiler here")
+    code = (
+        "import sys, threading, time\n"
+        "for line in sys.stdin:\n"
+        "  began = time.monotonic(); threading.Event().wait(0.05)\n"
+        "  print(time.time(), time.monotonic() - began, flush=True)"
+    )
+    with python(code, clock.environment) as child:
+
+        def ahead_s() -> float:
+            print("now", file=child.stdin, flush=True)
+            wall_s, waited_s = map(float, read_line(child).split())
+            assert 0.04 < waited_s < 10.0
+            return wall_s - time.time()
+
+        assert abs(ahead_s()) < 10
+        clock.set_ahead(3_600)
+        assert abs(ahead_s() - 3_600) < 10
+        clock.set_ahead(-7_200)
+        assert abs(ahead_s() + 7_200) < 10
+
+
+def test_half_characters_come_only_while_they_are_asked_for(tmp_path: Path) -> None:
+    flag = tmp_path / "halves"
+    env = make_spec(EnvsSection(plugins={"halves": str(flag)})).make(Style.COMPACT)
+    whole = env.reset("GoToLocal-train-0", 0)
+    flag.touch()
+    assert env.reset("GoToLocal-train-0", 0) == f"{whole} {HALF}"
+    result = env.step("nothing")
+    assert isinstance(result, StepResult)
+    assert result.observation.endswith(HALF)
+    with pytest.raises(UnicodeEncodeError):
+        result.observation.encode()
+
+
+def test_who_does_not_run_cannot_be_hit(tmp_path: Path) -> None:
+    assert find_victims(NOBODY, Role.LEARNER) == []
+    scene = Scene(supervisor_pid=NOBODY, run_dir=RunDir(root=tmp_path), disk=None)
+    with pytest.raises(NotPossible, match="no learner runs"):
+        scene.strike(Fault(Kind.KILL, Role.LEARNER))
+    with pytest.raises(NotPossible, match="not an administrator"):
+        scene.strike(Fault(Kind.DISK_FULL))
+    with pytest.raises(NotPossible, match="no C compiler"):
+        scene.strike(Fault(Kind.CLOCK))
+
+
+@pytest.mark.parametrize("size", [SHORT, USUAL, LONG], ids=["short", "usual", "long"])
+def test_no_size_says_a_setting_twice(size: Size) -> None:
+    """A run refuses a key that is given twice, after the suite has waited for it."""
+    keys = [setting.partition("=")[0] for setting in (*size.settings, "train.num_steps=1")]
+    assert len(keys) == len(set(keys))

@@ -1,0 +1,372 @@
+"""Laws of the learner's measurements, and every check of the GPU suite, small, on the CPU."""
+
+import importlib.util
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.learner import gpu as bench_gpu
+from benchmarks.learner.agree import canary_delta, chunk_costs, repeat_step
+from benchmarks.learner.batch import (
+    MODELS,
+    BatchShape,
+    make_batch,
+    make_random_model,
+    with_sampler_logprobs,
+)
+from benchmarks.learner.checks.flops import step_flops
+from benchmarks.learner.checks.training import PackedCase
+from benchmarks.learner.checks.weights import TOKENIZER
+from benchmarks.learner.engine import EngineRun, measure_engine
+from benchmarks.learner.memory import ScoringPeaks, peak_bytes, whole_logprobs
+from benchmarks.learner.step import (
+    BARE,
+    StepCost,
+    alternate,
+    by_aggregation,
+    make_trainer,
+    measure_step,
+)
+from benchmarks.learner.suite import add_peaks, add_step_cost
+from benchmarks.table import BenchTable
+from benchmarks.weights.rounds import BREATH_BYTES, Route, send_rounds
+from common.config.compute import Precision
+from common.config.learning import AlgorithmSection, LearnerSection
+from common.errors import ConfigError, EngineError, WeightSyncError
+from common.wire.transfer.buckets import Cut
+from learner.batch.batching import collate_tokens
+from learner.policy.model import Scoring, token_logprobs
+from learner.weights.source import LiveWeights
+from tests.learner.builders import VOCAB, make_model
+
+CPU = torch.device("cpu")
+SHAPE = BatchShape(num_groups=2, group_size=2, max_turns=3, observation_tokens=3, action_tokens=2)
+FP32 = LearnerSection(device="cpu", precision=Precision.FP32, warmup_steps=0, lr=1e-3)
+SMALL = {**MODELS["wide"], "vocab_size": 16_384, "hidden_size": 32, "head_dim": 16}
+ENGINE_SIZED = {**SMALL, "hidden_size": 64, "head_dim": 32}  # it knows no smaller heads
+SIZES = bench_gpu.Sizes(
+    model=ENGINE_SIZED,
+    full=ENGINE_SIZED,
+    shape=SHAPE,
+    learner=LearnerSection(device="cpu", lr=1e-4, warmup_steps=0),
+    num_rounds=2,
+    memory_sequences=4,
+    memory_seq_tokens=64,
+    chunk_sizes=(32, 64),
+    num_canaries=2,
+    canary_tokens=16,
+    packed=(
+        PackedCase(name="full", model=SMALL, shape=SHAPE),
+        PackedCase(name="with adapters", model=SMALL, shape=SHAPE, lora_rank=4),
+    ),
+    matrix_size=64,
+)
+
+
+def make_table() -> BenchTable:
+    return BenchTable(out=io.StringIO())
+
+
+def written(table: BenchTable) -> str:
+    assert isinstance(table.out, io.StringIO)
+    return table.out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "promise", "is_kept"),
+    [
+        (2.0, BenchTable.at_most, True),
+        (2.1, BenchTable.at_most, False),
+        (2.0, BenchTable.at_least, True),
+        (1.9, BenchTable.at_least, False),
+        (math.nan, BenchTable.at_most, False),
+        (math.nan, BenchTable.at_least, False),
+    ],
+)
+def test_figure_is_kept_up_to_its_bound(
+    value: float, promise: Callable[..., None], is_kept: bool
+) -> None:
+    table = make_table()
+    promise(table, "speed", value, "GB/s", 2.0)
+    assert table.failed == ([] if is_kept else ["speed"])
+
+
+def test_table_fails_by_name_when_one_figure_is_out_of_bounds() -> None:
+    table = make_table()
+    table.at_least("speed", 3.0, "GB/s", 2.0)
+    assert table.finish() == 0
+    table.at_least("speed", 1.0, "GB/s", 2.0)
+    assert table.finish() == 1
+    lines = written(table).splitlines()
+    assert [line.split()[0] for line in lines] == ["kept", "every", "FAIL", "NOT"]
+    assert lines[-1] == "NOT KEPT: speed"
+
+
+def test_figure_beside_a_limit_is_judged_by_the_ratio_of_both() -> None:
+    table = make_table()
+    table.compare("weights", 0.9, 1.0, "GB/s", against="raw collective", at_least=0.8)
+    table.compare("weights late", 0.7, 1.0, "GB/s", against="raw collective", at_least=0.8)
+    table.compare("pause", 0.5, 1.0, "s", against="transfer", at_most=0.35)
+    table.compare("idle", 0.5, 0.0, "s", against="nothing", at_most=1.0)
+    table.compare("two bounds", 3.0, 1.0, "s", against="other", at_least=0.5, at_most=2.0)
+    assert [row.ratio for row in table.rows[:3]] == [0.9, 0.7, 0.5]
+    assert table.failed == ["weights late", "pause", "idle", "two bounds"]
+    assert "0.9 x raw collective (1 GB/s)" in written(table).splitlines()[0]
+
+
+def test_figures_are_saved_with_what_they_were_measured_on(tmp_path: Path) -> None:
+    table = make_table()
+    table.compare("weights", 0.9, 1.0, "GB/s", against="raw collective", at_least=0.8)
+    table.figure("nothing", math.nan, "s")
+    table.note("engine", "vllm is not installed")
+    table.finish()
+    path = tmp_path / "new" / "figures.json"
+    table.save(path, suite="weights", product="longstride 1.0")
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    assert saved["rows"][0] == {
+        **{"name": "weights", "value": 0.9, "unit": "GB/s", "note": ""},
+        **{"against": "raw collective", "limit": 1.0, "ratio": 0.9},
+        **{"bound": "at least 0.8", "kept": True},
+    }
+    assert saved["rows"][1]["value"] is None
+    assert saved["notes"] == [{"name": "engine", "text": "vllm is not installed"}]
+    assert (saved["suite"], saved["seed"], saved["failed"]) == ("weights", 0, [])
+    assert saved["versions"]["product"] == "longstride 1.0"
+    assert saved["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
+    assert saved["machine"]["cores"] >= 1
+    assert saved["machine"]["memory_bytes"] > 0
+
+
+def test_table_goes_on_after_a_check_that_raises() -> None:
+    table = make_table()
+
+    def broken() -> None:
+        raise WeightSyncError("nobody\nanswers")
+
+    table.attempt("weights", broken)
+    table.attempt("speed", lambda: table.at_least("speed", 3.0, "GB/s", 2.0))
+    assert table.finish() == 1
+    text = written(table)
+    assert "FAIL  weights: WeightSyncError: nobody answers\n" in text
+    assert "kept  speed" in text
+
+
+def test_contenders_take_turns_and_warm_ups_are_not_counted() -> None:
+    order: list[str] = []
+    moments = iter(range(100))
+    seconds = alternate(
+        {name: (lambda name=name: order.append(name)) for name in ("a", "b")},
+        num_rounds=3,
+        clock=lambda: float(next(moments)),
+    )
+    assert order == ["a", "b", "b", "a", "a", "b", "b", "a", "a", "b"]
+    assert seconds == {"a": [1.0] * 3, "b": [1.0] * 3}
+
+
+def test_ratio_is_the_median_of_what_each_round_says() -> None:
+    seconds = {BARE: [1.0, 2.0, 4.0], "step": [1.5, 2.2, 4.0]}
+    cost = StepCost(seconds=seconds, num_tokens=10)
+    assert cost.ratios("step") == pytest.approx([1.5, 1.1, 1.0])
+    assert cost.ratio("step") == pytest.approx(1.1)
+    assert cost.tokens_per_s(BARE) == 5.0
+
+
+@pytest.mark.parametrize(("step_s", "exit_code"), [(1.15, 0), (1.16, 1)])
+def test_step_promise_is_judged_by_its_ratio(step_s: float, exit_code: int) -> None:
+    table = make_table()
+    seconds = {BARE: [1.0] * 3, "step": [step_s] * 3}
+    add_step_cost(table, StepCost(seconds=seconds, num_tokens=10), of="a model")
+    assert table.finish() == exit_code
+
+
+@pytest.mark.parametrize(("chunked_bytes", "exit_code"), [(25, 0), (26, 1)])
+def test_memory_promise_is_judged_by_its_share(chunked_bytes: int, exit_code: int) -> None:
+    table = make_table()
+    peaks = ScoringPeaks(chunked_bytes=chunked_bytes, whole_bytes=100, mean_difference=0.0)
+    add_peaks(table, peaks, of="a model")
+    assert table.finish() == exit_code
+
+
+def test_peak_counts_what_is_alive_at_once() -> None:
+    def run() -> None:
+        first = torch.empty(1_000_000)  # 4 MB, gone before the next
+        del first
+        second = torch.empty(500_000)
+        second = second + 1.0  # two times 2 MB for a moment
+
+    assert peak_bytes(run, CPU) == pytest.approx(4_000_000, abs=1_000)
+    kept = torch.empty(2_000_000)  # from before: not counted
+    assert peak_bytes(lambda: kept[:1].clone(), CPU) < 1_000
+
+
+def test_whole_and_chunked_scores_are_the_same() -> None:
+    model = make_model()
+    sequences = [np.array([1, 2, 3, 4]), np.array([5, 6, 7])]
+    masks = [np.arange(len(each)) > 0 for each in sequences]
+    tokens = collate_tokens(sequences, masks, device=CPU)
+    whole = whole_logprobs(model, tokens, autocast=False)
+    chunked = token_logprobs(model, tokens, Scoring(chunk_tokens=2, autocast=False))
+    assert whole.tolist() == pytest.approx(chunked.tolist(), abs=1e-5)
+
+
+def test_random_batch_has_the_shape_that_was_asked_for() -> None:
+    samples = make_batch(SHAPE, vocab_size=VOCAB, seed=0)
+    assert [s.trajectory.group_id for s in samples] == ["g0", "g0", "g1", "g1"]
+    for sample in samples:
+        trajectory = sample.trajectory
+        assert len(trajectory.token_ids) == 5 * trajectory.num_turns
+        assert sample.num_sampled_tokens == 2 * trajectory.num_turns
+        assert trajectory.token_ids.max() < VOCAB
+    assert sum(sample.advantage for sample in samples) == 0.0
+
+
+def test_sampler_logprobs_are_near_the_policy_but_not_equal() -> None:
+    trainer = make_trainer(FP32, AlgorithmSection(), make_model(), engine_dtype="float32")
+    samples = with_sampler_logprobs(make_batch(SHAPE, vocab_size=VOCAB, seed=0), trainer, seed=0)
+    metrics = trainer.train_on(samples, version=3).metrics
+    assert 0.95 < metrics["offpolicy/ess_frac"] < 1.0
+    assert metrics["offpolicy/lag_max"] == 3.0
+
+
+def test_both_aggregations_are_measured_against_the_bare_step() -> None:
+    algorithms = by_aggregation(AlgorithmSection())
+    cost = measure_step(FP32, algorithms, make_model(), SHAPE, num_rounds=2, engine_dtype="float32")
+    assert list(cost.seconds) == [BARE, "grpo, token", "grpo, sequence"]
+    assert all(len(seconds) == 2 for seconds in cost.seconds.values())
+    assert cost.ratio("grpo, token") > 0.0
+
+
+def test_step_that_skips_its_update_is_not_measured() -> None:
+    model = make_model()
+    model.lm_head.weight.data[0, 0] = math.nan
+    with pytest.raises(ValueError, match="left out its update"):
+        measure_step(
+            FP32, {"grpo": AlgorithmSection()}, model, SHAPE, num_rounds=2, engine_dtype="float32"
+        )
+
+
+def test_measuring_leaves_the_model_alone() -> None:
+    model = make_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    algorithms = {"grpo": AlgorithmSection()}
+    measure_step(FP32, algorithms, model, SHAPE, num_rounds=1 + 1, engine_dtype="float32")
+    samples = make_batch(SHAPE, vocab_size=VOCAB, seed=0)
+    repeat_step(FP32, AlgorithmSection(), model, samples, engine_dtype="float32")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_repeated_step_is_the_same_bit_for_bit_on_cpu() -> None:
+    samples = make_batch(SHAPE, vocab_size=VOCAB, seed=0)
+    twice = repeat_step(FP32, AlgorithmSection(), make_model(), samples, engine_dtype="float32")
+    assert twice.is_identical
+    assert twice.distance == 0.0
+
+
+def test_canary_delta_is_the_distance_of_the_scores() -> None:
+    model = make_model()
+    trainer = make_trainer(FP32, AlgorithmSection(), model, engine_dtype="float32")
+    sequences = [[1, 2, 3], [4, 5]]
+    known = trainer.score(sequences)
+    assert canary_delta(known, model, sequences) < 1e-5
+    moved = [
+        [score + sign * 0.3 for score in row] for sign, row in zip((1, -1), known, strict=True)
+    ]
+    assert canary_delta(moved, model, sequences) == pytest.approx(0.3, abs=1e-5)
+
+
+def test_chunk_sizes_agree_and_smaller_ones_need_less() -> None:
+    small = {"vocab_size": 4_000, "hidden_size": 16, "intermediate_size": 16}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 1}
+    model = make_random_model({**SIZES.model, **small, **layers}, device=CPU)
+    sequences = [np.arange(40) for _ in range(4)]
+    tokens = collate_tokens(sequences, [np.arange(40) > 0] * 4, device=CPU)
+    small, large = chunk_costs(model, tokens, (8, 1_000), autocast=False)
+    assert (small.chunk_tokens, large.chunk_tokens) == (8, 1_000)
+    assert small.mean_difference < 1e-5
+    assert small.peak_bytes < large.peak_bytes / 4
+
+
+@pytest.mark.slow
+def test_sending_says_why_a_receiver_failed() -> None:
+    source = LiveWeights([("weights", torch.ones(1_000))], torch.bfloat16)
+    cut = Cut(source.total_bytes, 512)
+    with pytest.raises(WeightSyncError, match=r"(?s)receiver:.*nowhere"):
+        send_rounds(source, cut, ["ours"], route=Route(peer_device="nowhere", timeout_s=15.0))
+
+
+@pytest.mark.slow
+def test_sender_takes_two_buckets_beside_the_weights_however_large_these_are() -> None:
+    source = LiveWeights([("weights", torch.ones(40 << 20))], torch.bfloat16)
+    cut = Cut(source.total_bytes, 16 << 20)
+    assert cut.num == 5
+    sent = send_rounds(source, cut, ["ours"] * 10, route=Route())  # peaks are short
+    assert 1.5 * cut.slot_bytes < sent.peak_bytes <= 2 * cut.slot_bytes + BREATH_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["weights", "adapters sent", "engine", "engine, adapters"])
+def test_gpu_check_with_a_second_process_runs_small_on_the_cpu(name: str) -> None:
+    table = make_table()
+    if name.startswith("engine") and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    dict(bench_gpu.checks(table, SIZES, CPU, "cpu"))[name]()
+    assert table.failed == []
+    assert len(table.rows) == {"weights": 2, "adapters sent": 2}.get(name, 6)
+
+
+@pytest.mark.slow
+def test_engine_that_does_not_start_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    model = make_model()
+    trainer = make_trainer(FP32, AlgorithmSection(), model, engine_dtype="float32")
+    with pytest.raises(EngineError, match="engine ended: exit code 1"):
+        measure_engine(
+            trainer,
+            model,
+            EngineRun(dtype="float32", max_tokens=-20),
+            tokenizer_path=str(TOKENIZER),
+            canary=[[1, 2, 3]],
+            folder=tmp_path,
+        )
+
+
+def test_gpu_suite_says_that_there_is_no_cuda() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    with pytest.raises(ConfigError, match="no CUDA device here"):
+        bench_gpu.run_suite(make_table())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("step", "memory", "canary", "repetition", "chunks", "shards", "adapters", "packed"),
+        pytest.param("compiled", marks=pytest.mark.slow),
+    ],
+)
+def test_gpu_check_runs_small_on_the_cpu(name: str) -> None:
+    table = make_table()
+    check = dict(bench_gpu.checks(table, SIZES, CPU, "cpu"))[name]
+    check()
+    promised = [line for line in written(table).splitlines() if line[:4] in ("kept", "FAIL")]
+    assert promised or len(table.rows) == {"packed": 2, "compiled": 1}[name]
+    unkept = [line for line in promised if line.startswith("FAIL") and name != "step"]
+    assert unkept == []
+
+
+def test_arithmetic_of_a_step_is_that_of_its_matrices() -> None:
+    model = make_model()
+    config = model.config
+    of_layer = 2 * (4 + 2) * 8 * 32 + 3 * 32 * 64  # q, o, k, v; gate, up, down
+    pairs = 4 * 8 * 2 * 2 * (3 * 4 / 2 + 5 * 6 / 2)  # heads x size x (scores, values) x (x, +)
+    expected = 2 * (6 * 8 * of_layer + 3 * pairs) + 6 * VOCAB * 32 * 4
+    assert config.num_hidden_layers == 2
+    assert step_flops(model, [3, 5], 4) == expected
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert step_flops(model, [3, 5], 4) == 2 * (4 * 8 * of_layer + 3 * pairs) + 4 * VOCAB * 32 * 4

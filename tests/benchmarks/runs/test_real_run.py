@@ -1,0 +1,70 @@
+"""Laws of measurements on real runs."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.runs.end_to_end import FIRST_STEP, LAST_STEP, window
+from benchmarks.runs.real_run import cpu_seconds
+from common.launch.guardian import MARKS, find_marked, kill_marked
+from common.repository import ROOT
+
+
+def test_processor_time_is_told_by_the_role_that_a_command_names(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text("print(sum(range(10**6)), flush=True); input()")
+    argv = [sys.executable, str(script), "actor"]
+    with subprocess.Popen(argv, stdin=-1, stdout=-1, encoding="utf-8") as process:
+        assert process.stdout
+        assert process.stdout.readline()
+        used = cpu_seconds(os.getpid())
+        process.communicate("\n")
+    assert used["actor"] > 0
+
+
+def test_episodes_are_counted_between_two_steps_and_evaluations_are_no_steps(
+    tmp_path: Path,
+) -> None:
+    steps = [
+        {"step": n, "wait/batch_s": 0.5, "episodes/arrived": float(n), "time_s": 2.0 * n}
+        for n in range(LAST_STEP + 1)
+    ]
+    lines = [*steps, {"step": LAST_STEP, "eval/success": 0.5}]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    num_episodes = sum(range(FIRST_STEP + 1, LAST_STEP + 1))
+    assert window(path) == (num_episodes, 2.0 * (LAST_STEP - FIRST_STEP))
+
+
+STUDY = """
+import sys
+from pathlib import Path
+from benchmarks.runs.real_run import train
+train("run", ["log.wandb=disabled"], folder=Path(sys.argv[1]), timeout_s=600, config="smoke")
+"""
+
+
+@pytest.mark.slow
+def test_killed_study_leaves_no_processes(tmp_path: Path) -> None:
+    mark = secrets.token_hex(16)
+    argv = [sys.executable, "-c", STUDY, str(tmp_path)]
+    study = subprocess.Popen(argv, env={**os.environ, MARKS: mark}, cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 120.0
+        while not (tmp_path / "run" / "logs" / "learner.log").exists():  # all roles are started
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        study.kill()
+        while find_marked(mark):
+            assert time.monotonic() < deadline, "a process of the killed study still runs"
+            time.sleep(0.1)
+    finally:
+        study.kill()
+        study.wait()
+        kill_marked(mark)

@@ -1,0 +1,49 @@
+"""Laws of the suite that watches how large roles are: a leak is seen, a coming and going is not."""
+
+import io
+import math
+import os
+
+import psutil
+
+from benchmarks.chaos.victims import Role
+from benchmarks.runs.soak import Sizes, add_role, floor_growth, growth_frac
+from benchmarks.table import BenchTable
+
+
+def judged(sizes: Sizes) -> set[str]:
+    table = BenchTable(out=io.StringIO())
+    add_role(table, Role.LEARNER, sizes)
+    return {row.name for row in table.rows if not row.kept}
+
+
+def test_memory_that_grows_on_is_a_leak_and_caches_that_fill_are_none() -> None:
+    assert growth_frac([100.0 + i for i in range(60)]) > 0.05
+    assert abs(growth_frac([100.0 + min(i, 15) + i % 3 for i in range(60)])) < 0.05
+
+
+def test_descriptors_that_come_and_go_are_no_leak() -> None:
+    assert floor_growth([20.0 + 5 * (i % 4 == 3) for i in range(30)]) == 0
+    assert floor_growth([20.0 + i // 10 for i in range(30)]) == 1
+
+
+def test_a_role_that_was_restarted_leaks_or_was_never_seen_keeps_no_promise() -> None:
+    flat = [5.0] * 9
+    assert judged(Sizes({1}, flat, flat, flat)) == set()
+    assert judged(Sizes({1, 2}, flat, flat, flat)) == {"learner, restarts"}
+    leaks = [float(i) for i in range(1, 10)]
+    assert judged(Sizes({1}, flat, leaks, flat)) == {"learner, more descriptors"}
+    assert math.isnan(growth_frac([]))
+    assert "learner, growth of memory" in judged(Sizes())
+
+
+def test_a_process_is_sampled_as_it_is() -> None:
+    sizes = Sizes()
+    sizes.add(psutil.Process())
+    read, write = os.pipe()
+    sizes.add(psutil.Process())
+    os.close(read)
+    os.close(write)
+    assert sizes.descriptors[1] - sizes.descriptors[0] == 2
+    assert sizes.pids == {os.getpid()}
+    assert sizes.rss_bytes[0] > 0

@@ -1,0 +1,121 @@
+"""Laws of the study of horizons: equal spending, intervals over seeds, collapse, distance."""
+
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.study.horizon import (
+    budget_of,
+    distance_svg,
+    distance_tables,
+    has_collapsed,
+    horizon_table,
+    success_at,
+    success_svg,
+)
+from benchmarks.study.intervals import gap, iqm, over_seeds
+from benchmarks.study.outcome import Outcome, Point, by_distance
+from tests.learner.builders import make_trajectory
+
+
+def run(arm: str, seed: int, *curve: float, tokens_per_step: int = 100) -> Outcome:
+    """A run evaluated every ten steps; the first success is before training."""
+    nan = (float("nan"), float("nan"))
+    points = tuple(
+        Point(
+            step=10 * i,
+            success=success,
+            num_episodes=40 * i,
+            num_tokens=10 * i * tokens_per_step,
+            spent_s=5.0 * i,
+            by_distance=((4, i), (4, 0), (8, 0), (8, 0)),
+        )
+        for i, success in enumerate(curve)
+    )
+    return Outcome(
+        **{"arm": arm, "seed": seed, "before": curve[0], "after": curve[-1], "after_ci95": nan},
+        **{"num_after": 9, "gain": 0.0, "gain_ci95": nan, "trained": 0.0, "num_trained": 1},
+        **{"lag_mean": 0.0, "ess_min": 1.0, "points": points},
+    )
+
+
+RUNS = [
+    *(run("short", seed, 0.1, 0.4, 0.4 + seed / 50) for seed in range(5)),
+    *(
+        run("long", seed, 0.1, 0.3, 0.8 - 0.7 * (seed == 4), tokens_per_step=300)
+        for seed in range(5)
+    ),
+]
+
+
+def test_interquartile_mean_leaves_out_the_lowest_and_highest_quarter() -> None:
+    assert iqm(np.array([9.0, 1.0, 2.0, 3.0, -50.0])) == pytest.approx(2.0)
+    assert iqm(np.array([0.2])) == pytest.approx(0.2)
+
+
+def test_interval_over_seeds_holds_the_mean_and_is_none_for_equal_runs() -> None:
+    mean, low, high = over_seeds(np.array([[0.1, 0.2, 0.3, 0.4, 0.9], [0.5] * 5]))
+    assert mean == pytest.approx([0.3, 0.5])
+    assert low[0] < mean[0] < high[0]
+    assert (low[1], high[1]) == pytest.approx((0.5, 0.5))
+
+
+def test_gap_between_two_arms_is_zero_only_where_its_interval_says_so() -> None:
+    low, (least, most) = gap([0.5, 0.5, 0.5], [0.4, 0.4, 0.4])
+    assert (low, least, most) == pytest.approx((0.1, 0.1, 0.1))
+    nothing, (least, most) = gap([0.1, 0.5, 0.9], [0.2, 0.5, 0.8])
+    assert nothing == pytest.approx(0.0, abs=1e-9)
+    assert least < -0.1 < 0.1 < most
+
+
+def test_arms_are_compared_where_all_of_them_have_spent_as_much() -> None:
+    assert budget_of(RUNS, "tokens") == 2000
+    assert budget_of(RUNS, "episodes") == 80
+    assert success_at(RUNS[5], "tokens", 2000) == pytest.approx(0.1 + 0.2 * 2 / 3)
+    assert success_at(RUNS[5], "seconds", 10.0) == pytest.approx(0.8)
+
+
+def test_collapsed_runs_are_those_that_end_below_half_of_their_best() -> None:
+    assert [has_collapsed(each) for each in RUNS] == [False] * 9 + [True]
+    assert not has_collapsed(run("luck", 0, 0.02, 0.06, 0.0))
+    text = horizon_table(RUNS)
+    assert "1/5" in text.splitlines()[-1]
+    assert "at 2,000 tokens" in text
+
+
+def test_success_by_distance_counts_the_items_of_rooms_by_their_turns() -> None:
+    made = make_trajectory([5, 6], [0, 1])
+    told = ((0, True), (4, False), (3, True), (7, True), (2, False))  # 4, 3, 32, 31, 16 turns
+    played = [
+        replace(made, env="rooms", item_id=f"Carry@1..32-test-{index}", is_success=is_success)
+        for index, is_success in told
+    ]
+    assert by_distance(played) == ((2, 1), (0, 0), (1, 0), (2, 2))
+    assert by_distance([made]) == ()
+
+
+def test_distance_at_which_an_arm_differs_from_the_longest_horizon_is_marked() -> None:
+    def shifted(seed: int, solved: int) -> Outcome:
+        plain = run("fixed-short", seed, 0.1, 0.2)
+        points = [
+            replace(each, by_distance=((4, solved * (each.step == 10)), *each.by_distance[1:]))
+            for each in plain.points
+        ]
+        return replace(plain, points=tuple(points))
+
+    base = [run("fixed-long", seed, 0.1, 0.2) for seed in range(5)]
+    first, *others = distance_tables([*(shifted(s, 4) for s in range(5)), *base]).split("\n\n\n")
+    assert "1 to 4 turns" in first
+    assert "| fixed-short | 0.000 [0.000, 0.000] | **1.000 [1.000, 1.000]** |" in first
+    assert "| fixed-long | 0.000 [0.000, 0.000] | 0.250 [0.250, 0.250] |" in first
+    assert "**" not in "".join(others)
+
+
+def test_picture_has_a_line_in_a_band_for_every_arm() -> None:
+    drawn = ElementTree.fromstring(success_svg(RUNS, "tokens"))
+    tags = [each.tag.rpartition("}")[2] for each in drawn]
+    assert tags.count("polyline") == tags.count("polygon") == 2
+    assert "nan" not in success_svg(RUNS, "seconds")
+    assert "nan" not in distance_svg(RUNS)

@@ -1,0 +1,71 @@
+"""Laws of the comparison with a peer: both clocks, and when success was there."""
+
+import math
+
+import pytest
+
+from benchmarks.study.peer import steps_of
+from benchmarks.study.sides import Course, Side, Step, comparison, cpu_s_to
+
+
+def course(*success: float, seed: int = 0, cpu_s: float = 2.0) -> Course:
+    """20 steps, horizon 6 and then 10; policies kept every five steps."""
+    steps = [
+        Step(step=n, wall_s=1.0 * n, cpu_s=cpu_s * n, horizon=6 if n <= 10 else 10)
+        for n in range(1, 21)
+    ]
+    kept = {5 * (i + 1): v for i, v in enumerate(success)}
+    return Course(seed=seed, steps=steps, success=kept)
+
+
+def side(*courses: Course) -> Side:
+    return Side(name="a", courses=list(courses))
+
+
+def test_seconds_of_a_step_are_those_between_two_of_the_same_horizon() -> None:
+    assert side(course()).per_step(6) == pytest.approx((1.0, 2.0))
+    assert math.isnan(side(course()).per_step(16)[0])
+
+
+def test_success_is_reached_between_two_policies_that_were_kept() -> None:
+    assert cpu_s_to(0.7, course(0.4, 0.6, 0.8).curve()) == pytest.approx(25.0)
+    assert math.isinf(cpu_s_to(0.7, course(0.4, 0.6).curve()))
+
+
+def test_success_of_several_seeds_is_reached_by_their_mean_as_far_as_all_go() -> None:
+    both = side(course(0.4, 0.6, 0.8), course(0.2, 0.4, seed=1, cpu_s=4.0))
+    assert both.curve() == [pytest.approx((5, 15, 0.3)), pytest.approx((10, 30, 0.5))]
+    assert cpu_s_to(0.4, both.curve()) == pytest.approx(22.5)
+    assert math.isinf(cpu_s_to(0.7, both.curve()))
+
+
+def test_a_step_of_several_seeds_costs_the_mean_of_all() -> None:
+    both = side(course(), course(seed=1, cpu_s=4.0))
+    assert both.per_step(6) == pytest.approx((1.0, 3.0))
+
+
+def test_first_step_of_a_run_counts_as_long_as_the_others_and_foreign_load_does_not() -> None:
+    lines = [
+        {
+            "step": n,
+            "time_s": 100.0 + 3 * n,
+            "cpu/learner_s": 50.0 + 2 * n,
+            "cpu/engine_s": 7.0 + n,
+            "cpu/others_s": 900.0 * n,
+            "cpu/cores": 2.0,
+            "horizon/stage": 1.0,
+        }
+        for n in (1, 2, 3)
+    ]
+    steps = steps_of(lines, (6, 10))
+    assert [each.wall_s for each in steps] == pytest.approx([3.0, 6.0, 9.0])
+    assert [each.cpu_s for each in steps] == pytest.approx([3.0, 6.0, 9.0])
+    assert {each.horizon for each in steps} == {10}
+
+
+def test_table_has_a_row_for_each_side_with_both_clocks_and_one_for_each_of_several_seeds() -> None:
+    sides = [side(course(0.4, 0.6)), side(course(0.5), course(0.7, seed=1))]
+    rows = comparison(sides, horizons=(6, 10, 16)).splitlines()
+    assert rows[2] == "| a | 1.0 / 1.0 / - s | 2.0 / 2.0 / - | 0.400 at 5, 0.600 at 10 |"
+    assert rows[3].endswith("| mean of 2: 0.600 at 5 |")
+    assert rows[4:] == ["| seed 0 |  |  | 0.500 at 5 |", "| seed 1 |  |  | 0.700 at 5 |"]

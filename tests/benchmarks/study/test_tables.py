@@ -1,0 +1,109 @@
+"""Laws of the tables of studies: what the default loses, what is the same, plans before runs."""
+
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.study.command import plan_text
+from benchmarks.study.intervals import by_arm
+from benchmarks.study.outcome import Outcome
+from benchmarks.study.plan import Does, LagArm, Study, names, read_study
+from benchmarks.study.queue import Queue
+from benchmarks.study.tables import (
+    TABLES,
+    algorithms_table,
+    branches_table,
+    context_table,
+    losses,
+    recipes_table,
+    staleness_svgs,
+    staleness_table,
+)
+from common.config.evaluation import StudySection
+from common.config.load import load_config
+from common.repository import ROOT
+from tests.benchmarks.study.test_horizon import run
+
+
+def lagged(rate: str, lag: int, kind: str, *after: float) -> list[Outcome]:
+    name = LagArm(rate, lag, kind, True).name
+    return [replace(run(name, seed, 0.1, each), points=()) for seed, each in enumerate(after)]
+
+
+LAGGED = [
+    each
+    for rate in ("1x", "3x")
+    for part in (
+        lagged(rate, 0, "default", 0.6, 0.6, 0.6),
+        lagged(rate, 0, "none", 0.6, 0.6, 0.6),
+        lagged(rate, 4, "default", 0.57, 0.57, 0.57),
+        lagged(rate, 4, "none", 0.2, 0.2, 0.2),
+    )
+    for each in part
+]
+
+
+def test_name_of_a_lagged_arm_says_what_it_is() -> None:
+    arm = LagArm.of("3x-lag16-per-turn-off")
+    assert arm == LagArm("3x", 16, "per-turn", False)
+    assert arm.name == "3x-lag16-per-turn-off"
+
+
+def test_default_is_held_against_its_own_lag_zero_and_against_none() -> None:
+    found = losses({LagArm.of(name): runs for name, runs in by_arm(LAGGED).items()})
+    lost, low, high, ahead = found[LagArm("1x", 4, "default", True)]
+    assert (lost, low, high) == pytest.approx((0.03, 0.03, 0.03))
+    assert ahead == pytest.approx(0.2 - 0.57)
+    text = staleness_table(LAGGED)
+    assert "| 1x | 4 | on | +3.0 [3.0, 3.0] | 2 | +37.0 |" in text
+
+
+def test_every_rate_has_a_picture_with_a_line_for_every_correction() -> None:
+    pictures = staleness_svgs(LAGGED)
+    assert sorted(pictures) == ["lag-1x-on", "lag-3x-on"]
+    tags = [each.tag.rpartition("}")[2] for each in ElementTree.fromstring(pictures["lag-1x-on"])]
+    assert tags.count("polyline") == tags.count("polygon") == 2
+
+
+def test_algorithms_and_recipes_have_a_row_for_every_arm_with_an_interval_over_seeds() -> None:
+    runs = [run(arm, seed, 0.1, 0.4 + seed / 50) for arm in ("ppo", "rloo") for seed in range(5)]
+    row = algorithms_table(runs).splitlines()[2]
+    assert row.startswith("| ppo | 5 | 0.100 [0.100, 0.100] | 0.440 [")
+    assert recipes_table(runs).splitlines()[3].startswith("| rloo | 5 | 0.440 [")
+
+
+def test_contexts_have_a_row_each_of_all_seeds_together_before_and_after() -> None:
+    runs = [replace(run("window-1", seed, 0.0, 0.5), num_after=100, cpu_s=12.0) for seed in (0, 1)]
+    (row,) = context_table(runs).splitlines()[2:]
+    # Wilson: 0 and 100 of 200.
+    both = "0.000 [0.000, 0.019] | 0.500 [0.431, 0.569] | 0.500, 0.500"
+    assert row == f"| window-1 | {both} | 12 |"
+    runs = [replace(each, num_segments=2.0 + each.seed, num_row_tokens=100.0) for each in runs]
+    assert branches_table(runs).splitlines()[2:] == [f"| window-1 | {both} | 2.5 | 100 | 12 |"]
+
+
+def test_plan_counts_what_is_to_do_and_what_it_takes(tmp_path: Path) -> None:
+    study = read_study("staleness")
+    text = plan_text(Queue(study=study, folder=tmp_path, section=StudySection()))
+    assert "432 runs, of which 60 are the same as others; 0 done, 372 to do" in text
+    assert "up to 180 of them fall away" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("study", [read_study(name) for name in names()], ids=names())
+def test_every_run_of_every_study_has_a_configuration_that_loads(study: Study) -> None:
+    for one in study.runs()[: len(study.arms)]:
+        is_far = (
+            "lag" in one.arm.name and "1x-lag4" not in one.arm.name
+        )  # others differ in a number
+        if one.arm.does is not Does.COMMANDS and not is_far:
+            load_config("quickstart", one.overrides, root=ROOT)
+        for command in one.arm.commands:
+            words = [each.format(run="runs/a", data="runs/b") for each in command[1:]]
+            load_config("quickstart", words, root=ROOT)
+
+
+def test_every_study_has_a_table() -> None:
+    assert sorted(TABLES) == sorted(names())

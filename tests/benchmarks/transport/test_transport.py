@@ -1,0 +1,41 @@
+"""The suite of the trajectory plane measures what it says, here for half a second."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.transport.ends import GROUP_SIZE, NUM_TOKENS, encoded
+from benchmarks.transport.guards import guards_s
+from benchmarks.transport.suite import disk_bytes_per_s, measure
+from common.store.journal import read_journal
+from common.wire.codec import decode
+from learner.ingest.admission import refusal
+
+
+def test_encoded_trajectories_are_whole_groups_that_the_intake_accepts() -> None:
+    made = [decode(frames) for frames in encoded(5, 2 * GROUP_SIZE)]
+    assert len({each.episode_id for each in made}) == 2 * GROUP_SIZE
+    assert [each.group_id for each in made] == ["g0000005"] * GROUP_SIZE + ["g0000006"] * GROUP_SIZE
+    assert {each.token_ids.size for each in made} == {NUM_TOKENS}
+    whys = [refusal(each, learner_version=0, max_group_size=GROUP_SIZE) for each in made]
+    assert set(whys) == {""}
+
+
+def test_disk_is_measured_by_what_it_has_written(tmp_path: Path) -> None:
+    assert disk_bytes_per_s(tmp_path, 1_000, seconds=0.01) > 0
+    assert (tmp_path / "disk").stat().st_size % 64_000 == 0
+
+
+def test_each_check_of_the_intake_is_measured_as_one_that_lets_the_trajectory_in() -> None:
+    costs = guards_s()
+    assert list(costs) == ["sender", "lease", "bounds", "record"]
+    assert all(0.0 < cost < 0.001 for cost in costs.values())
+
+
+@pytest.mark.slow
+def test_what_senders_have_acknowledged_is_counted_and_in_the_journal(tmp_path: Path) -> None:
+    flow = measure("intake", tmp_path, measured_s=0.5)
+    assert flow.per_s > 0
+    assert flow.cpu_s > 0
+    journalled = [trajectory.episode_id for _, trajectory in read_journal(tmp_path / "journal")]
+    assert len(journalled) == len(set(journalled)) >= flow.per_s * 0.5

@@ -1,0 +1,127 @@
+"""Laws of the date in prompts: one for a run, whatever the wall clock."""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers.utils.chat_template_utils as theirs
+
+from actor.rollout.render import Renderer
+from common.exchange.framing import Framing
+from common.formats import chat_template
+from common.formats.chat_template import fix_date, names_date, prompt_date, render_chat
+from common.repository import ROOT
+from common.store.agent_traj import Conversation, Message
+from learner.offline.rows import row_of_conversation
+from tests.actor.rollout.test_render import make_chatml
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ASKED = {
+    "clock": "{{ strftime_now('%d %b %Y') }}",
+    "text": "{{ date_string }}",
+    "llama": "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
+    "{% endif %}{{ date_string }}",
+}
+SAYS = [{"role": "user", "content": "You see a door."}]
+
+
+def dated(asked: str) -> Any:
+    """Return a tokenizer whose chat template names the date."""
+    system = f"<|im_start|>system\nToday: {asked}<|im_end|>\n"
+    return make_chatml(f"{{%- set first = 1 %}}{system}{CHATML}")
+
+
+@pytest.fixture(autouse=True)
+def undated_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin as a process that has rendered nothing, and leave none of its dates behind."""
+    monkeypatch.setattr(chat_template._process, "date", "")
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
+    """Let the libraries' clocks, and ours, show a day of May 2026."""
+
+    class Moment(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> "Moment":
+            return cls(2026, 5, day, tzinfo=tz)
+
+    class Day(datetime.date):
+        @classmethod
+        def today(cls) -> "Day":
+            return cls(2026, 5, day)
+
+    monkeypatch.setattr(theirs, "datetime", Moment)
+    monkeypatch.setattr(chat_template, "date", Day)
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+def test_prompts_of_a_process_name_one_date_on_two_days(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = dated(asked)
+    texts: list[str] = []
+    for day in (1, 2):
+        set_clock(monkeypatch, day)
+        texts.append(tokenizer.decode(Renderer(tokenizer).first_prompt("You see a door.")))
+    assert texts[0] == texts[1]
+    assert "Today: 01 May 2026" in texts[0]
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+def test_all_that_renders_names_the_date_of_the_run(asked: str) -> None:
+    fix_date("2024-02-29")
+    tokenizer = dated(asked)
+    ids = Renderer(tokenizer).first_prompt("You see a door.")
+    assert "Today: 29 Feb 2024" in tokenizer.decode(ids)
+    talk = [
+        Message(text=text, is_agent=is_agent, is_trained=is_agent)
+        for text, is_agent in (("You see a door.", False), ("go", True))
+    ]
+    row = row_of_conversation(tokenizer, Conversation(item_id="x", messages=talk))
+    assert row.token_ids[: len(ids)].tolist() == ids
+
+
+def test_export_of_another_run_names_that_runs_date() -> None:
+    fix_date("2025-01-01")
+    tokenizer = dated(ASKED["clock"])
+    prompt = render_chat(tokenizer, SAYS, day="2024-02-29")
+    assert "Today: 29 Feb 2024" in prompt
+    framing = Framing(tokenizer, day="2024-02-29")
+    assert framing._render(SAYS) == prompt
+
+
+def test_date_of_the_run_replaces_the_one_of_the_process_and_nothing_keeps_it() -> None:
+    assert prompt_date() == datetime.date.today().isoformat()
+    fix_date("2024-02-29")
+    fix_date("")
+    assert prompt_date() == "2024-02-29"
+
+
+def test_templates_own_default_date_stays() -> None:
+    own = dated("{{ date_string | default('26 Jul 2024') }}")
+    assert "Today: 26 Jul 2024" in render_chat(own, SAYS)
+
+
+def test_template_without_a_date_is_given_none() -> None:
+    class Strict:
+        """A tokenizer that takes no argument beyond its own, as some do."""
+
+        chat_template = CHATML
+
+        def apply_chat_template(
+            self, messages: Any, *, tools: Any, tokenize: bool, add_generation_prompt: bool
+        ) -> str:
+            return json.dumps([messages, tools, tokenize, add_generation_prompt])
+
+    assert json.loads(render_chat(Strict(), SAYS)) == [SAYS, None, False, True]
+
+
+def test_folder_tells_whether_its_template_names_a_date(tmp_path: Path) -> None:
+    assert not names_date(ROOT / "configs" / "policies" / "tiny")
+    (tmp_path / "chat_template.jinja").write_text(ASKED["llama"], encoding="utf-8")
+    assert names_date(tmp_path)

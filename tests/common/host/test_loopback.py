@@ -1,0 +1,109 @@
+"""Laws of a machine without IPv4: what a run listens on, in a network namespace with ::1 alone."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from common.host.loopback import can_bind, loopback
+from common.repository import ROOT
+from tests.end_to_end.nodes import why_not
+
+INSIDE = 'ip link set lo up && ip -4 address del 127.0.0.1/8 dev lo && exec "$@"'
+pytestmark = pytest.mark.skipif(
+    os.getuid() != 0 or not shutil.which("unshare") or bool(why_not()),
+    reason="makes a network namespace: needs root, ip and unshare",
+)
+
+
+def run_with_ipv6_only(code: str) -> str:
+    """Return what a program prints on a machine with ::1 as its only address."""
+    inside = ["unshare", "-n", "sh", "-c", INSIDE, "sh"]
+    done = subprocess.run(
+        [*inside, sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_machine_with_ipv4_keeps_127_0_0_1() -> None:
+    assert can_bind("127.0.0.1")
+    assert loopback() == "127.0.0.1"
+
+
+@pytest.mark.slow
+def test_default_hosts_become_those_of_ipv6() -> None:
+    code = (
+        "from common.checks.preflight import check_ports\n"
+        "from common.config.load import load_config\n"
+        "from common.launch.commands import on_loopback\n"
+        "from common.repository import ROOT\n"
+        "cfg = on_loopback(load_config('smoke', ['learner.host=::'], root=ROOT))\n"
+        "check_ports(cfg)\n"
+        "print(cfg.scheduler.host, cfg.learner.host, cfg.envhub.host)\n"
+    )
+    assert run_with_ipv6_only(code) == "::1 :: ::1\n"
+
+
+@pytest.mark.slow
+def test_every_listener_of_a_run_answers_on_ipv6() -> None:
+    code = (
+        "import asyncio, socket\n"
+        "from urllib.parse import urlsplit\n"
+        "from actor.agents.server import AgentServer\n"
+        "from actor.play.serve import bound\n"
+        "from common.dashboard.web.server import listen, url_of\n"
+        "from common.host.loopback import loopback\n"
+        "from common.wire.collective import interface_of\n"
+        "from common.wire.rendezvous.server import StoreServer\n"
+        "from envhub.web.local_site import LocalSite\n"
+        "with listen(loopback(), '0') as page:\n"
+        "    socket.create_connection(('::1', urlsplit(url_of(page, '')).port)).close()\n"
+        "bound(0).close()\n"
+        "print(LocalSite(None).address.rpartition(':')[0], interface_of('::1'))\n"
+        "StoreServer(loopback()).close()\n"
+    )
+    assert run_with_ipv6_only(code) == "[::1] lo\n"
+
+
+@pytest.mark.slow
+def test_weights_travel_between_processes_on_ipv6() -> None:
+    code = (
+        "import threading, torch\n"
+        "from common.wire.collective import BroadcastGroup, Place\n"
+        "import torch.distributed as dist\n"
+        "store = dist.HashStore()\n"
+        "out = torch.zeros(4, dtype=torch.uint8)\n"
+        "def receive():\n"
+        "    group = BroadcastGroup(store, place(1), epoch=1)\n"
+        "    group.broadcast(out)\n"
+        "def place(rank):\n"
+        "    return Place(rank, 2, 'gloo', bind_host='::1', timeout_s=20.0)\n"
+        "other = threading.Thread(target=receive)\n"
+        "other.start()\n"
+        "group = BroadcastGroup(store, place(0), epoch=1)\n"
+        "group.broadcast(torch.full((4,), 7, dtype=torch.uint8))\n"
+        "other.join()\n"
+        "print(out.tolist())\n"
+    )
+    assert run_with_ipv6_only(code) == "[7, 7, 7, 7]\n"
+
+
+@pytest.mark.slow
+def test_ray_is_refused_by_name_on_ipv6() -> None:
+    code = (
+        "from common.config.run_config import RaySection\n"
+        "from common.errors import ConfigError\n"
+        "from common.launch.ray.cluster import open_cluster\n"
+        "try:\n"
+        "    open_cluster(RaySection(), num_cpus=1).__enter__()\n"
+        "except ConfigError as error:\n"
+        "    print(str(error)[:45])\n"
+    )
+    assert run_with_ipv6_only(code) == "launcher=ray: Ray listens on 127.0.0.1, and t\n"

@@ -1,0 +1,91 @@
+"""Laws of errors before a role has begun: which of them a restart may mend."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError, EngineError, EnvError, NotStarted, PeerMissing
+from common.launch.start_guard import StartGuard
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def fail(error: BaseException, folder: Path | None, *, has_begun: bool = False) -> None:
+    with StartGuard(folder, has_begun=lambda: has_begun):
+        raise error
+
+
+def test_failed_import_is_a_wrong_configuration_with_its_remedy(tmp_path: Path) -> None:
+    law = "ModuleNotFoundError: No module named 'vllm'; `make setup` installs"
+    with pytest.raises(ConfigError, match=law):
+        fail(ModuleNotFoundError("No module named 'vllm'"), tmp_path)
+
+
+def test_missing_file_is_a_wrong_configuration_unless_roles_write_it(tmp_path: Path) -> None:
+    missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/data/items.json")
+    with pytest.raises(ConfigError, match=r"/data/items.json: no such file or directory"):
+        fail(missing, tmp_path)
+    own = FileNotFoundError(errno.ENOENT, "no", str(tmp_path / "addresses" / "learner"))
+    with pytest.raises(NotStarted):
+        fail(own, tmp_path)
+
+
+def test_failure_of_the_role_itself_is_one_line_without_its_log(tmp_path: Path) -> None:
+    error = EngineError("engine did not start:\n no room; its last lines:\n  a\n  b")
+    with pytest.raises(NotStarted, match=r"^EngineError: engine did not start: no room$"):
+        fail(error, tmp_path)
+    with pytest.raises(NotStarted, match=r"^AssertionError$"):
+        fail(AssertionError(), None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EnvError("no catalogue"),
+        PeerMissing("no learner within 3s"),
+        TimeoutError(),
+        ConnectionError("refused"),
+        FULL,
+        ConfigError("actor.name=a: is taken"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_failure_of_others_stays_as_it_is(error: BaseException, tmp_path: Path) -> None:
+    with pytest.raises(type(error)) as raised:
+        fail(error, tmp_path)
+    assert raised.value is error
+
+
+def test_failure_after_the_beginning_stays_as_it_is(tmp_path: Path) -> None:
+    for error in (EngineError("engine died"), ImportError("lazy")):
+        with pytest.raises(type(error)):
+            fail(error, tmp_path, has_begun=True)
+
+
+BEGINS = """
+import sys
+from pathlib import Path
+from common.stall.beacon import beacon_of, has_begun
+from common.store.run_dir import RunDir
+with beacon_of(RunDir(root=Path(sys.argv[1])), "learner", start_s=9.0) as beacon:
+    print(has_begun())
+    beacon.note("intake", "serving")
+    print(has_begun())
+    beacon.note("main", "step 1")
+    print(has_begun())
+"""
+
+
+def test_role_has_begun_once_its_main_line_works(tmp_path: Path, repository: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BEGINS, str(tmp_path)],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["False", "False", "True"], done.stderr

@@ -1,0 +1,90 @@
+"""Laws of a shell that names a closed proxy: a run reaches its own parts directly."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import REPOSITORY, Run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
+
+NAMES = ("http_proxy", "https_proxy", "all_proxy")
+CLOSED = dict.fromkeys([*NAMES, *(name.upper() for name in NAMES)], "http://127.0.0.1:9")
+CLOSED |= {"no_proxy": "", "NO_PROXY": ""}
+SHORT = ("train.num_steps=1", "eval.before=false", "eval.after=false")
+
+
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_run_ends_well_beside_a_closed_proxy(tmp_path: Path, launcher: str) -> None:
+    with Run(tmp_path, *SHORT, f"launcher={launcher}", env=CLOSED) as run:
+        assert run.wait() == 0, run.output
+    assert "restart=" not in run.output
+    assert [line["step"] for line in run.metrics()] == [1]
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "run.py", *words],
+        cwd=REPOSITORY,
+        env={**os.environ, **CLOSED},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+class Policy(BaseHTTPRequestHandler):
+    """An endpoint that always chooses the same action."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        message = {"role": "assistant", "content": "go forward"}
+        body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None: ...
+
+
+def evaluate(tmp_path: Path, url: str) -> subprocess.CompletedProcess[str]:
+    own = (f"run.dir={tmp_path}", "run.name=e", "eval.num_items=2", "eval.baselines=false")
+    policy = (f"policy.url={url}", "policy.model=x", "policy.max_tries=1")
+    return command("eval", "--config", "smoke", *own, *policy)
+
+
+def test_evaluation_reaches_hub_and_endpoint_beside_a_closed_proxy(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Policy)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        done = evaluate(tmp_path, f"http://127.0.0.1:{server.server_port}/v1")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5.0)
+    assert done.returncode == 0, done.stderr
+
+
+def test_endpoint_elsewhere_names_the_proxy_that_failed(tmp_path: Path) -> None:
+    done = evaluate(tmp_path, "http://elsewhere.example/v1")
+    assert done.returncode != 0
+    assert "of http_proxy; add elsewhere.example to no_proxy" in done.stderr
+
+
+def test_server_elsewhere_names_the_proxy_that_failed() -> None:
+    url = ("env.url=http://elsewhere.example:80", "env.dialect=openenv")
+    done = command("check-env", "openenv", *url)
+    assert done.returncode == 2
+    assert "of http_proxy; add elsewhere.example to no_proxy" in done.stderr

@@ -1,0 +1,94 @@
+"""Laws of what is refused before a command starts anything."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run
+from common.repository import ROOT
+from tests.common.checks.models import write_model
+
+pytestmark = pytest.mark.slow  # torch and the environments load
+
+WINDOWED = {"model_type": "mistral", "sliding_window": 64}
+NO_PARTS = {"model_type": "opt", "word_embed_proj_dim": 896, "ffn_dim": 896}
+SMALL = {"num_hidden_layers": 2, "vocab_size": 2000, "num_rest": 20_000_000}
+SFT = ["sft", "--config", "smoke", "sft.from_scratch=false"]
+DPO = ["dpo", "--config", "smoke"]
+EVOLVE = ["evolve", "--config", "smoke"]
+TRAIN = ["train", "--config", "smoke", "actor.kv_cache_gib=4"]
+DRY = [*TRAIN, "--dry-run"]
+COMMANDS = [
+    pytest.param(each, id=f"{each[0]}{each[-1]}") for each in (SFT, DPO, EVOLVE, TRAIN, DRY)
+]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], folder: Path, argv: list[str], **model: Any) -> str:
+    """Return the error of a command that must start nothing, which makes no run directory."""
+    if model:
+        path = write_model(folder / "model", **SMALL, **model)
+        argv = [*argv, f"model.path={path}"]
+    capsys.readouterr()
+    assert run.main([*argv, f"run.dir={folder / 'runs'}", "run.name=none"]) == 2
+    assert not (folder / "runs").exists()
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", COMMANDS)
+def test_layout_that_a_model_cannot_have_starts_nothing(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(capsys, tmp_path, [*argv, "learner.layout=packed"], **WINDOWED)
+    assert "learner.layout=packed: mistral has layers of sliding_attention" in error
+    assert "learner.layout=padded" in error
+
+
+@pytest.mark.parametrize("argv", [SFT, DRY])
+def test_compilation_of_a_model_without_parts_starts_nothing(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(capsys, tmp_path, [*argv, "learner.compile=true"], **NO_PARTS)
+    assert "learner.compile=true: OPTForCausalLM has no RMSNorm and no MLP" in error
+    assert "learner.compile=false" in error
+
+
+@pytest.mark.parametrize("argv", COMMANDS)
+def test_adapters_of_unknown_layers_start_nothing(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = ["learner.lora.rank=4", "learner.lora.targets=[q_proj,nothing]"]
+    own = ["learner.optimizer=adamw"]
+    error = refusal(capsys, tmp_path, [*argv, *own, *lora], model_type="qwen2")
+    assert "learner.lora.targets=nothing" in error
+
+
+def test_adapters_of_a_policy_from_scratch_are_refused_before_demonstrations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["sft", "--config", "smoke", "learner.lora.rank=4", "learner.optimizer=adamw"]
+    error = refusal(capsys, tmp_path, [*argv, f"sft.output={tmp_path / 'made'}"])
+    assert "learner.lora.rank=4: with sft.from_scratch=true" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "context"),
+    [
+        (["train"], "window"),
+        (["train", "--dry-run"], "summary"),
+        (["eval"], "fold"),
+        (["evolve"], "subagent"),
+    ],
+)
+def test_context_too_small_for_its_kind_starts_nothing(
+    argv: list[str], context: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*argv, "--config", "smoke", f"actor.context={context}", "actor.max_turn_tokens=24"]
+    given += [f"model.path={ROOT}/configs/policies/tiny", "learner.optimizer=adamw"]
+    error = refusal(capsys, tmp_path, [*given, "actor.max_model_len=32"])
+    assert f"actor.max_model_len=32: no page fits with actor.context={context}" in error
+    assert "actor.max_turn_tokens=24" in error
+    least = int(error.split("actor.max_model_len=")[2].split()[0])
+    assert run.main([*given[:1], "--dry-run", *given[1:], f"actor.max_model_len={least}"]) == 0
+    error = refusal(capsys, tmp_path, [*given, f"actor.max_model_len={least - 1}"])
+    assert f"the smallest that works is actor.max_model_len={least}" in error
