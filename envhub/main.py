@@ -20,10 +20,10 @@ from fastapi import FastAPI
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.run_config import EnvhubSection, RunConfig
 from common.errors import ConfigError
+from common.formats.action_size import FIELDS_BYTES, MIB
 from common.join.enrol import Joined
 from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
-from common.wire.action_size import FIELDS_BYTES, MIB
 from common.wire.addresses import AddressBook, Addresses, with_host
 from common.wire.join_messages import HubHello, HubPlace
 from common.wire.security import RunKeys, own_keys

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
 from common.errors import EnvError, EnvTimeout, HubLost
-from common.wire.action_size import TOGETHER_BYTES, most_bytes
+from common.formats.action_size import TOGETHER_BYTES, most_bytes
 
 SESSION_PATH = "/v1/sessions/"
 FULL = 429

@@ -38,7 +38,7 @@ from common.config.knobs import (
 from common.config.learning import AlgorithmSection, LearnerSection
 from common.config.offline import DpoSection, EvolveSection, SftSection, SimulatorSection
 from common.errors import ConfigError
-from common.wire.action_size import DEFAULT_ACTION_MIB, MOST_ACTION_MIB, needed_mib
+from common.formats.action_size import DEFAULT_ACTION_MIB, MOST_ACTION_MIB, needed_mib
 
 DTYPES = ("bfloat16", "float16", "float32")
 LARGEST_BLOCK_TOKENS = 128  # of a KV cache; an engine may have smaller ones

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from common.errors import EnvError, EnvTimeout
+from common.formats.action_size import DEFAULT_ACTION_MIB, MIB
 from common.memory import trim_heap
 from common.stall.awake import AwakeClock
 from common.text import valid_text
-from common.wire.action_size import DEFAULT_ACTION_MIB, MIB
 from envhub.catalogue.distances import Distances
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, StepResult, Style
@@ -185,7 +185,7 @@ class Sessions:
         self.counts["too_large"] += 1
         return StepResult(
             observation=f"Invalid action: it has {num_bytes} bytes, more than an action may have.",
-            reward=0.0 if before is None else before.reward,
+            reward=self.start_score(session.env_name) if before is None else before.reward,
             done=False,
             is_valid=False,
             state=session.episode.first_state if before is None else before.state,

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from fastapi import HTTPException, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.wire.action_size import TOGETHER_BYTES
+from common.formats.action_size import TOGETHER_BYTES
 from envhub.http.bodies import json_response
 from envhub.http.refusals import REFUSED, Refusals
 

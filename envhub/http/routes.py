@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from common.errors import EnvTimeout
-from common.wire.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
+from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
 from envhub.catalogue.extensions import load_extensions
 from envhub.catalogue.registry import Registry
 from envhub.env import UnknownItem

@@ -2,21 +2,18 @@
 
 import json
 import math
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from common.formats.action_size import DEFAULT_ACTION_MIB, MIB
 from common.formats.calls import check_depth
-from common.wire.action_size import DEFAULT_ACTION_MIB, MIB
 from envhub.env import EnvFailure, action_text
 
 MAX_NUMBER = int(sys.float_info.max)
 MAX_SENT_BYTES = DEFAULT_ACTION_MIB * MIB
 SAMPLES = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
-MAX_READABLE_CHARS, MAX_DIGITS = 100_000, 300
-LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 
 
 SUCCESS_KEYS = ("is_success", "success", "episode_success", "is_solved", "solved", "won")
@@ -161,19 +158,6 @@ def _check_numbers(value: object) -> None:
             _check_numbers(each)
     elif type(value) is int and abs(value) > MAX_NUMBER:
         raise ValueError("a number is too large")
-
-
-def check_readable(text: str) -> None:
-    """Raises: BadAction: text on which programs of others break, so that they are not sent it.
-
-    Python's own `int` refuses more than 4,300 digits, and C ends a text at NUL.
-    """
-    if len(text) > MAX_READABLE_CHARS:
-        raise BadAction(f"The action is longer than {MAX_READABLE_CHARS} characters.")
-    if "\0" in text:
-        raise BadAction("The action holds the character NUL.")
-    if LONG_NUMBER.search(text) is not None:
-        raise BadAction(f"The action holds a number of more than {MAX_DIGITS} digits.")
 
 
 def shortened(text: str, most: int) -> str:

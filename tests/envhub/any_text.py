@@ -103,12 +103,12 @@ WAYS: dict[str, Callable[[str], str]] = {  # from an action that is executed to 
     "digits": lambda action: "".join("9" * 5000 if c.isdigit() else c for c in action),
     "brackets": lambda action: action + "[" * 100_000 + "]" * 100_000,
 }
-MAX_LIKE = 6  # actions of different first words, from which texts are made
+MAX_LIKE = 4  # actions of different first words, from which texts are made
 # What an invalid action is answered with, in the words of one environment or another.
 REASON = re.compile(
-    r"invalid|not\b|no (table|tool|known|such|json|element|letter)|could|cannot|wrong|must"
-    r"|more than|longer|refused|error|unrecognized|which number|nothing happens|syntax|near"
-    r"|incomplete|failed|too |known actions|ambiguous",
+    r"invalid|not\b|no (change|table|tool|known|such|json|element|letter)|could|can't|cannot|wrong"
+    r"|must|at most|more than|longer|refused|error|unrecognized|which number|nothing happens"
+    r"|syntax|near|incomplete|failed|too |known actions|ambiguous",
     re.IGNORECASE,
 )
 

@@ -35,9 +35,11 @@ def test_any_text_is_an_action_of_each_environment(env: str) -> None:
 
 
 @pytest.mark.slow
-def test_any_text_is_an_action_of_an_outside_environment() -> None:
-    with serving(SORT) as url:
-        asyncio.run(check_texts(url, "sort"))
+@pytest.mark.parametrize("reference", [SORT, "gymnasium:FrozenLake-v1", "gymnasium:Taxi-v4"])
+def test_any_text_is_an_action_of_an_outside_environment(reference: str) -> None:
+    name = "sort" if reference == SORT else reference.partition(":")[2]
+    with serving(reference) as url:
+        asyncio.run(check_texts(url, name, has_reasons=reference != SORT))
 
 
 @pytest.mark.slow
