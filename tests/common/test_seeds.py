@@ -52,13 +52,13 @@ def test_members_of_a_group_share_the_environments_chance() -> None:
     assert 0 <= environment_seed(group[0]) < 2**31
 
 
-def test_samples_of_a_held_out_item_have_a_chance_of_their_own() -> None:
+def test_samples_of_a_held_out_item_differ_by_chance() -> None:
     held_out = replace(LEASE, kind=EpisodeKind.EVAL, seed=11)
     assert environment_seed(held_out) == 11
     assert environment_seed(replace(held_out, seed=12)) == 12
 
 
-def test_engines_of_two_actors_or_two_starts_never_share_a_seed() -> None:
+def test_engines_of_two_actors_or_starts_share_no_seed() -> None:
     starts = [(name, life) for name in ("actor-0", "actor-1", "two") for life in ("a", "b", "c")]
     found = {engine_seed(7, name=name, incarnation=life) for name, life in starts}
     assert len(found) == 9

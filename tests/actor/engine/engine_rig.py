@@ -69,7 +69,7 @@ class Rig:
         lora: LoraSection = FULL,
         prepare: Callable[[Qwen3ForCausalLM], None] = lambda _: None,
         num_workers: int = 1,
-        is_repeatable: bool = False,
+        is_repeatable: bool = True,
     ) -> None:
         from actor.engine.engine import Engine
 

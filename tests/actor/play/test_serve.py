@@ -122,7 +122,7 @@ def test_a_request_is_sampled_at_its_own_temperature_and_one_that_is_none_is_ref
     assert parrot.temperatures == [None, 0.0, 1.5]
 
 
-def test_seed_of_a_request_reaches_the_engine_and_one_that_is_none_is_refused() -> None:
+def test_seed_of_a_chat_request_reaches_the_engine() -> None:
     parrot = Parrot()
 
     async def work() -> list[int]:

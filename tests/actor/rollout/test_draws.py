@@ -95,7 +95,7 @@ def play(leases: list[Lease], *, is_lockstep: bool) -> tuple[dict[str, list[int]
 
 
 @pytest.mark.parametrize("is_lockstep", [False, True])
-def test_each_request_is_sampled_by_the_seed_of_its_lease_and_turn(is_lockstep: bool) -> None:
+def test_each_request_is_sampled_by_its_lease_and_turn(is_lockstep: bool) -> None:
     leases = group(3)
     sampled, _ = play(leases, is_lockstep=is_lockstep)
     for lease in leases:

@@ -101,9 +101,7 @@ def test_a_mixture_that_sums_to_zero_is_refused(repository: Path) -> None:
         load_config(None, ["model.path=/weights", tasks], root=repository)
 
 
-def test_horizon_of_a_million_tokens_is_accepted_and_as_many_turns_are_not(
-    repository: Path,
-) -> None:
+def test_horizon_may_be_a_million_tokens_but_not_turns(repository: Path) -> None:
     tokens = ["model.path=m", "horizon.unit=tokens", "horizon.stages=[1000000]"]
     room = ["actor.max_model_len=1100000", "learner.max_tokens_per_microbatch=1100000"]
     cfg = load_config(None, [*tokens, *room], root=repository)

@@ -95,7 +95,7 @@ def test_export_of_another_run_names_that_runs_date() -> None:
     assert framing._render(SAYS) == prompt
 
 
-def test_date_of_the_run_replaces_the_one_of_the_process_and_nothing_keeps_it() -> None:
+def test_date_of_the_run_replaces_that_of_the_process() -> None:
     assert prompt_date() == datetime.date.today().isoformat()
     fix_date("2024-02-29")
     fix_date("")
@@ -121,7 +121,7 @@ def test_template_without_a_date_is_given_none() -> None:
     assert json.loads(render_chat(Strict(), SAYS)) == [SAYS, None, False, True]
 
 
-def test_folder_tells_whether_its_template_names_a_date(tmp_path: Path) -> None:
+def test_template_that_names_a_date_is_recognised(tmp_path: Path) -> None:
     assert not names_date(ROOT / "configs" / "policies" / "tiny")
     (tmp_path / "chat_template.jinja").write_text(ASKED["llama"], encoding="utf-8")
     assert names_date(tmp_path)

@@ -48,7 +48,7 @@ def test_every_message_has_fewer_arrays_than_frames_are_allowed() -> None:
         assert 1 + len(arrays) <= MAX_FRAMES, cls.__name__
 
 
-def test_longest_configurable_episode_fits_a_message_and_a_million_tokens_are_less() -> None:
+def test_longest_configurable_episode_fits_a_message() -> None:
     trajectory = make_trajectory([1, 2], [0, 1])
     sizes = [getattr(trajectory, name).itemsize for name in TOKEN_COLUMNS]
     assert sum(sizes) == 17
@@ -106,7 +106,7 @@ def test_sender_and_receiver_refuse_a_message_of_large_frames_alike() -> None:
 
 
 @pytest.mark.parametrize("text", ["half \udcff", "\ud800"])
-def test_text_that_no_message_can_hold_is_refused_by_its_sender(text: str) -> None:
+def test_sender_refuses_text_that_no_message_can_hold(text: str) -> None:
     with pytest.raises(WireError, match="no message can hold"):
         encode(Rejected(reason=text))
 

@@ -1,0 +1,42 @@
+"""Laws of the date that a command's prompts name."""
+
+from pathlib import Path
+
+import pytest
+
+import run as command_line
+from common.config.run_config import ModelSection, RunConfig
+from common.formats import chat_template
+from common.formats.chat_template import prompt_date
+from common.launch.commands import with_date
+from common.store.run_dir import RunDir
+
+KEPT = ("sft", "evolve", "eval")
+ONCE = ("dpo", "serve")
+
+
+@pytest.fixture(autouse=True)
+def undated_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template._process, "date", "")
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_command_and_its_prompts_have_one_date(is_kept: bool, tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path / "r")
+    seen: list[str] = []
+
+    def note(cfg: RunConfig, _: RunDir) -> int:
+        seen.extend([cfg.model.date, prompt_date()])
+        return 7
+
+    cfg = RunConfig(model=ModelSection(path="m", date="2024-02-29"))
+    assert with_date(note, cfg, run_dir, is_kept=is_kept) == 7
+    assert seen == ["2024-02-29", "2024-02-29"]
+    assert run_dir.read_date() == ("2024-02-29" if is_kept else "")
+
+
+def test_every_command_that_renders_prompts_fixes_their_date() -> None:
+    for name in (*KEPT, *ONCE):
+        command = command_line.COMMANDS[name].run
+        assert getattr(command, "func", None) is with_date, name
+        assert command.keywords == {"is_kept": name in KEPT}, name  # type: ignore[attr-defined]
