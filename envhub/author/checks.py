@@ -52,6 +52,8 @@ def check_spec(spec: EnvSpec) -> Iterator[Finding]:
         if is_wrong
     ]
     problems += [] if spec.subsets else ["no subsets"]
+    if not 0.0 <= spec.start_score <= 1.0:
+        problems.append(f"start_score={spec.start_score:g} is not in [0, 1]")
     yield from graded("entry", problems, f"{spec.name}, {len(spec.subsets)} subsets")
     untested = [name for name, each in spec.subsets.items() if not each.num_test]
     if untested:

@@ -53,7 +53,7 @@ def parse_action(text: str, space: Any) -> Any:
     if kind == "Text":
         return _contained(_spoken(text, space), space)
     if kind == "Discrete":
-        return _contained(parse_whole(text), space)
+        return _contained(_named(text, space), space)
     try:
         value = json.loads(_unfenced(text), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -150,6 +150,14 @@ def observation_text(observation: Any) -> str:
     """Return an observation as text: itself, or all of it as JSON. Raises: NoText."""
     shown = plain(observation)
     return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+
+
+def _named(text: str, space: Any) -> int:
+    """Return the number that a text writes. Raises: BadAction, which names the range."""
+    try:
+        return parse_whole(text)
+    except BadAction as error:
+        raise BadAction(f"The action must be {describe(space)}. {error}") from error
 
 
 def _spoken(text: str, space: Any) -> str:

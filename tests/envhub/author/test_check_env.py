@@ -72,6 +72,7 @@ def test_example_is_sound_and_says_what_reward_and_success_mean():
             [("    def render(self)", "    def draw(self)"), (".render()", ".draw()")],
             "no method ren",
         ),
+        ([('name="sort",', 'name="sort", start_score=1.5,')], "start_score=1.5 is not in [0, 1]"),
         ([("max_turns=8", "max_turns=0")], "subset four: max_turns below 1"),
         ([("item = parse_item(item_id, SUBSETS)", "raise OSError")], "raises: sort: OSError"),
     ],

@@ -117,6 +117,12 @@ def test_what_is_no_whole_number_is_a_bad_action(text: str) -> None:
         parse_whole(text)
 
 
+@pytest.mark.parametrize("text", ["2", "one", "9" * 5_000])
+def test_a_refused_number_is_answered_with_the_range(text: str) -> None:
+    with pytest.raises(BadAction, match="must be a whole number from -1 to 1"):
+        parse_action(text, Discrete(3, start=-1))
+
+
 @pytest.mark.parametrize(
     ("space", "text", "action"),
     [
