@@ -10,7 +10,7 @@ import pytest
 from tests.end_to_end.hard_machine import CORES, MEMORY_BYTES, NO_ONE, hard_machine
 from tests.end_to_end.nodes import why_not
 
-LIMIT_S = 900.0
+LIMIT_S = 1200.0
 NEEDS = ("unshare", "setpriv", "ip")
 
 

@@ -127,6 +127,26 @@ def test_locale_without_utf8_takes_umlauts_in_arguments(locale: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        ("TMPDIR=/none", "TMPDIR=/none: there is no such folder"),
+        ("WANDB_MODE=off", "WANDB_MODE=off: must be one of online"),
+        ("WANDB_DISABLED=maybe", "WANDB_DISABLED=maybe: must be true or false"),
+    ],
+)
+def test_variable_that_no_run_can_follow_is_named_before_the_start(
+    variable: str, words: str, tmp_path: Path
+) -> None:
+    name, _, value = variable.partition("=")
+    where = f"run.dir={tmp_path}"
+    done = run_py("--config", "smoke", where, "log.wandb=auto", **{name: value})
+    assert done.returncode == 2
+    assert done.stderr.decode("utf-8").startswith(f"error: {words}")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 def test_terminal_without_umlauts_gets_them_escaped() -> None:
     environ = {"PYTHONIOENCODING": "ascii:strict"}
     done = run_py("--config", "smoke", "run.dir=läufe", "--dry-run", **environ)
