@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 from actor.rollout.episode import Render, Session, Turn
-from common.scripted import chars_of
+from common.formats.scripted import chars_of
 from common.wire.messages import PolicyKind, Trajectory
 
 

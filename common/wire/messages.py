@@ -294,9 +294,8 @@ class Trajectory(EpisodeIdentity):
     turn_actions: np.ndarray = field(default_factory=_none, repr=False)  # as sent to it; or [0]
     segment_starts: np.ndarray = field(default_factory=_none, repr=False)  # [segment] int32; [0]: 1
     asides: np.ndarray = field(default_factory=_none, repr=False)  # [3 * num] int32, see segments
-    action_chars: np.ndarray = field(
-        default_factory=_none, repr=False
-    )  # see common.scripted; or [0]
+    # [chars] int32 text of a scripted policy's actions, see common.formats.scripted; or [0]
+    action_chars: np.ndarray = field(default_factory=_none, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.scripted import refusal_of_actions
+from common.formats.scripted import refusal_of_actions
 from common.segments import refusal_of_asides, refusal_of_segments, refusal_of_starts, segments_of
 from common.wire.access.lease_mac import is_leased
 from common.wire.messages import EndReason, PolicyKind, Trajectory

@@ -26,6 +26,7 @@ from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
 from common.host.loopback import loopback
+from common.leaving import leave
 from common.log import configure_logging
 from common.stall.stacks import tell_stacks
 from common.wire.collective import interface_of
@@ -243,10 +244,10 @@ def _serve_rank(
             payload = ranks.receive(num_bytes) if num_bytes else b""
             trainer.carry_out(Order(kind, version, must_train, must_skip, payload))
     except (EOFError, BrokenPipeError):  # rank 0 has left
-        _end(0)
+        leave(0)
     finally:  # only an error gets here
         logger.error("ended by an error", exc_info=True)
-        _end(1)
+        leave(1)
 
 
 def _serve_weights(weights: LiveWeights, pipe: Connection) -> None:
@@ -259,10 +260,4 @@ def _serve_weights(weights: LiveWeights, pipe: Connection) -> None:
         return
     except LongstrideError:
         logger.error("weights are not served any more", exc_info=True)
-        _end(1)
-
-
-def _end(code: int) -> None:
-    """Leave at once: there is nothing to save, and torch takes seconds to tidy up."""
-    logging.shutdown()
-    os._exit(code)
+        leave(1)

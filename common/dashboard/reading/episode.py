@@ -10,7 +10,7 @@ from common import segments as rows
 from common.config.evaluation import AgentFormat
 from common.errors import ConfigError
 from common.formats.answers import read_any
-from common.scripted import actions_of
+from common.formats.scripted import actions_of
 from common.segments import Aside
 from common.wire.messages import PolicyKind, Trajectory
 

@@ -4,12 +4,13 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from common.scripted import actions_of
 
 from actor.rollout.episode import Session, Turn
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
 from common.config.evaluation import AgentFormat, AgentOptions
 from common.errors import EngineError, EnvError, EnvTimeout
-from common.scripted import actions_of
+from common.formats.scripted import actions_of
 from common.states import action_number, state_number
 from common.wire.codec import pack_record, unpack_record
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory

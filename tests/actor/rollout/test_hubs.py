@@ -11,7 +11,7 @@ from actor.rollout.hubs import Hubs
 from actor.rollout.pool import Episodes
 from common.config.run_config import ActorSection
 from common.errors import EnvError
-from common.scripted import actions_of
+from common.formats.scripted import actions_of
 from common.wire.join_messages import HubPlace
 from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind, Trajectory
 from tests.actor.toy_servers import ToyHub, serve

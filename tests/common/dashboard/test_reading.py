@@ -23,7 +23,7 @@ from common.dashboard.reading.tokens import TokenTexts
 from common.dashboard.web.overview import overview
 from common.dashboard.web.results import samples
 from common.errors import ConfigError, WireError
-from common.scripted import chars_of
+from common.formats.scripted import chars_of
 from common.store.records import MAGIC
 from common.store.run_dir import RunDir
 from common.store.segments import pack
