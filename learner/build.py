@@ -112,8 +112,7 @@ def build(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = Non
     settled = _settled(cfg, run_dir, model, rank_workers)
     may_pad = cfg.learner.layout is Layout.AUTO
     trainer, version = _trainer(settled, run_dir, model, folder, rank_workers, gate, may_pad)
-    settled = _with_layout(settled, trainer)
-    checksums = _checksums(settled, run_dir, trainer, version)
+    checksums = _checksums(_with_layout(settled, trainer), run_dir, trainer, version)
     journal = _journal(cfg, run_dir)
     start = load_replay_point(run_dir.replay_point, version=version)
     step_log = StepLog(run_dir.steps, start=start.steps_offset)

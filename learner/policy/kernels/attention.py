@@ -86,11 +86,15 @@ def _measured_problem(model: PreTrainedModel) -> str:
 
     try:
         found = packing_difference(probe, packed, padded)
-    except (ConfigError, TypeError) as error:
-        return f"{probe.name} cannot compute packed sequences: {error}"
-    if not found:
+    except torch.OutOfMemoryError:
+        raise
+    except (ConfigError, TypeError, RuntimeError) as error:  # of a kernel that lacks such shapes
+        problem = f"{probe.name} cannot compute packed sequences: {error}"
+    else:
+        problem = f"sequences of {probe.name} see each other: {found} packed and alone"
+        problem = problem if found else ""
+    if not problem:
         return ""
-    problem = f"sequences of {probe.name} see each other: {found} packed and alone"
     logger.warning("learner.layout: sequences are padded, not packed: %s", problem)
     return problem
 

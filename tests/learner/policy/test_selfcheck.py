@@ -272,6 +272,8 @@ SCALED = {"granite_scaled": ("granite", {"logits_scaling": 8.0})}
 REFUSED = {"gemma2", "cohere", "cohere2", "falcon_h1", "recurrent_gemma", "granite_scaled"}
 PADDED = set(
     [
+        "deepseek_v2",
+        "deepseek_v3",
         "nemotron",
         "olmo3",
         "stablelm",
