@@ -25,8 +25,8 @@ if __name__ == "__main__":
 
 def test_process_that_leaves_at_once_leaks_no_semaphores(tmp_path: Path) -> None:
     script = tmp_path / "leaves.py"
-    script.write_text(LEAVES)
+    script.write_text(LEAVES, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, str(script)]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, env=env, capture_output=True, encoding="utf-8", timeout=60)
     assert (done.returncode, done.stderr) == (3, "")

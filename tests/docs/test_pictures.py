@@ -39,8 +39,8 @@ def url(tmp_path: Path) -> Generator[str]:
     log = tmp_path / "dashboard.log"
     child = ChildProcess("dashboard", argv, log_path=log, env={**os.environ, **env}, cwd=ROOT)
     try:
-        child.wait_until(lambda: "http://" in log.read_text(), timeout_s=START_S)
-        yield log.read_text().split()[0]
+        child.wait_until(lambda: "http://" in log.read_text(encoding="utf-8"), timeout_s=START_S)
+        yield log.read_text(encoding="utf-8").split()[0]
     finally:
         child.stop(timeout_s=10.0)
 

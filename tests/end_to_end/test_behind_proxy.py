@@ -38,7 +38,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
         cwd=REPOSITORY,
         env={**os.environ, **CLOSED},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=300,
     )
 

@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from common.scripted import actions_of
 
 from actor.rollout.episode import Session, Turn
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions

@@ -214,7 +214,7 @@ def test_role_that_left_a_finished_run_stays_away(
 
     with caplog.at_level("INFO", "common.launch"):
         assert launch([learner, scheduler], on_poll, watch=Told(is_over=is_over)).exit_code == 0
-    assert (starts.read_text() == "x") is is_over
+    assert (starts.read_text(encoding="utf-8") == "x") is is_over
 
 
 def test_role_that_left_returns_when_the_learner_is_started_again(tmp_path: Path) -> None:
@@ -229,8 +229,8 @@ sys.exit(2 - wanted)
 """
     learner = role(tmp_path, "learner", code, starts, lives, ends_run=True, max_restarts=2)
     assert launch([learner, scheduler], watch=Told(is_over=True)).exit_code == 0
-    assert lives.read_text() == "xx"
-    assert len(starts.read_text()) >= 2
+    assert lives.read_text(encoding="utf-8") == "xx"
+    assert len(starts.read_text(encoding="utf-8")) >= 2
 
 
 def test_role_beyond_its_restarts_fails_the_run_with_its_last_words(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_two_starts_that_fail_alike_end_the_run_in_one_line(tmp_path: Path) -> N
     starts = tmp_path / "starts"
     actor = role(tmp_path, "actor-0", FAILS_TO_START, starts)
     ending = launch([role(tmp_path, "hub", STAY), actor])
-    assert starts.read_text() == "xx"
+    assert starts.read_text(encoding="utf-8") == "xx"
     assert ending.exit_code == 1
     assert ending.reason == (
         "actor-0 cannot start: EngineError: no room for 2 GiB; two starts failed alike, "
@@ -278,7 +278,7 @@ def test_starts_that_fail_in_different_ways_are_counted(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     actor = role(tmp_path, "actor-0", FAILS_TO_START, starts, "differently", max_restarts=3)
     ending = launch([actor])
-    assert starts.read_text() == "xxxx"
+    assert starts.read_text(encoding="utf-8") == "xxxx"
     assert "actor-0 failed after 3 restarts: exit code 70" in ending.reason
 
 
@@ -287,7 +287,7 @@ def test_role_that_worked_before_restarts_after_failed_starts(tmp_path: Path) ->
     code = "import sys\nif not open(sys.argv[1], 'a+').tell(): open(sys.argv[1], 'a').write('w');"
     code += f"raise SystemExit(1)\n{FAILS_TO_START}"
     ending = launch([role(tmp_path, "actor-0", code, starts, max_restarts=3)])
-    assert starts.read_text() == "wxxx"
+    assert starts.read_text(encoding="utf-8") == "wxxx"
     assert "actor-0 failed after 3 restarts: exit code 70" in ending.reason
 
 

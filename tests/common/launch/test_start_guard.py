@@ -85,7 +85,7 @@ def test_role_has_begun_once_its_main_line_works(tmp_path: Path, repository: Pat
         [sys.executable, "-c", BEGINS, str(tmp_path)],
         cwd=repository,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=60,
     )
     assert done.stdout.split() == ["False", "False", "True"], done.stderr

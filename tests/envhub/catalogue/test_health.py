@@ -111,7 +111,7 @@ def test_subset_without_training_items_is_named_before_a_run_and_can_be_evaluate
 def test_start_and_dry_run_refuse_a_subset_without_training_items(
     config: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "held.py").write_text(HELD_OUT)
+    (tmp_path / "held.py").write_text(HELD_OUT, encoding="utf-8")
     tasks = [
         "tasks=[{env: held, subset: Carry}]",
         f"envhub.envs=[{tmp_path / 'held.py'}:make_spec]",

@@ -147,7 +147,7 @@ def test_a_game_that_cannot_be_is_refused_by_name(reference: str, why: str) -> N
 def test_an_invalid_last_move_pays_the_ranges_lower_end(repository: Path) -> None:
     python = python_with("textarena==0.7.4", sees_ours=True)
     done = subprocess.run(
-        [python, "-c", INVALID], cwd=repository, capture_output=True, text=True, timeout=120
+        [python, "-c", INVALID], cwd=repository, capture_output=True, encoding="utf-8", timeout=120
     )
     assert done.returncode == 0, done.stderr[-3000:]
     usual, below = json.loads(done.stdout.splitlines()[-1])
