@@ -26,7 +26,11 @@ with serving(sys.argv[1]) as url:
 def check_apart(python: str, reference: str, env: str) -> None:
     """Assert the law in another interpreter."""
     done = subprocess.run(
-        [python, "-c", CHECK, reference, env], cwd=ROOT, capture_output=True, text=True, timeout=600
+        [python, "-c", CHECK, reference, env],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
