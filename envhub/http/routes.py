@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request, Response
@@ -89,22 +90,7 @@ def make_app(
             answer to an invalid action.
         agentgym: of AgentGym's routes; None: the sessions' leases, and nobody waits.
     """
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        upkeep = [
-            asyncio.create_task(sessions.watch_leases()),
-            asyncio.create_task(sessions.placement.watch_memory()),
-        ]
-        for task in upkeep:
-            task.add_done_callback(_log_end)
-        yield
-        for task in upkeep:
-            task.cancel()
-        await asyncio.gather(*upkeep, return_exceptions=True)
-        await sessions.stop()
-
-    app = FastAPI(title="Longstride environment hub", lifespan=lifespan)
+    app = FastAPI(title="Longstride environment hub", lifespan=_lifespan_of(sessions))
     app.state.known_heads = known = KnownHeads(token, STATUS_CODES, now_s=sessions.now_s)
     app.state.refusals = refusals = Refusals()
     app.state.max_action_bytes = max_action_bytes
@@ -134,6 +120,26 @@ def make_app(
     for mount in load_extensions("routes"):
         mount(hub)
     return app
+
+
+def _lifespan_of(sessions: Sessions) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Return what watches leases and memory while the application runs, and then ends sessions."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        upkeep = [
+            asyncio.create_task(sessions.watch_leases()),
+            asyncio.create_task(sessions.placement.watch_memory()),
+        ]
+        for task in upkeep:
+            task.add_done_callback(_log_end)
+        yield
+        for task in upkeep:
+            task.cancel()
+        await asyncio.gather(*upkeep, return_exceptions=True)
+        await sessions.stop()
+
+    return lifespan
 
 
 def _log_end(task: asyncio.Task[None]) -> None:
