@@ -118,9 +118,7 @@ def build(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = Non
     step_log = StepLog(run_dir.steps, start=start.steps_offset)
     steps = steps_since(run_dir, start=start, version=version, num_batches=trainer.num_batches)
     version = steps[-1].version if steps else version
-    resumed_at = last_logged(run_dir, version)
-    sink = WandbSink(run_dir, cfg, views=make_views(run_dir) if make_views else None)
-    metrics = MetricsWriter(run_dir, [sink], resumed_at_step=resumed_at)
+    metrics = _metrics(cfg, run_dir, make_views, version=version)
     repeat_steps(
         cfg.algorithm, run_dir, trainer, steps, start=start, metrics=metrics, checksums=checksums
     )
@@ -159,6 +157,14 @@ def build(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = Non
         version=version,
         is_after_skip=bool(steps) and steps[-1].is_skipped,
     )
+
+
+def _metrics(
+    cfg: RunConfig, run_dir: RunDir, make_views: MakeViews | None, *, version: int
+) -> MetricsWriter:
+    """Return the writer of metrics.jsonl and wandb, behind the line of the step `version`."""
+    sink = WandbSink(run_dir, cfg, views=make_views(run_dir) if make_views else None)
+    return MetricsWriter(run_dir, [sink], resumed_at_step=last_logged(run_dir, version))
 
 
 def _group_assembly(cfg: RunConfig) -> GroupAssembly:
