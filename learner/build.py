@@ -50,9 +50,6 @@ from learner.weights.routes import PublishSettings
 MakeViews = Callable[[RunDir], RunViews]
 
 
-MakeViews = Callable[[RunDir], RunViews]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
     """Everything a learner is made of."""

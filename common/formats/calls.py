@@ -50,8 +50,9 @@ def read_arguments(value: object) -> Arguments:
     found: object = DECODER.decode(value or "{}") if isinstance(value, str) else value
     if not isinstance(found, dict):
         raise ValueError("must be a JSON object")
-    check_depth(found)
-    return cast(Arguments, found)
+    arguments = cast(Arguments, found)
+    check_depth(arguments)
+    return arguments
 
 
 def check_depth(value: object) -> None:

@@ -255,8 +255,8 @@ class _Role:
         if code == 0 and self.spec.ends_run:
             return Ending(exit_code=EXIT_FINISHED, reason=f"{self.spec.name} finished")
         if code == EXIT_CONFIG_ERROR:
-            last = _error_of(ended)
-            return Ending(exit_code=EXIT_CONFIG_ERROR, reason=f"{self.spec.name}: {last}")
+            reason = f"{self.spec.name}: {_error_of(ended)}"
+            return Ending(exit_code=EXIT_CONFIG_ERROR, reason=reason)
         if self._has_failed_alike(ended, code):
             return self._hopeless(ended)
         if not self._may_restart():

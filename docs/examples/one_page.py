@@ -1,7 +1,7 @@
 """The whole algorithm in one process, with the project's own functions: a minute on a CPU.
 
-Run from the repository: `python docs/examples/one_page.py`. The real system splits these lines
-into roles: actors play, a scheduler opens groups, a learner trains, a hub holds environments.
+Run `python docs/examples/one_page.py`. The real system splits these lines into roles: actors
+play, a scheduler opens groups, a hub holds the environments, and a learner trains.
 """
 
 import sys
@@ -18,73 +18,70 @@ from actor.rollout.episode import first_text
 from actor.rollout.render import Renderer
 from common.config.learning import AlgorithmSection
 from envhub.catalogue.registry import Registry
-from envhub.env import Env, EnvSpec, Style
+from envhub.env import Env, Style
 from learner.batch.advantage import group_advantages
 from learner.batch.batching import collate_tokens
 from learner.objective.correction import importance_weights, log_ratio
 from learner.objective.loss import Denominator, LossInputs, policy_loss
 from learner.policy.model import Scoring, load_policy, token_logprobs
 
-MODEL = "configs/policies/tiny-expert"
-SUBSET, GROUPS, MEMBERS, HORIZON, TURN_TOKENS, STEPS = "GoToLocal", 6, 8, 6, 12, 6
-ALGORITHM = AlgorithmSection()  # GRPO, PPO-clip to the sampler, truncated importance weights
+SUBSET, NUM_GROUPS, GROUP_SIZE, HORIZON, MAX_TURN_TOKENS, NUM_STEPS = "PickupLoc", 6, 8, 6, 12, 6
+CFG = AlgorithmSection()  # GRPO, PPO's clip around the sampler, truncated importance weights
+SPEC = Registry(["babyai"]).spec("babyai")
 
 
 @dataclass
 class Episode:
-    """An environment and the tokens of its conversation: token in, token out."""
+    """An environment and the tokens of its conversation; nothing is ever encoded again."""
 
     env: Env
     token_ids: list[int]
-    mask: list[bool]  # [tokens] True where the policy sampled the token
-    logprobs: list[float] = field(default_factory=list)  # [sampled tokens] nats, of the sampler
+    mask: list[bool]  # [seq] True where the policy sampled the token.
+    logprobs: list[float] = field(default_factory=list[float])  # [tokens] nats of the sampler.
     reward: float = 0.0
     is_over: bool = False
 
 
-def open_group(spec: EnvSpec, renderer: Renderer, index: int) -> list[Episode]:
-    """Return the members of one group: the same item, opened several times."""
-    members = []
-    for _ in range(MEMBERS):
-        env = spec.make(Style.COMPACT)
-        observation = env.reset(f"{SUBSET}-train-{index}", seed=0)
-        prompt = renderer.first_prompt(first_text(spec.instruction[Style.COMPACT], observation))
+def open_group(renderer: Renderer, index: int) -> list[Episode]:
+    """Return the members of one group: several episodes of the same item."""
+    members: list[Episode] = []
+    for _ in range(GROUP_SIZE):
+        env = SPEC.make(Style.COMPACT)
+        text = first_text(SPEC.instruction[Style.COMPACT], env.reset(f"{SUBSET}-train-{index}", 0))
+        prompt = renderer.first_prompt(text)
         members.append(Episode(env, prompt, [False] * len(prompt)))
     return members
 
 
 @torch.no_grad()
 def sample_turn(policy, episodes: list[Episode], end_ids: list[int]) -> list[list[int]]:
-    """Sample the next turn of each episode, and record its tokens with their logprobs."""
-    longest = max(len(each.token_ids) for each in episodes)
-    pads = [longest - len(each.token_ids) for each in episodes]
+    """Sample the next turn of each episode, and keep its tokens with their logprobs."""
+    width = max(len(each.token_ids) for each in episodes)
+    pads = [width - len(each.token_ids) for each in episodes]
     rows = torch.tensor([[0] * n + e.token_ids for n, e in zip(pads, episodes, strict=True)])
-    seen = torch.tensor([[0] * n + [1] * (longest - n) for n in pads])  # [episode, seq]
-    output = policy.generate(
-        input_ids=rows, attention_mask=seen, do_sample=True, top_k=0, max_new_tokens=TURN_TOKENS,
-        eos_token_id=end_ids, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
-    )  # fmt: skip
-    logprobs = torch.stack(output.logits, 1).float().log_softmax(-1)  # [episode, new, vocab]
-    turns = []
+    is_real = torch.arange(width) >= torch.tensor(pads)[:, None]  # [episode, seq]
+    sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": MAX_TURN_TOKENS}
+    sampling |= {"eos_token_id": end_ids, "pad_token_id": 0}
+    outputs = {"output_logits": True, "return_dict_in_generate": True}
+    found = policy.generate(rows, attention_mask=is_real.long(), **sampling, **outputs)
+    logprobs = torch.stack(found.logits, 1).float().log_softmax(-1)  # [episode, new, vocab]
+    turns: list[list[int]] = []
     for row, episode in enumerate(episodes):
-        new = output.sequences[row, longest:].tolist()
-        end = next((i + 1 for i, token in enumerate(new) if token in end_ids), len(new))
-        episode.token_ids += new[:end]
-        episode.mask += [True] * end
-        episode.logprobs += [logprobs[row, i, new[i]].item() for i in range(end)]
-        turns.append(new[:end])
+        new = found.sequences[row, width:].tolist()
+        size = next((i + 1 for i, token in enumerate(new) if token in end_ids), len(new))
+        episode.token_ids += new[:size]
+        episode.mask += [True] * size
+        episode.logprobs += [logprobs[row, i, new[i]].item() for i in range(size)]
+        turns.append(new[:size])
     return turns
 
 
-def play(policy, spec: EnvSpec, renderer: Renderer, first_item: int) -> list[list[Episode]]:
-    """Play groups of episodes to their end or to the horizon, all of them side by side."""
-    policy.eval()
-    groups = [open_group(spec, renderer, first_item + number) for number in range(GROUPS)]
+def play(policy, renderer: Renderer, first_item: int) -> list[list[Episode]]:
+    """Play groups of episodes side by side, each to its end or to the horizon."""
+    groups = [open_group(renderer, first_item + number) for number in range(NUM_GROUPS)]
     for _ in range(HORIZON):
         live = [each for group in groups for each in group if not each.is_over]
-        if not live:
-            break
-        turns = sample_turn(policy, live, renderer.end_of_turn_ids)
+        turns = sample_turn(policy, live, renderer.end_of_turn_ids) if live else []
         for episode, turn in zip(live, turns, strict=True):
             result = episode.env.step(renderer.action_text(turn))
             episode.reward, episode.is_over = result.reward, result.done
@@ -95,52 +92,42 @@ def play(policy, spec: EnvSpec, renderer: Renderer, first_item: int) -> list[lis
     return groups
 
 
-def train_on(policy, optimizer, groups: list[list[Episode]]) -> dict[str, float]:
-    """Make one optimizer step on groups that an older version may have sampled."""
-    policy.train()
+def train_on(policy, optimizer, groups: list[list[Episode]]) -> float:
+    """Make one optimizer step; return the mean ratio of the policy to the sampler."""
     rewards = [torch.tensor([each.reward for each in group]) for group in groups]
-    how = {"baseline": ALGORITHM.baseline, "normalize_std": ALGORITHM.normalize_std}
-    by_episode = torch.cat([group_advantages(each, **how) for each in rewards])  # [episode]
-    members = [each for group in groups for each in group]
-    sizes = torch.tensor([sum(each.mask) for each in members])  # [episode] sampled tokens
-    sequence_ids = torch.arange(len(members)).repeat_interleave(sizes)  # [tokens]
-    batch = collate_tokens(
-        [np.array(each.token_ids) for each in members],
-        [np.array(each.mask) for each in members], device="cpu",
-    )  # fmt: skip
+    how = {"baseline": CFG.baseline, "normalize_std": CFG.normalize_std}
+    advantages = torch.cat([group_advantages(each, **how) for each in rewards])  # [episode]
+    episodes = [each for group in groups for each in group]
+    owner = torch.tensor([i for i, each in enumerate(episodes) for _ in each.logprobs])  # [tokens]
+    sequences = [np.array(each.token_ids) for each in episodes]
+    batch = collate_tokens(sequences, [np.array(each.mask) for each in episodes], device="cpu")
     new = token_logprobs(policy, batch, Scoring(chunk_tokens=4096, autocast=False))  # [tokens]
-    old = torch.tensor([value for each in members for value in each.logprobs])  # [tokens]
-    weights = importance_weights(
-        log_ratio(new.detach(), old), sequence_ids, len(members), ALGORITHM, is_ratio_included=True
-    )
-    inputs = LossInputs(
-        new_logprobs=new, anchor_logprobs=old, sampler_logprobs=old, is_weights=weights,
-        advantages=by_episode[sequence_ids], sequence_ids=sequence_ids, num_sequences=len(members),
-    )  # fmt: skip
-    whole = Denominator(num_tokens=len(new), num_sequences=len(members))
-    loss, metrics = policy_loss(inputs, whole, ALGORITHM)
+    old = torch.tensor([value for each in episodes for value in each.logprobs])  # [tokens]
+    log_rho, size = log_ratio(new.detach(), old), len(episodes)
+    weights = importance_weights(log_rho, owner, size, CFG, is_ratio_included=True)
+    ratios = {"new_logprobs": new, "anchor_logprobs": old, "sampler_logprobs": old}
+    parts = {"is_weights": weights, "sequence_ids": owner, "num_sequences": size}
+    inputs = LossInputs(**ratios, **parts, advantages=advantages[owner])
+    loss, _ = policy_loss(inputs, Denominator(num_tokens=len(new), num_sequences=size), CFG)
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()
-    ratio = log_ratio(new.detach(), old).exp().mean().item()
-    return {"ratio": ratio, "clipped": metrics["policy/clipped_frac"].item()}
+    return log_rho.exp().mean().item()
 
 
 def main() -> None:
+    """Train for some steps. The next batch is played before each step, so it is one step stale."""
     torch.manual_seed(0)
-    policy = load_policy(MODEL, device="cpu", gradient_checkpointing=False)
-    renderer = Renderer(AutoTokenizer.from_pretrained(MODEL))
-    spec = Registry(["babyai"]).spec("babyai")
+    policy = load_policy("configs/policies/tiny-expert", device="cpu", gradient_checkpointing=False)
+    renderer = Renderer(AutoTokenizer.from_pretrained("configs/policies/tiny-expert"))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-4)
-    ready = play(policy, spec, renderer, first_item=0)  # sampled by version 0
-    for version in range(1, STEPS + 1):
-        groups, ready = ready, play(policy, spec, renderer, first_item=version * GROUPS)
-        found = train_on(policy, optimizer, groups)  # From the second step on it is one step stale.
+    ready = play(policy, renderer, first_item=0)
+    for version in range(1, NUM_STEPS + 1):
+        groups, ready = ready, play(policy, renderer, first_item=version * NUM_GROUPS)
         reward = np.mean([each.reward for group in groups for each in group])
-        print(
-            f"version {version}: reward {reward:.3f}", *(f"{k} {v:.3f}" for k, v in found.items())
-        )
+        ratio = train_on(policy, optimizer, groups)
+        print(f"version {version}: reward {reward:.3f}, ratio to the sampler {ratio:.3f}")
 
 
 if __name__ == "__main__":

@@ -144,9 +144,7 @@ def test_start_score_is_the_hubs_or_zero(
 
     async def law(_: Hub, client: HubClient) -> None:
         for is_quick in (False, True):
-            session = await client.open(
-                "toy", "a", seed=3, style="compact", is_quick=is_quick, encoding="utf-8"
-            )
+            session = await client.open("toy", "item-a", seed=3, style="compact", is_quick=is_quick)
             assert session.start_score == score
 
     check(law)
@@ -157,7 +155,7 @@ def test_start_score_beyond_its_range_is_an_error(monkeypatch: pytest.MonkeyPatc
 
     async def law(_: Hub, client: HubClient) -> None:
         with pytest.raises(EnvError, match=r"start_score=1\.5, which is not in \[0, 1\]"):
-            await client.open("toy", "a", seed=3, style="compact", encoding="utf-8")
+            await client.open("toy", "item-a", seed=3, style="compact")
 
     check(law)
 

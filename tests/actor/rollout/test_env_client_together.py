@@ -67,7 +67,7 @@ def test_sessions_of_a_quick_environment_open_and_close_in_one_request_each() ->
 def test_a_hub_without_the_route_closes_sessions_one_by_one() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         toy = await Environments.of(client, style="compact")
-        opened = [await toy.open("toy", "a", seed=0, encoding="utf-8") for _ in range(2)]
+        opened = [await toy.open("toy", "item-a", seed=0) for _ in range(2)]
         await asyncio.gather(*(each.close() for each in opened))
 
     hub = check(law, script=(200, 200, 200, 404))
@@ -93,7 +93,7 @@ def test_a_session_that_opens_for_an_episode_given_up_meanwhile_is_closed() -> N
 def test_a_session_that_opens_while_its_client_closes_is_closed_first() -> None:
     async def law(hub: Hub, client: HubClient) -> None:
         toy = await Environments.of(client, style="compact")
-        opening = asyncio.create_task(toy.open("toy", "a", seed=0, encoding="utf-8"))
+        opening = asyncio.create_task(toy.open("toy", "item-a", seed=0))
         while len(hub.requests) < 2:
             await asyncio.sleep(0)
         opening.cancel()  # as by the end of an evaluation

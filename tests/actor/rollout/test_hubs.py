@@ -91,7 +91,7 @@ def test_a_hub_that_moves_is_followed() -> None:
 def test_an_environment_without_a_hub_is_an_error_that_names_it() -> None:
     async def law(hubs: Hubs) -> None:
         with pytest.raises(EnvError, match="no hub serves chess"):
-            await hubs.open("chess", "x", seed=0, encoding="utf-8")
+            await hubs.open("chess", "item-x", seed=0)
 
     with serve(ToyHub().app()) as url:
         play([place(url)], law)

@@ -121,7 +121,10 @@ def test_horizon_in_seconds_counts_turns_without_waiting_for_others() -> None:
 
 
 def test_a_truncated_episode_keeps_its_last_observation_for_a_critic() -> None:
-    steps = [go_on(), go_on(reward=0.5, done=True, is_truncated=True)]
+    steps: list[StepResult | Exception | float] = [
+        go_on(),
+        go_on(reward=0.5, done=True, is_truncated=True),
+    ]
     cut, plain = (play(Count(steps), keeps_last=k) for k in (True, False))
     assert cut.end_reason is plain.end_reason is EndReason.TRUNCATED
     assert (cut.reward, cut.num_turns, cut.is_success) == (0.5, 2, False)

@@ -18,7 +18,7 @@ from common.config.command_line import Request, parse
 from common.config.load import load_config
 from common.dashboard.probe import HUNG_S, why_not_live, why_not_ready
 from common.dashboard.run_view import view_run
-from common.launch.commands import probe
+from common.dashboard.terminal.training import probe
 from common.launch.lock import hold_run
 from common.launch.supervise import tell_alive
 from common.repository import ROOT

@@ -339,8 +339,14 @@ def test_learner_whose_checkpoint_takes_longer_than_others_may_is_not_killed(
     learner = role(tmp_path, "learner", SAVES_LATE, saved, 7.0, saves_at_stop=True)
     is_ready = (tmp_path / "saved.ready").exists
     states: list[LaunchState] = []
-    options = {"stop_timeout_s": timeout_s, "quick_stop_s": 0.5}
-    assert launch([learner], interrupt_when(is_ready), states=states, **options).exit_code == 143
+    ending = launch(
+        [learner],
+        interrupt_when(is_ready),
+        states=states,
+        stop_timeout_s=timeout_s,
+        quick_stop_s=0.5,
+    )
+    assert ending.exit_code == 143
     assert saved.exists()
     assert states[-1].stop_deadline is not None  # what the display shows meanwhile
 

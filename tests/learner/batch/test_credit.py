@@ -160,10 +160,8 @@ def test_identical_members_have_no_signal_at_turn_level(
     scores: list[float], advantage: Advantage, baseline: Baseline
 ) -> None:
     members = [scored(number, scores) for number in range(4)]
-    for changes in ({}, {"normalize_std": True}, {"turn_discount": 0.9}):
-        cfg = AlgorithmSection(
-            reward_level=CreditLevel.TURN, advantage=advantage, baseline=baseline, **changes
-        )
+    plain = AlgorithmSection(reward_level=CreditLevel.TURN, advantage=advantage, baseline=baseline)
+    for cfg in (plain, replace(plain, normalize_std=True), replace(plain, turn_discount=0.9)):
         got = samples_of([Group(group_id="a", members=members)], cfg)
         assert [s.token_advantages().tolist() for s in got] == [[0.0] * len(scores)] * 4
         assert not group_has_signal(members, cfg)

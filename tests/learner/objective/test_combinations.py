@@ -165,15 +165,20 @@ def first_clipped_frac(algorithm: AlgorithmSection, learner: LearnerSection) -> 
     return float(policy_loss(inputs, sizes, algorithm)[1]["policy/clipped_frac"])
 
 
-@pytest.mark.parametrize("updates", [{}, {"ppo_epochs": 2}, {"num_minibatches": 2}])
+@pytest.mark.parametrize(("num_epochs", "num_minibatches"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("proximal", list(Proximal))
 @pytest.mark.parametrize("kind", list(PolicyLoss))
 def test_gate_of_clipping_acts_or_is_named(
-    kind: PolicyLoss, proximal: Proximal, updates: dict[str, int]
+    kind: PolicyLoss, proximal: Proximal, num_epochs: int, num_minibatches: int
 ) -> None:
-    bounds = {"clip_low": 0.05, "clip_high": 0.05, "dppo_delta": 0.01}
-    algorithm = AlgorithmSection(policy_loss=kind, proximal=proximal, **bounds)
-    learner = LearnerSection(controller=ControllerSection(clip_gate=0.01), **updates)
+    algorithm = AlgorithmSection(
+        policy_loss=kind, proximal=proximal, clip_low=0.05, clip_high=0.05, dppo_delta=0.01
+    )
+    learner = LearnerSection(
+        controller=ControllerSection(clip_gate=0.01),
+        ppo_epochs=num_epochs,
+        num_minibatches=num_minibatches,
+    )
     key = "learner.controller.clip_gate="
     is_named = any(line.startswith(key) for line in dead_knobs(algorithm, learner))
     assert (first_clipped_frac(algorithm, learner) > 0.01) == (not is_named)
