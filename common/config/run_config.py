@@ -221,7 +221,7 @@ class ActorSection(AgentOptions):
     )
     max_model_len: int = knob(512, "tokens; of a longer episode see context", ge=16, le=MAX_STAGE)
     max_turn_tokens: int = knob(16, "sampled tokens per turn", ge=1, must="be < max_model_len")
-    temperature: float = knob(1.0, "of sampling; the learner divides by it, too", gt=0, le=100)
+    temperature: float = knob(1.0, "of sampling; the learner divides by it, too", ge=0.01, le=2)
     top_p: float = knob(1.0, "1: all tokens; else the importance ratio is biased", ge=1, le=1)
     top_k: int = knob(-1, "-1: all tokens; else the importance ratio is biased", ge=-1, le=-1)
     kv_cache_gib: int = knob(1, "GiB, of the CPU engine only", ge=1, le=10_000)

@@ -1,14 +1,10 @@
 """The whole algorithm in one process, with the project's own functions: a minute on a CPU.
 
-Run `python docs/examples/one_page.py`. The real system splits these lines into roles: actors
-play, a scheduler opens groups, a hub holds the environments, and a learner trains.
+Run `PYTHONPATH=. python docs/examples/one_page.py`. The real system splits these lines into
+roles: actors play, a scheduler opens groups, a hub holds the environments, a learner trains.
 """
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
@@ -25,14 +21,15 @@ from learner.objective.correction import importance_weights, log_ratio
 from learner.objective.loss import Denominator, LossInputs, policy_loss
 from learner.policy.model import Scoring, load_policy, token_logprobs
 
-SUBSET, NUM_GROUPS, GROUP_SIZE, HORIZON, MAX_TURN_TOKENS, NUM_STEPS = "PickupLoc", 6, 8, 6, 12, 6
+MODEL, SUBSET, NUM_STEPS = "configs/policies/tiny-expert", "ActionObjDoor", 8
+NUM_GROUPS, GROUP_SIZE, HORIZON, MAX_TURN_TOKENS = 6, 8, 6, 12
 CFG = AlgorithmSection()  # GRPO, PPO's clip around the sampler, truncated importance weights
 SPEC = Registry(["babyai"]).spec("babyai")
 
 
 @dataclass
 class Episode:
-    """An environment and the tokens of its conversation; nothing is ever encoded again."""
+    """An environment and the tokens of its conversation. No token is ever encoded again."""
 
     env: Env
     token_ids: list[int]
@@ -42,30 +39,27 @@ class Episode:
     is_over: bool = False
 
 
-def open_group(renderer: Renderer, index: int) -> list[Episode]:
-    """Return the members of one group: several episodes of the same item."""
-    members: list[Episode] = []
-    for _ in range(GROUP_SIZE):
-        env = SPEC.make(Style.COMPACT)
-        text = first_text(SPEC.instruction[Style.COMPACT], env.reset(f"{SUBSET}-train-{index}", 0))
-        prompt = renderer.first_prompt(text)
-        members.append(Episode(env, prompt, [False] * len(prompt)))
-    return members
+def open_episode(renderer: Renderer, index: int) -> Episode:
+    """Return an episode of a training item, before its first turn."""
+    env = SPEC.make(Style.COMPACT)
+    text = first_text(SPEC.instruction[Style.COMPACT], env.reset(f"{SUBSET}-train-{index}", seed=0))
+    prompt = renderer.first_prompt(text)
+    return Episode(env, prompt, [False] * len(prompt))
 
 
 @torch.no_grad()
 def sample_turn(policy, episodes: list[Episode], end_ids: list[int]) -> list[list[int]]:
-    """Sample the next turn of each episode, and keep its tokens with their logprobs."""
+    """Sample the next turn of each episode. Keep its tokens with their logprobs."""
     width = max(len(each.token_ids) for each in episodes)
     pads = [width - len(each.token_ids) for each in episodes]
     rows = torch.tensor([[0] * n + e.token_ids for n, e in zip(pads, episodes, strict=True)])
     is_real = torch.arange(width) >= torch.tensor(pads)[:, None]  # [episode, seq]
     sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": MAX_TURN_TOKENS}
-    sampling |= {"eos_token_id": end_ids, "pad_token_id": 0}
+    ends = {"eos_token_id": end_ids, "pad_token_id": 0}
     outputs = {"output_logits": True, "return_dict_in_generate": True}
-    found = policy.generate(rows, attention_mask=is_real.long(), **sampling, **outputs)
+    found = policy.generate(rows, attention_mask=is_real.long(), **sampling, **ends, **outputs)
     logprobs = torch.stack(found.logits, 1).float().log_softmax(-1)  # [episode, new, vocab]
-    turns: list[list[int]] = []
+    turns = []
     for row, episode in enumerate(episodes):
         new = found.sequences[row, width:].tolist()
         size = next((i + 1 for i, token in enumerate(new) if token in end_ids), len(new))
@@ -76,9 +70,9 @@ def sample_turn(policy, episodes: list[Episode], end_ids: list[int]) -> list[lis
     return turns
 
 
-def play(policy, renderer: Renderer, first_item: int) -> list[list[Episode]]:
+def play(policy, renderer: Renderer) -> list[list[Episode]]:
     """Play groups of episodes side by side, each to its end or to the horizon."""
-    groups = [open_group(renderer, first_item + number) for number in range(NUM_GROUPS)]
+    groups = [[open_episode(renderer, i) for _ in range(GROUP_SIZE)] for i in range(NUM_GROUPS)]
     for _ in range(HORIZON):
         live = [each for group in groups for each in group if not each.is_over]
         turns = sample_turn(policy, live, renderer.end_of_turn_ids) if live else []
@@ -94,41 +88,36 @@ def play(policy, renderer: Renderer, first_item: int) -> list[list[Episode]]:
 
 def train_on(policy, optimizer, groups: list[list[Episode]]) -> float:
     """Make one optimizer step; return the mean ratio of the policy to the sampler."""
+    episodes = [each for group in groups for each in group]
     rewards = [torch.tensor([each.reward for each in group]) for group in groups]
     how = {"baseline": CFG.baseline, "normalize_std": CFG.normalize_std}
     advantages = torch.cat([group_advantages(each, **how) for each in rewards])  # [episode]
-    episodes = [each for group in groups for each in group]
     owner = torch.tensor([i for i, each in enumerate(episodes) for _ in each.logprobs])  # [tokens]
     sequences = [np.array(each.token_ids) for each in episodes]
     batch = collate_tokens(sequences, [np.array(each.mask) for each in episodes], device="cpu")
     new = token_logprobs(policy, batch, Scoring(chunk_tokens=4096, autocast=False))  # [tokens]
     old = torch.tensor([value for each in episodes for value in each.logprobs])  # [tokens]
-    log_rho, size = log_ratio(new.detach(), old), len(episodes)
-    weights = importance_weights(log_rho, owner, size, CFG, is_ratio_included=True)
+    log_rho = log_ratio(new.detach(), old)
+    weights = importance_weights(log_rho, owner, len(episodes), CFG, is_ratio_included=True)
     ratios = {"new_logprobs": new, "anchor_logprobs": old, "sampler_logprobs": old}
-    parts = {"is_weights": weights, "sequence_ids": owner, "num_sequences": size}
+    parts = {"is_weights": weights, "sequence_ids": owner, "num_sequences": len(episodes)}
     inputs = LossInputs(**ratios, **parts, advantages=advantages[owner])
-    loss, _ = policy_loss(inputs, Denominator(num_tokens=len(new), num_sequences=size), CFG)
+    whole = Denominator(num_tokens=len(new), num_sequences=len(episodes))
     optimizer.zero_grad()
-    loss.backward()
+    policy_loss(inputs, whole, CFG)[0].backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()
     return log_rho.exp().mean().item()
 
 
-def main() -> None:
-    """Train for some steps. The next batch is played before each step, so it is one step stale."""
+if __name__ == "__main__":
     torch.manual_seed(0)
-    policy = load_policy("configs/policies/tiny-expert", device="cpu", gradient_checkpointing=False)
-    renderer = Renderer(AutoTokenizer.from_pretrained("configs/policies/tiny-expert"))
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-4)
-    ready = play(policy, renderer, first_item=0)
+    policy = load_policy(MODEL, device="cpu", gradient_checkpointing=False)
+    renderer = Renderer(AutoTokenizer.from_pretrained(MODEL))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    ready = play(policy, renderer)  # The next batch is played before each step: one step stale.
     for version in range(1, NUM_STEPS + 1):
-        groups, ready = ready, play(policy, renderer, first_item=version * NUM_GROUPS)
+        groups, ready = ready, play(policy, renderer)
         reward = np.mean([each.reward for group in groups for each in group])
         ratio = train_on(policy, optimizer, groups)
         print(f"version {version}: reward {reward:.3f}, ratio to the sampler {ratio:.3f}")
-
-
-if __name__ == "__main__":
-    main()
