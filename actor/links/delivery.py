@@ -86,7 +86,7 @@ class Delivery:
         return list(self._pending)
 
     async def connect(self, *, timeout_s: float) -> None:
-        """Connect to the learner. Raises: LongstrideError: no address of it is published in time."""
+        """Connect to the learner. Raises: LongstrideError: its address is not published in time."""
         await self._line.connect_soon(timeout_s=timeout_s)
 
     async def put(self, trajectory: Trajectory) -> None:

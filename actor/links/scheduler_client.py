@@ -49,7 +49,7 @@ class SchedulerClient:
         self.on_revoked: Callable[[list[str]], None] = lambda _: None
 
     async def connect(self, *, timeout_s: float) -> None:
-        """Connect and register. Raises: PeerMissing: no scheduler's address is published in time."""
+        """Connect and register. Raises: PeerMissing: no scheduler publishes its address in time."""
         await self._line.connect_soon(timeout_s=timeout_s)
 
     def _greeting(self) -> Hello:
