@@ -1,6 +1,4 @@
-"""The actor process: an engine, concurrent episodes, and connections to scheduler, learner and
-hubs.
-"""
+"""The actor process: an engine, concurrent episodes, and links to scheduler, learner and hubs."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Function calling with the model's own chat template: tools in the prompt, calls in the answers."""
+"""Function calling with the model's own chat template: tools in prompts, calls in answers."""
 
 import json
 import re

@@ -83,7 +83,7 @@ def read_plays(journal: Path, plans: Sequence[PlannedEpisode]) -> list[ItemPlays
 
 
 def _read(journal: Path, plans: Sequence[PlannedEpisode]) -> dict[str, Trajectory]:
-    """Return the last result of each planned episode. A failure never replaces a success of play."""
+    """Return the last result of each planned episode. A failure never replaces a completed one."""
     wanted = {plan.episode_id for plan in plans}
     found: dict[str, Trajectory] = {}
     for _, trajectory in read_journal(journal):

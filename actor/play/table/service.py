@@ -1,6 +1,4 @@
-"""Runs other commands of the product as services of the table: started on demand, stopped when
-idle.
-"""
+"""Runs commands of the product as services of the table: started on demand, stopped when idle."""
 
 import asyncio
 import contextlib
