@@ -56,7 +56,7 @@ class Access:
     name: str  # Unique name of the actor in all messages.
     keys: RunKeys
     book: AddressBook
-    # Run directory on this machine, where the supervisor reads the actor's state.
+    # Run directory, if it is on this machine; the supervisor reads the actor's state there.
     run_dir: RunDir | None = None
     # The model's folder holds weights. If not, the engine starts with random ones.
     has_weights: bool = True
@@ -98,7 +98,7 @@ def play(cfg: RunConfig, access: Access) -> None:
     """Play episodes until the scheduler reports the end of the run, or until SIGTERM."""
     for number in STOP_SIGNALS:
         signal.signal(number, _end_at_once)
-    # For the start of the engine, then for the connections.
+    # Twice: the engine's start, then the connections.
     start_s = 2 * cfg.actor.start_timeout_s
     with beacon_of(access.run_dir, access.name, start_s=start_s) as beacon:
         uvloop.run(_run(cfg, access, beacon))

@@ -39,7 +39,7 @@ class AgentEpisode:
         act: Act,
         play: Play,
         renderer: Renderer,
-        room: tuple[int, int],  # Most tokens of prompt and answer together, and of an answer.
+        room: tuple[int, int],  # Maximum tokens of prompt and answer together, and of an answer.
         # Instruction of the environment, and the agent's answer to it or "".
         task: tuple[str, str],
     ) -> None:

@@ -19,7 +19,7 @@ from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
 MAX_BODY_BYTES = DEFAULT_ACTION_MIB * MIB + FIELDS_BYTES
 MAX_HEAD_BYTES = 64 * 1024
 BODY_S = 30.0  # Seconds for a complete request to arrive.
-MAX_WAITING = 64  # Most pipelined requests of a connection that wait for an answer.
+MAX_WAITING = 64  # Maximum number of pipelined requests of a connection that wait for an answer.
 JSON, EVENTS = "application/json", "text/event-stream"
 # JSON contains no line break of this form, so only a header matches.
 UPGRADE = re.compile(rb"\r\n[Uu]pgrade:")

@@ -17,11 +17,11 @@ from common.launch.guardian import Guardian
 LEFT_S = 1.0  # Seconds to read the last output of a killed process.
 LOOK_S = 0.2
 NUM_LINES = 20  # Last lines of output that an error contains.
-NUM_SAID = 600  # Most characters of these lines.
+NUM_SAID = 600  # Maximum number of characters of these lines.
 
 
 class AgentProcess:
-    """A running agent. Its starter ends it; the guardian does if the starter is killed.
+    """A running agent. The code that started it must end it; the guardian does if we are killed.
 
     Example:
         told = {"OPENAI_API_KEY": key}

@@ -47,7 +47,7 @@ class Asked:
     previous: str = ""  # Id of the answer that the messages continue.
     # Tools in the format of chat templates.
     tools: list[dict[str, Any]] = field(default_factory=list)
-    max_tokens: int | None = None  # Most tokens of the answer; None: `actor.max_turn_tokens`.
+    max_tokens: int | None = None  # Maximum tokens of the answer; None: `actor.max_turn_tokens`.
     stop: list[str] = field(default_factory=list)  # Texts that end the answer.
     is_kept: bool = False  # A later request may continue this answer by its id.
     body: dict[str, Any] = field(default_factory=dict)  # The original request.

@@ -11,7 +11,8 @@ ONE_ADAPTER = "actor.engine.adapter.OneAdapter"
 class TileWorker(CPUWorker):
     """vLLM's CPU worker, which requests AMX tiles before any code of the model runs.
 
-    vLLM's bf16 attention uses tiles without a request. The process would crash at the first token.
+    vLLM's bf16 attention uses tiles but does not request them. Without a request the process would
+    crash at the first token.
     """
 
     tile_permission: TilePermission | None = None  # None: not requested yet.

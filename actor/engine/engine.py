@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 SHUTDOWN_S = 1.0
 LOAD_S = 60.0  # Seconds for the engine to pause and to load the received weights.
 LAST_WORDS_S = 1.0  # Seconds for the other workers to report, once one has failed.
-# First and longest seconds between two polls of the staging.
+# First and last interval in seconds between two polls of the staging.
 FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.1
 
 
@@ -86,10 +86,11 @@ class Engine:
         lora: LoraSection = FULL,
         is_repeatable: bool = False,
     ) -> "Engine":
-        """Start the engine processes and warm them up. Without weights they begin with random ones.
+        """Start the engine processes and warm them up.
 
-        If `lora` has a rank above 0, the engine takes adapters and keeps its base weights. Requests
-        with their own seeds need `is_repeatable`.
+        If `has_weights` is false, the weights are random at first. If `lora` has a rank above 0,
+        the engine takes adapters and keeps its base weights. Requests with their own seeds need
+        `is_repeatable`.
 
         Raises: EngineError: the engine did not start, or cannot sample.
         """
@@ -197,7 +198,7 @@ class Engine:
 
         Args:
             prompt_ids: [num_prompt] the whole conversation so far.
-            max_tokens: most tokens of this turn.
+            max_tokens: maximum number of tokens of this turn.
             salt: prefix-cache salt: a prefix is reused only under the salt that it was computed
                 under.
             seed: seed of the request's own random generator, below 2**63. None: the engine's

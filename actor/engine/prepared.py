@@ -66,7 +66,7 @@ class Prepared:
     """A second set of the model's layers, with the weights of another version.
 
     Example: prepared = Prepared(model, config); prepared.load(tensors) in any thread, while the
-    model samples; prepared.swap() between two steps: the model has the version.
+    model samples; prepared.swap() between two steps gives the model the version.
     """
 
     def __init__(self, model: nn.Module, config: VllmConfig) -> None:
@@ -93,7 +93,7 @@ class Prepared:
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load and pack (transformers name, tensor) of a whole version."""
+        """Load and pack all tensors of a version, given as (transformers name, tensor)."""
         with set_current_vllm_config(self._config):
             begin_reload(self._model)
             cast(Any, self._model).load_weights(tensors)

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from common.launch.process import describe_exit
 
 TAIL_LINES = 15  # Lines of output in an error.
-# The last line of a traceback, after the name that vLLM puts before the lines of a process.
+# Matches the last line of a traceback, after the process name that vLLM prepends.
 ERROR_LINE = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?([\w.]*(?:Error|Exception): \S.*)")
 EXIT_S = 2.0  # Seconds for a process of a dead engine to exit.
 

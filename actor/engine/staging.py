@@ -19,7 +19,7 @@ from common.wire.weight_messages import WeightsOffer
 logger = logging.getLogger(__name__)
 
 SPARE_BYTES = 1 << 30  # Bytes of a GPU that stay free for the engine's kernels.
-LEAVE_S = 2.0  # Seconds for a cancelled transfer to end. After that it keeps its connections.
+LEAVE_S = 2.0  # Seconds for a cancelled transfer to end. After that, new connections are opened.
 Prepare = Callable[[Iterable[tuple[str, Tensor]]], None]
 
 
@@ -64,7 +64,7 @@ class Staging:
         """Create the staging of a worker that computes on `device`; `prepare` is for CPUs."""
         self._device = device
         self._prepare = prepare
-        self._pages: mmap.mmap | None = None  # Memory of the buffer if there is a `prepare`.
+        self._pages: mmap.mmap | None = None  # Memory of the buffer; None without `prepare`.
         self._group = WeightGroup()
         self._buffer: Tensor | None = None  # [at least total_bytes] uint8
         self._taken: _Taken | None = None

@@ -39,9 +39,9 @@ class WeightLink:
     which have their own deadlines. Unblocked by: a newer offer, a cancellation, or a new address of
     the learner.
 
-    It sends its hello as a heartbeat, also during an update. An engine that the learner removed, or
-    that reconnected, rejoins by that hello. `version_loaded` is set after every version; no episode
-    starts before the first.
+    It sends a `WeightsJoin` as a heartbeat, also during an update. An engine that the learner
+    removed, or that reconnected, rejoins by that message. `version_loaded` is set after every
+    version; no episode starts before the first.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ def check_rendering(cfg: RunConfig, root: Path) -> None:
         return
     try:
         make_renderer(_load_quickly(folder), cfg.actor.format).check_room(cfg.actor)
-    except ConfigError:  # Decided by the tokenizer's own class, which takes seconds to load.
+    except ConfigError:  # The tokenizer's own class decides. It takes seconds to load.
         load_renderer(folder, cfg.actor.format).check_room(cfg.actor)
 
 

@@ -32,7 +32,7 @@ def make_renderer(tokenizer: Any, kind: AgentFormat) -> Renderer:
 
 def load_renderer(path: str | Path, kind: AgentFormat) -> Renderer:
     """Return the renderer for a model's folder; see `make_renderer`."""
-    from transformers import AutoTokenizer  # Imported here, because it takes seconds.
+    from transformers import AutoTokenizer  # Imported here, because the import takes seconds.
 
     return make_renderer(AutoTokenizer.from_pretrained(path, local_files_only=True), kind)
 

@@ -51,7 +51,7 @@ def _failure_of(trajectory: Trajectory, error: WireError) -> Trajectory:
     is_too_large = isinstance(error, MessageTooLarge)
     num_tokens = len(trajectory.token_ids)
     nothing = {name: getattr(trajectory, name)[:0] for name in ARRAYS}
-    # Besides the value that is out of bounds, the times may be invalid too.
+    # When one value is out of bounds, the times may be invalid as well.
     times = {name: getattr(trajectory, name) if is_too_large else 0.0 for name in TIMES}
     return Trajectory(
         **trajectory.identity(),

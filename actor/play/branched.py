@@ -21,7 +21,8 @@ from common.formats.answers import in_react
 from common.segments import as_rows
 from common.wire.planned import PlannedEpisode
 
-NO_END = 10**6  # Token limit that is never reached. Training has its own limit of a segment.
+# Token limit that is never reached. Training cuts segments that are too long for it.
+NO_END = 10**6
 DEADLINE_S = 600.0
 
 

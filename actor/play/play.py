@@ -30,8 +30,8 @@ class Player:
     policy: Callable[[PlannedEpisode], tuple[Act, Render]]
     max_concurrent: int
     max_tokens: int  # Context limit, in the renderer's unit.
-    turn_tokens: int  # Most of these units in one turn.
-    # Settings for episodes that exceed the context limit, among others.
+    turn_tokens: int  # Maximum of these units in one turn.
+    # Agent options, such as the handling of a full context.
     options: AgentOptions = WHOLE
     agents: AgentRunner | None = None  # Programs that play instead of the built-in loop.
 
@@ -47,8 +47,9 @@ class Job:
     style: str  # Name of the style of observations.
     episode_timeout_s: float  # Deadline of an episode, in seconds.
     journal: Path
-    max_attempts: int = 1  # Most attempts of one episode.
-    max_failed: int | None = None  # Most episodes with an infrastructure failure; None: unlimited.
+    max_attempts: int = 1  # Maximum number of attempts of one episode.
+    # Maximum number of episodes with an infrastructure failure; None: unlimited.
+    max_failed: int | None = None
 
 
 async def play(job: Job, player: Player) -> None:

@@ -27,7 +27,8 @@ class BatchRoute(NamedTuple):
 
     path: str
     alone: str  # The route for a single entry. Errors of an entry are reported under this path.
-    # Most entries of one request. The hub answers early requests while later ones are sent.
+    # Maximum number of entries of one request. The hub answers the first requests while later ones
+    # are still being sent.
     max_entries: int
     may_repeat: bool = True  # Whether an entry that is sent twice is executed only once.
 
@@ -45,9 +46,8 @@ class AnswerTooLarge(EnvError):
 class Batches:
     """Collects concurrent entries for one route and sends them as one request. For one event loop.
 
-    One step of the engine ends the turns of many episodes at once. With a quick environment, a
-    separate HTTP request for each of them would cost the actor and the hub more than the step
-    itself.
+    One step of the engine ends the turns of many episodes. With a quick environment, a separate
+    HTTP request for each of them would cost the actor and the hub more than the step itself.
 
     Example: three sessions act in one iteration of the loop -> one POST /v1/step/batch, three
     answers.
@@ -64,7 +64,7 @@ class Batches:
         """Create a batcher that sends its requests with `request`, as `HubClient.request`.
 
         Args:
-            alone: sends an entry that has no companions in its batch; None: it is sent as a list of
+            alone: sends an entry that is the only one of its batch; None: it is sent as a list of
                 one.
             on_unwanted: awaited with each answer whose caller was cancelled in the meantime.
         """
@@ -155,9 +155,7 @@ class Batches:
                     await self._on_unwanted(each)
 
     async def _ask_for(self, entries: list[Entry]) -> list[Any]:
-        """Return an answer or an error for each entry. Raises: EnvError: the request as a whole
-        failed.
-        """
+        """Return an answer or error for each entry. Raises: EnvError: the whole request failed."""
         path = self._route.path
         replies = await self._request("POST", path, entries)
         if not isinstance(replies, list) or len(replies) != len(entries):

@@ -142,7 +142,7 @@ class Room:
     """The context limit of a policy, and the options for episodes that exceed it."""
 
     max_tokens: int  # Context limit: tokens of prompt and answer together.
-    turn_tokens: int  # Most tokens that one turn samples.
+    turn_tokens: int  # Maximum number of tokens that one turn samples.
     options: AgentOptions = field(default_factory=AgentOptions)
 
 
@@ -161,7 +161,7 @@ class History:
         self._room = room
         self._kind = room.options.context
         self._request = room.options.summary_request or REQUEST
-        self._half = room.max_tokens // 2  # Most tokens of one observation.
+        self._half = room.max_tokens // 2  # Maximum number of tokens of one observation.
         reserved = 0
         if self._kind is ContextKind.SUMMARY:  # The request for a summary must always fit.
             reserved = _room_of_summary(render, self._request, room.turn_tokens)
@@ -198,7 +198,9 @@ class History:
         return False
 
     def takes(self, action: str, taken: Turn, turn: int) -> bool:
-        """Return whether the action belongs to the history itself and not to the environment.
+        """Return whether the history consumed the action.
+
+        A consumed action is not sent to the environment.
 
         Args:
             action: the text of `taken`, the last entry of the tape.
@@ -296,7 +298,7 @@ class History:
         first = self._first_again(f"\n\n{self._request}", room // 2)
         ids = self._fitted_again(observation, is_stopped=False, room=room // 2)
         if first is None or ids is None:
-            return False  # Checked before the summary is sampled for a turn that could not follow.
+            return False  # Checked first: a summary is useless if no turn can follow it.
         demand = self._render.after_turn(self._request, is_stopped=taken.is_stopped)
         self.tape.observe(demand, turn)
         summary = await ask()
@@ -341,10 +343,10 @@ def least_prompt(render: Render, options: AgentOptions, turn_tokens: int) -> int
 
 
 def _room_of_summary(render: Render, request: str, turn_tokens: int) -> int:
-    """Return the most tokens that the request for a summary and the summary take."""
+    """Return the maximum tokens of the request for a summary and the summary together."""
     return len(render.after_turn(request, is_stopped=False)) + turn_tokens
 
 
 def room_of_aside(render: Render, turn_tokens: int) -> int:
-    """Return the most tokens that a plan or a reflection and the request to act take."""
+    """Return the maximum tokens of a plan or a reflection and the request to act together."""
     return len(render.after_turn(GO, is_stopped=False)) + turn_tokens

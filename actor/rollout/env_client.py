@@ -46,7 +46,8 @@ class StepResult:
     is_valid: bool  # False if the text was not an executable action.
     is_success: bool  # The episode ended solved.
     state: str = ""  # The environment's state after the step; "" if it reports none.
-    is_truncated: bool = False  # A limit of the environment ended the episode, not the task.
+    # A limit of the environment, not the task itself, ended the episode.
+    is_truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +289,7 @@ class HubSession:
             done=done,
             is_valid=told(reply, "is_valid", bool, path=path),
             is_success=told(reply, "is_success", bool, path=path),
-            state=str(reply.get("state") or ""),  # Optional for third-party hubs.
+            state=str(reply.get("state") or ""),  # Third-party hubs may omit it.
             is_truncated=done and told(reply, "is_truncated", bool, path=path),
         )
 

@@ -24,11 +24,11 @@ from common.wire.messages import EndReason, Lease, Trajectory
 
 
 class ContextFull(Exception):
-    """Raised by an act: the conversation exceeds the policy's context."""
+    """Raised by `Act`: the conversation exceeds the policy's context."""
 
 
 class PolicyFailed(Exception):
-    """Raised by an act: a remote policy gave no answer. It is no evidence about the policy."""
+    """Raised by `Act`: a remote policy gave no answer. It does not count against the policy."""
 
 
 class Session(Protocol):
@@ -63,8 +63,8 @@ class Play:
     num_turns: int = 0
     invalid_turns: list[bool] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
-    states: list[int] = field(default_factory=list)  # Number of the state before each turn.
-    actions: list[int] = field(default_factory=list)  # Number of the action of each turn.
+    states: list[int] = field(default_factory=list)  # Hash of the state before each turn.
+    actions: list[int] = field(default_factory=list)  # Hash of the action of each turn.
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     generate_s: float = 0.0
@@ -170,7 +170,7 @@ async def run_episode(
             message.
         max_tokens: context limit; observations are cut to it. When the next turn could exceed it,
             the episode ends or continues with a smaller context, as `options` define.
-        turn_tokens: most tokens that one turn may sample.
+        turn_tokens: maximum number of tokens that one turn samples.
         may_repeat: the caller replays the episode when its hub is lost, so that it is no failure.
         keeps_last: append the last observation of an episode that is cut short, for a critic.
 
@@ -231,7 +231,7 @@ async def _turns(
         history.tape.add(taken, turn)
         said, action = read(taken.token_ids)
         if history.takes(said, taken, turn):
-            if turn and not may_go_on(room.turn_tokens):  # Every horizon allows one turn.
+            if turn and not may_go_on(room.turn_tokens):  # An episode has at least one turn.
                 break
             continue
         answered = time.monotonic()
@@ -251,7 +251,7 @@ async def _turns(
                     continue
                 break  # The summary used up the rest of the horizon.
             play.end = EndReason.CONTEXT_FULL
-        if play.keeps_last:  # An observation that no turn follows and no policy receives.
+        if play.keeps_last:  # No turn follows this observation, so the policy never receives it.
             history.last(result.observation, taken, turn)
         break
     history.tape.end(play.num_turns - 1)

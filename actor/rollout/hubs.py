@@ -24,8 +24,8 @@ AVOID_S = 5.0  # Seconds for which a hub that failed to open a session is tried 
 class Hubs:
     """The hubs that the scheduler reports. A session stays with the hub that opened it.
 
-    Example: a and b serve babyai -> episodes are opened at a and b in turn. When b dies, its
-    episodes are opened again at a. When a dies too, both are polled twice a second. Until one
+    Example: a and b serve babyai -> episodes are opened at a and b in turn. When b crashes, its
+    episodes are opened again at a. When a crashes too, both are polled twice a second. Until one
     answers, no session is opened and no work is requested. If both stay away for longer than an
     episode may take, all later openings fail.
     """

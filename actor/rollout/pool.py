@@ -24,8 +24,9 @@ if TYPE_CHECKING:  # The import takes seconds.
 
 logger = logging.getLogger(__name__)
 
-MAX_VANISHED = 3  # Times that a hub which answers may lose an episode's session.
-MAX_LOST = 20  # Times that an episode may lose its hub, since the episode may be the cause.
+MAX_VANISHED = 3  # Number of times that a reachable hub may lose an episode's session.
+# Number of times that an episode may lose its hub. The episode itself may be the cause.
+MAX_LOST = 20
 
 
 class Episodes:
@@ -86,7 +87,7 @@ class Episodes:
 
     @property
     def num_slots(self) -> int:
-        """Most concurrent episodes. More may still be running after the limit was lowered."""
+        """Maximum number of concurrent episodes. After a decrease more may still be running."""
         return self._concurrency.limit
 
     def adapt(self, load: EngineLoad) -> None:

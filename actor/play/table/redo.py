@@ -1,4 +1,4 @@
-"""Replays a recorded episode to draw a picture of the state before each turn."""
+"""Replays a recorded episode to get a picture of the state before each turn."""
 
 import asyncio
 from typing import Any, TypedDict
@@ -9,7 +9,7 @@ from common.errors import EnvError
 from common.states import state_number
 
 LIMIT_S = 30.0  # Seconds for a whole episode.
-SHOWN_CHARS = 400  # Most characters of a differing observation in the problem.
+SHOWN_CHARS = 400  # Maximum length of a differing observation in the problem, in characters.
 CUT_WORDS = 40  # Words before the cut that are compared if the observation was cut.
 SAME_SCORE = 1e-4
 

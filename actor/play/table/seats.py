@@ -19,12 +19,13 @@ from common.config.evaluation import AgentFormat, PolicySection
 from common.errors import ConfigError, EnvError
 from common.formats.answers import MARK, read_react, worded
 
-MAX_SEATS = 8  # Most concurrent episodes. One more is refused.
+MAX_SEATS = 8  # Maximum number of concurrent episodes. One more is refused.
 IDLE_S = 300.0  # Seconds without use after which an episode is closed or a service is stopped.
 CALL_S = 30.0  # Seconds of one request to a hub.
 ENGINE_START_S = 300.0
 LOOKS = 20  # Checks for idle episodes within `IDLE_S`.
-MAX_ACTIONS = 300  # Most valid actions that a page receives. Some environments have thousands.
+# Maximum number of valid actions that a page receives. Some environments have thousands.
+MAX_ACTIONS = 300
 STYLE = "compact"
 HEADS = ("instruction", "acknowledgement")  # Texts of an environment before its first observation.
 T = TypeVar("T")
