@@ -21,7 +21,9 @@ NUM_SAID = 600  # Maximum number of characters of these lines.
 
 
 class AgentProcess:
-    """A running agent. The code that started it must end it; the guardian does if we are killed.
+    """A running agent. Its starter must end it.
+
+    If this process is killed, the guardian ends the agent.
 
     Example:
         told = {"OPENAI_API_KEY": key}
