@@ -1,4 +1,4 @@
-"""The actor: an engine, many episodes at once, and the lines to scheduler, learner and hub."""
+"""The actor process: an engine, concurrent episodes, and links to scheduler, learner and hubs."""
 
 import asyncio
 import logging
@@ -44,21 +44,23 @@ from common.wire.weight_messages import WeightsJoin
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-MEMORY_S = 10.0  # between two looks at the memory in use
-LOOK_S = 10.0  # for a free slot, before it is counted anew
-DRAIN_S = 5.0  # at the end, for trajectories without an acknowledgement
+MEMORY_S = 10.0  # Seconds between two measurements of the memory in use.
+LOOK_S = 10.0  # Seconds of waiting for a free slot before the slots are counted again.
+DRAIN_S = 5.0  # Seconds at shutdown for the acknowledgements of delivered trajectories.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """How an actor comes to its run."""
+    """The identity of an actor and its access to the run."""
 
-    name: str  # by which it speaks; nobody else has it
+    name: str  # Unique name of the actor in all messages.
     keys: RunKeys
     book: AddressBook
-    run_dir: RunDir | None = None  # on this machine: its supervisor is told what goes on
-    has_weights: bool = True  # in the model's folder; else the engine starts without any
-    make_agents: MakeAgents | None = None  # None: `actor.endpoint=true` is not possible
+    # Run directory, if it is on this machine; the supervisor reads the actor's state there.
+    run_dir: RunDir | None = None
+    # The model's folder holds weights. If not, the engine starts with random ones.
+    has_weights: bool = True
+    make_agents: MakeAgents | None = None  # None: `actor.endpoint=true` is refused.
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Parts:
 
 
 def run(cfg: RunConfig, run_dir: RunDir, *, make_agents: MakeAgents | None = None) -> None:
-    """Be an actor on the run's own disk; see `play`."""
+    """Run an actor on the run's own disk; see `play`."""
     book = AddressBook(lambda: run_dir.find_address("scheduler"))
     name = cfg.actor.name or f"actor-{socket.gethostname()}-{os.getpid()}"
     keys = own_keys(run_dir.keys, role="actor", name=name)
@@ -83,7 +85,7 @@ def run(cfg: RunConfig, run_dir: RunDir, *, make_agents: MakeAgents | None = Non
 
 
 def run_joined(cfg: RunConfig, joined: Joined, *, make_agents: MakeAgents | None = None) -> None:
-    """Be an actor that knows the scheduler's address and has a key file; see `play`."""
+    """Run an actor that has only the scheduler's address and a key file; see `play`."""
     book = AddressBook(lambda: joined.address)
     name, keys = joined.key.name, joined.key.as_keys()
     access = Access(
@@ -93,18 +95,19 @@ def run_joined(cfg: RunConfig, joined: Joined, *, make_agents: MakeAgents | None
 
 
 def play(cfg: RunConfig, access: Access) -> None:
-    """Play episodes until the scheduler says that the run is over, or SIGTERM."""
+    """Play episodes until the scheduler reports the end of the run, or until SIGTERM."""
     for number in STOP_SIGNALS:
         signal.signal(number, _end_at_once)
-    start_s = 2 * cfg.actor.start_timeout_s  # for the engine, then for the others
+    # Twice: the engine's start, then the connections.
+    start_s = 2 * cfg.actor.start_timeout_s
     with beacon_of(access.run_dir, access.name, start_s=start_s) as beacon:
         uvloop.run(_run(cfg, access, beacon))
 
 
 def _end_at_once(number: int, _: FrameType | None) -> None:
-    """End this process and the engine that it may be starting: there is nothing to save yet.
+    """Kill this process and its children during the start, when there is no state to save.
 
-    An event loop cannot do it, because vLLM blocks it while it starts.
+    The event loop cannot handle the signal, because vLLM blocks it during its start.
     """
     logger.info("ends while starting signal=%s", signal.Signals(number).name)
     for child in psutil.Process().children(recursive=True):
@@ -224,11 +227,11 @@ async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event, beacon: Beaco
 
 
 async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
-    """Pull work whenever there is room: single slots, or whole batches in lockstep."""
+    """Request leases whenever there is room: for single slots, or for whole batches in lockstep."""
     await wait_aloud(parts.weights.version_loaded, waiting_for="learner: first weights")
     is_lockstep, has_leases = cfg.train.mode == "sync", False
     while True:
-        await parts.hubs.wait_for()  # its supervisor, or the stall rule, ends a wait for ever
+        await parts.hubs.wait_for()  # The supervisor or the stall timeout ends an endless wait.
         parts.episodes.slot_freed.clear()
         num_free = parts.episodes.num_free_slots
         if num_free == 0 or (is_lockstep and parts.episodes.running_ids):
@@ -246,7 +249,7 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
         if not grant.leases:
             await asyncio.sleep(grant.retry_after_s)
         elif len(grant.leases) < num_free:
-            await asyncio.sleep(0.02)  # let freed slots gather into one request
+            await asyncio.sleep(0.02)  # Lets several freed slots share one request.
 
 
 async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
@@ -259,12 +262,12 @@ async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
         done = (waiting_for, parts.engine.num_sampled_tokens, parts.engine.version)
         if done != last_done:
             last_done, done_at = done, now
-            limit_s = 2 * cfg.actor.turn_timeout_s  # a turn that takes longer ends the actor
+            limit_s = 2 * cfg.actor.turn_timeout_s  # A longer turn ends the actor.
             beacon.note("episodes", "a turn", waits_for=waiting_for, limit_s=limit_s)
         beacon.note("main", "serving")
         if parts.engine.meter is not None:
             parts.episodes.adapt(parts.engine.meter.drain())
-        if now >= look_at:  # it reads what the system says of every process
+        if now >= look_at:  # The measurement reads the state of every process of the system.
             rss_bytes, cpu_s, look_at = resident_bytes([pid])[pid], family_cpu_s(), now + MEMORY_S
         tokens, took_s = parts.engine.num_sampled_tokens, max(now - last_time, 1e-6)
         rate, last_tokens, last_time = (tokens - last_tokens) / took_s, tokens, now
@@ -278,7 +281,7 @@ async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
                 tokens_per_s=rate,
                 waiting_for=waiting_for,
                 unchanged_s=now - done_at,
-                rss_bytes=rss_bytes,  # and of the engine
+                rss_bytes=rss_bytes,  # Includes the engine's memory.
                 cpu_s=cpu_s,
             )
         )
@@ -298,7 +301,7 @@ def _waiting_for(parts: Parts) -> str:
 
 
 async def _shut_down(parts: Parts) -> None:
-    """Say goodbye, so that nobody waits, and close."""
+    """Deregister from scheduler and learner, and close all connections."""
     await parts.episodes.cancel_all()
     parts.scheduler.close()
     parts.delivery.close()

@@ -18,25 +18,25 @@ from common.wire.messages import EndReason, Lease, Trajectory
 
 logger = logging.getLogger(__name__)
 
-EXIT_S = 5.0  # for an agent to end by itself once its episode is over
+EXIT_S = 5.0  # Seconds for an agent to exit by itself once its episode is over.
 
 
 class Agents:
-    """The agents of one actor: `actor.agent`, once per episode, or as long as the actor lives.
+    """The agents of one actor: `actor.agent` runs once per episode, or as long as the actor.
 
-    An agent finds the endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, its task at LONGSTRIDE_ENV;
-    one that lives long is told them for each episode. An episode ends when the environment says
-    so, at the horizon, when its agent ends it, or exits.
+    An agent gets the endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, and its task at
+    LONGSTRIDE_ENV. A long-lived agent receives these values for each episode. An episode ends when
+    the environment ends it, at the horizon, or when its agent ends it or exits.
     """
 
     def __init__(self, cfg: ActorSection, *, actor: str, renderer: Renderer) -> None:
-        """Make it; it listens from the first episode on."""
+        """Create the runner; its server starts with the first episode."""
         self._cfg = cfg
         self._actor = actor
-        self._renderer = renderer.without_tools()  # an agent tells its own
+        self._renderer = renderer.without_tools()  # An agent sends its own tools.
         self.server = AgentServer()
         self._long_lived: LongLived | None = None
-        self._guardian: Guardian | None = None  # ends agents when this process is killed
+        self._guardian: Guardian | None = None  # Kills the agents when this process is killed.
         self._starting = asyncio.Lock()
 
     async def _start(self) -> Guardian:
@@ -51,7 +51,7 @@ class Agents:
             return self._guardian
 
     async def close(self) -> None:
-        """End agents that live long, and stop listening."""
+        """Stop the long-lived agents and the server."""
         if self._long_lived is not None:
             await self._long_lived.close()
         await self.server.close()
@@ -109,7 +109,7 @@ class Agents:
             episode.leave(death)
 
     async def _run_process(self, episode: AgentEpisode, guardian: Guardian) -> str:
-        """Play with a process of its own; return how that has failed, or ""."""
+        """Play the episode with a new process; return how the process failed, or ""."""
         where = self.server.told(episode)
         told = {
             "OPENAI_BASE_URL": where["base_url"],

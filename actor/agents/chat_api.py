@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and completions."""
+"""OpenAI's APIs of chat completions and of completions."""
 
 from typing import Any
 
@@ -151,7 +151,7 @@ def _chunks(asked: Asked, reply: dict[str, Any], parts: list[dict[str, Any]]) ->
     options = asked.body.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage"):
         told.append(("", {**reply, "choices": []}))
-    return [*told, ("", {})]  # the last one: [DONE]
+    return [*told, ("", {})]  # The last event is [DONE].
 
 
 CHAT_API = Api(read=_read_chat, reply=_reply_chat, events=_chat_events)

@@ -1,4 +1,4 @@
-"""One episode whose agent is a program: it asks for answers and acts, and all of it is captured."""
+"""One episode whose agent is a program. All of its requests and steps are recorded."""
 
 import asyncio
 import logging
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 class AgentEpisode:
-    """What an agent's key opens: the policy, on any history it likes, and the environment.
+    """The policy and the environment that an agent's key gives access to.
 
-    The prompt of an answer is encoded once. Where it goes on from the segment's own tokens, these
-    are kept as they were sampled; a history that was rewritten begins a new segment. One answer or
-    step at a time: an agent that asks for several at once gets them one after the other.
+    The agent may ask the policy with any history. If the history continues the current segment, the
+    segment's tokens are reused as they were sampled. A rewritten history begins a new segment.
+    Concurrent requests and steps of an agent are executed one after the other.
 
-    Example: the agent asks with [user p], is told "a", steps with "a", asks with [user p,
+    Example: the agent asks with [user p], receives "a", steps with "a", asks with [user p,
     assistant "a", user o]: one segment. It asks with [user "in short: ..."]: a second one.
     """
 
@@ -39,32 +39,33 @@ class AgentEpisode:
         act: Act,
         play: Play,
         renderer: Renderer,
-        room: tuple[int, int],  # most tokens of prompt and answer, and of an answer
-        task: tuple[str, str],  # the environment's instruction, the agent's answer to it or ""
+        room: tuple[int, int],  # Maximum tokens of prompt and answer together, and of an answer.
+        # Instruction of the environment, and the agent's answer to it or "".
+        task: tuple[str, str],
     ) -> None:
-        """Make one whose agent has not asked for anything; `play` is what becomes known of it."""
+        """Create an episode without requests; `play` records it."""
         self.key = secrets.token_urlsafe(24)
-        self.ended = asyncio.Event()  # nothing more is answered
+        self.ended = asyncio.Event()  # No request is answered any more.
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.is_over = False  # the environment, or the horizon, says so
-        self.is_taken = False  # by an agent
-        self.is_full = False  # what was asked for last had no room
-        self.refused: Counter[str] = Counter()  # requests, by the error's code
+        self.is_over = False  # The environment or the horizon ended the episode.
+        self.is_taken = False  # An agent has taken the episode.
+        self.is_full = False  # The last request did not fit the context.
+        self.refused: Counter[str] = Counter()  # error code -> number of requests
         self._lease, self._session, self._act = lease, session, act
         self._play, self._renderer = play, renderer
         self._max_tokens, self._turn_tokens = room
         self._task = task
-        self._said: list[Message] = []  # the conversation of this segment, as the agent knows it
-        self._tools: list[dict[str, Any]] = []  # that it was told with
-        self._kept: dict[str, list[Message]] = {}  # by their answer, what requests go on from
-        self._is_stopped = True  # its last answer is
-        self._is_left = False  # by its agent
-        self._complaint = ""  # of an agent that gave up
+        self._said: list[Message] = []  # The segment's conversation, as the agent has it.
+        self._tools: list[dict[str, Any]] = []  # The tools of that conversation.
+        self._kept: dict[str, list[Message]] = {}  # answer id -> the conversation up to that answer
+        self._is_stopped = True  # The last answer ended with an end-of-turn token.
+        self._is_left = False  # The agent has left.
+        self._complaint = ""  # The error of an agent that gave up.
         self._turn = asyncio.Lock()
         play.begin(session)
 
     def first(self) -> dict[str, object]:
-        """Return what the agent is to do: the messages that our own loop would begin with."""
+        """Return the agent's task: the messages that the built-in loop would begin with."""
         instruction, acknowledgement = self._task
         observation = self._session.first_observation
         messages = [{"role": "user", "content": first_text(instruction, observation)}]
@@ -82,7 +83,7 @@ class AgentEpisode:
         async with self._turn:
             self._check_open()
             if self.has_sampled and not self._play.may_go_on(self._lease, self._turn_tokens):
-                self.is_over = True  # what it asked for without a step took the horizon
+                self.is_over = True  # Answers without a step have used up the horizon.
                 self.ended.set()
                 self._check_open()
             if asked.prompt is None:
@@ -96,7 +97,8 @@ class AgentEpisode:
                 raise ApiError(400, "context_length_exceeded", told, "messages")
             tape.show(ids, turn)
             taken, stop = self._cut(await self._play.ask(self._act, self._session), asked)
-            self._check_open()  # its agent may have gone meanwhile: the books are closed
+            # The agent may have left during the call; the episode is then final.
+            self._check_open()
             tape.add(taken, turn)
             answer = self._answer(asked, taken, stop, num_prompt=len(ids))
             self._said = [] if asked.prompt is not None else [*asked.messages, answer.message]
@@ -123,7 +125,7 @@ class AgentEpisode:
         )
 
     async def step(self, action: str) -> dict[str, object]:
-        """Act in the environment; return what came of it. Raises: ApiError."""
+        """Execute an action in the environment and return its result. Raises: ApiError."""
         async with self._turn:
             self._check_open()
             started = time.monotonic()
@@ -143,7 +145,7 @@ class AgentEpisode:
             }
 
     async def end(self, complaint: str) -> None:
-        """Take the agent's word that it does no more; a complaint says why it could not."""
+        """End the episode at the agent's request. A complaint is the reason for giving up."""
         async with self._turn:
             self._check_open()
             self._complaint = complaint
@@ -155,21 +157,21 @@ class AgentEpisode:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it answers nothing any more."""
+        """Whether the episode accepts no more requests."""
         return self.ended.is_set() or self.failed.done() or self._is_left
 
     @property
     def has_sampled(self) -> bool:
-        """Whether the policy has said anything."""
+        """Whether the policy has sampled any token."""
         return any(self._play.history.tape.loss_mask)
 
     def leave(self, death: str = "") -> None:
-        """Learn that the agent is gone; what it has not done by now it never will.
+        """Finish the episode after its agent has gone.
 
         Args:
-            death: of an agent that failed, and how.
+            death: how the agent failed; "": it did not.
 
-        Raises: ContextFull: its last request had no room. PolicyFailed: it failed.
+        Raises: ContextFull: its last request did not fit. PolicyFailed: the agent failed.
         """
         play, self._is_left = self._play, True
         if self.refused:
@@ -177,7 +179,7 @@ class AgentEpisode:
             logger.warning(
                 "agent was refused episode=%s requests=%s", self._lease.episode_id, refused
             )
-        if self.is_full and not self.is_over:  # whatever its agent makes of that
+        if self.is_full and not self.is_over:  # Independent of the agent's reaction to that error.
             if self.has_sampled:
                 self._close_rows()
             raise ContextFull("the agent's last request has no room")
@@ -186,19 +188,19 @@ class AgentEpisode:
         if not self.has_sampled:
             raise PolicyFailed("the agent never asked the policy for anything")
         if not self.is_over:
-            play.end = EndReason.DONE  # of its own will
+            play.end = EndReason.DONE  # The agent ended the episode itself.
         self._close_rows()
 
     def _close_rows(self) -> None:
-        """Let what was sampled after the last step belong to that."""
+        """Assign tokens sampled after the last step to that step's turn."""
         play = self._play
-        if not play.num_turns:  # it never acted: one turn, which was none
+        if not play.num_turns:  # The agent never acted: record one invalid turn.
             play.num_turns, play.invalid_turns, play.scores = 1, [True], [play.start_score]
             play.actions = [action_number("")]
         play.history.tape.end(play.num_turns - 1)
 
     def fail(self, error: BaseException) -> None:
-        """Tell whoever plays the episode what is not its agent's to fail."""
+        """Report an error that the agent did not cause to the task that plays the episode."""
         if not self.failed.done():
             self.failed.set_exception(error)
 
@@ -213,7 +215,7 @@ class AgentEpisode:
         return self._kept.get(asked.previous, [])
 
     def _prompt_of(self, asked: Asked) -> list[int]:
-        """Return the tokens of a prompt; those that this segment has are taken from it."""
+        """Return the tokens of a prompt. Those of the current segment are reused."""
         if asked.prompt is not None:
             return self._bare(asked.prompt)
         messages, said, tools = asked.messages, self._said, asked.tools
@@ -251,10 +253,10 @@ class AgentEpisode:
         return prompt
 
     def _cut(self, taken: Turn, asked: Asked) -> tuple[Turn, str | None]:
-        """Return the beginning of a turn that the agent wants shorter, and the text that ended it.
+        """Return the start of a turn that the agent limits, and the stop text that ended it.
 
-        All of it was sampled, so its beginning is what a shorter turn would have been: up to the
-        token that completes the text.
+        The whole turn was sampled. Its start equals a shorter turn, up to the token that completes
+        the stop text.
         """
         ids, decode = taken.token_ids, self._renderer.plain_text
         found = [first_with(decode, ids, text) for text in asked.stop]
@@ -271,7 +273,7 @@ class AgentEpisode:
 
 
 def first_with(decode: Callable[[list[int]], str], ids: list[int], text: str) -> int | None:
-    """Return how many tokens it takes until their text holds another; None: it never does."""
+    """Return the smallest number of tokens whose text contains `text`; None: none does."""
     if text not in decode(ids):
         return None
     return bisect_left(range(len(ids)), True, key=lambda num: text in decode(ids[:num]))

@@ -1,6 +1,6 @@
-"""HTTP/1.1 for the agents of this machine: parsed where it comes in, answered in its order.
+"""HTTP/1.1 server for the agents of this machine. Requests of a connection are answered in order.
 
-Nothing lies between a request and the function that answers it, for an agent sends two a turn.
+It has no framework between parser and handler, because an agent sends two requests a turn.
 """
 
 import asyncio
@@ -18,48 +18,49 @@ from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
 
 MAX_BODY_BYTES = DEFAULT_ACTION_MIB * MIB + FIELDS_BYTES
 MAX_HEAD_BYTES = 64 * 1024
-BODY_S = 30.0  # for a request to arrive whole
-MAX_WAITING = 64  # requests of one connection that came before the answer to an earlier one
+BODY_S = 30.0  # Seconds for a complete request to arrive.
+MAX_WAITING = 64  # Maximum number of pipelined requests of a connection that wait for an answer.
 JSON, EVENTS = "application/json", "text/event-stream"
-UPGRADE = re.compile(rb"\r\n[Uu]pgrade:")  # nowhere else in what is JSON
+# JSON contains no line break of this form, so only a header matches.
+UPGRADE = re.compile(rb"\r\n[Uu]pgrade:")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request that has arrived, or what is wrong with it."""
+    """A request that has arrived completely, or the error to answer it with."""
 
     transport: asyncio.Transport
     url: bytes = b""
     method: str = ""
-    api_key: str = ""  # in the header of that name
+    api_key: str = ""  # Value of the header x-api-key.
     bearer: str = ""
     body: bytearray = field(default_factory=bytearray)
     refusal: ApiError | None = None
-    is_last: bool = False  # of its connection
+    is_last: bool = False  # The last request of its connection.
 
     @property
     def path(self) -> str:
-        """Where it goes to, without what is asked of that."""
+        """Path of the URL, without the query."""
         return self.url.partition(b"?")[0].decode("latin-1")
 
     @property
     def key(self) -> str:
-        """Which episode it is of."""
+        """Key of the episode that the request belongs to."""
         return self.api_key or self.bearer
 
     @property
     def is_there(self) -> bool:
-        """Whether anybody still waits for the answer."""
+        """Whether the client still waits for the answer."""
         return not self.transport.is_closing()
 
     def refuse(self, status: int, code: str, text: str) -> None:
-        """Let it be answered by the first thing that is wrong with it."""
+        """Record an error. The first error of a request is its answer."""
         self.refusal = self.refusal or ApiError(status, code, text)
 
 
 def response(content: str = "", *, status: int = 200, kind: str = JSON) -> bytes:
-    """Return a whole answer."""
+    """Return the bytes of a complete response."""
     sent = content.encode()
     line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
     length = "" if status == HTTPStatus.NO_CONTENT else f"content-length: {len(sent)}\r\n"
@@ -68,24 +69,25 @@ def response(content: str = "", *, status: int = 200, kind: str = JSON) -> bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answering:
-    """Who answers the requests of all connections."""
+    """The handlers that all connections share."""
 
     answer: Callable[[Request], Coroutine[None, None, bytes]]
-    failed: Callable[[Request, BaseException], bytes]  # makes the answer to one that raised
+    # Returns the answer to a request whose handler raised.
+    failed: Callable[[Request, BaseException], bytes]
     connections: set["Connection"] = field(default_factory=set["Connection"])
 
 
 class Connection(asyncio.Protocol):
-    """One agent's connection. What its requests lack is answered, too: nothing is left unsaid."""
+    """One agent's connection. An invalid request is answered with an error, never ignored."""
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
-        self._request: Request | None = None  # that is arriving
-        self._timer: asyncio.TimerHandle | None = None  # of it
-        self._num_head = 0  # bytes of its head, until that is whole
-        self._waiting: deque[Request] = deque()  # the first one is being answered
+        self._request: Request | None = None  # The request that is arriving.
+        self._timer: asyncio.TimerHandle | None = None  # Timeout of the arriving request.
+        self._num_head = 0  # Bytes of its head so far; -1 once the head is complete.
+        self._waiting: deque[Request] = deque()  # Requests to answer. The first one is in progress.
         self._task: asyncio.Task[bytes] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -97,13 +99,14 @@ class Connection(asyncio.Protocol):
         self._end(400, "incomplete_body", "the body is not whole")
 
     def close(self) -> None:
-        """End it, whatever is being answered."""
+        """Close the connection and cancel the answer in progress."""
         if self._task is not None:
             self._task.cancel()
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if b"pgrade:" in data:  # to HTTP/2, say: the parser would leave the body to that
+        # On an upgrade header (to HTTP/2, for example) the parser would skip the body.
+        if b"pgrade:" in data:
             data = UPGRADE.sub(b"\r\nx-grade:", data)
         try:
             self._parser.feed_data(data)
@@ -120,23 +123,23 @@ class Connection(asyncio.Protocol):
             self._timer = self._loop.call_later(BODY_S, self._end, 408, "request_timeout", text)
 
     def _end(self, status: int, code: str, text: str) -> None:
-        """Answer what has not arrived whole, and nothing after it."""
+        """Answer an incomplete request with an error, and accept no further requests."""
         if self._request is not None:
             self._request.refuse(status, code, text)
             self._request.is_last = True
             self._arrived(self._request)
 
     def on_message_begin(self) -> None:
-        """Begin a request; this and what follows is called by the parser."""
+        """Begin a request. The parser calls this method and the ones below."""
         self._request, self._num_head = Request(self._transport), 0
 
     def on_url(self, url: bytes) -> None:
-        """Take in a part of the address."""
+        """Append a part of the URL."""
         if self._request is not None:
             self._request.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take in a header."""
+        """Store the headers that are used."""
         name, request = name.lower(), self._request
         if request is None:
             return
@@ -149,11 +152,11 @@ class Connection(asyncio.Protocol):
             self._transport.write(CONTINUE)
 
     def on_headers_complete(self) -> None:
-        """Know that only the body is to come."""
+        """Stop counting the bytes of the head."""
         self._num_head = -1
 
     def on_body(self, body: bytes) -> None:
-        """Take in a part of the body; of one that is too large, nothing more."""
+        """Append a part of the body. A body over the limit is discarded."""
         request = self._request
         if request is None or request.refusal is not None:
             return
@@ -164,7 +167,7 @@ class Connection(asyncio.Protocol):
             request.refuse(413, "request_entity_too_large", text)
 
     def on_message_complete(self) -> None:
-        """Answer the request once those before it are."""
+        """Queue the request behind earlier ones of this connection."""
         if self._request is not None:
             self._request.method = self._parser.get_method().decode("latin-1")
             is_old = self._parser.get_http_version() != "1.1" or self._request.method == "HEAD"

@@ -1,4 +1,4 @@
-"""Agents that live as long as the run: each asks for one episode after another, or many at once."""
+"""Agents that live as long as the run. Each requests episodes, one at a time or several at once."""
 
 import asyncio
 import logging
@@ -17,63 +17,63 @@ from common.launch.guardian import Guardian
 
 logger = logging.getLogger(__name__)
 
-ASK_S = 20.0  # that a request for an episode waits for one; then it is told to ask again
-LOOK_S = 1.0  # between looks whether agents take what waits for them
-TOLD_S = 30.0  # of taking nothing while episodes wait, until that is told
-MAX_FRUITLESS = 3  # exits in a row without any episode taken, before those that wait fail
-LAST_PAUSE_S = 30.0  # between an exit without any episode taken and the next start
+ASK_S = 20.0  # Seconds that a request for an episode is held open before the agent must ask again.
+LOOK_S = 1.0  # Seconds between two checks for agents that take no episodes.
+TOLD_S = 30.0  # Seconds without a request, while episodes wait, before a warning.
+MAX_FRUITLESS = 3  # Consecutive exits without any episode taken before the waiting episodes fail.
+LAST_PAUSE_S = 30.0  # Longest pause in seconds before a restart after such exits.
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """One process, and what it has taken."""
+    """One agent process and the episodes that it has taken."""
 
     process: AgentProcess
     episodes: list[AgentEpisode] = field(default_factory=list[AgentEpisode])
-    num_asking: int = 0  # requests for an episode that wait
+    num_asking: int = 0  # Pending requests for an episode.
     num_taken: int = 0
     heard_at: float = field(default_factory=time.monotonic)
 
     @property
     def quiet_s(self) -> float:
-        """Seconds for which it has neither had an episode nor asked for one."""
+        """Seconds for which the process has had neither an episode nor a pending request."""
         is_busy = self.num_asking or any(not each.is_closed for each in self.episodes)
         self.heard_at = time.monotonic() if is_busy else self.heard_at
         return time.monotonic() - self.heard_at
 
 
 class LongLived:
-    """`actor.num_agents` processes of `actor.agent`, started again whenever they exit.
+    """`actor.num_agents` processes of `actor.agent`, restarted whenever they exit.
 
-    An exit fails the episodes that the process had taken, nobody else's. One that takes none while
-    episodes wait is told, and started again after `actor.episode_timeout_s`.
+    An exit fails only the episodes that the process had taken. A process that takes none while
+    episodes wait causes a warning, and is restarted after `actor.episode_timeout_s`.
 
     Example: two episodes wait; the agent asks its LONGSTRIDE_EPISODES three times at once: it has
     both, and the third request waits for another one.
     """
 
     def __init__(self, cfg: ActorSection, server: AgentServer, guardian: Guardian) -> None:
-        """Make it; `start` starts the processes."""
+        """Create the group without processes; `start` starts them."""
         self._cfg, self._server, self._guardian = cfg, server, guardian
-        self._offers: deque[AgentEpisode] = deque()  # that nobody has taken
+        self._offers: deque[AgentEpisode] = deque()  # Episodes that no agent has taken.
         self._offered = asyncio.Condition()
         self._workers: list[_Worker] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._num_fruitless = 0
 
     def start(self) -> None:
-        """Keep the processes running from now on; its server listens."""
+        """Start the processes and keep them running. The server must already listen."""
         work = [self._keep() for _ in range(self._cfg.num_agents)]
         self._keepers = [asyncio.create_task(each) for each in [*work, self._watch()]]
 
     async def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         for each in self._keepers:
             each.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
     async def play(self, episode: AgentEpisode) -> None:
-        """Return when an agent has taken and ended the episode. Raises: what made it fail."""
+        """Return when an agent has taken and ended the episode. Raises: the episode's failure."""
         await self._offer(episode)
         ended = asyncio.create_task(episode.ended.wait())
         try:
@@ -94,11 +94,11 @@ class LongLived:
             self._offered.notify()
 
     async def _keep(self) -> None:
-        """Run one process, and again whenever it has exited."""
+        """Run one process, and restart it whenever it exits."""
         while True:
             try:
                 await self._run()
-            except PolicyFailed as error:  # it could not even be started
+            except PolicyFailed as error:  # The process could not be started.
                 self._exited(str(error), has_taken=False)
             await asyncio.sleep(min(LAST_PAUSE_S, 2.0**self._num_fruitless - 1.0))
 
@@ -123,7 +123,7 @@ class LongLived:
             await worker.process.end()
 
     def _exited(self, how: str, *, has_taken: bool) -> None:
-        """Count an exit; episodes that wait for an agent that never takes any fail."""
+        """Count an exit. After `MAX_FRUITLESS` exits without an episode, waiting episodes fail."""
         logger.warning("an agent has exited, it is started again: %s", how)
         self._num_fruitless = 0 if has_taken else self._num_fruitless + 1
         others = any(each.num_taken for each in self._workers if each.process.code is None)
@@ -133,12 +133,12 @@ class LongLived:
             self._offers.popleft().fail(PolicyFailed(how))
 
     async def _take(self, worker: _Worker, is_there: Callable[[], bool]) -> AgentEpisode | None:
-        """Return the next episode, None if none comes while a request may wait."""
+        """Return the next episode; None if none arrives within `ASK_S`."""
         worker.num_asking += 1
         try:
             async with asyncio.timeout(ASK_S), self._offered:
                 await self._offered.wait_for(lambda: self._offers)
-                if not is_there():  # whoever asked has gone
+                if not is_there():  # The client has closed the connection.
                     self._offered.notify()
                     return None
                 episode = self._offers.popleft()
@@ -153,7 +153,10 @@ class LongLived:
             worker.num_asking -= 1
 
     async def _watch(self) -> None:
-        """Tell when episodes wait for agents that neither play nor ask; end those in the end."""
+        """Warn while episodes wait for agents that neither play nor ask.
+
+        Such an agent is killed after `actor.episode_timeout_s`, and restarted.
+        """
         told, patience_s = False, min(TOLD_S, self._cfg.episode_timeout_s / 2)
         while True:
             await asyncio.sleep(LOOK_S)

@@ -1,4 +1,4 @@
-"""Anthropic's messages."""
+"""Anthropic's API of messages."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ KINDS = {
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
-    """Return an error in this API's shape, which has no place for its code but the message."""
+    """Return an error in this API's format. The code is a part of the message."""
     kind = KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     told = {"type": kind, "message": f"{error.code}: {error.message}"}
     return {"type": "error", "error": told, "request_id": None}
@@ -62,7 +62,7 @@ def _read(body: dict[str, Any]) -> Asked:
 
 
 def _messages(given: dict[str, Any], place: str) -> list[Message]:
-    """Return one message as those of a chat template: results of tools are each its own."""
+    """Return one message as messages of a chat template. Each tool result is its own message."""
     role, content = given.get("role"), given.get("content")
     if role not in ("user", "assistant"):
         raise invalid(f"{place}.role={role!r:.40}: must be user or assistant", "messages")

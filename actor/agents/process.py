@@ -1,4 +1,4 @@
-"""A program of the user's, with all that it starts: begun, read and ended."""
+"""The process of a user's agent and its children: start, output, termination."""
 
 import asyncio
 import os
@@ -14,14 +14,16 @@ from actor.rollout.episode import PolicyFailed
 from common.http.environment import direct_loopback
 from common.launch.guardian import Guardian
 
-LEFT_S = 1.0  # for what it printed last, once it is ended
+LEFT_S = 1.0  # Seconds to read the last output of a killed process.
 LOOK_S = 0.2
-NUM_LINES = 20  # of what it printed last, told where it fails
-NUM_SAID = 600  # characters of them
+NUM_LINES = 20  # Last lines of output that an error contains.
+NUM_SAID = 600  # Maximum number of characters of these lines.
 
 
 class AgentProcess:
-    """A running agent. Whoever started it ends it, its guardian if that one is killed.
+    """A running agent. Its starter must end it.
+
+    If this process is killed, the guardian ends the agent.
 
     Example:
         told = {"OPENAI_API_KEY": key}
@@ -33,7 +35,7 @@ class AgentProcess:
     """
 
     def __init__(self, process: Process, guardian: Guardian) -> None:
-        """Read what it prints, so that it never waits for anybody to read it."""
+        """Read the output continuously, so that the process never blocks on a full pipe."""
         self._process, self._guardian = process, guardian
         guardian.add(process.pid)
         self._lines: deque[bytes] = deque(maxlen=NUM_LINES)
@@ -44,7 +46,7 @@ class AgentProcess:
     async def start(
         cls, command: Sequence[str], told: Mapping[str, str], guardian: Guardian
     ) -> "AgentProcess":
-        """Start a command with these variables beside our own. Raises: PolicyFailed."""
+        """Start a command with these variables added to our environment. Raises: PolicyFailed."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -60,17 +62,17 @@ class AgentProcess:
 
     @property
     def code(self) -> int | None:
-        """What it exited with, None while it runs."""
+        """Exit code; None while the process runs."""
         return self._process.returncode
 
     @property
     def death(self) -> str:
-        """How it exited, and what it said last."""
+        """Exit code and last output of the process."""
         said = b"\n".join(self._lines).decode(errors="replace")[-NUM_SAID:]
         return f"actor.agent exits with {self.code}: {said}"
 
     async def end(self) -> None:
-        """End it with all that it started, also what left its process group."""
+        """Kill the process and its children, including those outside of its process group."""
         self.kill()
         self._guardian.remove(self._process.pid)
         tasks = [self._reading, self.exits]
@@ -78,10 +80,10 @@ class AgentProcess:
         for each in tasks:
             each.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._process._transport.close()  # type: ignore[attr-defined] # whoever holds its output
+        self._process._transport.close()  # type: ignore[attr-defined] # A child may hold the pipe.
 
     def kill(self) -> None:
-        """Kill it and all that it started; `end` awaits that."""
+        """Kill the process and its children without waiting; `end` waits."""
         family: list[psutil.Process] = []
         with suppress(psutil.Error):
             family = psutil.Process(self._process.pid).children(recursive=True)
@@ -92,7 +94,10 @@ class AgentProcess:
                 child.kill()
 
     async def _exit(self) -> None:
-        """Return when it has ended; its own `wait` waits for whoever holds its output, too."""
+        """Return when the process has ended, even if a child still holds its output.
+
+        `Process.wait` would wait for the end of the output.
+        """
         waiting = asyncio.ensure_future(self._process.wait())
         try:
             while self._process.returncode is None:

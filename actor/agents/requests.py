@@ -1,6 +1,6 @@
-"""What agents ask for and are told, in whatever API they speak; and what they are refused."""
+"""Requests and answers of agents, independent of the API, and the errors of invalid requests."""
 
-# What JSON holds is of no known type until it is checked here:
+# JSON values have no known type until they are checked here.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
@@ -13,9 +13,9 @@ from typing import Any
 from common.formats.calls import as_call, each_text, read_arguments
 from common.text import valid_text
 
-Message = dict[str, Any]  # as chat templates take them: role, content, perhaps tool_calls
-Event = tuple[str, dict[str, Any]]  # of a stream: its name, "" for none, and what it tells
-IGNORED = {  # the run says how it samples; labels are of no account
+Message = dict[str, Any]  # In the format of chat templates: role, content, optional tool_calls.
+Event = tuple[str, dict[str, Any]]  # (name, payload) of a stream's event; name "": none
+IGNORED = {  # The run's config sets the sampling. Labels have no effect.
     *("model", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
     *("repetition_penalty", "seed", "user", "metadata", "store", "service_tier", "stream"),
     *("safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
@@ -41,32 +41,33 @@ class ApiError(Exception):
 class Asked:
     """A request for one answer."""
 
-    messages: list[Message] = field(default_factory=list)  # of a conversation
-    prompt: str | list[int] | None = None  # of a bare completion
-    instructions: str = ""  # before the conversation
-    previous: str = ""  # the answer that the messages go on from
-    tools: list[dict[str, Any]] = field(default_factory=list)  # as chat templates take them
-    max_tokens: int | None = None  # of the answer; None: as many as a turn has
-    stop: list[str] = field(default_factory=list)  # texts that end it
-    is_kept: bool = False  # a later request may go on from it by its id
-    body: dict[str, Any] = field(default_factory=dict)  # as it came
+    messages: list[Message] = field(default_factory=list)  # Messages of a conversation.
+    prompt: str | list[int] | None = None  # Prompt of a bare completion.
+    instructions: str = ""  # System text before the conversation.
+    previous: str = ""  # Id of the answer that the messages continue.
+    # Tools in the format of chat templates.
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    max_tokens: int | None = None  # Maximum tokens of the answer; None: `actor.max_turn_tokens`.
+    stop: list[str] = field(default_factory=list)  # Texts that end the answer.
+    is_kept: bool = False  # A later request may continue this answer by its id.
+    body: dict[str, Any] = field(default_factory=dict)  # The original request.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What an agent is told that the policy said."""
+    """The policy's answer, as it is reported to the agent."""
 
-    number: str  # unlike any other's
+    number: str  # Unique number of the answer.
     text: str
-    calls: list[dict[str, Any]]  # as chat templates take them
-    is_stopped: bool  # False: cut at the limit of tokens
-    stop: str | None  # which of `Asked.stop` ended it
+    calls: list[dict[str, Any]]  # Calls in the format of chat templates.
+    is_stopped: bool  # False: cut at the limit of tokens.
+    stop: str | None  # The text of `Asked.stop` that ended the answer.
     num_prompt: int
     num_sampled: int
 
     @property
     def message(self) -> Message:
-        """What a history that repeats it holds."""
+        """The answer as a message of the conversation."""
         said: Message = {"role": "assistant", "content": self.text}
         return {**said, "tool_calls": self.calls} if self.calls else said
 
@@ -76,7 +77,7 @@ class Answer:
         return [(f"{prefix}_{self.number}{i}", *each) for i, each in enumerate(told)]
 
     def reason(self, *, calls: str, stop: str, length: str) -> str:
-        """Return why it ended, in the words of an API."""
+        """Return the reason for the answer's end, as a constant of an API."""
         if not (self.is_stopped or self.stop):
             return length
         return calls if self.calls else stop
@@ -84,15 +85,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
-    """One of the APIs that agents speak."""
+    """One of the APIs that agents can use."""
 
     read: Callable[[dict[str, Any]], Asked]  # Raises: ApiError
     reply: Callable[[Asked, Answer], dict[str, Any]]
-    events: Callable[[Asked, dict[str, Any]], list[Event]]  # the same, told as a stream
+    events: Callable[[Asked, dict[str, Any]], list[Event]]  # The reply as events of a stream.
 
 
 def openai_error(error: ApiError) -> dict[str, Any]:
-    """Return an error in the shape of OpenAI's APIs."""
+    """Return an error in the format of OpenAI's APIs."""
     kind = "authentication_error" if error.status == 401 else "invalid_request_error"
     kind = kind if error.status < 500 else "server_error"
     told = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
@@ -100,12 +101,12 @@ def openai_error(error: ApiError) -> dict[str, Any]:
 
 
 def invalid(text: str, param: str) -> ApiError:
-    """Return the error of a value that cannot be used."""
+    """Return the error for an invalid value."""
     return ApiError(400, "invalid_value", text, param)
 
 
 def unsupported(name: str, value: object, why: str = "") -> ApiError:
-    """Return the error of what is not to be had here."""
+    """Return the error for an unsupported feature."""
     text = f"{name}={value!r:.80}: {why or WHY.get(name, 'not supported here')}"
     return ApiError(400, "unsupported_parameter", text, name)
 
@@ -113,10 +114,10 @@ def unsupported(name: str, value: object, why: str = "") -> ApiError:
 def check_fields(
     body: dict[str, Any], used: set[str], harmless: dict[str, tuple[Any, ...]]
 ) -> None:
-    """Refuse what is not known, and what would change the answer but cannot.
+    """Reject unknown fields, and values that would change the answer but are not supported.
 
     Args:
-        harmless: field -> values that ask for nothing.
+        harmless: field -> its values without effect
 
     Raises: ApiError.
     """
@@ -162,7 +163,7 @@ def read_items(body: dict[str, Any], name: str, *, least: int = 0) -> list[dict[
 
 
 def read_text(content: object, place: str, *, kinds: tuple[str, ...] = ("text",)) -> str:
-    """Return the text of a message, be it in parts. Raises: ApiError."""
+    """Return the text of a message; its parts are joined. Raises: ApiError."""
     param = place.partition("[")[0].partition(".")[0]
     if content is None:
         return ""
@@ -178,11 +179,11 @@ def read_text(content: object, place: str, *, kinds: tuple[str, ...] = ("text",)
 
 
 def read_tools(body: dict[str, Any], *, schema: str, inner: str = "") -> list[dict[str, Any]]:
-    """Return the tools of a request, as chat templates take them: none if none is to be called.
+    """Return the tools of a request in the format of chat templates; [] if `tool_choice` is none.
 
     Args:
-        schema: what the API calls a tool's parameters.
-        inner: where in a tool these are; "": in the tool itself.
+        schema: the API's name for a tool's parameters.
+        inner: the field of a tool that holds its name and parameters; "": the tool itself.
 
     Raises: ApiError.
     """
@@ -207,7 +208,7 @@ def read_tools(body: dict[str, Any], *, schema: str, inner: str = "") -> list[di
 
 
 def read_call(name: object, arguments: object, place: str) -> dict[str, Any]:
-    """Return a call that the agent repeats, as chat templates take it. Raises: ApiError."""
+    """Return a call from the agent's history in the format of chat templates. Raises: ApiError."""
     param = place.partition("[")[0]
     if not isinstance(name, str) or not name:
         raise invalid(f"{place}: must have a name", param)
@@ -219,7 +220,7 @@ def read_call(name: object, arguments: object, place: str) -> dict[str, Any]:
 
 
 def joined(messages: list[Message]) -> list[Message]:
-    """Return messages with those of the assistant that follow one another as one."""
+    """Return the messages with consecutive assistant messages joined into one."""
     found: list[Message] = []
     for each in messages:
         if found and found[-1]["role"] == each["role"] == "assistant":
@@ -233,29 +234,29 @@ def joined(messages: list[Message]) -> list[Message]:
 
 
 def checked(messages: list[Message], param: str) -> list[Message]:
-    """Return a conversation that the policy can answer. Raises: ApiError."""
+    """Return the messages if the policy can answer them. Raises: ApiError."""
     if not messages or messages[-1]["role"] == "assistant":
         raise invalid(f"{param}: the last is the assistant's, or there is none", param)
     return messages
 
 
 def arguments_text(arguments: dict[str, Any]) -> str:
-    """Return the arguments of a call as agents are told them."""
+    """Return the arguments of a call as JSON."""
     return json.dumps(arguments, ensure_ascii=False)
 
 
 def now() -> int:
-    """Return the time that answers are stamped with."""
+    """Return the timestamp of an answer, in seconds."""
     return int(time.time())
 
 
 def as_model(asked: Asked) -> str:
-    """Return the name of the policy, as the request has it."""
+    """Return the policy's name as given in the request."""
     return valid_text(str(asked.body.get("model") or "policy"))
 
 
 def with_system(asked: Asked, before: list[Message]) -> Asked:
-    """Return a request whose messages are the whole conversation."""
+    """Return the request with the whole conversation as its messages."""
     if not (asked.instructions or before):
         return asked
     system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []

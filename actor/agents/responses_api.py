@@ -1,4 +1,4 @@
-"""OpenAI's responses."""
+"""OpenAI's API of responses."""
 
 from typing import Any
 

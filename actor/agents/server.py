@@ -1,8 +1,9 @@
-"""The policy behind the APIs of OpenAI and Anthropic, for agents that run their own loop.
+"""Serves the policy with the APIs of OpenAI and Anthropic, for agents that run their own loop.
 
-The API key says which episode a request is of. Beside the API, `GET /env` tells the task and
-`POST /env/step {"action": text}` acts in the episode's environment, and `POST /env/end` ends it. An
-agent that plays many asks `POST /episodes/...` for the next one. Served to this machine only.
+The API key identifies the episode of a request. `GET /env` returns the task, `POST /env/step
+{"action": text}` acts in the episode's environment, and `POST /env/end` ends the episode. A
+long-lived agent requests its next episode with `POST /episodes/...`. The server listens on this
+machine only.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from common.wire.addresses import bracketed
 
 logger = logging.getLogger(__name__)
 
-NUM_ENDED = 10_000  # keys of episodes that ended which are still known as such
+NUM_ENDED = 10_000  # Number of ended episodes whose keys are remembered.
 CLOSE_S = 1.0
 ANTHROPIC = "/v1/messages"
 APIS = {
@@ -38,7 +39,7 @@ APIS = {
 EPISODES = "/episodes/"
 Handler = Callable[[Request], Awaitable[bytes]]
 
-# whether the agent still waits for an answer -> its next episode, None if none comes
+# (whether the agent still waits) -> its next episode; None: there is none yet
 Take = Callable[[Callable[[], bool]], Awaitable[AgentEpisode | None]]
 
 
@@ -52,13 +53,13 @@ class AgentServer:
     """
 
     def __init__(self) -> None:
-        """Make one that does not listen yet."""
+        """Create the server; `start` opens its port."""
         self.url = ""
-        self.refused: Counter[str] = Counter()  # requests, by the error's code
-        self.takers: dict[str, Take] = {}  # by the key in an agent's address of episodes
+        self.refused: Counter[str] = Counter()  # error code -> number of requests
+        self.takers: dict[str, Take] = {}  # key in the URL of an agent's episodes -> its `Take`
         self._episodes: dict[str, AgentEpisode] = {}
         self._ended: deque[str] = deque(maxlen=NUM_ENDED)
-        self._handlers: dict[str, dict[str, Handler]] = {  # by path and method
+        self._handlers: dict[str, dict[str, Handler]] = {  # path -> method -> handler
             **{path: {"POST": partial(self._policy, api)} for path, api in APIS.items()},
             "/v1/models": {"GET": self._models},
             "/env": {"GET": self._task},
@@ -78,7 +79,7 @@ class AgentServer:
         self.url = f"http://{bracketed(loopback())}:{port}"
 
     async def close(self) -> None:
-        """Stop listening; who still waits for an answer gets none."""
+        """Stop listening. Pending requests get no answer."""
         if self._listening is not None:
             self._listening.close()
             for each in list(self._answering.connections):
@@ -88,7 +89,7 @@ class AgentServer:
 
     @contextmanager
     def serving(self, episode: AgentEpisode) -> Iterator[None]:
-        """Answer the episode's key; afterwards it is told that the episode has ended."""
+        """Accept the episode's key inside the context. Later requests get a 410."""
         self._episodes[episode.key] = episode
         try:
             yield
@@ -112,7 +113,7 @@ class AgentServer:
         return await handlers[request.method](request)
 
     def _failed(self, request: Request, failure: BaseException) -> bytes:
-        """Return an error in the API's shape, and count it; none is left to the agent alone."""
+        """Return an error in the API's format, and count it for the episode."""
         episode = self._episodes.get(request.key)
         told = _told(request, failure, episode)
         self.refused[told.code] += 1
@@ -177,9 +178,9 @@ class AgentServer:
         return response(status=204) if episode is None else response(json.dumps(self.told(episode)))
 
     def told(self, episode: AgentEpisode) -> dict[str, object]:
-        """Return where an episode is played, and what is to be done in it."""
+        """Return the addresses and the key of an episode, and its task."""
         where = {"base_url": f"{self.url}/v1", "api_key": episode.key, "env_url": f"{self.url}/env"}
-        where["anthropic_url"] = self.url  # its package adds /v1
+        where["anthropic_url"] = self.url  # Anthropic's package appends /v1.
         return {**where, "episode": episode.lease.episode_id, **episode.first()}
 
 
@@ -191,7 +192,7 @@ def _json(request: Request) -> object:
 
 
 def _told(request: Request, error: BaseException, episode: AgentEpisode | None) -> ApiError:
-    """Return what an agent is told of an error; whoever plays its episode is told of others."""
+    """Return the error for the agent. Errors that it did not cause also fail its episode."""
     if isinstance(error, ApiError):
         return error
     if not isinstance(error, LongstrideError | TimeoutError | PolicyFailed):

@@ -1,6 +1,7 @@
 """The policy's adapter in the engine: vLLM's own LoRA layers, filled from memory.
 
-Not merged into the weights: what LoRA changes is far below bf16's steps, and would be rounded away.
+It is not merged into the weights. LoRA's changes are far below the resolution of bf16 and would be
+rounded away.
 """
 
 from collections.abc import Iterable
@@ -19,17 +20,17 @@ from vllm.lora.request import LoRARequest
 from common.config.compute import LoraSection
 from common.errors import EngineError
 
-# The only adapter. It has no path: one that is not in the engine is an error and never looked for.
+# The only adapter. Its path does not exist: the engine must never load it from disk.
 REQUEST = LoRARequest(lora_name="policy", lora_int_id=1, lora_path="/published/in/memory")
 
 
 def adapter_at(folder: Path) -> LoRARequest:
-    """Return what names the adapter in a folder, for an engine that no learner sends any to."""
+    """Return the request for the adapter in a folder, for an engine without a learner."""
     return LoRARequest(lora_name="kept", lora_int_id=2, lora_path=str(folder.resolve()))
 
 
 def engine_options(cfg: LoraSection) -> dict[str, Any]:
-    """Return the arguments of an engine that takes adapters, none of one that takes weights."""
+    """Return the engine's arguments for adapters; {} if full weights are trained."""
     if not cfg.rank:
         return {}
     sizes = sorted(get_args(MaxLoRARanks))
@@ -37,7 +38,7 @@ def engine_options(cfg: LoraSection) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": next(size for size in sizes if size >= cfg.rank),
-        # Others would cost time; a head with a place for one breaks scores on CPU (0.32.0).
+        # Other target modules cost time, and an adapter on the head breaks scores on CPU (0.32.0).
         "lora_target_modules": list(cfg.targets),
         "additional_config": {"lora_alpha": cfg.alpha},
     }
@@ -46,9 +47,9 @@ def engine_options(cfg: LoraSection) -> dict[str, Any]:
 def load_adapter(
     model_runner: Any, tensors: Iterable[tuple[str, torch.Tensor]], config: VllmConfig
 ) -> None:
-    """Put an adapter (peft's names) in the place of the one before; in a worker, while paused.
+    """Replace the engine's adapter by `tensors` (peft's names). Runs in a worker, while paused.
 
-    Raises: EngineError: the engine has no place for one of the layers.
+    Raises: EngineError: the engine has no LoRA layer for one of the tensors.
     """
     named = dict(tensors)
     alpha = cast(dict[str, Any], config.additional_config)["lora_alpha"]
@@ -57,7 +58,8 @@ def load_adapter(
     renamed = getattr(model, "hf_to_vllm_mapper", None)
     adapter = LoRAModel.from_lora_tensors(
         REQUEST.lora_int_id,
-        {name: tensor.clone() for name, tensor in named.items()},  # the buffer is used again
+        # The staging buffer is reused, so the tensors are copied.
+        {name: tensor.clone() for name, tensor in named.items()},
         PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[]),  # pyright: ignore
         device="cpu",
         dtype=model_runner.lora_config.lora_dtype,
@@ -76,7 +78,7 @@ def load_adapter(
 class OneAdapter(PunicaWrapperCPU):
     """One adapter for all requests on a CPU: two matrix products per layer.
 
-    vLLM's own operations copy the adapter for every token and are 5 to 60 x slower.
+    vLLM's own operations copy the adapter for every token and are 5 to 60 times slower.
     """
 
     def add_lora_linear(

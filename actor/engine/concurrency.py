@@ -1,31 +1,31 @@
-"""How many episodes at once: more while the engine keeps up, fewer when it does not."""
+"""Limit of concurrent episodes: it rises while the engine keeps up and falls when it does not."""
 
 import logging
 from dataclasses import dataclass, replace
 
 logger = logging.getLogger(__name__)
 
-MIN_STEPS = 5  # of the engine, before a look says anything
-MAX_KV_FRAC = 0.9  # of the KV cache in use, beyond which no episode is added
-DECREASE = 0.75  # times as many after a cut
-INCREASE_FRAC = 1 / 32  # of the ceiling that is added at a look, one episode at least
+MIN_STEPS = 5  # Engine steps that a load needs before it can change the limit.
+MAX_KV_FRAC = 0.9  # Share of the KV cache in use above which the limit does not rise.
+DECREASE = 0.75  # Factor of a decrease.
+INCREASE_FRAC = 1 / 32  # Increase as a share of the ceiling; at least one episode.
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineLoad:
-    """What an engine had to do between two looks at it, summed up step by step."""
+    """The engine's load, accumulated step by step since the last `drain`."""
 
-    num_steps: int = 0  # of the engine
-    num_queued: int = 0  # requests that found no place, in the step that had fewest of them
-    kv_frac: float = 0.0  # of the KV cache that running requests used, at most
-    num_preemptions: int = 0  # requests that lost their place in the KV cache to others
+    num_steps: int = 0  # Steps of the engine.
+    num_queued: int = 0  # Fewest requests in the queue at any step.
+    kv_frac: float = 0.0  # Largest share of the KV cache in use at any step.
+    num_preemptions: int = 0  # Requests that were evicted from the KV cache by other requests.
 
     def add(
         self, *, num_running: int, num_waiting: int, kv_frac: float, num_preemptions: int
     ) -> None:
-        """Note one step; requests wait for the next one if it had no place for them.
+        """Add one step. Waiting requests had no place in it.
 
-        Steps in which nothing runs are those of an engine that stands still for new weights.
+        Steps without running requests are not counted: the engine is paused for new weights.
         """
         self.num_preemptions += num_preemptions
         if num_running == 0:
@@ -35,23 +35,23 @@ class EngineLoad:
         self.kv_frac = max(self.kv_frac, kv_frac)
 
     def drain(self) -> "EngineLoad":
-        """Return the load since the last call, and begin anew."""
+        """Return the load since the last call and reset it."""
         load = replace(self)
         self.__init__()
         return load
 
 
 class Concurrency:
-    """The number of episodes at once, by additive increase and multiplicative decrease.
+    """The limit of concurrent episodes: additive increase, multiplicative decrease.
 
-    It is cut when the engine preempts, or has a queue that never empties: prompts that come in a
-    burst wait for a few steps, those that the engine has no room for wait all the time. It begins
-    at the ceiling. After a cut it waits until no more episodes than that are left,
-    because what is running goes on, and says nothing about the new limit.
+    The limit starts at the ceiling. It is cut when the engine preempts or its queue never empties.
+    A burst of prompts waits only a few steps, but prompts beyond the engine's capacity wait all the
+    time. After a cut the limit stays until no more episodes than that are running: the old episodes
+    continue, and their load is no evidence about the new limit.
 
-    Example (ceiling 32): the engine preempts -> 24, no more leases until 24 episodes are left. It
-    still preempts -> 18. It does not, and all 18 are used -> 19, 20, ... until 90 % of the cache
-    is in use, or it preempts again.
+    Example (ceiling 32): the engine preempts -> 24; no leases until 24 episodes are left. It
+    preempts again -> 18. It does not, and all 18 are used -> 19, 20, ... until 90 % of the cache is
+    in use, or it preempts again.
     """
 
     def __init__(self, *, least: int, most: int) -> None:
@@ -64,13 +64,13 @@ class Concurrency:
         """Return the new limit.
 
         Args:
-            load: of the engine since the last look.
-            num_episodes: played at present, also those whose turn it is not to ask the engine.
+            load: the engine's load since the last call.
+            num_episodes: running episodes, including those that wait for their environment.
         """
         if num_episodes > self.limit:
-            return self.limit  # an earlier cut has not come into effect
+            return self.limit  # The number of episodes has not yet fallen to the last cut.
         before = self.limit
-        # Only then is the load that of so many episodes:
+        # The load is evidence about the limit only if about that many episodes run.
         is_used = num_episodes >= self.limit - self._increase
         is_queueing = load.num_steps >= MIN_STEPS and load.num_queued > 0
         if load.num_preemptions > 0 or is_queueing:

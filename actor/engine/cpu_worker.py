@@ -1,4 +1,4 @@
-"""vLLM's CPU worker, made fit for CPUs with AMX tiles, and for one adapter."""
+"""vLLM's CPU worker with support for AMX tiles and for a single adapter."""
 
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -9,12 +9,13 @@ ONE_ADAPTER = "actor.engine.adapter.OneAdapter"
 
 
 class TileWorker(CPUWorker):
-    """vLLM's CPU worker, which asks for AMX tiles before anything of the model runs.
+    """vLLM's CPU worker, which requests AMX tiles before any code of the model runs.
 
-    Its bf16 attention uses them and nobody else asks, so it would die at the first token.
+    vLLM's bf16 attention uses tiles but does not request them. Without a request the process would
+    crash at the first token.
     """
 
-    tile_permission: TilePermission | None = None  # None: not asked yet
+    tile_permission: TilePermission | None = None  # None: not requested yet.
 
     def init_device(self) -> None:
         self.tile_permission = request_tiles()

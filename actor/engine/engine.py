@@ -1,4 +1,4 @@
-"""The generation engine: vLLM's AsyncLLM, token ids in, token ids out, weights taken in flight."""
+"""The generation engine: vLLM's AsyncLLM on token ids, with weight updates during generation."""
 
 import asyncio
 import logging
@@ -35,10 +35,12 @@ from common.wire.weight_messages import WeightsOffer
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_S = 1.0  # until the engine's processes are killed; they hold nothing worth saving
-LOAD_S = 60.0  # for the engine to stand still, and to load what it has received
-LAST_WORDS_S = 1.0  # for the other workers, once one has failed
-FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.1  # between looks whether a version is staged
+# Seconds until the engine's processes are killed. They hold no state worth saving.
+SHUTDOWN_S = 1.0
+LOAD_S = 60.0  # Seconds for the engine to pause and to load the received weights.
+LAST_WORDS_S = 1.0  # Seconds for the other workers to report, once one has failed.
+# First and last interval in seconds between two polls of the staging.
+FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.1
 
 
 class Engine:
@@ -47,10 +49,10 @@ class Engine:
     Example:
         engine = await Engine.start(model_cfg, actor_cfg, end_of_turn_ids=[3], seed=0)
         turn = await engine.generate([1, 5, 9], request_id="a", max_tokens=16, salt="v3")
-        stage_s = await engine.stage(offer)     its bytes arrive while generation goes on
-        pause_s = await engine.load(offer)      generation freezes, loads, goes on where it was
+        stage_s = await engine.stage(offer)     receives the weights during generation
+        pause_s = await engine.load(offer)      pauses generation, loads, resumes
 
-    After an update that ended in the middle nothing is sampled until another one is loaded whole.
+    After an incomplete update the engine samples nothing until a later one is complete.
     """
 
     def __init__(
@@ -63,13 +65,13 @@ class Engine:
         self._end_of_turn_ids = end_of_turn_ids
         self._takes_adapters = False
         self._named = REQUEST
-        self.version = -1  # nothing received yet
+        self.version = -1  # No version was received yet.
         self.num_sampled_tokens = 0
-        self.frozen_s = 0.0  # in all, to load weights
+        self.frozen_s = 0.0  # Seconds of all pauses for loading weights.
         self.num_running = 0
-        self._is_whole = asyncio.Event()  # all of its weights are of one version
+        self._is_whole = asyncio.Event()  # Set while all weights are of one version.
         self._is_whole.set()
-        self._asked_at: float | None = None  # since when workers that receive owe an answer
+        self._asked_at: float | None = None  # Time of the pending call to the staging workers.
 
     @classmethod
     async def start(
@@ -84,12 +86,13 @@ class Engine:
         lora: LoraSection = FULL,
         is_repeatable: bool = False,
     ) -> "Engine":
-        """Start the engine processes and warm them up; without weights they are random at first.
+        """Start the engine processes and warm them up.
 
-        With a `lora` of a rank above 0 it takes adapters to the weights that it has. Requests with
-        seeds of their own need `is_repeatable`.
+        If `has_weights` is false, the weights are random at first. If `lora` has a rank above 0,
+        the engine takes adapters and keeps its base weights. Requests with their own seeds need
+        `is_repeatable`.
 
-        Raises: EngineError: it did not start, or is not able to sample.
+        Raises: EngineError: the engine did not start, or cannot sample.
         """
         started = time.monotonic()
         usual, what = StartupHistory(), f"engine {model.path} {model.dtype}"
@@ -119,7 +122,7 @@ class Engine:
         return engine
 
     async def _warm_up(self, *, timeout_s: float) -> str:
-        """Sample two tokens, which initialises what is lazy; return what went wrong, or ""."""
+        """Sample two tokens, which triggers lazy initialisation; return the error, or ""."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.generate([0, 0], request_id="warm-up", max_tokens=2, salt="warm-up")
@@ -136,7 +139,7 @@ class Engine:
 
     @asynccontextmanager
     async def _bounded(self, doing: str, timeout_s: float) -> AsyncIterator[None]:
-        """Give the engine a deadline, and say what is wrong with one that misses it or dies."""
+        """Limit a call of the engine to `timeout_s`, and describe a timeout or a dead engine."""
         try:
             async with asyncio.timeout(timeout_s):
                 yield
@@ -147,21 +150,21 @@ class Engine:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its weights are of one version; else it samples nothing."""
+        """Whether all weights are of one version. If not, the engine samples nothing."""
         return self._is_whole.is_set()
 
     @property
     def quiet_s(self) -> float:
-        """Seconds for which the workers have not answered while they receive a version."""
+        """Seconds for which the workers have not answered a call during staging."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     @property
     def _adapter(self) -> LoRARequest | None:
-        """What every request names; nothing before the first version."""
+        """The adapter of every request; None before the first version."""
         return self._named if self._takes_adapters and self.version >= 0 else None
 
     def take_adapter_at(self, folder: Path) -> None:
-        """Sample with the adapter in a folder, which peft wrote, instead of a published one."""
+        """Sample with the adapter in a folder, written by peft, instead of a published one."""
         self._named = adapter_at(folder)
 
     def _sampling(
@@ -178,7 +181,7 @@ class Engine:
             stop_token_ids=self._end_of_turn_ids,
             ignore_eos=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # nobody else holds it
+            skip_clone=True,  # No other code holds the object.
         )
 
     async def generate(
@@ -195,13 +198,14 @@ class Engine:
 
         Args:
             prompt_ids: [num_prompt] the whole conversation so far.
-            max_tokens: most tokens of this turn.
-            salt: prefix-cache name space: what was computed under one is never found under
-                another.
-            seed: of the request's own random numbers, below 2**63. None: those of the engine.
+            max_tokens: maximum number of tokens of this turn.
+            salt: prefix-cache salt: a prefix is reused only under the salt that it was computed
+                under.
+            seed: seed of the request's own random generator, below 2**63. None: the engine's
+                generator.
             temperature: None: `actor.temperature`.
 
-        Raises: EngineError: the engine died, or took over `actor.turn_timeout_s`.
+        Raises: EngineError: the engine died, or exceeded `actor.turn_timeout_s`.
         """
         prompt = tokens_input(prompt_ids, cache_salt=salt)
         self.num_running += 1
@@ -223,11 +227,11 @@ class Engine:
     ) -> dict[str, Turn]:
         """Sample one turn for all prompts (request id -> ids) in one reproducible batch order.
 
-        Each request draws from random numbers of its own, by `seeds`, so that what it samples does
-        not depend on what this engine has sampled before.
+        Each request has its own random generator, seeded from `seeds`. So its samples do not depend
+        on earlier requests of this engine.
 
-        The scheduler of the engine stands still while the requests are handed over, so the
-        batches, and with them every rounding, do not depend on timing.
+        The engine's scheduler is paused while the requests are added. So the batches, and with them
+        all rounding, do not depend on timing.
         """
         async with self._bounded("a round", self._cfg.turn_timeout_s):
             await self._is_whole.wait()
@@ -272,21 +276,22 @@ class Engine:
         announce: Callable[[], None],
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> float:
-        """Receive a version into the workers' staging buffers while generation goes on.
+        """Receive a version into the workers' staging buffers during generation.
 
         Args:
             announce: called once every worker receives.
-            is_given_up: whether the version is not wanted any more.
+            is_given_up: returns whether the version is no longer wanted.
 
         Returns:
-            The seconds in which the bytes came, of the slowest worker.
+            The seconds of the transfer at the slowest worker.
 
         Raises:
-            WeightSyncError: the transfer failed, or what came at one worker is damaged; nothing
-                has changed.
+            WeightSyncError: the transfer failed, or a worker received damaged data; the weights are
+                unchanged.
             EngineError: the engine died, or hangs.
         """
-        limit_s = 2 * offer.timeout_s + LOAD_S  # a transfer has two parts with a deadline each
+        # A transfer has two parts, each with its own deadline.
+        limit_s = 2 * offer.timeout_s + LOAD_S
         started = time.monotonic()
         request = WeightTransferInitRequest(init_info={"offer": encode(offer)})
         await self._answered(offer, self._llm.init_weight_transfer_engine(request))
@@ -296,7 +301,7 @@ class Engine:
             told = await self._answered(offer, self._llm.collective_rpc("staged"))
             workers = [Staged(**each) for each in told]
             failed = [worker for worker in workers if worker.error]
-            if failed and limit_s > LAST_WORDS_S:  # the others say what came at them, too
+            if failed and limit_s > LAST_WORDS_S:  # The other workers report their result, too.
                 started, limit_s = time.monotonic(), LAST_WORDS_S
             if all(worker.is_done or worker.error for worker in workers):
                 break
@@ -313,7 +318,7 @@ class Engine:
         return max(worker.seconds for worker in workers)
 
     async def _answered(self, offer: WeightsOffer, asked: Awaitable[Any]) -> Any:
-        """Return what workers that receive answer, which they do between two steps."""
+        """Await a call to staging workers, which answer between two steps."""
         self._asked_at = time.monotonic()
         try:
             async with self._bounded(
@@ -324,14 +329,14 @@ class Engine:
             self._asked_at = None
 
     async def load(self, offer: WeightsOffer) -> float:
-        """Freeze generation (requests and their KV stay), load what is staged, go on.
+        """Pause generation, load the staged version, resume. Requests and their KV cache are kept.
 
         Returns:
-            The seconds in which nothing was generated.
+            The seconds of the pause.
 
         Raises:
-            WeightSyncError: a worker did not load all of it. Nobody knows which weights it holds,
-                so generation stays frozen until a version is loaded whole.
+            WeightSyncError: a worker did not load the whole version. Its weights are undefined, so
+                generation stays paused until a version is loaded completely.
             EngineError: the engine died, or hangs.
         """
         started = time.monotonic()
@@ -343,7 +348,7 @@ class Engine:
             await self._load_staged(offer.version)
             self.version = offer.version
             if self._cfg.kv_at_update is AtUpdate.DROP:
-                # Running requests lose their place; prompt and samples are computed again.
+                # Running requests are preempted. Their prompts and samples are computed again.
                 await self._llm.reset_prefix_cache(reset_running_requests=True)
             self._is_whole.set()
             await self._llm.resume_generation()
@@ -362,11 +367,11 @@ class Engine:
             await self._llm.finish_weight_update(weight_version=str(version))
         except EngineDeadError:
             raise
-        except Exception as error:  # what a worker raises arrives without its type
+        except Exception as error:  # An error of a worker arrives without its type.
             raise WeightSyncError(f"version {version} is not loaded whole: {error}") from error
 
     async def score(self, sequences: list[list[int]], *, request_id: str) -> list[list[float]]:
-        """Return the logprob [seq-1] of every token given those before it, nothing cached.
+        """Return the logprob [seq-1] of each token given its predecessors, without prefix caching.
 
         Raises: EngineError: as `generate`.
         """
@@ -379,11 +384,11 @@ class Engine:
                     prompt, params, f"{request_id}-{index}", lora_request=self._adapter
                 ):
                     if output.finished:
-                        known = output.prompt_logprobs or []  # [seq]; the first token has none
+                        known = output.prompt_logprobs or []  # [seq]; None for the first token
                         steps = zip(token_ids[1:], (s for s in known[1:] if s), strict=True)
                         scores.append([step[token].logprob for token, step in steps])
         return scores
 
     def shut_down(self) -> None:
-        """End the engine's processes, on its event loop; one that hangs is killed."""
+        """Stop the engine's processes, on its event loop. A hanging process is killed."""
         shut_down_llm(self._llm, timeout_s=SHUTDOWN_S)

@@ -1,7 +1,7 @@
-"""A version made ready beside generation, on a CPU: what pauses generation is a swap of pointers.
+"""A version that is prepared during generation, on a CPU. Its load only swaps pointers.
 
-A CPU engine packs its matrices for its kernels. To pack is most of the price of a reload, and
-needs nothing of the model that samples meanwhile.
+A CPU engine packs its matrices for its kernels. Packing is most of the cost of a reload, and it
+does not need the model that samples.
 """
 
 import copy
@@ -25,7 +25,7 @@ from vllm.v1.attention.backend import AttentionImplBase
 
 from common.wire.weight_group import lower_priority
 
-# What of a layer they make lies in the layer alone: parameters, buffers and attributes.
+# Layers with these methods keep all their state in parameters, buffers and attributes.
 KNOWN_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -36,7 +36,7 @@ def begin_reload(model: nn.Module) -> None:
 
 
 def end_reload(model: nn.Module, model_config: Any) -> None:
-    """Let the layers process what they have loaded."""
+    """Let the layers process the loaded weights."""
     finalize_layerwise_reload(model, model_config)
     head: Any = getattr(model, "lm_head", None)
     is_tied = getattr(model.config, "tie_word_embeddings", False)
@@ -46,10 +46,10 @@ def end_reload(model: nn.Module, model_config: Any) -> None:
 
 
 def can_prepare(model: nn.Module, config: VllmConfig, device: torch.device) -> bool:
-    """Return whether every layer of a model is known to be as good when it is made beside it.
+    """Return whether a copy of every layer of the model can be prepared safely.
 
-    Compiled graphs know addresses, adapters wrap layers, quantized layers keep state elsewhere:
-    for all these vLLM's reload of the model itself is right.
+    Compiled graphs hold addresses, adapters wrap layers, and quantized layers keep state elsewhere.
+    Such models are reloaded in place by vLLM.
     """
     is_plain = device.type == "cpu" and config.lora_config is None and config.quant_config is None
     return is_plain and config.model_config.enforce_eager and all(map(_is_known, model.modules()))
@@ -63,20 +63,20 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 class Prepared:
-    """The layers of a model once more, with the weights of another version.
+    """A second set of the model's layers, with the weights of another version.
 
     Example: prepared = Prepared(model, config); prepared.load(tensors) in any thread, while the
-    model samples; prepared.swap() between two steps: the model has the version.
+    model samples; prepared.swap() between two steps gives the model the version.
     """
 
     def __init__(self, model: nn.Module, config: VllmConfig) -> None:
-        """Copy the tree of modules, and of the tensors what loading writes to.
+        """Copy the tree of modules, and the tensors that loading writes to.
 
-        The model itself must never have been reloaded, which would change what vLLM noted of it.
+        The model must never have been reloaded, because a reload changes vLLM's record of it.
         """
         self._config = config
         copies: dict[nn.Module, nn.Module] = {}
-        tensors: dict[Tensor, Tensor] = {}  # a tied parameter stays one
+        tensors: dict[Tensor, Tensor] = {}  # A tied parameter is copied once.
         self._layers: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []
         for layer in model.modules():
             twin = copies[layer] = object.__new__(type(layer))
@@ -93,15 +93,15 @@ class Prepared:
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load and pack (transformers name, tensor) of a whole version."""
+        """Load and pack all tensors of a version, given as (transformers name, tensor)."""
         with set_current_vllm_config(self._config):
             begin_reload(self._model)
             cast(Any, self._model).load_weights(tensors)
             end_reload(self._model, self._config.model_config)
 
     def swap(self) -> None:
-        """Give the model what was loaded, and let go in a thread of what it had."""
-        pairs: dict[Tensor, Tensor] = {}  # a tied parameter is there twice
+        """Move the loaded weights into the model, and release the old ones in a thread."""
+        pairs: dict[Tensor, Tensor] = {}  # A tied parameter appears twice.
         for layer, twin, before in self._layers:
             for table in ("_parameters", "_buffers"):
                 made = cast(dict[str, Tensor | None], twin.__dict__[table])
@@ -119,7 +119,7 @@ class Prepared:
         threading.Thread(target=self.release, daemon=True).start()
 
     def release(self) -> None:
-        """Let go of the layers; vLLM's notes of them would keep them for ever."""
+        """Release the layers, which vLLM's record of them would otherwise keep alive."""
         lower_priority()
         while self._layers:
             _, twin, before = self._layers.pop()
@@ -132,7 +132,8 @@ class Prepared:
 
 def _copy_tensors(twin: nn.Module, copies: dict[Tensor, Tensor]) -> None:
     for name, tensor in [*twin._parameters.items(), *twin._buffers.items()]:
-        if tensor is None or name in twin._non_persistent_buffers_set:  # nothing loads the latter
+        # Non-persistent buffers are never loaded.
+        if tensor is None or name in twin._non_persistent_buffers_set:
             continue
         if tensor not in copies:
             copied = copies[tensor] = tensor.data.clone()
@@ -143,7 +144,7 @@ def _copy_tensors(twin: nn.Module, copies: dict[Tensor, Tensor]) -> None:
 
 
 def _copy_metadata(layer: nn.Module, twin: nn.Module) -> None:
-    """Note of the twin what vLLM noted of the layer before it loaded anything."""
+    """Copy vLLM's record of a layer before its first load to the twin."""
     noted, own = get_layerwise_info(layer), get_layerwise_info(twin)
     parameters, buffers = noted.restore_metadata
     own.restore_metadata = (

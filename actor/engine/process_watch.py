@@ -1,4 +1,4 @@
-"""The engine's processes as their parent sees them: what they print, and how they end."""
+"""Supervision of the engine's processes by their parent: output, exit, and orphan protection."""
 
 import asyncio
 import os
@@ -14,25 +14,25 @@ from multiprocessing.process import BaseProcess
 
 from common.launch.process import describe_exit
 
-TAIL_LINES = 15  # in an error
-# The last line of a traceback, after the name that vLLM puts before the lines of a process.
+TAIL_LINES = 15  # Lines of output in an error.
+# Matches the last line of a traceback, after the process name that vLLM prepends.
 ERROR_LINE = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?([\w.]*(?:Error|Exception): \S.*)")
-EXIT_S = 2.0  # until a process whose engine is dead has ended
+EXIT_S = 2.0  # Seconds for a process of a dead engine to exit.
 
 
-OWNER = "LONGSTRIDE_ENGINE_OWNER"  # environment variable: the actor's process id
+OWNER = "LONGSTRIDE_ENGINE_OWNER"  # Environment variable with the actor's process id.
 
 
 def own_engines() -> None:
-    """Let the engines that this process starts from now on end with it."""
+    """Make all engines that this process starts from now on end with it."""
     os.environ[OWNER] = str(os.getpid())
 
 
 def end_with_owner() -> None:
-    """Kill this worker process as soon as the actor's is gone; vLLM would wait for ever.
+    """Kill this worker process when the actor process ends; vLLM would wait forever.
 
-    Who kills an actor with SIGKILL (a person, the kernel out of memory, a cluster that gives a
-    node up) cannot tell its engine, which would go on holding a GPU.
+    An actor killed by SIGKILL (by a user, the kernel out of memory, or a cluster) cannot stop its
+    engine, which would keep its GPU.
     """
     owner = int(os.environ.get(OWNER, "0"))
     if owner in (0, os.getpid()):
@@ -47,17 +47,17 @@ def end_with_owner() -> None:
 
 def _wait_for_end(watched: int) -> None:
     poll = select.poll()
-    poll.register(watched, select.POLLIN)  # readable once the process has ended
+    poll.register(watched, select.POLLIN)  # Readable once the process has ended.
     poll.poll()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ProcessWatch:
-    """Passes on what the engine's processes print, and keeps the last lines for an error.
+    """Forwards the output of the engine's processes, and keeps the last lines for errors.
 
     Example:
         watch = ProcessWatch()
-        with watch.printing():      what is started in here prints through the watch, for ever
+        with watch.printing():      processes started in here print through the watch until they end
             llm = start()
         watch.processes = [...]
         await watch.describe_death()  -> "EngineCore killed by SIGILL; its last lines: ..."
@@ -70,7 +70,7 @@ class ProcessWatch:
 
     @contextmanager
     def printing(self) -> Iterator[None]:
-        """Take over stdout and stderr of this process for as long as children are started."""
+        """Redirect stdout and stderr of this process while children are started."""
         sys.stdout.flush()
         sys.stderr.flush()
         saved = os.dup(1), os.dup(2)
@@ -92,7 +92,7 @@ class ProcessWatch:
                 os.close(copy)
 
     def _pass_on(self, reader: int, to: int) -> None:
-        """Copy until no process has the other end any more."""
+        """Copy lines until all processes have closed the other end."""
         with os.fdopen(reader, "rb") as lines, os.fdopen(to, "wb", buffering=0) as out:
             for line in lines:
                 out.write(line)
@@ -100,17 +100,17 @@ class ProcessWatch:
                     self._tail.append(text)
 
     def tail(self) -> str:
-        """Return the last lines, "" if nothing was printed."""
+        """Return the last lines as a suffix of an error; "" without output."""
         lines = "".join(f"\n  {line}" for line in self._tail)
         return f"; its last lines:{lines}" if lines else ""
 
     def cause(self) -> str:
-        """Return "; the cause is NameError: ..." of the last error printed, "" if none was."""
+        """Return "; the cause is NameError: ..." for the last printed error, "" if none was."""
         found = [match.group(1) for line in self._tail if (match := ERROR_LINE.match(line))]
         return f"; the cause is {found[-1]}" if found else ""
 
     async def describe_death(self) -> str:
-        """Return which process ended how, and its last lines; waits a little for the end."""
+        """Return how each process ended, and the last lines. Waits up to `EXIT_S` for each."""
         for process in self.processes:
             await asyncio.to_thread(process.join, EXIT_S)
         ends = [
@@ -121,7 +121,7 @@ class ProcessWatch:
         return (", ".join(ends) or "no process of it has ended") + self.tail()
 
     def describe_failed_start(self, error: BaseException) -> str:
-        """Return why the engine did not start: never empty, signals by their names."""
+        """Return why the engine did not start: never empty, with names for signals."""
         if self._reader is not None:
             self._reader.join(EXIT_S)
         reason = str(error).replace("See root cause above. ", "").strip() or type(error).__name__

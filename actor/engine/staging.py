@@ -1,4 +1,4 @@
-"""The staging buffer of an engine's worker: a version lands here while generation goes on."""
+"""Staging buffer of an engine worker: receives a version during generation."""
 
 import logging
 import mmap
@@ -18,27 +18,27 @@ from common.wire.weight_messages import WeightsOffer
 
 logger = logging.getLogger(__name__)
 
-SPARE_BYTES = 1 << 30  # of a GPU, which the engine's kernels may ask for
-LEAVE_S = 2.0  # for a transfer that was given up to end; after that its connections are its own
+SPARE_BYTES = 1 << 30  # Bytes of a GPU that stay free for the engine's kernels.
+LEAVE_S = 2.0  # Seconds for a cancelled transfer to end. After that, new connections are opened.
 Prepare = Callable[[Iterable[tuple[str, Tensor]]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """What became of an offer so far; an error means that nothing may be loaded."""
+    """State of an offer. With an error the version must not be loaded."""
 
     is_done: bool
     error: str = ""
-    is_cancelled: bool = False  # by the learner
-    seconds: float = 0.0  # in which the bytes came
+    is_cancelled: bool = False  # The learner cancelled it.
+    seconds: float = 0.0  # Seconds of the transfer.
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as what crosses the engine's process boundary."""
+        """Return the state in the form that crosses the engine's process boundary."""
         return asdict(self)
 
 
 class _Taken:
-    """An offer that is being staged, or is."""
+    """An offer that is being staged, or is staged."""
 
     def __init__(self, offer: WeightsOffer) -> None:
         self.offer = offer
@@ -47,23 +47,24 @@ class _Taken:
 
 
 class Staging:
-    """Receives a version at a time, in a thread, into one buffer that is kept.
+    """Receives one version at a time, in a thread, into one reused buffer.
 
-    Consumes: the learner's buckets. Waits for: them, at most the offer's deadlines. Unblocked by:
-    `give_up`, and by the next offer.
+    Consumes: the learner's buckets. Waits for: them, at most until the offer's deadlines. Unblocked
+    by: `give_up`, and by the next offer.
 
     Example: begin(offer) returns at once. state() -> not done, while the model samples. state() ->
-    done: every bucket is what was sent. tensors(version) is what to load.
+    done: every bucket arrived intact. tensors(version) yields the tensors to load.
 
-    With a `prepare` all that can be done to a version beside generation is done by then, and the
-    tensors are gone: their memory goes back as they are used, so that there is one copy at a time.
+    With `prepare`, all work on a version that is possible during generation is done by then, and
+    the tensors are released. Their memory is freed as they are consumed, so that there is one copy
+    at a time.
     """
 
     def __init__(self, device: torch.device, prepare: Prepare | None = None) -> None:
-        """Make one for a worker that computes on `device`; `prepare` is for CPUs."""
+        """Create the staging of a worker that computes on `device`; `prepare` is for CPUs."""
         self._device = device
         self._prepare = prepare
-        self._pages: mmap.mmap | None = None  # what the buffer lies in, with a `prepare`
+        self._pages: mmap.mmap | None = None  # Memory of the buffer; None without `prepare`.
         self._group = WeightGroup()
         self._buffer: Tensor | None = None  # [at least total_bytes] uint8
         self._taken: _Taken | None = None
@@ -71,7 +72,7 @@ class Staging:
         self._thread: threading.Thread | None = None
 
     def begin(self, offer: WeightsOffer) -> None:
-        """Start to receive; a transfer that still runs is given up. Returns at once."""
+        """Start to receive an offer, and cancel a running transfer. Returns at once."""
         self.give_up()
         taken, before = _Taken(offer), self._thread
         self._taken = taken
@@ -79,12 +80,12 @@ class Staging:
         self._thread.start()
 
     def give_up(self) -> None:
-        """Let the transfer that runs end, if there is one; what is staged stays."""
+        """Cancel the running transfer, if there is one. A staged version stays."""
         if self._taken is not None:
             self._taken.is_given_up.set()
 
     def state(self) -> Staged:
-        """Return what became of the offer so far."""
+        """Return the state of the current offer."""
         nothing = Staged(is_done=True, error="nothing was offered")
         return nothing if self._taken is None else self._taken.state
 
@@ -97,7 +98,7 @@ class Staging:
         return views(self._buffer[: offer.total_bytes], offer.tensors)
 
     def check(self, version: int) -> None:
-        """Return if a version is there. Raises: WeightSyncError: another one is, or none."""
+        """Check that a version is staged. Raises: WeightSyncError: another one is, or none."""
         state, found = self.state(), -1 if self._taken is None else self._taken.offer.version
         if found != version or not state.is_done or state.error:
             raise WeightSyncError(f"version {version} is to be loaded, {found} is staged: {state}")
@@ -115,7 +116,7 @@ class Staging:
                 with self._preparing:
                     self._prepare(self._consumed(taken))
             state = Staged(is_done=True, seconds=seconds)
-        except (LongstrideError, RuntimeError) as error:  # torch raises the latter without memory
+        except (LongstrideError, RuntimeError) as error:  # RuntimeError: torch is out of memory.
             if not isinstance(error, WeightSyncError):
                 logger.error("staging failed version=%d", offer.version, exc_info=error)
             is_cancelled = isinstance(error, TransferCancelled)
@@ -124,7 +125,7 @@ class Staging:
             taken.state = state
 
     def _part_from(self, before: threading.Thread | None) -> None:
-        """Wait for a transfer that was given up; leave it what it may still write to."""
+        """Wait for a cancelled transfer. If it does not end, abandon its connections and buffer."""
         if before is not None:
             before.join(LEAVE_S)
         if before is not None and before.is_alive():
@@ -134,7 +135,7 @@ class Staging:
             self._buffer = None
 
     def _consumed(self, taken: _Taken) -> Iterator[tuple[str, Tensor]]:
-        """Yield (transformers name, tensor); the memory of each goes when nobody has it any more.
+        """Yield (transformers name, tensor). Memory is freed with the last reference to a tensor.
 
         Raises: TransferCancelled: another version is to be staged.
         """
@@ -157,13 +158,13 @@ class Staging:
             yield spec.name, tensor.view(spec.shape)
 
     def _room(self, num_bytes: int) -> Tensor:
-        """Return the buffer: on the GPU if it fits beside what is there, else in pinned memory."""
+        """Return the buffer: on the GPU if it fits into free memory, else in pinned memory."""
         if self._buffer is None or self._buffer.numel() < num_bytes:
             self._buffer = None
             if self._prepare is not None:
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
                 self._pages = mmap.mmap(-1, num_bytes, flags=flags)
-                self._pages.madvise(mmap.MADV_HUGEPAGE)  # small ones cost a second per GB
+                self._pages.madvise(mmap.MADV_HUGEPAGE)  # Small pages cost a second per GB.
                 self._buffer = torch.frombuffer(self._pages, dtype=torch.uint8)
                 return self._buffer
             is_cuda = self._device.type == "cuda"
@@ -175,5 +176,5 @@ class Staging:
         return self._buffer
 
     def leave(self) -> None:
-        """Let the connections go."""
+        """Close the connections."""
         self._group.leave()

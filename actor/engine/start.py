@@ -1,4 +1,4 @@
-"""Construction of the engine: vLLM's arguments, its processes, its load meter."""
+"""Construction of the engine: vLLM's arguments, processes and load meter."""
 
 import faulthandler
 import os
@@ -25,9 +25,10 @@ from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError, EngineError
 
-# A turn recomputes what lies behind its last whole block, and vLLM's own size on a CPU is 128.
+# Only whole blocks are reused, so each turn recomputes the tokens after the last one. vLLM's
+# default on a CPU is 128.
 CPU_BLOCK_TOKENS = 32
-WHOLE_TOKENS = 8_192  # of a step, where prompts are not computed in parts
+WHOLE_TOKENS = 8_192  # Tokens of a step when prompts are not computed in chunks.
 
 
 def engine_arguments(
@@ -39,8 +40,8 @@ def engine_arguments(
     lora: LoraSection = FULL,
     is_repeatable: bool = False,
 ) -> AsyncEngineArgs:
-    # A prompt that is computed in parts draws for each part, and takes back what it drew too
-    # early; the generators of a CPU, one for each request of a repeatable run, cannot do that.
+    # A prompt that is computed in chunks draws a sample for each chunk and rewinds the generator
+    # afterwards. The CPU generators of a repeatable run, one for each request, cannot be rewound.
     is_whole = is_repeatable and current_platform.is_cpu()
     return AsyncEngineArgs(
         model=model.path,
@@ -60,8 +61,8 @@ def engine_arguments(
         worker_extension_cls="actor.engine.worker.WorkerExtension",
         weight_transfer_config=WeightTransferConfig(backend="longstride"),
         worker_cls="actor.engine.cpu_worker.TileWorker" if current_platform.is_cpu() else "auto",
-        # The class, not its name: on CPU the name "uni" is turned into "mp", whose two
-        # processes poll each other and burn a core.
+        # The class, not its name: vLLM replaces the name "uni" by "mp" on CPU. The two processes of
+        # "mp" poll each other and occupy a core.
         distributed_executor_backend=UniProcExecutor if cfg.tensor_parallel_size == 1 else "mp",
         disable_log_stats=True,
         num_gpu_blocks_override=cfg.kv_cache_blocks or None,
@@ -79,19 +80,20 @@ def start_llm(
     lora: LoraSection = FULL,
     is_repeatable: bool = False,
 ) -> tuple[AsyncLLM, ProcessWatch]:
-    """Start the engine's processes, blocking; with a meter they tell it what they do.
+    """Start the engine's processes; blocks. With a meter, the engine reports its load to it.
 
     Raises:
-        ConfigError: vLLM refuses the arguments; no later start takes them.
-        EngineError: they did not start; says which ended how, and their last lines.
+        ConfigError: vLLM refuses the arguments, so a retry cannot succeed.
+        EngineError: the processes did not start; the message names the exit and the last lines.
     """
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cfg.kv_cache_gib))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(max(1, int(cfg.start_timeout_s))))
-    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a spawned process shows where it died,
+    # Makes a spawned process print its stack when it crashes.
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     own_engines()
     if not faulthandler.is_enabled():
-        faulthandler.enable()  # and a forked one
+        faulthandler.enable()  # Makes a forked process print its stack when it crashes.
     watch = ProcessWatch()
     try:
         with watch.printing():
@@ -115,14 +117,14 @@ def start_llm(
 
 
 def shut_down_llm(llm: AsyncLLM, *, timeout_s: float) -> None:
-    """End the engine's processes, and close what vLLM leaves to the garbage collector.
+    """Stop the engine's processes, and close the sockets that vLLM leaves to the garbage collector.
 
     Call it on the engine's event loop.
     """
     llm.shutdown(timeout=timeout_s)
     resources = _resources(llm)
     for socket in (resources.output_socket, resources.input_socket, resources.stats_update_socket):
-        if socket is not None:  # an engine that died has them closed a little later
+        if socket is not None:  # A dead engine closes them itself, a little later.
             socket.close(linger=0)
     resources.ctx.destroy(linger=0)
 
@@ -132,7 +134,7 @@ def _resources(llm: AsyncLLM) -> BackgroundResources:
 
 
 def _close_contexts_in(error: BaseException) -> None:
-    """Close the ZeroMQ context of a half-made engine, which only its constructor knows."""
+    """Close the ZeroMQ context of a half-built engine, which only its constructor holds."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         context = frame.f_locals.get("sync_ctx")
         if isinstance(context, zmq.Context):
@@ -140,7 +142,7 @@ def _close_contexts_in(error: BaseException) -> None:
 
 
 class _LoadWatch(StatLoggerBase):
-    """Hears from vLLM after every step of the engine, and tells the meter."""
+    """Receives vLLM's statistics after every engine step, and adds them to the meter."""
 
     def __init__(self, meter: EngineLoad) -> None:
         self._meter = meter
@@ -158,7 +160,7 @@ class _LoadWatch(StatLoggerBase):
 
 
 def _checked(arguments: AsyncEngineArgs) -> VllmConfig:
-    """Return the configuration that vLLM makes of its arguments. Raises: ConfigError."""
+    """Return vLLM's configuration for these arguments. Raises: ConfigError."""
     try:
         return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
@@ -182,7 +184,7 @@ def _start(config: VllmConfig, meter: EngineLoad | None) -> AsyncLLM:
         return llm
     manager = llm.logger_manager
     assert manager is not None, "vLLM has one whenever there are loggers"
-    manager.stat_loggers = [  # Prometheus' own counts at every step, and nobody asks for it
+    manager.stat_loggers = [  # Prometheus counts at every step, and its counts are not used.
         each for each in manager.stat_loggers if not isinstance(each, PrometheusStatLogger)
     ]
     return llm

@@ -1,4 +1,4 @@
-"""Weight updates, the actor's side: answer the learner's offers, report what was loaded."""
+"""Weight updates on the actor's side: accepts the learner's offers and reports each load."""
 
 import asyncio
 import logging
@@ -28,19 +28,20 @@ from common.wire.weight_messages import (
 
 logger = logging.getLogger(__name__)
 
-FOLLOW_S = 0.5  # between looks at the learner's address
-MAX_FAILURES = 5  # transfers in a row
+FOLLOW_S = 0.5  # Seconds between two checks of the learner's address.
+MAX_FAILURES = 5  # Failed transfers in a row that end the actor.
 
 
 class WeightLink:
-    """Joins the learner's weight plane and loads every version it offers.
+    """Joins the learner's weight plane and loads every version that it offers.
 
     Consumes: offers and their cancellation, requests to score. Waits for: the engine's workers,
-    which have deadlines of their own. Unblocked by: a newer offer, the learner's word, its move.
+    which have their own deadlines. Unblocked by: a newer offer, a cancellation, or a new address of
+    the learner.
 
-    It says hello with every heartbeat, also while it is at an offer: who was given up as dead, or
-    has another connection, comes back by that. `version_loaded` is set after every version; no
-    episode starts before the first.
+    It sends a `WeightsJoin` as a heartbeat, also during an update. An engine that the learner
+    removed, or that reconnected, rejoins by that message. `version_loaded` is set after every
+    version; no episode starts before the first.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class WeightLink:
         self._line = FollowingDealer(addresses, "weights", keys, context=context, hello=self._hello)
         self._num_failures = 0
         self._num_scored = 0
-        self._newest: WeightsOffer | None = None  # to be taken next
+        self._newest: WeightsOffer | None = None  # The offer to take next.
         self._at: WeightsOffer | None = None
         self._is_announced = False
         self._is_given_up = False
@@ -72,11 +73,11 @@ class WeightLink:
         self.is_loading = False
 
     async def connect(self, *, timeout_s: float) -> None:
-        """Connect and join. Raises: LongstrideError: the learner does not say where it listens."""
+        """Connect and join. Raises: LongstrideError: the learner publishes no address in time."""
         await self._line.connect_soon(timeout_s=timeout_s)
 
     async def run(self) -> None:
-        """Answer offers until cancelled; follow a learner that has moved."""
+        """Answer offers until cancelled; reconnect when the learner's address changes."""
         loops = (self._listen(), self._beat(), self._work())
         tasks = [asyncio.create_task(each) for each in loops]
         try:
@@ -114,7 +115,7 @@ class WeightLink:
     def _receive(self, message: Any) -> None:
         match message:
             case WeightsOffer():
-                if self._at == message and not self._is_given_up:  # it was sent once more
+                if self._at == message and not self._is_given_up:  # The learner resent the offer.
                     if self._is_announced:
                         self._ready(message)
                     return
@@ -136,7 +137,7 @@ class WeightLink:
                 raise LongstrideError(f"unexpected {type(message).__name__} from the learner")
 
     async def _work(self) -> None:
-        """Take the newest offer, one at a time."""
+        """Process the newest offer, one at a time."""
         while True:
             await self._has_work.wait()
             self._has_work.clear()
@@ -150,7 +151,7 @@ class WeightLink:
                     await self._report_canary(check)
 
     async def _answer(self, offer: WeightsOffer) -> None:
-        """Stage and load one offer and report; a failed transfer leaves the old weights."""
+        """Stage and load one offer, and report. A failed transfer leaves the old weights."""
         failure: WeightSyncError | None = None
         stage_s = pause_s = 0.0
         try:
@@ -160,7 +161,8 @@ class WeightLink:
         except WeightSyncError as error:
             failure = error
             logger.error("weights not received version=%d reason=%s", offer.version, error)
-        # An engine that samples nothing until it is loaded must not wait for who samples.
+        # If the weights are incomplete, the holder of the lock waits for this load. Taking the lock
+        # would then deadlock.
         async with self._exclusive if self._engine.is_whole else nullcontext():
             if failure is None:
                 try:
@@ -197,8 +199,9 @@ class WeightLink:
             self.is_loading = False
 
     def _recover(self, failure: WeightSyncError) -> None:
-        """Ask again after a failed transfer. Raises: WeightSyncError: too many in a row."""
-        self._num_failures += not isinstance(failure, TransferCancelled)  # that is another's fault
+        """Join again after a failed transfer. Raises: WeightSyncError: too many in a row."""
+        # A cancelled transfer is not counted as this engine's failure.
+        self._num_failures += not isinstance(failure, TransferCancelled)
         if self._num_failures >= MAX_FAILURES:
             raise WeightSyncError(f"{self._num_failures} transfers failed in a row: {failure}")
         self._line.send(self._hello())
@@ -218,7 +221,7 @@ class WeightLink:
         self._line.send(answer)
 
     def close(self) -> None:
-        """Tell the learner not to wait for this engine, and close."""
+        """Leave the weight plane, so that the learner does not wait for this engine, and close."""
         if self._line.address:
             self._line.send(WeightsLeave(**self._identity))
         self._line.close(linger_s=0.5)

@@ -1,4 +1,4 @@
-"""What runs inside the engine's worker processes beside vLLM's own."""
+"""Our extension of vLLM's worker processes."""
 
 from typing import Any, cast
 
@@ -13,15 +13,15 @@ from common.amx import TilePermission
 from common.stall.stacks import tell_stacks
 from common.wire.collective import device_id
 
-register()  # importing this module is the first that a worker does
+register()  # Runs when the module is imported, at the start of the worker process.
 end_with_owner()
 tell_stacks()
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker (`worker_extension_cls`): what only a worker knows."""
+    """Mixed into vLLM's worker (`worker_extension_cls`): calls that need the worker's state."""
 
-    device: torch.device  # this and the next three are the worker's own
+    device: torch.device  # These four attributes belong to vLLM's worker.
     model_runner: Any
     vllm_config: VllmConfig
     weight_transfer_engine: Any
@@ -31,26 +31,26 @@ class WorkerExtension:
         return device_id(self.device)
 
     def tiles(self) -> str:
-        """Return what became of the request for AMX tiles; workers of GPUs make none."""
+        """Return the result of the request for AMX tiles; GPU workers make none."""
         return str(getattr(self, "tile_permission", TilePermission.NOT_NEEDED))
 
     def staged(self) -> dict[str, Any]:
-        """Return what became of the version that this worker was offered, see `Staged`."""
+        """Return the state of this worker's staging, see `Staged`."""
         return self._staging.state().as_dict()
 
     def give_up_staging(self) -> None:
-        """Let the transfer that runs end; the weights stay as they are."""
+        """Cancel the running transfer. The weights stay unchanged."""
         self._staging.give_up()
 
     def forget_update(self) -> None:
-        """Make the worker ready for a whole update after one that ended in the middle."""
+        """Reset an incomplete update, so that the worker can begin a new one."""
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()
 
     def load_staged_adapter(self, version: int) -> None:
-        """Put a staged adapter in the place of the one before.
+        """Replace the adapter by the staged one.
 
-        Not by vLLM's weight update, which ends with removing every adapter.
+        vLLM's own weight update is not used, because it ends by removing all adapters.
         """
         load_adapter(self.model_runner, self._staging.tensors(version), self.vllm_config)
 

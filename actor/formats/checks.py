@@ -1,4 +1,4 @@
-"""Checks of a model's tokenizer before anything starts; an actor makes the same ones."""
+"""Checks of a model's tokenizer before the start; an actor makes the same ones."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from common.errors import ConfigError
 
 
 def check_rendering(cfg: RunConfig, root: Path) -> None:
-    """Return if the chat template at `model.path` can be used, and a page fits beside a turn.
+    """Check that the chat template at `model.path` is usable, and that a page fits beside a turn.
 
     A folder without `tokenizer.json` is left to the actor.
 
@@ -20,17 +20,17 @@ def check_rendering(cfg: RunConfig, root: Path) -> None:
         return
     try:
         make_renderer(_load_quickly(folder), cfg.actor.format).check_room(cfg.actor)
-    except ConfigError:  # the tokenizer's own class decides, which takes seconds to load
+    except ConfigError:  # The tokenizer's own class decides. It takes seconds to load.
         load_renderer(folder, cfg.actor.format).check_room(cfg.actor)
 
 
 def _load_quickly(folder: Path) -> Any:
-    """Return the tokenizer without its own class: that would load torch."""
+    """Return the tokenizer without its own class, which would load torch."""
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging
 
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # it warns that the class is another one
+    logging.set_verbosity_error()  # transformers warns about the different class.
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     finally:

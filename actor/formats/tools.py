@@ -1,4 +1,4 @@
-"""Function calling by the model's own chat template: tools in the prompt, answers call them."""
+"""Function calling with the model's own chat template: tools in prompts, calls in answers."""
 
 import json
 import re
@@ -17,28 +17,28 @@ from common.formats.answers import ARGUMENT, NO_TOOLS, read_react, sent
 from common.formats.calls import NAME, CallForm, as_call
 
 Read = Callable[[list[int]], tuple[str, str | None]]
-QUOTED = f'{NEXT}"'  # tells whether what a tool says is shown as it is, or as JSON
+QUOTED = f'{NEXT}"'  # Its quote shows whether the template writes tool results verbatim or as JSON.
 MAX_NAME_CHARS = 64
 
 
 def make_renderer(tokenizer: Any, kind: AgentFormat) -> Renderer:
-    """Return what renders for a policy that answers so.
+    """Return the renderer for a policy with this format of answers.
 
-    Raises: ConfigError: the chat template cannot be used, or knows no tools and is to call some.
+    Raises: ConfigError: the chat template cannot be used, or lacks the tools that the format needs.
     """
     is_calling = kind is AgentFormat.FUNCTION_CALL
     return ToolRenderer(tokenizer, env=NAME) if is_calling else Renderer(tokenizer)
 
 
 def load_renderer(path: str | Path, kind: AgentFormat) -> Renderer:
-    """Return that of a model's folder; see `make_renderer`."""
-    from transformers import AutoTokenizer  # here only: it takes seconds to load
+    """Return the renderer for a model's folder; see `make_renderer`."""
+    from transformers import AutoTokenizer  # Imported here, because the import takes seconds.
 
     return make_renderer(AutoTokenizer.from_pretrained(path, local_files_only=True), kind)
 
 
 def reader_of(render: Render, kind: AgentFormat, *, is_whole: bool) -> Read:
-    """Return what an answer's tokens say, and the action in it; None: there is none.
+    """Return a function from an answer's tokens to its text and action; None: no action.
 
     Args:
         is_whole: as in `read_react`.
@@ -59,12 +59,12 @@ def reader_of(render: Render, kind: AgentFormat, *, is_whole: bool) -> Read:
 
 
 def rendering(render: Render, env: str, tools: Sequence[Message]) -> Render:
-    """Return what renders an environment's episodes, where it is made for a chat template."""
+    """Return the renderer of an environment's episodes; unchanged if it has no chat template."""
     return render.of(env, tools) if isinstance(render, Renderer) else render
 
 
 def tool_of(env: str) -> Message:
-    """Return the one tool that an environment of texts is, as chat templates are given it."""
+    """Return the tool that stands for an environment whose actions are texts."""
     name = re.sub(r"[^A-Za-z0-9_-]", "_", env)[:MAX_NAME_CHARS]
     text = "Performs one action in the environment; returns what is observed then."
     action = {"type": "string", "description": "the action, as the environment words it"}
@@ -74,15 +74,15 @@ def tool_of(env: str) -> Message:
 
 
 class ToolRenderer(Renderer):
-    """Renders an environment's episodes: it is a tool, what is observed is the tool's answer."""
+    """Renders episodes in which the environment is a tool and its observations are tool results."""
 
     def __init__(self, tokenizer: Any, *, env: str, tools: Sequence[Message] = ()) -> None:
-        """Ask the template.
+        """Analyse the template with marker texts.
 
         Args:
-            tools: of the environment, as in `EnvSpec`; none: it is one itself.
+            tools: the environment's tools, as in `EnvSpec`; none: the environment is the only tool.
 
-        Raises: ConfigError: it shows no tools, or writes calls so that they cannot be read.
+        Raises: ConfigError: the template supports no tools, or its calls cannot be parsed.
         """
         self._own = [{"type": "function", "function": dict(each)} for each in tools]
         self._tools = self._own or [tool_of(env)]
@@ -109,24 +109,24 @@ class ToolRenderer(Renderer):
         self._before_first, _, self._after_first = first.partition(USER)
 
     def of(self, env: str, tools: Sequence[Message] = ()) -> Renderer:
-        """Return what renders an environment's episodes, whose actions may call `tools`."""
+        """Return the renderer of an environment's episodes, whose actions may call `tools`."""
         if env not in self._by_env:
             self._by_env[env] = ToolRenderer(self._tokenizer, env=env, tools=tools)
         return self._by_env[env]
 
     def without_tools(self) -> Renderer:
-        """Return what renders conversations of texts alone."""
+        """Return the renderer of conversations without tools."""
         return Renderer(self._tokenizer)
 
     def after_action(self, observation: str, *, is_stopped: bool) -> list[int]:
-        """Return the ids between an answer and the next: a tool says `observation`."""
+        """Return the ids between an answer and the next one: a tool result with `observation`."""
         before, after = self._before_told, self._after_told
         if self._as_json:
             observation = json.dumps(observation, ensure_ascii=False)[1:-1]
         return self._framed(before, observation, after, is_stopped=is_stopped)
 
     def called(self, token_ids: list[int]) -> str | None:
-        """Return what an environment is sent for an answer; None: it calls no tool, or several."""
+        """Return the action for the environment; None: the answer calls no tool, or several."""
         assert isinstance(self.calls, CallForm)
         _, calls = self.calls.read(self.whole_text(token_ids), self._tools)
         return sent(calls, self._names, has_one=not self._own)

@@ -1,4 +1,4 @@
-"""Finished episodes on their way to the learner: kept and sent again until acknowledged."""
+"""Delivery of finished episodes to the learner: each is kept and resent until acknowledged."""
 
 import asyncio
 import logging
@@ -15,8 +15,8 @@ from common.wire.security import RunKeys
 
 logger = logging.getLogger(__name__)
 
-RESEND_S = 15.0  # without an acknowledgement
-CHECK_S = 1.0  # between looks at the address and at what is overdue
+RESEND_S = 15.0  # Seconds without an acknowledgement before an episode is sent again.
+CHECK_S = 1.0  # Seconds between two checks of the learner's address and of overdue episodes.
 TIMES = ("generate_s", "env_s", "wall_s")
 # Array fields of a trajectory that have no default.
 ARRAYS = (
@@ -31,10 +31,10 @@ ARRAYS = (
 
 
 def deliverable(trajectory: Trajectory) -> tuple[Trajectory, list[bytes]]:
-    """Return an episode that every receiver reads, and its frames.
+    """Return an episode that every receiver can decode, and its frames.
 
-    An episode beyond a limit of the wire would end each connection that it is sent over, or be
-    refused each time. It becomes a failure that names the limit, and its group goes on without it.
+    An episode beyond a limit of the wire would break each connection, or be refused each time. It
+    becomes a failure that names the limit, and its group continues without it.
     """
     try:
         frames = encode(trajectory)
@@ -51,7 +51,7 @@ def _failure_of(trajectory: Trajectory, error: WireError) -> Trajectory:
     is_too_large = isinstance(error, MessageTooLarge)
     num_tokens = len(trajectory.token_ids)
     nothing = {name: getattr(trajectory, name)[:0] for name in ARRAYS}
-    # Beside a value that is out of bounds the others may be as well.
+    # When one value is out of bounds, the times may be invalid as well.
     times = {name: getattr(trajectory, name) if is_too_large else 0.0 for name in TIMES}
     return Trajectory(
         **trajectory.identity(),
@@ -70,8 +70,8 @@ def _failure_of(trajectory: Trajectory, error: WireError) -> Trajectory:
 class Delivery:
     """At-least-once delivery with a window. The learner removes duplicates.
 
-    Example (window 2): put(a), put(b) return at once; put(c) waits until a or b is acknowledged.
-    A learner that restarts publishes a new address; everything unacknowledged is sent there.
+    Example (window 2): put(a), put(b) return at once; put(c) waits until a or b is acknowledged. A
+    restarted learner publishes a new address. All unacknowledged episodes are then sent there.
     """
 
     def __init__(self, addresses: Addresses, keys: RunKeys, *, window: int, context: Any) -> None:
@@ -86,16 +86,17 @@ class Delivery:
         return list(self._pending)
 
     async def connect(self, *, timeout_s: float) -> None:
-        """Connect to the learner. Raises: LongstrideError: it does not say where it listens."""
+        """Connect to the learner. Raises: LongstrideError: its address is not published in time."""
         await self._line.connect_soon(timeout_s=timeout_s)
 
     async def put(self, trajectory: Trajectory) -> None:
-        """Take over a finished episode; waits while the window is full.
+        """Accept a finished episode; wait while the window is full.
 
-        One that no message can hold is delivered as a failure of itself, see `deliverable`.
+        An episode that no message can hold is delivered as a failure, see `deliverable`.
         """
         await self._take_slot()
-        if trajectory.episode_id in self._pending:  # issued again meanwhile: the first one counts
+        # The episode was issued twice. The first result counts.
+        if trajectory.episode_id in self._pending:
             self._slots.release()
             return
         _, frames = deliverable(trajectory)
@@ -107,7 +108,7 @@ class Delivery:
         self._line.send_frames(frames, of=Trajectory.__name__)
 
     async def _take_slot(self) -> None:
-        """Wait for an acknowledgement, aloud: nothing is dropped, however long the learner is."""
+        """Wait for a slot of the window, with regular warnings. No episode is dropped."""
         started = time.monotonic()
         while True:
             try:
@@ -120,12 +121,12 @@ class Delivery:
 
     @property
     def waiting_for(self) -> str:
-        """Whose acknowledgements finished episodes wait for; "" while there is room for more."""
+        """The reason why `put` waits; "" while the window has room."""
         num = len(self._pending)
         return f"learner: acknowledgements of {num} episodes" if self._slots.locked() else ""
 
     async def drained(self) -> None:
-        """Wait until everything is acknowledged. The caller sets the deadline."""
+        """Wait until all episodes are acknowledged. The caller sets the deadline."""
         await self._all_done.wait()
 
     async def run(self) -> None:
@@ -135,7 +136,8 @@ class Delivery:
             message = await self._line.next(timeout_s=CHECK_S)
             if message is not None:
                 self._receive(message)
-            if time.monotonic() - checked >= CHECK_S:  # also while acknowledgements stream in
+            # Checked by time, so that a stream of acknowledgements cannot delay it.
+            if time.monotonic() - checked >= CHECK_S:
                 self._follow_and_resend()
                 checked = time.monotonic()
 
@@ -153,7 +155,7 @@ class Delivery:
             self._all_done.set()
 
     def _follow_and_resend(self) -> None:
-        """Go to the learner's new address if it has one; send again what is overdue."""
+        """Switch to the learner's new address if there is one; resend overdue episodes."""
         has_moved = self._line.follow()
         now = time.monotonic()
         for episode_id, (frames, last_sent) in list(self._pending.items()):
@@ -162,5 +164,5 @@ class Delivery:
                 self._send(frames)
 
     def close(self) -> None:
-        """Close the socket; what is unacknowledged is the scheduler's to issue again."""
+        """Close the socket. The scheduler issues unacknowledged episodes again."""
         self._line.close(linger_s=0.5)

@@ -1,4 +1,4 @@
-"""The actor's line to the scheduler: hello, leases, heartbeats."""
+"""The actor's connection to the scheduler: registration, leases, heartbeats."""
 
 import asyncio
 import logging
@@ -25,14 +25,15 @@ from common.wire.security import RunKeys
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 5.0  # after which an unanswered request is sent again
-FOLLOW_S = 0.5  # between looks at the scheduler's address
+ANSWER_S = 5.0  # Seconds after which an unanswered request is sent again.
+FOLLOW_S = 0.5  # Seconds between two checks of the scheduler's address.
 
 
 class SchedulerClient:
-    """Talks to the scheduler; follows it when it restarts.
+    """Client of the scheduler. It reconnects when the scheduler restarts.
 
-    Its answers arrive in `run`; asking is a plain send, so a dead scheduler blocks no episode.
+    `run` receives the answers. Requests are sent without waiting, so a dead scheduler blocks no
+    episode.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class SchedulerClient:
         self.on_revoked: Callable[[list[str]], None] = lambda _: None
 
     async def connect(self, *, timeout_s: float) -> None:
-        """Connect and say hello. Raises: PeerMissing: no scheduler says where it listens."""
+        """Connect and register. Raises: PeerMissing: no scheduler publishes its address in time."""
         await self._line.connect_soon(timeout_s=timeout_s)
 
     def _greeting(self) -> Hello:
@@ -56,9 +57,9 @@ class SchedulerClient:
         return replace(self._hello, directory=self.book.number, node=node)
 
     async def learn_addresses(self, *, timeout_s: float) -> None:
-        """Wait until the scheduler has told where learner, weights and hubs are.
+        """Wait until the scheduler has sent the addresses of learner, weights and hubs.
 
-        Raises: PeerMissing: it does not know in time.
+        Raises: PeerMissing: the scheduler has no learner in time.
         """
         deadline = time.monotonic() + timeout_s
         while not self.book.is_complete:
@@ -75,7 +76,7 @@ class SchedulerClient:
     async def request_leases(
         self, *, num_free_slots: int, version: int, absent: Sequence[str] = ()
     ) -> LeaseGrant:
-        """Ask for work, none in `absent` environments; an empty grant if `ANSWER_S` are over."""
+        """Request leases outside the `absent` environments; an empty grant after `ANSWER_S`."""
         self._grant = asyncio.get_running_loop().create_future()
         request = LeaseRequest(
             actor=self._hello.name, num_free_slots=num_free_slots, version=version, absent=[*absent]
@@ -89,17 +90,17 @@ class SchedulerClient:
             return LeaseGrant(leases=[], retry_after_s=0.2, reason="no answer")
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Send a heartbeat. Raises: PeerMissing: nothing heard for `silence_s`."""
+        """Send a heartbeat. Raises: PeerMissing: no message arrived for `silence_s`."""
         silent_s = self._line.silent_s
         if silent_s > self._silence_s:
             raise PeerMissing(f"scheduler silent for {silent_s:.0f}s at {self._line.address}")
         self._line.send(replace(heartbeat, directory=self.book.number))
 
     async def run(self) -> None:
-        """Receive until cancelled, and follow a scheduler that moves."""
+        """Receive until cancelled, and reconnect when the scheduler's address changes."""
         looked_at = -FOLLOW_S
         while True:
-            if time.monotonic() - looked_at >= FOLLOW_S:  # at a file: not for every message
+            if time.monotonic() - looked_at >= FOLLOW_S:  # Reads a file, so not for every message.
                 self._line.follow()
                 looked_at = time.monotonic()
             message = await self._line.next(timeout_s=FOLLOW_S)
@@ -121,7 +122,9 @@ class SchedulerClient:
             case Welcome():
                 is_other = self.run_epoch not in ("", message.run_epoch)
                 self.run_epoch = message.run_epoch
-                if is_other:  # it counts its directories anew, perhaps up to the same number
+                # A new scheduler numbers its directories from the start, perhaps up to the same
+                # number.
+                if is_other:
                     self.book.forget_number()
                     self._line.send(self._greeting())
             case Directory():
@@ -139,7 +142,7 @@ class SchedulerClient:
             logger.warning("late grant dropped leases=%d: they will be issued again", num)
 
     def close(self) -> None:
-        """Say goodbye, so that the leases are issued again at once, and close."""
+        """Deregister, so that the leases are issued again at once, and close."""
         if self._line.address:
             hello = self._hello
             self._line.send(

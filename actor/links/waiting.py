@@ -1,4 +1,4 @@
-"""Waiting that is heard: whoever waits long says for whom."""
+"""Waits that log a warning at regular intervals."""
 
 import asyncio
 import logging
@@ -12,9 +12,9 @@ WARN_EVERY_S = 10.0
 async def wait_aloud(
     event: asyncio.Event, *, waiting_for: str, warn_every_s: float = WARN_EVERY_S
 ) -> None:
-    """Wait for an event, and log a warning every `warn_every_s` until it comes.
+    """Wait for an event, and log a warning every `warn_every_s` until it is set.
 
-    It has no deadline of its own: the scheduler's silence or a signal cancels who waits here.
+    The wait has no deadline. The scheduler's silence or a signal cancels the waiting task.
     """
     started = time.monotonic()
     while not event.is_set():

@@ -1,9 +1,10 @@
-"""Demonstrations that work in branches, for a policy that is to begin and end its own.
+"""Demonstrations with branches, for a policy that is to learn to open and close its own.
 
-The player of an episode (`actor.rollout.scripted`) begins a branch wherever it is in none, acts in
-it for half of `actor.branch_turns`, so that whoever learns it may lose turns, and returns. A call
-names the action that comes next, a return the latest one: the form of a branch, and no advice.
-A branch that it does not return from is ended, and shows what comes then.
+The scripted policy (`actor.rollout.scripted`) opens a branch whenever it is in none. It acts in the
+branch for half of `actor.branch_turns` and then returns. A trained policy may therefore need more
+turns than the demonstration. A call names the next action and a return the latest one. They
+demonstrate the form of a branch, not where one is useful. A branch without a return is ended by its
+limit, and the demonstration contains the note about it.
 """
 
 from typing import Any
@@ -20,12 +21,13 @@ from common.formats.answers import in_react
 from common.segments import as_rows
 from common.wire.planned import PlannedEpisode
 
-NO_END = 10**6  # tokens: whoever learns from the episode has room for its segments, or cuts them
+# Token limit that is never reached. Training cuts segments that are too long for it.
+NO_END = 10**6
 DEADLINE_S = 600.0
 
 
 class MessageRender(ScriptedRender):
-    """Makes one token of each message, so that the tokens of a segment tell its conversation."""
+    """Encodes each message as one token, so that the tokens of a segment identify its messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +50,7 @@ class MessageRender(ScriptedRender):
         return ids
 
     def message(self, token_id: int, *, is_learnt: bool) -> dict[str, Any]:
-        """Return a message as AgentGym writes it down."""
+        """Return the message of a token in AgentGym's format."""
         text = self.action_text([token_id])
         if token_id in self._observed:
             return {"from": "human", "loss": None, "value": text}
@@ -56,7 +58,7 @@ class MessageRender(ScriptedRender):
 
 
 class BranchingPolicy:
-    """Plays as a scripted policy does, in branches of half of the turns that one may have."""
+    """Plays a scripted policy's actions in branches of half the allowed turns."""
 
     def __init__(
         self,
@@ -66,19 +68,20 @@ class BranchingPolicy:
         options: AgentOptions,
         unreturned: int = -1,
     ) -> None:
-        """Begin in no branch; from that of the number `unreturned` it does not return."""
+        """Begin outside of branches. The branch with the number `unreturned` gets no return."""
         self._policy, self._render = policy, render
         self._most, self._form = options.branch_turns, options.format
         self._unreturned, self._num_calls = unreturned, 0
-        self._next: Turn | None = None  # which the call named
+        self._next: Turn | None = None  # The action that the call named.
         self._latest = ""
-        self._num_left = -1  # -1: in no branch
+        self._num_left = -1  # Turns left in the branch; -1: in no branch.
 
     async def act(self, ids: list[int], session: Session) -> Turn:
-        """Return the next action, or what opens or closes a branch. Raises: EnvError."""
+        """Return the next action, or the call or return of a branch. Raises: EnvError."""
         if self._num_left == 0:
             self._num_left = -1
-            if self._num_calls != self._unreturned + 1:  # else it has just been ended
+            # Equal: the branch has just been ended by its limit.
+            if self._num_calls != self._unreturned + 1:
                 return self._said(f"<{RETURN}>{self._latest}</{RETURN}>")
         taken = self._next or await self._policy.act(ids, session)
         text = self._render.action_text(taken.token_ids)
@@ -98,12 +101,12 @@ class BranchingPolicy:
 async def play_in_branches(
     environments: Environments, plan: PlannedEpisode, options: AgentOptions, unreturned: int = -1
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return an episode's segments as AgentGym writes conversations, and whether it was solved.
+    """Return an episode's segments in AgentGym's format, and whether it was solved.
 
     Args:
-        unreturned: number of the branch from which there is no return; -1: of none.
+        unreturned: number of the branch without a return; -1: all branches return.
 
-    Raises: ConfigError: a branch has no turn to lose; EnvError: the hub failed.
+    Raises: ConfigError: `branch_turns` is below 2; EnvError: the hub failed.
     """
     if options.branch_turns < 2:
         raise ConfigError("actor.branch_turns=1: a branch that is demonstrated needs 2 at least")

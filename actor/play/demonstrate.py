@@ -26,25 +26,28 @@ from common.wire.planned import PlannedEpisode
 logger = logging.getLogger(__name__)
 
 CONCURRENCY = 32
-NUM_TOLD = 5  # times that progress is logged
-NUM_LEFT = 3  # branches of an episode, one of which may be left without a return
-FIRST_INDEX = 500_000  # training items from here on, so that runs do not meet them by counting up
+NUM_TOLD = 5  # Times that progress is logged.
+NUM_LEFT = 3  # First branches of an episode, one of which may have no return.
+FIRST_INDEX = 500_000  # First index of a training item. Runs count up from 0 and do not reach it.
 
 
 def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
     """Play `sft.num_demonstrations` episodes at the hub and write them to `path`.
 
-    A share `sft.random_frac` is uniform valid play, the rest is the expert on
-    `sft.expert_subsets` (all tasks if empty); random play is on the other subsets, so that the
-    policy knows all actions but is good at the chosen tasks only. By the tasks' weights. Episodes
-    take turns with `sft.contexts`, or have `actor.context`: in fold and subagent both players work
-    in branches, and each segment is a record. From the first, second or third branch of every other
-    such episode there is no return, so that the policy sees one that is ended. A share
-    `sft.slip_frac` of the turns goes wrong; those have no loss, what puts them right has.
+    A share `sft.random_frac` is random valid play. The rest is the expert on `sft.expert_subsets`
+    (all tasks if empty). Random play uses the other subsets, so that the policy learns all actions
+    but is good at the chosen tasks only. Tasks are drawn by their weights.
+
+    Episodes alternate between `sft.contexts`, or use `actor.context`. In fold and subagent both
+    policies work in branches, and each segment is a record. Every other such episode has no return
+    from its first, second or third branch, so that the policy learns from an ended one.
+
+    In a share `sft.slip_frac` of the turns a random action replaces the expert's. These turns are
+    masked from the loss; the expert's recovery is trained.
 
     Raises:
-        ConfigError: a subset that the hub does not have, or none to show; or what they would show
-            in is no text, but calls of a chat template; or slips in branches.
+        ConfigError: the hub lacks a subset, or no subset is left. Also: `actor.format` uses the
+            chat template's calls, or slips are combined with branches.
         EnvError: the hub failed.
     """
     if cfg.actor.format is AgentFormat.FUNCTION_CALL:
@@ -65,11 +68,11 @@ def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
     logger.info("demonstrations episodes=%d solved=%d file=%s", len(played), num_solved, path)
 
 
-Played = tuple[list[dict[str, Any]], bool]  # its segments, and whether it was solved
+Played = tuple[list[dict[str, Any]], bool]  # (segments as records, whether the episode was solved)
 
 
 def _options(cfg: RunConfig) -> list[ActorSection]:
-    """Return how episodes are shown, one after the other."""
+    """Return the settings between which the episodes alternate."""
     return [replace(cfg.actor, context=each) for each in cfg.sft.contexts] or [cfg.actor]
 
 
@@ -102,7 +105,7 @@ async def _play_all(cfg: RunConfig, url: str, token: str) -> list[Played]:
 
 
 def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode]:
-    """Yield the episodes in a fixed order, each with an item of its own."""
+    """Yield the episodes in a fixed order, each with its own item."""
     chooser = random.Random(cfg.run.seed)
     expert_tasks = [
         task
@@ -138,7 +141,7 @@ def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode
 async def _play(
     environments: Environments, plan: PlannedEpisode, kind: AgentFormat, slip_frac: float
 ) -> Played:
-    """Return the episode as AgentGym writes it down, and whether it was solved."""
+    """Return the episode in AgentGym's format, and whether it was solved."""
     render = ScriptedRender()
     policy = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=render, slip_frac=slip_frac)
     session = await environments.open(plan.env, plan.item_id, seed=plan.seed)

@@ -1,4 +1,4 @@
-"""Where actors on this machine answer chat completions: files beside the run's keys tell it."""
+"""Chat endpoints of actors on this machine, published in files beside the run's keys."""
 
 import asyncio
 import contextlib
@@ -17,31 +17,31 @@ KNOCK_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """The address of one, and what lets in."""
+    """Address and key of an actor's chat endpoint."""
 
     url: str
     key: str
-    host: str  # the machine that it is on
-    pid: int = 0  # of the actor; 0: not told
+    host: str  # Name of the actor's machine.
+    pid: int = 0  # Process id of the actor; 0: unknown.
 
     @property
     def is_left(self) -> bool:
-        """Whether the actor behind it has ended without taking it away."""
+        """Whether the actor has ended without removing its file."""
         is_here = self.host == socket.gethostname()
         return is_here and self.pid > 0 and not psutil.pid_exists(self.pid)
 
     def as_text(self) -> str:
-        """Return what its file holds."""
+        """Return the content of the endpoint's file."""
         return json.dumps(asdict(self))
 
 
 def door_path(root: Path, name: str) -> Path:
-    """Return where an actor tells it, readable by the run's owner alone."""
+    """Return the path of an actor's endpoint file, readable by the run's owner alone."""
     return root / "keys" / f"chat-{name}"
 
 
 def remove_left(root: Path) -> None:
-    """Remove the doors of actors of this machine that were killed."""
+    """Remove the endpoint files of killed actors of this machine."""
     for path in door_path(root, "").parent.glob("chat-*"):
         with contextlib.suppress(OSError, ValueError, TypeError):
             if Door(**json.loads(path.read_text(encoding="utf-8"))).is_left:
@@ -49,7 +49,7 @@ def remove_left(root: Path) -> None:
 
 
 async def open_door(root: Path) -> Door | None:
-    """Return a door of the run below `root` that somebody is behind, None if there is none."""
+    """Return the first reachable chat endpoint of the run at `root`; None if there is none."""
     for path in sorted(door_path(root, "").parent.glob("chat-*")):
         with contextlib.suppress(OSError, ValueError, TypeError, TimeoutError):
             door = Door(**json.loads(path.read_text(encoding="utf-8")))

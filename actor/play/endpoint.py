@@ -1,4 +1,4 @@
-"""A policy behind an OpenAI-compatible endpoint: chat completions over HTTP, text in, text out."""
+"""Client of a policy behind an OpenAI-compatible endpoint: chat completions over HTTP."""
 
 import asyncio
 import json
@@ -18,10 +18,10 @@ from common.text import valid_text
 
 logger = logging.getLogger(__name__)
 
-NO_LIMIT = 1 << 40  # bytes; the endpoint itself says when its context is full
-# Endpoints word it differently: by a code, or in the text of a 400.
+NO_LIMIT = 1 << 40  # Bytes. The endpoint itself reports when its context is full.
+# Endpoints report a full context differently: by a code, or in the text of a 400.
 CONTEXT_WORDS = ("context_length_exceeded", "maximum context length", "context window")
-WRONG_CONFIG = {  # status -> key of the config that it means
+WRONG_CONFIG = {  # HTTP status -> the config key that is probably wrong
     401: "policy.api_key_env",
     403: "policy.api_key_env",
     404: "policy.model",
@@ -31,8 +31,8 @@ WRONG_CONFIG = {  # status -> key of the config that it means
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     text: str
-    is_stopped: bool  # False: cut at policy.max_turn_tokens
-    model: str = ""  # as it calls itself
+    is_stopped: bool  # False: cut at policy.max_turn_tokens.
+    model: str = ""  # Name of the model in the answer.
 
 
 def read_key(cfg: PolicySection) -> str:
@@ -47,7 +47,7 @@ def read_key(cfg: PolicySection) -> str:
 
 
 class Endpoint(BearerClient):
-    """A pool of connections to the endpoint. The key is in its headers and in nothing it says.
+    """A pool of connections to the endpoint. Its key is sent in headers and removed from all texts.
 
     Example:
         async with Endpoint(cfg.policy) as endpoint:
@@ -55,7 +55,7 @@ class Endpoint(BearerClient):
     """
 
     def __init__(self, cfg: PolicySection, *, key: str | None = None) -> None:
-        """Connect to nothing yet; without a `key` it is where the config says."""
+        """Create the client without connecting. `key` None: the configured environment variable."""
         self._cfg = cfg
         self._key = read_key(cfg) if key is None else key
         self._url = f"{cfg.url.rstrip('/')}/chat/completions"
@@ -63,20 +63,20 @@ class Endpoint(BearerClient):
             super().__init__(self._url, token=self._key, timeout_s=cfg.timeout_s)
         except ProxyFailed as error:
             raise ConfigError(f"policy.url={cfg.url}: {error}") from error
-        self.num_prompt_tokens = 0  # by the endpoint's own count, as far as it tells
+        self.num_prompt_tokens = 0  # As counted by the endpoint, if it reports a count.
         self.num_sampled_tokens = 0
         self.num_retries = 0
 
     async def complete(self, messages: list[dict[str, str]]) -> Reply:
         """Return the next message of a conversation.
 
-        Lost connections, silence, 408, 429 and 5xx are tried again, at most `policy.max_tries`
-        times in all, waiting longer each time or as long as Retry-After says.
+        Lost connections, timeouts, 408, 429 and 5xx are retried, up to `policy.max_tries` tries in
+        all. The delay grows with each try, unless Retry-After sets it.
 
         Raises:
             ContextFull: the conversation is too long for the model.
-            PolicyFailed: no answer, or none that can be read.
-            ConfigError: the endpoint refuses the key or does not know the model.
+            PolicyFailed: no answer arrived, or it cannot be parsed.
+            ConfigError: the endpoint refuses the key or does not serve the model.
         """
         failure = ""
         for attempt in range(self._cfg.max_tries):
@@ -99,7 +99,7 @@ class Endpoint(BearerClient):
         raise PolicyFailed(f"{self._url}: {failure}, {self._cfg.max_tries} tries")
 
     async def _post(self, messages: list[dict[str, str]]) -> tuple[int, float, str]:
-        """Return (status, seconds that Retry-After asks for or 0, body)."""
+        """Return (status, seconds in Retry-After or 0, body)."""
         payload = {
             "model": self._cfg.model,
             "messages": messages,
@@ -149,10 +149,10 @@ def _bytes(text: str) -> list[int]:
 
 
 class TextEpisode:
-    """One conversation: what its episode asks for to render and to act.
+    """One conversation with the endpoint: the renderer and the act of its episode.
 
-    The episode's sequence is the conversation as UTF-8 bytes, with the agent's bytes marked. So a
-    journal of it can be read; there is nothing in it to train on.
+    The episode's tokens are the bytes of the conversation in UTF-8, with the agent's bytes marked.
+    So its journal is readable, but the episode cannot be trained on.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -160,7 +160,7 @@ class TextEpisode:
         self._messages: list[dict[str, str]] = []
 
     def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
-        """Begin the conversation anew."""
+        """Begin a new conversation."""
         roles = ("user", "assistant", "user")[2 if before is None else 0 :]
         texts = [*(before or ()), text]
         self._messages = [
@@ -179,8 +179,9 @@ class TextEpisode:
         return bytes(token_ids).decode(errors="replace").strip()
 
     async def act(self, _: list[int], session: Session) -> Turn:
-        """Ask for the next message. Raises: ContextFull, PolicyFailed, ConfigError."""
+        """Request the next message. Raises: ContextFull, PolicyFailed, ConfigError."""
         reply = await self._endpoint.complete(self._messages)
         self._messages.append({"role": "assistant", "content": reply.text})
-        ids = _bytes(reply.text)  # stand for tokens; log-probabilities are not known: 0
+        # Bytes in place of tokens. Their log-probabilities are unknown and set to 0.
+        ids = _bytes(reply.text)
         return Turn(ids, [0.0] * len(ids), [0] * len(ids), is_stopped=reply.is_stopped)

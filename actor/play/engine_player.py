@@ -17,7 +17,7 @@ from common.wire.planned import PlannedEpisode
 async def play_with_engine(
     job: Job, model: ModelSection, actor: ActorSection, *, seed: int, make_agents: MakeAgents | None
 ) -> None:
-    """Play the job. Raises: EngineError if the engine did not start or failed; and as `play`."""
+    """Play the job. Raises: EngineError: the engine did not start or failed; and as `play`."""
     renderer = load_renderer(model.path, actor.format)
     renderer.check_room(actor)
     engine = await Engine.start(
@@ -35,7 +35,7 @@ async def play_with_engine(
 
 
 def player_of(engine: Engine, renderer: Renderer, actor: ActorSection) -> Player:
-    """Return who plays with an engine in our own loop."""
+    """Return a player that samples from an engine in the built-in loop."""
     numbers = count(1)
 
     def policy(plan: PlannedEpisode) -> tuple[Act, Render]:

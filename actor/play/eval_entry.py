@@ -1,4 +1,4 @@
-"""One row of an evaluation: which policy played what, what the journal holds of it, its tables."""
+"""One row of an evaluation: the policy's identity, its finished episodes, and its tables."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ DIGEST_CHARS = 10
 def describe_policy(
     policy: PolicySection, model: ModelSection, actor: ActorSection, *, style: str
 ) -> dict[str, Any]:
-    """Return who plays and how: whatever makes an episode another one if it changes."""
+    """Return the policy and all settings that influence its episodes."""
     if policy.url:
         return {
             "style": style,
@@ -54,13 +54,13 @@ def describe_policy(
 
 
 def digest_of(policy: dict[str, Any]) -> str:
-    """Return a short name of a policy that differs if anything of it does."""
+    """Return a short name of a policy, a hash of its whole description."""
     text = json.dumps(policy, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()[:DIGEST_CHARS]
 
 
 def read_finished(journal: Path, plans: Sequence[PlannedEpisode]) -> set[str]:
-    """Return the planned episodes that the journal has and that no infrastructure failed."""
+    """Return the planned episodes that are in the journal without an infrastructure failure."""
     return {
         episode_id
         for episode_id, trajectory in _read(journal, plans).items()
@@ -69,7 +69,7 @@ def read_finished(journal: Path, plans: Sequence[PlannedEpisode]) -> set[str]:
 
 
 def read_plays(journal: Path, plans: Sequence[PlannedEpisode]) -> list[ItemPlays]:
-    """Return what became of every item, in the order of the plans."""
+    """Return the results of every item, in the order of the plans."""
     played = _read(journal, plans)
     by_item: dict[tuple[str, str], ItemPlays] = {}
     for plan in plans:
@@ -83,7 +83,7 @@ def read_plays(journal: Path, plans: Sequence[PlannedEpisode]) -> list[ItemPlays
 
 
 def _read(journal: Path, plans: Sequence[PlannedEpisode]) -> dict[str, Trajectory]:
-    """Return the last play of every planned episode; a later failure replaces no good play."""
+    """Return the last result of each planned episode. A failure never replaces a completed one."""
     wanted = {plan.episode_id for plan in plans}
     found: dict[str, Trajectory] = {}
     for _, trajectory in read_journal(journal):
@@ -97,7 +97,7 @@ def _read(journal: Path, plans: Sequence[PlannedEpisode]) -> dict[str, Trajector
 def make_entry(
     cfg: EvalSection, label: str, policy: dict[str, Any], plays: Sequence[ItemPlays]
 ) -> dict[str, Any]:
-    """Return the row of one policy, as eval.json holds it."""
+    """Return the row of one policy in the format of eval.json."""
     return {
         "digest": digest_of(policy),
         "label": cfg.label or label,
@@ -110,9 +110,9 @@ def make_entry(
 
 
 def write_entry(run_dir: RunDir, entry: dict[str, Any]) -> str:
-    """Put the row into eval.json, in the place of an older one of the same policy; return eval.md.
+    """Add the row to eval.json, or replace the row of the same policy; return eval.md's text.
 
-    Raises: ConfigError: eval.json is not what this command wrote.
+    Raises: ConfigError: eval.json was not written by this command.
     """
     path = run_dir.root / "eval.json"
     entries: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The command `eval`: play held-out items with one policy, write eval.md and eval.json."""
+"""The command `eval`: plays held-out items with one policy, writes eval.md and eval.json."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 NO_NOTES: Mapping[str, str] = {}
 
-# (config, hub's address, its token, listed items and turns by environment) -> what is played
+# (config, hub's address, hub's token, env -> listed items, env -> turns) -> planned episodes
 ChooseItems = Callable[
     [RunConfig, str, str, dict[str, list[str]], dict[str, int]], Sequence[PlannedEpisode]
 ]
@@ -43,7 +43,7 @@ ChooseItems = Callable[
 
 @dataclass(slots=True, kw_only=True)
 class Listed:
-    """What the hub says of the environments: test items that are listed, their turns, a note."""
+    """The hub's data on each environment: listed test items, their turn limit, and a note."""
 
     items: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     turns: dict[str, int] = field(default_factory=dict[str, int])
@@ -59,7 +59,7 @@ def evaluate(
     make_agents: MakeAgents | None = None,
 ) -> int:
     """Play held-out items with one policy, write and print the tables; return the exit code."""
-    # The hub's own files are apart, so that a run which is being trained can be evaluated.
+    # The hub has its own directory, so that a run can be evaluated while it trains.
     hub_cfg = replace(cfg, run=replace(cfg.run, dir=f"{cfg.run.dir}/{cfg.run.name}", name="eval"))
     hub_dir = RunDir(root=run_dir.root / "eval")
     with (
@@ -84,7 +84,7 @@ def evaluate(
 
 
 def fetch_listed(cfg: RunConfig, *, hub_url: str, token: str) -> Listed:
-    """Return what the hub lists for `eval.items`, and what tables say of its environments.
+    """Return the hub's items for `eval.items`, and its notes on the environments.
 
     Raises: ConfigError: the hub has no such lists.
     """
@@ -111,9 +111,9 @@ def fetch_listed(cfg: RunConfig, *, hub_url: str, token: str) -> Listed:
 
 
 def _take(listed: Listed, env: str, paper: Any) -> None:
-    """Take over an environment's test set of the paper's tables.
+    """Add the test set that the paper's tables use for an environment.
 
-    Raises: ConfigError: it has none.
+    Raises: ConfigError: the environment has none.
     """
     if not paper:
         raise ConfigError(f"eval.items=paper: no table of the paper has {env}")
@@ -124,7 +124,7 @@ def _take(listed: Listed, env: str, paper: Any) -> None:
 
 
 def described(episodes: Sequence[PlannedEpisode], notes: Mapping[str, str]) -> list[str]:
-    """Return a line on the items of each environment: how many, of which subsets, and its note."""
+    """Return one line for each environment: number of items, subsets, note."""
     items: dict[str, Counter[str]] = {}
     for env, item_id in dict.fromkeys((each.env, each.item_id) for each in episodes):
         items.setdefault(env, Counter())[subset_of(item_id)] += 1
@@ -147,18 +147,18 @@ def run(
     notes: Mapping[str, str] = NO_NOTES,
     make_agents: MakeAgents | None = None,
 ) -> int:
-    """Play what is not in the journal yet, write the tables, say them; return the exit code.
+    """Play the episodes that the journal lacks, write and print the tables; return the exit code.
 
-    The run directory's tables keep a row for every policy that was evaluated in it, so policies
-    that are evaluated one after the other under one `run.name` stand side by side.
+    The tables of the run directory keep one row for each evaluated policy. So policies that are
+    evaluated under the same `run.name` can be compared.
 
     Returns:
-        0, or 1 if more than `eval.max_failed_frac` of the episodes failed by infrastructure or
-        playing them ended early.
+        0, or 1 if the evaluation is incomplete: it ended early, or more than `eval.max_failed_frac`
+            of the episodes had an infrastructure failure.
     """
     folder = run_dir.root / "eval"
     policy = describe_policy(cfg.policy, cfg.model, cfg.actor, style=cfg.envhub.style)
-    prefix = f"eval-{digest_of(policy)}"  # another policy's play is another episode
+    prefix = f"eval-{digest_of(policy)}"  # Episode ids differ between policies.
     plans = [replace(each, episode_id=f"{prefix}/{each.episode_id}") for each in episodes]
     finished = read_finished(folder / "journal", plans)
     todo = [plan for plan in plans if plan.episode_id not in finished]

@@ -1,4 +1,4 @@
-"""Plays given episodes with the checkpoint at `model.path`, in a process of its own."""
+"""Plays given episodes with the checkpoint at `model.path`, in a separate process."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from common.launch.process import describe_exit
 from common.log import configure_logging
 from common.wire.planned import PlannedEpisode
 
-END_S = 10.0  # until a process that was told to end must have
+END_S = 10.0  # Seconds for the process to end after a signal.
 
 
 def play_given(
@@ -33,7 +33,7 @@ def play_given(
     *,
     make_agents: MakeAgents,
 ) -> None:
-    """Play with the checkpoint at `model.path`, into the journal at `folder`."""
+    """Play with the checkpoint at `model.path`, and write to the journal at `folder`."""
     play_in_own_process(make_job(cfg, plans, url, token, folder), cfg, make_agents=make_agents)
 
 
@@ -53,20 +53,21 @@ def make_job(
 
 
 def play_in_own_process(job: Job, cfg: RunConfig, *, make_agents: MakeAgents | None) -> None:
-    """Play the job with the checkpoint at `model.path`.
+    """Play the job with the checkpoint at `model.path` in a separate process.
 
-    This happens in a process of its own: an engine leaves traces in its process (its distributed
-    groups, its memory), which that process takes along when it ends.
+    An engine leaves state in its process (distributed groups, memory), which is freed only when the
+    process ends.
 
-    Raises: EngineError: the process failed; its log tells why.
+    Raises: EngineError: the process failed; its log has the reason.
     """
     context = multiprocessing.get_context("spawn")
     given = (job, cfg.model, cfg.actor, cfg.run.seed, cfg.log.level, make_agents)
     process = context.Process(target=_play_process, args=given, name="play")
     mark = secrets.token_hex(16)
-    resource_tracker.ensure_running()  # without the mark: it outlives the process
+    resource_tracker.ensure_running()  # Started without the mark, because it outlives the process.
     with contextlib.closing(Guardian()) as guardian:
-        guardian.add_mark(mark)  # it has no group of its own until it has loaded this module
+        # The process has no group of its own until it has loaded this module.
+        guardian.add_mark(mark)
         with inheriting(mark):
             process.start()
         try:
@@ -79,7 +80,7 @@ def play_in_own_process(job: Job, cfg: RunConfig, *, make_agents: MakeAgents | N
 
 
 def _end(process: BaseProcess) -> None:
-    """End the process and its engine, which are a group of their own."""
+    """Stop the process group of the process and its engine."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if not process.is_alive():
             return
@@ -96,8 +97,9 @@ def _play_process(
     log_level: str,
     make_agents: MakeAgents | None,
 ) -> None:
-    os.setsid()  # whoever ends the group ends the engine too
-    from actor.play.engine_player import play_with_engine  # here only: it loads the engine
+    os.setsid()  # One signal to the group also stops the engine.
+    # Imported here, because it loads the engine.
+    from actor.play.engine_player import play_with_engine
 
     configure_logging("play", log_level)
     fix_date(model.date)

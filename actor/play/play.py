@@ -1,4 +1,4 @@
-"""Plays given episodes with one policy and no scheduler: what `eval` and `evolve` are made of."""
+"""Plays given episodes with one policy and without a scheduler, for `eval` and `evolve`."""
 
 import asyncio
 import logging
@@ -22,38 +22,40 @@ from common.wire.planned import PlannedEpisode
 
 logger = logging.getLogger(__name__)
 
-TOLD_EVERY = 0.1  # share of the episodes after which progress is logged
+TOLD_EVERY = 0.1  # Share of the episodes between two log lines of progress.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Player:
     policy: Callable[[PlannedEpisode], tuple[Act, Render]]
     max_concurrent: int
-    max_tokens: int  # context limit, in what the renderer counts
-    turn_tokens: int  # most of them in one turn
-    options: AgentOptions = WHOLE  # what becomes of an episode that outgrows it
+    max_tokens: int  # Context limit, in the renderer's unit.
+    turn_tokens: int  # Maximum of these units in one turn.
+    # Agent options, such as the handling of a full context.
+    options: AgentOptions = WHOLE
     agents: AgentRunner | None = None  # Programs that play instead of the built-in loop.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to be played, at which hub, and where the episodes go."""
+    """The episodes to play, their hub, and the journal for the results."""
 
     plans: Sequence[PlannedEpisode]
     hub_url: str
-    token: str | None  # the hub's
-    env_timeout_s: float  # of one request to it
-    style: str  # how observations are worded
-    episode_timeout_s: float  # until an episode must have ended
+    token: str | None  # The hub's token.
+    env_timeout_s: float  # Timeout of one request to the hub, in seconds.
+    style: str  # Name of the style of observations.
+    episode_timeout_s: float  # Deadline of an episode, in seconds.
     journal: Path
-    max_attempts: int = 1  # plays of one episode, the first included
-    max_failed: int | None = None  # episodes whose infrastructure fails; None: play on
+    max_attempts: int = 1  # Maximum number of attempts of one episode.
+    # Maximum number of episodes with an infrastructure failure; None: unlimited.
+    max_failed: int | None = None
 
 
 async def play(job: Job, player: Player) -> None:
-    """Play all plans, some at once, and write each to the journal as it ends.
+    """Play all plans concurrently, and write each to the journal as it ends.
 
-    A failure of the infrastructure is recorded on its episode when its last attempt is over.
+    An infrastructure failure is recorded only when it ends the last attempt of an episode.
 
     Raises:
         EngineError: the policy failed.
@@ -79,7 +81,7 @@ async def play(job: Job, player: Player) -> None:
                 environments = await Environments.of(hub, style=job.style)
                 for plan in job.plans:
                     group.create_task(one(plan, environments), name=plan.episode_id)
-    except BaseExceptionGroup as error:  # the first one ended the others
+    except BaseExceptionGroup as error:  # The first failure cancelled the remaining tasks.
         raise error.exceptions[0] from None
 
 
@@ -124,7 +126,7 @@ async def _play_once(
 
 
 def lease_of(plan: PlannedEpisode, *, attempt: int, deadline_s: float) -> Lease:
-    """Return the lease that an episode wants, as a scheduler would have granted it."""
+    """Return the lease of a planned episode, as a scheduler would have granted it."""
     return Lease(
         **asdict(plan),
         group_id=plan.item_id,

@@ -1,4 +1,4 @@
-"""A policy behind chat completions on this machine: a checkpoint's, or that of a running actor."""
+"""Serves chat completions on this machine: from a checkpoint, or from a running actor."""
 
 import asyncio
 import contextlib
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 ADAPTERS = "adapter_config.json"
 MAX_SEED = 2**63 - 1
-MAX_HEAT = 2.0  # of a request's temperature
+MAX_HEAT = 2.0  # Highest temperature of a request.
 ROLES = ("user", "assistant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """Turns conversations into tokens, as episodes are, and what is sampled into messages."""
+    """Encodes conversations as episodes are encoded, samples, and decodes the answers."""
 
     engine: "Engine"
     renderer: Renderer
     actor: ActorSection
-    key: str  # that a request must hold; "": none
-    name: Callable[[int], str]  # of the policy, by its version
+    key: str  # Key that a request must carry; "": no key.
+    name: Callable[[int], str]  # version -> name of the policy
     numbers: "count[int]"
 
     async def complete(self, request: web.Request) -> web.Response:
-        """Answer one chat completion; what is no conversation is a 400."""
+        """Answer one chat completion. A malformed request gets a 400."""
         told = request.headers.get("authorization", "").encode(errors="surrogateescape")
         if self.key and not hmac.compare_digest(told, f"Bearer {self.key}".encode()):
             return _error(401, "wrong key")
@@ -82,9 +82,10 @@ class Chat:
         return web.json_response({**answer, "model": self.name(turn.versions[-1])})
 
     def encoded(self, body: dict[str, Any]) -> list[int]:
-        """Return the tokens of what user and assistant said in turn.
+        """Return the token ids of a conversation in which user and assistant alternate.
 
-        Raises: ValueError: they did not, or it is too long; KeyError, TypeError: no messages.
+        Raises: ValueError: they do not alternate, or it is too long; KeyError, TypeError: no
+        messages.
         """
         messages = body["messages"]
         roles = [str(each["role"]) for each in messages]
@@ -98,7 +99,7 @@ class Chat:
 
 
 def _temperature(body: dict[str, Any]) -> float | None:
-    """Return what a request wants, None if it says nothing. Raises: ValueError: it is none."""
+    """Return a request's temperature, None if it has none. Raises: ValueError: it is invalid."""
     told = body.get("temperature")
     if told is None:
         return None
@@ -108,7 +109,7 @@ def _temperature(body: dict[str, Any]) -> float | None:
 
 
 def _seed(body: dict[str, Any]) -> int | None:
-    """Return the seed of a request, None if it has none. Raises: ValueError: no seed."""
+    """Return the seed of a request, None if it has none. Raises: ValueError: it is invalid."""
     seed = body.get("seed")
     if seed is None:
         return None
@@ -118,7 +119,7 @@ def _seed(body: dict[str, Any]) -> int | None:
 
 
 def _is_of_a_page(request: web.Request) -> bool:
-    """Return whether a browser asks for a page of elsewhere, perhaps under a name of its own."""
+    """Return whether the request may come from a website in a browser (DNS rebinding included)."""
     return "origin" in request.headers or request.url.host not in (IPV4, IPV6, "localhost")
 
 
@@ -127,7 +128,7 @@ def _error(status: int, text: str) -> web.Response:
 
 
 def bound(port: int) -> socket.socket:
-    """Return what will listen at a port of this machine; 0: a free one. Raises: ConfigError."""
+    """Return a socket bound to a port of this machine; 0: a free port. Raises: ConfigError."""
     try:
         host = loopback()
         return socket.create_server((host, port), family=family_of(host))
@@ -137,7 +138,7 @@ def bound(port: int) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def listening(chat: Chat, place: socket.socket | None = None) -> AsyncGenerator[str]:
-    """Answer meanwhile, at a free port unless there is a `place`; yields the address."""
+    """Serve requests inside the context, by default at a free port; yield the address."""
     app = web.Application()
     app.router.add_post("/v1/chat/completions", chat.complete)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -154,9 +155,10 @@ async def listening(chat: Chat, place: socket.socket | None = None) -> AsyncGene
 async def door_of(
     cfg: RunConfig, run_dir: RunDir | None, name: str, engine: "Engine", renderer: Renderer
 ) -> AsyncGenerator[None]:
-    """Let who may read the run's keys, on this machine, ask an actor's engine meanwhile.
+    """Serve an actor's engine to users of this machine who can read the run's keys.
 
-    Not in sync mode: what else an engine computes would change what a repeatable run samples.
+    In sync mode nothing is served: additional requests would change the samples of a deterministic
+    run.
     """
     if run_dir is None or cfg.train.mode == "sync":
         yield
@@ -182,9 +184,9 @@ async def door_of(
 
 
 def serve(cfg: RunConfig, run_dir: RunDir) -> int:
-    """Answer chat completions with the policy at `model.path` until a signal; return 0.
+    """Serve chat completions with the policy at `model.path` until a signal; return 0.
 
-    The key that requests must hold is in the variable that `policy.api_key_env` names.
+    The environment variable named by `policy.api_key_env` holds the key that requests must carry.
 
     Raises:
         ConfigError: the key is missing, the port is taken, or the model's chat template cannot be
@@ -192,13 +194,13 @@ def serve(cfg: RunConfig, run_dir: RunDir) -> int:
         EngineError: the engine did not start.
     """
     key = read_key(cfg.policy)
-    with bound(cfg.policy.port) as place:  # before the engine takes its time
+    with bound(cfg.policy.port) as place:  # Bound first, because the engine's start takes long.
         asyncio.run(_serve(cfg, key, place))
     return 0
 
 
 async def _serve(cfg: RunConfig, key: str, place: socket.socket) -> None:
-    from actor.engine.engine import Engine  # here only: it loads vLLM
+    from actor.engine.engine import Engine  # Imported here, because it loads vLLM.
 
     folder = Path(cfg.model.path)
     base, lora = base_of(folder)
@@ -228,16 +230,16 @@ async def _serve(cfg: RunConfig, key: str, place: socket.socket) -> None:
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     try:
         async with listening(chat, place) as url:
-            print(f"policy: {url}", flush=True)  # noqa: T201 - what it is for
+            print(f"policy: {url}", flush=True)  # noqa: T201 - the command's output
             await ended.wait()
     finally:
         engine.shut_down()
 
 
 def base_of(folder: Path) -> tuple[Path, LoraSection]:
-    """Return the weights to load and the adapters to add: a checkpoint may be of adapters alone.
+    """Return the weights to load and the adapters on top; a checkpoint may hold adapters alone.
 
-    Raises: ConfigError: the adapters do not say what they are added to.
+    Raises: ConfigError: the adapters name no base model on this machine.
     """
     path = folder / ADAPTERS
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""What `eval` plays with: the settings that fit the model, and whether it can start."""
+"""Settings of `eval` that fit the model, and checks before it starts."""
 
 import json
 import math
@@ -21,22 +21,22 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.answers import check_tools
 
-MAX_MODEL_LEN = 16_384  # tokens; beyond it an episode costs more cache than most machines have
-MAX_TURN_TOKENS = 512  # room for a thought and an action
+MAX_MODEL_LEN = 16_384  # Tokens. A longer context needs more cache than most machines have.
+MAX_TURN_TOKENS = 512  # Room for a thought and an action.
 
 
 def load_evaluation(request: Request, *, root: Path) -> RunConfig:
     """Return the config of an evaluation.
 
-    Without `--config`, a `model.path` of another shape than the configured policy's gets a context,
-    a turn length and a cache that fit it; what was chosen is said on stderr.
+    Without `--config`, a `model.path` of another shape than the configured policy's gets a context
+    limit, a turn length and a cache that fit it. The chosen values are printed on stderr.
     """
     defaults: list[str] = []
     if _gives(request, "policy.url") and not _gives(request, "model.path"):
-        defaults.append("model.path=unset")  # no checkpoint plays
+        defaults.append("model.path=unset")  # No checkpoint is played.
     is_listed = override_value(request.overrides, "eval.items") in ("tasks", "paper")
     if is_listed and not _gives(request, "eval.num_items"):
-        defaults.append("eval.num_items=-1")  # the whole lists
+        defaults.append("eval.num_items=-1")  # All items of the lists.
     cfg = load_named(request, root=root, defaults=defaults)
     if request.config is not None or cfg.policy.url or not _gives(request, "model.path"):
         return cfg
@@ -49,9 +49,9 @@ def load_evaluation(request: Request, *, root: Path) -> RunConfig:
 
 
 def check_evaluation(cfg: RunConfig, root: Path, *, missing: Sequence[str]) -> None:
-    """Return if the evaluation may start.
+    """Check that the evaluation can start.
 
-    Raises: ConfigError: what its environments, its policy or its engine lack.
+    Raises: ConfigError: the environments, the policy or the engine lack a requirement.
     """
     if missing:
         raise ConfigError("; ".join(missing))
@@ -62,11 +62,11 @@ def check_evaluation(cfg: RunConfig, root: Path, *, missing: Sequence[str]) -> N
 
 
 def check_policy(cfg: RunConfig, root: Path) -> None:
-    """Return if there is something to play and the policy can be asked; nothing has started yet.
+    """Check the tasks and the policy before anything starts.
 
     Raises:
-        ConfigError: no task or item, no such checkpoint or key, or a tokenizer that the model does
-            not fit.
+        ConfigError: no task or item, no such checkpoint or key, or a tokenizer that does not fit
+            the model.
     """
     if not cfg.tasks:
         raise ConfigError("tasks=[]: an evaluation needs at least one, as [{env: e, subset: s}]")

@@ -1,4 +1,4 @@
-"""The seam between episodes and agents that are programs of the user's."""
+"""Interface between the episode pool and agents that are programs of the user's."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from common.wire.messages import Lease, Trajectory
 
 
 class AgentRunner(Protocol):
-    """It plays an episode with a program that calls the policy, instead of the built-in loop."""
+    """Plays an episode with a program that calls the policy, instead of the built-in loop."""
 
     async def play(
         self,
@@ -29,7 +29,7 @@ class AgentRunner(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the programs that outlive an episode."""
+        """Stop the programs that outlive an episode."""
         ...
 
 
@@ -42,7 +42,7 @@ class MakeAgents(Protocol):
 def make_runner(
     make_agents: MakeAgents | None, cfg: ActorSection, *, actor: str, renderer: Renderer
 ) -> AgentRunner | None:
-    """Return the runner of `actor.endpoint=true`; None if the built-in loop plays.
+    """Return the runner for `actor.endpoint=true`; None if the built-in loop plays.
 
     Raises: ValueError: this process has no runner of agents.
     """

@@ -1,4 +1,4 @@
-"""What many episodes ask a hub at the same time, in one request, and what its answers mean."""
+"""Batching of hub requests: concurrent calls of many episodes share one HTTP request."""
 
 import asyncio
 import contextlib
@@ -11,42 +11,46 @@ from common.formats.action_size import TOGETHER_BYTES, most_bytes
 SESSION_PATH = "/v1/sessions/"
 FULL = 429
 TOO_LARGE = 413
-CLOSE_S = 1.0  # for requests under way when their client closes
+CLOSE_S = 1.0  # Seconds that requests in flight get to finish when their client closes.
 
-Request = Callable[[str, str, object], Awaitable[Any]]  # method, path, body -> parsed answer
+Request = Callable[[str, str, object], Awaitable[Any]]  # (method, path, body) -> parsed answer
 Entry = dict[str, Any]
-Asked = tuple[Entry, asyncio.Future[Any]]  # an entry, and where its outcome goes
+Asked = tuple[Entry, asyncio.Future[Any]]  # An entry, and the future that receives its outcome.
 
 
 class ActionTooLarge(EnvError):
-    """The hub takes no action of this size. The session lives, and nothing was performed."""
+    """The hub rejects an action of this size. The session survives, and no step was performed."""
 
 
 class BatchRoute(NamedTuple):
-    """A route of the hub that takes a list and answers each entry of it."""
+    """A hub route that takes a list of entries and answers each entry separately."""
 
     path: str
-    alone: str  # the route of a single one: its failures are named and understood by it
-    max_entries: int  # in a request; the first ones are answered while the last ones are asked for
-    may_repeat: bool = True  # whether an entry that is sent twice is carried out once
+    alone: str  # The route for a single entry. Errors of an entry are reported under this path.
+    # Maximum number of entries of one request. The hub answers the first requests while later ones
+    # are still being sent.
+    max_entries: int
+    may_repeat: bool = True  # Whether an entry that is sent twice is executed only once.
 
 
 STEP = BatchRoute("/v1/step/batch", f"{SESSION_PATH}step", 32)
-OPEN = BatchRoute("/v1/sessions/batch", "/v1/sessions", 8, False)  # which takes longer than a step
+# Fewer entries a request: opening a session takes longer than a step.
+OPEN = BatchRoute("/v1/sessions/batch", "/v1/sessions", 8, False)
 CLOSE = BatchRoute("/v1/close/batch", f"{SESSION_PATH}close", 32)
 
 
 class AnswerTooLarge(EnvError):
-    """An answer of a hub is over the client's limit."""
+    """The hub's answer exceeds the client's size limit."""
 
 
 class Batches:
-    """Entries that are asked for at the same time, in one request. For one event loop.
+    """Collects concurrent entries for one route and sends them as one request. For one event loop.
 
-    An engine's step ends the turns of many episodes at once. A request of its own for each of them
-    costs the actor and the hub more than a quick environment does.
+    One step of the engine ends the turns of many episodes. With a quick environment, a separate
+    HTTP request for each of them would cost the actor and the hub more than the step itself.
 
-    Example: three sessions act before the loop turns -> one POST /v1/step/batch, three answers.
+    Example: three sessions act in one iteration of the loop -> one POST /v1/step/batch, three
+    answers.
     """
 
     def __init__(
@@ -57,11 +61,12 @@ class Batches:
         alone: Callable[[Entry], Awaitable[Any]] | None = None,
         on_unwanted: Callable[[Any], Awaitable[Any]] | None = None,
     ) -> None:
-        """Make one whose requests go by `request`, that of `HubClient`.
+        """Create a batcher that sends its requests with `request`, as `HubClient.request`.
 
         Args:
-            alone: how an entry is asked for that nobody else's goes with; None: as a list of one.
-            on_unwanted: awaited for an answer that nobody waits for any more.
+            alone: sends an entry that is the only one of its batch; None: it is sent as a list of
+                one.
+            on_unwanted: awaited with each answer whose caller was cancelled in the meantime.
         """
         self._request = request
         self._route = route
@@ -76,11 +81,15 @@ class Batches:
         answer: asyncio.Future[Any] = loop.create_future()
         self._waiting.append((entry, answer))
         if len(self._waiting) == 1:
-            loop.call_soon(self._send_all)  # behind all that ask in this turn of the loop
+            # Scheduled behind all callers of this iteration of the loop.
+            loop.call_soon(self._send_all)
         return await answer
 
     async def close(self) -> None:
-        """End what is under way; what is answered by then is taken, and closed if it must be."""
+        """Wait up to `CLOSE_S` for requests in flight, then cancel the remaining ones.
+
+        Answers that arrive in time are processed as usual: unwanted sessions are closed.
+        """
         if self._sending:
             await asyncio.wait(self._sending, timeout=CLOSE_S)
         for each in list(self._sending):
@@ -95,7 +104,7 @@ class Batches:
             task.add_done_callback(self._sending.discard)
 
     def _parts(self, waiting: list[Asked]) -> Iterator[list[Asked]]:
-        """Yield what goes together: so many entries, and no more bytes than each hub takes."""
+        """Split the entries into requests within `max_entries` and the hub's limit of bytes."""
         part: list[Asked] = []
         num_bytes = 0
         for each in waiting:
@@ -118,7 +127,8 @@ class Batches:
             else:
                 outcomes = await self._ask_for(entries)
         except AnswerTooLarge as error:
-            if len(batch) > 1 and self._route.may_repeat:  # one large page fails no other episode
+            # A single large answer must not fail the other episodes.
+            if len(batch) > 1 and self._route.may_repeat:
                 half = len(batch) // 2
                 await self._send(batch[:half])
                 await self._send(batch[half:])
@@ -129,11 +139,11 @@ class Batches:
         await self._answer(batch, outcomes)
 
     async def _answer(self, batch: list[Asked], outcomes: list[Any]) -> None:
-        """Hand each outcome to its episode; give back what no episode waits for any more."""
+        """Resolve the future of each entry; pass unwanted answers to `on_unwanted`."""
         unwanted: list[Any] = []
         for (_, answer), outcome in zip(batch, outcomes, strict=True):
             is_failure = isinstance(outcome, EnvError)
-            if answer.done():  # its episode has been given up
+            if answer.done():  # The episode was cancelled.
                 unwanted += [] if is_failure or outcome is None else [outcome]
             elif is_failure:
                 answer.set_exception(outcome)
@@ -145,7 +155,7 @@ class Batches:
                     await self._on_unwanted(each)
 
     async def _ask_for(self, entries: list[Entry]) -> list[Any]:
-        """Return each entry's answer, or its failure. Raises: EnvError: there is none at all."""
+        """Return an answer or error for each entry. Raises: EnvError: the whole request failed."""
         path = self._route.path
         replies = await self._request("POST", path, entries)
         if not isinstance(replies, list) or len(replies) != len(entries):
@@ -159,7 +169,7 @@ class Batches:
 
 
 def told(reply: Any, name: str, *kinds: type, path: str) -> Any:
-    """Return a field of a hub's answer. Raises: EnvError: it is not there, or of another type."""
+    """Return a field of a hub's answer. Raises: EnvError: it is missing or has another type."""
     value = reply.get(name) if isinstance(reply, dict) else None
     if type(value) not in kinds:
         words = " or ".join(kind.__name__ for kind in kinds)
@@ -168,7 +178,7 @@ def told(reply: Any, name: str, *kinds: type, path: str) -> Any:
 
 
 def failure_of(method: str, path: str, status: int, text: str) -> EnvError | None:
-    """Return what a status means; None if all is well."""
+    """Return the error that an HTTP status stands for; None for a success."""
     if status == 504:
         return EnvTimeout(f"{method} {path}: {text:.300}")
     if status == TOO_LARGE and path.startswith((SESSION_PATH, STEP.path)):

@@ -1,16 +1,17 @@
-"""What a policy is shown of its episode, as tokens: grows, and goes on with less when it is full.
+"""The context of one episode as tokens, and how it continues when the context is full.
 
 full     the episode ends as context_full.
 window   a new segment begins with the first message and the latest turns.
-summary  the policy is asked to sum up; a new segment begins with the first message, that demand and
-         its summary, and learns nothing of it again.
+summary  the policy is asked for a summary; a new segment begins with the first message, the request
+         and the summary. The summary is masked from the loss there.
 fold, subagent  the policy opens branches (`actor.rollout.folding`).
 
-Before it acts it may be asked for a plan, which stays behind the first message in every segment, or
-for a reflection, which belongs to the observation that it is demanded with. Then it is told to act.
+Before an action the policy may be asked for a plan or a reflection, and is then asked to act. The
+plan follows the first message in every segment. A reflection belongs to the observation that asks
+for it.
 
-A new segment is made of the very tokens that were sampled before and of what was observed: nothing
-sampled is ever encoded from its text.
+A new segment reuses the sampled token ids and encodes observations: sampled text is never encoded
+again.
 """
 
 from collections import deque
@@ -36,47 +37,51 @@ GO = "Now act."
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a policy sampled for one turn."""
+    """The tokens that the policy sampled for one turn."""
 
     token_ids: list[int]  # [num_sampled]
-    logprobs: list[float]  # [num_sampled] nats, of the distribution that was sampled from
-    versions: list[int]  # [num_sampled] weights that sampled each token
-    is_stopped: bool = True  # ended by an end-of-turn token, which is the last of token_ids
-    num_prompt: int = 0  # tokens of the conversation before, as the engine was given them
-    num_cached: int = 0  # of them, those whose keys and values it had already
-    waited_s: float = 0.0  # for others, or for new weights, while it was asked for
+    logprobs: list[float]  # [num_sampled] nats, under the distribution that was sampled from
+    versions: list[int]  # [num_sampled] version of the weights that sampled each token
+    is_stopped: bool = True  # The turn ended with an end-of-turn token, the last of `token_ids`.
+    num_prompt: int = 0  # Tokens of the prompt that the engine received.
+    num_cached: int = 0  # Tokens of the prompt that were in the engine's prefix cache.
+    # Seconds of the call spent waiting for other episodes or for new weights.
+    waited_s: float = 0.0
 
 
-Ask = Callable[[], Awaitable[Turn]]  # samples a turn of the policy on what it is shown
+Ask = Callable[[], Awaitable[Turn]]  # Samples a turn of the policy for the current context.
 Encode = Callable[[str], list[int]]
 
 
 class Render(Protocol):
-    """Text to token ids and back; `actor.rollout.render.Renderer` is one."""
+    """Encodes text to token ids and decodes them; `actor.rollout.render.Renderer` is one."""
 
     def first_prompt(
         self, text: str, *, before: tuple[str, str] | None = None
     ) -> list[int]: ...  # `before`: an instruction and the agent's answer to it
     def after_action(self, observation: str, *, is_stopped: bool) -> list[int]: ...
-    def after_turn(self, text: str, *, is_stopped: bool) -> list[int]: ...  # what we say
+    # `text`: the next message of the user's role
+    def after_turn(self, text: str, *, is_stopped: bool) -> list[int]: ...
     def action_text(self, token_ids: list[int]) -> str: ...
 
 
 @dataclass(slots=True)
 class Tape:
-    """The growing sequence. One place appends, so the columns cannot fall out of step."""
+    """The token columns of an episode. Only `add` appends, so that the columns stay aligned."""
 
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])  # of segments
-    asides: list[int] = field(default_factory=list)  # as in `Trajectory`
+    # Index of the first token of each segment.
+    starts: list[int] = field(default_factory=lambda: [0])
+    # Triples (start, end, kind), as in `Trajectory`.
+    asides: list[int] = field(default_factory=list)
 
     @property
     def context(self) -> list[int]:
-        """What the policy is shown: the segment so far."""
+        """The policy's next prompt: the tokens of the current segment."""
         return self.token_ids[self.starts[-1] :]
 
     @property
@@ -84,12 +89,12 @@ class Tape:
         return len(self.token_ids) - self.starts[-1]
 
     def restart(self, ids: list[int], turn: int) -> None:
-        """Begin a new segment, before a turn."""
+        """Begin a new segment before a turn."""
         self.starts.append(len(self.token_ids))
         self.observe(ids, turn)
 
     def show(self, ids: list[int], turn: int) -> None:
-        """Show exactly these tokens: they go on from the segment, or begin a new one."""
+        """Make `ids` the context: extend the segment that they continue, or begin a new one."""
         num_shown = self.num_in_context
         if not num_shown or self.context == ids[:num_shown]:
             self.observe(ids[num_shown:], turn)
@@ -97,7 +102,7 @@ class Tape:
             self.restart(ids, turn)
 
     def drop_unanswered(self) -> None:
-        """Take back the last segment if nothing was sampled in it and there are others."""
+        """Remove the last segment if it holds no sampled token and is not the only one."""
         cut = self.starts[-1]
         if cut and not any(self.loss_mask[cut:]):
             self.starts.pop()
@@ -107,7 +112,7 @@ class Tape:
                 del self.asides[-3:]
 
     def end(self, last_turn: int) -> None:
-        """Drop what nobody answered; what was sampled after the last turn belongs to it."""
+        """Drop an unanswered segment; assign tokens sampled after the last turn to that turn."""
         self.drop_unanswered()
         self.turn_ids = [min(turn, last_turn) for turn in self.turn_ids]
 
@@ -115,7 +120,7 @@ class Tape:
         self.add(Turn(ids, [0.0] * len(ids), [-1] * len(ids)), turn, is_sampled=False)
 
     def add_aside(self, taken: Turn, turn: int, kind: Aside, *, is_learnt: bool) -> None:
-        """Write down an answer that the environment does not see."""
+        """Append an answer that is not sent to the environment."""
         start = len(self.token_ids)
         self.asides += [start, start + len(taken.token_ids), kind]
         if is_learnt:
@@ -134,45 +139,47 @@ class Tape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How much a policy may be shown, and what becomes of an episode that needs more."""
+    """The context limit of a policy, and the options for episodes that exceed it."""
 
-    max_tokens: int  # of prompt and answer
-    turn_tokens: int  # most of them that one turn samples
+    max_tokens: int  # Context limit: tokens of prompt and answer together.
+    turn_tokens: int  # Maximum number of tokens that one turn samples.
     options: AgentOptions = field(default_factory=AgentOptions)
 
 
 class History:
-    """What one episode's policy has been shown. Whoever plays tells it what happens, in order.
+    """The context of one episode. The episode loop reports each event in order.
 
-    Example (window of 1 turn): `begin` the page p; after action a the observation o has no room:
-    `go_on` makes a new segment of p, "[turns that followed are left out here]", a and o.
+    Example (window of 1 turn): `begin` shows page p. After action a, observation o does not fit:
+    `go_on` starts a new segment with p, "[turns that followed are left out here]", a and o.
     """
 
     def __init__(self, render: Render, room: Room) -> None:
-        """Make an empty one. `render` makes tokens of what is observed."""
+        """Create an empty history. `render` encodes its observations."""
         self.tape = Tape()
         self.observations = Observations()
         self._render = render
         self._room = room
         self._kind = room.options.context
         self._request = room.options.summary_request or REQUEST
-        self._half = room.max_tokens // 2  # most of it that an observation takes
+        self._half = room.max_tokens // 2  # Maximum number of tokens of one observation.
         reserved = 0
-        if self._kind is ContextKind.SUMMARY:  # the demand must find room whenever it is made
+        if self._kind is ContextKind.SUMMARY:  # The request for a summary must always fit.
             reserved = _room_of_summary(render, self._request, room.turn_tokens)
         self._widest = room.max_tokens - room.turn_tokens - reserved
-        self.max_prompt = self._widest  # of the next turn, less what is to be thought before it
+        # Longest prompt of the next turn, without room for a plan or reflection.
+        self.max_prompt = self._widest
         self._turns: deque[list[int]] = deque(maxlen=room.options.context_turns)
         self._first: tuple[str, Callable[[str, str], list[int]]] = "", lambda _, __: []
         self._aside_tokens = 0
         if room.options.plan or room.options.reflects:
             self._aside_tokens = room_of_aside(render, room.turn_tokens)
-        self._demand = ""  # behind the observation that is shown
+        self._demand = ""  # Text that is appended to the current observation.
 
     async def begin(self, text: str, encode: Encode, ask: Ask) -> bool:
-        """Show the first message, cut to its room; return False if nothing of it fits.
+        """Show the first message, cut to its room; return False if not even a part of it fits.
 
-        Where there is to be a plan it is demanded there, and stays behind it in all segments.
+        With `options.plan`, the policy is asked for a plan here. The plan follows the first message
+        in all segments.
         """
         does_plan = self._room.options.plan
         self.max_prompt = self._widest - does_plan * self._aside_tokens
@@ -187,28 +194,30 @@ class History:
         return True
 
     def is_own(self, action: str) -> bool:
-        """Return whether an action is of a kind that `takes` may take."""
+        """Return whether an action has a form that `takes` handles."""
         return False
 
     def takes(self, action: str, taken: Turn, turn: int) -> bool:
-        """Return whether an action changed what is shown, and is none of the environment's.
+        """Return whether the history consumed the action.
+
+        A consumed action is not sent to the environment.
 
         Args:
-            action: the text of `taken`, the last thing on the tape.
-            turn: the one that it is a part of.
+            action: the text of `taken`, the last entry of the tape.
+            turn: the turn that `taken` is a part of.
         """
         return False
 
     async def go_on(
         self, observation: str, taken: Turn, turn: int, ask: Ask, *, reflects: bool = False
     ) -> bool:
-        """Show what answered an action, before the next turn; return False if there is no room.
+        """Show the observation that follows an action; return False if it does not fit.
 
         Args:
-            taken: the action that was answered, the last thing on the tape.
-            turn: the next one.
+            taken: the action before the observation, the last entry of the tape.
+            turn: the next turn.
             ask: samples a turn of the policy on the tape's context.
-            reflects: the policy is to reflect before that turn, and is asked to.
+            reflects: ask the policy for a reflection before that turn.
         """
         self.max_prompt = self._widest - reflects * self._aside_tokens
         self._demand = REFLECT if reflects else ""
@@ -238,7 +247,7 @@ class History:
         return False
 
     async def _think(self, kind: Aside, turn: int, ask: Ask) -> Turn:
-        """Have the policy say what the environment does not see, then tell it to act."""
+        """Sample a plan or a reflection, then ask for an action; the environment gets neither."""
         options = self._room.options
         is_plan = kind is Aside.PLAN
         taken = await ask()
@@ -248,18 +257,18 @@ class History:
         return taken
 
     def _planned(self, demanded: Encode, plan: Turn, cut: str, end: str) -> list[int]:
-        """Return the first message with the plan behind it, as it was sampled."""
+        """Return the first message followed by the plan's sampled tokens."""
         go = self._render.after_turn(GO + end, is_stopped=plan.is_stopped)
         return [*demanded(cut), *plan.token_ids, *go]
 
     def _answering(self, *, is_stopped: bool) -> Encode:
-        """Return how an observation is encoded, with what it is to be thought about."""
+        """Return the encoder of an observation, with the request for a reflection if it is due."""
         return partial(
             _ending, partial(self._render.after_action, is_stopped=is_stopped), self._demand
         )
 
     def last(self, observation: str, taken: Turn, turn: int) -> None:
-        """Take up, as far as there is room, what no turn will answer. It is not counted as cut."""
+        """Append the observation after the last turn, as far as it fits. A cut is not counted."""
         encode = partial(self._render.after_action, is_stopped=taken.is_stopped)
         room = self._room.max_tokens - self.tape.num_in_context
         self.tape.observe(Observations().fitted(observation, encode, max_tokens=room) or [], turn)
@@ -269,13 +278,13 @@ class History:
         if first is None:
             return False
         room = self.max_prompt - len(first)
-        kept: list[list[int]] = []  # newest first
+        kept: list[list[int]] = []  # Newest first.
         for part in reversed(self._turns):
             if len(part) > room:
                 break
             kept.append(part)
             room -= len(part)
-        if not kept:  # an empty answer stands for the action
+        if not kept:  # The action is dropped, so an empty assistant turn replaces it.
             ids = self._fitted_again(observation, is_stopped=False, room=room)
             if ids is None:
                 return False
@@ -285,11 +294,11 @@ class History:
         return True
 
     async def _sum_up(self, observation: str, taken: Turn, turn: int, ask: Ask) -> bool:
-        room = self.max_prompt - self._room.turn_tokens  # beside the longest summary
+        room = self.max_prompt - self._room.turn_tokens  # Room that the longest summary leaves.
         first = self._first_again(f"\n\n{self._request}", room // 2)
         ids = self._fitted_again(observation, is_stopped=False, room=room // 2)
         if first is None or ids is None:
-            return False  # before anything is sampled for a turn that is not to come
+            return False  # Checked first: a summary is useless if no turn can follow it.
         demand = self._render.after_turn(self._request, is_stopped=taken.is_stopped)
         self.tape.observe(demand, turn)
         summary = await ask()
@@ -297,17 +306,17 @@ class History:
         self.tape.add_aside(summary, turn, Aside.SUMMARY, is_learnt=learns)
         room = min(self.max_prompt - len(first) - len(summary.token_ids), self._half)
         ids = self._fitted_again(observation, is_stopped=summary.is_stopped, room=room)
-        assert ids is not None  # there is more room than was looked for
+        assert ids is not None  # The check above used a smaller room.
         self.tape.restart([*first, *summary.token_ids, *ids], turn)
         return True
 
     def _first_again(self, end: str, max_tokens: int) -> list[int] | None:
-        """Return the first message, cut to its room, with an `end`; None if that does not fit."""
+        """Return the first message, cut to its room and followed by `end`; None if none fits."""
         text, encode = self._first
         return Observations().fitted(text, lambda cut: encode(cut, end), max_tokens=max_tokens)
 
     def _fitted_again(self, observation: str, *, is_stopped: bool, room: int) -> list[int] | None:
-        """Return an observation for a new segment; that it was cut is counted already."""
+        """Return an observation for a new segment. A cut is not counted a second time."""
         encode = self._answering(is_stopped=is_stopped)
         return Observations().fitted(observation, encode, max_tokens=room)
 
@@ -317,7 +326,7 @@ def _ending(encode: Encode, end: str, text: str) -> list[int]:
 
 
 def least_prompt(render: Render, options: AgentOptions, turn_tokens: int) -> int:
-    """Return the tokens before a turn that an episode takes at least, whatever becomes of it."""
+    """Return the smallest limit of prompt tokens under which every episode can continue."""
     cut, thought = f"x{CUT_MARK.format(10**6)}", room_of_aside(render, turn_tokens)
     request, is_window = options.summary_request or REQUEST, options.context is ContextKind.WINDOW
     begins = len(render.first_prompt(cut + PLAN * options.plan)) + thought * options.plan
@@ -334,10 +343,10 @@ def least_prompt(render: Render, options: AgentOptions, turn_tokens: int) -> int
 
 
 def _room_of_summary(render: Render, request: str, turn_tokens: int) -> int:
-    """Return the tokens that a demand for a summary and the summary take at most."""
+    """Return the maximum tokens of the request for a summary and the summary together."""
     return len(render.after_turn(request, is_stopped=False)) + turn_tokens
 
 
 def room_of_aside(render: Render, turn_tokens: int) -> int:
-    """Return the tokens that a plan or a reflection, and being told to act, take at most."""
+    """Return the maximum tokens of a plan or a reflection and the request to act together."""
     return len(render.after_turn(GO, is_stopped=False)) + turn_tokens

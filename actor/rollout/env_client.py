@@ -1,4 +1,4 @@
-"""The actor's side of the environment hub: one HTTP session per episode, retries that are safe."""
+"""HTTP client of the environment hub: one session per episode, with safe retries."""
 
 import asyncio
 import io
@@ -32,8 +32,8 @@ from common.text import json_bytes, valid_text
 logger = logging.getLogger(__name__)
 
 NUM_TRIES = 4
-BACKOFF_S = 0.25  # doubles per try
-MIN_RETRY_S = 0.05  # so that "at once" is no busy loop
+BACKOFF_S = 0.25  # Seconds before the first retry. The delay doubles with each try.
+MIN_RETRY_S = 0.05  # Shortest wait after a 429, which prevents a busy loop.
 MAX_ANSWER_BYTES = 64 << 20
 JSON_HEADERS = {"Content-Type": "application/json"}
 
@@ -43,18 +43,19 @@ class StepResult:
     observation: str
     reward: float  # [0, 1]
     done: bool
-    is_valid: bool  # False if the text was no executable action
-    is_success: bool  # the episode has ended solved
-    state: str = ""  # of the environment after it; "": it tells none
-    is_truncated: bool = False  # ended (`done`) by a limit of the environment, not by the task
+    is_valid: bool  # False if the text was not an executable action.
+    is_success: bool  # The episode ended solved.
+    state: str = ""  # The environment's state after the step; "" if it reports none.
+    # A limit of the environment, not the task itself, ended the episode.
+    is_truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """What a scripted policy may know."""
+    """The information that a scripted policy may use."""
 
     valid_actions: list[str]
-    expert_action: str | None  # None when the expert knows no way
+    expert_action: str | None  # None if the expert has no action.
 
 
 class BearerClient:
@@ -91,7 +92,7 @@ class HubClient(BearerClient):
     """
 
     def __init__(self, url: str, *, token: str | None, timeout_s: float, owner: str = "") -> None:
-        """Connect to nothing yet; the sessions of an `owner` end with its `stay`."""
+        """Create the client without connecting. Sessions of `owner` live as long as its `stay`."""
         super().__init__(url, token=token, timeout_s=timeout_s, is_own=True)
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
@@ -99,8 +100,8 @@ class HubClient(BearerClient):
         self.answers = partial(answers, self._http, self._url)
         self._signs = Signs()
         self.stay = partial(stay, self._http, self._url, owner, self._signs.hear)
-        self.is_lost = False  # the last request found nobody
-        self.left: list[str] = []  # sessions that were given up while it was
+        self.is_lost = False  # The last request got no answer from the hub.
+        self.left: list[str] = []  # Sessions that were abandoned while the hub was lost.
         self.on_lost: Callable[[HubLost], None] = lambda _: None
         self.steps = Batches(self.request, STEP)
         self._opens = Batches(
@@ -111,18 +112,17 @@ class HubClient(BearerClient):
     async def open(
         self, env: str, item_id: str, *, seed: int, style: str, is_quick: bool = False
     ) -> "HubSession":
-        """Start an episode; waits while the hub is full.
+        """Start an episode; wait while the hub is full.
 
         Args:
-            is_quick: it is opened, stepped and closed together with others, which are answered
-                together.
+            is_quick: batch the session's requests with those of other episodes.
 
         Raises: EnvError, EnvTimeout.
         """
         body = {"env": env, "item_id": item_id, "seed": seed, "style": style, **self._owner}
         path = OPEN.alone
         reply = await self._opens.ask(body) if is_quick else None
-        if reply is None:  # by itself, or to wait until the hub has room
+        if reply is None:  # A request of its own, which waits until the hub has room.
             reply = await self._open_alone(body)
         session_id = valid_text(told(reply, "session_id", str, path=path))
         observation = told(reply, "observation", str, path=path)
@@ -132,7 +132,7 @@ class HubClient(BearerClient):
         return session
 
     async def close(self) -> None:
-        """Let requests under way end, then close the connections."""
+        """Wait for requests in flight, then close the connections."""
         await asyncio.gather(self._opens.close(), self.steps.close(), self._closes.close())
         await super().close()
 
@@ -140,7 +140,7 @@ class HubClient(BearerClient):
         return await self.request("POST", OPEN.alone, body)
 
     async def close_session(self, session_id: str, *, is_quick: bool) -> None:
-        """Give a session back. Raises: EnvError, EnvTimeout: it was not there, or is still."""
+        """Close a session. Raises: EnvError, EnvTimeout: it did not exist, or may still be open."""
         entry = {"session_id": session_id}
         if is_quick:
             try:
@@ -148,12 +148,12 @@ class HubClient(BearerClient):
                 return
             except HubLost:
                 raise
-            except EnvError as error:  # a hub of a version before, which closes one by one
+            except EnvError as error:  # An older version of the hub has no route for batches.
                 logger.debug("not closed together reason=%s", error)
         await self._close_alone(entry)
 
     async def close_left(self) -> None:
-        """Give back what was given up while the hub was gone; one that began anew knows none."""
+        """Close the sessions that were abandoned while the hub was lost, if it still has them."""
         left, self.left = self.left, []
         for session_id in left:
             try:
@@ -167,14 +167,14 @@ class HubClient(BearerClient):
         await self.request("DELETE", SESSION_PATH + quote(entry["session_id"], safe=""), None)
 
     async def request(self, method: str, path: str, body: object) -> Any:
-        """Send one request, again after a lost connection or, until the deadline, a 429.
+        """Send one request. Retry after a lost connection and, until the deadline, after a 429.
 
-        A repeat is safe: a step carries its number, a session opened by a lost answer expires.
+        A retry is safe: a step carries its number, and a session whose id was lost expires.
 
         Raises:
             EnvTimeout: no answer within `timeout_s`, or a 504 from the hub.
-            HubLost: the hub is not reached, stood still, does not know the session, or will stop.
-            EnvError: the hub refused or failed.
+            HubLost: the hub is unreachable, was suspended, shuts down, or has no such session.
+            EnvError: the hub refused the request or failed.
         """
         failure, num_lost = "", 0
         try:
@@ -226,7 +226,7 @@ class HubClient(BearerClient):
             if failure := failure_of(method, path, response.status, shown):
                 raise failure
             try:
-                return (json.loads(text) if text else {}) or {}  # None is for a 429
+                return (json.loads(text) if text else {}) or {}  # None is reserved for a 429.
             except (ValueError, RecursionError) as error:
                 raise EnvError(f"{method} {path}: answers what is no JSON: {shown}") from error
 
@@ -242,10 +242,10 @@ def score_of(reply: Any, name: str, *, path: str, absent: float | None = None) -
 
 
 def retry_after_s(headers: Mapping[str, str], *, unsaid_s: float = 0.0) -> float:
-    """Return the seconds that Retry-After asks for; `unsaid_s` if it says none that can be read."""
+    """Return the seconds in the Retry-After header; `unsaid_s` if it is missing or unreadable."""
     try:
         asked_s = float(headers.get("Retry-After", unsaid_s))
-    except ValueError:  # a date
+    except ValueError:  # The header may hold a date.
         asked_s = unsaid_s
     return asked_s if math.isfinite(asked_s) and asked_s >= 0 else unsaid_s
 
@@ -262,11 +262,11 @@ class HubSession:
         self._is_quick = is_quick
         self._seq = 0
         self.first_observation = observation
-        self.first_state = ""  # "": the environment tells none
+        self.first_state = ""  # "" if the environment reports no state.
         self.start_score = 0.0
 
     async def step(self, action: str) -> StepResult:
-        """Act; an action that is too large for the hub is invalid.
+        """Execute an action. An action that is too large for the hub is invalid.
 
         Raises: EnvError, EnvTimeout.
         """
@@ -276,20 +276,20 @@ class HubSession:
         try:
             reply = await self._ask(path, {"action": action, "seq": self._seq})
         except ActionTooLarge:
-            # The hub answers in place of the environment, which cannot be sent the action.
+            # The action cannot reach the environment. The hub answers in its place.
             told_of = {"action": "", "num_bytes": len(action.encode()), "seq": self._seq}
             reply = await self._ask(path, told_of)
         reward = score_of(reply, "reward", path=path)
         done = told(reply, "done", bool, path=path)
-        reply.setdefault("is_success", done and reward >= 1.0)  # hubs of others may not say it
-        reply.setdefault("is_truncated", False)  # nor this
+        reply.setdefault("is_success", done and reward >= 1.0)  # Third-party hubs may omit it.
+        reply.setdefault("is_truncated", False)  # Third-party hubs may omit it.
         return StepResult(
             observation=told(reply, "observation", str, path=path),
             reward=reward,
             done=done,
             is_valid=told(reply, "is_valid", bool, path=path),
             is_success=told(reply, "is_success", bool, path=path),
-            state=str(reply.get("state") or ""),  # hubs of other makers tell none
+            state=str(reply.get("state") or ""),  # Third-party hubs may omit it.
             is_truncated=done and told(reply, "is_truncated", bool, path=path),
         )
 
@@ -299,7 +299,7 @@ class HubSession:
         return await self._hub.request("POST", path, asked)
 
     async def hint(self) -> Hint:
-        """Return what a scripted policy may know. Raises: EnvError, EnvTimeout."""
+        """Return the information that a scripted policy may use. Raises: EnvError, EnvTimeout."""
         path = f"{self._path}/hint"
         reply = await self._hub.request("GET", path, None)
         actions = [valid_text(str(each)) for each in told(reply, "valid_actions", list, path=path)]
@@ -307,12 +307,12 @@ class HubSession:
         return Hint(valid_actions=actions, expert_action=expert and valid_text(expert))
 
     async def picture(self) -> Any:
-        """Return a picture of the state for people, see `Env`. Raises: EnvError, EnvTimeout."""
+        """Return a picture of the state for display, see `Env`. Raises: EnvError, EnvTimeout."""
         reply = await self._hub.request("GET", f"{self._path}/picture", None)
         return reply.get("picture") if isinstance(reply, dict) else None
 
     async def close(self) -> None:
-        """Give the session back. One that is already gone, or a hub that is, is no error."""
+        """Close the session. A missing session or an unreachable hub is not an error."""
         if self._hub.is_lost:
             self._hub.left.append(self._session_id)
             return
@@ -324,18 +324,19 @@ class HubSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environments:
-    """What a hub serves, worded in one style."""
+    """The environments of a hub, with their texts in one style."""
 
     hub: HubClient
-    style: str  # how observations are worded
+    style: str  # Name of the style of observations.
     instructions: dict[str, dict[str, str]]  # environment -> style -> text
     answers: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
-    tools: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])  # by environment
-    quick: frozenset[str] = frozenset()  # environments whose steps take no time to speak of
+    # environment -> its tools
+    tools: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
+    quick: frozenset[str] = frozenset()  # Environments whose steps take negligible time.
 
     @classmethod
     async def of(cls, hub: HubClient, *, style: str) -> "Environments":
-        """Return those of a hub. Raises: EnvError, EnvTimeout."""
+        """Fetch the hub's catalogue of environments. Raises: EnvError, EnvTimeout."""
         path = "/v1/envs"
         catalogue = await hub.request("GET", path, None)
         if not isinstance(catalogue, dict):
@@ -354,11 +355,11 @@ class Environments:
         return cls(hub=hub, style=style, quick=quick, **own)
 
     def instruction(self, env: str) -> str:
-        """Return the text that goes before the first observation, "" if there is none."""
+        """Return the text before the first observation; "" if there is none."""
         return self.instructions.get(env, {}).get(self.style, "")
 
     def acknowledgement(self, env: str) -> str:
-        """Return the agent's canned answer to the instruction, "" where both are one message."""
+        """Return the agent's fixed answer to the instruction; "" if both texts are one message."""
         return self.answers.get(env, {}).get(self.style, "")
 
     async def open(self, env: str, item_id: str, *, seed: int) -> HubSession:

@@ -1,4 +1,4 @@
-"""One episode: ask the policy, step the environment, until it ends, and write down every token."""
+"""Runs one episode: sample a turn, step the environment, and record every token until the end."""
 
 import asyncio
 import time
@@ -24,19 +24,19 @@ from common.wire.messages import EndReason, Lease, Trajectory
 
 
 class ContextFull(Exception):
-    """Raised by an act: the conversation has outgrown the policy's context."""
+    """Raised by `Act`: the conversation exceeds the policy's context."""
 
 
 class PolicyFailed(Exception):
-    """Raised by an act: no answer from a policy that others run. Says nothing about the policy."""
+    """Raised by `Act`: a remote policy gave no answer. It does not count against the policy."""
 
 
 class Session(Protocol):
     """One episode of an environment; `actor.rollout.env_client.HubSession` is one."""
 
     first_observation: str
-    first_state: str  # as in `StepResult.state`
-    start_score: float  # [0, 1], before the first step
+    first_state: str  # See `StepResult.state`.
+    start_score: float  # Score before the first step, in [0, 1].
 
     async def step(self, action: str) -> StepResult: ...
     async def hint(self) -> Hint: ...
@@ -44,36 +44,37 @@ class Session(Protocol):
 
 
 WHOLE = AgentOptions()
-Act = Callable[[list[int], Session], Awaitable[Turn]]  # whole conversation so far -> one turn
+# (token ids of the conversation, session) -> the next turn
+Act = Callable[[list[int], Session], Awaitable[Turn]]
 OpenSession = Callable[[], Awaitable[Session]]
 
 
 @dataclass(slots=True)
 class Play:
-    """What is known of an episode while it is played."""
+    """The state of a running episode."""
 
     keeps_last: bool
     history: History
     end: EndReason = EndReason.HORIZON
     error: str = ""
     reward: float = 0.0
-    start_score: float = 0.0  # before the first turn
+    start_score: float = 0.0  # Score before the first turn.
     is_success: bool = False
     num_turns: int = 0
     invalid_turns: list[bool] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
-    states: list[int] = field(default_factory=list)  # that each turn was taken in
-    actions: list[int] = field(default_factory=list)  # that each turn sent to the environment
+    states: list[int] = field(default_factory=list)  # Hash of the state before each turn.
+    actions: list[int] = field(default_factory=list)  # Hash of the action of each turn.
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     generate_s: float = 0.0
     env_s: float = 0.0
-    turn_s: float = 0.0  # what the turn took so far, without waiting for others
-    turns_s: float = 0.0  # and all that were answered
+    turn_s: float = 0.0  # Seconds of the current turn, without waiting for other episodes.
+    turns_s: float = 0.0  # Seconds of all completed turns.
     num_sampled: int = 0
 
     async def ask(self, act: Act, session: Session) -> Turn:
-        """Return a turn of the policy on what it is shown, and count what it took."""
+        """Sample a turn of the policy for the current context, and record its cost."""
         asked = time.monotonic()
         taken = await act(self.history.tape.context, session)
         took_s = time.monotonic() - asked
@@ -85,7 +86,7 @@ class Play:
         return taken
 
     def begin(self, session: Session) -> None:
-        """Take the state and the score that the environment starts in."""
+        """Record the environment's first state and its score."""
         self.states.append(state_number(session.first_state or session.first_observation))
         self.start_score = session.start_score
         self.reward = session.start_score
@@ -93,7 +94,7 @@ class Play:
     def answered(
         self, action: str, result: StepResult, took_s: float, *, is_read: bool = True
     ) -> None:
-        """Write down an action and what the environment made of it; unread, an answer had none."""
+        """Record an action and its result. `is_read`: an action could be parsed from the answer."""
         self.actions.append(action_number(action))
         self.env_s += took_s
         self.turns_s += max(0.0, self.turn_s + took_s)
@@ -108,14 +109,14 @@ class Play:
             self.is_success = result.is_success
 
     def is_to_reflect(self, options: AgentOptions) -> bool:
-        """Return whether the policy reflects on what its last action led to."""
+        """Return whether the policy must reflect on the result of its last action."""
         every = options.reflect_every
         return bool(every and self.num_turns % every == 0) or (
             options.reflect_on_invalid and self.invalid_turns[-1]
         )
 
     def may_go_on(self, lease: Lease, turn_tokens: int) -> bool:
-        """Return whether the horizon lets a further turn begin."""
+        """Return whether the horizon allows another turn."""
         if self.num_turns >= (lease.max_turns or lease.horizon):
             return False
         match lease.horizon_unit:
@@ -128,14 +129,14 @@ class Play:
 
 
 def first_text(instruction: str, observation: str) -> str:
-    """Return the text of the first turn; an instruction may be "" for none."""
+    """Return the text of the first turn. An empty `instruction` is left out."""
     return f"{instruction}\n\n{observation}" if instruction else observation
 
 
 def _opening(
     render: Render, session: Session, instruction: str, acknowledgement: str
 ) -> tuple[str, Callable[[str], list[int]]]:
-    """Return the message that the observation is in, and how it is encoded with those before."""
+    """Return the message with the first observation, and its encoder."""
     if acknowledgement:
         before = instruction, acknowledgement
         return session.first_observation, partial(render.first_prompt, before=before)
@@ -157,19 +158,21 @@ async def run_episode(
     keeps_last: bool = False,
     options: AgentOptions = WHOLE,
 ) -> Trajectory:
-    """Play the leased episode to its end and return it. One turn is played at any horizon.
+    """Play the leased episode to its end and return it. It has at least one turn at any horizon.
 
-    A failure of the environment or of a policy that others run, or the lease's deadline, ends the
-    episode and is recorded on it with its reason, never as a reward. All else propagates.
+    A failure of the environment or of a remote policy ends the episode, as does the lease's
+    deadline. The trajectory records the reason, and the failure is never a reward. All other errors
+    propagate.
 
     Args:
         act: maps the conversation's token ids to the next turn.
-        instruction: before the first observation; apart from it if there is an `acknowledgement`.
-        max_tokens: context limit; observations are cut to it. An episode that could exceed it in
-            its next turn ends there, or goes on with less, as `options` say.
-        turn_tokens: most tokens that one turn may sample.
-        may_repeat: the caller plays it again if its hub is gone, so that it is no failure.
-        keeps_last: of an episode that is cut short take up the last observation, for a critic.
+        instruction: text before the first observation; with an `acknowledgement`, a separate
+            message.
+        max_tokens: context limit; observations are cut to it. When the next turn could exceed it,
+            the episode ends or continues with a smaller context, as `options` define.
+        turn_tokens: maximum number of tokens that one turn samples.
+        may_repeat: the caller replays the episode when its hub is lost, so that it is no failure.
+        keeps_last: append the last observation of an episode that is cut short, for a critic.
 
     Raises: HubLost: if `may_repeat`.
     """
@@ -195,9 +198,9 @@ async def run_episode(
 
 @asynccontextmanager
 async def judged(play: Play, lease: Lease, *, may_repeat: bool) -> AsyncIterator[None]:
-    """Give an episode its lease's time, and write on it what ended it before it was over.
+    """Limit an episode to its lease's time, and record why it ended early.
 
-    Raises: HubLost: if `may_repeat`; and what says nothing of the episode.
+    Raises: HubLost: if `may_repeat`. Errors that are unrelated to the episode propagate.
     """
     try:
         async with asyncio.timeout(lease.deadline_s) as deadline:
@@ -213,7 +216,7 @@ async def judged(play: Play, lease: Lease, *, may_repeat: bool) -> AsyncIterator
             raise
         play.end, play.error = EndReason.ENV_ERROR, str(error)
     except TimeoutError:
-        if not deadline.expired():  # the engine's, not the lease's
+        if not deadline.expired():  # The engine timed out, not the lease.
             raise
         play.end, play.error = EndReason.DEADLINE, f"not ended within {lease.deadline_s:g}s"
 
@@ -228,12 +231,12 @@ async def _turns(
         history.tape.add(taken, turn)
         said, action = read(taken.token_ids)
         if history.takes(said, taken, turn):
-            if turn and not may_go_on(room.turn_tokens):  # one turn is played at any horizon
+            if turn and not may_go_on(room.turn_tokens):  # An episode has at least one turn.
                 break
             continue
         answered = time.monotonic()
-        result = await session.step(action or "")  # which environments refuse by themselves
-        # A branch may be opened or closed where there is none to open or close.
+        result = await session.step(action or "")  # The environment rejects an empty action.
+        # A misplaced branch or return is sent to the environment and counts as invalid.
         is_read = action is not None and not history.is_own(said)
         play.answered(action or "", result, time.monotonic() - answered, is_read=is_read)
         if result.done:
@@ -246,16 +249,16 @@ async def _turns(
             if await history.go_on(seen, taken, turn + 1, ask, reflects=reflects):
                 if may_go_on(room.turn_tokens):
                     continue
-                break  # a summary took the rest of the horizon
+                break  # The summary used up the rest of the horizon.
             play.end = EndReason.CONTEXT_FULL
-        if play.keeps_last:  # of no turn, and seen by no policy
+        if play.keeps_last:  # No turn follows this observation, so the policy never receives it.
             history.last(result.observation, taken, turn)
         break
     history.tape.end(play.num_turns - 1)
 
 
 def trajectory_of(lease: Lease, play: Play, *, actor: str, wall_s: float) -> Trajectory:
-    """Return what is known of an episode that has ended."""
+    """Return the trajectory of an episode that has ended."""
     tape, observations = play.history.tape, play.history.observations
     return Trajectory(
         **lease.identity(),

@@ -1,18 +1,19 @@
-"""Branches: a policy works on a part of its task by itself, and keeps of it only what it returns.
+"""Branches: the policy works on a subtask in a separate context, of which only the result is kept.
 
-`<branch>what is to be done</branch>` opens one, `<return>what came of it</return>` closes it; the
-environment sees neither. In a branch the policy is shown
+`<branch>subtask</branch>` opens a branch and `<return>result</return>` closes it. The environment
+receives neither. In a branch the context is
 
-fold      all that it was shown before, and then the branch's turns
-subagent  the first message, its call and the latest observation, and then the branch's turns
+fold      the caller's context, followed by the branch's turns
+subagent  the first message, the call and the latest observation, followed by the branch's turns
 
-After it a new segment goes on with what was shown before, the call, what was returned, and the
-latest observation: all that was sampled as it was sampled. A branch opens no other, has a turn of
-the environment at least, and `actor.branch_turns` at most; one that has none left, or no room, is
-ended. What opens or closes none is an action like any other, which the environment is to refuse.
+After the branch a new segment holds the caller's context, the call, the returned result and the
+latest observation, all with their sampled token ids. Branches do not nest. A branch has at least
+one turn of the environment and at most `actor.branch_turns`; it is ended when it reaches that limit
+or its context is full. A misplaced call or return is an ordinary action, which the environment
+should refuse.
 
-Source: context folding (arXiv 2510.11967), whose branch and return are calls of tools. Here a
-branch of `fold` goes on in its caller's row, since nothing of that was taken away yet.
+Source: context folding (arXiv 2510.11967), whose branch and return are tool calls. Here a branch of
+`fold` stays in the caller's training row, since nothing of that context was removed yet.
 """
 
 from dataclasses import dataclass
@@ -34,11 +35,11 @@ CALL, RETURN = "branch", "return"
 
 @dataclass(slots=True)
 class _Call:
-    """What opened a branch."""
+    """The action that opened a branch."""
 
-    ids: list[int]  # what was shown until then, and the call
+    ids: list[int]  # The caller's context, including the call.
     is_stopped: bool
-    num_turns: int = 0  # of the branch, that the environment has answered
+    num_turns: int = 0  # Turns of the branch that the environment has answered.
 
 
 class Folding(History):
@@ -53,8 +54,9 @@ class Folding(History):
         self._how = room.options.branch_instruction or HOW
         self._most = room.options.branch_turns
         self._call: _Call | None = None
-        self._latest = ""  # observation; "": it is in the first message
-        self._reserved = room.turn_tokens + _least(render)  # of what a branch leaves
+        self._latest = ""  # Latest observation; "" if it is part of the first message.
+        # Tokens to keep free for the segment after the branch.
+        self._reserved = room.turn_tokens + _least(render)
 
     async def begin(self, text: str, encode: Encode, ask: Ask) -> bool:
         return await super().begin(text, lambda cut: encode(cut + self._how), ask)
@@ -87,7 +89,7 @@ class Folding(History):
         return True
 
     def _open(self, taken: Turn, turn: int) -> bool:
-        """Begin a branch, if there is room for it and for what will be left of it."""
+        """Begin a branch if it fits, and the segment after it as well."""
         call = _Call(self.tape.context, taken.is_stopped)
         if len(call.ids) + self._reserved > self.max_prompt:
             return False
@@ -105,7 +107,7 @@ class Folding(History):
         return True
 
     def _close(self, turn: int, returned: Turn | None = None) -> None:
-        """Go on where the branch was opened; without what it `returned` if it was ended."""
+        """Continue in the caller's context. `returned` is None if the branch was ended."""
         assert self._call is not None
         call, self._call = self._call, None
         ids, text, is_stopped = call.ids, ENDED + self._latest, call.is_stopped
@@ -115,7 +117,7 @@ class Folding(History):
             text, is_stopped = self._latest, returned.is_stopped
         room = self.max_prompt - len(ids)
         observed = self._fitted_again(text, is_stopped=is_stopped, room=room)
-        assert observed is not None  # there was room when it was opened
+        assert observed is not None  # `_open` reserved the room.
         self.tape.restart([*ids, *observed], turn)
 
 
@@ -126,12 +128,12 @@ def _says(action: str, tag: str) -> bool:
 
 
 def history_of(render: Render, room: Room) -> History:
-    """Return an empty history of the kind that the options say."""
+    """Return an empty history of the class that the options require."""
     return (Folding if room.options.has_branches else History)(render, room)
 
 
 def least_of_branches(render: Render, options: AgentOptions, turn_tokens: int) -> int:
-    """Return the tokens before a turn that a branch and its return take at least; 0: of no kind."""
+    """Return the smallest prompt limit, in tokens, for a branch and its return; 0: no branches."""
     if not options.has_branches:
         return 0
     how = options.branch_instruction or HOW
@@ -140,7 +142,7 @@ def least_of_branches(render: Render, options: AgentOptions, turn_tokens: int) -
 
 
 def _least(render: Render) -> int:
-    """Return the tokens of the notes on a branch, and of the least observation after it."""
+    """Return the tokens of the notes on a branch and of the shortest observation after it."""
     cut = f"{ENDED}x{CUT_MARK.format(10**6)}"
     return len(render.after_action(CLOSED, is_stopped=False)) + len(
         render.after_action(cut, is_stopped=False)

@@ -1,4 +1,4 @@
-"""All hubs of a run as one: sessions are spread over those that serve an environment."""
+"""Pool of all hubs of a run: spreads sessions over the hubs that serve an environment."""
 
 import asyncio
 import contextlib
@@ -16,18 +16,18 @@ from common.wire.join_messages import HubPlace
 
 logger = logging.getLogger(__name__)
 
-PROBE_EVERY_S = 0.5  # while a hub does not answer
-SAY_EVERY_S = 10.0  # that nobody serves an environment
-AVOID_S = 5.0  # for which a hub that did not open a session is asked last
+PROBE_EVERY_S = 0.5  # Seconds between two polls of a lost hub.
+SAY_EVERY_S = 10.0  # Seconds between two warnings that no hub serves an environment.
+AVOID_S = 5.0  # Seconds for which a hub that failed to open a session is tried last.
 
 
 class Hubs:
-    """The hubs that the scheduler tells of. A session stays with the hub that opened it.
+    """The hubs that the scheduler reports. A session stays with the hub that opened it.
 
-    Example: a and b serve babyai -> episodes are opened at one and the other in turn. b dies: what
-    runs there is opened again at a. a dies, too: it is asked twice a second whether it is back, and
-    until it is nothing is opened, and no work asked for. Both stay away for longer than an
-    episode may take: what is opened from then on fails.
+    Example: a and b serve babyai -> episodes are opened at a and b in turn. When b crashes, its
+    episodes are opened again at a. When a crashes too, both are polled twice a second. Until one
+    answers, no session is opened and no work is requested. If both stay away for longer than an
+    episode may take, all later openings fail.
     """
 
     def __init__(
@@ -38,34 +38,36 @@ class Hubs:
         style: str,
         owner: str = "",
     ) -> None:
-        """Make one without connections.
+        """Create the pool without connecting.
 
         Args:
-            places: says where hubs are now.
-            cfg: how long an answer is waited for, and an environment that nobody serves any more:
-                as long as an episode may take.
-            owner: names this process; what it has open ends with it, however it ends.
+            places: returns the current addresses of the hubs.
+            cfg: its `episode_timeout_s` is also the longest wait for an environment that no hub
+                serves.
+            owner: names this process; the hub closes its sessions when the process ends in any way.
         """
         self._patience_s = cfg.episode_timeout_s
-        self._away_since: dict[str, float] = {}  # environment -> when nobody was seen to serve it
+        # environment -> the time since which no hub serves it
+        self._away_since: dict[str, float] = {}
         self._places = places
         self._owner = owner
-        self._lost: dict[str, str] = {}  # url -> why; they are being asked
+        self._lost: dict[str, str] = {}  # url -> reason; these hubs are polled
         self._tasks: set[asyncio.Task[None]] = set()
         self._style = style
         self._timeout_s = cfg.env_timeout_s
-        self._known: dict[tuple[str, str], Environments] = {}  # by url and token
+        self._known: dict[tuple[str, str], Environments] = {}  # (url, token) -> environments
         self._instructions: dict[str, dict[str, str]] = {}  # environment -> style -> text
-        self._answers: dict[str, dict[str, str]] = {}  # the agent's to these
-        self._tools: dict[str, list[Any]] = {}  # environment -> what its actions call
-        self._failed_at: dict[str, float] = {}  # by url
-        self._num_opened: Counter[str] = Counter()  # by url
+        # environment -> style -> the agent's answer to the instruction
+        self._answers: dict[str, dict[str, str]] = {}
+        self._tools: dict[str, list[Any]] = {}  # environment -> its tools
+        self._failed_at: dict[str, float] = {}  # url -> time of the last failed opening
+        self._num_opened: Counter[str] = Counter()  # url -> number of opened sessions
         self._connecting = asyncio.Lock()
 
     async def start(self, *, patience_s: float = 0.0) -> None:
-        """Connect to the hubs that are told of.
+        """Connect to the reported hubs.
 
-        Raises: EnvError: none of them answers within `patience_s`.
+        Raises: EnvError: no hub answers within `patience_s`.
         """
         try:
             await self._connect_all()
@@ -92,23 +94,23 @@ class Hubs:
             raise failure
 
     def instruction(self, env: str) -> str:
-        """Return the text that goes before the first observation, "" if there is none."""
+        """Return the text before the first observation; "" if there is none."""
         return self._instructions.get(env, {}).get(self._style, "")
 
     def acknowledgement(self, env: str) -> str:
-        """Return the agent's canned answer to the instruction, "" where both are one message."""
+        """Return the agent's fixed answer to the instruction; "" if both texts are one message."""
         return self._answers.get(env, {}).get(self._style, "")
 
     def tools(self, env: str) -> list[Any]:
-        """Return what an environment's actions call, [] where they are texts."""
+        """Return an environment's tools; [] if its actions are texts."""
         return self._tools.get(env, [])
 
     async def open(self, env: str, item_id: str, *, seed: int) -> HubSession:
-        """Start an episode at a hub that serves it; at the next one if that does not answer.
+        """Start an episode at a hub that serves it; try the next hub if that one fails.
 
         Raises:
-            HubLost: nobody who serves the environment answers; see `wait_for`.
-            EnvError, EnvTimeout: of the last hub; or nobody serves the environment.
+            HubLost: no hub that serves the environment answers; see `wait_for`.
+            EnvError, EnvTimeout: the last hub failed, or no hub serves the environment.
         """
         failure = EnvError(f"no hub serves {env}")
         for place in self._in_order(env):
@@ -127,16 +129,16 @@ class Hubs:
 
     @property
     def waiting_for(self) -> str:
-        """Who does not answer, if none of the hubs does; else ""."""
+        """The reason why no hub is available; "" if at least one hub answers."""
         places = self._places()
         if any(place.url not in self._lost for place in places):
             return ""
         return f"envhub: {places[0].url} does not answer" if places else "envhub: there is none"
 
     async def wait_for(self, env: str | None = None) -> None:
-        """Wait until a hub that serves an environment answers, or any; return if it `is_gone`.
+        """Wait until a hub that serves `env` answers; None: any hub. Return early if it `is_gone`.
 
-        Logs who is waited for.
+        Logs a warning every `SAY_EVERY_S`.
         """
         said_at = time.monotonic()
         while not self._is_served(env):
@@ -148,14 +150,14 @@ class Hubs:
             await asyncio.sleep(PROBE_EVERY_S)
 
     def _is_served(self, env: str | None) -> bool:
-        """Return whether a hub that serves an environment answers, or any does."""
+        """Return whether a hub that serves `env` answers; None: any hub."""
         return any(
             place.url not in self._lost and (not env or env in place.envs)
             for place in self._places()
         )
 
     def is_gone(self, env: str) -> bool:
-        """Return whether nobody has served an environment for so long that nobody will."""
+        """Return whether an environment has had no hub for longer than `episode_timeout_s`."""
         if self._is_served(env):
             self._away_since.pop(env, None)
             return False
@@ -163,24 +165,24 @@ class Hubs:
         return time.monotonic() - since > self._patience_s
 
     def absent(self) -> list[str]:
-        """Return the environments that are waited for: nobody serves them now."""
+        """Return the environments that have no hub now and are still waited for."""
         known = sorted(self._instructions)
         return [env for env in known if not self._is_served(env) and not self.is_gone(env)]
 
     def is_lost(self, env: str) -> bool:
-        """Return whether nobody serves the environment now, or who does it does not answer."""
+        """Return whether no hub serves the environment, or a hub that serves it does not answer."""
         serving = [place for place in self._places() if env in place.envs]
         return not serving or any(place.url in self._lost for place in serving)
 
     def lose(self, place: HubPlace, reason: HubLost) -> None:
-        """Send nobody to a hub any more until it answers."""
+        """Mark a hub as lost: it gets no sessions until it answers."""
         if place.url in self._lost:
             return
         self._lost[place.url] = str(reason)
         self._keep(self._ask_again(place))
 
     async def _ask_again(self, place: HubPlace) -> None:
-        """Ask a hub until it answers, or is no hub of the run any more."""
+        """Poll a hub until it answers or the scheduler no longer reports it."""
         since = time.monotonic()
         hub = HubClient(place.url, token=place.token or None, timeout_s=self._timeout_s)
         try:
@@ -202,7 +204,7 @@ class Hubs:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Cancel the polls and close the connections."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -211,7 +213,7 @@ class Hubs:
             await environments.hub.close()
 
     def _in_order(self, env: str) -> list[HubPlace]:
-        """Return who serves an environment: the least used first, those that just failed last."""
+        """Return the hubs that serve an environment: least used first, recently failed last."""
         since = time.monotonic() - AVOID_S
         serving = [place for place in self._places() if env in place.envs]
         is_known = bool(serving) or env in self._instructions
@@ -224,7 +226,7 @@ class Hubs:
         )
 
     async def _connect(self, place: HubPlace) -> Environments:
-        """Return the connection to a hub; a hub that is new says how it words its tasks."""
+        """Return the connection to a hub. The catalogue of a new hub is fetched first."""
         key = (place.url, place.token)
         async with self._connecting:
             if key not in self._known:

@@ -1,4 +1,4 @@
-"""Rounds: all running episodes generate together, so that a run repeats itself bit for bit."""
+"""Generation in rounds: all running episodes generate together, so that a run is deterministic."""
 
 import asyncio
 import time
@@ -7,40 +7,41 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from actor.rollout.episode import Turn
 
-if TYPE_CHECKING:  # it takes seconds to import
+if TYPE_CHECKING:  # The import takes seconds.
     from actor.engine.engine import Engine
 
 
 class _Asked(NamedTuple):
-    """A turn that an episode waits for."""
+    """The request for one turn of an episode."""
 
     prompt_ids: list[int]
     seed: int
 
 
 class Rounds:
-    """A barrier before the engine. Used when training is synchronous.
+    """A barrier before the engine for synchronous training.
 
-    Example: episodes a, b, c run. a and b ask and wait; c's environment is slow. When c asks (or
-    ends), the round {a, b, c} (or {a, b}) is generated in the order of episode ids, and all go on.
+    Example: episodes a, b, c run. a and b ask and wait, because the environment of c is slow. When
+    c asks, the round {a, b, c} is generated in the order of episode ids. If c ends instead, the
+    round is {a, b}. Then all episodes of the round continue.
     """
 
     def __init__(self, engine: "Engine", *, max_tokens: int, exclusive: asyncio.Lock) -> None:
-        """Make one without episodes."""
+        """Create the barrier without episodes."""
         self._engine = engine
         self._exclusive = exclusive
         self._max_tokens = max_tokens
         self._running: set[str] = set()
-        self._waiting: dict[str, _Asked] = {}  # by episode
+        self._waiting: dict[str, _Asked] = {}  # episode id -> its request
         self._next: asyncio.Future[asyncio.Task[dict[str, Turn]]] | None = None
         self._round_number = 0
 
     def enter(self, episode_id: str) -> None:
-        """Count an episode in. Call for all of a batch before any of them asks."""
+        """Add an episode. Call it for a whole batch of episodes before the first of them asks."""
         self._running.add(episode_id)
 
     def leave(self, episode_id: str) -> None:
-        """Count an ended episode out; the others need not wait for it any more."""
+        """Remove an ended episode, so that the round does not wait for it."""
         self._running.discard(episode_id)
         self._maybe_start()
 
@@ -51,7 +52,7 @@ class Rounds:
         started, asked = self._next, time.monotonic()
         self._waiting[episode_id] = _Asked(prompt_ids, seed)
         self._maybe_start()
-        # Shielded, because an episode that is revoked must not end the round of the others.
+        # Shielded: a revoked episode must not cancel the round of the remaining episodes.
         generating = await asyncio.shield(started)
         waited_s = time.monotonic() - asked
         turns = await asyncio.shield(generating)
@@ -64,7 +65,7 @@ class Rounds:
             started.set_result(asyncio.create_task(self._generate(waiting)))
 
     async def _generate(self, asked: dict[str, _Asked]) -> dict[str, Turn]:
-        """Return every episode's turn. A failure of the engine reaches all that wait for it."""
+        """Return the turn of each episode. An engine failure propagates to all waiting episodes."""
         self._round_number += 1
         by_request = {f"{self._round_number}:{name}": asked[name] for name in sorted(asked)}
         async with self._exclusive:

@@ -1,8 +1,9 @@
-"""What an environment says, made fit for a conversation: valid text, and no longer than its room.
+"""Prepares observations for the conversation: valid text that fits the room.
 
-Half a character becomes U+FFFD. What is too long loses its end, and a mark says how much. The first
-page may take all that the context leaves for a turn, a later observation half of the context; one
-for which no room is left is not taken up, and its episode ends as context_full.
+An unpaired surrogate becomes U+FFFD. A text that is too long loses its end, and a mark gives the
+number of lost characters. The first page may use all room of a prompt, a later observation half of
+the context. An observation that does not fit at all is dropped, and its episode ends as
+context_full.
 """
 
 from collections.abc import Callable
@@ -12,13 +13,13 @@ from common.text import valid_text
 
 CUT_MARK = "\n[cut here: {} more characters]"
 MAX_CHARS_PER_TOKEN = (
-    64  # what is longer than so many per token of room is cut before it is encoded
+    64  # A text with more characters per token of room is cut before it is encoded.
 )
 
 
 @dataclass(slots=True)
 class Observations:
-    """Those of one episode, and how many of them had to be changed."""
+    """The observations of one episode, with counts of the changed ones."""
 
     num_repaired: int = 0
     num_cut: int = 0
@@ -26,11 +27,11 @@ class Observations:
     def fitted(
         self, text: str, encode: Callable[[str], list[int]], *, max_tokens: int
     ) -> list[int] | None:
-        """Return the token ids of an observation, or of its beginning; None: nothing of it fits.
+        """Return the token ids of an observation or of its beginning; None if nothing of it fits.
 
         Args:
-            encode: what a text is in a conversation, framing included; called again only for a
-                text that is too long.
+            encode: returns the ids of a text as part of the conversation, framing included. It is
+                called again only for a text that is too long.
         """
         whole = valid_text(text)
         self.num_repaired += whole != text

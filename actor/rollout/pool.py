@@ -1,4 +1,4 @@
-"""Turns leases into finished trajectories: as many at once as there are slots."""
+"""Pool of running episodes: turns leases into trajectories, one episode per slot."""
 
 import asyncio
 import logging
@@ -19,23 +19,25 @@ from common.errors import HubLost
 from common.seeds import SamplingSeeds, environment_seed
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 
-if TYPE_CHECKING:  # it takes seconds to import
+if TYPE_CHECKING:  # The import takes seconds.
     from actor.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-MAX_VANISHED = 3  # times that a hub which answers may not know an episode's session
-MAX_LOST = 20  # times that an episode may lose its hub: perhaps it ends it
+MAX_VANISHED = 3  # Number of times that a reachable hub may lose an episode's session.
+# Number of times that an episode may lose its hub. The episode itself may be the cause.
+MAX_LOST = 20
 
 
 class Episodes:
-    """The episodes in work. A slot is free again when its trajectory is handed to delivery.
+    """The running episodes. A slot is freed when its trajectory is handed to delivery.
 
-    Consumes: leases (`start`), what the engine had to do (`adapt`), revocations.
+    Consumes: leases (`start`), the engine's load (`adapt`), revocations.
     Waits for: the hub, the engine, and a place in the delivery window.
-    Unblocked by: their answers; each has a deadline of its own, a lease one for the whole episode.
+    Unblocked by: their answers. Each has its own deadline, and a lease has one for the whole
+    episode.
 
-    Raises in `failed`: whatever is no `EnvError` in an episode ends the actor.
+    Raises in `failed`: any error in an episode that is no `EnvError` ends the actor.
     """
 
     def __init__(
@@ -51,10 +53,10 @@ class Episodes:
         keeps_last: bool = False,
         agents: AgentRunner | None = None,
     ) -> None:
-        """Begin with none.
+        """Create the pool without episodes.
 
         Args:
-            keeps_last: see `run_episode`; it holds for training episodes.
+            keeps_last: see `run_episode`; it applies to training episodes.
             agents: plays the policy's episodes; None: the built-in loop does.
         """
         self._cfg = cfg
@@ -69,8 +71,8 @@ class Episodes:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_requests = 0
         self._agents = agents
-        self._waiting: set[str] = set()  # episodes whose hubs are gone
-        self._salts: dict[str, str] = {}  # episode -> that of its first turn
+        self._waiting: set[str] = set()  # Episodes that wait for a lost hub.
+        self._salts: dict[str, str] = {}  # episode id -> salt of its first turn
         self.slot_freed = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -80,22 +82,22 @@ class Episodes:
 
     @property
     def num_free_slots(self) -> int:
-        """Episodes that could start now."""
+        """Number of episodes that could start now."""
         return max(0, self.num_slots - len(self._tasks) + len(self._waiting))
 
     @property
     def num_slots(self) -> int:
-        """Episodes at once; what runs already may be more."""
+        """Maximum number of concurrent episodes. After a decrease more may still be running."""
         return self._concurrency.limit
 
     def adapt(self, load: EngineLoad) -> None:
-        """Draw the consequences of what the engine had to do since the last call."""
+        """Adjust the number of slots to the engine's load since the last call."""
         before = self.num_slots
         if self._concurrency.look(load, num_episodes=len(self._tasks)) > before:
             self.slot_freed.set()
 
     def start(self, leases: list[Lease]) -> None:
-        """Begin to play; in rounds all are counted in before the first one asks."""
+        """Start the leased episodes. All of them enter the round before the first one asks."""
         for lease in leases:
             if self._rounds is not None and lease.policy is PolicyKind.MODEL:
                 self._rounds.enter(lease.episode_id)
@@ -105,7 +107,7 @@ class Episodes:
             task.add_done_callback(self._ended)
 
     def revoke(self, episode_ids: list[str]) -> None:
-        """Abandon episodes that are nobody's any more."""
+        """Cancel episodes whose leases were revoked."""
         for episode_id in episode_ids:
             if (task := self._tasks.get(episode_id)) is not None:
                 logger.info("revoked episode=%s", episode_id)
@@ -136,11 +138,12 @@ class Episodes:
         await self._delivery.put(trajectory)
 
     async def _play_out(self, lease: Lease) -> Trajectory:
-        """Play an episode, from its beginning again when its hub is gone: that counts nowhere.
+        """Play an episode. When its hub is lost, play it again from the beginning.
 
-        The time without a hub is none of its own, and it has no slot then. When its sessions
-        vanish from a hub that answers, it loses hubs again and again, or all that serve its
-        environment are gone for as long as an episode may take, it is a failure.
+        Lost attempts are not counted. An episode that waits for a hub frees its slot, and the wait
+        does not count towards its deadline. The episode fails if a hub that answers loses its
+        session too often, or if it loses its hubs too often. It also fails if its environment has
+        had no hub for as long as an episode may take.
         """
         num_lost = num_vanished = 0
         while True:
@@ -210,11 +213,11 @@ class Episodes:
         return replace(taken, waited_s=waited_s) if waited_s else taken
 
     def _salt(self, episode_id: str) -> str:
-        """Return the prefix-cache name space of an episode's next turn: that of a version.
+        """Return the prefix-cache salt of an episode's next turn: a version of the weights.
 
-        It is the engine's version, so that no prefix computed by older weights is gone on from.
-        Where prefixes are kept it stays that of the first turn: an episode never meets what is
-        older than itself.
+        By default it is the engine's current version, so that prefixes computed by older weights
+        are not reused. If prefixes are kept at an update, it is the version of the episode's first
+        turn. Then an episode never reuses prefixes that are older than itself.
         """
         current = f"v{self._engine.version}"
         if self._cfg.prefixes_at_update is AtUpdate.DROP:

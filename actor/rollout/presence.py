@@ -1,4 +1,4 @@
-"""Whether a hub is there, and being there for it: the sessions of a process that is gone end."""
+"""Hub liveness: health probes, and the keep-alive connection that owns this process's sessions."""
 
 import asyncio
 import contextlib
@@ -10,26 +10,30 @@ from urllib.parse import quote
 
 import aiohttp
 
-PROBE_S = 2.0  # for a hub to answer anything
-STAY_S = 30.0  # between two signs of a hub that an owner stays at
+PROBE_S = 2.0  # Seconds for a hub to answer a probe.
+STAY_S = 30.0  # Longest silence, in seconds, on a keep-alive connection.
 AGAIN_S = 0.25
-MAX_SIGNS = 2_000  # that are remembered: those of a quarter of an hour
-SILENT_S = 3.0  # without a sign of a hub that gives two a second: it stands still
+MAX_SIGNS = 2_000  # Number of remembered signs, about a quarter of an hour.
+# Seconds without a sign after which a hub that sends two a second counts as suspended.
+SILENT_S = 3.0
 
 
 class Signs:
-    """When a hub that one stays at gave signs of life; some hubs give none."""
+    """Times at which a hub sent signs of life on the keep-alive connection. Some hubs send none."""
 
     def __init__(self) -> None:
         self._heard_at: deque[float] = deque(maxlen=MAX_SIGNS)
 
     def hear(self) -> None:
-        """Note a sign."""
+        """Record a sign of life."""
         self._heard_at.append(time.monotonic())
 
     def are_missing(self, *, within_s: float) -> bool:
-        """Return whether the hub stands still, or did for most of the last `within_s`: then no step
-        that has waited for so long is to blame, also not if it goes on just before that is up."""
+        """Return whether the hub is suspended, or was for at least half of the last `within_s`.
+
+        Then a step that timed out in that time is not at fault, even if the hub resumed before the
+        timeout.
+        """
         if not self._heard_at:
             return False
         now, limit_s = time.monotonic(), min(SILENT_S, within_s)
@@ -40,7 +44,7 @@ class Signs:
 
 
 async def answers(http: aiohttp.ClientSession, url: str) -> bool:
-    """Return whether somebody answers at a hub's address, soon."""
+    """Return whether a server answers at the hub's address within `PROBE_S`."""
     timeout = aiohttp.ClientTimeout(total=PROBE_S)
     try:
         async with http.get(f"{url}/healthz", timeout=timeout):
@@ -52,12 +56,12 @@ async def answers(http: aiohttp.ClientSession, url: str) -> bool:
 async def stay(
     http: aiohttp.ClientSession, url: str, owner: str, on_sign: Callable[[], object]
 ) -> None:
-    """Be there for the sessions of an owner, until cancelled or the hub does not ask for it.
+    """Hold the owner's keep-alive connection until cancelled or the hub has no such route.
 
-    When a process is killed its connection closes, and the hub closes the owner's sessions.
+    The connection closes when the process is killed, and the hub then closes the owner's sessions.
 
     Args:
-        on_sign: called for each sign of life of the hub, which gives two a second.
+        on_sign: called for each sign of life; the hub sends two a second.
     """
     path = f"{url}/v1/presence/{quote(owner, safe='')}"
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=PROBE_S, sock_read=STAY_S)

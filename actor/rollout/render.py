@@ -1,10 +1,11 @@
-"""Conversation text -> token ids, one turn at a time: what was sampled is never encoded again.
+"""Encodes a conversation to token ids one turn at a time. Sampled tokens are never encoded again.
 
-An observation is text: a control token that it spells out (`<|im_end|>`) is encoded as its letters.
+An observation is plain text: a control token that it contains (`<|im_end|>`) is encoded as its
+letters.
 
-The chat template is asked twice with marker texts, and what it puts between an assistant's text and
-the next user's text is kept as a string. So any template works whose turns follow one another; a
-template that rewrites earlier turns is refused at start.
+The chat template is rendered twice with marker texts. The text between the assistant's marker and
+the next user's marker is kept as a string. So any template works that appends turns one after
+another. A template that rewrites earlier turns is refused at start.
 """
 
 from collections.abc import Sequence
@@ -21,14 +22,15 @@ from common.errors import ConfigError
 from common.formats.calls import ARGUMENTS, NAME, CallForm, as_call, each_text
 from common.formats.chat_template import render_chat
 
-NUM_KNOWN_TEXTS = 256  # latest ones; members of a group begin with the same
+# Size of the cache of encoded texts. Episodes of a group begin with the same text.
+NUM_KNOWN_TEXTS = 256
 Message = dict[str, Any]
-CALL_ID = "call{:05}"  # of the form that the strictest template wants
+CALL_ID = "call{:05}"  # The format that the strictest template requires.
 USER, ASSISTANT, NEXT = "\u2402user\u2403", "\u2402assistant\u2403", "\u2402next\u2403"
 
 
 class Renderer:
-    """Renders observations for one tokenizer.
+    """Encodes observations for one tokenizer.
 
     Example (ChatML):
         first_prompt("hi")        <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n
@@ -71,7 +73,7 @@ class Renderer:
 
     @cached_property
     def calls(self) -> CallForm | str:
-        """How this chat template writes calls of tools; or why none can be offered with it."""
+        """The chat template's format of tool calls, or the reason why it supports no tools."""
         try:
             full, bare = self._call_of(ARGUMENTS), self._call_of({})
             return CallForm.of(*map(self._as_sampled, (full, bare)))
@@ -81,7 +83,7 @@ class Renderer:
             return f"the policy's chat template {error}"
 
     def _call_of(self, arguments: dict[str, Any]) -> str:
-        """Return how a call of a tool is written. Raises: ValueError: it is none, and why."""
+        """Return a tool call as the template writes it. Raises: ValueError: it cannot write one."""
         told = {"name": "probe_tool", "description": "", "parameters": {"type": "object"}}
         tools = [{"type": "function", "function": told}]
         user = {"role": "user", "content": USER}
@@ -90,7 +92,7 @@ class Renderer:
         text = self._rendered([user, said, {"role": "tool", "content": NEXT}], tools=tools)
         if "probe_tool" not in text or NAME not in text or NEXT not in text:
             raise ValueError("has no tools, or no place for their calls and answers")
-        _, has_text, call = text.partition(ASSISTANT)  # some leave out what is said beside calls
+        _, has_text, call = text.partition(ASSISTANT)  # Some templates drop the text beside calls.
         if not (has_text or text.startswith(first)):
             raise ValueError(f"shows calls otherwise than turns: {text!r:.1000}")
         call, is_ended, _ = (call or text.removeprefix(first)).partition(self._end_of_turn_text)
@@ -99,7 +101,7 @@ class Renderer:
         return call
 
     def _as_sampled(self, said: str) -> str:
-        """Return a text of the template as it reads where the policy has sampled it."""
+        """Return a text of the template as it reads when the policy has sampled it."""
         return self.whole_text(self._tokenizer.encode(said, add_special_tokens=False))
 
     def _end_of_turn(self, between: str) -> list[int]:
@@ -110,7 +112,7 @@ class Renderer:
         return [ids[0]] if eos is None or eos == ids[0] else [ids[0], eos]
 
     def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
-        """Return the ids of the first user turn, up to where the assistant starts.
+        """Return the ids of the first user turn, up to the start of the assistant's turn.
 
         Args:
             before: an instruction and the assistant's answer to it, which come first.
@@ -120,10 +122,10 @@ class Renderer:
         return self.conversation([*before, text])
 
     def conversation(self, texts: Sequence[str]) -> list[int]:
-        """Return the ids of what user and assistant said in turn, up to where the latter starts.
+        """Return the ids of alternating messages, up to the start of the assistant's next turn.
 
         Args:
-            texts: an odd number; the user is first and last.
+            texts: an odd number of messages; the user's are first and last.
         """
         ids = self.first_prompt(texts[0])
         for answer, text in zip(texts[1::2], texts[2::2], strict=True):
@@ -132,24 +134,24 @@ class Renderer:
         return ids
 
     def after_turn(self, text: str, *, is_stopped: bool) -> list[int]:
-        """Return the ids between what was sampled and what is next: the user says `text`.
+        """Return the ids between the sampled turn and the next one: a user message with `text`.
 
         Args:
-            is_stopped: what was sampled ended with an end-of-turn token of its own; if not, one is
-                put in here, unsampled and therefore never trained on.
+            is_stopped: the sampled turn ended with an end-of-turn token. If not, one is inserted
+                here. It was not sampled and is therefore never trained on.
         """
         return self._framed(self._between, text, self._after_user, is_stopped=is_stopped)
 
     def after_action(self, observation: str, *, is_stopped: bool) -> list[int]:
-        """Return the same for what an environment says of an action."""
+        """Return the same ids for the environment's observation after an action."""
         return self.after_turn(observation, is_stopped=is_stopped)
 
     def of(self, env: str, tools: Sequence[Message] = ()) -> "Renderer":
-        """Return what renders an environment's episodes, whose actions may call `tools`."""
+        """Return the renderer of an environment's episodes, whose actions may call `tools`."""
         return self
 
     def without_tools(self) -> "Renderer":
-        """Return what renders conversations of texts alone."""
+        """Return the renderer of conversations without tools."""
         return self
 
     def _framed(self, before: str, text: str, after: str, *, is_stopped: bool) -> list[int]:
@@ -159,9 +161,9 @@ class Renderer:
     def of_messages(
         self, messages: list[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = ()
     ) -> list[int]:
-        """Return the ids of any conversation, up to where the assistant starts.
+        """Return the ids of any conversation, up to the start of the assistant's turn.
 
-        Raises: ValueError: the chat template refuses it, and why.
+        Raises: ValueError: the chat template refuses it; the message gives the reason.
         """
         return self._control.encode(self._safely(messages, tools))
 
@@ -173,12 +175,13 @@ class Renderer:
         has_calls: bool,
         tools: Sequence[dict[str, Any]],
     ) -> list[int]:
-        """Return the ids between a sampled answer and the next: as `after_action`, of any messages.
+        """Return the ids between an answer and the next one: `after_action` for any messages.
 
         Args:
-            has_calls: the answer was calls, which a template may want before their results.
+            has_calls: the answer consisted of calls, which a template may require before their
+                results.
 
-        Raises: ValueError: the chat template refuses it, and why.
+        Raises: ValueError: the chat template refuses it; the message gives the reason.
         """
         said: dict[str, Any] = {"role": "assistant", "content": ASSISTANT}
         if has_calls:
@@ -192,7 +195,7 @@ class Renderer:
 
     def _safely(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
         """Return a conversation as text for `ControlTokens.encode`. Raises: ValueError."""
-        named = ("role", "type")  # are ours
+        named = ("role", "type")  # The actor writes these fields, so they need no escaping.
         broken = self._control.broken
         safe = [
             {k: v if k in named else each_text(v, broken) for k, v in each.items()}
@@ -204,13 +207,13 @@ class Renderer:
             raise ValueError(f"the chat template: {error}") from error
 
     def completion(self, text: str) -> list[int]:
-        """Return the ids of a bare text, control tokens included that it spells out."""
+        """Return the ids of a bare text. Control tokens in it are encoded as such."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def check_room(self, actor: ActorSection) -> None:
-        """Return if a page fits beside a turn, were it only the beginning of one.
+        """Check that the beginning of a page fits beside a turn.
 
-        Raises: ConfigError: it does not, so that no episode could ever be played.
+        Raises: ConfigError: it does not fit, so that no episode could ever be played.
         """
         turn_tokens = actor.max_turn_tokens
         needed = least_prompt(self, actor, turn_tokens)
@@ -234,11 +237,11 @@ class Renderer:
         return self.plain_text(token_ids).strip()
 
     def plain_text(self, token_ids: list[int]) -> str:
-        """Return the text of tokens without special ones, whatever it begins and ends with."""
+        """Return the text of tokens without special tokens. Whitespace at its ends is kept."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def whole_text(self, token_ids: list[int]) -> str:
-        """Return the text of a sampled answer with the special tokens that it did not end with."""
+        """Return the text of a sampled answer with its special tokens, except those that end it."""
         while token_ids and token_ids[-1] in self.end_of_turn_ids:
             token_ids = token_ids[:-1]
         return self._tokenizer.decode(token_ids)
@@ -246,9 +249,9 @@ class Renderer:
     def read_answer(
         self, token_ids: list[int], tools: Sequence[Message]
     ) -> tuple[str, list[dict[str, Any]]]:
-        """Return what a sampled answer says, and its calls of tools, as chat templates take them.
+        """Return the text of a sampled answer and its tool calls, in the format of chat templates.
 
-        Raises: AssertionError: with this chat template no tools can be offered.
+        Raises: AssertionError: this chat template supports no tools.
         """
         assert isinstance(self.calls, CallForm)
         said, calls = self.calls.read(self.whole_text(token_ids), tools)
@@ -259,7 +262,7 @@ class Renderer:
 
 
 def with_ids(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose calls have an id, as some templates want; so have their answers."""
+    """Return messages whose tool calls and results have ids, which some templates require."""
     found: list[Message] = []
     place = 0
     for each in messages:

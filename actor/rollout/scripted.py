@@ -9,7 +9,7 @@ from common.wire.messages import PolicyKind, Trajectory
 
 
 class ScriptedRender:
-    """Passes action texts through the episode as "token ids" of one made-up token each."""
+    """Passes action texts through the episode as invented token ids, one for each text."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -32,35 +32,40 @@ class ScriptedRender:
 
     @property
     def actions(self) -> list[str]:
-        """The actions so far, each at the index that is its token id."""
+        """The actions so far. The index of an action is its token id."""
         return self._texts
 
 
 def with_actions(trajectory: Trajectory, render: Render) -> Trajectory:
-    """Return an episode with the texts of its actions, if a scripted policy played it."""
+    """Return the trajectory with the texts of its actions if a scripted policy played it."""
     if not isinstance(render, ScriptedRender):
         return trajectory
     return replace(trajectory, action_chars=chars_of(render.actions))
 
 
 class ScriptedPolicy:
-    """Chooses by rule from what the hub's hint allows.
+    """Chooses actions by rule from the hub's hint.
 
-    random_valid: uniform over the valid actions. expert: the environment's own expert; where it
-    knows no way, uniform over the valid actions.
+    random_valid: uniform over the valid actions. expert: the environment's own expert; where the
+    expert has no action, uniform over the valid actions.
     """
 
     def __init__(
         self, kind: PolicyKind, *, seed: str, render: ScriptedRender, slip_frac: float = 0
     ) -> None:
-        """Begin an episode. `slip_frac` of the turns: an action that was valid earlier in it, since
-        the way back is seen only by who has left it (arXiv:1703.09327)."""
+        """Begin an episode.
+
+        Args:
+            slip_frac: share of turns with a random action that was valid earlier in the episode.
+                Only a policy that has left the expert's path visits states in which it can recover
+                (arXiv:1703.09327).
+        """
         self._kind = kind
         self._random = random.Random(seed)
         self._render = render
         self._slip_frac = slip_frac
-        self._so_far: dict[str, None] = {}  # valid actions, in their order
-        self.has_slipped = False  # in the latest turn
+        self._so_far: dict[str, None] = {}  # Valid actions of all turns so far, in order.
+        self.has_slipped = False  # Whether the latest turn was such a random action.
 
     async def act(self, _: list[int], session: Session) -> Turn:
         """Return the next action. Raises: EnvError."""

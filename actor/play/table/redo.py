@@ -1,4 +1,4 @@
-"""A recorded episode played again, for the pictures of the states that its turns were taken in."""
+"""Replays a recorded episode to get a picture of the state before each turn."""
 
 import asyncio
 from typing import Any, TypedDict
@@ -8,36 +8,37 @@ from actor.rollout.observations import CUT_MARK
 from common.errors import EnvError
 from common.states import state_number
 
-LIMIT_S = 30.0  # for a whole episode
-SHOWN_CHARS = 400  # of an observation that differs
-CUT_WORDS = 40  # of one that was too long for the context, compared before the cut
+LIMIT_S = 30.0  # Seconds for a whole episode.
+SHOWN_CHARS = 400  # Maximum length of a differing observation in the problem, in characters.
+CUT_WORDS = 40  # Words before the cut that are compared if the observation was cut.
 SAME_SCORE = 1e-4
 
 
 class Recorded(TypedDict):
-    """An episode as it was journalled, in texts."""
+    """A journalled episode as texts."""
 
     env: str
     item: str
-    style: str  # how observations were worded
+    style: str  # Name of the style of observations.
     actions: list[str]
-    shown: list[str]  # what the policy saw before each action, instructions and framing included
-    scores: list[float]  # after each action
-    states: list[int]  # that each action was taken in, see `common.states`; [0]: not told
+    shown: list[str]  # Text shown before each action, including instructions and framing.
+    scores: list[float]  # Score after each action.
+    states: list[int]  # State before each action, see `common.states`; [0]: unknown.
 
 
 class Redone(TypedDict):
-    """Pictures of the states before each action and after the last, as far as `problem` allows."""
+    """Pictures of the states before each action and after the last, up to the first `problem`."""
 
     pictures: list[Any]
-    problem: str  # "" if all are there
+    problem: str  # "" if all pictures are present.
 
 
 async def redo(client: HubClient, recorded: Recorded, *, limit_s: float = LIMIT_S) -> Redone:
-    """Play an episode again in a fresh environment, with a picture of each state.
+    """Replay an episode in a fresh environment, with a picture of each state.
 
-    Where an observation, a state or a reward is another one than was recorded it stops, and says
-    so: pictures from there on would be of another episode. So it does at a failure, and in time.
+    The replay stops with a `problem` when an observation, a state or a reward differs from the
+    record: all later pictures would show another episode. It also stops at a failure or after
+    `limit_s`.
     """
     done: Redone = {"pictures": [], "problem": ""}
     try:
@@ -57,7 +58,7 @@ async def redo(client: HubClient, recorded: Recorded, *, limit_s: float = LIMIT_
 
 
 async def _follow(session: HubSession, recorded: Recorded, pictures: list[Any]) -> str:
-    """Add the pictures; return why there are no more, "" at the end."""
+    """Append the pictures; return the reason for an early stop, "" at the end."""
     observation, state = session.first_observation, session.first_state
     for turn, action in enumerate(recorded["actions"]):
         if problem := _difference(recorded, turn, observation, state):
@@ -72,7 +73,7 @@ async def _follow(session: HubSession, recorded: Recorded, pictures: list[Any]) 
 
 
 def _difference(recorded: Recorded, turn: int, observation: str, state: str) -> str:
-    """Return how a state is another one than an action was taken in; "" if it is the same."""
+    """Return how the state before an action differs from the record; "" if it does not."""
     shown = recorded["shown"][turn] if turn < len(recorded["shown"]) else None
     if shown is not None and not _holds(shown, observation):
         is_now, was = observation[:SHOWN_CHARS], shown.strip()[-SHOWN_CHARS:]
@@ -93,7 +94,7 @@ def _other_worth(recorded: Recorded, turn: int, result: StepResult) -> str:
 
 
 def _holds(shown: str, observation: str) -> bool:
-    """Whether what a policy was shown holds an observation, whole or up to where it was cut."""
+    """Return whether the shown text contains the observation, whole or up to its cut."""
     before, cut, _ = shown.partition(CUT_MARK.partition("{")[0])
     whole, seen = " ".join(observation.split()), before.split()
     if cut:

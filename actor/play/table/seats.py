@@ -1,4 +1,4 @@
-"""Episodes that people play in a browser, or let a policy play, one action at a time."""
+"""Interactive episodes: a user in a browser, or a policy, acts one step at a time."""
 
 import asyncio
 import contextlib
@@ -19,14 +19,15 @@ from common.config.evaluation import AgentFormat, PolicySection
 from common.errors import ConfigError, EnvError
 from common.formats.answers import MARK, read_react, worded
 
-MAX_SEATS = 8  # episodes at a time; one more is refused
-IDLE_S = 300.0  # until an episode that nobody touches is closed, and what nobody uses is ended
-CALL_S = 30.0  # of one request to a hub
+MAX_SEATS = 8  # Maximum number of concurrent episodes. One more is refused.
+IDLE_S = 300.0  # Seconds without use after which an episode is closed or a service is stopped.
+CALL_S = 30.0  # Seconds of one request to a hub.
 ENGINE_START_S = 300.0
-LOOKS = 20  # at what is idle, in that time
-MAX_ACTIONS = 300  # valid ones that a page is told; some worlds have thousands
+LOOKS = 20  # Checks for idle episodes within `IDLE_S`.
+# Maximum number of valid actions that a page receives. Some environments have thousands.
+MAX_ACTIONS = 300
 STYLE = "compact"
-HEADS = ("instruction", "acknowledgement")  # what an environment says before its observation
+HEADS = ("instruction", "acknowledgement")  # Texts of an environment before its first observation.
 T = TypeVar("T")
 
 
@@ -36,9 +37,9 @@ class Seat:
 
     client: HubClient
     session: HubSession
-    about: dict[str, Any]  # what does not change
+    about: dict[str, Any]  # The constant part of the answers to the page.
     messages: list[dict[str, str]]
-    format: AgentFormat  # of the answers of a policy; a person says actions
+    format: AgentFormat  # Format of a policy's answers. A user sends actions.
     turn: int = 0
     used_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
@@ -46,20 +47,21 @@ class Seat:
 
 
 class Table:
-    """All that is played. Its methods belong to one event loop.
+    """All interactive episodes. Its methods belong to one event loop.
 
-    What a person may do wrong is a ConfigError, and an environment that fails an EnvError, which
-    ends its episode. No file of a run is written.
+    A mistake of the user is a ConfigError. A failing environment is an EnvError, which ends its
+    episode. No file of a run is written.
     """
 
     def __init__(self, *, root: Path, idle_s: float = IDLE_S) -> None:
-        """Start nothing yet; `root` is where `run.py` lies."""
+        """Create the table without starting services; `root` is the folder of `run.py`."""
         self._root, self._idle_s = root, idle_s
-        self._token = secrets.token_urlsafe(24)  # of the hubs
-        self._services: dict[str, Service] = {}  # by what they are for, one of each kind
+        self._token = secrets.token_urlsafe(24)  # Token of the hubs.
+        # kind of service -> the service, at most one for each kind
+        self._services: dict[str, Service] = {}
         self._words: dict[str, list[str]] = {}
         self._changing = asyncio.Lock()
-        self._clients: dict[str, HubClient] = {}  # by address
+        self._clients: dict[str, HubClient] = {}  # address -> client
         self._seats: dict[str, Seat] = {}
         self._opening = 0
         self._upkeep: asyncio.Task[None] | None = None
@@ -73,11 +75,11 @@ class Table:
     async def open(
         self, env: str, item: str, *, style: str = STYLE, format: AgentFormat = AgentFormat.PLAIN
     ) -> dict[str, Any]:
-        """Begin an episode and return its first look; `id` names it from then on.
+        """Begin an episode and return its first view; its `id` identifies the episode.
 
         Args:
-            style: in which the environment speaks; a run's policy knows the run's own.
-            format: in which a policy that is asked answers.
+            style: style of the observations; a run's policy was trained with the run's own.
+            format: format of the answers of a policy.
         """
         if len(self._seats) + self._opening >= MAX_SEATS:
             raise ConfigError(f"{MAX_SEATS} episodes are being played; close one of them first")
@@ -106,7 +108,7 @@ class Table:
         return await self._guarded(seat, lambda: self._look(seat, first))
 
     async def step(self, seat_id: str, action: str) -> dict[str, Any]:
-        """Act and return what came of it."""
+        """Execute an action and return the next view."""
         seat = self._seat(seat_id)
         return await self._guarded(seat, lambda: self._step(seat, action))
 
@@ -139,11 +141,11 @@ class Table:
     async def ask_run(self, seat_id: str, run: str) -> dict[str, Any]:
         """Let a run's own policy take one action.
 
-        That is the engine of one of its actors here, while there is one that may be asked, else
-        its newest checkpoint, in an engine that is started for it.
+        The action is sampled by the engine of an actor on this machine, if one is reachable.
+        Otherwise an engine is started with the run's newest checkpoint.
 
         Args:
-            run: its folder.
+            run: the run's folder.
         """
         root, self._seat(seat_id).used_at = Path(run), time.monotonic()
         if door := await open_door(root):
@@ -154,21 +156,21 @@ class Table:
         words += ["policy.url=", f"policy.api_key_env={TOKEN}", *_newest(root)]
         try:
             url = await self._address("policy", words, says="policy: ", start_s=ENGINE_START_S)
-        except EnvError as error:  # the episode can still be played
+        except EnvError as error:  # A user can still play the episode.
             raise ConfigError(str(error)) from error
         return await self.ask(seat_id, url=url, model=root.name, key=self._token)
 
     async def close(self, seat_id: str) -> None:
-        """End an episode; one that has ended is no error."""
+        """End an episode. An episode that has already ended is no error."""
         if seat := self._seats.pop(seat_id, None):
             await seat.session.close()
 
     async def redo(self, recorded: Recorded, config: Mapping[str, Any]) -> Redone:
-        """Play a recorded episode again, for its pictures; see `redo`."""
+        """Replay a recorded episode for its pictures; see `redo`."""
         return await redo(await self._hub(options_of(config)), recorded)
 
     async def shut_down(self) -> None:
-        """End everything."""
+        """Stop all services and close all connections."""
         if self._upkeep is not None:
             self._upkeep.cancel()
         self._seats.clear()
@@ -189,9 +191,9 @@ class Table:
     async def _address(
         self, kind: str, words: list[str], *, says: str = "hub: ", start_s: float = START_S
     ) -> str:
-        """Return where a command listens, in place of the one of its kind with other words."""
+        """Return the address of a command. It replaces the one of its kind with other arguments."""
         self._upkeep = self._upkeep or asyncio.create_task(self._close_idle())
-        async with self._changing:  # of two pages that ask at once, the later one has its way
+        async with self._changing:  # Of two concurrent pages, the later request wins.
             if self._words.get(kind) != words:
                 if old := self._services.pop(kind, None):
                     await old.stop()
@@ -210,7 +212,7 @@ class Table:
         return seat
 
     async def _guarded(self, seat: Seat, work: Callable[[], Awaitable[T]]) -> T:
-        """Do one thing at a time; what fails in the environment ends the episode."""
+        """Run one request of an episode at a time. An error of the environment ends the episode."""
         async with seat.lock:
             seat.used_at = time.monotonic()
             try:
@@ -237,14 +239,14 @@ class Table:
         return await self._look(seat, told)
 
     async def _look(self, seat: Seat, told: dict[str, Any]) -> dict[str, Any]:
-        """Return what a page shows: what was told, the picture, the actions that may be chosen."""
+        """Return the view of a page: the result, the picture and the valid actions."""
         actions = [] if seat.is_done else (await seat.session.hint()).valid_actions
         picture = await seat.session.picture()
         more = {"turn": seat.turn, "actions": actions[:MAX_ACTIONS], "num_actions": len(actions)}
         return {**seat.about, **told, **more, "picture": picture}
 
     async def _close_idle(self) -> None:
-        """Close what nobody has touched for long, and a hub without use; end by cancellation."""
+        """Close idle episodes and stop idle services, until cancelled."""
         while True:
             await asyncio.sleep(self._idle_s / LOOKS)
             now = time.monotonic()
@@ -259,7 +261,7 @@ class Table:
 
 
 def _newest(root: Path) -> list[str]:
-    """Return the override that names a run's newest checkpoint; [] where it has none yet."""
+    """Return the override for a run's newest checkpoint; [] if it has none yet."""
     complete = [path.parent for path in root.glob("checkpoints/step-*/COMPLETE")]
     numbers = {int(number): path for path in complete if (number := path.name[5:]).isdigit()}
     return [f"model.path={numbers[max(numbers)]}"] if numbers else []

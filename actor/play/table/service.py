@@ -1,4 +1,4 @@
-"""Commands of the product that serve the table: started when needed, ended when out of use."""
+"""Runs commands of the product as services of the table: started on demand, stopped when idle."""
 
 import asyncio
 import contextlib
@@ -16,18 +16,19 @@ from common.launch.guardian import Guardian
 from common.launch.process import ChildFailed, ChildProcess
 
 START_S, STOP_S = 60.0, 3.0
-TOKEN = "LONGSTRIDE_TABLE_TOKEN"  # of the environment: `ps` shows command lines to everybody
+# In the environment, because all users can read command lines with `ps`.
+TOKEN = "LONGSTRIDE_TABLE_TOKEN"
 
 
 def options_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the overrides with which a hub plays by the rules that a run's configuration has."""
+    """Return the overrides that give a hub the environment settings of a run."""
     envs = config.get("envs")
     sections: dict[str, Any] = envs if isinstance(envs, dict) else {}
     return tuple(f"envs.{name}={json.dumps(value)}" for name, value in sorted(sections.items()))
 
 
 class Service:
-    """A command that prints its address; its log is in a folder of its own, of no run.
+    """A command that prints its address. Its log is in a temporary folder, outside of any run.
 
     Example: address = await Service(root, ["envhub", "port=0"], token="t").address()
     """
@@ -41,12 +42,12 @@ class Service:
         says: str = "hub: ",
         start_s: float = START_S,
     ) -> None:
-        """Start nothing yet.
+        """Create the service without starting it.
 
         Args:
-            root: where `run.py` lies.
-            words: of its command line; ${oc.env:LONGSTRIDE_TABLE_TOKEN} is the token.
-            says: what stands before the address in what it prints.
+            root: folder of `run.py`.
+            words: arguments of the command; ${oc.env:LONGSTRIDE_TABLE_TOKEN} is the token.
+            says: prefix of the printed line that holds the address.
         """
         self._says, self._start_s = says, start_s
         self._argv = [sys.executable, str(root / "run.py"), *words]
@@ -57,9 +58,9 @@ class Service:
         self.used_at = time.monotonic()
 
     async def address(self) -> str:
-        """Return where it is, once it is there; one that has ended is started again.
+        """Return the address of the running command; start it if it does not run.
 
-        Raises: EnvError: it did not start; holds its last words.
+        Raises: EnvError: it did not start; the message has its last lines.
         """
         async with self._starting:
             if self._running is None or self._running[0].poll() is not None:
@@ -69,7 +70,7 @@ class Service:
             return self._running[1]
 
     async def stop(self, *, unused_s: float = 0.0) -> None:
-        """End it if it was not used for so long; it may be used again."""
+        """Stop the command if it was unused for `unused_s`; it can be started again."""
         async with self._starting:
             if time.monotonic() - self.used_at >= unused_s:
                 await asyncio.to_thread(self._stop)
@@ -96,6 +97,6 @@ class Service:
 
 
 def _said(log: Path, before: str) -> str:
-    """Return the address that a command has printed, "" before it has."""
+    """Return the address that a command has printed, "" before that."""
     lines = log.read_text(errors="replace", encoding="utf-8").splitlines() if log.exists() else []
     return next((line.split()[1] for line in lines if line.startswith(before)), "")
