@@ -81,7 +81,7 @@ class StallWatch:
         return self._status().get("phase") == "done"
 
     def look(self, processes: Mapping[str, RoleProcess]) -> Verdict | None:
-        """Return the reaction to a stall, None without one. Frequent calls are cheap."""
+        """Return the action against a stall; None without a stall. Frequent calls are cheap."""
         now = time.monotonic()
         slept_s = now - self._looked_at
         if slept_s < LOOK_S:
@@ -216,7 +216,7 @@ class StallWatch:
         return waited_s >= (FAR_STACKS_S if is_missing else STACKS_S)
 
     def _close(self, processes: Mapping[str, RoleProcess], case: _Case) -> Verdict:
-        """Write the report; return the reaction."""
+        """Write the report; return the action against the stall."""
         self._case = None
         parts = [case.text, "to blame: " + (", ".join(case.culprits) or "nobody that is known")]
         for name, (asked, offset) in case.asked.items():
