@@ -33,7 +33,7 @@ class ControlTokens:
         others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
         unknown = {tokenizer.unk_token_id} - {*others}
         self._ids = frozenset(names.keys() - unknown)
-        self._expected: dict[tuple[str, str], list[int]] = {}  # By (before, after).
+        self._expected: dict[tuple[str, str], list[int]] = {}  # Key: (before, after).
 
     def broken(self, text: str) -> str:
         """Return valid text with a mark inside each control token's name; `encode` splits there."""

@@ -120,7 +120,7 @@ class CpuWatch:
             told = read_told(self._run_dir, "learner" if role == "learner" else member["name"])
             if told is not None and told.pid in pids:
                 self._own.add(incarnation)
-                self._elsewhere.pop(incarnation, None)  # The role started after `look`.
+                self._elsewhere.pop(incarnation, None)  # The role started since the scan.
             elif incarnation and incarnation not in self._own and (used_s := member.get("cpu_s")):
                 self._elsewhere[incarnation] = (role, float(used_s))
 

@@ -198,7 +198,8 @@ def _examine_cpu() -> list[Check]:
     found = f"{', '.join(units) or 'no known units'}: the faster precision is probably {precision}"
     checks = [Check(what="cpu", found=found, remedy="")]
     if "amx_bf16" in units:
-        is_granted = request_tiles() is not TilePermission.REFUSED  # For this process only.
+        # The permission is requested for this process only.
+        is_granted = request_tiles() is not TilePermission.REFUSED
         remedy = "" if is_granted else "use Linux 5.16 or newer, or model.dtype=float32"
         found = f"the kernel {'grants' if is_granted else 'refuses'} the permission to use tiles"
         checks.append(Check(what="amx", found=found, remedy=remedy, is_optional=True))

@@ -12,8 +12,8 @@ from common.errors import ConfigError
 class Seats:
     """Indices of visible GPUs by role."""
 
-    learner: tuple[int, ...]  # By rank; () trains on the CPU.
-    actors: tuple[tuple[int, ...], ...]  # By actor, then by tensor-parallel worker.
+    learner: tuple[int, ...]  # GPU of each rank; () trains on the CPU.
+    actors: tuple[tuple[int, ...], ...]  # GPUs of each actor's tensor-parallel workers.
 
 
 def trains_on_gpu(cfg: RunConfig, *, num_gpus: int) -> bool:
@@ -102,9 +102,8 @@ def visible_to(role: str, number: int, seats: Seats, found: Sequence[Gpu]) -> di
         return {}
     own: tuple[int, ...] = ()
     if role == "learner" and seats.learner:
-        own = tuple(
-            range(seats.learner[-1] + 1)
-        )  # Includes the GPUs before its own, so that `cuda:1` stays valid.
+        # The lower GPUs stay visible, so that `cuda:1` remains valid.
+        own = tuple(range(seats.learner[-1] + 1))
     elif role == "actor":
         own = seats.actors[number]
     return {"CUDA_VISIBLE_DEVICES": ",".join(found[i].uuid for i in own)}

@@ -29,7 +29,7 @@ class Part:
     label: str
     num_bytes: int
     how: str  # The calculation.
-    is_peak: bool = False  # Used only for the longest episodes; excluded from the check.
+    is_peak: bool = False  # The part exists only during the longest episodes; the check ignores it.
     times: int = 1  # Number of equal parts that this one stands for.
 
 

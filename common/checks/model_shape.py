@@ -102,7 +102,7 @@ def _params_of_config(text: dict[str, Any], *, is_tied: bool) -> int:
         attention += queries + 2 * keys
     experts = int(text.get("num_experts") or 0)
     width = int(text.get("moe_intermediate_size") or text["intermediate_size"])
-    units = 3 * hidden * width * (experts or 1) + experts * hidden  # Includes the router.
+    units = 3 * hidden * width * (experts or 1) + experts * hidden  # The last term is the router.
     layer = attention + units + 2 * hidden
     tables = int(text["vocab_size"]) * hidden * (1 if is_tied else 2)
     return tables + int(text["num_hidden_layers"]) * layer + hidden

@@ -13,7 +13,8 @@ from pathlib import Path, PurePosixPath
 
 PROC = Path("/proc/self")
 NO_LIMIT_BYTES = 1 << 60  # v1 reports at least this number if there is no limit.
-_FILES = {  # By version: the limit and the use of memory, and the cache that can be dropped.
+# Version -> (file of the memory limit, file of the used memory, key of the droppable cache).
+_FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
@@ -34,7 +35,7 @@ class Mount:
     version: int
     root: PurePosixPath  # The group that is mounted, as a path in its hierarchy.
     point: Path
-    options: frozenset[str]  # For v1 the controllers are among them.
+    options: frozenset[str]  # They include the controllers of v1.
 
 
 def groups_of(controller: str, proc: Path = PROC) -> Iterator[Group]:

@@ -23,7 +23,7 @@ from common.host.temporary import is_one_word, plain_link, shorten_temporary, ta
 
 logger = logging.getLogger(__name__)
 
-USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # As read by `getpass.getuser`.
+USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # `getpass.getuser` reads these.
 
 
 def start_with_plain_settings() -> None:
@@ -65,7 +65,7 @@ def settle_surroundings(environ: MutableMapping[str, str]) -> None:
     name_user(environ)
     shorten_temporary(environ)
     find_home(environ)
-    # By default CUDA numbers GPUs by speed and nvidia-smi by bus position.
+    # CUDA numbers GPUs by speed by default, and nvidia-smi numbers them by bus position.
     environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if loopback() == IPV6:  # gloo resolves the host name, which has an IPv4 address only.
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

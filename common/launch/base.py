@@ -15,16 +15,16 @@ EXIT_CONFIG_ERROR = 2  # The user's request is wrong, and a restart cannot help.
 class RoleSpec:
     """One role as a process: its command, and the policy for its end."""
 
-    name: str  # Such as "actor-0"; used in messages and log lines.
+    name: str  # Name in messages and log lines, such as "actor-0".
     argv: tuple[str, ...]
-    log_path: Path  # Receives stdout and stderr in append mode.
-    env: dict[str, str] = field(default_factory=lambda: {})  # Added to the launcher's own.
+    log_path: Path  # File to which stdout and stderr are appended.
+    env: dict[str, str] = field(default_factory=lambda: {})  # Additional variables.
     ends_run: bool = False  # Exit code 0 means that the run is finished.
     saves_at_stop: bool = False  # Gets the whole stop deadline, to save its work.
     is_restartable: bool = True
     max_restarts: int = 20  # Budget for ten minutes without progress; one more fails the run.
     quiet_exit_grace_s: float = 0.0  # Delay before a restart after exit code 0.
-    stop_rank: int = 0  # At a stop, all roles of a rank end before the next rank does.
+    stop_rank: int = 0  # All roles of a rank end before the next rank is stopped.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -307,7 +307,7 @@ class _Role:
 
     def _may_restart(self) -> bool:
         progress = self._watch.progress(self.spec.name) if self._watch else None
-        if progress != self._progress:  # After progress the count starts again.
+        if progress != self._progress:  # Progress resets the count.
             self._progress = progress
             self._restarts.clear()
         horizon = time.monotonic() - RESTART_WINDOW_S

@@ -11,7 +11,8 @@ from typing import TextIO
 from common.errors import ConfigError
 
 GONE_S = 1.0  # Time for a killed process to disappear.
-LOOK_S = 0.05  # Longer than `is_held` holds the lock. A blocking wait could last a whole run.
+# Polling interval, longer than `is_held` holds the lock. A blocking wait could last a whole run.
+LOOK_S = 0.05
 
 
 @contextlib.contextmanager
@@ -20,7 +21,7 @@ def hold_run(root: Path, *, name: str) -> Generator[None]:
 
     Raises: ConfigError: another launcher holds the lock; the message names its process id.
     """
-    path = root.parent / f".{root.name}.lock"  # Beside the folder, which may be renamed.
+    path = root.parent / f".{root.name}.lock"  # The folder itself may be renamed.
     with _held(path, what=f"run.name={name}: this run is going on", wait_s=LOOK_S):
         yield
 

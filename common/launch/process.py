@@ -73,7 +73,7 @@ class ChildProcess:
         self.log_path = log_path
         self._guardian: Guardian | None = guardian or shared_guardian()
         self._mark = secrets.token_hex(16)
-        self._guardian.add_mark(self._mark)  # Before the start: no unguarded moment.
+        self._guardian.add_mark(self._mark)  # The child is guarded from its start on.
         with contextlib.ExitStack() as stack:
             log = None
             if log_path is not None:
@@ -91,7 +91,7 @@ class ChildProcess:
                 start_new_session=True,
             )
         self.started_at = time.time()
-        self.waits_for = ""  # Only a remotely started role waits.
+        self.waits_for = ""  # Only a role on another node waits.
         self._guardian.add(self.pid)
 
     @property
@@ -124,7 +124,8 @@ class ChildProcess:
         for pid in find_marked(self._mark):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if not self.has_ended_by(time.monotonic() + KILLED_S):  # Stuck in the kernel or a driver.
+        # Only a process that is stuck in the kernel or a driver survives SIGKILL.
+        if not self.has_ended_by(time.monotonic() + KILLED_S):
             logger.error("child does not end after SIGKILL name=%s pid=%d", self.name, self.pid)
             return
         if self._guardian is not None:

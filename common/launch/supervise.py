@@ -23,7 +23,7 @@ from common.store.run_dir import RunDir, write_json
 MIN_STOP_S = 10.0
 STOP_MARGIN_S = 5.0
 STOP_FACTOR = 3.0  # Multiple of the measured time, since disks and cores are busy at a stop.
-UNMEASURED_S = 10.0  # Assumed for a step or a checkpoint without a measurement.
+UNMEASURED_S = 10.0  # Assumed seconds of a step or a checkpoint without a measurement.
 RECENT_STEPS = 100
 ALIVE_EVERY_S = 5.0
 LOGS_S = 30.0  # Seconds between two checks of the log sizes.

@@ -26,7 +26,7 @@ ASLEEP_S = 3 * WRITE_S  # A longer gap between two rounds of the writing thread 
 STARTING, LEAVING = "starting", "leaving"  # States of the line "main" around the work.
 MAX_TASKS = 50  # Most tasks of an event loop whose stacks are written.
 MAX_FRAMES = 12  # Most frames of a task's stack.
-_BEGUN = threading.Event()  # Set once this process's role has finished its start.
+_BEGUN = threading.Event()  # The event is set when this process's role has finished its start.
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Beacon:
         """Enable stack requests and begin to write. Call from the main thread."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         for path in helpers_of(self._path.parent, self._path.stem):
-            path.unlink(missing_ok=True)  # Left by an earlier process of this role.
+            path.unlink(missing_ok=True)  # An earlier process of this role wrote it.
         self._stacks_path.unlink(missing_ok=True)
         self._stacks = self._stacks_path.open(
             "a", encoding="utf-8"

@@ -11,7 +11,7 @@ STACKS_SIGNAL = signal.SIGUSR1
 STACKS = "LONGSTRIDE_STACKS"  # Environment variable "<the role's process id>:<path prefix>".
 MAX_STACKS_BYTES = 1 << 20  # Size limit of a process's file. A report empties a larger file.
 STDERR = 2  # The file descriptor.
-_helpers: list[TextIO] = []  # Kept open for the lifetime of this process.
+_helpers: list[TextIO] = []  # These files stay open for the lifetime of this process.
 
 
 def tell_stacks() -> None:

@@ -35,7 +35,7 @@ AUTO = "auto"
 OWN = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_worker_niceness": "0",  # With Ray's default of 15, other programs starve the roles.
+    "RAY_worker_niceness": "0",  # Ray's default of 15 lets other programs starve the roles.
 }
 
 
@@ -56,9 +56,9 @@ def start_on_ray(cfg: RunConfig, run_dir: RunDir) -> Generator[RoleStarter]:
     Raises: ConfigError: no cluster answers, or a role fits on none of its nodes.
     """
     if not cluster_address(cfg.ray):
-        place(cfg, [own_node(num_cpus_wanted(cfg))])  # Checked before any process starts.
+        place(cfg, [own_node(num_cpus_wanted(cfg))])  # The check precedes any start.
     with open_cluster(cfg.ray, num_cpus=num_cpus_wanted(cfg)) as nodes:
-        from common.launch.ray.starter import RayStarter  # After the environment variables are set.
+        from common.launch.ray.starter import RayStarter  # The import reads environment variables.
 
         placement = place(cfg, nodes)
         for line in placement.lines(nodes):

@@ -46,8 +46,8 @@ class Order:
 
     name: str
     argv: tuple[str, ...]
-    env: dict[str, str]  # Added to the node's own variables.
-    log_path: str = ""  # Set on the run's own node; "": a temporary file that the launcher reads.
+    env: dict[str, str]  # Variables that are added to the node's own.
+    log_path: str = ""  # Log file on the run's own node; "": a temporary file for the launcher.
     join_key: str = ""  # Content of a joining node's key file.
 
 
@@ -114,7 +114,7 @@ class RoleHost:
         assert self._child is not None
         deadline = time.monotonic() + LONGEST_S
         while True:
-            code = self._child.poll()  # Before reading, so that the text is complete after an exit.
+            code = self._child.poll()  # An exit before the read makes the text complete.
             text = self._read(offset)
             if text or code is not None or time.monotonic() > deadline:
                 return self._news(text, None if text else code)

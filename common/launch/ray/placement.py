@@ -64,7 +64,7 @@ class Placement:
     learner: Needs
     envhub: Needs | None  # None: the run uses an external hub.
     actor: Needs
-    shared: tuple[tuple[int, ...], ...] = ()  # Per first actor: the learner's GPUs it uses.
+    shared: tuple[tuple[int, ...], ...] = ()  # GPUs that the first actors share with the learner.
     num_actors: int
     num_fitting: int  # Actors that currently fit on an otherwise idle cluster.
 
