@@ -124,7 +124,7 @@ class CriticKind(StrEnum):
 
 
 class CriticTargets(StrEnum):
-    """gae: returns of the sampling policy. vtrace: returns of the current one (1802.01561)."""
+    """gae: returns of the sampling policy. vtrace: corrected to the current one (1802.01561)."""
 
     GAE = "gae"
     VTRACE = "vtrace"

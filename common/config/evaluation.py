@@ -215,7 +215,8 @@ class EvalSection:
 class PolicySection:
     """A policy behind an OpenAI-compatible endpoint, for the command `eval` only.
 
-    The command `serve` is such an endpoint; its clients need the key in `api_key_env`.
+    The command `serve` provides such an endpoint. It requires the key from the variable
+    `api_key_env`.
     """
 
     url: str = knob(

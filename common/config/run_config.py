@@ -320,7 +320,7 @@ class LogSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalSection:
-    """Retention of trajectories on disk. Files that a restart needs are never removed."""
+    """Retention of trajectories on disk. Files for a restart are never changed."""
 
     segment_mb: int = knob(256, "MB of a file, the unit of what follows", ge=1, le=4096)
     compress: bool = knob(True, "files that no restart reads any more, in idle time")
