@@ -18,8 +18,8 @@ class ContextKind(StrEnum):
     full: the episode ends as context_full. window: a new segment begins with the first message and
     the latest turns. summary: the policy writes a summary; a new segment begins with the first
     message and the summary. fold, subagent: the episode ends, but the policy can do parts of its
-    task in branches. Only the result of a branch is kept. A branch of fold sees all earlier
-    messages; a branch of subagent sees the first message and its call.
+    task in branches. Only the result of a branch is kept. A branch of fold receives all
+    earlier messages; a branch of subagent receives the first message and its call.
     """
 
     FULL = "full"
@@ -122,7 +122,7 @@ class AgentOptions:
         return {name: value for name, value in told.items() if value not in ("plain", 0)}
 
     def contradictions_of_agents(self) -> Iterator[Contradiction]:
-        """Yield contradictions of external agents: missing, or unsupported by them."""
+        """Yield options that need an external agent, or that an external agent cannot support."""
         if self.endpoint != bool(self.agent):
             law = "actor.endpoint=true and the command actor.agent go together"
             yield "actor.agent", self.agent, law

@@ -103,7 +103,7 @@ class PolicyLoss(StrEnum):
 
 
 class Correction(StrEnum):
-    """Importance weight from rho = pi_prox / mu, for data of other policies and other arithmetic.
+    """Importance weight from rho = pi_prox / mu, for data of other policies or precisions.
 
     none: 1. token_tis: min(rho, tis_cap). sequence_tis: min(product of rho, tis_cap) for all
     tokens of an episode. icepop: rho inside [mask_low, mask_high], else 0. geometric: 1 for an

@@ -109,7 +109,7 @@ def cpu_used_s(group: Group, proc: Path = PROC) -> float | None:
     depths = [each.folder for each in groups_of("cpu", proc) if each.version == 1]
     twins = [each.folder for each in groups_of("cpuacct", proc) if each.version == 1]
     with suppress(ValueError, IndexError):
-        # Both hierarchies have the same tree wherever a container runtime made it.
+        # Container runtimes give both hierarchies the same tree.
         used_ns = _number(twins[depths.index(group.folder)] / "cpuacct.usage")
         return None if used_ns is None else used_ns / 1e9
     return None

@@ -107,7 +107,7 @@ def plain_link(
     own = take_over_links(environ)
     for place in places if own is None else ():
         with suppress(OSError):
-            own = Path(tempfile.mkdtemp(prefix="ls", dir=place))  # 0700
+            own = Path(tempfile.mkdtemp(prefix="ls", dir=place))  # The mode is 0700.
             environ[OWNER] = f"{os.getpid()}:{own}"
             atexit.register(_remove, own, os.getpid())
             break

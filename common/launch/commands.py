@@ -1,4 +1,4 @@
-"""Commands for a whole run: `train`, a single role, and the resolution of a request's config."""
+"""Commands of a run: `train`, one role, and a role that joins from another machine."""
 
 import contextlib
 import os

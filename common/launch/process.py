@@ -134,7 +134,7 @@ class ChildProcess:
             self._guardian = None
 
     def stop(self, *, timeout_s: float) -> bool:
-        """Request the child to end, wait, clear away; return whether it ended in time."""
+        """Send SIGTERM to the child, wait, clear away; return whether it ended in time."""
         self.terminate()
         is_in_time = self.has_ended_by(time.monotonic() + timeout_s)
         self.clear_away()

@@ -12,7 +12,7 @@ from common.launch.process import ChildProcess
 from common.stall.report import Told
 from common.stall.stacks import MAX_STACKS_BYTES, ask, helpers_of
 
-MAX_BYTES = 60_000  # Most bytes of one process's stacks in a report.
+MAX_BYTES = 60_000  # Maximum bytes of one process's stacks in a report.
 STACKS_SUFFIX = ".stacks"
 
 

@@ -24,8 +24,8 @@ from common.store.run_dir import RunDir, write_atomically
 WRITE_S = 1.0
 ASLEEP_S = 3 * WRITE_S  # A longer gap between two rounds of the writing thread is a suspension.
 STARTING, LEAVING = "starting", "leaving"  # States of the line "main" around the work.
-MAX_TASKS = 50  # Most tasks of an event loop whose stacks are written.
-MAX_FRAMES = 12  # Most frames of a task's stack.
+MAX_TASKS = 50  # Maximum number of an event loop's tasks whose stacks are written.
+MAX_FRAMES = 12  # Maximum number of frames of a task's stack.
 _BEGUN = threading.Event()  # The event is set when this process's role has finished its start.
 
 

@@ -100,7 +100,7 @@ class StallWatch:
             self._open(processes, problem, told, status, now)
         return None
 
-    # --- finding ------------------------------------------------------------------------------
+    # --- detection ----------------------------------------------------------------------------
 
     def _told_of(self, name: str, process: RoleProcess) -> Told | None:
         """Return the report of this process, not of an earlier process with its name."""
@@ -187,7 +187,7 @@ class StallWatch:
         blamed = [name for name in culprits(waiting) if name in told]
         return blamed, f"the run has counted no episode and no step for {still_s:.0f}s"
 
-    # --- telling and acting -------------------------------------------------------------------
+    # --- reports and actions ------------------------------------------------------------------
 
     def _open(
         self,

@@ -25,7 +25,7 @@ from common.stall.stacks import ask
 
 LOOK_S = 0.1  # Polling interval; there is no portable event for a growing file.
 LONGEST_S = 5.0  # Longest time between two answers about a silent role.
-MAX_BYTES = 1 << 23  # Most bytes of a log in one answer.
+MAX_BYTES = 1 << 23  # Maximum bytes of a log in one answer.
 MAX_LOG_BYTES = 1 << 26  # Size of the log on this node above which read parts are deleted.
 APART_S = 0.1  # Seconds between two stack requests.
 PYTHON, RUN_PY, KEY_FILE = "{python}", "{run.py}", "{join.key}"  # Arguments that a node fills in.
@@ -94,7 +94,7 @@ class RoleHost:
         self._key.write(order.join_key.encode())
         self._key.flush()
         own = {PYTHON: sys.executable, RUN_PY: str(ROOT / "run.py"), KEY_FILE: _path(self._key)}
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks some, and children inherit it
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks some; children inherit it.
         self._child = ChildProcess(
             order.name,
             [own.get(each, each) for each in order.argv],
