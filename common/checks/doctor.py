@@ -52,7 +52,7 @@ def doctor(
     """Print the table for the run that `train` with the same arguments would start.
 
     Without a model, everything else is checked. The callables return the missing requirements of
-    the run's environments, and one check for each installed environment. Return the exit code.
+    the run's environments, and one check for each environment. Return the exit code.
     """
     if request.is_quick:
         return _tell(examine_quickly(root, request.overrides))

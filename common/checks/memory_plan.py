@@ -220,7 +220,7 @@ def lines_here(cfg: RunConfig, root: Path) -> list[str]:
 def check_memory(cfg: RunConfig, places: Sequence[Place], shape: ModelShape) -> None:
     """Check that the plan fits in this machine's memory; unknown sizes are skipped.
 
-    Raises: ConfigError: a memory is too small, or the engine's cache is for a single episode.
+    Raises: ConfigError: a memory is too small, or the engine's cache cannot hold one episode.
     """
     for place in places:
         if place.capacity_bytes and place.total_bytes > place.capacity_bytes:

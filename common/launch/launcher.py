@@ -218,7 +218,7 @@ class _Role:
         self._first_backoff_s = first_backoff_s
         self._backoff_s = AT_ONCE_FRAC * first_backoff_s
         self._start_again_at = 0.0
-        self._left_beside: RoleProcess | None = None  # The run-ending process at that time.
+        self._left_beside: RoleProcess | None = None  # Run-ending process at the last exit with 0.
         self._restarts: deque[float] = deque()
         self._may_have_worked = False
         self._error = ""  # Error of the last failed start, without its numbers.
