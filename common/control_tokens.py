@@ -1,12 +1,13 @@
-"""Encoding text of others: what reads like a control token is spelled out, and never becomes one.
+"""Encoding of untrusted text: a control token's name in it becomes ordinary tokens.
 
-Such are a tokenizer's special tokens and those that its chat template puts between turns.
+Control tokens are the tokenizer's special tokens and the tokens that its chat template puts
+between turns.
 """
 
 import re
 from typing import Any
 
-# Half of a surrogate pair: no valid text has it, so it can mark a place in one.
+# Half of a surrogate pair. Valid text never contains it, so it can mark a position.
 _BREAK = "\udcff"
 
 
@@ -15,7 +16,7 @@ class ControlTokens:
 
     Example:
         tokens = ControlTokens(tokenizer)
-        tokens.encode(tokens.broken("a<|end|>b"))  as "a<", "|end|>b" are encoded apart
+        tokens.encode(tokens.broken("a<|end|>b"))  encodes "a<" and "|end|>b" separately
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -28,27 +29,28 @@ class ControlTokens:
                 names[token_id] = token.content
         spelled = sorted({name for name in names.values() if name}, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
-        # What a tokenizer says of unknown text is no control token, unless it is another one, too.
+        # The tokenizer's token for unknown text is no control token, unless it has a second role.
         others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
         unknown = {tokenizer.unk_token_id} - {*others}
         self._ids = frozenset(names.keys() - unknown)
-        self._expected: dict[tuple[str, str], list[int]] = {}  # of pieces of the template
+        self._expected: dict[tuple[str, str], list[int]] = {}  # Key: (before, after).
 
     def broken(self, text: str) -> str:
-        """Return valid text with a mark inside each control token's name, for `encode` to see."""
+        """Return valid text with a mark inside each control token's name; `encode` splits there."""
         return self._pattern.sub(lambda found: found[0][0] + _BREAK + found[0][1:], text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; at its marks it is encoded in pieces."""
+        """Return the token ids of a text. A text with marks is encoded in pieces."""
         pieces = text.split(_BREAK) if _BREAK in text else [text]
         encode = self._tokenizer.encode
         return [each for piece in pieces for each in encode(piece, add_special_tokens=False)]
 
     def encode_between(self, before: str, text: str, after: str) -> list[int]:
-        """Return the token ids of others' text between two pieces of a chat template.
+        """Return the token ids of untrusted text between two pieces of a chat template.
 
-        All three are encoded as one. Only where that makes a control token more than the template
-        has (names may match after normalization) each is by itself, and the text without them.
+        The three parts are encoded as one string. That may yield more control tokens than the
+        template has, since names may match after normalization. Then each part is encoded
+        separately, and control tokens are removed from the text.
         """
         frame = (before, after)
         if frame not in self._expected:

@@ -1,4 +1,4 @@
-"""Processor seconds that each role of a run has used: the launcher writes them, others read."""
+"""Processor seconds that each role of a run has used. The launcher writes them to a file."""
 
 import os
 import re
@@ -17,17 +17,18 @@ from common.store.run_dir import RunDir, write_json
 from common.store.status.json_files import as_map, json_object
 from common.store.status.members import members_of
 
-SAMPLE_S = 5.0  # between two looks: each asks the system about every process of the run
-Key = tuple[int, float]  # a process: its number, and when it was made
+SAMPLE_S = 5.0  # Seconds between two samples. Each sample queries every process of the run.
+Key = tuple[int, float]  # Process id and creation time of a process.
 _ROLE = re.compile(r"run\.py (\w+)|EngineCore")
 
 
 class CpuWatch:
-    """Adds up what this process and its descendants use, by role; a run that goes on adds to it.
+    """Sums the processor time of this process and its descendants by role.
 
-    What short-lived ones used, such as agents, is counted when they have ended: the system tells it
-    of a process's children. Of roles that it did not start, on nodes that joined or by Ray, it
-    counts what they told the scheduler, an actor's engine with it.
+    A resumed run adds to its earlier totals. Short-lived processes, such as agents, are counted
+    after their end, because the system reports the total of a process's ended children. Roles on
+    joined nodes or under Ray are not descendants. Their seconds, engine included, come from their
+    reports to the scheduler.
     """
 
     def __init__(self, run_dir: RunDir) -> None:
@@ -37,15 +38,15 @@ class CpuWatch:
         self._before = cpu_seconds(run_dir)
         for role, used_s in self._elsewhere.values():
             self._before[role] = self._before.get(role, 0.0) - used_s
-        self._own: set[str] = set()  # incarnations that are counted here by their process
+        self._own: set[str] = set()  # Incarnations that are measured here as local processes.
         self._others_s = _numbers(json_object(run_dir.cpu)).get("others_s", 0.0)
-        self._last: tuple[float, float] | None = None  # busy seconds: of the cores, of the run
-        self._used: dict[Key, tuple[str, float]] = {}  # process -> role, seconds
+        self._last: tuple[float, float] | None = None  # Busy seconds of the cores and of the run.
+        self._used: dict[Key, tuple[str, float]] = {}  # Process -> (role, seconds).
         self._parents: dict[Key, Key] = {}
         self._next = 0.0
 
     def sample(self) -> None:
-        """Look, and write what is found, if the last look is old enough."""
+        """Measure, and write the result, if the last sample is old enough."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + SAMPLE_S
@@ -58,24 +59,24 @@ class CpuWatch:
         if_room(lambda: write_json(self._path, {"roles": told, **about}), self._path)
 
     def _note_others(self, used_s: float) -> None:
-        """Add what was used of this run's cores beside it since the last look."""
+        """Add the time that other programs used on this run's cores since the last sample."""
         now = (busy_s(), used_s)
         if self._last is not None:
             self._others_s += max(0.0, now[0] - self._last[0] - (now[1] - self._last[1]))
         self._last = now
 
     def used(self) -> dict[str, float]:
-        """Return the seconds by role up to the last look, those of earlier starts included."""
+        """Return the seconds by role at the last sample, including earlier starts of the run."""
         total = dict(self._before)
         for role, used_s in (*self._used.values(), *self._elsewhere.values()):
             total[role] = total.get(role, 0.0) + used_s
         return total
 
     def look(self) -> None:
-        """Note this process and its descendants: a role's own, unless they say they are one."""
+        """Measure this process and its descendants, each for its own role or its parent's."""
         root = psutil.Process()
         roles = {root.pid: "launcher"}
-        found: dict[int, tuple[Key, float]] = {}  # pid -> seconds of its ended children
+        found: dict[int, tuple[Key, float]] = {}  # Process id -> seconds of ended children.
         for process in [root, *root.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
                 key = (process.pid, process.create_time())
@@ -89,10 +90,10 @@ class CpuWatch:
         self._add_ended(dict(found.values()))
 
     def _add_ended(self, reaped: Mapping[Key, float]) -> None:
-        """Add what ended children used that was not seen while they lived.
+        """Add the time of ended children that no sample measured while they ran.
 
         Args:
-            reaped: process that lives -> seconds of its children that have ended, and of theirs.
+            reaped: running process -> seconds of its ended children and their ended descendants.
         """
         seen: dict[Key, float] = {}
         for key, (_, used_s) in self._used.items():
@@ -107,10 +108,10 @@ class CpuWatch:
             self._used[key] = (role, used_s + max(0.0, total_s - seen.get(key, 0.0)))
 
     def _look_elsewhere(self) -> None:
-        """Note what members told of whom no process is a descendant, nor was when it lived."""
+        """Read the reported seconds of roles that never were descendants of this process."""
         try:
             if self._run_dir.status.stat().st_mtime < self._began:
-                return  # of the launcher before, who counted them
+                return  # A previous launcher wrote the file and counted its seconds.
         except OSError:
             return
         pids = {pid for pid, _ in self._used}
@@ -119,15 +120,15 @@ class CpuWatch:
             told = read_told(self._run_dir, "learner" if role == "learner" else member["name"])
             if told is not None and told.pid in pids:
                 self._own.add(incarnation)
-                self._elsewhere.pop(incarnation, None)  # begun between the two looks
+                self._elsewhere.pop(incarnation, None)  # The role started since the scan.
             elif incarnation and incarnation not in self._own and (used_s := member.get("cpu_s")):
                 self._elsewhere[incarnation] = (role, float(used_s))
 
     def _role_of(self, process: psutil.Process, roles: Mapping[int, str], before: str) -> str:
-        """Return a process's role, looked up anew: an engine names itself later.
+        """Return a process's role. It is read at every sample, because an engine is named late.
 
         Args:
-            before: its role at the last look. One that is exiting has no command line any more.
+            before: its role at the last sample. An exiting process has no command line any more.
         """
         named = _ROLE.search(" ".join(process.cmdline()))
         if named and process.pid not in roles:
@@ -136,9 +137,9 @@ class CpuWatch:
 
 
 def busy_s(proc: Path = PROC) -> float:
-    """Return the seconds that the cores of this process were not idle.
+    """Return the busy seconds of the cores of this process.
 
-    If a container has fewer than it sees, the seconds that were used in the container count.
+    If a container's quota is smaller than the visible cores, its own used seconds are returned.
     """
     num = len(os.sched_getaffinity(0))
     smaller = [(quota, group) for group, quota in cpu_quotas(proc) if quota < num]
@@ -152,7 +153,7 @@ def busy_s(proc: Path = PROC) -> float:
 
 
 def family_cpu_s() -> float:
-    """Return the processor seconds of this process and of all that it started, ended ones too."""
+    """Return the processor seconds of this process and its descendants, including ended ones."""
     own = psutil.Process()
     total = sum(own.cpu_times()[:4])
     for child in own.children(recursive=True):
@@ -162,12 +163,12 @@ def family_cpu_s() -> float:
 
 
 def cpu_seconds(run_dir: RunDir) -> dict[str, float]:
-    """Return the processor seconds by role, of all starts of a run; {} if nobody counted."""
+    """Return the processor seconds by role over all starts of a run; {} without a record."""
     return _numbers(json_object(run_dir.cpu).get("roles"))
 
 
 def _elsewhere(run_dir: RunDir) -> dict[str, tuple[str, float]]:
-    """Return (role, seconds) by incarnation of the roles that no launcher of the run started."""
+    """Return (role, seconds) by incarnation for the roles that no launcher of the run started."""
     found: dict[str, tuple[str, float]] = {}
     for name, each in as_map(json_object(run_dir.cpu).get("elsewhere")).items():
         match each:
@@ -179,10 +180,10 @@ def _elsewhere(run_dir: RunDir) -> dict[str, tuple[str, float]]:
 
 
 def cpu_metrics(run_dir: RunDir) -> dict[str, float]:
-    """Return the metrics of a step: seconds by role so far, of others, cores, per trained episode.
+    """Return the metrics of a step: seconds by role, of other programs, and per trained episode.
 
-    `cpu/others_s` is what programs beside the run have used of its cores; `cpu/<role>_elsewhere_s`
-    what of the role's seconds was used by processes that the launcher did not start itself.
+    `cpu/others_s` is the time that other programs used on the run's cores. `cpu/<role>_elsewhere_s`
+    is the part of the role's seconds from processes that the launcher did not start itself.
     """
     used = cpu_seconds(run_dir)
     if not used:

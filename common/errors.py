@@ -1,12 +1,12 @@
-"""Errors that roles raise for what others may do wrong."""
+"""Error classes of all roles."""
 
 
 class LongstrideError(Exception):
-    """Root of every error that this product raises on purpose."""
+    """Base class of all errors that this product raises deliberately."""
 
 
 class ConfigError(LongstrideError, ValueError):
-    """A key, a value or a file that the user named is wrong (exit code 2)."""
+    """A key, a value or a file of the user is wrong (exit code 2)."""
 
 
 class WireError(LongstrideError, ValueError):
@@ -14,25 +14,25 @@ class WireError(LongstrideError, ValueError):
 
 
 class NotStarted(LongstrideError):
-    """A role failed by itself before it began to work; its next start may fail alike."""
+    """A role failed by its own fault before it began to work; a restart may fail the same way."""
 
 
 class PeerMissing(LongstrideError):
-    """Another part of the run did not answer in time; a later start may find it."""
+    """Another role of the run did not answer in time; a later start may reach it."""
 
 
 class MessageTooLarge(WireError):
-    """A message exceeds a limit of the wire, so that its sender refuses to send it."""
+    """A message exceeds a limit of the wire; its sender does not send it."""
 
 
 class EnvError(LongstrideError):
-    """An environment or its hub failed: infrastructure, never a statement about the policy."""
+    """An environment or its hub failed. This is an infrastructure error, not a policy error."""
 
 
 class HubLost(EnvError):
-    """A hub that cannot be reached, or that does not know the session any more: it was restarted.
+    """A hub is unreachable, or it has restarted and has lost the session.
 
-    It takes all of its episodes with it and says nothing of any: they can be played again.
+    All episodes of that hub are lost without an outcome, so they can be played again.
     """
 
 
@@ -41,7 +41,7 @@ class EnvTimeout(EnvError, TimeoutError):
 
 
 class EngineError(LongstrideError):
-    """The generation engine failed; ends the role."""
+    """The generation engine failed. The error ends the role."""
 
 
 class WeightSyncError(LongstrideError):
@@ -49,4 +49,4 @@ class WeightSyncError(LongstrideError):
 
 
 class LedgerError(LongstrideError):
-    """issued != trained + filtered + stale + failed + in flight; ends the run."""
+    """issued != trained + filtered + stale + failed + in flight. The error ends the run."""

@@ -1,4 +1,4 @@
-"""Names of groups, episodes and items."""
+"""Ids of groups, episodes and items."""
 
 import re
 
@@ -6,12 +6,12 @@ _FAR = re.compile(r"(?P<subset>.+)@(?P<low>[0-9]{1,6})\.\.(?P<high>[0-9]{1,6})")
 
 
 def episode_id_of(group_id: str, member: int) -> str:
-    """Return the id of a member of a group."""
+    """Return the episode id of a group's member."""
     return f"{group_id}/{member}"
 
 
 def split_episode_id(episode_id: str) -> tuple[str, int]:
-    """Return (group id, member); member -1 if the id is none of ours."""
+    """Return (group id, member). The member is -1 if the id has no valid member number."""
     group_id, _, member = episode_id.rpartition("/")
     return group_id, int(member) if member.isascii() and member.isdigit() else -1
 
@@ -22,20 +22,20 @@ def subset_of(item_id: str) -> str:
 
 
 def subset_at(subset: str, low: int, high: int) -> str:
-    """Return the name of a subset's items whose expert needs so many turns: "GoTo@4..8"."""
+    """Return the name for a subset's items at a distance of `low` to `high` turns: "GoTo@4..8"."""
     return f"{subset}@{low}..{high}"
 
 
 def distance_of(subset: str) -> tuple[str, int, int] | None:
-    """Return (subset, least, most turns) of what `subset_at` named; None for any other name."""
+    """Return (subset, low, high) of a name made by `subset_at`; None for any other name."""
     match = _FAR.fullmatch(subset)
     return (match["subset"], int(match["low"]), int(match["high"])) if match else None
 
 
 def training_number(name: str) -> int | None:
-    """Return the number of a training group, or of an episode's group; None for any other name.
+    """Return the number of a training group from a group's or episode's id; None otherwise.
 
-    Groups are numbered in the order in which the scheduler opens them.
+    The scheduler numbers groups in the order in which it opens them.
 
     Example: "g0000012", "g0000012/3" -> 12; "eval-before-model/3" -> None.
     """
@@ -45,6 +45,6 @@ def training_number(name: str) -> int | None:
 
 
 def is_below(group_id: str, number: int) -> bool:
-    """True for a training group that was opened before number `number`."""
+    """Return True for a training group that was opened before the group with this number."""
     own = training_number(group_id)
     return own is not None and own < number

@@ -1,6 +1,6 @@
-"""Install a lock file with pip, and say package by package how far it is.
+"""Installs a lock file with pip and prints the progress package by package.
 
-Needs the standard library only: it runs before anything else is there.
+It uses the standard library only, because it runs before any other package is installed.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-LOG_LINES = 15  # of pip's own output, shown if it fails
-UNPACK_S = 5.0  # between two lines while pip unpacks, about which it says nothing
+LOG_LINES = 15  # Lines of pip's own output that are shown after a failure.
+UNPACK_S = 5.0  # Seconds between two progress lines during unpacking; pip itself reports none.
 _PINNED = re.compile(r"^[\w.-]+(\[[^]]*\])?==")
 _WHEEL = re.compile(
     r"(?:Downloading|Using cached|Processing) (?:\S*/)?"
@@ -24,14 +24,14 @@ _PRESENT = re.compile(r"Requirement already satisfied: (?P<name>[\w.-]+)==(?P<ve
 
 
 class Progress:
-    """Turns pip's output into a line for each package."""
+    """Turns pip's output into one line per package."""
 
     def __init__(self, num_packages: int) -> None:
         self._num_packages = num_packages
         self._seen: set[str] = set()
 
     def read(self, line: str) -> Iterator[str]:
-        """Yield what is to be shown for a line of pip's; metadata alone is no package yet."""
+        """Yield the lines to show for one line of pip's output. Metadata downloads are skipped."""
         found = _WHEEL.search(line) or _PRESENT.match(line)
         if line.startswith("ERROR"):
             yield line.rstrip()
@@ -51,7 +51,7 @@ def count_packages(lock: Path) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Install `argv[-1]`, with the options before it for pip; return pip's exit code."""
+    """Install the lock file `argv[-1]` with the pip options before it; return pip's exit code."""
     *options, lock = argv
     folder = Path(sys.prefix)
     progress = Progress(count_packages(Path(lock)))
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _tell_unpacking(pip: subprocess.Popen[str], folder: Path) -> None:
-    """Say now and then how many packages are unpacked, until pip has ended."""
+    """Print the number of unpacked packages every `UNPACK_S` until pip ends."""
     told = -1
     while True:
         now = len([*folder.glob("lib/python*/site-packages/*.dist-info")])

@@ -1,4 +1,4 @@
-"""The end of a process that has nothing to save and takes long to tidy up."""
+"""Immediate exit of a process that has nothing to save and whose cleanup takes long."""
 
 import logging
 import multiprocessing.util
@@ -8,8 +8,8 @@ import os
 def leave(code: int) -> None:
     """End this process at once with an exit code.
 
-    Semaphores are removed first, such as that of tqdm, which torch.compile loads. The resource
-    tracker of the parent process would report them as leaked.
+    Semaphores are removed first, such as the semaphore of tqdm, which torch.compile imports.
+    Otherwise the resource tracker of the parent process reports them as leaked.
     """
     multiprocessing.util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     logging.shutdown()

@@ -13,7 +13,7 @@ FORMAT = "%(asctime)s %(levelname).1s {role} %(name)s: %(message)s"
 
 
 class PlainFormatter(logging.Formatter):
-    """Formats records whose texts may be a policy's: no control character reaches a terminal."""
+    """Removes control characters from records: texts of a policy cannot control the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's text without control characters."""
@@ -21,16 +21,16 @@ class PlainFormatter(logging.Formatter):
 
 
 def configure_logging(role: str, level: str) -> None:
-    """Send this process's log to stderr (the launcher points it at `logs/<role>.log`).
+    """Send this process's log to stderr, which the launcher redirects to `logs/<role>.log`.
 
-    Libraries that chat are held at WARNING.
+    Verbose libraries log from level WARNING on.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(PlainFormatter(FORMAT.format(role=role)))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for noisy in ("asyncio", "aiohttp", "httpx", "urllib3", "matplotlib", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # transformers imports torchao, which warns of CUDA's kernels and of torch's own changes.
+    # transformers imports torchao. torchao warns about missing CUDA kernels and torch's changes.
     for warning in ("torchao", "torch.utils._pytree"):
         logging.getLogger(warning).setLevel(logging.ERROR)
     os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
@@ -39,10 +39,10 @@ def configure_logging(role: str, level: str) -> None:
 
 @contextlib.contextmanager
 def kept_in(path: Path, *names: str) -> Generator[None]:
-    """Append what these loggers say to a file as well; that there is no room for it is no error."""
+    """Append the records of these loggers to a file as well. A full disk raises no error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, delay=True, encoding="utf-8")
-    handler.handleError = lambda record: None  # the line stands in the terminal's log
+    handler.handleError = lambda record: None  # The terminal's log holds the record, too.
     root = logging.getLogger()
     handler.setFormatter(root.handlers[0].formatter if root.handlers else None)
     loggers = [logging.getLogger(name) for name in names]
@@ -57,10 +57,12 @@ def kept_in(path: Path, *names: str) -> Generator[None]:
 
 
 def begin_anew(logs: Path, *, max_bytes: int) -> None:
-    """Keep each log that is larger aside as `<role>.log.1`, and let it begin anew.
+    """Move the content of each log above `max_bytes` to `<role>.log.1`, and empty the log.
 
-    Its writers hold it open and append, so it is copied and cut; what they write in between those
-    two is lost. Raises: OSError: there is no room for the copy; it stays as it is.
+    The roles keep the file open and append to it, so it is copied and then truncated. Lines that
+    are written between the two steps are lost.
+
+    Raises: OSError: there is no room for the copy; the log is unchanged.
     """
     for path in logs.glob("*.log"):
         if path.stat().st_size > max_bytes:

@@ -6,5 +6,5 @@ from common.config.run_config import RaySection
 
 
 def cluster_address(section: RaySection) -> str:
-    """Return the address of the cluster to attach to, "" if one is to be started."""
+    """Return the address of the cluster to join; "" if the run starts its own cluster."""
     return section.address or os.environ.get("RAY_ADDRESS", "")

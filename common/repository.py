@@ -1,10 +1,10 @@
-"""Where the product's own files lie, and which version it is."""
+"""Folder and version of the product's own code."""
 
 import functools
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]  # the folder of run.py; processes are started in it
+ROOT = Path(__file__).resolve().parents[1]  # The folder of run.py; processes are started in it.
 
 
 @functools.cache

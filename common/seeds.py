@@ -1,32 +1,32 @@
-"""Seeds of random draws. Each follows from the lease, so that it is the same on any machine."""
+"""Seeds of random draws. They are derived from the lease and are equal on all machines."""
 
 import hashlib
 
 from common.wire.messages import EpisodeIdentity, EpisodeKind
 
-SEED_BITS = 63  # of a sampling seed
-SHORT_SEED_BITS = 31  # of a seed for libraries that take no more
+SEED_BITS = 63  # Bits of a sampling seed.
+SHORT_SEED_BITS = 31  # Bits of a seed for libraries that accept no more.
 
 
 def draw_seed(*words: int | str, bits: int = SEED_BITS) -> int:
-    """Return a seed of so many bits that follows from the words alone."""
+    """Return a seed of `bits` bits that depends on the words alone."""
     text = "/".join(map(str, words))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - bits)
 
 
 class SamplingSeeds:
-    """The sampling seeds of one play of an episode, one for each request to the policy.
+    """The sampling seeds of one attempt at an episode, one for each request to the policy.
 
-    A repeated play of the episode draws the same. In training the seeds follow from the episode and
-    its seed, so that members of a group differ. In an evaluation they follow from the seed alone,
-    which is that of an item and its sample: two evaluations differ in the policy, not by chance.
+    A repeated attempt draws the same seeds. In training they depend on the episode id and its seed,
+    so that the members of a group differ. In an evaluation they depend on the seed alone, which
+    identifies the item and the sample. Two evaluations therefore differ only by their policies.
 
     Example: the first SamplingSeeds(lease).next() is the seed of the first turn.
     """
 
     def __init__(self, episode: EpisodeIdentity) -> None:
-        """Begin with the first request."""
+        """Start at the first request."""
         is_train = episode.kind is EpisodeKind.TRAIN
         self._stream = (episode.episode_id if is_train else "", episode.seed)
         self._num_requests = 0
@@ -39,10 +39,10 @@ class SamplingSeeds:
 
 
 def environment_seed(episode: EpisodeIdentity) -> int:
-    """Return the seed that the environment is reset with.
+    """Return the seed for the reset of the environment.
 
-    Members of a training group share it, so that their rewards differ by what the policy did. In an
-    evaluation it is the seed of the item and its sample.
+    Members of a training group share it, so that only the policy's actions make their rewards
+    differ. In an evaluation it identifies the item and the sample.
     """
     if episode.kind is EpisodeKind.EVAL:
         return episode.seed
@@ -50,8 +50,8 @@ def environment_seed(episode: EpisodeIdentity) -> int:
 
 
 def engine_seed(run_seed: int, *, name: str, incarnation: str) -> int:
-    """Return the seed of an engine, for requests without a seed of their own.
+    """Return the seed of an engine for requests without their own seed.
 
-    Two actors never share it, not even of one name, nor does one that was restarted.
+    It is unique to each start of an actor, even if two actors have the same name.
     """
     return draw_seed("engine", run_seed, name, incarnation, bits=SHORT_SEED_BITS)

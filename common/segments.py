@@ -1,8 +1,8 @@
-"""The segments of an episode: training rows that share its outcome, each a context of its own.
+"""The segments of an episode. Each is a training row with its own context and a shared outcome.
 
-They follow one another in an episode's arrays. Each begins with the context that its first turn was
-given, none of which is to be learnt there: every sampled token is learnt in exactly one of them.
-`segment_starts` says where they begin, the first at 0.
+Segments are consecutive in an episode's arrays. Each begins with the context of its first turn.
+That context is masked from the loss, so every sampled token is trained in exactly one segment.
+`segment_starts` holds the index of each segment's first token; the first is 0.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "turn_ids")
 
 
 class Aside(IntEnum):
-    """What an answer is that the environment does not see."""
+    """Kinds of answers that are not sent to the environment."""
 
     SUMMARY = 0
     PLAN = 1
@@ -29,14 +29,14 @@ _WHOLE = np.zeros(0, dtype=np.int32)
 
 
 def segments_of(trajectory: Trajectory) -> list[slice]:
-    """Return where each segment lies in the arrays of tokens; one of all tokens if there is one."""
+    """Return the slice of each segment in the token arrays; one slice if there is one segment."""
     num_tokens = len(trajectory.token_ids)
     starts: list[int] = trajectory.segment_starts.tolist() or [0]
     return [slice(a, b) for a, b in zip(starts, [*starts[1:], num_tokens], strict=True)]
 
 
 def as_rows(trajectory: Trajectory) -> list[Trajectory]:
-    """Return each segment as a trajectory of one segment; what is of the episode stays as it is."""
+    """Return each segment as a one-segment trajectory. Fields of the episode are unchanged."""
     if len(trajectory.segment_starts) < 2:
         return [trajectory]
     return [
@@ -51,7 +51,7 @@ def as_rows(trajectory: Trajectory) -> list[Trajectory]:
 
 
 def joined(rows: list[Trajectory]) -> Trajectory:
-    """Return the episode whose segments these are, in order."""
+    """Return the episode that consists of these segments in order."""
     if len(rows) == 1:
         return rows[0]
     starts = np.cumsum([0, *(len(row.token_ids) for row in rows[:-1])])
@@ -66,10 +66,10 @@ def joined(rows: list[Trajectory]) -> Trajectory:
 
 
 def asides_of(trajectory: Trajectory, part: slice | None = None) -> list[tuple[int, int, int]]:
-    """Return first token, one behind the last, and `Aside` of answers that no environment saw.
+    """Return (first token, end, `Aside`) of the answers that are not sent to the environment.
 
     Args:
-        part: only those in it, counted from its beginning.
+        part: only answers in this slice, with indices relative to its start.
     """
     start, stop = (part.start, part.stop) if part else (0, len(trajectory.token_ids))
     told: list[list[int]] = trajectory.asides.reshape(-1, 3).tolist()
@@ -77,7 +77,7 @@ def asides_of(trajectory: Trajectory, part: slice | None = None) -> list[tuple[i
 
 
 def refusal_of_starts(trajectory: Trajectory) -> str:
-    """Return why `segment_starts` cuts nothing apart, "" if it does."""
+    """Return why `segment_starts` is invalid; "" if it is valid."""
     starts, num_tokens = trajectory.segment_starts, len(trajectory.token_ids)
     if starts.dtype != np.int32 or starts.ndim != 1:
         return f"segment_starts is {starts.dtype.name} {starts.shape}, not [num_segments] int32"
@@ -87,7 +87,7 @@ def refusal_of_starts(trajectory: Trajectory) -> str:
 
 
 def refusal_of_asides(trajectory: Trajectory) -> str:
-    """Return why `asides` names no answers, "" if it does."""
+    """Return why `asides` is invalid; "" if it is valid."""
     asides, num_tokens = trajectory.asides, len(trajectory.token_ids)
     if asides.dtype != np.int32 or asides.ndim != 1 or asides.size % 3:
         return f"asides is {asides.dtype.name} {asides.shape}, not [3 * num] int32"
@@ -102,7 +102,7 @@ def refusal_of_asides(trajectory: Trajectory) -> str:
 
 
 def refusal_of_segments(trajectory: Trajectory) -> str:
-    """Return why segments cannot be trained on as rows, "" if they can."""
+    """Return why the segments cannot be trained as rows; "" if they can."""
     for number, part in enumerate(segments_of(trajectory)):
         mask = trajectory.loss_mask[part]
         if mask[0] or not mask.any():

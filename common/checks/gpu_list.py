@@ -1,4 +1,4 @@
-"""NVIDIA GPUs and slices of them (MIG), as nvidia-smi lists them and as CUDA would show them."""
+"""NVIDIA GPUs and their slices (MIG), from the output of nvidia-smi, in CUDA's order."""
 
 import re
 from collections.abc import Sequence
@@ -19,25 +19,25 @@ class Gpu:
     """One NVIDIA GPU, or one slice of it."""
 
     name: str
-    memory_bytes: int  # 0: not known
-    uuid: str = ""  # "GPU-..." or "MIG-...", which CUDA_VISIBLE_DEVICES takes
+    memory_bytes: int  # 0 if unknown.
+    uuid: str = ""  # "GPU-..." or "MIG-...", an entry for CUDA_VISIBLE_DEVICES.
 
     @property
     def is_slice(self) -> bool:
-        """Whether it is a part of a GPU. CUDA shows a process one slice at most."""
+        """Whether it is a part of a GPU. CUDA shows at most one slice to a process."""
         return self.uuid.startswith("MIG-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Listed:
-    """A whole GPU with the slices that it is cut into."""
+    """A whole GPU and its slices."""
 
     gpu: Gpu
     slices: list[Gpu] = field(default_factory=list[Gpu])
 
     @property
     def shown(self) -> list[Gpu]:
-        """What programs may use: a GPU that is cut into slices cannot be used whole."""
+        """The usable GPUs: the slices, or the whole GPU if it is not divided."""
         return self.slices or [self.gpu]
 
 
@@ -47,13 +47,13 @@ def shown_gpus(
     """Return the GPUs that CUDA would show, in its order.
 
     Args:
-        lines: "uuid, name, MiB" for each GPU by its place on the bus; then, where there are slices,
-            the lines of `nvidia-smi -L`.
-        visible: numbers, beginnings of uuids or names of slices with commas between; None shows
-            all. Like CUDA, nothing after an entry that names no GPU counts.
-        order: the value of CUDA_DEVICE_ORDER, by which CUDA numbers the GPUs.
+        lines: "uuid, name, MiB" for each GPU in the order of the bus; with slices, the output of
+            `nvidia-smi -L` follows.
+        visible: comma-separated numbers, uuid prefixes or slice names; None shows all GPUs. As in
+            CUDA, entries after an invalid entry are ignored.
+        order: the value of CUDA_DEVICE_ORDER, which defines CUDA's numbers.
 
-    Raises: ConfigError: `visible` has numbers, and the order of unlike GPUs is that of their speed.
+    Raises: ConfigError: `visible` contains numbers, and different GPUs are ordered by speed.
     """
     listed = _read(lines)
     if visible is None:
@@ -81,7 +81,7 @@ def _check_order(listed: Sequence[_Listed], entries: Sequence[str], order: str) 
 
 
 def _named(entry: str, listed: Sequence[_Listed]) -> Gpu | None:
-    """Return the GPU that one entry of CUDA_VISIBLE_DEVICES names, None if there is no such one."""
+    """Return the GPU of one entry of CUDA_VISIBLE_DEVICES; None for an invalid entry."""
     if entry.isdigit():
         number = int(entry)
         return listed[number].shown[0] if number < len(listed) else None
@@ -94,13 +94,13 @@ def _named(entry: str, listed: Sequence[_Listed]) -> Gpu | None:
 
 
 def _named_slice(entry: str, listed: Sequence[_Listed]) -> Gpu | None:
-    """Return the slice of a name. Its size is not known if nvidia-smi does not list it."""
+    """Return the slice with a name. Its size is 0 if nvidia-smi does not list the slice."""
     slices = [gpu for each in listed for gpu in each.slices]
     found = [gpu for gpu in slices if gpu.uuid.startswith(entry)]
     if found:
         return found[0] if len(found) == 1 else None
     old = _OLD_SLICE.fullmatch(entry)
-    if old is None:  # A container may see a slice and not the list of all.
+    if old is None:  # A container may list one slice without the others.
         return None if slices else Gpu(name="slice of a GPU", memory_bytes=0, uuid=entry)
     wholes = [each for each in listed if each.gpu.uuid.startswith(old[1])]
     if len(wholes) != 1:
@@ -111,9 +111,9 @@ def _named_slice(entry: str, listed: Sequence[_Listed]) -> Gpu | None:
 
 
 def _read(lines: Sequence[str]) -> list[_Listed]:
-    """Return the whole GPUs of nvidia-smi's lines, each with its slices."""
+    """Return the whole GPUs in nvidia-smi's lines, each with its slices."""
     wholes: dict[str, _Listed] = {}
-    own = ""  # The uuid of the whole GPU that the next slices belong to.
+    own = ""  # The uuid of the whole GPU whose slices follow.
     for line in lines:
         if found := _SLICE.match(line):
             if own in wholes:
@@ -130,7 +130,7 @@ def _slice(found: re.Match[str], whole: Gpu) -> Gpu:
 
 
 def _whole(line: str) -> Gpu | None:
-    """Return the GPU of a line "uuid, name, MiB"."""
+    """Return the GPU of a line "uuid, name, MiB"; None for any other line."""
     uuid, comma, rest = line.partition(",")
     name, _, mib = (part.strip() for part in rest.rpartition(","))
     if not comma:

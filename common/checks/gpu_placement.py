@@ -1,4 +1,4 @@
-"""Which of this machine's GPUs each role of a run gets, decided before anything starts."""
+"""Assignment of this machine's GPUs to the roles of a run, before any role starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,24 +10,25 @@ from common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """GPUs by their positions among those that are visible."""
+    """Indices of visible GPUs by role."""
 
-    learner: tuple[int, ...]  # by rank; () trains on the CPU
-    actors: tuple[tuple[int, ...], ...]  # by actor, then by tensor-parallel worker
+    learner: tuple[int, ...]  # GPU of each rank; () trains on the CPU.
+    actors: tuple[tuple[int, ...], ...]  # GPUs of each actor's tensor-parallel workers.
 
 
 def trains_on_gpu(cfg: RunConfig, *, num_gpus: int) -> bool:
-    """Return whether the learner's device means one, on a machine with so many."""
+    """Return whether the learner's device is a GPU on a machine with `num_gpus` GPUs."""
     return cfg.learner.device.startswith("cuda") or (cfg.learner.device == "auto" and num_gpus > 0)
 
 
 def seat(cfg: RunConfig, *, num_gpus: int) -> Seats:
-    """Return where learner and engines go: apart as long as there are GPUs, else colocated.
+    """Return the GPUs of learner and engines: separate if there are enough, else colocated.
 
-    Example (4 GPUs, 2 ranks, 3 actors): the learner has 0 and 1. With `actor.placement=apart` that
-    is refused: one GPU is missing. Left at auto, the actors get 2, 3 and, beside rank 0, 0.
+    Example (4 GPUs, 2 ranks, 3 actors): the learner uses GPUs 0 and 1. With
+    `actor.placement=apart` the run is refused, because one GPU is missing. With auto, the actors
+    use GPUs 2, 3 and, shared with rank 0, 0.
 
-    Raises: ConfigError: they are too few, with the arithmetic and the remedy.
+    Raises: ConfigError: there are too few GPUs; the message has the calculation and the remedy.
     """
     num_ranks, width = cfg.learner.num_ranks, cfg.actor.tensor_parallel_size
     wanted = cfg.actor.num_engines * width
@@ -66,9 +67,11 @@ def seat(cfg: RunConfig, *, num_gpus: int) -> Seats:
 
 
 def check_slices(cfg: RunConfig, found: Sequence[Gpu]) -> None:
-    """Return if each role's process needs one slice at most. Raises: ConfigError: one needs more.
+    """Check that each role's process needs at most one slice.
 
-    CUDA shows a process one slice only, whatever CUDA_VISIBLE_DEVICES lists.
+    CUDA shows only one slice to a process, for any CUDA_VISIBLE_DEVICES.
+
+    Raises: ConfigError: a process needs more.
     """
     if not any(gpu.is_slice for gpu in found):
         return
@@ -88,18 +91,19 @@ def check_slices(cfg: RunConfig, found: Sequence[Gpu]) -> None:
 
 
 def visible_to(role: str, number: int, seats: Seats, found: Sequence[Gpu]) -> dict[str, str]:
-    """Return the environment that shows a role's process its own GPUs only.
+    """Return the environment variables that restrict a role's process to its own GPUs.
 
     Args:
-        role: "learner", "actor" or one that needs none.
-        number: which actor.
-        found: this machine's; without any, nothing needs to be hidden.
+        role: "learner", "actor", or a role without GPUs.
+        number: the actor's number.
+        found: this machine's GPUs; {} is returned without any.
     """
     if not found:
         return {}
     own: tuple[int, ...] = ()
     if role == "learner" and seats.learner:
-        own = tuple(range(seats.learner[-1] + 1))  # from the first: `cuda:1` must stay the second
+        # The lower GPUs stay visible, so that `cuda:1` remains valid.
+        own = tuple(range(seats.learner[-1] + 1))
     elif role == "actor":
         own = seats.actors[number]
     return {"CUDA_VISIBLE_DEVICES": ",".join(found[i].uuid for i in own)}

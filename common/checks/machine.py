@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, memory, the CPU's matrix units, a C++ compiler."""
+"""Hardware and tools of this machine: GPUs, memory, the CPU's matrix units, a C++ compiler."""
 
 import os
 import shutil
@@ -16,15 +16,15 @@ GIB = 1 << 30
 COMPILER_PACKAGES = "g++ and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev)"
 _TIMEOUT_S = 20.0
 MEMINFO = Path("/proc/meminfo")
-_UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # the last two: ARM
+_UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # The last two are ARM's.
 _BF16_UNITS = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that answer on this machine and that CUDA_VISIBLE_DEVICES, if set, shows.
+    """Return the responding GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide.
 
-    Raises: ConfigError: CUDA_VISIBLE_DEVICES has numbers whose meaning is not known.
+    Raises: ConfigError: CUDA_VISIBLE_DEVICES contains ambiguous numbers.
     """
     if shutil.which("nvidia-smi") is None:
         return ()
@@ -36,7 +36,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def _smi(*words: str) -> list[str]:
-    """Return the lines that nvidia-smi prints; none if it fails or does not answer in time."""
+    """Return the lines that nvidia-smi prints; none if it fails or times out."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *words],
@@ -51,17 +51,17 @@ def _smi(*words: str) -> list[str]:
 
 
 def has_cuda() -> bool:
-    """Return whether an NVIDIA GPU answers on this machine."""
+    """Return whether an NVIDIA GPU responds on this machine."""
     return bool(gpus())
 
 
 def memory_bytes(proc: Path = PROC, meminfo: Path = MEMINFO) -> tuple[int, int]:
-    """Return the bytes of memory in all and those available now; zeros if neither is known.
+    """Return total and available memory in bytes; zeros if neither is known.
 
-    A container's limit counts if it is smaller than the machine's memory.
+    A container's limit is used if it is smaller than the machine's memory.
 
     Args:
-        proc: the folder of this process; tests give another one.
+        proc: the folder of this process; replaced in tests.
         meminfo: the file with the machine's memory.
     """
     if not meminfo.exists():
@@ -75,21 +75,22 @@ def memory_bytes(proc: Path = PROC, meminfo: Path = MEMINFO) -> tuple[int, int]:
 
 
 def cpu_units() -> list[str]:
-    """Return the names of the CPU's vector and matrix units that matter here."""
+    """Return the names of the CPU's vector and matrix units that affect the precision."""
     flags = cpu_flags()
     return [unit for unit in _UNITS if unit in flags]
 
 
 def has_bf16_units() -> bool:
-    """Return whether the CPU multiplies bf16 numbers itself; elsewhere fp32 is faster."""
+    """Return whether the CPU multiplies bf16 in hardware; without that, fp32 is faster."""
     return any(unit in _BF16_UNITS for unit in cpu_units())
 
 
 @cache
 def compiler_problem() -> str:
-    """Return why the CPU engine's first sample could not be compiled; "" if it can.
+    """Return why this machine cannot compile the CPU engine's kernels; "" if it can.
 
-    Torch compiles vLLM's sampling kernels on a CPU with $CXX or g++, against Python's own headers.
+    At the first sample on a CPU, torch compiles vLLM's sampling kernels with $CXX or g++ and
+    Python's own headers.
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
@@ -103,7 +104,7 @@ def compiler_problem() -> str:
             input=source,
             capture_output=True,
             encoding="utf-8",
-            errors="replace",  # A compiler may report in another encoding.
+            errors="replace",  # A compiler may print another encoding.
             timeout=_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -113,6 +114,6 @@ def compiler_problem() -> str:
 
 
 def check_compiler(what: str) -> None:
-    """Return if `what` can be compiled here. Raises: ConfigError: it cannot, and the remedy."""
+    """Check that `what` can be compiled. Raises: ConfigError: it cannot; contains the remedy."""
     if problem := compiler_problem():
         raise ConfigError(f"{what} compiles: {problem}; {COMPILER_PACKAGES}")

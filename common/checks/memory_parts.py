@@ -1,4 +1,4 @@
-"""What each role puts into a memory, part by part with its arithmetic."""
+"""Memory use of each role, part by part, with the calculation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +16,10 @@ from common.config.compute import (
 from common.config.learning import Advantage
 from common.config.run_config import ActorSection, LearnerSection, RunConfig
 
-PUBLISH_BUCKETS = 2  # the one that is sent and the next one
-LEARNER_WORK_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, fragments
+PUBLISH_BUCKETS = 2  # The bucket that is sent and the next one.
+LEARNER_WORK_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, fragmentation.
 NAME_OF = {2: "bf16", 4: "fp32"}
-ENGINE_WORK_BYTES = 3 * GIB // 2  # of a GPU engine beside weights and cache
+ENGINE_WORK_BYTES = 3 * GIB // 2  # Use of a GPU engine besides weights and cache.
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Part:
 
     label: str
     num_bytes: int
-    how: str  # the arithmetic
-    is_peak: bool = False  # taken only while the longest episodes are trained on; not judged
-    times: int = 1  # of so many alike together
+    how: str  # The calculation.
+    is_peak: bool = False  # The part exists only during the longest episodes; the check ignores it.
+    times: int = 1  # Number of equal parts that this one stands for.
 
 
 def _weights(label: str, num: int, width: int, note: str = "") -> Part:
@@ -38,9 +38,9 @@ def _weights(label: str, num: int, width: int, note: str = "") -> Part:
 
 
 def learner_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool, rank: int) -> list[Part]:
-    """Return what one rank holds where it computes; the first also publishes.
+    """Return the parts of one rank on its device; the first rank also publishes.
 
-    That is its share of what is sharded, too, unless it is offloaded.
+    They include the rank's share of the sharded tensors, unless those are offloaded.
     """
     learner = cfg.learner
     kept = [] if is_offloaded(cfg, is_cuda) else _sharded_parts(cfg, shape, is_cuda=is_cuda)
@@ -56,12 +56,12 @@ def learner_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool, rank: int
 
 
 def is_offloaded(cfg: RunConfig, is_cuda: bool) -> bool:
-    """Return whether the ranks keep in host memory what they share of the weights."""
+    """Return whether the ranks keep their shares of the weights in host memory."""
     return is_cuda and cfg.learner.offload is Offload.OPTIMIZER
 
 
 def learner_host_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[Part]:
-    """Return what the ranks have in host memory wherever they compute, all together."""
+    """Return the parts of all ranks together in host memory, for any device."""
     learner = cfg.learner
     parts: list[Part] = []
     if is_offloaded(cfg, is_cuda):
@@ -76,11 +76,11 @@ def learner_host_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> l
 
 
 def _publish_copies(cfg: RunConfig, shape: ModelShape) -> list[Part]:
-    """Return the versions that the first rank keeps in host memory beside the weights."""
+    """Return the weight versions that the first rank keeps in host memory for publishing."""
     learner = cfg.learner
     if learner.hold_back_steps == 0:
         return []
-    versions = 2 + learner.hold_back_steps  # what engines have, the next one, those kept back
+    versions = 2 + learner.hold_back_steps  # The engines' one, the next, the held-back.
     copy = _weights("publish copies", shape.num_params, BYTES_OF[cfg.model.dtype])
     return [Part(copy.label, versions * copy.num_bytes, f"{versions} copies x {copy.how}")]
 
@@ -116,7 +116,7 @@ def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[
 
 
 def frozen_bytes(learner: LearnerSection, is_cuda: bool) -> int:
-    """Return in how many bytes a weight is kept that is not trained."""
+    """Return the bytes of one frozen weight."""
     return 2 if is_cuda and learner.precision is not Precision.FP32 else 4
 
 
@@ -126,7 +126,7 @@ def _has_own_critic(cfg: RunConfig) -> bool:
 
 
 def lora_params(lora: LoraSection, shape: ModelShape) -> int:
-    """Return the weights of all adapters: rank x (inputs + outputs) of every adapted layer."""
+    """Return the number of adapter weights: rank x (inputs + outputs) of every adapted layer."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     hidden, units = shape.hidden, shape.intermediate
     sizes = {
@@ -149,7 +149,7 @@ def _share(part: Part, num_ranks: int) -> Part:
 
 
 def adamw_part(moments: Moments, num: int) -> Part:
-    """Return AdamW's two moments: fp32, or a byte each and 4 bytes for the scale of 256."""
+    """Return AdamW's two moments: fp32, or 1 byte each and a 4-byte scale per 256 values."""
     if moments is Moments.FP32:
         return _weights("optimizer", num, 8, " (AdamW)")
     return Part("optimizer", num * 65 // 32, f"{num / 1e6:,.1f}M x 2.03 B (AdamW, 8 bits)")
@@ -165,9 +165,9 @@ def _optimizer_part(learner: LearnerSection, shape: ModelShape) -> Part:
 
 
 def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[Part]:
-    """Return estimates: exact numbers depend on the kernels that torch picks.
+    """Return estimates. Exact numbers depend on the kernels that torch selects.
 
-    On a CPU attention is computed as plain products, which keep the scores of every pair.
+    On a CPU, attention is computed with plain products that store the scores of all token pairs.
     """
     learner = cfg.learner
     tokens = max(learner.max_tokens_per_microbatch, cfg.actor.max_model_len)
@@ -176,7 +176,7 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
         is_bf16 = is_cuda or has_bf16_units()
     width = 2 if is_bf16 else 4
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-    layer = 6 * shape.hidden + attention + 3 * shape.intermediate  # numbers kept per token
+    layer = 6 * shape.hidden + attention + 3 * shape.intermediate  # Numbers stored per token.
     per_token, how = shape.layers * layer, f"{tokens:,} tokens x {shape.layers} layers x {layer:,}"
     if learner.gradient_checkpointing:
         per_token = shape.layers * shape.hidden + layer
@@ -189,7 +189,7 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
     ]
     if not is_cuda:
         layers = 1 if learner.gradient_checkpointing else shape.layers
-        pairs = 3 * shape.heads * cfg.actor.max_model_len  # scores, softmax, its cast
+        pairs = 3 * shape.heads * cfg.actor.max_model_len  # Scores, softmax, and its cast.
         how = f"{tokens:,} tokens x {layers} layers x {pairs:,} x {width} B, of longest episodes"
         size = tokens * layers * pairs * width
         parts.append(Part("attention scores, at most", size, how, is_peak=True))
@@ -199,7 +199,7 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
         block = (shape.num_params - tables) // shape.layers
         what = f" (tables {tables / 1e6:,.1f}M, two blocks {2 * block / 1e6:,.1f}M)"
         parts.append(_weights("weights put together", tables + 2 * block, width, what))
-        if moves:  # in fp32; a gradient also as it is computed, and what is summed to
+        if moves:  # fp32; a gradient also in compute precision, and its fp32 sum.
             each = frozen_bytes(learner, is_cuda) if learner.lora.rank else 8 + width
             what = ", of the largest: there, or its gradient back"
             parts.append(_weights("weights on their way", max(tables, block), each, what))
@@ -209,7 +209,7 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
 
 
 def cpu_engine_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
-    """Return what one engine without a GPU holds; each worker is sent a whole version."""
+    """Return the parts of one engine without a GPU. Each worker receives a whole version."""
     width, cache = BYTES_OF[cfg.model.dtype], cfg.actor.kv_cache_gib * GIB
     of_worker = [
         _weights("incoming weights", shape.num_params, width, ", while they load"),
@@ -224,7 +224,7 @@ def cpu_engine_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
 def gpu_engine_parts(
     cfg: RunConfig, shape: ModelShape, capacity_bytes: int, *, num_engines: int
 ) -> list[Part]:
-    """Return what the workers of engines hold on a GPU; vLLM takes its share at the start."""
+    """Return the parts of engine workers on a GPU. vLLM reserves its share at the start."""
     actor, width = cfg.actor, BYTES_OF[cfg.model.dtype]
     weights = width * shape.num_params // actor.tensor_parallel_size
     how = f"{shape.num_params / 1e6:,.1f}M / {actor.tensor_parallel_size} x {width} B"
@@ -252,7 +252,7 @@ def _cache_part(
 
 
 def times(parts: Sequence[Part], number: int, of: str) -> list[Part]:
-    """Return the parts of several alike, none of nobody."""
+    """Return the parts of `number` equal owners together; an empty list for 0."""
     if number == 1:
         return list(parts)
     several = [
@@ -268,5 +268,5 @@ def times(parts: Sequence[Part], number: int, of: str) -> list[Part]:
 
 
 def shown(num_bytes: float) -> str:
-    """Return a size in words."""
+    """Return a size as text."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""The memory that a run will take, place by place, before anything is loaded."""
+"""The memory that a run will use, per GPU and host, before any weights are loaded."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from common.config.compute import Moments, Offload, OptimizerKind
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 
-PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured 0.7-1.1 GiB a process
+PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured: 0.7-1.1 GiB per process.
 GPU_REMEDY = (
     "give the learner more GPUs (learner.num_gpus), train adapters (learner.lora.rank=16), set"
     " learner.gradient_checkpointing=true or learner.moments=8bit, lower actor.gpu_memory_frac or"
@@ -35,16 +35,16 @@ HOST_REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A memory and what is put there."""
+    """The memory of one GPU or host, and the parts in it."""
 
     name: str
     parts: list[Part]
-    capacity_bytes: int  # 0: not on this machine, or nobody tells
+    capacity_bytes: int  # 0 if unknown, or if it is not on this machine.
     remedy: str
 
     @property
     def total_bytes(self) -> int:
-        """What all parts take together, rare peaks left out."""
+        """The sum of all parts, without rare peaks."""
         return _total(self.parts)
 
 
@@ -55,12 +55,13 @@ def _total(parts: Sequence[Part]) -> int:
 def make_plan(
     cfg: RunConfig, shape: ModelShape, *, on: Sequence[Gpu], host_bytes: int, num_nodes: int = 1
 ) -> list[Place]:
-    """Return what lies where: on each GPU that a role uses, and in each host's (0: unknown).
+    """Return the memory use of each used GPU and of each node's host.
 
     Args:
-        on: the GPUs of all nodes, which have as many each.
+        on: the GPUs of all nodes; each node has the same number.
+        host_bytes: memory of each host; 0 if unknown.
 
-    Raises: ConfigError: they are too few, or a role would have some of two nodes.
+    Raises: ConfigError: there are too few GPUs, or a role would use GPUs of two nodes.
     """
     is_cuda, width = trains_on_gpu(cfg, num_gpus=len(on)), cfg.actor.tensor_parallel_size
     first, other = (learner_parts(cfg, shape, is_cuda=is_cuda, rank=rank) for rank in (0, 1))
@@ -109,7 +110,7 @@ def _offload_remedy(
     capacity_bytes: int,
     host_bytes: int,
 ) -> str:
-    """Return what offloading would make of a GPU's parts and of the host; "" if it is no help."""
+    """Return a hint with the memory use after offloading; "" if offloading does not help."""
     learner = cfg.learner
     if learner.offload is Offload.OPTIMIZER or learner.optimizer is OptimizerKind.MUON:
         return ""
@@ -129,7 +130,7 @@ def _offload_remedy(
 
 
 def _check_nodes(cfg: RunConfig, seats: Seats, per_node: int) -> None:
-    """Refuse a learner, or an engine, on GPUs of two nodes."""
+    """Refuse a learner or an engine on GPUs of two nodes."""
     if seats.learner and seats.learner[-1] >= per_node:
         raise ConfigError(
             f"learner.num_ranks={cfg.learner.num_ranks}: ranks are processes of one node, and one"
@@ -145,19 +146,19 @@ def _check_nodes(cfg: RunConfig, seats: Seats, per_node: int) -> None:
 
 
 def _programs(num_ranks: int, num_actors: int, width: int) -> Part:
-    # The engine's only worker is in its own process; several have one each.
+    # A single worker runs in the engine's own process. Several workers have one process each.
     num = num_ranks + (2 if width == 1 else 2 + width) * num_actors
     how = f"{num} processes x {shown(PROCESS_BYTES)}: learner, actors, their engines"
     return Part("programs", num * PROCESS_BYTES, how)
 
 
 def is_elsewhere(cfg: RunConfig) -> bool:
-    """Return whether the plan is that of the machine that the config names: no GPU answers here."""
+    """Return whether to plan for the config's machine, because this one has no GPU."""
     return cfg.machine.num_gpus > 0 and cfg.learner.device != "cpu" and not gpus()
 
 
 def plan_here(cfg: RunConfig, root: Path) -> list[Place]:
-    """Return the plan of a run on this machine, or see `is_elsewhere`.
+    """Return the plan for this machine, or for the config's machine (see `is_elsewhere`).
 
     Raises: ConfigError: there are too few GPUs.
     """
@@ -179,7 +180,7 @@ def plan_here(cfg: RunConfig, root: Path) -> list[Place]:
 
 
 def plan_named(cfg: RunConfig, shape: ModelShape) -> list[Place]:
-    """Return the plan on the machine that the config names."""
+    """Return the plan for the machine that the config describes."""
     machine = cfg.machine
     gpu = Gpu(name="", memory_bytes=int(machine.gpu_memory_gib * GIB))
     return make_plan(
@@ -192,7 +193,7 @@ def plan_named(cfg: RunConfig, shape: ModelShape) -> list[Place]:
 
 
 def plan_lines(places: Sequence[Place]) -> list[str]:
-    """Return the plan as a table; neighbours with the same parts are told once."""
+    """Return the plan as a table. Equal neighbours are merged into one entry."""
     lines: list[str] = []
     for alike in _alike(places):
         place, more = alike[0], len(alike) - 1
@@ -209,7 +210,7 @@ def _alike(places: Sequence[Place]) -> Iterator[list[Place]]:
 
 
 def lines_here(cfg: RunConfig, root: Path) -> list[str]:
-    """Return the plan of a run on this machine, or the one its config names, as a table."""
+    """Return the plan for this machine, or for the config's machine, as a table."""
     places = plan_lines(plan_here(cfg, root))
     if is_elsewhere(cfg):
         places.insert(0, f"no GPU here; on the machine that it is made for, {cfg.machine.text}:")
@@ -217,9 +218,9 @@ def lines_here(cfg: RunConfig, root: Path) -> list[str]:
 
 
 def check_memory(cfg: RunConfig, places: Sequence[Place], shape: ModelShape) -> None:
-    """Return if the plan fits in the memories of this machine, as far as they are here.
+    """Check that the plan fits in this machine's memory; unknown sizes are skipped.
 
-    Raises: ConfigError: a memory is too small, or the engine's cache for a single episode.
+    Raises: ConfigError: a memory is too small, or the engine's cache cannot hold one episode.
     """
     for place in places:
         if place.capacity_bytes and place.total_bytes > place.capacity_bytes:
@@ -233,7 +234,7 @@ def check_memory(cfg: RunConfig, places: Sequence[Place], shape: ModelShape) -> 
 
 
 def _check_cache(cfg: RunConfig, place: Place, shape: ModelShape) -> None:
-    """Refuse what vLLM would refuse later: a cache that does not hold one longest episode."""
+    """Refuse a cache that is too small for one longest episode; vLLM would refuse it later."""
     each = shape.kv_bytes_per_token(cfg.model.dtype) // cfg.actor.tensor_parallel_size
     needed = each * cfg.actor.max_model_len
     for part in place.parts:

@@ -1,4 +1,4 @@
-"""The sizes of a checkpoint, read without loading it."""
+"""The sizes of a checkpoint, read without loading its weights."""
 
 import json
 import math
@@ -9,13 +9,13 @@ from typing import Any, cast
 
 from common.errors import ConfigError
 
-CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes, vLLM 0.32
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # Head sizes of vLLM 0.32.
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What of a checkpoint decides its memory."""
+    """The sizes of a checkpoint that determine its memory."""
 
     num_params: int
     hidden: int
@@ -23,20 +23,20 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int  # units of the feed-forward layer that one token passes
+    intermediate: int  # Units of the feed-forward layers that one token passes through.
     vocab: int
-    context_tokens: int  # positions that the model knows; 0: it does not say, or stretches them
+    context_tokens: int  # Supported positions; 0: unspecified or scaled.
     dtype: str
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Return the bytes of the key-value cache that one token takes in all layers."""
+        """Return the bytes of one token in the key-value cache of all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_OF[dtype]
 
 
 def check_heads(shape: ModelShape, path: str) -> None:
-    """Return if vLLM on a CPU has kernels for a model's attention; it would end with a code alone.
+    """Check that vLLM on a CPU supports the model's heads; vLLM itself would report no reason.
 
-    Raises: ConfigError: its heads are too small.
+    Raises: ConfigError: the heads are too small.
     """
     if shape.head_dim < CPU_HEADS[0]:
         raise ConfigError(
@@ -47,11 +47,11 @@ def check_heads(shape: ModelShape, path: str) -> None:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Return the shape of the checkpoint in `folder`: config.json, and the weights' own headers.
+    """Return the shape of the checkpoint in `folder`, from config.json and the weights' headers.
 
-    Without weights their number follows from config.json.
+    Without weight files, the number of parameters is calculated from config.json.
 
-    Raises: ConfigError: config.json is no JSON, or says nothing of a transformer's sizes.
+    Raises: ConfigError: config.json is not JSON, or lacks the sizes of a transformer.
     """
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -83,7 +83,7 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def _is_stretched(text: dict[str, Any]) -> bool:
-    """Return whether rotary positions are scaled, as YaRN does."""
+    """Return whether rotary positions are scaled, as in YaRN."""
     rope: object = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         return True
@@ -92,7 +92,7 @@ def _is_stretched(text: dict[str, Any]) -> bool:
 
 
 def _params_of_config(text: dict[str, Any], *, is_tied: bool) -> int:
-    """Return the weights of a decoder of these sizes: embedding, head, attention, gated units."""
+    """Return a decoder's number of weights: embedding, head, attention, gated units."""
     hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
     head_dim = int(text.get("head_dim") or hidden // heads)
     queries = heads * head_dim
@@ -102,14 +102,14 @@ def _params_of_config(text: dict[str, Any], *, is_tied: bool) -> int:
         attention += queries + 2 * keys
     experts = int(text.get("num_experts") or 0)
     width = int(text.get("moe_intermediate_size") or text["intermediate_size"])
-    units = 3 * hidden * width * (experts or 1) + experts * hidden  # and the router
+    units = 3 * hidden * width * (experts or 1) + experts * hidden  # The last term is the router.
     layer = attention + units + 2 * hidden
     tables = int(text["vocab_size"]) * hidden * (1 if is_tied else 2)
     return tables + int(text["num_hidden_layers"]) * layer + hidden
 
 
 def _count_params(folder: Path, *, is_tied: bool) -> int:
-    """Return the weights in the headers of the safetensors files, 0 without any.
+    """Return the number of weights in the headers of the safetensors files; 0 without any.
 
     A tied head counts once.
     """

@@ -1,4 +1,4 @@
-"""Checks before anything starts: whatever would stop a command later stops it here."""
+"""Checks before a command starts, for all problems that would stop it later."""
 
 import os
 import platform
@@ -24,17 +24,17 @@ from common.ray_address import cluster_address
 from common.store.wandb_mode import check_mode
 
 MIN_FREE_DISK_GIB = 2
-SMALLEST_BLOCK_TOKENS = 16  # of an engine's KV cache
-SHIPPED_POLICIES = Path("configs") / "policies"  # below the repository
+SMALLEST_BLOCK_TOKENS = 16  # Block of an engine's KV cache.
+SHIPPED_POLICIES = Path("configs") / "policies"  # Folder below the repository.
 
 
 def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
-    """Return if a training run may start.
+    """Check that a training run can start.
 
     Args:
-        missing: what the environments need and the machine lacks, one line each.
+        missing: requirements of the environments that the machine lacks, one line each.
 
-    Raises: ConfigError: the first thing that would stop the run later; names key, value and remedy.
+    Raises: ConfigError: the first problem; the message has the key, its value and the remedy.
     """
     _check_tasks(cfg)
     if missing:
@@ -65,7 +65,7 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
 
 
 def on_this_machine(cfg: RunConfig) -> RunConfig:
-    """Return the config of what certainly runs here: all, or what a cluster does not take away."""
+    """Return the config without the roles that may run on other machines of a cluster."""
     if cfg.launcher is Launcher.LOCAL or not cluster_address(cfg.ray):
         return cfg
     return replace(cfg, actor=replace(cfg.actor, num_actors=0, num_gpus=0))
@@ -74,12 +74,12 @@ def on_this_machine(cfg: RunConfig) -> RunConfig:
 def check_dry(
     cfg: RunConfig, root: Path, *, missing: Sequence[str] = (), mistakes: Sequence[str] = ()
 ) -> None:
-    """Return if a training run may start; without GPUs here, on the machine that its config names.
+    """Check that a training run can start here, or on the config's machine if this has no GPU.
 
     Args:
-        missing: as `check`; it matters only if the run would be here. That model.path lacks weights
-            does not matter while `model.architecture` stands in for it.
-        mistakes: in the tasks, one line each; they matter on every machine.
+        missing: as in `check`; ignored for a run on another machine. If `model.architecture`
+            stands in for `model.path`, weights are not required.
+        mistakes: errors in the tasks, one line each; they count on every machine.
 
     Raises: ConfigError: as `check`.
     """
@@ -101,7 +101,7 @@ def check_dry(
 
 
 def _check_context(cfg: RunConfig, shape: ModelShape) -> None:
-    """Return if an engine could hold the episodes; it would say so only when it has started."""
+    """Check that an engine can hold the episodes. vLLM would report this only after its start."""
     actor, known = cfg.actor, shape.context_tokens
     if 0 < known < actor.max_model_len:
         law = f"the model knows {known} positions (max_position_embeddings)"
@@ -115,7 +115,7 @@ def _check_context(cfg: RunConfig, shape: ModelShape) -> None:
 
 
 def check_agent(actor: ActorSection) -> None:
-    """Return if this machine has the program that plays. Raises: ConfigError."""
+    """Check that this machine has the agent's program. Raises: ConfigError: it is missing."""
     if actor.endpoint and shutil.which(actor.agent[0]) is None:
         raise ConfigError(f"actor.agent={actor.agent}: there is no program {actor.agent[0]!r} here")
 
@@ -137,9 +137,9 @@ def _check_other_models(cfg: RunConfig, root: Path) -> None:
 
 
 def check_devices(cfg: RunConfig) -> Seats:
-    """Return who gets which of this machine's GPUs; nobody any where there are none.
+    """Return the assignment of this machine's GPUs; empty without GPUs.
 
-    Raises: ConfigError: there are fewer than the config asks for; names the keys.
+    Raises: ConfigError: the config requires more GPUs; the message has the keys.
     """
     num_gpus = len(gpus())
     check_slices(cfg, gpus())
@@ -165,9 +165,10 @@ def check_devices(cfg: RunConfig) -> Seats:
 
 
 def check_engine() -> None:
-    """Return if vLLM can start on this machine.
+    """Check that vLLM can start on this machine.
 
-    Raises: ConfigError: not Linux; or no GPU and no C++ compiler, which its CPU kernels need.
+    Raises: ConfigError: the system is not Linux, or there is neither a GPU nor the C++ compiler
+        for CPU kernels.
     """
     if platform.system() != "Linux":
         raise ConfigError(f"the engine (vLLM) runs on Linux only, and this is {platform.system()}")
@@ -178,11 +179,11 @@ def check_engine() -> None:
 
 
 def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
-    """Return if `sft` may start.
+    """Check that `sft` can start.
 
     Raises:
-        ConfigError: what the demonstrations or the policy to start from lack, or an output that
-            would write over a policy of the project's own.
+        ConfigError: the demonstrations or the initial policy are incomplete, or the output would
+            overwrite one of the project's own policies.
     """
     if not cfg.sft.demonstrations and missing:
         raise ConfigError("; ".join(missing))
@@ -201,13 +202,13 @@ def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> Non
 
 
 def check_dpo(cfg: RunConfig, root: Path) -> None:
-    """Return if `dpo` may start. Raises: ConfigError: there is no such model."""
+    """Check that `dpo` can start. Raises: ConfigError: the model is missing."""
     _check_offline(cfg)
     check_model(cfg.model.path, root)
 
 
 def check_evolve(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
-    """Return if `evolve` may start. Raises: ConfigError: as `check`."""
+    """Check that `evolve` can start. Raises: ConfigError: as `check`."""
     _check_offline(cfg)
     check(cfg, root, missing=missing)
 
@@ -225,7 +226,7 @@ def _check_offline(cfg: RunConfig) -> None:
 
 
 def _check_size_from_scratch(sft: SftSection) -> None:
-    """Return if a policy made from nothing fits the memory: weights, gradients and two moments."""
+    """Check that a new policy fits in memory: weights, gradients and two moments."""
     layer = 4 * sft.hidden_size**2 + 3 * sft.hidden_size * sft.intermediate_size
     needed = 16 * (sft.num_layers * layer + sft.vocab_size * sft.hidden_size)
     total, _ = memory_bytes()
@@ -238,9 +239,9 @@ def _check_size_from_scratch(sft: SftSection) -> None:
 
 
 def check_model(path: str, root: Path, *, key: str = "model.path", output: str = "") -> None:
-    """Return if `path`, the value of `key`, holds a transformers checkpoint with its tokenizer.
+    """Check that `path`, the value of `key`, is a transformers checkpoint with its tokenizer.
 
-    Raises: ConfigError: it does not; names what is missing.
+    Raises: ConfigError: files are missing; the message lists them.
     """
     folder = root / path
     if not folder.is_dir():
@@ -260,14 +261,14 @@ def check_model(path: str, root: Path, *, key: str = "model.path", output: str =
 
 
 def _maker(path: str, root: Path) -> str:
-    """Return the preset whose `sft` writes a policy to `path`; the general one if there is none."""
+    """Return the preset whose `sft` writes a policy to `path`; "tiny" if there is none."""
     return next((each for each in list_configs(root) if path == f"runs/{each}/policy"), "tiny")
 
 
 def check_ports(cfg: RunConfig) -> None:
-    """Return if the roles can listen here: at the hosts and, where it fixes any, the ports.
+    """Check that the roles can listen on their hosts and, if configured, on their fixed ports.
 
-    Raises: ConfigError: no address of this machine, or a port is taken, or given to two roles.
+    Raises: ConfigError: a host is not an address of this machine, or a port is taken or used twice.
     """
     fixed = {
         "scheduler.port": (cfg.scheduler.host, cfg.scheduler.port),
@@ -293,9 +294,9 @@ def check_ports(cfg: RunConfig) -> None:
 
 
 def check_disk(run_dir: Path) -> None:
-    """Return if the run directory can be made and the disk has room.
+    """Check that the run directory can be created and that the disk has room.
 
-    Raises: ConfigError: not writable, or too little space.
+    Raises: ConfigError: the folder is not writable, or the disk has too little space.
     """
     folder = run_dir
     while not folder.exists():
@@ -308,7 +309,7 @@ def check_disk(run_dir: Path) -> None:
 
 
 def _bind_problem(host: str, port: int) -> str:
-    """Return why a TCP port cannot be bound, "" if it can."""
+    """Return why a TCP port cannot be bound; "" if it can."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

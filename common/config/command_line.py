@@ -1,4 +1,4 @@
-"""The command line as text: commands, flags, overrides."""
+"""Parser of the command line: commands, flags, overrides."""
 
 import argparse
 import difflib
@@ -18,10 +18,10 @@ from common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What the help says of one command."""
+    """The help of one command."""
 
     text: str
-    sections: str  # of the configuration that matter to it most
+    sections: str  # Its most relevant sections of the configuration.
     example: str
 
 
@@ -31,7 +31,7 @@ COMMANDS = {
         Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8")
     ).items()
 }
-# Suites that train: they take key=value, study.* among them, and --dry-run.
+# Suites that train. They accept key=value, including study.*, and --dry-run.
 STUDIES = (
     *("algorithms", "limits", "recipes", "credit", "context", "branches", "branches-long"),
     *("staleness", "curriculum", "horizon", "peer"),
@@ -43,25 +43,25 @@ SUITES = (
 ) + ", ".join(STUDIES)
 
 
-JOINING = ("actor", "envhub")  # what may join from another machine
+JOINING = ("actor", "envhub")  # Roles that can join from another machine.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the command line asked for."""
+    """The parsed command line."""
 
     command: str
     config: str | None
-    overrides: list[str]  # of `help`: the topics
+    overrides: list[str]  # The command `help` has its topics here.
     is_dry: bool
     suite: str | None
-    json: str | None  # where figures go; None: runs/bench/SUITE.json, RUN/recompute.json
-    join: str | None = None  # HOST:PORT of a scheduler
-    key: str | None = None  # file that lets this machine in
-    probe: str | None = None  # of status: live or ready
-    filters: dict[str, str] = field(default_factory=dict[str, str])  # of show, by its keys
-    steps: str | None = None  # of recompute: a:b
-    is_quick: bool = False  # of doctor: the machine alone, in a few seconds
+    json: str | None  # File for results; None: runs/bench/SUITE.json or RUN/recompute.json.
+    join: str | None = None  # HOST:PORT of a scheduler.
+    key: str | None = None  # Key file that authorizes this machine.
+    probe: str | None = None  # Probe of `status`: live or ready.
+    filters: dict[str, str] = field(default_factory=dict[str, str])  # Filters of `show`, by name.
+    steps: str | None = None  # Steps of `recompute`: a:b.
+    is_quick: bool = False  # `doctor --quick`: only the fast machine checks.
 
 
 class _Parser(argparse.ArgumentParser):
@@ -70,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str], *, root: Path) -> Request:
-    """Return what the command line asks for; `--help` and `--version` print and exit at once.
+    """Return the parsed command line; `--help` and `--version` print and exit.
 
     Raises: ConfigError: an unknown flag or command.
     """
@@ -129,7 +129,7 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
 
 
 def _run_words(word: str) -> list[str]:
-    """Return the overrides that name a run: by its name, or by its path from here."""
+    """Return the overrides for a run, which is given by its name or by its relative path."""
     path = Path(word)
     if not (len(path.parts) > 1 and path.is_dir()):
         return [f"run.name={word}"]
@@ -138,14 +138,14 @@ def _run_words(word: str) -> list[str]:
 
 
 def _filters(asked: argparse.Namespace) -> dict[str, str]:
-    """Return what `show` is asked for, in the words of the dashboard's filters."""
+    """Return the filters of `show`, named as in the dashboard."""
     filters = {name: value for name in ("item", "group") if (value := getattr(asked, name))}
     filters |= {"success": "0"} if asked.failed else {}
     return filters | ({"sort": "best"} if asked.best else {})
 
 
 def command_help(name: str) -> str:
-    """Return what `run.py NAME --help` prints."""
+    """Return the output of `run.py NAME --help`."""
     command = COMMANDS[name]
     arguments = {
         "help": "[KEY|SECTION|COMMAND|reference]",
@@ -175,7 +175,7 @@ def command_help(name: str) -> str:
 
 
 def version_text(root: Path) -> str:
-    """Return the version of the project with the commit of its code."""
+    """Return the version of the project and the commit of its code."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     revision = git_revision()
     code = f"git {revision}, " if revision else ""

@@ -1,4 +1,4 @@
-"""Options of how the trainer computes: optimizer, arithmetic, memory, adapters, a critic."""
+"""Options of the trainer's computation: optimizer, precision, memory, adapters, critic."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,17 +8,18 @@ from common.config.knobs import WORD, Contradiction, knob
 
 
 class OptimizerKind(StrEnum):
-    """adamw: on everything. muon: Muon on the hidden matrices, AdamW on the rest."""
+    """adamw: AdamW for all weights. muon: Muon for the hidden matrices, AdamW for the rest."""
 
     ADAMW = "adamw"
     MUON = "muon"
 
 
 class Moments(StrEnum):
-    """In what AdamW keeps its two moments of the gradient.
+    """Number format of AdamW's two moments of the gradient.
 
-    8bit: blocks of 256 numbers with a scale each, 2.03 bytes a weight where fp32 takes 8; a weight
-    that has no whole blocks on each rank keeps fp32. By torchao; arXiv:2110.02861.
+    8bit: each block of 256 numbers has one scale. A weight needs 2.03 bytes instead of 8 bytes in
+    fp32. Weights without whole blocks on each rank keep fp32 moments. The implementation is
+    torchao's; arXiv:2110.02861.
     """
 
     FP32 = "fp32"
@@ -26,11 +27,11 @@ class Moments(StrEnum):
 
 
 class Offload(StrEnum):
-    """What a GPU's weights, gradients and moments are kept in.
+    """Location of a GPU learner's weights, gradients and moments.
 
-    optimizer: the host's pinned memory (FSDP2's CPUOffloadPolicy). Fp32 weights, gradients and
-    moments stay there and are updated there; the GPU is given one block at a time, in what it
-    computes with. The critic and the reference likewise.
+    optimizer: the host's pinned memory (FSDP2's CPUOffloadPolicy). Weights, gradients and moments
+    are stored there in fp32, and the optimizer step runs on the CPU. The GPU receives one block at
+    a time, in the precision of the computation. The critic and the reference are offloaded, too.
     """
 
     NONE = "none"
@@ -38,11 +39,12 @@ class Offload(StrEnum):
 
 
 class Precision(StrEnum):
-    """In what the passes are computed, over fp32 master weights.
+    """Precision of the forward and backward passes; the master weights are fp32.
 
-    auto: on a CPU the faster one, timed at a run's start (some 0.1 s) and kept; if both are within
-    20 %, on CUDA, with several ranks, and with train.mode=sync (which repeats itself bit for bit):
-    bf16 if the device has units for it, else fp32.
+    auto: bf16 if the device has bf16 units, else fp32. On a CPU with one rank and
+    train.mode=async, both are timed at the run's start (about 0.1 s). The faster one is then used
+    for the whole run if the difference exceeds 20 %. With train.mode=sync nothing is timed,
+    because such runs repeat bit for bit.
     """
 
     AUTO = "auto"
@@ -51,11 +53,11 @@ class Precision(StrEnum):
 
 
 class Layout(StrEnum):
-    """How the sequences of a microbatch lie in memory; the gradient is the same.
+    """Memory layout of a microbatch's sequences. The gradient does not depend on it.
 
-    padded: one below the other, as wide as the longest. packed: one after the other in a row, so
-    that nothing is computed for padding. auto: packed if the model's attention allows it (every
-    layer sees all tokens before) and, timed on a CPU at a run's start, it is not slower.
+    padded: one row per sequence, as wide as the longest. packed: all sequences in one row, without
+    computation for padding. auto: packed, if the model's attention allows it (every layer attends
+    to all earlier tokens) and if, timed on a CPU at a run's start, it is not slower.
     """
 
     AUTO = "auto"
@@ -64,11 +66,11 @@ class Layout(StrEnum):
 
 
 class Attention(StrEnum):
-    """The kernels of attention.
+    """Attention kernels.
 
-    fused: flash attention on CUDA (over packed sequences in bf16), else torch's scaled dot
-    products. products: plain matrix products, which keep the probabilities of every pair. auto:
-    fused on CUDA; on a CPU the faster one, timed as `precision` is, and products if in doubt.
+    fused: flash attention on CUDA (for packed sequences in bf16), else torch's scaled dot product
+    attention. products: plain matrix products, which store the probabilities of all token pairs.
+    auto: fused on CUDA. On a CPU the faster one, timed as for `precision`; products if in doubt.
     """
 
     AUTO = "auto"
@@ -77,10 +79,11 @@ class Attention(StrEnum):
 
 
 class WeightsTransport(StrEnum):
-    """How versions travel to the engines.
+    """Transport of weight versions to the engines.
 
-    auto: CUDA IPC to an engine that shares the learner's GPU, NCCL between GPUs, else gloo. file: a
-    folder of the run directory, which learner and actors must share; where nothing else passes.
+    auto: CUDA IPC to an engine on the learner's GPU, NCCL between GPUs, else gloo. file: a folder
+    of the run directory that learner and actors share, for networks that block the other
+    transports.
     """
 
     AUTO = "auto"
@@ -92,9 +95,9 @@ class WeightsTransport(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSection:
-    """Training of low-rank adapters beside frozen weights instead of the weights themselves.
+    """Low-rank adapters (LoRA), which are trained instead of the frozen weights.
 
-    There is no dropout: the policy that trains must be the function that sampled.
+    There is no dropout, because the trained policy must be the sampling policy.
     """
 
     rank: int = knob(0, "of the adapters; 0: all weights are trained", ge=0, le=512)
@@ -110,25 +113,25 @@ class LoraSection:
             yield "targets", "[]", "rank > 0 needs a layer to put adapters to"
 
 
-FULL = LoraSection()  # no adapters: all weights are trained
+FULL = LoraSection()  # No adapters: all weights are trained.
 
 
 class CriticKind(StrEnum):
-    """head: a value head on the policy's trunk. model: a network of its own."""
+    """head: a value head on the policy's trunk. model: a separate network."""
 
     HEAD = "head"
     MODEL = "model"
 
 
 class CriticTargets(StrEnum):
-    """gae: returns of the data's policy. vtrace: corrected to the current one (1802.01561)."""
+    """gae: returns of the sampling policy. vtrace: corrected to the current one (1802.01561)."""
 
     GAE = "gae"
     VTRACE = "vtrace"
 
 
 class Timestep(StrEnum):
-    """What one step of advantage estimation is; observation tokens are never one."""
+    """Length of one step in advantage estimation; observation tokens never count as steps."""
 
     TURN = "turn"
     TOKEN = "token"

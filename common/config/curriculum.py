@@ -1,4 +1,4 @@
-"""Options of the curriculum: the tasks, how they are mixed, and how long episodes may be."""
+"""Options of the curriculum: tasks, their mixture, and the growth of horizon and distance."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,15 +12,15 @@ from common.config.knobs import ENV_NAME, NAME, Contradiction, knob
 from common.ids import distance_of, subset_at
 
 MAX_TURNS = 100_000
-MAX_STAGE = 8_000_000  # in any unit; an episode of more tokens fits no message
+MAX_STAGE = 8_000_000  # Largest stage in any unit; no message can hold an episode of more tokens.
 
 
 class HorizonKind(StrEnum):
-    """How the most turns of an episode change over the run.
+    """Schedule of the horizon over the run.
 
     fixed: always the last stage. stepwise: the next stage every `every_steps` steps. linear: from
-    the first stage to the last over `over_steps` steps. gated: the next stage when too many
-    episodes are cut and success stands still, one back when entropy or sample size collapses.
+    the first stage to the last over `over_steps` steps. gated: the next stage if many episodes are
+    truncated and success stagnates; one stage back if entropy or effective sample size collapses.
     """
 
     FIXED = "fixed"
@@ -30,11 +30,11 @@ class HorizonKind(StrEnum):
 
 
 class HorizonUnit(StrEnum):
-    """What a horizon counts. No turn that began is cut short, whatever the unit.
+    """Unit of a horizon. In every unit, a turn that has begun is completed.
 
-    turns: turns. tokens: what the policy sampled in the episode; none begins a turn that could
-    exceed it. seconds: what its turns took, to generate and in the environment, without the
-    opening of a session, the wait for others in a synchronous round, or for new weights.
+    turns: turns. tokens: tokens that the policy sampled in the episode; a turn that could exceed
+    the horizon does not begin. seconds: duration of the turns, for generation and environment.
+    Session setup, waits in a synchronous round and waits for new weights do not count.
     """
 
     TURNS = "turns"
@@ -43,10 +43,11 @@ class HorizonUnit(StrEnum):
 
 
 class MixtureKind(StrEnum):
-    """What decides how often a task is drawn.
+    """Probability with which a task is drawn.
 
-    weights: its weight. temperature: its weight to the power of 1 / `temperature`. adaptive: that
-    times how much there is to learn from it, by its recent success.
+    weights: proportional to its weight. temperature: proportional to its weight to the power of
+    1 / `temperature`. adaptive: as temperature, times an estimate of the task's learning potential
+    from its recent success.
     """
 
     WEIGHTS = "weights"
@@ -68,10 +69,10 @@ class TaskSection:
             yield "distance", self.distance, "must be [least, most] turns, or [] for any"
 
     def items(self, bound: int = 0) -> str:
-        """Return the name of its items: the subset, or like "GoTo@4..8" of those at its distance.
+        """Return the name of its items: the subset, or a range of distances like "GoTo@4..8".
 
         Args:
-            bound: most turns that the distance curriculum allows now; 0: no bound.
+            bound: largest distance that the curriculum currently allows; 0: no bound.
         """
         if not self.distance:
             return self.subset
@@ -81,7 +82,7 @@ class TaskSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureSection:
-    """How the tasks are mixed. Evaluation always follows the plain weights."""
+    """The mixture of the tasks. Evaluation always uses the plain weights."""
 
     kind: MixtureKind = knob(MixtureKind.WEIGHTS, "what decides how often a task is drawn")
     temperature: float = knob(1.0, "1: the weights; the larger, the more even", gt=0, le=1000)
@@ -98,7 +99,7 @@ class MixtureSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedSection:
-    """When a gated horizon moves. All means are over the training steps of one stage."""
+    """Conditions of a gated horizon. All means are over the training steps of one stage."""
 
     window_steps: int = knob(40, "over which cut episodes and success's slope are measured", ge=2)
     min_steps: int = knob(40, "in a stage before it may advance", ge=2, must="be >= window_steps")
@@ -110,10 +111,10 @@ class GatedSection:
 
 
 class CurriculumKind(StrEnum):
-    """What grows over the run.
+    """Quantity that grows over the run.
 
-    horizon: how long episodes may get, by `horizon`. distance: how far goals are, by
-    `curriculum.distance`, of the tasks with a distance; the horizon stands at its last stage.
+    horizon: the length of episodes, by `horizon`. distance: the distance of the goals, by
+    `curriculum.distance`, for tasks with a distance; the horizon is fixed at its last stage.
     both: each by its own section.
     """
 
@@ -124,7 +125,7 @@ class CurriculumKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistanceGatedSection:
-    """When a gated distance moves. All means are over the training steps of one stage."""
+    """Conditions of a gated distance. All means are over the training steps of one stage."""
 
     window_steps: int = knob(20, "over which success is measured", ge=2)
     min_steps: int = knob(20, "in a stage before it may advance", ge=2, must="be >= window_steps")
@@ -138,7 +139,7 @@ class DistanceGatedSection:
 class HorizonOverride:
     """The horizon of one environment, or of one of its subsets.
 
-    What is not given is as the environment's, and what that does not give is as in `horizon`.
+    A subset inherits missing values from its environment, and an environment from `horizon`.
     """
 
     kind: str = knob("", '"": not given', one_of=tuple(HorizonKind), also="")
@@ -149,23 +150,23 @@ class HorizonOverride:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorizonPolicy:
-    """What holds for one environment or subset, nothing left open."""
+    """The complete schedule for one environment or subset."""
 
     kind: HorizonKind
-    stages: tuple[int, ...]  # in the unit, strictly increasing
+    stages: tuple[int, ...]  # Strictly increasing values in the horizon's unit.
     every_steps: int
     over_steps: int
     gated: "GatedSection | DistanceGatedSection"
 
     def values(self) -> Sequence[int]:
-        """Return every value that it may have."""
+        """Return every value that the schedule can produce."""
         first = -1 if self.kind is HorizonKind.FIXED else 0
         is_linear = self.kind is HorizonKind.LINEAR
         return range(self.stages[0], self.stages[-1] + 1) if is_linear else self.stages[first:]
 
 
 class ActorLimits(Protocol):
-    """What an actor's section says of the length of turns and episodes."""
+    """The limits on turns and episodes in the actor's section."""
 
     @property
     def max_turn_tokens(self) -> int: ...
@@ -179,7 +180,7 @@ class ActorLimits(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorizonSection:
-    """The interaction horizon: how long an episode may get (ScalingInter-RL, arXiv 2509.08755)."""
+    """The interaction horizon: the longest episode (ScalingInter-RL, arXiv 2509.08755)."""
 
     kind: HorizonKind = knob(HorizonKind.FIXED, "how it changes over the run")
     unit: HorizonUnit = knob(HorizonUnit.TURNS, "of its stages, in training")
@@ -203,9 +204,10 @@ class HorizonSection:
                 yield f"{key}stages", stages, law
 
     def contradictions_of_unit(self, actor: ActorLimits) -> Iterator[Contradiction]:
-        """Yield which stage of a horizon in tokens or seconds lets no turn begin, or never binds.
+        """Yield the stages in tokens or seconds that allow no turn, or that never take effect.
 
-        Beyond a lease's seconds, less a turn's, it is no episode that ends but a failure.
+        A stage must end before the actor's timeout, with room for one turn. Otherwise the episode
+        fails at the timeout instead of ending at its horizon.
         """
         turn_tokens, max_tokens = actor.max_turn_tokens, actor.max_model_len
         max_s = actor.episode_timeout_s - actor.turn_timeout_s
@@ -221,13 +223,13 @@ class HorizonSection:
                 yield key, list(stages), f"horizon.unit=seconds: {law}"
 
     def name_of(self, env: str, subset: str) -> str:
-        """Return whose horizon a subset follows: "environment/subset", or the environment."""
+        """Return the name of a subset's schedule: "environment/subset" or the environment."""
         far = distance_of(subset)
         own = f"{env}/{far[0] if far else subset}"
         return own if own in self.per_env else env
 
     def policy(self, name: str) -> HorizonPolicy:
-        """Return what holds for an environment, or an "environment/subset"."""
+        """Return the schedule of an environment or an "environment/subset"."""
         override = self.per_env.get(name) or HorizonOverride()
         of_env = self.per_env.get(name.partition("/")[0]) or HorizonOverride()
         return HorizonPolicy(
@@ -241,9 +243,9 @@ class HorizonSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistanceSection:
-    """How far goals may be over the run: the turns that the expert needs at most.
+    """Largest distance of the goals over the run, in turns that the expert needs.
 
-    A stage holds the items of a task from its least distance up to the stage's bound.
+    A stage contains a task's items from its least distance up to the stage's bound.
     """
 
     kind: HorizonKind = knob(HorizonKind.STEPWISE, "how the bound changes over the run")
@@ -254,7 +256,7 @@ class DistanceSection:
 
     @property
     def policy(self) -> HorizonPolicy:
-        """What holds for every environment."""
+        """The schedule of all environments."""
         return HorizonPolicy(
             kind=self.kind,
             stages=tuple(self.stages),
@@ -272,23 +274,23 @@ class DistanceSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumSection:
-    """What grows while the policy learns: the horizon, the distance of the goals, or both."""
+    """The growing quantity during training: the horizon, the distance of the goals, or both."""
 
     kind: CurriculumKind = knob(CurriculumKind.HORIZON, "what grows over the run")
     distance: DistanceSection = field(default_factory=DistanceSection)
 
     @property
     def has_distance(self) -> bool:
-        """True if distances grow."""
+        """Whether distances grow."""
         return self.kind is not CurriculumKind.HORIZON
 
     def held(self, policy: HorizonPolicy) -> HorizonPolicy:
-        """Return what holds of a horizon's policy: where distances alone grow, its last stage."""
+        """Return the schedule in effect: fixed at its last stage if only distances grow."""
         is_still = self.kind is CurriculumKind.DISTANCE
         return replace(policy, kind=HorizonKind.FIXED) if is_still else policy
 
     def warnings(self, horizon: "HorizonSection") -> list[str]:
-        """Return a line for every horizon that would grow and does not."""
+        """Return a warning for each growing horizon that the curriculum keeps fixed."""
         why = "has no effect: curriculum.kind=distance holds the horizon at its last stage"
         return [
             f"warning: horizon.{f'per_env.{name}.' if name else ''}kind={kind.value} {why}"
@@ -297,11 +299,11 @@ class CurriculumSection:
         ]
 
     def bounds(self) -> Sequence[int]:
-        """Return the bounds on distance that a run may meet; (0,) where none is set."""
+        """Return the possible bounds on the distance; (0,) without a distance curriculum."""
         return self.distance.policy.values() if self.has_distance else (0,)
 
     def contradictions_of(self, tasks: Sequence[TaskSection]) -> Iterator[Contradiction]:
-        """Yield why the tasks have no such curriculum, or which setting of it changes nothing."""
+        """Yield the reasons why the curriculum does not fit the tasks, or has no effect."""
         if not self.has_distance:
             if self.distance != DistanceSection():
                 law = "changes nothing of curriculum.kind=horizon; take distance or both"
@@ -319,13 +321,13 @@ class CurriculumSection:
 
 
 def are_apart(one: TaskSection, other: TaskSection) -> bool:
-    """Return whether both tasks have a distance and no distance is in both."""
+    """Return whether both tasks have distances, and the ranges do not overlap."""
     ranges = sorted([one.distance, other.distance])
     return bool(ranges[0]) and ranges[0][1] < ranges[1][0]
 
 
 def subsets_in_use(curriculum: CurriculumSection, tasks: Sequence[TaskSection]) -> list[str]:
-    """Return "env/items" of every task with a distance: its whole range, and that of each stage."""
+    """Return "env/items" of each task with a distance: for its whole range and for each stage."""
     names = (
         f"{task.env}/{task.items(bound)}"
         for task in tasks
@@ -336,11 +338,11 @@ def subsets_in_use(curriculum: CurriculumSection, tasks: Sequence[TaskSection]) 
 
 
 def why_not_far(task: TaskSection, known: Mapping[str, Mapping[int, int]], items: str) -> str:
-    """Return why a task cannot have the items of a distance, "" if it can.
+    """Return why a task has no items at a distance; "" if it has some.
 
     Args:
-        known: split -> expert's turns -> number of items; {} where the expert is not asked.
-        items: name of the range, as `subsets_in_use` has it, without the environment.
+        known: split -> expert's turns -> number of items; {} without an expert.
+        items: name of the range as in `subsets_in_use`, without the environment.
     """
     _, low, high = distance_of(items) or ("", 0, 0)
     lengths = known.get("train", {})
@@ -355,7 +357,7 @@ def why_not_far(task: TaskSection, known: Mapping[str, Mapping[int, int]], items
 def contradictions_of_tasks(
     horizon: HorizonSection, curriculum: CurriculumSection, tasks: Sequence[TaskSection]
 ) -> Iterator[Contradiction]:
-    """Yield why the tasks cannot be mixed, or which override belongs to none of them."""
+    """Yield the reasons why the tasks cannot be mixed, and overrides that match no task."""
     yield from curriculum.contradictions_of(tasks)
     if not tasks:
         return

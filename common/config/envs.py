@@ -1,4 +1,4 @@
-"""Options of the environments: `envs.<name>.<option>`; the names are those of the registry."""
+"""Options of the environments: `envs.<name>.<option>`, with names from the registry."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -8,7 +8,7 @@ from common.config.knobs import URL, WORD, Contradiction, knob, seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemFiles:
-    """Published lists of items, as those of AgentGym-RL's AgentItemId and of AgentEval are."""
+    """Published item lists, in the format of AgentGym-RL's AgentItemId and of AgentEval."""
 
     train_items: str = knob("", "file with the training items of subset `agentgym`")
     test_items: str = knob("", "file with its test items")
@@ -42,7 +42,7 @@ class BabyaiOptions(ItemFiles):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SciworldOptions(ItemFiles):
-    """ScienceWorld, one small JVM per live episode."""
+    """ScienceWorld. Each live episode has its own small JVM."""
 
     max_jvms: int = knob(8, "live episodes", ge=1, le=10**4)
     jvm_memory_mib: int = knob(160, "MiB of heap", ge=16, le=10**6)
@@ -57,7 +57,7 @@ class SciworldOptions(ItemFiles):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchqaOptions(ItemFiles):
-    """Deep search: questions answered with a retriever."""
+    """Deep search: question answering with a retriever."""
 
     questions_dir: str = knob("", '<dataset>_<train|test>.jsonl; "": a generated world of facts')
     corpus: str = knob("", 'JSON lines of passages; "": the generated world\'s')
@@ -71,7 +71,7 @@ class SearchqaOptions(ItemFiles):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrowserOptions:
-    """The browser that web environments drive."""
+    """The browser of the web environments."""
 
     executable: str = knob("", '"": chromium, chromium-browser, google-chrome from the PATH')
     max_sessions: int = knob(16, "contexts of the one browser", ge=1)
@@ -80,7 +80,7 @@ class BrowserOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebarenaOptions(ItemFiles):
-    """WebArena's sites, by URL; tasks of a site without one are left out."""
+    """URLs of WebArena's sites. Tasks of a site without a URL are left out."""
 
     shopping: str = knob("", "URL of the shop", form=URL, also="")
     shopping_admin: str = knob("", "URL of the shop's administration", form=URL, also="")
@@ -94,7 +94,7 @@ class WebarenaOptions(ItemFiles):
 
     @property
     def sites(self) -> dict[str, str]:
-        """The address of each site that has one, by WebArena's name, without a last slash."""
+        """The URLs of the configured sites by WebArena's names, without a trailing slash."""
         found = {
             "shopping": self.shopping,
             "shopping_admin": self.shopping_admin,
@@ -108,13 +108,13 @@ class WebarenaOptions(ItemFiles):
 
     @property
     def is_configured(self) -> bool:
-        """Whether any site has an address."""
+        """Whether any site has a URL."""
         return bool(self.sites)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinisitesOptions:
-    """Small web sites of our own; not WebArena."""
+    """Small web sites of this project; not WebArena."""
 
     observation_tokens: int = knob(4000, "longest accessibility tree, in words", ge=1)
 
@@ -131,14 +131,14 @@ class SqlgymOptions(ItemFiles):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WordleOptions(ItemFiles):
-    """Wordle with words that are few."""
+    """Wordle with a short word list."""
 
     words: str = knob("", 'file of them, such as LMRL-Gym\'s tweet_words.txt; "": our own')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteOptions:
-    """A server of AgentGym or OpenEnv driven as an environment of ours, named by its dialect."""
+    """A server of AgentGym or OpenEnv as an environment of the run, named by its dialect."""
 
     url: str = knob("", "such as http://10.0.0.5:36001", form=URL, also="")
     dialect: str = knob(
@@ -170,7 +170,7 @@ class RemoteOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvsSection:
-    """Options of every environment; one that is not served is ignored."""
+    """Options of all environments. Options of environments that are not served have no effect."""
 
     agentgym_rules: bool = knob(
         False,
@@ -191,14 +191,14 @@ class EnvsSection:
 
 
 def choose_env(name: str, envs: EnvsSection) -> str:
-    """Return the environment that a task's `env` means: of a|b the first configured, or b."""
+    """Return the environment for a task's `env`: for a|b the first configured one, or b."""
     *firsts, last = name.split("|")
     is_set = {"webarena": envs.webarena.is_configured}
     return next((each for each in firsts if is_set.get(each, True)), last)
 
 
 def own_tasks(name: str, envs: EnvsSection) -> str:
-    """Return what tables say of an environment whose tasks are our own; "" of all others."""
+    """Return a note for tables about an environment with this project's tasks; "" for others."""
     own = {
         "textcraft": "" if envs.textcraft.recipes_dir else "recipes of our own, not Minecraft's",
         "searchqa": "" if envs.searchqa.questions_dir else "questions on a world of our own",

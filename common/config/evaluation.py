@@ -1,4 +1,4 @@
-"""Options of evaluation, of what a policy is shown, of one asked over HTTP, and of studies."""
+"""Options of evaluation, of the policy's context, of endpoint policies, and of studies."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ OF_ANSWERS = ("format", "plan", "reflect_every", "reflect_on_invalid")
 
 
 class ContextKind(StrEnum):
-    """What becomes of an episode whose next turn has no room in `actor.max_model_len`.
+    """Handling of an episode whose next turn does not fit in `actor.max_model_len`.
 
-    full: it ends as context_full. window: a new segment begins with the first message and the
-    latest turns. summary: the policy sums up; a new segment begins with the first message and that.
-    fold, subagent: it ends, too, but the policy may do a part of its task in a branch, of which
-    only what it returns is kept; a branch of fold is shown all that was before, one of subagent
-    the first message and its call.
+    full: the episode ends as context_full. window: a new segment begins with the first message and
+    the latest turns. summary: the policy writes a summary; a new segment begins with the first
+    message and the summary. fold, subagent: the episode ends, but the policy can do parts of its
+    task in branches. Only the result of a branch is kept. A branch of fold receives all
+    earlier messages; a branch of subagent receives the first message and its call.
     """
 
     FULL = "full"
@@ -30,10 +30,10 @@ class ContextKind(StrEnum):
 
 
 class AgentLifetime(StrEnum):
-    """How long a process of `actor.agent` lives.
+    """Lifetime of a process of `actor.agent`.
 
-    episode: one is started for each episode. run: they are started with the actor, and ask for one
-    episode after another, or for many at once.
+    episode: each episode has its own process. run: the processes start with the actor and request
+    episodes one after another, or several at once.
     """
 
     EPISODE = "episode"
@@ -41,10 +41,10 @@ class AgentLifetime(StrEnum):
 
 
 class AgentFormat(StrEnum):
-    """How an answer says its action. What cannot be read is an invalid action, and counts as one.
+    """Format of the action in an answer. An unreadable answer counts as an invalid action.
 
-    plain: the answer is the action. react: thoughts, then `Action:` once and what follows it.
-    function_call: one call of a tool, as the model's own chat template writes it.
+    plain: the answer is the action. react: thoughts, then `Action:` once and the action.
+    function_call: one tool call in the format of the model's own chat template.
     """
 
     PLAIN = "plain"
@@ -53,7 +53,7 @@ class AgentFormat(StrEnum):
 
 
 class HubStyle(Protocol):
-    """What it takes to know of the section `envhub`."""
+    """The required part of the section `envhub`."""
 
     @property
     def style(self) -> str: ...
@@ -61,7 +61,7 @@ class HubStyle(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOptions:
-    """How an episode's policy answers, and what it is shown."""
+    """Format of the policy's answers, and the context that it receives."""
 
     format: AgentFormat = knob(AgentFormat.PLAIN, "how an answer says its action")
     plan: bool = knob(False, "a turn before the first action in which the policy plans")
@@ -93,36 +93,36 @@ class AgentOptions:
 
     @property
     def reflects(self) -> bool:
-        """Whether there may be reflections."""
+        """Whether an episode can contain reflections."""
         return self.reflect_every > 0 or self.reflect_on_invalid
 
     @property
     def has_segments(self) -> bool:
-        """Whether episodes may be several training rows."""
+        """Whether an episode can have several training rows."""
         return self.endpoint or self.context is not ContextKind.FULL
 
     @property
     def parts_turns(self) -> bool:
-        """Whether the sampled tokens of one turn may be in several training rows."""
+        """Whether the sampled tokens of one turn can be in several training rows."""
         is_parted = self.context is ContextKind.SUMMARY and self.learn_summaries
         return self.endpoint or self.has_branches or is_parted
 
     @property
     def has_branches(self) -> bool:
-        """Whether a policy may open branches."""
+        """Whether a policy can open branches."""
         return self.context in (ContextKind.FOLD, ContextKind.SUBAGENT)
 
     def of_text(self) -> "AgentOptions":
-        """Return those of a policy that is asked in texts, and is always shown everything."""
+        """Return the options for a text-only policy, which always gets the whole context."""
         return AgentOptions(**{name: getattr(self, name) for name in OF_ANSWERS})
 
     def of_answers(self) -> dict[str, object]:
-        """Return what of them makes an episode another one, where it is not the default."""
+        """Return the non-default options that change an episode."""
         told = {name: getattr(self, name) for name in OF_ANSWERS}
         return {name: value for name, value in told.items() if value not in ("plain", 0)}
 
     def contradictions_of_agents(self) -> Iterator[Contradiction]:
-        """Yield what is asked of agents but not told, or cannot be done to them."""
+        """Yield options that need an external agent, or that an external agent cannot support."""
         if self.endpoint != bool(self.agent):
             law = "actor.endpoint=true and the command actor.agent go together"
             yield "actor.agent", self.agent, law
@@ -141,9 +141,9 @@ class AgentOptions:
     def contradictions_of_rows(
         self, algorithm: AlgorithmSection, envhub: "HubStyle", policy: "PolicySection"
     ) -> Iterator[Contradiction]:
-        """Yield what cannot be computed where the tokens of an episode are in several rows.
+        """Yield options that do not work if an episode has several training rows.
 
-        And what formats of answers do not go with.
+        It also yields options that do not fit the format of the answers.
         """
         yield from self.contradictions_of_agents()
         if self.has_branches and (self.plan or self.reflects):
@@ -178,12 +178,12 @@ class AgentOptions:
 
 
 class EvalItems(StrEnum):
-    """Which held-out items the command `eval` plays.
+    """Held-out items of the command `eval`.
 
-    spread: the first ones of every configured subset, by the tasks' weights. tasks: the test lists
-    of the catalogue's tasks, which the configured subsets must be. paper: the test sets of
-    AgentGym-RL's Tables 1 to 5, at the turns of its evaluation. Of tasks and paper all items,
-    unless the command line gives `eval.num_items` too.
+    spread: the first items of each configured subset, by the tasks' weights. tasks: the test lists
+    of the catalogue's tasks; the configured subsets must be among them. paper: the test sets of
+    AgentGym-RL's Tables 1 to 5, with the number of turns of its evaluation. For tasks and paper,
+    all items are used, unless the command line also sets `eval.num_items`.
     """
 
     SPREAD = "spread"
@@ -193,7 +193,7 @@ class EvalItems(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSection:
-    """Held-out evaluation, always at the full horizon."""
+    """Held-out evaluation, always with the full horizon."""
 
     num_items: int = knob(
         400, "spread over the tasks by weight; -1: all there are", ge=-1, le=10**6
@@ -213,9 +213,10 @@ class EvalSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySection:
-    """A policy behind an OpenAI-compatible endpoint; only the command `eval` asks it.
+    """A policy behind an OpenAI-compatible endpoint, for the command `eval` only.
 
-    `serve` is one, and wants the key in the variable `api_key_env` itself.
+    The command `serve` provides such an endpoint. It requires the key from the variable
+    `api_key_env`.
     """
 
     url: str = knob(
@@ -245,7 +246,7 @@ class PolicySection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySection:
-    """A study of `bench --suite NAME`: whole arms of runs over seeds, worked off from a queue."""
+    """A study of `bench --suite NAME`: several arms of runs over seeds, run from a queue."""
 
     workers: int = knob(2, "runs at once, here or on Ray", ge=1, le=10**4)
     on_ray: bool = knob(False, "the workers are those of the Ray cluster at ray.address")

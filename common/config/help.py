@@ -1,6 +1,6 @@
-"""What `run.py help` prints: the text, type, default and law of every key, from its declaration.
+"""The output of `run.py help`: text, type, default and constraint of each declared key.
 
-`run.py help reference > docs/CONFIGURATION.md` writes that page; a test holds it to this.
+`run.py help reference > docs/CONFIGURATION.md` writes that page; a test checks that it is current.
 """
 
 import textwrap
@@ -28,9 +28,9 @@ from these only, and `key=value` on the command line comes last. Written by
 
 
 def help_text(topics: list[str]) -> str:
-    """Return the help about a key, a section or a command; about all sections if none is named.
+    """Return the help of a key, a section or a command; without a topic, of all sections.
 
-    Raises: ConfigError: more than one topic, or no such topic; names the nearest key.
+    Raises: ConfigError: more than one topic, or an unknown one; the message names the nearest key.
     """
     if len(topics) > 1:
         raise ConfigError(f"help {' '.join(topics)}: one key, section or command at a time")
@@ -81,14 +81,14 @@ def _key(key: str, kind: Any, field: Field[Any]) -> str:
 
 
 def _rule(kind: Any, field: Field[Any]) -> str:
-    """Return a key's law in words, "" if its type says all."""
+    """Return a key's constraint as text; "" if its type is the only constraint."""
     law: Law = field.metadata["law"]
     leaf = get_args(kind)[-1] if get_args(kind) else kind
     return law.phrase if leaf in (int, float, str) and law.form is not TEXT else ""
 
 
 def _default(field: Field[Any]) -> str:
-    """Return a key's default as it is written."""
+    """Return a key's default in the notation of the command line."""
     value = field.default_factory() if callable(field.default_factory) else field.default
     if value == MISSING:
         return "(needed)"
@@ -97,7 +97,7 @@ def _default(field: Field[Any]) -> str:
 
 
 def reference_text() -> str:
-    """Return the page."""
+    """Return the configuration reference as Markdown."""
     tops = [field for field in fields(RunConfig) if not is_dataclass(_kind(RunConfig, field.name))]
     lines = [HEAD, "## Of the whole run", "", *_table([(f.name, RunConfig, f) for f in tops])]
     for field in fields(RunConfig):
@@ -116,7 +116,7 @@ def _kind(section: Any, name: str) -> Any:
 
 
 def _walk(section: Any, prefix: str) -> Iterator[tuple[str, Any, Field[Any]]]:
-    """Yield every key below a section with the section and the field that declare it."""
+    """Yield every key below a section with its declaring section and field."""
     for field in fields(section):
         kind, key = _kind(section, field.name), f"{prefix}.{field.name}"
         if is_dataclass(kind):

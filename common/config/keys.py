@@ -1,4 +1,4 @@
-"""The shape of `RunConfig`: which keys there are, what each expects, which are nearest."""
+"""The schema of `RunConfig`: existing keys, their expected types, and the nearest valid key."""
 
 import difflib
 import json
@@ -11,7 +11,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 
-MAX_WHOLE = 1 << 1000  # so that a number can be compared with a float
+MAX_WHOLE = 1 << 1000  # Numbers below this can be compared with a float.
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+(/\w+)?|\[\d+\])*")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -25,7 +25,7 @@ def field_kinds(section: Any) -> dict[str, Any]:
 
 @cache
 def list_keys() -> tuple[str, ...]:
-    """Return every dotted key of the configuration, the first item standing for a list's all."""
+    """Return every dotted key of the configuration. Index 0 represents all items of a list."""
 
     def walk(section: Any, prefix: str) -> list[str]:
         keys: list[str] = []
@@ -42,7 +42,7 @@ def list_keys() -> tuple[str, ...]:
 
 
 def nearest_keys(key: str) -> str:
-    """Return the valid key most like `key`, or those of the same last word, as "a or b"."""
+    """Return the most similar valid key, or the keys with the same last word, as "a or b"."""
     last = key.rsplit(".", 1)[-1]
     if "." not in key:
         namesakes = [known for known in list_keys() if known.rsplit(".", 1)[-1] == last]
@@ -58,7 +58,7 @@ def nearest_keys(key: str) -> str:
 
 
 def describe_kind(kind: Any) -> str:
-    """Return in words what a key of this type expects."""
+    """Return a text about the values that a key of this type accepts."""
     if is_dataclass(kind):
         return f"a section with {', '.join(field_kinds(kind))}"
     if get_origin(kind) is list:
@@ -82,10 +82,10 @@ def declared(key: str, *, shown: str) -> tuple[Any, Field[Any]]:
     """Return the type that a dotted key expects, and the field that declares it.
 
     Args:
-        key: as the user wrote it; `tasks[0].weight` and `tasks.0.weight` both work.
+        key: in the user's notation; `tasks[0].weight` and `tasks.0.weight` are both valid.
         shown: key and value for the message.
 
-    Raises: ConfigError: there is no such key; names the nearest.
+    Raises: ConfigError: there is no such key; the message names the nearest one.
     """
     if not _KEY.fullmatch(key):
         raise ConfigError(f"{shown}: not a key; the nearest is {nearest_keys(key)}")
@@ -110,12 +110,13 @@ def dotted(key: str) -> str:
 
 
 def conform(value: Any, kind: Any, *, key: str) -> Any:
-    """Return `value`, checked against `kind`, with enum members in place of their names.
+    """Return `value` after a check against `kind`, with names replaced by enum members.
 
-    An interpolation ("${...}") of a single value passes as it is.
+    An interpolation ("${...}") of a single value is returned unchanged.
 
     Raises:
-        ConfigError: an unknown key or a wrong type anywhere below; names key, value, what is right.
+        ConfigError: an unknown key or a wrong type at any depth. The message has the key, its
+            value and the expected type.
     """
     origin: Any = get_origin(kind)
     is_leaf = origin is None and not is_dataclass(kind)
@@ -138,7 +139,7 @@ def conform(value: Any, kind: Any, *, key: str) -> Any:
 
 
 def show(value: Any) -> str:
-    """Return a value as it would be written in YAML, shortened."""
+    """Return a value in YAML notation, shortened."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

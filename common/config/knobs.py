@@ -1,4 +1,4 @@
-"""Declaring a configuration key: its default, text and law in one place, and the check of them all.
+"""Declarations of configuration keys: default, text and constraint in one place, with checks.
 
 Example:
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 from common.errors import ConfigError
 
-Contradiction = tuple[str, object, str]  # key below the section, value, what it must be
-RELATIONS: dict[str, Callable[[Any, Any], bool]] = {  # what a value must do beside another
+Contradiction = tuple[str, object, str]  # Key below the section, value, required value.
+RELATIONS: dict[str, Callable[[Any, Any], bool]] = {  # Relations between the values of two keys.
     "be at most": operator.le,
     "be <": operator.lt,
     "be >=": operator.ge,
@@ -36,7 +36,7 @@ RELATIONS: dict[str, Callable[[Any, Any], bool]] = {  # what a value must do bes
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a text must look like."""
+    """A pattern for texts."""
 
     phrase: str
     fits: Callable[[str], object]
@@ -44,19 +44,19 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """What a value must be; of a list or mapping, what each element must be."""
+    """The constraint of a value, or of each element of a list or mapping."""
 
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
-    also: float | str | None = None  # allowed beside the rest, such as 0 for "off"
+    also: float | str | None = None  # An additional allowed value, such as 0 for "off".
     one_of: tuple[str, ...] = ()
     form: Form | None = None
 
     @property
     def phrase(self) -> str:
-        """Return the law in words."""
+        """Return the constraint as text."""
         if self.one_of or self.form:
             words = self.form.phrase if self.form else f"one of {', '.join(self.one_of)}"
             return words if self.also is None else f'{words}, or "{self.also}"'
@@ -70,7 +70,7 @@ class Law:
         return f"must be {words}" if self.also is None else f"must be {self.also:g} or {words}"
 
     def allows(self, value: object) -> bool:
-        """Return whether a value is as it must be. NaN and infinities never are."""
+        """Return whether a value meets the constraint. NaN and infinities never do."""
         if self.also is not None and value == self.also:
             return True
         if isinstance(value, str):
@@ -83,7 +83,7 @@ class Law:
         if not isinstance(value, (int, float)):
             return False
         return (
-            (isinstance(value, int) or math.isfinite(value))  # an int may be too long for a float
+            (isinstance(value, int) or math.isfinite(value))  # A large int does not fit in a float.
             and (self.ge is None or value >= self.ge)
             and (self.gt is None or value > self.gt)
             and (self.le is None or value <= self.le)
@@ -93,7 +93,7 @@ class Law:
 
 @runtime_checkable
 class _Contradictable(Protocol):
-    """A section whose values may not go together in a way that `must` cannot say."""
+    """A section with its own check for combinations that `must` cannot express."""
 
     def contradictions(self) -> Iterator[Contradiction]: ...
 
@@ -114,7 +114,8 @@ def _is_host(text: str) -> bool:
 def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
-        is_there = bool(parts.hostname) and parts.port != 0  # reading it raises if it is none
+        # `parts.port` raises ValueError for an invalid port.
+        is_there = bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
     return is_there and parts.scheme in ("http", "https") and not re.search(r"\s", text)
@@ -123,7 +124,7 @@ def _is_url(text: str) -> bool:
 def _is_path(text: str) -> bool:
     parts = text.encode(errors="replace").split(b"/")
     is_short = sum(map(len, parts)) + len(parts) <= 4096 and max(map(len, parts)) <= 255
-    return _is_name(text) and is_short  # as file systems have it
+    return _is_name(text) and is_short  # Limits of common file systems.
 
 
 def _is_name(text: str) -> bool:
@@ -132,7 +133,7 @@ def _is_name(text: str) -> bool:
 
 def _is_file_name(text: str) -> bool:
     is_plain = text.isprintable() and "/" not in text and text.strip() == text
-    is_short = len(text) <= 100 and len(text.encode()) <= 200  # file systems end at 255 bytes
+    is_short = len(text) <= 100 and len(text.encode()) <= 200  # File systems allow 255 bytes.
     return is_plain and is_short and text != "latest" and text[:1] not in ("", ".")
 
 
@@ -143,9 +144,9 @@ def _is_date(text: str) -> bool:
         return False
 
 
-CEILING = 1e10  # of every number that has no bound of its own: what is above is a slip
-LONGEST_S = 2e6  # 23 days: 32 bits of milliseconds, in which many a library counts a wait
-MAX_CHARS = 10_000  # of a text
+CEILING = 1e10  # Default upper bound of numbers; a larger number is a typing error.
+LONGEST_S = 2e6  # 23 days: many libraries store a wait as 32 bits of milliseconds.
+MAX_CHARS = 10_000  # Longest text.
 TEXT = Form("printable text on one line", str.isprintable)
 NAME = Form("printable text, not empty", _is_name)
 PATH = Form("a path", _is_path)
@@ -189,13 +190,13 @@ def knob(
     """Declare one key of a section.
 
     Args:
-        default: its value unless YAML or an override gives another; a list is copied.
-        text: its meaning and unit, as `run.py help KEY` shows it.
-        ge, gt, le, lt: bounds of a number, or of each number of a list; a lower one is needed,
-            and without an upper one it is CEILING.
-        also: a value beyond these bounds, or beside `one_of` and `form`, that is allowed too.
-        one_of: all that a text may be.
-        form: what a text must look like; any printable line if neither is given.
+        default: value without YAML and overrides; a list is copied.
+        text: meaning and unit, for `run.py help KEY`.
+        ge, gt, le, lt: bounds of a number, or of each number of a list. A lower bound is required;
+            the default upper bound is CEILING.
+        also: an additional value that is allowed outside of the bounds, `one_of` and `form`.
+        one_of: all allowed texts.
+        form: pattern of a text; without `form` and `one_of` any printable line is allowed.
         must: one of RELATIONS and a key of the same section, such as "be at most max_size".
     """
     if ge is not None or gt is not None:
@@ -210,13 +211,13 @@ def knob(
 
 
 def seconds(default: float, text: str, **law: Any) -> Any:
-    """Declare a key that is a time, at most LONGEST_S unless it has a bound of its own."""
+    """Declare a key with a duration; the default upper bound is LONGEST_S."""
     bound: dict[str, Any] = {"le": LONGEST_S}
     return knob(default, text, **(bound | law))
 
 
 def check(section: Any, prefix: str = "") -> None:
-    """Return if everything below a config dataclass keeps its law and nothing contradicts.
+    """Check the constraints and combinations of all values below a config dataclass.
 
     Raises: ConfigError: "section.key=value: law".
     """
@@ -244,7 +245,7 @@ def _contradictions(section: Any, prefix: str) -> Iterator[Contradiction]:
 
 
 def _elements(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what one law is about: a value itself, or each element of a list or mapping."""
+    """Yield the values under one constraint: the value, or each element of a list or mapping."""
     if isinstance(value, list):
         yield from ((f"{key}[{i}]", each) for i, each in enumerate(cast(list[Any], value)))
     elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Options of learning: the objective, the critic, the controller and the trainer."""
+"""Options of learning: the objective, the controller and the trainer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,14 +19,14 @@ from common.config.knobs import DEVICE, HOST, Contradiction, knob, seconds
 
 
 class Advantage(StrEnum):
-    """How a reward becomes an advantage.
+    """Estimator that turns rewards into advantages.
 
-    grpo: less the group's `baseline`, optionally over its standard deviation (arXiv:2402.03300).
-    rloo: less the mean of the other members (arXiv:2402.14740).
+    grpo: reward minus the group's `baseline`, optionally divided by the group's standard deviation
+    (arXiv:2402.03300). rloo: reward minus the mean of the other members (arXiv:2402.14740).
     reinforce_pp: whitened over all tokens of the batch (REINFORCE++, arXiv:2501.03262).
-    reinforce_pp_baseline: less the group's mean, then whitened likewise.
+    reinforce_pp_baseline: reward minus the group's mean, then whitened as in reinforce_pp.
     ppo: a critic and generalised advantage estimation (arXiv:1707.06347, arXiv:1506.02438).
-    running: less a running mean of the item, for groups of one (arXiv:2509.13232).
+    running: reward minus a running mean of the item, for groups of one (arXiv:2509.13232).
     """
 
     GRPO = "grpo"
@@ -38,22 +38,22 @@ class Advantage(StrEnum):
 
     @property
     def is_group_relative(self) -> bool:
-        """True if a group whose members are worth the same teaches nothing."""
+        """Whether a group has no signal if all its members have the same return."""
         return self in (Advantage.GRPO, Advantage.RLOO, Advantage.REINFORCE_PP_BASELINE)
 
 
 class Baseline(StrEnum):
-    """What a group member's reward is compared with."""
+    """Baseline of a group member's reward."""
 
     LEAVE_ONE_OUT = "leave_one_out"
     GROUP_MEAN = "group_mean"
 
 
 class Aggregation(StrEnum):
-    """What weighs the same in the loss.
+    """Unit with equal weight in the loss.
 
-    token: every sampled token. sequence: every episode. constant: every token again, but divided
-    by episodes x `constant_tokens` instead of by the tokens there are.
+    token: every sampled token. sequence: every episode. constant: every sampled token, but the sum
+    is divided by episodes x `constant_tokens` instead of the number of tokens.
     """
 
     TOKEN = "token"
@@ -62,19 +62,19 @@ class Aggregation(StrEnum):
 
 
 class CreditLevel(StrEnum):
-    """Where a reward or penalty lands: on the whole episode, or on its turn (and those before)."""
+    """Receiver of a reward or penalty: the whole episode, or its turn (and the turns before)."""
 
     EPISODE = "episode"
     TURN = "turn"
 
 
 class StateCredit(StrEnum):
-    """What a turn is credited with among the group's turns that were taken in the same state.
+    """Credit of a turn, compared with the group's turns in the same state.
 
-    none: nothing. gigpo: its return less the mean of theirs, beside the episode's advantage
-    (arXiv:2505.10978). ecpo: the same of its action, less where there is little evidence
-    (arXiv:2606.05885). gagpo: GAE over turns, that mean as the state's value, instead of the
-    episode's advantage (arXiv:2605.13217).
+    none: no such credit. gigpo: the turn's return minus the mean return in that state, added to
+    the episode's advantage (arXiv:2505.10978). ecpo: the same for its action, shrunk if few visits
+    support it (arXiv:2606.05885). gagpo: GAE over turns with that mean as the state's value,
+    instead of the episode's advantage (arXiv:2605.13217).
     """
 
     NONE = "none"
@@ -84,13 +84,14 @@ class StateCredit(StrEnum):
 
 
 class PolicyLoss(StrEnum):
-    """The surrogate.
+    """The surrogate loss.
 
     ppo: clipped ratio per token. gspo: clipped ratio per sequence (arXiv:2507.18071).
     cispo: clipped, detached ratio as a weight of log pi (arXiv:2506.13585).
-    dppo: plain ratio; tokens whose probability already moved too far the right way are masked.
+    dppo: plain ratio. Tokens are masked if their probability has already moved too far in the
+    direction of the update.
     turn: clipped ratio per turn, the geometric mean over its tokens (arXiv:2605.13217).
-    unclipped: plain ratio; with correction=second_moment M2PO (arXiv:2510.01161).
+    unclipped: plain ratio; with correction=second_moment this is M2PO (arXiv:2510.01161).
     """
 
     PPO = "ppo"
@@ -102,13 +103,14 @@ class PolicyLoss(StrEnum):
 
 
 class Correction(StrEnum):
-    """What rho = pi_prox / mu becomes, the weight for data of other policies and arithmetics.
+    """Importance weight from rho = pi_prox / mu, for data of other policies or precisions.
 
     none: 1. token_tis: min(rho, tis_cap). sequence_tis: min(product of rho, tis_cap) for all
     tokens of an episode. icepop: rho inside [mask_low, mask_high], else 0. geometric: 1 for an
     episode whose geometric mean of rho is inside [geometric_low, geometric_high], else 0.
-    second_moment: 0 for the fewest tokens of the batch without which the mean of (log rho)^2 is at
-    most m2_threshold, else 1 (M2PO); rho of the policy before the step, which takes a pass.
+    second_moment: 0 for the smallest set of tokens whose removal brings the batch mean of
+    (log rho)^2 to m2_threshold or below, else 1 (M2PO). Its rho uses the policy before the step,
+    which needs an additional forward pass.
     """
 
     NONE = "none"
@@ -120,11 +122,12 @@ class Correction(StrEnum):
 
 
 class Proximal(StrEnum):
-    """The policy that the ratio of the surrogate is taken to (decoupled PPO, arXiv:2110.00641).
+    """Denominator policy of the surrogate's ratio (decoupled PPO, arXiv:2110.00641).
 
-    auto: sampler if a batch makes one update, else recomputed. sampler: mu itself. recomputed: one
-    more forward pass before the updates. reused: the log-probabilities of a sample's first update.
-    interpolated: between mu and pi by the token's lag, without a pass (A-3PO).
+    auto: sampler if a batch makes one update, else recomputed. sampler: the sampling policy mu.
+    recomputed: one more forward pass before the updates. reused: the log-probabilities of a
+    sample's first update. interpolated: between mu and pi by the token's lag, without a pass
+    (A-3PO).
     """
 
     AUTO = "auto"
@@ -144,10 +147,11 @@ class KlEstimator(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerSection:
-    """Reactions to data that is too far from the policy; each bounded, logged and switchable.
+    """Reactions to data that is too far from the policy. Each is bounded, logged and optional.
 
-    ESS is the least of the effective sample size of pi / mu as a share of the tokens, the mean m
-    of pi / mu, and 1 / m; 1 on-policy. The sample size alone stays 1 where all ratios shrink alike.
+    ESS is the minimum of three values: the effective sample size of pi / mu as a share of the
+    tokens, the mean m of pi / mu, and 1 / m. It is 1 on-policy. The sample size alone would stay 1
+    if all ratios shrank equally.
     """
 
     scale_lr: bool = knob(True, "learning rate x max(min_lr_scale, ESS / ess_target) below target")
@@ -169,7 +173,7 @@ class ControllerSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSection:
-    """The objective: advantages, the surrogate, and the correction for other policies' data."""
+    """The objective: advantages, the surrogate loss, and the correction for off-policy data."""
 
     advantage: Advantage = knob(Advantage.GRPO, "how a reward becomes an advantage")
     baseline: Baseline = knob(Baseline.LEAVE_ONE_OUT, "grpo: what a reward is compared with")
@@ -214,7 +218,7 @@ class AlgorithmSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSection:
-    """The trainer."""
+    """The learner's optimizer, computation, checkpoints and publishing of weights."""
 
     host: str = knob("127.0.0.1", "address to listen on", form=HOST)
     port: int = knob(0, "of the trajectories; 0: a free one", ge=0, le=65535)

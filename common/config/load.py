@@ -1,4 +1,4 @@
-"""Loading: dataclass defaults, then a YAML file and what it builds on, then overrides."""
+"""Loader: dataclass defaults, then a YAML file with its `defaults` chain, then overrides."""
 
 import difflib
 import os
@@ -23,7 +23,7 @@ from common.errors import ConfigError
 from common.repository import ROOT
 
 GIT_TIMEOUT_S = 5.0
-_DEFAULTS = "defaults"  # the one key of a YAML file that is not in the schema
+_DEFAULTS = "defaults"  # The only YAML key outside of the schema.
 
 
 def load_config(
@@ -33,14 +33,14 @@ def load_config(
 
     Args:
         config: a name (`configs/<name>.yaml` below `root`) or a YAML file; None: defaults only.
-        overrides: "section.key=value" each; text values are taken as they are written.
+        overrides: "section.key=value" each; text values are not parsed.
         root: the repository.
-        is_dry: without model.path, model.architecture stands in for it.
+        is_dry: model.architecture replaces a missing model.path.
 
     Returns:
-        The checked configuration. `run.name` is the config's name unless something sets it.
+        The checked configuration. The default of `run.name` is the config's name.
 
-    Raises: ConfigError: one line that names the key, the value and what would be right.
+    Raises: ConfigError: one line with the key, the value and the expected value.
     """
     merged = cast(DictConfig, OmegaConf.structured(RunConfig))
     try:
@@ -66,7 +66,7 @@ def load_config(
 
 
 def load_told(text: str, overrides: Sequence[str], *, root: Path) -> RunConfig:
-    """Return the configuration of a role that was told its sections as YAML by its run.
+    """Return the configuration of a role from the YAML sections that its run has sent.
 
     Raises: ConfigError: as `load_config`.
     """
@@ -79,17 +79,17 @@ def load_told(text: str, overrides: Sequence[str], *, root: Path) -> RunConfig:
 
 
 def list_configs(root: Path) -> list[str]:
-    """Return the names of the configs that ship with the project."""
+    """Return the names of the configs that are part of the project."""
     return sorted(path.stem for path in (root / "configs").glob("*.yaml"))
 
 
 def find_config(config: str, *, root: Path) -> Path:
-    """Return the file that `--config` means.
+    """Return the file for a value of `--config`.
 
-    Raises: ConfigError: neither a file nor a known name; names the nearest and all there are.
+    Raises: ConfigError: neither a file nor a known name; the message lists the known names.
     """
     for path in (root / "configs" / f"{config}.yaml", Path(config)):
-        if os.path.isfile(path):  # False also of a name that is too long
+        if os.path.isfile(path):  # isfile is False for an overlong name.
             return path
     known = list_configs(root)
     near = difflib.get_close_matches(Path(config).stem, known, n=1, cutoff=0.0)
@@ -100,7 +100,7 @@ def find_config(config: str, *, root: Path) -> Path:
 
 
 def without_secrets(cfg: RunConfig) -> RunConfig:
-    """Return a config to be shown or sent: no token, and no user and password in a URL."""
+    """Return a config for display or transfer: without tokens and credentials in URLs."""
 
     def bare(url: str) -> str:
         return re.sub(r"(?<=://)[^/]*@", "hidden@", url)
@@ -111,7 +111,7 @@ def without_secrets(cfg: RunConfig) -> RunConfig:
 
 
 def config_as_yaml(cfg: RunConfig, *, revision: str = "") -> str:
-    """Return the resolved config as YAML text, headed by the code's revision if one is given."""
+    """Return the resolved config as YAML text, with the code's revision as its first line."""
     head = f"# code: git {revision}\n" if revision else ""
     tree = asdict(cfg, dict_factory=_plain)
     return head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
@@ -120,7 +120,7 @@ def config_as_yaml(cfg: RunConfig, *, revision: str = "") -> str:
 def sections_as_yaml(
     cfg: RunConfig, sections: Sequence[str], *, without: Mapping[str, Sequence[str]]
 ) -> str:
-    """Return some sections of the resolved config as YAML, but for some keys of a section."""
+    """Return sections of the resolved config as YAML, without the keys in `without`."""
     tree = asdict(cfg, dict_factory=_plain)
     chosen = {name: tree[name] for name in sections}
     for name in chosen.keys() & without.keys():
@@ -129,7 +129,7 @@ def sections_as_yaml(
 
 
 def git_revision() -> str:
-    """Return the commit of the code, with "+changes" if the tree differs; "" outside git."""
+    """Return the commit of the code, with "+changes" for a modified tree; "" outside of git."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40"]
     try:
         done = subprocess.run(
@@ -145,7 +145,7 @@ def git_revision() -> str:
 
 
 def override_value(overrides: Sequence[str], key: str) -> str | None:
-    """Return the text that an override gives to `key`, None if none does."""
+    """Return the text that an override gives to `key`; None without such an override."""
     for override in overrides:
         name, equals, value = override.partition("=")
         if equals and dotted(name.strip()) == key:
@@ -154,7 +154,7 @@ def override_value(overrides: Sequence[str], key: str) -> str | None:
 
 
 def _read_chain(path: Path, *, root: Path) -> list[dict[str, Any]]:
-    """Return the YAML trees from the outermost `defaults` down to `path` itself."""
+    """Return the YAML trees of the `defaults` chain, from its base to `path` itself."""
     chain: list[dict[str, Any]] = []
     seen: list[Path] = []
     while True:
@@ -169,7 +169,7 @@ def _read_chain(path: Path, *, root: Path) -> list[dict[str, Any]]:
 
 
 def _find_base(base: Any, path: Path, *, root: Path) -> Path:
-    """Return the file that `defaults` in the file at `path` means."""
+    """Return the file that `defaults` in the file at `path` refers to."""
     for folder in (path.parent, root / "configs"):
         if isinstance(base, str) and "/" not in base and os.path.isfile(folder / f"{base}.yaml"):
             return folder / f"{base}.yaml"
@@ -178,19 +178,19 @@ def _find_base(base: Any, path: Path, *, root: Path) -> Path:
 
 
 def _read(path: Path) -> tuple[Any, dict[str, Any]]:
-    """Return the `defaults` of a YAML file, None without, and its sections, checked."""
+    """Return `defaults` of a YAML file (None if missing) and its checked sections."""
     try:
         text = path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     try:
         tree = OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also an impossible date
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date.
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         where = "" if line is None else f" line {line + 1}"
         problem = getattr(error, "problem", error)
         raise ConfigError(f"{path}{where}: not valid YAML: {problem}") from error
-    except OSError:  # what OmegaConf raises for a number or a date
+    except OSError:  # OmegaConf raises it for a number or a date.
         tree = text.strip()
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expects sections at the top, not {show(tree)}")
@@ -203,14 +203,14 @@ def _read(path: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def _derive(merged: DictConfig, *, is_dry: bool) -> None:
-    """Let the GPUs of a role decide how many processes it has, unless that is given, too."""
+    """Derive the number of a role's processes from its GPUs, unless the config sets it."""
     _unfreeze(merged)
     model, learner, actor = merged.model, merged.learner, merged.actor
     if is_dry and OmegaConf.is_missing(model, "path") and model.architecture:
         model.path = model.architecture
     if learner.num_gpus and learner.num_ranks == 1:
         learner.num_ranks = learner.num_gpus
-    width = max(1, actor.tensor_parallel_size)  # its law is checked later
+    width = max(1, actor.tensor_parallel_size)  # Its constraint is checked later.
     if actor.num_gpus and actor.num_gpus % width == 0 and actor.num_actors == 1:
         actor.num_actors = actor.num_gpus // width
 
@@ -233,7 +233,7 @@ def _apply(merged: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _make_way(merged: DictConfig, name: str, *, shown: str) -> None:
-    """Add the sections of a key that users name (`per_env.x.kind`); refuse too high an index."""
+    """Add the sections of a user-named key (`per_env.x.kind`); refuse too high an index."""
     parts = name.split(".")
     for i in range(1, len(parts)):
         above, section = ".".join(parts[:i]), ".".join(parts[: i + 1])
@@ -247,7 +247,7 @@ def _make_way(merged: DictConfig, name: str, *, shown: str) -> None:
 
 
 def _unfreeze(node: Any) -> None:
-    """Let overrides change nodes that OmegaConf marks read-only because their class is frozen."""
+    """Make nodes writable that OmegaConf marks read-only because their class is frozen."""
     if OmegaConf.is_config(node):
         OmegaConf.set_readonly(node, None)
         for name in node if OmegaConf.is_dict(node) else range(len(node)):

@@ -1,4 +1,4 @@
-"""Options of what runs beside training: SFT, DPO, AgentEvol and the simulator."""
+"""Options of SFT, DPO, AgentEvol and the simulator."""
 
 from dataclasses import dataclass
 
@@ -63,7 +63,7 @@ class DpoSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvolveSection:
-    """AgentEvol: sample, keep what succeeded, train, again (arXiv:2406.04151)."""
+    """AgentEvol: sample, keep successful episodes, train, repeat (arXiv:2406.04151)."""
 
     output: str = knob("runs/evolve-policy", "folder of the policies", form=PATH)
     num_iterations: int = knob(3, "of sampling and training", ge=1, le=10**4)
@@ -77,9 +77,10 @@ class EvolveSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatorSection:
-    """What the command `simulate` assumes. Everything else is the run's own configuration.
+    """Assumptions of the command `simulate`. All other values come from the run's configuration.
 
-    Actors are as described here also with `from_run`; episodes and steps only without.
+    The actors are modelled from these keys, also with `from_run`. The keys of episodes and steps
+    are used only without `from_run`.
     """
 
     hours: float = knob(0.0, "of virtual time; 0: until train.num_steps", ge=0, le=10**6)

@@ -1,4 +1,4 @@
-"""The configuration that a request on the command line means: a named one, or a run's own."""
+"""The configuration for a request: a named config, or the stored config of a run."""
 
 import difflib
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ DEFAULT_CONFIG = "quickstart"
 
 
 def belongs_to_no_run(request: Request) -> bool:
-    """Return whether neither a config nor a run is named."""
+    """Return whether the request names neither a config nor a run."""
     keys = ("run.name", "run.dir")
     named = [key for key in keys if override_value(request.overrides, key) is not None]
     return request.config is None and not named
 
 
 def load_named(request: Request, *, root: Path, defaults: Sequence[str] = ()) -> RunConfig:
-    """Return the config of a request, its overrides after `defaults`; a named run has its own."""
+    """Return the config of a request: overrides come after `defaults`; a named run uses its own."""
     overrides = [*defaults, *request.overrides]
     if request.config is None and (name := override_value(overrides, "run.name")) is not None:
         own = own_config(overrides, name, root=root)
@@ -32,13 +32,13 @@ def load_named(request: Request, *, root: Path, defaults: Sequence[str] = ()) ->
 
 
 def load_joined(request: Request, *, root: Path) -> RunConfig:
-    """Return the config of the run that a role joins or that is asked about.
+    """Return the config of the run that a role joins, or that a command reads.
 
-    Without `run.name` it is the one that `--config` names, then the latest.
+    Without `run.name` it is the run that `--config` names, or the latest one.
 
     Raises:
-        ConfigError: there is no such run; names the nearest one there is. Only a scheduler that is
-            given a `--config` begins a run.
+        ConfigError: there is no such run; the message names the nearest one. Only a scheduler
+            with `--config` begins a run.
     """
     overrides = request.overrides
     name = override_value(overrides, "run.name")
@@ -52,7 +52,8 @@ def load_joined(request: Request, *, root: Path) -> RunConfig:
         return load_config(str(own), overrides, root=root)
     if request.command == "scheduler" and request.config is not None:
         return load_config(request.config, overrides, root=root)
-    load_config(request.config or DEFAULT_CONFIG, overrides, root=root)  # a wrong key is said first
+    # A wrong key is reported before a missing run.
+    load_config(request.config or DEFAULT_CONFIG, overrides, root=root)
     raise ConfigError(f"run.name={name}: no such run below {own.parents[1]}/{_nearest_run(own)}")
 
 
@@ -64,8 +65,8 @@ def _folder(overrides: Sequence[str], *, root: Path) -> Path:
 
 
 def own_config(overrides: Sequence[str], name: str, *, root: Path) -> Path:
-    """Return where a run keeps its configuration. Raises: ConfigError: no name of a run."""
-    if not FILE_NAME.fits(name):  # before it is taken for a path
+    """Return the path of a run's configuration. Raises: ConfigError: not a valid run name."""
+    if not FILE_NAME.fits(name):  # The name becomes part of a path.
         raise ConfigError(f"run.name={name!r:.100}: {FILE_NAME.phrase}")
     return _folder(overrides, root=root) / name / "config.yaml"
 

@@ -1,6 +1,6 @@
-"""The configuration: every default lives here; YAML files and overrides only change them.
+"""The configuration schema with all defaults. YAML files and overrides only change these.
 
-No I/O, no environment variables, no device code. Loading is in `common/config/load.py`.
+It has no I/O, no environment variables and no device code. `common/config/load.py` loads it.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ from common.errors import ConfigError
 from common.formats.action_size import DEFAULT_ACTION_MIB, MOST_ACTION_MIB, needed_mib
 
 DTYPES = ("bfloat16", "float16", "float32")
-LARGEST_BLOCK_TOKENS = 128  # of a KV cache; an engine may have smaller ones
+LARGEST_BLOCK_TOKENS = 128  # Largest block of a KV cache; engines may use smaller ones.
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -67,7 +67,7 @@ class Launcher(StrEnum):
 
 
 class OnStall(StrEnum):
-    """What becomes of a role that hangs, or a run that stands still, beside a report of it."""
+    """Action after a report about a hanging role, or about a run without progress."""
 
     WARN = "warn"
     RESTART = "restart"
@@ -85,7 +85,7 @@ class WandbMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
-    """Where the run lives and what makes it repeatable."""
+    """The run's location and its seed, and its behaviour at a restart, a stop and a stall."""
 
     name: str = knob("quickstart", "directory below run.dir", form=FILE_NAME)
     dir: str = knob("runs", "directory of all runs", form=PATH)
@@ -102,7 +102,7 @@ class RunSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSection:
-    """How long, and how the roles interleave."""
+    """Length of the training, and whether the roles overlap."""
 
     mode: TrainMode = knob(TrainMode.ASYNC, "whether actors and learner overlap")
     num_steps: int = knob(100, "optimizer steps, so versions published after v0", ge=0)
@@ -110,7 +110,7 @@ class TrainSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """The policy: a transformers checkpoint directory, loaded by path."""
+    """The policy: a directory with a transformers checkpoint."""
 
     path: str = knob(MISSING, "directory with config.json, weights and tokenizer", form=PATH)
     architecture: str = knob(
@@ -124,7 +124,7 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSection:
-    """What a preset is made for: the memory plan of a dry run where there is no GPU."""
+    """The target machine of a preset, for the memory plan of a dry run without a GPU."""
 
     num_nodes: int = knob(1, "learner on the first, engines where GPUs are left", ge=1, le=1000)
     num_gpus: int = knob(0, "of each node; 0: any machine will do", ge=0, le=1000)
@@ -133,7 +133,7 @@ class MachineSection:
 
     @property
     def text(self) -> str:
-        """The machine in words."""
+        """The machine as text."""
         nodes = f"{self.num_nodes} node" + "s" * (self.num_nodes > 1)
         gpus = f"{self.num_gpus} GPU" + "s" * (self.num_gpus > 1)
         return f"{nodes} with {gpus} of {self.gpu_memory_gib:g} GiB"
@@ -141,7 +141,7 @@ class MachineSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsSection:
-    """How episodes are grouped for a step."""
+    """Groups of episodes for a step."""
 
     size: int = knob(8, "episodes of one prompt; 1: see algorithm.advantage", ge=1, le=4096)
     per_step: int = knob(16, "groups with signal in one optimizer step", ge=1, le=10**5)
@@ -159,12 +159,12 @@ class GroupsSection:
     straggler_min_s: float = seconds(30.0, "seconds before which none is", gt=0)
 
 
-SILENT_BEATS = 5  # missed in a row
+SILENT_BEATS = 5  # Consecutive missed heartbeats.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSection:
-    """The centre's control plane."""
+    """The scheduler: addresses, heartbeats, leases and the gate."""
 
     host: str = knob("127.0.0.1", "address to listen on", form=HOST)
     port: int = knob(0, "0: a free one, written to the run directory", ge=0, le=65535)
@@ -184,12 +184,12 @@ class SchedulerSection:
 
     @property
     def silent_after_s(self) -> float:
-        """Seconds without a sign of life after which nobody waits for an actor's engine."""
+        """Seconds without a heartbeat after which broadcasts skip an actor's engine."""
         return SILENT_BEATS * self.heartbeat_s
 
 
 class GpuPlacement(StrEnum):
-    """Auto: apart from the learner if there are GPUs enough, else colocated with it."""
+    """auto: separate from the learner if there are enough GPUs, else colocated with it."""
 
     AUTO = "auto"
     APART = "apart"
@@ -197,7 +197,7 @@ class GpuPlacement(StrEnum):
 
 
 class AtUpdate(StrEnum):
-    """What an engine does at new weights with keys and values that older ones computed."""
+    """Handling of keys and values from older weights when an engine loads new weights."""
 
     KEEP = "keep"
     DROP = "drop"
@@ -205,7 +205,7 @@ class AtUpdate(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSection(AgentOptions):
-    """Generation and interaction."""
+    """The actors: episodes, sampling, the engine and its timeouts."""
 
     num_actors: int = knob(1, "started by the launcher; more may join at any time", ge=0, le=10_000)
     num_spares: int = knob(
@@ -251,7 +251,7 @@ class ActorSection(AgentOptions):
 
     @property
     def num_engines(self) -> int:
-        """How many the launcher starts."""
+        """Number of engines that the launcher starts."""
         return self.num_actors + self.num_spares
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -273,7 +273,7 @@ class ActorSection(AgentOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvhubSection:
-    """The environment service."""
+    """The environment hub."""
 
     envs: list[str] = knob([], "names to serve; []: those of the tasks", form=ENV_NAME)
     host: str = knob("127.0.0.1", "address to listen on", form=HOST)
@@ -309,7 +309,7 @@ class EnvhubSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSection:
-    """What is shown and where metrics go."""
+    """Log levels, the terminal display, and the destination of metrics."""
 
     wandb: WandbMode = knob(WandbMode.AUTO, "where metrics go beside metrics.jsonl")
     wandb_project: str = knob("longstride", "project of Weights & Biases", form=WORD)
@@ -320,7 +320,7 @@ class LogSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalSection:
-    """What is kept of the trajectories on disk. What a restart needs is never touched."""
+    """Retention of trajectories on disk. Files for a restart are never changed."""
 
     segment_mb: int = knob(256, "MB of a file, the unit of what follows", ge=1, le=4096)
     compress: bool = knob(True, "files that no restart reads any more, in idle time")
@@ -330,7 +330,7 @@ class JournalSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaySection:
-    """Where Ray puts the roles. Scheduler and learner are always beside the run directory."""
+    """Placement of roles by Ray. Scheduler and learner always run on the run directory's node."""
 
     address: str = knob(
         "", 'of a cluster; "": that of RAY_ADDRESS, else one is started here', form=RAY, also=""
@@ -347,7 +347,7 @@ class RaySection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """A whole run. `OmegaConf.structured(RunConfig)` is the schema that all else is merged into."""
+    """A whole run. `OmegaConf.structured(RunConfig)` is the schema for all merged values."""
 
     launcher: Launcher = knob(Launcher.LOCAL, "of `train`: what starts the roles")
     dashboard: bool = knob(False, "of `train`: a page over the run, beside it, on this machine")
@@ -391,7 +391,7 @@ class RunConfig:
             yield "groups.min_size", 1, f"{law} group; give 2 or more, or advantage=running or ppo"
 
     def _contradictions_of_actions(self) -> Iterator[Contradiction]:
-        """Yield a limit of actions below the text that one turn can sample."""
+        """Yield a limit on actions that is smaller than the text of one turn."""
         turn_tokens, needed = self.actor.max_turn_tokens, needed_mib(self.actor.max_turn_tokens)
         if self.envhub.url or needed <= self.envhub.max_action_mib:
             return
@@ -404,9 +404,9 @@ class RunConfig:
 
 
 def check_training(cfg: RunConfig) -> None:
-    """Return if an episode fits into what the learner computes at once, and outlasts its turns.
+    """Check that an episode fits in a microbatch, and that sessions outlast turns.
 
-    Raises: ConfigError: names the key and the value.
+    Raises: ConfigError: the message has the key and the value.
     """
     budget, longest = cfg.learner.max_tokens_per_microbatch, cfg.actor.max_model_len
     if budget < longest:
@@ -419,7 +419,7 @@ def check_training(cfg: RunConfig) -> None:
 
 
 def published_version(cfg: RunConfig, version: int) -> int:
-    """Return the version that engines are to hold once the learner has made `version` steps.
+    """Return the version for the engines after `version` steps of the learner.
 
     Example (learner.hold_back_steps=4, 100 steps): 0 until step 4, 1 after step 5, 100 at the end.
     """

@@ -1,7 +1,7 @@
-"""Limits of the control groups that this process is in: memory and processor time, v1 and v2.
+"""Limits of this process's control groups: memory and processor time, in versions 1 and 2.
 
-A limit of any group on the path from the process's own group to the visible root holds, so the
-smallest one counts. Parts of the path that a container does not see are not counted, except for
+Every group on the path from the process's own group to the visible root can set a limit, and the
+smallest limit applies. Groups above a container's visible root are not counted. The exception is
 the memory limit of v1, which the kernel also reports for the whole path.
 """
 
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 PROC = Path("/proc/self")
-NO_LIMIT_BYTES = 1 << 60  # v1 writes a number of this size or larger where there is no limit.
-_FILES = {  # By version: the limit and the use of memory, and the cache that can be dropped.
+NO_LIMIT_BYTES = 1 << 60  # v1 reports at least this number if there is no limit.
+# Version -> (file of the memory limit, file of the used memory, key of the droppable cache).
+_FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
@@ -34,7 +35,7 @@ class Mount:
     version: int
     root: PurePosixPath  # The group that is mounted, as a path in its hierarchy.
     point: Path
-    options: frozenset[str]  # For v1 the controllers are among them.
+    options: frozenset[str]  # They include the controllers of v1.
 
 
 def groups_of(controller: str, proc: Path = PROC) -> Iterator[Group]:
@@ -57,9 +58,9 @@ def groups_of(controller: str, proc: Path = PROC) -> Iterator[Group]:
 
 
 def memory_limit(proc: Path = PROC) -> tuple[int, int] | None:
-    """Return the smallest memory limit and the least memory that is left, in bytes.
+    """Return the smallest memory limit and the smallest remaining memory, in bytes.
 
-    The page cache that the kernel drops on demand counts as left. None: there is no limit.
+    Page cache that the kernel drops on demand counts as remaining. None means no limit.
     """
     limits: list[int] = []
     left: list[int] = []
@@ -108,7 +109,7 @@ def cpu_used_s(group: Group, proc: Path = PROC) -> float | None:
     depths = [each.folder for each in groups_of("cpu", proc) if each.version == 1]
     twins = [each.folder for each in groups_of("cpuacct", proc) if each.version == 1]
     with suppress(ValueError, IndexError):
-        # Both hierarchies have the same tree wherever a container runtime made it.
+        # Container runtimes give both hierarchies the same tree.
         used_ns = _number(twins[depths.index(group.folder)] / "cpuacct.usage")
         return None if used_ns is None else used_ns / 1e9
     return None
@@ -141,12 +142,12 @@ def _mounts(proc: Path) -> Iterator[Mount]:
 
 
 def _unescaped(path: str) -> str:
-    """Return a path of mountinfo, which writes a space as \\040."""
+    """Return a path of mountinfo with its escapes decoded; a space is written as \\040 there."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
 
 
 def _below(path: PurePosixPath, root: PurePosixPath) -> PurePosixPath:
-    """Return a group's path below the mounted one; a group outside of it has no own folder."""
+    """Return a group's path below the mounted group; "." for a group outside of it."""
     is_below = path.is_relative_to(root) and ".." not in path.parts
     return path.relative_to(root) if is_below else PurePosixPath(".")
 

@@ -1,4 +1,4 @@
-"""How many processor cores this process may use."""
+"""The number of processor cores that this process may use."""
 
 import os
 from pathlib import Path
@@ -7,11 +7,11 @@ from common.host.cgroups import PROC, cpu_quotas
 
 
 def cores_here(proc: Path = PROC) -> float:
-    """Return the cores that this process may use: by its affinity, and by its container's quota."""
+    """Return the usable cores: the smaller of the CPU affinity and the container's quota."""
     num = float(len(os.sched_getaffinity(0)))
     return min((num, *(quota for _, quota in cpu_quotas(proc))))
 
 
 def num_cores(proc: Path = PROC) -> int:
-    """Return the whole cores that this process may use, one at least: the threads that fit."""
+    """Return the usable whole cores, at least 1. It is the number of threads to start."""
     return max(1, int(cores_here(proc)))

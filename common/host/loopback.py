@@ -1,4 +1,4 @@
-"""The loopback address of this machine: 127.0.0.1, or ::1 where there is no IPv4."""
+"""The loopback address of this machine: 127.0.0.1, or ::1 on a machine without IPv4."""
 
 import functools
 import socket

@@ -1,7 +1,7 @@
-"""What libraries expect of the process that they run in: encoding, home, user, temporary folder.
+"""Process settings that libraries rely on: encoding, home, user, temporary folder.
 
-Batch systems and containers leave some of it out. A run's first process puts the rest right, and
-the processes that it starts inherit it.
+Batch systems and containers do not always set them. The first process of a run completes them, and
+its child processes inherit them.
 """
 
 import locale
@@ -23,15 +23,16 @@ from common.host.temporary import is_one_word, plain_link, shorten_temporary, ta
 
 logger = logging.getLogger(__name__)
 
-USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # As `getpass.getuser` reads them.
+USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # `getpass.getuser` reads these.
 
 
 def start_with_plain_settings() -> None:
-    """Start this program again if libraries could not work with how it was started.
+    """Start this program again if its locale or its path would break libraries.
 
-    In Python's UTF-8 mode, if the locale has another encoding: libraries open files without naming
-    one, and arguments with umlauts would hold surrogates. By a link to the Python environment, if
-    its path holds spaces: torch passes it to the linker. Process id and arguments stay the same.
+    If the locale's encoding is not UTF-8, the program restarts in Python's UTF-8 mode: libraries
+    open files without an explicit encoding, and arguments with umlauts would contain surrogates. If
+    the path of the Python environment contains spaces, the program restarts through a link, because
+    torch passes that path to the linker. Process id and arguments are kept.
     """
     take_over_links(os.environ)
     for stream in (sys.stdout, sys.stderr):
@@ -47,7 +48,7 @@ def start_with_plain_settings() -> None:
 
 
 def _plain_python(environ: MutableMapping[str, str]) -> str:
-    """Return the path of this interpreter, by a link if that of its environment holds spaces."""
+    """Return this interpreter's path, through a link if its environment's path has spaces."""
     prefix = Path(sys.prefix)
     if is_one_word(prefix) or not Path(sys.executable).is_relative_to(prefix):
         return sys.executable
@@ -57,23 +58,23 @@ def _plain_python(environ: MutableMapping[str, str]) -> str:
 
 
 def settle_surroundings(environ: MutableMapping[str, str]) -> None:
-    """Complete the environment variables of this process and of those that it starts.
+    """Complete the environment variables of this process and its child processes.
 
-    Raises: ConfigError: there is no folder for temporary files; names the variable.
+    Raises: ConfigError: there is no folder for temporary files; the message names the variable.
     """
     name_user(environ)
     shorten_temporary(environ)
     find_home(environ)
-    # CUDA numbers GPUs by speed, nvidia-smi by their place on the bus.
+    # CUDA numbers GPUs by speed by default, and nvidia-smi numbers them by bus position.
     environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    if loopback() == IPV6:  # gloo resolves the host's name, which IPv4 alone has.
+    if loopback() == IPV6:  # gloo resolves the host name, which has an IPv4 address only.
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if cores_here() < len(os.sched_getaffinity(0)):  # Libraries see no quota of a container.
+    if cores_here() < len(os.sched_getaffinity(0)):  # Libraries ignore a container's quota.
         environ.setdefault("OMP_NUM_THREADS", str(num_cores()))
 
 
 def name_user(environ: MutableMapping[str, str]) -> None:
-    """Name the user of this process if neither the environment nor the system does."""
+    """Set a user name if neither the environment nor the system has one."""
     if any(environ.get(name) for name in USER_VARIABLES):
         return
     try:
@@ -83,9 +84,9 @@ def name_user(environ: MutableMapping[str, str]) -> None:
 
 
 def find_home(environ: MutableMapping[str, str]) -> None:
-    """Give libraries a home folder, and folders for their caches, that can be written.
+    """Set a writable home folder and writable cache folders for libraries.
 
-    A home that can only be read stays the home; just the caches move.
+    A read-only home folder remains the home; only the caches move.
     """
     named = environ.get("HOME") or _registered_home()
     home = Path(named)
@@ -107,7 +108,7 @@ def find_home(environ: MutableMapping[str, str]) -> None:
 
 
 def _registered_home() -> str:
-    """Return the home folder of the system's user table, "" if the user is not in it."""
+    """Return the home folder from the system's user table; "" for a user without an entry."""
     try:
         return pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:
@@ -122,7 +123,7 @@ def cache_home() -> Path:
 
 
 def check_caches() -> None:
-    """Return if caches can be written. Raises: ConfigError: XDG_CACHE_HOME names no such folder."""
+    """Check that caches can be written. Raises: ConfigError: the cache folder is not writable."""
     folder = cache_home()
     above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not is_writable(above):
@@ -138,10 +139,10 @@ def is_writable(folder: Path) -> bool:
 
 
 def private_folder(base: Path | None = None) -> Path:
-    """Return a folder below the temporary one that only this user can use.
+    """Return a folder below the temporary folder that only this user can access.
 
-    It is the same one for all processes of the user, so that caches last. If another user has
-    taken its name, the folder is a new one.
+    All processes of the user share it, so caches persist. If another user owns that name, a new
+    folder is created.
     """
     base = base or Path(os.path.realpath(tempfile.gettempdir()))
     own = base / f"longstride-home-{os.getuid()}"

@@ -1,7 +1,7 @@
-"""The folder for temporary files: checked before the start, and with a short name.
+"""The folder for temporary files: checked before the start, and with a short path.
 
-The path of a Unix socket has at most 107 bytes, and the engine, Ray, browsers and multiprocessing
-put their sockets below TMPDIR. Where its path is long, TMPDIR becomes a short link to it.
+The path of a Unix socket has at most 107 bytes. The engine, Ray, browsers and multiprocessing place
+their sockets below TMPDIR. If its path is long, TMPDIR is set to a short link to it.
 """
 
 import atexit
@@ -15,16 +15,16 @@ from pathlib import Path
 from common.errors import ConfigError
 
 MAX_SOCKET_BYTES = 107
-LONGEST_BELOW_BYTES = 80  # Ray's: /ls-ray-xxxxxxxx/session_<date>_<pid>/sockets/plasma_store
+LONGEST_BELOW_BYTES = 80  # Ray's path: /ls-ray-xxxxxxxx/session_<date>_<pid>/sockets/plasma_store.
 MIN_FREE_BYTES = 16 << 20
 SHORT_PLACES = (Path("/tmp"), Path("/dev/shm"), Path("/var/tmp"))
 OWNER = "LONGSTRIDE_TMP_OWNER"  # Environment variable: "<process id>:<folder>" of the link.
 
 
 def check_temporary(environ: MutableMapping[str, str]) -> Path:
-    """Return the folder for temporary files; makes TMPDIR absolute.
+    """Return the folder for temporary files, and make TMPDIR absolute.
 
-    Raises: ConfigError: TMPDIR names no folder that can be written, or there is none at all.
+    Raises: ConfigError: TMPDIR is not a writable folder, or no writable folder exists.
     """
     for name in ("TMPDIR", "TEMP", "TMP"):
         if named := environ.get(name):
@@ -34,22 +34,22 @@ def check_temporary(environ: MutableMapping[str, str]) -> Path:
                     f"{name}={named}: {problem}; name a folder that can be written, or unset it"
                 )
             environ["TMPDIR"] = str(folder)
-            tempfile.tempdir = None  # It is found anew.
+            tempfile.tempdir = None  # Python computes it again.
             return folder
     try:
         found = Path(tempfile.gettempdir())
     except FileNotFoundError:
         found = Path.cwd()
-    if found == Path.cwd():  # The last place where Python looks.
+    if found == Path.cwd():  # Python's last fallback.
         raise ConfigError("TMPDIR: neither /tmp nor /var/tmp can be written; name a folder by it")
     return found
 
 
 def check_temporary_room(folder: Path | None = None) -> None:
-    """Return if temporary files have room.
+    """Check that the disk of temporary files has free space.
 
     Args:
-        folder: where they lie; None: where this process puts them.
+        folder: folder of the temporary files; None: this process's own.
 
     Raises: ConfigError: the folder's disk is full.
     """
@@ -68,14 +68,14 @@ def check_temporary_room(folder: Path | None = None) -> None:
 def shorten_temporary(
     environ: MutableMapping[str, str], places: Sequence[Path] = SHORT_PLACES
 ) -> None:
-    """Let TMPDIR be a short link if libraries could not use its own path.
+    """Set TMPDIR to a short link if libraries cannot use its own path.
 
-    The path may be too long for sockets, or hold a space, which compilers take for its end.
+    The path may be too long for sockets, or contain a space, at which compilers cut it off.
 
     Args:
-        places: folders where the link may lie.
+        places: folders in which the link may be created.
 
-    Raises: ConfigError: the path is too long and no link can be made.
+    Raises: ConfigError: the path is too long and no link can be created.
     """
     folder = check_temporary(environ)
     if fits_sockets(folder) and is_one_word(folder):
@@ -87,11 +87,11 @@ def shorten_temporary(
             f" need one of at most {MAX_SOCKET_BYTES - LONGEST_BELOW_BYTES} without spaces; name"
             " another folder"
         )
-    if is_one_word(folder):  # Compiled kernels outlive the link, and their cache keeps paths.
+    if is_one_word(folder):  # Compiled kernels outlive the link, and their cache stores paths.
         user = environ.get("LOGNAME") or environ.get("USER") or str(os.getuid())
         environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / f"torchinductor_{user}"))
     environ["TMPDIR"] = str(link)
-    tempfile.tempdir = None  # It is found anew.
+    tempfile.tempdir = None  # Python computes it again.
 
 
 def plain_link(
@@ -100,14 +100,14 @@ def plain_link(
     environ: MutableMapping[str, str],
     places: Sequence[Path] = SHORT_PLACES,
 ) -> Path | None:
-    """Return a link to a folder with a short path without spaces; None if none can be made.
+    """Return a link with a short path without spaces to a folder; None if that is impossible.
 
-    Links lie in a folder of this process alone, which is removed at its end.
+    The links lie in a folder of this process, which is removed at its exit.
     """
     own = take_over_links(environ)
     for place in places if own is None else ():
         with suppress(OSError):
-            own = Path(tempfile.mkdtemp(prefix="ls", dir=place))  # 0700
+            own = Path(tempfile.mkdtemp(prefix="ls", dir=place))  # The mode is 0700.
             environ[OWNER] = f"{os.getpid()}:{own}"
             atexit.register(_remove, own, os.getpid())
             break
@@ -119,9 +119,9 @@ def plain_link(
 
 
 def take_over_links(environ: MutableMapping[str, str]) -> Path | None:
-    """Return the folder of links that this process made before it started its program again.
+    """Return the folder of links that this process created before it restarted its program.
 
-    It is removed at the end of this process. None: there is no such folder.
+    The folder is removed at this process's exit. None: there is no such folder.
     """
     pid, _, own = environ.get(OWNER, "").partition(":")
     if not own or pid != str(os.getpid()):
@@ -137,18 +137,18 @@ def is_one_word(folder: Path) -> bool:
 
 
 def fits_sockets(folder: Path) -> bool:
-    """Return whether the sockets of all libraries have paths below a folder that are allowed."""
+    """Return whether the socket paths of all libraries below a folder are short enough."""
     return len(os.fsencode(folder)) + LONGEST_BELOW_BYTES <= MAX_SOCKET_BYTES
 
 
 def _remove(own: Path, pid: int) -> None:
-    """Remove the link and its folder, unless this is a forked child of their process."""
+    """Remove the links and their folder, unless this process is a fork of their creator."""
     if os.getpid() == pid:
-        shutil.rmtree(own, ignore_errors=True)  # A link is removed, not what it leads to.
+        shutil.rmtree(own, ignore_errors=True)  # This removes links, not their targets.
 
 
 def _problem(folder: Path) -> str:
-    """Return why no temporary file can be made in a folder, "" if one can."""
+    """Return why no temporary file can be created in a folder; "" if one can."""
     if not folder.is_dir():
         return "there is no such folder"
     try:

@@ -1,4 +1,4 @@
-"""What a launcher is given and what it answers."""
+"""Types at the interface of the launcher: role specs, processes, starters, endings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,80 +7,80 @@ from typing import Protocol
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
-EXIT_NOT_STARTED = 70  # of a role: it failed by itself before it began to work
-EXIT_CONFIG_ERROR = 2  # of a role: what the user asked for is wrong, trying again cannot help
+EXIT_NOT_STARTED = 70  # A role failed by its own fault before it began to work.
+EXIT_CONFIG_ERROR = 2  # The user's request is wrong, and a restart cannot help.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
-    """One role as a process: what to start, and what to do when it ends."""
+    """One role as a process: its command, and the policy for its end."""
 
-    name: str  # "actor-0"; also in messages and log lines
+    name: str  # Name in messages and log lines, such as "actor-0".
     argv: tuple[str, ...]
-    log_path: Path  # stdout and stderr are appended here
-    env: dict[str, str] = field(default_factory=lambda: {})  # on top of the launcher's own
-    ends_run: bool = False  # exit code 0 means that the run is finished
-    saves_at_stop: bool = False  # gets the whole stop deadline, as what it does not save is lost
+    log_path: Path  # File to which stdout and stderr are appended.
+    env: dict[str, str] = field(default_factory=lambda: {})  # Additional variables.
+    ends_run: bool = False  # Exit code 0 means that the run is finished.
+    saves_at_stop: bool = False  # Gets the whole stop deadline, to save its work.
     is_restartable: bool = True
-    max_restarts: int = 20  # within ten minutes and without progress; one more fails the run
-    quiet_exit_grace_s: float = 0.0  # after exit code 0, before it is started again
-    stop_rank: int = 0  # at a stop all of one rank are ended before the next rank is told
+    max_restarts: int = 20  # Budget for ten minutes without progress; one more fails the run.
+    quiet_exit_grace_s: float = 0.0  # Delay before a restart after exit code 0.
+    stop_rank: int = 0  # All roles of a rank end before the next rank is stopped.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a run ended."""
+    """Exit code and reason of a run's end."""
 
-    exit_code: int  # 0 finished, 130 or 143 interrupted, 1 failed, 2 wrong configuration
-    reason: str  # for people; several lines if a role failed
+    exit_code: int  # 0 finished, 130 or 143 interrupted, 1 failed, 2 wrong configuration.
+    reason: str  # Human-readable text; several lines if a role failed.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What to do about roles that hang, or a run that stands still."""
+    """The action against hanging roles, or against a run without progress."""
 
-    report: str  # one line
-    restart: list[str] = field(default_factory=list[str])  # names of roles
-    is_stop: bool = False  # end the run
+    report: str  # One line.
+    restart: list[str] = field(default_factory=list[str])  # Names of roles.
+    is_stop: bool = False  # Whether to end the run.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchState:
-    """What the launcher knows and the scheduler does not."""
+    """The part of a run's state that only the launcher holds."""
 
-    began_at: float  # Unix time at which the run was started
-    started_at: dict[str, float]  # role -> Unix time of its last start, of those that run now
-    stop_deadline: float | None = None  # Unix time; None while nobody is being stopped
-    waiting: dict[str, str] = field(default_factory=lambda: {})  # role without a node -> for what
-    usual_s: dict[str, float] = field(default_factory=lambda: {})  # role -> what its start takes
-    phase: str = ""  # of the scheduler, and since when it was seen, with so many episodes done
-    phase_began_at: float = 0.0  # Unix time
-    phase_done: int = 0
+    began_at: float  # Unix time of the run's start.
+    started_at: dict[str, float]  # Running role -> Unix time of its last start.
+    stop_deadline: float | None = None  # Unix time; None while no role is being stopped.
+    waiting: dict[str, str] = field(default_factory=lambda: {})  # Role without a node -> its needs.
+    usual_s: dict[str, float] = field(default_factory=lambda: {})  # Role -> usual start time.
+    phase: str = ""  # Phase of the scheduler.
+    phase_began_at: float = 0.0  # Unix time at which the phase was first observed.
+    phase_done: int = 0  # Finished episodes at that time.
 
 
 class RoleProcess(Protocol):
-    """A role that was started, wherever it runs."""
+    """A started role, local or on another node."""
 
     @property
     def started_at(self) -> float | None:
-        """Unix time of the start; None while it waits for a node to run on."""
+        """Unix time of the start; None while the role waits for a node."""
         ...
 
     @property
     def waits_for(self) -> str:
-        """What it needs to start, such as "a node with 1 GPU"; "" once it has started."""
+        """The resource that the start waits for, such as "a node with 1 GPU"; "" after it."""
         ...
 
     def poll(self) -> int | None:
-        """Return the exit code (negative: minus the signal), None before the end."""
+        """Return the exit code (negative: minus the signal); None while it runs."""
         ...
 
     def terminate(self) -> None:
-        """Ask the role itself, not what it started, to end."""
+        """Send SIGTERM to the role itself, not to its child processes."""
         ...
 
     def clear_away(self) -> None:
-        """Kill at once whatever is left of it."""
+        """Kill the remaining processes of the role at once."""
         ...
 
     def log_tail(self, *, max_lines: int) -> list[str]:
@@ -89,33 +89,33 @@ class RoleProcess(Protocol):
 
 
 class Watch(Protocol):
-    """Looks at roles that live: whether they get anywhere."""
+    """Observes the progress of running roles."""
 
     def look(self, processes: Mapping[str, RoleProcess]) -> Verdict | None:
-        """Return what to do about a stall, None if there is none."""
+        """Return the action against a stall; None without a stall."""
         ...
 
     def progress(self, role: str) -> object:
-        """Return something that changes as the role's part gets done."""
+        """Return a value that changes as the role makes progress."""
         ...
 
     def is_over(self) -> bool:
-        """Return whether the run has nothing left to do but its end."""
+        """Return whether all work of the run is done."""
         ...
 
 
 class RoleStarter(Protocol):
-    """Starts roles on one machine or on many."""
+    """Starts roles on one machine or on several."""
 
     @property
     def host(self) -> str:
-        """Address of this machine for roles on others; a loopback address if there are none."""
+        """This machine's address for roles on other nodes; loopback if there are none."""
         ...
 
     def start(self, spec: RoleSpec) -> RoleProcess:
-        """Start a role, or have it started as soon as there is a node for it."""
+        """Start a role, at once or as soon as a node has room for it."""
         ...
 
     def memory_bytes(self) -> int:
-        """Return what roles take that are no descendants of this process."""
+        """Return the memory of the roles that are not descendants of this process."""
         ...

@@ -1,4 +1,4 @@
-"""The commands about a whole run: which configuration a request means, `train`, and one role."""
+"""Commands of a run: `train`, one role, and a role that joins from another machine."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ WITH_MODEL = ("learner", "actor")  # Roles that read the folder `model.path`.
 
 
 def train(cfg: RunConfig, run_dir: RunDir, *, root: Path, observer: RunObserver) -> int:
-    """Start all roles and wait for the end; return the exit code."""
+    """Start all roles and wait for the end of the run; return the exit code."""
     from common.checks.machine import gpus
     from common.checks.preflight import check_devices
     from common.launch.lock import hold_run
@@ -61,7 +61,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path, observer: RunObserver)
             found=gpus() if is_here else (),
         )
         ending, peak_bytes = supervise(cfg, run_dir, specs, starter, observer=observer)
-    if 0 < ending.exit_code <= 128:  # It was not ended by a signal.
+    if 0 < ending.exit_code <= 128:  # No signal ended the run.
         print(f"error: {ending.reason}", file=sys.stderr)
     wall_s = time.monotonic() - started
     observer.conclude(ending, wall_s=wall_s, peak_memory_bytes=peak_bytes)
@@ -70,7 +70,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path, observer: RunObserver)
 
 @contextlib.contextmanager
 def _starter(cfg: RunConfig, run_dir: RunDir) -> Generator[RoleStarter]:
-    """Yield what starts the roles: here, or on the nodes of a Ray cluster."""
+    """Yield the starter of the roles, for this machine or for a Ray cluster."""
     with contextlib.ExitStack() as stack:
         if cfg.launcher is Launcher.RAY:
             from common.launch.ray.cluster import start_on_ray
@@ -83,7 +83,7 @@ def _starter(cfg: RunConfig, run_dir: RunDir) -> Generator[RoleStarter]:
 
 
 def reachable_at(cfg: RunConfig, host: str) -> RunConfig:
-    """Return a config whose roles listen where other nodes reach them, unless it says where."""
+    """Return a config whose roles listen at `host`, except for explicitly set addresses."""
     from common.wire.addresses import is_loopback
 
     if is_loopback(host):
@@ -97,9 +97,9 @@ def reachable_at(cfg: RunConfig, host: str) -> RunConfig:
 
 
 def on_loopback(cfg: RunConfig) -> RunConfig:
-    """Return a config whose roles listen on the loopback address that this machine has.
+    """Return a config whose roles listen on the loopback address that this machine supports.
 
-    That is ::1 where there is no 127.0.0.1, and the other way round.
+    It replaces 127.0.0.1 by ::1 on a machine without IPv4, and the reverse without IPv6.
     """
     from common.host.loopback import IPV4, IPV6, can_bind, loopback
 
@@ -121,9 +121,9 @@ def _point_latest(run_dir: RunDir) -> None:
 def be_role(
     name: str, run: Callable[[RunConfig, RunDir], None], cfg: RunConfig, run_dir: RunDir
 ) -> int:
-    """Be one role in this process until it ends; return the exit code.
+    """Run one role in this process until it ends; return the exit code.
 
-    Raises: ConfigError, NotStarted: it fails before it has begun, see `StartGuard`.
+    Raises: ConfigError, NotStarted: the role failed before it began to work, see `StartGuard`.
     """
     from common.checks.preflight import check_model
     from common.formats.chat_template import fix_date
@@ -135,7 +135,7 @@ def be_role(
     configure_logging(name, cfg.log.level)
     if name in WITH_MODEL:
         check_model(cfg.model.path, ROOT)
-    if name == "scheduler":  # it begins a run; the others join one
+    if name == "scheduler":  # It begins a run, and the other roles join it.
         create_keys(run_dir.keys)
     if not run_dir.config.exists():
         cfg = dated(cfg, run_dir, is_kept=True)
@@ -147,11 +147,11 @@ def be_role(
 
 
 def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, root: Path) -> int:
-    """Be a role of a run that another machine holds, until it ends; return the exit code.
+    """Run a role of another machine's run in this process until it ends; return the exit code.
 
     Raises:
         ConfigError: the key, the address, the version or a key of the configuration is wrong.
-        NotStarted: it fails before it has begun, see `StartGuard`.
+        NotStarted: the role failed before it began to work, see `StartGuard`.
     """
     from common.formats.chat_template import fix_date
     from common.join.enrol import enrol, parse_address
@@ -185,9 +185,9 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
 
 
 def _check_weights(cfg: RunConfig, joined: "Joined", *, root: Path) -> None:
-    """Return if an actor has on its own disk what the run does not send it.
+    """Check that an actor has the weights that the run does not send.
 
-    Raises: ConfigError: it does not: the weights that adapters belong to, or those it says it has.
+    Raises: ConfigError: the base model of the adapters or its own model folder is missing.
     """
     from common.checks.preflight import check_model
 
@@ -206,9 +206,9 @@ def _own_name(role: str) -> str:
 
 
 def _with_defaults(role: str, overrides: Sequence[str], joined: "Joined") -> list[str]:
-    """Return the overrides with what a joining node has for itself, unless one is given.
+    """Return the overrides plus a joining node's defaults for the keys that they do not set.
 
-    That is the folder of the model that was sent, and a hub that others can reach.
+    The defaults are the folder of the received model and, for a hub, a reachable address.
     """
     own = {"model.path": joined.model_path or "."}
     if role == "envhub":
@@ -220,7 +220,7 @@ def _with_defaults(role: str, overrides: Sequence[str], joined: "Joined") -> lis
 def with_date(
     run: Callable[[RunConfig, RunDir], int], cfg: RunConfig, run_dir: RunDir, *, is_kept: bool
 ) -> int:
-    """Carry out a command whose prompts all name one date; return its exit code.
+    """Run a command in whose prompts all dates are the same; return its exit code.
 
     Args:
         is_kept: as in `dated`.
@@ -234,6 +234,6 @@ def with_date(
 
 
 def say(text: str) -> int:
-    """Print a text that ends its last line itself; return the exit code."""
+    """Print a text that contains its final line break; return exit code 0."""
     print(text, end="")
     return 0

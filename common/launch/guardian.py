@@ -1,8 +1,8 @@
-"""A tiny process that ends the children when their parent dies without a word (kill -9).
+"""A small process that ends the children of a parent that was killed with SIGKILL.
 
-It reads lines from its standard input: "+g123" lists a process group, "+mabc" lists a mark, "-"
-removes either. The input ends when the parent does. Then each listed group gets SIGTERM and, after
-a grace, SIGKILL; so does every process that has a listed mark in its environment.
+It reads lines from its standard input: "+g123" adds a process group, "+mabc" adds a mark, "-"
+removes either. The input ends when the parent ends. Then each listed group gets SIGTERM and, after
+a grace period, SIGKILL. Every process with a listed mark in its environment gets SIGKILL.
 """
 
 import atexit
@@ -18,13 +18,13 @@ from pathlib import Path
 
 GRACE_S = 5.0
 CLOSE_S = 2 * GRACE_S
-POLL_S = 0.1  # nothing tells when the last process of a group, none of ours, has ended
-MARKS = "LONGSTRIDE_MARKS"  # environment variable; a child adds its own mark to its parent's
-MAX_SEARCHES = 20  # for marked processes: one that is killed may have started another
+POLL_S = 0.1  # Polling interval; there is no event for the end of a group of foreign processes.
+MARKS = "LONGSTRIDE_MARKS"  # Environment variable; a child appends its own mark to its parent's.
+MAX_SEARCHES = 20  # Searches for marked processes, since a killed one may have started another.
 
 
 class Guardian:
-    """The parent's end of the pipe."""
+    """The parent's interface to its guardian process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -36,28 +36,28 @@ class Guardian:
         )
 
     def add(self, group: int) -> None:
-        """End this group if the parent dies."""
+        """Make the guardian end this process group if the parent dies."""
         self._tell(f"+g{group}\n")
 
     def remove(self, group: int) -> None:
-        """Forget this group: it has ended, and the kernel may reuse its number."""
+        """Remove this process group. It has ended, and the kernel may reuse its number."""
         self._tell(f"-g{group}\n")
 
     def add_mark(self, mark: str) -> None:
-        """End all processes with this mark if the parent dies, also those not started yet."""
+        """End all processes with this mark, including later ones, if the parent dies."""
         self._tell(f"+m{mark}\n")
 
     def remove_mark(self, mark: str) -> None:
-        """Forget this mark: no process has it any more."""
+        """Remove this mark. No process has it any more."""
         self._tell(f"-m{mark}\n")
 
     def close(self) -> None:
-        """Let the guardian end; it kills what is still listed."""
+        """End the guardian. It kills the processes that are still listed."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             self._process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:  # stopped, perhaps
+        except subprocess.TimeoutExpired:  # The guardian may be stopped by a signal.
             self._process.kill()
             self._process.wait(CLOSE_S)
 
@@ -69,8 +69,8 @@ class Guardian:
 
 
 def shared_guardian() -> Guardian:
-    """Return the guardian of this process, which ends all children without one of their own."""
-    return _guardian_of(os.getpid())  # a fork does not write to the pipe of its parent
+    """Return this process's guardian for all children without their own guardian."""
+    return _guardian_of(os.getpid())  # A fork must not write to the pipe of its parent.
 
 
 @functools.cache
@@ -81,7 +81,7 @@ def _guardian_of(_pid: int) -> Guardian:
 
 
 def signal_group(group: int, number: int) -> bool:
-    """Send a signal to a process group; False if nobody is left in it."""
+    """Send a signal to a process group; False if the group is empty."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):
@@ -96,7 +96,7 @@ def marks_with(mark: str) -> str:
 
 @contextlib.contextmanager
 def inheriting(mark: str) -> Generator[None]:
-    """Give the mark to all processes that this one starts within the block."""
+    """Give the mark to all processes that this process starts within the block."""
     before = os.environ.get(MARKS)
     os.environ[MARKS] = marks_with(mark)
     try:
@@ -108,9 +108,9 @@ def inheriting(mark: str) -> Generator[None]:
 
 
 def find_marked(*wanted: str) -> list[int]:
-    """Return the ids of all processes whose environment holds one of these marks.
+    """Return the ids of all processes whose environment contains one of these marks.
 
-    Reads /proc; empty on a machine without one.
+    It reads /proc; the result is empty on a machine without /proc.
     """
     start = f"{MARKS}=".encode()
     marks = {mark.encode() for mark in wanted}
@@ -118,7 +118,7 @@ def find_marked(*wanted: str) -> list[int]:
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = environ.read_bytes().split(b"\0")
-        except OSError:  # it ended meanwhile, or is another user's
+        except OSError:  # The process has ended, or belongs to another user.
             continue
         own = next((v.removeprefix(start) for v in variables if v.startswith(start)), b"")
         if not marks.isdisjoint(own.split(b":")):
@@ -127,7 +127,7 @@ def find_marked(*wanted: str) -> list[int]:
 
 
 def kill_marked(*marks: str) -> None:
-    """Kill all processes with one of these marks, and those that they start meanwhile."""
+    """Kill all processes with one of these marks, including ones that start during the search."""
     for _ in range(MAX_SEARCHES):
         pids = find_marked(*marks) if marks else []
         if not pids:
@@ -139,7 +139,7 @@ def kill_marked(*marks: str) -> None:
 
 
 def _end(groups: set[int], marks: set[str]) -> None:
-    """End the groups, with a grace, then all marked processes at once."""
+    """End the groups with a grace period, then kill all marked processes."""
     deadline = time.monotonic() + GRACE_S
     groups = {group for group in groups if signal_group(group, signal.SIGTERM)}
     while groups and time.monotonic() < deadline:
@@ -151,7 +151,7 @@ def _end(groups: set[int], marks: set[str]) -> None:
 
 
 def main() -> None:
-    """Keep the lists until the input ends, then clean up."""
+    """Maintain the lists until the input ends, then end the listed processes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     listed: set[str] = set()

@@ -1,4 +1,4 @@
-"""An environment hub for as long as a command needs one."""
+"""An environment hub for the duration of a command."""
 
 import contextlib
 import logging
@@ -22,13 +22,13 @@ STOP_TIMEOUT_S = 5.0
 
 @contextlib.contextmanager
 def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple[str, str]]:
-    """Yield the address and the token of a hub that is started here, or that the config names.
+    """Yield (address, token) of a hub: the configured hub, or one that is started here.
 
-    The keys and the configuration of the hub are written to `run_dir`.
+    The hub's keys and configuration are written to `run_dir`.
 
     Raises:
-        ConfigError: the hub refuses its configuration.
-        EnvError: the hub ended or published no address in time; holds its last words.
+        ConfigError: the hub rejects its configuration.
+        EnvError: the hub ended or published no address in time; holds its last log lines.
     """
     token = create_keys(run_dir.keys).hub_token
     save_config(cfg, run_dir.config)

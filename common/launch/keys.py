@@ -1,4 +1,4 @@
-"""Keys of a run as its owner deals with them: taking one back, and seeing who was refused."""
+"""Commands of a run's owner for its keys: revocation, and a summary of refused connections."""
 
 import json
 from collections.abc import Callable
@@ -21,9 +21,9 @@ def revoke_key(
     load: Callable[[Request], RunConfig],
     say: Callable[[str], object],
 ) -> int:
-    """Take back the key of the one that the request names; return the exit code.
+    """Revoke the key of the member that the request names; return the exit code.
 
-    Raises: ConfigError: it names nobody, or somebody who has no key.
+    Raises: ConfigError: the request names no member, or a member without a key.
     """
     names = [word for word in request.overrides if "=" not in word]
     if len(names) != 1:
@@ -37,7 +37,7 @@ def revoke_key(
 
 
 def refused_lines(run_dir: RunDir) -> list[str]:
-    """Return what the listeners of a run refused, of whom, for people; empty if nothing."""
+    """Return text lines about the messages and connections that a run's listeners refused."""
     try:
         told = json.loads(run_dir.status.read_bytes()).get("refused", {})
     except (OSError, ValueError):

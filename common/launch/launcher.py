@@ -1,4 +1,4 @@
-"""The launcher: keeps the roles of a run alive, wherever they run, and stops them in order."""
+"""The launcher: starts and restarts the roles of a run, and stops them in order."""
 
 import contextlib
 import logging
@@ -28,20 +28,20 @@ from common.launch.process import ERROR, TAIL_LINES, describe_exit, find_error
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 30.0
-RESTART_WINDOW_S = 600.0  # in which restarts are counted
-CALM_S = 30.0  # a role that ran so long starts again without delay
-MAX_LAST_CHARS = 300  # of the last line that a role wrote, in the log
-AT_ONCE_FRAC = 0.1  # of the first backoff, in which a role's last descendants are gone
+RESTART_WINDOW_S = 600.0  # Restarts older than this are not counted.
+CALM_S = 30.0  # A role that ran for this long restarts with the shortest delay.
+MAX_LAST_CHARS = 300  # Longest part of a role's last log line in the launcher's log.
+AT_ONCE_FRAC = 0.1  # Shortest delay / first backoff; the role's descendants end within it.
 
 
 class Launcher:
-    """Supervises roles. Use from the main thread: it handles SIGINT and SIGTERM.
+    """Supervises roles. Use it in the main thread, because it handles SIGINT and SIGTERM.
 
     Example:
-        A learner killed with -9 is started again after its backoff. A learner that exits with 0
-        ends the run: the others get `finish_grace_s` to leave by themselves, then SIGTERM rank by
-        rank, then SIGKILL to their groups. SIGTERM to this process stops all at once in the same
-        order; the learner gets `stop_timeout_s` to save, a second signal skips the waiting.
+        A learner killed with -9 is restarted after its backoff. A learner that exits with 0 ends
+        the run: the other roles get `finish_grace_s` to exit, then SIGTERM rank by rank, then
+        SIGKILL to their groups. SIGTERM to this process stops all roles at once in the same order.
+        The learner gets `stop_timeout_s` to save; a second signal ends that wait.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Launcher:
         on_poll_every_s: float = 0.5,
         watch: Watch | None = None,
     ) -> None:
-        """Start nothing yet.
+        """Start no role yet.
 
         Args:
-            starter: starts the roles, for the first time and again.
-            stop_timeout_s: asked when the run stops: seconds for the roles that save something.
+            starter: starts and restarts the roles.
+            stop_timeout_s: called at a stop; returns the seconds for roles that save data.
             quick_stop_s: seconds for every other role.
-            watch: tells of roles that hang, and of progress, which renews budgets of restarts.
+            watch: reports hanging roles and progress. Progress resets the restart budgets.
         """
         self._starter = starter
         self._stop_timeout_s = stop_timeout_s
@@ -71,14 +71,14 @@ class Launcher:
         self._on_poll_every_s = on_poll_every_s
         self._watch_stalls = watch
         self._next_poll = 0.0
-        self._stop_deadline: float | None = None  # Unix time
+        self._stop_deadline: float | None = None  # Unix time.
         self._signals: list[int] = []
         self._roles: list[_Role] = []
 
     def run(self, specs: Sequence[RoleSpec], *, on_poll: Callable[[LaunchState], None]) -> Ending:
-        """Start the roles in order, keep them alive, stop all; return when the last has ended.
+        """Start the roles in order, restart and stop them; return when all have ended.
 
-        `on_poll` is called every `on_poll_every_s` until then.
+        Until then `on_poll` is called every `on_poll_every_s`.
         """
         self._on_poll, self._began_at = on_poll, time.time()
         backoff_s = self._first_backoff_s
@@ -92,7 +92,7 @@ class Launcher:
                     role.start()
                 ending = self._watch()
                 if ending.exit_code == EXIT_FINISHED:
-                    # Who stops first ends by itself; the others serve until told to stop.
+                    # The first rank ends by itself. The other roles serve until they are stopped.
                     grace_s = self._finish_grace_s
                     self._wait({role: grace_s for role in self._ranks()[0]}, num_signals=0)
                 return ending
@@ -100,7 +100,7 @@ class Launcher:
                 self._stop_all()
 
     def _watch(self) -> Ending:
-        """Keep the roles alive until the run ends in one way or another."""
+        """Restart ended roles until the run ends; return its ending."""
         while not self._signals:
             last = next((each for each in self._roles if each.spec.ends_run), None)
             for role in self._roles:
@@ -116,7 +116,7 @@ class Launcher:
         return Ending(exit_code=128 + number, reason=f"stopped by {signal.Signals(number).name}")
 
     def _end_stall(self) -> Ending | None:
-        """Kill the roles that hang, which are then started again; return how the run ends."""
+        """Kill hanging roles, so that they restart; return an ending if the run must stop."""
         if self._watch_stalls is None:
             return None
         running = {r.spec.name: r.process for r in self._roles if r.process and r.is_running}
@@ -132,7 +132,7 @@ class Launcher:
         return None
 
     def _await_event(self, timeout_s: float) -> None:
-        """Let the caller of `run` look, then wait for a signal, the end of a child or the time."""
+        """Call `on_poll` if it is due, then wait for a signal, a child's end or the timeout."""
         if time.monotonic() >= self._next_poll:
             self._next_poll = time.monotonic() + self._on_poll_every_s
             running = {r.spec.name: r.process for r in self._roles if r.process and r.is_running}
@@ -148,7 +148,7 @@ class Launcher:
             self._wakeup.recv(4096)
 
     def _ranks(self) -> list[list["_Role"]]:
-        """Return the roles with a process, those that stop first in front."""
+        """Return the roles with a process by rank, in the order of stopping."""
         ranks = sorted({role.spec.stop_rank for role in self._roles})
         return [
             [r for r in self._roles if r.spec.stop_rank == rank and r.process is not None]
@@ -156,7 +156,7 @@ class Launcher:
         ]
 
     def _stop_all(self) -> None:
-        """End everything, rank by rank; each role gets its time to leave by itself."""
+        """End all roles, rank by rank. Each role gets its time to exit by itself."""
         num_signals = len(self._signals)
         for ours in self._ranks():
             limits = {role: self._quick_stop_s for role in ours}
@@ -164,7 +164,7 @@ class Launcher:
                 if role.is_running and role.spec.saves_at_stop:
                     limits[role] = self._stop_timeout_s()
                     self._stop_deadline = time.time() + limits[role]
-                    self._next_poll = 0.0  # a display shows it at once
+                    self._next_poll = 0.0  # The display shows it at once.
                     text = "stopping: the %s may take %.0f s to save; Ctrl-C again stops at once"
                     logger.info(text, role.spec.name, limits[role])
                 if role.process is not None:
@@ -174,7 +174,7 @@ class Launcher:
                 role.clear_away()
 
     def _wait(self, limits: Mapping["_Role", float], *, num_signals: int) -> None:
-        """Wait until each role has ended or its time is over, or until one more signal."""
+        """Wait until each role has ended or timed out, or until one more signal arrives."""
         began = time.monotonic()
         while len(self._signals) <= num_signals:
             waited_s = time.monotonic() - began
@@ -186,7 +186,7 @@ class Launcher:
 
 @contextlib.contextmanager
 def _noted_signals() -> Generator[tuple[list[int], socket.socket]]:
-    """Yield the stop signals as they come, and what is readable after each and a child's end."""
+    """Yield the stop signals received so far, and a socket readable after a signal or SIGCHLD."""
     noted: list[int] = []
     wakeup, told = socket.socketpair()
     told.setblocking(False)
@@ -205,23 +205,23 @@ def _noted_signals() -> Generator[tuple[list[int], socket.socket]]:
 
 
 class _Role:
-    """A spec, the process that runs it now, and when it may start again."""
+    """A spec, its current process, and the time of its next start."""
 
     def __init__(
         self, spec: RoleSpec, starter: RoleStarter, *, first_backoff_s: float, watch: Watch | None
     ) -> None:
         self.spec = spec
         self._watch = watch
-        self._progress: object = None  # at the last restart
+        self._progress: object = None  # Progress at the last restart.
         self.process: RoleProcess | None = None
         self._starter = starter
         self._first_backoff_s = first_backoff_s
         self._backoff_s = AT_ONCE_FRAC * first_backoff_s
         self._start_again_at = 0.0
-        self._left_beside: RoleProcess | None = None  # the process that ends the run, at that time
+        self._left_beside: RoleProcess | None = None  # Run-ending process at the last exit with 0.
         self._restarts: deque[float] = deque()
         self._may_have_worked = False
-        self._error = ""  # of the last failed start, without its numbers
+        self._error = ""  # Error of the last failed start, without its numbers.
 
     @property
     def is_running(self) -> bool:
@@ -230,7 +230,7 @@ class _Role:
 
     @property
     def starts_in_s(self) -> float:
-        """Seconds until it is to be started again; infinite while it has a process."""
+        """Seconds until its restart; infinite while it has a process."""
         return math.inf if self.process else max(0.0, self._start_again_at - time.monotonic())
 
     def start(self) -> None:
@@ -238,10 +238,10 @@ class _Role:
         self.process = self._starter.start(self.spec)
 
     def check(self, last: RoleProcess | None) -> Ending | None:
-        """Look after the process once; return how the run ends if this role ends it.
+        """Check the process once; return the run's ending if this role ends the run.
 
         Args:
-            last: the process whose end ends the run, if it has one now.
+            last: the current process whose end ends the run, if there is one.
         """
         if self.process is None:
             if time.monotonic() >= self._start_again_at:
@@ -266,9 +266,9 @@ class _Role:
         return None
 
     def _start_again(self, last: RoleProcess | None) -> None:
-        """Start the process, or wait on: a run that is over needs a role that left no more.
+        """Restart the process, unless the run is over and the process had exited normally.
 
-        It does need it where `last` is another process than then, which was started again.
+        The restart is needed if the run-ending process `last` was itself restarted since then.
         """
         is_same = last is not None and last is self._left_beside and last.poll() is None
         if is_same and self._watch is not None and self._watch.is_over():
@@ -277,7 +277,7 @@ class _Role:
         self.start()
 
     def clear_away(self) -> None:
-        """Kill what the process left behind and forget it."""
+        """Kill the remaining processes of the role and clear its process."""
         if self.process is None:
             return
         if self.process.poll() is None:
@@ -286,9 +286,9 @@ class _Role:
         self.process = None
 
     def _has_failed_alike(self, ended: RoleProcess, code: int) -> bool:
-        """Return whether its first two starts failed with the same error, whatever the numbers.
+        """Return whether its first two starts failed with the same error, ignoring numbers.
 
-        A role that has ended in another way may have worked, so its failures are counted alone.
+        After any other exit the role may have worked, so its failures are only counted.
         """
         if code != EXIT_NOT_STARTED:
             self._may_have_worked = True
@@ -307,7 +307,7 @@ class _Role:
 
     def _may_restart(self) -> bool:
         progress = self._watch.progress(self.spec.name) if self._watch else None
-        if progress != self._progress:  # what ends it again and again does not hold up the run
+        if progress != self._progress:  # Progress resets the count.
             self._progress = progress
             self._restarts.clear()
         horizon = time.monotonic() - RESTART_WINDOW_S
@@ -323,7 +323,7 @@ class _Role:
         self._backoff_s = min(max(self._first_backoff_s, 2 * self._backoff_s), MAX_BACKOFF_S)
         self._restarts.append(now)
         self._start_again_at = now + wait_s
-        if code == 0:  # most often the run is over, and the learner is about to end, too
+        if code == 0:  # Usually the run is over, and the learner is about to end, too.
             logger.info("role left role=%s", self.spec.name)
             return
         logger.warning(

@@ -13,14 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 class LocalStarter:
-    """Starts subprocesses that end when this process does, however that ends."""
+    """Starts subprocesses that end with this process, even if it is killed."""
 
     def __init__(self, guardian: Guardian) -> None:
         self.host = loopback()
         self._guardian = guardian
 
     def start(self, spec: RoleSpec) -> ChildProcess:
-        """Start a role; its output is appended to its log."""
+        """Start a role. Its output is appended to its log."""
         argv, log_path, guardian = spec.argv, spec.log_path, self._guardian
         child = ChildProcess(spec.name, argv, log_path=log_path, env=spec.env, guardian=guardian)
         logger.info("started role=%s pid=%d", spec.name, child.pid)
@@ -33,7 +33,7 @@ class LocalStarter:
 
 @contextlib.contextmanager
 def start_here() -> Generator[LocalStarter]:
-    """Yield what starts roles on this machine."""
+    """Yield the starter of roles on this machine."""
     guardian = Guardian()
     try:
         yield LocalStarter(guardian)

@@ -1,4 +1,4 @@
-"""One launcher per run directory, and one process per role that there is one of."""
+"""File locks: one launcher per run directory, one process per unique role."""
 
 import contextlib
 import fcntl
@@ -10,26 +10,27 @@ from typing import TextIO
 
 from common.errors import ConfigError
 
-GONE_S = 1.0  # in which a process that was killed is gone
-LOOK_S = 0.05  # longer than `is_held` holds the lock; a wait for it could last a whole run
+GONE_S = 1.0  # Time for a killed process to disappear.
+# Polling interval, longer than `is_held` holds the lock. A blocking wait could last a whole run.
+LOOK_S = 0.05
 
 
 @contextlib.contextmanager
 def hold_run(root: Path, *, name: str) -> Generator[None]:
-    """Keep other launchers out of a run directory; the lock goes with the process, however it ends.
+    """Lock a run directory for this launcher. The kernel releases the lock at the process's end.
 
-    Raises: ConfigError: another launcher holds it; names its process id.
+    Raises: ConfigError: another launcher holds the lock; the message names its process id.
     """
-    path = root.parent / f".{root.name}.lock"  # beside the folder, which itself may move
+    path = root.parent / f".{root.name}.lock"  # The folder itself may be renamed.
     with _held(path, what=f"run.name={name}: this run is going on", wait_s=LOOK_S):
         yield
 
 
 @contextlib.contextmanager
 def hold_role(root: Path, role: str) -> Generator[None]:
-    """Be the only process of a role that a run has one of, such as its scheduler.
+    """Lock a role that a run has only one process of, such as its scheduler.
 
-    Raises: ConfigError: another one lives; names its process id.
+    Raises: ConfigError: another process runs the role; the message names its process id.
     """
     what = f"{root}: this run has a {role}"
     with _held(root / f".{role}.lock", what=what, wait_s=GONE_S):
@@ -53,7 +54,7 @@ def _held(path: Path, *, what: str, wait_s: float) -> Generator[None]:
 
 
 def _lock(file: TextIO, wait_s: float) -> None:
-    """Take the lock; who holds it, or just looks whether it is held, has `wait_s` to leave."""
+    """Acquire the lock. The current holder, or a check by `is_held`, has `wait_s` to release it."""
     deadline = time.monotonic() + wait_s
     while True:
         try:

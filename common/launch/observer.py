@@ -1,4 +1,4 @@
-"""The seam between the launcher and displays of a run: a terminal, a web page, a report."""
+"""Interface between the launcher and displays of a run: a terminal, a web page, a report."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -7,10 +7,10 @@ from common.launch.base import Ending, LaunchState
 
 
 class RunObserver(Protocol):
-    """It shows a run while the launcher supervises it. It never holds the run up."""
+    """A display of a run during its supervision. It never delays the run."""
 
     def start(self) -> None:
-        """Begin to show the run."""
+        """Start the display."""
         ...
 
     def annotate(self, state: LaunchState) -> LaunchState:
@@ -18,24 +18,24 @@ class RunObserver(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Show the newest state of the run; called at each poll of the launcher."""
+        """Show the latest state of the run; called at each poll of the launcher."""
         ...
 
     def page(self) -> AbstractContextManager[None]:
-        """Return a context in which a web page over the run is served, if one is wanted."""
+        """Return a context in which the run's web page is served, if it is enabled."""
         ...
 
     def stop(self) -> None:
-        """End the display."""
+        """Stop the display."""
         ...
 
     def conclude(self, ending: Ending, *, wall_s: float, peak_memory_bytes: int) -> None:
-        """Show how the run has ended, and write its report if it has finished."""
+        """Show the ending of the run, and write the report of a finished run."""
         ...
 
 
 class NoObserver:
-    """A `RunObserver` that shows nothing."""
+    """A `RunObserver` without any display."""
 
     def start(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""One child process in a session of its own, with its log, its group and what it started."""
+"""A child process in its own session, with its log, its process group and its descendants."""
 
 import contextlib
 import logging
@@ -22,23 +22,23 @@ from common.launch.guardian import (
 
 logger = logging.getLogger(__name__)
 
-KILLED_S = 5.0  # from SIGKILL to the end of a process that is not stuck
+KILLED_S = 5.0  # Time from SIGKILL to the end of a process that is not stuck.
 MAX_TAIL_BYTES = 16_384
-TAIL_LINES = 15  # of a child's log in an error
-ERROR = "error: "  # how the line begins that names why a command of the product failed
-POLL_S = 0.02  # what a child gets ready is a file, and nothing portable tells of a new one
+TAIL_LINES = 15  # Lines of a child's log that an error message quotes.
+ERROR = "error: "  # Prefix of the line that holds a command's error message.
+POLL_S = 0.02  # Polling interval; there is no portable event for a new file.
 
 
 class ChildFailed(LongstrideError):
-    """A child process ended, or did not do its part in time; holds its last words."""
+    """A child process ended or missed its deadline; the message holds its last log lines."""
 
 
 class ChildProcess:
-    """A started child: stdin closed, a session and a process group of its own.
+    """A started child with closed stdin, its own session and its own process group.
 
-    Everything that it ever starts inherits its mark, so `clear_away` finds also those that left
-    the group and lost their parent (a browser, an engine). A guardian process ends them all as well
-    when this very process is killed.
+    Every descendant inherits the child's mark. `clear_away` therefore also finds descendants that
+    left the group and lost their parent (a browser, an engine). A guardian process ends them all
+    if this process is killed.
 
     Example:
         child = ChildProcess("hub", argv, log_path=log)
@@ -59,12 +59,12 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
         guardian: Guardian | None = None,
     ) -> None:
-        """Start it.
+        """Start the child.
 
         Args:
-            name: for messages, such as "actor-0".
-            log_path: stdout and stderr are appended here; None: they go where this process's do.
-            env: variables on top of this process's own.
+            name: used in messages, such as "actor-0".
+            log_path: receives stdout and stderr in append mode; None: this process's own streams.
+            env: variables that are added to this process's own.
             pass_fds: file descriptors that stay open in the child.
             guardian: ends the child if this process is killed. None: the guardian that all such
                 children of this process share.
@@ -73,7 +73,7 @@ class ChildProcess:
         self.log_path = log_path
         self._guardian: Guardian | None = guardian or shared_guardian()
         self._mark = secrets.token_hex(16)
-        self._guardian.add_mark(self._mark)  # before the start: no moment is without it
+        self._guardian.add_mark(self._mark)  # The child is guarded from its start on.
         with contextlib.ExitStack() as stack:
             log = None
             if log_path is not None:
@@ -91,7 +91,7 @@ class ChildProcess:
                 start_new_session=True,
             )
         self.started_at = time.time()
-        self.waits_for = ""  # as of a role that is started elsewhere
+        self.waits_for = ""  # Only a role on another node waits.
         self._guardian.add(self.pid)
 
     @property
@@ -100,31 +100,32 @@ class ChildProcess:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Return the exit code (negative: minus the signal), None while it runs."""
+        """Return the exit code (negative: minus the signal); None while it runs."""
         return self._process.poll()
 
     def has_ended_by(self, deadline: float) -> bool:
-        """Wait for its end; False if `deadline` (monotonic) came first."""
+        """Wait for its end; False if `deadline` (monotonic) passes first."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, deadline - time.monotonic()))
         return self.poll() is not None
 
     def terminate(self) -> None:
-        """Ask the child itself, not what it started, to end."""
+        """Send SIGTERM to the child itself, not to its descendants."""
         if self.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill its group at once, without waiting for the end."""
+        """Kill its group without waiting for the end."""
         signal_group(self.pid, signal.SIGKILL)
 
     def clear_away(self) -> None:
-        """Kill at once whatever is left: the child, its group, all that it ever started."""
+        """Kill the child, its group and all remaining descendants at once."""
         self.kill()
         for pid in find_marked(self._mark):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if not self.has_ended_by(time.monotonic() + KILLED_S):  # stuck in the kernel or a driver
+        # Only a process that is stuck in the kernel or a driver survives SIGKILL.
+        if not self.has_ended_by(time.monotonic() + KILLED_S):
             logger.error("child does not end after SIGKILL name=%s pid=%d", self.name, self.pid)
             return
         if self._guardian is not None:
@@ -133,17 +134,17 @@ class ChildProcess:
             self._guardian = None
 
     def stop(self, *, timeout_s: float) -> bool:
-        """Ask it to end, wait, clear away; return whether it ended by itself in time."""
+        """Send SIGTERM to the child, wait, clear away; return whether it ended in time."""
         self.terminate()
         is_in_time = self.has_ended_by(time.monotonic() + timeout_s)
         self.clear_away()
         return is_in_time
 
     def wait_until(self, is_ready: Callable[[], bool], *, timeout_s: float) -> None:
-        """Wait for something that the child does.
+        """Wait for a result of the child.
 
-        Raises: ChildFailed: it ended first, or the time is over; holds the end of its log.
-        """
+        Raises: ChildFailed: the child ended first or timed out; the message holds the end of its
+        log."""
         deadline = time.monotonic() + timeout_s
         while not is_ready():
             code = self.poll()
@@ -172,16 +173,16 @@ def read_tail(log_path: Path, offset: int, *, max_lines: int) -> list[str]:
     """Return the last lines of a log that begin at `offset` bytes or later."""
     with log_path.open("rb") as log:
         size = log.seek(0, os.SEEK_END)
-        offset = offset if offset <= size else 0  # it has begun anew
+        offset = offset if offset <= size else 0  # The log was truncated.
         log.seek(max(offset, size - MAX_TAIL_BYTES))
         text = log.read().decode(errors="replace")
     return [line for line in text.splitlines() if line.strip()][-max_lines:]
 
 
 def find_error(lines: Sequence[str]) -> str:
-    """Return the last line that begins with "error: ", else the last line, "no output" of none.
+    """Return the last line that begins with "error: ", or the last line, or "no output".
 
-    Libraries write lines of their own while a process ends.
+    The last line alone is not enough, because libraries log more lines during the exit.
     """
     errors = [line for line in lines if line.startswith(ERROR)]
     return (errors or lines or ["no output"])[-1]
@@ -193,5 +194,5 @@ def describe_exit(code: int) -> str:
 
 
 def wait_until_ended(children: Iterable[ChildProcess], *, deadline: float) -> bool:
-    """Wait for children to end by themselves; False if `deadline` (monotonic) came first."""
+    """Wait for children to end by themselves; False if `deadline` (monotonic) passes first."""
     return all(child.has_ended_by(deadline) for child in children)

@@ -1,4 +1,4 @@
-"""Which processes a run consists of on one machine."""
+"""The processes of a run on one machine."""
 
 import sys
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from common.config.run_config import RunSection
 from common.launch.base import RoleSpec
 from common.store.run_dir import RunDir
 
-# Where roles share the cores of one machine: one thread each, wherever the system puts it.
+# One thread per role, not pinned to a core, if the roles share the cores of one machine.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-SECOND_TO_STOP, LAST_TO_STOP = 1, 2  # learner and actors are the first
+SECOND_TO_STOP, LAST_TO_STOP = 1, 2  # The learner and the actors stop first.
 
 
 def actor_name(number: int) -> str:
@@ -33,11 +33,11 @@ def make_role_specs(
     """Return the roles of a training run in the order of starting.
 
     Args:
-        run_dir: holds the config that the roles load, and gets their logs.
-        root: where `run.py` lies.
-        has_hub: whether one of its own is started, the first.
-        seats: who gets which of the GPUs that were `found`; without any the threads of the roles
-            are kept from fighting over the cores.
+        run_dir: holds the roles' config and receives their logs.
+        root: the folder of `run.py`.
+        has_hub: whether the run starts its own hub, as the first role.
+        seats: assignment of the GPUs in `found` to roles. Without GPUs each role gets one thread,
+            so that the roles do not compete for the cores.
     """
     shared = {} if found else ONE_THREAD
 

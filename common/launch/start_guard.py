@@ -1,4 +1,4 @@
-"""How a role's process ends when it fails before it has begun to work."""
+"""Classification of errors that end a role's process before it has begun to work."""
 
 import errno
 import logging
@@ -10,19 +10,19 @@ from common.errors import ConfigError, EnvError, NotStarted, PeerMissing
 
 logger = logging.getLogger(__name__)
 
-# Errors that a restart may mend, since their causes lie outside of the process.
+# A restart may succeed after these errors, because their causes lie outside of the process.
 OF_OTHERS = (EnvError, PeerMissing, TimeoutError, ConnectionError, MemoryError)
 OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO)
 MAX_LINE_CHARS = 1_000
 
 
 class StartGuard:
-    """Sorts the errors of a role that has not begun by whether a restart may mend them.
+    """Classifies the errors of a role that has not begun by whether a restart may help.
 
     Example:
         with StartGuard(run_dir.root, has_begun=has_begun):
             run()   ImportError -> ConfigError: the launcher ends the run at once
-                    EngineError -> NotStarted: it ends the run if the next start fails alike
+                    EngineError -> NotStarted: the run ends if the next start fails the same way
                     EnvError, or any error after the role has begun -> unchanged: a restart
     """
 
@@ -40,7 +40,7 @@ class StartGuard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Raises: ConfigError, NotStarted: in the place of an error before the beginning."""
+        """Raises: ConfigError, NotStarted: replace an error that came before the role had begun."""
         if not isinstance(error, Exception) or isinstance(error, ConfigError) or self._has_begun():
             return
         if isinstance(error, ImportError):
@@ -56,14 +56,14 @@ class StartGuard:
         raise NotStarted(one_line(error)) from error
 
     def _is_foreign(self, name: object) -> bool:
-        """Return whether a file lies outside of the run's folder, where roles write theirs."""
+        """Return whether a file lies outside of the run's folder, where roles write files."""
         if not isinstance(name, str):
             return False
         return self._folder is None or not Path(name).absolute().is_relative_to(self._folder)
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error as one line that begins with its type, without the lines that quote a log."""
+    """Return an error as one line that begins with its type, without quoted log lines."""
     text = " ".join(str(error).partition("; its last lines:")[0].split())
     name = type(error).__name__
     return f"{name}: {text}"[:MAX_LINE_CHARS] if text else name

@@ -1,4 +1,4 @@
-"""Runs the roles of a training run under a launcher, with a display and a watch on memory."""
+"""Supervision of a training run's roles, with a display and samples of memory and CPU."""
 
 import contextlib
 import os
@@ -22,12 +22,12 @@ from common.store.run_dir import RunDir, write_json
 
 MIN_STOP_S = 10.0
 STOP_MARGIN_S = 5.0
-STOP_FACTOR = 3.0  # times what was measured: a stop meets disks and cores that are busy
-UNMEASURED_S = 10.0  # taken for a step or a checkpoint while none has been measured
+STOP_FACTOR = 3.0  # Multiple of the measured time, since disks and cores are busy at a stop.
+UNMEASURED_S = 10.0  # Assumed seconds of a step or a checkpoint without a measurement.
 RECENT_STEPS = 100
 ALIVE_EVERY_S = 5.0
-LOGS_S = 30.0  # between two looks at how large the logs are
-SAMPLE_S = 5.0  # between two looks at the memory
+LOGS_S = 30.0  # Seconds between two checks of the log sizes.
+SAMPLE_S = 5.0  # Seconds between two samples of the memory.
 
 
 def supervise(
@@ -38,14 +38,14 @@ def supervise(
     *,
     observer: RunObserver,
 ) -> tuple[Ending, int]:
-    """Stay until the run has ended; return how, and the peak memory of all roles in bytes.
+    """Run until the end; return the ending and the peak memory of all roles in bytes.
 
-    Meanwhile launch.json holds the launcher's state, for displays and `status`.
+    During the run, launch.json holds the launcher's state for displays and `status`.
     """
     memory = MemoryWatch(elsewhere=starter.memory_bytes)
     cpu = CpuWatch(run_dir)
     written: LaunchState | None = None
-    logs_at = 0.0  # when to look at the logs again
+    logs_at = 0.0  # Time of the next check of the logs.
 
     def on_poll(state: LaunchState) -> None:
         nonlocal written, logs_at
@@ -69,7 +69,7 @@ def supervise(
     launcher = Launcher(starter, stop_timeout_s=stop_s, watch=watch)
     observer.start()
     try:
-        # The log keeps the reasons of restarts, for displays, also after the end.
+        # This log keeps the reasons of restarts for displays, also after the end of the run.
         with (
             kept_in(run_dir.logs / "launcher.log", "common.launch", "common.stall"),
             observer.page(),
@@ -82,16 +82,17 @@ def supervise(
 
 
 def tell_alive(path: Path) -> None:
-    """Renew the time of a file, by which `status --probe live` knows a launcher that hangs."""
+    """Update a file's time. `status --probe live` detects a hanging launcher by an old time."""
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > ALIVE_EVERY_S:
             os.utime(path)
 
 
 def stop_timeout_s(run_dir: RunDir, *, wanted_s: float) -> float:
-    """Return the seconds after which a learner that is told to stop is killed.
+    """Return the seconds after which a stopping learner is killed.
 
-    `wanted_s` if it is not 0; else by how long recent steps and checkpoints took (metrics.jsonl).
+    This is `wanted_s` if it is not 0. Otherwise it is derived from the durations of recent steps
+    and checkpoints (metrics.jsonl).
     """
     if wanted_s > 0:
         return wanted_s
@@ -104,10 +105,10 @@ def stop_timeout_s(run_dir: RunDir, *, wanted_s: float) -> float:
 
 
 class MemoryWatch:
-    """Samples this process and its descendants; call `sample` as often as you like."""
+    """Samples the memory of this process and its descendants. Frequent `sample` calls are cheap."""
 
     def __init__(self, *, elsewhere: Callable[[], int] = lambda: 0) -> None:
-        """Take no sample yet; `elsewhere` tells the bytes of roles that are no descendants."""
+        """Take no sample yet; `elsewhere` returns the bytes of roles that are not descendants."""
         self._elsewhere = elsewhere
         self._next = 0.0
         self.peak_bytes = 0

@@ -1,4 +1,4 @@
-"""Asks all processes of a role for their stacks, wherever it runs, and reads the answers."""
+"""Requests the stacks of all processes of a role, local or remote, and reads the answers."""
 
 import contextlib
 import os
@@ -12,16 +12,16 @@ from common.launch.process import ChildProcess
 from common.stall.report import Told
 from common.stall.stacks import MAX_STACKS_BYTES, ask, helpers_of
 
-MAX_BYTES = 60_000  # of one process in a report
+MAX_BYTES = 60_000  # Maximum bytes of one process's stacks in a report.
 STACKS_SUFFIX = ".stacks"
 
 
 def ask_role(
     folder: Path, name: str, told: Told | None, process: RoleProcess
 ) -> dict[str, tuple[Path, int]]:
-    """Ask a role and its helpers for their stacks; return who gets to write what from where on.
+    """Request stacks from a role and its helpers; return each one's file and start offset.
 
-    A role that runs elsewhere is asked by the one that started it there, and answers in its log.
+    A remote role gets the request through its starter, and its stacks appear in its log.
     """
     if told is None:
         if not isinstance(process, RemoteRole):
@@ -31,7 +31,7 @@ def ask_role(
         return {f"{name}, in its log": (process.log_path, offset)}
     if isinstance(process, ChildProcess):
         is_it = process.pid == told.pid
-    else:  # what a process id of another node is here is anybody's guess
+    else:  # A process id of another node may belong to any process here.
         is_it = "run.py" in " ".join(_command_of(told.pid))
     if not is_it:
         return {}
@@ -47,20 +47,20 @@ def ask_role(
 
 @runtime_checkable
 class RemoteRole(Protocol):
-    """A role whose starter can be told to ask it."""
+    """A role whose starter can forward a request for stacks."""
 
     @property
     def log_path(self) -> Path:
-        """What it says arrives here."""
+        """File that receives the role's output."""
         ...
 
     def ask_stacks(self) -> None:
-        """Have it write its stacks to its log."""
+        """Make the role write its stacks to its log."""
         ...
 
 
 def stacks_since(path: Path, offset: int) -> str:
-    """Return what was written to a file behind `offset`, "" if nothing."""
+    """Return the text of a file from `offset` on; "" if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -70,7 +70,7 @@ def stacks_since(path: Path, offset: int) -> str:
 
 
 def cut_stacks(path: Path) -> None:
-    """Empty a file of stacks that has grown long; its writers append."""
+    """Empty a file of stacks above the size limit. Its writers append."""
     if path.suffix == STACKS_SUFFIX and _size(path) > MAX_STACKS_BYTES:
         with contextlib.suppress(OSError):
             os.truncate(path, 0)

@@ -1,28 +1,28 @@
-"""Time as a process that may be stopped for a while counts it."""
+"""A clock that excludes the time in which its process was suspended."""
 
 import time
 from collections.abc import Callable
 
-ASLEEP_S = 3.0  # between two looks of a clock that is looked at every second: nobody was awake
+ASLEEP_S = 3.0  # A longer gap between two readings, due every second, is a suspension.
 
 
 class AwakeClock:
-    """Monotonic seconds without those in which this process stood still.
+    """Monotonic seconds without the time in which this process was suspended.
 
-    It finds them by nobody having looked, so somebody has to look every second.
+    A suspension is detected as a gap between two readings. Read the clock at least once a second.
 
-    Example: looked at after 1 s, after 2 s, then SIGSTOP for a minute, SIGCONT -> it says 2 s
-    still, and goes on from there: what had a minute left has a minute left.
+    Example: readings at 1 s and 2 s, then SIGSTOP for a minute and SIGCONT. The next reading is
+    still 2 s, so a deadline that was a minute away is still a minute away.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        """Begin with what `now_s` says."""
+        """Start the clock at the current value of `now_s`."""
         self._now_s = now_s
         self._looked_at = now_s()
         self._slept_s = 0.0
 
     def __call__(self) -> float:
-        """Look."""
+        """Return the seconds without suspensions."""
         now_s = self._now_s()
         rest_s, self._looked_at = now_s - self._looked_at, now_s
         if rest_s > ASLEEP_S:

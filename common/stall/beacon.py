@@ -1,4 +1,4 @@
-"""What a role is doing, for its supervisor; and its stacks, when that asks for them."""
+"""Progress reports of a role to its supervisor, and its stacks on request."""
 
 import asyncio
 import contextlib
@@ -22,11 +22,11 @@ from common.stall.stacks import STACKS, STACKS_SIGNAL, STDERR, helpers_of
 from common.store.run_dir import RunDir, write_atomically
 
 WRITE_S = 1.0
-ASLEEP_S = 3 * WRITE_S  # between two rounds of the writing thread: the process stood still
-STARTING, LEAVING = "starting", "leaving"  # of the line "main", before and after the role's work
-MAX_TASKS = 50  # of an event loop, whose stacks are written
-MAX_FRAMES = 12  # of a task
-_BEGUN = threading.Event()  # this process, which is one role, is past its start
+ASLEEP_S = 3 * WRITE_S  # A longer gap between two rounds of the writing thread is a suspension.
+STARTING, LEAVING = "starting", "leaving"  # States of the line "main" around the work.
+MAX_TASKS = 50  # Maximum number of an event loop's tasks whose stacks are written.
+MAX_FRAMES = 12  # Maximum number of frames of a task's stack.
+_BEGUN = threading.Event()  # The event is set when this process's role has finished its start.
 
 
 @dataclass(slots=True)
@@ -34,17 +34,17 @@ class Line:
     """One line of work, such as a role's main thread."""
 
     what: str
-    waits_for: str  # "learner: weights"; "" while it works
-    since: float  # monotonic seconds, those in which the process stood still left out
-    limit_s: float | None = None  # for this piece of work; None: as long as the rule allows
-    longest_s: float = 0.0  # that a piece of work of this kind took
+    waits_for: str  # "learner: weights"; "" during work.
+    since: float  # Monotonic seconds without suspensions.
+    limit_s: float | None = None  # Limit of this piece of work; None: the general rule.
+    longest_s: float = 0.0  # Longest earlier piece of work of this kind.
 
 
 class Beacon:
-    """Tells the supervisor once a second what each line of work is at, from a thread of its own.
+    """Writes the current activity of each line of work once a second, from its own thread.
 
-    A process that is stopped, or that keeps the interpreter to itself, tells nothing; one whose
-    main thread hangs tells for how long that has been at the same.
+    A process that is stopped, or that holds the interpreter lock, writes nothing. If the main
+    thread hangs, the file shows how long its activity has not changed.
 
     Example:
         beacon.note("training", "step 5")
@@ -58,25 +58,27 @@ class Beacon:
         self._began_at = time.time()
         self._lock = threading.Lock()
         self._lines: dict[str, Line] = {}
-        self._longest: dict[str, float] = {}  # by kind of work
+        self._longest: dict[str, float] = {}  # Seconds by kind of work.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stacks: TextIO | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._write_on, name="beacon", daemon=True)
 
     def start(self) -> None:
-        """Let the supervisor ask for stacks, and begin to tell. From the main thread."""
+        """Enable stack requests and begin to write. Call from the main thread."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         for path in helpers_of(self._path.parent, self._path.stem):
-            path.unlink(missing_ok=True)  # of a life before
+            path.unlink(missing_ok=True)  # An earlier process of this role wrote it.
         self._stacks_path.unlink(missing_ok=True)
-        self._stacks = self._stacks_path.open("a", encoding="utf-8")  # so that it can be cut
+        self._stacks = self._stacks_path.open(
+            "a", encoding="utf-8"
+        )  # Truncation needs append mode.
         os.environ[STACKS] = f"{os.getpid()}:{self._path.with_suffix('')}"
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell a last time: the process may take its time to end, and does not hang meanwhile."""
+        """Write a last report. The process may end slowly, and must not count as hanging."""
         self._stopping.set()
         self._thread.join(WRITE_S)
         self._lines = {}
@@ -85,17 +87,17 @@ class Beacon:
             self._write()
         if self._stacks is not None:
             faulthandler.unregister(STACKS_SIGNAL)
-            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # who asks now comes too late
+            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # Later requests are ignored.
             self._stacks.close()
 
     def watch_tasks(self) -> None:
-        """Write the stacks of the running event loop's tasks, too, when stacks are asked for."""
+        """Include the stacks of the running event loop's tasks in the answer to a request."""
         self._loop = asyncio.get_running_loop()
 
     def note(
         self, line: str, what: str, *, waits_for: str = "", limit_s: float | None = None
     ) -> None:
-        """Note progress: a line of work is at something else, or again at the same."""
+        """Record progress: a line of work begins a new activity, or the same one again."""
         if line == "main" and what not in (STARTING, LEAVING):
             _BEGUN.set()
         now = time.monotonic()
@@ -116,7 +118,7 @@ class Beacon:
                 for line in self._lines.values():
                     line.since += slept_s if slept_s > ASLEEP_S else 0.0
             written_at = time.monotonic()
-            with contextlib.suppress(OSError):  # of a full disk somebody else tells
+            with contextlib.suppress(OSError):  # Other code reports a full disk.
                 self._write()
                 size = self._stacks_path.stat().st_size
                 if size != stacks_size and self._stacks is not None:
@@ -126,7 +128,7 @@ class Beacon:
             self._stopping.wait(WRITE_S)
 
     def _write(self) -> None:
-        """Raises: OSError: of a full disk, say."""
+        """Write the report. Raises: OSError: the disk may be full."""
         with self._lock:
             lines = {name: asdict(line) for name, line in self._lines.items()}
         known = {"pid": os.getpid(), "boot_id": boot_id(), "began_at": self._began_at}
@@ -135,15 +137,16 @@ class Beacon:
 
 
 def has_begun() -> bool:
-    """Return whether this process's role has begun to work: it is past its start."""
+    """Return whether this process's role has finished its start and begun to work."""
     return _BEGUN.is_set()
 
 
 @contextlib.contextmanager
 def beacon_of(run_dir: RunDir | None, role: str, *, start_s: float) -> Generator[Beacon]:
-    """Yield the beacon of a role that is starting, for which it has `start_s`.
+    """Yield the beacon of a role that is starting and has `start_s` for it.
 
-    On a machine without the run's directory (None) nobody is told; stacks go to the log there.
+    On a machine without the run's directory (None) no report is written, and stacks go to the
+    log.
     """
     is_main = threading.current_thread() is threading.main_thread()
     is_told = run_dir is not None and is_main
@@ -166,7 +169,7 @@ def beacon_of(run_dir: RunDir | None, role: str, *, start_s: float) -> Generator
 
 @functools.cache
 def boot_id() -> str:
-    """Return what names this machine since it was started: its clock, and its process ids."""
+    """Return an id of this machine's boot. Its clock and process ids are valid for one boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
@@ -174,17 +177,17 @@ def boot_id() -> str:
 
 
 def _kind(line: str, what: str) -> str:
-    """Return what "step 5" and "step 6" have in common."""
+    """Return the text without digits, which is the same for "step 5" and "step 6"."""
     return f"{line}: {re.sub(r'[0-9]+', '', what)}"
 
 
 def _tasks_of(loop: asyncio.AbstractEventLoop | None) -> str:
-    """Return the stacks of an event loop's tasks as text; it may be going on meanwhile."""
+    """Return the stacks of an event loop's tasks as text. The loop may be running."""
     if loop is None:
         return ""
     try:
         tasks = list(asyncio.all_tasks(loop))
-    except RuntimeError:  # they changed while they were counted
+    except RuntimeError:  # The set of tasks changed during iteration.
         return ""
     out = io.StringIO()
     for task in tasks[:MAX_TASKS]:

@@ -1,4 +1,4 @@
-"""Who is at what, who waits for whom: read from what the roles tell, and put in words."""
+"""Activities and waits of all roles: read from their reports, formatted as text."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -13,17 +13,17 @@ from common.store.run_dir import RunDir
 from common.store.status.members import hub_text
 
 LEARNER = "learner"
-LATE_S = 2.5  # without a word of a role that tells every second
+LATE_S = 2.5  # Age of a report, due every second, at which the role counts as late.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What a role on this machine wrote last."""
+    """The last report of a role on this machine."""
 
     pid: int
-    boot_id: str  # of its machine
-    began_at: float  # Unix time
-    written_at: float  # monotonic seconds
+    boot_id: str  # Boot id of its machine.
+    began_at: float  # Unix time.
+    written_at: float  # Monotonic seconds.
     lines: dict[str, Line] = field(default_factory=dict[str, Line])
 
 
@@ -31,7 +31,7 @@ _TOLD = TypeAdapter(Told)
 
 
 def read_told(run_dir: RunDir, role: str) -> Told | None:
-    """Return what a role wrote last; None: nothing, or on another machine, whose clock differs."""
+    """Return a role's last report. None: there is none, or it is from another machine."""
     try:
         told = _TOLD.validate_json((run_dir.alive / f"{role}.json").read_bytes())
     except (OSError, ValidationError):
@@ -40,7 +40,7 @@ def read_told(run_dir: RunDir, role: str) -> Told | None:
 
 
 def waits(told: Mapping[str, Told | None], status: Mapping[str, Any]) -> dict[str, str]:
-    """Return for whom each role waits, "" for one that works; as it says itself, or its beats."""
+    """Return the role that each role waits for, "" for none, from its report or heartbeats."""
     found: dict[str, str] = {}
     for name, each in told.items():
         lines = each.lines.values() if each else ()
@@ -56,11 +56,11 @@ def waits(told: Mapping[str, Told | None], status: Mapping[str, Any]) -> dict[st
 
 
 def culprits(waiting: Mapping[str, str]) -> list[str]:
-    """Return where the chain of waits from the learner ends.
+    """Return the roles at the end of the chain of waits that begins at the learner.
 
-    Example: the learner waits for actors, actor-0 for the hub, actor-1 works -> envhub and actor-1.
-    The learner waits for actors, all of them for leases, the scheduler for the learner: a cycle, so
-    all of them but the hub.
+    Example: the learner waits for actors, actor-0 for the hub, and actor-1 works. The result is
+    envhub and actor-1. If the learner waits for actors, all actors for leases, and the scheduler
+    for the learner, the waits form a cycle. The result is all roles in it, without the hub.
     """
     actors = [name for name in waiting if name.startswith("actor")]
     ends: list[str] = []
@@ -87,7 +87,7 @@ def describe(
     waiting: Mapping[str, str],
     now: float,
 ) -> Iterator[str]:
-    """Yield a line of text for each role: at what, or for whom it waits, and since when."""
+    """Yield one line per role: its activity, or the role that it waits for, and the duration."""
     actors: list[Any] = status.get("actors", [])
     members = {each.get("name"): each for each in actors}
     for name in sorted({*told, *waiting}):

@@ -1,4 +1,4 @@
-"""Finds roles that hang though they live, and runs that stand still; reports and acts."""
+"""Detects hanging roles and runs without progress, reports them, and decides on restarts."""
 
 import json
 import logging
@@ -19,56 +19,58 @@ from common.store.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-ROOM_BYTES = 256 * 1024  # that a disk must have, or the run waits for room
-ASLEEP_S = 5.0  # between two looks: this process stood still, and perhaps all of them
-OLD_S = 10.0  # of a status that nobody writes any more
-IMPORT_S = 300.0  # for a role to load its libraries, before it can tell anything
-STACKS_S = 1.5  # in which a role that is asked writes its stacks...
-FAR_STACKS_S = 6.0  # ...and in which they are here from another node
-FACTOR = 3.0  # times the longest that was measured
-BY_OTHERS = ("scheduler", "learner")  # who waits for them has no turn in work
+ROOM_BYTES = 256 * 1024  # Free disk space that roles need; below it the run waits.
+ASLEEP_S = 5.0  # A longer gap between two checks is a suspension of this process.
+OLD_S = 10.0  # Age at which a status file counts as outdated.
+IMPORT_S = 300.0  # Time for a role to import its libraries, before its first report.
+STACKS_S = 1.5  # Time for a local role to write its stacks.
+FAR_STACKS_S = 6.0  # Time for the stacks of a role on another node to arrive.
+FACTOR = 3.0  # Multiple of the longest measured duration that counts as a stall.
+BY_OTHERS = ("scheduler", "learner")  # An actor that waits for these has no turn in progress.
 _NONE: dict[str, Any] = {}
-MAX_REPORTS = 50  # kept
-MAX_ATTEMPTS = 3  # at a run that stands still, before it is stopped
+MAX_REPORTS = 50  # Number of reports that are kept.
+MAX_ATTEMPTS = 3  # Restarts for a run without progress, before the run is stopped.
 
 
 @dataclass(slots=True)
 class _Case:
-    """A stall that was found, while stacks are being written."""
+    """A detected stall whose stacks are being collected."""
 
     culprits: list[str]
     text: str
     found_at: float
-    asked: dict[str, tuple[Path, int]]  # who -> the file that gets its stacks, and from where on
+    asked: dict[str, tuple[Path, int]]  # Name -> (file of its stacks, start offset).
 
 
 class StallWatch:
-    """Looks once a second at what the roles tell.
+    """Checks the reports of all roles once a second.
 
-    A role hangs if it tells nothing, or is at the same piece of work, for longer than
-    `run.stall_s` and three times the longest such piece. A run stands still if nothing is counted
-    in its ledger for as long: then whoever is at the end of the chain of waits is to blame.
+    A role hangs if it writes no report for longer than `run.stall_s`. It also hangs if one piece of
+    work takes longer than `run.stall_s` and three times the longest earlier piece of its kind. A
+    run makes no progress if the counts of its ledger stay the same for longer than `run.stall_s`
+    and three times the longest earlier pause. The roles at the end of the chain of waits are then
+    the culprits.
 
-    Example: the learner is stopped -> after `run.stall_s` all roles are asked for their stacks,
-    the report is written, and the launcher kills the learner and starts it again.
+    Example: the learner is stopped by a signal. After `run.stall_s` all roles are asked for their
+    stacks, the report is written, and the launcher kills and restarts the learner.
     """
 
     def __init__(self, run_dir: RunDir, cfg: RunSection, *, turn_s: float) -> None:
-        """Begin with nothing known; `turn_s` is what one turn of an episode may take."""
+        """Start without observations; `turn_s` is the longest allowed turn of an episode."""
         self._run_dir = run_dir
         self._cfg = cfg
         self._turn_s = turn_s
         self._looked_at = time.monotonic()
-        self._awake_s = 0.0  # this watch's own clock
-        self._changed: dict[str, tuple[float, float]] = {}  # role -> what it wrote last, and when
-        self._progress: tuple[object, float] = (None, 0.0)  # of the run, and since when
-        self._longest_s = 0.0  # without progress, that ended by itself
+        self._awake_s = 0.0  # Seconds of this watch without suspensions.
+        self._changed: dict[str, tuple[float, float]] = {}  # Role -> (report time, awake seconds).
+        self._progress: tuple[object, float] = (None, 0.0)  # Counts, and their last change.
+        self._longest_s = 0.0  # Longest phase without progress that ended by itself.
         self._case: _Case | None = None
-        self._told_until: dict[str, float] = {}  # culprits -> when to tell of them again
+        self._told_until: dict[str, float] = {}  # Culprits -> time of the next report.
         self._num_attempts = 0
 
     def progress(self, role: str) -> object:
-        """Return what has changed if a role has done its part since; for budgets of restarts."""
+        """Return a value that changes as a role makes progress; for the restart budgets."""
         status = self._status()
         if role == "learner":
             return status.get("version")
@@ -79,7 +81,7 @@ class StallWatch:
         return self._status().get("phase") == "done"
 
     def look(self, processes: Mapping[str, RoleProcess]) -> Verdict | None:
-        """Return what to do about a stall, None if there is none. Call as often as you like."""
+        """Return the action against a stall; None without a stall. Frequent calls are cheap."""
         now = time.monotonic()
         slept_s = now - self._looked_at
         if slept_s < LOOK_S:
@@ -87,7 +89,7 @@ class StallWatch:
         self._looked_at = now
         room = self._run_dir.root / ".room"
         if not if_room(lambda: _try_room(room), room):
-            return None  # the roles wait for that, and can tell nothing
+            return None  # The roles wait for disk space and cannot write reports.
         self._awake_s += min(slept_s, ASLEEP_S)
         if self._case is not None:
             return self._close(processes, self._case) if self._is_told(self._case, now) else None
@@ -98,10 +100,10 @@ class StallWatch:
             self._open(processes, problem, told, status, now)
         return None
 
-    # --- finding ------------------------------------------------------------------------------
+    # --- detection ----------------------------------------------------------------------------
 
     def _told_of(self, name: str, process: RoleProcess) -> Told | None:
-        """Return what this very process wrote, not an earlier one of its name."""
+        """Return the report of this process, not of an earlier process with its name."""
         told = read_told(self._run_dir, name)
         started_at = process.started_at
         if told is None or started_at is None or told.began_at < started_at - 1.0:
@@ -118,7 +120,7 @@ class StallWatch:
         status: Mapping[str, Any],
         now: float,
     ) -> tuple[list[str], str] | None:
-        """Return (who is to blame, what is wrong) for the first stall that there is."""
+        """Return (culprits, description) of the first stall that is found; None without one."""
         for name, each in told.items():
             if each is not None:
                 what = self._hangs(name, each, now)
@@ -142,7 +144,7 @@ class StallWatch:
         return ""
 
     def _is_unheard(self, name: str, process: RoleProcess, status: Mapping[str, Any]) -> str:
-        """Say since when a role that tells nothing here has not been heard of."""
+        """Return how long a role without a local report has been silent; "" if that is normal."""
         actors: list[Any] = status.get("actors", [])
         started_at, now = process.started_at, time.time()
         if started_at is None or now - started_at < self._cfg.stall_s:
@@ -170,14 +172,14 @@ class StallWatch:
         starting = {name for name, each in told.items() if each and _is_starting(each)}
         engines = {name for name in told if name.startswith("actor")}
         if starting - engines or (engines and starting >= engines):
-            self._progress = (counts, self._awake_s)  # it has a limit of its own
+            self._progress = (counts, self._awake_s)  # The start has its own time limit.
             return None
         waiting = waits(told, status)
         limit_s = max(self._cfg.stall_s, FACTOR * self._longest_s)
         members: list[Any] = status.get("actors", [])
         actors = [each for each in members if not each.get("is_dead")]
         if any(not each.get("waiting_for", "").startswith(BY_OTHERS) for each in actors):
-            limit_s = max(limit_s, self._turn_s)  # the turn in work has a deadline of its own
+            limit_s = max(limit_s, self._turn_s)  # The turn in progress has its own time limit.
         youngest_s = min((each.get("unchanged_s", limit_s) for each in actors), default=limit_s)
         still_s = min(self._awake_s - since, youngest_s)
         if still_s <= limit_s:
@@ -185,7 +187,7 @@ class StallWatch:
         blamed = [name for name in culprits(waiting) if name in told]
         return blamed, f"the run has counted no episode and no step for {still_s:.0f}s"
 
-    # --- telling and acting -------------------------------------------------------------------
+    # --- reports and actions ------------------------------------------------------------------
 
     def _open(
         self,
@@ -195,7 +197,7 @@ class StallWatch:
         status: Mapping[str, Any],
         now: float,
     ) -> None:
-        """Ask all roles for their stacks, unless this stall was told of lately."""
+        """Request the stacks of all roles, unless this stall has been reported recently."""
         blamed, what = problem
         key = ",".join(blamed)
         if self._awake_s < self._told_until.get(key, 0.0):
@@ -208,13 +210,13 @@ class StallWatch:
         self._case = _Case(blamed, "\n".join(lines), now, asked)
 
     def _is_told(self, case: _Case, now: float) -> bool:
-        """Return whether the stacks are here, or will not come any more."""
+        """Return whether all stacks have arrived, or the time for them is over."""
         waited_s = now - case.found_at
         is_missing = any(not stacks_since(*asked) for asked in case.asked.values())
         return waited_s >= (FAR_STACKS_S if is_missing else STACKS_S)
 
     def _close(self, processes: Mapping[str, RoleProcess], case: _Case) -> Verdict:
-        """Write the report; return what to do."""
+        """Write the report; return the action against the stall."""
         self._case = None
         parts = [case.text, "to blame: " + (", ".join(case.culprits) or "nobody that is known")]
         for name, (asked, offset) in case.asked.items():
@@ -244,7 +246,7 @@ class StallWatch:
         return Verdict(report=summary, restart=to_restart)
 
     def _is_old(self, now: float) -> bool:
-        """Return whether nobody has written the status lately."""
+        """Return whether the status file has not been written recently."""
         try:
             return now - self._run_dir.status.stat().st_mtime > OLD_S
         except OSError:
@@ -263,7 +265,7 @@ def _is_starting(told: Told) -> bool:
 
 
 def _counts(status: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return what grows while a run makes progress, and not by failures."""
+    """Return the counts that grow as a run makes progress. Failures are not counted."""
     ledger: Any = status.get("ledger") or _NONE
     evaluated = (ledger.get("eval") or _NONE).get("evaluated")
     settled = [ledger.get(name) for name in ("trained", "filtered", "stale")]
@@ -273,10 +275,10 @@ def _counts(status: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _try_room(path: Path) -> None:
-    """Write what a role might want to write. Raises: OSError: for want of room, say."""
+    """Write as much as a role might need. Raises: OSError: the disk may be full."""
     try:
         path.write_bytes(bytes(ROOM_BYTES))
     except FileNotFoundError:
-        return  # the run's folder was moved away: no matter of room
+        return  # The run's folder was moved; this is not a lack of space.
     finally:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Attaching to a Ray cluster, or starting one of this machine alone for as long as a run."""
+"""Connection to a Ray cluster, or a temporary Ray cluster of this machine for one run."""
 
 # Ray's types are partly unknown.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -28,22 +28,22 @@ from common.store.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 3.0
-OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of a run lies there
+OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; a run stores no objects there.
 AUTO = "auto"
-# Read while Ray is imported: a cluster of its own listens on the loopback address only (the name is
-# that of its most common use), and does not kill what it takes for too large.
+# Variables that Ray reads during its import. The run's own cluster listens on the loopback address
+# only (the first variable has this side effect), and does not kill processes for their memory.
 OWN = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_worker_niceness": "0",  # of 15, as Ray has it, roles starve beside any other program
+    "RAY_worker_niceness": "0",  # Ray's default of 15 lets other programs starve the roles.
 }
 
 
 def own_node(num_cpus: float) -> Node:
-    """Return the only node of a cluster that is started here.
+    """Return the only node of a cluster that is started on this machine.
 
     Args:
-        num_cpus: that roles ask for; CPUs bound nothing, so there are never fewer than these.
+        num_cpus: CPUs that the roles request. They limit nothing, so the node has at least these.
     """
     cpus = max(num_cores(), math.ceil(num_cpus))
     return Node(node_id="", host=loopback(), num_cpus=cpus, num_gpus=len(gpus()), is_home=True)
@@ -51,14 +51,14 @@ def own_node(num_cpus: float) -> Node:
 
 @contextlib.contextmanager
 def start_on_ray(cfg: RunConfig, run_dir: RunDir) -> Generator[RoleStarter]:
-    """Yield what starts roles on the cluster that the configuration names, or on one of its own.
+    """Yield the starter of roles on the configured cluster, or on the run's own cluster.
 
     Raises: ConfigError: no cluster answers, or a role fits on none of its nodes.
     """
     if not cluster_address(cfg.ray):
-        place(cfg, [own_node(num_cpus_wanted(cfg))])  # refused before anything starts
+        place(cfg, [own_node(num_cpus_wanted(cfg))])  # The check precedes any start.
     with open_cluster(cfg.ray, num_cpus=num_cpus_wanted(cfg)) as nodes:
-        from common.launch.ray.starter import RayStarter  # after the environment is set
+        from common.launch.ray.starter import RayStarter  # The import reads environment variables.
 
         placement = place(cfg, nodes)
         for line in placement.lines(nodes):
@@ -74,7 +74,7 @@ def start_on_ray(cfg: RunConfig, run_dir: RunDir) -> Generator[RoleStarter]:
 
 
 def placement_lines(cfg: RunConfig) -> list[str]:
-    """Return where each role would go, without starting anything.
+    """Return the placement of each role as text, without starting a role.
 
     Raises: ConfigError: as `start_on_ray`.
     """
@@ -86,7 +86,7 @@ def placement_lines(cfg: RunConfig) -> list[str]:
 
 
 def _named_nodes(cfg: RunConfig) -> list[Node]:
-    """Return the nodes of the machine that the configuration is made for."""
+    """Return the nodes of the machine that the configuration describes."""
     return [
         Node(
             node_id=f"{i}",
@@ -101,12 +101,12 @@ def _named_nodes(cfg: RunConfig) -> list[Node]:
 
 @contextlib.contextmanager
 def open_cluster(section: RaySection, *, num_cpus: float) -> Generator[list[Node]]:
-    """Yield the nodes of the cluster that the configuration names, or of one that is started here.
+    """Yield the nodes of the configured cluster, or of a cluster that is started here.
 
-    At the end this process leaves the cluster, and what was started here is stopped.
+    At the end this process leaves the cluster, and a cluster that was started here is stopped.
 
     Args:
-        num_cpus: what the roles ask for, of a cluster that is started here.
+        num_cpus: CPUs that the roles request, for a cluster that is started here.
 
     Raises: ConfigError: no cluster answers, or this process cannot be attached to it.
     """
@@ -130,13 +130,13 @@ def open_cluster(section: RaySection, *, num_cpus: float) -> Generator[list[Node
         except (OSError, RuntimeError, ValueError, AssertionError) as error:
             raise ConfigError(f"ray.address={address}: {error}") from error
         finally:
-            signal.signal(signal.SIGTERM, before)  # Ray takes it for itself
+            signal.signal(signal.SIGTERM, before)  # Ray installs its own handler.
         yield _nodes()
 
 
 @contextlib.contextmanager
 def _own_arguments(num_cpus: float) -> Generator[dict[str, Any]]:
-    """Yield how Ray starts a cluster of this machine, in a folder that goes at the end."""
+    """Yield Ray's arguments for a cluster of this machine; its folder is removed at the end."""
     os.environ.update(OWN)
     with tempfile.TemporaryDirectory(prefix="ls-ray-", ignore_cleanup_errors=True) as folder:
         yield {
@@ -148,7 +148,7 @@ def _own_arguments(num_cpus: float) -> Generator[dict[str, Any]]:
 
 
 def _nodes() -> list[Node]:
-    """Return the nodes that are alive, this process's first."""
+    """Return the nodes that are alive; this process's node is the first."""
     import ray
 
     home = ray.get_runtime_context().get_node_id()
@@ -168,7 +168,7 @@ def _nodes() -> list[Node]:
 
 
 def _check_answers(address: str) -> None:
-    """Return if somebody listens at HOST:PORT; Ray itself would try for minutes."""
+    """Check that a server listens at HOST:PORT. Ray's own attempts would take minutes."""
     if "://" in address:
         law = "expects HOST:PORT: run.py runs on a node of the cluster, not as a client of it"
         raise ConfigError(f"ray.address={address}: {law}")

@@ -1,4 +1,4 @@
-"""The Ray worker that runs one role as a child process, on whatever node Ray put it."""
+"""The Ray worker that runs one role as a child process on the node that Ray has chosen."""
 
 # Ray's types are partly unknown.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -23,17 +23,17 @@ from common.memory import family_bytes
 from common.repository import ROOT
 from common.stall.stacks import ask
 
-LOOK_S = 0.1  # what a role wrote is a file that grew, and nothing portable tells of it
-LONGEST_S = 5.0  # a silent role is heard of so often
-MAX_BYTES = 1 << 23  # of a log, in one answer
-MAX_LOG_BYTES = 1 << 26  # that is kept here; beyond, what the launcher has read goes
-APART_S = 0.1  # between two processes that are asked
-PYTHON, RUN_PY, KEY_FILE = "{python}", "{run.py}", "{join.key}"  # arguments that a node fills in
+LOOK_S = 0.1  # Polling interval; there is no portable event for a growing file.
+LONGEST_S = 5.0  # Longest time between two answers about a silent role.
+MAX_BYTES = 1 << 23  # Maximum bytes of a log in one answer.
+MAX_LOG_BYTES = 1 << 26  # Size of the log on this node above which read parts are deleted.
+APART_S = 0.1  # Seconds between two stack requests.
+PYTHON, RUN_PY, KEY_FILE = "{python}", "{run.py}", "{join.key}"  # Arguments that a node fills in.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where Ray put a worker."""
+    """The node and the GPUs that Ray has assigned to a worker."""
 
     node_id: str
     host: str
@@ -42,46 +42,46 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a worker is to start."""
+    """The command that a worker starts."""
 
     name: str
     argv: tuple[str, ...]
-    env: dict[str, str]  # on top of the node's own
-    log_path: str = ""  # on the run's own node; "": a temporary file that the launcher asks for
-    join_key: str = ""  # what the key file of a node that joins holds
+    env: dict[str, str]  # Variables that are added to the node's own.
+    log_path: str = ""  # Log file on the run's own node; "": a temporary file for the launcher.
+    join_key: str = ""  # Content of a joining node's key file.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What became of a role."""
+    """New log text and state of a role."""
 
-    text: bytes  # of its log; empty if the log is the launcher's own file
+    text: bytes  # Part of its log; empty if the launcher reads the log file itself.
     exit_code: int | None
     memory_bytes: int
 
 
 class RoleHost:
-    """Runs a role; the role dies with this process, however that ends.
+    """Runs a role, which ends with this process, even if that is killed.
 
-    Several methods run at once: `follow` waits for news while `terminate` is called.
+    Several methods run concurrently: `terminate` may be called while `follow` waits for news.
     """
 
     def __init__(self, mark: str) -> None:
-        """Kill what an earlier worker of this role left on this node; start nothing yet."""
+        """Kill the processes of this role's earlier worker on this node; start nothing yet."""
         for pid in find_marked(mark):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         os.environ[MARKS] = marks_with(mark)
-        os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the CPUs that a worker asks for
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the requested CPUs of the worker.
         self._guardian = Guardian()
-        # Without names: they go with this process, however that ends.
+        # Unnamed files disappear with this process, even if it is killed.
         self._key, self._log = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self._child: ChildProcess | None = None
         self._memory_bytes, self._weighed_at = 0, 0.0
-        self._num_cut = 0  # bytes of the log
+        self._num_cut = 0  # Bytes of the log that were deleted.
 
     def place(self) -> Place:
-        """Return where this is."""
+        """Return the node and the GPUs of this worker."""
         context = ray.get_runtime_context()
         return Place(
             node_id=context.get_node_id(),
@@ -94,7 +94,7 @@ class RoleHost:
         self._key.write(order.join_key.encode())
         self._key.flush()
         own = {PYTHON: sys.executable, RUN_PY: str(ROOT / "run.py"), KEY_FILE: _path(self._key)}
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks some, and children inherit it
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks some; children inherit it.
         self._child = ChildProcess(
             order.name,
             [own.get(each, each) for each in order.argv],
@@ -107,34 +107,34 @@ class RoleHost:
         return self._child.pid
 
     def follow(self, offset: int) -> News:
-        """Return what was written to the log from `offset` on; the end, when all has been told.
+        """Return the log text from `offset` on, and the exit code once all text has been returned.
 
-        Waits for news, for `LONGEST_S` at most.
+        It waits for news for at most `LONGEST_S`.
         """
         assert self._child is not None
         deadline = time.monotonic() + LONGEST_S
         while True:
-            code = self._child.poll()  # before reading: what is there then is all
+            code = self._child.poll()  # An exit before the read makes the text complete.
             text = self._read(offset)
             if text or code is not None or time.monotonic() > deadline:
                 return self._news(text, None if text else code)
             time.sleep(LOOK_S)
 
     def terminate(self) -> None:
-        """Ask the role itself to end."""
+        """Send SIGTERM to the role itself."""
         assert self._child is not None
         self._child.terminate()
 
     def ask_stacks(self) -> None:
-        """Ask the role and its helpers for their stacks, which they write to its log."""
+        """Make the role and its helpers write their stacks to the role's log."""
         assert self._child is not None
         if ask(self._child.pid):
             for helper in psutil.Process(self._child.pid).children(recursive=True):
-                time.sleep(APART_S)  # what two write at once nobody could read
+                time.sleep(APART_S)  # Simultaneous writes would be mixed up in the log.
                 ask(helper.pid)
 
     def clear_away(self, offset: int) -> News:
-        """Kill whatever is left; return the rest of the log."""
+        """Kill the remaining processes of the role; return the rest of the log."""
         assert self._child is not None
         self._child.clear_away()
         news = self._news(self._read(offset), self._child.poll())
@@ -142,7 +142,7 @@ class RoleHost:
         return news
 
     def _read(self, offset: int) -> bytes:
-        """Return the log from an offset on; the role appends, so what has been read may be cut."""
+        """Return the log from an offset on. Text that was read may be deleted; the role appends."""
         log, start = self._log.fileno(), offset - self._num_cut
         if start > MAX_LOG_BYTES and start == os.fstat(log).st_size:
             os.ftruncate(log, 0)
@@ -156,5 +156,5 @@ class RoleHost:
 
 
 def _path(file: IO[bytes]) -> str:
-    """Return a path by which this process and its children open a file without a name."""
+    """Return a path with which this process and its children can open an unnamed file."""
     return f"/proc/self/fd/{file.fileno()}"

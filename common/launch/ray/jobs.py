@@ -1,4 +1,4 @@
-"""Commands of this project as Ray tasks, whose results come back as text."""
+"""Commands of this project as Ray tasks that return their result files as text."""
 
 # Ray's types are partly unknown.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -25,15 +25,15 @@ from common.launch.process import ChildProcess, describe_exit
 from common.repository import ROOT
 
 LOOK_S = 0.5
-HERE = "{here}"  # in an argument: the folder of the task, which goes at its end
+HERE = "{here}"  # Placeholder in an argument: the task's folder, which is deleted at its end.
 
 
 @ray.remote(max_retries=2)
 def _command(argv: list[str], keep: str) -> tuple[int, str, dict[str, str]]:
-    """Run it where this task is, and no longer; return exit code, last words, files to keep."""
+    """Run the command in this task; return exit code, last log lines and files to keep."""
     with (
         tempfile.TemporaryDirectory(prefix="longstride-job-") as here,
-        closing(Guardian()) as guardian,  # a task that is cancelled is killed
+        closing(Guardian()) as guardian,  # It ends the child of a cancelled task.
     ):
         told = [sys.executable, *(each.replace(HERE, here) for each in argv)]
         log = Path(here) / "job.log"
@@ -53,27 +53,27 @@ class Jobs:
     """Runs commands on a cluster, from several threads at once, each on a node with a free CPU.
 
     Example:
-        One CPU, two commands: the second waits as long as the first one runs. When that has ended
-        and somebody else takes its CPU, the second fails after `place_timeout_s`.
+        One CPU, two commands: the second waits while the first one runs. If another program takes
+        the CPU after the first has ended, the second fails after `place_timeout_s`.
     """
 
     def __init__(self, *, stop: threading.Event, place_timeout_s: float) -> None:
-        """Start nothing yet; `stop` ends whatever is under way."""
+        """Start nothing yet; the event `stop` ends the running commands."""
         self._stop, self._place_timeout_s = stop, place_timeout_s
         self._running: set[PlacementGroup] = set()
 
     def perform(self, argv: Sequence[str], *, keep: str, timeout_s: float) -> dict[str, str]:
-        """Run `run.py ...` where there is room; return the files it left, name to text.
+        """Run `run.py ...` on a node with a free CPU; return its result files, name to text.
 
-        Every node has this project at the same place, as its roles need it. A task whose node dies
-        is tried on another one.
+        Every node needs this project at the same path, as the roles do. If a node dies, its task is
+        repeated on another node.
 
         Args:
-            argv: "{here}" in it is a folder of the task's own, for results.
-            keep: which files of that folder come back, as a pattern.
-            timeout_s: for the command, once it has room.
+            argv: "{here}" in it is replaced by the task's own folder for results.
+            keep: glob pattern of the files in that folder that are returned.
+            timeout_s: for the command, after its placement.
 
-        Raises: LongstrideError: it found no room, failed and left nothing, was not in time, or
+        Raises: LongstrideError: the command found no node, failed without files or timed out, or
             `stop` was set.
         """
         group = placement_group([{"CPU": 1.0}])
@@ -96,7 +96,7 @@ class Jobs:
         since = time.monotonic()
         while not group.wait(LOOK_S):
             self._check_stop()
-            if self._running:  # who takes the room is one of ours
+            if self._running:  # A command of this process occupies the CPU.
                 since = time.monotonic()
             if time.monotonic() - since > self._place_timeout_s:
                 raise LongstrideError(

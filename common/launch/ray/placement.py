@@ -1,4 +1,4 @@
-"""What each role needs of a Ray node, and whether a cluster has it. Ray does the placing."""
+"""Resources that each role requests, and a check that a cluster has them. Ray places roles."""
 
 import re
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ class Node:
     num_cpus: float
     num_gpus: int
     labels: dict[str, str] = field(default_factory=lambda: {})
-    is_home: bool = False  # where the launcher runs and the run directory lies
+    is_home: bool = False  # Node of the launcher and the run directory.
 
     @property
     def text(self) -> str:
-        """The node in words."""
+        """The node as text."""
         own = [f"{k}={v}" for k, v in self.labels.items() if k != "ray.io/node-id"]
         has = f"{self.num_cpus:g} CPU, {self.num_gpus} GPU"
         return f"{self.host}: {', '.join([has, *own])}"
@@ -32,23 +32,23 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a role asks Ray for."""
+    """Resources that a role requests from Ray."""
 
     num_cpus: float
     num_gpus: int = 0
-    labels: dict[str, str] = field(default_factory=lambda: {})  # Ray's label selector
+    labels: dict[str, str] = field(default_factory=lambda: {})  # Ray's label selector.
     is_home: bool = False
 
     @property
     def text(self) -> str:
-        """Such as "a node with 1 CPU, 2 GPU and zone=a"."""
+        """The request as text, such as "a node with 1 CPU, 2 GPU and zone=a"."""
         gpus = f", {self.num_gpus} GPU" if self.num_gpus else ""
         labels = "".join(f" and {k}={v}" for k, v in self.labels.items())
         where = f" {ON_RUN_NODE}" if self.is_home else ""
         return f"a node with {self.num_cpus:g} CPU{gpus}{labels}{where}"
 
     def num_fitting(self, node: Node) -> int:
-        """Return how many of these an otherwise empty node takes."""
+        """Return the number of such requests that fit on the otherwise empty node."""
         is_right = all(_selects(text, node.labels.get(k, "")) for k, text in self.labels.items())
         if not is_right or (self.is_home and not node.is_home):
             return 0
@@ -59,17 +59,17 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What the roles of a run ask for."""
+    """Resources that the roles of a run request."""
 
     learner: Needs
-    envhub: Needs | None  # None: the hub is somebody else's
+    envhub: Needs | None  # None: the run uses an external hub.
     actor: Needs
-    shared: tuple[tuple[int, ...], ...] = ()  # of the first actors: which of the learner's GPUs
+    shared: tuple[tuple[int, ...], ...] = ()  # GPUs that the first actors share with the learner.
     num_actors: int
-    num_fitting: int  # actors that an otherwise idle cluster takes now
+    num_fitting: int  # Actors that currently fit on an otherwise idle cluster.
 
     def of(self, name: str) -> Needs:
-        """Return what a role asks for, by its name such as "actor-3"."""
+        """Return the request of a role, by its name such as "actor-3"."""
         role, _, number = name.partition("-")
         if role == "scheduler":
             return Needs(num_cpus=0, is_home=True)
@@ -80,7 +80,7 @@ class Placement:
         return self.actor if role == "actor" else self.learner
 
     def lines(self, nodes: Sequence[Node]) -> list[str]:
-        """Return the placement for people, a line per kind of role."""
+        """Return the placement as text, one line per kind of role."""
         hub = [f"envhub: {self.envhub.text}"] if self.envhub else []
         apart = self.num_actors - len(self.shared)
         shared = [f"{len(self.shared)} actors: on the learner's GPUs"] if self.shared else []
@@ -97,18 +97,19 @@ class Placement:
 
 
 def num_cpus_wanted(cfg: RunConfig) -> float:
-    """Return the CPUs that all roles ask for together."""
+    """Return the number of CPUs that all roles request together."""
     ray, has_hub = cfg.ray, not cfg.envhub.url
     return ray.learner_cpus + has_hub * ray.envhub_cpus + cfg.actor.num_engines * ray.actor_cpus
 
 
 def place(cfg: RunConfig, nodes: Sequence[Node]) -> Placement:
-    """Return what each role asks for on a cluster of these nodes.
+    """Return the requests of all roles on a cluster of these nodes.
 
-    With `actor.placement=auto` engines are apart from the learner if at least one fits beside it:
-    the others wait for nodes. Colocated, the first share the learner's GPUs, the others are apart.
+    With `actor.placement=auto` the engines are separate from the learner if at least one fits
+    beside it; the remaining engines wait for nodes. Colocated, the first engines share the
+    learner's GPUs, and the remaining engines are separate.
 
-    Raises: ConfigError: a role fits on no node even if it were idle; says what the cluster has.
+    Raises: ConfigError: a role fits on no idle node; the message lists the cluster's resources.
     """
     (home,) = (node for node in nodes if node.is_home)
     width, labels = cfg.actor.tensor_parallel_size, selector(cfg.ray.actor_labels)
@@ -154,19 +155,19 @@ def place(cfg: RunConfig, nodes: Sequence[Node]) -> Placement:
 
 
 def selector(labels: Sequence[str]) -> dict[str, str]:
-    """Return Ray's label selector of "key=value" texts."""
+    """Return Ray's label selector for texts of the form "key=value"."""
     return {key: value for key, _, value in (label.partition("=") for label in labels)}
 
 
 def _shared_seats(cfg: RunConfig, num_actors: int) -> tuple[tuple[int, ...], ...]:
-    """Return which of the learner's GPUs each of the first actors shares with it."""
+    """Return the learner's GPUs that each of the first actors shares with it."""
     learner = replace(cfg.learner, device="cuda")
     actor = replace(cfg.actor, num_actors=num_actors, placement=GpuPlacement.COLOCATED)
     return seat(replace(cfg, learner=learner, actor=actor), num_gpus=cfg.learner.num_ranks).actors
 
 
 def _less(node: Node, needs: Needs) -> Node:
-    """Return a node without what a role takes of it."""
+    """Return a node without the resources that a role takes from it."""
     return replace(
         node, num_cpus=node.num_cpus - needs.num_cpus, num_gpus=node.num_gpus - needs.num_gpus
     )
@@ -183,7 +184,7 @@ def _check_fits(role: str, needs: Needs, nodes: Sequence[Node], *, remedy: str) 
 
 
 def _selects(text: str, value: str) -> bool:
-    """Return whether a label's value is as Ray's selector says: a, !a, in(a, b), !in(a, b)."""
+    """Return whether a label's value matches Ray's selector: a, !a, in(a, b), !in(a, b)."""
     is_not, rest = text.startswith("!"), text.removeprefix("!")
     several = re.fullmatch(r"in\((.*)\)", rest)
     among = [each.strip() for each in several[1].split(",")] if several else [rest]

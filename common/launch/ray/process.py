@@ -1,4 +1,4 @@
-"""A role that runs in a Ray worker, as the launcher sees it."""
+"""The launcher's handle of a role that runs in a Ray worker."""
 
 # Ray's types are partly unknown.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -21,16 +21,16 @@ from common.launch.ray.host import News, Order, Place
 
 logger = logging.getLogger(__name__)
 
-LOST = -signal.SIGKILL  # exit code of a role whose node or worker is gone
+LOST = -signal.SIGKILL  # Exit code of a role whose node or worker has failed.
 Step = Generator[Any, Any, int]
 
 
 class RayProcess:
-    """A role in a Ray worker of its own; every call returns at once, `clear_away` in seconds.
+    """A role in its own Ray worker. Calls return at once, except for `clear_away` (seconds).
 
     Example:
-        Ray finds a node -> the worker tells its place -> it gets its order -> it is followed until
-        the role ends. A node that dies in between is the role's end, with the code of a kill.
+        Ray finds a node, the worker reports its place, receives its order, and is followed until
+        the role ends. If the node dies before, the role ends with the exit code of a kill.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class RayProcess:
         """Take over a Ray worker (`RoleHost`) that Ray may not have placed yet.
 
         Args:
-            needs: what it waits for, in words.
-            log_path: gets what the role writes on another node.
-            make_order: returns what to start at a place, None while that is not known.
-            place_timeout_s: after which a role without a node ends with 2; None: never.
+            needs: text about the resources that it waits for.
+            log_path: receives the role's output from another node.
+            make_order: returns the order for a place, or None while information is missing.
+            place_timeout_s: seconds after which an unplaced role exits with 2; None: never.
         """
         self.name = name
         self.started_at: float | None = None
@@ -62,8 +62,8 @@ class RayProcess:
         self._deadline = time.monotonic() + (place_timeout_s or float("inf"))
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log_path.touch()
-        self._log_offset = log_path.stat().st_size  # on this machine
-        self._num_read = 0  # bytes of the log there
+        self._log_offset = log_path.stat().st_size  # Bytes on this machine.
+        self._num_read = 0  # Bytes of the log on the worker's node.
         self._is_ordered = False
         self._code: int | None = None
         self._life = self._live()
@@ -71,13 +71,13 @@ class RayProcess:
 
     @property
     def waits_for(self) -> str:
-        """What it needs to start; "" once it has."""
+        """The resource that the start waits for; "" after the start."""
         if self.started_at is not None or self._code is not None:
             return ""
         return self._needs if self.place is None else "scheduler: its address"
 
     def poll(self) -> int | None:
-        """Return the exit code (negative: minus the signal), None before the end."""
+        """Return the exit code (negative: minus the signal); None while it runs."""
         while self._code is None:
             if self._answer is not None and not ray.wait([self._answer], timeout=0)[0]:
                 self._check_deadline()
@@ -93,19 +93,19 @@ class RayProcess:
         return self._code
 
     def terminate(self) -> None:
-        """Ask the role itself, not what it started, to end."""
+        """Send SIGTERM to the role itself, not to its child processes."""
         if self._is_ordered:
             self._worker.terminate.remote()
         elif self._code is None:
             self._code = -signal.SIGTERM
 
     def ask_stacks(self) -> None:
-        """Have the role write its stacks to its log."""
+        """Make the role write its stacks to its log."""
         if self._is_ordered and self._code is None:
             self._worker.ask_stacks.remote()
 
     def clear_away(self) -> None:
-        """Kill at once whatever is left of it, and give its place back."""
+        """Kill the remaining processes of the role, and release its place."""
         if self._is_ordered and self._code != LOST:
             try:
                 told = self._worker.clear_away.remote(self._num_read)
@@ -120,7 +120,7 @@ class RayProcess:
         return read_tail(self.log_path, self._log_offset, max_lines=max_lines)
 
     def _live(self) -> Step:
-        """Yield what is waited for, nothing if that is no answer of Ray; return the exit code."""
+        """Yield the next pending Ray result, or None if there is none; return the exit code."""
         self.place = yield self._worker.place.remote()
         assert self.place is not None
         while (order := self._make_order(self.place)) is None:
@@ -162,7 +162,7 @@ class RayProcess:
 
 
 def _is_deterministic(error: RayError) -> bool:
-    """Return whether the worker process cannot be made: no restart mends that."""
+    """Return whether the worker process cannot be created, so that no restart helps."""
     if isinstance(error, ImportError | FileNotFoundError | PermissionError):
         return True
     is_creation = isinstance(error, ActorDiedError) and "creation task" in str(error)

@@ -1,4 +1,4 @@
-"""Starts roles as Ray workers, each in its place on a cluster."""
+"""Starts roles as Ray workers, each in its own place on a cluster."""
 
 # Ray's types are partly unknown.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -25,14 +25,14 @@ from common.wire.security import issue_join_key
 
 logger = logging.getLogger(__name__)
 
-NUM_CALLS = 8  # of a worker at once
-OF_A_NODE = ("RAY_", "CUDA_", MARKS)  # environment variables that are not the launcher's to pass on
-OF_THE_RUN = ("run.dir=", "run.name=")  # where its directory lies: not on other nodes
+NUM_CALLS = 8  # Concurrent calls of a worker.
+OF_A_NODE = ("RAY_", "CUDA_", MARKS)  # Variables of a node that the launcher does not pass on.
+OF_THE_RUN = ("run.dir=", "run.name=")  # The run directory; other nodes lack it.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class RayStarter:
-    """Starts roles where Ray has room for them. Each keeps its place when it is started again."""
+    """Starts roles on nodes with free resources. A restarted role keeps its place."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class RayStarter:
 
         Args:
             home: the node of this process and of the run directory.
-            is_own: whether the cluster was started by this process.
-            place_timeout_s: for roles that a run cannot go on without.
+            is_own: whether this process started the cluster.
+            place_timeout_s: for all roles except actors, since the run needs them.
         """
         self._run_dir = run_dir
         self._timeout_s = place_timeout_s
@@ -76,24 +76,24 @@ class RayStarter:
         return process
 
     def memory_bytes(self) -> int:
-        """Return what roles take that are no descendants of this process."""
+        """Return the memory of the roles that are not descendants of this process."""
         if self._is_own_cluster:
             return 0
         return sum(process.memory_bytes for process in self._processes.values())
 
     def close(self) -> None:
-        """Give all places back."""
+        """Release all places."""
         for group in self._groups.values():
             remove_placement_group(group)
 
     def _seat(self, name: str) -> dict[str, Any]:
-        """Return the options of a worker: what it takes, and of which placement group."""
+        """Return a worker's options: its resources and its placement group."""
         needs = self._placement.of(name)
         options: dict[str, Any] = {"num_cpus": needs.num_cpus, "num_gpus": needs.num_gpus}
         pinned = {"ray.io/node-id": self._home.node_id} if needs.is_home else {}
         labels = {**needs.labels, **pinned}
         if name.partition("-")[0] in ("envhub", "scheduler"):
-            # Outside a group Ray itself keeps those without GPUs away from nodes that have some.
+            # Outside of a group, Ray itself keeps roles without GPUs away from nodes with GPUs.
             return {**options, "label_selector": labels}
         num_shared = len(self._placement.shared)
         is_sharing = name.startswith("actor") and int(name.partition("-")[2]) < num_shared
@@ -113,12 +113,12 @@ class RayStarter:
         return {**options, "scheduling_strategy": strategy}
 
     def _order(self, spec: RoleSpec, place: Place) -> Order | None:
-        """Return what to start at a place; None while something is missing that it needs."""
+        """Return the order for a place; None while required information is missing."""
         is_home = place.node_id == self._home.node_id
         visible = self._visible(spec.name, place)
         if visible is None:
             return None
-        env = {} if visible else dict(spec.env)  # threads are bounded where there are no GPUs
+        env = {} if visible else dict(spec.env)  # Threads are limited only without GPUs.
         env[VISIBLE] = visible
         own = {sys.executable: PYTHON, str(ROOT / "run.py"): RUN_PY}
         argv = tuple(own.get(each, each) for each in spec.argv)
@@ -136,9 +136,7 @@ class RayStarter:
         overrides = [each for each in overrides if not each.startswith(OF_THE_RUN)]
         join = ("--join", address.removeprefix("tcp://"), "--key", KEY_FILE)
         if role == "envhub":
-            overrides.append(
-                f"envhub.host={place.host}"
-            )  # where it listens is not the run's to say
+            overrides.append(f"envhub.host={place.host}")  # The node decides where its hub listens.
         return Order(
             name=spec.name,
             argv=(PYTHON, RUN_PY, role, *join, *overrides),
@@ -149,7 +147,7 @@ class RayStarter:
         )
 
     def _visible(self, name: str, place: Place) -> str | None:
-        """Return the GPUs that a role may see; None while the learner's, which it shares, wait."""
+        """Return the GPUs that a role may see; None while the learner's shared ones are unknown."""
         num_shared = len(self._placement.shared)
         if not name.startswith("actor") or int(name.partition("-")[2]) >= num_shared:
             return ",".join(place.gpu_ids)
@@ -160,5 +158,5 @@ class RayStarter:
 
 
 def _bundle(num_cpus: float, num_gpus: int) -> dict[str, float]:
-    """Return what a placement group reserves on a node."""
+    """Return the resources that a placement group reserves on a node."""
     return {"CPU": num_cpus, **({"GPU": float(num_gpus)} if num_gpus else {})}
