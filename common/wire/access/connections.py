@@ -180,7 +180,7 @@ class Connections(threading.Thread):
                 return
 
     def _let_go_if_in(self, connection: _Connection, info: bytes | None) -> bool:
-        """Mark a connection as authenticated if its byte counts prove it; return whether."""
+        """Return whether a connection is authenticated. If so, remove it from the pending ones."""
         if info is None:
             return False
         is_in = not info or _number(info[BYTES_ACKED]) > MAX_TOLD_BYTES
