@@ -266,8 +266,8 @@ class StepDone:
     version: Version
     is_last: bool
     max_ahead_steps: Count  # New limit for opening groups ahead; at most the configured one.
-    # Measurements of the step; an absent key is unknown. "entropy" in nats, "ess_frac", "busy_s"
-    # from the batch to its published weights, "wait_s" for the batch before that.
+    # Measurements of the step: "entropy" in nats, "ess_frac", "busy_s" (the time from receiving
+    # the batch to publishing the weights), "wait_s" (the wait for the batch). Keys may be absent.
     signals: dict[str, float]
     number: Count = 0  # Same as in Outcomes.
 

@@ -31,9 +31,9 @@ CHECK_ALL_S = 2.0  # Seconds between two checks of the authenticated connections
 RESERVED_FILES = 256  # File descriptors kept free, or a quarter of the limit if that is less.
 TCP_INFO_BYTES = 256
 BYTES_ACKED, BYTES_RECEIVED = slice(120, 128), slice(128, 136)  # Fields of Linux's struct tcp_info.
-# Maximum number of bytes sent to an unauthenticated peer: a greeting of 64 bytes, CURVE's WELCOME
-# of 170, and an ERROR of about 12. A connection with more bytes is authenticated. libzmq has an
-# event for a completed handshake, but that event does not identify the connection.
+# Maximum number of bytes sent to an unauthenticated peer: the greeting (64 bytes), the WELCOME of
+# CURVE (170 bytes) and an ERROR (about 12 bytes). A connection with more bytes is authenticated.
+# This check replaces libzmq's handshake event, which does not identify the connection.
 MAX_TOLD_BYTES = 64 + 170 + 24
 MAX_ADDRESSES = 1_000  # Maximum number of addresses with a counter of their own.
 UNKNOWN = -1

@@ -9,7 +9,7 @@ from operator import attrgetter
 from common.wire.messages import EpisodeIdentity, LeaseGrant, Trajectory
 from common.wire.security import RunKeys
 
-MAC_HEX = 32  # characters
+MAC_HEX = 32  # Length in hexadecimal characters.
 _FIELDS = tuple(name for name in EpisodeIdentity.__dataclass_fields__ if name != "lease_mac")
 _get = attrgetter(*_FIELDS)
 

@@ -70,7 +70,7 @@ class Peers:
     def __init__(self, identities: Identities) -> None:
         self._identities = identities
         self._senders: dict[bytes, Sender] = {}
-        self._accounts: dict[str, Account] = {}  # by name
+        self._accounts: dict[str, Account] = {}  # Accounts by the name of the key's owner.
         self._nobody = Identity("stranger", "node", "", is_revoked=True)
         self._refresh_at = 0.0
 
