@@ -44,7 +44,7 @@ class RunDir:
     checksums = _Below("checksums.jsonl")  # Checksums of each step's stages and weights.
     logs = _Below("logs")  # <role>.log
     ledger = _Below("ledger.json")
-    selection = _Below("selection.json")  # Statistics of dropped episodes by the scheduler.
+    selection = _Below("selection.json")  # The scheduler's statistics of dropped episodes.
     cpu = _Below("cpu.json")  # CPU time of each role, updated by the launcher every few seconds.
     outcomes = _Below("outcomes.jsonl")  # Outcome of each episode, written by the scheduler.
     date = _Below("date.txt")  # Date in every prompt, YYYY-MM-DD.
@@ -63,7 +63,7 @@ class RunDir:
         return self.date.read_text(encoding="utf-8").strip() if self.date.is_file() else ""
 
     def publish_address(self, role: str, address: str) -> None:
-        """Publish the address of `role`, the scheduler, to the roles with access to this disk."""
+        """Publish the address of `role` in a file for the roles with access to this disk."""
         self.addresses.mkdir(parents=True, exist_ok=True)
         write_atomically(self.addresses / role, address)
 
