@@ -23,7 +23,7 @@ _OTHER = "its tokens are framed by another chat template"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spoken:
-    """One message. A sampled message of the agent is the text of a run of true `loss_mask`."""
+    """One message. A sampled message is a contiguous run of tokens with `loss_mask` True."""
 
     role: str  # "system", "user", "tool" or "assistant" (the agent)
     text: str
@@ -113,7 +113,7 @@ class Framing:
         ]
 
     def _has_system(self, text: str) -> bool:
-        """Return whether the first message is a system message, if it begins like a user's."""
+        """Return whether a text that begins like a user's message begins with a system message."""
         frame, after = self._system, self._frames[-1].after
         return (
             frame is not None

@@ -84,11 +84,11 @@ class CallForm:
     """Form of a tool call in a chat template.
 
     Example:
-        Qwen         <tool_call> {"name": "look", "arguments": {"where": "up"}} </tool_call>
-        Llama        {"name": "look", "parameters": {"where": "up"}}
-        Mistral      [TOOL_CALLS] [{"name": "look", "arguments": {"where": "up"}}]
-        newer ones   [TOOL_CALLS]look[ARGS]{"where": "up"}
-        Qwen3-Coder  <tool_call> <function=look> <parameter=where> up </parameter> ...
+        Qwen         <tool_call> {"name": "move", "arguments": {"where": "up"}} </tool_call>
+        Llama        {"name": "move", "parameters": {"where": "up"}}
+        Mistral      [TOOL_CALLS] [{"name": "move", "arguments": {"where": "up"}}]
+        newer ones   [TOOL_CALLS]move[ARGS]{"where": "up"}
+        Qwen3-Coder  <tool_call> <function=move> <parameter=where> up </parameter> ...
     """
 
     begin: re.Pattern[str] = JSON_BEGINS

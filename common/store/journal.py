@@ -39,7 +39,7 @@ class JournalWriter:
 
     Example: append two trajectories, sync, then acknowledge both to their actors. A crash before
     the sync may leave a torn record. The next writer removes it, and the actor sends that episode
-    again. The next writer also syncs complete records of a crash before it reports them.
+    again. It also syncs the complete records that a crash left, before the run uses them.
     """
 
     def __init__(self, folder: Path, *, max_segment_bytes: int = MAX_SEGMENT_BYTES) -> None:

@@ -39,7 +39,7 @@ class MetricsWriter:
     steps 51 to 57 move to metrics.discarded.jsonl. Step 51 is logged again, and `time_s` continues
     from its value at step 57.
 
-    A file over MAX_BYTES loses every second line of its older half. After several times the oldest
+    A file over MAX_BYTES loses every second line of its older half. This repeats, so the oldest
     steps are the sparsest. The first step and the newest ones stay.
     """
 
@@ -112,7 +112,7 @@ def read_metrics(path: Path) -> list[MetricsLine]:
 
 
 def iter_metrics(path: Path) -> Iterator[tuple[MetricsLine, str]]:
-    """Yield each line of `read_metrics` with its text, with one line in memory at a time."""
+    """Yield each line of `read_metrics` and its text. Holds one line in memory at a time."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace", newline="\n") as handle:

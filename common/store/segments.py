@@ -142,7 +142,7 @@ class Pruned:
 
 
 def load_pruned(folder: Path) -> Pruned:
-    """Return the pruned segments of a journal. Raises: ConfigError: the file of it is damaged."""
+    """Return the pruned segments of a journal. Raises: ConfigError: pruned.json is damaged."""
     path = folder / _PRUNED
     if not path.exists():
         return Pruned()

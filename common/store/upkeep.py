@@ -34,7 +34,7 @@ class Limits:
 
 
 def prune_old(folder: Path, limits: Limits, *, before: int) -> Pruned:
-    """Remove the oldest segments below `before` that exceed a limit; return all pruned ones."""
+    """Remove the oldest segments below `before` that exceed a limit; return the new `Pruned`."""
     left = sum(path.stat().st_size for path in list_segments(folder).values())
     now = time.time()
 

@@ -172,8 +172,8 @@ def node_name(towards: str) -> str:
 def own_host_towards(host: str, peers: Iterable[str]) -> str:
     """Return the host under which peers reach a listener on `host`.
 
-    For a listener on all interfaces it is the address towards the first peer on another machine,
-    or the loopback address if there is no such peer. If peers are in several networks, `host` must
+    For a listener on all interfaces it is the address towards the first peer on another machine.
+    Without such a peer it is the loopback address. If peers are in several networks, `host` must
     be an address that all of them reach.
 
     Args:

@@ -132,7 +132,7 @@ _packer = _Packer()
 def _pack(value: list[Any]) -> bytes:
     try:
         packed = _packer.pack(value)
-    except (ValueError, OverflowError) as error:  # Half a surrogate pair, or an int over 64 bits.
+    except (ValueError, OverflowError) as error:  # An unpaired surrogate, or an int over 64 bits.
         raise WireError(f"a value that no message can hold: {shown(error)}") from error
     assert packed is not None  # `pack` returns None with `autoreset=False` only.
     return packed

@@ -23,7 +23,7 @@ _none = partial(np.zeros, 0, dtype=np.int32)
 
 
 class EndReason(StrEnum):
-    """Why an episode ended. The first four reasons are valid samples, the rest are failures.
+    """Why an episode ended. The first four reasons give valid samples, the rest are failures.
 
     DONE: the environment ended the episode. The next three reasons truncate an unfinished task.
     HORIZON: the limit of the run. TRUNCATED: a limit of the environment. CONTEXT_FULL: the
@@ -138,7 +138,7 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """The scheduler has registered the role."""
+    """Scheduler -> actor or learner: the role is registered. Answer to Hello."""
 
     run_epoch: Id  # Random per scheduler start. After a change the role sends Hello again.
 
@@ -208,7 +208,7 @@ class Progress:
     num_slots: Count = 0  # Number of concurrent episodes of all live actors.
     num_heard: Count = 0  # Numbered messages received since Hello without a gap.
     num_reports: Count = 0  # Copied from the heartbeat. If above `num_heard`, messages were lost.
-    num_saved: Count = 0  # Of `num_heard`, those on disk. The learner may drop its copies.
+    num_saved: Count = 0  # Number of received messages on disk. The learner may drop its copies.
     closed_below: Count = 0  # Training groups with smaller numbers are final and saved to disk.
     learner_version: Version = -1  # The learner's version in the scheduler's state; -1: unknown.
     # Number of ready groups in the batch of the step after `learner_version`. It is below

@@ -1,8 +1,9 @@
-"""Keys of a run: CURVE key pairs for its servers, its centre and joining nodes, and a hub token.
+"""Keys of a run: three CURVE key pairs and a token for requests to hubs.
 
-The files have mode 0600. The scheduler and the learner are the centre and read all of them. Each
-actor and each hub has its own key pair (`access.identities`). A role on the run's disk creates
-its pair itself. A node elsewhere requests one with the join key, which allows nothing else.
+One pair belongs to the servers, one to scheduler and learner as clients, one to joining nodes.
+The files have mode 0600. The scheduler and the learner read all of them. Each actor and each hub
+has its own key pair (`access.identities`). A role on the run's disk creates its pair itself. A
+node elsewhere requests one with the join key, which allows nothing else.
 """
 
 import json
@@ -84,7 +85,7 @@ def create_keys(folder: Path) -> RunKeys:
 
 
 def load_keys(folder: Path) -> RunKeys:
-    """Return the keys of a run's centre.
+    """Return the keys of a run's scheduler and learner.
 
     Raises: ConfigError: key files are missing. The error lists them.
     """

@@ -1,4 +1,4 @@
-"""Membership of one process in the weight plane's process group, with transfers that can cancel."""
+"""Membership of one process in the weight plane's process group. Transfers can be cancelled."""
 # torch's type stubs lack many functions of its C++ process groups:
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
 
@@ -128,9 +128,9 @@ class WeightGroup:
     """The process group of the current members, kept from version to version.
 
     Example: the learner sends version 3 to engines a and b, and b is stopped.
-        learner   is_cancelled() detects the loss of b -> raises TransferCancelled, the learner
-                  sends WeightsCancel to a
-        engine a  is_cancelled() returns True after that -> raises TransferCancelled
+        learner   is_cancelled() detects the loss of b -> `send` raises TransferCancelled, and the
+                  learner sends WeightsCancel to a
+        engine a  is_cancelled() returns True -> `receive` raises TransferCancelled
         learner   offers version 3 to a alone, in a new epoch
 
     The connection to the rendezvous stays open when the group changes.

@@ -23,7 +23,7 @@ class WeightsJoin:
 
     actor: Id
     incarnation: Id
-    devices: Names  # One name per worker: the GPU's UUID, or "" for the CPU.
+    devices: Names  # One name per worker: the unique name of its GPU, or "" for the CPU.
     version: Version  # The version that the engine has loaded.
     host: Id = ""  # The engine's address on the interface that reaches the learner.
     busy_epoch: Count = 0  # Group epoch of the offer that the engine is loading; 0: it is idle.

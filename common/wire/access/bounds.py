@@ -1,7 +1,7 @@
 """Bounds of the fields of messages: annotated on a field's type and checked by the decoder.
 
-A field without an annotation has the default bounds of its type. The sender must respect them:
-the receiver refuses the whole message if one value is out of bounds.
+A field without an annotation has the default bounds of its type. The receiver refuses the whole
+message if one value is out of bounds, so each sender must respect the bounds.
 """
 
 import functools

@@ -79,7 +79,7 @@ class Identities:
     """The named keys of a run, read from its file. Use from one thread."""
 
     def __init__(self, folder: Path | None, *own: Identity) -> None:
-        """Hold the keys `own`, and those listed in `folder`. None: only `own`."""
+        """Hold the keys `own`, and those listed in `folder`. `folder` None: only `own`."""
         self._path = folder / PEERS if folder is not None else None
         self._own = {each.public: each for each in own if each.public}
         self._by_name: dict[str, Identity] = {}

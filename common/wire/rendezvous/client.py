@@ -124,7 +124,7 @@ class GroupStore(dist.Store):
         self.line.is_left.set()
 
     def clone(self) -> "GroupStore":
-        """Return a store with the same connection and a separate state of waiting."""
+        """Return a second store with the same connection and group."""
         return GroupStore(self.line, self._group, timeout_s=self._timeout_s)
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -70,9 +70,9 @@ class StoreServer(threading.Thread):
     Waits for: requests. It keeps a WAIT request for up to `MAX_WAIT_S` until its keys exist.
     Unblocked by: `close`.
 
-    Example: the owner calls `open_group` and offers the name to a and b. a waits for a key of the
-    group. b sets the key, and the server answers a. A former member has the key of the store but
-    not the name of the new group, so the server refuses its requests.
+    Example: the owner calls `open_group` and offers the name to members A and B. A waits for a key
+    of the group. B sets the key, and the server answers A. A former member has the key of the
+    store but not the name of the new group. The server therefore refuses its requests.
     """
 
     def __init__(self, host: str, port: int = 0) -> None:

@@ -144,7 +144,8 @@ class Mailbox:
 
         def part_with() -> None:
             self._await(takers, f"the takers of part {index}")
-            self._store.delete([self._key(index), *takers])  # Bounds the store over many versions.
+            # Without this the store would grow over thousands of versions.
+            self._store.delete([self._key(index), *takers])
 
         return Mail(part_with)
 
