@@ -1,11 +1,11 @@
-"""Intervals of 95 % around means: of shares, of items, of seeds. Pure functions."""
+"""95 % confidence intervals of means over plays, items or seeds. Pure functions."""
 
 import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
 Interval = tuple[float, float]
-Z975 = 1.959964  # Quantile of the normal distribution, two-sided 95 %.
+Z975 = 1.959964  # 97.5 % quantile of the normal distribution.
 # Quantiles of Student's t distribution for 1, 2, ... degrees of freedom.
 T975 = (12.70620, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)
 
@@ -14,9 +14,9 @@ def student_quantile(degrees: int) -> float:
     """Return the 97.5 % quantile of Student's t distribution, within 1e-5.
 
     Args:
-        degrees: of freedom, 1 or more.
+        degrees: number of degrees of freedom, 1 or more.
 
-    Source: Abramowitz, Stegun (1964), 26.7.5, above ten degrees of freedom.
+    Source: Abramowitz, Stegun (1964), 26.7.5, for more than ten degrees of freedom.
     """
     if degrees <= len(T975):
         return T975[degrees - 1]
@@ -30,7 +30,7 @@ def student_quantile(degrees: int) -> float:
 
 
 def wilson_interval(num_solved: int, num_plays: int) -> Interval:
-    """Return the 95% score interval of a share of one or more plays.
+    """Return the 95% score interval of the share of solved plays. `num_plays` is 1 or more.
 
     Source: Wilson (1927), J. Am. Stat. Assoc. 22:209, without continuity correction.
     """
@@ -38,7 +38,7 @@ def wilson_interval(num_solved: int, num_plays: int) -> Interval:
 
 
 def score_interval(mean: float, trials: float, quantile: float = Z975) -> Interval:
-    """Return Wilson's interval around a mean of so many independent trials, all in [0, 1]."""
+    """Return Wilson's interval around the mean of independent `trials` in [0, 1]."""
     z2 = quantile**2
     centre = mean + z2 / (2 * trials)
     spread = quantile * math.sqrt((mean * (1 - mean) + z2 / (4 * trials)) / trials)
@@ -49,21 +49,21 @@ def score_interval(mean: float, trials: float, quantile: float = Z975) -> Interv
 def clustered_interval(values: Sequence[float], weights: Sequence[float] | None = None) -> Interval:
     """Return the 95% interval of the mean over one or more items, each with a value in [0, 1].
 
-    Items are independent; the samples of one item need not be, since only its mean counts. It is
-    the score interval with the effective number of trials m(1-m)/v in the place of n, v being the
-    variance of the mean m, and with Student's quantile of n-1 degrees of freedom. A few items that
-    happen to be alike do not show how unlike items are. So v is estimated with one item more,
-    whose squared deviation is the largest possible, m(1-m).
+    The items must be independent. The samples of one item need not be, since only their mean
+    counts. The interval is the score interval with two changes. The number of trials n is replaced
+    by the effective number m(1-m)/v, where v is the variance of the mean m. The quantile is
+    Student's with n-1 degrees of freedom. A few items with equal values would underestimate v. So
+    v is estimated with one additional item of the largest possible squared deviation, m(1-m).
 
-    Where every value is 0 or 1, as with one sample of success per item, the variance is known from
-    the mean, and the interval is Wilson's. The interval stays inside [0, 1] and is never empty.
+    If every value is 0 or 1, the mean determines the variance, and the interval is Wilson's. One
+    sample of success per item is such a case. The interval is inside [0, 1] and never empty.
 
     Args:
         values: [item].
-        weights: [item] > 0, samples of each item, say; None: all alike.
+        weights: [item] > 0, for example the number of samples of each item; None: equal weights.
 
     Source: Korn, Graubard (1998), Survey Methodology 24:193, for the effective number and the
-    degrees of freedom; the score interval instead of the exact one.
+    degrees of freedom. Difference: the score interval replaces the exact one.
     """
     num = len(values)
     shares = [each * num / sum(weights) for each in weights] if weights else [1.0] * num
@@ -87,8 +87,8 @@ def gain_interval(gains: Sequence[float]) -> Interval:
 def seeds_interval(shares: Sequence[float], num_plays: int) -> Interval:
     """Return the 95% interval of the mean share of two or more seeds.
 
-    It is Student's, and never narrower than Wilson's interval of all plays taken together: seeds
-    that happen to agree do not make their plays more certain.
+    It is Student's interval, widened to contain Wilson's interval of all plays together. Seeds
+    with equal shares by chance therefore do not give an interval that is too narrow.
     """
     mean = fmean(shares)
     half = student_quantile(len(shares) - 1) * stdev(shares) / math.sqrt(len(shares))

@@ -1,4 +1,4 @@
-"""What an evaluation says: success, score, avg@k and pass@k with intervals, failures apart."""
+"""Scores of an evaluation: success, score, avg@k and pass@k with intervals, without failures."""
 
 import math
 from collections import Counter, defaultdict
@@ -12,27 +12,27 @@ from common.wire.messages import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One episode that says something about the policy."""
+    """One episode without an infrastructure failure."""
 
     is_success: bool
-    score: float  # the last reward, in [0, 1]
+    score: float  # The last reward, in [0, 1].
     num_turns: int
-    end: str  # EndReason's value
+    end: str  # Value of the EndReason.
 
 
 @dataclass(slots=True, kw_only=True)
 class ItemPlays:
-    """What became of the k samples of one item."""
+    """Results of the k samples of one item."""
 
     env: str
     subset: str
     item_id: str
     samples: list[Sample] = field(default_factory=list[Sample])
-    failures: list[str] = field(default_factory=list[str])  # end reasons of the infrastructure's
-    num_missing: int = 0  # not played yet
+    failures: list[str] = field(default_factory=list[str])  # End reasons of failed episodes.
+    num_missing: int = 0  # Number of samples that were not played yet.
 
     def add(self, trajectory: Trajectory) -> None:
-        """Count an episode."""
+        """Add an episode to the samples or the failures."""
         end = trajectory.end_reason
         if end.is_infrastructure_failure:
             self.failures.append(end.value)
@@ -45,12 +45,14 @@ class ItemPlays:
 
     @property
     def num_solved(self) -> int:
-        """Samples that solved the item."""
+        """Number of samples that solved the item."""
         return sum(sample.is_success for sample in self.samples)
 
 
 def pass_at(k: int, *, num_samples: int, num_solved: int) -> float:
-    """Return the chance that k of k or more samples, drawn without replacement, hold a solved one.
+    """Return the chance that k samples, drawn without replacement, contain a solved one.
+
+    `num_samples` must be k or more.
 
     Source: Chen et al., arXiv 2107.03374, equation 1; unbiased for 1 - (1 - p)^k.
     """
@@ -58,14 +60,14 @@ def pass_at(k: int, *, num_samples: int, num_solved: int) -> float:
 
 
 def scores(items: Iterable[ItemPlays], *, k: int) -> dict[str, Any]:
-    """Return all numbers of some items as JSON; a mean over nothing is null.
+    """Return all scores of some items as JSON. A mean over no values is null.
 
     Returns:
         num_items, num_episodes, num_failed, num_missing, failures (by reason);
-        success: share of the episodes that were played to an end, with an interval clustered by
-            item, whose samples are alike;
+        success: share of solved episodes among those without a failure. Its interval is clustered
+            by item, because samples of one item are correlated;
         avg_at_k, score: means over items, with intervals clustered by item;
-        pass_at: for each power of two up to k and for k: mean over the items with so many samples.
+        pass_at: for k and each power of two up to k, the mean over items with enough samples.
     """
     items = list(items)
     played = [item for item in items if item.samples]

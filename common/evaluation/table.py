@@ -13,25 +13,25 @@ ABSENT = "-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The columns of one scenario: name and the subsets that it pools."""
+    """Columns of one scenario's table, each with its name and the subsets that it pools."""
 
     title: str
     columns: dict[str, list[str]]
 
 
-LAYOUTS = {  # environment -> its table in the paper
+LAYOUTS = {  # Layout of the paper's table, by environment.
     env: Layout(**each)
     for env, each in json.loads(
         Path(__file__).with_name("layouts.json").read_text(encoding="utf-8")
     ).items()
 }
-Entry = Mapping[str, Any]  # one evaluated policy of eval.json
+Entry = Mapping[str, Any]  # One evaluated policy of eval.json.
 
 
 def layout_of(env: str, subsets: Sequence[str]) -> Layout:
-    """Return the columns for the subsets that were played.
+    """Return the columns for the played subsets.
 
-    The scenario's own columns if all of them fit in; else one for each subset.
+    They are the scenario's columns if these contain all subsets, otherwise one for each subset.
     """
     layout = LAYOUTS.get(env) or Layout(title=env, columns={})
     if set(subsets) <= {subset for pooled in layout.columns.values() for subset in pooled}:
@@ -40,7 +40,7 @@ def layout_of(env: str, subsets: Sequence[str]) -> Layout:
 
 
 def as_markdown(entries: Sequence[Entry]) -> str:
-    """Return eval.md: per scenario a table, a row for each policy, then what to know of them."""
+    """Return eval.md: a table per scenario with its policies, then a table of episode counts."""
     envs = list(dict.fromkeys(env for entry in entries for env in entry["by_env"]))
     head = (
         "# Evaluation\n\nPercent of held-out items, 95 % intervals in brackets; at the full"
@@ -73,7 +73,7 @@ def _scenario(env: str, entries: Sequence[Entry]) -> str:
 
 
 def _note(entry: Entry, env: str) -> str:
-    """Return what is not as published of the tasks that a row was played on."""
+    """Return the difference between the tasks of a row and the published ones, "" without one."""
     return str(entry.get("notes", {}).get(env, ""))
 
 
@@ -88,7 +88,7 @@ def _overall(entries: Sequence[Entry]) -> str:
 
 
 def _measures(entry: Entry) -> dict[str, tuple[str, ...]]:
-    """Return the rows of a policy: name -> where its number stands."""
+    """Return the rows of a policy: by name, the path of the value in its scores."""
     k = entry["k"]
     if k == 1:
         return {"success": ("success",), "score": ("score",)}
@@ -100,7 +100,7 @@ def _at(scores: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
 
 
 def _pooled(scores: Sequence[Mapping[str, Any]], path: tuple[str, ...]) -> str:
-    """Return the cell of a column; of several subsets the mean over items, without interval."""
+    """Return the cell of a column. Several subsets give the mean over items, without interval."""
     found = [_at(each, path) for each in scores]
     found = [each for each in found if each["mean"] is not None]
     if not found:
@@ -120,7 +120,7 @@ def _cell(value: Mapping[str, Any]) -> str:
 
 
 def _runs(entries: Sequence[Entry]) -> str:
-    """Return what stands behind the rows: how much was played, and what failed and is left out."""
+    """Return the section of episode counts: played, failed and missing episodes per policy."""
     heads = ["Model", "Policy", "k", "Items", "Episodes", "Failed", "Not played", "Turns"]
     lines = [_row(heads), _row(["---", "---", *("---:" for _ in heads[2:])])]
     for entry in entries:

@@ -1,7 +1,7 @@
-"""Token ids of an episode -> the messages that the chat template framed.
+"""Splits the token ids of an episode into the messages of its chat template.
 
-Text of others may spell a control token out in letters, which reads like one: so control tokens are
-told apart by their ids, and stand in the text between two marks that no text has.
+External text may contain the letters of a control token. Control tokens are therefore identified
+by their ids. In the decoded text each one becomes its id between two marks that no text contains.
 """
 
 import itertools
@@ -23,9 +23,9 @@ _OTHER = "its tokens are framed by another chat template"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spoken:
-    """One message; an agent's that was sampled is where its row's `loss_mask` is true."""
+    """One message. A sampled message is a contiguous run of tokens with `loss_mask` True."""
 
-    role: str  # system, user, tool, or assistant: the agent
+    role: str  # "system", "user", "tool" or "assistant" (the agent)
     text: str
     is_sampled: bool = False
 
@@ -36,7 +36,7 @@ class Spoken:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What a template puts before a message that follows an agent's, and behind it."""
+    """Text of a template before and after a message that follows an agent's message."""
 
     role: str
     before: str
@@ -44,13 +44,13 @@ class _Frame:
 
 
 class Framing:
-    """What one tokenizer's chat template puts around and between messages."""
+    """Text that one tokenizer's chat template adds around and between messages."""
 
     def __init__(self, tokenizer: Any, *, day: str = "") -> None:
-        """Ask the template. Raises: ConfigError: it has none, or rewrites earlier turns.
+        """Render probes. Raises: ConfigError: no template, or one that rewrites earlier turns.
 
         Args:
-            day: that the prompts name, as in `render_chat`.
+            day: the date in the prompts, as in `render_chat`.
         """
         self._tokenizer = tokenizer
         self._day = day
@@ -70,15 +70,15 @@ class Framing:
         self._frames = [own]
         self._system = self._system_frame(user)
         if (told := self._tool_frame(asked[0], head + _USER + after_user)) is not None:
-            self._frames.insert(0, told)  # which may begin as a user's does
+            self._frames.insert(0, told)  # First, since the user's frame may be a prefix of it.
 
     def messages(self, token_ids: np.ndarray, loss_mask: np.ndarray) -> list[Spoken]:
-        """Return what was said in a row of tokens, user and agent in turn.
+        """Return the messages of a row of tokens, user and agent in turn.
 
         Args:
             token_ids, loss_mask: [seq]
 
-        Raises: ConfigError: another template framed these.
+        Raises: ConfigError: the tokens do not match this template.
         """
         edges = [0, *(np.flatnonzero(np.diff(loss_mask)) + 1).tolist(), len(token_ids)]
         said: list[Spoken] = []
@@ -93,12 +93,12 @@ class Framing:
                 continue
             text = text.removeprefix(self._end_of_turn)
             if end == len(token_ids) and not any(text.startswith(f.before) for f in self._frames):
-                break  # what a template puts behind the last turn
+                break  # The template's text after the last turn.
             said += self._unsampled(text)
         return said
 
     def _begun(self, text: str) -> list[Spoken]:
-        """Return the messages before the first that was sampled."""
+        """Return the messages before the first sampled one."""
         user = self._frames[-1]
         if text.startswith(self._head) and not self._has_system(text):
             return self._unsampled(user.before + text[len(self._head) :])
@@ -113,7 +113,7 @@ class Framing:
         ]
 
     def _has_system(self, text: str) -> bool:
-        """Return whether a first message in the place of a user's is a system's."""
+        """Return whether a text that begins like a user's message begins with a system message."""
         frame, after = self._system, self._frames[-1].after
         return (
             frame is not None
@@ -141,7 +141,7 @@ class Framing:
             said.append(Spoken(role="assistant", text=answer))
 
     def _system_frame(self, user: dict[str, Any]) -> _Frame | None:
-        """Return what is around a system's message before a user's; None: there can be none."""
+        """Return the frame of a system message; None: the template supports none."""
         try:
             text = self._render([{"role": "system", "content": _NEXT}, user])
         except (TemplateError, TypeError):
@@ -153,7 +153,7 @@ class Framing:
         return _Frame("system", self._framed(before), self._framed(between))
 
     def _tool_frame(self, user: dict[str, Any], asked: str) -> _Frame | None:
-        """Return what is around a tool's answer; None: the template knows none, or as a user's."""
+        """Return the frame of a tool's answer; None: there is none, or it equals a user's."""
         function = {"name": "f", "arguments": {"action": _ASSISTANT}}
         call = {"type": "function", "id": "call00000", "function": function}
         called = {"role": "assistant", "content": "", "tool_calls": [call]}

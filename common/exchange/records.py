@@ -1,6 +1,6 @@
-"""Records of a file, whatever wrote them: what was said, and the tokens where it carries them."""
+"""Reads records of several file formats: their messages, and their tokens if they have any."""
 
-# What JSON holds is of no known type until it is checked here:
+# Values from JSON have no static type until this module has checked them:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
 import json
@@ -19,7 +19,7 @@ PARQUET = ".parquet"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRow:
-    """A row of tokens, which of them the agent sampled, and what its episode was worth."""
+    """A row of tokens, the mask of sampled tokens, and the result of its episode."""
 
     item_id: str
     reward: float
@@ -28,7 +28,7 @@ class TokenRow:
     num_segments: int
     token_ids: np.ndarray = field(repr=False)  # [seq] int32
     mask: np.ndarray = field(repr=False)  # [seq] bool
-    episode_id: str = ""  # "": the record has none
+    episode_id: str = ""  # "": the record has no id.
     logprobs: np.ndarray | None = field(default=None, repr=False)  # [seq] nats, 0 if not sampled
 
 
@@ -39,13 +39,13 @@ def _is_number(value: object) -> bool:
 def read_records(path: Path) -> list[tuple[str, object]]:
     """Return the records of JSON lines, of one JSON list or of a Parquet file, with their places.
 
-    Raises: ConfigError: it cannot be read; names the record.
+    Raises: ConfigError: the file cannot be read; names the record.
     """
     if path.suffix == PARQUET:
         parquet = arrow("pyarrow.parquet")
         try:
             rows: list[object] = parquet.read_table(str(path)).to_pylist()
-        except (OSError, ValueError) as error:  # pyarrow's own errors are both
+        except (OSError, ValueError) as error:  # The errors of pyarrow have these base classes.
             raise ConfigError(f"{path}: not a Parquet file: {error}") from error
     else:
         rows = _json_records(path)
@@ -63,7 +63,8 @@ def _json_records(path: Path) -> list[object]:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not JSON: {error}") from error
     records: list[object] = []
-    lines = [line for line in text.split("\n") if line.strip()]  # splitlines knows other ends, too
+    # `splitlines` would also split at characters that JSON allows inside a text.
+    lines = [line for line in text.split("\n") if line.strip()]
     for number, line in enumerate(lines, 1):
         try:
             records.append(json.loads(line))
@@ -73,9 +74,9 @@ def _json_records(path: Path) -> list[object]:
 
 
 def as_conversation(record: Record, place: str) -> Record:
-    """Return a record as AgentTraj has it, whatever its form: messages, or an ATIF document.
+    """Return a record in AgentTraj's format. Input is this format, messages, or an ATIF document.
 
-    Raises: ConfigError: it is of no known form.
+    Raises: ConfigError: the record has an unknown format.
     """
     if isinstance(record.get("steps"), list):
         said = [(_role(each, "source", place), each.get("message")) for each in record["steps"]]
@@ -90,7 +91,7 @@ def as_conversation(record: Record, place: str) -> Record:
         if not isinstance(text, str):
             raise ConfigError(f"{place}: a message is {type(text).__name__}, not text")
         is_agent = role in ("agent", "assistant")
-        if messages and not is_agent and messages[-1]["from"] == "human":  # a system's and a user's
+        if messages and not is_agent and messages[-1]["from"] == "human":  # System, then user.
             messages[-1]["value"] += f"\n\n{text}"
         else:
             messages.append({"from": "gpt" if is_agent else "human", "value": text})
@@ -101,7 +102,7 @@ _ABOUT = ("item_id", "reward", "success")
 
 
 def _about(record: Record, place: str) -> Record:
-    """Return what an ATIF document says of its episode beside the format's own fields."""
+    """Return the `extra` field of an ATIF document, which describes the episode."""
     about = record.get("extra") or {}
     if not isinstance(about, dict):
         raise ConfigError(f"{place}: 'extra' is {type(about).__name__}, not a map")
@@ -115,9 +116,9 @@ def _role(message: object, key: str, place: str) -> str:
 
 
 def tokens_of(record: object, place: str) -> TokenRow | None:
-    """Return the tokens that a record carries; None if it carries none.
+    """Return the tokens of a record, None if it has none.
 
-    Raises: ConfigError: what it carries does not fit together.
+    Raises: ConfigError: the tokens are inconsistent or invalid.
     """
     if not isinstance(record, dict):
         return None
@@ -137,7 +138,7 @@ def tokens_of(record: object, place: str) -> TokenRow | None:
 
 
 def _of_atif(record: Record, place: str) -> TokenRow | None:
-    """Return the row that the agent's steps make, each with the tokens of those before it."""
+    """Return the row of an ATIF document. Each agent step has the tokens of the steps before it."""
     ids: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []

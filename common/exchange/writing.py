@@ -1,4 +1,4 @@
-"""A run's episodes in the formats of others: AgentTraj, messages, ATIF, Parquet."""
+"""Exports a run's episodes to common formats: AgentTraj, messages, ATIF, Parquet."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -17,9 +17,9 @@ from common.wire.messages import EpisodeKind, PolicyKind, Trajectory
 
 FORMATS = ("json", "agenttraj", "sft", "parquet", "atif")
 ATIF = "ATIF-v1.7"
-TRAIN_ITEM = "-train-"  # in the id of every item that may be learnt from
-ROWS_AT_ONCE = 1_000  # of a Parquet file
-COLUMNS = {  # Parquet's types, by pyarrow's names
+TRAIN_ITEM = "-train-"  # Part of the id of every training item.
+ROWS_AT_ONCE = 1_000  # Rows of one write to a Parquet file.
+COLUMNS = {  # Types of the Parquet columns, by their names in pyarrow.
     **dict.fromkeys(("episode_id", "group_id", "env", "item_id", "end_reason"), "string"),
     **dict.fromkeys(("segment", "num_segments", "num_turns"), "int32"),
     **{"reward": "float64", "success": "bool_"},
@@ -28,10 +28,10 @@ LISTS = {"token_ids": "int32", "loss_mask": "bool_", "logprobs": "float32", "ver
 
 
 def load_framing(folder: Path, *, day: str = "") -> Framing:
-    """Return the framing of a run's tokenizer. Raises: ConfigError: it kept none.
+    """Return the framing of a run's tokenizer. Raises: ConfigError: the run has no tokenizer.
 
     Args:
-        day: that the run's prompts name, as in `render_chat`.
+        day: the date in the run's prompts, as in `render_chat`.
     """
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{folder}: the run kept no tokenizer; only format=json needs none")
@@ -40,11 +40,11 @@ def load_framing(folder: Path, *, day: str = "") -> Framing:
 
 
 def write(format: str, path: Path, episodes: Iterable[Trajectory], framing: Framing) -> int:
-    """Write the episodes that a policy sampled, a row for each segment; return how many rows.
+    """Write the sampled episodes, one row per segment; return the number of rows.
 
-    Left out are scripted play, evaluation on held-out items and failures of the infrastructure.
+    Scripted play, evaluation on held-out items and infrastructure failures are left out.
 
-    Raises: ConfigError: pyarrow is missing, or a tokenizer that does not explain the tokens.
+    Raises: ConfigError: pyarrow is missing, or the tokens do not match the tokenizer's template.
     """
     rows = _rows(episodes, framing)
     if format == "parquet":
@@ -58,8 +58,8 @@ def write(format: str, path: Path, episodes: Iterable[Trajectory], framing: Fram
     return num
 
 
-_SOURCES = {"assistant": "agent", "system": "system", "user": "user", "tool": "user"}  # of ATIF
-_Row = tuple[Trajectory, int, int, list[Spoken]]  # a segment, its number, how many, what was said
+_SOURCES = {"assistant": "agent", "system": "system", "user": "user", "tool": "user"}  # ATIF names.
+_Row = tuple[Trajectory, int, int, list[Spoken]]  # Segment, its number, their count, messages.
 
 
 def _rows(episodes: Iterable[Trajectory], framing: Framing) -> Iterator[_Row]:
@@ -94,7 +94,7 @@ def _agenttraj(row: Trajectory, number: int, count: int, said: list[Spoken]) -> 
     for each in said:
         if each.is_agent:
             messages.append({"from": "gpt", "loss": each.is_sampled, "value": each.text})
-        elif messages and messages[-1]["from"] == "human":  # a system's message and a user's
+        elif messages and messages[-1]["from"] == "human":  # A system message, then a user's.
             messages[-1]["value"] += f"\n\n{each.text}"
         else:
             messages.append({"from": "human", "loss": None, "value": each.text})
@@ -110,7 +110,7 @@ def _messages(said: list[Spoken]) -> list[dict[str, str]]:
 
 
 def _atif(row: Trajectory, number: int, count: int, said: list[Spoken]) -> dict[str, Any]:
-    """Return an ATIF 1.7 document whose agent steps carry what they were given and sampled."""
+    """Return an ATIF 1.7 document. Its agent steps have the prompt tokens and sampled tokens."""
     found = np.flatnonzero(np.diff(row.loss_mask, prepend=False, append=False))
     edges: list[int] = [int(edge) for edge in found]
     spans = iter(zip(edges[::2], edges[1::2], strict=True))
@@ -134,7 +134,7 @@ def _atif(row: Trajectory, number: int, count: int, said: list[Spoken]) -> dict[
 
 
 def _metrics(row: Trajectory, first: int, last: int) -> dict[str, Any]:
-    """Return what a turn was given, and what it sampled: the tokens in [first, last)."""
+    """Return the prompt tokens of a turn, and its sampled tokens in [first, last)."""
     return {
         **{"prompt_tokens": first, "completion_tokens": last - first},
         "prompt_token_ids": row.token_ids[:first].tolist(),

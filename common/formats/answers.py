@@ -1,7 +1,7 @@
-"""How an agent's answer says its action: as it is, as ReAct's `Action:`, or as a call of a tool.
+"""Extracts the action from an agent's answer: plain text, ReAct's `Action:`, or a tool call.
 
-What cannot be read is no action: whoever plays sends "" instead, which the environment refuses in
-its own words, and the turn counts as invalid.
+An answer that cannot be parsed has no action. The actor then sends "" to the environment, which
+refuses it with its own message, and the turn counts as invalid.
 """
 
 import json
@@ -20,17 +20,17 @@ REACT = "Answer in this form:\nThought:\nyour thoughts.\n\nAction:\nyour next ac
 CALLS = "Act by calling a tool, one call in each answer."
 TOOL_FORM = """\
 Each turn calls one tool, as JSON after "Action:":
-Action: {"tool": "<its name>", "arguments": {...}}"""  # as environments of tools are told otherwise
+Action: {"tool": "<its name>", "arguments": {...}}"""  # Used if the template has no tools.
 NO_TOOLS = "actor.format=function_call: the chat template of model.path has no tools"
-ARGUMENT = "action"  # of the one tool that an environment of texts is
+ARGUMENT = "action"  # Argument of the single tool of an environment with text actions.
 TEXT_ANSWERS = "\nWhat is no call is your answer, and ends the episode."
-LISTED = re.compile(  # as `tools_text` lists them
+LISTED = re.compile(  # Matches the list of `tools_text`.
     rf"Tools:\n(?:- .*\n)*{re.escape(TOOL_FORM)}(?:{re.escape(TEXT_ANSWERS)})?"
 )
-ANY_FORM = (  # of calls, where the chat template is not known
+ANY_FORM = (  # Forms of calls to try if the chat template is unknown.
     CallForm(),
     CallForm(arguments_key="parameters"),
-    CallForm.of(  # Qwen3-Coder's
+    CallForm.of(  # The form of Qwen3-Coder.
         f"<function={NAME}> <parameter={KEYS[0]}> {VALUES[0]} </parameter>"
         f"<parameter={KEYS[1]}> {VALUES[1]} </parameter> </function>",
         f"<function={NAME}> </function>",
@@ -39,9 +39,10 @@ ANY_FORM = (  # of calls, where the chat template is not known
 
 
 def worded(kind: AgentFormat, instruction: str) -> str:
-    """Return an environment's instruction with how to answer, where it does not say so itself.
+    """Return an environment's instruction with the answer format added, unless it has one.
 
-    Where tools are listed that the chat template lists itself, they are left to it.
+    For tool calls, the format replaces a list of tools in the instruction, because the chat
+    template lists the tools.
     """
     if kind is AgentFormat.PLAIN or (kind is AgentFormat.REACT and MARK in instruction):
         return instruction
@@ -52,7 +53,7 @@ def worded(kind: AgentFormat, instruction: str) -> str:
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return what an agent is told of its tools: name, description, input_schema of each."""
+    """Return the list of tools for a prompt: name, description and input_schema of each."""
     lines = ["Tools:"]
     for tool in tools:
         schema: dict[str, Any] = tool.get("input_schema") or tool.get("inputSchema") or {}
@@ -63,10 +64,10 @@ def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_react(text: str, *, is_whole: bool = False) -> str | None:
-    """Return what follows `Action:` in an answer that says it once; None: there is no one action.
+    """Return the text after the only `Action:` of an answer; None: not exactly one action.
 
     Args:
-        is_whole: return the answer as it is: the environment reads `Action:` itself.
+        is_whole: return the whole answer, since the environment parses `Action:` itself.
     """
     _, *actions = text.split(MARK)
     if len(actions) != 1 or not actions[0].strip():
@@ -75,14 +76,14 @@ def read_react(text: str, *, is_whole: bool = False) -> str | None:
 
 
 def in_react(action: str) -> str:
-    """Return an answer that says an action and no thought."""
+    """Return a ReAct answer with an action and no thought."""
     return f"{MARK}\n{action}"
 
 
 def check_tools(kind: AgentFormat, folder: Path) -> None:
-    """Return if the chat template in a model's folder may know tools, or need not.
+    """Check that the chat template in a model's folder supports tools, if `kind` needs them.
 
-    Raises: ConfigError: it does not so much as name them.
+    Raises: ConfigError: the template does not contain the word "tools".
     """
     files = [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
     texts = [each.read_text(encoding="utf-8") for each in files if each.is_file()]
@@ -91,12 +92,13 @@ def check_tools(kind: AgentFormat, folder: Path) -> None:
 
 
 def sent(calls: Sequence[Call], names: Sequence[str], *, has_one: bool) -> str | None:
-    """Return what an environment is sent for calls; None: they are not one of an action.
+    """Return the action to send for the calls of an answer; None: not exactly one valid call.
 
     Args:
-        names: of the tools that there are.
-        has_one: the one tool is the environment itself, and is sent its argument `action`; tools
-            of its own it is sent as {"tool": name, "arguments": {...}}.
+        names: names of the existing tools.
+        has_one: the environment is a single tool, and the action is its argument `action`. If
+            False, the environment has its own tools, and the action is
+            {"tool": name, "arguments": {...}}.
     """
     if len(calls) != 1 or calls[0][0] not in names:
         return None
@@ -108,16 +110,16 @@ def sent(calls: Sequence[Call], names: Sequence[str], *, has_one: bool) -> str |
 
 
 def read_any(kind: AgentFormat, answer: str) -> str:
-    """Return what an answer of a run has sent, whatever its chat template; "" for no action.
+    """Return the action of an answer for any chat template, "" for none.
 
-    Environments that read `Action:` themselves were sent the same in other words.
+    An environment that parses `Action:` itself received the whole answer instead.
     """
     if kind is AgentFormat.PLAIN:
         return answer
     if kind is AgentFormat.REACT:
         return read_react(answer) or ""
     found = [form.read(answer)[1] for form in ANY_FORM]
-    calls = max(found, key=len)  # of forms that cannot read it, none
+    calls = max(found, key=len)  # A form that cannot parse the answer finds no calls.
     names = [name for name, _ in calls]
-    has_one = any(given.keys() == {ARGUMENT} for _, given in calls)  # else it has its own tools
+    has_one = any(given.keys() == {ARGUMENT} for _, given in calls)
     return sent(calls, names, has_one=has_one) or ""

@@ -1,6 +1,6 @@
-"""Tool calls in a policy's answer: the form that a chat template gives them, and reading them.
+"""Tool calls in a policy's answer: detects the form of a chat template, and parses calls.
 
-A template is asked for the form by having it write calls of a tool that there is not.
+The form is detected by rendering calls of a tool with a made-up name and arguments.
 """
 
 import json
@@ -16,17 +16,17 @@ ARGUMENTS = dict(zip(KEYS, VALUES, strict=True))
 JSON_BEGINS = re.compile(r"(?=\{)")
 NOTHING = re.compile("")
 SPACE = re.compile(r"\s*")
-# Other parsers refuse what is nested deeper (pydantic's from about 200 levels on).
+# Maximum nesting, below the limits of common JSON parsers (pydantic: about 200 levels).
 MAX_DEPTH = 64
-BETWEEN_CALLS = " \t\r\n[];,"  # what a list of calls has beside them
-PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them in tags
+BETWEEN_CALLS = " \t\r\n[];,"  # Separators in a list of calls.
+PYTHON = {"True": "true", "False": "false", "None": "null"}  # Templates write Python in tags.
 
 Arguments = dict[str, Any]
-Call = tuple[str, Arguments]  # the tool's name, and what it is called with
+Call = tuple[str, Arguments]  # Name of the tool, and the arguments.
 
 
 def each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """Return what JSON holds with each of its texts changed, keys too."""
+    """Return a JSON value with `change` applied to each text, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -38,14 +38,14 @@ def each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def as_call(name: str, arguments: Arguments) -> dict[str, Any]:
-    """Return a call as chat templates take it."""
+    """Return a call in the form that chat templates accept."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def read_arguments(value: object) -> Arguments:
-    """Return the arguments of a call, JSON or a text of JSON.
+    """Return the arguments of a call from a JSON object or its text.
 
-    Raises: ValueError: it is no JSON object, or nested too deep.
+    Raises: ValueError: the value is not a JSON object, or is nested too deeply.
     """
     found: object = DECODER.decode(value or "{}") if isinstance(value, str) else value
     if not isinstance(found, dict):
@@ -56,7 +56,7 @@ def read_arguments(value: object) -> Arguments:
 
 
 def check_depth(value: object) -> None:
-    """Raises: ValueError: JSON is nested so deep that a program which reads it may fail."""
+    """Check the nesting of a JSON value. Raises: ValueError: it is deeper than MAX_DEPTH."""
     level = [value]
     for _ in range(MAX_DEPTH):
         inner: list[object] = []
@@ -73,7 +73,7 @@ def check_depth(value: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags:
-    """How arguments are written that are no JSON: key, `equals`, value, `between`, key, ..."""
+    """Form of arguments in tags instead of JSON: key, `equals`, value, `between`, key, ..."""
 
     equals: re.Pattern[str]
     between: re.Pattern[str]
@@ -82,28 +82,28 @@ class Tags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """How a chat template writes a call.
+    """Form of a tool call in a chat template.
 
     Example:
-        Qwen         <tool_call> {"name": "look", "arguments": {"where": "up"}} </tool_call>
-        Llama        {"name": "look", "parameters": {"where": "up"}}
-        Mistral      [TOOL_CALLS] [{"name": "look", "arguments": {"where": "up"}}]
-        newer ones   [TOOL_CALLS]look[ARGS]{"where": "up"}
-        Qwen3-Coder  <tool_call> <function=look> <parameter=where> up </parameter> ...
+        Qwen         <tool_call> {"name": "move", "arguments": {"where": "up"}} </tool_call>
+        Llama        {"name": "move", "parameters": {"where": "up"}}
+        Mistral      [TOOL_CALLS] [{"name": "move", "arguments": {"where": "up"}}]
+        newer ones   [TOOL_CALLS]move[ARGS]{"where": "up"}
+        Qwen3-Coder  <tool_call> <function=move> <parameter=where> up </parameter> ...
     """
 
     begin: re.Pattern[str] = JSON_BEGINS
-    end: re.Pattern[str] = NOTHING  # behind JSON
+    end: re.Pattern[str] = NOTHING  # Text after the JSON.
     name_key: str = "name"
     arguments_key: str = "arguments"
-    head: re.Pattern[str] | None = None  # of a call whose name is not in JSON
+    head: re.Pattern[str] | None = None  # Start of a call whose name is outside of the JSON.
     tags: Tags | None = None
 
     @classmethod
     def of(cls, full: str, bare: str) -> "CallForm":
-        """Return the form of a template's calls of NAME with ARGUMENTS, and with none.
+        """Return the form of a template from its rendered call of NAME with ARGUMENTS.
 
-        Raises: ValueError: name and arguments are not found in them.
+        `bare` is the call without arguments. Raises: ValueError: the form is not recognized.
         """
         for found in re.finditer(r"[{\[]", full):
             lead = full[: found.start()]
@@ -128,7 +128,7 @@ class CallForm:
         pieces = _split(full, NAME, KEYS[0], VALUES[0], KEYS[1], VALUES[1])
         empty = bare.partition(NAME)[2]
         lead, first, equals, between, again, end = map(_loosely, pieces)
-        is_quoted = equals[-1:] in ("'", '"')  # and who knows what is escaped then
+        is_quoted = equals[-1:] in ("'", '"')  # Not supported: the escaping rules are unknown.
         is_framed = all((lead, first, equals, between, end, empty.strip())) and not is_quoted
         if not is_framed or equals != again:
             raise ValueError(f"name and arguments are not found in {full!r:.300}")
@@ -137,12 +137,12 @@ class CallForm:
         return cls(begin=_begin(pieces[0]), head=head, tags=tags)
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[Call]]:
-        """Return what an answer says beside its calls, and these in order.
+        """Return the text of an answer without its calls, and the calls in order.
 
-        Where one cannot be read there are none, and the text is whole.
+        If one call cannot be parsed, the result is the whole text and no calls.
 
         Args:
-            tools: as chat templates take them; arguments in tags are of the types that these say.
+            tools: tools as chat templates accept them; they define the types of tag arguments.
         """
         said: list[str] = []
         calls: list[Call] = []
@@ -163,9 +163,9 @@ class CallForm:
         return "\n".join(kept), calls
 
     def _calls_at(self, text: str, at: int) -> tuple[list[Call], int]:
-        """Return the calls that begin at a place, several as a list, and where they end.
+        """Return the calls that begin at a position, and the position of their end.
 
-        Raises: ValueError: they cannot be read.
+        Raises: ValueError: they cannot be parsed.
         """
         head = self.head.match(text, at) if self.head is not None else None
         if self.head is not None and head is None:
@@ -196,7 +196,8 @@ class CallForm:
         return name, read_arguments(found[self.arguments_key])
 
     def _ended(self, text: str, at: int) -> int:
-        """Return where a call ends whose JSON ends here; its turn may end it, or the next call."""
+        """Return the end of a call whose JSON ends at `at`."""
+        # The end mark is optional at the end of the text and before the next call.
         at = _skip_space(text, at)
         if (closed := self.end.match(text, at)) is not None:
             return closed.end()
@@ -223,14 +224,14 @@ DECODER = json.JSONDecoder(parse_constant=_refused, parse_float=_finite)
 
 
 def _only(value: object) -> dict[str, object]:
-    """Return the JSON object that a value is, or the list of one; {} if it is neither."""
+    """Return a JSON object, or the only object of a list; {} for any other value."""
     found = cast(list[object], value) if isinstance(value, list) else [value]
     is_one = len(found) == 1 and isinstance(found[0], dict)
     return cast(dict[str, object], found[0]) if is_one else {}
 
 
 def _is_probed(value: object) -> bool:
-    """Return whether these are ARGUMENTS, which some templates write as a text of JSON."""
+    """Return whether a value equals ARGUMENTS, which some templates write as a JSON text."""
     try:
         return read_arguments(value) == ARGUMENTS
     except ValueError:
@@ -238,7 +239,7 @@ def _is_probed(value: object) -> bool:
 
 
 def _begin(lead: str) -> re.Pattern[str]:
-    """Return what begins a call: the last word before it, and those before it that are there."""
+    """Return the pattern of a call's start: the last word before it, earlier ones optional."""
     words = [re.escape(each) for each in lead.split()]
     if not words:
         return JSON_BEGINS
@@ -249,7 +250,7 @@ def _begin(lead: str) -> re.Pattern[str]:
 
 
 def _loosely(piece: str) -> str:
-    """Return a pattern of a piece of text, whatever space is in it."""
+    """Return a pattern of a text that matches any whitespace between its words."""
     return r"\s*".join(map(re.escape, piece.split()))
 
 
@@ -259,7 +260,7 @@ def _skip_space(text: str, at: int) -> int:
 
 
 def _split(text: str, *marks: str) -> list[str]:
-    """Return the pieces of a text between marks, which come one after the other."""
+    """Return the pieces of a text between marks, in the order of the marks."""
     pieces: list[str] = []
     for mark in marks:
         piece, _, text = text.partition(mark)
@@ -268,14 +269,14 @@ def _split(text: str, *marks: str) -> list[str]:
 
 
 def _schemas(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return what is said of each argument of a tool."""
+    """Return the JSON schema of each argument of a tool."""
     functions = [each["function"] for each in tools if each["function"]["name"] == name]
     told = functions[0].get("parameters", {}).get("properties") if functions else None
     return cast(Mapping[str, Any], told) if isinstance(told, dict) else {}
 
 
 def _typed(given: Arguments, schemas: Mapping[str, Any]) -> Arguments:
-    """Return arguments of the types that are told; what is of no such type stays a text."""
+    """Return arguments with the types of their schemas. A value of another type stays a text."""
     return {key: _of_type(text, _kinds(schemas.get(key))) for key, text in given.items()}
 
 
@@ -289,7 +290,7 @@ def _of_type(text: str, kinds: set[str]) -> object:
 
 
 def _kinds(schema: object) -> set[str]:
-    """Return the types that a JSON schema names."""
+    """Return the types in a JSON schema."""
     if not isinstance(schema, dict):
         return set()
     told = cast(dict[str, Any], schema)

@@ -1,4 +1,4 @@
-"""The one place where chat templates are rendered, and the date that they name."""
+"""Renders all chat templates of the product, with the date of the run in their prompts."""
 
 import re
 from collections.abc import Sequence
@@ -7,16 +7,16 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
-FILES = ("chat_template.jinja", "tokenizer_config.json")  # that may hold a chat template
-DATE_STRING = "%d %b %Y"  # Llama's form of `date_string`
+FILES = ("chat_template.jinja", "tokenizer_config.json")  # Files that may contain a chat template.
+DATE_STRING = "%d %b %Y"  # Format of `date_string` in Llama's templates.
 CLOCK, DATE = "strftime_now", "date_string"
-# A template with a default of its own for `date_string` keeps it, as on every other server.
+# A template with its own default for `date_string` keeps it, as in other inference servers.
 _HAS_DEFAULT = re.compile(rf"\b{DATE}\s+is\s+(not\s+)?defined|\b{DATE}\s*\|\s*(default|d)\b")
 
 
 @dataclass(slots=True)
 class _Process:
-    """The date of this process: that of its run, else that of its first prompt."""
+    """The date of this process: the date of its run, or the day of its first prompt."""
 
     date: str = ""  # YYYY-MM-DD
 
@@ -30,7 +30,7 @@ def today() -> str:
 
 
 def fix_date(day: str) -> None:
-    """Let all prompts of this process name the date of its run; "" changes nothing.
+    """Set the date in all prompts of this process; "" changes nothing.
 
     Args:
         day: `model.date`.
@@ -39,13 +39,13 @@ def fix_date(day: str) -> None:
 
 
 def prompt_date() -> str:
-    """Return the date that prompts of this process name. It never changes by the clock."""
+    """Return the date in the prompts of this process. It stays the same after midnight."""
     _process.date = _process.date or today()
     return _process.date
 
 
 def names_date(folder: Path) -> bool:
-    """Return whether the chat template in a model's folder may ask for the date."""
+    """Return whether the chat template in a model's folder may use the date."""
     texts = [
         path.read_text(encoding="utf-8") for name in FILES if (path := folder / name).is_file()
     ]
@@ -60,10 +60,11 @@ def render_chat(
     add_generation_prompt: bool = True,
     day: str = "",
 ) -> str:
-    """Return the text of a conversation by the tokenizer's chat template.
+    """Return the text of a conversation from the tokenizer's chat template.
 
-    A template asks for the date by `strftime_now` or `date_string`. Every prompt of a run names the
-    date of its start, at midnight: members of a group see the same text on two days.
+    A template reads the date with `strftime_now` or `date_string`. Every prompt of a run contains
+    the date of its start, with the time 00:00. Members of a group that are sampled on two days
+    therefore have equal prompts.
 
     Args:
         day: YYYY-MM-DD; "": the date of this process.
@@ -80,7 +81,7 @@ def render_chat(
 
 
 def _date_of(tokenizer: Any, day: str) -> dict[str, Any]:
-    """Return what a template needs to name a date; nothing for one that names none."""
+    """Return the template variables for the date, {} for a template without a date."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     moment = datetime.fromisoformat(day)
     given: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""The actions of a scripted policy in a trajectory, which has no tokens of a vocabulary for them.
+"""Actions of a scripted policy in a trajectory. They have no tokens of a vocabulary.
 
-Each action is one made-up token. Its id is the number of the action in `action_chars`: the code
-points of all actions, each followed by `END`.
+Each action is one made-up token. Its id is the index of the action in `action_chars`, which
+contains the code points of all actions, each followed by `END`.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def chars_of(actions: Sequence[str]) -> np.ndarray:
 
 
 def actions_of(trajectory: Trajectory) -> list[str]:
-    """Return the actions by their ids; [] if a version of the product before kept none."""
+    """Return the actions by their ids, [] for a trajectory of an earlier product version."""
     chars = trajectory.action_chars
     ends = np.flatnonzero(chars == END)
     starts = [0, *(ends[:-1] + 1).tolist()]
@@ -30,7 +30,7 @@ def actions_of(trajectory: Trajectory) -> list[str]:
 
 
 def refusal_of_actions(trajectory: Trajectory) -> str:
-    """Return why `action_chars` holds no actions, "" if it does, or is empty."""
+    """Return why `action_chars` is invalid, "" if it is valid or empty."""
     chars = trajectory.action_chars
     if chars.dtype != np.int32 or chars.ndim != 1:
         return f"action_chars is {chars.dtype.name} {chars.shape}, not [chars] int32"

@@ -1,4 +1,4 @@
-"""Blocking HTTP requests, each within one deadline."""
+"""Blocking HTTP requests, each with one timeout for the whole exchange."""
 
 import base64
 import time
@@ -14,32 +14,32 @@ READ_BYTES = 1 << 16
 
 
 class BadAnswer(OSError):
-    """The server broke HTTP's rules, or the connection, in the middle of its answer."""
+    """The answer violates HTTP, or the connection ended before the end of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """An answer of any status."""
+    """An answer with any status."""
 
     status: int
-    reason: str  # its words, such as "Not Found"
+    reason: str  # Text of the status, such as "Not Found".
     body: bytes
-    proxy: Proxy | None = None  # that the request went through
+    proxy: Proxy | None = None  # Proxy of the request.
 
     @property
     def is_ok(self) -> bool:
-        """Whether the status is one of success."""
+        """Whether the status means success."""
         return 200 <= self.status < 300
 
     @property
     def shown(self) -> str:
-        """The status for the text of an error; names a proxy that may have given it."""
+        """Status for an error message, with the proxy if it may have sent the status."""
         text = f"{self.status} {self.reason}".strip()
         return f"{text} ({self.proxy.route})" if self.proxy and self.is_by_proxy else text
 
     @property
     def is_by_proxy(self) -> bool:
-        """Whether the proxy may have given the status, in the place of the server."""
+        """Whether the proxy may have sent the status instead of the server."""
         return self.proxy is not None and self.status in BY_PROXY
 
 
@@ -53,17 +53,18 @@ def request(
     max_bytes: int = MAX_ANSWER_BYTES,
     is_own: bool = False,
 ) -> Answer:
-    """Return the answer to a request; redirections are not followed.
+    """Return the answer to a request. Redirects are not followed.
 
     Args:
         url: http or https. A user and a password in it become a header.
         timeout_s: seconds for the whole exchange.
-        max_bytes: of the answer's body.
+        max_bytes: maximum size of the answer's body.
         is_own: whether the server is a part of the run, see `proxy_for`.
 
     Raises:
-        ValueError: no such address, or the answer is longer than `max_bytes`.
-        OSError: no answer in time, or a broken one; `ProxyFailed` if there is a proxy between.
+        ValueError: the address is invalid, or the answer is longer than `max_bytes`.
+        OSError: there was no answer in time, or a broken one; `ProxyFailed` for a request through
+            a proxy.
     """
     parts = _split(url)
     proxy = proxy_for(url, is_own=is_own)
@@ -89,7 +90,7 @@ def request(
 
 
 def own_connection(url: str, *, timeout_s: float) -> HTTPConnection:
-    """Return a connection to a part of the run, for several requests; it is not open yet."""
+    """Return an unopened connection to a part of the run, for several requests."""
     parts = _split(url)
     return _kind(parts)(parts.hostname or "", parts.port, timeout=timeout_s)
 
@@ -108,7 +109,7 @@ def _kind(parts: SplitResult) -> type[HTTPConnection]:
 def _connect(
     parts: SplitResult, proxy: Proxy | None, timeout_s: float
 ) -> tuple[HTTPConnection, str, dict[str, str]]:
-    """Return a connection, the target that its request line names, and headers for a proxy."""
+    """Return a connection, the target of its request line, and headers for a proxy."""
     host = parts.hostname or ""
     path = urlunsplit(("", "", parts.path or "/", parts.query, ""))
     if proxy is None:

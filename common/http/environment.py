@@ -1,4 +1,4 @@
-"""Proxy variables for child processes whose HTTP clients are not the product's."""
+"""Proxy variables for child processes and libraries with their own HTTP clients."""
 
 import os
 from collections.abc import Mapping
@@ -8,14 +8,14 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def names_a_proxy(environ: Mapping[str, str]) -> bool:
-    """Return whether a variable names a proxy, in lower or upper case."""
+    """Return whether a proxy variable is set, in lower or upper case."""
     return any(environ.get(name) or environ.get(name.upper()) for name in VARIABLES)
 
 
 def direct_loopback(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `no_proxy` and `NO_PROXY` with the loopback addresses added to both.
+    """Return `no_proxy` and `NO_PROXY` with the loopback addresses added; {} without a proxy.
 
-    Clients differ in which of the two they read. {} if no variable names a proxy.
+    Some clients read the one variable, some the other.
     """
     if not names_a_proxy(environ):
         return {}
@@ -27,6 +27,6 @@ def direct_loopback(environ: Mapping[str, str]) -> dict[str, str]:
 def keep_loopback_direct() -> None:
     """Exempt the loopback addresses from the proxies of this process and of its children.
 
-    The product's own clients need no exemption; libraries with clients of their own do.
+    Only libraries with their own HTTP clients need this exemption.
     """
     os.environ.update(direct_loopback(os.environ))

@@ -1,4 +1,4 @@
-"""Which proxy a request takes: none to the run's own parts, else the environment's."""
+"""Selects the proxy of a request: none for parts of the run, otherwise from the environment."""
 
 import functools
 import ipaddress
@@ -12,25 +12,25 @@ from common.wire.addresses import is_here
 
 SCHEMES = {"http": "http", "https": "https", "ws": "http", "wss": "https"}
 PROXY_SCHEMES = ("http", "https")
-PROXY_LOGIN = 407  # The status by which a proxy asks for a user and a password.
-BY_PROXY = (403, PROXY_LOGIN, 502, 503, 504)  # Statuses that a proxy gives in the server's place.
+PROXY_LOGIN = 407  # Status with which a proxy requests a user and a password.
+BY_PROXY = (403, PROXY_LOGIN, 502, 503, 504)  # Statuses that a proxy may send for the server.
 
 
 class ProxyFailed(OSError):
-    """A request through a proxy failed; the text names the variable that names the proxy."""
+    """A request through a proxy failed. The text names the environment variable of the proxy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proxy:
-    """A proxy that a variable of the environment names."""
+    """A proxy from an environment variable."""
 
-    url: str  # with user and password
-    variable: str  # such as "https_proxy"
-    host: str  # of the request
+    url: str  # Address with user and password.
+    variable: str  # Name of the variable, such as "https_proxy".
+    host: str  # Host of the request.
 
     @property
     def route(self) -> str:
-        """The proxy, its variable and the remedy, for the text of an error."""
+        """The proxy, its variable and a remedy, for an error message."""
         return (
             f"through the proxy {without_login(self.url)} of {self.variable}; "
             f"add {self.host} to no_proxy if it is reached directly"
@@ -38,17 +38,17 @@ class Proxy:
 
 
 def proxy_for(url: str, *, is_own: bool = False) -> Proxy | None:
-    """Return the proxy of a request, None if it goes directly.
+    """Return the proxy of a request, None for a direct request.
 
-    Requests to this machine go directly, and so do those that `no_proxy` exempts. With a proxy in
-    the environment the host's name may be resolved, once, which can take the resolver's time.
+    Requests to this machine, and to hosts in `no_proxy`, are direct. If the environment has a
+    proxy, the first request to a host may resolve its name, which can block.
 
     Args:
-        url: of the server; http, https, ws or wss.
-        is_own: whether the server is a part of the run (a hub, the scheduler, an actor): no proxy,
-            wherever it is.
+        url: address of the server; http, https, ws or wss.
+        is_own: whether the server is a part of the run (a hub, the scheduler, an actor). Its
+            requests are always direct.
 
-    Raises: ProxyFailed: the variable names a proxy of another kind, such as SOCKS.
+    Raises: ProxyFailed: the proxy has an unsupported kind, such as SOCKS.
     """
     parts = urlsplit(url)
     host, scheme = parts.hostname or "", SCHEMES.get(parts.scheme, "")
@@ -65,19 +65,19 @@ def proxy_for(url: str, *, is_own: bool = False) -> Proxy | None:
 
 
 def route_note(url: str) -> str:
-    """Return " (through the proxy ...)" for the text of an error, "" for a direct request."""
+    """Return " (through the proxy ...)" for an error message, "" for a direct request."""
     proxy = proxy_for(url)
     return f" ({proxy.route})" if proxy else ""
 
 
 def without_login(url: str) -> str:
-    """Return an address as it may be shown: without user and password."""
+    """Return an address without user and password, for logs and errors."""
     scheme, mark, rest = url.partition("://")
     return f"{scheme}{mark}{rest.rpartition('@')[2]}"
 
 
 def _setting(scheme: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return the variable that counts for a scheme, and its value; ("", "") if there is none."""
+    """Return the proxy variable of a scheme and its value, ("", "") if none is set."""
     known = getproxies_environment()
     for kind in (scheme, "all"):
         if value := known.get(kind, ""):
@@ -87,7 +87,7 @@ def _setting(scheme: str, environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _is_exempt(host: str) -> bool:
-    """Return whether `no_proxy` names a host, its domain or its network."""
+    """Return whether `no_proxy` contains a host, its domain or its network."""
     if proxy_bypass(host):
         return True
     try:

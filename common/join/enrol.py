@@ -1,4 +1,4 @@
-"""The joining node's side: ask the scheduler, take over the configuration and the model's files."""
+"""Client of a joining node: requests a place, the configuration and the model's files."""
 
 import logging
 import shutil
@@ -32,29 +32,29 @@ from common.wire.sockets import connect_dealer
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 30.0  # for each answer of the scheduler, which may be starting itself
+ANSWER_S = 30.0  # Timeout of each answer. The scheduler may still be starting.
 LOOK_S = 0.25
-AGAIN_S = 1.0  # between two questions for a name that is in use
+AGAIN_S = 1.0  # Seconds between two requests for a name that is in use.
 SAME_VERSION = "install the same version on both machines"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """What a node that was let in knows."""
+    """Everything that an accepted node received from the scheduler."""
 
-    address: str  # tcp:// of the scheduler
-    key: JoinKey  # of its own, with the name that it speaks by
+    address: str  # Address of the scheduler, tcp://.
+    key: JoinKey  # Key of this node, with the name under which it sends messages.
     config: str  # YAML
-    model_path: str  # folder with the model's configuration and tokenizer; "": none was sent
+    model_path: str  # Folder with the model's configuration and tokenizer; "": none was sent.
 
     @property
     def base(self) -> str:
-        """The folder of the model on the run's own machine."""
+        """Folder of the model on the scheduler's machine."""
         return yaml.safe_load(self.config)["model"]["path"]
 
 
 def parse_address(text: str) -> str:
-    """Return the tcp:// address of "HOST:PORT". Raises: ConfigError: it is none."""
+    """Return the tcp:// address of "HOST:PORT". Raises: ConfigError: the text is invalid."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65_536:
         raise ConfigError(f"--join {text}: expects HOST:PORT of the scheduler, as its log says")
@@ -64,11 +64,11 @@ def parse_address(text: str) -> str:
 def enrol(
     address: str, key: JoinKey, request: JoinRequest, *, timeout_s: float = ANSWER_S
 ) -> Joined:
-    """Ask to join; return what the scheduler gives, its files below the user's cache folder.
+    """Request to join; return the scheduler's data. Its files are saved in the cache folder.
 
     Raises:
-        ConfigError: nobody listens there in time, the key is another run's, the version is another
-            one, or the scheduler refuses. Nothing is left behind.
+        ConfigError: no scheduler answers in time, the key belongs to another run, the versions
+            differ, or the scheduler refuses. No files remain then.
     """
     context = zmq.Context()
     try:
@@ -88,7 +88,7 @@ def enrol(
 
 
 class _Line:
-    """Question and answer with a scheduler that may not be there, or not let us in."""
+    """A connection for requests to a scheduler that may be unreachable or reject the key."""
 
     def __init__(self, context: zmq.Context[Any], address: str, key: JoinKey, timeout_s: float):
         self._where = address.removeprefix("tcp://")
@@ -99,7 +99,7 @@ class _Line:
         self._monitor = self._socket.get_monitor_socket()
 
     def ask(self, question: Any, kind: type) -> Any:
-        """Return the answer of a kind. Raises: ConfigError: there is none, with the remedy."""
+        """Return the answer of type `kind`. Raises: ConfigError: no such answer; has a remedy."""
         deadline, last = time.monotonic() + self._timeout_s, ""
         self._socket.send_multipart(encode(question))
         while time.monotonic() < deadline:
@@ -111,7 +111,7 @@ class _Line:
             except WireError as error:
                 raise ConfigError(f"--join {self._where}: {error}; {SAME_VERSION}") from error
             if isinstance(answer, Rejected) and answer.reason.startswith(NAME_IN_USE):
-                last = answer.reason  # perhaps of this node's former self, which is not silent yet
+                last = answer.reason  # An earlier process of this node may not be timed out yet.
                 time.sleep(AGAIN_S)
                 self._socket.send_multipart(encode(question))
                 continue
@@ -134,7 +134,7 @@ class _Line:
         )
 
     def _watch(self) -> None:
-        """Note whether a connection came about. Raises: ConfigError: the key was refused."""
+        """Record a connection in `_was_connected`. Raises: ConfigError: the key was refused."""
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             self._was_connected |= event == zmq.EVENT_CONNECTED
@@ -150,7 +150,7 @@ class _Line:
 
 
 def _take_files(line: _Line, files: list[SharedFile]) -> Path:
-    """Return the folder of the files; what a node on this machine took before is there already."""
+    """Return the folder of the files. Files of an earlier node on this machine are reused."""
     parent = cache_home() / "longstride" / "joined"
     folder = parent / manifest_digest(files)
     if all(is_intact(folder / each.name, each) for each in files):
@@ -166,7 +166,7 @@ def _take_files(line: _Line, files: list[SharedFile]) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         try:
             temporary.rename(folder)
-        except OSError:  # another node of this machine was faster, with the same content
+        except OSError:  # Another node of this machine has created the same folder.
             if not all(is_intact(folder / each.name, each) for each in files):
                 raise
     finally:

@@ -1,4 +1,4 @@
-"""Which files of a model travel to a joining node: small ones, with plain names, checksummed."""
+"""Files of a model that a joining node downloads: small, with plain names, checksummed."""
 
 import hashlib
 import re
@@ -8,23 +8,23 @@ from common.errors import ConfigError
 from common.wire.join_messages import SharedFile
 
 PART_BYTES = 1 << 20
-MAX_FILE_BYTES = 128 << 20  # a tokenizer of a large vocabulary has 20 MB
+MAX_FILE_BYTES = 128 << 20  # A tokenizer with a large vocabulary has 20 MB.
 MAX_TOTAL_BYTES = 256 << 20
 MAX_FILES = 64
-SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # not weights, and not code
-INDEX_SUFFIX = ".index.json"  # of weights in several files
+SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # Neither weights nor code.
+INDEX_SUFFIX = ".index.json"  # Suffix of the index of weights in several files.
 
 
 def is_shareable(name: str) -> bool:
-    """Return whether a file of this name may travel: no folder, nothing hidden, a known kind."""
+    """Return whether a file name is allowed: no folder, not hidden, an allowed suffix."""
     is_plain = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", name) is not None
     return is_plain and name.endswith(SUFFIXES) and not name.endswith(INDEX_SUFFIX)
 
 
 def list_shared(folder: Path) -> list[SharedFile]:
-    """Return what of a model folder a node needs: its configuration and its tokenizer.
+    """Return the files of a model folder that a node needs: configuration and tokenizer.
 
-    Raises: ConfigError: it has no config.json, or more than may travel.
+    Raises: ConfigError: the folder has no config.json, or the files exceed a limit.
     """
     paths = sorted(each for each in folder.iterdir() if each.is_file() and is_shareable(each.name))
     if not any(each.name == "config.json" for each in paths):
@@ -38,7 +38,7 @@ def list_shared(folder: Path) -> list[SharedFile]:
 
 
 def check_bounds(files: list[SharedFile]) -> None:
-    """Return if files may travel. Raises: ConfigError: a bad name, or too many or too large."""
+    """Check names, number and sizes of files. Raises: ConfigError: one exceeds its limit."""
     for each in files:
         if not is_shareable(each.name) or not 0 <= each.num_bytes <= MAX_FILE_BYTES:
             raise ConfigError(f"file {each.name!r} of {each.num_bytes} bytes may not travel")
@@ -52,13 +52,13 @@ def check_bounds(files: list[SharedFile]) -> None:
 
 
 def manifest_digest(files: list[SharedFile]) -> str:
-    """Return a name for exactly these files and contents."""
+    """Return a digest of the names, sizes and contents of these files."""
     lines = sorted(f"{each.sha256} {each.num_bytes} {each.name}\n" for each in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def is_intact(path: Path, file: SharedFile) -> bool:
-    """Return whether a file here is the one that was told of."""
+    """Return whether a local file has the size and checksum of `file`."""
     is_there = path.is_file() and path.stat().st_size == file.num_bytes
     return is_there and _sha256(path) == file.sha256
 

@@ -1,10 +1,10 @@
-"""Conversations as AgentGym stores them: JSON lines of {"conversations", "item_id"}.
+"""Conversations in AgentGym's format: JSON lines of {"conversations", "item_id"}.
 
-Each message is {"from": "human" | "gpt", "loss": true | false | null, "value": text}; only gpt
-messages are imitated, unless their loss is false.
+Each message is {"from": "human" | "gpt", "loss": true | false | null, "value": text}. Only gpt
+messages are trained on, unless their loss is false.
 """
 
-# What JSON holds is of no known type until it is checked here:
+# Values from JSON have no static type until this module has checked them:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
 import logging
@@ -27,23 +27,22 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """One episode in words."""
+    """One episode as text messages."""
 
     item_id: str
     messages: list[Message]
-    reward: float = 1.0  # a record without one is a demonstration
-    is_success: bool = False  # the record says so
+    reward: float = 1.0  # Records without a reward are demonstrations.
+    is_success: bool = False  # True if the record has "success": true.
 
 
 def read_conversations(path: Path) -> list[Conversation]:
     """Return all conversations of JSON lines, of one JSON list, or of a Parquet file.
 
-    Beside AgentTraj's records, {"messages": [{"role", "content"}]} and ATIF documents are read.
-
-    Halves of characters in a text become U+FFFD; how many texts had some is logged.
+    A record has AgentTraj's format, is {"messages": [{"role", "content"}]} or an ATIF document.
+    Unpaired surrogates in a text become U+FFFD. The number of repaired texts is logged.
 
     Raises:
-        ConfigError: no such file, or a record of no known form; names its number.
+        ConfigError: the file is missing, or a record has an unknown format; names its number.
     """
     if not path.exists():
         raise ConfigError(f"sft.demonstrations={path}: no such file")

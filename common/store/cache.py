@@ -6,5 +6,5 @@ from common.host.surroundings import cache_home
 
 
 def cache_folder() -> Path:
-    """Return the folder; it need not exist yet."""
+    """Return the path of the folder, which may not exist yet."""
     return cache_home() / "longstride"

@@ -1,4 +1,4 @@
-"""Files that grow by whole records, and what is done while a disk is full: wait, and say so."""
+"""Append-only files of complete records, and waiting with log messages while a disk is full."""
 
 import contextlib
 import errno
@@ -14,28 +14,28 @@ from common.errors import LongstrideError
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.5  # between two tries; no system tells when a disk has room again
+POLL_S = 0.5  # Seconds between two attempts. The system has no event for free disk space.
 SAY_EVERY_S = 30.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What libraries say that do not hand on the number of an error of the system.
+# Error texts of libraries that do not pass on the system's errno.
 _NO_ROOM_TEXTS = (
     "No space left on device",
     "Disk quota exceeded",
     "File too large",
-    "file write failed",  # torch, whatever the reason
-    ". unexpected pos ",  # torch, of a short write, in the words of another rank
+    "file write failed",  # Text of torch for any failed write.
+    ". unexpected pos ",  # Text of torch for a short write, in the error of another rank.
 )
-MAX_BUFFERS = 1_000  # of one system call
+MAX_BUFFERS = 1_000  # Maximum number of buffers in one system call.
 
 T = TypeVar("T")
 
 
 class DiskFull(LongstrideError):
-    """A wait for room on a disk was ended from outside."""
+    """A wait for free disk space was aborted."""
 
 
 def is_no_room(error: BaseException) -> bool:
-    """Return whether a disk or quota that is full lies behind an error."""
+    """Return whether a full disk or quota caused an error."""
     return any(
         (isinstance(each, OSError) and each.errno in _NO_ROOM)
         or any(text in str(each) for text in _NO_ROOM_TEXTS)
@@ -46,7 +46,7 @@ def is_no_room(error: BaseException) -> bool:
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
-        # torch.distributed.checkpoint's error holds those of the ranks, each with its trace.
+        # The error of torch.distributed.checkpoint contains the error of each rank, with its trace.
         failures: dict[int, tuple[BaseException, object]] = getattr(error, "failures", {})
         for failure, _ in failures.values():
             yield from _chain(failure)
@@ -54,9 +54,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class RoomWait:
-    """Says that a disk is full when that is first met, every 30 s, and when it is over.
+    """Logs a full disk at the first failed write, every 30 s, and at the first write that works.
 
-    Example: wait = RoomWait(path); `wait.met(error)` per failed try, `wait.over()` once it worked.
+    Example: wait = RoomWait(path). Call `wait.met(error)` after each failed attempt and
+    `wait.over()` after a successful one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,11 +67,11 @@ class RoomWait:
 
     @property
     def text(self) -> str:
-        """What is waited for, "" if nothing is."""
+        """Description of the current wait, "" without one."""
         return "" if self._since is None else f"disk: no room for {self._path}"
 
     def met(self, error: BaseException) -> None:
-        """Note that a write has failed. Raises: the error, if it is not for want of room."""
+        """Record a failed write. Raises: the error, unless a full disk caused it."""
         if not is_no_room(error):
             raise error
         now = time.monotonic()
@@ -86,14 +87,14 @@ class RoomWait:
             )
 
     def over(self) -> None:
-        """Note that a write has worked."""
+        """Record a successful write."""
         if self._since is not None:
             took_s, self._since = time.monotonic() - self._since, None
             logger.warning("disk has room again file=%s waited_s=%.0f", self._path, took_s)
 
 
 def free_text(path: Path) -> str:
-    """Return how much is free where a file lies, in words."""
+    """Return the free space of the disk of `path` as text."""
     above = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
     return f"{shutil.disk_usage(above).free / 2**20:.0f} MB"
 
@@ -101,12 +102,12 @@ def free_text(path: Path) -> str:
 def with_room(
     write: Callable[[], T], path: Path, *, check: Callable[[], object] = lambda: None
 ) -> T:
-    """Return what `write` returns; while the disk is full, wait and call it again.
+    """Return the result of `write`. While the disk is full, wait and call it again.
 
     Args:
-        write: leaves things as they were if it fails.
-        path: what it writes, for the log.
-        check: called before each further try; ends the wait by raising.
+        write: must undo its changes if it fails.
+        path: the written file, for the log.
+        check: called before each further attempt; ends the wait by raising.
     """
     wait = RoomWait(path)
     while True:
@@ -121,13 +122,13 @@ def with_room(
         time.sleep(POLL_S)
 
 
-_said: dict[Path, float] = {}  # of files for people, when it was last said
+_said: dict[Path, float] = {}  # Time of the last log message for each file of `if_room`.
 
 
 def if_room(write: Callable[[], object], path: Path) -> bool:
-    """Call `write`; return False if the disk is full, which is said every 30 s.
+    """Call `write`; return False if the disk is full, with a log message every 30 s.
 
-    For what is written anew soon, or is for people only.
+    Use it for files that are rewritten soon or that the run does not need.
     """
     try:
         write()
@@ -146,20 +147,20 @@ def if_room(write: Callable[[], object], path: Path) -> bool:
 
 
 class AppendFile:
-    """A file that grows by whole records: after an error it is as it was. For one writer.
+    """An append-only file with one writer. A failed append leaves the file unchanged.
 
-    Example: append([a, b]) -> both are there, or OSError and neither is; `sync` -> a power cut
-    leaves them. `sync` is for any thread.
+    Example: append([a, b]) writes both, or raises OSError and writes neither. After `sync` both
+    survive a power cut. `sync` is thread-safe.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a file at its end, creating it when it is new."""
+        """Open a file for appending, and create it if it is missing."""
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self.size = os.fstat(self._fd).st_size  # bytes
+        self.size = os.fstat(self._fd).st_size  # Size in bytes.
 
     def append(self, buffers: Sequence[bytes | memoryview]) -> None:
-        """Write the buffers one after the other. Raises: OSError: the file is as before."""
+        """Append the buffers in order. Raises: OSError: the write failed, the file is unchanged."""
         start = self.size
         try:
             if len(buffers) > MAX_BUFFERS:
@@ -169,7 +170,7 @@ class AppendFile:
             if written < num_bytes:
                 self._write_rest(b"".join(buffers)[written:], start + written)
         except OSError:
-            with contextlib.suppress(OSError):  # the next append writes over it
+            with contextlib.suppress(OSError):  # The next append overwrites a remaining part.
                 os.ftruncate(self._fd, start)
             raise
         self.size = start + num_bytes
@@ -181,28 +182,28 @@ class AppendFile:
             view, offset = view[num:], offset + num
 
     def truncate(self, size: int) -> bytes:
-        """Cut the file to `size` bytes; return what was cut off."""
+        """Cut the file to `size` bytes; return the removed bytes."""
         torn = os.pread(self._fd, self.size - size, size) if size < self.size else b""
         os.ftruncate(self._fd, size)
         self.size = size
         return torn
 
     def sync(self) -> None:
-        """Return when all that was appended survives a power cut. Raises: OSError."""
+        """Wait until all appended bytes survive a power cut. Raises: OSError."""
         os.fsync(self._fd)
 
     def write_again(self, start: int, end: int) -> None:
-        """Write what lies in [start, end) once more: after a failed sync it may be nowhere else.
+        """Write the bytes in [start, end) once more, which a failed sync may have lost.
 
-        The system holds pages that it could not write for clean, so that a second sync of the same
-        pages would promise what is not so.
+        The system marks pages as clean even if it failed to write them. A second sync alone would
+        therefore succeed without writing them.
         """
         chunk = 1 << 20
         for offset in range(start, end, chunk):
             self._write_rest(os.pread(self._fd, min(chunk, end - offset), offset), offset)
 
     def close(self) -> None:
-        """Close it; closing twice is allowed."""
+        """Close the file. Closing twice is allowed."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

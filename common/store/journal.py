@@ -1,6 +1,6 @@
 """The journal: every accepted trajectory of a run, append-only, in segments on disk.
 
-`common/store/records.py` tells the bytes. One writer, any number of readers, at the same time.
+`common/store/records.py` defines the format. One process writes while any number of others read.
 """
 
 import fcntl
@@ -35,24 +35,24 @@ MAX_SEGMENT_BYTES = 256 * 1024 * 1024
 
 
 class JournalWriter:
-    """Appends trajectories, from one thread. Nothing is promised until `sync` has returned.
+    """Appends trajectories from one thread. A trajectory is durable only after `sync`.
 
-    Example: append, append, sync, then acknowledge both to their actors. A crash before the sync
-    may leave a torn record; the next writer cuts it off, and its actor sends that episode again.
-    What a crash left whole is synced before the next writer says that it knows it.
+    Example: append two trajectories, sync, then acknowledge both to their actors. A crash before
+    the sync may leave a torn record. The next writer removes it, and the actor sends that episode
+    again. It also syncs the complete records that a crash left, before the run uses them.
     """
 
     def __init__(self, folder: Path, *, max_segment_bytes: int = MAX_SEGMENT_BYTES) -> None:
-        """Open the journal of `folder` at its end, creating it when it is new.
+        """Open the journal of `folder` at its end, and create it if it is missing.
 
         Raises:
             ConfigError: another process is writing this journal.
-            WireError: something that was acknowledged is damaged or missing; names file and offset.
+            WireError: an acknowledged record is damaged or missing; names file and offset.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = self._folder = folder
         self._max_segment_bytes = max_segment_bytes
-        self._sync_lock = threading.Lock()  # while a file is synced it is not closed
+        self._sync_lock = threading.Lock()  # Prevents closing a file during its sync.
         self._is_stopping = threading.Event()
         self._lock = _lock_folder(folder)
         try:
@@ -65,32 +65,33 @@ class JournalWriter:
 
     @property
     def position(self) -> JournalPosition:
-        """Where the next record will begin, unless a new segment is due."""
+        """Position of the next record, unless it begins a new segment."""
         return JournalPosition(segment=self._segment, offset=self._file.size - len(MAGIC))
 
     def append(self, message: Trajectory, frames: Sequence[bytes] | None = None) -> JournalPosition:
-        """Write one trajectory and return where it begins. Not durable before `sync`.
+        """Write one trajectory and return its position. It is not durable before `sync`.
 
         Args:
-            frames: those that the message came in, if it did; they are what is written then.
+            frames: the received frames of the message, which are written unchanged; None: the
+                message is encoded.
 
-        Raises: as `append_some`.
+        Raises: as in `append_some`.
         """
         return self.append_some([(message, encode(message) if frames is None else frames)])[0]
 
     def append_some(
         self, records: Iterable[tuple[Trajectory, Sequence[bytes]]]
     ) -> list[JournalPosition]:
-        """Write the first of these records in one go: as many as one call and one segment take.
+        """Write the first of these records: as many as fit into one system call and one segment.
 
         Args:
-            records: trajectories with the frames that they came in; at least one.
+            records: at least one trajectory with its frames.
 
-        Returns: where each begins that was written, the first in any case.
+        Returns: the positions of the written records, at least one.
 
         Raises:
-            OSError: the disk refused; the journal is as before and may be tried again.
-            WireError: a record is over MAX_RECORD_BYTES.
+            OSError: the write failed. The journal is unchanged, and the caller may retry.
+            WireError: a record exceeds MAX_RECORD_BYTES.
         """
         buffers, starts, end = list[bytes](), list[int](), self.position.offset
         for message, frames in records:
@@ -113,9 +114,9 @@ class JournalWriter:
         return [JournalPosition(segment=segment, offset=offset) for offset in starts]
 
     def sync(self) -> None:
-        """Return when everything appended so far survives a power cut. From any thread.
+        """Wait until all appended records survive a power cut. Thread-safe.
 
-        While the disk is full it waits. Raises: OSError: the disk failed; DiskFull: closed first.
+        Waits while the disk is full. Raises: OSError: the disk failed, or `close` ended the wait.
         """
         with self._sync_lock:
             self._sync()
@@ -142,7 +143,7 @@ class JournalWriter:
             raise OSError("the journal is closed while the disk is full")
 
     def close(self) -> None:
-        """Sync, and let another process write. Closing twice is allowed."""
+        """Sync, and release the lock for another process. Closing twice is allowed."""
         if self._lock.closed:
             return
         self._is_stopping.set()
@@ -161,20 +162,20 @@ class JournalWriter:
             self._segment, self._file = self._segment + 1, following
 
     def _new_segment(self, segment: int) -> AppendFile:
-        """Return a segment without records; what a crash left of its first bytes is cut off."""
+        """Return a segment without records. An incomplete MAGIC of a crash is overwritten."""
         file = AppendFile(segment_path(self._folder, segment))
         try:
             file.truncate(0)
             file.append([MAGIC])
-            sync_folder(self._folder)  # else the new name itself may be lost in a power cut
+            sync_folder(self._folder)  # Without it a power cut could remove the new file.
         except OSError:
             file.close()
-            file.path.unlink()  # to a reader it would say that the one before is complete
+            file.path.unlink()  # Readers would take the segment before it for complete.
             raise
         return file
 
     def _open_last(self) -> tuple[int, AppendFile]:
-        """Return the segment to go on with, durable: a new one behind one of the old format."""
+        """Return the segment to append to, durable; a new one if the last is packed or old."""
         number = max(list_segments(self._folder), default=load_pruned(self._folder).before)
         synced = synced_end(self._folder)
         if synced.segment > number:
@@ -201,7 +202,7 @@ class JournalWriter:
         return number, file
 
     def _cut(self, segment: Segment, end: int, *, is_packed: bool = False) -> None:
-        """Move torn bytes to a file beside the journal; what is left is durable."""
+        """Move torn bytes to a separate `.torn` file, and sync the remaining records."""
         if is_packed:
             return
         file = AppendFile(segment.path)
@@ -218,17 +219,17 @@ class JournalWriter:
 def read_journal(
     folder: Path, *, start: JournalPosition | None = None
 ) -> Iterator[tuple[JournalPosition, Trajectory]]:
-    """Yield every whole record from `start` on, each with the position where it begins.
+    """Yield every complete record from `start` on, each with its position.
 
-    Ends at the last whole record; what a writer is in the middle of appending is not seen. A
-    missing folder is an empty journal.
+    Ends at the last complete record. A record that is being written is not included. A missing
+    folder is an empty journal.
 
     Args:
-        start: None is the first record that is there, whatever was pruned.
+        start: None is the first record that was not pruned.
 
     Raises:
         WireError: an acknowledged record is damaged, a segment is missing or was pruned, or `start`
-            lies behind the end of its segment; names file and offset.
+            is beyond the end of its segment; names file and offset.
     """
     pruned = load_pruned(folder)
     if start is not None and start.segment < pruned.before:
@@ -255,7 +256,7 @@ def _records(
 ) -> Iterator[tuple[int, Record]]:
     is_sealed = False
     while True:
-        # Asked before reading: a segment that had a successor by then is complete.
+        # Checked before the read: a segment is complete if its successor existed by then.
         is_sealed = is_sealed or _has(folder, number + 1)
         record = segment.record_at(offset)
         if record is not None:
@@ -294,7 +295,7 @@ def _acknowledged(segment: Segment, offset: int, synced: JournalPosition) -> Wir
 
 
 def _lock_folder(folder: Path) -> IO[bytes]:
-    """Hold the folder's lock; it falls with the process, however that ends."""
+    """Acquire the folder's lock. The system releases it when the process ends."""
     lock = (folder / "lock").open("ab")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

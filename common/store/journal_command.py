@@ -1,6 +1,6 @@
-"""The command `journal`: list, verify, export and prune what a run keeps of its trajectories.
+"""The command `journal`: lists, verifies, exports and prunes the trajectories of a run.
 
-All of it works while the run goes on.
+All actions also work on a running run.
 """
 
 import contextlib
@@ -30,9 +30,10 @@ USAGE = (
 
 
 def journal(request: Request, *, root: Path, say: Say) -> int:
-    """Carry out one of the actions; return the exit code: 1 if `verify` finds damage.
+    """Run one of the actions; return the exit code: 1 if `verify` finds damage.
 
-    Raises: ConfigError: no such run or action, a wrong option; WireError: damage in the way.
+    Raises: ConfigError: an unknown run or action, or an invalid option. WireError: the journal is
+        damaged.
     """
     actions = {"list": _list, "verify": _verify, "export": _export, "prune": _prune}
     words = [word for word in request.overrides if "=" not in word]
@@ -50,7 +51,7 @@ def journal(request: Request, *, root: Path, say: Say) -> int:
 
 
 def _needed_from(run_dir: RunDir) -> int:
-    """Return the first segment that a restart reads; 0 if nothing says otherwise."""
+    """Return the first segment that a restart reads, 0 without a replay point."""
     if not run_dir.replay_point.exists():
         return 0
     remedy = "remove it, and a restart reads the whole journal"
@@ -80,7 +81,7 @@ def _list(run_dir: RunDir, _: dict[str, str], say: Say) -> int:
 
 
 def _verify(run_dir: RunDir, _: dict[str, str], say: Say) -> int:
-    """Read every record; go on behind what is damaged."""
+    """Read every record, and continue after damaged ones."""
     problems: list[str] = []
     names: set[str] = set()
     num_episodes = 0
@@ -108,7 +109,7 @@ def _verify(run_dir: RunDir, _: dict[str, str], say: Say) -> int:
 
 
 def _consumed(run_dir: RunDir) -> dict[str, int | None]:
-    """Return the version that each episode was trained into; None: its batch was skipped.
+    """Return by episode the version that was trained on it; None: its batch was skipped.
 
     Raises: ConfigError: the step log is damaged.
     """
@@ -133,7 +134,7 @@ def _consumed(run_dir: RunDir) -> dict[str, int | None]:
 
 
 def _export(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
-    """Write every episode as one JSON line, with the step that consumed it; or in a format."""
+    """Write every episode as one JSON line with the step that consumed it, or in another format."""
     if "to" not in options:
         raise ConfigError(f"export needs to=FILE; run.py {USAGE}")
     target, format = Path(options["to"]), options.get("format", "json")
@@ -173,7 +174,7 @@ def _plain(value: Any) -> Any:
 
 
 def _prune(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
-    """Remove the oldest segments over a limit; never what a restart reads."""
+    """Remove the oldest segments over a limit, but none that a restart reads."""
     if not options:
         raise ConfigError(f"prune needs keep_gb=N or keep_days=N; run.py {USAGE}")
     given = {key: _number(key, value) for key, value in options.items()}

@@ -1,4 +1,4 @@
-"""The run's numbers: one JSON object per step in metrics.jsonl, handed on to sinks as well."""
+"""Metrics of the run: one JSON object per step in metrics.jsonl, also sent to sinks."""
 
 import json
 import logging
@@ -16,19 +16,19 @@ from common.store.run_dir import RunDir, write_atomically
 logger = logging.getLogger(__name__)
 
 BEFORE_FIRST_STEP = -1
-MAX_BYTES = 32 << 20  # some 9,000 steps; beyond, the older half is thinned
+MAX_BYTES = 32 << 20  # About 9,000 steps. A larger file loses lines of its older half.
 MetricsLine = dict[str, float | None]
 
 
 class MetricsSink(Protocol):
-    """Another place that wants every metric."""
+    """A further receiver of every metric."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the finite metrics of one step."""
+        """Record the finite metrics of one step."""
         ...
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish pending work."""
         ...
 
 
@@ -36,9 +36,11 @@ class MetricsWriter:
     """The only writer of a run's metrics.jsonl. Every step appears in it once.
 
     Example: a run is killed at step 57 and resumes from the checkpoint of step 50. The lines of
-    51 to 57 move to metrics.discarded.jsonl, step 51 is logged anew, `time_s` goes on from 57.
-    A file beyond MAX_BYTES loses every second line of its older half, and then again: the oldest
-    steps are the sparsest, the first and the newest ones stay.
+    steps 51 to 57 move to metrics.discarded.jsonl. Step 51 is logged again, and `time_s` continues
+    from its value at step 57.
+
+    A file over MAX_BYTES loses every second line of its older half. This repeats, so the oldest
+    steps are the sparsest. The first step and the newest ones stay.
     """
 
     def __init__(
@@ -48,26 +50,26 @@ class MetricsWriter:
         *,
         resumed_at_step: int = BEFORE_FIRST_STEP,
     ) -> None:
-        """Open the file behind the line of `resumed_at_step`; by default the run begins anew."""
+        """Open the file and discard the lines after `resumed_at_step`; by default all lines."""
         run_dir.root.mkdir(parents=True, exist_ok=True)
         self._sinks = list(sinks)
         self._last_step = resumed_at_step
         elapsed_s = _cut_after(run_dir.metrics, resumed_at_step)
         self._started_s = time.monotonic() - elapsed_s
         self._file = AppendFile(run_dir.metrics)
-        self.check: Callable[[], object] = lambda: None  # called in a wait for room on the disk
+        self.check: Callable[[], object] = lambda: None  # Called during a wait for disk space.
 
     @property
     def last_step(self) -> int:
-        """The step of the last line, `BEFORE_FIRST_STEP` if there is none."""
+        """Step of the last line, `BEFORE_FIRST_STEP` if the file has none."""
         return self._last_step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's metrics; a value that is not finite becomes null, with a warning.
 
         Args:
-            step: larger than any step logged before.
-            metrics: flat names `area/thing_unit`. `step` and `time_s` are added.
+            step: must be larger than the step of every previous line.
+            metrics: values by name, `area/thing_unit`. `step` and `time_s` are added.
 
         Raises: ValueError: the step is not larger than the last one.
         """
@@ -90,7 +92,7 @@ class MetricsWriter:
 
     def _thin(self) -> None:
         path = self._file.path
-        if if_room(lambda: _thin(path), path):  # else it grows on until there is room
+        if if_room(lambda: _thin(path), path):  # On a full disk the file is left as it is.
             self._file.close()
             self._file = AppendFile(path)
 
@@ -102,20 +104,20 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[MetricsLine]:
-    """Return the steps in order; a missing file has none, and a half-written last line is not seen.
+    """Return the steps in order, without a half-written last line. A missing file has no steps.
 
-    Raises: ValueError: a line before the last is no JSON object; names file and line number.
+    Raises: ValueError: a complete line is not a JSON object; names file and line number.
     """
     return [line for line, _ in iter_metrics(path)]
 
 
 def iter_metrics(path: Path) -> Iterator[tuple[MetricsLine, str]]:
-    """Yield what `read_metrics` returns, each with its text, one line in memory at a time."""
+    """Yield each line of `read_metrics` and its text. Holds one line in memory at a time."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace", newline="\n") as handle:
         for number, text in enumerate(handle, 1):
-            # What follows the last newline is being written, or was torn by a crash.
+            # Text after the last newline is incomplete: a writer is active or has crashed.
             if text.endswith("\n") and text != "\n":
                 yield _parse(text, f"{path}:{number}"), text
 
@@ -123,7 +125,8 @@ def iter_metrics(path: Path) -> Iterator[tuple[MetricsLine, str]]:
 def tail_metrics(path: Path, *, num_steps: int, tail_bytes: int = 262144) -> list[MetricsLine]:
     """Return up to `num_steps` newest steps in order without reading the whole file.
 
-    Reads the last `tail_bytes` at most. Never raises over what the file holds: for displays.
+    Reads at most the last `tail_bytes`. Invalid lines are skipped without an error, since the
+    result is for displays.
     """
     try:
         with path.open("rb") as handle:
@@ -136,7 +139,7 @@ def tail_metrics(path: Path, *, num_steps: int, tail_bytes: int = 262144) -> lis
         try:
             lines.append(json.loads(text))
         except ValueError:
-            continue  # cut by `tail_bytes`
+            continue  # The first line may be cut by `tail_bytes`.
     return [cast(MetricsLine, line) for line in lines if isinstance(line, dict)]
 
 
@@ -152,7 +155,7 @@ def _parse(text: str, where: str) -> MetricsLine:
 
 
 def _thin(path: Path) -> None:
-    """Leave out every second line of the older half of a file, but not its first one."""
+    """Remove every second line of the older half of a file. Its first line stays."""
     lines = path.read_bytes().splitlines(keepends=True)
     num_bytes, num_old, half = 0, 0, path.stat().st_size // 2
     while num_bytes < half:
@@ -164,14 +167,14 @@ def _thin(path: Path) -> None:
 
 
 def _torn_line(path: Path) -> str:
-    """Return what follows the last newline."""
+    """Return the text after the last newline."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as handle:
         last = "".join(deque(handle, maxlen=1))
     return "" if last.endswith("\n") else last
 
 
 def _cut_after(path: Path, step: int) -> float:
-    """Move later and torn lines away, and return the seconds that the run had taken by its end."""
+    """Move later and torn lines to another file; return the duration of the run until its end."""
     if not path.exists():
         return 0.0
     elapsed_s = 0.0

@@ -1,10 +1,10 @@
-"""The bytes of the journal's segments: records, with checksums over content and length.
+"""Binary format of the journal's segments: records with checksums over content and length.
 
 A segment begins with MAGIC. A record is a head of 20 bytes, then its payload:
-    head     mark, u32 bytes of the payload, u64 XXH3 of it, u32 CRC-32 of those sixteen bytes
-    payload  u32 number of frames, u32 bytes of each, then the frames of a message
-All numbers are little endian. Segments of the product's versions before have no MAGIC, and records
-of u32 length, u32 CRC-32 of the payload, payload; they stay readable.
+    head     mark, u32 payload size, u64 XXH3 of the payload, u32 CRC-32 of these sixteen bytes
+    payload  u32 number of frames, u32 size of each frame, then the frames of a message
+All numbers are little endian. Segments of earlier product versions stay readable. They have no
+MAGIC, and each of their records is u32 length, u32 CRC-32 of the payload, payload.
 """
 
 import gzip
@@ -22,29 +22,29 @@ from common.errors import WireError
 from common.wire.codec import decode, unpack_record
 from common.wire.messages import Trajectory
 
-MAGIC = b"LSJ\xf5\x02\0\0\0"  # read as the length of an old record it is over the limit
+MAGIC = b"LSJ\xf5\x02\0\0\0"  # As the length of an old record it would exceed the limit.
 MAX_RECORD_BYTES = 1024 * 1024 * 1024
-PACKED_SUFFIX = ".gz"  # of a segment that was compressed
+PACKED_SUFFIX = ".gz"  # Suffix of a compressed segment.
 _MARK = b"\xfaREC"
 _HEAD = struct.Struct("<4sIQ")
 _CHECK = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CHECK.size
 _OLD_HEAD = struct.Struct("<II")
-_OLD_PAYLOAD = re.compile(rb"[\x90-\x9f][\xc4-\xc6]")  # how msgpack begins a list of frames
+_OLD_PAYLOAD = re.compile(rb"[\x90-\x9f][\xc4-\xc6]")  # First bytes of a msgpack list of frames.
 REMEDY = "`run.py journal RUN verify` tells what can be read; restore the file from a backup"
 
 
 class Record(NamedTuple):
-    """A whole record."""
+    """A complete record."""
 
     payload: bytes
-    end: int  # where the next one begins
+    end: int  # Offset of the next record.
 
 
 def record_buffers(frames: Sequence[bytes]) -> list[bytes]:
-    """Return the record of a message's frames, as buffers to be written one after the other.
+    """Return the record of a message's frames, as buffers to write one after the other.
 
-    Raises: WireError: it is over MAX_RECORD_BYTES.
+    Raises: WireError: the record exceeds MAX_RECORD_BYTES.
     """
     sizes = [len(frame) for frame in frames]
     table = struct.pack(f"<{1 + len(sizes)}I", len(sizes), *sizes)
@@ -59,7 +59,7 @@ def record_buffers(frames: Sequence[bytes]) -> list[bytes]:
 
 
 class Segment:
-    """One segment, opened for reading; it may grow meanwhile. Offsets count bytes of records.
+    """One segment, opened for reading; it may still grow. Offsets count the bytes of records.
 
     Example: with Segment(path) as segment: segment.record_at(0) -> the first record, its end.
     """
@@ -88,19 +88,19 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """Bytes of records that are there now."""
+        """Current size of all records, in bytes."""
         if not self._is_packed:
             return max(0, os.fstat(self._handle.fileno()).st_size - self._base)
         with self.path.open("rb") as packed:
-            packed.seek(-4, os.SEEK_END)  # where gzip notes how long it was
+            packed.seek(-4, os.SEEK_END)  # gzip stores the uncompressed size there.
             return max(0, int.from_bytes(packed.read(4), "little") - self._base)
 
     def record_at(self, offset: int) -> Record | None:
-        """Return the record at an offset; None at the end, or at a tail that a crash may leave.
+        """Return the record at an offset; None at the end, or at the torn tail of a crash.
 
-        Raises: WireError: what lies there is damaged, and whole records follow it.
+        Raises: WireError: the record is damaged, and complete records follow it.
         """
-        size = self.size  # what a writer appends from now on is not looked at
+        size = self.size  # Records that a writer appends later are ignored.
         if offset >= size:
             return None
         record = self._old_record(offset, size) if self.is_old else self._record(offset, size)
@@ -117,19 +117,19 @@ class Segment:
         return None
 
     def records(self, offset: int = 0) -> Iterator[tuple[int, Record]]:
-        """Yield the whole records from an offset on, each with its own. Raises: WireError."""
+        """Yield the complete records from an offset on, each with its offset. Raises: WireError."""
         while (record := self.record_at(offset)) is not None:
             yield offset, record
             offset = record.end
 
     def next_whole(self, offset: int) -> int | None:
-        """Return where the first whole record behind a damaged one begins, None if none does."""
+        """Return the offset of the first complete record after a damaged one, None without one."""
         rest = self._read(offset, self.size - offset)
         find = _whole_old_record if self.is_old else _whole_record
         return next((offset + s for s in self._candidates(rest) if s and find(rest, s)), None)
 
     def message(self, record: Record, offset: int) -> Trajectory:
-        """Return what a record holds. Raises: WireError: names file and offset."""
+        """Return the message of a record. Raises: WireError: names file and offset."""
         try:
             message = (
                 unpack_record(record.payload) if self.is_old else decode(_frames(record.payload))
@@ -163,7 +163,7 @@ class Segment:
         return Record(payload, end) if zlib.crc32(payload) == check else None
 
     def _candidates(self, content: bytes) -> Iterator[int]:
-        """Yield where records might begin in what could not be read as one."""
+        """Yield the offsets in `content` at which a record may begin."""
         if self.is_old:
             yield from (found.start() - _OLD_HEAD.size for found in _OLD_PAYLOAD.finditer(content))
             return
@@ -181,7 +181,7 @@ class Segment:
 
 
 def _payload_bytes(head: bytes) -> int:
-    """Return how long the payload behind a head is, 0 if it is no head."""
+    """Return the size of the payload that follows a head, 0 if the head is invalid."""
     if len(head) < _HEAD_BYTES or not head.startswith(_MARK):
         return 0
     (check,) = _CHECK.unpack_from(head, _HEAD.size)

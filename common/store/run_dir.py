@@ -1,4 +1,4 @@
-"""The run directory: where every file of a run lies, and where its scheduler and hub are found."""
+"""The run directory: paths of all files of a run, published addresses, and atomic file writes."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ from common.errors import ConfigError, PeerMissing
 
 DESCRIPTORS_S = 10.0
 T = TypeVar("T")
-ADDRESS_POLL_S = 0.05  # a file tells it, at times on a shared disk, where no event does
+ADDRESS_POLL_S = 0.05  # Seconds between two polls, since shared disks have no change events.
 
 
 class _Below:
@@ -30,58 +30,58 @@ class _Below:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDir:
-    """Paths of one run. Owns nothing but the names."""
+    """Paths of one run. The object creates no files by itself."""
 
     root: Path
 
-    config = _Below("config.yaml")  # resolved, as the roles load it
-    journal = _Below("journal")  # trajectories
-    steps = _Below("journal/steps.jsonl")  # what each step consumed
+    config = _Below("config.yaml")  # Resolved configuration, which the roles load.
+    journal = _Below("journal")  # Folder of the accepted trajectories.
+    steps = _Below("journal/steps.jsonl")  # Groups that each step consumed.
     replay_point = _Below("journal/replay_point.json")
-    precision = _Below("precision.json")  # in which the learner computes
+    precision = _Below("precision.json")  # Precision of the learner's computations.
     checkpoints = _Below("checkpoints")
-    metrics = _Below("metrics.jsonl")  # one line per step
-    checksums = _Below("checksums.jsonl")  # of each step's stages and weights
+    metrics = _Below("metrics.jsonl")  # One line per step.
+    checksums = _Below("checksums.jsonl")  # Checksums of each step's stages and weights.
     logs = _Below("logs")  # <role>.log
     ledger = _Below("ledger.json")
-    selection = _Below("selection.json")  # who was dropped
-    cpu = _Below("cpu.json")  # the launcher's, every few seconds: what each role has used
-    outcomes = _Below("outcomes.jsonl")  # what became of each episode, as the scheduler booked it
-    date = _Below("date.txt")  # that every prompt names, YYYY-MM-DD
-    tokenizer = _Below("tokenizer")  # with which the journal was written
-    status = _Below("status.json")  # the scheduler's, once a second
-    launch = _Below("launch.json")  # the launcher's, while it runs
-    alive = _Below("alive")  # what each role on this machine is doing
-    stalls = _Below("stalls")  # reports of what stood still
-    finished = _Below("finished.json")  # only after the last step
+    selection = _Below("selection.json")  # The scheduler's statistics of dropped episodes.
+    cpu = _Below("cpu.json")  # CPU time of each role, updated by the launcher every few seconds.
+    outcomes = _Below("outcomes.jsonl")  # Outcome of each episode, written by the scheduler.
+    date = _Below("date.txt")  # Date in every prompt, YYYY-MM-DD.
+    tokenizer = _Below("tokenizer")  # Tokenizer of the journal's token ids.
+    status = _Below("status.json")  # Status that the scheduler writes once a second.
+    launch = _Below("launch.json")  # State of the launcher, while it runs.
+    alive = _Below("alive")  # Current activity of each role on this machine.
+    stalls = _Below("stalls")  # Reports of stalled roles.
+    finished = _Below("finished.json")  # Exists only after the last step.
     report = _Below("report.json")
-    keys = _Below("keys")  # 0600
-    addresses = _Below("addresses")  # where roles listen
+    keys = _Below("keys")  # Key files with mode 0600.
+    addresses = _Below("addresses")  # Addresses on which roles listen.
 
     def read_date(self) -> str:
-        """Return the date that the run's prompts name, "" if it kept none."""
+        """Return the date in the run's prompts, "" if the directory has none."""
         return self.date.read_text(encoding="utf-8").strip() if self.date.is_file() else ""
 
     def publish_address(self, role: str, address: str) -> None:
-        """Tell the roles on this disk where `role` listens: the scheduler, which tells the rest."""
+        """Publish the address of `role` in a file for the roles with access to this disk."""
         self.addresses.mkdir(parents=True, exist_ok=True)
         write_atomically(self.addresses / role, address)
 
     def forget_address(self, role: str) -> None:
-        """Remove a stale address before its role starts again."""
+        """Remove a stale address before its role restarts."""
         (self.addresses / role).unlink(missing_ok=True)
 
     def find_address(self, role: str) -> str | None:
-        """Return where `role` listens now, None if it has not said so. Does not wait."""
+        """Return the published address of `role`, None if there is none. Does not wait."""
         try:
             return (self.addresses / role).read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return None
 
     def wait_for_address(self, role: str, *, timeout_s: float) -> str:
-        """Return where `role` listens, blocking this thread until it says so.
+        """Return the address of `role`. Blocks this thread until the role has published it.
 
-        Raises: PeerMissing: nothing was published in time; names the role and the file.
+        Raises: PeerMissing: no address was published in time; names the role and the file.
         """
         deadline = time.monotonic() + timeout_s
         while (address := self.find_address(role)) is None:
@@ -93,7 +93,7 @@ class RunDir:
 
 
 def cut_head(path: Path, start: int, *, head: bytes = b"") -> None:
-    """Replace what lies before an offset of a file; a power cut leaves the old or the new file."""
+    """Replace the bytes before `start` with `head`. A power cut leaves the old or the new file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with path.open("rb") as old, opened(lambda: temporary.open("wb")) as new:
@@ -104,7 +104,7 @@ def cut_head(path: Path, start: int, *, head: bytes = b"") -> None:
             os.fsync(new.fileno())
         temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)  # on a full disk it is in the way
+        temporary.unlink(missing_ok=True)  # On a full disk it would occupy space.
         raise
     sync_folder(path.parent)
 
@@ -112,9 +112,9 @@ def cut_head(path: Path, start: int, *, head: bytes = b"") -> None:
 def write_atomically(
     path: Path, text: str, *, is_durable: bool = False, mode: int | None = None
 ) -> None:
-    """Replace a file so that a reader sees the old or the new text, never a part.
+    """Replace a file so that a reader gets the old or the new text, never a part.
 
-    If `is_durable`, return only when a power cut leaves one of the two as well.
+    With `is_durable` this also holds after a power cut.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -125,34 +125,34 @@ def write_atomically(
                 os.fsync(handle.fileno())
         temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)  # on a full disk it is in the way
+        temporary.unlink(missing_ok=True)  # On a full disk it would occupy space.
         raise
     if is_durable:
         sync_folder(path.parent)
 
 
 def _create(path: Path, mode: int | None) -> TextIO:
-    """Return an empty text file that has its mode from the beginning, whatever the umask is."""
+    """Create an empty text file with `mode` at once, independent of an earlier file."""
     if mode is None:
         return path.open("w", encoding="utf-8")
-    path.unlink(missing_ok=True)  # A file that was there would keep its mode.
+    path.unlink(missing_ok=True)  # An existing file would keep its mode.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     return os.fdopen(os.open(path, flags, mode), "w", encoding="utf-8")
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Remove what writers that are dead have left half-written: `.<name>.<process id>`."""
+    """Remove temporary files of processes that have ended: `.<name>.<process id>`."""
     for path in folder.glob(".*.*[0-9]"):
         pid = path.name.rpartition(".")[2]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            with contextlib.suppress(OSError):  # a folder, or gone: either is nobody's
+            with contextlib.suppress(OSError):  # The path is a folder or was removed.
                 path.unlink()
 
 
 def opened(open_it: Callable[[], T]) -> T:
-    """Return what is opened; wait, `DESCRIPTORS_S` at most, while there are no descriptors left.
+    """Return the result of `open_it`; retry for up to `DESCRIPTORS_S` while no descriptor is free.
 
-    Strangers may connect faster than they are sent away.
+    Unauthenticated connections may use up the file descriptors until they are closed.
     """
     deadline = time.monotonic() + DESCRIPTORS_S
     while True:
@@ -166,7 +166,7 @@ def opened(open_it: Callable[[], T]) -> T:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the names in a folder survive a power cut."""
+    """Wait until the file names in a folder survive a power cut."""
     descriptor = opened(lambda: os.open(folder, os.O_RDONLY))
     try:
         os.fsync(descriptor)
@@ -178,14 +178,14 @@ def read_json(path: Path, kinds: Mapping[str, type], *, remedy: str) -> dict[str
     """Return a file's JSON object.
 
     Args:
-        kinds: the entries that it must have, with their types.
-        remedy: what to do about a damaged one; ends the error.
+        kinds: the required entries with their types.
+        remedy: advice for a damaged file, which the error ends with.
 
-    Raises: ConfigError: it is damaged; names the file. OSError: it cannot be read.
+    Raises: ConfigError: the file is damaged; names it. OSError: it cannot be read.
     """
     try:
         found: object = json.loads(path.read_bytes())
-    except ValueError as error:  # of JSON, or of UTF-8
+    except ValueError as error:  # The content is not JSON or not UTF-8.
         raise ConfigError(f"{path}: damaged, not JSON ({error}); {remedy}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: damaged, no JSON object; {remedy}")
@@ -198,5 +198,5 @@ def read_json(path: Path, kinds: Mapping[str, type], *, remedy: str) -> dict[str
 
 
 def write_json(path: Path, value: object, *, indent: int | None = 2) -> None:
-    """Replace a JSON file atomically; without indent it is on one line, ten times as fast."""
+    """Replace a JSON file atomically. Without indent it is one line, and ten times as fast."""
     write_atomically(path, json.dumps(value, indent=indent, sort_keys=True) + "\n")

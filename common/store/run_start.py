@@ -1,4 +1,4 @@
-"""What a start finds in its run directory: nothing, a run to go on with, or one to keep aside."""
+"""Prepares the run directory of a start: new, resumed, or with a finished run renamed first."""
 
 import logging
 import shutil
@@ -17,7 +17,7 @@ from common.store.run_dir import RunDir, read_json, write_atomically, write_json
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-# A run that goes on must be the same experiment; these decide whether it is.
+# A resumed run must be the same experiment: these keys must have equal values.
 _SAME_KEYS = (
     "run.seed",
     "train.mode",
@@ -31,24 +31,28 @@ _SAME_KEYS = (
 
 
 def mark_finished(run_dir: RunDir, *, version: int, result: str) -> None:
-    """Note that the run reached its end, so that the next start is a new run."""
+    """Write the file that marks the run as finished. The next start is then a new run."""
     write_json(run_dir.finished, {"version": version, "result": result})
 
 
 def load_finished(run_dir: RunDir) -> dict[str, Any]:
-    """Return what `mark_finished` noted. Raises: ConfigError: it is damaged; names the file."""
+    """Return the content of the file of `mark_finished`.
+
+    Raises: ConfigError: the file is damaged; names it.
+    """
     remedy = "remove it, and the run counts as unfinished: the same command goes on with it"
     return read_json(run_dir.finished, {"version": int, "result": str}, remedy=remedy)
 
 
 def prepare(cfg: RunConfig, run_dir: RunDir) -> Path | None:
-    """Make the run directory ready; return where an earlier run was put aside, None if none was.
+    """Prepare the run directory; return the new path of an earlier run, None if none was renamed.
 
-    A finished run is kept aside as `<name>.1`, `<name>.2`, ..., unless it is the same experiment
-    with a larger `train.num_steps` now: then it goes on.
+    A finished run is renamed to `<name>.1`, `<name>.2`, and so on. It is resumed instead if it is
+    the same experiment and `train.num_steps` is larger now.
 
     Raises:
-        ConfigError: an unfinished run of another experiment is there; names the keys that differ.
+        ConfigError: the directory has an unfinished run of another experiment; names the keys
+            that differ.
     """
     if not run_dir.config.exists():
         return None
@@ -67,13 +71,13 @@ def prepare(cfg: RunConfig, run_dir: RunDir) -> Path | None:
 
 
 def dated(cfg: RunConfig, run_dir: RunDir, *, is_kept: bool) -> RunConfig:
-    """Return the configuration with a `model.date`, which every prompt names from now on.
+    """Return the configuration with a `model.date`, the date that all prompts of the run contain.
 
-    It is the configured one, else that of the run directory, else that of the run whose checkpoint
-    the model is, else today's.
+    The first of these dates is used: the configured date, the date in the run directory, the date
+    of the run whose checkpoint the model is, today.
 
     Args:
-        is_kept: the run directory keeps it for later starts.
+        is_kept: whether to write the date to the run directory for later starts.
     """
     kept = run_dir.read_date()
     of_model = (RunDir(root=each).read_date() for each in Path(cfg.model.path).parents[:3])
@@ -86,14 +90,14 @@ def dated(cfg: RunConfig, run_dir: RunDir, *, is_kept: bool) -> RunConfig:
 
 
 def _other_date(cfg: RunConfig, run_dir: RunDir) -> list[str]:
-    """Return how the configured date differs from the kept one, [] if not or one is not given."""
+    """Return the difference between configured and kept date, [] if equal or if one is missing."""
     was = run_dir.read_date()
     now = cfg.model.date
     return [f"model.date: was {was}, now {now}"] if was and now and was != now else []
 
 
 def keep_tokenizer(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> None:
-    """Copy the policy's tokenizer beside the journal, whose token ids it alone explains."""
+    """Copy the policy's tokenizer to the run directory, to decode the token ids of the journal."""
     source = root / cfg.model.path
     for name in TOKENIZER_FILES:
         if not (source / name).is_file():
@@ -125,7 +129,7 @@ def _set_aside(run_dir: RunDir) -> Path:
 def save_config(cfg: RunConfig, path: Path) -> None:
     """Write every resolved value as YAML that `load_config` reads back to an equal config.
 
-    Only its owner may read it, because a hub's token may be in it.
+    The file has mode 0600, because it may contain the token of a hub.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, config_as_yaml(cfg, revision=git_revision()), mode=0o600)

@@ -1,4 +1,4 @@
-"""The segments of a journal on disk: which there are, what was acknowledged, pack, prune."""
+"""The segments of a journal on disk: list, read, compress and prune them."""
 
 import gzip
 import json
@@ -18,28 +18,28 @@ from common.wire.messages import Trajectory
 
 _SYNCED = struct.Struct("<QQ")
 _PRUNED = "pruned.json"
-PACK_LEVEL = 1  # of zlib: columns of tokens gain little by more
+PACK_LEVEL = 1  # Level of zlib. Higher levels hardly reduce the size of token columns.
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class JournalPosition:
-    """Where a record begins. Positions are ordered as the records were written."""
+    """Position of a record. Positions are ordered as the records were written."""
 
     segment: int = 0
-    offset: int = 0  # bytes of records before it in the segment
+    offset: int = 0  # Number of bytes of earlier records in the segment.
 
 
 JOURNAL_START = JournalPosition()
 
 
 def segment_path(folder: Path, segment: int) -> Path:
-    """Return where a segment lies until it is packed."""
+    """Return the path of an uncompressed segment."""
     return folder / f"{segment:06d}.log"
 
 
 def list_segments(folder: Path) -> dict[int, Path]:
-    """Return the segments that are there, in order; packed ones end in `.log.gz`."""
+    """Return the paths of existing segments, in order. Compressed ones end in `.log.gz`."""
     found: dict[int, Path] = {}
     for path in sorted(folder.glob(f"[0-9]*.log{PACKED_SUFFIX}")) + sorted(
         folder.glob("[0-9]*.log")
@@ -51,7 +51,7 @@ def list_segments(folder: Path) -> dict[int, Path]:
 
 
 def open_segment(folder: Path, segment: int) -> Segment | None:
-    """Open a segment for reading, packed or not; None if it is not there."""
+    """Open a segment for reading, compressed or not; None if it does not exist."""
     plain = segment_path(folder, segment)
     for path in (plain, plain.with_name(plain.name + PACKED_SUFFIX)):
         try:
@@ -64,17 +64,17 @@ def open_segment(folder: Path, segment: int) -> Segment | None:
 
 
 class SyncedMark:
-    """How far a journal is known to be on disk, in a file that a kill leaves as it was.
+    """The synced end of a journal, in a file that survives the kill of a process.
 
-    It is written after each sync, in place, and not synced itself: after a power cut it may be
-    behind. What lies before it was acknowledged, so it is never taken for a torn tail.
+    It is written in place after each sync, and is not synced itself. After a power cut it may be
+    too low. Records before it were acknowledged, so damage there is never a torn tail.
     """
 
     def __init__(self, folder: Path) -> None:
         self._fd = os.open(folder / "synced", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def move(self, position: JournalPosition) -> None:
-        """Note a new end."""
+        """Write a new end."""
         content = _SYNCED.pack(position.segment, position.offset)
         os.pwrite(self._fd, content + zlib.crc32(content).to_bytes(4, "little"), 0)
 
@@ -83,7 +83,7 @@ class SyncedMark:
 
 
 def synced_end(folder: Path) -> JournalPosition:
-    """Return how far a journal was synced at least; its start if that is not known."""
+    """Return a lower bound of a journal's synced end; its start if that is unknown."""
     try:
         content = (folder / "synced").read_bytes()
     except FileNotFoundError:
@@ -98,16 +98,16 @@ def synced_end(folder: Path) -> JournalPosition:
 def read_around_damage(
     folder: Path, number: int, *, is_last: bool, offset: int = 0
 ) -> Iterator[Trajectory | str]:
-    """Yield what a segment holds from an offset on, and in words what of it is damaged.
+    """Yield the trajectories of a segment from an offset on, and an error text for each damage.
 
     Args:
-        is_last: of the journal: its tail may be torn, or in the middle of being written.
+        is_last: whether it is the last segment, whose tail may be torn or incomplete.
     """
     synced = synced_end(folder)
     try:
         segment = open_segment(folder, number)
         if segment is None:
-            return  # pruned meanwhile
+            return  # The segment was pruned after it was listed.
         with segment:
             while True:
                 try:
@@ -131,18 +131,18 @@ def read_around_damage(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """What was removed of a journal."""
+    """Record of the pruned segments of a journal."""
 
-    before: int = 0  # segments with smaller numbers are gone
-    at: str = ""  # when last
-    num_bytes: int = 0  # of all that was removed
+    before: int = 0  # Segments with smaller numbers were removed.
+    at: str = ""  # Local time of the last removal.
+    num_bytes: int = 0  # Total size of all removed segments.
 
     def text(self, folder: Path) -> str:
         return f"segments 0 to {self.before - 1} of {folder} were pruned ({self.at})"
 
 
 def load_pruned(folder: Path) -> Pruned:
-    """Return what was removed of a journal. Raises: ConfigError: the note of it is damaged."""
+    """Return the pruned segments of a journal. Raises: ConfigError: pruned.json is damaged."""
     path = folder / _PRUNED
     if not path.exists():
         return Pruned()
@@ -153,9 +153,9 @@ def load_pruned(folder: Path) -> Pruned:
 
 
 def prune(folder: Path, *, before: int, may_go: Callable[[int, Path], bool]) -> Pruned:
-    """Remove the oldest segments below `before`, up to the first that may not go.
+    """Remove the oldest segments below `before`, up to the first for which `may_go` is False.
 
-    What is removed is noted first, so that no reader takes the rest for the whole.
+    The removal is recorded first, so that no reader takes the rest for the whole journal.
     """
     pruned, going = load_pruned(folder), list[Path]()
     for number, path in list_segments(folder).items():
@@ -175,14 +175,16 @@ def prune(folder: Path, *, before: int, may_go: Callable[[int, Path], bool]) -> 
 
 
 def pack(folder: Path, segment: int, *, check: Callable[[], object] = lambda: None) -> int:
-    """Compress a finished segment in place of itself; return the bytes that this freed.
+    """Replace a finished segment by a compressed file; return the number of freed bytes.
 
-    Readers see either. What was written is read back before the segment itself goes.
+    Readers find one of the two files at any time. The compressed file is read back and compared
+    before the segment is removed.
 
     Args:
-        check: called every megabyte; ends it by raising, and leaves the segment as it was.
+        check: called every megabyte; ends the compression by raising.
 
-    Raises: OSError: no room; WireError: what was written reads otherwise. The segment is as before.
+    Raises: OSError: the disk is full. WireError: the compressed file differs. After any error the
+        segment is unchanged.
     """
     path = segment_path(folder, segment)
     packed = path.with_name(path.name + PACKED_SUFFIX)
@@ -196,7 +198,7 @@ def pack(folder: Path, segment: int, *, check: Callable[[], object] = lambda: No
         with gzip.open(partial, "rb") as back:
             if _copy(back.read, lambda _: None, check) != crc:
                 raise WireError(f"{partial}: reads otherwise than it was written")
-        shutil.copystat(path, partial)  # its age counts
+        shutil.copystat(path, partial)  # Keeps the age, on which pruning depends.
         partial.replace(packed)
     finally:
         partial.unlink(missing_ok=True)

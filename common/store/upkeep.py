@@ -1,4 +1,4 @@
-"""Keeps a journal small: packs what no restart reads any more, and prunes the oldest of it."""
+"""Limits the size of a journal: compresses segments that no restart needs, prunes the oldest."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ GB = 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What of a journal is kept beyond what a restart needs; None: all of it."""
+    """Limits on the segments that a restart does not need. None: no limit."""
 
     keep_bytes: float | None = None
     keep_s: float | None = None
@@ -34,7 +34,7 @@ class Limits:
 
 
 def prune_old(folder: Path, limits: Limits, *, before: int) -> Pruned:
-    """Remove the oldest segments below `before` that are over a limit; return what is gone."""
+    """Remove the oldest segments below `before` that exceed a limit; return the new `Pruned`."""
     left = sum(path.stat().st_size for path in list_segments(folder).values())
     now = time.time()
 
@@ -58,11 +58,11 @@ def prune_old(folder: Path, limits: Limits, *, before: int) -> Pruned:
 
 
 class Upkeep(threading.Thread):
-    """The thread that keeps a journal small, at idle priority: whoever computes goes first.
+    """The thread that limits the size of a journal, at idle priority.
 
-    consumes:   `settled`
-    waits for:  the disk, and a core that nobody else wants
-    unblocked by: `stop`, which leaves a segment that is being packed as it was
+    consumes:   positions from `settled`
+    waits for:  the disk, and an idle CPU core
+    unblocked by: `stop`, which leaves a segment in compression unchanged
     """
 
     def __init__(self, folder: Path, cfg: JournalSection) -> None:
@@ -70,11 +70,11 @@ class Upkeep(threading.Thread):
         self._folder = folder
         self._cfg = cfg
         self._changed = threading.Condition()
-        self._settled: JournalPosition | None = None  # not taken up yet
+        self._settled: JournalPosition | None = None  # The newest position, until it is processed.
         self._is_stopping = False
 
     def settled(self, position: JournalPosition) -> None:
-        """Note that no restart reads what lies before a position."""
+        """Report that no restart reads records before a position."""
         with self._changed:
             self._settled = position
             self._changed.notify()
@@ -88,7 +88,7 @@ class Upkeep(threading.Thread):
             self.join(timeout=STOP_S)
 
     def run(self) -> None:
-        """Work until stopped. What fails is said, and tried again after the next checkpoint."""
+        """Process positions until stopped. An error is logged; the next checkpoint retries."""
         _idle_priority()
         while (position := self._next()) is not None:
             try:
@@ -124,12 +124,12 @@ class Upkeep(threading.Thread):
 
 
 class _Stopped(Exception):
-    """The thread is to end."""
+    """Raised to end the thread during compression."""
 
 
 def _idle_priority() -> None:
-    """Give the calling thread only what no other thread of the machine wants."""
+    """Set the idle scheduling priority for the calling thread."""
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except (OSError, AttributeError):  # no such priority here: it is a convenience
+    except (OSError, AttributeError):  # The system does not support it. The thread works without.
         return

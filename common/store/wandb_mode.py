@@ -1,4 +1,4 @@
-"""Whether a run's metrics go to Weights & Biases: by the configuration and the environment."""
+"""Selects the mode of Weights & Biases from the configuration and the environment."""
 
 import logging
 import netrc
@@ -13,7 +13,7 @@ from common.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _DEFAULT_URL = "https://api.wandb.ai"
-MODES = {  # The values of WANDB_MODE that wandb takes, in any case.
+MODES = {  # Values of WANDB_MODE that wandb accepts, case-insensitive.
     "": None,
     "online": WandbMode.ONLINE,
     "run": WandbMode.ONLINE,
@@ -27,11 +27,11 @@ NO = ("", "false", "0", "no", "off", "n", "f")
 
 
 def choose_mode(cfg: LogSection, environ: Mapping[str, str]) -> WandbMode:
-    """Return the mode to open: never AUTO, and ONLINE only with an account, so nothing can ask.
+    """Return the mode to open: never AUTO, and ONLINE only with an account.
 
-    WANDB_MODE and WANDB_DISABLED, where set, decide for `auto`.
+    wandb therefore never prompts for a login. WANDB_MODE and WANDB_DISABLED decide for `auto`.
 
-    Raises: ConfigError: a variable that decides has an unknown value; names it.
+    Raises: ConfigError: one of these variables has an unknown value; names it.
     """
     wish = _wish_of(environ) if cfg.wandb is WandbMode.AUTO else cfg.wandb
     if wish is WandbMode.DISABLED or wish is WandbMode.OFFLINE:
@@ -44,13 +44,16 @@ def choose_mode(cfg: LogSection, environ: Mapping[str, str]) -> WandbMode:
 
 
 def check_mode(cfg: LogSection, environ: Mapping[str, str]) -> None:
-    """Return if the environment's wish is known. Raises: ConfigError: as `choose_mode`."""
+    """Check the variables of the environment. Raises: ConfigError: as in `choose_mode`."""
     if cfg.wandb is WandbMode.AUTO:
         _wish_of(environ)
 
 
 def _wish_of(environ: Mapping[str, str]) -> WandbMode | None:
-    """Return what the variables want, None if they want nothing. Raises: ConfigError."""
+    """Return the mode that the environment requests, None if it has no request.
+
+    Raises: ConfigError.
+    """
     is_off = environ.get("WANDB_DISABLED", "")
     if is_off.strip().lower() in YES:
         return WandbMode.DISABLED

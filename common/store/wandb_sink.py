@@ -1,8 +1,9 @@
-"""Every metric to Weights & Biases: online where the user is logged in, else offline, never asking.
+"""Sends every metric to Weights & Biases: online if the user is logged in, otherwise offline.
 
-Its sections are the areas of the names; what the dashboard draws has a panel, the rest is there to
-be drawn. An evaluation follows as soon as it has ended, with a table of sampled episodes. wandb is
-imported when a run opens, because it takes a second. Nothing it does may end a run.
+It never prompts. A section of wandb is the area in a metric's name. Metrics of the dashboard's
+charts have a panel, the rest are hidden until the user adds one. An evaluation is sent when it has
+ended, with a table of sampled episodes. wandb is imported when a run opens, because the import
+takes a second. An error of wandb never ends a run.
 """
 
 import dataclasses
@@ -30,18 +31,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FINISH_TIMEOUT_S = 30.0
-READ_S = 30.0  # of the journal, for evaluations
-READ_AT_ONCE_S, PAUSE_S = 0.05, 0.1  # beside training
-BEFORE = "before"  # evaluations, which have ended when the first step is logged
-COLUMNS = ("why", "subset", "item", "reward", "turns", "end", "text")  # Of a table of episodes.
+READ_S = 30.0  # Maximum seconds of reading the journal for evaluations.
+READ_AT_ONCE_S, PAUSE_S = 0.05, 0.1  # Seconds of reading and of pausing during training.
+BEFORE = "before"  # Evaluations before training, which have ended at the first logged step.
+COLUMNS = ("why", "subset", "item", "reward", "turns", "end", "text")  # Columns of episode tables.
 DRAWN = ("eval/", "samples/")
 
 
 class RunViews(Protocol):
-    """Views of a run that wandb shows beside the metrics."""
+    """Charts and evaluations of a run, which wandb shows in addition to the metrics."""
 
     def charted(self, names: Set[str]) -> Set[str]:
-        """Return those of the metrics that have a chart."""
+        """Return the subset of metrics that have a chart."""
         ...
 
     def refresh(self, budget_s: float) -> bool:
@@ -53,12 +54,12 @@ class RunViews(Protocol):
         ...
 
     def sampled_episodes(self, evaluation: str) -> list[list[Any]]:
-        """Return some episodes of an evaluation, each a row of COLUMNS."""
+        """Return sampled episodes of an evaluation, each as a row of COLUMNS."""
         ...
 
 
 class WandbSink:
-    """A `MetricsSink`. Its files lie below the run directory; a resumed run keeps its wandb id."""
+    """A `MetricsSink`. Its files are in the run directory, and a resumed run keeps its wandb id."""
 
     def __init__(
         self,
@@ -69,19 +70,19 @@ class WandbSink:
         job: str = "",
         init_timeout_s: float = 20.0,
     ) -> None:
-        """Open the run. The sink goes on offline if wandb does not answer in time.
+        """Open the run in wandb. The sink changes to offline mode if wandb does not answer in time.
 
         Args:
-            views: charts and evaluations of the run; None: wandb gets the metrics only.
-            job: "" is training; another command's has a run of its own in wandb.
+            views: charts and evaluations of the run; None: wandb receives the metrics only.
+            job: "" for training. The job of another command is a separate run in wandb.
         """
         self._run_dir, self._job, self._last_step = run_dir, job, 0
         self._defined: set[str] = set()
         self._views = views
-        self._told: set[str] = set()  # evaluations that had ended
-        self._sent: set[str] = set()  # of them, those that the journal holds
+        self._told: set[str] = set()  # Evaluations that had ended at an earlier step.
+        self._sent: set[str] = set()  # Evaluations whose scores were sent.
         self._telling: threading.Thread | None = None
-        self._sending = threading.Lock()  # steps, and evaluations that are read beside them
+        self._sending = threading.Lock()  # Serializes steps with evaluations of the other thread.
         self._init_timeout_s = init_timeout_s
         self.mode = choose_mode(cfg.log, os.environ)
         self._run: wandb.Run | None = None
@@ -92,7 +93,7 @@ class WandbSink:
                 self.mode = WandbMode.DISABLED
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand one step over; does nothing once wandb has failed."""
+        """Send the metrics of one step. After an error of wandb it does nothing."""
         self._last_step = step
         self._send(step, metrics, "log")
         is_telling = self._telling is not None and self._telling.is_alive()
@@ -106,7 +107,7 @@ class WandbSink:
             self._telling.start()
 
     def _ended(self) -> set[str]:
-        """Return the evaluations that have ended: those before training, and those beside it."""
+        """Return the evaluations that have ended, before training and during training."""
         try:
             lines = (self._run_dir.root / "eval.jsonl").read_text(encoding="utf-8").splitlines()
             beside = [str(as_map(json.loads(line)).get("group_id")) for line in lines]
@@ -123,14 +124,14 @@ class WandbSink:
         def send() -> None:
             with self._sending:
                 self._hide(run, known)
-                # An own step axis: wandb refuses to go back on its own when a run resumes earlier.
+                # A separate step axis, since wandb's own step cannot decrease when a run resumes.
                 run.log({**known, "step": step})
 
         if not _try(send, what):
             self._run = None
 
     def _hide(self, run: "wandb.Run", values: Mapping[str, Any]) -> None:
-        """Give no panel of its own to what the dashboard does not draw either."""
+        """Hide metrics that have no chart in the dashboard."""
         if self._views is None:
             return
         new = values.keys() - self._defined
@@ -140,7 +141,7 @@ class WandbSink:
         self._defined |= new
 
     def close(self) -> None:
-        """Finish the upload within `FINISH_TIMEOUT_S`; what is left can be sent by `wandb sync`."""
+        """Finish the upload within `FINISH_TIMEOUT_S`. `wandb sync` can upload a remaining part."""
         if self._telling is not None:
             self._telling.join(READ_S)
         if self._run is not None and not self._job and self._views is not None:
@@ -150,11 +151,11 @@ class WandbSink:
         self._run = None
 
     def _tell_evaluations(self, ended: Set[str] | None = None, *, pause_s: float = 0.0) -> None:
-        """Hand over evaluations of the journal: scores over steps, tables of episodes.
+        """Send evaluations from the journal: scores over steps, tables of episodes.
 
         Args:
-            ended: those to tell now; None: all that were not told.
-            pause_s: after each piece of the journal that is read, for the thread that trains.
+            ended: names of the evaluations to send; None: all that were not sent.
+            pause_s: pause after each read of the journal, which leaves the GIL to training.
         """
         import wandb
 
@@ -187,7 +188,8 @@ class WandbSink:
 
     def _open(self, run_dir: RunDir, cfg: RunConfig) -> None:
         run_dir.root.mkdir(parents=True, exist_ok=True)
-        # Both are read at import. wandb refuses spellings of the mode that `choose_mode` takes.
+        # wandb reads both variables at import. It rejects spellings of the mode that `choose_mode`
+        # accepts.
         os.environ["WANDB_SILENT"] = "true"
         os.environ["WANDB_MODE"] = self.mode.value
         import wandb
@@ -201,10 +203,10 @@ class WandbSink:
             finish_timeout=FINISH_TIMEOUT_S,
         )
         job = f"-{self._job}" if self._job else ""
-        kept = run_dir.root / f"wandb_id{job}"  # the same at every start in this run directory
+        kept = run_dir.root / f"wandb_id{job}"  # Keeps the id over all starts in this directory.
         if not kept.exists():
             write_atomically(kept, secrets.token_hex(4))
-        assert self.mode is not WandbMode.AUTO  # `choose_mode` has chosen
+        assert self.mode is not WandbMode.AUTO  # `choose_mode` never returns AUTO.
         self._run = wandb.init(
             project=cfg.log.wandb_project,
             name=f"{cfg.run.name}{job}",
@@ -219,7 +221,7 @@ class WandbSink:
 
 
 def _scores(name: str, scored: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the policy's scores as one curve, those of others by their names."""
+    """Yield the scores of an evaluation by metric name. All those of the model share one curve."""
     policy = "eval" if name.endswith("-model") else f"eval/{name}"
     low, high = scored["ci95"]
     yield f"{policy}/success", scored["success"]
@@ -231,7 +233,7 @@ def _scores(name: str, scored: Mapping[str, Any]) -> Iterator[tuple[str, float]]
 
 
 def _try(action: Callable[[], object], what: str) -> bool:
-    """Do something with wandb; return whether it went well, with a warning where it did not."""
+    """Call a function of wandb; return False with a warning if it raises."""
     try:
         action()
     except Exception as error:  # noqa: BLE001 - a metrics service must never end a run
@@ -241,7 +243,7 @@ def _try(action: Callable[[], object], what: str) -> bool:
 
 
 def _forget_failed_init() -> None:
-    """Stop wandb's process, which else holds the run id of an attempt that timed out."""
+    """Stop wandb's process. After a timed-out attempt it would otherwise hold the run id."""
     import wandb
 
     wandb.teardown(exit_code=1)

@@ -1,4 +1,4 @@
-"""Where the roles of a run are reached: the scheduler is found, and tells of all the others."""
+"""Addresses of the roles of a run. The scheduler is discovered and sends all other addresses."""
 
 import functools
 import ipaddress
@@ -12,24 +12,25 @@ from common.errors import ConfigError, WireError
 from common.host.loopback import loopback
 from common.wire.join_messages import Directory, HubPlace
 
-SAME_MACHINE = "*"  # host of an address: reached on whatever the scheduler is reached at
+SAME_MACHINE = "*"  # Host of an address that stands for the host of the scheduler.
 WILDCARDS = ("0.0.0.0", "::", SAME_MACHINE)
 
 
 class Addresses(Protocol):
-    """Whoever knows where roles listen."""
+    """A source of the addresses of roles."""
 
     def find_address(self, role: str) -> str | None:
-        """Return where a role listens now, None if that is not known. Does not wait."""
+        """Return the current address of a role, None if it is unknown. Does not wait."""
         ...
 
 
 class AddressBook:
-    """What one role knows of where the others are. One thread writes, any may read.
+    """The addresses that one role has received. One thread writes, any thread may read.
 
-    Example: the scheduler is found at tcp://10.0.0.1:5000 and tells of a learner at tcp://*:6000,
-    on its own machine, so at tcp://10.0.0.1:6000. The learner starts again elsewhere and says
-    hello there -> the next heartbeat brings another Directory, and every line follows.
+    Example: the scheduler's address is tcp://10.0.0.1:5000. Its Directory has a learner at
+    tcp://*:6000, which is on the same machine, so at tcp://10.0.0.1:6000. The learner restarts on
+    another machine and registers. The answer to the next heartbeat is a new Directory, and every
+    `FollowingDealer` reconnects.
     """
 
     def __init__(self, find_scheduler: Callable[[], str | None]) -> None:
@@ -38,19 +39,21 @@ class AddressBook:
 
     @property
     def number(self) -> int:
-        """Of the directory that is known; 0: none."""
+        """Number of the current directory; 0: none."""
         return self._directory.number
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that an actor needs is known."""
+        """Whether all addresses that an actor needs are known."""
         known = self._directory
         return bool(known.learner and known.weights and known.hubs)
 
     def take(self, directory: Directory) -> None:
-        """Note what the scheduler tells. What a scheduler that restarted does not know yet stays.
+        """Store a directory. An address that is missing in it keeps its previous value.
 
-        Raises: ConfigError: a role listens on a loopback address that cannot be reached from here.
+        A restarted scheduler sends incomplete directories until all roles have registered.
+
+        Raises: ConfigError: a role listens on a loopback address of another machine.
         """
         before = self._directory
         self._directory = Directory(
@@ -61,14 +64,14 @@ class AddressBook:
         )
 
     def forget_number(self) -> None:
-        """Ask for the directory again: another scheduler counts anew."""
+        """Reset the number, so that a new scheduler sends its directory. Addresses are kept."""
         known = self._directory
         self._directory = Directory(
             number=0, learner=known.learner, weights=known.weights, hubs=known.hubs
         )
 
     def find_address(self, role: str) -> str | None:
-        """Return where a role listens now, None if that is not known. Does not wait."""
+        """Return the current address of a role, None if it is unknown. Does not wait."""
         known = {"learner": self._directory.learner, "weights": self._directory.weights}
         return self._find_scheduler() if role == "scheduler" else known[role] or None
 
@@ -77,7 +80,7 @@ class AddressBook:
         return self._directory.hubs
 
     def _reachable_hubs(self, told: list[HubPlace]) -> list[HubPlace]:
-        """Return the hubs that this machine reaches. Raises: ConfigError: there are, but none."""
+        """Return the reachable hubs. Raises: ConfigError: there are hubs, but none is reachable."""
         places: list[HubPlace] = []
         unreachable: ConfigError | None = None
         for each in told:
@@ -91,7 +94,7 @@ class AddressBook:
         return places
 
     def _reachable(self, section: str, address: str) -> str:
-        """Return an address as it is reached from here."""
+        """Return the form of an address under which this machine can reach it."""
         if not address:
             return ""
         scheduler_host = host_of(self._find_scheduler() or "")
@@ -120,15 +123,15 @@ def with_host(address: str, host: str) -> str:
 
 
 def bracketed(host: str) -> str:
-    """Return a host as it is written before a port."""
+    """Return a host as written before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def advertised(address: str, *, towards: str) -> str:
-    """Return the address by which others reach one that this process listens on.
+    """Return the address under which other roles can reach a listener of this process.
 
-    Who listens on all interfaces is told of by the one that reaches the scheduler at `towards`, or,
-    on the scheduler's very machine, by "*".
+    The host of a listener on all interfaces is that of the interface towards the scheduler at
+    `towards`. On the scheduler's machine it is "*".
     """
     if host_of(address) not in WILDCARDS:
         return address
@@ -140,11 +143,11 @@ def advertised(address: str, *, towards: str) -> str:
 
 @functools.lru_cache
 def local_address_towards(host: str) -> str:
-    """Return this machine's address on the interface that reaches `host`. Sends nothing.
+    """Return this machine's address on the interface that reaches `host`. Sends no packet.
 
-    It is the one of the first call: while a link is down there is none.
+    The result of the first call is cached, since there is no route while a link is down.
 
-    Raises: WireError: there is no way to the host.
+    Raises: WireError: there is no route to the host.
     """
     try:
         family = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]
@@ -157,7 +160,7 @@ def local_address_towards(host: str) -> str:
 
 @functools.lru_cache
 def node_name(towards: str) -> str:
-    """Return what to call this machine: its name, and not on the scheduler's own also its address.
+    """Return the host name of this machine, with its address if the scheduler is elsewhere.
 
     Args:
         towards: the address of the scheduler.
@@ -167,11 +170,14 @@ def node_name(towards: str) -> str:
 
 
 def own_host_towards(host: str, peers: Iterable[str]) -> str:
-    """Return by which host peers reach one that listens on `host`: on all interfaces, it depends.
+    """Return the host under which peers reach a listener on `host`.
+
+    For a listener on all interfaces it is the address towards the first peer on another machine.
+    Without such a peer it is the loopback address. If peers are in several networks, `host` must
+    be an address that all of them reach.
 
     Args:
-        peers: hosts of the peers on their interfaces towards here. One outside of this machine
-            decides; of several outside networks, name the host that all of them reach.
+        peers: addresses of the peers on their interfaces towards this machine.
     """
     if host not in WILDCARDS:
         return host
@@ -180,7 +186,7 @@ def own_host_towards(host: str, peers: Iterable[str]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches the host."""
+    """Return whether a host is a loopback address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -188,7 +194,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_here(host: str) -> bool:
-    """Return whether an address or a name is one of this machine's."""
+    """Return whether an address or a host name belongs to this machine."""
     if not host or is_loopback(host) or host in WILDCARDS:
         return True
     try:

@@ -1,10 +1,10 @@
-"""Messages <-> ZeroMQ frames: a msgpack header and one raw frame per array. No pickle.
+"""Encodes messages as ZeroMQ frames: a msgpack header and one raw frame per array. No pickle.
 
-The header is [schema version, type name, {field: value}]; an array field holds
-[frame index, dtype, shape]. Decoding checks every field's type against the dataclass, so that a
-damaged or foreign message raises `WireError` here and nowhere later.
+The header is [schema version, type name, {field: value}]. An array field holds
+[frame index, dtype, shape]. The decoder checks the type of every field against the dataclass.
+A damaged or foreign message therefore raises `WireError` here and never later.
 """
-# msgpack has no type stubs, and what it unpacks is of no known type until it is checked here:
+# msgpack has no type stubs. An unpacked value has no static type until the decoder has checked it:
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -37,7 +37,7 @@ from common.wire.access.bounds import (
 from common.wire.messages import SCHEMA_VERSION, EpisodeIdentity
 
 MAX_AXES = 8
-MAX_AXIS = 1 << 28  # Entries of one axis of an array.
+MAX_AXIS = 1 << 28  # Maximum length of one axis of an array.
 ARRAY_DTYPES = ("int32", "float32", "bool")
 
 _DTYPE_NAMES = {np.dtype(name): name for name in ARRAY_DTYPES}
@@ -54,8 +54,8 @@ def encode(message: Any) -> list[bytes]:
     """Return the frames of a message: the header, then one frame per array field.
 
     Raises:
-        WireError: the object is no message, or an array has a foreign dtype.
-        MessageTooLarge: the message is beyond a limit of the wire; no receiver would take it.
+        WireError: the object is not a message, or an array has an unsupported dtype.
+        MessageTooLarge: the message exceeds a size limit, so every receiver would reject it.
     """
     name = type(message).__name__
     if MESSAGE_TYPES.get(name) is not type(message):
@@ -69,7 +69,7 @@ def encode(message: Any) -> list[bytes]:
 
 
 def _beyond_limits(frames: list[bytes]) -> str:
-    """Return which limit of a message its frames exceed, "" if none."""
+    """Return an error text for the first size limit that the frames exceed, "" if none."""
     if len(frames) > MAX_FRAMES:
         return f"too many frames: {len(frames)}, at most {MAX_FRAMES}"
     sizes = list(map(len, frames))
@@ -83,12 +83,12 @@ def _beyond_limits(frames: list[bytes]) -> str:
 
 
 def decode(frames: list[bytes]) -> Any:
-    """Return the message that `encode` made these frames of.
+    """Return the message that `encode` turned into these frames.
 
     Raises:
-        WireError: not msgpack, another schema version, an unknown type, a field that is unknown,
-            or missing and without a default, a value of the wrong type or beyond its bounds, or an
-            array that does not match its frame. Its text is short, whatever came.
+        WireError: not msgpack, another schema version, an unknown message type, an unknown field,
+            a missing field without a default, a value of the wrong type or out of bounds, or an
+            array that does not match its frame. The error text is short for any input.
     """
     if not frames:
         raise WireError("no header")
@@ -115,12 +115,12 @@ def pack_record(message: Any) -> bytes:
 
 
 def pack_frames(frames: list[bytes]) -> bytes:
-    """Return the record of the message that these frames are: `pack_record` without encoding."""
+    """Return the journal record of an encoded message. Equals `pack_record` of the message."""
     return _pack(frames)
 
 
 class _Packer(threading.local):
-    """One for each thread: to make its buffer costs more than to pack a short message."""
+    """A msgpack packer per thread. Creating its buffer costs more than packing a short message."""
 
     def __init__(self) -> None:
         self.pack = msgpack.Packer(use_bin_type=True).pack
@@ -132,9 +132,9 @@ _packer = _Packer()
 def _pack(value: list[Any]) -> bytes:
     try:
         packed = _packer.pack(value)
-    except (ValueError, OverflowError) as error:  # half a surrogate pair, or an endless number
+    except (ValueError, OverflowError) as error:  # An unpaired surrogate, or an int over 64 bits.
         raise WireError(f"a value that no message can hold: {shown(error)}") from error
-    assert packed is not None  # only with `autoreset=False`
+    assert packed is not None  # `pack` returns None with `autoreset=False` only.
     return packed
 
 
@@ -153,12 +153,12 @@ def unpack_record(record: bytes) -> Any:
     return decode(frames)
 
 
-# --- what is done for every message, compiled once for each type --------------------------------
+# --- The fast path of encoding and decoding, compiled once per message type ---------------------
 
 
 @functools.cache
 def _to_map(cls: type) -> Callable[[Any, list[bytes]], dict[str, Any]]:
-    """Return what makes a map of a message's fields; msgpack takes enums and scalars as such."""
+    """Return a function that makes a map of a message's fields. msgpack packs enums directly."""
     hints, _ = _schema(cls)
     names = tuple(hints)
     get = attrgetter(*names)
@@ -176,7 +176,7 @@ def _to_map(cls: type) -> Callable[[Any, list[bytes]], dict[str, Any]]:
 
 
 def _to_plain(kind: Any) -> Callable[[Any, list[bytes]], Any] | None:
-    """Return what turns a field of this type into what msgpack takes; None if it is that."""
+    """Return a converter from a field's type to a msgpack type, None if msgpack packs it as is."""
     if dataclasses.is_dataclass(kind):
         return _to_map(typing.cast(type, kind))
     if kind is np.ndarray:
@@ -191,20 +191,20 @@ def _array_to_frame(array: np.ndarray, frames: list[bytes]) -> list[Any]:
     name = _DTYPE_NAMES.get(array.dtype)
     if name is None:
         raise WireError(f"array dtype {array.dtype.name} is not one of {ARRAY_DTYPES}")
-    frames.append(array.tobytes())  # in C order, whatever the array's is
+    frames.append(array.tobytes())  # The bytes are in C order for any memory layout.
     return [len(frames), name, list(array.shape)]
 
 
 class _NotAsSent(Exception):
-    """Not just as `encode` writes it: perhaps valid, perhaps not; the long way tells."""
+    """The fields differ from the exact form that `encode` writes. The full decoder decides."""
 
 
 @functools.cache
 def _as_sent(cls: type) -> Callable[[Any, list[bytes]], Any]:
-    """Return what makes a message of a map that has all its fields, in order, of exact types.
+    """Return the fast decoder of a message type: all fields, in order, with exact types.
 
-    It accepts less than `_from_plain` and returns the same: a float sent as an int, a field left
-    out, anything wrong is for that one to widen, to fill in, or to name.
+    It accepts fewer inputs than `_from_plain` and returns equal messages. `_from_plain` handles
+    the rest: it widens ints to floats, fills in defaults and reports errors.
     """
     hints, _ = _schema(cls)
     names = tuple(hints)
@@ -226,7 +226,7 @@ def _as_sent(cls: type) -> Callable[[Any, list[bytes]], Any]:
         for name, most in sizes:
             if len(fields[name]) > most:
                 raise _NotAsSent
-        made = dict(fields)  # what is not as sent after all is read again as it came
+        made = dict(fields)  # A copy: if a converter fails, `_from_plain` reads `fields` again.
         for name, convert in special:
             made[name] = convert(made[name], frames)
         return cls(**made)
@@ -235,7 +235,7 @@ def _as_sent(cls: type) -> Callable[[Any, list[bytes]], Any]:
 
 
 def _plain_type(kind: Any) -> type:
-    """Return the type that msgpack unpacks a field of this type as."""
+    """Return the type of the unpacked msgpack value for a field of type `kind`."""
     origin = typing.get_origin(kind)
     if origin is not None:
         return origin
@@ -247,7 +247,7 @@ def _plain_type(kind: Any) -> type:
 
 
 def _from_sent(kind: Any) -> Callable[[Any, list[bytes]], Any] | None:
-    """Return what makes a field of what was sent for it; None if it is that."""
+    """Return a converter from an unpacked value to its field; None if the value is the field."""
     if dataclasses.is_dataclass(kind):
         return _as_sent(typing.cast(type, kind))
     if kind is np.ndarray:
@@ -300,7 +300,7 @@ _DTYPES = {name: np.dtype(name) for name in ARRAY_DTYPES}
 
 
 def _vector_from_frame(value: list[Any], frames: list[bytes]) -> np.ndarray:
-    """Return an array of one axis."""
+    """Return a one-dimensional array from its frame. Raises: _NotAsSent."""
     if len(value) != 3:
         raise _NotAsSent
     index, name, shape = value
@@ -318,7 +318,7 @@ def _vector_from_frame(value: list[Any], frames: list[bytes]) -> np.ndarray:
     return np.frombuffer(frame, dtype)
 
 
-# --- everything else: what is unusual, and what is wrong with it --------------------------------
+# --- The full decoder: accepts unusual forms, names errors --------------------------------------
 
 
 @functools.cache
@@ -328,7 +328,7 @@ def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
 
 @functools.cache
 def _schema(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the fields with their types, and those that have no default."""
+    """Return the types of the fields by name, and the names of fields without a default."""
     unset = dataclasses.MISSING
     required = (f.name for f in _fields(cls) if f.default is f.default_factory is unset)
     return typing.get_type_hints(cls), frozenset(required)
@@ -369,7 +369,7 @@ def _from_plain(kind: Any, value: Any, frames: list[bytes], *, path: str) -> Any
 
 
 def _scalars(kind: type, values: list[Any], *, path: str) -> list[Any]:
-    """Return the values, ints widened where floats are asked for. bool is never an int here."""
+    """Return the checked values. Ints become floats in a float field. A bool is not an int."""
     allowed = (int, float) if kind is float else (kind,)
     for value in values:
         if type(value) not in allowed:
@@ -419,5 +419,5 @@ def _array_from_frame(value: Any, frames: list[bytes], *, path: str) -> np.ndarr
         raise WireError(f"{path}: a bool that is neither 0 nor 1")
     try:
         return np.frombuffer(frame, dtype=dtype).reshape(shape)
-    except ValueError as error:  # no elements, but more or longer axes than numpy has
+    except ValueError as error:  # The array is empty, and numpy does not support its shape.
         raise WireError(f"{path}: shape {shown(shape)}: {error}") from error

@@ -1,9 +1,9 @@
 """Broadcast of flat byte buffers from the learner to engines, over torch.distributed.
 
-Groups are made outside the default process group, so that every new membership is a new group and
-nobody's world has to be rebuilt. NCCL on CUDA, gloo on CPU; all else is shared.
+Groups are created outside the default process group. A change of membership therefore creates a
+new group, and the default process group stays as it is. CUDA uses NCCL, the CPU uses gloo.
 """
-# torch's type stubs lack half of what its C++ process groups export:
+# torch's type stubs lack many functions of its C++ process groups:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
@@ -29,39 +29,39 @@ from common.wire.weight_messages import TensorSpec
 
 CPU = torch.device("cpu")
 PROOF_BYTES = 16
-PROOF_TIMEOUT_S = 10.0  # in which members prove that they are
-SLICE = "MIG-"  # The names of a GPU's slices begin so.
-ALIGN_BYTES = 16  # every tensor starts here, so that a view of any dtype is legal
+PROOF_TIMEOUT_S = 10.0  # Maximum duration of the mutual membership proof.
+SLICE = "MIG-"  # Prefix of the name of a GPU slice.
+ALIGN_BYTES = 16  # Every tensor starts at a multiple of this, so a view of any dtype is legal.
 
 
 def device_id(device: torch.device) -> str:
-    """Return a name that no other GPU anywhere has; "" for the CPU.
+    """Return the globally unique name of a GPU, "" for the CPU.
 
-    A slice of a GPU has the name by which it was made visible.
+    The name of a GPU slice comes from `CUDA_VISIBLE_DEVICES`.
     """
     if device.type != "cuda":
         return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
-    if visible.startswith(SLICE):  # CUDA shows a process one slice at most.
+    if visible.startswith(SLICE):  # CUDA exposes at most one slice to a process.
         return visible
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What one member of a process group must know of it."""
+    """Parameters with which one member joins a process group."""
 
     rank: int
     world_size: int
-    backend: str  # "nccl", or anything else for gloo
-    timeout_s: float  # after which every call gives up
-    bind_host: str  # gloo listens here only
+    backend: str  # "nccl"; any other value selects gloo.
+    timeout_s: float  # Timeout of every call.
+    bind_host: str  # The only address on which gloo listens.
 
 
 def make_process_group(store: dist.Store, place: Place) -> Any:
-    """Return a process group outside the default one; no other group uses its `store`.
+    """Return a process group outside the default one. Its `store` must have no other group.
 
-    Raises: RuntimeError: not all members came in time.
+    Raises: RuntimeError: a member did not connect in time.
     """
     timeout, rank, world_size = timedelta(seconds=place.timeout_s), place.rank, place.world_size
     if place.backend == "nccl":
@@ -76,7 +76,7 @@ def make_process_group(store: dist.Store, place: Place) -> Any:
 
 
 class BroadcastGroup:
-    """One membership: rank 0 sends, the others receive. Use from one thread.
+    """One process group: rank 0 sends, all other ranks receive. Use from one thread.
 
     Example:
         learner: group = BroadcastGroup(store, Place(0, 2, "gloo", ...), epoch=3)
@@ -93,7 +93,7 @@ class BroadcastGroup:
         is_nccl = place.backend == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else CPU
         self._timeout = timedelta(seconds=place.timeout_s)
-        self._kept = store  # torch keeps its C++ half only
+        self._kept = store  # torch references only the C++ part of the store.
         try:
             self._group = make_process_group(prefixed, place)
             if not is_nccl:
@@ -103,11 +103,12 @@ class BroadcastGroup:
             raise WeightSyncError(f"{what}: {error}") from error
 
     def _prove(self, store: dist.Store, place: Place) -> None:
-        """Let each pair of members prove to each other that they are, before anything is sent.
+        """Exchange a proof of membership between each pair of ranks, before the first transfer.
 
-        gloo takes whoever connects first. NCCL's own id, which the store tells, is such a proof.
+        gloo accepts the first process that connects. NCCL needs no proof: its id, which members
+        read from the store, is a shared secret.
 
-        Raises: WeightSyncError: somebody who is no member has taken a member's place.
+        Raises: WeightSyncError: a process outside the group occupies a rank.
         """
         name, rank, size = f"proof/{self.epoch}", place.rank, place.world_size
         if rank == 0:
@@ -132,15 +133,15 @@ class BroadcastGroup:
             torch.cuda.current_stream(buffer.device).synchronize()
 
     def send(self, index: int, part: Tensor) -> "Broadcast":
-        """Begin to send `part` [num_bytes] uint8, as rank 0; `index` is for other channels."""
+        """Begin to send `part` [num_bytes] uint8 as rank 0. `index` is unused here."""
         return self._start(part)
 
     def receive(self, index: int, part: Tensor) -> "Broadcast":
-        """Begin to fill `part` [num_bytes] uint8 with what rank 0 sends next."""
+        """Begin to fill `part` [num_bytes] uint8 with the next part from rank 0."""
         return self._start(part)
 
     def barrier(self) -> None:
-        """Wait until all members are here. Raises: WeightSyncError: one is not, in time."""
+        """Wait for all members. Raises: WeightSyncError: a member did not arrive in time."""
         gathered = dist.AllreduceOptions()
         gathered.timeout = self._timeout
         Broadcast(
@@ -164,20 +165,20 @@ class BroadcastGroup:
         return WeightSyncError(f"broadcast failed epoch={self.epoch}: {error}")
 
     def close(self) -> None:
-        """Abort what is in flight and let the connections go."""
+        """Abort transfers in flight and close the connections."""
         try:
             self._group.abort()
-        except RuntimeError:  # gloo has nothing to abort once a peer is gone
+        except RuntimeError:  # gloo raises if a peer has already disconnected.
             return
 
 
 def _proof(secret: bytes, sender: int, receiver: int) -> bytes:
-    """Return what only a member can say to another one."""
+    """Return the membership proof of `sender` for `receiver`: a MAC with the group's secret."""
     return hmac.digest(secret, b"%d>%d" % (sender, receiver), hashlib.sha256)[:PROOF_BYTES]
 
 
 class Broadcast:
-    """A broadcast under way."""
+    """A broadcast in flight."""
 
     def __init__(
         self, work: Any, timeout: timedelta, failed: Callable[[RuntimeError], WeightSyncError]
@@ -187,7 +188,7 @@ class Broadcast:
         self._failed = failed
 
     def wait(self) -> None:
-        """Wait for a broadcast of gloo; let the current stream wait for one of NCCL.
+        """Block until a gloo broadcast has ended. For NCCL, make the current stream wait for it.
 
         Raises: WeightSyncError: a member is missing or died.
         """
@@ -198,9 +199,9 @@ class Broadcast:
 
 
 def choose_interface(host: str) -> None:
-    """Let NCCL use the network on which peers reach this machine, unless somebody chose one.
+    """Set the network interface of NCCL to the one with address `host`, unless the user set one.
 
-    NCCL looks once in a process, so an address of this machine alone decides nothing.
+    NCCL reads the setting once per process. A loopback address therefore leaves it unset.
     """
     if not is_loopback(host):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
@@ -209,7 +210,7 @@ def choose_interface(host: str) -> None:
 def interface_of(host: str) -> str:
     """Return the name of this machine's network interface with the address, "lo" for loopback.
 
-    Raises: WeightSyncError: no interface has it.
+    Raises: WeightSyncError: no interface has this address.
     """
     address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
     for name, found in psutil.net_if_addrs().items():
@@ -219,7 +220,7 @@ def interface_of(host: str) -> str:
 
 
 def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[TensorSpec], int]:
-    """Return where each named tensor goes in the flat buffer, and the buffer's size in bytes."""
+    """Return the position of each tensor in the flat buffer, and the buffer's size in bytes."""
     specs: list[TensorSpec] = []
     offset = 0
     for name, tensor in tensors:
@@ -238,7 +239,7 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[TensorSpec], in
 
 
 def views(buffer: Tensor, specs: list[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) views into `buffer` [num_bytes] uint8; nothing is copied."""
+    """Yield (name, tensor) views into `buffer` [num_bytes] uint8, without a copy."""
     for spec in specs:
         part = buffer[spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
         yield spec.name, part.view(getattr(torch, spec.dtype)).view(spec.shape)

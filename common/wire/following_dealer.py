@@ -1,4 +1,4 @@
-"""A DEALER that stays with its peer when that moves to another address."""
+"""A DEALER that reconnects to its peer when the peer's address changes."""
 
 import asyncio
 import logging
@@ -16,19 +16,19 @@ from common.wire.sockets import connect_dealer
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.05  # between looks for an address that nobody has told yet
-ASLEEP_S = 1.0  # between two looks at the queue: beyond that we slept, not the peer
+LOOK_S = 0.05  # Seconds between two polls for an address that is not known yet.
+ASLEEP_S = 1.0  # A longer gap between two polls means that this process was suspended.
 
 
 class FollowingDealer:
-    """A line to a role whose address somebody tells: the scheduler, or the run directory.
+    """A connection to a role whose address comes from the scheduler or the run directory.
 
-    It says hello on every new connection. No send ever blocks, so that a peer that is gone holds
-    nobody up. For a zmq.asyncio context receive with `next`, for a plain one with `take_all`.
+    It sends a hello on every new connection. A send never blocks, so a lost peer cannot stall the
+    caller. With a zmq.asyncio context receive with `next`, with a plain one with `take_all`.
 
-    Example: the scheduler restarts elsewhere -> follow() sees the new address, drops the old
-    connection with what was queued on it, connects and says hello; the caller sends again what
-    it must not lose.
+    Example: the scheduler restarts on another machine. `follow` finds the new address, drops the
+    old connection with its queue, connects and sends the hello. The caller sends messages again
+    that must not be lost.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class FollowingDealer:
         context: Any,
         hello: Callable[[], Any] | None = None,
     ) -> None:
-        """Make one that is not connected yet; `hello` makes the first message of a connection."""
+        """Prepare a connection. `hello` returns the first message of each connection."""
         self._addresses = addresses
         self._role = role
         self._keys = keys
@@ -52,11 +52,11 @@ class FollowingDealer:
         self.address = ""
 
     def connect(self, *, timeout_s: float) -> None:
-        """Connect, blocking. Raises: PeerMissing: nobody told the address in time."""
+        """Connect, blocking. Raises: PeerMissing: the address was not known in time."""
         asyncio.run(self._find_and_open(timeout_s))
 
     async def connect_soon(self, *, timeout_s: float) -> None:
-        """Connect, like `connect`, while the event loop goes on."""
+        """Connect like `connect`, without blocking the event loop."""
         await self._find_and_open(timeout_s)
 
     async def _find_and_open(self, timeout_s: float) -> None:
@@ -70,9 +70,9 @@ class FollowingDealer:
         self._open(address)
 
     def follow(self) -> bool:
-        """Go where the peer is now; True if that is a new connection.
+        """Connect to the peer's current address; True if that is a new connection.
 
-        Nobody may wait in `next` meanwhile: closing a socket cancels who waits for it.
+        No task may wait in `next` during this call: closing a socket cancels its waiting tasks.
         """
         if not self.has_moved:
             return False
@@ -83,31 +83,31 @@ class FollowingDealer:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the peer has published another address than the connected one."""
+        """Whether the peer's published address differs from the connected one."""
         return self._addresses.find_address(self._role) not in (None, self.address)
 
     def reopen(self) -> None:
-        """Begin a new connection to the same address."""
+        """Open a new connection to the same address."""
         self._open(self.address)
 
     @property
     def silent_s(self) -> float:
-        """Seconds without a word of the peer, or since the connection began.
+        """Seconds without a message of the peer, or since the connection was opened.
 
-        Only those in which this process looked: one that was stopped for minutes has its peer's
-        words in the queue, and reads them first.
+        A gap between two polls counts as `ASLEEP_S` at most. A process that was suspended for
+        minutes has its peer's messages in the queue and must read them first.
         """
         return self._silent_s + min(time.monotonic() - self._looked_at, ASLEEP_S)
 
     def _looked(self, *, is_heard: bool) -> None:
-        """Count the silence up to this look at the queue."""
+        """Update the silence after a poll of the queue."""
         self._silent_s = 0.0 if is_heard else self.silent_s
         self._looked_at = time.monotonic()
 
     def send(self, message: Any) -> bool:
-        """Send at once; False, and a warning, if the queue to the peer is full.
+        """Send at once; False, with a warning, if the queue to the peer is full.
 
-        Raises: WireError: no receiver would take the message, see `encode`.
+        Raises: WireError: the message is invalid or too large, see `encode`.
         """
         return self.send_frames(encode(message), of=type(message).__name__)
 
@@ -129,7 +129,7 @@ class FollowingDealer:
         return decode(await self._socket.recv_multipart()) if is_heard else None
 
     def take_all(self) -> list[Any]:
-        """Return the messages that are here, without waiting."""
+        """Return the queued messages without waiting."""
         taken: list[Any] = []
         while self._socket.poll(0):
             taken.append(decode(self._socket.recv_multipart()))
@@ -137,7 +137,7 @@ class FollowingDealer:
         return taken
 
     def close(self, *, linger_s: float) -> None:
-        """Close, after at most `linger_s` seconds for what is queued."""
+        """Close after at most `linger_s` seconds, in which queued messages are sent."""
         if self._socket is not None:
             self._socket.close(linger=int(linger_s * 1_000))
         self._socket, self.address = None, ""

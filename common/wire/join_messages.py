@@ -1,33 +1,33 @@
-"""The messages of a node that joins without the run's directory: node <-> scheduler.
+"""Messages of a node that joins a run without access to its directory: node <-> scheduler.
 
-Example: a node sends a JoinRequest and gets an Enrolment, asks for each file part by part, starts
-its role, says hello, and is told by Directory messages where the other roles are.
+Example: a node sends a JoinRequest and receives an Enrolment. It requests each file in parts and
+starts its role. The role sends a hello, and Directory messages contain the other roles' addresses.
 """
 
 from dataclasses import dataclass, field
 
 from common.wire.access.bounds import Count, Id, LongText, Names, Seconds, Version
 
-NAME_IN_USE = "somebody who is there has the name"  # a refusal that passes
+NAME_IN_USE = "somebody who is there has the name"  # A temporary refusal: the node retries.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequest:
-    """First message of a joining node: may I, and what must I know?"""
+    """First message of a joining node: a request for a place in the run and its configuration."""
 
     role: Id  # "actor" | "envhub"
-    product: Id  # version of the node's code
-    is_remote: bool = False  # from another machine than the scheduler's
-    has_model: bool = False  # it has a model of its own and needs no files
-    name: Id = ""  # that the node will speak by, and nobody else
-    public_key: Id = ""  # of the pair that it has made for that, Z85
+    product: Id  # Version of the node's code.
+    is_remote: bool = False  # The node is on another machine than the scheduler.
+    has_model: bool = False  # The node has a copy of the model and needs no files.
+    name: Id = ""  # Unique name under which the node will send its messages.
+    public_key: Id = ""  # Public key that the node has created for this name, Z85.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedFile:
-    """A file that a node may ask for."""
+    """A file that a joining node may request."""
 
-    name: Id  # without any folder
+    name: Id  # File name without a folder.
     num_bytes: Count
     sha256: Id  # hex
 
@@ -37,13 +37,13 @@ class Enrolment:
     """Answer to JoinRequest."""
 
     run_name: Id
-    config: LongText  # YAML of the sections that the role needs
+    config: LongText  # YAML of the configuration sections that the role needs.
     files: list[SharedFile] = field(default_factory=list[SharedFile])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRequest:
-    """Node -> scheduler: one part of a file of the enrolment."""
+    """Node -> scheduler: request for one part of a file of the enrolment."""
 
     name: Id
     offset_bytes: Count
@@ -51,7 +51,7 @@ class FileRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePart:
-    """Answer to FileRequest; the last part ends where the file does."""
+    """Answer to FileRequest. The last part ends at the end of the file."""
 
     name: Id
     offset_bytes: Count
@@ -60,49 +60,49 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubPlace:
-    """Where an environment hub is reached, and what it serves."""
+    """Address of an environment hub, and its environments."""
 
     url: str
-    token: str = field(repr=False)  # "": it asks for none
+    token: str = field(repr=False)  # "": the hub requires none.
     envs: Names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directory:
-    """Scheduler -> actor: where the other roles are reached. Sent whenever it is another one."""
+    """Scheduler -> actor: addresses of the learner and the hubs. Sent after every change."""
 
-    number: Version  # of this content; a heartbeat says which one its sender knows
-    learner: str  # takes trajectories; "": none has said hello
-    weights: str  # offers versions; "" as well
+    number: Version  # Number of this content. A heartbeat carries the sender's current number.
+    learner: str  # Address for trajectories; "": no learner is registered.
+    weights: str  # Address of the learner's weight plane; "": no learner is registered.
     hubs: list[HubPlace]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubUse:
-    """What a hub has in use now."""
+    """Current resource use of a hub."""
 
     num_sessions: Count = 0
-    max_sessions: Count = 0  # at a time, of all environments; 0: not known
-    rss_bytes: Count = 0  # with all that it started
-    cpu_s: Seconds = 0.0  # of processors, likewise, since its start
+    max_sessions: Count = 0  # Maximum number of concurrent sessions; 0: unknown.
+    rss_bytes: Count = 0  # Resident memory of the hub and its child processes.
+    cpu_s: Seconds = 0.0  # CPU time of the hub and its child processes since its start.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubHello:
-    """Hub -> scheduler, with every heartbeat: it is here, and serves."""
+    """Hub -> scheduler, with every heartbeat: registers the hub and its address."""
 
     name: Id
-    incarnation: Id  # random per process start
+    incarnation: Id  # Random per process start.
     place: HubPlace
-    refused: dict[str, int] = field(default_factory=dict[str, int], compare=False)  # requests and
-    # connections since then, by "address/reason"
-    node: Id = ""  # its machine, as `node_name` says
+    # Refused requests and connections since the start of the process, by "address/reason".
+    refused: dict[str, int] = field(default_factory=dict[str, int], compare=False)
+    node: Id = ""  # Name of the machine from `common.wire.addresses.node_name`.
     use: HubUse = field(default=HubUse(), compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubGoodbye:
-    """Hub -> scheduler: send nobody any more."""
+    """Hub -> scheduler: the hub shuts down and takes no further sessions."""
 
     name: Id
     incarnation: Id
@@ -110,6 +110,6 @@ class HubGoodbye:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubNoted:
-    """Answer to HubHello, and sent once more when the run is over."""
+    """Answer to HubHello. The scheduler sends it once more when the run is over."""
 
-    is_finished: bool  # a hub that joined leaves
+    is_finished: bool  # The run is over, and a hub that joined it exits.

@@ -1,8 +1,8 @@
-"""The messages of episodes and their control, and the words that the whole product uses.
+"""Messages of the control plane and the trajectory plane, and the vocabulary of the product.
 
 episode     one run of an environment, from reset to its end
 turn        one action of the model and the observation that answers it
-trajectory  an episode as tokens, with what is known of each, in segments (`common.segments`)
+trajectory  an episode as tokens with mask, logprobs and versions, in segments (`common.segments`)
 group       the episodes of one prompt (same item, same stamp)
 step        one optimizer step; version v is the policy after step v, v0 is the start
 lag         learner version minus the version that sampled a token
@@ -23,10 +23,11 @@ _none = partial(np.zeros, 0, dtype=np.int32)
 
 
 class EndReason(StrEnum):
-    """Why an episode ended. The first four say something about the policy, the rest do not.
+    """Why an episode ended. The first four reasons give valid samples, the rest are failures.
 
-    DONE: the environment ended it. The next three cut it short, and the task would have gone on:
-    HORIZON: the run's own limit. TRUNCATED: a limit of the environment. CONTEXT_FULL: no room left.
+    DONE: the environment ended the episode. The next three reasons truncate an unfinished task.
+    HORIZON: the limit of the run. TRUNCATED: a limit of the environment. CONTEXT_FULL: the
+    context of the policy is full.
     """
 
     DONE = "done"
@@ -41,7 +42,7 @@ class EndReason(StrEnum):
 
     @property
     def is_infrastructure_failure(self) -> bool:
-        """True if the episode says nothing about the policy and must never reach the loss."""
+        """True if the infrastructure ended the episode. It must never reach the loss."""
         return self not in (
             EndReason.DONE,
             EndReason.HORIZON,
@@ -51,14 +52,14 @@ class EndReason(StrEnum):
 
 
 class EpisodeKind(StrEnum):
-    """What an episode is for."""
+    """The purpose of an episode: training or evaluation."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
 class PolicyKind(StrEnum):
-    """Who acts: the model, or one of the scripted baselines."""
+    """The policy that acts: the model, or one of the scripted baselines."""
 
     MODEL = "model"
     RANDOM_VALID = "random_valid"
@@ -66,7 +67,7 @@ class PolicyKind(StrEnum):
 
 
 class Outcome(StrEnum):
-    """Where an issued episode ended up. Each episode gets exactly one."""
+    """The final state of an issued episode. Each episode gets exactly one."""
 
     TRAINED = "trained"
     FILTERED = "filtered"
@@ -76,36 +77,36 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeIdentity:
-    """Which episode it is, and its stamp, which all members of a group share."""
+    """The ids of an episode, and the stamp that all members of its group share."""
 
-    episode_id: Id  # unique in a run: "<group_id>/<member>"
+    episode_id: Id  # Unique in a run: "<group_id>/<member>".
     group_id: Id
-    member: Count  # 0-based within the group
-    attempt: Count  # 0 for the first issue; +1 each time it is issued again
+    member: Count  # 0-based index within the group.
+    attempt: Count  # 0 for the first issue; each reissue adds 1.
     kind: EpisodeKind
     policy: PolicyKind
     env: Id
     item_id: Id
-    seed: int  # sampling seed of this member
-    horizon: Count  # of this episode, in its unit
-    horizon_stage: Count  # 0-based stage of the curriculum at opening
+    seed: int  # Sampling seed of this member.
+    horizon: Count  # Horizon of this episode, in `horizon_unit`.
+    horizon_stage: Count  # 0-based stage of the horizon curriculum when the group was opened.
     opened_at_version: Version
     horizon_unit: HorizonUnit = HorizonUnit.TURNS
-    distance: Count = 0  # most turns that the expert needs for items of its stage; 0: not known
-    distance_stage: Count = 0  # as horizon_stage
-    max_turns: Count = 0  # most turns beside a horizon in another unit; 0: the horizon says it
-    lease_mac: Id = ""  # the scheduler's, over all above and the actor: it was leased to that one
+    distance: Count = 0  # Most expert turns for an item of the current stage; 0: unknown.
+    distance_stage: Count = 0  # 0-based stage of the distance curriculum at opening.
+    max_turns: Count = 0  # Turn limit if the horizon has another unit; 0: the horizon in turns.
+    lease_mac: Id = ""  # The scheduler's MAC over all fields above and the actor's name.
 
     def identity(self) -> dict[str, Any]:
-        """Return these fields by name, for what else is said of the episode."""
+        """Return these fields by name, as arguments for a message that extends this class."""
         return {f.name: getattr(self, f.name) for f in fields(EpisodeIdentity)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease(EpisodeIdentity):
-    """Permission, and duty, to play one episode."""
+    """The right and the duty of an actor to play one episode."""
 
-    deadline_s: Seconds  # seconds from receipt until the episode must have ended
+    deadline_s: Seconds  # Seconds from receipt until the episode must have ended.
 
 
 # --- control plane: actor <-> scheduler, learner <-> scheduler -------------------------------
@@ -113,100 +114,109 @@ class Lease(EpisodeIdentity):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """First message of a role, and again after every reconnect."""
+    """First message of a role on every new connection to the scheduler."""
 
     role: Id  # "actor" | "learner"
-    name: Id  # unique per process: "<role>-<index>" or chosen by the user
-    incarnation: Id  # random per process start
-    version: Version  # weights that the role holds
-    # Where others reach a learner: "learner", "weights"; a host "*" is the scheduler's own machine.
+    name: Id  # Unique per process: "<role>-<index>", or chosen by the user.
+    incarnation: Id  # Random per process start.
+    version: Version  # Version of the weights that the role has loaded.
+    # Listening addresses of a learner, by "learner" and "weights". The host "*" stands for the
+    # machine of the scheduler.
     addresses: dict[str, str] = field(default_factory=dict[str, str])
-    directory: Version = -1  # as in Heartbeat
-    node: Id = ""  # its machine, as `common.wire.addresses.node_name` says
+    directory: Version = -1  # Same as in Heartbeat.
+    node: Id = ""  # Name of the machine from `common.wire.addresses.node_name`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodbye:
-    """Actor or learner -> scheduler: it leaves. Its leases are issued again at once."""
+    """Actor or learner -> scheduler: the role shuts down. Its leases are reissued at once."""
 
     role: Id  # "actor" | "learner"
     name: Id
-    incarnation: Id  # as in its Hello; an earlier process of that name cannot sign off this one
+    incarnation: Id  # Same as in Hello. The scheduler ignores an earlier process of this name.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """The scheduler knows the role."""
+    """Scheduler -> actor or learner: the role is registered. Answer to Hello."""
 
-    run_epoch: Id  # random per scheduler start: another one means say hello again
+    run_epoch: Id  # Random per scheduler start. After a change the role sends Hello again.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
-    """Pull: an actor asks for work when it has free slots."""
+    """Actor -> scheduler: an actor with free slots requests leases."""
 
     actor: Id
     num_free_slots: Count
-    version: Version  # weights that the actor's engine holds
-    absent: Names = field(default_factory=list[str])  # environments that no hub serves it now
+    version: Version  # Version that the actor's engine has loaded.
+    absent: Names = field(default_factory=list[str])  # Environments that no reachable hub serves.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseGrant:
-    """Answer to LeaseRequest; an empty grant says when to ask again and who is waited for."""
+    """Answer to LeaseRequest. An empty grant has a reason and a delay for the next request."""
 
     leases: list[Lease]
-    retry_after_s: Seconds  # seconds until the next request
-    reason: str  # why fewer than asked; "" if all were granted
+    retry_after_s: Seconds  # Seconds until the next request.
+    reason: str  # Why the grant has fewer leases than requested; "" if it has all of them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """Proof of life with what the role does. Renews the leases it lists."""
+    """Sign of life of a role, with its state. The scheduler renews the leases that it lists."""
 
     role: Id
     name: Id
     version: Version
-    running: list[str]  # actor: episode ids in work or unacknowledged; learner: incomplete groups
-    num_slots: Count = 0  # actor: episodes at once that its engine keeps up with
-    tokens_per_s: Rate = 0.0  # sampled by an actor, trained by a learner
+    # Actor: ids of its running and unacknowledged episodes. Learner: ids of incomplete groups.
+    running: list[str]
+    num_slots: Count = 0  # Actor: number of concurrent episodes that its engine can serve.
+    tokens_per_s: Rate = 0.0  # Tokens that an actor samples or a learner trains on, per second.
     waiting_for: str = ""  # "" when busy
     rss_bytes: Count = 0
-    directory: Version = -1  # number of the Directory that the sender knows; -1: it wants none
-    unchanged_s: Seconds = 0.0  # since an actor's last turn, a learner's main thread's progress
-    num_reports: Count = 0  # learner: its numbered messages that went before, on this connection
-    refused: dict[str, int] = field(default_factory=dict[str, int])  # by a learner's listeners
-    cpu_s: Seconds = 0.0  # of processors, that it and what it started have used
+    directory: Version = -1  # Number of the sender's current Directory; -1: it needs none.
+    # Seconds since an actor's last turn, or since the last progress of a learner's main thread.
+    unchanged_s: Seconds = 0.0
+    num_reports: Count = 0  # Learner: numbered messages sent before this one on this connection.
+    # Messages and connections that the listeners of a learner refused.
+    refused: dict[str, int] = field(default_factory=dict[str, int])
+    cpu_s: Seconds = 0.0  # CPU time of the role and all its child processes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagBound:
-    """How old episodes of one kind may be when they are consumed."""
+    """Maximum lag of episodes with one environment and horizon when the learner consumes them."""
 
     env: Id
-    horizon: Count  # of the episode, in the run's unit
-    max_lag_steps: Count  # of its oldest token
+    horizon: Count  # Horizon of the episode, in the run's unit.
+    max_lag_steps: Count  # Maximum lag of the episode's oldest token.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The scheduler's answer to a heartbeat, and to a report that changes what is a batch."""
+    """Answer of the scheduler to a heartbeat, and to a report that changes the size of a batch.
 
-    run_epoch: Id  # as in Welcome
-    revoked: list[str]  # episode ids that an actor should abandon, a learner not wait for
-    is_finished: bool  # the run is over: drain and leave
-    lag_bounds: list[LagBound] = field(default_factory=list[LagBound])  # to a learner: wider ones
-    num_slots: Count = 0  # to a learner: episodes at once of all living actors
-    num_heard: Count = 0  # to a learner: its numbered messages since hello that came without a gap
-    num_reports: Count = 0  # of the heartbeat that this answers: more than were heard were lost
-    num_saved: Count = 0  # of them, those that survive the scheduler's machine: to be forgotten
-    closed_below: Count = 0  # training groups with smaller numbers are settled for good, and saved
-    learner_version: Version = -1  # to a learner: its own as the scheduler knows it; -1: unknown
-    num_batch_groups: Count = 0  # ready groups that make the batch of the step after that version,
-    # fewer than `groups.per_step` if it must be short; 0: in sync mode, the round is not over
-    silent: list[str] = field(default_factory=list[str])  # to a learner: gone incarnations
-    refused: dict[str, int] = field(default_factory=dict[str, int])  # to a learner: as in its
-    # Heartbeat, by the scheduler and the hubs
+    The fields after `is_finished` are for a learner only.
+    """
+
+    run_epoch: Id  # Same as in Welcome.
+    revoked: list[str]  # Ids of episodes that an actor aborts and a learner no longer expects.
+    is_finished: bool  # The run is over: the role drains and exits.
+    # Bounds that are wider than the configured one.
+    lag_bounds: list[LagBound] = field(default_factory=list[LagBound])
+    num_slots: Count = 0  # Number of concurrent episodes of all live actors.
+    num_heard: Count = 0  # Numbered messages received since Hello without a gap.
+    num_reports: Count = 0  # Copied from the heartbeat. If above `num_heard`, messages were lost.
+    num_saved: Count = 0  # Number of received messages on disk. The learner may drop its copies.
+    closed_below: Count = 0  # Training groups with smaller numbers are final and saved to disk.
+    learner_version: Version = -1  # The learner's version in the scheduler's state; -1: unknown.
+    # Number of ready groups in the batch of the step after `learner_version`. It is below
+    # `groups.per_step` if the batch must be short. 0: in sync mode, the round is not complete.
+    num_batch_groups: Count = 0
+    silent: list[str] = field(default_factory=list[str])  # Incarnations of lost actors.
+    # Messages and connections that the scheduler and the hubs refused.
+    refused: dict[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,12 +224,12 @@ class GroupArrived:
     """Learner -> scheduler: all members of the group are in the journal."""
 
     group_id: Id
-    is_ready: bool  # False when it carries no signal or was damaged; outcomes say which
+    is_ready: bool  # False if the group has no signal or was damaged; `Outcomes` has the cause.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeOutcome:
-    """What became of one issued episode, and the numbers the scheduler steers by."""
+    """The final state of one issued episode, with its cause."""
 
     episode_id: Id
     outcome: Outcome
@@ -228,25 +238,25 @@ class EpisodeOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSeen:
-    """Learner -> scheduler: an episode is in the journal and acknowledged."""
+    """Learner -> scheduler: an episode is in the journal and acknowledged, with its result."""
 
     episode_id: Id
     reward: float  # [0, 1]
     is_success: bool
     end_reason: EndReason
     num_turns: Count
-    wall_s: Seconds  # seconds that it took
+    wall_s: Seconds  # Duration of the episode.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """Learner -> scheduler, in one message so that the ledger balances after each."""
+    """Learner -> scheduler: reports in one message, so that the ledger balances after each."""
 
     seen: list[EpisodeSeen] = field(default_factory=list[EpisodeSeen])
     outcomes: list[EpisodeOutcome] = field(default_factory=list[EpisodeOutcome])
     groups: list[GroupArrived] = field(default_factory=list[GroupArrived])
-    num_duplicates: Count = 0  # trajectories discarded as duplicates since the last report
-    number: Count = 0  # 1 for the first message after hello; 0: not counted
+    num_duplicates: Count = 0  # Trajectories discarded as duplicates since the last report.
+    number: Count = 0  # Number of the message since Hello, from 1; 0: the message is not numbered.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,10 +265,11 @@ class StepDone:
 
     version: Version
     is_last: bool
-    max_ahead_steps: Count  # how far ahead groups may be opened from now on; the config's at most
-    signals: dict[str, float]  # of the step, absent: not known. "entropy" in nats, "ess_frac",
-    # "busy_s" from a batch to its published weights, "wait_s" before that for the batch
-    number: Count = 0  # as in Outcomes
+    max_ahead_steps: Count  # New limit for opening groups ahead; at most the configured one.
+    # Measurements of the step: "entropy" in nats, "ess_frac", "busy_s" (the time from receiving
+    # the batch to publishing the weights), "wait_s" (the wait for the batch). Keys may be absent.
+    signals: dict[str, float]
+    number: Count = 0  # Same as in Outcomes.
 
 
 # --- trajectory plane: actor -> learner ------------------------------------------------------
@@ -266,21 +277,21 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory(EpisodeIdentity):
-    """One finished episode as tokens. Arrays share one length; -1 marks "not sampled"."""
+    """One finished episode as tokens. The [seq] arrays have equal length."""
 
     actor: Id
     end_reason: EndReason
     error: str  # "" unless end_reason is an infrastructure failure
-    reward: float  # [0, 1], of the last step
-    is_success: bool  # the environment says that the task was solved
+    reward: float  # [0, 1], reward of the last step.
+    is_success: bool  # The environment reported the task as solved.
     num_turns: Count
     num_invalid_actions: Count
-    num_prompt_tokens: Count = 0  # given to the engine, summed over turns; 0: it does not say
-    num_cached_tokens: Count = 0  # of them, those found in its prefix cache
-    num_cut_observations: Count = 0  # that were too long for the context
-    num_repaired_texts: Count = 0  # observations with halves of characters, now U+FFFD
-    generate_s: Seconds  # seconds spent waiting for the engine
-    env_s: Seconds  # seconds spent waiting for the environment
+    num_prompt_tokens: Count = 0  # Prompt tokens of the engine, summed over turns; 0: unknown.
+    num_cached_tokens: Count = 0  # Prompt tokens found in the engine's prefix cache.
+    num_cut_observations: Count = 0  # Observations that were cut to fit into the context.
+    num_repaired_texts: Count = 0  # Observations whose unpaired surrogates became U+FFFD.
+    generate_s: Seconds  # Seconds spent waiting for the engine.
+    env_s: Seconds  # Seconds spent waiting for the environment.
     wall_s: Seconds
     token_ids: np.ndarray = field(repr=False)  # [seq] int32
     loss_mask: np.ndarray = field(repr=False)  # [seq] bool, True on sampled tokens
@@ -289,27 +300,31 @@ class Trajectory(EpisodeIdentity):
     turn_ids: np.ndarray = field(repr=False)  # [seq] int32 0-based turn of a token, prompt = 0
     invalid_turns: np.ndarray = field(repr=False)  # [num_turns] bool, True: no executable action
     turn_scores: np.ndarray = field(repr=False)  # [num_turns] float32 in [0, 1], after each turn
-    start_score: float = 0.0  # [0, 1], before the first turn: a raw score of 0 in that range
-    turn_states: np.ndarray = field(default_factory=_none, repr=False)  # see common.states; or [0]
-    turn_actions: np.ndarray = field(default_factory=_none, repr=False)  # as sent to it; or [0]
-    segment_starts: np.ndarray = field(default_factory=_none, repr=False)  # [segment] int32; [0]: 1
-    asides: np.ndarray = field(default_factory=_none, repr=False)  # [3 * num] int32, see segments
-    # [chars] int32 text of a scripted policy's actions, see common.formats.scripted; or [0]
+    start_score: float = 0.0  # Score before the first turn: a raw score of 0 scaled to [0, 1].
+    # [num_turns] int32 hashes from `common.states` of each turn's state and action; [0] if unknown.
+    turn_states: np.ndarray = field(default_factory=_none, repr=False)
+    turn_actions: np.ndarray = field(default_factory=_none, repr=False)
+    # [segment] int32 first token of each segment; [0] if the episode is one segment.
+    segment_starts: np.ndarray = field(default_factory=_none, repr=False)
+    # [3 * num] int32 answers that the environment did not receive, see `common.segments.asides_of`.
+    asides: np.ndarray = field(default_factory=_none, repr=False)
+    # [chars] int32 text of a scripted policy's actions, see `common.formats.scripted`; or [0].
     action_chars: np.ndarray = field(default_factory=_none, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ack:
-    """Learner -> actor: the trajectory is in the journal (or is a duplicate of one that is)."""
+    """Learner -> actor: the trajectory, or an equal one, is in the journal."""
 
     episode_id: Id
     is_accepted: bool
-    reason: str  # why it was refused; "" when accepted
-    others: list[str] = field(default_factory=list[str])  # of this actor, accepted at once with it
+    reason: str  # Why the trajectory was refused; "" when accepted.
+    # Ids of further episodes of this actor that were accepted together with this one.
+    others: list[str] = field(default_factory=list[str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """Answer to a message that was not understood."""
+    """Answer to a message that is invalid or not permitted."""
 
     reason: str

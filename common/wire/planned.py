@@ -1,4 +1,4 @@
-"""An episode to play outside of a training run: for an evaluation, a demonstration or AgentEvol."""
+"""An episode outside of a training run: for an evaluation, a demonstration or AgentEvol."""
 
 from dataclasses import dataclass
 
@@ -12,6 +12,6 @@ class PlannedEpisode:
     episode_id: str
     env: str
     item_id: str
-    seed: int  # of the environment
-    horizon: int  # most turns
-    policy: PolicyKind = PolicyKind.MODEL  # who plays
+    seed: int  # Seed of the environment.
+    horizon: int  # Maximum number of turns.
+    policy: PolicyKind = PolicyKind.MODEL

@@ -1,8 +1,9 @@
-"""Keys of a run: a CURVE pair of its servers, one of the centre, one for joining, a token.
+"""Keys of a run: three CURVE key pairs and a token for requests to hubs.
 
-Files are 0600. The scheduler and the learner, the centre, read them all. Each actor and each hub
-has a pair of its own (`access.identities`): on the run's disk it makes one itself, elsewhere it is
-given one for the key file of joining, which lets its holder ask for that and no more.
+One pair belongs to the servers, one to scheduler and learner as clients, one to joining nodes.
+The files have mode 0600. The scheduler and the learner read all of them. Each actor and each hub
+has its own key pair (`access.identities`). A role on the run's disk creates its pair itself. A
+node elsewhere requests one with the join key, which allows nothing else.
 """
 
 import json
@@ -22,42 +23,42 @@ _PAIRS = ("server", "client", "node")
 _FILES = (*(f"{pair}_{half}" for pair in _PAIRS for half in ("public", "secret")), "hub_token")
 JOIN_KEY = "join.key"
 MAX_KEY_FILE_BYTES = 10_000
-NODE_ROLES = ("actor", "envhub")  # what the node pair lets its holder be
+NODE_ROLES = ("actor", "envhub")  # Roles that a node with the join key may request.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunKeys:
-    """What a role needs to speak to the others of its run. Z85 text, 40 characters each."""
+    """Keys of one role for the sockets of its run. CURVE keys are Z85 text of 40 characters."""
 
     server_public: str
-    server_secret: str = ""  # "": cannot listen
-    client_public: str  # the pair by which this process is let in
+    server_secret: str = ""  # "": this process cannot listen.
+    client_public: str  # Key pair with which this process authenticates itself.
     client_secret: str
-    node_public: str = ""  # of the nodes that a listener lets in as well
+    node_public: str = ""  # Key pair of joining nodes, which a listener accepts as well.
     node_secret: str = ""
     hub_token: str
-    folder: str = ""  # where a listener finds the public keys of actors and hubs; "": nowhere
+    folder: str = ""  # Folder with the public keys of actors and hubs; "": there is none.
 
     def known(self) -> Identities:
-        """Return whom a listener lets in."""
+        """Return the keys that a listener accepts."""
         run, node = Identity(RUN, RUN, self.client_public), Identity(NODE, NODE, self.node_public)
         return Identities(Path(self.folder) if self.folder else None, run, node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinKey:
-    """What the file of a joining node holds."""
+    """Content of the key file of a joining node."""
 
     format: Literal[1]
     run: str
-    roles: list[str]  # what its holder may be
+    roles: list[str]  # Roles that a node with this key may have.
     server_public: str
     client_public: str
     client_secret: str
-    name: str = ""  # whose key it is; "": nobody's, it is for asking for one
+    name: str = ""  # Owner of the key; "": the shared join key, with which a node requests its own.
 
     def as_keys(self) -> RunKeys:
-        """Return what a role connects with."""
+        """Return the keys with which the node connects."""
         return RunKeys(
             server_public=self.server_public,
             client_public=self.client_public,
@@ -67,10 +68,10 @@ class JoinKey:
 
 
 def create_keys(folder: Path) -> RunKeys:
-    """Write keys below `folder` unless there are some; return the keys.
+    """Write new keys to `folder` unless it has keys; return the keys.
 
-    Raises: ConfigError: some are there and one is missing, because a new one in its place would
-        lock out whoever has the others; names it.
+    Raises: ConfigError: some key files exist and others are missing. The error lists the missing
+        ones. New files in their place would not match the keys that running roles use.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with locked(folder):
@@ -84,9 +85,9 @@ def create_keys(folder: Path) -> RunKeys:
 
 
 def load_keys(folder: Path) -> RunKeys:
-    """Return the keys of a run's centre.
+    """Return the keys of a run's scheduler and learner.
 
-    Raises: ConfigError: a key file is missing; names it. A role on another node joins.
+    Raises: ConfigError: key files are missing. The error lists them.
     """
     missing = [str(folder / name) for name in _FILES if not (folder / name).exists()]
     if missing:
@@ -99,9 +100,9 @@ def load_keys(folder: Path) -> RunKeys:
 
 
 def own_keys(folder: Path, *, role: str, name: str) -> RunKeys:
-    """Return new keys for an actor or a hub on the run's disk, which let it speak as itself only.
+    """Return new keys, valid for one name only, for an actor or a hub on the run's disk.
 
-    Raises: ConfigError: the run has no keys; names what is missing.
+    Raises: ConfigError: key files of the run are missing. The error lists them.
     """
     run = load_keys(folder)
     public, secret = (half.decode() for half in zmq.curve_keypair())
@@ -115,7 +116,7 @@ def own_keys(folder: Path, *, role: str, name: str) -> RunKeys:
 
 
 def write_join_key(folder: Path, keys: RunKeys, *, run_name: str) -> Path:
-    """Write the key file of joining nodes, 0600; return where."""
+    """Write the shared key file of joining nodes with mode 0600; return its path."""
     key = _join_key(keys, run_name, list(NODE_ROLES), keys.node_public, keys.node_secret)
     text = json.dumps(asdict(key), indent=2) + "\n"
     path = folder / JOIN_KEY
@@ -125,7 +126,7 @@ def write_join_key(folder: Path, keys: RunKeys, *, run_name: str) -> Path:
 
 
 def issue_join_key(folder: Path, *, run_name: str, role: str, name: str) -> str:
-    """Return the text of a new key file that lets its holder be one actor or hub, by its name."""
+    """Return the text of a new key file for the one actor or hub with this name."""
     public, secret = (half.decode() for half in zmq.curve_keypair())
     add_identity(folder, Identity(name, role, public))
     key = _join_key(load_keys(folder), run_name, [role], public, secret)
@@ -146,9 +147,9 @@ def _join_key(keys: RunKeys, run_name: str, roles: list[str], public: str, secre
 def read_join_key(path: Path, *, role: str) -> JoinKey:
     """Return the content of a joining node's key file.
 
-    Raises: ConfigError: it is missing, others may read it, it is none, or not for this role.
+    Raises: ConfigError: the file is missing, readable by other users, invalid, or not for `role`.
     """
-    from pydantic import TypeAdapter  # nobody else here needs it
+    from pydantic import TypeAdapter  # Only this function needs the slow import.
 
     remedy = f"copy runs/NAME/keys/{JOIN_KEY} from the run's node"
     try:
@@ -162,7 +163,7 @@ def read_join_key(path: Path, *, role: str) -> JoinKey:
         key = TypeAdapter(JoinKey).validate_json(text, strict=True)
         if {len(k) for k in (key.server_public, key.client_public, key.client_secret)} != {40}:
             raise ValueError("keys have 40 characters")
-    except ValueError as error:  # pydantic's own error is one
+    except ValueError as error:  # The validation error of pydantic is a ValueError.
         raise ConfigError(f"--key {path}: no key file of this version; {remedy}") from error
     if role not in key.roles:
         raise ConfigError(f"--key {path}: lets its holder be {', '.join(key.roles)}, not {role}")
@@ -170,7 +171,7 @@ def read_join_key(path: Path, *, role: str) -> JoinKey:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file that only its owner may read; a reader sees the old or the new one."""
+    """Replace a file atomically, with mode 0600."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

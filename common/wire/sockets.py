@@ -1,8 +1,8 @@
-"""ROUTER and DEALER sockets that speak `common.wire.messages`, encrypted with the run's CURVE keys.
+"""ROUTER and DEALER sockets for `common.wire.messages`, encrypted with the run's CURVE keys.
 
-A ROUTER answers whoever asked; a DEALER talks to one ROUTER and reconnects by itself. Only holders
-of a key of the run get in, and each may say what its key allows. Neither blocks for ever: every
-receive has a deadline, and no answer waits for a peer that does not read.
+A ROUTER answers many peers. A DEALER is connected to one ROUTER and reconnects by itself. A ROUTER
+accepts only connections with a key of the run, and only messages that this key allows. No call
+blocks forever: every receive has a timeout, and a send never waits for a peer that does not read.
 """
 
 import logging
@@ -27,20 +27,21 @@ from common.wire.security import RunKeys
 
 logger = logging.getLogger(__name__)
 
-HIGH_WATER_MARK = 10_000  # messages queued in a DEALER before a send blocks
-PEER_QUEUE = 1_000  # messages queued in a ROUTER per peer, either way
-_MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)  # of an enum each | is a search
-BACKLOG = 4_096  # connections that wait to be accepted; Linux allows no more by itself
-# TCP's own probes find half-open connections. ZeroMQ's heartbeats abort the process when a peer
-# that fills a queue hangs up (libzmq 4.3.5, stream_engine_base.cpp: assertion !_io_error).
+HIGH_WATER_MARK = 10_000  # Queue length of a DEALER at which a send blocks.
+PEER_QUEUE = 1_000  # Queue length of a ROUTER, per peer and direction.
+# Send flags as ints: each | of two enum members is a slow lookup.
+_MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
+BACKLOG = 4_096  # Length of the listen backlog, equal to Linux's default maximum.
+# TCP keepalive detects half-open connections. ZeroMQ's heartbeats abort the process if a peer with
+# a full queue disconnects (libzmq 4.3.5, stream_engine_base.cpp: assertion !_io_error).
 PROBE_AFTER_S, PROBE_EVERY_S, NUM_PROBES = 3, 2, 3
-UNREAD_MS = 10_000  # after which a peer that takes nothing of what is sent is disconnected
-CONNECT_MS = 3_000  # for one try: TCP itself waits ever longer while a link is cut
+UNREAD_MS = 10_000  # Time without a TCP acknowledgement after which a peer is disconnected.
+CONNECT_MS = 3_000  # Timeout of one attempt. TCP alone doubles its delays while a link is down.
 
 
 @dataclass(slots=True, kw_only=True)
 class Received:
-    """A message, the ROUTER identity of who sent it, and the frames that it came in."""
+    """A message, the ROUTER identity of its sender, and its encoded frames."""
 
     sender: bytes
     message: Any
@@ -48,7 +49,7 @@ class Received:
 
 
 def _prepare(socket: Any, *, queue: int) -> None:
-    socket.setsockopt(zmq.IPV6, 1)  # beside version 4
+    socket.setsockopt(zmq.IPV6, 1)  # Enables IPv6 in addition to IPv4.
     socket.setsockopt(zmq.LINGER, 1_000)
     socket.setsockopt(zmq.SNDHWM, queue)
     socket.setsockopt(zmq.RCVHWM, queue)
@@ -63,7 +64,7 @@ def _prepare(socket: Any, *, queue: int) -> None:
 
 
 class Router:
-    """A bound ROUTER. Use from one thread; only `wake` and `report` are for any.
+    """A bound ROUTER. Use from one thread. Only `wake` and `report` are thread-safe.
 
     Example:
         router = Router(keys, host="127.0.0.1", port=0)
@@ -74,7 +75,7 @@ class Router:
     def __init__(
         self, keys: RunKeys, *, host: str, port: int, max_frame_bytes: int = MAX_FRAME_BYTES
     ) -> None:
-        """Listen. `max_frame_bytes`: a peer that sends a larger frame is disconnected."""
+        """Bind and listen. A peer that sends a frame over `max_frame_bytes` is disconnected."""
         if not keys.server_secret:
             raise ConfigError("nobody can listen with the key of a node that joins")
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -112,12 +113,11 @@ class Router:
     def receive_all(self, *, timeout_s: float, limit: int = 1_000) -> list[Received]:
         """Wait up to `timeout_s` for a first message; return it and those already queued.
 
-        One that is invalid, or that its sender's key does not allow, is counted and answered with
-        `Rejected`.
+        An invalid or forbidden message is counted and answered with `Rejected`.
         """
         received: list[Received] = []
         for sender, peer, frames in self._receive(timeout_s=timeout_s, limit=limit):
-            if peer.muted_until:  # since an earlier one of these messages
+            if peer.muted_until:  # An earlier message of this batch has muted the peer.
                 peer.account.num_dropped += 1
                 continue
             try:
@@ -133,7 +133,7 @@ class Router:
         return received
 
     def receive_frames(self, *, timeout_s: float, limit: int = 1_000) -> list[list[bytes]]:
-        """Wait as `receive_all` does; return each message's sender and frames, unread."""
+        """Wait as `receive_all` does; return each message's sender and frames, not decoded."""
         came = self._receive(timeout_s=timeout_s, limit=limit)
         return [[sender, *frames] for sender, _, frames in came]
 
@@ -159,41 +159,41 @@ class Router:
         return received
 
     def note_refused(self, sender: bytes, reason: str) -> None:
-        """Count a message that its receiver refused, as one that was not its sender's to say."""
+        """Count a valid message that its receiver refused, as forbidden to its sender."""
         self._peers.note_refused(sender, reason)
 
     def peer(self, sender: bytes) -> Identity:
-        """Return whose key a sender was let in with."""
+        """Return the owner of the key with which a sender's connection was accepted."""
         return self._peers.of(sender)
 
     @property
     def num_invalid(self) -> int:
-        """Messages that could not be decoded."""
+        """Number of messages that could not be decoded."""
         return self._peers.num_invalid
 
     def num_refused(self, plane: str) -> dict[str, int]:
-        """Return how many messages and connections were refused, by "plane/peer/reason"."""
+        """Return the numbers of refused messages and connections, by "plane/peer/reason"."""
         causes = self._connections.report()["refused"].items()
         counts = {**self._peers.num_refused(), **{f"strangers/{why}": num for why, num in causes}}
         return {f"{plane}/{name}": num for name, num in counts.items()}
 
     def report(self) -> dict[str, Any]:
-        """Return what was refused, of which peers and which strangers."""
+        """Return the refused messages by peer, and the counts of connections."""
         return {"peers": self._peers.report(), "connections": self._connections.report()}
 
     def send(self, receiver: bytes, message: Any) -> bool:
-        """Send; False if the receiver is gone or its queue is full (it will ask again).
+        """Send; False if the receiver is disconnected or its queue is full (it sends again).
 
-        A message that is answered with `Rejected` is counted of its sender.
+        A `Rejected` counts as a refused message of its receiver.
         """
         return not self.send_all([(receiver, message)])
 
     def send_all(self, answers: Sequence[tuple[bytes, Any]]) -> list[bytes]:
-        """Send each as `send` does; return the receivers that are gone or full.
+        """Send each as `send` does; return the receivers that are disconnected or full.
 
-        An object that answers many is encoded once.
+        A message object that is sent to several receivers is encoded once.
         """
-        encoded: dict[int, list[bytes]] = {}  # by object: `answers` keeps them
+        encoded: dict[int, list[bytes]] = {}  # By `id`, which is unique while `answers` lives.
         unsent: list[bytes] = []
         for receiver, message in answers:
             if isinstance(message, Rejected):
@@ -206,7 +206,7 @@ class Router:
         return unsent
 
     def send_frames(self, receiver: bytes, frames: list[bytes]) -> bool:
-        """Send a message that is encoded already, as `send` does."""
+        """Send an encoded message; False if the receiver is disconnected or its queue is full."""
         first, send = receiver, self._socket.send
         try:
             for frame in frames:
@@ -220,7 +220,7 @@ class Router:
         return True
 
     def wake(self) -> None:
-        """Let the `receive_all` that waits, or the next one, return. From any thread."""
+        """Make the current or the next `receive_all` return at once. Thread-safe."""
         with self._wake_lock:
             if self._wake is not None:
                 os.eventfd_write(self._wake, 1)
@@ -231,17 +231,17 @@ class Router:
         self._socket.close(linger=200)
         self._auth.stop()
         self._context.term()
-        with self._wake_lock:  # the number of a closed file may be another file's by now
+        with self._wake_lock:  # The system may reuse the number of a closed descriptor.
             wake, self._wake = self._wake, None
         if wake is not None:
             os.close(wake)
 
 
 class _Door:
-    """Lets in the centre, the actors and hubs with a key of their own, and who asks to join."""
+    """CURVE authenticator: accepts all keys of the run that are not revoked."""
 
     def __init__(self, keys: RunKeys) -> None:
-        self._identities: Identities = keys.known()  # of the authenticator's thread alone
+        self._identities: Identities = keys.known()  # Only the authenticator's thread uses them.
 
     def callback(self, domain: str, key: bytes) -> bool:
         self._identities.refresh()
@@ -255,9 +255,9 @@ def connect_dealer(
     """Return a DEALER connected to a Router's address. Works for sync and asyncio contexts.
 
     Args:
-        identity: ROUTER identity; "" lets ZeroMQ choose. A restarted peer must not reuse one
-            that still has messages in flight.
-        timeout_s: a send or receive without progress for so long raises zmq.Again.
+        identity: ROUTER identity; "" lets ZeroMQ choose. A restarted peer must not reuse an
+            identity that still has messages in flight.
+        timeout_s: timeout of a send or receive, which then raises zmq.Again.
     """
     socket = context.socket(zmq.DEALER)
     _prepare(socket, queue=HIGH_WATER_MARK)

@@ -1,5 +1,5 @@
-"""A side's place in the weight plane's process group, which it can leave in mid-transfer."""
-# torch's type stubs lack half of what its C++ process groups export:
+"""Membership of one process in the weight plane's process group. Transfers can be cancelled."""
+# torch's type stubs lack many functions of its C++ process groups:
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
 
 import os
@@ -20,15 +20,15 @@ from common.wire.transfer.mailbox import FolderShelf, GpuShelf, Mailbox
 from common.wire.weight_messages import WeightsOffer
 
 TRANSFER_NICENESS = 10
-CANCEL_CHECK_S = 0.25  # between looks at whether a running transfer is still wanted
+CANCEL_CHECK_S = 0.25  # Seconds between two checks whether a running transfer was cancelled.
 
 
 class TransferCancelled(WeightSyncError):
-    """A transfer was given up, because a member is gone or the learner said so."""
+    """A transfer was cancelled, by the learner or because a member is lost."""
 
 
 class _Attempt(threading.Thread):
-    """One transfer, in a thread that can be left alone with a native call that does not end."""
+    """One transfer in a thread of its own, which can be abandoned if a native call hangs."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class _Attempt(threading.Thread):
         self.has_ended = threading.Event()
 
     def run(self) -> None:
-        """Make the group if there is none yet, and transfer."""
+        """Create the group if necessary, and run the transfer."""
         lower_priority()
-        if self._device.type == "cuda":  # each thread has a current device of its own
+        if self._device.type == "cuda":  # The current device is a setting of each thread.
             torch.cuda.set_device(self._device)
         try:
             channel = self._channel()
@@ -100,7 +100,7 @@ class _Attempt(threading.Thread):
             raise TransferCancelled("given up while the disk is full")
 
     def leave(self) -> None:
-        """Abort what can be aborted; the thread ends then, or with the group's own deadline."""
+        """Abort the transfer. The thread ends at once or at the timeout of the group."""
         self._is_left.set()
         if self._store is not None:
             self._store.leave()
@@ -109,38 +109,39 @@ class _Attempt(threading.Thread):
 
 
 def lower_priority() -> None:
-    """Let the calling thread, and threads it starts, yield to training and generation.
+    """Lower the priority of the calling thread, and of threads it starts, below the default.
 
-    A transfer that takes a core from them costs more than one that takes longer.
+    A slow transfer costs less than a transfer that takes CPU time from training or generation.
     """
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), TRANSFER_NICENESS)
-    except OSError:  # a system without priorities of threads, or it is lower already
+    except OSError:  # The system has no thread priorities, or the priority is already lower.
         return
 
 
 def place_of(offer: WeightsOffer) -> StorePlace:
-    """Return where the members of an offered group meet."""
+    """Return the address and keys of the rendezvous store of an offer."""
     return StorePlace(offer.store_host, offer.store_port, offer.store_public, offer.store_secret)
 
 
 class WeightGroup:
-    """One side's place in the group of the present members, kept from version to version.
+    """The process group of the current members, kept from version to version.
 
-    Example: the learner sends version 3 to a and b, and b is stopped.
-        learner   is_cancelled() finds b gone -> raises TransferCancelled, and tells a
-        engine a  is_cancelled() finds that it was told -> raises TransferCancelled, too
+    Example: the learner sends version 3 to engines a and b, and b is stopped.
+        learner   is_cancelled() detects the loss of b -> `send` raises TransferCancelled, and the
+                  learner sends WeightsCancel to a
+        engine a  is_cancelled() returns True -> `receive` raises TransferCancelled
         learner   offers version 3 to a alone, in a new epoch
 
-    Its connection to the rendezvous outlives a group.
+    The connection to the rendezvous stays open when the group changes.
     """
 
     def __init__(self) -> None:
         self._group: BroadcastGroup | None = None
         self._place: tuple[str, int, int] | None = None
         self._store_place: StorePlace | None = None
-        self._line: StoreLine | None = None  # to there
-        self._left: list[_Attempt] = []  # cancelled, and perhaps still in a native call
+        self._line: StoreLine | None = None  # The connection to `_store_place`.
+        self._left: list[_Attempt] = []  # Cancelled transfers that may still be in a native call.
 
     def send(
         self,
@@ -153,18 +154,19 @@ class WeightGroup:
         """Send a version as rank 0 of the offered group; return the seconds it took.
 
         Args:
-            slots, fill: as `send_buckets` takes them.
+            slots, fill: see `send_buckets`.
 
         Raises:
-            TransferCancelled: `is_cancelled`, asked every `CANCEL_CHECK_S`, said so.
-            WeightSyncError: a member is missing or died, or `offer.timeout_s` is over.
+            TransferCancelled: `is_cancelled`, called every `CANCEL_CHECK_S`, returned True.
+            WeightSyncError: a member is missing or died, or the transfer exceeded
+                `offer.timeout_s`.
         """
         cut = Cut(offer.total_bytes, offer.bucket_bytes)
 
         def work(channel: Channel, is_left: threading.Event) -> None:
             def fill_for_us(start: int, part: Tensor) -> None:
                 fill(start, part)
-                if is_left.is_set():  # what was read may be another version by now: never send it
+                if is_left.is_set():  # The source may have changed to the next version while read.
                     raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
 
             send_buckets(channel, cut, slots, fill_for_us)
@@ -184,17 +186,17 @@ class WeightGroup:
         Returns: the seconds it took.
 
         Raises:
-            TransferCancelled: `is_cancelled`, as `send`. What is left of the transfer may write to
-                `staging` until this is not `is_busy` any more.
-            BucketDamaged: what came is not what was sent.
-            WeightSyncError: as `send`, or nobody serves the rendezvous store.
+            TransferCancelled: `is_cancelled` returned True. The cancelled thread may write to
+                `staging` until `is_busy` is False.
+            BucketDamaged: the received bytes differ from the sent bytes.
+            WeightSyncError: as in `send`, or the rendezvous store does not answer.
         """
         cut = Cut(offer.total_bytes, offer.bucket_bytes)
 
         def work(channel: Channel, _: threading.Event) -> None:
             receive_buckets(channel, cut, staging, offer.tensors)
 
-        if is_cancelled():  # an offer that waited too long in a queue
+        if is_cancelled():  # The offer was cancelled while it was queued.
             raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
         return self._transfer(work, device, offer, is_cancelled)
 
@@ -205,7 +207,7 @@ class WeightGroup:
         offer: WeightsOffer,
         is_cancelled: Callable[[], bool],
     ) -> float:
-        # A learner that starts again counts its epochs from the start; its store is another one.
+        # A restarted learner may repeat epochs. The address of its store distinguishes them.
         self._follow(offer)
         place = (offer.store_host, offer.store_port, offer.group_epoch)
         if place != self._place:
@@ -224,27 +226,27 @@ class WeightGroup:
         return attempt.seconds
 
     def _follow(self, offer: WeightsOffer) -> None:
-        """Let the connection to another rendezvous go."""
+        """Drop the connection to the previous rendezvous if the offer has another one."""
         place = place_of(offer)
         if place != self._store_place:
             self._line = None
         self._store_place = place
 
     def leave(self) -> None:
-        """Let the connections of the group go."""
+        """Close the connections of the group."""
         if self._group is not None:
             self._group.close()
         self._group, self._place = None, None
 
     @property
     def is_busy(self) -> bool:
-        """Whether a cancelled transfer has not ended."""
+        """Whether the thread of a cancelled transfer is still running."""
         return any(attempt.is_alive() for attempt in self._left)
 
     def join(self, *, timeout_s: float) -> None:
-        """Wait for the threads of cancelled transfers; they end once the store is gone.
+        """Wait for the threads of cancelled transfers. They end after the store has closed.
 
-        One that comes back from its native call while the interpreter ends would abort the process.
+        A thread that returns from a native call during interpreter shutdown aborts the process.
         """
         deadline = time.monotonic() + timeout_s
         for attempt in self._left:

@@ -1,4 +1,4 @@
-"""The small talk of the weight plane: learner <-> actor. Tensors go over torch.distributed."""
+"""Control messages of the weight plane: learner <-> actor. Tensors go over torch.distributed."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -8,31 +8,31 @@ from common.wire.access.bounds import Count, Id, Names, Seconds, Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Where one tensor lies in the flat transfer buffer."""
+    """Position of one tensor in the flat transfer buffer."""
 
     name: str
     shape: list[int]
-    dtype: str  # torch name without prefix: "bfloat16"
+    dtype: str  # The name in torch without its prefix, such as "bfloat16".
     offset_bytes: Count
     num_bytes: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsJoin:
-    """Actor -> learner, with every heartbeat: my engine wants weights, and lives."""
+    """Actor -> learner, with every heartbeat: the engine is alive and requests weights."""
 
     actor: Id
     incarnation: Id
-    devices: Names  # one per worker: a GPU's own name; "" for the CPU
-    version: Version  # what the engine holds
-    host: Id = ""  # the engine's, on its interface towards the learner
-    busy_epoch: Count = 0  # of the offer that it is at; 0: it is free
-    quiet_s: Seconds = 0.0  # for which its workers have not answered while they receive
+    devices: Names  # One name per worker: the unique name of its GPU, or "" for the CPU.
+    version: Version  # The version that the engine has loaded.
+    host: Id = ""  # The engine's address on the interface that reaches the learner.
+    busy_epoch: Count = 0  # Group epoch of the offer that the engine is loading; 0: it is idle.
+    quiet_s: Seconds = 0.0  # Seconds without an answer of the workers during a transfer.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLeave:
-    """Actor -> learner: my engine ends; do not wait for it."""
+    """Actor -> learner: the engine shuts down, and the learner removes it from the group."""
 
     actor: Id
     incarnation: Id
@@ -40,55 +40,55 @@ class WeightsLeave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsOffer:
-    """Learner -> actor: version `version` starts now; take your places among the receivers.
+    """Learner -> actor: the transfer of `version` starts now, and the engine's workers join it.
 
-    Its flat bytes come in buckets, and after the last one a table with the digest of each.
+    The flat bytes arrive in buckets. A table with the digest of each bucket follows the last one.
     """
 
     version: Version
-    group_epoch: Count  # a new number means: build a new process group
-    rank: Count  # of the engine's first worker; the next worker has the next one
-    world_size: Count  # workers of all engines, and the learner
+    group_epoch: Count  # A new number means that every member builds a new process group.
+    rank: Count  # Rank of the engine's first worker; its other workers have the next ranks.
+    world_size: Count  # Number of workers of all engines, plus the learner.
     store_host: str
     store_port: int
-    store_public: Id  # of the store's key pair, Z85
-    store_secret: Id = field(repr=False)  # by which it lets a member in, Z85
-    group_key: Id = field(repr=False)  # the group's secret name in the store
+    store_public: Id  # Public key of the rendezvous store, Z85.
+    store_secret: Id = field(repr=False)  # The secret key that admits a member to the store, Z85.
+    group_key: Id = field(repr=False)  # The secret name of the group in the store.
     transport: str  # "gloo", "nccl", "ipc" or "file"
-    folder: str  # of the transport "file"
+    folder: str  # The shared folder of the transport "file".
     timeout_s: Seconds
     tensors: list[TensorSpec]
     total_bytes: Count
     bucket_bytes: Count
-    canary_token_ids: list[list[int]]  # prompts that both sides score after loading
+    canary_token_ids: list[list[int]]  # Prompts that learner and engine score after loading.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsCancel:
-    """Learner -> actor: the transfer of this group is given up, do not wait for it."""
+    """Learner -> actor: the transfer of this group is cancelled."""
 
     group_epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsPing:
-    """Learner -> actor: I wait for you. It cannot be sent over a connection that is gone."""
+    """Learner -> actor: the learner waits for this engine. Sending it fails if the link is gone."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryCheck:
-    """Learner -> actor: score these prompts, too, if you hold this version."""
+    """Learner -> actor: score these additional prompts if the engine has this version loaded."""
 
     version: int
-    number: int  # of the request
+    number: int  # Number of the request.
     token_ids: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsReady:
-    """Actor -> learner: my workers receive from now on, beside generation."""
+    """Actor -> learner: the engine's workers are ready to receive. Generation continues."""
 
     actor: Id
     incarnation: Id
@@ -98,7 +98,7 @@ class WeightsReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLoaded:
-    """Actor -> learner: what became of the offer."""
+    """Actor -> learner: the result of the offer."""
 
     actor: Id
     incarnation: Id
@@ -106,35 +106,35 @@ class WeightsLoaded:
     group_epoch: Count
     is_ok: bool
     error: str
-    stage_s: Seconds  # in which the bytes arrived, beside generation
-    pause_s: Seconds  # in which the engine loaded them and generated nothing
+    stage_s: Seconds  # Duration of the transfer, during which generation continued.
+    pause_s: Seconds  # Duration of loading, during which generation was paused.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryScores:
-    """Actor -> learner: logprobs of the canary tokens under the weights now loaded."""
+    """Actor -> learner: logprobs of the canary tokens under the currently loaded weights."""
 
     actor: Id
     version: Version
     logprobs: list[list[float]]  # [canary, seq-1] nats of token t given tokens < t
-    number: int = 0  # of the `CanaryCheck`; 0: they are those of the version's offer
+    number: int = 0  # Number of the answered `CanaryCheck`; 0: the prompts of the offer.
 
 
 class StoreOp(StrEnum):
-    """What is asked of the rendezvous of a process group."""
+    """An operation of the rendezvous store of a process group."""
 
     SET = "set"
-    WAIT = "wait"  # for all keys; answers with their values
+    WAIT = "wait"  # Waits until all keys exist, then returns their values.
     ADD = "add"
     DELETE = "delete"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRequest:
-    """Member of a process group -> learner's rendezvous."""
+    """Member of a process group -> rendezvous store of the learner."""
 
-    number: Count  # of the request, on its connection
-    group: Id  # its secret name
+    number: Count  # Number of the request on its connection.
+    group: Id  # The secret name of the group.
     op: StoreOp
     keys: Names
     value: bytes = field(default=b"", repr=False)
@@ -147,6 +147,6 @@ class StoreAnswer:
     """Answer to StoreRequest."""
 
     number: Count
-    is_there: bool  # whether all keys were
+    is_there: bool  # True if all keys of the request exist.
     values: list[bytes] = field(default_factory=list[bytes], repr=False)
     error: str = ""

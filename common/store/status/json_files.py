@@ -1,4 +1,4 @@
-"""Reads JSON-line files that grow, each line once; what is no JSON is counted and skipped."""
+"""Reads growing JSON-lines files, each line once. Invalid lines are counted and skipped."""
 
 import hashlib
 import json
@@ -10,12 +10,12 @@ LAST_BYTES = 4096
 
 
 def as_map(found: object) -> dict[str, Any]:
-    """Return a JSON object as it is; {} for anything else."""
+    """Return a JSON object unchanged, {} for any other value."""
     return cast(dict[str, Any], found) if isinstance(found, dict) else {}
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a file holds; {} if it is not there or holds none."""
+    """Return the JSON object in a file, {} if the file is missing or has another content."""
     try:
         return as_map(json.loads(path.read_bytes()))
     except (OSError, ValueError):
@@ -23,22 +23,22 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 class LineTail:
-    """A file's new lines since the last look. A file that was cut or replaced is read anew."""
+    """New lines of a file since the last read. A truncated or replaced file is read again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.problem = ""  # the first line that could not be read
+        self.problem = ""  # Error of the first line that could not be read.
         self.num_bad = 0
         self._offset = 0
         self._num_lines = 0
         self._inode = -1
 
     def place(self) -> list[Any]:
-        """Return how far it was read, as JSON, and what lies there."""
+        """Return the read position as JSON, with a digest of the bytes before it."""
         return [self._offset, self._num_lines, self._inode, self._before(self._offset)]
 
     def go_to(self, place: list[Any]) -> bool:
-        """Go on where another one was; return False if what lies there is something else."""
+        """Continue at a position of `place`; return False if the bytes before it differ."""
         offset, num_lines, inode, before = place
         if self._before(offset) != before:
             return False
@@ -46,7 +46,7 @@ class LineTail:
         return True
 
     def _before(self, offset: int) -> str:
-        """Return a digest of the last bytes before an offset; "" where there is no file."""
+        """Return a digest of the last bytes before an offset, "" without a file."""
         try:
             with self.path.open("rb") as handle:
                 handle.seek(max(0, offset - LAST_BYTES))
@@ -55,7 +55,7 @@ class LineTail:
             return ""
 
     def is_new(self) -> bool:
-        """Forget everything if the file is another one now, or shorter; return whether it is."""
+        """Reset all state if the file was replaced or is shorter; return whether it was."""
         try:
             found = self.path.stat()
         except OSError:
@@ -68,7 +68,7 @@ class LineTail:
         return is_other
 
     def lines(self) -> Iterator[Any]:
-        """Yield what new whole lines hold; what a writer is in the middle of waits."""
+        """Yield the values of new complete lines. An incomplete last line is read later."""
         try:
             handle = self.path.open("rb")
         except OSError:
@@ -88,7 +88,7 @@ class LineTail:
                 yield found
 
     def bad(self, error: Exception) -> None:
-        """Count a line that is not what it should be."""
+        """Count an invalid line, and keep the error of the first one."""
         self.num_bad += 1
         where = f"{self.path}: line {self._num_lines} is damaged"
         self.problem = self.problem or f"{where} ({error.__class__.__name__}: {error!s:.80})"

@@ -1,4 +1,4 @@
-"""The roles of a run as its status names them, and the machines that they are on."""
+"""The roles of a run and their machines, from the run's status.json."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from common.store.status.json_files import as_map
 
 
 def members_of(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return learner, actors, scheduler and hubs of a status.json; each has a name and a role."""
+    """Return learner, actors, scheduler and hubs of a status.json. Each has a name and a role."""
     rows = [status.get("learner"), *_list(status, "actors"), status.get("scheduler")]
     found = [as_map(each) for each in (*rows, *_list(status, "hubs"))]
     return [
@@ -37,7 +37,7 @@ def node_lines(status: Mapping[str, Any]) -> Iterator[str]:
 
 
 def hub_text(hub: Mapping[str, Any]) -> str:
-    """Return where a hub is, what it serves and how full it is."""
+    """Return one line with a hub's address, environments and sessions."""
     where = f" on {hub['node']}" if hub.get("node") else ""
     places = f", {hub.get('num_sessions', 0)} of {hub['max_sessions']} sessions"
     heard = f", heard {_number(hub, 'last_seen_s'):.0f}s before the last status"
@@ -49,7 +49,7 @@ def hub_text(hub: Mapping[str, Any]) -> str:
 
 
 def _gone(member: Mapping[str, Any]) -> str:
-    """Return in brackets why a role is not there, "" if it is."""
+    """Return the reason of a role's absence in brackets, "" for a live role."""
     words = member.get("gone") or (member.get("is_dead") and "gone")
     words = words or (member.get("is_silent") and "silent")
     return f" ({words})" if words else ""

@@ -1,4 +1,4 @@
-"""Durations of earlier starts on this machine, by which a start that takes long can be judged."""
+"""Durations of earlier starts on this machine, to compare the current start with."""
 
 import time
 from contextlib import suppress
@@ -19,7 +19,7 @@ class StartupHistory:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """Read nothing yet. `path` is durations.json of the cache folder by default."""
+        """Set the path, by default durations.json in the cache folder. Reads no file."""
         self._path = path or cache_folder() / "durations.json"
 
     def seconds(self, kind: str) -> float | None:

@@ -1,7 +1,7 @@
-"""Bounds of what a message may hold: told beside a field's type, checked wherever one is decoded.
+"""Bounds of the fields of messages: annotated on a field's type and checked by the decoder.
 
-A field without one has the bounds of its type. Whoever writes a field keeps them: a value beyond
-them is refused by the receiver, whole.
+A field without an annotation has the default bounds of its type. The receiver refuses the whole
+message if one value is out of bounds, so each sender must respect the bounds.
 """
 
 import functools
@@ -10,20 +10,20 @@ import typing
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-MAX_COUNT = 2**53  # of anything, and the largest number that a float holds exactly
+MAX_COUNT = 2**53  # Maximum of a count: a float represents all integers up to here exactly.
 
-# Limits of a message, the same for its sender, its receiver and the journal. A larger one would
-# end the connection unread, so its sender refuses it. An episode of eight million tokens fits.
-MAX_FRAMES = 64  # the header, and one frame for each array
+# Limits of a message, equal for its sender, its receiver and the journal. The receiving socket
+# would disconnect a larger message, so its sender refuses it. Eight million tokens fit.
+MAX_FRAMES = 64  # The header, and one frame for each array.
 MAX_HEADER_BYTES = 16 << 20
-MAX_FRAME_BYTES = 32 << 20  # the header or one array
-MAX_MESSAGE_BYTES = 192 << 20  # all frames of a message
-CURVE_BYTES = 64  # What encryption adds to a frame is below this.
+MAX_FRAME_BYTES = 32 << 20  # Size of the header or of one array.
+MAX_MESSAGE_BYTES = 192 << 20  # Total size of all frames of a message.
+CURVE_BYTES = 64  # Upper bound of the bytes that encryption adds to a frame.
 
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Of a number: NaN lies nowhere."""
+    """Bound of a number. NaN is always out of bounds."""
 
     low: float
     high: float
@@ -37,7 +37,7 @@ class Between:
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
-    """Of a text, bytes, a list or a map: characters, bytes or entries."""
+    """Maximum length of a text, bytes, a list or a map: in characters, bytes or entries."""
 
     num: int
 
@@ -51,15 +51,15 @@ class AtMost:
 Bound = Between | AtMost
 
 ID_CHARS = 300
-Id = Annotated[str, AtMost(ID_CHARS)]  # what the product or an environment names
+Id = Annotated[str, AtMost(ID_CHARS)]  # A name that the product or an environment assigns.
 LongText = Annotated[str, AtMost(4_000_000)]
 Names = Annotated[list[str], AtMost(1024)]
 Count = Annotated[int, Between(0, MAX_COUNT)]
-Version = Annotated[int, Between(-1, 10**9)]  # -1: none, or not known
+Version = Annotated[int, Between(-1, 10**9)]  # -1: none, or unknown.
 Seconds = Annotated[float, Between(0.0, 1e9)]
-Rate = Annotated[float, Between(0.0, 1e15)]  # of anything, per second
+Rate = Annotated[float, Between(0.0, 1e15)]  # A count per second.
 
-ITEM_CHARS = 1_000  # of each text in a list
+ITEM_CHARS = 1_000  # Maximum length of each text in a list.
 _BY_TYPE: dict[type, Bound] = {
     int: Between(-(2**63), 2**63 - 1),
     float: Between(-1e300, 1e300),
@@ -75,13 +75,13 @@ _SHORT.maxlevel = 2
 
 
 def shown(value: Any) -> str:
-    """Return what a log says of a value that somebody sent: never much, and on one line."""
+    """Return a short text in one line for a received value, for log and error messages."""
     return _SHORT.repr(value)
 
 
 @functools.cache
 def bounds_of(cls: type) -> dict[str, Bound]:
-    """Return what the fields of a message must keep, by name; arrays and messages keep nothing."""
+    """Return the bounds of a message's fields, by name. Array and message fields have none."""
     found: dict[str, Bound] = {}
     for name, kind in typing.get_type_hints(cls, include_extras=True).items():
         told = getattr(kind, "__metadata__", ())

@@ -1,7 +1,7 @@
-"""The connections of a ROUTER before and beside its messages: how many, from where, let in or not.
+"""Limits on the TCP connections of a ROUTER: their number, and their bytes without a message.
 
-libzmq accepts whoever comes. A thread hears of each connection from the socket's monitor, and ends
-those that are not let in soon, send more than a handshake first, or are too many.
+libzmq accepts every connection. A thread receives an event for each one from the socket's monitor.
+It closes connections that exceed the limits before or after their CURVE handshake.
 """
 
 import contextlib
@@ -21,20 +21,21 @@ from common.wire.access.bounds import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING = 4_096  # connections that are not let in yet; one more ends the oldest of them
-HANDSHAKE_S = 10.0  # after which libzmq itself ends one that is not let in
-MAX_HANDSHAKE_BYTES = 16_384  # that one may have sent before
-# The most bytes that a connection may send from one whole message to the next.
+MAX_PENDING = 4_096  # Maximum number of unauthenticated connections; the oldest one is closed.
+HANDSHAKE_S = 10.0  # Seconds after which libzmq closes an unauthenticated connection.
+MAX_HANDSHAKE_BYTES = 16_384  # Maximum number of bytes that an unauthenticated connection may send.
+# Maximum number of bytes of a connection between two complete messages.
 MAX_UNHEARD_BYTES = MAX_MESSAGE_BYTES + (64 << 20)
 CHECK_S = 0.25
-CHECK_ALL_S = 2.0  # between looks at those that are let in
-RESERVED_FILES = 256  # descriptors that no connection takes, or a quarter of a small limit
+CHECK_ALL_S = 2.0  # Seconds between two checks of the authenticated connections.
+RESERVED_FILES = 256  # File descriptors kept free, or a quarter of the limit if that is less.
 TCP_INFO_BYTES = 256
-BYTES_ACKED, BYTES_RECEIVED = slice(120, 128), slice(128, 136)  # of Linux's struct tcp_info
-# All that a stranger is told: a greeting of 64 bytes, CURVE's WELCOME of 170, and an ERROR of 12 or
-# so. Whoever was told more was let in; libzmq's event of that does not say which connection it was.
+BYTES_ACKED, BYTES_RECEIVED = slice(120, 128), slice(128, 136)  # Fields of Linux's struct tcp_info.
+# Maximum number of bytes sent to an unauthenticated peer: the greeting (64 bytes), the WELCOME of
+# CURVE (170 bytes) and an ERROR (about 12 bytes). A connection with more bytes is authenticated.
+# This check replaces libzmq's handshake event, which does not identify the connection.
 MAX_TOLD_BYTES = 64 + 170 + 24
-MAX_ADDRESSES = 1_000  # counted apart
+MAX_ADDRESSES = 1_000  # Maximum number of addresses with a counter of their own.
 UNKNOWN = -1
 EVENTS = (
     zmq.EVENT_ACCEPTED
@@ -53,11 +54,11 @@ CAUSES = {
 
 
 def _monitor_of(watched: Any) -> Any:
-    """Return a socket that hears of a socket's connections, and never makes it wait.
+    """Return a socket that receives the connection events of a socket, with an unlimited queue.
 
-    At a limit libzmq's thread waits under a lock for a reader; whoever ends the monitor waits for
-    that lock and holds the interpreter's, which the reader needs. Each event is a connection that
-    a stranger had to open, so that their number has a bound of its own.
+    A limit could deadlock. libzmq's thread would hold a lock while it waits for the reader. The
+    thread that stops the monitor would wait for this lock and hold the GIL, which the reader
+    needs. The cost of opening connections bounds the number of events.
     """
     address = f"inproc://connections-{id(watched)}"
     watched.monitor(address, EVENTS)
@@ -68,7 +69,7 @@ def _monitor_of(watched: Any) -> Any:
 
 
 def raise_file_limit() -> int:
-    """Let this process have as many descriptors as the system allows; return how many."""
+    """Raise the limit of file descriptors of this process to its maximum; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         with contextlib.suppress(ValueError, OSError):
@@ -78,33 +79,33 @@ def raise_file_limit() -> int:
 
 @dataclass(slots=True)
 class _Connection:
-    descriptor: int  # libzmq's, which closes it
-    address: str  # "" if it was gone already
-    peer: Any  # as getpeername says
+    descriptor: int  # File descriptor of libzmq, which closes it.
+    address: str  # "" if the peer had already disconnected.
+    peer: Any  # The address from `getpeername`.
     since: float
-    is_counted: bool = False  # as refused
-    num_bytes: int = UNKNOWN  # at the first look after its last message
+    is_counted: bool = False  # The connection is in the counts of refusals.
+    num_bytes: int = UNKNOWN  # Bytes received, at the first check after the last message.
 
 
 @dataclass(slots=True)
 class _Counts:
-    """Over the socket's life. Replaced by nobody, written by one thread, read by any."""
+    """Counts since the socket was created. One thread writes, any thread may read."""
 
     num_accepted: int = 0
-    by_address: Counter[str] = field(default_factory=Counter[str])  # refused or ended
+    by_address: Counter[str] = field(default_factory=Counter[str])  # Refused or closed ones.
     by_cause: Counter[str] = field(default_factory=Counter[str])
 
 
 class Connections(threading.Thread):
-    """Watches the connections of one socket.
+    """A thread that checks the connections of one socket.
 
-    Consumes: what libzmq's monitor says of each connection.
-    Waits for: those, `CHECK_S` at most.
+    Consumes: connection events of libzmq's monitor.
+    Waits for: those events, `CHECK_S` at most.
     Unblocked by: `stop`.
     """
 
     def __init__(self, watched: Any) -> None:
-        """Watch a socket that is not bound yet."""
+        """Create the monitor of a socket, which must not be bound yet."""
         super().__init__(name="connections", daemon=True)
         self._limit = raise_file_limit()
         self._limit -= min(RESERVED_FILES, self._limit // 4)
@@ -112,15 +113,16 @@ class Connections(threading.Thread):
         self._watched = watched
         self._monitor = _monitor_of(watched)
         self._known: dict[int, _Connection] = {}
-        self._pending: dict[int, _Connection] = {}  # of them, in their order
+        self._pending: dict[int, _Connection] = {}  # Unauthenticated connections, oldest first.
         self._stop_requested = threading.Event()
         self._counts = _Counts()
         self._check_all_at = 0.0
-        self._cause = ""  # why the connection that ends next was refused
-        self.heard: set[int] = set()  # descriptors of which a whole message came; the owner adds
+        self._cause = ""  # Why the handshake of the next closed connection failed.
+        # Descriptors that have received a complete message. The socket's thread adds them.
+        self.heard: set[int] = set()
 
     def run(self) -> None:
-        """Watch until stopped."""
+        """Process events and check connections until stopped."""
         check_at = 0.0
         while not self._stop_requested.is_set():
             if self._monitor.poll(int(CHECK_S * 1_000)):
@@ -132,13 +134,13 @@ class Connections(threading.Thread):
         self._monitor.close(linger=0)
 
     def stop(self) -> None:
-        """End the thread and the monitor. For the socket's own thread."""
+        """End the thread and the monitor. Call from the socket's own thread."""
         self._watched.disable_monitor()
         self._stop_requested.set()
         self.join(timeout=5.0)
 
     def report(self) -> dict[str, Any]:
-        """Return what came and what was refused, for people."""
+        """Return the counts of accepted and refused connections, for a report."""
         counts = self._counts
         return {
             "open": len(self._known),
@@ -178,7 +180,7 @@ class Connections(threading.Thread):
                 return
 
     def _let_go_if_in(self, connection: _Connection, info: bytes | None) -> bool:
-        """Count a connection no more as pending if it was let in; return whether it was."""
+        """Return whether a connection is authenticated. If so, remove it from the pending ones."""
         if info is None:
             return False
         is_in = not info or _number(info[BYTES_ACKED]) > MAX_TOLD_BYTES
@@ -188,7 +190,7 @@ class Connections(threading.Thread):
         return is_in
 
     def _check(self, now: float) -> None:
-        """End those that send on and on."""
+        """Close connections that have sent too many bytes without a handshake or a message."""
         for each in list(self._pending.values()):
             info = _info(each)
             if info is None or self._let_go_if_in(each, info):
@@ -202,7 +204,7 @@ class Connections(threading.Thread):
         for each in list(self._known.values()):
             if each.descriptor in self._pending:
                 continue
-            if each.descriptor in heard:  # most of thousands: the system is not asked of each
+            if each.descriptor in heard:  # This saves a system call for most connections.
                 each.num_bytes = UNKNOWN
                 continue
             info = _info(each)
@@ -215,12 +217,12 @@ class Connections(threading.Thread):
                 self._end(each, "endless message")
 
     def _end(self, connection: _Connection, cause: str) -> None:
-        """Shut a connection down; libzmq finds that out and closes it."""
+        """Shut a connection down. libzmq detects this and closes it."""
         self._pending.pop(connection.descriptor, None)
         self._count(connection, cause)
         if connection.peer is None or _peer_of(connection.descriptor) != connection.peer:
             self._known.pop(connection.descriptor, None)
-            return  # it is another file by now
+            return  # libzmq has closed the descriptor, and another file may have its number.
         with contextlib.suppress(OSError), _borrowed(connection.descriptor) as found:
             found.shutdown(socket.SHUT_RDWR)
 
@@ -238,7 +240,7 @@ class Connections(threading.Thread):
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Any:
-    """Yield a socket object of a descriptor that stays its owner's."""
+    """Yield a socket object for a descriptor, and leave the descriptor open."""
     found = socket.socket(fileno=descriptor)
     try:
         yield found
@@ -247,7 +249,7 @@ def _borrowed(descriptor: int) -> Any:
 
 
 def _peer_of(descriptor: int) -> Any:
-    """Return the address at the other end, None if it is gone."""
+    """Return the address of the peer, None if it has disconnected."""
     try:
         with _borrowed(descriptor) as found:
             return found.getpeername()
@@ -256,9 +258,10 @@ def _peer_of(descriptor: int) -> Any:
 
 
 def _info(connection: _Connection) -> bytes | None:
-    """Return what the system counts of a connection; empty where it does not say.
+    """Return the struct tcp_info of a connection, empty if the system does not support it.
 
-    None: libzmq has closed it, and its descriptor may be another's; the event of its end comes yet.
+    None: libzmq has closed the connection, and another file may have its descriptor. The event of
+    its end is still in the queue.
     """
     try:
         with _borrowed(connection.descriptor) as found:

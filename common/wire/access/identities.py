@@ -1,7 +1,7 @@
-"""Who may speak as whom: each actor and each hub has a key pair of its own, bound to its name.
+"""Access rights by key: each actor and each hub has its own key pair, bound to its name.
 
-`keys/peers.jsonl` lists their public halves, one line for each key given out or taken back; the
-last line of a name counts. Every listener of the run reads it as it grows.
+`keys/peers.jsonl` lists the public keys. Each issued or revoked key adds one line, and the last
+line of a name is valid. Every listener of the run polls the file for new lines.
 """
 
 import fcntl
@@ -20,12 +20,12 @@ from common.store.run_dir import write_atomically
 logger = logging.getLogger(__name__)
 
 PEERS = "peers.jsonl"
-MAX_PEERS = 100_000  # a run that has given out so many keys gives out no more
+MAX_PEERS = 100_000  # Maximum number of keys that a run issues.
 MAX_NAME_CHARS = 200
-MAX_LINES_PER_NAME, LINE_BYTES = 3, 160  # on average; beyond, the last line of each name is kept
-RESERVED = ("run", "node", "stranger", "learner", "scheduler")  # names begin otherwise
-RUN, NODE = "run", "node"  # roles of the two pairs that have no name of their own
-NAME_FIELD = {  # which field of a message says who speaks, so what it must be
+MAX_LINES_PER_NAME, LINE_BYTES = 3, 160  # Averages above which the file is compacted.
+RESERVED = ("run", "node", "stranger", "learner", "scheduler")  # Prefixes that names must not have.
+RUN, NODE = "run", "node"  # Roles of the two key pairs without a name of their own.
+NAME_FIELD = {  # The field of each message type that must hold the sender's name.
     "Hello": "name",
     "Goodbye": "name",
     "Heartbeat": "name",
@@ -40,7 +40,8 @@ NAME_FIELD = {  # which field of a message says who speaks, so what it must be
     "HubGoodbye": "name",
     "JoinRequest": "name",
 }
-RIGHTS = {  # what may be said with a key of each role; "run", the centre's own, may say anything
+# Message types that a key of each role allows. The key of scheduler and learner allows all types.
+RIGHTS = {
     "actor": frozenset(each for each in NAME_FIELD if not each.startswith("Hub"))
     | {"StoreRequest", "FileRequest"},
     "envhub": frozenset({"HubHello", "HubGoodbye", "JoinRequest", "FileRequest"}),
@@ -50,7 +51,7 @@ RIGHTS = {  # what may be said with a key of each role; "run", the centre's own,
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose key it is."""
+    """Owner of a key: its name and role."""
 
     name: str
     role: str  # "actor" | "envhub" | RUN | NODE
@@ -58,7 +59,7 @@ class Identity:
     is_revoked: bool = False
 
     def why_not(self, message: object) -> str:
-        """Return why its holder may not say this, "" if it may."""
+        """Return why this key does not allow the message, "" if it does."""
         if self.is_revoked:
             return f"the key of {self.name} is revoked"
         if self.role == RUN:
@@ -66,7 +67,8 @@ class Identity:
         kind = type(message).__name__
         if kind not in RIGHTS[self.role]:
             return f"the key of {self.name} ({self.role}) does not allow this {kind}"
-        field = NAME_FIELD.get(kind) if self.role != NODE else None  # who asks for a key has none
+        # A joining node requests a key for its name, so the node key is bound to no name.
+        field = NAME_FIELD.get(kind) if self.role != NODE else None
         if field is not None and getattr(message, field) != self.name:
             return f"the key of {self.name} lets nobody speak as another"
         role = getattr(message, "role", self.role) if field else self.role
@@ -74,10 +76,10 @@ class Identity:
 
 
 class Identities:
-    """The named keys of a run, as its file says now. For one thread."""
+    """The named keys of a run, read from its file. Use from one thread."""
 
     def __init__(self, folder: Path | None, *own: Identity) -> None:
-        """Know the keys without a line in `folder` as well; None: there are no others."""
+        """Hold the keys `own`, and those listed in `folder`. `folder` None: only `own`."""
         self._path = folder / PEERS if folder is not None else None
         self._own = {each.public: each for each in own if each.public}
         self._by_name: dict[str, Identity] = {}
@@ -85,24 +87,24 @@ class Identities:
         self._offset = self._inode = 0
 
     def find(self, public: str) -> Identity | None:
-        """Return whose key it is; None: nobody's, or one that another of its name replaced."""
+        """Return the owner of a key, None if the key is unknown or was replaced by a newer one."""
         return self._by_public.get(public)
 
     @property
     def names(self) -> list[str]:
-        """Of all who were ever given a key."""
+        """Names of all keys that were ever issued."""
         return list(self._by_name)
 
     def all(self) -> list[Identity]:
-        """Return the last word on each name."""
+        """Return the latest identity of each name."""
         return list(self._by_name.values())
 
     def named(self, name: str) -> Identity | None:
-        """Return who has a name."""
+        """Return the latest identity of a name, None if no key has it."""
         return self._by_name.get(name)
 
     def refresh(self) -> bool:
-        """Read what was added to the file since, all of one that was rewritten; True if any."""
+        """Read new lines of the file, or all lines after a compaction; True if there are any."""
         if self._path is None:
             return False
         try:
@@ -132,7 +134,7 @@ class Identities:
         if before is not None:
             self._by_public.pop(before.public, None)
         self._by_name[identity.name] = self._by_public[identity.public] = identity
-        self._by_public |= self._own  # no line takes their place, but revoking one takes it back
+        self._by_public |= self._own  # A line can revoke one of these keys, but not replace it.
         if identity.public in self._own:
             self._own[identity.public] = self._by_public[identity.public] = identity
 
@@ -141,7 +143,7 @@ class Identities:
 
 
 def add_identity(folder: Path, identity: Identity) -> None:
-    """Give a key out, or take it back. Raises: ConfigError: no such name, or too many."""
+    """Append a key to the list. Raises: ConfigError: an invalid name or role, or too many keys."""
     is_ours = identity.name.partition("-")[0] in RESERVED
     if identity.role not in RIGHTS or is_ours or not 0 < len(identity.name) <= MAX_NAME_CHARS:
         raise ConfigError(f"no key for {identity.name[:80]!r} ({identity.role[:20]!r})")
@@ -158,9 +160,9 @@ def add_identity(folder: Path, identity: Identity) -> None:
 
 
 def revoke(folder: Path, name: str) -> Identity:
-    """Take a name's key back; "node" is the key of joining itself.
+    """Revoke the key of a name. The name "node" is the shared key of joining nodes.
 
-    Raises: ConfigError: nobody has that name; names those who do.
+    Raises: ConfigError: no key has this name. The error lists the known names.
     """
     known = Identities(folder)
     known.refresh()
@@ -186,7 +188,7 @@ def _append(path: Path, identity: Identity) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Generator[None]:
-    """Keep other processes from writing keys of a folder meanwhile."""
+    """Hold an exclusive lock on the keys of a folder, against writes of other processes."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Who sends what through a ROUTER: whose key it is, what was refused, and how much may come."""
+"""Senders of a ROUTER: the owner of each connection's key, refused messages, and rate limits."""
 
 import logging
 import time
@@ -12,24 +12,24 @@ from common.wire.access.identities import RUN, Identities, Identity
 
 logger = logging.getLogger(__name__)
 
-MAX_SENDERS = 100_000  # remembered; a connection that broke is another sender afterwards
-RATE = 5_000  # messages a second that one connection may send for long...
-BURST = 50_000  # ...and at once
-MAX_STRIKES = 100  # refused messages of one connection...
-MUTED_S = 10.0  # ...after which it is not listened to for so long
-REFRESH_S = 1.0  # between looks for keys that were taken back
-LOG_FIRST = 3  # refusals of one peer that are logged, and then every 10,000th
-MAX_SHOWN = 50  # peers in a report, those with most refusals first
+MAX_SENDERS = 100_000  # Maximum number of records. A reconnected peer is a new sender.
+RATE = 5_000  # Sustained messages per second of one connection.
+BURST = 50_000  # Messages that one connection may send at once.
+MAX_STRIKES = 100  # Refused messages after which a connection is muted.
+MUTED_S = 10.0  # Seconds for which messages of a muted connection are dropped.
+REFRESH_S = 1.0  # Seconds between two polls of the list of keys.
+LOG_FIRST = 3  # Number of first refusals of a peer that are logged, before every 10,000th.
+MAX_SHOWN = 50  # Maximum number of peers in a report, those with most refusals first.
 
 
 @dataclass(slots=True)
 class Account:
-    """What one key's holder did, over all its connections."""
+    """Counts of one key, over all its connections."""
 
-    num_invalid: int = 0  # not decoded: no message, or beyond its bounds
-    num_forbidden: int = 0  # not its to say
-    num_dropped: int = 0  # not looked at: too many came, or too many had been refused
-    num_unsent: int = 0  # answers that it did not take
+    num_invalid: int = 0  # Messages that could not be decoded or were out of bounds.
+    num_forbidden: int = 0  # Messages that the key does not allow.
+    num_dropped: int = 0  # Messages dropped undecoded, over the rate limit or while muted.
+    num_unsent: int = 0  # Answers that could not be sent.
     last_reason: str = ""
 
     @property
@@ -52,7 +52,7 @@ class Sender:
 
     identity: Identity
     account: Account
-    descriptor: int = -1  # of its connection
+    descriptor: int = -1  # File descriptor of the connection.
     num_strikes: int = 0
     allowance: float = BURST
     refilled_at: float = field(default_factory=time.monotonic)
@@ -60,23 +60,25 @@ class Sender:
 
 
 class Peers:
-    """The senders of one ROUTER. For its thread.
+    """The senders of one ROUTER. Use from its thread.
 
-    Example: a connection sends what no message is, 100 times -> each is counted, answered and
-    struck; for ten seconds nothing of it is decoded, only counted, then it may try again.
+    Example: a connection sends 100 invalid messages. Each one is counted, answered with
+    `Rejected` and adds a strike. The connection is then muted for ten seconds: its messages are
+    counted and dropped.
     """
 
     def __init__(self, identities: Identities) -> None:
         self._identities = identities
         self._senders: dict[bytes, Sender] = {}
-        self._accounts: dict[str, Account] = {}  # by name
+        self._accounts: dict[str, Account] = {}  # Accounts by the name of the key's owner.
         self._nobody = Identity("stranger", "node", "", is_revoked=True)
         self._refresh_at = 0.0
 
     def meet(self, sender: bytes, first_frame: Any) -> Sender:
-        """Return the record of a sender, by the key that its connection was let in with.
+        """Return the record of a sender, from the key with which its connection was accepted.
 
-        An identity that a peer chose itself may be another peer's by the next message.
+        A ROUTER identity that begins with a zero byte is unique to its connection. A peer can
+        choose any other identity, so the key is checked again for each message.
         """
         known = self._senders.get(sender)
         if known is not None and sender[:1] == b"\0":
@@ -95,12 +97,12 @@ class Peers:
         return made
 
     def of(self, sender: bytes) -> Identity:
-        """Return whose connection it is."""
+        """Return the owner of a sender's key."""
         known = self._senders.get(sender)
         return self._nobody if known is None else known.identity
 
     def is_heard(self, sender: Sender) -> bool:
-        """Count a message; False if it is to be dropped unread."""
+        """Count a message; False if it must be dropped undecoded."""
         sender.allowance -= 1
         if sender.allowance >= 0 and not sender.muted_until:
             return True
@@ -116,7 +118,7 @@ class Peers:
         return True
 
     def strike(self, sender: Sender, reason: str, *, is_forbidden: bool) -> None:
-        """Count a message that was refused."""
+        """Count a refused message, and mute its connection after too many."""
         account = sender.account
         account.num_forbidden += is_forbidden
         account.num_invalid += not is_forbidden
@@ -133,7 +135,7 @@ class Peers:
         return shown(sender.identity.name), sender.account.num_refused
 
     def note_refused(self, sender: bytes, reason: str) -> None:
-        """Count a message that was valid, and yet refused."""
+        """Count a valid message that its receiver refused."""
         known = self._senders.get(sender)
         if known is not None:
             self.strike(known, reason, is_forbidden=True)
@@ -145,7 +147,7 @@ class Peers:
             known.account.num_unsent += 1
 
     def refresh(self) -> None:
-        """Look, once a second, whether a key was taken back; its connections lose their rights."""
+        """Poll the list of keys once a second. Connections of a revoked key lose their rights."""
         now = time.monotonic()
         if now < self._refresh_at:
             return
@@ -159,11 +161,11 @@ class Peers:
 
     @property
     def num_invalid(self) -> int:
-        """Messages that were not decoded."""
+        """Number of messages that could not be decoded."""
         return sum(account.num_invalid for account in self._accounts.values())
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """Return what was refused of whom, by name; nothing of peers that did nothing wrong."""
+        """Return the counts of refusals by peer name, for peers with at least one."""
         return {
             ("the run's own key" if name == RUN else name): {
                 **account.counts(),
@@ -173,12 +175,12 @@ class Peers:
         }
 
     def _guilty(self) -> list[tuple[str, Account]]:
-        known = list(self._accounts.items())  # another thread may add one meanwhile
+        known = list(self._accounts.items())  # A copy: another thread may add an account.
         guilty = [(n, a) for n, a in known if a.num_refused or a.num_unsent]
         return sorted(guilty, key=lambda each: -each[1].num_refused)[:MAX_SHOWN]
 
     def num_refused(self) -> dict[str, int]:
-        """Return how many messages were refused, and answers not taken, by "peer/reason"."""
+        """Return the number of refused messages and unsent answers, by "peer/reason"."""
         return {
             f"{name}/{kind}": num
             for name, account in self._guilty()
@@ -188,7 +190,7 @@ class Peers:
 
 
 def _descriptor(frame: Any) -> int:
-    """Return the file descriptor that a frame came by, -1 if it is not told."""
+    """Return the file descriptor of the connection that received a frame, -1 if unknown."""
     try:
         return int(frame.get(zmq.SRCFD))
     except (zmq.ZMQError, ValueError):

@@ -1,4 +1,4 @@
-"""A member's side of the rendezvous: what torch's process groups take for a store."""
+"""Client of the rendezvous: a `dist.Store` for torch's process groups."""
 # torch's type stubs lack its stores:
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
 # pyright: reportUntypedBaseClass=false, reportUnknownVariableType=false
@@ -18,16 +18,16 @@ from common.wire.security import RunKeys
 from common.wire.sockets import connect_dealer
 from common.wire.weight_messages import StoreAnswer, StoreOp, StoreRequest
 
-WAIT_S = 1.0  # that one request waits for a key: who waits longer asks again
-ANSWER_S = 5.0  # in which the server answers beyond that, or is gone
-LOOK_S = 0.1  # between looks whether anybody wants the answer
+WAIT_S = 1.0  # Maximum wait for a key in one request. Longer waits use several requests.
+ANSWER_S = 5.0  # Further seconds after which a server that has not answered counts as failed.
+LOOK_S = 0.1  # Seconds between two checks whether the caller still needs the answer.
 
 
 class StoreLine:
-    """A connection to a rendezvous. Thread-safe: one request at a time."""
+    """A connection to a rendezvous. Thread-safe: it sends one request at a time."""
 
     def __init__(self, place: StorePlace, *, answer_s: float = ANSWER_S) -> None:
-        """Connect; whether anybody serves there shows with the first request."""
+        """Connect. A missing server is detected by the first request only."""
         keys = RunKeys(
             server_public=place.public,
             client_public=zmq.curve_public(place.secret.encode()).decode(),
@@ -44,7 +44,7 @@ class StoreLine:
         self._lock = threading.Lock()
         self._number = 0
         self._is_closed = False
-        self.is_left = threading.Event()  # set by whoever wants nobody to wait here any more
+        self.is_left = threading.Event()  # Set to abort all waits on this connection.
 
     def ask(
         self,
@@ -58,7 +58,7 @@ class StoreLine:
     ) -> StoreAnswer:
         """Return the answer to a request.
 
-        Raises: WeightSyncError: it was refused, or nobody answers.
+        Raises: WeightSyncError: the server refused the request or did not answer.
         """
         with self._lock:
             if self._is_closed:
@@ -91,12 +91,12 @@ class StoreLine:
             message = decode(self._socket.recv_multipart())
             if not isinstance(message, StoreAnswer):
                 raise WireError(f"answered by {message!r}"[:300])
-            if message.number == self._number:  # not that to a request that was given up
+            if message.number == self._number:  # Skips answers to cancelled requests.
                 return message
         raise WireError("it was left" if self.is_left.is_set() else "no answer in time")
 
     def close(self) -> None:
-        """Let the connection go, as soon as nobody asks."""
+        """Close the connection after the current request."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -108,10 +108,10 @@ class StoreLine:
 
 
 class GroupStore(dist.Store):
-    """One group's keys. torch's C++ calls these methods by their names."""
+    """The keys of one group. The C++ code of torch calls these methods by their names."""
 
     def __init__(self, line: StoreLine, group: str, *, timeout_s: float) -> None:
-        """Make one whose `get` and `wait` give up after `timeout_s`."""
+        """Create a store with `timeout_s` as timeout of `get` and `wait`."""
         super().__init__()
         self.line = line
         self._group = group
@@ -119,12 +119,12 @@ class GroupStore(dist.Store):
         self._is_left = threading.Event()
 
     def leave(self) -> None:
-        """Let whoever waits here fail now: at the end of a process nobody may be in torch."""
+        """Make all waits fail at once. No thread may be in torch when a process ends."""
         self._is_left.set()
         self.line.is_left.set()
 
     def clone(self) -> "GroupStore":
-        """Return one that waits for itself."""
+        """Return a second store with the same connection and group."""
         return GroupStore(self.line, self._group, timeout_s=self._timeout_s)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -133,32 +133,32 @@ class GroupStore(dist.Store):
         self.line.ask(self._group, StoreOp.SET, [key], value=content)
 
     def get(self, key: str) -> bytes:
-        """Return a value, once it is there. Raises: WeightSyncError: it is not, in time."""
+        """Wait for a key; return its value. Raises: WeightSyncError: the wait timed out."""
         return self._await([key], self._timeout_s)[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return when the keys are there. Raises: WeightSyncError: they are not, in time."""
+        """Wait until the keys exist. Raises: WeightSyncError: the wait timed out."""
         self._await(list(keys), self._timeout_s if timeout is None else timeout.total_seconds())
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all the keys are there now."""
+        """Return whether all the keys exist now."""
         return self.has(list(keys), within_s=0.0)
 
     def has(self, keys: list[str], *, within_s: float) -> bool:
-        """Return whether the keys are there within `within_s`, of a second at most."""
+        """Return whether all the keys exist within `within_s`, capped at `WAIT_S`."""
         wait_s = min(within_s, WAIT_S)
         return self.line.ask(self._group, StoreOp.WAIT, keys, wait_s=wait_s).is_there
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter; return its sum."""
+        """Add to a counter; return its new value."""
         return int(self.line.ask(self._group, StoreOp.ADD, [key], amount=value).values[0])
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key; return whether it was there."""
+        """Delete a key; return whether it existed."""
         return self.delete([key])
 
     def delete(self, keys: list[str]) -> bool:
-        """Forget keys; return whether all were there."""
+        """Delete keys; return whether all of them existed."""
         return self.line.ask(self._group, StoreOp.DELETE, keys).is_there
 
     def _await(self, keys: list[str], timeout_s: float) -> list[bytes]:

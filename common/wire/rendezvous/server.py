@@ -1,8 +1,8 @@
-"""The rendezvous of process groups: a small key-value store that only their members reach.
+"""The rendezvous of process groups: a small key-value store for their members only.
 
-torch's own store takes whoever connects. This one is a ROUTER like every other of the run: who
-holds no key is not let in. Its key goes to members with their offer, and beside it the secret name
-of their group, without which they can neither read nor write that group's keys.
+The store of torch accepts every connection. This store is a ROUTER like the others of the run and
+accepts only connections with its key. Each member receives this key with its offer, together with
+the secret name of its group. Requests without this name cannot access the group's keys.
 """
 
 import secrets
@@ -21,20 +21,20 @@ from common.wire.security import RunKeys
 from common.wire.sockets import Received, Router
 from common.wire.weight_messages import StoreAnswer, StoreOp, StoreRequest
 
-POLL_S = 0.5  # between looks at waits that are over; whatever comes wakes the thread at once
-MAX_WAIT_S = 5.0  # that one request waits here
-MAX_GROUPS = 64  # the oldest is forgotten, with its keys
-MAX_GROUP_BYTES = 16 << 20  # of one group's keys and values
+POLL_S = 0.5  # Maximum seconds of one poll. A request or `close` ends it at once.
+MAX_WAIT_S = 5.0  # Maximum wait of one request.
+MAX_GROUPS = 64  # Maximum number of groups; the oldest one is deleted with its keys.
+MAX_GROUP_BYTES = 16 << 20  # Maximum size of all keys and values of one group.
 
 
 @dataclass(frozen=True, slots=True)
 class StorePlace:
-    """What a client must know of a store."""
+    """Address and keys of a store."""
 
     host: str
     port: int
-    public: str  # of the server, Z85
-    secret: str = field(repr=False)  # by which a client is let in, Z85
+    public: str  # Public key of the server, Z85.
+    secret: str = field(repr=False)  # Secret key with which a client authenticates itself, Z85.
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Group:
     num_bytes: int = 0
 
     def put(self, key: str, value: bytes) -> bool:
-        """Set a value; False if there is no room."""
+        """Set a value; False if the group would exceed its maximum size."""
         grown = len(value) - len(self.values.get(key, b"")) + (key not in self.values) * len(key)
         if self.num_bytes + grown > MAX_GROUP_BYTES:
             return False
@@ -64,20 +64,21 @@ class _Waiting:
 
 
 class StoreServer(threading.Thread):
-    """Serves the groups that its owner opened.
+    """A thread that serves the groups opened by its owner.
 
-    Consumes: requests of their members.
-    Waits for: those, and in their place for keys that are not there yet, `MAX_WAIT_S` at most.
+    Consumes: requests of the groups' members.
+    Waits for: requests. It keeps a WAIT request for up to `MAX_WAIT_S` until its keys exist.
     Unblocked by: `close`.
 
-    Example: name = open_group(); offered to a and b. a asks for a key of the group and waits; b
-    sets it -> a is answered. A former member has the store's key, but not the name: refused.
+    Example: the owner calls `open_group` and offers the name to members A and B. A waits for a key
+    of the group. B sets the key, and the server answers A. A former member has the key of the
+    store but not the name of the new group. The server therefore refuses its requests.
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
-        """Listen on `host` alone, where that is an address of this machine.
+        """Listen on `host`, or on all interfaces if `host` is not an address of this machine.
 
-        Raises: WeightSyncError: the address is not ours to serve on.
+        Raises: WeightSyncError: the server cannot bind the address.
         """
         super().__init__(name="rendezvous", daemon=True)
         server, client = zmq.curve_keypair(), zmq.curve_keypair()
@@ -95,7 +96,7 @@ class StoreServer(threading.Thread):
         self.place = StorePlace(host, self._router.port, keys.server_public, keys.client_secret)
         self.port = self._router.port
         self._groups: OrderedDict[str, _Group] = OrderedDict()
-        self._lock = threading.Lock()  # of the groups
+        self._lock = threading.Lock()  # Guards `_groups`.
         self._waiting: list[_Waiting] = []
         self._stop_requested = threading.Event()
         self.start()
@@ -110,13 +111,13 @@ class StoreServer(threading.Thread):
         return name
 
     def close(self) -> None:
-        """Stop serving; who waits here is told so."""
+        """Stop the server. Requests that still wait receive an error."""
         self._stop_requested.set()
         self._router.wake()
         self.join(timeout=5.0)
 
     def num_refused(self) -> dict[str, int]:
-        """Return what was refused, as a Router says it."""
+        """Return the numbers of refused messages and connections, as `Router.num_refused` does."""
         return self._router.num_refused("rendezvous")
 
     def run(self) -> None:
@@ -135,7 +136,7 @@ class StoreServer(threading.Thread):
         self._router.close()
 
     def _take(self, received: Received) -> None:
-        """Answer a request, or let it wait."""
+        """Answer a request, or add it to the waiting ones."""
         request = received.message
         if not isinstance(request, StoreRequest):
             reason = f"{type(request).__name__} is not for the rendezvous"
@@ -163,7 +164,7 @@ class StoreServer(threading.Thread):
                 self._answer(received, is_there=is_known)
 
     def _look(self) -> None:
-        """Answer those whose keys are there, or whose time is over."""
+        """Answer waiting requests whose keys exist or whose wait has timed out."""
         now, waiting = time.monotonic(), self._waiting
         self._waiting = []
         for each in waiting:
@@ -192,8 +193,8 @@ class StoreServer(threading.Thread):
 
 
 def _bindable(host: str) -> str:
-    """Return the address to bind. Raises: OSError: the name is not known."""
+    """Return the address to bind. Raises: OSError: the host name cannot be resolved."""
     address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
-    if not is_here(host):  # An address by which other machines reach this one.
+    if not is_here(host):  # No interface has this address: it is an external one of this machine.
         return "::" if ":" in address else "0.0.0.0"
     return address

@@ -1,4 +1,4 @@
-"""One version in buckets: one is filled while the one before is sent, each has its digest."""
+"""Transfer of a version in buckets: the next one is filled while one is sent, each has a digest."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,31 +12,31 @@ from common.errors import WeightSyncError
 from common.wire.transfer.digest import DIGEST_BYTES, digest, hexadecimal
 from common.wire.weight_messages import TensorSpec
 
-NUM_SLOTS = 2  # buckets on their way at once
+NUM_SLOTS = 2  # Number of buckets in transit at once.
 
 
 class BucketDamaged(WeightSyncError):
-    """What arrived is not what was sent."""
+    """The received bytes of a bucket differ from the sent bytes."""
 
 
 class Pending(Protocol):
-    """A part on its way."""
+    """A part in transit."""
 
     def wait(self) -> None:
-        """Return when it is there. Raises: WeightSyncError: it will not be."""
+        """Wait until the part has arrived. Raises: WeightSyncError: the transfer failed."""
         ...
 
 
 class Channel(Protocol):
     """Carries parts of a version from one sender to all receivers, in order.
 
-    On a GPU `wait` may return as soon as what follows on the current stream is in order.
+    On a GPU `wait` may return early, if later work on the current stream runs after the transfer.
     """
 
-    device: torch.device  # of the parts
+    device: torch.device  # Device of the parts.
 
     def send(self, index: int, part: Tensor) -> Pending:
-        """Begin to send part number `index` [num_bytes] uint8, which stays as it is until then."""
+        """Begin to send part number `index` [num_bytes] uint8. It must not change until `wait`."""
         ...
 
     def receive(self, index: int, part: Tensor) -> Pending:
@@ -46,23 +46,23 @@ class Channel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where the flat bytes of a version are cut; tensors may lie across cuts."""
+    """Division of the flat bytes of a version into buckets. A tensor may span several buckets."""
 
     total_bytes: int
-    bucket_bytes: int  # a multiple of the alignment of tensors
+    bucket_bytes: int  # Bucket size, a multiple of the alignment of tensors.
 
     @property
     def num(self) -> int:
-        """The number of buckets."""
+        """Number of buckets."""
         return -(-self.total_bytes // self.bucket_bytes)
 
     @property
     def slot_bytes(self) -> int:
-        """The size of the largest bucket."""
+        """Size of the largest bucket."""
         return min(self.bucket_bytes, self.total_bytes)
 
     def span(self, index: int) -> tuple[int, int]:
-        """Return the first byte of a bucket and the first after it."""
+        """Return the offset of a bucket's first byte and of the first byte after it."""
         start = index * self.bucket_bytes
         return start, min(start + self.bucket_bytes, self.total_bytes)
 
@@ -70,11 +70,12 @@ class Cut:
 def send_buckets(
     channel: Channel, cut: Cut, slots: Sequence[Tensor], fill: Callable[[int, Tensor], object]
 ) -> None:
-    """Send a version. What is in the slots while this runs is nobody else's.
+    """Send a version. No other code may use the slots during the call.
 
     Args:
         slots: two tensors [slot_bytes] uint8 on the channel's device.
-        fill: called with the first byte of a bucket and the part [num_bytes] uint8 to write it to.
+        fill: writes a bucket. Its arguments are the offset of the bucket's first byte and the
+            part [num_bytes] uint8 to write to.
 
     Raises: WeightSyncError: the transfer failed.
     """
@@ -99,10 +100,11 @@ def receive_buckets(
 ) -> None:
     """Fill `staging` [total_bytes] uint8 and check every bucket while the next one arrives.
 
-    Where `staging` is not on the channel's device, two buckets are there beside it.
+    If `staging` is on another device than the channel, two buckets on the channel's device buffer
+    the parts.
 
     Raises:
-        BucketDamaged: names the buckets that are not what was sent.
+        BucketDamaged: a bucket differs from the sent one. The error names the first such bucket.
         WeightSyncError: the transfer failed.
     """
     is_direct = staging.device == channel.device

@@ -1,4 +1,4 @@
-"""Digests of byte buffers: is what arrived what was sent?"""
+"""Digests of byte buffers, with which a receiver checks a transfer."""
 
 from typing import Any, cast
 
@@ -7,15 +7,15 @@ import xxhash
 from torch import Tensor
 
 DIGEST_BYTES = 16
-HASHED_BYTES = 4 << 20  # at a time: hashing holds the interpreter, which others need
-ROW_WORDS = 4096  # of int64, of the matrix whose rows and columns a GPU sums
+HASHED_BYTES = 4 << 20  # Bytes per hashing call, since hashing holds the GIL.
+ROW_WORDS = 4096  # Row length of the int64 matrix whose rows and columns a GPU sums.
 
 
 def digest(buffer: Tensor) -> Tensor:
     """Return the digest [16] uint8 of `buffer` [num_bytes] uint8, on its device.
 
-    XXH3 on a CPU. A GPU computes two wrapping 64-bit sums over the 64-bit words instead, plain and
-    weighted by position, and waits for nobody. Neither is cryptographic.
+    On a CPU it is XXH3. On a GPU it is two wrapping 64-bit sums over the 64-bit words, one plain
+    and one weighted by position, without synchronization. Neither is cryptographic.
     """
     if buffer.is_cuda:
         return word_sums(buffer).view(torch.uint8)
@@ -26,9 +26,9 @@ def digest(buffer: Tensor) -> Tensor:
 
 
 def word_sums(buffer: Tensor) -> Tensor:
-    """Return the sums [2] int64 of `buffer` [num_bytes] uint8: of its words, and by position.
+    """Return the plain and the position-weighted sum [2] int64 of `buffer` [num_bytes] uint8.
 
-    The words are 64 bits; a rest of less than 8 bytes counts as zeros follow it.
+    The words have 64 bits. A last word of fewer than 8 bytes is padded with zeros.
     """
     num_whole = buffer.numel() // 8 * 8
     words = buffer[:num_whole].view(torch.int64)
@@ -49,10 +49,10 @@ def word_sums(buffer: Tensor) -> Tensor:
 
 
 def hexadecimal(value: Tensor) -> str:
-    """Return a digest [16] uint8 as text."""
+    """Return a digest [16] uint8 as hexadecimal text."""
     return bytes(cast(list[int], value.tolist())).hex()  # pyright: ignore[reportUnknownMemberType]
 
 
 def checksum(buffer: Tensor) -> str:
-    """Return the digest of `buffer` [num_bytes] uint8 as text."""
+    """Return the digest of `buffer` [num_bytes] uint8 as hexadecimal text."""
     return hexadecimal(digest(buffer))

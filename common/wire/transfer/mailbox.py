@@ -1,6 +1,7 @@
-"""Buckets that receivers fetch: from the learner's GPU memory (CUDA IPC), or from a shared folder.
+"""Transport by fetching: receivers copy buckets from GPU memory (CUDA IPC) or a shared folder.
 
-The rendezvous store says which part is there and who has taken it; the bytes go another way.
+The rendezvous store holds the location of each part and the acknowledgements of the receivers.
+It does not carry the bytes.
 """
 # torch's type stubs lack the sharing of CUDA memory:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -21,33 +22,33 @@ from common.store.disk import with_room
 from common.wire.rendezvous.client import GroupStore
 from common.wire.transfer.buckets import NUM_SLOTS
 
-CHECK_S = 0.25  # between looks whether a transfer is still wanted
+CHECK_S = 0.25  # Seconds between two checks whether a transfer was cancelled.
 CPU = torch.device("cpu")
 
 
 class Shelf(Protocol):
-    """Where parts lie until all have taken them."""
+    """A place that holds parts until all receivers have copied them."""
 
     device: torch.device
 
     def put(self, index: int, part: Tensor) -> str:
-        """Lay a part down; return what tells a receiver where."""
+        """Store a part; return its location for receivers."""
         ...
 
     def fetch(self, where: str, part: Tensor) -> None:
-        """Copy what lies there into `part`."""
+        """Copy the part at the location `where` into `part`."""
         ...
 
 
 class FolderShelf:
-    """Files in a folder that all see, one per slot."""
+    """A shelf of files in a shared folder, one file per slot."""
 
     device = CPU
 
     def __init__(
         self, folder: str, epoch: int, *, check: Callable[[], object] = lambda: None
     ) -> None:
-        """Make one for a transfer; `folder` is there. `check` ends a wait for room by raising."""
+        """Use an existing folder. `check` can raise to end a wait for free disk space."""
         self._folder = Path(folder)
         self._epoch = epoch
         self._check = check
@@ -55,7 +56,7 @@ class FolderShelf:
     def put(self, index: int, part: Tensor) -> str:
         """Write a part to a file; wait while the disk is full.
 
-        Raises: WeightSyncError: it cannot be written.
+        Raises: WeightSyncError: the file cannot be written.
         """
         name = f"{self._epoch}-{index % (NUM_SLOTS + 1)}.bucket"
         path, content = self._folder / name, cast(Any, part.numpy())
@@ -66,7 +67,7 @@ class FolderShelf:
         return name
 
     def fetch(self, where: str, part: Tensor) -> None:
-        """Read a part. Raises: WeightSyncError: the file is not there, or not all of it."""
+        """Read a part. Raises: WeightSyncError: the file is missing or incomplete."""
         path = self._folder / where
         try:
             with path.open("rb") as file:
@@ -78,16 +79,16 @@ class FolderShelf:
 
 
 class GpuShelf:
-    """The slots themselves: memory of one GPU, opened by other processes on it."""
+    """A shelf of the slots in GPU memory, which other processes on the same GPU open."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make one of a side on this GPU."""
+        """Create the shelf of a sender or a receiver on this GPU."""
         self.device = device
-        self._shared: dict[int, list[Any]] = {}  # by address: how others open that memory
-        self._opened: dict[str, torch.UntypedStorage] = {}  # by what was told
+        self._shared: dict[int, list[Any]] = {}  # CUDA IPC handles by memory address.
+        self._opened: dict[str, torch.UntypedStorage] = {}  # Opened memory by handle.
 
     def put(self, index: int, part: Tensor) -> str:
-        """Return the handle of a part's memory, once what fills it is done."""
+        """Return the handle of a part's memory, after the current stream has filled it."""
         storage = part.untyped_storage()
         if storage.data_ptr() not in self._shared:
             told: tuple[Any, ...] = storage._share_cuda_()
@@ -100,7 +101,7 @@ class GpuShelf:
         """Copy a part out of the memory of the process that shares it."""
         offset, fields = json.loads(where)
         shared = [bytes.fromhex(each) if isinstance(each, str) else each for each in fields]
-        shared[0] = self.device.index  # of this process; the GPU is the same
+        shared[0] = self.device.index  # The same GPU may have another index in this process.
         key = json.dumps(fields)
         if key not in self._opened:
             self._opened[key] = torch.UntypedStorage._new_shared_cuda(*shared)
@@ -111,9 +112,9 @@ class GpuShelf:
 
 
 class Mailbox:
-    """One transfer over a shelf. A part is taken back when every receiver has taken it.
+    """One transfer over a shelf. A part is deleted after every receiver has copied it.
 
-    Raises: WeightSyncError: the other side did not do its part in time, or `is_left` says stop.
+    Raises: WeightSyncError: a wait for the other side timed out, or `is_left` returned True.
     """
 
     def __init__(
@@ -130,25 +131,26 @@ class Mailbox:
         self.device = shelf.device
         self._store = store
         self._shelf = shelf
-        self._name = name  # no other transfer of this store has it
+        self._name = name  # Unique among the transfers of this store.
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._is_left = is_left
 
     def send(self, index: int, part: Tensor) -> "Mail":
-        """Lay a part down and say so."""
+        """Store a part and publish its location."""
         self._store.set(self._key(index), self._shelf.put(index, part))
         takers = [self._taken(index, rank) for rank in range(1, self._world_size)]
 
         def part_with() -> None:
             self._await(takers, f"the takers of part {index}")
-            self._store.delete([self._key(index), *takers])  # of thousands of versions
+            # Without this the store would grow over thousands of versions.
+            self._store.delete([self._key(index), *takers])
 
         return Mail(part_with)
 
     def receive(self, index: int, part: Tensor) -> "Mail":
-        """Return what fetches a part when it is waited for."""
+        """Return a pending part, which `wait` fetches."""
 
         def fetch() -> None:
             self._await([self._key(index)], f"the learner's part {index}")
@@ -170,17 +172,17 @@ class Mailbox:
                 raise WeightSyncError(f"{what}: not there within {self._timeout_s:g}s")
 
     def close(self) -> None:
-        """Nothing to let go: the store is others', the shelf is the transfer's."""
+        """Do nothing: other objects own the store and the shelf."""
 
 
 class Mail:
-    """A part on its way through a mailbox."""
+    """A part in transit through a mailbox."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self.wait = wait
 
 
 def remove_files(folder: Path) -> None:
-    """Remove what transfers have left in a folder."""
+    """Remove the remaining bucket files of transfers from a folder."""
     for path in folder.glob("*.bucket"):
         os.unlink(path)
