@@ -36,7 +36,7 @@ class Placement:
         inline_step_s: float = INLINE_STEP_S,
         on_lost: Callable[[Worker], None] = lambda _: None,
     ) -> None:
-        """`capacity` is per environment; `on_lost` is called for each lost worker, after counting."""
+        """`capacity` is per environment; `on_lost` is called for each lost worker."""
         self.inline = InlineBudget(inline_step_s)
         self._registry = registry
         self._capacity = capacity

@@ -14,7 +14,7 @@ QUICK_S = STEP_BUCKETS_S[0]
 
 
 def no_steps() -> list[float]:
-    """Return an empty histogram: the total seconds, then a count per bucket and one for overflow."""
+    """Return an empty histogram: total seconds, a count per bucket and the overflow count."""
     return [0.0] + [0] * (len(STEP_BUCKETS_S) + 1)
 
 
@@ -45,7 +45,7 @@ class Session:
 
 
 class Alone:
-    """Exclusive access to a session. It is a class, since a generator costs several times as much."""
+    """Exclusive access to a session; a class, since a generator costs several times as much."""
 
     __slots__ = ("_find", "_lock", "_renew", "_session_id")
 

@@ -119,8 +119,7 @@ class Worker:
         raise (UnknownItem if reply["error"] == "unknown_item" else EnvRaised)(reply["detail"])
 
     def lose(self, cause: str, what: str) -> None:
-        """Kill the process and its children; pending calls raise. Only the first call has an
-        effect.
+        """Kill the process and its children; pending calls raise. Later calls have no effect.
 
         `cause` is the attribute of that name; `what` is a text such as "was killed: ...".
         """

@@ -1,4 +1,4 @@
-"""The HTTP face of the hub: routes, status codes, nothing else."""
+"""The HTTP interface of the hub: routes and status codes."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ from envhub.http.refusals import Refusals
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
-SIGN_S = 0.5  # between two bytes to a client that stays
+SIGN_S = 0.5  # Seconds between two bytes to a client that holds a presence connection.
 
 STATUS_CODES: dict[type[Exception], int] = {
     BadBody: 422,
@@ -80,14 +80,14 @@ def make_app(
     max_action_bytes: int = DEFAULT_ACTION_MIB * MIB,
     agentgym: Patience | None = None,
 ) -> FastAPI:
-    """Return the hub's application; the leases of `sessions` are watched while it runs.
+    """Return the hub's application; it expires the leases of `sessions` while it runs.
 
     Args:
-        token: bearer token of every route but /healthz; None asks for none.
-        step_timeout_s: told to clients in GET /healthz; `sessions` enforces it.
-        max_action_bytes: of one action; a larger one is refused, and its client asks for the
+        token: bearer token of every route but /healthz; None: no token is required.
+        step_timeout_s: reported to clients in GET /healthz; `sessions` enforces it.
+        max_action_bytes: limit of one action. A larger one is refused; its client then requests the
             answer to an invalid action.
-        agentgym: of AgentGym's routes; None: the sessions' leases, and nobody waits.
+        agentgym: lease and queue time of AgentGym's routes; None: the sessions' leases, no queue.
     """
 
     @contextlib.asynccontextmanager
@@ -117,7 +117,8 @@ def make_app(
     )
     for error, status in STATUS_CODES.items():
         app.add_exception_handler(error, _failure(status))
-    app.add_exception_handler(ClientDisconnect, _failure(400))  # nobody is left to read it
+    # The client has disconnected; the response is not read.
+    app.add_exception_handler(ClientDisconnect, _failure(400))
     metrics = HubMetrics(sessions, refusals)
     _add_catalogue_routes(app, sessions, registry, metrics, step_timeout_s=step_timeout_s)
     _add_session_routes(app, sessions)
@@ -220,10 +221,10 @@ def _add_presence_route(app: FastAPI, sessions: Sessions) -> None:
                 yield b"\n"
                 await asyncio.sleep(SIGN_S)
 
-    # In no schema: it is answered for as long as the owner lives, which no tool expects.
+    # Not in the schema: the response lasts as long as the owner, which tools do not expect.
     @app.get("/v1/presence/{owner}", include_in_schema=False)
     async def presence(owner: str) -> StreamingResponse:
-        """Never ends by itself; when the connection does, so do the owner's sessions."""
+        """Stream until the connection closes; then the owner's sessions end."""
         return StreamingResponse(signs(owner[:MAX_NAME_CHARS]), media_type="text/plain")
 
 
@@ -282,7 +283,7 @@ def _batch_of(model: type[BaseModel]) -> dict[str, Any]:
 async def _each(
     request: Request, work: Callable[[object], Coroutine[Any, Any, dict[str, Any]]], *, status: int
 ) -> Response:
-    """Return the answer to a batch, whose entries are worked on at the same time."""
+    """Return the answer to a batch, whose entries are processed concurrently."""
     entries = parse_batch(await request.body())
     return json_response(
         await asyncio.gather(*(_entry(work(each), status=status) for each in entries))
@@ -308,7 +309,7 @@ async def _step(sessions: Sessions, session_id: str, body: StepRequest) -> dict[
 
 
 async def _entry(work: Coroutine[Any, Any, dict[str, Any]], *, status: int) -> dict[str, Any]:
-    """Return one entry of a batch's answer; its failure touches no other."""
+    """Return one entry of a batch's answer; its failure does not affect other entries."""
     try:
         return {"status": status} | await work
     except tuple(STATUS_CODES) as error:
@@ -320,12 +321,12 @@ def _status_of(error: Exception) -> int:
 
 
 def _fails(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI entries of a route's failures, with those of AuthMiddleware."""
+    """Return the OpenAPI entries of a route's failures, including those of AuthMiddleware."""
     return {status: {"model": Failed} for status in (401, 413, *statuses)}
 
 
 def _failure(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return the handler that answers one kind of error with its text."""
+    """Return a handler that answers one type of error with its text."""
 
     async def handle(_: Request, error: Exception) -> Response:
         response = json_response({"detail": str(error)}, status=status)
