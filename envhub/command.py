@@ -117,7 +117,7 @@ def examine(cfg: RunConfig, *, is_to_train: bool = True) -> tuple[list[str], lis
 
 
 def _wrong_tasks(cfg: RunConfig, registry: Registry, *, is_to_train: bool) -> list[str]:
-    """Return the tasks that the registry's environments do not offer, one line each."""
+    """Return why tasks cannot be drawn from the registry's environments, one line each."""
     tasks = {i: task for i, task in enumerate(cfg.tasks) if task.env in registry.names}
     unknown = [
         f"tasks[{i}].subset={task.subset!r}: {task.env} has no subset {task.subset!r}; the nearest"

@@ -76,8 +76,8 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
     """The result of one action. Its producer must not modify it after returning it.
 
     Attributes:
-        reward: in [0, 1]. With `Reward.SUM` it is the reward of this step, and the sum is in [0,
-            1].
+        reward: in [0, 1]. With `Reward.SUM` it is this step's share, and the sum is in `[0, 1]`
+            too.
         is_valid: False when the text was not an executable action.
         is_success: the episode ended solved. If an environment leaves it None, it becomes True when
             the episode ended with reward 1, and `tells_success` becomes False.
@@ -122,9 +122,12 @@ class Env(Protocol):
     """One live episode. Its calls never overlap; a call before `reset` may raise.
 
     An environment may also have a method `detail(what: str)`. It returns JSON for AgentGym's pages,
-    or None for an unknown request. "picture" is an image as a `data:` URL; other forms are {"map":
-    rows with one character per cell}, {"parts": [[title, text], ...]} and {"tree": {"name",
-    "count", "held", "parts": [trees]}, "held": {name: count}}.
+    or None for an unknown request. The result for "picture" is one of:
+
+    - an image as a `data:` URL
+    - {"map": rows with one character per cell}
+    - {"parts": [[title, text], ...]}
+    - {"tree": {"name", "count", "held", "parts": [trees]}, "held": {name: count}}
     """
 
     def reset(self, item_id: str, seed: int) -> str:
@@ -231,7 +234,7 @@ class EnvSpec:
     isolation: Isolation = Isolation.INLINE
     sessions_per_worker: int = 1
     max_workers: int = 1  # Worker processes.
-    # Resident bytes with child processes; a worker above is replaced.
+    # Limit of resident bytes with child processes; a worker above it is replaced.
     worker_memory_bytes: int = 2 << 30
     step_timeout_s: float | None = None  # Deadline of one call; None: the hub's value.
     reward: Reward = Reward.LAST

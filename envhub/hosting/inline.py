@@ -28,7 +28,7 @@ class InlineBudget:
         """Allow `step_s` seconds for a step."""
         self.step_s = step_s
         self._num_slow: Counter[str] = Counter()  # Steps over the budget, by environment.
-        # One thread per environment, since its code is not thread-safe.
+        # One thread per environment, since its code does not expect parallel calls.
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._limits: dict[tuple[str, float], Limits] = {}
         self.moved: dict[str, str] = {}  # Reasons why environments were moved, by name.

@@ -11,7 +11,7 @@ MAX_GRAIN_S = 1.0
 
 
 def grain_of(lease_s: float) -> float:
-    """Return the time for which a lease may stay unrenewed, so that each use is cheap."""
+    """Return the minimum interval between two renewals of a lease, which keeps each use cheap."""
     return min(MAX_GRAIN_S, lease_s / 100)
 
 

@@ -8,7 +8,7 @@ from envhub.env import StepResult
 from envhub.hosting.env_calls import Limits
 from envhub.hosting.episodes import Episode
 
-# Upper bounds of the histogram of step durations.
+# Bucket bounds of the histogram of step durations.
 STEP_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 QUICK_S = STEP_BUCKETS_S[0]
 

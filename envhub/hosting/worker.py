@@ -21,7 +21,7 @@ from envhub.hosting.frames import MAX_FRAME_BYTES, encode_frame, read_frame
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-ENDING_TIMEOUT_S = 0.2  # Wait for the exit of a worker process after its connection has closed.
+ENDING_TIMEOUT_S = 0.2  # Seconds to wait for a worker's exit after its connection has closed.
 LATE_S = 1.0  # A deadline noticed later than this means that the hub was suspended, not the worker.
 
 

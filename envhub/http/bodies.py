@@ -16,7 +16,7 @@ from envhub.env import Style
 MAX_SEED = 2**63 - 1
 MAX_NAME_CHARS = 200
 MAX_BATCH = 1024
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # A lone surrogate as a JSON escape.
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # A surrogate code unit as a JSON escape.
 
 Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")

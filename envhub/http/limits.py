@@ -15,7 +15,7 @@ from envhub.http.refusals import REFUSED, Refusals
 
 MAX_HEADER_BYTES = 64 * 1024  # Maximum bytes of a request's head with its path.
 REQUEST_S = 20.0  # Deadline for a complete request, from its first byte or from the connection.
-# Reduced by the descriptor limit; one more connection closes the oldest unused one.
+# The descriptor limit may reduce this number. A further connection closes the oldest unused one.
 MAX_CONNECTIONS = 20_000
 TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
