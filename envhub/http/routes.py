@@ -80,14 +80,11 @@ def make_app(
     max_action_bytes: int = DEFAULT_ACTION_MIB * MIB,
     agentgym: Patience | None = None,
 ) -> FastAPI:
-    """Return the hub's application; it expires the leases of `sessions` while it runs.
+    """Return the hub's application, which also expires the leases of `sessions`.
 
-    Args:
-        token: bearer token of every route but /healthz; None: no token is required.
-        step_timeout_s: reported to clients in GET /healthz; `sessions` enforces it.
-        max_action_bytes: limit of one action. A larger one is refused; its client then requests the
-            answer to an invalid action.
-        agentgym: lease and queue time of AgentGym's routes; None: the sessions' leases, no queue.
+    Every route but /healthz and /readyz requires `token`, unless it is None. `step_timeout_s` is
+    only reported to clients. An action of more than `max_action_bytes` is refused; its client then
+    requests the answer to an invalid action. `agentgym` None: the sessions' leases, and no queue.
     """
 
     @contextlib.asynccontextmanager
@@ -117,8 +114,7 @@ def make_app(
     )
     for error, status in STATUS_CODES.items():
         app.add_exception_handler(error, _failure(status))
-    # The client has disconnected; the response is not read.
-    app.add_exception_handler(ClientDisconnect, _failure(400))
+    app.add_exception_handler(ClientDisconnect, _failure(400))  # The client has disconnected.
     metrics = HubMetrics(sessions, refusals)
     _add_catalogue_routes(app, sessions, registry, metrics, step_timeout_s=step_timeout_s)
     _add_session_routes(app, sessions)
