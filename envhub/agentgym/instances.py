@@ -23,7 +23,7 @@ REMEDIES = {  # Config keys that raise the number of sessions, where it is not t
     "webarena": "envs.browser.max_sessions",
     "minisites": "envs.browser.max_sessions",
 }
-MAX_ASIDE = 4_096  # Instances of an environment whose episodes can be suspended.
+MAX_ASIDE = 4_096  # Maximum instances of an environment whose episodes can be suspended.
 # Maximum characters of an episode's actions; a longer episode keeps its session.
 MAX_REPEATED_CHARS = 100_000
 ID_BITS = 53  # Bits that a JSON number represents exactly everywhere.

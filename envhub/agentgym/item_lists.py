@@ -141,10 +141,10 @@ def _number(entry: object, dialect: Dialect, file: Path) -> int:
 
 
 def with_lists(spec: EnvSpec, options: EnvsSection) -> EnvSpec:
-    """Return a built-in environment with a subset of its configured lists, if there are any.
+    """Return a built-in environment with an extra subset for its configured item lists.
 
-    The subset is `agentgym`; it holds the lists' items in order, and the task `AgentGym` has all of
-    them.
+    Without lists the environment is unchanged. The subset is `agentgym`; it holds the lists' items
+    in order, and the task `AgentGym` has all of them.
 
     Raises: ConfigError: a list cannot be read, or has no item that exists here.
     """
