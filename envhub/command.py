@@ -1,4 +1,4 @@
-"""The commands about environments: serve them alone, list them, say what they lack."""
+"""Commands for environments: serve a standalone hub, list tasks, check requirements."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -31,13 +31,13 @@ SHORT_KEYS = {"port": "envhub.port", "host": "envhub.host", "token": "envhub.tok
 def run_hub(
     overrides: Sequence[str], *, root: Path, is_dry: bool, say: Callable[[str], None]
 ) -> int:
-    """Be a hub that belongs to no run until a signal ends it; return the exit code.
+    """Serve a standalone hub until a signal stops it; return the exit code.
 
     Args:
         overrides: `env=a,b port=8080 host= token=`, and keys of the configuration.
         is_dry: only print the configuration.
 
-    Raises: ConfigError: an environment cannot be served, or the address cannot be had.
+    Raises: ConfigError: an environment cannot be served, or the address cannot be bound.
     """
     cfg = _load_alone(overrides, root=root)
     if is_dry:
@@ -46,7 +46,7 @@ def run_hub(
     configure_logging("envhub", cfg.log.level)
     names = _with_remote(cfg.envhub.envs or _all_that_run(cfg, say), cfg)
     missing = _lacking(names, cfg)
-    if missing:  # said before the slow import below
+    if missing:  # Report missing requirements before the slow import below.
         raise ConfigError("; ".join(missing))
     from envhub.main import serve_alone
 
@@ -65,7 +65,7 @@ def run_hub(
 
 
 def list_environments(overrides: Sequence[str], *, root: Path, say: Callable[[str], None]) -> int:
-    """Print the tasks of the named environments, or of all there are; return the exit code."""
+    """Print the tasks of the named environments, or of all environments; return the exit code."""
     cfg = _load_alone(overrides, root=root)
     names = cfg.envhub.envs or _with_remote([*LOADERS], cfg)
     try:
@@ -77,21 +77,23 @@ def list_environments(overrides: Sequence[str], *, root: Path, say: Callable[[st
 
 
 def missing_for(cfg: RunConfig, *, is_to_train: bool = True) -> list[str]:
-    """Return what a run's environments lack, one line each; [] if they can all be served.
+    """Return the missing requirements of a run's environments, one line each; [] if there are none.
 
-    Where the run uses a hub elsewhere, whether that one answers, takes the token and has the tasks.
+    If the run uses an external hub (`envhub.url`), check instead that it answers, accepts the token
+    and offers the tasks.
     """
     lacking, mistakes = examine(cfg, is_to_train=is_to_train)
     return lacking or mistakes
 
 
 def examine(cfg: RunConfig, *, is_to_train: bool = True) -> tuple[list[str], list[str]]:
-    """Return what this machine lacks for a run's environments, and what is wrong with its tasks.
+    """Return the missing requirements of a run's environments and the errors in its tasks.
 
-    A wrong task is wrong on every machine. A hub elsewhere that does not answer is lacking.
+    An error in a task is the same on every machine. An external hub that does not answer counts as
+    a missing requirement.
 
     Args:
-        is_to_train: the tasks are trained on, and not only played.
+        is_to_train: the tasks are also trained on, and not only evaluated.
     """
     if url := cfg.envhub.url:
         if lacking := silent([hub_at(url)]):
@@ -115,7 +117,7 @@ def examine(cfg: RunConfig, *, is_to_train: bool = True) -> tuple[list[str], lis
 
 
 def _wrong_tasks(cfg: RunConfig, registry: Registry, *, is_to_train: bool) -> list[str]:
-    """Return which tasks cannot be drawn from the registry's environments, one line each."""
+    """Return why tasks cannot be drawn from the registry's environments, one line each."""
     tasks = {i: task for i, task in enumerate(cfg.tasks) if task.env in registry.names}
     unknown = [
         f"tasks[{i}].subset={task.subset!r}: {task.env} has no subset {task.subset!r}; the nearest"
@@ -130,7 +132,7 @@ def _wrong_tasks(cfg: RunConfig, registry: Registry, *, is_to_train: bool) -> li
 
 
 def _untrainable(tasks: Mapping[int, TaskSection], registry: Registry) -> list[str]:
-    """Return which tasks have nothing to train on, one line each."""
+    """Return the tasks without training items, one line each."""
     lines: list[str] = []
     for i, task in tasks.items():
         lines += untrainable(i, task, registry.spec(task.env).subsets[task.subset].num_train)
@@ -138,7 +140,7 @@ def _untrainable(tasks: Mapping[int, TaskSection], registry: Registry) -> list[s
 
 
 def _too_far(cfg: RunConfig, tasks: Mapping[int, TaskSection], registry: Registry) -> list[str]:
-    """Return why tasks cannot have the items at their distances, one line each."""
+    """Return why tasks have no items at their configured distances, one line each."""
     lines: list[str] = []
     for i, task in tasks.items():
         names = subsets_in_use(cfg.curriculum, [task])
@@ -150,7 +152,7 @@ def _too_far(cfg: RunConfig, tasks: Mapping[int, TaskSection], registry: Registr
 
 
 def examine_environments(cfg: RunConfig) -> list[Check]:
-    """Return a line of `doctor` for each environment that there is; none of them is a must."""
+    """Return one `doctor` check for each environment. Every check is optional."""
     checks: list[Check] = []
     for name in _with_remote([*LOADERS], cfg):
         missing = _lacking([name], cfg)
@@ -175,19 +177,19 @@ def spell_out(overrides: Sequence[str]) -> list[str]:
 
 
 def _load_alone(overrides: Sequence[str], *, root: Path) -> RunConfig:
-    """Return the config of a hub that belongs to no run; there is no model in it."""
+    """Return the config of a standalone hub. It has no model."""
     overrides = ["model.path=unset", *spell_out(overrides)]
     return on_loopback(load_config(None, overrides, root=root))
 
 
 def _lacking(names: Sequence[str], cfg: RunConfig) -> list[str]:
-    """Return what these environments lack, one line each: programs, files, servers that answer."""
+    """Return missing programs, missing files and silent servers of environments, one line each."""
     missing = missing_requirements(names, cfg.envs, cfg.env)
     return missing or silent(servers_of(names, cfg.envs, cfg.env))
 
 
 def _with_remote(names: Sequence[str], cfg: RunConfig) -> list[str]:
-    """Return the names with that of the AgentGym server, if there is one."""
+    """Return the names, plus the name of the AgentGym server if one is configured."""
     return [*dict.fromkeys([*names, *filter(None, [cfg.env.dialect])])]
 
 
@@ -199,7 +201,7 @@ def _all_that_run(cfg: RunConfig, say: Callable[[str], None]) -> list[str]:
 
 
 def _key_of(refusal: str, cfg: RunConfig) -> str:
-    """Return the key that names the environment which is refused."""
+    """Return the config key that names the refused environment."""
     refused = refusal.partition(";")[0]
     for i, task in enumerate(cfg.tasks):
         if repr(task.env) in refused:

@@ -1,7 +1,7 @@
-"""How AgentGym's clients begin a conversation, character for character; the texts are data.
+"""The opening messages of AgentGym's clients, character for character.
 
-conversations.json holds of each dialect the instruction, the agent's canned answer to it, and how
-the client words a first observation, where it adds to the server's.
+`conversations.json` holds three texts for each dialect: the instruction, the agent's canned answer
+to it, and the template of the first observation where the client extends the server's text.
 """
 
 import json
@@ -16,14 +16,14 @@ PLACE = "{observation}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """The first two messages, and the form of the third, with PLACE for the server's text."""
+    """The first two messages and the template of the third; PLACE marks the server's text."""
 
     instruction: str
     acknowledgement: str
     first: str = PLACE
 
     def first_observation(self, text: str) -> str:
-        """Return the third message."""
+        """Return the third message, which holds the first observation."""
         return self.first.replace(PLACE, text)
 
     def server_text(self, message: str) -> str:
@@ -39,10 +39,10 @@ CONVERSATIONS = {
 
 
 def begun(name: str, instruction: dict[Style, str]) -> dict[str, Any]:
-    """Return the fields of an `EnvSpec` with which its conversations begin as AgentGym's do.
+    """Return the `EnvSpec` fields for conversations that begin as AgentGym's do.
 
     Args:
-        name: an environment's; one that AgentGym does not have keeps its instruction.
+        name: an environment's name. An environment that AgentGym lacks keeps its own instruction.
     """
     told = CONVERSATIONS.get(name)
     if told is None:

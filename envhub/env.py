@@ -1,4 +1,4 @@
-"""What an environment must offer, and the words the hub uses about it."""
+"""The environment interface: `Env`, `EnvSpec`, step results and item ids."""
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,18 +13,18 @@ ITEM_PATTERN = re.compile(r"(?P<subset>[^-\s]+)-(?P<split>train|test)-(?P<index>
 
 
 class Style(StrEnum):
-    """How observations are worded: short for small models, or as AgentGym words them."""
+    """Wording of observations: short for small models, or identical to AgentGym's."""
 
     COMPACT = "compact"
     AGENTGYM = "agentgym"
 
 
 class Isolation(StrEnum):
-    """Where the episodes of an environment live.
+    """The process or thread that runs the episodes of an environment.
 
-    INLINE: in the server's own process and thread; only for quick code of ours that cannot hang.
-    TASK: in the server's event loop; only for asynchronous environments that wait for others.
-    WORKER: in a worker process, which is killed and replaced when it hangs, leaks or dies.
+    INLINE: the server's own process and thread; only for fast built-in code that cannot hang.
+    TASK: the server's event loop; only for asynchronous environments that wait for I/O.
+    WORKER: a worker process, which is killed and replaced when it hangs, leaks memory or dies.
     """
 
     INLINE = "inline"
@@ -33,10 +33,11 @@ class Isolation(StrEnum):
 
 
 class Reward(StrEnum):
-    """What an episode is worth, of what its steps pay.
+    """How the return of an episode is computed from its step rewards.
 
-    LAST: what the last step paid. SUM: all steps' pay added up; each must leave the sum in [0, 1],
-    and who asks the hub is told the sum so far.
+    LAST: the return is the last step's reward.
+    SUM: the return is the sum of all step rewards. The sum must stay in [0, 1] after every step.
+        The hub's answers carry the sum so far.
     """
 
     LAST = "last"
@@ -44,14 +45,14 @@ class Reward(StrEnum):
 
 
 class EnvFailure(RuntimeError):
-    """The machinery of the environment failed (a dead JVM, no browser, a server's silence).
+    """The machinery of the environment failed (a dead JVM, no browser, a server that is silent).
 
-    Never the agent's doing and never a reward: the session ends with this text.
+    The agent did not cause it, so it gives no reward. The session ends with this text.
     """
 
 
 class UnknownItem(ValueError):
-    """The item id names no task of this environment; the text says what would."""
+    """The item id names no task of this environment; the text suggests a valid one."""
 
 
 class ItemId(NamedTuple):
@@ -64,23 +65,27 @@ class ItemId(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubsetSpec:
-    """Size of one subset; `max_turns` is the most turns an episode may use at any horizon."""
+    """Size of one subset; `max_turns` limits the turns of an episode at any horizon."""
 
     num_train: int
     num_test: int
     max_turns: int
 
 
-class StepResult(msgspec.Struct, kw_only=True, gc=False):  # made in a tenth of a quick step
-    """What one action led to; whoever made it hands it over and changes it no more.
+class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 1/10 of a fast step.
+    """The result of one action. Its producer must not modify it after returning it.
 
-    `reward` is in [0, 1] (what one step pays, where the `EnvSpec` says `Reward.SUM`: the sum is).
-    `is_valid` is False when the text was no executable action. `is_success` says whether the
-    episode has ended solved; where an environment does not say (None), it has if it ended worth 1,
-    and `tells_success` is False. `is_truncated` marks an end (`done`) at a limit of the
-    environment's own, as gymnasium's `truncated`: the task would have gone on. `state` is the same
-    text for equal states of an item, and another for unequal ones: the agent's next turn is
-    compared with others that were taken in it; where it is "", the observation stands for it.
+    Attributes:
+        reward: in [0, 1]. With `Reward.SUM` it is this step's share, and the sum is in `[0, 1]`
+            too.
+        is_valid: False when the text was not an executable action.
+        is_success: the episode ended solved. If an environment leaves it None, it becomes True when
+            the episode ended with reward 1, and `tells_success` becomes False.
+        score: the score that AgentGym's server reports. None: `reward` times its maximum score.
+        state: a text that is equal exactly for equal states of an item. The next turn is compared
+            with other turns taken in the same state. "": the observation is used instead.
+        is_truncated: the episode ended (`done`) at a limit of the environment itself, as
+            gymnasium's `truncated`: the task was not finished.
     """
 
     observation: str
@@ -88,10 +93,10 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # made in a tenth of 
     done: bool
     is_valid: bool
     is_success: bool | None = None
-    score: float | None = None  # what AgentGym's server pays; None: `reward` of its best score
+    score: float | None = None
     state: str = ""
     is_truncated: bool = False
-    tells_success: bool = True  # set by itself
+    tells_success: bool = True  # Set by `__post_init__`.
 
     def __post_init__(self) -> None:
         if self.is_success is None:
@@ -101,7 +106,7 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # made in a tenth of 
             raise ValueError("is_truncated=True with done=False: a truncated episode has ended")
 
     def told(self) -> dict[str, Any]:
-        """Return what a client of the hub's own routes is told, as JSON."""
+        """Return the result as JSON for clients of the hub's own routes."""
         return {
             "observation": self.observation,
             "reward": self.reward,
@@ -114,39 +119,42 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # made in a tenth of 
 
 
 class Env(Protocol):
-    """One live episode. Calls come one at a time; a call before `reset` may raise.
+    """One live episode. Its calls never overlap; a call before `reset` may raise.
 
-    An environment may have a method `detail(what: str)` besides: JSON that AgentGym's pages ask
-    for, or None for what it does not know. Of "picture" that is an image as a `data:` URL;
-    {"map": rows of one sign a cell}; {"parts": [[title, text], ...]}; or {"tree": {"name", "count",
-    "held", "parts": [trees]}, "held": {name: count}}.
+    An environment may also have a method `detail(what: str)`. It returns JSON for AgentGym's pages,
+    or None for an unknown request. The result for "picture" is one of:
+
+    - an image as a `data:` URL
+    - {"map": rows with one character per cell}
+    - {"parts": [[title, text], ...]}
+    - {"tree": {"name", "count", "held", "parts": [trees]}, "held": {name: count}}
     """
 
     def reset(self, item_id: str, seed: int) -> str:
         """Start the episode of an item and return its first observation.
 
         Args:
-            item_id: `"<subset>-<split>-<index>"`; it alone fixes the task, on every machine.
-            seed: for chance inside the environment; deterministic environments ignore it.
+            item_id: `"<subset>-<split>-<index>"`; it alone determines the task, on every machine.
+            seed: seed of random events in the environment; deterministic environments ignore it.
 
         Raises: UnknownItem: no such subset, or the index is out of range.
         """
         ...
 
     def step(self, action: str) -> StepResult:
-        """Perform one action, any text at all, and return what came of it."""
+        """Perform one action, which may be any text, and return its result."""
         ...
 
     def valid_actions(self) -> list[str]:
-        """Return actions that would be executed now (a finite sample if there are endless)."""
+        """Return the actions that are executable now (a finite sample of an infinite set)."""
         ...
 
     def expert_action(self) -> str | None:
-        """Return what the scripted expert does now; None when it knows no way."""
+        """Return the scripted expert's next action; None when the expert has no plan."""
         ...
 
     def render(self) -> str:
-        """Return a picture of the whole state for people; never shown to the agent."""
+        """Return a text picture of the whole state for people; the agent never receives it."""
         ...
 
     def fingerprint(self) -> str:
@@ -154,7 +162,7 @@ class Env(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the episode holds; called once, also after a failure."""
+        """Release the resources of the episode; called once, also after a failure."""
         ...
 
 
@@ -174,8 +182,8 @@ class AsyncEnv(Protocol):
 class TaskSpec:
     """One task of the catalogue: a subset and its fixed lists of item ids.
 
-    `train` and `test` name items of `subset`, in the order in which results are reported; `note`
-    is what every table says beside the task's name.
+    `train` and `test` list items of `subset` in reporting order. `note` is printed beside the
+    task's name in every table.
     """
 
     scenario: str
@@ -187,9 +195,9 @@ class TaskSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperSet:
-    """The test set of a published table: item ids by column's subset, and the turns they have.
+    """The test set of a published table: item ids by the column's subset, and the turn limit.
 
-    `note` is what of it is not as in the paper, "" where nothing is.
+    `note` describes the differences from the paper; "" if there are none.
     """
 
     items: Mapping[str, tuple[str, ...]]
@@ -203,30 +211,32 @@ class EnvSpec:
 
     Attributes:
         make: builds one episode; an `Env`, or an `AsyncEnv` where `isolation` is not INLINE.
-        isolation: where episodes live. In a worker, synchronous calls of different sessions run
-            in threads side by side; calls of one session never overlap.
-        sessions_per_worker: episodes that one worker holds at a time; workers are reused. With
-            TASK: episodes that there may be at a time.
-        reward: what an episode is worth, of what its steps pay.
-        start_score: the score before the first step: what a raw score of 0 is in [0, 1].
-        is_repeatable: whether the same actions always lead to the same, and touch nobody else.
-        from_agentgym: item id of AgentGym's data index; raises UnknownItem. None: there is none.
-        column_item: the same, in the subset of the paper's table; None: `from_agentgym`.
-        note: what every table says of its rows; "" where the tasks are those of its name.
+        isolation: where episodes run. In a worker, synchronous calls of different sessions run in
+            parallel threads; calls of one session never overlap.
+        sessions_per_worker: concurrent episodes of one worker; workers are reused. With TASK:
+            concurrent episodes in the hub.
+        reward: how the return is computed from the step rewards.
+        start_score: the score before the first step: a raw score of 0, mapped to [0, 1].
+        is_repeatable: equal actions always have equal results and no effect outside the episode.
+        from_agentgym: maps AgentGym's data index to an item id; raises UnknownItem. None: no
+            mapping.
+        column_item: the same mapping into the subset of the paper's table; None: `from_agentgym`.
+        note: remark printed with every table row; "" where the tasks match the name.
     """
 
     name: str
     subsets: Mapping[str, SubsetSpec]
     instruction: Mapping[Style, str]
-    # The agent's canned answer to it, where the instruction is a message of its own.
+    # The agent's canned answer to the instruction, where the instruction is a separate message.
     acknowledgement: Mapping[Style, str] = field(default_factory=dict[Style, str])
     make: Callable[[Style], Env | AsyncEnv]
-    tasks: Mapping[str, TaskSpec] = field(default_factory=dict[str, TaskSpec])  # by name
+    tasks: Mapping[str, TaskSpec] = field(default_factory=dict[str, TaskSpec])  # Tasks by name.
     isolation: Isolation = Isolation.INLINE
     sessions_per_worker: int = 1
-    max_workers: int = 1  # processes
-    worker_memory_bytes: int = 2 << 30  # resident, with its children; above, it is replaced
-    step_timeout_s: float | None = None  # of one call; None: the hub's
+    max_workers: int = 1  # Worker processes.
+    # Limit of resident bytes with child processes; a worker above it is replaced.
+    worker_memory_bytes: int = 2 << 30
+    step_timeout_s: float | None = None  # Deadline of one call; None: the hub's value.
     reward: Reward = Reward.LAST
     start_score: float = 0.0
     is_repeatable: bool = True
@@ -234,15 +244,16 @@ class EnvSpec:
     column_item: Callable[[int], str] | None = None
     note: str = ""
     paper: PaperSet | None = None
-    # What actions call, as {"name", "description", "parameters": JSON schema} each; an action is
-    # then {"tool": name, "arguments": {...}}. (): an action is any text.
+    # Tools as {"name", "description", "parameters": JSON schema} each. With tools, an action is
+    # {"tool": name, "arguments": {...}}; with (), an action is any text.
     tools: tuple[Mapping[str, Any], ...] = ()
-    stop: Callable[[], Awaitable[None]] | None = None  # when the process that holds episodes ends
+    # Called when the process that holds the episodes ends.
+    stop: Callable[[], Awaitable[None]] | None = None
     stop_timeout_s: float = 1.0
 
 
 def nearest(word: str, words: list[str]) -> str:
-    """Return the word most like `word`, or the first of `words` when none is alike."""
+    """Return the word most similar to `word`, or the first of `words` when none is similar."""
     alike = get_close_matches(word, words, n=1, cutoff=0.0)
     return alike[0] if alike else words[0]
 
@@ -278,5 +289,5 @@ def parse_item(item_id: str, subsets: Mapping[str, SubsetSpec]) -> ItemId:
 
 
 def action_text(text: str) -> str:
-    """Return what follows the last `Action:`, or the whole text, stripped."""
+    """Return the text after the last `Action:`, or the whole text, stripped."""
     return text.rpartition("Action:")[2].strip()

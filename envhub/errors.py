@@ -1,17 +1,17 @@
-"""What may go wrong with a session, besides `EnvTimeout`; each has one HTTP status."""
+"""The errors of a session, besides `EnvTimeout`. Each has one HTTP status."""
 
 from common.errors import EnvError
 
 
 class UnknownEnv(KeyError):
-    """No environment of that name is offered; the text names the nearest one."""
+    """No environment of that name exists here; the text suggests the nearest name."""
 
     def __str__(self) -> str:
         return self.args[0]
 
 
 class SessionUnknown(LookupError):
-    """No such session: never made, deleted, dropped after a failure, or its lease ran out."""
+    """The session does not exist: never created, deleted, dropped after a failure, or expired."""
 
 
 class SessionConflict(RuntimeError):
@@ -19,16 +19,16 @@ class SessionConflict(RuntimeError):
 
 
 class CapacityFull(RuntimeError):
-    """The environment already has as many sessions as it may have."""
+    """The environment has reached its limit of sessions."""
 
 
 class HubDraining(RuntimeError):
-    """The hub is about to stop and takes no new sessions."""
+    """The hub is shutting down and accepts no new sessions."""
 
 
 class EnvRaised(EnvError):
-    """The environment or its worker failed; the session is gone."""
+    """The environment or its worker failed; the session has ended."""
 
 
 class WorkerLost(EnvRaised):
-    """The worker process of the session died or was killed on account of another session."""
+    """The worker process of the session died or was killed because of another session."""

@@ -1,4 +1,4 @@
-"""The envhub role: builds the hub and serves it until told to stop."""
+"""The envhub role: builds the hub and serves it until a stop signal."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ BACKLOG = 4096
 
 
 def run(cfg: RunConfig, run_dir: RunDir) -> None:
-    """Serve the environments of the run's tasks and tell the other roles where."""
+    """Serve the environments of the run's tasks; publish the address to the other roles."""
     keys = own_keys(run_dir.keys, role="envhub", name="envhub")
     port = cfg.envhub.port or _previous_port(run_dir)
     token = keys.hub_token
@@ -72,8 +72,8 @@ def run_joined(cfg: RunConfig, joined: Joined) -> None:
     """Serve a run on another machine: all its environments, or those of `envhub.envs`.
 
     Raises:
-        ConfigError: something that an environment needs is missing here, or the address is in use.
-        LongstrideError: the scheduler fell silent.
+        ConfigError: a requirement of an environment is missing here, or the address is in use.
+        LongstrideError: the scheduler stopped answering.
     """
     names = cfg.envhub.envs or envs_of_run(cfg)
     token = cfg.envhub.token or secrets.token_urlsafe(32)
@@ -108,12 +108,12 @@ def registered(
     serving: tuple[FastAPI, Sessions],
     silence_s: float | None = None,
 ) -> Iterator[None]:
-    """Tell the scheduler of this hub meanwhile, of what it refused and has in use.
+    """Register the hub with the scheduler inside the context; report refusals and usage.
 
     Args:
-        serving: what `build` returned.
+        serving: the return value of `build`.
 
-    Raises: LongstrideError: the scheduler refuses it, or was silent for `silence_s`.
+    Raises: LongstrideError: the scheduler refuses the hub, or was silent for `silence_s`.
     """
     app, sessions = serving
     registration = Registration(
@@ -135,18 +135,18 @@ def registered(
 
 
 def told_address(cfg: RunConfig, listener: socket.socket) -> str:
-    """Return the hub's address with the host that others are told."""
+    """Return the hub's address with the advertised host, by which other machines reach it."""
     address = address_of(listener)
     return with_host(address, cfg.envhub.advertise) if cfg.envhub.advertise else address
 
 
 def serve_alone(cfg: RunConfig, env_names: list[str], *, started: Callable[[str], None]) -> None:
-    """Serve environments without any run.
+    """Serve environments without a run.
 
     Args:
-        cfg: `envhub.token` is asked of clients; "" asks for none.
-        env_names: what to serve.
-        started: told the hub's address once it is bound.
+        cfg: `envhub.token` is required of clients; with "" no token is required.
+        env_names: environments to serve.
+        started: called with the hub's address once it is bound.
 
     Raises:
         ValueError: see `build`.
@@ -171,10 +171,10 @@ def build(
     options: EnvsSection,
     remote: RemoteOptions,
 ) -> tuple[FastAPI, Sessions]:
-    """Return the application and its table of sessions.
+    """Return the application and its session table.
 
     Raises:
-        ValueError: an open address without a token, or something an environment needs is missing.
+        ValueError: a public address without a token, or a missing requirement of an environment.
         UnknownEnv: no such environment.
     """
     if token is None and not _is_loopback(section.host):
@@ -188,7 +188,7 @@ def build(
         raise ValueError("; ".join(missing))
     registry = Registry(env_names, options, remote)
     for name in registry.names:
-        registry.spec(name)  # a module that cannot be imported stops the start, not an episode
+        registry.spec(name)  # A failing import must stop the start, not an episode.
     sessions = Sessions(
         registry,
         lease_s=section.session_lease_s,
@@ -222,7 +222,8 @@ def serve(
 ) -> None:
     """Serve on a bound socket until SIGTERM or SIGINT; `on_round` is called several times a second.
 
-    Then new sessions get 503, running calls may finish for DRAIN_S, and everything ends.
+    After the signal, new sessions get 503 and running calls may finish for DRAIN_S; then the hub
+    ends.
     """
     config = uvicorn.Config(
         app,
@@ -230,7 +231,7 @@ def serve(
         http=limited_protocol(sessions.counts, app.state.refusals, app.state.known_heads),
         ws=QuietSocket,
         ws_max_size=app.state.max_action_bytes + FIELDS_BYTES,
-        ws_ping_interval=None,  # a client that generates may miss any number; leases end it
+        ws_ping_interval=None,  # A client that generates may miss pings; leases expire it instead.
         ws_per_message_deflate=False,
         access_log=False,
         server_header=False,
@@ -247,7 +248,7 @@ def serve(
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that drains before it stops; a second signal stops it at once."""
+    """A server that drains before it stops; a second signal stops it immediately."""
 
     def __init__(
         self,
@@ -263,20 +264,20 @@ class DrainingServer(uvicorn.Server):
         self._was_told = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and remember the loop that a signal has to reach."""
+        """Start, and store the event loop for the signal handler."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets=sockets)
-        # What is there now stays; collecting the sessions' cycles need not look through it.
+        # Objects that exist now are permanent. Freezing them excludes them from later collections.
         gc.collect()
         gc.freeze()
 
     async def on_tick(self, counter: int) -> bool:
-        """Do what a server does ten times a second, and tell that the loop turns."""
+        """Run the server's tick, ten times a second, and report that the event loop is alive."""
         self._on_round()
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain; called by a signal."""
+        """Begin to drain. The signal handler calls this."""
         if self._loop is None or self._was_told:
             super().handle_exit(sig, frame)
             return
@@ -310,7 +311,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def _previous_port(run_dir: RunDir) -> int:
-    """Return the port of a hub that this one replaces, since its clients look there; else 0."""
+    """Return the port of the hub that this one replaces, so that its clients find it; else 0."""
     path = run_dir.addresses / "envhub"
     return int(path.read_text(encoding="utf-8").rpartition(":")[2]) if path.exists() else 0
 
@@ -319,8 +320,8 @@ def _previous_port(run_dir: RunDir) -> int:
 def _signals_end_quietly() -> Iterator[None]:
     """Make a stop by signal an ordinary return.
 
-    uvicorn stops on SIGTERM and SIGINT and then raises the signal once more for the handler that
-    was there before, which by default would end the process with a failure code.
+    uvicorn stops on SIGTERM and SIGINT and then raises the signal again for the previous handler.
+    The default handler would end the process with a failure code.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

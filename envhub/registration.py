@@ -1,4 +1,4 @@
-"""A hub of a run tells the scheduler where it is, again and again."""
+"""Registration of a run's hub: it reports its address to the scheduler periodically."""
 
 import logging
 import os
@@ -21,18 +21,21 @@ from common.wire.security import RunKeys
 
 logger = logging.getLogger(__name__)
 
-CONNECT_S = 1.0  # to an address that is known
-LOOK_S = 5.0  # between two looks at memory and processors: at what the system says of each process
+CONNECT_S = 1.0  # Timeout of a connection to a known address.
+# Seconds between two measurements of memory and CPU, which read the state of each process.
+LOOK_S = 5.0
 
 
 class Registration(threading.Thread):
-    """Says hello every `every_s` and follows a scheduler that moves.
+    """Sends a hello every `every_s` and follows a scheduler that changes its address.
 
     Consumes: the scheduler's answers.
     Waits for: the scheduler's address, and its answers, `silence_s` at most.
-    Unblocked by: those, and `stop`. A failure, or the end of the run, ends the hub by a signal to
-    this process; the failure is in `error`. Without a `silence_s` somebody else ends the hub, and
-    it waits for a scheduler for as long as it serves.
+    Unblocked by: the address, the answers, and `stop`.
+
+    A failure, or the end of the run, ends the hub by a signal to this process; the failure is in
+    `error`. If `silence_s` is None, another process ends the hub, and the thread waits for a
+    scheduler as long as the hub serves.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class Registration(threading.Thread):
         refused: Callable[[], dict[str, int]] = dict,
         sessions: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        """Make one that is not started; `sessions` returns how many there are, and may be."""
+        """Prepare the thread; `sessions` returns the numbers of live and of possible sessions."""
         super().__init__(name="registration", daemon=True)
         self._addresses = addresses
         self._hello = hello
@@ -60,7 +63,7 @@ class Registration(threading.Thread):
         self.error: Exception | None = None
 
     def run(self) -> None:
-        """Register until told to stop."""
+        """Register until the run ends or `stop` is called."""
         try:
             while self._addresses.find_address("scheduler") is None:
                 if self._stop_requested.wait(self._every_s):
@@ -89,14 +92,14 @@ class Registration(threading.Thread):
         return replace(told, place=replace(place, url=url), refused=self._refused())
 
     def _used(self) -> HubUse:
-        """Return the memory and the processors in use, as the last look found them."""
+        """Return memory and CPU in use, as last measured."""
         if time.monotonic() >= self._look_at:
             self._look_at, pid = time.monotonic() + LOOK_S, os.getpid()
             self._use = HubUse(rss_bytes=resident_bytes([pid])[pid], cpu_s=family_cpu_s())
         return self._use
 
     def _is_over(self) -> bool:
-        """Return whether to end. Raises: LongstrideError: refused, or nothing heard for long."""
+        """Return whether to end. Raises: LongstrideError: refused, or silence for too long."""
         for message in self._line.take_all():
             if isinstance(message, Rejected):
                 raise LongstrideError(f"the scheduler refused this hub: {message.reason}")
@@ -109,6 +112,6 @@ class Registration(threading.Thread):
         return self._stop_requested.is_set()
 
     def stop(self, *, timeout_s: float) -> None:
-        """Say goodbye, so that nobody is sent here any more, and end."""
+        """Send a goodbye, so that no more episodes are assigned to this hub, and end the thread."""
         self._stop_requested.set()
         self.join(timeout_s)

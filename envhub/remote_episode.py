@@ -1,4 +1,4 @@
-"""What episodes on other people's servers share: all that is known of them is what they tell."""
+"""Base class of episodes on external servers, whose state is known only from their replies."""
 
 import hashlib
 
@@ -6,7 +6,7 @@ from envhub.env import StepResult
 
 
 class RemoteEpisode:
-    """What an episode was told first and last, and how it stands."""
+    """First and last observation of an episode, its score and its end flags."""
 
     def __init__(self, start_score: float = 0.0) -> None:
         self._first = self._observation = ""
@@ -21,11 +21,11 @@ class RemoteEpisode:
         return self._observation
 
     async def fingerprint(self) -> str:
-        """Return the hash of the first observation, which is all that can be seen from here."""
+        """Return the hash of the first observation, the only part of the state available here."""
         return hashlib.sha256(self._first.encode(errors="surrogatepass")).hexdigest()
 
     def _result(self, observation: str, *, is_valid: bool, state: str = "") -> StepResult:
-        """Return the result of a step; the score of the episode stays where it was."""
+        """Return the result of a step with the episode's current score."""
         self._observation = observation
         return StepResult(
             observation=observation,

@@ -1,4 +1,4 @@
-"""Tables and texts that lie beside the code that reads them."""
+"""Loading of tables and texts stored beside the module that uses them."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from envhub.env import Style
 
 
 def read_table(code: str, name: str) -> Any:
-    """Return what a YAML file beside a module holds; `code` is the module's `__file__`."""
+    """Return the content of a YAML file beside a module; `code` is the module's `__file__`."""
     return yaml.load(read_text(code, name), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
@@ -20,7 +20,8 @@ def read_text(code: str, name: str) -> str:
 def read_instructions(code: str) -> dict[Style, str]:
     """Return the instruction of each style: `<style>.txt` beside a module, "" without such a file.
 
-    A line break that follows a backslash is none; the last one of the file is none either.
+    A backslash at the end of a line joins it to the next line. The file's last line break is
+    removed.
     """
     return {
         style: read_text(code, f"{style}.txt").replace("\\\n", "").removesuffix("\n")

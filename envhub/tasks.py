@@ -1,4 +1,4 @@
-"""An environment's entry and its tasks: which items of which subset make up one."""
+"""Building of an environment's `EnvSpec` and loading of its tasks."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -13,9 +13,9 @@ from envhub.tables import read_instructions
 def spec_beside(
     code: str, subsets: Mapping[str, SubsetSpec], make: Callable[[Style], Env], **more: Any
 ) -> EnvSpec:
-    """Return the entry of the environment whose tasks and instructions lie beside a module.
+    """Return the `EnvSpec` built from the tasks and instructions beside a module.
 
-    It has the name of their folder; `more` is as of `EnvSpec`.
+    Its name is the name of their folder; `more` holds further fields of `EnvSpec`.
     """
     name = Path(code).parent.name
     given: dict[str, Any] = {"name": name, "subsets": subsets, "make": make}
@@ -26,7 +26,7 @@ def spec_beside(
 def load_tasks(code: str | Path) -> dict[str, TaskSpec]:
     """Return the tasks of the `tasks.json` beside a module, by name.
 
-    It holds {"<task>": {"scenario": str, "subset": str, "train": [item ids], "test": [...],
+    The file holds {"<task>": {"scenario": str, "subset": str, "train": [item ids], "test": [...],
     "note": str (optional)}}.
     """
     tasks = json.loads(Path(code).with_name("tasks.json").read_text(encoding="utf-8"))
@@ -37,7 +37,7 @@ def load_tasks(code: str | Path) -> dict[str, TaskSpec]:
 
 
 def first_items(scenario: str, subset: str, *, num_train: int, num_test: int) -> TaskSpec:
-    """Return a task of the first items of a subset."""
+    """Return a task that consists of the first items of a subset."""
     return TaskSpec(
         scenario=scenario,
         subset=subset,

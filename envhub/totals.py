@@ -1,4 +1,4 @@
-"""Environments whose steps pay shares: whoever steps one is told the sum so far."""
+"""Wrapper that sums the step rewards of an episode into the score so far."""
 
 from collections.abc import Awaitable
 from dataclasses import replace
@@ -9,11 +9,11 @@ from msgspec import structs
 
 from envhub.env import EnvSpec, Reward, StepResult, Style
 
-DIGITS = 9  # of a sum, so that ten times 0.1 are 1
+DIGITS = 9  # Decimal digits of a sum, so that ten times 0.1 is 1.
 
 
 def with_totals(spec: EnvSpec) -> EnvSpec:
-    """Return the entry with episodes that pay sums, where it says `Reward.SUM`."""
+    """Return the entry; with `Reward.SUM`, its episodes are wrapped in `Total`."""
     if spec.reward is Reward.LAST:
         return spec
     make: Any = spec.make
@@ -25,9 +25,9 @@ def with_totals(spec: EnvSpec) -> EnvSpec:
 
 
 class Total:
-    """An `Env` or `AsyncEnv` whose steps pay what the inner one's have paid together.
+    """An `Env` or `AsyncEnv` whose reward is the sum of the inner environment's rewards so far.
 
-    Example: steps that pay 0.25, 0 and 0.25 pay 0.25, 0.25 and 0.5 here.
+    Example: inner rewards 0.25, 0 and 0.25 become 0.25, 0.25 and 0.5.
     """
 
     def __init__(self, env: Any) -> None:
@@ -38,12 +38,12 @@ class Total:
         return getattr(self._env, name)
 
     def reset(self, item_id: str, seed: int) -> Any:
-        """Do as the inner environment."""
+        """Reset the inner environment and the sum."""
         self._sum = 0.0
         return self._env.reset(item_id, seed)
 
     def step(self, action: str) -> Any:
-        """Do as the inner environment, with the sum for a reward."""
+        """Step the inner environment; the result's reward is the sum so far."""
         result = self._env.step(action)
         return self._later(result) if isawaitable(result) else self._summed(result)
 

@@ -1,4 +1,4 @@
-"""The wire to an AgentGym server: requests, what counts as a failure, instances."""
+"""Communication with an AgentGym server: requests, failures and instances."""
 
 import asyncio
 import contextlib
@@ -19,14 +19,15 @@ from envhub.env import EnvFailure
 
 logger = logging.getLogger(__name__)
 
-CREATE_TIMEOUT_S = 300.0  # some servers make one instance after the other, each within many seconds
+# Some servers create instances one after another, each within many seconds.
+CREATE_TIMEOUT_S = 300.0
 MAX_SHOWN_CHARS = 200
 NO_ROUTE = (404, 405)
 JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 class RemoteFailure(EnvFailure):
-    """The server failed; the text names it. `status` is that of its answer, if there was one."""
+    """The server failed; the text names it. `status` is its HTTP status; None: no answer."""
 
     def __init__(self, text: str, *, status: int | None = None) -> None:
         super().__init__(text)
@@ -34,7 +35,7 @@ class RemoteFailure(EnvFailure):
 
     @property
     def is_of_action(self) -> bool:
-        """Whether the server refuses the action of a step: too large, or unreadable by name."""
+        """Whether the server refuses the action of a step: too large, or not decodable."""
         return self.status == 413 or (self.status == 422 and '"action"' in str(self))
 
 
@@ -42,7 +43,7 @@ class RemoteFailure(EnvFailure):
 class Instance:
     """An instance on the server while an episode uses it.
 
-    `is_lost`: the server gave its number to somebody else, as one does that was started anew.
+    `is_lost`: the server assigned its number to another client, as a restarted server does.
     """
 
     number: int
@@ -50,13 +51,14 @@ class Instance:
 
 
 class Connection:
-    """Requests to one server. Nothing is sent twice: a step may have run although no answer came.
+    """Requests to one server. No request is repeated: a step may have run even without an answer.
 
-    Instances of a server that cannot close them, or whose instances are dear, are kept after an
-    episode and given out again, so that there are never more of them than episodes at a time.
+    If a server cannot close instances, or creates them slowly, instances are kept after an episode
+    and reused. Thus there are never more instances than concurrent episodes.
 
-    Example: a server takes 20 s for each instance and makes one at a time. Of four episodes whose
-    reset may take 60 s the last gives up; its instance, ready after 80 s, goes to the next episode.
+    Example: a server takes 20 s for each instance and creates one at a time. Of four episodes with
+    a reset limit of 60 s, the last one gives up. Its instance is ready after 80 s and is used by
+    the next episode.
     """
 
     def __init__(self, dialect: Dialect, options: RemoteOptions) -> None:
@@ -65,18 +67,18 @@ class Connection:
         self._timeout_s = options.timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._kept: list[int] = []
-        self._late: list[asyncio.Task[int]] = []  # instances that nobody waits for any longer
+        self._late: list[asyncio.Task[int]] = []  # Pending creates whose episodes have given up.
         self._used: dict[int, Instance] = {}
         self._places = asyncio.Semaphore(max_sessions(dialect, options))
         self._makers = asyncio.Semaphore(1 if dialect.halts_to_create else options.max_sessions)
         self._can_close = dialect.has_close
 
     async def take(self, *, is_fresh: bool = False) -> tuple[Instance, bool]:
-        """Return an instance nobody else uses, and whether it is an old one; not if `is_fresh`.
+        """Return an unused instance, and whether it is an old one; never an old one if `is_fresh`.
 
-        Waits while as many are in use as the server can keep apart.
+        Waits while the maximum number of instances is in use.
 
-        Raises: RemoteFailure: the server makes none.
+        Raises: RemoteFailure: the server creates none.
         """
         await self._places.acquire()
         with contextlib.ExitStack() as undo:
@@ -89,7 +91,7 @@ class Connection:
         return instance, is_old
 
     async def give_back(self, instance: Instance, *, is_sound: bool) -> None:
-        """End the use of an instance; one that failed is not used again."""
+        """End the use of an instance; a failed instance is not reused."""
         self._places.release()
         if instance.is_lost:
             return
@@ -102,10 +104,10 @@ class Connection:
             self._kept.append(instance.number)
 
     async def is_at_fault(self, instance: Instance) -> bool:
-        """Return whether a failed reset was the instance's doing; else it was the item's.
+        """Return whether the instance caused a failed reset; otherwise the item caused it.
 
-        An instance that can be closed is always replaced. Of one that cannot the server is asked:
-        it knows nothing of the instances it had before it was started anew.
+        A closable instance is always replaced. For other instances the server is queried: after a
+        restart it has no record of its earlier instances.
         """
         if self._can_close:
             return True
@@ -116,18 +118,18 @@ class Connection:
         return False
 
     async def post(self, verb: str, instance: Instance, fields: Mapping[str, object]) -> object:
-        """Return the JSON of a POST about an instance. Raises RemoteFailure."""
+        """Return the JSON of a POST for an instance. Raises RemoteFailure."""
         if instance.is_lost:
             raise self.failure(f"instance {instance.number} is gone; the server was started anew")
         body = dict(fields) | {self.dialect.instance_key: instance.number}
         return await self._request("POST", verb, body)
 
     async def get(self, verb: str, number: int) -> object:
-        """Return the JSON of a GET about an instance. Raises RemoteFailure."""
+        """Return the JSON of a GET for an instance. Raises RemoteFailure."""
         return await self._request("GET", f"{verb}?{self.dialect.instance_key}={number}", None)
 
     async def stop(self) -> None:
-        """Close the kept instances, if that can be done, and the connections."""
+        """Close the kept instances, if the server supports it, and the connections."""
         kept, self._kept = self._kept, []
         late, self._late = self._late, []
         for task in late:
@@ -145,7 +147,7 @@ class Connection:
         return RemoteFailure(f"{where}: {text}", status=status)
 
     async def _new_number(self) -> int:
-        """Return the number of an instance that is in use nowhere here."""
+        """Return the number of an instance that is not in use here."""
         for _ in range(len(self._used) + 1):
             number = await self._late_or_created()
             if number in self._kept:
@@ -183,7 +185,8 @@ class Connection:
         body: dict[str, object] = {self.dialect.instance_key: number}
         try:
             await self._request("POST", "close", body, timeout_s=self.dialect.close_timeout_s)
-        except RemoteFailure as error:  # the episode is over; the server alone loses by it
+        # The episode is over, so the failure affects only the server.
+        except RemoteFailure as error:
             self._can_close &= error.status not in NO_ROUTE
             logger.warning("instance not closed number=%d reason=%s", number, error)
 
@@ -229,8 +232,8 @@ class Connection:
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # One request each, as AgentGym's clients: after an exception the servers close a
-            # connection without a word, and the next request on it would be lost.
+            # One connection per request, as in AgentGym's clients: after an exception the servers
+            # close a connection silently, and the next request on it would be lost.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = open_session(self._url, connector=connector)
         return self._session

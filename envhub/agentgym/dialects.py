@@ -1,4 +1,4 @@
-"""How the fifteen AgentGym servers differ on the wire; the table of them is dialects.yaml."""
+"""Protocol differences of the fifteen AgentGym servers; `dialects.yaml` holds their table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ Scalar = str | int
 
 
 class Extraction(StrEnum):
-    """What of the model's text is sent as the action; AgentGym's clients do this, not its servers.
+    """How the action is extracted from the model's text, as AgentGym's clients do before sending.
 
-    ONE_ACTION: the line after the only `Action:`, letters, digits, commas and spaces of it.
-    LAST_ACTION: all that follows the last `Action:`.
-    FIRST_ACTION: what follows the first `Action:`, up to a second one.
+    ONE_ACTION: the line after the only `Action:`; only letters, digits, commas and spaces are kept.
+    LAST_ACTION: the text after the last `Action:`.
+    FIRST_ACTION: the text after the first `Action:`, up to a second one.
     SQL_BLOCK: the last fenced block of SQL.
     FENCED: the whole text, if it has a fenced block.
     WHOLE: the whole text.
-    TOOL: the same, which names a tool and its input.
+    TOOL: the whole text, which names a tool and its input.
     """
 
     ONE_ACTION = "one_action"
@@ -33,7 +33,7 @@ class Extraction(StrEnum):
 
 
 class Faults(StrEnum):
-    """How a server tells of a request it cannot serve.
+    """How a server reports a request that it cannot serve.
 
     ERROR_KEY: status 200 with `{"error": text}`.
     STATUS: a status other than 200.
@@ -46,7 +46,7 @@ class Faults(StrEnum):
 
 
 class ResetReply(StrEnum):
-    """The JSON of a reset: an object, `[observation, null]`, or the observation by itself."""
+    """The JSON of a reset: an object, `[observation, null]`, or the bare observation."""
 
     OBJECT = "object"
     LIST = "list"
@@ -57,48 +57,52 @@ class ResetReply(StrEnum):
 class Dialect:
     name: str
     title: str
-    instance_key: str = "id"  # names the instance's number in requests
-    item_key: str  # names the data index in a reset
-    reset_extra: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])  # of its request
-    create_body: Mapping[str, Scalar] | None = None  # None: no body at all
-    # A create takes seconds, and nothing else is answered meanwhile; so creates are asked for one
-    # by one, lest they hold up the episodes.
+    instance_key: str = "id"  # Key of the instance's number in requests.
+    item_key: str  # Key of the data index in a reset.
+    # Additional fields of a reset's request.
+    reset_extra: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
+    create_body: Mapping[str, Scalar] | None = None  # None: no request body.
+    # A create takes seconds and blocks all other answers. Creates are sent one by one: several
+    # would hold up the episodes.
     halts_to_create: bool = False
-    is_create_bare: bool = False  # answers with the number instead of an object that holds it
+    is_create_bare: bool = False  # The reply is the bare number instead of an object.
     reset_reply: ResetReply = ResetReply.OBJECT
-    observation_key: str = "observation"  # of a step's reply
-    score_key: str = "reward"  # names a step's value that says how the episode stands
+    observation_key: str = "observation"  # Key in a step's reply.
+    score_key: str = "reward"  # Key of the value in a step's reply that measures progress.
     done_key: str = "done"
-    step_extra: Mapping[str, bool | None] = field(default_factory=dict[str, bool | None])  # replied
-    max_score: float = 1.0  # the best value under `score_key`; rewards are divided by it
-    # An episode that ends with any score above 0 is solved; else only one with `max_score` is.
+    # Additional fields of a step's reply.
+    step_extra: Mapping[str, bool | None] = field(default_factory=dict[str, bool | None])
+    max_score: float = 1.0  # Best value under `score_key`; rewards are divided by it.
+    # An episode that ends with any score above 0 is solved; otherwise it must end with `max_score`.
     is_solved_by_any_score: bool = False
-    lost_reward: float = 0.0  # what an episode that ended without success pays
-    is_first_by_get: bool = False  # the first observation is asked for by GET after a reset
+    lost_reward: float = 0.0  # Reward of an episode that ended without success.
+    is_first_by_get: bool = False  # The first observation is requested by GET after a reset.
     extraction: Extraction
     faults: Faults = Faults.ERROR_KEY
-    has_close: bool = False  # servers of before 2025-09 have none
+    has_close: bool = False  # Servers from before 2025-09 have no close route.
     close_timeout_s: float = 5.0
-    # Instances are dear to make or cannot be closed: a client plays many episodes in one.
+    # Instances are slow to create or cannot be closed; a client plays many episodes in one.
     is_kept: bool = False
-    refuses_after_done: bool = False  # a step after the end is an error; else it is answered
-    error_before_reset: str = "{number}"  # of a step; `{number}` is the instance's
-    num_items: int | None = None  # data indices below are different items; None: there is no end
-    # Where no list is named: ranges (first, end, step) of test items and of training items; without
-    # the latter all others are training items.
+    # A step after the end is an error; otherwise it gets an answer.
+    refuses_after_done: bool = False
+    # Error of a step before a reset; `{number}` is the instance's.
+    error_before_reset: str = "{number}"
+    num_items: int | None = None  # Data indices below this are different items; None: unlimited.
+    # Defaults without item lists: ranges (first, end, step) of test and training items. Without
+    # training ranges, all other items are training items.
     test_items: tuple[tuple[int, ...], ...] = ()
     train_items: tuple[tuple[int, ...], ...] = ()
-    max_instances: int | None = None  # more live instances than this share their state
-    reuses_numbers: bool = False  # a create beyond `max_instances` gives out one that there is
-    invalid_marks: tuple[str, ...] = ()  # how observations begin that refuse an action
-    details: tuple[str, ...] = ()  # routes of its page, by GET, that the environment answers
-    has_detail: bool = False  # GET /detail: the last reply
-    has_render: bool = False  # POST /render: a picture
-    moves: tuple[str, ...] = ()  # all the actions there are, when they are few
-    # How observations begin otherwise; another text is that of an error, be it of the action or of
-    # the server.
+    max_instances: int | None = None  # More live instances than this share their state.
+    reuses_numbers: bool = False  # A create beyond `max_instances` returns an existing number.
+    invalid_marks: tuple[str, ...] = ()  # Prefixes of observations that refuse an action.
+    details: tuple[str, ...] = ()  # GET routes of its page that the environment answers.
+    has_detail: bool = False  # GET /detail: the last reply.
+    has_render: bool = False  # POST /render: a picture.
+    moves: tuple[str, ...] = ()  # All possible actions, if there are few.
+    # Prefix of all other observations. A text without a known prefix is an error, caused either by
+    # the action or by the server.
     sound_mark: str = ""
-    instruction: Mapping[Style, str]  # what an agent is told before its first observation
+    instruction: Mapping[Style, str]  # Instruction for the agent, before its first observation.
 
 
 def _read_dialects() -> dict[str, Dialect]:

@@ -1,4 +1,4 @@
-"""The action within a model's text, found as each AgentGym client finds it."""
+"""Extraction of the action from a model's text, by the rules of each AgentGym client."""
 
 import re
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ NOT_PLAIN = re.compile(r"[^A-Za-z0-9, ]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extracted:
-    """The action to send, or what the agent is told instead of sending anything."""
+    """The action to send, or the message for the agent if no action is sent."""
 
     action: str = ""
     complaint: str = ""
 
 
 def extract(dialect: Dialect, text: str, style: Style) -> Extracted:
-    """Return what of `text` is the action.
+    """Return the action in `text`.
 
-    In AgentGym's style a text without the expected marks yields what AgentGym's client would
-    send, often nothing. In the compact style such a text is taken as the action itself.
+    In AgentGym's style, a text without the expected marks gives the action that AgentGym's client
+    would send, often "". In the compact style, such a text is itself the action.
     """
     if dialect.extraction in (Extraction.LAST_ACTION, Extraction.FIRST_ACTION):
-        text = text.removesuffix(END_OF_TEXT)  # the other clients leave it where it is
+        text = text.removesuffix(END_OF_TEXT)  # The other clients do not remove it.
     is_bare = style is Style.COMPACT and MARK not in text and "```" not in text
     match dialect.extraction:
         case Extraction.ONE_ACTION:

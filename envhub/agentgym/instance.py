@@ -1,4 +1,4 @@
-"""One of AgentGym's instances, and what can be said of it."""
+"""The state of one AgentGym instance."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from envhub.hosting.session import Session
 
 
 class InstanceUnknown(LookupError):
-    """No such instance: never made, closed, or its lease ran out."""
+    """No such instance: never created, closed, or expired."""
 
 
 class NotReset(RuntimeError):
@@ -24,19 +24,20 @@ class EpisodeOver(RuntimeError):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Instance:
-    """One instance and its present episode; `session_id` is None between episodes.
+    """One instance and its current episode; `session_id` is None between episodes.
 
-    An episode that was put aside has no session either: `performed` leads to where it was.
+    A suspended episode has no session either: repeating the actions of `performed` restores it.
     """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     session_id: str | None = None
-    session: Session | None = None  # of that id, or of one before; for steps in one go
-    item_id: str = ""  # "": there is no episode
-    performed: list[str] | None = None  # actions so far; None: it cannot be put aside
+    # Session of that id, or of an earlier one; for synchronous steps.
+    session: Session | None = None
+    item_id: str = ""  # "": there is no episode.
+    performed: list[str] | None = None  # Actions so far; None: the episode cannot be suspended.
     first_observation: str = ""
     answer: StepResult | None = None
-    reward: float = 0.0  # of the last step, as it was told
+    reward: float = 0.0  # Reward of the last step, as reported.
     score: float = 0.0
 
     @property
@@ -45,5 +46,5 @@ class Instance:
 
     @property
     def holds_place(self) -> bool:
-        """Whether it has a session, or is to have one that nobody else may take."""
+        """Whether it has a session, or has reserved one."""
         return self.session_id is not None or self.answer is None

@@ -1,4 +1,4 @@
-"""AgentGym's instances: whole numbers that stay while episode after episode is played in them."""
+"""AgentGym's instances: numbers that persist over many episodes."""
 
 import asyncio
 import contextlib
@@ -17,49 +17,54 @@ from envhub.http.parts import Patience
 
 T = TypeVar("T")
 
-POLL_S = 0.1  # between two looks for a free session
-REMEDIES = {  # what gives an environment more sessions, where it is not the hub's capacity
+POLL_S = 0.1  # Seconds between two attempts to get a free session.
+REMEDIES = {  # Config keys that raise the number of sessions, where it is not the hub's capacity.
     "sciworld": "envs.sciworld.max_jvms",
     "webarena": "envs.browser.max_sessions",
     "minisites": "envs.browser.max_sessions",
 }
-MAX_ASIDE = 4_096  # instances of an environment whose episodes are put aside
-MAX_REPEATED_CHARS = 100_000  # of an episode's actions; a longer one keeps its session
-ID_BITS = 53  # what a JSON number holds exactly everywhere
+MAX_ASIDE = 4_096  # Maximum instances of an environment whose episodes can be suspended.
+# Maximum characters of an episode's actions; a longer episode keeps its session.
+MAX_REPEATED_CHARS = 100_000
+ID_BITS = 53  # Bits that a JSON number represents exactly everywhere.
 
 
 class Instances:
     """The instances of one environment, each with at most one session of the hub.
 
-    Example: two requests step instance 5 at once. The second waits for the first, then takes the
-    next step. A third closes 5 meanwhile: it waits too, and whoever comes after finds no 5.
-    An instance that nobody asks for lives `patience.lease_s`; what is left of it goes when the
-    next one is asked for. Whoever finds no session free waits in turn, `patience.queue_s` at most;
-    instances whose episode has ended give theirs up for that. Where a session holds a process, and
-    the environment repeats itself, an episode that nobody asks for now is put aside for one that
-    somebody does ask for, and played again up to where it was when its next step comes: 128
-    instances get along with 8 sessions, if slowly.
+    Example: two requests step instance 5 at the same time. The second waits for the first, then
+    takes the next step. A third request closes 5: it waits as well, and later requests find no
+    instance 5.
+
+    An instance without requests lives `patience.lease_s`; expired instances are removed at the next
+    create or reset. If no session is free, requests wait in order, at most `patience.queue_s`.
+    Instances with an ended episode give up their sessions for them.
+
+    If sessions occupy worker processes and the environment is repeatable, an idle episode is
+    suspended in favour of a requested one. At its next step its actions are repeated in a new
+    session. Thus 8 sessions can serve 128 instances, slowly.
     """
 
     def __init__(self, spec: EnvSpec, sessions: Sessions, *, patience: Patience) -> None:
         self._spec = spec
         self._sessions = sessions
         self._patience = patience
-        self._turns: deque[object] = deque()  # of those who wait to be given an instance
+        self._turns: deque[object] = deque()  # Requests that wait for an instance, in order.
         self._puts_aside = spec.is_repeatable and spec.isolation is not Isolation.INLINE
         lease_s, now_s = patience.lease_s, sessions.now_s
-        grain_s = 0.0 if self._puts_aside else grain_of(lease_s)  # the order says whom
+        # The order selects the episode to suspend.
+        grain_s = 0.0 if self._puts_aside else grain_of(lease_s)
         self._instances: LeaseTable[int, Instance] = LeaseTable(lease_s, now_s, grain_s=grain_s)
 
     def __len__(self) -> int:
         return len(self._instances)
 
     def add(self) -> int:
-        """Return the number of a new instance, random since it is all that protects it.
+        """Return the number of a new instance; it is random, since only the number protects it.
 
         Raises:
-            CapacityFull: a session for it could not be had now. AgentGym's trainer asks again
-                after a refused create, but a refused reset ends its run.
+            CapacityFull: no session is available now. AgentGym's trainer repeats a refused create,
+                but a refused reset ends its run.
         """
         capacity = self._sessions.placement.capacity(self._spec)
         num_held = sum(instance.holds_place for instance in self._instances)
@@ -73,7 +78,7 @@ class Instances:
         return number
 
     async def add_in_turn(self) -> int:
-        """Do as `add`, after those who asked before. Raises: CapacityFull: waited in vain."""
+        """Do as `add`, after all earlier requests. Raises: CapacityFull: the wait timed out."""
         turn = object()
         self._turns.append(turn)
 
@@ -88,9 +93,9 @@ class Instances:
             self._turns.remove(turn)
 
     async def _when_free(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Return what an attempt returns once it finds a free session.
+        """Return the result of `attempt` once it gets a free session.
 
-        Raises: CapacityFull: none came free in time; names what gives more of them.
+        Raises: CapacityFull: no session became free in time; the text names the key that adds some.
         """
         began_s, queue_s = time.monotonic(), self._patience.queue_s
         while True:
@@ -105,9 +110,9 @@ class Instances:
             await asyncio.sleep(min(POLL_S, queue_s))
 
     async def _free_ended(self) -> bool:
-        """End the session of an episode that has ended, the oldest first; False if there is none.
+        """End the session of the oldest ended episode; False if there is none.
 
-        An instance in a lock is in somebody's hands.
+        An instance with a locked lock is in use by a request.
         """
         for instance in self._instances:
             if instance.is_over and instance.session_id and not instance.lock.locked():
@@ -116,7 +121,7 @@ class Instances:
         return False
 
     async def _put_aside(self) -> bool:
-        """End the session of the episode that was asked for longest ago; False: there is none."""
+        """Suspend the least recently used episode: end its session. False if there is none."""
         for instance in self._instances if self._puts_aside else ():
             is_idle = instance.session_id is not None and not instance.lock.locked()
             if is_idle and instance.performed is not None:
@@ -126,9 +131,9 @@ class Instances:
         return False
 
     async def _bring_back(self, instance: Instance) -> str:
-        """Play an episode again that was put aside, up to where it was; return its session.
+        """Resume a suspended episode by repeating its actions; return its session.
 
-        Raises: CapacityFull, and EnvRaised: it did not repeat itself.
+        Raises: CapacityFull; EnvRaised: the repetition gave other results.
         """
         session_id, first = await self._begin(instance.item_id)
         last: StepResult | None = None
@@ -175,7 +180,7 @@ class Instances:
     async def reset(self, number: int, index: int) -> Instance:
         """Start the episode of AgentGym's data index and return its instance.
 
-        Raises: InstanceUnknown, UnknownItem, and what `Sessions.create` raises.
+        Raises: InstanceUnknown, UnknownItem, and the errors of `Sessions.create`.
         """
         instance = self.find(number)
         async with instance.lock:
@@ -187,7 +192,7 @@ class Instances:
             instance.session_id, instance.first_observation = await self._begin(item_id)
             instance.item_id, instance.performed = item_id, [] if self._puts_aside else None
             instance.answer, instance.score, instance.reward = None, 0.0, 0.0
-            if number not in self._instances:  # closed while it was being reset
+            if number not in self._instances:  # The instance was closed during the reset.
                 await self._end_session(instance)
                 raise InstanceUnknown(f"The id {number} is not valid.")
             return instance
@@ -195,9 +200,9 @@ class Instances:
     async def step(
         self, number: int, action: str, *, refuses_after_done: bool
     ) -> tuple[Instance, StepResult]:
-        """Perform a step and return its result; after the end, the last one stands.
+        """Perform a step and return its result; after the end, return the last result again.
 
-        Raises: InstanceUnknown, NotReset, EpisodeOver, and what `Sessions.step` raises.
+        Raises: InstanceUnknown, NotReset, EpisodeOver, and the errors of `Sessions.step`.
         """
         instance = self.find(number)
         async with instance.lock:
@@ -224,12 +229,12 @@ class Instances:
         return instance.session_id or await self._bring_back(instance)
 
     def step_at_once(self, number: int, action: str, now_s: float) -> Instance | None:
-        """Do as `step` in one go; None: it has to wait or to refuse, and nothing was done.
+        """Perform `step` synchronously; None: it must wait or refuse, and no step was performed.
 
-        `now_s` is what the clock of leases says.
+        `now_s` is the current time of the leases' clock.
 
-        Whoever has the instance of a quick environment to himself, and waits, has taken its session
-        from it: there is no need to look at the lock.
+        The lock need not be checked: a request that holds the lock of a fast environment's instance
+        while it waits has removed the session from the instance.
         """
         instance = self._instances.find(number, now_s)
         if instance is None or instance.session_id is None:
@@ -246,7 +251,7 @@ class Instances:
         return instance
 
     async def detail(self, instance: Instance, what: str) -> Any:
-        """Return what an environment tells AgentGym's pages besides; None if it does not.
+        """Return additional data of an environment for AgentGym's pages; None if it has none.
 
         Raises: NotReset: there is no episode.
         """
@@ -254,7 +259,7 @@ class Instances:
             return await self._sessions.detail(await self._session_of(instance), what)
 
     async def close(self, number: int) -> bool:
-        """End an instance; False when there is none of that number."""
+        """End an instance; False if it does not exist."""
         instance = self._instances.pop(number)
         if instance is None:
             return False
@@ -268,7 +273,7 @@ class Instances:
         for instance in gone:
             await self._end_session(instance)
         if gone:
-            await self._sessions.expire()  # those whose own lease ended with it
+            await self._sessions.expire()  # Sessions whose own lease expired at the same time.
 
     async def _end_session(self, instance: Instance) -> None:
         if instance.session_id is None:
@@ -277,5 +282,5 @@ class Instances:
         await self._delete(session_id)
 
     async def _delete(self, session_id: str) -> None:
-        with contextlib.suppress(SessionUnknown):  # its own lease may have ended it already
+        with contextlib.suppress(SessionUnknown):  # Its own lease may have ended it already.
             await self._sessions.delete(session_id)

@@ -1,4 +1,4 @@
-"""AgentGym's data indices: which are for training and which for tests, and published lists."""
+"""AgentGym's data indices: their train and test splits, and published lists."""
 
 import json
 import logging
@@ -17,12 +17,12 @@ from envhub.envs.sciworld.catalogue import TASKS
 
 logger = logging.getLogger(__name__)
 
-SUBSET = "agentgym"  # of an environment of ours: the items of the lists that were named
+SUBSET = "agentgym"  # Subset of a built-in environment with the items of the configured lists.
 SPLITS = ("train", "test")
 
 
 class Numbers(Sequence[int]):
-    """The numbers of some ranges one after the other, without holding them all."""
+    """The numbers of several consecutive ranges, computed on demand."""
 
     def __init__(self, ranges: Sequence[range]) -> None:
         self._ranges = ranges
@@ -39,13 +39,13 @@ class Numbers(Sequence[int]):
 
 
 def numbers_of(dialect: Dialect, options: RemoteOptions) -> dict[str, Sequence[int]]:
-    """Return the data indices of a server's training and test items, in their order.
+    """Return the data indices of a server's training and test items, in order.
 
-    Those of the files that were named, else the dialect's own, of which as many as `num_train` and
-    `num_test` say are taken at even distances. Without a file nothing that is a test item is a
-    training item, too.
+    The indices come from the configured files, otherwise from the dialect. `num_train` and
+    `num_test` select evenly spaced items. Without a training file, no test item is also a training
+    item.
 
-    Raises: ConfigError: a file is no list of items of this dialect.
+    Raises: ConfigError: a file is not a list of items of this dialect.
     """
     own = own_numbers(dialect)
     named = {split: read_list(getattr(options, f"{split}_items"), dialect) for split in SPLITS}
@@ -59,7 +59,7 @@ def numbers_of(dialect: Dialect, options: RemoteOptions) -> dict[str, Sequence[i
 
 
 def own_numbers(dialect: Dialect) -> dict[str, Sequence[int]]:
-    """Return a dialect's training and test items where no list is named."""
+    """Return a dialect's training and test items if no list is configured."""
     if dialect is SCIWORLD:
         return _of_sciworld()
     tests = [range(*each) for each in dialect.test_items]
@@ -71,7 +71,7 @@ def own_numbers(dialect: Dialect) -> dict[str, Sequence[int]]:
 
 
 def _of_sciworld() -> dict[str, Sequence[int]]:
-    """Return the simulator's own split: the last variations of every task are its tests."""
+    """Return the simulator's own split: the last variations of every task are test items."""
     firsts = [0, *accumulate(task.num_variations for task in TASKS)]
     pairs = list(zip(firsts, TASKS, strict=False))
     return {
@@ -83,25 +83,25 @@ def _of_sciworld() -> dict[str, Sequence[int]]:
 def _runs(numbers: Sequence[int]) -> list[range]:
     starts = [i for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
     ends = [*starts[1:], len(numbers)]
-    pairs = zip(starts, ends, strict=False)  # without a number there is no run
+    pairs = zip(starts, ends, strict=False)  # Without numbers there is no run.
     return [range(numbers[start], numbers[end - 1] + 1) for start, end in pairs]
 
 
 def spread(numbers: Sequence[int], num_wanted: int) -> Sequence[int]:
-    """Return so many of the numbers at even distances; all where -1 or more are wanted."""
+    """Return `num_wanted` numbers at even distances; all of them if -1 or too many are wanted."""
     if not 0 <= num_wanted < len(numbers):
         return numbers
     return [numbers[i * len(numbers) // num_wanted] for i in range(num_wanted)]
 
 
 def read_list(path: str, dialect: Dialect) -> list[int]:
-    """Return the data indices of a list of AgentGym's, [] if the path is "".
+    """Return the data indices in a list of AgentGym, [] if the path is "".
 
-    AgentGym-RL's `AgentItemId/*.json`, AgentEval's and AgentTraj's are lists of
-    `{"item_id": "<task>_<number>"}`; bare ids and numbers are understood, too, and of a folder of
-    AgentEval its `<task>_test.json`. Numbers that the server does not have are left out and told.
+    AgentGym-RL's `AgentItemId/*.json`, AgentEval's and AgentTraj's are lists of `{"item_id":
+    "<task>_<number>"}`. Bare ids and numbers are accepted as well. For a folder of AgentEval, its
+    `<task>_test.json` is read. Numbers unknown to the server are skipped with a warning.
 
-    Raises: ConfigError: no such file, or not of that form, or of another environment.
+    Raises: ConfigError: no such file, another format, or items of another environment.
     """
     if not path:
         return []
@@ -132,7 +132,7 @@ def _number(entry: object, dialect: Dialect, file: Path) -> int:
     of = name.split("_")[-1] if name else dialect.name
     if of in DIALECTS and of != dialect.name:
         raise ConfigError(f"{file}: {str(shown)[:80]!r} is an item of {of}, not of {dialect.name}")
-    # ALFWorld's training list names games by their folders, which end in a number, too.
+    # ALFWorld's training list names games by folders, which also end in a number.
     is_number = digits.isdecimal() and digits.isascii() and len(digits) < 10
     if not is_number or "-" in name:
         form = f"{dialect.name}_<number>"
@@ -141,12 +141,12 @@ def _number(entry: object, dialect: Dialect, file: Path) -> int:
 
 
 def with_lists(spec: EnvSpec, options: EnvsSection) -> EnvSpec:
-    """Return an environment of ours with a subset of the lists named for it; without, itself.
+    """Return a built-in environment with an extra subset for its configured item lists.
 
-    The subset is `agentgym`; its items are the lists' in their order, and the task `AgentGym` has
-    all of them.
+    Without lists the environment is unchanged. The subset is `agentgym`; it holds the lists' items
+    in order, and the task `AgentGym` has all of them.
 
-    Raises: ConfigError: a list that cannot be read, or without an item that there is here.
+    Raises: ConfigError: a list cannot be read, or has no item that exists here.
     """
     named = getattr(options, spec.name, None)
     if not isinstance(named, ItemFiles) or not (named.train_items or named.test_items):
@@ -186,7 +186,7 @@ def _items(spec: EnvSpec, path: str, dialect: Dialect) -> list[str]:
 
 
 class _Listed:
-    """An episode whose items of `SUBSET` have other names within."""
+    """An episode that maps items of `SUBSET` to the environment's own item ids."""
 
     def __init__(
         self, env: Env | AsyncEnv, subset: SubsetSpec, items: Mapping[str, Sequence[str]]
@@ -197,7 +197,7 @@ class _Listed:
         return getattr(self._env, name)
 
     def reset(self, item_id: str, seed: int = 0) -> Any:
-        """Start an item; what the environment's own `reset` returns, be it a coroutine."""
+        """Start an item; returns the result of the environment's own `reset`, also a coroutine."""
         if item_id.startswith(f"{SUBSET}-"):
             item = parse_item(item_id, {SUBSET: self._subset})
             item_id = self._items[item.split][item.index]

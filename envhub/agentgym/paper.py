@@ -1,4 +1,4 @@
-"""The test sets of AgentGym-RL's tables: which of our items they are, and what is not the same."""
+"""The test sets of AgentGym-RL's tables: the corresponding items and the differences."""
 
 import logging
 from collections.abc import Sequence
@@ -17,10 +17,11 @@ PAPER: dict[str, dict[str, Any]] = read_table(__file__, "paper.yaml")
 
 
 def with_paper(spec: EnvSpec, options: EnvsSection) -> EnvSpec:
-    """Return an environment with its set of the paper's tables; one without, itself.
+    """Return an environment with the paper's test set; unchanged if the paper has none.
 
-    The items are those of the list that was named for it (`test_items`), else the paper's numbers;
-    where its tasks are our own, or the numbers are not known, as many of its tasks' test items.
+    The items come from the configured list (`test_items`), otherwise from the paper's indices. If
+    the tasks are not the original ones, or the indices are unpublished, the same number of the
+    tasks' own test items is used.
     """
     entry = PAPER.get(spec.name)
     if entry is None:
@@ -49,7 +50,7 @@ def _published(name: str, entry: dict[str, Any]) -> Sequence[int]:
 
 
 def _of_numbers(spec: EnvSpec, numbers: Sequence[int]) -> dict[str, tuple[str, ...]]:
-    """Return the items of data indices by column; what is not here is left out and told."""
+    """Return the items of data indices by column; missing items are skipped with a warning."""
     item_of = spec.column_item or spec.from_agentgym
     assert item_of is not None
     items: dict[str, list[str]] = {}
@@ -72,6 +73,6 @@ def _of_numbers(spec: EnvSpec, numbers: Sequence[int]) -> dict[str, tuple[str, .
 
 
 def _of_tasks(spec: EnvSpec, sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
-    """Return so many of the first test items of the catalogue's tasks."""
+    """Return the given numbers of first test items of the catalogue's tasks."""
     tests = {task.subset: task.test for task in spec.tasks.values()}
     return {subset: tests[subset][:size] for subset, size in sizes.items() if subset in tests}

@@ -1,4 +1,4 @@
-"""An AgentGym server as an environment of ours: `env.url=http://... env.dialect=<name>`."""
+"""An AgentGym server as an environment: `env.url=http://... env.dialect=<name>`."""
 
 import asyncio
 import json
@@ -25,7 +25,8 @@ T = TypeVar("T")
 SUBSET = "all"
 URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 OFFERED = re.compile(r"^Available actions: (\[.*\])\s*$", re.MULTILINE)
-PICK_UP = re.compile(r"pick up\b", re.IGNORECASE)  # BabyAI's prompt says so, its server does not
+# BabyAI's prompt uses "pick up", its server "pickup".
+PICK_UP = re.compile(r"pick up\b", re.IGNORECASE)
 
 
 class RemoteEnv(RemoteEpisode):
@@ -47,11 +48,11 @@ class RemoteEnv(RemoteEpisode):
         self._style = style
         self._timeout_s = timeout_s
         self._instance: Instance | None = None
-        self._is_sound = False  # no call is running, and none has failed
+        self._is_sound = False  # No call is running, and no call has failed.
         self._offered: list[str] = []
 
     async def reset(self, item_id: str, seed: int) -> str:
-        """Start an item; the server's data alone fixes the task, so `seed` is unused.
+        """Start an item; `seed` is unused, since the server's data alone determines the task.
 
         Raises: UnknownItem, EnvFailure.
         """
@@ -61,7 +62,7 @@ class RemoteEnv(RemoteEpisode):
         return self._first
 
     async def step(self, action: str) -> StepResult:
-        """Send the action that AgentGym's client would find in the text.
+        """Send the action that AgentGym's client would extract from the text.
 
         Raises: EnvFailure: the server failed; the action may have been performed.
         """
@@ -90,7 +91,7 @@ class RemoteEnv(RemoteEpisode):
         return result
 
     async def valid_actions(self) -> list[str]:
-        """Return what the last reply offered; [] where the server does not say."""
+        """Return the actions offered in the last reply; [] if the server does not list actions."""
         return list(self._dialect.moves or self._offered) if not self._is_done else []
 
     async def close(self) -> None:
@@ -99,13 +100,14 @@ class RemoteEnv(RemoteEpisode):
             await self._connection.give_back(instance, is_sound=self._is_sound)
 
     async def _begin(self, index: int) -> str:
-        """Reset an instance; an old one that the server has forgotten is replaced once."""
+        """Reset an instance; an old one that the server no longer has is replaced once."""
         instance, is_old = await self._take()
         try:
             return await self._reset(instance, index)
         except RemoteFailure:
             if not await self._connection.is_at_fault(instance):
-                self._is_sound = self._is_done = True  # the instance serves for other items
+                # The instance remains usable for other items.
+                self._is_sound = self._is_done = True
                 raise
             if not is_old:
                 raise
@@ -123,7 +125,7 @@ class RemoteEnv(RemoteEpisode):
             return await self._first_observation(instance, index)
 
     async def _first_observation(self, instance: Instance, index: int) -> str:
-        """Reset, and return what AgentGym's client then puts together."""
+        """Reset, and return the first observation as AgentGym's client composes it."""
         dialect, number = self._dialect, instance.number
         fields = {dialect.item_key: index} | dict(dialect.reset_extra)
         reply = await self._connection.post("reset", instance, fields)
@@ -148,10 +150,10 @@ class RemoteEnv(RemoteEpisode):
         return first
 
     async def _check_sound(self, reply: object, instance: Instance) -> None:
-        """Raise RemoteFailure if a step was answered with an error that is not the action's.
+        """Raise RemoteFailure if a step was answered with an error that the action did not cause.
 
-        The server answers an action that it cannot read and a browser that is gone alike, with the
-        text of the exception; but in the second case it has no observation any longer.
+        The server answers both an unreadable action and a lost browser with the text of an
+        exception. In the second case it no longer has an observation.
         """
         dialect = self._dialect
         observation = self._field(reply, dialect.observation_key, str)
@@ -171,7 +173,8 @@ class RemoteEnv(RemoteEpisode):
         value = self._score(reply)
         if dialect.moves:
             is_valid = sent in dialect.moves
-        if dialect is WEBARENA and not is_done:  # its reward says whether the action was executed
+        # Its reward states whether the action was executed.
+        if dialect is WEBARENA and not is_done:
             is_valid, value = value > 0, 0.0
         self._reward = min(max(value / dialect.max_score, 0.0), 1.0)
         self._is_done = is_done
@@ -188,7 +191,7 @@ class RemoteEnv(RemoteEpisode):
         try:
             return self._texts(json.loads(listed[1]), "Available actions") if listed else []
         except ValueError:
-            return []  # only a hint
+            return []  # The list is only a hint.
 
     def _field(self, reply: object, key: str, kind: type[T]) -> T:
         value = reply.get(key) if isinstance(reply, dict) else None
@@ -225,7 +228,7 @@ class RemoteEnv(RemoteEpisode):
 
 
 def check(remote: RemoteOptions) -> list[str]:
-    """Return what is wrong with the options, with the remedy; asks no server."""
+    """Return the errors in the options, with remedies; sends no request."""
     lines: list[str] = []
     if remote.dialect not in DIALECTS:
         known = nearest(remote.dialect, list(DIALECTS))
@@ -238,7 +241,7 @@ def check(remote: RemoteOptions) -> list[str]:
 def make_spec(remote: RemoteOptions) -> EnvSpec:
     """Return the catalogue entry of an AgentGym server, named after its dialect.
 
-    Raises: ConfigError: an unknown dialect, no URL, or a file that lists no items of the dialect.
+    Raises: ConfigError: unknown dialect, no URL, or a file without items of the dialect.
     """
     problems = check(remote)
     if problems:
@@ -260,7 +263,7 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
         make=make,
         isolation=Isolation.TASK,
         sessions_per_worker=max_sessions(dialect, remote),
-        step_timeout_s=2 * remote.timeout_s + dialect.close_timeout_s,  # an instance, its reset
+        step_timeout_s=2 * remote.timeout_s + dialect.close_timeout_s,  # An instance and its reset.
         stop=connection.stop,
         stop_timeout_s=dialect.close_timeout_s,
     )

@@ -1,4 +1,4 @@
-"""What our episodes look like in each dialect of AgentGym."""
+"""The JSON replies to AgentGym's clients, by dialect."""
 
 from envhub.agentgym.dialects import (
     BABYAI,
@@ -24,7 +24,7 @@ START = "Let's start Wordle!"
 OBSERVATION_MARK = "OBSERVATION:\n"
 URL_MARK = "\nURL: "
 OBJECTIVE_MARK = "OBJECTIVE:"
-RESET_FAILED = "TimeoutError"  # by it, and only by it, WebArena's client knows a failed reset
+RESET_FAILED = "TimeoutError"  # The only sign of a failed reset that WebArena's client recognizes.
 
 
 def create_reply(dialect: Dialect, number: int) -> Json | int:
@@ -32,9 +32,9 @@ def create_reply(dialect: Dialect, number: int) -> Json | int:
 
 
 def reset_reply(dialect: Dialect, number: int, instance: Instance) -> Json | list | str:
-    """Return the JSON that answers a reset; TextCraft's create is one, too."""
+    """Return the JSON that answers a reset; TextCraft's create is also a reset."""
     first = instance.first_observation
-    if dialect in (MAZE, WORDLE):  # the rest of it is their clients'
+    if dialect in (MAZE, WORDLE):  # Their clients add the rest of the text.
         first = START if dialect is WORDLE else CONVERSATIONS["maze"].server_text(first)
     start: Json = {"reward": 0, "done": False}
     if dialect.reset_reply is ResetReply.TEXT:
@@ -45,7 +45,7 @@ def reset_reply(dialect: Dialect, number: int, instance: Instance) -> Json | lis
         return {"id": number, "observation": first} | start
     if dialect is BABYAI:
         return {"observation": first, "score": 0, "deleted": False} | start
-    if dialect is SCIWORLD:  # its client puts the two together again
+    if dialect is SCIWORLD:  # Its client joins task and room again.
         task, _, room = first.partition("\n")
         variation = variation_of(parse_item(instance.item_id, SUBSETS))
         told: Json = {"task_name": variation.task, "var_num": variation.index}
@@ -56,13 +56,14 @@ def reset_reply(dialect: Dialect, number: int, instance: Instance) -> Json | lis
         return {"id": number, "observation": first}
     if dialect is WEBARENA:
         subset = instance.item_id.partition("-")[0]
-        page = first.removeprefix(OBSERVATION_MARK).rpartition(URL_MARK)[0]  # not the whole prompt
+        # Without the rest of the prompt.
+        page = first.removeprefix(OBSERVATION_MARK).rpartition(URL_MARK)[0]
         return {"observation": page, "sites": [subset], "object": _line_of(first, OBJECTIVE_MARK)}
     return {"observation": first}
 
 
 def step_reply(dialect: Dialect, instance: Instance, result: StepResult) -> Json:
-    """Return the JSON that answers a step, and add it to the instance's score."""
+    """Return the JSON that answers a step, and add its reward to the instance's score."""
     done, reward = result.done, result.score
     if reward is None:
         reward = result.reward * dialect.max_score
@@ -71,30 +72,31 @@ def step_reply(dialect: Dialect, instance: Instance, result: StepResult) -> Json
     told: Json = {dialect.observation_key: result.observation, dialect.done_key: done}
     if dialect.step_extra:
         told.update(dialect.step_extra)
-    if dialect is SCIWORLD:  # ours is the score so far, theirs what the step added to it
+    if dialect is SCIWORLD:  # The hub reports the score so far, SciWorld the increase by this step.
         previous, instance.score = instance.score, round(reward)
         reward, told["score"] = instance.score - previous, instance.score
     elif dialect is BABYAI:
         instance.score += reward
         told["score"] = instance.score
-    elif dialect is WEBARENA and not done:  # theirs says here whether it was executed
+    # In WebArena this value states whether the action was executed.
+    elif dialect is WEBARENA and not done:
         reward = float(result.is_valid)
     instance.reward = told["reward"] = reward
     return told
 
 
 def observation_reply(dialect: Dialect, instance: Instance) -> Json | str:
-    """Return the JSON of GET /observation. Raises: NotReset: there is none yet."""
+    """Return the JSON of GET /observation. Raises: NotReset: there is no observation yet."""
     if not instance.item_id and dialect is not BABYAI:
         raise NotReset
     first, answer = instance.first_observation, instance.answer
     if dialect in (MAZE, WORDLE):
         first = START if dialect is WORDLE else CONVERSATIONS["maze"].server_text(first)
-    if dialect is SEARCHQA:  # always the question
+    if dialect is SEARCHQA:  # SearchQA always returns the question.
         return first
     last = first if answer is None else answer.observation
     if dialect is SCIWORLD and answer is None:
-        return first.partition("\n")[2]  # the room alone
+        return first.partition("\n")[2]  # The room without the task.
     if dialect is not BABYAI:
         return last
     if answer is not None:
@@ -109,7 +111,7 @@ def observation_reply(dialect: Dialect, instance: Instance) -> Json | str:
 
 
 def detail_reply(dialect: Dialect, instance: Instance) -> Json:
-    """Return the JSON of GET /detail: how the episode stands. Raises: NotReset."""
+    """Return the JSON of GET /detail, the state of the episode. Raises: NotReset."""
     if not instance.item_id:
         raise NotReset
     answer = instance.answer
@@ -123,7 +125,7 @@ def detail_reply(dialect: Dialect, instance: Instance) -> Json:
 
 
 def fault_reply(dialect: Dialect, text: str, *, is_reset: bool = False) -> Json:
-    """Return the JSON of status 200 with which a server refuses; not for Faults.STATUS."""
+    """Return the JSON of a refusal with status 200; not for Faults.STATUS."""
     if dialect.faults is Faults.ERROR_KEY:
         return {"error": text}
     if is_reset:
@@ -133,5 +135,5 @@ def fault_reply(dialect: Dialect, text: str, *, is_reset: bool = False) -> Json:
 
 
 def _line_of(text: str, mark: str) -> str:
-    """Return the rest of the line after a mark; "" when it is not there."""
+    """Return the rest of the line after a mark; "" if the mark is missing."""
     return text.partition(mark)[2].partition("\n")[0].strip()

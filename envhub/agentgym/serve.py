@@ -1,4 +1,4 @@
-"""AgentGym's routes: its unmodified clients play our environments under /agentgym/<env>."""
+"""AgentGym's routes: its unmodified clients play the hub's environments under /agentgym/<env>."""
 
 import contextlib
 from collections.abc import Awaitable, Callable
@@ -29,22 +29,24 @@ from envhub.http.bodies import body_of, json_response, validated
 from envhub.http.known_heads import response_bytes
 from envhub.http.parts import HubParts
 
-LIKE = {"minisites": WEBARENA}  # ours in the manner of another's: its wire, by its own name
+# Built-in environments that use another environment's protocol under their own names.
+LIKE = {"minisites": WEBARENA}
 MAX_NUMBER = 2**53
 MAX_PROBLEMS, MAX_SHOWN_CHARS = 5, 200
-MAX_KEPT, MAX_KEPT_BYTES = 4_096, 1_024  # responses to steps of one environment, and each of them
-UNSEEN = "'observation'"  # error of a look before the first reset: the key that is missing
+# Limits of the response cache: number of responses and bytes of one.
+MAX_KEPT, MAX_KEPT_BYTES = 4_096, 1_024
+UNSEEN = "'observation'"  # Error of a query before the first reset: the missing key.
 
 Number = Annotated[int, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 
 
 def mount(hub: HubParts) -> None:
-    """Mount /agentgym/<env>/... for each environment of the registry that AgentGym knows.
+    """Mount /agentgym/<env>/... for each environment of the registry that AgentGym has.
 
-    A client's base URL is the hub's URL + "/agentgym/<env>". What is not the client's doing (an
-    environment's crash, its deadline, a full hub) is answered with the hub's own status codes.
+    A client's base URL is the hub's URL + "/agentgym/<env>". Failures that the client did not cause
+    (an environment's crash, its deadline, a full hub) are answered with the hub's own status codes.
 
-    A driven AgentGym server is not served once more. Steps of quick environments are answered by
+    A remote AgentGym server is not served again. Steps of fast environments are answered by
     `hub.known`.
     """
     registry = hub.registry
@@ -64,7 +66,7 @@ def _add_routes(app: FastAPI, name: str, desk: "_Desk") -> None:
     dialect = desk.dialect
     base = f"/agentgym/{name}"
     instance: dict[str, Any] = {dialect.instance_key: (Number, ...)}
-    # TextCraft alone does not need a data index.
+    # Only TextCraft does not require a data index.
     index: dict[str, Any] = {dialect.item_key: (Number, 0 if desk.resets_at_create else ...)}
     bodies = {
         "create": (desk.create, {key: (Number, ...) for key in dialect.create_body or ()}),
@@ -94,7 +96,7 @@ def _add_routes(app: FastAPI, name: str, desk: "_Desk") -> None:
 def _route(
     handle: Callable[[Any], Awaitable[Response]], model: type[BaseModel] | None
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return a route that hands its body over as `model`; with None it does not look at it."""
+    """Return a route that parses its body as `model`; with None it ignores the body."""
 
     async def route(request: Request) -> Response:
         if model is None:
@@ -109,7 +111,7 @@ def _route(
 
 
 def _problems(error: ValidationError) -> list[dict[str, Any]]:
-    """Return what is wrong with a body in the words of AgentGym's servers, which are FastAPI's."""
+    """Return the errors of a body in the format of AgentGym's servers, which is FastAPI's."""
     problems = error.errors(include_url=False, include_context=False)[:MAX_PROBLEMS]
     return [
         {**each, "loc": ["body", *each["loc"]], "input": _shown(each["input"])} for each in problems
@@ -117,7 +119,7 @@ def _problems(error: ValidationError) -> list[dict[str, Any]]:
 
 
 def _shown(value: object) -> object:
-    """Return what was sent, unless it is long or no JSON."""
+    """Return the received value, unless it is long or not JSON."""
     is_short = isinstance(value, str) and len(value) <= MAX_SHOWN_CHARS
     return value if is_short or isinstance(value, bool | int | float | None) else None
 
@@ -131,11 +133,12 @@ class _Desk:
         form: Any = msgspec.defstruct("StepBody", fields, gc=False)
         self._decode_step = msgspec.json.Decoder(form).decode
         self._encode = msgspec.json.Encoder().encode
-        # The others' replies tell what came before, too. By the observation and, if there are any,
-        # reward and end; with the reward as it is told.
+        # Encoded responses are cached, except for dialects whose replies depend on earlier steps.
+        # The key is the observation, with reward and end if there are any; the value includes the
+        # reported reward.
         self._keeps = dialect not in (BABYAI, SCIWORLD, WEBARENA)
         self._kept: dict[str | tuple[str, float, bool], tuple[bytes, float]] = {}
-        self._words = words  # of Wordle
+        self._words = words  # Wordle's vocabulary.
         self._instances = instances
         self.resets_at_create = dialect.create_body == {}
 
@@ -178,7 +181,7 @@ class _Desk:
         return looks
 
     def _teller(self, what: str, query: Any) -> Callable[..., Awaitable[Response]]:
-        """Return the route that tells what the environment itself knows."""
+        """Return a route that answers with data of the environment itself."""
 
         async def tell(number: int = query) -> Response:
             try:
@@ -196,7 +199,7 @@ class _Desk:
         return tell
 
     async def render(self, body: BaseModel) -> Response:
-        """Answer a picture of the whole grid, as a URL that holds it."""
+        """Answer with a picture of the whole grid as a `data:` URL."""
         number = self._number(body)
         try:
             picture = await self._instances.detail(self._instances.find(number), "picture")
@@ -216,7 +219,8 @@ class _Desk:
 
     async def reset(self, body: BaseModel) -> Response:
         number, index = self._number(body), getattr(body, self.dialect.item_key)
-        is_told = self.dialect.faults is Faults.OBSERVATION  # even of what the hub could not help
+        # This dialect reports even failures of the hub in the observation.
+        is_told = self.dialect.faults is Faults.OBSERVATION
         try:
             instance = await self._instances.reset(number, index)
         except (InstanceUnknown, UnknownItem) as error:
@@ -225,7 +229,7 @@ class _Desk:
             if not is_told:
                 raise
             return self._refused(str(error), is_reset=True)
-        if self.dialect is SCIWORLD:  # the first look may have met a goal
+        if self.dialect is SCIWORLD:  # The first observation may already have met a goal.
             instance.score = float(await self._instances.detail(instance, "score"))
         return json_response(reset_reply(self.dialect, number, instance))
 
@@ -242,9 +246,9 @@ class _Desk:
         return json_response(step_reply(self.dialect, instance, result))
 
     def step_at_once(self, raw: bytes, now_s: float) -> bytes | None:
-        """Return the whole response to a step of an environment that is quick.
+        """Return the complete response to a step of a fast environment.
 
-        None: its body is wrong, or it has to wait or to be refused; nothing was done.
+        None: the body is invalid, or the step must wait or be refused; no step was performed.
         """
         try:
             body = self._decode_step(raw)
@@ -270,7 +274,8 @@ class _Desk:
     async def close(self, body: BaseModel) -> Response:
         number = self._number(body)
         is_closed = await self._instances.close(number)
-        is_told = self.dialect.faults is Faults.OBSERVATION  # it says so of any number
+        # This dialect confirms the close of any number.
+        is_told = self.dialect.faults is Faults.OBSERVATION
         return json_response({"closed": "closed"} if is_told else is_closed)
 
     def _look_at(self, number: int) -> Instance:

@@ -1,4 +1,4 @@
-"""The command `check-env`: play an environment and say whether a run may be built on it."""
+"""The command `check-env`: plays an environment and reports problems for training."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ USAGE = "check-env NAME|FILE.py:FUNCTION [items=N] [style=compact|agentgym] [key
 
 
 def check_env(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
-    """Print a line for each finding; return the exit code: 1 if an environment fails.
+    """Print a line for each finding; return the exit code: 1 if a check fails.
 
     Raises: ConfigError: no such environment, or a wrong option.
     """
@@ -53,7 +53,7 @@ def options_of(request: Request, usage: str) -> tuple[str, Style, int, list[str]
 def findings(
     driver: Driver, name: str, num: int, overrides: list[str], *, root: Path
 ) -> Iterator[Finding]:
-    """Yield all findings; an environment that raises is one, and the last."""
+    """Yield all findings. An environment that raises yields a last finding and ends the checks."""
     spec = driver.spec
     entry = [*checks.check_spec(spec)]
     yield from entry
@@ -81,7 +81,7 @@ def findings(
 def _elsewhere(
     driver: Driver, name: str, plays: Plays, overrides: list[str], *, root: Path
 ) -> Iterator[Finding]:
-    """Yield whether another process, which hashes texts otherwise, plays the same."""
+    """Yield whether a process with another hash seed repeats the episodes exactly."""
     if not driver.spec.is_repeatable:
         return
     played = [[each.item_id, each.actions] for each in plays.all]
@@ -115,12 +115,12 @@ def _elsewhere(
 
 
 def digest(episode: Episode) -> str:
-    """Return a hash of all that an episode told."""
+    """Return a hash of all observations and results of an episode."""
     return hashlib.sha256(json.dumps(checks.told(episode), default=str).encode()).hexdigest()
 
 
 def main(argv: list[str]) -> None:
-    """Play the episodes of the standard input again and print a hash of each."""
+    """Repeat the episodes read from standard input and print a hash of each."""
     name, style, *overrides = argv
     with Driver(spec_of(name, overrides), Style(style)) as driver:
         for item_id, actions in json.load(sys.stdin):

@@ -1,4 +1,4 @@
-"""What `check-env` finds out about an environment by playing it. Each check returns findings."""
+"""Checks of `check-env` that play an environment. Each check returns findings."""
 
 import random
 import time
@@ -14,7 +14,7 @@ HOSTILE = (
     *("", " ", "\n", "no such action", "__import__('os')"),
     *("../../etc/passwd", "\u00e9\U0001f600", "x" * 5000),
 )
-MAX_ACTIONS = 20  # valid ones tried of one state
+MAX_ACTIONS = 20  # Maximum number of valid actions tried in one state.
 METHODS = (
     *("reset", "step", "valid_actions", "expert_action"),
     *("render", "fingerprint", "close"),
@@ -22,7 +22,7 @@ METHODS = (
 
 
 def items_of(spec: EnvSpec, num: int) -> list[str]:
-    """Return items of every subset, of both splits, evenly spread."""
+    """Return items of every subset and both splits, evenly spaced."""
     found: list[str] = []
     share = max(2, num // max(1, len(spec.subsets)))
     for name, subset in spec.subsets.items():
@@ -33,14 +33,14 @@ def items_of(spec: EnvSpec, num: int) -> list[str]:
 
 
 def max_turns_of(spec: EnvSpec, item_id: str) -> int:
-    """Return the most turns of an item."""
+    """Return the turn limit of an item."""
     item = split_item(item_id)
     assert item is not None
     return spec.subsets[item.subset].max_turns
 
 
 def check_spec(spec: EnvSpec) -> Iterator[Finding]:
-    """Yield what is wrong with the catalogue entry."""
+    """Yield the errors of the catalogue entry."""
     problems = [
         f"subset {name}: {what}"
         for name, each in spec.subsets.items()
@@ -61,7 +61,7 @@ def check_spec(spec: EnvSpec) -> Iterator[Finding]:
 
 
 def check_protocol(driver: Driver, item_id: str) -> Iterator[Finding]:
-    """Yield what methods are missing or return the wrong types, on one item."""
+    """Yield missing methods and wrong return types, on one item."""
     with driver.open(item_id) as episode:
         missing = [name for name in METHODS if not callable(getattr(episode.env, name, None))]
         if missing:
@@ -102,7 +102,7 @@ def _takes(driver: Driver, item_id: str) -> bool:
 
 
 def play_all(driver: Driver, items: list[str]) -> Plays:
-    """Play every item by the expert and by chance."""
+    """Play every item with the expert and with random actions."""
     plays = Plays()
     for item_id in items:
         for choose, played in ((expert, plays.by_expert), (chance(item_id), plays.by_chance)):
@@ -116,7 +116,7 @@ def play_all(driver: Driver, items: list[str]) -> Plays:
 
 
 def check_determinism(driver: Driver, plays: Plays) -> Iterator[Finding]:
-    """Yield where the same item and actions led to something else the second time."""
+    """Yield items for which a repetition of the same actions has a different result."""
     if not driver.spec.is_repeatable:
         yield Finding(Grade.NOTE, "determinism", "is_repeatable=False: not asked for")
         return
@@ -133,12 +133,12 @@ def check_determinism(driver: Driver, plays: Plays) -> Iterator[Finding]:
 
 
 def told(episode: Episode) -> list[object]:
-    """Return all that is compared of an episode."""
+    """Return the part of an episode that is compared."""
     return [episode.first, *(result.told() for result in episode.results)]
 
 
 def check_actions(driver: Driver, items: list[str]) -> Iterator[Finding]:
-    """Yield valid actions that are refused, and texts that the environment stumbles over."""
+    """Yield valid actions that are refused, and texts on which the environment fails."""
     problems: list[str] = []
     num_tried = 0
     for item_id in items[:4]:
@@ -162,7 +162,7 @@ def check_actions(driver: Driver, items: list[str]) -> Iterator[Finding]:
 
 
 def check_items(driver: Driver, items: list[str]) -> Iterator[Finding]:
-    """Yield items that are the same task under another name; across the splits most of all."""
+    """Yield items with equal initial states; equal items across the splits are leaks."""
     prints: dict[str, str] = {}
     twice: list[str] = []
     for item_id in items:

@@ -1,4 +1,4 @@
-"""Environments driven from a command, one call at a time, whether they wait or not."""
+"""Synchronous calls of environments from a command, for ordinary and asynchronous environments."""
 
 import asyncio
 import contextlib
@@ -20,10 +20,10 @@ Choose = Callable[["Episode"], str | None]
 
 
 class Driver:
-    """Calls what an environment offers in this thread; what can be awaited is waited for."""
+    """Calls an environment in this thread and waits for awaitable results."""
 
     def __init__(self, spec: EnvSpec, style: Style) -> None:
-        """Start nothing yet."""
+        """Create the driver without starting an episode."""
         self.spec, self.style = spec, style
         self._runner = asyncio.Runner()
 
@@ -36,7 +36,7 @@ class Driver:
         self._runner.close()
 
     def call(self, work: Callable[[], Any]) -> Any:
-        """Return what comes of a call. Raises: UnknownItem; EnvRaised: it raised anything else."""
+        """Return the result of a call. Raises: UnknownItem; EnvRaised: any other exception."""
         return self._runner.run(call_environment(self.spec.name, work))
 
     def open(self, item_id: str, *, seed: int = 0) -> "Episode":
@@ -51,7 +51,7 @@ class Driver:
 
 @dataclass(slots=True)
 class Episode:
-    """One episode and all that was said in it."""
+    """One episode with its actions and results."""
 
     driver: Driver = field(repr=False)
     env: Any = field(repr=False)
@@ -67,11 +67,11 @@ class Episode:
         self.call("close")
 
     def call(self, name: str, *arguments: object) -> Any:
-        """Return what a method of the environment returns."""
+        """Return the result of a method of the environment."""
         return self.driver.call(lambda: getattr(self.env, name)(*arguments))
 
     def step(self, action: str) -> StepResult:
-        """Act."""
+        """Perform an action and record it."""
         result: StepResult = self.call("step", action)
         self.actions.append(action)
         self.results.append(result)
@@ -79,12 +79,12 @@ class Episode:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step ended it."""
+        """Whether the last step ended the episode."""
         return bool(self.results) and self.results[-1].done
 
     @property
     def is_solved(self) -> bool:
-        """Whether it has ended solved."""
+        """Whether the episode has ended solved."""
         return self.is_over and bool(self.results[-1].is_success)
 
     def texts(self) -> list[str]:
@@ -92,7 +92,7 @@ class Episode:
         return [self.first, *(result.observation for result in self.results)]
 
     def play(self, choose: Choose, *, max_turns: int) -> None:
-        """Play until it ends, the turns are used up, or nothing is chosen."""
+        """Play until the episode ends, the turns are used up, or `choose` returns None."""
         while len(self.results) < max_turns and not self.is_over:
             action = choose(self)
             if action is None:
@@ -101,12 +101,12 @@ class Episode:
 
 
 def expert(episode: Episode) -> str | None:
-    """Return what the environment's own expert does; None where it knows no way."""
+    """Return the action of the environment's own expert; None if it has no plan."""
     return episode.call("expert_action")
 
 
 def chance(seed: str) -> Choose:
-    """Return a player that takes any valid action."""
+    """Return a player that chooses random valid actions."""
     drawn = random.Random(seed)
 
     def choose(episode: Episode) -> str | None:
@@ -119,7 +119,7 @@ def chance(seed: str) -> Choose:
 def spec_of(name: str, overrides: list[str]) -> EnvSpec:
     """Return the entry of an environment, by its name or "file.py:function".
 
-    Raises: ConfigError: there is none, it cannot be loaded, or the machine lacks what it needs.
+    Raises: ConfigError: no such environment, it cannot be loaded, or a requirement is missing.
     """
     cfg = load_config(None, ["model.path=unset", *overrides], root=ROOT)
     if missing := missing_requirements([name], cfg.envs, cfg.env):

@@ -1,4 +1,4 @@
-"""What a check of an environment finds, and the episodes that the checks look at."""
+"""Findings of the environment checks, and the episodes that the checks share."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from envhub.author.episodes import Episode
 
 
 class Grade(StrEnum):
-    """What a finding means: only FAIL is an environment that a run would stumble over."""
+    """Severity of a finding; only FAIL prevents a run."""
 
     OK = "ok"
     NOTE = "note"
@@ -26,7 +26,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Plays:
-    """Episodes of the same items by different players, played once and looked at by all checks."""
+    """Episodes of the same items by different players, played once and shared by all checks."""
 
     by_expert: list[Episode] = field(default_factory=list[Episode])
     by_chance: list[Episode] = field(default_factory=list[Episode])
@@ -34,12 +34,12 @@ class Plays:
 
     @property
     def all(self) -> list[Episode]:
-        """Return both."""
+        """Return the episodes of both players."""
         return [*self.by_expert, *self.by_chance]
 
 
 def graded(name: str, problems: list[str], text: str) -> Iterator[Finding]:
-    """Yield a failure for each of the first problems, or that all is well."""
+    """Yield a failure for each of the first problems, or one OK finding if there are none."""
     for problem in problems[:3]:
         yield Finding(Grade.FAIL, name, problem)
     if not problems:

@@ -1,4 +1,4 @@
-"""What `check-env` says of episodes that were played: reward and success, players, speed, texts."""
+"""Checks of `check-env` on finished episodes: reward, success, players, speed and texts."""
 
 import math
 import statistics
@@ -10,13 +10,13 @@ from envhub.author.findings import Finding, Grade, Plays, graded
 from envhub.env import EnvSpec, Reward
 
 CONTROL_TOKENS = ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "</s>", "<|eot_id|>")
-MAX_CHARS = 20_000  # of one observation; a context holds less of most
-GROUP = 8  # members, for what is said of signal
-SLOW_S = 0.2  # a step in the hub's own thread, see envhub.inline_step_s
+MAX_CHARS = 20_000  # Maximum characters of one observation; most contexts hold less.
+GROUP = 8  # Group size in the estimate of the signal.
+SLOW_S = 0.2  # Maximum seconds of a step in the hub's own thread, see envhub.inline_step_s.
 
 
 def check_rewards(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
-    """Yield rewards out of range, and what reward and success mean here."""
+    """Yield rewards out of range, and the meaning of reward and success in this environment."""
     paid = [(each.item_id, r.reward) for each in plays.all for r in each.results]
     odd = [
         f"{item}: {reward!r} is not in [0, 1]"
@@ -52,7 +52,7 @@ def check_rewards(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
 
 
 def check_players(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
-    """Yield how many items the expert and chance solve, and what that says about a start."""
+    """Yield the success rates of expert and random play, and the resulting advice."""
     knows = [each for each in plays.by_expert if each.actions]
     if not knows:
         yield Finding(Grade.NOTE, "expert", "none: no demonstrations for `sft`, no upper bound")
@@ -83,7 +83,7 @@ def check_players(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
 
 
 def check_speed(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
-    """Yield how long a turn takes."""
+    """Yield the duration of a turn."""
     if not plays.step_s:
         yield Finding(Grade.FAIL, "speed", "no step was played")
         return
@@ -95,7 +95,7 @@ def check_speed(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
 
 
 def check_texts(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
-    """Yield what a tokenizer, a terminal or a policy would stumble over in the texts."""
+    """Yield texts that cause trouble for a tokenizer, a terminal or a policy."""
     problems: list[str] = []
     tests: list[tuple[str, Callable[[str], object]]] = [
         ("is empty", lambda text: not text.strip()),

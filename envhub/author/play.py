@@ -1,4 +1,4 @@
-"""The command `play`: an environment played by hand in a terminal, or by lines of a pipe."""
+"""The command `play`: one episode played by hand in a terminal or through a pipe."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -11,7 +11,7 @@ from envhub.author.check_env import options_of
 from envhub.author.episodes import Driver, Episode, spec_of
 from envhub.env import StepResult, UnknownItem
 
-SHOWN = 12  # valid actions in a list
+SHOWN = 12  # Maximum number of valid actions in a list.
 USAGE = "play NAME|FILE.py:FUNCTION [item=ID] [style=compact|agentgym] [key=value ...]"
 KEYS = "an action, or: ? for valid actions, ! for the expert's, * for the whole state, q to end"
 
@@ -39,7 +39,7 @@ def play(request: Request, *, root: Path, say: Callable[[str], None], lines: Ite
 
 
 def _turn(episode: Episode, line: str, say: Callable[[str], None]) -> bool:
-    """Take one line; return whether the episode is over."""
+    """Process one line; return whether the episode has ended."""
     match line.strip():
         case "?":
             actions = episode.call("valid_actions")
@@ -55,7 +55,7 @@ def _turn(episode: Episode, line: str, say: Callable[[str], None]) -> bool:
 
 
 def _told(result: StepResult) -> str:
-    """Return an observation with what it was worth."""
+    """Return an observation with its reward and flags."""
     notes = [f"reward {result.reward:g}"]
     notes += [] if result.is_valid else ["no action that could be executed"]
     notes += [f"ended, {'solved' if result.is_success else 'not solved'}"] if result.done else []

@@ -1,4 +1,4 @@
-"""The command `new-env`: a file with a whole environment, and a configuration that trains on it."""
+"""The command `new-env`: writes a complete environment file and a training configuration."""
 
 import keyword
 import re
@@ -9,7 +9,7 @@ from common.config.command_line import Request
 from common.errors import ConfigError
 from envhub.catalogue.registry import LOADERS
 
-EXAMPLE = "docs/examples/sort"  # with .py and .yaml
+EXAMPLE = "docs/examples/sort"  # Path without its suffixes .py and .yaml.
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 USAGE = "new-env NAME [to=FOLDER]"
 NEXT = """
@@ -21,9 +21,9 @@ python run.py --config {config}        train
 
 
 def new_env(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
-    """Write `NAME.py` and `NAME.yaml` and say what to do next; return the exit code.
+    """Write `NAME.py` and `NAME.yaml` and print the next commands; return the exit code.
 
-    Raises: ConfigError: no name of an environment, or one of the files is there already.
+    Raises: ConfigError: an invalid name, or one of the files exists already.
     """
     words = [word for word in request.overrides if "=" not in word]
     options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
@@ -53,7 +53,7 @@ def new_env(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
 
 
 def renamed(text: str, name: str, folder: Path) -> str:
-    """Return the example with another name, in another folder."""
+    """Return the example text with another name and folder."""
     title = "".join(part.capitalize() for part in name.split("_"))
     text = text.replace(str(Path(EXAMPLE).parent), folder.as_posix())
     for old, new in (("Sort", title), ("runs/sort", f"runs/{name}"), ("/sort", f"/{name}")):

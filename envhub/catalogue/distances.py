@@ -1,7 +1,7 @@
-"""How far goals are: the turns that the expert needs, and the items at such a distance.
+"""Distances of items: the turns that the expert needs, and the items within a range of turns.
 
-Measured on the first items of a subset, by playing the expert; kept on this machine's disk for as
-long as nothing of the environment's code, options and packages changes.
+Distances are measured by playing the expert on the first items of a subset. They are cached on disk
+until the environment's code, options or packages change.
 """
 
 import asyncio
@@ -26,14 +26,15 @@ from envhub.env import Env, EnvSpec, Isolation, Style, UnknownItem, split_item
 
 logger = logging.getLogger(__name__)
 
-NUM_MEASURED = 4_000  # items of a subset and split: the first ones
-Turns = dict[str, list[int]]  # split -> the expert's turns by item; 0: it does not solve it
+NUM_MEASURED = 4_000  # Items measured per subset and split, from the first one.
+# split -> turns of the expert by item; 0: the expert does not solve it.
+Turns = dict[str, list[int]]
 
 
 def measured(spec: EnvSpec, subset: str, options: EnvsSection) -> Turns:
-    """Return the turns that the expert needs for the items of a subset; {}: it is not asked.
+    """Return the turns that the expert needs for the items of a subset; {}: not measured.
 
-    Asked are the experts of environments that live in the hub's own process: seconds at most.
+    Only environments in the hub's own process are measured, which takes seconds at most.
     """
     if spec.isolation is not Isolation.INLINE or subset not in spec.subsets:
         return {}
@@ -74,7 +75,7 @@ def _folder() -> Path:
 
 
 def _digest(spec: EnvSpec, subset: str, options: EnvsSection) -> str:
-    """Return a name that changes with anything that the expert's turns may depend on."""
+    """Return a key that changes with every input on which the expert's turns may depend."""
     modules = [name for need in REQUIREMENTS.get(spec.name, ()) for name in need.modules]
     size = asdict(spec.subsets[subset])
     told = [
@@ -91,7 +92,7 @@ def _digest(spec: EnvSpec, subset: str, options: EnvsSection) -> str:
 
 
 def counted(turns: Turns) -> dict[str, dict[int, int]]:
-    """Return split -> turns -> how many items, without those that the expert does not solve."""
+    """Return split -> turns -> number of items, without items that the expert does not solve."""
     counts = {split: Counter(each for each in found if each) for split, found in turns.items()}
     return {split: dict(sorted(each.items())) for split, each in counts.items()}
 
@@ -99,7 +100,7 @@ def counted(turns: Turns) -> dict[str, dict[int, int]]:
 class Distances:
     """The items at a distance, for one event loop: each subset is measured once, in a thread.
 
-    Example: "GoTo@4..8-train-3" is the fourth of the training items of GoTo whose expert needs four
+    Example: "GoTo@4..8-train-3" is the fourth training item of GoTo for which the expert needs four
     to eight turns.
     """
 
@@ -108,7 +109,7 @@ class Distances:
         self._known: dict[tuple[str, str], asyncio.Task[Turns]] = {}
 
     async def plain(self, env: str, item_id: str) -> str:
-        """Return the id by which the environment knows an item. Raises: UnknownItem: none such."""
+        """Return the environment's own id of an item. Raises: UnknownItem: no such item."""
         item = split_item(item_id)
         far = distance_of(item.subset) if item else None
         if item is None or far is None:
@@ -121,10 +122,11 @@ class Distances:
         return f"{subset}-{item.split}-{indices[item.index]}"
 
     async def catalogue(self, wanted: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Return the registry's catalogue, with what is wanted of it at a distance.
+        """Return the registry's catalogue, extended by the wanted distance ranges.
 
         Args:
-            wanted: "env/subset@low..high"; others are ignored, other hubs may have them.
+            wanted: "env/subset@low..high"; unknown names are ignored, since other hubs may serve
+                them.
         """
         body = self._registry.catalogue()
         for name in wanted:

@@ -1,4 +1,4 @@
-"""Parts that extend the hub by registration: `extensions.yaml` names their functions."""
+"""Extensions of the hub: `extensions.yaml` lists their functions."""
 
 import importlib.util
 from collections.abc import Callable

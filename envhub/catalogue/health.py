@@ -1,4 +1,4 @@
-"""Whether the servers that a configuration names answer; asked before anything starts."""
+"""Checks before a start whether the servers named in a configuration answer."""
 
 import json
 from collections.abc import Sequence
@@ -18,19 +18,20 @@ MAX_BODY_BYTES = 16 << 20
 
 
 class Server(NamedTuple):
-    """An address of the configuration, and what to do when nobody is there."""
+    """A server address of the configuration, and the remedy if it does not answer."""
 
     key: str
     url: str
     remedy: str
-    is_hub: bool = False  # then its state must be fine; of others any answer at all will do
-    is_direct: bool = False  # the requests of its environment go through no proxy
+    # A hub must report a healthy state; from other servers any answer is accepted.
+    is_hub: bool = False
+    is_direct: bool = False  # Requests of its environment bypass the proxy.
 
 
 def servers_of(
     env_names: Sequence[str], options: EnvsSection, remote: RemoteOptions
 ) -> list[Server]:
-    """Return the servers that these environments ask while they are played."""
+    """Return the servers to which these environments send requests during episodes."""
     found: list[Server] = []
     if remote.dialect in env_names:
         whose = "the OpenEnv" if remote.dialect == "openenv" else f"AgentGym's {remote.dialect}"
@@ -51,13 +52,13 @@ def servers_of(
 
 
 def hub_at(url: str) -> Server:
-    """Return the hub that `envhub.url` names."""
+    """Return the hub at `envhub.url`."""
     remedy = "start it with `python run.py envhub`, or unset envhub.url for a hub of the run's own"
     return Server(key="envhub.url", url=url, remedy=remedy, is_hub=True)
 
 
 def silent(servers: Sequence[Server]) -> list[str]:
-    """Return a line with its remedy for each server that does not answer; asks all at once."""
+    """Return a line with its remedy for each server that does not answer; runs in parallel."""
     with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
         problems = list(pool.map(_problem, servers))
     return [
@@ -68,7 +69,7 @@ def silent(servers: Sequence[Server]) -> list[str]:
 
 
 def _problem(server: Server) -> str:
-    """Return why a server is of no use, "" if it answers."""
+    """Return why a server is unusable; "" if it answers."""
     try:
         url = f"{server.url.rstrip('/')}/healthz" if server.is_hub else server.url
         answer = _get(url, "", is_own=server.is_hub or server.is_direct)
@@ -85,11 +86,12 @@ def _problem(server: Server) -> str:
 def not_served(
     url: str, token: str, tasks: Sequence[TaskSection], *, may_be_own: bool, is_to_train: bool
 ) -> list[str]:
-    """Return what is wrong with playing tasks at a hub that answers, one line each; [] if nothing.
+    """Return why a hub that answers cannot serve tasks, one line each; [] if it can.
 
     Args:
-        may_be_own: the hub may want the token of the run's own keys, which nobody knows here.
-        is_to_train: and not only to be played.
+        may_be_own: the hub may require the token of the run's own keys, which is not available
+            here.
+        is_to_train: the tasks are also trained on, and not only evaluated.
     """
     shown = without_login(url)
     try:
@@ -121,7 +123,7 @@ def not_served(
 
 
 def untrainable(number: int, task: TaskSection, num_train: int) -> list[str]:
-    """Return a line if a task is to be trained on and has nothing to train on."""
+    """Return a line if a training task has no training items."""
     if num_train or task.weight <= 0:
         return []
     return [

@@ -1,4 +1,4 @@
-"""The list of tasks and environments for people."""
+"""The table of tasks and environments for people."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,13 +10,13 @@ from envhub.env import EnvSpec, SubsetSpec, TaskSpec
 from envhub.tasks import load_tasks
 
 ENVS = ROOT / "envhub" / "envs"
-MAX_OTHERS = 8  # subsets outside all tasks that the short list shows one by one
+MAX_OTHERS = 8  # Subsets without a task that the short list shows one by one.
 HEADINGS = ("SCENARIO", "TASK", "ENV", "SUBSET", "TRAIN", "TEST", "TURNS", "RUNS HERE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One task, or a subset that is in no task, or an environment that cannot run here."""
+    """One task, a subset without a task, or an environment that cannot run here."""
 
     env: str
     scenario: str = ""
@@ -24,11 +24,11 @@ class Row:
     subset: str = ""
     num_train: int = 0
     num_test: int = 0
-    max_turns: int = 0  # 0: not known
-    missing: str = ""  # "" when it can run
+    max_turns: int = 0  # 0: unknown.
+    missing: str = ""  # Missing requirements; "" when the environment can run.
 
     def cells(self) -> tuple[str, ...]:
-        """Return the row as text; what is unknown is left out."""
+        """Return the row as text; unknown values are empty."""
         sizes = (self.num_train, self.num_test) if self.subset else (None, None)
         numbers = ["" if number is None else f"{number:,}" for number in sizes]
         turns = str(self.max_turns or "")
@@ -39,9 +39,9 @@ class Row:
 def list_rows(
     env_names: Sequence[str], options: EnvsSection, remote: RemoteOptions, *, is_short: bool
 ) -> list[Row]:
-    """Return the tasks of the environments, by scenario, then the subsets in no task.
+    """Return the tasks of the environments, by scenario, then the subsets without a task.
 
-    With `is_short` an environment's many other subsets share one row.
+    With `is_short`, many subsets without a task share one row per environment.
     """
     rows: list[Row] = []
     for name in env_names:
@@ -88,7 +88,7 @@ def _other_rows(spec: EnvSpec, *, is_short: bool) -> list[Row]:
 
 
 def _missing_rows(name: str, missing: str) -> list[Row]:
-    """Return the tasks that an environment would have here."""
+    """Return the tasks of an environment that cannot run here."""
     path = ENVS / name / "tasks.json"
     tasks = load_tasks(path) if path.is_file() else {}
     return _task_rows(name, tasks, {}, missing) or [Row(env=name, missing=missing)]

@@ -1,4 +1,4 @@
-"""Environments by name: how to load each, and what it needs from the machine."""
+"""Environments by name: loading and machine requirements."""
 
 import importlib.util
 import inspect
@@ -20,25 +20,27 @@ from envhub.tables import read_table
 from envhub.totals import with_totals
 
 REMOTE = "envhub.agentgym.remote"
-LIBRARIES = {  # that a reference may name, and who makes an environment of it
+LIBRARIES = {  # Prefixes of references to libraries, with the module that builds the environment.
     "gymnasium": "envhub.interop.games",
     "textarena": "envhub.interop.games",
     "mcp": "envhub.interop.mcp.spec",
     "verifiers": "envhub.interop.verifiers.spec",
 }
-REMOTES = {"openenv": "envhub.interop.openenv_remote"}  # of dialects that are not AgentGym's
-OUTSIDE_SESSIONS_PER_WORKER = 64  # of an outside environment that does not ask for a worker itself
+# Modules for dialects that are not AgentGym's.
+REMOTES = {"openenv": "envhub.interop.openenv_remote"}
+# Minimum for an outside environment that does not request a worker itself.
+OUTSIDE_SESSIONS_PER_WORKER = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirement:
-    """What an environment needs: any one of `binaries` on the PATH, and all of `modules`."""
+    """Requirements of an environment: any one of `binaries` on the PATH, and all of `modules`."""
 
     what: str
     remedy: str
     binaries: Sequence[str] = ()
     modules: Sequence[str] = ()
-    instead: str = ""  # option with a program's path; where it is set, the PATH does not matter
+    instead: str = ""  # Option with a program's path; if it is set, PATH is not searched.
 
     def is_met(self, options: EnvsSection) -> bool:
         given = attrgetter(self.instead)(options) if self.instead else ""
@@ -56,12 +58,11 @@ REQUIREMENTS = {
 
 
 class Registry:
-    """The environments one hub offers.
+    """The environments that one hub offers.
 
-    A name is one of LOADERS, the dialect of `remote`, or a reference to an environment outside
-    the package: "package.module:function", "path/to/file.py:function", or one of LIBRARIES. An
-    outside environment is offered under the name in its own specification, and always lives in a
-    worker.
+    A name is one of LOADERS, the dialect of `remote`, or a reference to an environment outside the
+    package: "package.module:function", "path/to/file.py:function", or one of LIBRARIES. An outside
+    environment is offered under the name in its own specification, and always runs in a worker.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class Registry:
         options: EnvsSection | None = None,
         remote: RemoteOptions | None = None,
     ) -> None:
-        """Import outside environments at once, the others when they are first asked for.
+        """Import outside environments immediately, others at first use.
 
-        Raises: UnknownEnv: no such environment; names the nearest.
+        Raises: UnknownEnv: no such environment; the text names the nearest name.
         """
         self.options = options or EnvsSection()
         self.remote = remote or RemoteOptions()
@@ -111,7 +112,7 @@ class Registry:
         return list(self._specs.values())
 
     def load_order(self, name: str) -> dict[str, Any]:
-        """Return what a worker process needs to load the same environment, as JSON."""
+        """Return, as JSON, the arguments with which a worker process loads the same environment."""
         reference = self._references[name]
         if not is_reference(reference):
             reference = f"{LOADERS[name]}:make_spec"
@@ -121,7 +122,7 @@ class Registry:
         }
 
     def catalogue(self) -> dict[str, dict[str, Any]]:
-        """Return subsets, sizes, turn limits, tasks and instructions of all, as JSON."""
+        """Return subsets, sizes, turn limits, tasks and instructions of all as JSON."""
         return {name: _entry(self.spec(name)) for name in self.names}
 
 
@@ -131,7 +132,7 @@ def is_reference(name: str) -> bool:
 
 
 def parse_options(plain: Mapping[str, Any]) -> tuple[EnvsSection, RemoteOptions]:
-    """Return the options that `Registry.load_order` wrote."""
+    """Return the options serialized by `Registry.load_order`."""
     default = EnvsSection()
     sections = {name: _like(getattr(default, name), value) for name, value in plain["envs"].items()}
     return EnvsSection(**sections), RemoteOptions(**plain["env"])
@@ -142,9 +143,9 @@ def _like(default: Any, value: Any) -> Any:
 
 
 def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec:
-    """Return the specification of an environment, imported now.
+    """Import an environment and return its specification.
 
-    Raises: UnknownEnv: the reference names no module or no function in it.
+    Raises: UnknownEnv: the reference names no module, or no function in the module.
     """
     if (maker := LIBRARIES.get(name.partition(":")[0])) is not None:
         return import_module(maker).make_spec(name)
@@ -159,7 +160,7 @@ def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec
         if not isinstance(spec, EnvSpec):
             raise UnknownEnv(f"environment {name!r}: returns {type(spec).__name__}, not EnvSpec")
         ids = (i for task in spec.tasks.values() for i in (task.subset, *task.train, *task.test))
-        for word in (spec.name, *spec.subsets, *ids):  # messages and files carry them
+        for word in (spec.name, *spec.subsets, *ids):  # Messages and files contain these names.
             if not word or not word.isprintable():
                 raise UnknownEnv(f"environment {name!r}: {word!r:.100} is no printable name")
         if spec.isolation is Isolation.WORKER:
@@ -177,7 +178,7 @@ def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec
 
 
 def _call(make_spec: Callable[..., EnvSpec], options: EnvsSection) -> EnvSpec:
-    """Call with the options, or without where the function takes none."""
+    """Call with the options, or without arguments if the function takes none."""
     takes_options = len(inspect.signature(make_spec).parameters) > 0
     return make_spec(options) if takes_options else make_spec()
 
@@ -193,7 +194,7 @@ def _import_outside(module: str) -> ModuleType:
     if not path.is_file() or spec is None or spec.loader is None:
         raise UnknownEnv(f"environment {module!r}: no such file (here is {Path.cwd()})")
     loaded = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = loaded  # where dataclasses look for their module
+    sys.modules[spec.name] = loaded  # Dataclasses search for their module in `sys.modules`.
     spec.loader.exec_module(loaded)
     return loaded
 
@@ -217,7 +218,7 @@ def _entry(spec: EnvSpec) -> dict[str, Any]:
         **({"tools": list(spec.tools)} if spec.tools else {}),
         "instruction": {style.value: text for style, text in spec.instruction.items()},
         "acknowledgement": {style.value: text for style, text in spec.acknowledgement.items()},
-        "is_quick": spec.isolation is Isolation.INLINE,  # its steps are worth a batch
+        "is_quick": spec.isolation is Isolation.INLINE,  # Fast steps are worth batching.
     }
 
 
@@ -232,9 +233,9 @@ def missing_requirements(
     options: EnvsSection | None = None,
     remote: RemoteOptions | None = None,
 ) -> list[str]:
-    """Return a line for each thing that an environment needs and the machine lacks.
+    """Return one line for each requirement of an environment that the machine does not meet.
 
-    Names that are not in LOADERS have no requirements that the registry knows of.
+    Names that are not in LOADERS have no requirements in the registry.
     """
     options = options or EnvsSection()
     lines: list[str] = []
@@ -249,7 +250,7 @@ def missing_requirements(
 
 
 def _check(module: str, options: EnvsSection) -> list[str]:
-    """Return what the environment's own `check` finds missing."""
+    """Return the missing requirements reported by the environment's own `check`."""
     try:
         check = getattr(import_module(module), "check", None)
     except ImportError as error:

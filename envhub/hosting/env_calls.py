@@ -1,4 +1,4 @@
-"""The one place that calls environments, whose code is other people's and may fail in any way."""
+"""All calls into environments. Their code is third-party and may fail in any way."""
 
 import asyncio
 import logging
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of the calls of one environment that are not awaited.
+    """Time limits of one environment's synchronous calls.
 
-    What takes longer than `budget_s` is told to `note`, as what fails is.
+    `note` is called with the duration of each call that exceeds `budget_s` or fails.
     """
 
     env_name: str
@@ -30,7 +30,7 @@ class Limits:
 
 
 def call_at_once(work: Callable[[str], Any], text: str, limits: Limits) -> tuple[Any, float]:
-    """Return what came of a text, and after how many seconds. Raises as `call_environment`."""
+    """Return the result of `work(text)` and its seconds. Raises as `call_environment`."""
     began_s = monotonic()
     try:
         result = work(text)
@@ -52,16 +52,16 @@ async def call_environment(
     timeout_s: float | None = None,
     passes: tuple[type[Exception], ...] = (UnknownItem,),
 ) -> Any:
-    """Return what `work` returns or, where that can be awaited, what comes of it.
+    """Return the result of `work`; an awaitable result is awaited first.
 
     Args:
-        timeout_s: deadline; None: there is none. What is not awaited cannot be interrupted, so
-            its overrun is noticed when it returns.
-        passes: exceptions that go through as they are.
+        timeout_s: deadline; None: no deadline. A synchronous call cannot be interrupted, so its
+            overrun is detected when it returns.
+        passes: exceptions that are re-raised unchanged.
 
     Raises:
-        EnvTimeout: it took longer.
-        EnvRaised: it raised anything else.
+        EnvTimeout: the call took longer.
+        EnvRaised: the call raised any other exception.
     """
     began_s = monotonic()
     deadline: asyncio.Timeout | None = None
@@ -85,7 +85,7 @@ async def call_environment(
 
 
 def done_at_once(work: Coroutine[Any, Any, T]) -> T:
-    """Return what a coroutine returns that waits for nothing. Raises: RuntimeError: it did."""
+    """Return the result of a coroutine that never waits. Raises: RuntimeError: it waited."""
     try:
         work.send(None)
     except StopIteration as error:

@@ -1,4 +1,4 @@
-"""One live episode, wherever it lives: in this thread, in this event loop or in a worker."""
+"""Episodes in all three places: this thread, this event loop or a worker process."""
 
 import contextlib
 import itertools
@@ -22,30 +22,31 @@ _numbers = itertools.count(1)
 
 
 class Episode(Protocol):
-    """What a session does with its environment. Calls of one episode come one at a time.
+    """The operations that a session needs from an environment. Calls of one episode never overlap.
 
-    All but `close` raise EnvRaised and EnvTimeout; `open` UnknownItem as well.
+    All but `close` raise EnvRaised and EnvTimeout; `open` also raises UnknownItem.
     """
 
-    is_instant: bool  # a step never gives way to others, so that it is atomic without a lock
-    worker: Worker | None  # the process that it lives in, if it lives in one
-    first_state: str  # that the environment begins in, "" where it tells none
-    # Does as `step`, where nothing is waited for, but does not tell the state; None elsewhere.
+    is_instant: bool  # A step never yields to the event loop, so it is atomic without a lock.
+    worker: Worker | None  # The worker process that runs the episode; None for local episodes.
+    first_state: str  # State at the start of the episode; "" if the environment has no states.
+    # Synchronous variant of `step` without the state; None where a step has to wait.
     at_once: Callable[[str], StepResult] | None
-    limits: Limits | None  # of what is done at once
+    limits: Limits | None  # Time limits of the `at_once` calls.
 
     async def open(self, item_id: str, seed: int) -> str: ...
     async def step(self, action: str) -> StepResult: ...
-    async def hint(self) -> tuple[list[str], str | None]: ...  # valid actions, the expert's
-    async def render(self) -> tuple[str, str]: ...  # for people, fingerprint
-    async def detail(self, what: str) -> Any: ...  # see `Env`
+    # Returns valid actions and the expert's action.
+    async def hint(self) -> tuple[list[str], str | None]: ...
+    async def render(self) -> tuple[str, str]: ...  # Returns a text for people and a fingerprint.
+    async def detail(self, what: str) -> Any: ...  # See `Env`.
     async def close(self) -> None: ...
 
 
 class LocalEpisode:
-    """An episode in the hub's own process: INLINE ones answer at once, TASK ones are awaited.
+    """An episode in the hub's own process: INLINE steps run synchronously, TASK steps are awaited.
 
-    One of an environment that turned out to be slow goes on in a thread.
+    If its environment turns out to be slow, the episode continues in a thread.
     """
 
     worker: Worker | None = None

@@ -12,10 +12,10 @@ _LENGTH = struct.Struct(">I")
 def encode_frame(message: dict[str, Any]) -> bytes:
     """Return the bytes of one message.
 
-    Raises: ValueError: longer than MAX_FRAME_BYTES, or no JSON.
+    Raises: ValueError: longer than MAX_FRAME_BYTES, or not serializable as JSON.
     """
     try:
-        # Halves of characters pass, as they did in escapes; the hub repairs observations.
+        # Lone surrogates are encoded unchanged; the hub repairs them in observations.
         body = json.dumps(message, ensure_ascii=False).encode(errors="surrogatepass")
     except TypeError as error:
         raise ValueError(f"no JSON: {error}") from error
@@ -28,8 +28,8 @@ async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
     """Return the next message.
 
     Raises:
-        asyncio.IncompleteReadError, ConnectionError: the other side is gone.
-        ValueError: no message of ours.
+        asyncio.IncompleteReadError, ConnectionError: the peer closed the connection.
+        ValueError: not a valid message.
     """
     (num_bytes,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if num_bytes > MAX_FRAME_BYTES:

@@ -1,4 +1,4 @@
-"""Entries that live as long as somebody asks for them."""
+"""A table of entries that expire unless they are used."""
 
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
@@ -11,26 +11,26 @@ MAX_GRAIN_S = 1.0
 
 
 def grain_of(lease_s: float) -> float:
-    """Return to within what time a lease may be renewed where every use should be cheap."""
+    """Return the minimum interval between two renewals of a lease, which keeps each use cheap."""
     return min(MAX_GRAIN_S, lease_s / 100)
 
 
 class LeaseTable(Generic[Key, Entry]):
     """Entries by key, each with a lease that every use renews.
 
-    Example: with leases of 10 s an entry put at 0 s and found at 8 s is there until 18 s. At 18 s
-    `find` gives None, and the next `pop_expired` hands it out to be closed.
+    Example: with leases of 10 s, an entry that is put at 0 s and found at 8 s lives until 18 s. At
+    18 s `find` returns None, and the next `pop_expired` returns the entry to be closed.
     """
 
     def __init__(self, lease_s: float, now_s: Callable[[], float], *, grain_s: float = 0.0) -> None:
         """`now_s` is a monotonic clock.
 
-        `grain_s`: a lease that was renewed less than so long ago is left as it is, since renewing
-        it costs more than all else of a look; entries are in the order of their use to within it.
+        `grain_s`: a lease that was renewed within this time is not renewed again, since renewal is
+        the most expensive part of a lookup. Entries are ordered by last use, up to this precision.
         """
         self._lease_s, self._grain_s = lease_s, grain_s
         self._now_s = now_s
-        # Until when it need not be renewed, and when it expires; the earliest first.
+        # Time of the next renewal, expiry time and entry; the earliest expiry comes first.
         self._held: dict[Key, tuple[float, float, Entry]] = {}
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class LeaseTable(Generic[Key, Entry]):
         return iter([entry for _, _, entry in self._held.values()])
 
     def put(self, key: Key, entry: Entry) -> None:
-        """Hold an entry from now on, instead of one that this key may have had."""
+        """Store an entry; it replaces the key's previous entry."""
         self._put(key, entry, self._now_s())
 
     def _put(self, key: Key, entry: Entry, now_s: float) -> None:
@@ -51,9 +51,9 @@ class LeaseTable(Generic[Key, Entry]):
         self._held[key] = (now_s + self._grain_s, now_s + self._lease_s, entry)
 
     def find(self, key: Key, now_s: float | None = None) -> Entry | None:
-        """Return an entry and renew its lease; None if there is none, or it has expired.
+        """Return an entry and renew its lease; None if it is missing or expired.
 
-        `now_s` is what the clock says, where somebody has just looked.
+        `now_s` is the current time, if the caller has already read the clock.
         """
         held = self._held.get(key)
         if held is None:
@@ -69,20 +69,20 @@ class LeaseTable(Generic[Key, Entry]):
         return entry
 
     def peek(self, key: Key) -> Entry | None:
-        """Return an entry and leave its lease alone, expired or not; None if there is none."""
+        """Return an entry without renewing its lease, even if it has expired; None if missing."""
         return self._held.get(key, (None,))[-1]
 
     def renew(self, key: Key) -> None:
-        """Renew the lease of an entry, if it is still held."""
+        """Renew the lease of an entry if the table still contains it."""
         if key in self._held:
             self.put(key, self._held[key][-1])
 
     def pop(self, key: Key) -> Entry | None:
-        """Take an entry out, expired or not; None if there is none."""
+        """Remove and return an entry, even if it has expired; None if missing."""
         return self._held.pop(key, (None,))[-1]
 
     def pop_expired(self, *, keeps: Callable[[Entry], bool] = lambda _: False) -> list[Entry]:
-        """Take out the entries whose lease has run out, but those that `keeps` is true of."""
+        """Remove and return the expired entries, except those for which `keeps` is true."""
         now_s = self._now_s()
         gone: list[Key] = []
         for key, (_, expires_at_s, entry) in self._held.items():

@@ -1,4 +1,4 @@
-"""Where the episodes of each environment live: makes them, and owns the worker processes."""
+"""Placement of episodes: creates them in this process or in workers, and owns the workers."""
 
 import asyncio
 import logging
@@ -21,11 +21,11 @@ from envhub.hosting.worker_pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 MEMORY_INTERVAL_S = 5.0
-MAX_MOVED_WORKERS = 8  # of an environment that says nothing of workers itself
+MAX_MOVED_WORKERS = 8  # Worker limit of a moved environment, which has no limit of its own.
 
 
 class Placement:
-    """Makes episodes by an environment's isolation. Worker pools come into being at first use."""
+    """Creates episodes by an environment's isolation. Worker pools are created at first use."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Placement:
         inline_step_s: float = INLINE_STEP_S,
         on_lost: Callable[[Worker], None] = lambda _: None,
     ) -> None:
-        """`capacity` is per environment; `on_lost` is told of each lost worker, once counted."""
+        """`capacity` is per environment; `on_lost` is called for each lost worker."""
         self.inline = InlineBudget(inline_step_s)
         self._registry = registry
         self._capacity = capacity
@@ -44,16 +44,17 @@ class Placement:
         self._on_lost = on_lost
         self._pools: dict[str, WorkerPool] = {}
         self._guardian: Guardian | None = None
-        self.num_lost: Counter[tuple[str, str]] = Counter()  # workers by environment and cause
+        # Lost workers, by environment and cause.
+        self.num_lost: Counter[tuple[str, str]] = Counter()
 
     def capacity(self, spec: EnvSpec) -> int:
-        """Return how many sessions an environment may have at a time."""
+        """Return the maximum number of concurrent sessions of an environment."""
         if spec.isolation is Isolation.INLINE:
             return self._capacity
         return min(self._capacity, spec.max_workers * spec.sessions_per_worker)
 
     def make(self, spec: EnvSpec, style: Style) -> Episode:
-        """Return an episode that is not open yet."""
+        """Return a new episode that is not open yet."""
         timeout_s = spec.step_timeout_s or self._step_timeout_s
         if spec.isolation is Isolation.WORKER or not self.inline.is_kept(spec.name):
             return WorkerEpisode(self._pool(spec), style, timeout_s=timeout_s)
@@ -81,7 +82,7 @@ class Placement:
         self._on_lost(worker)
 
     async def watch_memory(self) -> None:
-        """Replace workers that hold too much memory; end only by cancellation."""
+        """Replace workers that exceed their memory limit; only cancellation ends this loop."""
         while True:
             await asyncio.sleep(MEMORY_INTERVAL_S)
             await self.check_memory()
@@ -95,7 +96,7 @@ class Placement:
             pool.check_memory(resident)
 
     async def stop(self) -> None:
-        """End the workers, and what the environments in this process share."""
+        """Stop the workers, and the resources that environments share in this process."""
         stops = [pool.stop() for pool in self._pools.values()]
         for spec in self._registry.loaded():
             if spec.isolation is not Isolation.WORKER and spec.stop is not None:

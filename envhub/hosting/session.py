@@ -1,4 +1,4 @@
-"""One live session, and how one of its calls has it to itself."""
+"""One live session, and the lock that serializes its calls."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,29 +8,31 @@ from envhub.env import StepResult
 from envhub.hosting.env_calls import Limits
 from envhub.hosting.episodes import Episode
 
-# Of steps' durations, that they are counted by.
+# Bucket bounds of the histogram of step durations.
 STEP_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 QUICK_S = STEP_BUCKETS_S[0]
 
 
 def no_steps() -> list[float]:
-    """Return the seconds of all steps, and how many there are in each bucket and beyond."""
+    """Return an empty histogram: total seconds, a count per bucket and the overflow count."""
     return [0.0] + [0] * (len(STEP_BUCKETS_S) + 1)
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """One live episode. `seq` counts executed steps; `answer` is the last one's result.
+    """One live episode. `seq` counts executed steps; `answer` is the result of the last step.
 
-    `lock` is None as long as a step is atomic by itself. What such a step needs stands first.
+    `lock` is None while a step is atomic without it. The fields of such a step come first.
     """
 
     session_id: str
     env_name: str
-    at_once: Callable[[str], StepResult] | None = None  # of the episode, until it has ended
+    # The episode's `at_once`, until the episode ends.
+    at_once: Callable[[str], StepResult] | None = None
     limits: Limits | None = None
-    renew_at_s: float = 0.0  # on the clock of leases: until then a step need not renew its own
-    steps: list[float] | None = None  # of all of its environment, once it has taken one
+    renew_at_s: float = 0.0  # Time of the next lease renewal by a step, on the leases' clock.
+    # Histogram of all sessions of the environment, from the first step on.
+    steps: list[float] | None = None
     answer: StepResult | None = None
     seq: int = 0
     episode: Episode
@@ -43,7 +45,7 @@ class Session:
 
 
 class Alone:
-    """Has a session to itself. All steps come by: a generator would cost several times as much."""
+    """Exclusive access to a session; a class, since a generator costs several times as much."""
 
     __slots__ = ("_find", "_lock", "_renew", "_session_id")
 
@@ -54,7 +56,7 @@ class Alone:
 
     async def __aenter__(self) -> Session:
         session = self._find(self._session_id)
-        if session.lock is None and not session.episode.is_instant:  # not any more
+        if session.lock is None and not session.episode.is_instant:  # Its environment was moved.
             session.lock = asyncio.Lock()
         self._lock = session.lock
         if self._lock is None:

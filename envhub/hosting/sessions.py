@@ -1,4 +1,4 @@
-"""The table of live sessions: leases, sequence numbers and answers kept for a retry."""
+"""The table of live sessions: leases, sequence numbers and stored answers for retries."""
 
 import asyncio
 import contextlib
@@ -38,25 +38,27 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_WATCH_INTERVAL_S = 1.0  # also for a clock that finds out by it when nobody was awake
-SESSIONS_PER_TRIM = 200  # ended sessions after which free memory goes back to the system
+# Upper bound of the interval, since `AwakeClock` must be read once a second.
+MAX_WATCH_INTERVAL_S = 1.0
+# Ended sessions after which free memory is returned to the operating system.
+SESSIONS_PER_TRIM = 200
 STOP_TIMEOUT_S = 1.0
 MAX_SESSIONS = 16_384
-MOST_CHARACTER_BYTES = 4  # in UTF-8
-GONE_S = 1.0  # for an owner whose connection broke to come again
+MOST_CHARACTER_BYTES = 4  # Maximum bytes of a character in UTF-8.
+GONE_S = 1.0  # Time in which an owner may reconnect after its connection broke.
 
 
 class Sessions:
     """Sessions by random token. All methods belong to one event loop.
 
-    This class alone moves a session along: its place is reserved, it is live once its episode is
-    open, and it ends by `delete`, by a call that fails or overruns, by its lease, or with its
-    worker process; then the next request for it is told why. Its calls come one at a time; those
-    of others go on meanwhile.
+    Only this class changes the state of a session. A place is reserved, and the session is live
+    once its episode is open. It ends by `delete`, by a call that fails or times out, by its lease,
+    or with its worker process; in the last case the next request gets the reason. Calls of one
+    session are serialized; calls of different sessions run concurrently.
 
-    Example: step seq 1 runs the environment. Its answer is lost on the way; the client sends seq 1
-    again and gets the kept answer, nothing runs. Both at the same time: the second waits for the
-    first and gets its answer. Seq 2 runs the next step; 1 or 9 now conflicts.
+    Example: step seq 1 runs the environment. Its answer is lost in transit. The client sends seq 1
+    again and gets the stored answer; no step runs. If both requests overlap, the second waits for
+    the first and gets the same answer. Seq 2 runs the next step; then seq 1 or 9 is a conflict.
     """
 
     def __init__(
@@ -71,18 +73,20 @@ class Sessions:
         inline_step_s: float = INLINE_STEP_S,
         max_action_bytes: int = DEFAULT_ACTION_MIB * MIB,
     ) -> None:
-        """`capacity` is per environment, `max_sessions` of all; a larger action is invalid.
+        """`capacity` is per environment, `max_sessions` over all; larger actions are invalid.
 
-        `now_s` is a monotonic clock; None: one that stands while this process does.
+        `now_s` is a monotonic clock; None: a clock that excludes suspension of this process.
         """
-        now_s = self.now_s = now_s or AwakeClock().__call__  # a method is called faster
+        # A bound method is faster to call than an object.
+        now_s = self.now_s = now_s or AwakeClock().__call__
         self._max_sessions = max_sessions
         self._max_action_bytes = max_action_bytes
         self.lease_s = lease_s
         self.is_draining = False
-        self.num_live: Counter[str] = Counter()  # places by environment, also of what is opening
-        self.counts: Counter[str] = Counter()  # sessions and calls by what became of them
-        self.steps = defaultdict[str, list[float]](no_steps)  # by environment and duration
+        # Reserved places by environment, including sessions that are opening.
+        self.num_live: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # Sessions and calls by outcome.
+        self.steps = defaultdict[str, list[float]](no_steps)  # Step durations by environment.
         self.placement = Placement(
             registry,
             capacity=capacity,
@@ -90,12 +94,14 @@ class Sessions:
             inline_step_s=inline_step_s,
             on_lost=self._end_sessions_of,
         )
-        self._moved = self.placement.inline.moved  # environments whose steps have to wait
+        # Environments whose steps can no longer run synchronously.
+        self._moved = self.placement.inline.moved
         self._registry, self.distances = registry, Distances(registry)
         self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s, grain_s=grain_of(lease_s))
-        self._untold: LeaseTable[str, str] = LeaseTable(lease_s, now_s)  # why the worker was lost
+        # Reasons of lost workers that clients have not received yet.
+        self._untold: LeaseTable[str, str] = LeaseTable(lease_s, now_s)
         self._num_running = 0
-        self._owners: Counter[str] = Counter()  # connections that stay for an owner
+        self._owners: Counter[str] = Counter()  # Open connections by owner.
         self._ending: set[asyncio.Task[None]] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -105,17 +111,17 @@ class Sessions:
 
     @property
     def num_steps(self) -> int:
-        """Steps that were performed."""
+        """Number of steps that were performed."""
         return sum(int(sum(nums)) for _, *nums in self.steps.values())
 
     @property
     def env_names(self) -> list[str]:
-        """What episodes may be of, by the names that tasks have for them."""
+        """The names of the environments on offer, as tasks use them."""
         return [*self._registry.names]
 
     @property
     def num_places(self) -> int:
-        """Sessions that there may be at a time, of all environments."""
+        """Maximum number of concurrent sessions, over all environments."""
         specs = (self._registry.spec(name) for name in self.env_names)
         return min(self._max_sessions, sum(self.placement.capacity(spec) for spec in specs))
 
@@ -158,12 +164,12 @@ class Sessions:
     async def step(
         self, session_id: str, action: str, seq: int | None = None, *, num_bytes: int = 0
     ) -> StepResult:
-        """Perform step `seq`, or return its kept answer when it was the last one performed.
+        """Perform step `seq`, or return its stored answer if it was the last one performed.
 
         Args:
-            action: any text; one that is too large is invalid, and the environment is not sent it.
-            seq: counts from 1; None: whatever number is next.
-            num_bytes: of an action that was too large for a request, in place of the action.
+            action: any text; an oversized action is invalid and does not reach the environment.
+            seq: counts from 1; None: the next number.
+            num_bytes: size of an action that was too large for a request; `action` is then unused.
 
         Raises: SessionUnknown, SessionConflict, EnvRaised, EnvTimeout.
         """
@@ -180,7 +186,7 @@ class Sessions:
             return self._stepped(session, result, time.perf_counter() - began_s)
 
     def _refusal(self, session: Session, num_bytes: int) -> StepResult:
-        """Return the answer to an action that is too large; state and score stay as they are."""
+        """Return the answer to an oversized action; state and score stay unchanged."""
         before = session.answer
         self.counts["too_large"] += 1
         return StepResult(
@@ -192,7 +198,7 @@ class Sessions:
         )
 
     def _kept(self, session: Session, seq: int | None) -> StepResult | None:
-        """Return the answer to the last step if it is asked for again; None: a new step.
+        """Return the stored answer if the last step is requested again; None: a new step.
 
         Raises: SessionConflict: the number does not follow, or the episode has ended.
         """
@@ -206,13 +212,14 @@ class Sessions:
         return None
 
     def handle(self, session_id: str) -> Session | None:
-        """Return a session for `step_at_once`, which sees when it is live no more."""
+        """Return a session for `step_at_once`, which detects when the session has ended."""
         return self._live.peek(session_id)
 
     def step_at_once(self, session: Session, action: str, now_s: float) -> StepResult | None:
-        """Do as `step` in one go; None: it has to wait or to refuse, and nothing was done.
+        """Perform `step` synchronously; None: it must wait or refuse, and no step was performed.
 
-        `now_s` is what the clock says. The state is not told. Raises: EnvRaised, EnvTimeout.
+        `now_s` is the current time of the leases' clock. The result has no state. Raises:
+        EnvRaised, EnvTimeout.
         """
         at_once, limits = session.at_once, session.limits
         if at_once is None or limits is None or session.env_name in self._moved:
@@ -231,7 +238,7 @@ class Sessions:
         return self._stepped(session, result, took_s)
 
     def _stepped(self, session: Session, result: StepResult, took_s: float) -> StepResult:
-        """Keep the result of a step, and count it."""
+        """Store and count the result of a step."""
         told = result.observation
         if type(told) is not str or not told.isascii():
             result.observation = self._valid(session.env_name, told)
@@ -247,7 +254,7 @@ class Sessions:
         return result
 
     def first_state(self, session_id: str) -> str:
-        """Return the state that a session began in, "" if its environment tells none."""
+        """Return the state in which a session began; "" if its environment has no states."""
         session = self._live.find(session_id)
         return session.episode.first_state if session is not None else ""
 
@@ -256,29 +263,29 @@ class Sessions:
         return self._registry.spec(env_name).start_score
 
     async def hint(self, session_id: str) -> tuple[list[str], str | None]:
-        """Return the valid actions and the expert's action (None when it knows none)."""
+        """Return the valid actions and the expert's action (None when the expert has no plan)."""
         async with self._alone(session_id) as session:
             return await self._call(session, session.episode.hint())
 
     async def render(self, session_id: str) -> tuple[str, str]:
-        """Return the state for people and the fingerprint of the initial state."""
+        """Return the state as text for people, and the fingerprint of the initial state."""
         async with self._alone(session_id) as session:
             return await self._call(session, session.episode.render())
 
     async def detail(self, session_id: str, what: str) -> Any:
-        """Return what AgentGym's pages ask for, as JSON; None where the environment knows none."""
+        """Return JSON for AgentGym's pages; None where the environment has none."""
         async with self._alone(session_id) as session:
             return await self._call(session, session.episode.detail(what))
 
     async def delete(self, session_id: str) -> None:
-        """End a session. Raises: SessionUnknown: it does not exist (any more)."""
+        """End a session. Raises: SessionUnknown: it does not exist, or no longer exists."""
         async with self._alone(session_id) as session:
             await self._drop(session)
         self.counts["deleted"] += 1
 
     @contextlib.contextmanager
     def owned_by(self, owner: str) -> Iterator[None]:
-        """End the owner's sessions `GONE_S` after the last that stays for it has gone."""
+        """End the owner's sessions `GONE_S` after the owner's last context has closed."""
         self._owners[owner] += 1
         try:
             yield
@@ -301,7 +308,7 @@ class Sessions:
         await asyncio.gather(*(self._drop(session) for session in owned))
 
     async def expire(self) -> int:
-        """Drop the sessions whose lease has run out and return how many there were."""
+        """Drop the sessions whose lease has expired and return their number."""
         gone = self._live.pop_expired(keeps=lambda session: session.is_busy)
         self.counts["expired"] += len(gone)
         await asyncio.gather(*(self._close(session) for session in gone))
@@ -309,7 +316,7 @@ class Sessions:
         return len(gone)
 
     async def watch_leases(self) -> None:
-        """Drop expired sessions for ever; end only by cancellation."""
+        """Drop expired sessions periodically; only cancellation ends this loop."""
         num_trimmed = 0
         while True:
             await asyncio.sleep(min(self.lease_s / 4, MAX_WATCH_INTERVAL_S))
@@ -317,13 +324,14 @@ class Sessions:
             num_ended = self.counts["expired"] + self.counts["deleted"]
             if num_ended - num_trimmed >= SESSIONS_PER_TRIM:
                 num_trimmed = num_ended
-                gc.collect()  # levels are full of cycles; it clears the free lists, too
+                # Levels are full of cycles; collecting them also clears the free lists.
+                gc.collect()
                 trim_heap()
             if num_expired:
                 logger.info("sessions expired num=%d left=%d", num_expired, len(self))
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new sessions, and return when no call is running or the time is up."""
+        """Refuse new sessions, and return when no call is running or the timeout has passed."""
         self.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -337,7 +345,7 @@ class Sessions:
         await self.placement.stop()
 
     def _valid(self, env_name: str, text: str) -> str:
-        """Return an observation that JSON and UTF-8 can carry, and count if it was none."""
+        """Return an observation that JSON and UTF-8 can encode, and count each repair."""
         valid = valid_text(str(text))
         if valid is not text and valid != text:
             self.counts["repaired"] += 1
@@ -346,7 +354,7 @@ class Sessions:
         return valid
 
     def _reserve(self, spec: EnvSpec) -> None:
-        """Take a place for a session. Raises CapacityFull."""
+        """Reserve a place for a session. Raises CapacityFull."""
         if self.num_live.total() >= self._max_sessions:
             self.counts["refused"] += 1
             text = f"this token holds all the {self._max_sessions} sessions that it may"
@@ -371,11 +379,11 @@ class Sessions:
         raise SessionUnknown("no such session, or its lease has expired")
 
     def _alone(self, session_id: str) -> Alone:
-        """Wait for the session's other calls; it may have ended or expired meanwhile."""
+        """Return a lock that waits for other calls; the session may end during the wait."""
         return Alone(self._find, self._live.renew, session_id)
 
     async def _call(self, session: Session, call: Awaitable[T]) -> T:
-        """Return what a call of the episode returns; a failure or an overrun ends the session."""
+        """Return the result of an episode's call; a failure or a timeout ends the session."""
         self._begin_call()
         try:
             return await call
@@ -388,7 +396,7 @@ class Sessions:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Count a call into an environment for as long as it runs, and its failure."""
+        """Count a call into an environment while it runs, and its failure."""
         self._begin_call()
         try:
             yield
@@ -414,13 +422,13 @@ class Sessions:
             self.counts["failed"] += 1
 
     async def _drop(self, session: Session) -> None:
-        """End a session whose client knows; nothing happens if it has ended already."""
+        """End a session whose client is informed; no effect if it has ended already."""
         self._untold.pop(session.session_id)
         if self._live.pop(session.session_id) is not None:
             await self._close(session)
 
     async def _close(self, session: Session) -> None:
-        """Close the episode of a session that is not live any more, and free its place."""
+        """Close the episode of a session that is no longer live, and free its place."""
         session.at_once = None
         try:
             await session.episode.close()
@@ -428,7 +436,7 @@ class Sessions:
             self._release(session.env_name)
 
     def _end_sessions_of(self, worker: Worker) -> None:
-        """End the sessions of a lost worker; each client learns why at its next request."""
+        """End the sessions of a lost worker; each client gets the reason at its next request."""
         for session in [each for each in self._live if each.episode.worker is worker]:
             self._live.pop(session.session_id)
             self._release(session.env_name)

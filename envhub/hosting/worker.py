@@ -1,4 +1,4 @@
-"""One worker process as the hub sees it: started, called over a socket, lost and cleared away."""
+"""The hub's side of one worker process: start, calls over a socket, loss and cleanup."""
 
 import asyncio
 import itertools
@@ -21,15 +21,15 @@ from envhub.hosting.frames import MAX_FRAME_BYTES, encode_frame, read_frame
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-ENDING_TIMEOUT_S = 0.2  # between the end of a worker's connection and that of its process
-LATE_S = 1.0  # by which a deadline is noticed after it: the hub stood still, not the worker
+ENDING_TIMEOUT_S = 0.2  # Seconds to wait for a worker's exit after its connection has closed.
+LATE_S = 1.0  # A deadline noticed later than this means that the hub was suspended, not the worker.
 
 
 class Worker:
     """A worker process, in order: starting, ready, perhaps draining, lost.
 
-    Example: two calls wait for replies; one passes its deadline. `call` kills the process group
-    and raises EnvTimeout there; the other call raises WorkerLost; `on_lost` is told once.
+    Example: two calls wait for replies and one passes its deadline. `call` kills the process group
+    and raises EnvTimeout; the other call raises WorkerLost; `on_lost` is called once.
     """
 
     def __init__(
@@ -38,12 +38,14 @@ class Worker:
         """Start the process; the guardian ends it if the hub is killed."""
         self.env_name = env_name
         self.number = number
-        self.num_sessions = 0  # places taken in it
-        self.is_draining = False  # it takes no more sessions and is lost with its last one
-        self.rss_bytes = 0  # resident when last looked at, with all that it started
-        self.ready_at_s: float | None = None  # when it had loaded its environment (monotonic)
-        self.failure = ""  # why it is lost, for people; "" while it is usable
-        self.cause = ""  # the same in one word: deadline, memory, died, start or stop
+        self.num_sessions = 0  # Reserved places of the worker.
+        # A draining worker accepts no more sessions and stops after its last one.
+        self.is_draining = False
+        self.rss_bytes = 0  # Resident memory at the last measurement, with child processes.
+        # Time at which the environment was loaded (monotonic).
+        self.ready_at_s: float | None = None
+        self.failure = ""  # Reason of the loss as a text; "" while the worker is usable.
+        self.cause = ""  # Reason of the loss in one word: deadline, memory, died, start or stop.
         self._on_lost = on_lost
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ids = itertools.count()
@@ -64,14 +66,14 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The process, which leads its own group."""
+        """Process id of the worker, which leads its own process group."""
         return self._process.pid
 
     def __str__(self) -> str:
         return f"{self.env_name}/{self.number}"
 
     async def load(self, load_order: dict[str, Any]) -> None:
-        """Have the process load the environment. Raises: EnvRaised: it did not come up."""
+        """Load the environment in the process. Raises: EnvRaised: it did not start."""
         began_s = time.monotonic()
         reader, self._writer = await asyncio.open_connection(
             sock=self._socket, limit=MAX_FRAME_BYTES
@@ -86,12 +88,12 @@ class Worker:
         logger.info("worker ready %s pid=%d took_s=%.2f", self, self.pid, self.ready_at_s - began_s)
 
     async def call(self, op: str, *, timeout_s: float, **fields: object) -> Any:
-        """Return what the worker answers; a call past its deadline ends the worker.
+        """Return the worker's answer; a call past its deadline ends the worker.
 
         Raises:
-            UnknownItem, EnvRaised: what the environment raised there.
+            UnknownItem, EnvRaised: raised by the environment in the worker.
             EnvTimeout: no answer in time.
-            WorkerLost: the worker died, or was killed on account of another call.
+            WorkerLost: the worker died, or was killed because of another call.
         """
         if self.failure or self._writer is None:
             raise WorkerLost(self.failure or f"worker {self} has not started")
@@ -103,7 +105,8 @@ class Worker:
             while not future.done():
                 asked_s = time.monotonic()
                 await asyncio.wait([future], timeout=timeout_s)
-                is_late = time.monotonic() - asked_s > timeout_s + LATE_S  # its reply may be here
+                # The reply may have arrived during a suspension of the hub.
+                is_late = time.monotonic() - asked_s > timeout_s + LATE_S
                 if not future.done() and not is_late:
                     future.cancel()
                     self.lose("deadline", f"was killed: {op!r} took longer than {timeout_s:g} s")
@@ -116,9 +119,9 @@ class Worker:
         raise (UnknownItem if reply["error"] == "unknown_item" else EnvRaised)(reply["detail"])
 
     def lose(self, cause: str, what: str) -> None:
-        """Kill the process and all that it started; its calls raise. Only the first call counts.
+        """Kill the process and its children; pending calls raise. Later calls have no effect.
 
-        `cause` is as the attribute, `what` for people, such as "was killed: ...".
+        `cause` is the attribute of that name; `what` is a text such as "was killed: ...".
         """
         if self.failure:
             return
@@ -135,7 +138,7 @@ class Worker:
         self._on_lost(self)
 
     async def reap(self) -> None:
-        """Wait for the end of a lost worker and end what it left behind."""
+        """Wait for the end of a lost worker and kill its remaining child processes."""
         await asyncio.to_thread(self._process.clear_away)
         if self._reading is not None:
             self._reading.cancel()
@@ -151,7 +154,7 @@ class Worker:
             self.lose("died", f"died: {await self._ending()} ({type(error).__name__})")
 
     async def _ending(self) -> str:
-        """Return how a process ended whose socket has closed; it may still be at it."""
+        """Return how a process with a closed socket ended; it may still be exiting."""
         deadline_s = time.monotonic() + ENDING_TIMEOUT_S
         await asyncio.to_thread(self._process.has_ended_by, deadline_s)
         code = self._process.poll()

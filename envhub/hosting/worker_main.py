@@ -1,7 +1,7 @@
-"""A worker process: holds episodes of one environment and answers the hub over a socket.
+"""A worker process: runs episodes of one environment and answers the hub over a socket.
 
-Started by `worker.py` as `python -m envhub.hosting.worker_main FD LEVEL NAME`. Synchronous
-environments run in threads, one call of a session at a time; asynchronous ones in the event loop.
+`worker.py` starts it as `python -m envhub.hosting.worker_main FD LEVEL NAME`. Synchronous
+environments run in threads, one call per session at a time; asynchronous ones in the event loop.
 """
 
 import asyncio
@@ -26,11 +26,12 @@ from envhub.hosting.frames import MAX_FRAME_BYTES, encode_frame, read_frame
 
 MAX_THREADS = 32
 DETAIL_CHARS = 2000
-TOLD = (UnknownItem, EnvFailure)  # by their own text, without the exception's name
+# Errors that are reported as their text alone, without the exception's name.
+TOLD = (UnknownItem, EnvFailure)
 
 
 class Host:
-    """The episodes of one worker by the hub's numbers for them."""
+    """The episodes of one worker, by the hub's session numbers."""
 
     def __init__(self, env_name: str) -> None:
         self.name = env_name
@@ -38,7 +39,7 @@ class Host:
         self._envs: dict[int, Any] = {}
 
     async def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply to one call: a result, or what kind of error came of it."""
+        """Return the reply to one call: a result or an error with its kind."""
         reply = {"id": message["id"]}
         handle = getattr(self, f"_{message['op']}")
         try:
@@ -95,7 +96,7 @@ class Host:
             await self._run(close)
 
     async def _stop(self, _: dict[str, Any]) -> None:
-        """Close all episodes and what they share."""
+        """Close all episodes and their shared resources."""
         for number in list(self._envs):
             with contextlib.suppress(EnvRaised, *TOLD):
                 closing = partial(self._close, {"session": number})
@@ -104,7 +105,7 @@ class Host:
             await self._spec.stop()
 
     async def _run(self, function: Callable[..., Any], *arguments: object) -> Any:
-        """Call a coroutine function here and an ordinary one in a thread."""
+        """Await a coroutine function here; run an ordinary function in a thread."""
         if asyncio.iscoroutinefunction(function):
             return await function(*arguments)
         loop = asyncio.get_running_loop()
@@ -130,7 +131,7 @@ def _as_json(result: StepResult) -> dict[str, Any]:
 
 
 async def serve(connection: socket.socket, host: Host) -> None:
-    """Answer the hub until it is gone."""
+    """Answer the hub until it closes the connection."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_FRAME_BYTES)
     running: set[asyncio.Task[None]] = set()
 
@@ -148,15 +149,16 @@ async def serve(connection: socket.socket, host: Host) -> None:
             running.add(task)
             task.add_done_callback(running.discard)
     except (asyncio.IncompleteReadError, ConnectionError):
-        # The hub is gone, or has finished with us: whatever runs below us goes as well.
+        # The hub has died or no longer needs this worker: kill the whole process group.
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def main() -> None:
-    """Serve on the socket whose number is the first argument; then the log's level, the name."""
+    """Serve on the socket whose descriptor is argument 1; log level and name follow."""
     descriptor, level, env_name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    os.set_inheritable(descriptor, False)  # else a JVM or browser would keep it open
-    os.dup2(2, 1)  # what third-party code prints belongs in the log
+    # Otherwise a JVM or browser would inherit it and keep it open.
+    os.set_inheritable(descriptor, False)
+    os.dup2(2, 1)  # Output of third-party code belongs in the log.
     configure_logging("worker", level)
     asyncio.run(serve(socket.socket(fileno=descriptor), Host(env_name)))
 

@@ -1,4 +1,4 @@
-"""The workers of one environment: started on demand, reused, replaced when they are lost."""
+"""The workers of one environment: started on demand, reused, and replaced when lost."""
 
 import asyncio
 import contextlib
@@ -17,15 +17,17 @@ from envhub.hosting.worker import Worker
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 1.0
-MIN_LIFE_S = 1.0  # a worker that dies sooner is not replaced before somebody needs one
-HARD_LIMIT_FACTOR = 1.5  # times its memory limit, a worker is killed with sessions in it
+# Minimum lifetime for an immediate replacement; otherwise a new worker starts on demand.
+MIN_LIFE_S = 1.0
+# Multiple of the memory limit at which a worker is killed even with live sessions.
+HARD_LIMIT_FACTOR = 1.5
 
 
 class WorkerPool:
-    """The workers of one environment. A session keeps its worker for life.
+    """The workers of one environment. A session never changes its worker.
 
     Example: 2 workers of 1 session. The first `take` starts worker 1, the second worker 2, the
-    third raises CapacityFull. Worker 1 dies: its session is told by `on_lost`, worker 3 starts.
+    third raises CapacityFull. If worker 1 dies, `on_lost` ends its session and worker 3 starts.
     """
 
     def __init__(
@@ -48,11 +50,11 @@ class WorkerPool:
         self._is_stopping = False
 
     async def take(self) -> Worker:
-        """Return a ready worker with one of its places taken for the caller.
+        """Return a ready worker with one place reserved for the caller.
 
         Raises:
             CapacityFull: no place is free.
-            EnvRaised: a worker had to be started and did not come up.
+            EnvRaised: a new worker was required and did not start.
         """
         worker = self._choose()
         worker.num_sessions += 1
@@ -64,15 +66,15 @@ class WorkerPool:
         return worker
 
     def give_back(self, worker: Worker) -> None:
-        """Free a place. A worker that is to go goes with its last session."""
+        """Free a place. A draining worker ends with its last session."""
         worker.num_sessions -= 1
         if worker.is_draining and worker.num_sessions == 0:
             worker.lose("memory", "was replaced: memory")
 
     def check_memory(self, resident: dict[int, int]) -> None:
-        """Drain workers above the limit, kill those far above it or without sessions.
+        """Drain workers above the limit; kill those far above it and those without sessions.
 
-        `resident` holds bytes by process id.
+        `resident` maps process ids to bytes.
         """
         limit_bytes = self._spec.worker_memory_bytes
         for worker in list(self.workers):
@@ -86,7 +88,7 @@ class WorkerPool:
                 worker.lose("memory", f"was killed: it held {held} MiB, its limit is {limit} MiB")
 
     async def stop(self) -> None:
-        """End all workers, politely for STOP_TIMEOUT_S."""
+        """End all workers; each has STOP_TIMEOUT_S to stop by itself before it is killed."""
         self._is_stopping = True
         workers = list(self.workers)
         await asyncio.gather(*(_say_stop(worker) for worker in workers))
@@ -115,13 +117,13 @@ class WorkerPool:
         return worker
 
     def _note_start(self, worker: Worker) -> None:
-        """Log why a worker did not start, also where nobody waits for it any more."""
+        """Log why a worker did not start, even if no caller awaits the start."""
         starting = self._starting.pop(worker)
         if not starting.cancelled() and starting.exception() is not None:
             logger.error("worker did not start reason=%s", starting.exception())
 
     def _replace(self, worker: Worker) -> None:
-        """Put another worker in the place of a lost one."""
+        """Start a new worker in place of a lost one."""
         self.workers.remove(worker)
         reaping = asyncio.create_task(worker.reap())
         self._reaping.add(reaping)

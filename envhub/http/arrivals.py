@@ -1,4 +1,4 @@
-"""Requests of one turn of the hub's loop, answered one right after the other."""
+"""Batches the requests that arrive in one turn of the hub's event loop."""
 
 import asyncio
 from time import monotonic
@@ -6,35 +6,36 @@ from typing import Protocol
 
 from envhub.http.known_heads import KnownHeads
 
-MAX_WAIT_S = 0.005  # of an answer for those that are made after it
+MAX_WAIT_S = 0.005  # Maximum delay of an answer by the computation of later answers.
 
 
 class Connection(Protocol):
-    """What brings requests. Its `take` does what they ask for, in whatever state it is."""
+    """A connection that receives requests. Its `take` processes data in any state."""
 
     transport: asyncio.Transport
-    is_quick: bool  # its last request was answered at once, and nothing stands against the next
-    answered_at: float  # by `KnownHeads`, on the loop's clock
+    is_quick: bool  # The last request was answered synchronously, and the next one can be as well.
+    answered_at: float  # Time of the last answer by `KnownHeads`, on the loop's clock.
 
     def take(self, data: bytes) -> None: ...
 
 
 class Arrivals:
-    """What came over the connections of a hub, for as long as the loop is reading from others.
+    """Data received from a hub's connections while the event loop reads from further ones.
 
-    A processor that has just been in the kernel begins with cold caches, and uvloop calls it for
-    every write. So the answers of a turn are made first, one right after the other, and written
-    then. What cannot be answered at once is taken after that.
+    uvloop enters the kernel for every write, and the processor's caches are cold afterwards.
+    Therefore all answers of a turn are computed first and written afterwards. Requests that need
+    the application are processed last.
     """
 
     def __init__(self, known: KnownHeads) -> None:
         self._known = known
-        self.come: list[tuple[Connection, bytes]] = []  # the first one calls `wake` before
+        # Received data; before the first entry is added, its connection calls `wake`.
+        self.come: list[tuple[Connection, bytes]] = []
         self._answers: list[tuple[asyncio.Transport, bytes]] = []
         self._others: list[tuple[Connection, bytes]] = []
 
     def wake(self) -> None:
-        """Have what comes from now on taken when the loop has read all that is there."""
+        """Schedule the processing of received data after the loop's current read phase."""
         asyncio.get_running_loop().call_soon(self._take_all)
 
     def _take_all(self) -> None:
@@ -55,7 +56,7 @@ class Arrivals:
                     connection.answered_at = answered_at
                     keep((connection.transport, response))
                 else:
-                    connection.is_quick = False  # what comes behind it has to wait, too
+                    connection.is_quick = False  # Later data of this connection must wait as well.
                     self._others.append((connection, data))
                 if monotonic() >= write_at_s:
                     break
@@ -87,7 +88,7 @@ class Arrivals:
             self._end(connection.transport if connection is not None else None)
 
     def _end(self, failed: asyncio.Transport | None) -> None:
-        """End a connection that failed, as the loop does, and have the others taken soon."""
+        """Abort a connection that raised, as the loop does, and schedule the remaining data."""
         if failed is not None:
             failed.abort()
             self.wake()

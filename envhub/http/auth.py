@@ -1,4 +1,4 @@
-"""What stands before every route: the bearer token and the limit on request size."""
+"""Middleware before all routes: the bearer token and the limit on request size."""
 
 import base64
 import hmac
@@ -59,9 +59,10 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     def _no_socket(self, scope: Scope) -> Response | None:
-        """Return why a WebSocket is refused, None if it is not.
+        """Return the refusal of a WebSocket; None if it is allowed.
 
-        A browser opens one for any page that asks, and says so; no page of others may.
+        A browser opens a WebSocket for any page and sends the page's origin. Other origins are
+        refused.
         """
         headers = dict(scope["headers"])
         if not self._is_allowed(scope["path"], headers):
@@ -72,7 +73,7 @@ class AuthMiddleware:
         return None
 
     def _counted(self, scope: Scope, send: Send) -> Send:
-        """Return `send` that counts an answer which refuses a request of its client."""
+        """Return a `send` that counts answers which refuse a request."""
 
         async def counting(message: Message) -> None:
             if reason := REFUSED.get(message.get("status", 0)):
@@ -88,9 +89,9 @@ class AuthMiddleware:
 
 
 def token_in(header: bytes) -> bytes:
-    """Return the token of a Bearer header, or the password of a Basic one.
+    """Return the token of a Bearer header, or the password of a Basic header.
 
-    A client that knows nothing of tokens can put one into its URL: http://any:TOKEN@host:port.
+    A client without token support can put the token into its URL: http://any:TOKEN@host:port.
     """
     kind, _, value = header.partition(b" ")
     if kind.lower() == b"bearer":
@@ -104,7 +105,7 @@ def token_in(header: bytes) -> bytes:
 
 
 def _limited(receive: Receive, max_bytes: int) -> Receive:
-    """Return `receive` that raises 413 once a body of unstated length grows too large."""
+    """Return a `receive` that raises 413 once a body of undeclared length grows too large."""
     num_bytes = 0
 
     async def receive_limited() -> Message:

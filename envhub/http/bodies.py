@@ -1,4 +1,4 @@
-"""What clients send and get, how a body is read and an answer written."""
+"""Request and response bodies: schemas, parsing and serialization."""
 
 import json
 import re
@@ -16,14 +16,14 @@ from envhub.env import Style
 MAX_SEED = 2**63 - 1
 MAX_NAME_CHARS = 200
 MAX_BATCH = 1024
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # Half a character, as JSON escapes it.
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # A surrogate code unit as a JSON escape.
 
 Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
 
 
 class BadBody(ValueError):
-    """The body is not what the route takes; the text says where and why."""
+    """The body does not match the route's schema; the text names the position and the reason."""
 
 
 class CreateRequest(BaseModel):
@@ -41,7 +41,7 @@ class CreateRequest(BaseModel):
 class StepRequest(BaseModel):
     """Body of POST /v1/sessions/{id}/step; `seq` starts at 1 and grows by one.
 
-    `num_bytes` is not 0 where the action was too large to be sent: the hub answers for it.
+    `num_bytes` is not 0 if the action was too large to send; the hub then answers it as invalid.
     """
 
     model_config = ConfigDict(extra="forbid", cache_strings="keys")
@@ -64,7 +64,7 @@ class BatchStepRequest(StepRequest, CloseRequest):
 
 
 class Created(BaseModel):
-    """A new session; `state` as in `Stepped`, `start_score` is the reward before the first step."""
+    """A new session; `state` as in `Stepped`; `start_score` is the reward before the first step."""
 
     session_id: str
     observation: str
@@ -73,12 +73,12 @@ class Created(BaseModel):
 
 
 class Stepped(BaseModel):
-    """What one action led to.
+    """The result of one action.
 
-    `is_valid` is False when the text was no executable action; `is_success` is True when the
-    episode has ended solved, whatever its reward; `state` is a fingerprint of the state after it,
-    "" where the environment tells none; `is_truncated` is True when a limit of the environment
-    ended the episode (`done`), whose task would have gone on.
+    `is_valid` is False when the text was not an executable action. `is_success` is True when the
+    episode ended solved, at any reward. `state` is a fingerprint of the state after the action, ""
+    if the environment has no states. `is_truncated` is True when a limit of the environment ended
+    the episode (`done`) before the task was finished.
     """
 
     observation: str
@@ -91,33 +91,33 @@ class Stepped(BaseModel):
 
 
 class Hint(BaseModel):
-    """Actions that would be executed now, and the expert's; null when it knows none."""
+    """Actions that are executable now, and the expert's action; null if there is none."""
 
     valid_actions: list[str]
     expert_action: str | None
 
 
 class Rendered(BaseModel):
-    """The state for people, and a hash of the state at reset."""
+    """The state as text for people, and a hash of the state at reset."""
 
     text: str
     fingerprint: str
 
 
 class Pictured(BaseModel):
-    """The state for people: a picture as `Env` says, or the text of `Rendered` without one."""
+    """The state for people: a picture as defined in `Env`, or the text of `Rendered`."""
 
     picture: Any
 
 
 class Failed(BaseModel):
-    """Why a request was not served."""
+    """The reason why a request failed."""
 
     detail: str
 
 
 class Entry(BaseModel):
-    """One entry of a batch's answer: `status` as of the single route, and its fields."""
+    """One entry of a batch's answer: `status` and the fields of the corresponding single route."""
 
     status: int
     detail: str | None = None
@@ -148,14 +148,14 @@ _BATCH = TypeAdapter(Annotated[list[Any], Field(max_length=MAX_BATCH)])
 
 
 def parse_body(model: type[Model], raw: bytes) -> Model:
-    """Return the body of a request. Raises: BadBody: no JSON, or not of that form."""
+    """Return the body of a request. Raises: BadBody: no JSON, or not of that schema."""
     return _checked(partial(validated, model), raw)
 
 
 def validated(model: type[Model], raw: bytes) -> Model:
-    """Return the body of a request, whose texts may hold halves of characters.
+    """Return the body of a request; lone surrogates in its texts are repaired.
 
-    Raises: pydantic.ValidationError: no JSON, or not of that form.
+    Raises: pydantic.ValidationError: no JSON, or not of that schema.
     """
     try:
         return model.model_validate_json(raw)
@@ -168,11 +168,11 @@ def validated(model: type[Model], raw: bytes) -> Model:
 
 
 def repaired(raw: str | bytes) -> Any:
-    r"""Return parsed JSON in which a lone surrogate, such as "\ud800", is U+FFFD.
+    r"""Return parsed JSON with every lone surrogate, such as "\ud800", replaced by U+FFFD.
 
-    The strict parser refuses such a text, which a policy may well sample.
+    A policy can sample such a text, and the strict parser refuses it.
 
-    Raises: ValueError: no JSON, nested too deep, or without any such text.
+    Raises: ValueError: no JSON, nested too deep, or no lone surrogate.
     """
     if not SURROGATE.search(raw if isinstance(raw, bytes) else raw.encode(errors="replace")):
         raise ValueError("no lone surrogate")
@@ -188,7 +188,7 @@ def parse_entry(model: type[Model], entry: object) -> Model:
 
 
 def parse_batch(raw: bytes) -> list[Any]:
-    """Return the entries of a batch, each still to be checked.
+    """Return the entries of a batch without validating them.
 
     Raises: BadBody: no JSON list, or longer than MAX_BATCH.
     """
@@ -214,15 +214,15 @@ def _checked(validate: Callable[[Any], T], given: object) -> T:
 
 
 def json_response(content: object, *, status: int = 200) -> Response:
-    """Return a JSON response; FastAPI's own way would validate every answer once more."""
+    """Return a JSON response; FastAPI's own serialization would validate every answer again."""
     return Response(json_bytes(content), status_code=status, media_type="application/json")
 
 
 def json_bytes(content: object) -> bytes:
-    """Return JSON that every parser takes."""
+    """Return JSON that every parser accepts."""
     try:
         return to_json(content)
-    except PydanticSerializationError:  # half a character, which not all parsers take
+    except PydanticSerializationError:  # A lone surrogate, which some parsers refuse.
         return to_json(_valid(content))
 
 
@@ -235,7 +235,7 @@ def _valid(content: Any) -> Any:
 
 
 def _explain(error: ValidationError) -> str:
-    """Return the problems in words, without echoing what was sent."""
+    """Return the validation errors as text, without the input."""
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     return "; ".join(
         ": ".join(filter(None, [".".join(str(part)[:40] for part in each["loc"]), each["msg"]]))
@@ -244,7 +244,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def body_of(model: type[BaseModel], *, is_list: bool = False) -> dict[str, Any]:
-    """Return the OpenAPI entry of a route that reads such a body by itself."""
+    """Return the OpenAPI entry of a route that parses its body itself."""
     schema: dict[str, Any] = model.model_json_schema()
     schema = _inlined(schema, schema.pop("$defs", {}))
     if is_list:

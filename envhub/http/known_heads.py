@@ -1,8 +1,8 @@
-"""Requests whose head was let in once: the same bytes again are answered without a second look.
+"""A cache of request heads: a request with a known head is answered without parsing it again.
 
-A client that keeps its connection sends the same head with every step of an episode, but for the
-length of the body. Parsing it again, and finding its way to the route, costs several times what a
-step of a quick environment does.
+A client with a persistent connection sends the same head with every step of an episode, except for
+the length of the body. Parsing and routing cost several times as much as a step of a fast
+environment.
 """
 
 import hmac
@@ -13,26 +13,26 @@ from http import HTTPStatus
 from envhub.http.auth import token_in
 from envhub.http.bodies import json_bytes
 
-MAX_HEADS = 4_096  # that are known at a time; they are learned anew after that
-MAX_LENGTH = 64 * 1024  # bytes of a body
-MAX_KNOWN_BYTES = 4_096  # of a response whose head is kept
-_HEADS = defaultdict[int, dict[int, bytes]](dict)  # of responses, by status and length
+MAX_HEADS = 4_096  # Maximum number of cached heads; a full cache is cleared.
+MAX_LENGTH = 64 * 1024  # Maximum bytes of a body.
+MAX_KNOWN_BYTES = 4_096  # Maximum bytes of a response whose head is cached.
+_HEADS = defaultdict[int, dict[int, bytes]](dict)  # Response heads by status and length.
 END = b"\r\n\r\n"
-# What changes how a request is read, or what follows its answer.
+# Headers that change the parsing of a request or the handling of the connection.
 NOT_PLAIN = {b"connection", b"expect", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 
-Headers = Sequence[tuple[bytes, bytes]]  # names in lower case
-# Of a body, and of what the clock of leases says; None: it has to go the ordinary way.
+Headers = Sequence[tuple[bytes, bytes]]  # Names are in lower case.
+# Maps a body and the leases' clock to a response; None: the application must answer.
 Answer = Callable[[bytes, float], bytes | None]
 
 
 class KnownHeads:
-    """The heads of one hub that led to routes which answer at once. For its event loop.
+    """The request heads of one hub's fast routes, for one event loop.
 
-    Example: a client's first step of a body of 40 bytes goes the ordinary way: it is parsed, its
-    token is looked at, its route is found. Then its head is known. The next request that begins
-    with these very bytes, has 40 bytes behind them and comes as a whole is answered at once. One
-    byte of another token, another length, and it goes the ordinary way.
+    Example: a client's first step with a body of 40 bytes is parsed, authorized and routed by the
+    application. Then its head is cached. The next request that has exactly this head and 40 bytes
+    of body, and arrives in one piece, is answered from the cache. If one byte of the token or the
+    length differs, the application answers.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class KnownHeads:
         *,
         now_s: Callable[[], float],
     ) -> None:
-        """`token` and what status tells of which failure, as of the application.
+        """`token` and `statuses` (error type -> status) are as in the application.
 
         `now_s` is the clock of leases.
         """
@@ -50,20 +50,21 @@ class KnownHeads:
         self._statuses = statuses
         self._failures = tuple(statuses)
         self._token = token.encode() if token is not None else None
-        self._answers: dict[bytes, Answer] = {}  # by path
-        self._heads: dict[bytes, tuple[Answer, int]] = {}  # and the bytes of the body
+        self._answers: dict[bytes, Answer] = {}  # Answer functions by path.
+        # Answer function and body length by head.
+        self._heads: dict[bytes, tuple[Answer, int]] = {}
 
     def add(self, path: str, answer: Answer) -> None:
-        """Let `answer` make the responses to POST requests of a path.
+        """Register `answer` as the function that responds to POST requests of a path.
 
-        It gets the body and the time, and may raise the failures that there are statuses for.
+        It gets the body and the time, and may raise the error types of `statuses`.
         """
         self._answers[path.encode()] = answer
 
     def answer(self, request: bytes, now_s: float) -> bytes | None:
-        """Return the response to a whole request; None: it has to go the ordinary way.
+        """Return the response to a complete request; None: the application must answer.
 
-        `now_s` is what the clock says.
+        `now_s` is the current time.
         """
         head, _, body = request.partition(END)
         known = self._heads.get(head)
@@ -79,7 +80,7 @@ class KnownHeads:
             return response_bytes(json_bytes({"detail": str(error)}), status)
 
     def learn(self, request: bytes, method: str, url: bytes, headers: Headers) -> None:
-        """Take what an ordinary request was parsed to, if it may be answered at once next time."""
+        """Cache the head of a request that the application parsed, if the cache may answer it."""
         answer = self._answers.get(url)
         if answer is None or method != "POST":
             return
@@ -92,14 +93,14 @@ class KnownHeads:
             return
         (head, _, body), num_bytes = request.partition(END), int(length)
         if not 0 < num_bytes <= MAX_LENGTH or len(body) != num_bytes:
-            return  # it did not come as one, or another one came with it
+            return  # The request arrived in parts, or together with another one.
         if len(self._heads) >= MAX_HEADS:
             self._heads.clear()
         self._heads[head] = answer, num_bytes
 
 
 def response_bytes(content: bytes, status: int = 200) -> bytes:
-    """Return a whole response that holds JSON."""
+    """Return a complete response with a JSON body."""
     num_bytes = len(content)
     heads = _HEADS[status]
     head = heads.get(num_bytes)

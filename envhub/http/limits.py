@@ -1,4 +1,4 @@
-"""What a connection may do before anybody has looked at its token: little, and not for long."""
+"""Limits on connections before authentication: header size, request time and number."""
 
 import asyncio
 import logging
@@ -13,9 +13,10 @@ from envhub.http.arrivals import Arrivals
 from envhub.http.known_heads import KnownHeads
 from envhub.http.refusals import REFUSED, Refusals
 
-MAX_HEADER_BYTES = 64 * 1024  # of one request, its path with them
-REQUEST_S = 20.0  # from the first byte of a request, or from connecting, to its last byte
-MAX_CONNECTIONS = 20_000  # or what the descriptors allow; one more ends the oldest that is unused
+MAX_HEADER_BYTES = 64 * 1024  # Maximum bytes of a request's head with its path.
+REQUEST_S = 20.0  # Deadline for a complete request, from its first byte or from the connection.
+# The descriptor limit may reduce this number. A further connection closes the oldest unused one.
+MAX_CONNECTIONS = 20_000
 TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"content-length: 0\r\nconnection: close\r\n\r\n"
@@ -23,18 +24,18 @@ TOO_LARGE = (
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Ends connections with endless headers, slow requests, or nothing to say.
+    """Closes connections with oversized headers, slow requests, or no requests.
 
-    What `known` can answer does not go through the application.
+    Requests that `known` can answer bypass the application.
     """
 
-    # What a quick answer looks at lies together, and not among the three dozen of the base class.
+    # Slots keep the attributes of the fast path together, apart from the base class's three dozen.
     __slots__ = ("_come", "_wake", "answered_at", "is_quick", "transport")
 
     counts: Counter[str]
     refusals: Refusals
     max_connections: int
-    unused: dict["LimitedProtocol", None]  # connections without a whole request yet, in their order
+    unused: dict["LimitedProtocol", None]  # Connections without a complete request yet, in order.
     known: KnownHeads
     arrivals: Arrivals
 
@@ -65,10 +66,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._come.append((self, data))
 
     def take(self, data: bytes) -> None:
-        """Answer what came, or begin to."""
+        """Answer the received data, or pass it to the parser."""
         if self.transport.is_closing():
             return
-        cycle = self.cycle  # nothing of a request is here, and all that came are answered:
+        cycle = self.cycle  # No partial request is buffered, and all earlier requests are answered:
         is_first = not self._num_bytes and (cycle is None or cycle.response_complete)
         is_free = is_first and not self.flow.write_paused
         self.is_quick = False
@@ -87,7 +88,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._learn(data)
 
     def _answer(self, response: bytes) -> None:
-        """Answer a request at once, since its head is known; it came whole, and alone."""
+        """Answer a single complete request whose head is cached."""
         if self._timer is not None:
             self._end()
             self.unused.pop(self, None)
@@ -110,7 +111,7 @@ class LimitedProtocol(HttpToolsProtocol):
         )
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection that was idle for long; answering at once does not move the timer."""
+        """Close a connection after a long idle time; fast answers do not restart the timer."""
         left_s = self.answered_at + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:
             self._keep_alive(left_s)
@@ -154,7 +155,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class QuietSocket(WebSocketsSansIOProtocol):
-    """A WebSocket whose coming and going is not worth a line of the log each."""
+    """A WebSocket whose opening and closing is not logged."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -165,7 +166,7 @@ class QuietSocket(WebSocketsSansIOProtocol):
 def limited_protocol(
     counts: Counter[str], refusals: Refusals, known: KnownHeads
 ) -> type[HttpToolsProtocol]:
-    """Return the protocol of one hub's connections; it counts whom it sends away."""
+    """Return the protocol class of one hub's connections; it counts refused clients."""
     limit = raise_file_limit()
     own = {
         "counts": counts,

@@ -1,4 +1,4 @@
-"""What the hub counts and how long steps take, for Prometheus."""
+"""Prometheus metrics of the hub: counts and step durations."""
 
 from collections.abc import Iterator
 from itertools import accumulate
@@ -18,13 +18,13 @@ from envhub.hosting.sessions import Sessions
 from envhub.http.refusals import Refusals
 
 COUNTS = ("created", "expired", "deleted", "steps", "repeated", "refused", "failed", "repaired")
-SENT_AWAY = ("large_headers", "slow", "too_many")  # connections, see `envhub.http.limits`
+SENT_AWAY = ("large_headers", "slow", "too_many")  # Refused connections, see `envhub.http.limits`.
 
 
 class HubMetrics(Collector):
     """The metrics of one hub, in a registry of their own.
 
-    Counts are read from the table of sessions when they are asked for.
+    Counts are read from the session table at every scrape.
     """
 
     def __init__(self, sessions: Sessions, refusals: Refusals) -> None:
@@ -33,13 +33,13 @@ class HubMetrics(Collector):
         self._process = psutil.Process()
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        # By environment; of the histogram's own counters each takes a lock.
+        # The histogram is built per environment, since each prometheus_client counter takes a lock.
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what the table of sessions and the workers say now."""
+        """Yield the current values of the session table and the workers."""
         sessions = self._sessions
         live = GaugeMetricFamily("envhub_sessions_live", "Sessions now.", labels=["env"])
         for env_name, num in sessions.num_live.items():

@@ -1,4 +1,4 @@
-"""The parts of a hub that an extension gets when it adds its routes."""
+"""The parts of a hub that an extension receives when it adds its routes."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from envhub.http.known_heads import KnownHeads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long an instance without requests is kept, and how long an early request waits."""
+    """Lifetime of an unused instance, and the time a request waits for a free session."""
 
     lease_s: float
     queue_s: float = 0.0
@@ -24,5 +24,5 @@ class HubParts:
     app: FastAPI
     sessions: Sessions
     registry: Registry
-    known: KnownHeads  # Routes that are answered before the application sees them.
-    patience: Patience  # Of AgentGym's routes.
+    known: KnownHeads  # Routes that are answered without the application.
+    patience: Patience  # Limits of AgentGym's routes.

@@ -1,4 +1,4 @@
-"""The HTTP face of the hub: routes, status codes, nothing else."""
+"""The HTTP interface of the hub: routes and status codes."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ from envhub.http.refusals import Refusals
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
-SIGN_S = 0.5  # between two bytes to a client that stays
+SIGN_S = 0.5  # Seconds between two bytes to a client that holds a presence connection.
 
 STATUS_CODES: dict[type[Exception], int] = {
     BadBody: 422,
@@ -81,14 +81,11 @@ def make_app(
     max_action_bytes: int = DEFAULT_ACTION_MIB * MIB,
     agentgym: Patience | None = None,
 ) -> FastAPI:
-    """Return the hub's application; the leases of `sessions` are watched while it runs.
+    """Return the hub's application, which also expires the leases of `sessions`.
 
-    Args:
-        token: bearer token of every route but /healthz; None asks for none.
-        step_timeout_s: told to clients in GET /healthz; `sessions` enforces it.
-        max_action_bytes: of one action; a larger one is refused, and its client asks for the
-            answer to an invalid action.
-        agentgym: of AgentGym's routes; None: the sessions' leases, and nobody waits.
+    Every route but /healthz and /readyz requires `token`, unless it is None. `step_timeout_s` is
+    only reported to clients. An action of more than `max_action_bytes` is refused; its client then
+    requests the answer to an invalid action. `agentgym` None: the sessions' leases, and no queue.
     """
     app = FastAPI(title="Longstride environment hub", lifespan=_lifespan_of(sessions))
     app.state.known_heads = known = KnownHeads(token, STATUS_CODES, now_s=sessions.now_s)
@@ -103,7 +100,7 @@ def make_app(
     )
     for error, status in STATUS_CODES.items():
         app.add_exception_handler(error, _failure(status))
-    app.add_exception_handler(ClientDisconnect, _failure(400))  # nobody is left to read it
+    app.add_exception_handler(ClientDisconnect, _failure(400))  # The client has disconnected.
     metrics = HubMetrics(sessions, refusals)
     _add_catalogue_routes(app, sessions, registry, metrics, step_timeout_s=step_timeout_s)
     _add_session_routes(app, sessions)
@@ -226,10 +223,10 @@ def _add_presence_route(app: FastAPI, sessions: Sessions) -> None:
                 yield b"\n"
                 await asyncio.sleep(SIGN_S)
 
-    # In no schema: it is answered for as long as the owner lives, which no tool expects.
+    # Not in the schema: the response lasts as long as the owner, which tools do not expect.
     @app.get("/v1/presence/{owner}", include_in_schema=False)
     async def presence(owner: str) -> StreamingResponse:
-        """Never ends by itself; when the connection does, so do the owner's sessions."""
+        """Stream until the connection closes; then the owner's sessions end."""
         return StreamingResponse(signs(owner[:MAX_NAME_CHARS]), media_type="text/plain")
 
 
@@ -288,7 +285,7 @@ def _batch_of(model: type[BaseModel]) -> dict[str, Any]:
 async def _each(
     request: Request, work: Callable[[object], Coroutine[Any, Any, dict[str, Any]]], *, status: int
 ) -> Response:
-    """Return the answer to a batch, whose entries are worked on at the same time."""
+    """Return the answer to a batch, whose entries are processed concurrently."""
     entries = parse_batch(await request.body())
     return json_response(
         await asyncio.gather(*(_entry(work(each), status=status) for each in entries))
@@ -314,7 +311,7 @@ async def _step(sessions: Sessions, session_id: str, body: StepRequest) -> dict[
 
 
 async def _entry(work: Coroutine[Any, Any, dict[str, Any]], *, status: int) -> dict[str, Any]:
-    """Return one entry of a batch's answer; its failure touches no other."""
+    """Return one entry of a batch's answer; its failure does not affect other entries."""
     try:
         return {"status": status} | await work
     except tuple(STATUS_CODES) as error:
@@ -326,12 +323,12 @@ def _status_of(error: Exception) -> int:
 
 
 def _fails(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI entries of a route's failures, with those of AuthMiddleware."""
+    """Return the OpenAPI entries of a route's failures, including those of AuthMiddleware."""
     return {status: {"model": Failed} for status in (401, 413, *statuses)}
 
 
 def _failure(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return the handler that answers one kind of error with its text."""
+    """Return a handler that answers one type of error with its text."""
 
     async def handle(_: Request, error: Exception) -> Response:
         response = json_response({"detail": str(error)}, status=status)

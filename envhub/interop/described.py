@@ -1,4 +1,4 @@
-"""Environments of other libraries that a YAML file describes: `mcp:calculator.yaml`."""
+"""Environments of other libraries that are described by a YAML file: `mcp:calculator.yaml`."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from envhub.env import SubsetSpec
 from envhub.interop.texts import RewardRule
 
 SUBSET = "all"
-PACKAGES = {  # of the extras that set-up leaves out, for a shell
+PACKAGES = {  # Arguments of `pip install` for extras that `make setup` does not install.
     "mcp": "jsonschema 'mcp>=2.3,<3'",
     "textarena": "textarena==0.7.4",
 }
@@ -27,9 +27,9 @@ Found = TypeVar("Found")
 
 
 def read_description(reference: str, form: type[Described]) -> tuple[Path, Described]:
-    """Return the file that `library:file.yaml` names, and what it says, as a dataclass `form`.
+    """Return the path in `library:file.yaml` and the file's content as a dataclass `form`.
 
-    Raises: ConfigError: there is none, or it has an unknown key or a value of another type.
+    Raises: ConfigError: no such file, an unknown key, or a value of another type.
     """
     path = Path(reference.partition(":")[2])
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
@@ -50,7 +50,7 @@ def read_description(reference: str, form: type[Described]) -> tuple[Path, Descr
 
 
 def rule_of(reference: str, least: float, most: float) -> RewardRule:
-    """Return the bounds of what an episode pays. Raises: ConfigError: they are none."""
+    """Return the reward bounds of an episode. Raises: ConfigError: they are not in order."""
     if least >= most:
         raise ConfigError(f"{reference}: max_reward={most:g} must be > min_reward={least:g}")
     return RewardRule(least=least, most=most)
@@ -59,9 +59,9 @@ def rule_of(reference: str, least: float, most: float) -> RewardRule:
 def split_of(
     items: Sequence[Mapping[str, Any]], *, num_test: int, max_turns: int
 ) -> tuple[dict[str, list[int]], SubsetSpec]:
-    """Return the places of each split's items, and their numbers.
+    """Return the positions of each split's items, and the split sizes.
 
-    An item may say its `split`; where none does, the last `num_test` are for testing (-1: a tenth).
+    An item may name its `split`. If no item does, the last `num_test` are test items (-1: a tenth).
     """
     if any("split" in item for item in items):
         is_test = [item.get("split") == "test" for item in items]
@@ -78,13 +78,13 @@ def split_of(
 
 
 def look(work: Callable[[], Coroutine[Any, Any, Found]], *, timeout_s: float) -> Found:
-    """Return what a coroutine finds, also where an event loop is running already."""
+    """Return the result of a coroutine, even if an event loop is already running."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: asyncio.run(work())).result(timeout=timeout_s)
 
 
 def parse_items(text: str, where: str) -> list[dict[str, Any]]:
-    """Return the objects of a JSON list or of JSON lines. Raises: ConfigError: it is neither."""
+    """Return the objects of a JSON list or of JSON lines. Raises: ConfigError: neither format."""
     try:
         is_list = text.lstrip().startswith("[")
         lines = [line for line in text.splitlines() if line.strip()]

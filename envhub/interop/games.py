@@ -1,6 +1,6 @@
 """Games of other libraries by name: `textarena:GuessTheNumber-v0`, `gymnasium:my_games:Maze-v0`.
 
-What follows a "?" are options: `textarena:Sudoku-v0?max_turns=50&num_train=200`.
+Options follow a "?": `textarena:Sudoku-v0?max_turns=50&num_train=200`.
 """
 
 import hashlib
@@ -21,37 +21,38 @@ from envhub.interop.described import SUBSET, optional_package
 from envhub.interop.gym.game import GymnasiumGame
 from envhub.interop.texts import BadAction, Moved, RewardRule, Rewards
 
-TEST_SEED = 1_000_000_000  # the first seed of a test item; those of training items begin at 0
+TEST_SEED = 1_000_000_000  # First seed of a test item; seeds of training items begin at 0.
 SESSIONS_PER_WORKER = 32
-# How a library says that it has no such game, or cannot make it here.
+# Exceptions that a library raises if it has no such game or cannot create it here.
 REFUSALS = (ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
-MAX_CHARS = 100_000  # of a move of TextArena
-MAX_DIGITS = 300  # of a number in it
+MAX_CHARS = 100_000  # Maximum characters of a move in TextArena.
+MAX_DIGITS = 300  # Maximum digits of a number in a move.
 LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 FORM = 'Answer with one action{}. What follows "Action:" is played.'
-SEEDING = threading.Lock()  # games draw from the process's own source of chance
+SEEDING = threading.Lock()  # Games draw from the process-wide random generators.
 
 
 class Game(Protocol):
-    """One live game of a library; `form` is that of an action in words, "" where it is a text."""
+    """One live game of a library; `form` describes an action in words, "" if it is any text."""
 
     @property
     def form(self) -> str: ...
-    def samples(self) -> list[str]: ...  # a few actions; [] where any text is one
-    def check(self) -> None: ...  # raises ConfigError: it cannot be played by texts
+    def samples(self) -> list[str]: ...  # Returns a few actions; [] if any text is an action.
+    def check(self) -> None: ...  # Raises ConfigError if the game cannot be played with texts.
     def begin(self, seed: int) -> str: ...
-    def act(self, text: str) -> Moved: ...  # raises BadAction: nothing happened
+    # Raises BadAction if the action is refused without an effect.
+    def act(self, text: str) -> Moved: ...
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GameOptions:
-    """What a reference may say after its "?"."""
+    """Options after the "?" of a reference."""
 
     num_train: int = 10_000
     num_test: int = 1_000
     max_turns: int = 30
-    reward: str = ""  # last or sum; "": as the library means it
+    reward: str = ""  # last or sum; "": the library's default.
     min_reward: float = 0.0
     max_reward: float = 1.0
 
@@ -60,7 +61,7 @@ KINDS: dict[str, type] = {f.name: type(f.default) for f in fields(GameOptions)}
 
 
 def parse_reference(text: str) -> tuple[str, GameOptions]:
-    """Return a game's name and options. Raises: ConfigError: an option that there is not."""
+    """Return a game's name and options. Raises: ConfigError: an unknown option or value."""
     name, _, query = text.partition("?")
     given: dict[str, Any] = {}
     for key, value in parse_qsl(query, keep_blank_values=True):
@@ -78,7 +79,7 @@ def parse_reference(text: str) -> tuple[str, GameOptions]:
 
 
 class SeededEnv:
-    """An episode of a game; an item is a seed."""
+    """An episode of a game; each item is a seed."""
 
     def __init__(self, game: Game, subset: SubsetSpec, rule: RewardRule) -> None:
         self._game, self._subset, self._rule = game, subset, rule
@@ -87,7 +88,7 @@ class SeededEnv:
         self._reward = rule.start_score
 
     def reset(self, item_id: str, seed: int) -> str:
-        """Begin the game of the item's seed; the item alone fixes it. Raises: UnknownItem."""
+        """Begin the game with the item's seed; `seed` is unused. Raises: UnknownItem."""
         item = parse_item(item_id, {SUBSET: self._subset})
         self._rewards, self._reward = Rewards(self._rule), self._rule.start_score
         with SEEDING:
@@ -98,7 +99,7 @@ class SeededEnv:
         return self._first
 
     def step(self, action: str) -> StepResult:
-        """Play what follows the last "Action:". Raises: EnvFailure: no reward that can be one."""
+        """Play the text after the last "Action:". Raises: EnvFailure: an invalid reward."""
         try:
             moved = self._game.act(action_text(action))
         except BadAction as error:
@@ -106,7 +107,8 @@ class SeededEnv:
                 observation=str(error), reward=self._reward, done=False, is_valid=False
             )
         paid = moved.reward
-        if paid is not None and not moved.is_valid:  # a policy's fault, whatever the range
+        # The policy caused the invalid action, so its reward is clipped to the range.
+        if paid is not None and not moved.is_valid:
             paid = max(paid, self._rule.least)
         self._reward = self._rewards.add(paid, is_last=moved.is_done)
         self._text = moved.text
@@ -120,7 +122,7 @@ class SeededEnv:
         )
 
     def valid_actions(self) -> list[str]:
-        """Return actions of a game's space; [] where any text is one."""
+        """Return sample actions of the game; [] if any text is an action."""
         return self._game.samples()
 
     def expert_action(self) -> str | None:
@@ -131,7 +133,7 @@ class SeededEnv:
         return self._text
 
     def fingerprint(self) -> str:
-        """Return the hash of the first observation, which is all that can be seen from here."""
+        """Return the hash of the first observation, the only part of the state available here."""
         return hashlib.sha256(self._first.encode(errors="surrogatepass")).hexdigest()
 
     def close(self) -> None:
@@ -139,7 +141,7 @@ class SeededEnv:
 
 
 def _check_playable(text: str) -> None:
-    """Raises: BadAction: TextArena's games cannot read such a text."""
+    """Raise BadAction for a text that TextArena's games cannot parse."""
     if len(text) > MAX_CHARS or "\0" in text:
         raise BadAction(f"A move has at most {MAX_CHARS} characters, and none is NUL.")
     if LONG_NUMBER.search(text):
@@ -157,20 +159,20 @@ class TextArenaGame:
         self._game = self._make()
 
     def samples(self) -> list[str]:
-        """Return []: the library does not say."""
+        """Return []: the library does not list actions."""
         return []
 
     def check(self) -> None:
         """Do nothing: its actions and observations are texts."""
 
     def begin(self, seed: int) -> str:
-        """Return what the player is told first; of a new game, as a second one goes on talking."""
+        """Create a new game and return its first observation; `reset` alone keeps old messages."""
         self._game = self._make()
         self._game.reset(num_players=1, seed=seed)
         return str(self._game.get_observation()[1])
 
     def act(self, text: str) -> Moved:
-        """Play a move; TextArena says at the end what it pays. Raises: BadAction."""
+        """Play a move; TextArena reports the reward at the end. Raises: BadAction."""
         _check_playable(text)
         is_done, told = self._game.step(text)
         state = self._game.state
@@ -187,16 +189,17 @@ class TextArenaGame:
         """Do nothing: a game is only an object."""
 
 
-LIBRARIES: dict[str, tuple[Callable[[str], Game], str]] = {  # with what an episode pays
+# Game classes by library, with the kind of reward.
+LIBRARIES: dict[str, tuple[Callable[[str], Game], str]] = {
     "gymnasium": (GymnasiumGame, "sum"),
     "textarena": (TextArenaGame, "last"),
 }
 
 
 def make_spec(reference: str) -> EnvSpec:
-    """Return the entry of `library:name?options`, named by what follows the last colon.
+    """Return the entry of `library:name?options`; its name is the text after the last colon.
 
-    Raises: ConfigError: the library is not installed, has no such game, or one it cannot play here.
+    Raises: ConfigError: the library is missing, or has no such game that can be played here.
     """
     library, _, text = reference.partition(":")
     make_game, usual = LIBRARIES[library]

@@ -1,4 +1,4 @@
-"""What an OpenEnv server says of itself: its actions, its tasks."""
+"""The description that an OpenEnv server gives of itself: its actions and its tasks."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,15 +10,17 @@ from common.formats.answers import TOOL_FORM
 from common.http.proxies import without_login
 from envhub.interop.openenv_socket import ask_server
 
-TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")  # titles of schemas that mean tools
+# Schema titles that mean tool calls.
+TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What a server says of itself.
+    """The description that a server gives of itself.
 
-    `splits` are its names for our train and test, with their sizes; without them an item is a seed.
-    `text_field` is the one that an agent's text becomes; "" where the text is the action's JSON.
+    `splits` maps train and test to the server's split names and sizes; without them an item is a
+    seed. `text_field` is the action field for the agent's text; "" if the text is the action's
+    JSON.
     """
 
     description: str
@@ -29,9 +31,9 @@ class Offer:
 
 
 def look_at(options: RemoteOptions) -> Offer:
-    """Return what a server says of itself.
+    """Return a server's description of itself.
 
-    Raises: ConfigError: it does not answer, is no OpenEnv server, or lacks what is named.
+    Raises: ConfigError: no answer, not an OpenEnv server, or a configured name is missing there.
     """
     url = options.url.rstrip("/")
     status, schemas = ask_server(url, "/schema")
@@ -59,7 +61,7 @@ def look_at(options: RemoteOptions) -> Offer:
 
 
 def _splits(url: str, options: RemoteOptions) -> dict[str, tuple[str, int]]:
-    """Return the server's splits for ours, and their sizes; {} where it lists no tasks."""
+    """Return the server's names and sizes of train and test; {} if it lists no tasks."""
     status, names = ask_server(url, "/list_environments")
     if status != 200 or not isinstance(names, list) or not names:
         return {}
@@ -84,7 +86,7 @@ def _splits(url: str, options: RemoteOptions) -> dict[str, tuple[str, int]]:
 
 
 def instruction_of(offer: Offer) -> str:
-    """Return what an agent is told of the environment and of the form of its actions."""
+    """Return the agent's instruction: the environment and the form of its actions."""
     form = 'Answer with one action. What follows "Action:" is sent.'
     if offer.has_tools:
         form = TOOL_FORM

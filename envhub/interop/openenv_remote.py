@@ -1,4 +1,4 @@
-"""An OpenEnv server as an environment of ours: `env.url=http://... env.dialect=openenv`."""
+"""An OpenEnv server as an environment: `env.url=http://... env.dialect=openenv`."""
 
 import asyncio
 import contextlib
@@ -30,18 +30,18 @@ from envhub.remote_episode import RemoteEpisode
 
 NAME = "openenv"
 SUBSET = "all"
-TEST_SEED = 1_000_000_000  # the first seed of a test item; those of training items begin at 0
-NUM_SEEDS = (10_000, 1_000)  # train and test items of a server that lists no tasks
+TEST_SEED = 1_000_000_000  # First seed of a test item; seeds of training items begin at 0.
+NUM_SEEDS = (10_000, 1_000)  # Training and test items of a server that lists no tasks.
 KINDS: dict[str, Callable[[str], object]] = {"string": str, "integer": int, "number": float}
 REFUSALS = (
     "VALIDATION_ERROR",
     "INVALID_JSON",
-)  # A server's words for an action that it cannot read.
+)  # Error codes of actions that a server cannot parse.
 TRUTHS = {"true": True, "false": False}
 
 
 class OpenEnvEpisode(RemoteEpisode):
-    """One episode on an OpenEnv server; it has a socket of its own."""
+    """One episode on an OpenEnv server; it has its own socket."""
 
     def __init__(self, server: "Server") -> None:
         super().__init__(server.rule.start_score)
@@ -51,7 +51,7 @@ class OpenEnvEpisode(RemoteEpisode):
         self._rewards = Rewards(server.rule)
 
     async def reset(self, item_id: str, seed: int) -> str:
-        """Start an item: a task of the server's split, or the episode of a seed of its own.
+        """Start an item: a task of the server's split, or an episode with the item's seed.
 
         Raises: UnknownItem, OpenEnvFailure.
         """
@@ -100,7 +100,7 @@ class OpenEnvEpisode(RemoteEpisode):
         )
 
     async def valid_actions(self) -> list[str]:
-        """Return []: the servers do not say."""
+        """Return []: the servers do not list actions."""
         return []
 
     async def close(self) -> None:
@@ -114,7 +114,7 @@ class OpenEnvEpisode(RemoteEpisode):
         return await self._socket.ask(frame, what, timeout_s=timeout_s)
 
     def _action(self, text: str) -> dict[str, Any]:
-        """Return the fields of the action that a text means. Raises: BadAction."""
+        """Return the action fields for a text. Raises: BadAction."""
         if self._offer.has_tools:
             name, arguments = parse_tool_call(text, self._tools)
             return {"type": "call_tool", "tool_name": name, "arguments": arguments}
@@ -130,7 +130,7 @@ class OpenEnvEpisode(RemoteEpisode):
         return {name: read}
 
     def _text(self, data: dict[str, Any]) -> str:
-        """Return what of an observation is told to the agent."""
+        """Return the text of an observation, as the agent receives it."""
         observation = data.get("observation")
         if not isinstance(observation, dict):
             raise OpenEnvFailure(f"{self._server.shown}: an answer without an observation")
@@ -138,7 +138,7 @@ class OpenEnvEpisode(RemoteEpisode):
         name = self._options.observation_field
         if name in told:
             told = {name: told[name]}
-        elif name and self._first:  # that of a reset may have other fields
+        elif name and self._first:  # A reset's observation may have other fields.
             known = ", ".join(told) or "none"
             raise OpenEnvFailure(
                 f"{self._server.shown}: an observation without {name!r}"
@@ -151,7 +151,7 @@ class OpenEnvEpisode(RemoteEpisode):
 
 
 class Server:
-    """What the episodes on one server share: its offer, its places, one pool of connections."""
+    """Data shared by the episodes on one server: its offer, its sizes, one connection pool."""
 
     def __init__(self, options: RemoteOptions, offer: Offer) -> None:
         self.options, self.offer = options, offer
@@ -168,7 +168,7 @@ class Server:
         self._session: aiohttp.ClientSession | None = None
 
     def _num(self, split: str, place: int) -> int:
-        """Return how many items of a split there are: what is asked for, of what there is."""
+        """Return the number of items of a split: the requested number, limited by the offer."""
         asked = (self.options.num_train, self.options.num_test)[place]
         if split in self.offer.splits:
             num = self.offer.splits[split][1]
@@ -178,9 +178,9 @@ class Server:
         return NUM_SEEDS[place] if asked < 0 else asked
 
     async def begin(self, wanted: dict[str, Any]) -> tuple[Socket, dict[str, Any]]:
-        """Return the socket of a new episode, and its first observation's data.
+        """Return the socket of a new episode, and the data of its first observation.
 
-        One without a free session, or that starts again, is asked as long as an answer may take.
+        A server that has no free session or restarts is retried for at most one answer timeout.
 
         Raises: OpenEnvFailure.
         """
@@ -244,7 +244,7 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
         make=make,
         isolation=Isolation.TASK,
         sessions_per_worker=remote.max_sessions,
-        step_timeout_s=2 * (remote.timeout_s + CLOSE_S),  # a reset, and the list of tools
+        step_timeout_s=2 * (remote.timeout_s + CLOSE_S),  # A reset and the list of tools.
         is_repeatable=False,
         start_score=server.rule.start_score,
         stop=server.stop,
@@ -253,7 +253,7 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
 
 
 def _metadata(data: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer's metadata, wherever it stands."""
+    """Return an answer's metadata, from both possible positions."""
     observation = data.get("observation")
     inner = observation.get("metadata") if isinstance(observation, dict) else None
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""OpenEnv's routes: its clients play our environments under /openenv/<env>."""
+"""OpenEnv's routes: its clients play the hub's environments under /openenv/<env>."""
 
 import asyncio
 import contextlib
@@ -29,12 +29,12 @@ from envhub.interop.openenv_tasks import add_task_routes, index_in, split_of
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SILENT = 1001  # "going away", of a socket that said nothing for a whole lease
-CLOSE_REFUSED = 1013  # "try again later"
+CLOSE_SILENT = 1001  # "Going away": close code of a socket that was silent for a whole lease.
+CLOSE_REFUSED = 1013  # "Try again later".
 
 
 class TextAction(BaseModel):
-    """What an agent says."""
+    """The agent's text."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -43,7 +43,7 @@ class TextAction(BaseModel):
 
 
 class TextObservation(BaseModel):
-    """What the environment answers."""
+    """The environment's answer."""
 
     done: bool = False
     reward: float | None = None
@@ -52,7 +52,7 @@ class TextObservation(BaseModel):
 
 
 class EpisodeState(BaseModel):
-    """How an episode stands."""
+    """The state of an episode."""
 
     episode_id: str | None = None
     step_count: int = 0
@@ -60,7 +60,7 @@ class EpisodeState(BaseModel):
 
 
 class ResetData(BaseModel):
-    """What a reset may name: an item, or a split and an index in it; else the seed chooses one."""
+    """Item of a reset: by id, or by split and index; otherwise the seed chooses one."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -113,7 +113,7 @@ def mount(hub: HubParts) -> None:
 
 
 class _Refused(Exception):
-    """A frame that is answered with an error; the socket stays open unless it `ends`."""
+    """A frame that is answered with an error; the socket stays open unless `ends` is set."""
 
     def __init__(self, code: str, text: str, *, ends: bool = False, **more: int) -> None:
         super().__init__(text)
@@ -122,10 +122,10 @@ class _Refused(Exception):
 
 
 class _Player:
-    """One socket: at most one session of the hub at a time, which ends with it.
+    """One socket with at most one hub session at a time, which ends with the socket.
 
-    Who says nothing for a whole lease loses both, as a session does over HTTP. Pings are answered
-    and none are sent: a client that is busy generating may miss any number of them.
+    A client that is silent for a whole lease loses both, as over HTTP. Pings are answered, but the
+    hub sends none: a client that is busy generating may miss any number of them.
     """
 
     def __init__(self, socket: WebSocket, sessions: Sessions, spec: EnvSpec) -> None:
@@ -135,7 +135,7 @@ class _Player:
         self._is_over = True
 
     async def serve(self) -> None:
-        """Answer frame after frame until the client closes, or is silent for too long."""
+        """Answer frames until the client closes the socket or is silent for too long."""
         try:
             with contextlib.suppress(WebSocketDisconnect):
                 await self._answer_all()
@@ -174,7 +174,7 @@ class _Player:
         await self._socket.send_text(json_bytes(frame).decode())
 
     async def _reply(self, raw: str | bytes) -> dict[str, Any] | None:
-        """Return the answer to a frame, None to a close. Raises: _Refused."""
+        """Return the answer to a frame, None for a close. Raises: _Refused."""
         frame = _parsed(raw)
         kind = frame.get("type") if isinstance(frame, dict) else None
         given = frame.get("data", {}) if isinstance(frame, dict) else {}
@@ -193,7 +193,7 @@ class _Player:
         raise _Refused("UNKNOWN_TYPE", f"Unknown message type: {str(kind)[:40]}")
 
     async def _reset(self, wanted: ResetData) -> dict[str, Any]:
-        """Begin an episode in place of the one that there may be."""
+        """Begin an episode; a running episode ends."""
         item_id = wanted.item_id or self._choose(wanted)
         await self._end()
         sessions, name = self._sessions, self._spec.name
@@ -230,7 +230,8 @@ class _Player:
         except SessionConflict as error:
             raise _Refused("EXECUTION_ERROR", str(error)) from error
         except (SessionUnknown, EnvError) as error:
-            self._session_id, self._is_over = None, True  # the table has counted it
+            # The session table has already counted the end.
+            self._session_id, self._is_over = None, True
             is_gone = isinstance(error, SessionUnknown)
             code = "SESSION_ERROR" if is_gone else "EXECUTION_ERROR"
             raise _Refused(code, str(error)) from error
@@ -267,6 +268,6 @@ def _stepped(result: StepResult) -> dict[str, Any]:
 def _observation(
     text: str, reward: float | None, *, is_done: bool, metadata: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the frame, with the metadata where typed clients and where untyped ones look."""
+    """Return the frame; typed and untyped clients read the metadata at different positions."""
     told = {"observation": {"text": text, "metadata": metadata}, "reward": reward}
     return {"type": "observation", "data": told | {"done": is_done, "metadata": metadata}}

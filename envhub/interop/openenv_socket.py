@@ -1,4 +1,4 @@
-"""The wire to an OpenEnv server: what it says of itself, and the socket of one episode."""
+"""Communication with an OpenEnv server: its description, and the socket of one episode."""
 
 import asyncio
 import contextlib
@@ -12,15 +12,15 @@ from common.http.blocking import request
 from common.http.proxies import route_note, without_login
 from envhub.env import EnvFailure
 
-ASK_S = 10.0  # for what a server says of itself
+ASK_S = 10.0  # Time limit of a request for the server's description.
 MAX_FRAME_BYTES = 16 << 20
-CLOSE_S = 1.0  # for a server to close a socket, and once more for it to say so
-RETRY_S = 0.25  # between two tries for a session of a server that has none free, or is not there
-NOT_THERE = "NOT_THERE"  # the code of a failure: nobody listens, as while a server starts again
+CLOSE_S = 1.0  # Time limit for a server to close a socket, and again for its close frame.
+RETRY_S = 0.25  # Seconds between two attempts to get a session from a full or unreachable server.
+NOT_THERE = "NOT_THERE"  # Code of a failure: no server listens, for example during a restart.
 
 
 class OpenEnvFailure(EnvFailure):
-    """The server failed; the text names it. `code` is its own word for it, "" without one."""
+    """The server failed; the text names it. `code` is the server's error code, "" without one."""
 
     def __init__(self, text: str, *, code: str = "") -> None:
         super().__init__(text)
@@ -28,13 +28,13 @@ class OpenEnvFailure(EnvFailure):
 
 
 class OpenEnvClosed(OpenEnvFailure):
-    """The server, or what lies between, closed the socket in the middle of an episode."""
+    """The server, or a proxy in between, closed the socket in the middle of an episode."""
 
 
 def ask_server(url: str, path: str, body: object = None) -> tuple[int, Any]:
-    """Return status and JSON of one request, a POST if there is a body; None if it is no JSON.
+    """Return status and JSON of one request (POST if it has a body); None for other content.
 
-    Raises: ConfigError: nobody answers.
+    Raises: ConfigError: no answer.
     """
     raw = None if body is None else json.dumps(body).encode()
     shown = f"env.url={without_login(url)}: {path}"
@@ -61,21 +61,21 @@ def ask_server(url: str, path: str, body: object = None) -> tuple[int, Any]:
 class Socket:
     """The socket of one episode.
 
-    It is read all the time, so that the server's pings are answered while the policy thinks for
-    minutes, and that a close is known before the next action is sent. Frames have no ids: whoever
-    gave up waiting for an answer must close it.
+    A task reads the socket continuously. Thus the server's pings are answered while the policy
+    generates for minutes, and a close is detected before the next action is sent. Frames have no
+    ids: after a timeout the caller must close the socket.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
         self._socket = socket
         self._shown = without_login(url)
-        self._frames: asyncio.Queue[str | None] = asyncio.Queue()  # None: there are no more
-        self._why = ""  # it was closed
+        self._frames: asyncio.Queue[str | None] = asyncio.Queue()  # None marks the end.
+        self._why = ""  # Reason of the close.
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
     async def open(cls, session: aiohttp.ClientSession, url: str) -> "Socket":
-        """Return a socket. Raises: OpenEnvFailure: there is no such server."""
+        """Return a socket. Raises: OpenEnvFailure: no such server."""
         try:
             timeout = aiohttp.ClientWSTimeout(ws_close=CLOSE_S)  # pyright: ignore[reportCallIssue]
             socket = await session.ws_connect(
@@ -93,11 +93,11 @@ class Socket:
 
         Raises:
             OpenEnvClosed: the socket is closed.
-            OpenEnvFailure: an error frame, something that is no answer, or none in time.
+            OpenEnvFailure: an error frame, an invalid answer, or a timeout.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                if not self._why:  # else an error frame may have come before
+                if not self._why:  # After a close, an error frame may still be queued.
                     with contextlib.suppress(ConnectionError):
                         await self._socket.send_str(json.dumps(frame, ensure_ascii=False))
                 text = await self._frames.get()
@@ -126,7 +126,7 @@ class Socket:
         return OpenEnvFailure(f"OpenEnv server {self._shown}: {text}", code=code)
 
     async def _read(self) -> None:
-        """Take frames until the socket is closed, and note why it was."""
+        """Queue frames until the socket is closed, and record the reason."""
         while True:
             message = await self._socket.receive()
             if message.type is aiohttp.WSMsgType.TEXT:
@@ -143,7 +143,7 @@ class Socket:
             return
 
     async def close(self) -> None:
-        """Say goodbye, and wait a little for the server to give the session's place back."""
+        """Send a close frame, and wait briefly for the server to free the session's place."""
         if not self._why:
             with contextlib.suppress(ConnectionError):
                 await self._socket.send_str('{"type":"close"}')

@@ -1,4 +1,4 @@
-"""OpenEnv's task routes: which items an environment of ours has, split by split."""
+"""OpenEnv's task routes: the items of an environment by split."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from envhub.env import EnvSpec, UnknownItem, nearest
 from envhub.errors import UnknownEnv
 from envhub.http.bodies import MAX_NAME_CHARS, BadBody, json_response, parse_body
 
-MAX_LISTED = 1_000  # tasks of one answer; `num_tasks` always tells them all
+MAX_LISTED = 1_000  # Maximum tasks of one answer; `num_tasks` counts all.
 SPLITS = ("train", "test")
 
 
 class SplitRequest(BaseModel):
-    """Body of the task routes; the fields that a route does not know are left alone."""
+    """Body of the task routes; unknown fields are ignored."""
 
     split: str = Field(max_length=MAX_NAME_CHARS)
     index: int | None = None
@@ -27,7 +27,7 @@ class SplitRequest(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """The items of one split, in their order."""
+    """The items of one split, in order."""
 
     kind: Literal["train", "test"]
     num: int
@@ -37,8 +37,8 @@ class Split:
 def splits_of(spec: EnvSpec) -> dict[str, Split]:
     """Return an environment's splits by name.
 
-    `train` and `test` are the items of all its tasks, or of its first subset where it has no
-    tasks; each subset has its own two besides, `<subset>-train` and `<subset>-test`.
+    `train` and `test` hold the items of all its tasks, or of its first subset if it has no tasks.
+    Each subset also has the splits `<subset>-train` and `<subset>-test`.
     """
     found: dict[str, Split] = {}
     subsets: dict[str, Split] = {}
@@ -61,7 +61,7 @@ def splits_of(spec: EnvSpec) -> dict[str, Split]:
 
 
 def add_task_routes(app: FastAPI, registry: Registry) -> None:
-    """Mount the routes that list tasks; each names the environment twice, as OpenEnv's do."""
+    """Mount the routes that list tasks; each path names the environment twice, as in OpenEnv."""
     base = "/openenv/{env}"
 
     @app.get(f"{base}/list_environments", tags=["openenv"])
@@ -99,7 +99,7 @@ def add_task_routes(app: FastAPI, registry: Registry) -> None:
 
 
 def _same(registry: Registry, env: str, name: str) -> EnvSpec:
-    """Return the environment, which these routes name twice. Raises: UnknownEnv."""
+    """Return the environment, which the path names twice. Raises: UnknownEnv."""
     if name.lower() != env.lower():
         raise UnknownEnv(f"no environment {name!r} at /openenv/{env}")
     return registry.spec(env)
@@ -115,7 +115,7 @@ async def _asked(
 
 
 def split_of(spec: EnvSpec, name: str) -> Split:
-    """Return a split by name. Raises: UnknownItem: there is none."""
+    """Return a split by name. Raises: UnknownItem: no such split."""
     known = splits_of(spec)
     if name not in known:
         raise UnknownItem(f"no split {name!r}; the nearest is {nearest(name, [*known])!r}")
@@ -123,7 +123,7 @@ def split_of(spec: EnvSpec, name: str) -> Split:
 
 
 def index_in(split: Split, index: int) -> int:
-    """Return an index that exists, from the end if it is negative. Raises: UnknownItem."""
+    """Return an existing index, counted from the end if negative. Raises: UnknownItem."""
     if not -split.num <= index < split.num:
         raise UnknownItem(f"index {index} is out of range; the split has {split.num} tasks")
     return index % split.num

@@ -1,4 +1,4 @@
-"""Between an agent's texts and the actions, tools and rewards of environments from elsewhere."""
+"""Conversion of an agent's texts to actions and tool calls, and of foreign rewards to [0, 1]."""
 
 import json
 import math
@@ -21,14 +21,14 @@ TRUNCATED_KEYS = ("is_truncated", "truncated")
 
 
 class BadAction(ValueError):
-    """The agent's text is no action; the message is what it is told."""
+    """The agent's text is not an action; the agent receives the message as its observation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """What one action led to; `is_success` None: it is the whole reward.
+    """The result of one action; if `is_success` is None, the full reward means success.
 
-    `is_truncated`: the episode has ended (`is_done`), cut short by a limit and not by the task.
+    `is_truncated`: the episode has ended (`is_done`) at a limit, before the task was finished.
     """
 
     text: str
@@ -41,7 +41,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRule:
-    """What the rewards of an episode amount to, and between which bounds that lies."""
+    """How the rewards of an episode form its return, and the bounds of the return."""
 
     kind: Literal["last", "sum"] = "last"
     least: float = 0.0
@@ -49,41 +49,42 @@ class RewardRule:
 
     @property
     def start_score(self) -> float:
-        """Return the score of an episode that has paid nothing yet: a raw 0, in [0, 1]."""
+        """Return the score of an episode without rewards: a raw 0, mapped to [0, 1]."""
         return self.normalise(0.0)
 
     def normalise(self, raw: float) -> float:
-        """Return a raw score in [0, 1]: `least` is 0, `most` is 1; a score beyond is the nearer."""
+        """Map a raw score to [0, 1]: `least` is 0, `most` is 1; other scores are clipped."""
         share = (raw - self.least) / (self.most - self.least)
         return round(min(max(share, 0.0), 1.0), 9)
 
 
 class Rewards:
-    """The rewards of one episode, as the one number in [0, 1] that a step reports.
+    """The rewards of one episode as the single number in [0, 1] that a step reports.
 
     Example: a range of -1 to 1. Before the first reward a step reports 0.5, not 0.
     """
 
     def __init__(self, rule: RewardRule) -> None:
         self._rule = rule
-        self._total: float | None = None  # None: none was given yet
+        self._total: float | None = None  # None: no reward so far.
 
     def add(self, reward: object, *, is_last: bool) -> float:
-        """Return what the episode has paid with this reward; None is no reward.
+        """Return the return of the episode including this reward; None is no reward.
 
-        Raises: EnvFailure: it is no number, beyond the bounds, or the episode ends without one.
+        Raises: EnvFailure: not a number, out of bounds, or the episode ends without a reward.
         """
         if reward is not None:
             if not isinstance(reward, (int, float)) or not math.isfinite(reward):
                 raise EnvFailure(f"a step answered {reward!r} as its reward")
             before = (self._total or 0.0) if self._rule.kind == "sum" else 0.0
-            self._total = round(before + float(reward), 12)  # ten times 0.1 is 1
+            self._total = round(before + float(reward), 12)  # Ten times 0.1 is 1.
         if self._total is None:
             if is_last:
                 raise EnvFailure("the episode ended and never said a reward")
             return self._rule.start_score
         least, most = self._rule.least, self._rule.most
-        is_beyond = self._total > most and self._rule.kind == "sum"  # at a horizon's cut, too
+        # Also checked before the end, since a horizon may cut there.
+        is_beyond = self._total > most and self._rule.kind == "sum"
         if is_beyond or (is_last and not least <= self._total <= most):
             asked = f"{least:g} to {most:g} was said to be the range"
             raise EnvFailure(f"the episode pays {self._total:g}, but {asked} (env.*_reward)")
@@ -91,9 +92,10 @@ class Rewards:
 
 
 def said_by(told: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
-    """Return the truth value of the first of the keys that has one; None: none has.
+    """Return the truth value of the first key that has one; None if no key has.
 
-    A number is true from 1 on, also one of numpy. Arrays of several, texts and NaN say nothing.
+    A number is true from 1 on, also a numpy number. Arrays of several values, texts and NaN are
+    ignored.
     """
     for key in keys:
         value: Any = told.get(key)
@@ -134,7 +136,7 @@ def parse_tool_call(text: str, names: Sequence[str]) -> tuple[str, dict[str, Any
 
 
 def check_sendable(value: object) -> None:
-    """Raises: BadAction: other programs cannot read it: NaN, half a character, too deep or large.
+    """Raise BadAction if other programs cannot read the value: NaN, lone surrogates, depth or size.
 
     Numbers beyond a float's range are refused as well.
     """
@@ -150,7 +152,7 @@ def check_sendable(value: object) -> None:
 
 
 def _check_numbers(value: object) -> None:
-    """Raises: ValueError: a number that no float holds."""
+    """Raise ValueError for a number beyond a float's range."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -161,14 +163,14 @@ def _check_numbers(value: object) -> None:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text of whole characters, and of `most` if it is longer, with a word about it."""
+    """Return valid Unicode text; after `most` characters it is cut, with a note of the rest."""
     whole = text.encode(errors="replace").decode()
     over = len(whole) - most
     return whole if over <= 0 else f"{whole[:most]} [{over} more characters]"
 
 
 def sample_call(name: str, schema: Mapping[str, Any]) -> str:
-    """Return a call of a tool with an example of each argument that it needs."""
+    """Return a call of a tool with an example of each required argument."""
     fields = schema.get("properties", {})
     arguments: dict[str, Any] = {}
     for each in schema.get("required", []):

@@ -1,12 +1,12 @@
-"""One environment of gymnasium, by its conventions and those of the gym before it.
+"""One environment of gymnasium or of the older gym interface.
 
 | convention | here |
 |---|---|
 | action, observation | text, see `envhub.interop.gym.spaces` |
 | `terminated` | the episode has ended |
-| `truncated`; of four values `info["TimeLimit.truncated"]` | cut short, as at the horizon |
+| `truncated`; of four values `info["TimeLimit.truncated"]` | truncated, as at the horizon |
 | success | the first of SUCCESS_KEYS in the last `info` |
-| `reset(seed, options)`, or `seed(seed)` and `reset()` | the seed is the item's |
+| `reset(seed, options)`, or `seed(seed)` and `reset()` | uses the item's seed |
 """
 
 import inspect
@@ -29,7 +29,7 @@ from envhub.interop.gym.spaces import (
 )
 from envhub.interop.texts import SUCCESS_KEYS, Moved, said_by
 
-MAX_SAMPLES = 64  # numbers of a space that are all listed
+MAX_SAMPLES = 64  # Maximum size of a discrete space whose numbers are all listed.
 NUM_SAMPLES = 8
 CUT_KEY = "TimeLimit.truncated"
 REMEDY = "register it with a wrapper that takes texts or numbers and returns texts"
@@ -39,7 +39,7 @@ class GymnasiumGame:
     """An environment of gymnasium whose actions can be written as texts."""
 
     def __init__(self, name: str) -> None:
-        """Make the environment. Raises: ConfigError: there is none, or it takes no texts."""
+        """Create the environment. Raises: ConfigError: no such environment, or no text actions."""
         gymnasium = optional_package("gymnasium", "envs")
         try:
             self._env: Any = gymnasium.make(name)
@@ -55,11 +55,11 @@ class GymnasiumGame:
 
     @property
     def form(self) -> str:
-        """Return the form of an action in words; "" where it is any text."""
+        """Return the form of an action in words; "" if it is any text."""
         return "" if kind_of(self._space) == "Text" else describe(self._space)
 
     def samples(self) -> list[str]:
-        """Return actions as texts: all numbers of a small space, else a few; [] for texts."""
+        """Return sample actions: all numbers of a small space, else a few; [] for texts."""
         space = self._space
         kind = kind_of(space)
         if kind == "Text":
@@ -70,7 +70,7 @@ class GymnasiumGame:
         return [write_action(space.sample(), space) for _ in range(NUM_SAMPLES)]
 
     def check(self) -> None:
-        """Raises: ConfigError: some action, or an observation, has no text form."""
+        """Raise ConfigError if an action or an observation has no text form."""
         try:
             check_actions(self._space)
         except NoText as error:
@@ -81,7 +81,7 @@ class GymnasiumGame:
             text = f"gymnasium:{self._name}: its observations: {error}; {REMEDY}"
             raise ConfigError(text) from error
         except (AttributeError, NotImplementedError, TypeError):
-            return  # it declares no space of observations that can be sampled
+            return  # The environment declares no observation space that can be sampled.
 
     def begin(self, seed: int) -> str:
         """Return the first observation of the episode of a seed. Raises: EnvFailure."""
@@ -89,7 +89,7 @@ class GymnasiumGame:
         return _text(observation)
 
     def act(self, text: str) -> Moved:
-        """Play a text that is an action. Raises: BadAction, EnvFailure."""
+        """Play an action given as text. Raises: BadAction, EnvFailure."""
         action = parse_action(text, self._space)
         observation, reward, terminated, truncated, told = self._env.step(action)
         is_over = _truth(terminated, "terminated")
@@ -113,7 +113,7 @@ def _text(observation: Any) -> str:
 
 
 def _number(value: Any, what: str) -> float:
-    """Return a number; numpy's scalars and arrays of one are numbers, too. Raises: EnvFailure."""
+    """Return a number, also from a numpy scalar or an array of size 1. Raises: EnvFailure."""
     array = np.asarray(value)
     if array.size != 1 or array.dtype.kind not in "biuf":
         raise EnvFailure(f"a step answered {value!r:.200} as its {what}, which is no number")
@@ -121,24 +121,24 @@ def _number(value: Any, what: str) -> float:
 
 
 def _truth(value: Any, what: str) -> bool:
-    """Return a truth value, also as a number. Raises: EnvFailure: it is none."""
+    """Return a boolean, also from a number. Raises: EnvFailure: the value is neither."""
     return bool(_number(value, what))
 
 
-# --- the gym before gymnasium ---------------------------------------------------------------
+# --- The gym interface before gymnasium -----------------------------------------------------
 
 
 def _modernise(env: Any) -> None:
-    """Let an environment of the older interface answer as gymnasium's wrappers want it."""
+    """Adapt an environment of the older interface to gymnasium's wrappers."""
     env.reset = _modern_reset(env, env.reset)
     env.step = _modern_step(env.step)
 
 
 def _modern_reset(env: Any, reset: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Return a `reset` that takes seed and options, and returns observation and info."""
+    """Return a `reset` that accepts seed and options, and returns observation and info."""
     try:
         takes = inspect.signature(reset).parameters
-    except ValueError:  # compiled code does not always show what it takes
+    except ValueError:  # Compiled code may have no readable signature.
         return reset
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
 
@@ -155,7 +155,7 @@ def _modern_reset(env: Any, reset: Callable[..., Any]) -> Callable[..., tuple[An
 
 
 def _modern_step(step: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a `step` that returns five values; of four, `info` says whether it was cut short."""
+    """Return a `step` with five values; of four values, `info` states the truncation."""
 
     def modern_step(action: Any) -> tuple[Any, ...]:
         result = step(action)

@@ -1,13 +1,13 @@
-"""Texts and the spaces of gymnasium: an agent's text as an action, an observation as text.
+"""Conversion between texts and gymnasium's spaces: action from text, observation to text.
 
 | space | text of an action |
 |---|---|
 | Discrete | a whole number: `-1` |
-| Text | the text itself, or a JSON string where it begins or ends with a space |
+| Text | the text itself, or a JSON string if it begins or ends with a space |
 | Box, MultiDiscrete, MultiBinary | JSON numbers in arrays of the space's shape: `[0.5, -1]` |
-| Tuple, Sequence | a JSON array with a value of each part |
-| Dict | a JSON object with a value of each key |
-| OneOf | a JSON array of the number of the chosen part and its value |
+| Tuple, Sequence | a JSON array with one value for each part |
+| Dict | a JSON object with one value for each key |
+| OneOf | a JSON array of two: the number of the chosen part and its value |
 """
 
 import json
@@ -21,11 +21,11 @@ from common.wire.access.bounds import shown
 from envhub.env import action_text
 from envhub.interop.texts import BadAction
 
-MAX_DIGITS = 30  # of a whole number; the numbers of every space have fewer
-WHOLE = re.compile(r"([+-]?)0*(\d*)(?:\.0*)?")  # \d: the decimal digits of every script
-MAX_SAMPLED = 10_000  # characters of a sampled text
+MAX_DIGITS = 30  # Maximum digits of a whole number, which covers every space.
+WHOLE = re.compile(r"([+-]?)0*(\d*)(?:\.0*)?")  # \d matches the decimal digits of every script.
+MAX_SAMPLED = 10_000  # Maximum characters of a sampled text.
 FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
-NUM_SAMPLES = 8  # that must be read again as they were written
+NUM_SAMPLES = 8  # Number of samples that must survive writing and parsing.
 ARRAYS = ("Box", "MultiDiscrete", "MultiBinary")
 
 
@@ -34,9 +34,9 @@ class NoText(ValueError):
 
 
 def parse_whole(text: str) -> int:
-    """Return the whole number that a text writes: `7`, `-1`, `+1`, `007` or `1.0`.
+    """Return the whole number in a text: `7`, `-1`, `+1`, `007` or `1.0`.
 
-    Raises: BadAction: it writes none, or one beyond every space.
+    Raises: BadAction: no whole number, or one that is too large for every space.
     """
     match = WHOLE.fullmatch(text.strip().replace("\u2212", "-"))
     if match is None or not any(each.isdecimal() for each in text):
@@ -48,7 +48,7 @@ def parse_whole(text: str) -> int:
 
 
 def parse_action(text: str, space: Any) -> Any:
-    """Return the action of a space that a text means. Raises: BadAction: the space has it not."""
+    """Return the action of a space that a text denotes. Raises: BadAction: no such action."""
     kind = kind_of(space)
     if kind == "Text":
         return _contained(_spoken(text, space), space)
@@ -62,7 +62,7 @@ def parse_action(text: str, space: Any) -> Any:
 
 
 def kind_of(space: Any) -> str:
-    """Return the name of gymnasium's own class that a space is of. Raises: NoText: of none."""
+    """Return the name of the space's gymnasium class. Raises: NoText: an unsupported space."""
     known = (
         each.__name__ for each in type(space).__mro__ if each.__module__.startswith("gymnasium")
     )
@@ -77,19 +77,19 @@ def kind_of(space: Any) -> str:
 
 
 def write_action(value: Any, space: Any) -> str:
-    """Return the text that `parse_action` reads as this action. Raises: NoText."""
+    """Return the text that `parse_action` parses to this action. Raises: NoText."""
     is_bare = kind_of(space) == "Text" and not value.startswith('"')
     if is_bare and action_text(value) == value:
         return value
     written = json.dumps(plain(value), ensure_ascii=False, sort_keys=True)
-    return written.replace("Action:", "\\u0041ction:")  # else the action would begin behind it
+    return written.replace("Action:", "\\u0041ction:")  # The action would otherwise begin after it.
 
 
 def check_actions(space: Any) -> None:
-    """Raises: NoText: some action of the space, or of a part of it, cannot be written as text."""
+    """Raise NoText if an action of the space, or of a part of it, cannot be written as text."""
     parts = _parts(space)
     if any(kind_of(part) == "Text" and part.max_length > MAX_SAMPLED for part in parts):
-        return  # samples of that length take memory and show nothing
+        return  # Samples of that length use much memory and prove nothing.
     space.seed(0)
     for _ in range(NUM_SAMPLES):
         action = space.sample()
@@ -123,7 +123,7 @@ def describe(space: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value of numpy or gymnasium as JSON has it. Raises: NoText: JSON has none."""
+    """Return a numpy or gymnasium value as plain JSON types. Raises: NoText: no JSON form."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value.item() if isinstance(value, np.generic) else value
     if isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind in "biufUSO":
@@ -132,7 +132,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(plain(key)): plain(each) for key, each in value.items()}
     as_dict = getattr(value, "_asdict", None)
-    if as_dict is not None:  # gymnasium's graphs are named tuples
+    if as_dict is not None:  # Gymnasium's graphs are named tuples.
         return plain(as_dict())
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
@@ -141,19 +141,20 @@ def plain(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return bytes(value).decode(errors="replace")
     kind = type(value)
-    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:  # only an address
+    # Its text would contain only an address.
+    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
         raise NoText(f"a value of type {kind.__name__} has no text form")
     return str(value)
 
 
 def observation_text(observation: Any) -> str:
-    """Return an observation as text: itself, or all of it as JSON. Raises: NoText."""
+    """Return an observation as text: a string unchanged, other values as JSON. Raises: NoText."""
     shown = plain(observation)
     return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
 
 
 def _named(text: str, space: Any) -> int:
-    """Return the number that a text writes. Raises: BadAction, which names the range."""
+    """Return the number in a text. Raises: BadAction with the range of the space."""
     try:
         return parse_whole(text)
     except BadAction as error:
@@ -161,7 +162,7 @@ def _named(text: str, space: Any) -> int:
 
 
 def _spoken(text: str, space: Any) -> str:
-    """Return the text that is meant: the value of a JSON string of the space, else the text."""
+    """Return the value of a JSON string that the space contains, else the text itself."""
     try:
         value = json.loads(text) if text.startswith('"') else text
     except ValueError:
@@ -170,7 +171,7 @@ def _spoken(text: str, space: Any) -> str:
 
 
 def _unfenced(text: str) -> str:
-    """Return what stands within a fence of Markdown, or the text where there is none."""
+    """Return the content of a Markdown fence, or the text if it has no fence."""
     found = FENCED.fullmatch(text.strip())
     return found[1] if found else text
 
@@ -178,7 +179,7 @@ def _unfenced(text: str) -> str:
 def _contained(action: Any, space: Any) -> Any:
     try:
         is_contained = bool(space.contains(action))
-    except OverflowError:  # a number beyond the space's type
+    except OverflowError:  # The number exceeds the space's type.
         is_contained = False
     if not is_contained:
         raise BadAction(f"The action must be {describe(space)}; {shown(plain(action))} is not.")
@@ -186,7 +187,7 @@ def _contained(action: Any, space: Any) -> Any:
 
 
 def _built(value: Any, space: Any) -> Any:
-    """Return what JSON says as a value of the space's own types. Raises: BadAction."""
+    """Convert a JSON value to the space's own types. Raises: BadAction."""
     kind = kind_of(space)
     if kind in ARRAYS:
         return _array(value, space)
@@ -218,15 +219,15 @@ def _chosen(value: list[Any], space: Any) -> tuple[int, Any]:
 
 
 def _array(value: Any, space: Any) -> np.ndarray:
-    """Return the array of the space's shape and type that nested lists hold. Raises: BadAction."""
+    """Convert nested lists to an array of the space's shape and type. Raises: BadAction."""
     if space.shape in ((), (1,)) and not isinstance(value, list):
         value = value if space.shape == () else [value]
     is_whole = space.dtype.kind in "iub"
     numbers = [_whole(each) if is_whole else _finite(each) for each in _flat(value, space)]
     try:
-        with np.errstate(over="ignore"):  # what is infinite in 32 bits is refused below
+        with np.errstate(over="ignore"):  # A value that is infinite in 32 bits is refused below.
             array = np.array(numbers, dtype=space.dtype).reshape(space.shape)
-    except (OverflowError, ValueError) as error:  # as 300 in 8 bits
+    except (OverflowError, ValueError) as error:  # Example: 300 in 8 bits.
         raise BadAction(f"{shown(value)} is not {describe(space)}.") from error
     if not is_whole and not np.isfinite(array).all():
         raise BadAction(f"{shown(value)} has a number beyond {space.dtype.name}.")
@@ -244,14 +245,14 @@ def _flat(value: Any, space: Any) -> list[Any]:
 
 
 def _whole(value: Any) -> int:
-    """Return a whole number of JSON. Raises: BadAction: it is none."""
+    """Return a whole number of JSON. Raises: BadAction: the value is not one."""
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return int(value)
     raise BadAction(f"{shown(value)} is not a whole number.")
 
 
 def _finite(value: Any) -> float:
-    """Return a number of JSON. Raises: BadAction: it is none, or infinite."""
+    """Return a number of JSON. Raises: BadAction: the value is not a number, or infinite."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise BadAction(f"{shown(value)} is not a number.")
     try:
@@ -268,7 +269,7 @@ def _refuse_constant(word: str) -> float:
 
 
 def _parts(space: Any) -> list[Any]:
-    """Return a space and all that it is made of. Raises: NoText."""
+    """Return a space and all its nested parts. Raises: NoText."""
     kind = kind_of(space)
     inner: list[Any] = []
     if kind == "Dict":
@@ -291,7 +292,7 @@ def _describe_array(space: Any) -> str:
 
 
 def _bounds(space: Any) -> tuple[Any, Any]:
-    """Return the least and the greatest, one number each where all are alike."""
+    """Return the lower and upper bounds, as one number each if they are uniform."""
     kind = kind_of(space)
     if kind == "MultiBinary":
         return 0, 1

@@ -28,23 +28,26 @@ from envhub.interop.texts import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """What the episodes on one server share."""
+    """Data shared by the episodes on one server."""
 
     options: McpOptions
     items: list[dict[str, Any]]
-    places: Mapping[str, list[int]]  # of each split's items
+    places: Mapping[str, list[int]]  # Positions of each split's items.
     subset: SubsetSpec
     rule: RewardRule
-    tools: Mapping[str, dict[str, Any]]  # of the agent, by name
-    pays: bool  # whether the tool that ends an episode is the server's, and its result the reward
-    shared: list[Link]  # the one connection of all sessions, where an argument tells them apart
-    connecting: asyncio.Lock = field(default_factory=asyncio.Lock)  # it is made by one of them
+    tools: Mapping[str, dict[str, Any]]  # The agent's tools, by name.
+    # Whether the tool that ends an episode belongs to the server, and its result is the reward.
+    pays: bool
+    # The single connection of all sessions, if an argument identifies the session.
+    shared: list[Link]
+    # Only one session at a time opens it.
+    connecting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class McpEpisode:
-    """One episode: calls of tools, until one ends it.
+    """One episode: tool calls, until one call ends it.
 
-    A tool's error is an observation; what no tool takes is an invalid action.
+    An error of a tool is an observation. A call that no tool accepts is an invalid action.
     """
 
     def __init__(self, tasks: Tasks) -> None:
@@ -79,7 +82,7 @@ class McpEpisode:
         return self._first
 
     async def step(self, action: str) -> StepResult:
-        """Call one tool. Raises: McpFailure: the server failed, or gave no reward."""
+        """Call one tool. Raises: McpFailure: the server failed, or reported no reward."""
         if self._is_done or self._link is None:
             raise RuntimeError("step before reset, or after the episode has ended")
         try:
@@ -99,7 +102,7 @@ class McpEpisode:
         return self._result(self._told(result))
 
     async def _submit(self, answer: str) -> StepResult:
-        """Return what an answer is worth: what the item's `check` says, or whether it is right."""
+        """Return the result for an answer: from the item's `check` tool, or by comparison."""
         check = self._item.get("check")
         if check is not None:
             given = {"answer": answer, **check.get("arguments", {}), **self._session}
@@ -114,13 +117,13 @@ class McpEpisode:
         )
 
     def _pay(self, result: Any) -> StepResult:
-        """Return the end of an episode whose reward a tool says, as a number or in JSON."""
+        """Return the end of an episode; its reward is a number or JSON in the tool's result."""
         text = self._told(result)
         if result.is_error:
             raise McpFailure(f"{self._options.shown}: the tool that pays answered {text:.500}")
         reward = _field(result, "reward")
         if reward is None:
-            reward = _field(result, "result")  # where the package wraps a plain number
+            reward = _field(result, "result")  # The package wraps a plain number in this field.
         if reward is None:
             try:
                 reward = float(text)
@@ -138,12 +141,12 @@ class McpEpisode:
         return self._result(text, reward=paid, is_success=is_success)
 
     async def valid_actions(self) -> list[str]:
-        """Return a call of each tool, with examples of arguments."""
+        """Return one call of each tool, with example arguments."""
         tools = self._tasks.tools.items()
         return [sample_call(name, tool["input_schema"]) for name, tool in tools]
 
     async def expert_action(self) -> str | None:
-        """Return the answer, where the item has one."""
+        """Return the correct answer if the item has one."""
         right = self._item.get("answer")
         if self._tasks.pays or right is None:
             return None
@@ -154,7 +157,7 @@ class McpEpisode:
         return self._text
 
     async def fingerprint(self) -> str:
-        """Return the hash of the item, which is all that can be seen from here."""
+        """Return the hash of the item, the only part of the state available here."""
         return hashlib.sha256(json.dumps(self._item, sort_keys=True).encode()).hexdigest()
 
     async def close(self) -> None:
@@ -163,9 +166,9 @@ class McpEpisode:
             await link.close()
 
     async def _connect(self) -> Link:
-        """Return a connection: one of the episode's own, unless an argument is the session.
+        """Return a connection: the episode's own, or a shared one if an argument is the session.
 
-        A server that starts again is waited for.
+        The connection is retried while a server restarts.
         """
         until_s = time.monotonic() + self._options.start_timeout_s
         if not self._options.session:
@@ -187,7 +190,7 @@ class McpEpisode:
         return parse_tool_call(text, list(self._tasks.tools))
 
     def _check(self, name: str, arguments: dict[str, Any]) -> None:
-        """Raises: BadAction: the tool's schema, or JSON itself, has no such arguments."""
+        """Raise BadAction if the arguments do not match the tool's schema or JSON."""
         check_sendable(arguments)
         schema: Any = optional_package("jsonschema", "mcp")
         checker = schema.Draft202012Validator(self._tasks.tools[name]["input_schema"])
@@ -200,7 +203,7 @@ class McpEpisode:
             raise BadAction(f"{name}: {f'{where}: ' if where else ''}{wrong.message}"[:500])
 
     def _told(self, result: Any) -> str:
-        """Return a tool's result as text that is whole Unicode and not too long."""
+        """Return a tool's result as valid Unicode text of limited length."""
         parts = [block_text(each) for each in result.content]
         if not parts and result.structured_content is not None:
             parts = [json.dumps(result.structured_content, ensure_ascii=False)]
@@ -214,7 +217,7 @@ class McpEpisode:
         reward: float | None = None,
         is_success: bool = False,
     ) -> StepResult:
-        """Return the result of a step; without a reward the episode has paid nothing yet."""
+        """Return the result of a step; without a reward, the start score is used."""
         self._text = text
         return StepResult(
             observation=text,
@@ -227,7 +230,7 @@ class McpEpisode:
 
 
 def block_text(block: Any) -> str:
-    """Return what of a result's part is told to the agent."""
+    """Return the text of one part of a result, as the agent receives it."""
     if block.type == "text":
         return str(block.text)
     if block.type == "resource":
@@ -236,7 +239,7 @@ def block_text(block: Any) -> str:
 
 
 def _content(result: Any) -> dict[str, Any]:
-    """Return a result's JSON object; {}: it has none."""
+    """Return a result's JSON object; {} if it has none."""
     content = result.structured_content
     if content is None and len(result.content) == 1 and result.content[0].type == "text":
         try:
@@ -247,10 +250,10 @@ def _content(result: Any) -> dict[str, Any]:
 
 
 def _field(result: Any, name: str) -> Any:
-    """Return a field of a result's JSON; None: there is none."""
+    """Return a field of a result's JSON; None if it is missing."""
     return _content(result).get(name)
 
 
 def _plain(text: str) -> str:
-    """Return a text without what two equal answers may differ in."""
+    """Return a text in the normalized form in which answers are compared."""
     return " ".join(text.split()).casefold()

@@ -12,20 +12,21 @@ from common.http.sessions import open_httpx
 from envhub.env import EnvFailure
 from envhub.interop.described import optional_package
 
-CLOSE_S = 5.0  # for a server to end
-INVALID_PARAMS = -32602  # JSON-RPC's word for arguments that the server does not take
+CLOSE_S = 5.0  # Time limit for a server to end.
+INVALID_PARAMS = -32602  # JSON-RPC code of arguments that the server refuses.
 CONNECTION_CLOSED = -32000
-INVALID_REQUEST = -32600  # what a server says that has started again, of a session of before
-RETRY_S = 0.25  # between two tries to reach a server that is not there
+# Code that a restarted server sends for a session from before the restart.
+INVALID_REQUEST = -32600
+RETRY_S = 0.25  # Seconds between two attempts to reach a server that does not respond.
 MODES = {"auto": "auto", "2025-11-25": "legacy", "2026-07-28": "2026-07-28"}
-MAX_PAGES = 100  # of a list of tools
+MAX_PAGES = 100  # Maximum pages of a tool list.
 Answer = TypeVar("Answer")
 
 
 class McpFailure(EnvFailure):
     """The server failed; the text names it.
 
-    `is_refusal`: it does not take these arguments. `is_away`: nobody listens at its address.
+    `is_refusal`: it refused the arguments. `is_away`: no server listens at the address.
     """
 
     def __init__(self, text: str, *, is_refusal: bool = False, is_away: bool = False) -> None:
@@ -35,39 +36,41 @@ class McpFailure(EnvFailure):
 
 @dataclass(kw_only=True)
 class McpOptions:
-    """What a file says of an MCP server and its tasks."""
+    """Options in the YAML file of an MCP server and its tasks."""
 
-    url: str = ""  # of streamable HTTP
+    url: str = ""  # URL of streamable HTTP.
     headers: dict[str, str] = field(default_factory=dict[str, str])
-    command: list[str] = field(default_factory=list[str])  # of a server on its pipes
-    env: dict[str, str] = field(default_factory=dict[str, str])  # for that command
-    revision: str = "auto"  # of the protocol
-    items: str = ""  # a file beside this one, a resource's URI, or tool:NAME
-    num_test: int = -1  # the last so many, where items say no split; -1: a tenth
-    session: str = ""  # the argument that carries the session
-    begin: str = ""  # the tool that begins an episode and gives the session
-    submit: str = "submit"  # the tool that ends an episode
-    plain_answers: bool = False  # whether a turn without a call is the answer
-    hidden: list[str] = field(default_factory=list[str])  # tools that are not the agent's
+    # Command of a server that communicates over pipes.
+    command: list[str] = field(default_factory=list[str])
+    # Environment variables of that command.
+    env: dict[str, str] = field(default_factory=dict[str, str])
+    revision: str = "auto"  # Protocol revision.
+    items: str = ""  # A file beside this one, a resource's URI, or tool:NAME.
+    num_test: int = -1  # Number of last items for testing, if items name no split; -1: a tenth.
+    session: str = ""  # Argument that carries the session.
+    begin: str = ""  # Tool that begins an episode and returns the session.
+    submit: str = "submit"  # Tool that ends an episode.
+    plain_answers: bool = False  # Whether a turn without a call is the answer.
+    hidden: list[str] = field(default_factory=list[str])  # Tools that are hidden from the agent.
     min_reward: float = 0.0
     max_reward: float = 1.0
     max_turns: int = 30
-    max_chars: int = 8_000  # of one observation
-    max_sessions: int = 32  # live episodes
-    timeout_s: float = 60.0  # for one answer
-    start_timeout_s: float = 60.0  # for a connection, and a command to begin
+    max_chars: int = 8_000  # Maximum characters of one observation.
+    max_sessions: int = 32  # Maximum number of live episodes.
+    timeout_s: float = 60.0  # Seconds for one answer.
+    start_timeout_s: float = 60.0  # Seconds for a connection, and for a command to start.
 
     @property
     def shown(self) -> str:
-        """How texts for people name the server."""
+        """Name of the server in texts for people."""
         return f"MCP server {without_login(self.url) or ' '.join(self.command)}"
 
 
 class Link:
-    """One connection. A task of its own enters and leaves the package's client, as that needs.
+    """One connection. The package's client must be entered and left by the same task, `_owner`.
 
-    Example: two episodes wait for answers; the server dies. Both are told McpFailure at once,
-    `is_lost` is set, and who wants to go on opens another link.
+    Example: two episodes wait for answers and the server dies. Both get McpFailure immediately,
+    `is_lost` is set, and later episodes open another link.
     """
 
     def __init__(self, options: McpOptions) -> None:
@@ -83,9 +86,10 @@ class Link:
         """Return a connection.
 
         Args:
-            until_s: by the monotonic clock; before it a server that is not there is tried again.
+            until_s: time on the monotonic clock; before it, a server that is not reachable is
+                retried.
 
-        Raises: McpFailure: there is no such server.
+        Raises: McpFailure: no such server.
         """
         while True:
             link = cls(options)
@@ -101,7 +105,7 @@ class Link:
             await asyncio.sleep(RETRY_S)
 
     async def tools(self) -> list[Any]:
-        """Return all tools that the server has. Raises: McpFailure."""
+        """Return all tools of the server. Raises: McpFailure."""
         found: list[Any] = []
         cursor: str | None = None
         for _ in range(MAX_PAGES):
@@ -122,7 +126,7 @@ class Link:
         return "\n".join(getattr(each, "text", "") for each in result.contents)
 
     async def close(self) -> None:
-        """Leave, and see to it that a command has ended."""
+        """Close the connection, and wait until a started command has ended."""
         self._leave.set()
         self.is_lost = True
         if self._owner is not None:
@@ -137,7 +141,8 @@ class Link:
             if options.url:
                 http = optional_package("mcp.client.streamable_http", "mcp")
                 web: Any = optional_package("httpx2", "mcp")
-                patience = web.Timeout(options.timeout_s, read=None)  # `_answer` has the deadline
+                # `_answer` enforces the deadline.
+                patience = web.Timeout(options.timeout_s, read=None)
                 client = open_httpx(web, options.url, headers=options.headers, timeout=patience)
                 await stack.enter_async_context(client)
                 target = http.streamable_http_client(options.url, http_client=client)
@@ -146,7 +151,8 @@ class Link:
                 target = mcp.StdioServerParameters(command=first, args=others, env=options.env)
             entered = mcp.Client(target, mode=mode, cache=None)
             self._client = await stack.enter_async_context(entered)
-            if options.url and mode == MODES["2026-07-28"]:  # which begins without a word
+            # This revision connects without a message.
+            if options.url and mode == MODES["2026-07-28"]:
                 await self._client.list_tools()
             self._ready.set()
             await self._leave.wait()
@@ -154,7 +160,7 @@ class Link:
     async def _answer(
         self, asked: Awaitable[Answer], what: str, *, timeout_s: float = 0.0
     ) -> Answer:
-        """Return an answer in time. Raises: McpFailure: an error, silence, or the link's end."""
+        """Return an answer in time. Raises: McpFailure: error, timeout, or lost connection."""
         assert self._owner is not None
         shown, timeout_s = self._options.shown, timeout_s or self._options.timeout_s
         waits = asyncio.ensure_future(asked)
@@ -169,7 +175,7 @@ class Link:
             waits.cancel()
             await asyncio.wait([waits], timeout=CLOSE_S)
             if not done:
-                self.is_lost = True  # its other sessions are as silent, or soon will be
+                self.is_lost = True  # Other sessions of this link are or will be silent as well.
                 raise McpFailure(f"{shown}: {what}: no answer within {timeout_s:g} s")
             is_over = self._owner.done() and not self._owner.cancelled()
             error = self._owner.exception() if is_over else None

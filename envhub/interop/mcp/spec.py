@@ -1,4 +1,4 @@
-"""A server of MCP tools as an environment of ours: `mcp:calculator.yaml`."""
+"""A server of MCP tools as an environment: `mcp:calculator.yaml`."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -34,7 +34,7 @@ ANSWER = {
 def make_spec(reference: str) -> EnvSpec:
     """Return the entry of the server that a file describes, named after the file.
 
-    Raises: ConfigError: the file is wrong, the server does not answer, or its tools do not fit.
+    Raises: ConfigError: the file is wrong, the server does not answer, or its tools do not match.
     """
     path, options = read_description(reference, McpOptions)
     if bool(options.url) == bool(options.command):
@@ -84,7 +84,7 @@ def make_spec(reference: str) -> EnvSpec:
         make=make,
         isolation=Isolation.WORKER,
         sessions_per_worker=options.max_sessions,
-        step_timeout_s=patience_s,  # a connection, and its first call
+        step_timeout_s=patience_s,  # A connection and its first call.
         is_repeatable=False,
         start_score=rule.start_score,
         tools=tuple(_as_function(name, tool) for name, tool in tools.items()),
@@ -94,9 +94,9 @@ def make_spec(reference: str) -> EnvSpec:
 
 
 def _rule_of(reference: str, options: McpOptions, *, has_payer: bool) -> RewardRule:
-    """Return the scale of the rewards: where no tool pays, an answer is right or wrong.
+    """Return the reward scale; without a tool that computes rewards, an answer is 0 or 1.
 
-    Raises: ConfigError: the bounds are none.
+    Raises: ConfigError: the bounds are not in order.
     """
     rule = rule_of(reference, options.min_reward, options.max_reward)
     return rule if has_payer else RewardRule()
@@ -131,7 +131,7 @@ def _agents_tools(
     listed: Mapping[str, dict[str, Any]],
     items: list[dict[str, Any]],
 ) -> dict[str, dict[str, Any]]:
-    """Return the tools that the agent may call, without the argument that is the session.
+    """Return the tools that the agent may call, without the session argument.
 
     Raises: ConfigError: the file names a tool that the server lacks.
     """
@@ -152,7 +152,7 @@ def _agents_tools(
 
 
 def _as_function(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as chat templates are given it."""
+    """Return a tool in the format of chat templates."""
     text = str(tool["description"] or "")
     return {"name": name, "description": text, "parameters": tool["input_schema"]}
 
@@ -166,7 +166,7 @@ def _read(path: Path) -> str:
 
 
 def _check_item(where: str, item: Mapping[str, Any], *, pays: bool) -> None:
-    """Raises: ConfigError: nothing to ask, or nothing that says what an episode pays."""
+    """Raise ConfigError if the item has no prompt, or no answer and no check."""
     if "prompt" not in item or (not pays and not {"answer", "check"} & item.keys()):
         raise ConfigError(f"{where} lacks {'prompt' if pays else 'prompt, and answer or check'}")
     check = item.get("check", {"tool": ""})

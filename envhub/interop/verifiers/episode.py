@@ -1,4 +1,4 @@
-"""An episode of a task of verifiers: its requests are observations, our steps their answers."""
+"""An episode of a task of verifiers: model requests are observations, steps are answers."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ TURN_FORM = f"{TOOL_FORM}\nWhat is no call is your answer."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What the episodes of one taskset share; the last player is the one that plays."""
+    """Data shared by the episodes of one taskset; the last player is the active one."""
 
     options: TasksetOptions
     folder: Path
@@ -38,7 +38,7 @@ class Shared:
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def player(self) -> Player:
-        """Return the process that plays, a new one if there is none. Raises: VerifiersFailure."""
+        """Return the active process; start one if there is none. Raises: VerifiersFailure."""
         async with asyncio.timeout(2 * self.options.start_timeout_s), self.starting:
             for lost in [each for each in self.players if each.is_lost]:
                 self.players.remove(lost)
@@ -54,7 +54,7 @@ class Shared:
 
 
 class VerifiersEpisode(RemoteEpisode):
-    """One task; the reward is what its own scoring says at the end."""
+    """One task; its own scoring determines the reward at the end."""
 
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared.rule.start_score)
@@ -62,8 +62,8 @@ class VerifiersEpisode(RemoteEpisode):
         self._player: Player | None = None
         self._name = uuid.uuid4().hex
         self._tools: list[str] = []
-        self._calls: list[str] = []  # an example of each tool's
-        self._known: list[Mapping[str, Any]] = []  # messages that the agent was told
+        self._calls: list[str] = []  # One example call per tool.
+        self._known: list[Mapping[str, Any]] = []  # Messages that the agent has already received.
 
     async def reset(self, item_id: str, seed: int) -> str:
         """Begin a task of its split. Raises: UnknownItem, VerifiersFailure."""
@@ -83,7 +83,7 @@ class VerifiersEpisode(RemoteEpisode):
         return self._first
 
     async def step(self, action: str) -> StepResult:
-        """Answer with what follows the last "Action:". Raises: VerifiersFailure, EnvFailure."""
+        """Answer with the text after the last "Action:". Raises: VerifiersFailure, EnvFailure."""
         if self._is_done or self._player is None:
             raise RuntimeError("step before reset, or after the episode has ended")
         try:
@@ -102,7 +102,7 @@ class VerifiersEpisode(RemoteEpisode):
         return self._result(f"The episode has ended and pays {paid['reward']:g}.", is_valid=True)
 
     async def valid_actions(self) -> list[str]:
-        """Return some answer, and a call of each tool with examples of arguments."""
+        """Return a sample answer, and one call of each tool with example arguments."""
         return ["I do not know.", *self._calls]
 
     async def close(self) -> None:
@@ -111,7 +111,7 @@ class VerifiersEpisode(RemoteEpisode):
             player.end(self._name)
 
     def _message(self, text: str) -> dict[str, Any]:
-        """Return the message that a text means. Raises: BadAction."""
+        """Return the chat message for a text. Raises: BadAction."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if self._tools and "{" in text:
             name, arguments = parse_tool_call(text, self._tools)
@@ -123,11 +123,11 @@ class VerifiersEpisode(RemoteEpisode):
         return message
 
     def _told(self, line: Mapping[str, Any]) -> str:
-        """Return what of a request's messages is new, as text."""
+        """Return the new messages of a request as text."""
         messages: list[Mapping[str, Any]] = line["ask"]
         start = len(self._known)
         if _roles(messages[:start]) != _roles(self._known):
-            start = 0  # the taskset has written its history anew
+            start = 0  # The taskset has rewritten its history.
         self._known = list(messages)
         text = "\n\n".join(filter(None, map(_words, messages[start:])))
         return shortened(text, self._options.max_chars)
@@ -138,7 +138,7 @@ def _roles(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, str]]:
 
 
 def _words(message: Mapping[str, Any]) -> str:
-    """Return the text of a message; that of an assistant's turn in an example says so."""
+    """Return the text of a message; assistant messages are labelled."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "\n".join(part.get("text", f"[{part.get('type')}]") for part in content)

@@ -1,4 +1,4 @@
-"""The process in which verifiers plays its tasks, with an interpreter of its own."""
+"""The process that plays tasks of verifiers, with its own Python interpreter."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from common.text import json_bytes
 from envhub.env import EnvFailure
 
 PLAYER = Path(__file__).parent / "theirs" / "player.py"
-CLOSE_S = 5.0  # for the process to end
+CLOSE_S = 5.0  # Time limit for the process to end.
 MAX_LINE_BYTES = 64 << 20
 
 
@@ -24,49 +24,52 @@ class VerifiersFailure(EnvFailure):
 
 @dataclass(kw_only=True)
 class TasksetOptions:
-    """What a file says of a taskset of verifiers."""
+    """Options in the YAML file of a taskset of verifiers."""
 
-    python: str = "python"  # the interpreter of an environment that has verifiers
-    path: str = ""  # a folder in which modules are found besides, from where this file is
-    taskset: dict[str, Any] = field(default_factory=dict[str, Any])  # its id and its own options
-    test: dict[str, Any] = field(default_factory=dict[str, Any])  # options of the test items
-    env: dict[str, Any] = field(default_factory=dict[str, Any])  # its id, and who plays whom
-    seat: str = ""  # of the policy, where it has several
-    success: str = ""  # the metric or reward that says it with 1; "": the whole reward does
-    num_test: int = -1  # the last so many, without `test`; -1: a tenth
-    max_items: int = 10_000  # of each split
+    python: str = "python"  # Interpreter of a Python environment with verifiers.
+    path: str = ""  # Additional folder for modules, relative to this file.
+    # Id and options of the taskset.
+    taskset: dict[str, Any] = field(default_factory=dict[str, Any])
+    test: dict[str, Any] = field(default_factory=dict[str, Any])  # Options of the test items.
+    # Id of the environment, and the agent of each seat.
+    env: dict[str, Any] = field(default_factory=dict[str, Any])
+    seat: str = ""  # The policy's seat, if it has several.
+    success: str = ""  # Metric or reward that means success if it is 1; "": the whole reward.
+    num_test: int = -1  # Number of last items for testing, without `test`; -1: a tenth.
+    max_items: int = 10_000  # Maximum items of each split.
     min_reward: float = 0.0
     max_reward: float = 1.0
     max_turns: int = 10
-    max_chars: int = 8_000  # of one observation
-    max_sessions: int = 32  # live episodes
-    timeout_s: float = 120.0  # from an answer to what comes of it
-    start_timeout_s: float = 120.0  # to load the taskset
+    max_chars: int = 8_000  # Maximum characters of one observation.
+    max_sessions: int = 32  # Maximum number of live episodes.
+    timeout_s: float = 120.0  # Seconds from an answer to the next request.
+    start_timeout_s: float = 120.0  # Seconds to load the taskset.
 
     @property
     def shown(self) -> str:
-        """How texts for people name it."""
+        """Name of the taskset in texts for people."""
         return f"verifiers taskset {self.taskset.get('id', '')!r}"
 
 
 class Player:
-    """One process, and the episodes that it plays.
+    """One process and its episodes.
 
-    Example: an episode waits for what comes of its answer; the process dies. It is told
-    VerifiersFailure at once, as are all others, and the next episode has another process.
+    Example: an episode waits for the result of its answer and the process dies. This and all other
+    episodes get VerifiersFailure immediately, and the next episode starts another process.
     """
 
     def __init__(self, options: TasksetOptions, process: asyncio.subprocess.Process) -> None:
         self._options, self._process = options, process
         self._told: dict[str, asyncio.Queue[dict[str, Any] | None]] = {"": asyncio.Queue()}
         self._reader = asyncio.create_task(self._read())
-        self.num_items: tuple[int, int] = (0, 0)  # train, test
+        self.num_items: tuple[int, int] = (0, 0)  # Numbers of training and test items.
         self.is_lost = False
 
     @classmethod
     async def start(cls, options: TasksetOptions, folder: Path) -> "Player":
-        """Return a process that is ready. Raises: VerifiersFailure: it does not come up."""
-        hidden = ("PYTHONPATH", "VIRTUAL_ENV")  # what is ours alone
+        """Return a process that is ready. Raises: VerifiersFailure: it does not start."""
+        # Variables of this process that the player must not inherit.
+        hidden = ("PYTHONPATH", "VIRTUAL_ENV")
         environment = {k: v for k, v in os.environ.items() if k not in hidden}
         if options.path:
             environment["PYTHONPATH"] = str((folder / options.path).resolve())
@@ -101,12 +104,12 @@ class Player:
         return await self._next(episode, f"to begin {split} item {index}")
 
     async def answer(self, episode: str, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what comes of the policy's answer. Raises: VerifiersFailure."""
+        """Return the line that follows the policy's answer. Raises: VerifiersFailure."""
         self._send({"answer": episode, "message": message})
         return await self._next(episode, "to go on")
 
     def end(self, episode: str) -> None:
-        """Give up an episode."""
+        """Abort an episode."""
         if self._told.pop(episode, None) is not None:
             self._send({"end": episode})
 
@@ -125,7 +128,7 @@ class Player:
 
     def _send(self, line: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError, RuntimeError):  # `_next` says that it is gone
+        with contextlib.suppress(ConnectionError, RuntimeError):  # `_next` reports a lost process.
             self._process.stdin.write(json_bytes(line) + b"\n")
 
     async def _next(self, episode: str, what: str, *, timeout_s: float = 0.0) -> dict[str, Any]:
@@ -149,9 +152,9 @@ class Player:
         return line
 
     async def _read(self) -> None:
-        """Hand lines to their episodes until there are no more."""
+        """Queue each line for its episode until the output ends."""
         assert self._process.stdout is not None
-        with contextlib.suppress(ValueError):  # a line that is too long or none of ours
+        with contextlib.suppress(ValueError):  # A line that is too long or not JSON.
             while text := await self._process.stdout.readline():
                 line = json.loads(text)
                 if (queue := self._told.get(line.get("episode", ""))) is not None:

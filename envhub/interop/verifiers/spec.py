@@ -1,4 +1,4 @@
-"""A taskset of verifiers as an environment of ours: `verifiers:words.yaml`."""
+"""A taskset of verifiers as an environment: `verifiers:words.yaml`."""
 
 from common.errors import ConfigError
 from envhub.env import EnvSpec, Isolation, Style, SubsetSpec
@@ -12,7 +12,7 @@ FORM = 'Answer. Where there is an "Action:", what follows it is the answer.'
 def make_spec(reference: str) -> EnvSpec:
     """Return the entry of the taskset that a file describes, named after the file.
 
-    Raises: ConfigError: the file is wrong, or the taskset cannot be loaded there.
+    Raises: ConfigError: the file is wrong, or the taskset cannot be loaded.
     """
     path, options = read_description(reference, TasksetOptions)
     if not options.taskset.get("id"):
@@ -39,7 +39,7 @@ def make_spec(reference: str) -> EnvSpec:
         subsets={SUBSET: subset},
         instruction=dict.fromkeys(Style, FORM),
         make=make,
-        isolation=Isolation.TASK,  # the process that plays is worker enough
+        isolation=Isolation.TASK,  # The player's process already isolates the episodes.
         sessions_per_worker=options.max_sessions,
         step_timeout_s=2 * options.start_timeout_s + options.timeout_s + CLOSE_S,
         is_repeatable=False,

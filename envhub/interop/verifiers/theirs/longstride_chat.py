@@ -1,4 +1,4 @@
-"""A chat loop with the task's tools, in the player's own process: a harness of verifiers."""
+"""A harness of verifiers: a chat loop with the task's tools, in the player's own process."""
 
 import json
 from contextlib import AsyncExitStack
@@ -13,7 +13,7 @@ __all__ = ["ChatHarness"]
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):
-    """Asks the model until its reply calls no tool; starts no program and offers no shell."""
+    """Requests the model until its reply calls no tool; starts no program and offers no shell."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -44,7 +44,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         servers = {name: {"url": url, "timeout": limit} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
             tools, known, links = await connect_mcp({"mcpServers": servers}, stack)
-            # The policy answers when it has; the episode's own end is the deadline.
+            # The policy may answer at any time; the end of the episode is the deadline.
             client = httpx.AsyncClient(timeout=None, trust_env=False)
             http = await stack.enter_async_context(client)
             while True:

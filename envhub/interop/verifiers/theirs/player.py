@@ -1,8 +1,9 @@
 """Plays tasks of verifiers with its own interpreter; envhub/interop/verifiers/link.py starts it.
 
-A line of JSON each way. It reads its configuration first and says {"ready": [train, test]}, then
-reads {"start": episode, "split", "index"}, {"answer": episode, "message"} and {"end": episode}, and
-says {"episode", "ask": messages, "tools"}, then {"episode", "paid": {...}} or {"episode", "error"}.
+Both directions use lines of JSON. The first input line is the configuration; the answer is
+{"ready": [train, test]}. Later inputs are {"start": episode, "split", "index"}, {"answer": episode,
+"message"} and {"end": episode}. Outputs are {"episode", "ask": messages, "tools"}, then {"episode",
+"paid": {...}} or {"episode", "error"}.
 """
 
 import asyncio
@@ -17,11 +18,11 @@ from aiohttp import web
 
 MAX_LINE_BYTES = 64 << 20
 OWN_HARNESS = "longstride_chat"
-TAKEN_OVER = ("", "bash", "null")  # chat loops whose place the one in this process takes
+TAKEN_OVER = ("", "bash", "null")  # Chat loops that are replaced by the one in this process.
 
 
 class Player:
-    """The episodes that are played at the moment, and the endpoint at which they find a model."""
+    """The running episodes, and the model endpoint that they use."""
 
     def __init__(self, options: dict[str, Any], out: Any) -> None:
         self._options, self._out = options, out
@@ -43,14 +44,14 @@ class Player:
         self._port = 0
 
     async def serve(self, lines: asyncio.StreamReader) -> None:
-        """Play until the lines end."""
+        """Play until the input ends."""
         app = web.Application(client_max_size=MAX_LINE_BYTES)
         app.router.add_post("/{episode}/v1/chat/completions", self.chat)
         runner = web.AppRunner(app)
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
-        except OSError:  # A machine without IPv4.
+        except OSError:  # This machine has no IPv4.
             await web.TCPSite(runner, "::1", 0).start()
         host, self._port = runner.addresses[0][:2]
         self._host = f"[{host}]" if ":" in host else host
@@ -63,7 +64,7 @@ class Player:
         await runner.cleanup()
 
     def take(self, order: dict[str, Any]) -> None:
-        """Do what a line asks for."""
+        """Process one input line."""
         if "start" in order:
             task = self._tasks[order["split"]][order["index"]]
             playing = asyncio.create_task(self.play(order["start"], task))
@@ -76,7 +77,7 @@ class Player:
             playing.cancel()
 
     async def play(self, episode: str, task: vf.Task) -> None:
-        """Play an episode to its end, and say what it pays or why it failed."""
+        """Play an episode to its end, and report its reward or its failure."""
         url = f"http://{self._host}:{self._port}/{episode}/v1"
         client = vf.EvalClientConfig(base_url=url, api_key_var="LONGSTRIDE_NO_KEY")
         context = vf.ModelContext(model="policy", client=client)
@@ -85,7 +86,7 @@ class Player:
         self._running.pop(episode, None)
 
     def judged(self, finished: vf.Episode, url: str) -> dict[str, Any]:
-        """Return what the one trace of the policy pays; or an error, which is never a reward."""
+        """Return the reward of the policy's only trace; or an error, which is never a reward."""
         errors = [*finished.errors, *(e for trace in finished.traces for e in trace.errors)]
         if errors or not finished.ok:
             last = errors[-1] if errors else None
@@ -109,7 +110,7 @@ class Player:
         return {"paid": paid}
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        """Have the policy answer a request of an episode."""
+        """Forward a model request to the policy and return its answer."""
         episode, body = request.match_info["episode"], await request.json()
         if episode in self._asked:
             return web.json_response({"error": "two requests at once"}, status=400)
@@ -133,15 +134,15 @@ class Player:
         return web.Response(text=text, content_type="text/event-stream")
 
     def say(self, line: dict[str, Any]) -> None:
-        """Write a line at once."""
+        """Write one line immediately."""
         self._out.write(f"{json.dumps(line)}\n")
         self._out.flush()
 
 
 def env_config(options: dict[str, Any]) -> vf.EnvConfig:
-    """Return the environment's configuration, in which the policy's seats are played from here.
+    """Return the environment's configuration, with the policy's seats played by this process.
 
-    A seat keeps what the options say of it, a harness of its own, and a runtime in a container.
+    A seat keeps its configured options, a harness of its own, and a container runtime.
     """
     told = {**options["env"], "taskset": options["taskset"]}
     taskset = options["taskset"]["id"]
@@ -162,7 +163,7 @@ def env_config(options: dict[str, Any]) -> vf.EnvConfig:
 async def main() -> None:
     """Read the configuration, then play."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a taskset prints belongs in the log
+    os.dup2(2, 1)  # Output of a taskset belongs in the log.
     loop, lines = asyncio.get_running_loop(), asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     options = json.loads(await lines.readline())
