@@ -87,7 +87,7 @@ class Learner:
         self.checksums.log(step, self.trainer.digests, check=check)
 
     def shut_down(self) -> None:
-        """Stop accepting, drain and close. Each component takes a bounded time."""
+        """Stop the threads and ranks, then close the files. Each stop takes a bounded time."""
         self.intake.stop()
         self.publisher.stop()
         self.rank_workers.stop()

@@ -35,7 +35,7 @@ from learner.weights.watch import EngineWatch
 
 logger = logging.getLogger(__name__)
 
-# Steps between two selections of canary sequences: old samples grow improbable.
+# Steps between two selections of canary sequences; the policy soon makes old ones improbable.
 CANARY_EVERY_STEPS = 10
 # Metrics in the report to the scheduler, with their keys there.
 SIGNALS = {"policy/entropy": "entropy", "offpolicy/ess_frac": "ess_frac"}

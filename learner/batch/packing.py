@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 CHUNK_TOKENS = 128  # Queries of one piece of a sequence; the piece omits all later keys.
-MAX_FILL = 1.5  # Limit of a block's pairs with filling, as a multiple of its pieces' real pairs.
+MAX_FILL = 1.5  # Limit of a block's pairs with filling, relative to the real pairs of its pieces.
 # Limit of pairs per head in a block of several pieces: the scores fit into the cache.
 MAX_PAIRS = 1 << 18
 # Multiples of row and piece sizes, and the row length above which rows are filled. A CPU compiles a
@@ -163,7 +163,8 @@ def _pieces(parts: Sequence[tuple[int, np.ndarray]]) -> list[Piece]:
 def _similar(pieces: Sequence[Piece]) -> list[list[Piece]]:
     """Return the pieces in blocks of similar lengths, which need little filling."""
     blocks: list[list[Piece]] = []
-    pairs = num_keys = num_queries = 0  # Sums and maxima over the pieces of the last block.
+    # Last block: its sum of real pairs, and the most keys and queries of a piece.
+    pairs = num_keys = num_queries = 0
     for piece in sorted(pieces, key=lambda each: (-len(each[1]), -len(each[0]))):
         own = len(piece[0]) * len(piece[1])
         most = max(num_queries, len(piece[0]))

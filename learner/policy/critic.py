@@ -26,9 +26,7 @@ class Critic(nn.Module):
         return self.head(hidden.float()).sum(-1)  # The sum has one entry; FSDP warns about views.
 
     def hidden(self, tokens: TokenBatch, policy_hidden: Tensor, *, autocast: bool) -> Tensor:
-        """Return the head's input states [batch * seq, hidden], from the policy or the own
-        trunk.
-        """
+        """Return the head's input states [batch * seq, hidden], of the policy or of its trunk."""
         if self.trunk is None:
             return policy_hidden
         return flat_hidden(self.trunk, tokens, autocast=autocast)

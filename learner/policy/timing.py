@@ -183,8 +183,8 @@ def fastest(timed: Mapping[Way, Timed], *, rule: Way, max_delta: float) -> Way:
 
     Args:
         max_delta: largest mean |difference| of log-probabilities from the plainest configuration,
-            in nats and per nat of its own: the timed tokens are unlikely, so rounding changes them
-            more.
+            in nats. It grows with the mean |log-probability| above 1 nat: the timed tokens are
+            unlikely, so rounding changes them more.
     """
     plainest = timed[min(timed, key=lambda way: way.is_plainer)].logprobs
     max_delta *= max(1.0, plainest.abs().mean().item())

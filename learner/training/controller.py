@@ -27,7 +27,7 @@ TINY = 1e-30  # Lower bound of a mean weight in a division.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     lr_scale: float  # Factor of the learning rate, (0, 1].
-    is_skipped: bool  # Skip the batch, and accept only fresh data next.
+    is_skipped: bool  # True: the batch is skipped, and the next one must be fresh.
     max_ahead_steps: int  # New limit of the dispatch gate.
 
 
@@ -62,8 +62,7 @@ class Controller:
             weight_mean: mean of pi / mu over tokens. If all ratios shrink equally, as with a
                 diverged policy, the effective sample size stays 1 but this mean falls.
             masked_frac: fraction of tokens that the correction masks, [0, 1].
-            clipped_frac: fraction of tokens at the surrogate's bound before the first update, [0,
-                1].
+            clipped_frac: fraction of tokens at the surrogate's bound before the first update.
             must_train: do not skip the batch: the step log records it as trained.
             must_skip: skip the batch: the step log records it as skipped.
         """

@@ -68,7 +68,7 @@ class Digester:
     """
 
     def __init__(self, ranks: Ranks, modules: Mapping[str, nn.Module]) -> None:
-        """Digest the trained weights of `modules`, keyed by their names in a checkpoint."""
+        """Select the trained weights of `modules`, which are keyed by names in a checkpoint."""
         self._ranks = ranks
         self._modules = modules
         self._episodes: list[str] = []

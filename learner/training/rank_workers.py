@@ -48,7 +48,7 @@ class _Worker(NamedTuple):
     rank: int
     process: BaseProcess
     pipe: Connection
-    publish_pipe: Connection  # Requests of the publisher's thread for parts of the weights.
+    publish_pipe: Connection  # Carries the publisher's requests for parts of the weights.
 
 
 class RankWorkers:

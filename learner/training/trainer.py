@@ -357,7 +357,7 @@ class Trainer:
         }
 
     def save(self, folder: Path) -> Future[Any]:
-        """Begin to write the tensors of all ranks; return the pending write before it ends.
+        """Begin to write the tensors of all ranks; return the pending write.
 
         Training may continue after the return.
 
@@ -374,7 +374,9 @@ class Trainer:
             return self._writer.start(tensors, folder)
 
     def restore(self, folder: Path, values: dict[str, Any]) -> None:
-        """Load the results of `save` and `values`. Raises: ConfigError: they fit another model."""
+        """Load the results of `save` and `values`. Raises: ConfigError: they are of another
+        model.
+        """
         restore(folder, self._modules, self._optimizers)
         self._controller.load_state_dict(values["controller"])
         self.baseline.load_state_dict(values.get("baseline", {"items": {}, "tasks": {}}))

@@ -89,8 +89,7 @@ def _measured_problem(model: PreTrainedModel) -> str:
         found = packing_difference(probe, packed, padded)
     except torch.OutOfMemoryError:
         raise
-    # A kernel may not support these shapes.
-    except (ConfigError, TypeError, RuntimeError) as error:
+    except (ConfigError, TypeError, RuntimeError) as error:  # The kernel lacks these shapes.
         problem = f"{probe.name} cannot compute packed sequences: {error}"
     else:
         problem = f"sequences of {probe.name} see each other: {found} packed and alone"

@@ -15,7 +15,7 @@ _ROWS, _WIDTH = "_read_rows", "_row_width"
 
 
 def skip_unread_rows(model: PreTrainedModel) -> None:
-    """Omit unread rows from the last layer's feed-forward part, by each `Packing.read_rows`.
+    """Omit rows outside `Packing.read_rows` from the last layer's feed-forward part.
 
     A family whose layers have other names does not change.
     """

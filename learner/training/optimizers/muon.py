@@ -63,9 +63,8 @@ class ExpertMuon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
-    # Update every stack that has a gradient; `closure` is ignored.
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update every stack that has a gradient; a closure is of no use here."""
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update every stack that has a gradient; `closure` is ignored."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
