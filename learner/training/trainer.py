@@ -374,9 +374,7 @@ class Trainer:
             return self._writer.start(tensors, folder)
 
     def restore(self, folder: Path, values: dict[str, Any]) -> None:
-        """Load the results of `save` and `values`. Raises: ConfigError: they are of another
-        model.
-        """
+        """Load the results of `save` and `values`. Raises: ConfigError: the model differs."""
         restore(folder, self._modules, self._optimizers)
         self._controller.load_state_dict(values["controller"])
         self.baseline.load_state_dict(values.get("baseline", {"items": {}, "tasks": {}}))
