@@ -1,4 +1,4 @@
-"""Puts a learner together, and back to where a previous one stopped."""
+"""Builds a learner and restores the state of its predecessor."""
 
 import os
 import uuid
@@ -52,7 +52,7 @@ MakeViews = Callable[[RunDir], RunViews]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """Everything a learner is made of."""
+    """The components of a learner."""
 
     run_dir: RunDir
     model: Any
@@ -70,21 +70,21 @@ class Learner:
     step_log: StepLog
     checksums: ChecksumLog
     metrics: MetricsWriter
-    version: int  # at which the run stands
-    is_after_skip: bool = False  # the last batch was too far off: the next one must be fresh
+    version: int  # Version of the current weights.
+    is_after_skip: bool = False  # True: the last batch was skipped, and the next one must be fresh.
 
     def write_down(self, step: LoggedStep, *, check: Callable[[], object]) -> None:
-        """Log a batch that was decided on, and the digests of what became of it.
+        """Log a batch whose outcome is decided, and the digests of its computation.
 
         Args:
             check: as in `StepLog.append`.
         """
         self.step_log.append(step, check=check)
-        assert self.trainer.digests is not None  # of this batch
+        assert self.trainer.digests is not None  # The digests are those of this batch.
         self.checksums.log(step, self.trainer.digests, check=check)
 
     def shut_down(self) -> None:
-        """Stop accepting, drain, close; each part in bounded time."""
+        """Stop the threads and ranks, then close the files. Each stop takes a bounded time."""
         self.intake.stop()
         self.publisher.stop()
         self.rank_workers.stop()
@@ -96,9 +96,9 @@ class Learner:
 
 
 def build(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = None) -> Learner:
-    """Return a learner at the version where the run stands, 0 for a new one.
+    """Return a learner at the current version of the run, 0 for a new run.
 
-    A checkpoint is restored, then the steps logged after it are repeated from the journal.
+    It restores the newest checkpoint, then repeats the steps logged after it from the journal.
     """
     keys = load_keys(run_dir.keys)
     folder = newest_checkpoint(run_dir.checkpoints)
@@ -174,14 +174,14 @@ def _group_assembly(cfg: RunConfig) -> GroupAssembly:
 
 
 def _checksums(cfg: RunConfig, run_dir: RunDir, trainer: Trainer, version: int) -> ChecksumLog:
-    """Return the log of a start; `cfg` has nothing left open of how the learner computes."""
+    """Return the checksum log of this start; `cfg` contains the settled compute settings."""
     checksums = ChecksumLog(run_dir.checksums, version=version)
     checksums.begin(start_of(cfg, run_dir, trainer, version=version))
     return checksums
 
 
 def _journal(cfg: RunConfig, run_dir: RunDir) -> JournalWriter:
-    """Return the journal at its end, and remove what dead writers have left half-written."""
+    """Return the journal at its end; remove the partial files of ended writers."""
     for folder in (run_dir.root, run_dir.journal):
         remove_partial_files(folder)
     return JournalWriter(run_dir.journal, max_segment_bytes=cfg.journal.segment_mb << 20)
@@ -202,8 +202,8 @@ def _admission(
 def _settled(
     cfg: RunConfig, run_dir: RunDir, model: PreTrainedModel, rank_workers: RankWorkers
 ) -> RunConfig:
-    """Return the configuration with how the learner computes, once all ranks have loaded."""
-    rank_workers.wait_loaded()  # before anything is timed
+    """Return the configuration with settled compute settings, once all ranks have loaded."""
+    rank_workers.wait_loaded()  # Loading would distort the timings.
     learner = settle_ways(
         cfg.learner,
         model,
@@ -224,7 +224,7 @@ def _trainer(
     gate: Gate,
     may_pad: bool,
 ) -> tuple[Trainer, int]:
-    """Return the trainer of all ranks, and the version at which it stands."""
+    """Return the trainer of all ranks and its version."""
     if pick_device(cfg.learner.device).type == "cpu":
         torch.set_num_threads(cfg.learner.num_threads)
     return make_trainer(
@@ -240,13 +240,13 @@ def _trainer(
 
 
 def _with_layout(cfg: RunConfig, trainer: Trainer) -> RunConfig:
-    """Return the configuration with the layout that the start check has left."""
+    """Return the configuration with the layout that the start check has settled."""
     layout = Layout.PACKED if trainer.is_packed else Layout.PADDED
     return replace(cfg, learner=replace(cfg.learner, layout=layout))
 
 
 def _spare_cores(cfg: RunConfig) -> int:
-    """Return how many cores each rank may take: engines on CPUs have one thread each."""
+    """Return the number of cores for each rank; engines on CPUs have one thread each."""
     return (num_cores() - cfg.actor.num_engines) // cfg.learner.num_ranks
 
 

@@ -1,4 +1,4 @@
-"""The learner: wait for a batch, train on it, publish the weights. Repeat."""
+"""The learner's main loop: wait for a batch, train on it, publish the weights, repeat."""
 
 import logging
 import signal
@@ -35,22 +35,25 @@ from learner.weights.watch import EngineWatch
 
 logger = logging.getLogger(__name__)
 
-CANARY_EVERY_STEPS = 10  # new prompts: what an old policy sampled is rare under a new one
-SIGNALS = {"policy/entropy": "entropy", "offpolicy/ess_frac": "ess_frac"}  # to the scheduler
-TRIM_EVERY_STEPS = 10  # on CPU; without it the heap grew from 1 to 5.5 GB in 350 steps
-FINISH_S = 900.0  # for the evaluation after the last step
+# Steps between two selections of canary sequences; the policy soon makes old ones improbable.
+CANARY_EVERY_STEPS = 10
+# Metrics in the report to the scheduler, with their keys there.
+SIGNALS = {"policy/entropy": "entropy", "offpolicy/ess_frac": "ess_frac"}
+# Steps between two heap trims on CPU. Untrimmed, the heap grew from 1 to 5.5 GB in 350 steps.
+TRIM_EVERY_STEPS = 10
+FINISH_S = 900.0  # Time limit of the evaluation after the last step, in seconds.
 
 
 class StopRequested(Exception):
-    """SIGTERM or SIGINT: save and leave."""
+    """SIGTERM or SIGINT arrived: save a checkpoint and exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one step consumes."""
+    """The groups that one step trains on."""
 
     groups: list[Group]
-    stale: list[EpisodeOutcome]  # found too old since the last step
+    stale: list[EpisodeOutcome]  # Episodes that became stale since the last step.
     waited_s: float
     taken_at: float = field(default_factory=time.monotonic)
 
@@ -69,10 +72,10 @@ class Batch:
 def run(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = None) -> None:
     """Train for `cfg.train.num_steps` optimizer steps. Any exception ends the role.
 
-    Args:
-        make_views: makes the charts and evaluations that wandb shows; None: metrics only.
+    The version counts optimizer steps: version v is the policy after step v.
 
-    Version counts optimizer steps: version v is the policy after step v.
+    Args:
+        make_views: builds the charts and evaluations in wandb; None: metrics only.
     """
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -86,7 +89,7 @@ def run(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = None)
 
 
 def _train(cfg: RunConfig, learner: Learner, stop: threading.Event, beacon: Beacon) -> None:
-    """Be a learner that is built, to the end."""
+    """Run a built learner until the last step, a stop request or an error."""
     learner.gate.is_stopping = stop.is_set
     learner.intake.on_round = partial(beacon.note, "intake", "serving")
     loop = Loop(cfg, learner, stop, note=partial(beacon.note, "main"))
@@ -95,7 +98,7 @@ def _train(cfg: RunConfig, learner: Learner, stop: threading.Event, beacon: Beac
         learner.publisher.start()
         learner.upkeep.start()
         loop.publish()
-        learner.trainer.warm_up()  # while the first episodes are played
+        learner.trainer.warm_up()  # This overlaps with the first episodes.
         loop.train()
     except StopRequested:
         logger.info("stopping version=%d", loop.version)
@@ -106,12 +109,12 @@ def _train(cfg: RunConfig, learner: Learner, stop: threading.Event, beacon: Beac
 
 
 class Loop:
-    """The steps of training.
+    """The training loop.
 
-    Consumes: batches from the buffer.
-    Waits for: enough fresh groups; the version before to be at its engines; in sync mode, the new
-    one, too. Otherwise a version travels while the next step computes its gradient.
-    Unblocked by: a batch; the publisher; a stop, which ends either wait at once.
+    The loop consumes batches from the buffer. A step waits for enough fresh groups, and until the
+    engines have the previous version. In sync mode it also waits until they have the new version.
+    In async mode a version is broadcast while the next step computes its gradient. A stop request
+    ends every wait at once.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class Loop:
         *,
         note: Callable[..., None] = lambda *_, **__: None,
     ) -> None:
-        """Begin where the learner stands; `note` is told of progress, as `Beacon.note` is."""
+        """Start at the version of `learner`; `note` records progress, as `Beacon.note` does."""
         self._note = note
         self._cfg = cfg
         self._learner = learner
@@ -134,8 +137,9 @@ class Loop:
             learner.publisher, learner.buffer.recent, learner.trainer.score, cfg
         )
         self._is_after_skip = learner.is_after_skip
-        self._signals: dict[str, float] = {}  # of the last step, for curriculum and gate
-        self._held_back: list[PublishedWeights] = []  # oldest first
+        # Metrics of the last step, for the curriculum and the dispatch gate.
+        self._signals: dict[str, float] = {}
+        self._held_back: list[PublishedWeights] = []  # Unpublished weights, oldest first.
         self._last_published = -1
         self._reported_version = -1
         is_async = cfg.train.mode is TrainMode.ASYNC
@@ -146,7 +150,7 @@ class Loop:
         self.version = learner.version
 
     def train(self) -> None:
-        """Run to the last step, then until the scheduler has its last evaluation."""
+        """Train to the last step, then wait for the scheduler's last evaluation."""
         while self.version < self._cfg.train.num_steps:
             batch = self._wait_for_batch()
             samples = samples_of(batch.groups, self._cfg.algorithm, self._learner.trainer.baseline)
@@ -166,7 +170,7 @@ class Loop:
         self.saving.save_last(self.version)
         self._finish()
 
-    # --- 1. a batch -------------------------------------------------------------------------
+    # --- 1. Waiting for a batch --------------------------------------------------------------
 
     def _wait_for_batch(self) -> Batch:
         started = time.monotonic()
@@ -176,7 +180,7 @@ class Loop:
             try:
                 groups, stale = self._learner.buffer.next_batch(
                     self.version,
-                    # After a skipped batch only the freshest that there is.
+                    # After a skipped batch the step accepts only the freshest groups.
                     max_lag_steps=cfg.hold_back_steps if self._is_after_skip else cfg.max_lag_steps,
                     in_order=self._cfg.train.mode is TrainMode.SYNC,
                     timeout_s=cfg.batch_timeout_s,
@@ -184,7 +188,7 @@ class Loop:
                     check=self._check,
                 )
                 break
-            except TimeoutError as error:  # it is not this process that hangs
+            except TimeoutError as error:  # The actors are late; this process does not hang.
                 if self._cfg.run.on_stall is OnStall.STOP and not self._learner.intake.has_no_room:
                     raise
                 waited_s = time.monotonic() - started
@@ -193,7 +197,7 @@ class Loop:
         return Batch(groups=groups, stale=stale, waited_s=time.monotonic() - started)
 
     def _check(self) -> None:
-        """End a wait. Raises: StopRequested; LongstrideError: a rank is gone."""
+        """End a wait by an exception. Raises: StopRequested; LongstrideError: a rank ended."""
         if self._stop.is_set():
             raise StopRequested
         self._learner.rank_workers.check()
@@ -205,20 +209,22 @@ class Loop:
             self._watch.look(self.version)
 
     def _give_back(self, batch: Batch) -> None:
-        """Account for a batch that was too far off to learn from; the next one must be fresh.
+        """Report the episodes of a skipped batch as stale; the next batch must be fresh.
 
-        It is written down before anybody is told: a restart skips it again.
+        The step log records the skip before the scheduler receives it, so a restart skips the batch
+        again.
         """
         dropped = batch.outcomes(Outcome.STALE, "controller")
         self._write_down(batch, dropped, is_skipped=True)
         self._learner.buffer.report(dropped)
-        if self._reported_version == self.version:  # else it is told when it is at the engines
+        # Otherwise the version is reported once the engines have it.
+        if self._reported_version == self.version:
             self._report_version(self.version, self._signals)
 
-    # --- 3. what it consumed ----------------------------------------------------------------
+    # --- 2. Logging the batch -------------------------------------------------------------------
 
     def _log_consumed(self, batch: Batch) -> None:
-        """Write down what the step consumed, before anybody sees its weights."""
+        """Log the batch before its weights are published."""
         self._write_down(batch, batch.outcomes(Outcome.TRAINED), is_skipped=False)
         if not self._canary.token_ids or self.version % CANARY_EVERY_STEPS == 0:
             self._canary = prompts_of(group.members[0] for group in batch.groups)
@@ -226,7 +232,7 @@ class Loop:
     def _write_down(
         self, batch: Batch, outcomes: list[EpisodeOutcome], *, is_skipped: bool
     ) -> None:
-        """Log a batch; from now on it is consumed, whatever happens to this process."""
+        """Log a batch. From here on it is consumed, even if this process ends."""
         learner = self._learner
         step = LoggedStep(
             version=self.version + (not is_skipped),
@@ -241,7 +247,12 @@ class Loop:
         learner.buffer.mark_trained(batch.groups, step=step.consumed_by)
 
     def _check_disk(self) -> None:
-        """End a wait for room: what was computed last is repeated by the next start."""
+        """Report a full disk; raise after a stop request.
+
+        The next start repeats the step that was not logged.
+
+        Raises: DiskFull: stopped while the disk is full.
+        """
         self._set_status(waiting_for="disk: room for the step log or the metrics")
         if self._stop.is_set():
             raise DiskFull(f"stopped while the disk is full, after step {self.version}")
@@ -273,14 +284,15 @@ class Loop:
         )
         self._watch.check()
 
-    # --- 4. its weights ---------------------------------------------------------------------
+    # --- 3. Publishing the weights --------------------------------------------------------------
 
     def publish(self, trained: Sequence[EpisodeOutcome] = ()) -> None:
-        """Send the weights that are due to every engine, and report the step when they are there.
+        """Send the due weights to every engine, and report the step once the engines have them.
 
-        Those are the current ones, unless `learner.hold_back_steps` keeps them back. A resumed run
-        has no older ones: it sends what it has, and goes on when the next one is due. In async mode
-        this returns while they travel: the next step's first update waits for the last bucket.
+        The current weights are due unless `learner.hold_back_steps` delays them. A resumed run has
+        no older weights: it sends the current ones, and sends again when the next version is due.
+        In async mode this method returns during the broadcast: the next step's first update waits
+        for the last bucket.
         """
         current = self._current_weights()
         report = partial(self._report_step, self.version, self._signals, trained)
@@ -307,7 +319,7 @@ class Loop:
         self._set_status(waiting_for="")
 
     def _current_weights(self) -> PublishedWeights:
-        """Return the current weights, with our scores of the canaries."""
+        """Return the current weights with the learner's scores of the canary sequences."""
         canary, trainer = self._canary, self._learner.trainer
         return PublishedWeights(
             version=self.version,
@@ -317,10 +329,10 @@ class Loop:
             canary_masks=canary.masks,
         )
 
-    # --- 5. the scheduler -------------------------------------------------------------------
+    # --- 4. Reports to the scheduler ------------------------------------------------------------
 
     def _note_signals(self, batch: Batch, result: StepResult) -> None:
-        """Remember what curriculum and gate are told with the step's report."""
+        """Store the metrics that the scheduler receives with the report of this step."""
         metrics = result.metrics
         self._signals = {key: metrics[name] for name, key in SIGNALS.items() if name in metrics}
         self._signals["busy_s"] = time.monotonic() - batch.taken_at
@@ -329,15 +341,15 @@ class Loop:
     def _report_step(
         self, version: int, signals: dict[str, float], trained: Sequence[EpisodeOutcome]
     ) -> None:
-        """Report a step whose weights are published: new groups must not meet the old ones.
+        """Report a step once its weights are published, so that new groups use these weights.
 
-        For the publisher's thread, or ours.
+        The publisher's thread or the main thread calls this method.
         """
         self._learner.buffer.report(trained)
         self._report_version(version, signals)
 
     def _report_version(self, version: int, signals: dict[str, float]) -> None:
-        """Tell the scheduler which version engines have and how far ahead of it groups may be."""
+        """Report the version of the engines, and how many steps ahead groups may be."""
         self._reported_version = version
         self._learner.buffer.step_done(
             version,
@@ -354,10 +366,10 @@ class Loop:
             waits_for = str(changes["waiting_for"])
             self._note("" if waits_for else f"step {self.version + 1}", waits_for=waits_for)
 
-    # --- 6. the end ----------------------------------------------------------------------------
+    # --- 5. The last evaluation -----------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Keep serving trajectories until the scheduler's last evaluation is in."""
+        """Keep serving trajectories until the scheduler's last evaluation is complete."""
         self._set_status(waiting_for="actors: evaluation")
         if not self._learner.buffer.wait_finished(timeout_s=FINISH_S, check=self._check):
             raise LongstrideError(f"evaluation not finished within {FINISH_S:g}s")

@@ -1,4 +1,4 @@
-"""Checks of the learner's networks before anything starts; a learner makes the same ones."""
+"""Checks of the learner's networks before a run starts. The learner repeats them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,15 +10,15 @@ from common.errors import ConfigError
 
 
 def check_networks(cfg: RunConfig, root: Path, *, is_offline: bool = False) -> None:
-    """Return if the networks can compute as the configuration explicitly asks.
+    """Check that the networks support the settings that the configuration sets explicitly.
 
-    The networks are made without weights, and only where something is asked for: torch takes
-    seconds to load.
+    The networks are built without weights, and only if there is such a setting: importing torch
+    takes seconds.
 
     Args:
-        is_offline: neither a critic nor a reference is loaded from elsewhere.
+        is_offline: the run loads no separate critic or reference.
 
-    Raises: ConfigError: a setting that a model cannot have; names the key and the remedy.
+    Raises: ConfigError: a model does not support a setting; names the key and the remedy.
     """
     if not _asks_for_something(cfg.learner):
         return
@@ -42,7 +42,7 @@ def _asks_for_something(learner: LearnerSection) -> bool:
 
 
 def _paths(cfg: RunConfig, *, is_offline: bool) -> Iterator[str]:
-    """Yield the folders of the networks that differ; the policy's is the first."""
+    """Yield the folders of the distinct networks, the policy's first."""
     yield cfg.model.path
     if is_offline:
         return
@@ -54,7 +54,7 @@ def _paths(cfg: RunConfig, *, is_offline: bool) -> Iterator[str]:
 
 
 def check_sft(cfg: RunConfig, root: Path) -> None:
-    """Return if `sft` can train as asked. Raises: ConfigError: as `check_networks`."""
+    """Check that `sft` can train. Raises: ConfigError: as `check_networks`."""
     if not cfg.sft.from_scratch:
         check_networks(cfg, root, is_offline=True)
     elif cfg.learner.lora.rank:
@@ -65,5 +65,5 @@ def check_sft(cfg: RunConfig, root: Path) -> None:
 
 
 def check_offline(cfg: RunConfig, root: Path) -> None:
-    """Return if `dpo` or `evolve` can train as asked. Raises: ConfigError: as `check_networks`."""
+    """Check that `dpo` or `evolve` can train. Raises: ConfigError: as `check_networks`."""
     check_networks(cfg, root, is_offline=True)

@@ -1,5 +1,5 @@
 """Reward -> advantage. Pure functions on tensors and arrays."""
-# torch's type stubs know nothing of numpy's element types:
+# torch's type stubs lack numpy's element types:
 # pyright: reportUnknownMemberType=false
 
 import numpy as np
@@ -8,17 +8,17 @@ from torch import Tensor
 
 from common.config.learning import Baseline
 
-STD_EPSILON = 1e-6  # keeps the division finite; far below any real spread of rewards
+STD_EPSILON = 1e-6  # Keeps the division finite; far below any real deviation of rewards.
 
 
 def shaped_reward(reward: float, num_invalid: int, num_turns: int, penalty: float) -> float:
-    """Return the reward less a penalty for actions that the environment could not execute.
+    """Return the reward minus a penalty for actions that the environment could not execute.
 
     Args:
-        reward: of the episode, [0, 1].
+        reward: reward of the episode, [0, 1].
         num_invalid: turns whose action was invalid.
         num_turns: turns of the episode; 0 if it ended before the first action.
-        penalty: what an episode of nothing but invalid actions loses.
+        penalty: penalty of an episode with only invalid actions.
 
     Returns:
         reward - penalty * num_invalid / num_turns.
@@ -32,7 +32,7 @@ def shaped_reward(reward: float, num_invalid: int, num_turns: int, penalty: floa
 
 
 def has_signal(rewards: Tensor) -> bool:
-    """Return True if the members of one group differ, so that the group can teach something.
+    """Return True if the members of one group differ, so that the group has a training signal.
 
     Args:
         rewards: [member].
@@ -41,20 +41,20 @@ def has_signal(rewards: Tensor) -> bool:
 
 
 def group_advantages(rewards: Tensor, *, baseline: Baseline, normalize_std: bool) -> Tensor:
-    """Return each member's reward minus what the group leads one to expect.
+    """Return each member's reward minus the baseline of its group.
 
     Args:
-        rewards: [member] of the survivors of one group.
-        baseline: LEAVE_ONE_OUT compares with the mean of the *other* members, which makes the
-            baseline independent of the member's own actions (RLOO). GROUP_MEAN compares with the
-            mean of all (GRPO); it is the former times (size - 1) / size.
-        normalize_std: divide by the group's population standard deviation, as GRPO does.
-            It makes groups that are nearly solved or nearly hopeless count for more, which
-            Dr. GRPO calls a bias; without it and with GROUP_MEAN this is Dr. GRPO.
+        rewards: [member], of the remaining members of one group.
+        baseline: LEAVE_ONE_OUT is the mean of the *other* members, which makes the baseline
+            independent of the member's own actions (RLOO). GROUP_MEAN is the mean of all members
+            (GRPO); its advantages are those of LEAVE_ONE_OUT times (size - 1) / size.
+        normalize_std: divide by the group's population standard deviation, as GRPO does. This gives
+            more weight to groups that are almost solved or almost hopeless, which Dr. GRPO calls a
+            bias. False with GROUP_MEAN is Dr. GRPO.
 
     Returns:
-        [member] float32, sum zero. Exactly 0.0 everywhere if all rewards are equal, and for one
-        member alone, which has nobody to be compared with.
+        [member] float32, sum zero. Exactly 0.0 everywhere if all rewards are equal, and for a
+        single member, which has no peers.
 
     Raises:
         ValueError: rewards is not one axis of finite numbers.
@@ -67,11 +67,11 @@ def group_advantages(rewards: Tensor, *, baseline: Baseline, normalize_std: bool
     if not torch.isfinite(rewards).all():
         raise ValueError(f"rewards must be finite, got {rewards.tolist()}")
     if not has_signal(rewards):
-        return torch.zeros_like(rewards)  # r - mean(r) would leave rounding noise
+        return torch.zeros_like(rewards)  # The subtraction r - mean(r) would leave rounding noise.
     centred = rewards - rewards.mean()  # [member]
     if baseline is Baseline.LEAVE_ONE_OUT:
         size = rewards.shape[0]
-        advantages = centred * size / (size - 1)  # == r - (sum - r) / (size - 1)
+        advantages = centred * size / (size - 1)  # Equal to r - (sum - r) / (size - 1).
     else:
         advantages = centred
     if normalize_std:
@@ -82,24 +82,24 @@ def group_advantages(rewards: Tensor, *, baseline: Baseline, normalize_std: bool
 def less_turn_baseline(
     credit: list[np.ndarray], baseline: Baseline, *, holds_last: bool
 ) -> list[np.ndarray]:
-    """Return each member's credit less the mean credit of the group's turns of the same number.
+    """Return each member's credit minus the mean credit of the group's turns of the same number.
 
     Turn k of a member is compared with turn k of each other member (LEAVE_ONE_OUT) or of all
-    members (GROUP_MEAN). So members with the same credit turn by turn get zeros. Where members
-    have different numbers of turns, a baseline of only the members that are still playing would
-    leave the last turns of the longest one without any. Returns of a member that ended are held at
-    its last one: members that are all worth 1 in every turn get zeros, whatever their lengths.
+    members (GROUP_MEAN). Members with the same credit in every turn therefore get zeros. Members
+    may have different numbers of turns. A baseline of only the active members would leave no
+    baseline for the last turns of the longest member. The return of an ended member therefore stays
+    at its last value: members with return 1 in every turn get zeros, whatever their lengths.
 
     Args:
-        credit: of each member [num_turns] float32.
-        holds_last: a member that ended counts with the credit of its last turn; False: with 0, as
-            penalties, since it takes no invalid action any more.
+        credit: for each member [num_turns] float32.
+        holds_last: True: an ended member counts with the credit of its last turn. False: it counts
+            with 0, for penalties, because it takes no more invalid actions.
 
     Returns:
-        Of each member [num_turns] float32. Zeros for a member without another that has a turn.
+        For each member [num_turns] float32. Zeros if no other member has a turn.
 
     Source: groups by turn number, MT-GRPO, arXiv:2505.11821, where all members have equally many
-    turns. What stands for a member that ended is our choice.
+    turns. The value for an ended member is our choice.
     """
     played = [each for each in credit if each.size]
     if len(played) < 2:
@@ -109,7 +109,7 @@ def less_turn_baseline(
     compared = np.broadcast_to(table.mean(axis=0), table.shape)  # [member, turn]
     if baseline is Baseline.LEAVE_ONE_OUT:
         compared = (table.sum(axis=0) - table) / (len(played) - 1)
-    is_flat = table.max(axis=0) == table.min(axis=0)  # a subtraction would leave rounding noise
+    is_flat = table.max(axis=0) == table.min(axis=0)  # A subtraction would leave rounding noise.
     less = iter(np.where(is_flat, 0.0, table - compared).astype(np.float32))
     return [next(less)[: each.size] if each.size else each for each in credit]
 
@@ -122,11 +122,11 @@ def _padded(credit: np.ndarray, length: int, *, holds_last: bool) -> np.ndarray:
 
 
 def whiten(values: Tensor, weights: Tensor) -> Tensor:
-    """Return values less their weighted mean, over their weighted standard deviation.
+    """Return values minus their weighted mean, divided by their weighted standard deviation.
 
     Args:
         values: [entry].
-        weights: [entry] >= 0, how often each counts: the tokens of an episode, say.
+        weights: [entry] >= 0, count of each entry, for example the tokens of an episode.
 
     Returns:
         [entry] float32; zeros if all entries are equal.
@@ -143,10 +143,11 @@ def whiten(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def scale_per_kind(values: Tensor, weights: Tensor, kinds: list[str]) -> Tensor:
-    """Return values over the weighted root mean square of their own kind.
+    """Return values divided by the weighted root mean square of their own kind.
 
-    In a batch of several environments each then has advantages of the same size, whatever the
-    spread of its rewards. The mean is left alone: group baselines have already centred it.
+    In a batch of several environments, each environment then has advantages of the same scale,
+    whatever the deviation of its rewards. The mean does not change: group baselines have already
+    centred it.
 
     Args:
         values: [entry].

@@ -1,11 +1,11 @@
 """Trajectories -> minibatches -> microbatches of tensors that fit a token budget.
 
-Packed, sequences follow one another in a single row; the attention keeps them apart, and positions
-begin again with each. Padded, those of similar length are filled up on the right to one
-[batch, seq] block. A causal model needs no mask for that: padding comes after every real token, so
-no real token ever sees it, and nothing is predicted from it.
+In the packed layout sequences follow one another in a single row. The attention separates them, and
+positions restart with each sequence. In the padded layout sequences of similar lengths form one
+[batch, seq] block with padding on the right. A causal model needs no mask for this padding: it
+follows every real token, so no real token attends to it, and no scored token is predicted from it.
 """
-# torch's type stubs know nothing of numpy's element types:
+# torch's type stubs lack numpy's element types:
 # pyright: reportUnknownMemberType=false
 
 from collections.abc import Sequence
@@ -18,23 +18,26 @@ from torch import Tensor
 from common.wire.messages import Trajectory
 from learner.batch.packing import Packing, pack, packed_rows
 
-MIN_SHARED_TOKENS = 8  # of a prefix; a shorter one costs more than it saves
-PADDING_ID = 0  # any valid id: its outputs are never read
+# Minimal length of a shared prefix; sharing a shorter one costs more than it saves.
+MIN_SHARED_TOKENS = 8
+PADDING_ID = 0  # Any valid token id: its outputs are never read.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A trajectory that trains, or a segment of it (`learner.batch.rows`), and its advantage."""
+    """A trajectory to train on, or a segment of it (`learner.batch.rows`), with its advantage."""
 
     trajectory: Trajectory
-    advantage: float  # of the episode, on every sampled token
-    turn_advantages: np.ndarray | None = None  # [num_turns] float32, added on a turn's tokens
-    own_advantages: np.ndarray | None = None  # [tokens] float32, instead of the two above
-    value_targets: np.ndarray | None = None  # [tokens] float32, of the critic
-    values: np.ndarray | None = None  # [tokens] float32, the critic's before the step
-    state_marks: np.ndarray | None = None  # [tokens] float32, 1 where the critic is to learn
-    row: int = 0  # of the episode; its rows lie side by side
-    num_episode_tokens: int = 0  # sampled in all of its rows; 0: in this one, the only one
+    advantage: float  # Advantage of the episode, for every sampled token.
+    # [num_turns] float32, added to the tokens of each turn
+    turn_advantages: np.ndarray | None = None
+    own_advantages: np.ndarray | None = None  # [tokens] float32, replaces the two above
+    value_targets: np.ndarray | None = None  # [tokens] float32, targets of the critic
+    values: np.ndarray | None = None  # [tokens] float32, the critic's values before the step
+    state_marks: np.ndarray | None = None  # [tokens] float32, 1 on tokens that train the critic
+    row: int = 0  # Row number within the episode, whose rows are adjacent.
+    # Sampled tokens in all rows of the episode; 0: this row is the only one.
+    num_episode_tokens: int = 0
 
     def token_advantages(self) -> np.ndarray:
         """Return the advantage [tokens] float32 of every sampled token."""
@@ -51,36 +54,40 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """What a forward pass needs: sequences and which of their tokens are scored.
+    """The input of a forward pass: sequences, and the indices of the tokens to score.
 
-    Packed, the batch is a single row in which they follow one another.
+    In the packed layout the batch is a single row of consecutive sequences.
     """
 
     token_ids: Tensor = field(repr=False)  # [batch, seq] int64, padded on the right
-    source_rows: Tensor = field(repr=False)  # [tokens] int64, into [batch * seq]: predicts target
-    target_ids: Tensor = field(repr=False)  # [tokens] int64, scored tokens, sequence by sequence
-    last_rows: Tensor = field(repr=False)  # [sequence] int64, into [batch * seq]: where each ends
+    # [tokens] int64 into [batch * seq]: the position that predicts each target
+    source_rows: Tensor = field(repr=False)
+    target_ids: Tensor = field(repr=False)  # [tokens] int64, tokens to score, sequence by sequence
+    # [sequence] int64 into [batch * seq]: the last token of each
+    last_rows: Tensor = field(repr=False)
     position_ids: Tensor | None = field(repr=False, default=None)  # [1, seq] int64; None if padded
     packing: Packing | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one forward and backward pass trains on. `tokens` are the sampled tokens only."""
+    """The input of one forward and backward pass. `tokens` are the sampled tokens only."""
 
     tokens: TokenBatch
-    sample_indices: list[int]  # where its samples stand in the step's list, in token order
-    sample_sizes: list[int]  # sampled tokens of each
-    num_tokens: int  # real ones, sampled or not, without padding
+    sample_indices: list[int]  # Indices of its samples in the step's list, in token order.
+    sample_sizes: list[int]  # Number of sampled tokens in each sample.
+    num_tokens: int  # Number of real tokens, sampled or not, without padding.
     sampler_logprobs: Tensor = field(repr=False)  # [tokens] float32 nats
     advantages: Tensor = field(repr=False)  # [tokens] float32
-    versions: Tensor = field(repr=False)  # [tokens] int64, of the policy that sampled
+    # [tokens] int64, version of the policy that sampled each token
+    versions: Tensor = field(repr=False)
     sequence_ids: Tensor = field(repr=False)  # [tokens] int64, 0-based sequence of each token
-    turn_ids: Tensor = field(repr=False)  # [tokens] int64, 0-based, counted on over sequences
+    turn_ids: Tensor = field(repr=False)  # [tokens] int64, 0-based, numbered on across sequences
     value_targets: Tensor | None = field(repr=False, default=None)  # [tokens] float32
     values: Tensor | None = field(repr=False, default=None)  # [tokens] float32, before the step
     state_marks: Tensor | None = field(repr=False, default=None)  # [tokens] float32, 0 or 1
-    episode_tokens: Tensor | None = field(repr=False, default=None)  # [sequence] float32, sampled
+    # [sequence] float32, sampled tokens of the episode
+    episode_tokens: Tensor | None = field(repr=False, default=None)
 
     @property
     def num_sequences(self) -> int:
@@ -95,17 +102,18 @@ def collate_tokens(
     is_packed: bool = False,
     shared: Sequence[tuple[int, int]] = (),
 ) -> TokenBatch:
-    """Lay sequences into one block and index the tokens to score.
+    """Arrange sequences in one block and index the tokens to score.
 
     Args:
         sequences: each [seq] integer token ids; lengths may differ.
         masks: each [seq] bool, True on tokens to score given all tokens before them.
-        shared: packed: of each run of neighbours, (how many, length of the prefix that they share,
-            which is shorter than each and has no token to score); nothing: none shares any.
+        shared: only for packing, (count, shared prefix length) for each run of adjacent sequences.
+            The prefix is shorter than each sequence and has no token to score. Empty: no shared
+            prefixes.
 
     Raises:
-        ValueError: no sequence, an empty one, shapes that differ, or a first token to score,
-            which nothing predicts.
+        ValueError: there is no sequence, one is empty, shapes differ, or a mask scores a first
+            token, which has no predecessor.
     """
     if not sequences or len(sequences) != len(masks):
         raise ValueError(f"need as many sequences as masks: {len(sequences)}, {len(masks)}")
@@ -148,10 +156,10 @@ def _padded_rows(
 def make_minibatches(
     samples: Sequence[Sample], num_minibatches: int, *, generator: torch.Generator
 ) -> list[list[int]]:
-    """Deal the samples into minibatches of whole groups, in an order drawn from `generator`.
+    """Distribute the samples over minibatches of whole groups, in random order from `generator`.
 
-    With fewer groups than minibatches, trajectories are dealt instead, with all their rows; with
-    fewer trajectories than minibatches, there are only as many minibatches as trajectories.
+    With fewer groups than minibatches, whole trajectories with all their rows are distributed
+    instead. With fewer trajectories than minibatches, there is one minibatch for each trajectory.
 
     Returns:
         Indices into `samples`; every index is in exactly one minibatch, none is empty.
@@ -179,11 +187,12 @@ def make_minibatches(
 def plan_microbatches(
     lengths: Sequence[int], *, max_tokens: int, is_packed: bool = False
 ) -> list[list[int]]:
-    """Return which sequences share a block of at most `max_tokens` entries, padding included.
+    """Return the sequences of each block of at most `max_tokens` entries, padding included.
 
-    Longest first: padded, neighbours have similar lengths and little is padded; packed, each goes
-    to the first block with room for it, and the short ones fill the gaps. A sequence longer than
-    the budget gets a block of its own: it must be trained on all the same.
+    The longest sequences come first. In the padded layout neighbours then have similar lengths and
+    need little padding. In the packed layout each sequence goes to the first block with room for
+    it, and short ones fill the gaps. A sequence longer than the budget has its own block: it must
+    be trained, too.
 
     Args:
         lengths: tokens of each sequence.
@@ -194,7 +203,7 @@ def plan_microbatches(
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     blocks: list[list[int]] = []
     if is_packed:
-        sizes: list[int] = []  # of each block
+        sizes: list[int] = []  # Tokens in each block.
         for index in longest_first:
             length = lengths[index]
             fitting = (i for i, size in enumerate(sizes) if size + length <= max_tokens)
@@ -206,7 +215,8 @@ def plan_microbatches(
             sizes[block] += length
         return blocks
     for index in longest_first:
-        width = lengths[blocks[-1][0]] if blocks else 0  # the first of a block is its longest
+        # The first sequence of a block is its longest.
+        width = lengths[blocks[-1][0]] if blocks else 0
         if blocks and width * (len(blocks[-1]) + 1) <= max_tokens:
             blocks[-1].append(index)
         else:
@@ -216,10 +226,10 @@ def plan_microbatches(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Samples of one microbatch, in order."""
+    """The samples of one microbatch, in order."""
 
     indices: list[int]
-    shared: tuple[tuple[int, int], ...] = ()  # see `collate_tokens`
+    shared: tuple[tuple[int, int], ...] = ()  # As in `collate_tokens`.
 
 
 def plan_blocks(
@@ -232,7 +242,7 @@ def plan_blocks(
 ) -> list[Block]:
     """Return the samples at `indices` in blocks of at most `max_tokens`, padding included.
 
-    Members of a group that share a prefix lie side by side, as many as fit into a block.
+    Members of a group that share a prefix are adjacent, as many as fit into a block.
     """
     lengths = {index: len(samples[index].trajectory.token_ids) for index in indices}
     if not (is_packed and shares_prefix):
@@ -243,7 +253,8 @@ def plan_blocks(
     groups: dict[str, list[int]] = {}
     for index in indices:
         groups.setdefault(samples[index].trajectory.group_id, []).append(index)
-    families: list[tuple[list[int], int, int]] = []  # members, prefix, tokens in all
+    # Members, prefix length, and total number of tokens.
+    families: list[tuple[list[int], int, int]] = []
     for members in groups.values():
         prefix = shared_prefix([samples[index].trajectory for index in members])
         first, total = 0, prefix
@@ -267,7 +278,7 @@ def plan_blocks(
 
 
 def shared_prefix(trajectories: Sequence[Trajectory]) -> int:
-    """Return how many tokens all begin with alike, before any is sampled; 0 of one, or of few."""
+    """Return the length of the common unsampled prefix; 0 for one trajectory or a short prefix."""
     ends = [min(int(np.argmax(t.loss_mask)), len(t.token_ids) - 1) for t in trajectories]
     end, first = min(ends), trajectories[0].token_ids
     for other in trajectories[1:]:
@@ -302,7 +313,8 @@ def _collate(
     versions = sampled(trajectories, [t.versions for t in trajectories]).astype(np.int64)
     counts = [sample.num_sampled_tokens for sample in chosen]
     wholes = [each.num_episode_tokens or own for each, own in zip(chosen, counts, strict=True)]
-    firsts = np.cumsum([0, *(t.num_turns for t in trajectories)])  # of each sequence
+    # First turn number of each sequence.
+    firsts = np.cumsum([0, *(t.num_turns for t in trajectories)])
     turns = [
         t.turn_ids[mask] + first
         for t, mask, first in zip(trajectories, masks, firsts[:-1], strict=True)
@@ -331,7 +343,7 @@ def _collate(
 
 
 def _joined(parts: list[np.ndarray | None], device: torch.device | str) -> Tensor | None:
-    """Return [tokens] of all samples, None if there is no critic."""
+    """Return the [tokens] array of all samples, None without a critic."""
     present = [part for part in parts if part is not None]
     if len(present) < len(parts):
         return None
@@ -339,5 +351,5 @@ def _joined(parts: list[np.ndarray | None], device: torch.device | str) -> Tenso
 
 
 def sampled(trajectories: Sequence[Trajectory], arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the entries of per-token arrays that belong to sampled tokens, concatenated."""
+    """Return the entries of per-token arrays at the sampled tokens, concatenated."""
     return np.concatenate([a[t.loss_mask] for t, a in zip(trajectories, arrays, strict=True)])

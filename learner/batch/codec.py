@@ -1,4 +1,4 @@
-"""The samples of a step as one byte string, for the other ranks of the learner. No pickle."""
+"""The samples of a step as one byte string, for the learner's other ranks. No pickle."""
 
 import io
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from common.wire.codec import pack_record, unpack_record
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
 
-ABSENT = -1  # as a length
+ABSENT = -1  # Length that encodes a missing array.
 
 
 def pack_samples(samples: Sequence[Sample]) -> bytes:
-    """Return samples as bytes: records of trajectories, advantages, and how to cut them apart.
+    """Return samples as bytes: trajectory records, advantages, and the sizes to split them.
 
-    What a critic adds to a sample during a step is not in there: every rank finds it by itself.
+    The critic's columns are not included: each rank computes them itself.
     """
     records = [np.frombuffer(pack_record(sample.trajectory), dtype=np.uint8) for sample in samples]
     file = io.BytesIO()

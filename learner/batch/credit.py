@@ -1,9 +1,10 @@
 """Groups -> samples: each trajectory with its advantages.
 
-Without a critic the advantage of a turn is its credit (the outcome, or what follows the turn) less
-what the group or the batch leads one to expect. With one, `critic_advantage.py` fills them in.
+Without a critic the advantage of a turn is its credit minus a baseline of the group or the batch.
+The credit is the outcome of the episode or the return after the turn. With a critic,
+`critic_advantage.py` computes the advantages.
 """
-# torch's type stubs know nothing of numpy's element types:
+# torch's type stubs lack numpy's element types:
 # pyright: reportUnknownMemberType=false
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from learner.ingest.group_assembly import Group
 
 
 def outcome_credit(trajectory: Trajectory, algorithm: AlgorithmSection) -> float:
-    """Return what the whole episode is worth: discounted pay less the episode's penalty."""
+    """Return the credit of a whole episode: discounted reward minus the episode's penalty."""
     is_on_episode = algorithm.invalid_action_level is CreditLevel.EPISODE
     return shaped_reward(
         total_pay(trajectory) * algorithm.turn_discount ** max(trajectory.num_turns - 1, 0),
@@ -43,21 +44,21 @@ def outcome_credit(trajectory: Trajectory, algorithm: AlgorithmSection) -> float
 
 
 def total_pay(trajectory: Trajectory) -> float:
-    """Return what all turns were paid together: the last score less the score before the first."""
+    """Return the sum of all turn rewards: the last score minus the score before the first turn."""
     return trajectory.reward - trajectory.start_score
 
 
 def turn_rewards(
     trajectory: Trajectory, algorithm: AlgorithmSection, *, with_end: bool = True
 ) -> np.ndarray:
-    """Return what each turn was paid, [num_turns] float32.
+    """Return the reward of each turn, [num_turns] float32.
 
-    `turn_scores` are levels (a score so far), so a turn's pay is the rise it brought. The first
-    turn's is the rise over `start_score`. At episode level all is paid in the last turn. Penalties
-    land where `invalid_action_level` says.
+    `turn_scores` are cumulative scores, so a turn's reward is the increase of the score. The first
+    turn's reward is the increase over `start_score`. At episode level the last turn receives the
+    whole reward. `invalid_action_level` determines the turns that receive penalties.
 
     Args:
-        with_end: False leaves out the `end_reward`, as of an episode that was cut short.
+        with_end: False omits the `end_reward`, as for an episode that was cut short.
     """
     num_turns = trajectory.num_turns
     rewards = np.zeros(num_turns, dtype=np.float32)
@@ -73,7 +74,7 @@ def turn_rewards(
 
 
 def end_reward(trajectory: Trajectory, algorithm: AlgorithmSection) -> float:
-    """Return the pay of the episode's end: the part of the reward that is of episode level."""
+    """Return the reward of the episode's end: the part of the reward at episode level."""
     paid = total_pay(trajectory) if algorithm.reward_level is CreditLevel.EPISODE else 0.0
     if algorithm.invalid_action_level is CreditLevel.EPISODE:
         share = trajectory.num_invalid_actions / max(trajectory.num_turns, 1)
@@ -82,9 +83,9 @@ def end_reward(trajectory: Trajectory, algorithm: AlgorithmSection) -> float:
 
 
 def group_has_signal(members: list[Trajectory], algorithm: AlgorithmSection) -> bool:
-    """Return False if all members are worth the same, so that every advantage is zero.
+    """Return False if all members have equal credit, so that every advantage is zero.
 
-    Algorithms whose baseline is not the group's own always find something to learn.
+    Algorithms whose baseline is not computed within the group always return True.
     """
     if not algorithm.advantage.is_group_relative:
         return True
@@ -108,8 +109,8 @@ def samples_of(
     With `advantage=ppo` the advantages are zero here: they need the critic.
 
     Args:
-        baseline: of `advantage=running`: what batches before this one were worth. It learns from
-            this one, so every batch is to be given to it once, in order. None: this is the first.
+        baseline: for `advantage=running`: expected rewards from earlier batches. This batch updates
+            it, so each batch must be passed once, in order. None: this is the first batch.
     """
     samples: list[Sample] = []
     if algorithm.advantage is Advantage.RUNNING:
@@ -130,7 +131,7 @@ def samples_of(
 def _of_group(
     members: list[Trajectory], algorithm: AlgorithmSection
 ) -> tuple[list[float], list[np.ndarray | None]]:
-    """Return each member's advantage, and those of its turns [num_turns] beside it."""
+    """Return each member's advantage, and the separate advantages of its turns [num_turns]."""
     by_state = _state_part(members, algorithm)
     if by_state is not None and algorithm.state_credit is StateCredit.GAGPO:
         return [0.0] * len(members), [*by_state]
@@ -142,7 +143,7 @@ def _of_group(
 
 
 def _state_part(members: list[Trajectory], algorithm: AlgorithmSection) -> list[np.ndarray] | None:
-    """Return what the states give each member's turns [num_turns]; None if they are not asked."""
+    """Return the state credit of each member's turns [num_turns]; None if it is not configured."""
     if algorithm.state_credit is StateCredit.NONE or not algorithm.advantage.is_group_relative:
         return None
     return state_advantages(
@@ -157,10 +158,10 @@ def _state_part(members: list[Trajectory], algorithm: AlgorithmSection) -> list[
 def _against_running(
     members: list[Trajectory], algorithm: AlgorithmSection, baseline: RunningBaseline
 ) -> list[Sample]:
-    """Return samples whose credit is compared with what their items were worth before.
+    """Return samples whose credit is compared with the running mean of their items.
 
-    At turn level what follows a turn is compared with what the episode was expected to be worth.
-    Penalties on turns of an episode's credit are centred over all turns of the batch.
+    At turn level the return after a turn is compared with the expected reward of the episode. At
+    episode level the penalties of turns are centred over all turns of the batch.
     """
     is_per_turn = algorithm.reward_level is CreditLevel.TURN
     returns = [_returns(each, algorithm) for each in members] if is_per_turn else []
@@ -210,11 +211,11 @@ def _group_part(members: list[Trajectory], algorithm: AlgorithmSection) -> Tenso
 def _turn_offsets(
     members: list[Trajectory], algorithm: AlgorithmSection
 ) -> list[np.ndarray] | None:
-    """Return each member's turn advantages [num_turns]; None if nothing is credited to turns.
+    """Return each member's turn advantages [num_turns]; None if turns receive no credit.
 
-    They are centred: otherwise a group in which every turn is invalid would be pushed away from
-    everything it did, and one without would get nothing for it. REINFORCE++ without baseline
-    leaves centring to the batch.
+    The advantages are centred. Otherwise a group with only invalid turns would be pushed away from
+    all its actions, and a group without invalid turns would gain nothing. REINFORCE++ without
+    baseline leaves the centring to the batch.
     """
     if algorithm.advantage is Advantage.PPO:
         return None
@@ -236,7 +237,7 @@ def _turn_offsets(
 
 
 def _baseline(algorithm: AlgorithmSection) -> Baseline:
-    """Return what a member is compared with; `baseline` is GRPO's to choose."""
+    """Return the baseline of a member; only GRPO uses the setting `baseline`."""
     fixed = {
         Advantage.RLOO: Baseline.LEAVE_ONE_OUT,
         Advantage.REINFORCE_PP_BASELINE: Baseline.GROUP_MEAN,
@@ -255,7 +256,7 @@ def whitened(samples: list[Sample]) -> list[Sample]:
 
 
 def per_env(samples: list[Sample]) -> list[Sample]:
-    """Return the samples with advantages of the same size in every environment."""
+    """Return the samples with advantages of the same scale in every environment."""
     kinds = [sample.trajectory.env for sample in samples for _ in range(sample.num_sampled_tokens)]
     return _with_token_advantages(
         samples, lambda flat: scale_per_kind(flat, torch.ones_like(flat), kinds)

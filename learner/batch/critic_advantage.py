@@ -1,9 +1,9 @@
-"""The critic's values of a batch -> advantages and value targets of its samples.
+"""Converts a critic's values of a batch to advantages and value targets of its samples.
 
-Observation tokens have no value of their own: from one turn to the next, or from one sampled token
-to the next, they are passed through.
+Observation tokens have no value of their own. Credit passes through them from one turn or sampled
+token to the next.
 """
-# torch's type stubs know nothing of numpy's element types:
+# torch's type stubs lack numpy's element types:
 # pyright: reportUnknownMemberType=false
 
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from learner.batch.credit import end_reward, per_env, turn_rewards, whitened
 from learner.batch.returns import gae, vtrace
 from learner.batch.rows import episodes_of, rows_of
 
-# The task would have gone on.
+# End reasons after which the task itself would have continued.
 CUT_SHORT = (EndReason.HORIZON, EndReason.TRUNCATED, EndReason.CONTEXT_FULL)
 
 
@@ -33,7 +33,7 @@ class Scored:
 def advantages_from_critic(
     samples: list[Sample], scored: Scored, algorithm: AlgorithmSection, critic: CriticSection
 ) -> list[Sample]:
-    """Return the samples with advantages and value targets; whitened over the batch if asked.
+    """Return the samples with advantages and value targets, whitened over the batch if configured.
 
     Credit passes from one row of an episode to the next: its rows are one sequence of timesteps.
     """
@@ -72,14 +72,14 @@ def with_advantages(
 
     Args:
         values: [tokens] float32 of the states before each sampled token.
-        bootstrap: value of the state at the very end; used only if the episode was cut short. It is
-            read where the next turn would begin, as those of turns are. Without a last observation
-            it is not used: `value_behind` stands in.
-        log_ratios: [tokens] nats of pi / mu; only V-trace looks at them.
+        bootstrap: value of the state at the very end, used only if the episode was cut short. It is
+            read at the start of the next turn, like the values of turns. Without a last observation
+            `value_behind` replaces it.
+        log_ratios: [tokens] nats of pi / mu; used by V-trace only.
     """
     trajectory = sample.trajectory
     steps = timesteps(trajectory, critic.timestep)  # [tokens] index of each token's timestep
-    first = np.flatnonzero(np.diff(steps, prepend=-1))  # [step] the token a timestep begins with
+    first = np.flatnonzero(np.diff(steps, prepend=-1))  # [step] first token of each timestep
     is_cut = trajectory.end_reason in CUT_SHORT
     paid = step_rewards(trajectory, algorithm, critic.timestep, with_end=not is_cut)
     rewards = torch.from_numpy(paid).double()
@@ -118,11 +118,11 @@ def with_advantages(
 
 
 def value_behind(value: float, paid: float, discount: float) -> float:
-    """Return the value of the state behind a timestep from that of the state before it.
+    """Return the value of the state after a timestep from that of the state before it.
 
     Args:
-        value: of the state before the timestep: paid + discount * value behind.
-        paid: to the timestep itself.
+        value: value before the timestep: paid + discount * value after it.
+        paid: reward of the timestep itself.
     """
     return (value - paid) / discount
 
@@ -130,15 +130,17 @@ def value_behind(value: float, paid: float, discount: float) -> float:
 def continuation(
     trajectory: Trajectory, algorithm: AlgorithmSection, value: float, discount: float
 ) -> float:
-    """Return the value of the state at the very end of an episode that was cut short, bounded.
+    """Return the bounded value of the state at the very end of an episode that was cut short.
 
-    The task would have gone on, so what is paid at its end (`end_reward`) was not paid yet: the
-    value holds it. A value above the largest score is cut to it. A score that begins at 0 is one of
-    progress, which is not taken back: without discount the value is at least the score.
+    The task would have continued, so the reward of its end (`end_reward`) was not paid yet: the
+    value includes it. A value above the largest score is clipped to it. A score that begins at 0
+    measures progress, which is never taken back. Without discount the value is then at least the
+    score.
 
     Args:
-        value: of the state at the very end.
-        discount: per timestep. Below 1 a later payment is worth less by an unknown number of turns.
+        value: value of the state at the very end.
+        discount: discount per timestep. Below 1 a later reward is discounted by an unknown number
+            of turns.
     """
     at_end = end_reward(trajectory, algorithm)
     most = 1.0 - trajectory.reward + at_end
@@ -158,15 +160,16 @@ def timesteps(trajectory: Trajectory, kind: Timestep) -> np.ndarray:
 def step_rewards(
     trajectory: Trajectory, algorithm: AlgorithmSection, kind: Timestep, *, with_end: bool = True
 ) -> np.ndarray:
-    """Return what every timestep was paid, [step] float32, with or without the `end_reward`.
+    """Return the reward of every timestep, [step] float32, with or without the `end_reward`.
 
-    A turn's pay lies on its last sampled token: on an action, whatever follows it. A turn in which
-    nothing was sampled passes its pay on to the last turn before it, else after it, that did.
+    The last sampled token of a turn receives the turn's reward, even if observations follow it. A
+    turn without sampled tokens passes its reward to the last turn before it that has some, else to
+    the first after it.
     """
     per_turn = turn_rewards(trajectory, algorithm, with_end=with_end)
     turns = trajectory.turn_ids[trajectory.loss_mask]  # [tokens]
     present, last_from_end = np.unique(turns[::-1], return_index=True)
-    last = len(turns) - 1 - last_from_end  # [turn present] last sampled token of it
+    last = len(turns) - 1 - last_from_end  # [turn present] its last sampled token
     owner = np.maximum(np.searchsorted(present, np.arange(len(per_turn)), side="right") - 1, 0)
     paid = np.bincount(owner, weights=per_turn, minlength=len(present)).astype(np.float32)
     if kind is Timestep.TURN:

@@ -1,5 +1,5 @@
-"""Sequences that follow one another in a single row: who sees whom, and what of it is read."""
-# torch's type stubs know nothing of numpy's element types:
+"""Packs sequences into a single row: the attention between tokens and the outputs to read."""
+# torch's type stubs lack numpy's element types:
 # pyright: reportUnknownMemberType=false
 
 from collections.abc import Callable, Sequence
@@ -10,28 +10,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CHUNK_TOKENS = 128  # of a sequence: queries of a piece; keys that come later are left out
-MAX_FILL = 1.5  # pairs of a block, filled up, over those of its pieces
-MAX_PAIRS = 1 << 18  # of a block of several pieces, per head: their scores stay in the cache
-# Of rows of many tokens: a CPU makes a kernel for each new size, so few sizes are better.
+CHUNK_TOKENS = 128  # Queries of one piece of a sequence; the piece omits all later keys.
+MAX_FILL = 1.5  # Limit of a block's pairs with filling, relative to the real pairs of its pieces.
+# Limit of pairs per head in a block of several pieces: the scores fit into the cache.
+MAX_PAIRS = 1 << 18
+# Multiples of row and piece sizes, and the row length above which rows are filled. A CPU compiles a
+# kernel for each new size, so few sizes are better.
 ROW_MULTIPLE = 64
 PIECE_MULTIPLE = 16
 FILLED_FROM_TOKENS = 512
-MAX_READ_FRAC = 0.9  # of a row's tokens, beyond which it is computed whole
+MAX_READ_FRAC = 0.9  # A row is computed whole if more than this fraction of its tokens is read.
 
-Piece = tuple[np.ndarray, np.ndarray]  # rows of its queries, and of the keys up to its last query
+# Rows of a piece's queries, and of the keys up to its last query.
+Piece = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows [piece, entry] of a block; of a single piece that lies in one stretch, the stretch."""
+    """Rows [piece, entry] of a block; a single piece with contiguous rows also has their slice."""
 
     index: Tensor = field(repr=False)  # [piece * entry] int64
     shape: tuple[int, int]
     stretch: slice | None = None
 
     def of(self, values: Tensor) -> Tensor:
-        """Return [piece, entry, width] of [seq, width]."""
+        """Return `values` [seq, width] as [piece, entry, width]."""
         if self.stretch is not None:
             return values[self.stretch][None]
         return values.index_select(0, self.index).view(*self.shape, -1)
@@ -39,44 +42,50 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class PairBlock:
-    """Pieces of sequences, of similar lengths, whose attention is one batch of matrix products.
+    """Pieces of similar lengths whose attention is one batch of matrix products.
 
-    A piece's queries are neighbours, its keys all up to the last of them. A shorter piece is filled
-    up with any query, which is not real, and any key, which only such queries would see.
+    The queries of a piece are adjacent. Its keys are all keys up to its last query. A shorter piece
+    is filled with copies of a query, which are not real. It is also filled with copies of a key
+    that only these queries would attend to.
     """
 
     queries: Rows
     keys: Rows
-    first_hidden: int  # the key from which on some query of some piece may not see it
+    first_hidden: int  # First key that is hidden from some query of some piece.
     later: Tensor = field(repr=False)  # [piece or 1, query, key from first_hidden] 0; -inf: hidden
-    real: Tensor | None = field(repr=False, default=None)  # [piece * query] bool; None: all are
-    real_rows: Tensor | None = field(repr=False, default=None)  # [real query] int64, into the row
+    # [piece * query] bool; None: all queries are real
+    real: Tensor | None = field(repr=False, default=None)
+    # [real query] int64, indices into the row
+    real_rows: Tensor | None = field(repr=False, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Who sees whom in a row of packed sequences: each query the keys up to its own.
+    """The attention pattern of a packed row: each query attends to the keys up to its own.
 
-    A prefix that several sequences share is a sequence by itself; they begin after it in queries,
-    and with it in keys.
+    A prefix that several sequences share is a sequence of its own. The queries of these sequences
+    start after the prefix, and their keys include it.
     """
 
-    lengths: tuple[int, ...]  # of each sequence in queries; nothing lies between them
-    key_lengths: tuple[int, ...]  # in keys
-    bounds: Tensor = field(repr=False)  # [sequence + 1] int32, where each begins, and the end
+    lengths: tuple[int, ...]  # Number of queries in each sequence; sequences are contiguous.
+    key_lengths: tuple[int, ...]  # Number of keys in each sequence.
+    bounds: Tensor = field(repr=False)  # [sequence + 1] int32, start of each sequence, and the end
     key_bounds: Tensor = field(repr=False)  # [sequence + 1] int32
-    blocks: Callable[[], Sequence[PairBlock]] = field(repr=False)  # each query is real in one
-    key_rows: Tensor | None = field(repr=False, default=None)  # [key] int64; None: those of queries
-    read_rows: Tensor | None = field(repr=False, default=None)  # [row] int64; None: all are read
+    # Blocks in which each query is real once.
+    blocks: Callable[[], Sequence[PairBlock]] = field(repr=False)
+    # [key] int64; None: the rows of the queries
+    key_rows: Tensor | None = field(repr=False, default=None)
+    # [row] int64; None: all rows are read
+    read_rows: Tensor | None = field(repr=False, default=None)
 
 
 def packed_rows(
     sequences: Sequence[np.ndarray], shared: Sequence[tuple[int, int]]
 ) -> tuple[list[np.ndarray], list[tuple[int, np.ndarray]], tuple[int, int]]:
-    """Return the rows of each sequence's tokens, of each part (queries, keys), and the shape.
+    """Return each sequence's rows, each part as (number of queries, rows of keys), and the shape.
 
     Args:
-        shared: of each run of neighbours, (how many, length of the prefix that they share).
+        shared: (count, shared prefix length) for each run of adjacent sequences.
     """
     rows: list[np.ndarray] = []
     parts: list[tuple[int, np.ndarray]] = []
@@ -93,7 +102,8 @@ def packed_rows(
             total += tail
         index += number
     filling = -total % ROW_MULTIPLE
-    if filling and total > FILLED_FROM_TOKENS:  # a sequence of its own that nobody reads
+    # The filling is a separate sequence whose outputs are never read.
+    if filling and total > FILLED_FROM_TOKENS:
         parts.append((filling, total + np.arange(filling)))
         total += filling
     return rows, parts, (1, total)
@@ -102,11 +112,11 @@ def packed_rows(
 def pack(
     parts: Sequence[tuple[int, np.ndarray]], read: Sequence[np.ndarray], device: torch.device | str
 ) -> Packing:
-    """Return who sees whom.
+    """Return the packing of a row.
 
     Args:
-        parts: of each sequence (queries, rows of its keys).
-        read: rows whose last hidden states are read, of each sequence.
+        parts: (number of queries, rows of its keys) for each sequence.
+        read: rows of each sequence whose last hidden states are read.
     """
     lengths = tuple(length for length, _ in parts)
     key_lengths = tuple(len(keys) for _, keys in parts)
@@ -129,7 +139,7 @@ def pack(
         key_lengths,
         bounds(lengths),
         bounds(key_lengths),
-        cache(partial(_blocks, parts, device)),  # which fused kernels never ask for
+        cache(partial(_blocks, parts, device)),  # Fused kernels never request the blocks.
         key_rows,
         read_rows,
     )
@@ -141,7 +151,7 @@ def _blocks(parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str)
 
 def _pieces(parts: Sequence[tuple[int, np.ndarray]]) -> list[Piece]:
     found: list[Piece] = []
-    first = 0  # where a sequence's queries begin
+    first = 0  # First query of the sequence.
     for length, keys in parts:
         for start in range(0, length, CHUNK_TOKENS):
             end = min(start + CHUNK_TOKENS, length)
@@ -151,9 +161,10 @@ def _pieces(parts: Sequence[tuple[int, np.ndarray]]) -> list[Piece]:
 
 
 def _similar(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Return the pieces in blocks of similar lengths, in which little has to be filled up."""
+    """Return the pieces in blocks of similar lengths, which need little filling."""
     blocks: list[list[Piece]] = []
-    pairs = num_keys = num_queries = 0  # of the last block: of its pieces; most of a piece
+    # Last block: its sum of real pairs, and the most keys and queries of a piece.
+    pairs = num_keys = num_queries = 0
     for piece in sorted(pieces, key=lambda each: (-len(each[1]), -len(each[0]))):
         own = len(piece[0]) * len(piece[1])
         most = max(num_queries, len(piece[0]))
@@ -168,7 +179,8 @@ def _similar(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 def _block(pieces: Sequence[Piece], device: torch.device | str) -> PairBlock:
     queries, keys = ([piece[i] for piece in pieces] for i in (0, 1))
-    earlier = np.array([len(own) - len(asked) for asked, own in pieces])  # keys before its queries
+    # Number of keys before the first query of each piece.
+    earlier = np.array([len(own) - len(asked) for asked, own in pieces])
     most = max(map(len, queries)), max(map(len, keys))
     if len(pieces) > 1:
         most = (_up(most[0]), _up(most[1]))

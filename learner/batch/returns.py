@@ -1,8 +1,8 @@
-"""Rewards and values over the timesteps of one episode -> returns, GAE, V-trace. Pure functions.
+"""Computes returns, GAE and V-trace over the timesteps of one episode. Pure functions.
 
-A timestep is a turn, or a sampled token; observation tokens are no timestep, so credit passes
-through them untouched. `bootstrap` is the value of the state after the last timestep: that of the
-critic where the horizon cut the episode, zero where it truly ended.
+A timestep is a turn or a sampled token. Observation tokens are not timesteps, so credit passes
+through them unchanged. `bootstrap` is the value of the state after the last timestep: the critic's
+value if the horizon cut the episode, zero if the episode ended.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def discounted_returns(rewards: Tensor, *, discount: float, bootstrap: float = 0.0) -> Tensor:
-    """Return G_k = r_k + discount * G_{k+1}, with G after the last one = bootstrap.
+    """Return G_k = r_k + discount * G_{k+1}, where G after the last timestep is `bootstrap`.
 
     Args:
         rewards: [step].
@@ -34,8 +34,8 @@ def gae(
     delta_k = r_k + discount * V_{k+1} - V_k;  A_k = delta_k + discount * trace * A_{k+1}.
 
     Args:
-        rewards: [step], what step k was paid.
-        values: [step], V of the state that step k acted in.
+        rewards: [step], the reward of step k.
+        values: [step], V of the state before step k.
         trace: lambda; 1 gives return - value, 0 the one-step error.
 
     Returns:
@@ -66,18 +66,18 @@ def vtrace(
     max_c: float,
     bootstrap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return V-trace targets and advantages: what GAE is where the data's policy was another one.
+    """Return V-trace targets and advantages: the off-policy counterpart of GAE.
 
     delta_k = rho_k (r_k + discount V_{k+1} - V_k)
     v_k - V_k = delta_k + discount * trace * c_k * (v_{k+1} - V_{k+1})
-    A_k = r_k + discount v_{k+1} - V_k, to be weighted by the policy loss's own correction.
+    A_k = r_k + discount v_{k+1} - V_k. The correction of the policy loss weights it.
 
     Args:
         rewards: [step].
         values: [step].
-        log_ratios: [step] nats, log(pi / mu) of all that was sampled in that step.
-        max_rho: cap of rho = pi / mu in delta; decides which policy's values are learnt.
-        max_c: cap of the ratio in the trace; decides how far corrections reach.
+        log_ratios: [step] nats, log(pi / mu) of all tokens sampled in the step.
+        max_rho: cap of rho = pi / mu in delta; determines the policy whose values are learned.
+        max_c: cap of the ratio in the trace; determines how far corrections propagate.
 
     Returns:
         (targets [step], advantages [step]). On-policy with trace 1 both come from n-step returns.

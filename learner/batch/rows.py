@@ -1,6 +1,7 @@
-"""Samples of episodes <-> samples of training rows: one per segment, with the episode's credit.
+"""Converts samples of episodes to training rows, one for each segment, and back.
 
-An episode counts once, whatever it was cut into: in its group, in counts, in means of its tokens.
+An episode counts once, regardless of its number of segments: in its group, in counts, and in means
+over its tokens.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
@@ -15,14 +16,14 @@ from torch import Tensor
 from common.segments import as_rows, joined
 from learner.batch.batching import MicroBatch, Sample
 
-BySample = dict[int, Tensor]  # index of a sample -> its entries, without gradient
+BySample = dict[int, Tensor]  # Entries of each sample by its index, without gradient.
 _PER_TOKEN = ("own_advantages", "value_targets", "values", "state_marks")
 
 
 def rows_of(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples of all segments, those of an episode side by side, in order.
+    """Return the samples of all segments in order; those of an episode are adjacent.
 
-    A segment without a sampled token trains nothing and is left out.
+    A segment without a sampled token trains nothing and is omitted.
     """
     return [row for sample in samples for row in _rows(sample)]
 
@@ -51,7 +52,7 @@ def _rows(sample: Sample) -> list[Sample]:
 
 
 def episodes_of(rows: Sequence[Sample]) -> list[Sample]:
-    """Return the episodes that the rows are of; a critic has not been asked about them yet."""
+    """Return the episodes of the rows; the rows must not have a critic's columns yet."""
     members: list[list[Sample]] = []
     for sample in rows:
         if sample.row == 0:
@@ -64,7 +65,7 @@ def episodes_of(rows: Sequence[Sample]) -> list[Sample]:
 
 
 def by_sample(micro: MicroBatch, flat: Tensor) -> BySample:
-    """Cut a block's entries [tokens] into those of its samples, without gradient."""
+    """Split a block's entries [tokens] by sample, without gradient."""
     parts = flat.detach().split(micro.sample_sizes)
     return dict(zip(micro.sample_indices, parts, strict=True))
 
@@ -74,5 +75,5 @@ def in_order(parts: BySample, indices: Sequence[int]) -> Tensor:
 
 
 def with_advantage(samples: Sequence[Sample], part: Sequence[int]) -> Sequence[int]:
-    """Return the indices of `part` whose samples have an advantage; all, where none has."""
+    """Return the indices of `part` with a nonzero advantage; all indices if there are none."""
     return [index for index in part if samples[index].token_advantages().any()] or part

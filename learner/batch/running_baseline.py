@@ -1,8 +1,8 @@
-"""What an item's episodes were worth so far: a baseline for groups of one episode.
+"""Running mean rewards of items: a baseline for groups of one episode.
 
 Source: SPO (one rollout per prompt, a tabular tracker of each prompt's value), arXiv:2509.13232;
-the moving average per task, SPIRAL, arXiv:2506.24119. We track plain decayed means and let an item
-that was seen seldom lean on the mean of its task.
+the moving average per task, SPIRAL, arXiv:2506.24119. This version tracks plain decayed means. The
+estimate of a rare item is shrunk towards the mean of its task.
 """
 
 from collections.abc import Sequence
@@ -10,21 +10,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-MAX_ITEMS = 100_000  # that are remembered; of others the task's mean is known
+MAX_ITEMS = 100_000  # Largest number of stored items; other items use the mean of their task.
 
-Tally = tuple[float, float]  # decayed number of rewards, and their decayed sum
+Tally = tuple[float, float]  # Decayed number of rewards, and their decayed sum.
 
 
 @dataclass(slots=True)
 class RunningBaseline:
-    """Decayed means of rewards, by item and by task. Deterministic: what was seen, in order.
+    """Decayed means of rewards by item and by task. Deterministic in the order of the batches.
 
-    Example (memory .5, prior 1): the first two episodes of a task are worth 1 and 0: each is
-    compared with the other. Then an unseen item of the task is expected to be worth .5; one whose
-    only episode was worth 1, (1 + 1 * .5) / (1 + 1) = .75.
+    Example (memory .5, prior 1): the first two episodes of a task have rewards 1 and 0, and each is
+    the baseline of the other. An unseen item of the task then has the expected reward .5. An item
+    whose only episode had reward 1 has (1 + 1 * .5) / (1 + 1) = .75.
     """
 
-    items: dict[str, Tally] = field(default_factory=dict[str, Tally])  # least recently seen first
+    # Least recently seen item first.
+    items: dict[str, Tally] = field(default_factory=dict[str, Tally])
     tasks: dict[str, Tally] = field(default_factory=dict[str, Tally])
 
     def advantages(
@@ -36,18 +37,19 @@ class RunningBaseline:
         memory: float,
         prior: float,
     ) -> np.ndarray:
-        """Return rewards less what was expected before this batch, [episode] float32; remember it.
+        """Return rewards minus their earlier expectations, [episode] float32; update the means.
 
-        A task that was never seen is expected to be worth the mean of its other episodes in the
-        batch; one alone gets 0. So a baseline never holds the reward that it is taken from.
+        The expectation for a new task is the mean of its other episodes in the batch; a single
+        episode gets advantage 0. So a baseline never includes the reward from which it is
+        subtracted.
 
         Args:
             rewards: [episode].
-            items: [episode] names of the items, unlike between tasks.
+            items: [episode] names of the items, unique across tasks.
             tasks: [episode].
-            memory: what an older reward still counts of one, for each later one of the item, and
-                for each later batch of the task; [0, 1].
-            prior: how many rewards of an item its task's mean is worth; > 0.
+            memory: decay of an older reward, [0, 1]: per later reward of the item, and per later
+                batch of the task.
+            prior: weight of the task's mean, in rewards of an item; > 0.
         """
         expected = [
             self._expected(index, rewards, items[index], tasks, prior)
@@ -81,7 +83,7 @@ class RunningBaseline:
         table[key] = (memory * number + len(rewards), memory * total + sum(rewards))
 
     def state_dict(self) -> dict[str, dict[str, Tally]]:
-        """Return what a resumed run needs to expect alike, for JSON."""
+        """Return the state that a resumed run needs for equal expectations, for JSON."""
         return {"items": dict(self.items), "tasks": dict(self.tasks)}
 
     def load_state_dict(self, state: dict[str, dict[str, Tally]]) -> None:

@@ -1,9 +1,9 @@
-"""Credit of turns among those of a group that were taken in the same state. Pure functions.
+"""Credit of a group's turns, compared among turns in the same state. Pure functions.
 
-Entries are the turns of all members of a group, one after the other; those of one number in
-`states` were taken in the same state.
+Entries are the turns of all members of a group, one after another. Turns with the same number in
+`states` started in the same state.
 """
-# torch's type stubs know nothing of numpy's element types:
+# torch's type stubs lack numpy's element types:
 # pyright: reportUnknownMemberType=false
 
 from collections.abc import Sequence
@@ -16,25 +16,25 @@ from common.wire.messages import Trajectory
 from learner.batch.returns import discounted_returns, gae
 from learner.batch.turn_states import places, turn_actions, turn_states
 
-STD_EPSILON = 1e-6  # as in `advantage.py`
+STD_EPSILON = 1e-6  # As in `advantage.py`.
 
 
 def step_advantages(
     returns: np.ndarray, states: np.ndarray, *, baseline: Baseline, normalize_std: bool
 ) -> np.ndarray:
-    """Return each turn's return less the mean return of the turns taken in its state.
+    """Return each turn's return minus the mean return of the turns in its state.
 
     Args:
         returns: [entry] discounted return from each turn on.
-        states: [entry] int64, number of the state that it was taken in.
-        baseline: GROUP_MEAN, of all turns in that state, is the paper's; LEAVE_ONE_OUT, of the
-            others, is that times n / (n - 1).
+        states: [entry] int64, number of the state in which the turn started.
+        baseline: GROUP_MEAN is the mean of all turns in the state, as in the paper. LEAVE_ONE_OUT
+            is the mean of the other turns; the result is n / (n - 1) times that of GROUP_MEAN.
         normalize_std: divide by the population standard deviation within the state.
 
     Returns:
-        [entry] float64, sum zero in each state. Exactly 0.0 in a state that was met once, or in
-        which all returns are equal. (The authors' program leaves the return of a state that was
-        met once as it is; in the paper its group of one has the mean that it is.)
+        [entry] float64, sum zero in each state. Exactly 0.0 in a state that occurs once, or in
+        which all returns are equal. (The authors' program keeps the return of a state that occurs
+        once; in the paper its group of one equals its own mean.)
 
     Source: GiGPO, arXiv:2505.10978, equations 6 and 7.
     """
@@ -52,24 +52,24 @@ def step_advantages(
 def shrunk_advantages(
     returns: np.ndarray, states: np.ndarray, actions: np.ndarray, *, prior_visits: float
 ) -> np.ndarray:
-    """Return what the action of each turn is worth in its state, as far as the evidence goes.
+    """Return the advantage of each turn's action in its state, shrunk if there is little evidence.
 
     A(s, a) = g(s) * n(s, a) / (n(s, a) + prior_visits) * (mean return of a in s - mean return in
-    s): an action that was taken once is trusted less than one that was taken often. The gate g is
-    the share of the variance of returns in s that lies between actions, so that a state in which
-    the same action ends now well, now badly counts little.
+    s). The second factor shrinks the advantage of an action that occurs rarely. The gate g is the
+    fraction of the variance of returns in s that lies between actions. A state therefore counts
+    little if the same action has very different returns in it.
 
     Args:
         returns: [entry] discounted return from each turn on.
         states: [entry] int64.
-        actions: [entry] int64, number of state and action together.
-        prior_visits: how many visits the estimate "no better than the state" is worth; 0: none.
+        actions: [entry] int64, number of the pair of state and action.
+        prior_visits: weight, in visits, of the prior estimate "no better than the state"; 0: none.
 
     Returns:
-        [entry] float64; 0.0 in a state in which all actions or all returns are the same.
+        [entry] float64; 0.0 in a state in which all actions or all returns are equal.
 
-    Source: ECPO, arXiv:2606.05885. Its text says what is shrunk and gated; that the gate is a
-    share of variances, as in an analysis of variance, is our reading.
+    Source: ECPO, arXiv:2606.05885. The paper defines the shrinkage and the gate in words only. The
+    gate as a fraction of variances, as in an analysis of variance, is our interpretation.
     """
     returns = returns.astype(np.float64)
     _, of_state = _per_place(returns, states)
@@ -87,17 +87,17 @@ def grouped_gae(
 ) -> list[np.ndarray]:
     """Return generalised advantage estimates with a state's mean return as its value.
 
-    V(s) is the mean of the discounted returns of the group's turns in s; after the last turn it is
-    zero, as in those returns. delta_t = r_t + discount * V(s_{t+1}) - V(s_t), and
-    A_t = delta_t + discount * trace * A_{t+1}. A state that was met once has the value of what
-    followed, so the credit moves back to the last turn in a state that others met, too.
+    V(s) is the mean of the discounted returns of the group's turns in s. After the last turn it is
+    zero, as in those returns. delta_t = r_t + discount * V(s_{t+1}) - V(s_t), and A_t = delta_t +
+    discount * trace * A_{t+1}. The value of a state that occurs once is its own return. The credit
+    therefore moves back to the last turn in a state that other members also visited.
 
     Args:
-        rewards: of each member [num_turns], what each turn was paid.
-        states: of each member [num_turns] int64.
+        rewards: for each member [num_turns], the reward of each turn.
+        states: for each member [num_turns] int64.
 
     Returns:
-        Of each member [num_turns] float64; 0.0 throughout if all values in every state agree.
+        For each member [num_turns] float64; 0.0 throughout if all values in every state agree.
 
     Source: GAGPO, arXiv:2605.13217.
     """
@@ -122,11 +122,13 @@ def state_advantages(
     baseline: Baseline,
     normalize_std: bool,
 ) -> list[np.ndarray]:
-    """Return what `algorithm.state_credit` gives each member's turns, [num_turns] float32.
+    """Return the credit of each member's turns under `algorithm.state_credit`, [num_turns] float32.
 
     Args:
-        rewards: of each member [num_turns], what each turn was paid.
-        baseline, normalize_std: in use; of gigpo, and the latter of gagpo, over the group's turns.
+        rewards: for each member [num_turns], the reward of each turn.
+        baseline: baseline in use, for gigpo.
+        normalize_std: whether to normalise: within a state for gigpo, over the group's turns for
+            gagpo.
     """
     sizes = [len(each) for each in rewards]
     own_states = [turn_states(each) for each in members]
@@ -153,7 +155,7 @@ def state_advantages(
 
 
 def _normalized(parts: list[np.ndarray]) -> list[np.ndarray]:
-    """Return the group's advantages over all turns at mean 0 and standard deviation 1."""
+    """Return the group's advantages, normalised over all turns to mean 0 and deviation 1."""
     flat = np.concatenate(parts)
     if not flat.size or flat.max() == flat.min():
         return [np.zeros_like(each) for each in parts]
@@ -161,14 +163,14 @@ def _normalized(parts: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _per_place(values: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many entries share each entry's place, and the mean of their values, [entry]."""
+    """Return [entry] counts of the entries in the same place, and the means of their values."""
     counts = np.bincount(where)
     means = np.bincount(where, weights=values) / np.maximum(counts, 1)
     return counts[where].astype(np.float64), means[where]
 
 
 def _is_flat(values: np.ndarray, where: np.ndarray) -> np.ndarray:
-    """Return whether all values at each entry's place are the same, [entry] bool."""
+    """Return [entry] bool: whether all values in the entry's place are equal."""
     num_places = int(where.max()) + 1 if where.size else 0
     low, high = np.full(num_places, np.inf), np.full(num_places, -np.inf)
     np.minimum.at(low, where, values)

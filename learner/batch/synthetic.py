@@ -1,4 +1,4 @@
-"""Trajectories that nobody played, for simulations and measurements."""
+"""Synthetic trajectories for simulations and measurements."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,8 +22,8 @@ def synthetic_trajectory(
     Args:
         token_ids: [seq].
         loss_mask: [seq], true on sampled tokens.
-        version: of the policy that sampled, and of the group.
-        changes: other fields of `Trajectory`, in place of the plain ones.
+        version: version of the policy that sampled, and of the group.
+        changes: values of other `Trajectory` fields that replace the defaults.
     """
     mask = np.asarray(loss_mask, dtype=bool)
     plain: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Which turns of a group were taken in the same state, and what each turn did there."""
+"""Fingerprints of the states and actions of a group's turns."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from common.wire.messages import Trajectory
 
 
 def turn_states(trajectory: Trajectory) -> np.ndarray:
-    """Return the fingerprint of the state that each turn was taken in, [num_turns] int32.
+    """Return the fingerprint of the state in which each turn started, [num_turns] int32.
 
-    Where none were told, as in the journals of older versions, what the agent saw before the turn
-    stands for the state: all tokens that it did not sample since the turn before.
+    Journals of older versions contain no states. The observation before the turn then replaces the
+    state: all tokens since the previous turn that were not sampled.
     """
     if len(trajectory.turn_states) == trajectory.num_turns:
         return trajectory.turn_states
@@ -23,8 +23,8 @@ def turn_states(trajectory: Trajectory) -> np.ndarray:
 def turn_actions(trajectory: Trajectory) -> np.ndarray:
     """Return the fingerprint of the action that each turn sent to its environment, [num_turns].
 
-    Where an actor sent none, as in the journals of older versions, the sampled tokens of the turn
-    stand for it, less plans, reflections and others that no environment sees.
+    Journals of older versions contain no actions. The turn's sampled tokens then replace the
+    action, without plans, reflections and other tokens that no environment receives.
     """
     if len(trajectory.turn_actions) == trajectory.num_turns:
         return trajectory.turn_actions
@@ -45,10 +45,10 @@ def _digests(trajectory: Trajectory, chosen: np.ndarray) -> np.ndarray:
 
 
 def places(keys: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
-    """Return a number for each entry [entries] int64, equal where all of its keys are.
+    """Return a number for each entry [entries] int64; entries with equal keys have equal numbers.
 
     Args:
-        keys: of each member, columns of one length; entries follow one another member by member.
+        keys: for each member, columns of equal length; entries are ordered member by member.
     """
     numbers: dict[tuple[int, ...], int] = {}
     rows = [row for columns in keys for row in zip(*(c.tolist() for c in columns), strict=True)]

@@ -1,4 +1,4 @@
-"""How far the trained policy is from the one that sampled, and weights that correct for it."""
+"""Measures how far the trained policy is from the sampler, and computes correction weights."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from common.config.learning import AlgorithmSection, Correction, PolicyLoss, Pro
 from learner.batch.batching import MicroBatch
 from learner.objective.describe import MASKS_ONLY
 
-MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: still finite in float32 after being squared and summed
+MAX_LOG_RATIO = 20.0  # exp(20) = 5e8 stays finite in float32 after squaring and summation.
 
 
 def anchor_and_weights(
@@ -21,18 +21,19 @@ def anchor_and_weights(
     proximal: Proximal,
     version: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return what the surrogate's ratio is taken to, and the weight of each token's surrogate.
+    """Return the anchor of the surrogate's ratio, and the weight of each token's surrogate.
 
     Args:
         new_logprobs: [tokens] nats, current policy.
         before: [tokens] nats, policy before the step, or at the sample's first update.
         proximal: never AUTO, see `proximal_in_use`.
-        version: of the weights before the step.
+        version: version of the weights before the step.
 
     Returns:
-        ([tokens] nats, [tokens] >= 0 without gradient). At the sampler GSPO's weights are those of
-        its sequences' ratios, and those of `turn` of its turns': the surrogate holds no ratio of a
-        token. correction=second_moment looks at the whole batch, so it is not in here.
+        ([tokens] nats, [tokens] >= 0 without gradient). With the sampler as anchor, the surrogates
+        of GSPO and `turn` contain no ratio of a single token. The weights are then those of the
+        sequences' or the turns' ratios. correction=second_moment depends on the whole batch and is
+        not included.
     """
     mu = micro.sampler_logprobs
     sequences = (micro.sequence_ids, micro.num_sequences)
@@ -56,8 +57,8 @@ def anchor_and_weights(
 def kl_weights(new_logprobs: Tensor, micro: MicroBatch, cfg: AlgorithmSection) -> Tensor:
     """Return the weight of each token's KL(pi | reference), [tokens] >= 0, without gradient.
 
-    The estimators are of tokens that pi samples; mu sampled these. `correction` says what becomes
-    of pi / mu here, as in the surrogate.
+    The estimators assume tokens sampled by pi, but mu sampled them. `correction` is applied to pi /
+    mu here as in the surrogate.
 
     Args:
         new_logprobs: [tokens] nats, current policy.
@@ -69,7 +70,7 @@ def kl_weights(new_logprobs: Tensor, micro: MicroBatch, cfg: AlgorithmSection) -
 
 
 def log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor) -> Tensor:
-    """Return log(p / q) per token, kept within +-20 so that its exponential stays finite.
+    """Return log(p / q) per token, clamped to +-20 so that its exponential stays finite.
 
     Args:
         numerator_logprobs: [tokens] nats of p.
@@ -96,17 +97,17 @@ def sequence_sum(values: Tensor, sequence_ids: Tensor, num_sequences: int) -> Te
 
 
 def sequence_mean(values: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
-    """Return the mean over the tokens of each sequence, [sequence]; 0 where it has none."""
+    """Return the mean over the tokens of each sequence, [sequence]; 0 for an empty sequence."""
     counts = sequence_sum(torch.ones_like(values), sequence_ids, num_sequences)
     return sequence_sum(values, sequence_ids, num_sequences) / counts.clamp(min=1.0)
 
 
 def mean_over(values: Tensor, part_ids: Tensor) -> Tensor:
-    """Return for each token the mean over the tokens of its part, a turn, say: [tokens].
+    """Return for each token the mean over the tokens of its part (for example a turn), [tokens].
 
     Args:
         values: [tokens].
-        part_ids: [tokens] int64 >= 0; of those between there may be none.
+        part_ids: [tokens] int64 >= 0; some numbers may be missing.
     """
     num_parts = int(part_ids.max()) + 1 if part_ids.numel() else 0
     return sequence_mean(values, part_ids, num_parts)[part_ids]
@@ -115,14 +116,14 @@ def mean_over(values: Tensor, part_ids: Tensor) -> Tensor:
 def corrected(
     log_rho: Tensor, sequence_ids: Tensor, num_sequences: int, cfg: AlgorithmSection
 ) -> Tensor:
-    """Return what rho = pi / mu is replaced by, see `Correction`; rho = 1 is always left at 1.
+    """Return the weight that replaces rho = pi / mu, see `Correction`; rho = 1 always stays 1.
 
     Args:
         log_rho: [tokens] nats.
         sequence_ids: [tokens] int64, the sequence of each token.
 
     Returns:
-        [tokens] >= 0, without gradient. 0 marks a token that is masked.
+        [tokens] >= 0, without gradient. 0 marks a masked token.
 
     Source: truncation, IMPALA, arXiv:1802.01561; IcePop, arXiv:2510.18855; sequence-level masks by
     a geometric mean as in GSPO's ratio, arXiv:2507.18071.
@@ -155,10 +156,10 @@ def importance_weights(
     """Return the weight of each token's surrogate, [tokens] >= 0, without gradient.
 
     Args:
-        is_ratio_included: the surrogate's own ratio already is rho (its anchor is the sampler).
-            Then the weight is corrected(rho) / rho, so that together they make corrected(rho).
-            none and geometric only keep or mask, so there the surrogate's ratio stays as it is.
-            CISPO limits its ratio itself: together they make min(corrected(rho), 1 + clip_high).
+        is_ratio_included: the surrogate's own ratio already is rho (its anchor is the sampler). The
+            weight is then corrected(rho) / rho, so that the product is corrected(rho). The
+            corrections in `MASKS_ONLY` only keep or mask, so the surrogate's ratio does not change.
+            CISPO limits its ratio itself: the product is min(corrected(rho), 1 + clip_high).
     """
     weights = corrected(log_rho, sequence_ids, num_sequences, cfg)
     if not is_ratio_included or cfg.correction in MASKS_ONLY:
@@ -173,10 +174,11 @@ def importance_weights(
 def negative_mask(
     log_rho: Tensor, advantages: Tensor, sequence_ids: Tensor, num_sequences: int, *, delta: float
 ) -> Tensor:
-    """Return [tokens] float: 0 where A < 0 and the episode has left the policy, else 1.
+    """Return [tokens] float: 0 if A < 0 and the episode is too far from the policy, else 1.
 
-    An episode has left it where the mean of log(mu / pi) over its tokens exceeds `delta`: pushing
-    further away from what the policy would no longer do gives large gradients and teaches little.
+    An episode is too far if the mean of log(mu / pi) over its tokens exceeds `delta`. A negative
+    advantage would push the policy further away from actions that it no longer takes. Such
+    gradients are large and contribute little.
 
     Args:
         delta: nats per token; 0 masks nothing.
@@ -194,18 +196,19 @@ def interpolated_logprobs(
 ) -> Tensor:
     """Return log-probabilities of a proximal policy between mu and pi, without a forward pass.
 
-    log pi_prox = log mu + lag / (lag + 1) * (log pi - log mu): the policy of version `version`
-    lies `lag` of `lag + 1` updates behind the one that is being made. At lag 0 it is mu, so the
-    clip is to the sampler, and the further it lies back, the wider it is around it.
+    log pi_prox = log mu + lag / (lag + 1) * (log pi - log mu). Between the sampler and the policy
+    under training there are `lag + 1` updates, and the policy of `version` is `lag` of them after
+    the sampler. At lag 0 pi_prox is mu, so the clip is relative to the sampler. A larger lag makes
+    the clip around the sampler wider.
 
-    AReaL takes (lag - 1) / lag, a proximal policy one update behind the current one, and masks
-    tokens whose weight pi_prox / mu is above the cap; here `correction` truncates it.
+    AReaL uses (lag - 1) / lag, a proximal policy one update behind the current one, and masks
+    tokens whose weight pi_prox / mu is above the cap. Here `correction` truncates the weight.
 
     Args:
-        new_logprobs: [tokens] nats, current policy; its gradient is not followed.
+        new_logprobs: [tokens] nats, current policy; detached.
         sampler_logprobs: [tokens] nats of mu.
-        versions: [tokens] int64, of the policy that sampled each.
-        version: of the current weights.
+        versions: [tokens] int64, version of the policy that sampled each token.
+        version: version of the current weights.
 
     Source: A-3PO, the log-linear proximal policy of AReaL.
     """
@@ -215,19 +218,19 @@ def interpolated_logprobs(
 
 
 def weight_moments(weights: Tensor) -> Tensor:
-    """Return [3] float64: how many weights, their sum, the sum of their squares.
+    """Return [3] float64: the number of weights, their sum, the sum of their squares.
 
-    Those of the parts of a batch add up to those of the whole.
+    The moments of a batch are the sums of the moments of its parts.
     """
-    wide = weights.double()  # float32 squares of exp(20) would lose the small ones
+    wide = weights.double()  # float32 squares of exp(20) would lose the small weights.
     return torch.stack([wide.new_tensor(wide.numel()), wide.sum(), (wide**2).sum()])
 
 
 def sample_size_of(moments: Tensor) -> Tensor:
-    """Return (sum w)^2 / (N sum w^2), the effective sample size: the share that still counts.
+    """Return the effective sample size as a fraction: (sum w)^2 / (N sum w^2).
 
     Args:
-        moments: [3] of `weight_moments`; of importance ratios, > 0, not truncated.
+        moments: [3] of `weight_moments`, from importance ratios, > 0, not truncated.
 
     Returns:
         Scalar float64 in (0, 1]; 1 if all weights are equal.
@@ -238,14 +241,14 @@ def sample_size_of(moments: Tensor) -> Tensor:
 
 
 class Overlap(NamedTuple):
-    """How far the policy is from the one that sampled; both 1 on-policy, NaN if it is broken."""
+    """Overlap of policy and sampler; both values are 1 on-policy, NaN if the policy is broken."""
 
-    ess_frac: float  # effective sample size of pi / mu, (0, 1]: falls where ratios differ
-    weight_mean: float  # mean of pi / mu: falls where what was sampled is likely no more
+    ess_frac: float  # Effective sample size of pi / mu, (0, 1]; it falls if the ratios differ.
+    weight_mean: float  # Mean of pi / mu; it falls if sampled tokens become unlikely.
 
 
 def overlap_of(moments: Tensor) -> Overlap:
-    """Return the two of `weight_moments`, of importance ratios, > 0, not truncated."""
+    """Return the overlap from `weight_moments` of importance ratios, > 0, not truncated."""
     return Overlap(sample_size_of(moments).item(), (moments[1] / moments[0]).item())
 
 
@@ -265,7 +268,7 @@ def ratio_statistics(new_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str
     if delta.numel() == 0:
         raise ValueError("the effective sample size of no tokens is undefined")
     ratio = delta.exp()
-    ordered = ratio.sort().values  # torch.quantile refuses more than 16M entries
+    ordered = ratio.sort().values  # Sorted, since torch.quantile refuses more than 16M entries.
     last = ordered.numel() - 1
     return {
         "offpolicy/ess_frac": sample_size_of(weight_moments(ratio)).item(),
@@ -277,7 +280,7 @@ def ratio_statistics(new_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str
 
 
 def lag_statistics(new_logprobs: Tensor, sampler_logprobs: Tensor, lag: Tensor) -> dict[str, float]:
-    """Split |log(pi / mu)| into the arithmetic's noise and what versions in between have added.
+    """Split |log(pi / mu)| into arithmetic noise and the effect of version lag.
 
     Args:
         new_logprobs: [tokens] nats, policy before the step.
@@ -285,8 +288,8 @@ def lag_statistics(new_logprobs: Tensor, sampler_logprobs: Tensor, lag: Tensor) 
         lag: [tokens] int64 versions between the sampler and the policy.
 
     Returns:
-        noise_abs_logprob: mean over tokens of the current version, where only arithmetic differs.
-        lag_abs_logprob: mean over the others, less that noise; absent without both kinds.
+        noise_abs_logprob: mean over tokens of the current version, which differ by arithmetic only.
+        lag_abs_logprob: mean over the other tokens, minus that noise; absent without both kinds.
     """
     is_same = lag == 0
     metrics = {"offpolicy/num_same_version_tokens": float(is_same.sum())}

@@ -1,6 +1,6 @@
-"""Settings and combinations of them that change nothing, or not what one would expect.
+"""Finds settings and combinations without an effect, or with an unexpected one.
 
-No torch here: a dry run prints it quickly.
+This module does not import torch, so a dry run prints its result quickly.
 """
 
 import logging
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def dead_knobs(algorithm: AlgorithmSection, learner: LearnerSection) -> list[str]:
-    """Return a line for every setting that differs from its default and changes nothing."""
+    """Return a line for every setting that differs from its default and has no effect."""
     dead = [*_dead_in_algorithm(algorithm, learner), *_dead_in_learner(algorithm, learner)]
     return [f"{key}={value} has no effect: {why}" for key, value, why in dead]
 
@@ -56,7 +56,7 @@ def log_summary(algorithm: AlgorithmSection, learner: LearnerSection) -> None:
 
 
 def notes(algorithm: AlgorithmSection, learner: LearnerSection) -> list[str]:
-    """Return a line for every combination of settings that does less than it seems to."""
+    """Return a line for every combination of settings that has less effect than expected."""
     found: list[str] = []
     why = why_ratio_is_one(algorithm, learner)
     if why and is_clipped(algorithm):
@@ -160,12 +160,12 @@ def _dead_in_credit(cfg: AlgorithmSection) -> Dead:
         yield from changed(why, "state_lambda")
     else:
         why = f"{why} takes the place of the episode's advantage"
-        is_grpo = cfg.advantage is Advantage.GRPO  # of others it is named already
+        is_grpo = cfg.advantage is Advantage.GRPO  # Other advantages already report it.
         yield from changed(why, "turn_discount", *(["baseline"] if is_grpo else []))
 
 
 def why_nothing_is_clipped(algorithm: AlgorithmSection, learner: LearnerSection) -> str:
-    """Return why no bound decides a token in a batch's first update; "" if one may."""
+    """Return the reason why no bound clips a token in a batch's first update; "" if one may."""
     if algorithm.policy_loss is PolicyLoss.UNCLIPPED:
         return "policy_loss=unclipped bounds no token"
     proximal = proximal_in_use(algorithm, learner)

@@ -1,6 +1,6 @@
-"""The objective as it will really be optimised, in words.
+"""The text of the objective that a configuration really optimises.
 
-No torch here: a dry run prints it quickly.
+This module does not import torch, so a dry run prints its result quickly.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ from learner.objective.describe_credit import (
     state_text,
 )
 
-# Corrections that keep or mask the surrogate's own ratio, whatever it is taken to.
+# Corrections that keep or mask the surrogate's own ratio, whatever its anchor is.
 MASKS_ONLY = (Correction.NONE, Correction.GEOMETRIC, Correction.SECOND_MOMENT)
 
 
 def proximal_in_use(algorithm: AlgorithmSection, learner: LearnerSection) -> Proximal:
-    """Return what `algorithm.proximal` means, never AUTO: the sampler if a batch is one update."""
+    """Return the proximal policy in use, never AUTO: the sampler if a batch makes one update."""
     if algorithm.proximal is not Proximal.AUTO:
         return algorithm.proximal
     return Proximal.SAMPLER if is_one_update(learner) else Proximal.RECOMPUTED
@@ -43,7 +43,10 @@ def is_one_update(learner: LearnerSection) -> bool:
 
 
 def why_ratio_is_one(algorithm: AlgorithmSection, learner: LearnerSection) -> str:
-    """Return why pi / pi_prox is one in every update, so that no clip binds; "" if it is not."""
+    """Return the reason why pi / pi_prox is one in every update; "" if it is not.
+
+    A ratio of one means that no clip binds.
+    """
     proximal = proximal_in_use(algorithm, learner)
     if proximal is Proximal.RECOMPUTED and is_one_update(learner):
         return "proximal=recomputed with one update per batch"
@@ -58,9 +61,10 @@ def is_clipped(cfg: AlgorithmSection) -> bool:
 
 
 def tis_at_sampler(cfg: AlgorithmSection) -> str:
-    """Return where token_tis changes a gradient if the ratio is taken to the sampler; "": nowhere.
+    """Return the condition under which token_tis changes a gradient at the sampler; "" if never.
 
-    The clip ends the gradient above 1 + clip_high for A > 0, and dual_clip for A < 0.
+    The ratio is taken to the sampler. The clip ends the gradient above 1 + clip_high for A > 0, and
+    dual_clip for A < 0.
     """
     most = 1 + cfg.clip_high
     if cfg.policy_loss is PolicyLoss.CISPO:
@@ -138,7 +142,7 @@ def _ratio_text(cfg: AlgorithmSection, proximal: Proximal) -> str:
 
 
 def _corrected_text(cfg: AlgorithmSection, rho: str) -> str:
-    """Return what `correction` makes of a ratio, "" if it is always one."""
+    """Return the formula of a ratio after `correction`; "" if it is always one."""
     return {
         Correction.NONE: "",
         Correction.TOKEN_TIS: f"min({rho}, {cfg.tis_cap:g})",
@@ -147,12 +151,13 @@ def _corrected_text(cfg: AlgorithmSection, rho: str) -> str:
         Correction.GEOMETRIC: (
             f"[{cfg.geometric_low:g}<=geomean_tokens {rho}<={cfg.geometric_high:g}]"
         ),
-        Correction.SECOND_MOMENT: "",  # a mask of the batch, see `_weight_text`
+        # This correction masks tokens of the batch, see `_weight_text`.
+        Correction.SECOND_MOMENT: "",
     }[cfg.correction]
 
 
 def _weight_text(cfg: AlgorithmSection, learner: LearnerSection) -> str:
-    """Return the importance weight, "" if it is always one."""
+    """Return the formula of the importance weight; "" if it is always one."""
     proximal = proximal_in_use(cfg, learner)
     if proximal is Proximal.SAMPLER:
         weight = _weight_at_sampler(cfg)
@@ -170,7 +175,7 @@ def _weight_text(cfg: AlgorithmSection, learner: LearnerSection) -> str:
 
 
 def _weight_at_sampler(cfg: AlgorithmSection) -> str:
-    """Return the weight beside a surrogate whose ratio already is pi / mu."""
+    """Return the formula of the weight beside a surrogate whose ratio already is pi / mu."""
     if cfg.correction is Correction.ICEPOP:
         return f"[{cfg.mask_low:g}<=r<={cfg.mask_high:g}]"
     corrected = _corrected_text(cfg, "r")
@@ -180,7 +185,7 @@ def _weight_at_sampler(cfg: AlgorithmSection) -> str:
     if cfg.policy_loss is PolicyLoss.CISPO:
         most = 1 + cfg.clip_high
         if is_token and cfg.tis_cap >= most:
-            return ""  # its own limit is the tighter one
+            return ""  # CISPO's own limit is tighter.
         of = "r" if is_token else "prod_tokens r"
         return f"min({of}, {min(cfg.tis_cap, most):g})/min(r, {most:g})"
     return f"min(1, {cfg.tis_cap:g}/r)" if is_token else f"{corrected}/r"
@@ -206,7 +211,8 @@ def _advantage_text(cfg: AlgorithmSection, learner: LearnerSection) -> str:
         text += "/std_turns" if is_per_turn else "/std"
     penalty = cfg.invalid_action_penalty
     if penalty and cfg.invalid_action_level is CreditLevel.TURN and not is_per_turn:
-        text += f" - {penalty:g}*(invalid_turn{of_turns})"  # beside the outcome, turn by turn
+        # The penalty adds to the outcome, turn by turn.
+        text += f" - {penalty:g}*(invalid_turn{of_turns})"
     if by_state is StateCredit.GAGPO:
         text = state_text(cfg, kind)
     elif by_state is not StateCredit.NONE:
@@ -231,7 +237,7 @@ def _critic_text(cfg: AlgorithmSection, critic: CriticSection) -> str:
 
 
 def _value_texts(cfg: AlgorithmSection, critic: CriticSection) -> Iterator[str]:
-    """Yield what the critic minimises: of a head on the policy's trunk the trunk does, too."""
+    """Yield the critic's objective; with a head on the policy's trunk it also trains the trunk."""
     if cfg.advantage is not Advantage.PPO:
         return
     free = f"(V-target)^2/2, first token of each {critic.timestep.value}"

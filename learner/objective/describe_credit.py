@@ -1,10 +1,10 @@
-"""Credit in words: what an episode or a turn is worth, and what it is compared with."""
+"""Text of the credit of an episode or a turn, and of the baseline."""
 
 from common.config.learning import Advantage, AlgorithmSection, Baseline, CreditLevel, StateCredit
 
 
 def state_text(cfg: AlgorithmSection, kind: Baseline) -> str:
-    """Return what the states that turns were taken in give them; G is a turn's return."""
+    """Return the formula of the state credit of a turn; G is the turn's return."""
     paid, scaled = paid_text(cfg), cfg.normalize_std and cfg.advantage is Advantage.GRPO
     returns = f"G=sum_later_turns {cfg.state_discount:g}^k*({paid})"
     if cfg.state_credit is StateCredit.GAGPO:
@@ -21,7 +21,7 @@ def state_text(cfg: AlgorithmSection, kind: Baseline) -> str:
 
 
 def running_text(cfg: AlgorithmSection) -> str:
-    """Return A of advantage=running."""
+    """Return the formula of A for advantage=running."""
     expected = f"running_mean(item; memory={cfg.running_memory:g}, prior={cfg.running_prior:g})"
     text = f"({credit_text(cfg)} - {expected})"
     is_on_turns = cfg.invalid_action_level is CreditLevel.TURN
@@ -32,7 +32,7 @@ def running_text(cfg: AlgorithmSection) -> str:
 
 
 def credit_text(cfg: AlgorithmSection) -> str:
-    """Return what an episode, or what follows a turn, is worth."""
+    """Return the formula of the credit of an episode, or of the return after a turn."""
     if cfg.reward_level is CreditLevel.TURN:
         paid = paid_text(cfg)
         return f"sum_later_turns {cfg.turn_discount:g}^k*{f'({paid})' if ' ' in paid else paid}"
@@ -43,7 +43,7 @@ def credit_text(cfg: AlgorithmSection) -> str:
 
 
 def paid_text(cfg: AlgorithmSection) -> str:
-    """Return what a turn is paid; [last] is 1 in the last turn."""
+    """Return the formula of a turn's reward; [last] is 1 in the last turn."""
     paid = "dR" if cfg.reward_level is CreditLevel.TURN else "R[last]"
     if cfg.invalid_action_penalty:
         is_on_turns = cfg.invalid_action_level is CreditLevel.TURN
@@ -53,10 +53,10 @@ def paid_text(cfg: AlgorithmSection) -> str:
 
 
 def cut_text(cfg: AlgorithmSection, discount: float) -> str:
-    """Return the pay and the value at the end of an episode that was cut short.
+    """Return the reward and the value at the end of an episode that was cut short.
 
-    S is the last score, S0 the score before the first turn, R = S - S0. E is what is paid at the
-    end of the task. V_last and pay_last are of the last timestep.
+    S is the last score, S0 the score before the first turn, R = S - S0. E is the reward at the end
+    of the task. V_last and pay_last belong to the last timestep.
     """
     is_level = cfg.reward_level is CreditLevel.EPISODE
     parts = ["R"] if is_level else []

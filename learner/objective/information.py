@@ -1,4 +1,4 @@
-"""How much of what the policy answers depends on what it was asked. Pure functions."""
+"""Mutual information between prompt and response. Pure functions."""
 
 import math
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ from torch import Tensor
 
 from common.wire.messages import Trajectory
 
-NUM_PROMPTS = 4  # that are compared: every answer is scored after every prompt
-MAX_ANSWER_TOKENS = 256  # of an answer, its first ones
+NUM_PROMPTS = 4  # Number of compared prompts: every answer is scored after every prompt.
+MAX_ANSWER_TOKENS = 256  # Only this many first tokens of an answer are scored.
 
 
 def first_answers(trajectories: Sequence[Trajectory]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (prompt, answer) of at most `NUM_PROMPTS` unlike prompts, the first ones.
+    """Return (prompt, answer) for the first different prompts, at most `NUM_PROMPTS` of them.
 
-    A prompt [seq] is what an episode begins with before the first sampled token, an answer [seq]
-    what its first turn sampled. Episodes in which something else comes first are passed over.
+    A prompt [seq] contains the tokens before the first sampled token. An answer [seq] contains the
+    tokens sampled in the first turn. Episodes without such a prompt or answer are skipped.
     """
     found: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
     for each in trajectories:
@@ -33,27 +33,27 @@ def first_answers(trajectories: Sequence[Trajectory]) -> list[tuple[np.ndarray, 
 
 
 def mutual_information(cross_logprobs: Tensor) -> dict[str, float]:
-    """Return an estimate of I(prompt; answer) from answers scored after one another's prompts.
+    """Return an estimate of I(prompt; answer), from the scores of each answer after each prompt.
 
-    I = mean over answers z of log p(z | its own x) - log mean over all x' of p(z | x'). A policy
-    whose answers vary but ignore the prompt (template collapse) has all of its entropy and an I
-    of 0. Of n prompts taken alike it is at most log(n), which long answers soon reach: it tells
-    that prompts are ignored, not how much is known of them. One answer a prompt: single estimates
-    scatter, below 0, too; read the mean over steps.
+    I = mean over answers z of log p(z | its own x) - log mean over all x' of p(z | x'). If the
+    answers vary but ignore the prompt (template collapse), the entropy stays high and I is 0. For n
+    equally likely prompts I is at most log(n), and long answers soon reach this bound. The metric
+    therefore detects ignored prompts, but does not measure how strong the dependence is. With one
+    answer for each prompt, single estimates are noisy and may be negative: average them over steps.
 
     Args:
-        cross_logprobs: [answer, prompt] nats, log p(answer | prompt) summed over its tokens; each
-            answer's own prompt is on the diagonal.
+        cross_logprobs: [answer, prompt] nats, log p(answer | prompt) summed over its tokens. The
+            diagonal holds each answer's own prompt.
 
     Returns:
-        policy/mutual_information in nats, and policy/prompt_recall: the share of answers that
-        their own prompt makes likelier than any other one does; 1 / n by chance.
+        policy/mutual_information in nats, and policy/prompt_recall: the fraction of answers whose
+        own prompt makes them more likely than any other prompt; 1 / n by chance.
 
     Raises:
-        ValueError: it is not square, or smaller than two.
+        ValueError: the matrix is not square, or smaller than two.
 
-    Source: RAGEN-2, arXiv:2604.06268. Its proxies take the mean over an answer's tokens instead
-    of the sum, which is no mutual information but grows with it and has no such bound.
+    Source: RAGEN-2, arXiv:2604.06268. Its proxies average over an answer's tokens instead of
+    summing. This is not mutual information, but grows with it and has no such bound.
     """
     num, width = cross_logprobs.shape
     if num != width or num < 2:

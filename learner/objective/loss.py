@@ -1,7 +1,8 @@
 """The policy loss. Pure functions on tensors.
 
-With r = pi_theta / pi_anchor, A the advantage, w the importance weight, a the aggregation's weight
-of a token and D its denominator, both of the whole minibatch and taken before anything is masked:
+Symbols: r = pi_theta / pi_anchor, A is the advantage, w is the importance weight, a is the
+aggregation's weight of a token, and D is its denominator. The weight a and D belong to the whole
+minibatch and are computed before masking.
 
     loss = -(1/D) sum_tokens
         a * (w * f(r, A) + entropy_coef * H - kl_coef * v * KL - drift_coef * d^2)
@@ -14,12 +15,12 @@ of a token and D its denominator, both of the whole minibatch and taken before a
     dppo   f = r A, but 0 where A > 0 and pi - mu > dppo_delta, or A < 0 and pi - mu < -dppo_delta
     unclipped  f = r A
     d      log pi_theta - log mu
-    v      what `correction` makes of pi_theta / mu: mu sampled the tokens that estimate the KL
+    v      pi_theta / mu after `correction`: mu sampled the tokens that estimate the KL
 
-The anchor is the sampler mu or a proximal policy, see `Proximal`. A batch that makes one update
-has pi_prox = pi_theta: a ratio to it is always one and no clip would ever bind. That is why the
-sampler is the anchor there: the trust region then limits how far the policy may have moved from
-the one that sampled. Importance weights never count a ratio that f already holds.
+The anchor is the sampler mu or a proximal policy, see `Proximal`. If a batch makes one update,
+pi_prox equals pi_theta: the ratio to it is always one and no clip would ever bind. Therefore the
+sampler is the anchor in this case. The trust region then limits how far the policy may move from
+the sampler. Importance weights never include a ratio that f already contains.
 """
 
 from dataclasses import dataclass, field
@@ -33,10 +34,10 @@ from learner.objective.correction import log_ratio, mean_over, sequence_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """Sampled tokens of one microbatch; nothing else is in here, so there is nothing to mask."""
+    """The sampled tokens of one microbatch. Other tokens are absent, so no mask is needed."""
 
     new_logprobs: Tensor = field(repr=False)  # [tokens] nats, current policy, with gradient
-    anchor_logprobs: Tensor = field(repr=False)  # [tokens] nats, what the ratio is taken to
+    anchor_logprobs: Tensor = field(repr=False)  # [tokens] nats, denominator of the ratio
     sampler_logprobs: Tensor = field(repr=False)  # [tokens] nats of mu
     advantages: Tensor = field(repr=False)  # [tokens]
     is_weights: Tensor = field(repr=False)  # [tokens] importance weights, masks included
@@ -44,10 +45,11 @@ class LossInputs:
     num_sequences: int
     entropy: Tensor | None = field(repr=False, default=None)  # [tokens] nats, with gradient
     reference_logprobs: Tensor | None = field(repr=False, default=None)  # [tokens] nats
-    turn_ids: Tensor | None = field(repr=False, default=None)  # [tokens] int64; None: one each
+    # [tokens] int64; None: one turn for each sequence
+    turn_ids: Tensor | None = field(repr=False, default=None)
     kl_weights: Tensor | None = field(repr=False, default=None)  # [tokens] v above; None: 1
-    episode_tokens: Tensor | None = field(repr=False, default=None)  # [sequence] sampled in all
-    # rows of the episode that each is of; None: each is an episode
+    # [sequence] sampled tokens in all rows of the episode; None: each sequence is an episode
+    episode_tokens: Tensor | None = field(repr=False, default=None)
 
     def __post_init__(self) -> None:
         logprobs = (self.new_logprobs, self.anchor_logprobs, self.sampler_logprobs)
@@ -59,10 +61,10 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominator:
-    """What a minibatch's sum over tokens is divided by; counted before anything is masked."""
+    """Divisors of a minibatch's sum over tokens; counted before masking."""
 
     num_tokens: int
-    num_sequences: int  # episodes, of however many rows
+    num_sequences: int  # Number of episodes, independent of their rows.
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1 or self.num_sequences < 1:
@@ -72,25 +74,24 @@ class Denominator:
 def policy_loss(
     inputs: LossInputs, denominator: Denominator, cfg: AlgorithmSection
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss written at the top of this module, and its metrics.
+    """Return the loss of the formula at the top of this module, and its metrics.
 
-    Dividing by counts given from outside, not by this microbatch's own, makes microbatches, and
-    the ranks of a data-parallel learner, add up to the whole.
+    The denominator counts the whole minibatch, not this microbatch. The losses of microbatches and
+    of data-parallel ranks therefore add up to the loss of the whole.
 
     Args:
-        denominator: of the minibatch, over all microbatches and ranks.
+        denominator: counts of the minibatch, over all microbatches and ranks.
 
     Returns:
-        (loss, metrics): scalars. Metrics are sums over tokens / num_tokens, so adding them over
-        microbatches gives the minibatch's mean.
+        (loss, metrics): scalars. Metrics are sums over tokens / num_tokens, so their sum over
+        microbatches is the minibatch's mean.
 
     Raises:
-        ValueError: the entropy or the reference is missing where its coefficient is not 0.
+        ValueError: the entropy or the reference is missing and its coefficient is not 0.
 
-    Source: PPO, arXiv:1707.06347; clip-higher, DAPO, arXiv:2503.14476; dual clip,
-    arXiv:1912.09729; GSPO, arXiv:2507.18071; turn's ratio, GAGPO, arXiv:2605.13217; CISPO,
-    arXiv:2506.13585; constant denominator, Dr. GRPO, arXiv:2503.20783; decoupled
-    anchor, arXiv:2110.00641.
+    Source: PPO, arXiv:1707.06347; clip-higher, DAPO, arXiv:2503.14476; dual clip, arXiv:1912.09729;
+    GSPO, arXiv:2507.18071; turn's ratio, GAGPO, arXiv:2605.13217; CISPO, arXiv:2506.13585; constant
+    denominator, Dr. GRPO, arXiv:2503.20783; decoupled anchor, arXiv:2110.00641.
     """
     surrogate, is_bound = _surrogate(inputs, cfg)
     weights = inputs.is_weights.detach()
@@ -125,7 +126,7 @@ def metric_names(cfg: AlgorithmSection) -> list[str]:
 
 
 def _extra_terms(inputs: LossInputs, cfg: AlgorithmSection) -> list[tuple[str, float, Tensor]]:
-    """Return (name, coefficient in the loss, value [tokens]) of what is added to the surrogate."""
+    """Return (name, coefficient in the loss, value [tokens]) of the terms beside the surrogate."""
     if cfg.entropy_coef != 0 and inputs.entropy is None:
         raise ValueError(f"entropy_coef={cfg.entropy_coef} needs the entropy")
     if cfg.kl_coef != 0 and inputs.reference_logprobs is None:
@@ -147,8 +148,8 @@ def kl_estimate(new_logprobs: Tensor, reference_logprobs: Tensor, kind: KlEstima
     With d = log pi - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
 
     Args:
-        new_logprobs: [tokens] nats, with gradient. As a loss, k1's gradient has mean zero: it
-            measures, but only k2 and k3 pull.
+        new_logprobs: [tokens] nats, with gradient. As a loss, k1 has a gradient of mean zero: it
+            only measures the KL, while k2 and k3 reduce it.
         reference_logprobs: [tokens] nats.
 
     Returns:
@@ -165,7 +166,7 @@ def kl_estimate(new_logprobs: Tensor, reference_logprobs: Tensor, kind: KlEstima
 
 
 def _surrogate(inputs: LossInputs, cfg: AlgorithmSection) -> tuple[Tensor, Tensor]:
-    """Return (f(r, A), whether a bound decides it), both [tokens]."""
+    """Return f(r, A) and whether a bound determines it, both [tokens]."""
     log_r = log_ratio(inputs.new_logprobs, inputs.anchor_logprobs)
     advantages = inputs.advantages
     if cfg.policy_loss is PolicyLoss.CISPO:
@@ -184,7 +185,8 @@ def _surrogate(inputs: LossInputs, cfg: AlgorithmSection) -> tuple[Tensor, Tenso
         mean = mean_over(log_r.detach(), turns)
         log_r = mean + inputs.new_logprobs - inputs.new_logprobs.detach()
     if cfg.policy_loss is PolicyLoss.GSPO:
-        # The value is the sequence's, the gradient each token's own: advantages may differ by turn.
+        # The value belongs to the sequence, the gradient to each token: advantages may differ by
+        # turn.
         mean = sequence_mean(log_r.detach(), inputs.sequence_ids, inputs.num_sequences)
         log_r = mean[inputs.sequence_ids] + inputs.new_logprobs - inputs.new_logprobs.detach()
     ratio = log_r.exp()
@@ -198,7 +200,7 @@ def _surrogate(inputs: LossInputs, cfg: AlgorithmSection) -> tuple[Tensor, Tenso
 
 
 def _token_scale(inputs: LossInputs, denominator: Denominator, cfg: AlgorithmSection) -> Tensor:
-    """Return what each token's term is multiplied by, [tokens]; see `Aggregation`."""
+    """Return the factor of each token's term, [tokens]; see `Aggregation`."""
     ones = torch.ones_like(inputs.advantages)
     if cfg.aggregation is Aggregation.TOKEN:
         return ones / denominator.num_tokens
@@ -220,9 +222,9 @@ def value_loss(
     Args:
         values: [entry] with gradient.
         targets: [entry].
-        old_values: [entry], the critic's before the step.
-        weights: [entry], summing to one over the whole minibatch.
-        clip: 0 means none.
+        old_values: [entry], the critic's values before the step.
+        weights: [entry], with sum one over the whole minibatch.
+        clip: 0 disables clipping.
 
     Source: arXiv:1707.06347; its reference implementation.
     """

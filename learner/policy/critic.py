@@ -1,4 +1,4 @@
-"""The critic of PPO: the value of a state is read where the token that follows is predicted."""
+"""The critic of PPO: the value of a state is read at the token that predicts the next one."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from learner.policy.model import flat_hidden
 
 
 class Critic(nn.Module):
-    """A value head, on the policy's trunk or on a trunk of its own. Starts at zero everywhere."""
+    """A value head on the policy's trunk or on its own trunk. All values start at zero."""
 
     def __init__(self, hidden_size: int, trunk: PreTrainedModel | None) -> None:
         """Make the head; `trunk` is None for a head on the policy."""
@@ -23,10 +23,10 @@ class Critic(nn.Module):
 
     def of_hidden(self, hidden: Tensor) -> Tensor:
         """Return [rows] float32 values of hidden states [rows, hidden]."""
-        return self.head(hidden.float()).sum(-1)  # of one entry; FSDP warns of views
+        return self.head(hidden.float()).sum(-1)  # The sum has one entry; FSDP warns about views.
 
     def hidden(self, tokens: TokenBatch, policy_hidden: Tensor, *, autocast: bool) -> Tensor:
-        """Return the states [batch * seq, hidden] that the head reads: the policy's or its own."""
+        """Return the head's input states [batch * seq, hidden], of the policy or of its trunk."""
         if self.trunk is None:
             return policy_hidden
         return flat_hidden(self.trunk, tokens, autocast=autocast)
@@ -37,10 +37,11 @@ def make_critic(
 ) -> Critic:
     """Return a critic on the policy's device; a trunk without a path starts as `policy_path`.
 
-    If the policy's weights have no memory yet, neither have the trunk's.
+    If the policy's weights have no memory yet, the trunk's have none either.
 
     Args:
-        max_tokens: of the longest sequence that an engine may make; None: the model's own limit.
+        max_tokens: length of the longest sequence that an engine may produce; None: the model's own
+            limit.
     """
     trunk = None
     if cfg.kind is CriticKind.MODEL:

@@ -1,8 +1,8 @@
-"""Forward passes without random numbers: the policy that trains is the function that sampled.
+"""Removes random numbers from forward passes: the trained policy is the function that sampled.
 
 Dropout, layer dropout and router noise all depend on `Module.training`, so every module is in eval
-mode. Gradient checkpointing needs training mode in the layers that it recomputes; there the rates
-of dropout, which are zero since the network was built, keep the pass free of random numbers.
+mode. Gradient checkpointing requires training mode in the layers that it recomputes. Their dropout
+rates are zero since the network was built, so these passes use no random numbers either.
 """
 
 import re
@@ -18,7 +18,7 @@ _RATE = re.compile(r"dropout|pdrop|layerdrop|drop_prob|drop_path|drop_rate")
 def zero_dropout_rates(config: PretrainedConfig) -> None:
     """Set every dropout rate of a configuration and of its sections to zero, whatever its name.
 
-    Call it before the network is built: layers copy the rates into attributes of their own.
+    Call this function before the network is built: layers copy the rates to their own attributes.
     """
     for name, value in list(vars(config).items()):
         if isinstance(value, PretrainedConfig):
@@ -41,7 +41,7 @@ def make_deterministic(network: nn.Module) -> None:
 
 
 def _zero_rates_of(module: Any) -> None:
-    """Set the dropout rates that a module keeps as numbers to zero."""
+    """Set the dropout rates that a module stores as numbers to zero."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         module.p = 0.0
     for name, value in list(vars(module).items()):

@@ -1,4 +1,4 @@
-"""Numbers that are none: weights with them are neither served nor saved."""
+"""Guards against NaN and infinity: such weights are neither published nor saved."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ from common.errors import ConfigError
 class WeightsNotFinite(ConfigError):
     """Weights are NaN or infinite.
 
-    A learner that was started again would come to the same ones, so the run ends: exit code 2.
+    A restarted learner would reach the same weights, so the run ends: exit code 2.
     """
 
     def __init__(self, name: str, what: str) -> None:
-        """Say which tensor it is and what was to be done with it."""
+        """Name the tensor and the operation that was refused."""
         super().__init__(
             f"{name} has numbers that are NaN or infinite; {what}. The newest checkpoint is from"
             " before; a lower learner.lr or learner.max_grad_norm may help"
@@ -21,16 +21,16 @@ class WeightsNotFinite(ConfigError):
 
 
 class TrainingDiverged(ConfigError):
-    """Losses, gradients or weights were not finite, and went on like that.
+    """Losses, gradients or weights were not finite in several steps in a row.
 
-    A learner that was started again would repeat the same steps, so the run ends: exit code 2.
+    A restarted learner would repeat the same steps, so the run ends: exit code 2.
     """
 
 
 @torch.no_grad()
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether all numbers of a tensor are; integers always are. Takes no memory."""
+    """Return whether all numbers of a tensor are finite; integers always are. Takes no memory."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    ends = torch.stack(torch.aminmax(tensor))  # NaN if any number is
+    ends = torch.stack(torch.aminmax(tensor))  # Both ends are NaN if any number is.
     return bool(torch.isfinite(ends).all())

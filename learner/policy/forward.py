@@ -35,21 +35,21 @@ from learner.policy.sharding import device_of, reshard, shard
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_LENGTH = 64  # tokens of a sequence that is computed only to make kernels
+WARM_UP_LENGTH = 64  # Tokens of a sequence whose only purpose is to compile kernels.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Networks:
-    """What a learner computes with, all on the policy's device."""
+    """The networks of a learner, all on the policy's device."""
 
     policy: PreTrainedModel
-    critic: Critic | None = None  # needed by `advantage=ppo`
-    reference: PreTrainedModel | None = None  # frozen; needed if `kl_coef` is not 0
-    is_base_reference: bool = False  # the policy without its adapters is the reference
+    critic: Critic | None = None  # Required by `advantage=ppo`.
+    reference: PreTrainedModel | None = None  # Frozen; required if `kl_coef` is not 0.
+    is_base_reference: bool = False  # True: the reference is the policy without its adapters.
 
     @property
     def device(self) -> torch.device:
-        """Where they compute."""
+        """The compute device of the networks."""
         first = next(self.policy.parameters())
         return device_of(first.device_mesh) if isinstance(first, DTensor) else first.device
 
@@ -60,23 +60,26 @@ class Networks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What a pass found about the scored tokens of a block."""
+    """The results of a pass for the scored tokens of a block."""
 
     logprobs: Tensor = field(repr=False)  # [tokens] float32 nats
     entropy: Tensor | None = field(repr=False, default=None)  # [tokens] float32 nats
     values: Tensor | None = field(repr=False, default=None)  # [tokens] float32
-    end_values: Tensor | None = field(repr=False, default=None)  # [batch] of the last states
+    end_values: Tensor | None = field(repr=False, default=None)  # [batch] values of the last states
 
 
 class Probed(Enum):
-    """What the start check computes beside log-probabilities by the learner's path."""
+    """Additional outputs of the learner's path for the start check."""
 
-    LOGITS = auto()  # log-probabilities by the policy's own forward pass
-    TRUNK = auto()  # states [tokens, hidden] of the critic's own trunk
+    LOGITS = auto()  # Log-probabilities by the policy's own forward pass.
+    TRUNK = auto()  # States [tokens, hidden] of the critic's own trunk.
 
 
 class _Trained(nn.Module):
-    """A policy and perhaps its critic as one module: if sharded, they are whole while it runs."""
+    """A policy and its optional critic as one module.
+
+    Sharded weights are whole during its forward pass.
+    """
 
     def __init__(self, policy: PreTrainedModel, critic: Critic | None) -> None:
         super().__init__()
@@ -92,10 +95,10 @@ class _Trained(nn.Module):
         with_values: bool,
         probed: Probed | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Return the fields of `Scores` in order; a plain tuple, which FSDP looks through.
+        """Return the fields of `Scores` in order, as a plain tuple that FSDP can traverse.
 
         Args:
-            probed: what the start check computes instead, in the place of the log-probabilities.
+            probed: output for the start check, which replaces the log-probabilities.
         """
         policy, critic = self.policy, self.critic
         if probed is Probed.LOGITS:
@@ -116,7 +119,7 @@ class _Trained(nn.Module):
 
 
 class Passes:
-    """The networks of a learner behind one call."""
+    """The networks of a learner behind one interface."""
 
     def __init__(
         self,
@@ -127,13 +130,13 @@ class Passes:
         engine_dtype: str,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """Hold the networks, settle their attention, and shard them in place over `mesh`.
+        """Store the networks, settle their attention, and shard them in place over `mesh`.
 
         Args:
-            temperature: the sampler's.
-            engine_dtype: of `model.dtype`.
+            temperature: temperature of the sampler.
+            engine_dtype: value of `model.dtype`.
 
-        Raises: ConfigError: they cannot be computed as the configuration says.
+        Raises: ConfigError: the networks do not support the configuration.
         """
         self._cfg = cfg
         self._max_tokens = cfg.max_tokens_per_microbatch
@@ -144,7 +147,8 @@ class Passes:
         present = self._present()
         self.is_packed = self._use_layout(cfg.layout)
         fit = f"blocks of {self._max_tokens} tokens"
-        self.is_cold = cfg.compile and compile_parts(present, fit=fit) > 0  # no kernels are made
+        # True until the kernels are compiled.
+        self.is_cold = cfg.compile and compile_parts(present, fit=fit) > 0
         self._is_base_reference = networks.is_base_reference
         self.scoring = Scoring(
             chunk_tokens=cfg.logprob_chunk_tokens,
@@ -167,14 +171,15 @@ class Passes:
     def check_start(self, *, may_pad: bool) -> None:
         """Compare the scores of all networks with those of their own forward passes.
 
-        All ranks call it at once, when the weights are loaded.
+        All ranks call this method together after the weights are loaded.
 
         Args:
-            may_pad: sequences that see each other when packed are padded instead.
+            may_pad: switch to padding if packed sequences attend to each other.
 
-        Raises: ConfigError: scores differ by more than rounding; both are named.
+        Raises: ConfigError: scores differ by more than rounding; names both scores.
         """
-        with torch.compiler.set_stance("force_eager"):  # `warm_up` makes the kernels, and checks
+        # `warm_up` compiles the kernels and repeats the check.
+        with torch.compiler.set_stance("force_eager"):
             try:
                 self._check_networks()
             except NeighboursDiffer as error:
@@ -210,7 +215,7 @@ class Passes:
     def score(
         self, tokens: TokenBatch, *, with_entropy: bool = False, with_values: bool = False
     ) -> Scores:
-        """Return log-probabilities of a block and, if asked for, entropies and values."""
+        """Return log-probabilities of a block and, if requested, entropies and values."""
         found = self._trained(
             tokens, self.scoring, with_entropy=with_entropy, with_values=with_values
         )
@@ -221,11 +226,11 @@ class Passes:
 
     @naming_compiler()
     def warm_up(self) -> None:
-        """Make the compiled kernels, once. A full block comes first: they are fitted to it.
+        """Compile the kernels, once. The first block is full, so that the kernels fit this size.
 
-        A size of one has kernels of its own: a sequence alone where they are padded, and the token
-        of a rank that waits for others' blocks. Scores by the kernels are compared with those of
-        the networks' own forward passes.
+        A size of one has its own kernels. It occurs for a single padded sequence, and for the token
+        of a rank that waits for the blocks of other ranks. The scores of the kernels are then
+        compared with those of the networks' own forward passes.
 
         Raises: ConfigError: the compiler fails, or scores differ.
         """
@@ -251,7 +256,7 @@ class Passes:
 
     @torch.no_grad()
     def score_by_reference(self, tokens: TokenBatch) -> Tensor | None:
-        """Return the reference's [tokens] float32 nats, None if there is no reference."""
+        """Return the reference's logprobs, [tokens] float32 nats, None without a reference."""
         if self._is_base_reference:
             with adapters_off(self._trained):
                 return self._logprobs(self._trained, tokens, self.scoring)
@@ -283,7 +288,8 @@ class Passes:
         """Return log p(answer | prompt) at temperature 1, [answer, prompt] float32 on the CPU.
 
         Args:
-            prompts, answers: each [seq] integer token ids. Packed, a prompt is computed once.
+            prompts, answers: each [seq] integer token ids. The packed layout computes a prompt
+                once.
         """
         num, how = len(answers), replace(self.scoring, temperature=1.0)
         pairs = [(prompt, answer) for prompt in prompts for answer in answers]
@@ -320,7 +326,7 @@ class Passes:
 
 
 def _by_own_attention(trunk: nn.Module, score: Score) -> Score:
-    """Return a score that is computed by transformers' own attention."""
+    """Return a score function that uses transformers' own attention."""
 
     def scored(tokens: TokenBatch) -> Tensor:
         with own_attention(trunk):

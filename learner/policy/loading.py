@@ -1,4 +1,4 @@
-"""Loading shard by shard: networks are made without memory, cut, and each rank reads its part."""
+"""Loads networks in shards: made without memory, sharded, then filled by each rank."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ META = torch.device("meta")
 
 
 def is_unloaded(network: nn.Module) -> bool:
-    """Return whether some of its weights have a shape and no memory yet."""
+    """Return whether some weights have a shape but no memory yet."""
     return any(parameter.is_meta for parameter in network.parameters())
 
 
@@ -34,15 +34,16 @@ def load_network(
 ) -> PreTrainedModel:
     """Return the network at `path`, whole or without memory for its weights.
 
-    Its passes draw no random numbers, and a sequence's states do not depend on its neighbours'
-    lengths.
+    Its passes draw no random numbers. The states of a sequence do not depend on the lengths of its
+    neighbours.
 
     Args:
-        auto_class: AutoModelForCausalLM or another of transformers.
-        is_skeleton: only constant buffers, which no file has, are real.
-        max_tokens: of the longest sequence that an engine may make; None: the model's own limit.
+        auto_class: AutoModelForCausalLM or another auto class of transformers.
+        is_skeleton: only constant buffers, which are not in the files, have memory.
+        max_tokens: length of the longest sequence that an engine may produce; None: the model's own
+            limit.
 
-    Raises: ConfigError: its rotary embedding cannot be that of the engine.
+    Raises: ConfigError: its rotary embedding cannot match the engine's.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     zero_dropout_rates(config)
@@ -57,25 +58,26 @@ def load_network(
 
 
 def _skeleton(auto_class: Any, config: Any, how: dict[str, Any]) -> PreTrainedModel:
-    """Return a network whose weights have no memory; its constant buffers are real."""
+    """Return a network whose weights have no memory; its constant buffers have values."""
     with META:
         model = auto_class.from_config(config, **how)
     for owner in model.modules():
         constants = [name for name, each in owner.named_buffers(recurse=False) if each.is_meta]
-        fresh = type(owner)(model.config) if constants else None  # rotary embeddings: not saved
+        fresh = type(owner)(model.config) if constants else None  # Rotary embeddings are not saved.
         for name in constants:
             setattr(owner, name, getattr(fresh, name))
     return model
 
 
 def give_memory(network: nn.Module, device: torch.device) -> None:
-    """Give weights without memory some, on each rank for its part; they are to be filled."""
+    """Allocate memory for weights without it, on each rank for its shard, without values."""
     network._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
 
 
 def take_memory(network: nn.Module) -> None:
-    """Leave weights that are not trained without memory; `give_memory` is the way back."""
-    taken: dict[int, nn.Parameter] = {}  # by parameter, of which layers may share one
+    """Remove the memory of weights that are not trained; `give_memory` restores it."""
+    # Parameters without memory by original; layers may share one.
+    taken: dict[int, nn.Parameter] = {}
     for owner in network.modules():
         for name, each in owner.named_parameters(recurse=False):
             if not each.requires_grad:
@@ -84,11 +86,12 @@ def take_memory(network: nn.Module) -> None:
 
 
 def fill(network: PreTrainedModel, path: str) -> None:
-    """Read the weights of a network, perhaps a sharded one, from the safetensors files at `path`.
+    """Read a network's weights, sharded or not, from the safetensors files at `path`.
 
-    Each rank reads the rows that it keeps: nobody ever has the whole in memory. Adapters stay.
+    Each rank reads only its own rows, so no process ever holds the whole weights. Adapters do not
+    change.
 
-    Raises: ConfigError: a weight is in none of the files, or of another shape.
+    Raises: ConfigError: a weight is missing in the files, or has another shape.
     """
     with ExitStack() as opened:
         files: dict[str, Any] = {}
@@ -110,18 +113,18 @@ def fill(network: PreTrainedModel, path: str) -> None:
 
 
 def _rows(found: Any, tensor: Tensor) -> Tensor:
-    """Return what this rank keeps of a tensor on disk: FSDP cuts along the first axis."""
+    """Return this rank's rows of a tensor on disk: FSDP shards along the first axis."""
     if not isinstance(tensor, DTensor):
         return found[:]
     size, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
-    num_rows = -(-tensor.shape[0] // size)  # as torch.chunk
+    num_rows = -(-tensor.shape[0] // size)  # As in torch.chunk.
     return found[rank * num_rows : min((rank + 1) * num_rows, tensor.shape[0])]
 
 
 def _tensors(network: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield each weight once with the names that it may have in a file.
+    """Yield each weight once with its possible names in a file.
 
-    Files of a causal language model name the trunk's weights with its prefix before them.
+    Files of a causal language model add a prefix to the names of the trunk's weights.
     """
     prefix = network.base_model_prefix
     names: dict[int, list[str]] = {}

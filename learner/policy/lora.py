@@ -1,6 +1,6 @@
 """Low-rank adapters beside frozen layers: the model computes W x + alpha / rank * B A x.
 
-Source: LoRA, arXiv:2106.09685; the layers are peft's, put into the model in place.
+Source: LoRA, arXiv:2106.09685; the layers are peft's, inserted into the model in place.
 """
 
 import copy
@@ -18,24 +18,24 @@ from transformers import PreTrainedModel
 from common.config.compute import LoraSection
 from common.errors import ConfigError
 
-ADAPTER = "default"  # peft's name of the only one
+ADAPTER = "default"  # Name of the single adapter in peft.
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _COMPARED = ("r", "lora_alpha", "target_modules", "base_model_name_or_path")
-_PREFIX = "base_model.model."  # of the names in peft's files
-_BASE = ".base_layer."  # in the name of a layer that has an adapter beside it
+_PREFIX = "base_model.model."  # Prefix of the names in peft's files.
+_BASE = ".base_layer."  # Part of the name of a layer with an adapter.
 
 
 def add_adapters(model: PreTrainedModel, cfg: LoraSection, *, base_path: str) -> None:
-    """Freeze a model and put fp32 adapters, which change nothing yet, beside its linear layers.
+    """Freeze a model and add fp32 adapters, initially without effect, to its linear layers.
 
-    There is no dropout: the policy that trains must be the function that sampled.
+    There is no dropout: the trained policy must be the function that sampled.
 
     Args:
-        base_path: of the frozen weights, for the adapter's configuration file.
+        base_path: path of the frozen weights, for the adapter's configuration file.
 
-    Raises: ConfigError: a target is no linear layer of this model, or its head.
+    Raises: ConfigError: a target is not a linear layer of this model, or is its head.
     """
-    from peft import LoraConfig, inject_adapter_in_model  # takes seconds to import
+    from peft import LoraConfig, inject_adapter_in_model  # The import takes seconds.
 
     settings = LoraConfig(
         r=cfg.rank,
@@ -51,11 +51,12 @@ def add_adapters(model: PreTrainedModel, cfg: LoraSection, *, base_path: str) ->
         if is_adapter:
             parameter.data = parameter.data.float()
     for _, layer in _adapted(model):
-        layer.cast_input_dtype_enabled = False  # autocast casts; else a copy in fp32 of each input
+        # Autocast casts; otherwise each input would have a copy in fp32.
+        layer.cast_input_dtype_enabled = False
 
 
 def check_targets(model: PreTrainedModel, cfg: LoraSection) -> set[str]:
-    """Return the last names of the layers that get adapters.
+    """Return the last part of the names of the layers that get adapters.
 
     Raises: ConfigError: the model has no such layer.
     """
@@ -82,12 +83,12 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def has_adapters(model: object) -> bool:
-    """Return whether only adapters of this model are trained."""
+    """Return whether this model trains only adapters."""
     return bool(getattr(model, "peft_config", None))
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state of a module without what is frozen beside adapters; live tensors."""
+    """Return the live state of a module without the weights that are frozen beside adapters."""
     state = model.state_dict(keep_vars=True)
     is_adapted = has_adapters(model)
     return {name: each for name, each in state.items() if each.requires_grad or not is_adapted}
@@ -95,7 +96,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Let the model be its base for a while, exactly: the adapters' share is multiplied by 0."""
+    """Disable the adapters within the context, exactly: their share is multiplied by 0."""
     layers = [layer for _, layer in _adapted(model)]
     try:
         for layer in layers:
@@ -107,22 +108,22 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in peft's files, tensor or this rank's part of it) of the adapters, live."""
+    """Yield (name in peft's files, live tensor or this rank's shard) of the adapters."""
     for name, tensor in trained_state(model).items():
         yield _PREFIX + name.replace(f".{ADAPTER}.", "."), tensor.detach()
 
 
 def load_adapter(model: nn.Module, folder: Path) -> None:
-    """Set the adapters of a model to those that `save_adapter` wrote."""
+    """Load the adapters that `save_adapter` wrote."""
     saved = load_file(folder / ADAPTER_TENSORS)
     for name, tensor in adapter_tensors(model):
         tensor.copy_(saved[name])
 
 
 def check_resumable(folder: Path, model: PreTrainedModel, cfg: LoraSection) -> None:
-    """Return if a checkpoint goes on as this model: both have the same adapters, or none.
+    """Check that a checkpoint fits this model: both have the same adapters, or none.
 
-    Raises: ConfigError: what is different.
+    Raises: ConfigError: names the difference.
     """
     file = folder / ADAPTER_CONFIG
     saved: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -145,9 +146,9 @@ def _config_of(model: PreTrainedModel) -> Any:
 
 
 def merged_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (transformers name, tensor) of a model's state with the adapters added to its layers.
+    """Yield (transformers name, tensor) of a model's state with merged adapters.
 
-    Those are in fp32: in bf16 a small change of a weight would be rounded away.
+    Merged weights are in fp32: bf16 would round small changes away.
     """
     scales = {f"{name}.": layer.scaling[ADAPTER] for name, layer in _adapted(model)}
     for name, tensor in state.items():

@@ -19,17 +19,17 @@ from learner.policy.determinism import make_deterministic
 from learner.policy.loading import META, give_memory, load_network, take_memory
 from learner.policy.lora import adapter_tensors, add_adapters, has_adapters
 
-# Settings of other families that change the logits after the head, which is applied here.
+# Settings that change the logits after the head; the learner supports none of them.
 UNSUPPORTED_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
-HEAD_TOKENS = 8  # that a network computes when it is loaded, to compare its logits
-# Shares of the largest logit by which two computations of a logit may differ.
+HEAD_TOKENS = 8  # Number of tokens in the check of the head after loading.
+# Limits of the difference of two logits, as fractions of the largest logit.
 FP32_ROUNDING = 1e-3
 BF16_ROUNDING = 3e-2
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the torch device that `learner.device` means."""
+    """Return the torch device of `learner.device`."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
@@ -48,19 +48,20 @@ def load_policy(
 ) -> PreTrainedModel:
     """Return the causal language model at `path` with fp32 master weights, ready to train.
 
-    Its passes draw no random numbers: the policy that trains must be the function that sampled.
+    Its passes draw no random numbers: the trained policy must be the function that sampled.
 
     Args:
         path: transformers checkpoint directory; never a name to download.
-        lora: of a rank above 0: what is trained are adapters, which are new.
-        base_dtype: of frozen weights.
-        is_frozen: nothing is trained.
-        is_skeleton: what is in files gets memory when it is cut, see `policy/loading.py`.
-        max_tokens: of the longest sequence that an engine may make; None: the model's own limit.
+        lora: with a rank above 0, only new adapters are trained.
+        base_dtype: dtype of frozen weights.
+        is_frozen: no weight is trained.
+        is_skeleton: stored weights get memory after sharding, see `policy/loading.py`.
+        max_tokens: length of the longest sequence that an engine may produce; None: the model's own
+            limit.
 
     Raises:
-        ConfigError: there is no such directory, the model changes its logits after the head, or
-            its rotary embedding cannot be that of the engine.
+        ConfigError: the directory is missing, the model changes its logits after the head, or its
+            rotary embedding cannot match the engine's.
     """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path={path!r}: no config.json in there")
@@ -78,7 +79,7 @@ def load_policy(
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ConfigError(f"model.path={path!r}: {name} is not supported")
     if lora.rank:
-        if is_skeleton:  # never touched: peft makes adapters where their base is
+        if is_skeleton:  # The memory is never used: peft puts adapters on the device of their base.
             give_memory(model, torch.device("cpu"))
         add_adapters(model, lora, base_path=path)
         if is_skeleton:
@@ -87,17 +88,18 @@ def load_policy(
         model.requires_grad_(False)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    make_deterministic(model)  # adapters and the layers of gradient checkpointing are new
+    make_deterministic(model)  # Adapters and the layers of gradient checkpointing are new.
     if not is_skeleton:
-        nn.Module.to(model, torch.device(device))  # in place; its own wrapper hides the type
+        # This moves the model in place; the wrapper in transformers hides the type.
+        nn.Module.to(model, torch.device(device))
         check_head(model, path)
     return model
 
 
 def make_bare(path: str) -> PreTrainedModel:
-    """Return the network of the configuration at `path`, with shapes and no weights.
+    """Return the network of the configuration at `path`, with shapes but without weights.
 
-    Raises: ConfigError: transformers knows no such network.
+    Raises: ConfigError: transformers has no such network.
     """
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -109,9 +111,9 @@ def make_bare(path: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, path: str) -> None:
-    """Compare a network's logits with those of its head alone, which is how tokens are scored.
+    """Compare a network's logits with those of its head alone, as used for scoring.
 
-    Raises: ConfigError: the network changes its logits behind the head, or its states before it.
+    Raises: ConfigError: the network changes its logits after the head, or its states before it.
     """
     ids = torch.arange(HEAD_TOKENS, device=model.device) * 7919 % vocabulary_size(model)
     head = model.get_output_embeddings()
@@ -136,16 +138,17 @@ def check_head(model: PreTrainedModel, path: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """How tokens are scored.
+    """Settings for scoring tokens.
 
-    An engine in bf16 rounds its logits, and rounding them alike halves the disagreement of
+    A bf16 engine rounds its logits. Equal rounding in the learner halves the difference of
     log-probabilities (0.0046 against 0.0105 nats on average). Log-softmax is always fp32.
     """
 
-    chunk_tokens: int  # rows of the vocabulary projection that are alive at once
-    autocast: bool  # bf16 compute over fp32 weights
-    temperature: float = 1.0  # of sampling; logits are divided by it, as the sampler did
-    head_dtype: torch.dtype = torch.bfloat16  # with autocast, of the projection: the engine's
+    chunk_tokens: int  # Rows of the vocabulary projection in memory at once.
+    autocast: bool  # True: compute in bf16 over fp32 weights.
+    temperature: float = 1.0  # Sampling temperature; logits are divided by it, as in the sampler.
+    # Dtype of the projection under autocast: that of the engine.
+    head_dtype: torch.dtype = torch.bfloat16
 
 
 def token_logprobs(model: PreTrainedModel, tokens: TokenBatch, how: Scoring) -> Tensor:
@@ -171,14 +174,15 @@ def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tenso
 def hidden_logprobs(
     model: PreTrainedModel, hidden: Tensor, target_ids: Tensor, how: Scoring, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ([tokens], [tokens] or None): log-probabilities and entropies, in float32 nats.
+    """Return log-probabilities [tokens] and entropies ([tokens] or None), in float32 nats.
 
-    They are those of `token_logprobs`, from the hidden states [tokens, hidden] that predict them.
-    Only positions that predict a scored token are projected to the vocabulary, `chunk_tokens` at
-    a time, and each chunk is computed again in the backward pass: [tokens, vocab] never exists.
+    The log-probabilities equal those of `token_logprobs`; `hidden` [tokens, hidden] predicts the
+    targets. Only positions that predict a scored token are projected to the vocabulary,
+    `chunk_tokens` at a time. Each chunk is computed again in the backward pass: [tokens, vocab]
+    never exists.
     """
     head = model.get_output_embeddings()
-    assert head is not None  # every causal language model has one
+    assert head is not None  # Every causal language model has a head.
     dtype = how.head_dtype if how.autocast else torch.float32
     weight = head.weight.to(dtype)  # [vocab, hidden]; cast once, not per chunk
     bias = None if getattr(head, "bias", None) is None else head.bias.to(dtype)
@@ -186,7 +190,7 @@ def hidden_logprobs(
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
     num_rows, chunk_tokens = hidden.shape[0], how.chunk_tokens
-    for start in range(0, max(num_rows, 1), chunk_tokens):  # no rows: one empty chunk
+    for start in range(0, max(num_rows, 1), chunk_tokens):  # Without rows there is one empty chunk.
         rows = hidden[start : start + chunk_tokens].to(dtype)
         targets = target_ids[start : start + chunk_tokens]
         args = (rows, weight, bias, targets, how.temperature, with_entropy)
@@ -216,9 +220,9 @@ def _score_rows(
 
 
 def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, live tensor or this rank's part) of what engines need of a version.
+    """Yield (name, live tensor or this rank's shard) of the weights that engines need.
 
-    Those are adapters, if there are any, beside what engines have; else all, tied ones once.
+    These are the adapters if the model has any, otherwise all weights, tied ones once.
     """
     if has_adapters(model):
         yield from adapter_tensors(model)
@@ -231,14 +235,15 @@ def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor of all ranks' parts. If it has parts, all ranks must call this."""
+    """Return the whole tensor of all ranks' shards. If it is sharded, all ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Return the rows of the embedding: token ids are below it."""
+    """Return the number of embedding rows, an upper bound of the token ids."""
     embedding = model.get_input_embeddings()
-    assert isinstance(embedding, nn.Embedding)  # every causal language model of transformers
+    # Every causal language model of transformers has one.
+    assert isinstance(embedding, nn.Embedding)
     return embedding.num_embeddings
 
 

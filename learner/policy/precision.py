@@ -1,6 +1,6 @@
-"""In which arithmetic the learner computes: bf16 over fp32 master weights, or fp32 throughout.
+"""The learner's arithmetic: bf16 over fp32 master weights, or fp32 throughout.
 
-CPUs without units for bf16 emulate it, and are slower than in fp32.
+CPUs without bf16 units emulate it, which is slower than fp32.
 """
 
 from functools import cache
@@ -13,21 +13,21 @@ from common.config.learning import LearnerSection
 
 
 def uses_bf16(learner: LearnerSection, device: torch.device) -> bool:
-    """Return whether to compute in bf16; what was left at auto follows the rule."""
+    """Return whether to compute in bf16; auto follows the rule."""
     if learner.precision is Precision.AUTO:
         return precision_by_rule(device.type) is Precision.BF16
     return learner.precision is Precision.BF16
 
 
 def frozen_dtype(learner: LearnerSection, device: torch.device) -> torch.dtype:
-    """Return in what weights that are not trained are kept: on GPUs in what is computed with."""
+    """Return the dtype of frozen weights: on GPUs the dtype of the computation."""
     is_bf16 = device.type == "cuda" and uses_bf16(learner, device)
     return torch.bfloat16 if is_bf16 else torch.float32
 
 
 @cache
 def precision_by_rule(device_type: str) -> Precision:
-    """Return bf16 where the device has units for it, the same on every start."""
+    """Return bf16 if the device has units for it; the result is the same on every start."""
     if device_type == "cuda":
         has_units = torch.cuda.is_bf16_supported(including_emulation=False)
     else:

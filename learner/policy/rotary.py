@@ -1,7 +1,7 @@
 """Rotary embeddings whose frequencies do not depend on the other sequences of a block.
 
-Transformers chooses the frequencies of `longrope` and `dynamic` by the longest position of a block,
-so a sequence would be scored differently beside a longer one. vLLM chooses them once, by
+Transformers chooses the frequencies of `longrope` and `dynamic` by the longest position of a block.
+The score of a sequence would therefore change beside a longer one. vLLM chooses them once, by
 `max_model_len`. This module fixes them by the same rule.
 """
 
@@ -22,10 +22,10 @@ def fix_rotary(model: PreTrainedModel, path: str, *, max_tokens: int | None) -> 
     """Fix the frequencies of all rotary embeddings of a network, in place.
 
     Args:
-        max_tokens: of the longest sequence that an engine may make (`actor.max_model_len`). None:
-            the model's own limit, as in vLLM.
+        max_tokens: length of the longest sequence that an engine may produce
+            (`actor.max_model_len`). None: the model's own limit, as in vLLM.
 
-    Raises: ConfigError: the frequencies cannot be those of the engine.
+    Raises: ConfigError: the frequencies cannot match the engine's.
     """
     for module in model.modules():
         for layer_type, kind in _kinds(module):
@@ -41,7 +41,7 @@ def fix_rotary(model: PreTrainedModel, path: str, *, max_tokens: int | None) -> 
 
 
 def _kinds(module: nn.Module) -> Iterator[tuple[str | None, str]]:
-    """Yield (layer type, rope type) of a rotary embedding; the layer type is None if all share."""
+    """Yield (layer type, rope type) of a rotary embedding; layer type None means all layers."""
     found: Any = getattr(module, "rope_type", None)
     if isinstance(found, str):
         yield None, found
@@ -70,7 +70,7 @@ def _fix_long(
 
 
 def _check_dynamic(config: Any, *, most: int, path: str) -> None:
-    """Raises: ConfigError: sequences may exceed the length from which frequencies change."""
+    """Check that sequences are too short to change frequencies. Raises: ConfigError."""
     limit = int(config.max_position_embeddings)
     if most > limit:
         raise ConfigError(

@@ -1,9 +1,10 @@
-"""The start check: the learner's log-probabilities are those of the network's own forward pass.
+"""The start check: compares the learner's log-probabilities with the network's own.
 
-A few fixed sequences are scored in four ways: by the network's plain forward pass, each alone; by
-the learner's path, alone; by the same path in one block; and in that block once more. All four must
-agree within rounding. The check needs no list of families, so it finds random numbers in a pass,
-logits that change behind the head, and sequences of a block that see each other.
+A few fixed sequences are scored in four ways: by the network's plain forward pass, one by one; by
+the learner's path, one by one; by the same path in one block; and in that block a second time. All
+four scores must agree within rounding. The check needs no list of model families. It detects random
+numbers in a pass, logits that change after the head, and sequences that attend to each other within
+a block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,35 +23,36 @@ from common.errors import ConfigError
 from learner.batch.batching import TokenBatch, collate_tokens
 from learner.policy.model import Scoring, token_logprobs, vocabulary_size
 
-LENGTHS = (24, 44, 33, 37)  # tokens of the scored sequences
-PREFIX = 12  # tokens that the last two sequences share
-READ_FRAC = 0.5  # of a sequence, at its end, is scored; the rest is only read
+LENGTHS = (24, 44, 33, 37)  # Tokens of the scored sequences.
+PREFIX = 12  # Tokens that the last two sequences share.
+READ_FRAC = 0.5  # Fraction of a sequence, at its end, that is scored; the rest is only read.
 
-# Largest difference of two fp32 scores, as a share of their mean size.
+# Largest difference of two fp32 scores, as a fraction of their mean size.
 MAX_FP32 = 2e-4
-# Mean difference of two scores in bf16, as a share of their mean size.
+# Mean difference of two bf16 scores, as a fraction of their mean size.
 MAX_BF16 = 2e-2
 
 Score = Callable[[TokenBatch], Tensor]  # [tokens] nats or [tokens, hidden] states
 
 
 class ScoresDiffer(ConfigError):
-    """The learner's scores are not those of the network; a restart would find the same."""
+    """The learner's scores differ from the network's; a restart would find the same difference."""
 
 
 class NeighboursDiffer(ScoresDiffer):
-    """A sequence is scored differently in a block of several."""
+    """The score of a sequence changes in a block of several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The sequences of a check, and how they are laid out."""
+    """The sequences of a check, and their layout."""
 
-    name: str  # of the network's class
+    name: str  # Class name of the network.
     sequences: Sequence[np.ndarray] = field(repr=False)  # each [seq] int64 token ids
     device: torch.device
     is_packed: bool
-    shares_prefix: bool = False  # packed: the last two sequences lie behind one copy of their start
+    # In the packed layout the last two sequences share one copy of their prefix.
+    shares_prefix: bool = False
     is_bf16: bool
 
     def alone(self, index: int, *, is_packed: bool) -> TokenBatch:
@@ -101,7 +103,7 @@ def make_probe(
 
 
 def arithmetics(network: nn.Module, how: Scoring) -> list[Scoring]:
-    """Return how a check scores: in fp32, where the weights allow it, and as configured."""
+    """Return the scoring settings of a check: fp32 if the weights allow it, and as configured."""
     own = replace(how, temperature=1.0)
     weights = list(network.parameters())
     is_fp32 = all(each.dtype == torch.float32 for each in weights)
@@ -137,8 +139,8 @@ def check_scores(probe: Probe, own: Score, plain: Score) -> None:
         plain: scores a padded block of one sequence by the network's forward pass.
 
     Raises:
-        ScoresDiffer: two scorings of one block differ, or a sequence alone differs.
-        NeighboursDiffer: only a sequence in the block differs.
+        ScoresDiffer: two scorings of one block differ, or the scores of a single sequence differ.
+        NeighboursDiffer: scores differ only in a block of several sequences.
     """
     with torch.compiler.set_stance("force_eager"):
         expected = [plain(probe.alone(i, is_packed=False)) for i in range(len(probe.sequences))]
@@ -171,7 +173,7 @@ def check_scores(probe: Probe, own: Score, plain: Score) -> None:
 
 @torch.no_grad()
 def packing_difference(probe: Probe, packed: Score, padded: Score) -> str:
-    """Return the two scores that differ most between packed and padded; "" if none does.
+    """Return the two scores with the largest packed-to-padded difference; "" if all agree.
 
     Args:
         packed: scores the packed block of all sequences.
@@ -182,10 +184,10 @@ def packing_difference(probe: Probe, packed: Score, padded: Score) -> str:
 
 
 def _difference(found: Tensor, expected: Tensor, probe: Probe) -> str:
-    """Return the two scores that differ most, "" if all agree within rounding."""
+    """Return the two scores that differ most; "" if all agree within rounding."""
     ours = found.double().flatten()
     theirs = expected.double().flatten()
-    gaps = (ours - theirs).abs().nan_to_num(0.0, posinf=0.0)  # other guards find NaN
+    gaps = (ours - theirs).abs().nan_to_num(0.0, posinf=0.0)  # Other checks detect NaN.
     size = theirs.nan_to_num(0.0, posinf=0.0, neginf=0.0).abs().mean().item()
     gap = (gaps.mean() if probe.is_bf16 else gaps.max()).item()
     if gap <= size * (MAX_BF16 if probe.is_bf16 else MAX_FP32):
@@ -206,7 +208,7 @@ def plain_logprobs(model: PreTrainedModel, tokens: TokenBatch, *, autocast: bool
 
 @contextmanager
 def own_attention(network: nn.Module) -> Iterator[None]:
-    """Let the transformers in a network compute attention by transformers' own code for a while."""
+    """Use transformers' own attention in the network's transformers within the context."""
     models = [each for each in network.modules() if isinstance(each, PreTrainedModel)]
     before = [each.config._attn_implementation for each in models]
     for model, name in zip(models, before, strict=True):

@@ -1,4 +1,4 @@
-"""Sharded networks: every rank keeps a part of each weight, of its gradient and of its moments.
+"""Sharded networks: every rank keeps a shard of each weight, its gradient and its moments.
 
 Source: FSDP2, `torch.distributed.fsdp.fully_shard`.
 """
@@ -21,7 +21,7 @@ from learner.policy.loading import give_memory
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return where this rank of a mesh computes."""
+    """Return the compute device of this rank of a mesh."""
     is_cuda = mesh.device_type == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
 
@@ -31,21 +31,21 @@ def shard(
 ) -> None:
     """Shard a network in place, block by block. Gradients are summed over the ranks, in fp32.
 
-    Weights that had no memory get it now, for this rank's part alone. Call it before the optimizer
-    is made.
+    Weights without memory get memory for this rank's shard only. The optimizer must be made after
+    this call.
 
     Args:
-        is_offloaded: this rank's parts, and with them gradients and moments, lie in host memory.
+        is_offloaded: this rank's shards, gradients and moments are in host memory.
 
-    What lies outside the blocks (embedding, last norm, head) is one more unit: whole from the
-    network's forward to the end of its backward pass, so that the head's weight may be used a chunk
-    at a time.
+    The layers outside the blocks (embedding, last norm, head) form one more unit. It is whole from
+    the network's forward pass to the end of its backward pass, so that the head's weight can be
+    used chunk by chunk.
     """
     exact = MixedPrecisionPolicy()
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     modules = list(network.modules())
     names = {name for each in modules for name in getattr(each, "_no_split_modules", None) or ()}
-    heads = [each.head for each in modules if isinstance(each, Critic)]  # compute in fp32
+    heads = [each.head for each in modules if isinstance(each, Critic)]  # Heads compute in fp32.
     blocks = [each for each in modules if type(each).__name__ in names]
     kept = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for module in [*heads, *blocks, network]:
@@ -58,11 +58,11 @@ def shard(
         )
         sharded = cast(FSDPModule, made)
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other way to sum
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo supports no other sum.
     give_memory(network, torch.device("cpu") if is_offloaded else device_of(mesh))
 
 
 def reshard(network: nn.Module) -> None:
-    """Let go of whole weights after a pass without gradient: the next step would not renew them."""
+    """Free the whole weights after a pass without gradient: the next step would not update them."""
     if isinstance(network, FSDPModule):
         network.reshard()

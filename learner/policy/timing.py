@@ -1,8 +1,8 @@
-"""Where a machine offers several ways of computing the same, a short timing decides once a run.
+"""Chooses the fastest compute configuration of a machine by a short timing, once per run.
 
-Timed are the arithmetic, the layout of sequences and the kernels of attention, on a CPU. Their
-numbers differ by rounding; a way whose log-probabilities are further from the plain one's than
-`learner.max_canary_delta` is not taken.
+On a CPU the timing compares the arithmetic, the layout of sequences and the attention kernels.
+Their results differ by rounding. A configuration is rejected if its log-probabilities differ from
+the plain one's by more than `learner.max_canary_delta`.
 """
 
 import logging
@@ -31,11 +31,12 @@ logger = logging.getLogger(__name__)
 
 _REMEDY = "remove it, and this start chooses anew: steps that are repeated may differ by rounding"
 
-BUDGET_S = 0.1  # of measured time of a stage, after one pass of each kind to warm up
-PATIENCE_S = 1.0  # a first round longer than this is that of a large model, and tells enough
-MARGIN = 1.2  # what is not faster by more than this is noise
-LENGTHS = (1.0, 0.75, 0.5)  # of the timed sequences, as shares of the longest
-MIN_TOKENS, MAX_TOKENS = 96, 384  # of the longest; fewer cost about the same in all ways
+BUDGET_S = 0.1  # Measured time of a stage in seconds, after one warm-up pass of each configuration.
+PATIENCE_S = 1.0  # Seconds of a first round above which the model is large and one round suffices.
+MARGIN = 1.2  # A smaller speedup than this factor counts as noise.
+LENGTHS = (1.0, 0.75, 0.5)  # Lengths of the timed sequences, as fractions of the longest.
+# Limits of the longest length; shorter sequences cost about the same in all configurations.
+MIN_TOKENS, MAX_TOKENS = 96, 384
 
 
 _CHOICES: dict[str, Any] = {"precision": Precision, "layout": Layout, "attention": Attention}
@@ -43,7 +44,7 @@ _CHOICES: dict[str, Any] = {"precision": Precision, "layout": Layout, "attention
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way of computing a pass."""
+    """A compute configuration of a pass."""
 
     precision: Precision
     layout: Layout
@@ -55,7 +56,7 @@ class Way:
 
     @property
     def is_plainer(self) -> tuple[bool, bool, bool]:
-        """Order ways, the plainest first."""
+        """The sort key of configurations; the plainest one comes first."""
         return (
             self.precision is Precision.BF16,
             self.layout is Layout.PACKED,
@@ -65,7 +66,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What a forward and backward pass took, and said."""
+    """The duration and the log-probabilities of a forward and backward pass."""
 
     seconds: float
     logprobs: Tensor = field(repr=False)  # [tokens] nats
@@ -84,19 +85,19 @@ def settle_ways(
     num_cores: int,
     measure: Measure | None = None,
 ) -> LearnerSection:
-    """Return the section without an auto, and write what took its place to `file`.
+    """Return the section without auto values, and write the chosen values to `file`.
 
-    A run that goes on keeps what its first start has found: other ways would change the numbers
-    of steps that are repeated. One that must be repeatable goes by the rules alone.
+    A resumed run keeps the values of its first start: other configurations would change the numbers
+    of repeated steps. A run that must be repeatable uses only the rules.
 
     Args:
-        max_seq_tokens: of an episode; a quarter of it is timed.
-        num_cores: that nobody else needs.
+        max_seq_tokens: longest sequence of an episode; a quarter of it is timed.
+        num_cores: cores that no other process needs.
     """
     is_open = {name: getattr(learner, name).value == "auto" for name in _CHOICES}
     is_open["num_threads"] = learner.num_threads == 0
     if file.exists():
-        # A run of a version that did not choose: padded, by the kernels of the rule.
+        # A run of a version without this choice was padded and used the rule's kernels.
         earlier = settled(replace(learner, layout=Layout.PADDED, num_threads=1))
         earlier["attention"] = attention_by_rule(pick_device(learner.device).type).value
         kept = earlier | read_json(file, {}, remedy=_REMEDY)
@@ -111,7 +112,8 @@ def settle_ways(
     way, num_threads = way_by_rule(learner, model), max(1, learner.num_threads)
     is_open["layout"] &= not packing_problem(model)
     is_cpu = pick_device(learner.device).type == "cpu"
-    if is_cpu and not is_repeatable and not is_unloaded(model):  # what is cut later cannot be timed
+    # A network that is sharded later cannot be timed.
+    if is_cpu and not is_repeatable and not is_unloaded(model):
         num_tokens = int(min(max(max_seq_tokens / 4, MIN_TOKENS), MAX_TOKENS))
         timer = measure or (lambda model, ways: time_ways(model, ways, num_tokens=num_tokens))
         for stage in (_precisions, _kernels):
@@ -136,13 +138,13 @@ def settle_ways(
 
 
 def settled(learner: LearnerSection) -> dict[str, Any]:
-    """Return for JSON what has been settled, for other ranks and later starts."""
+    """Return the settled values for JSON, for other ranks and later starts."""
     plain = {name: getattr(learner, name).value for name in _CHOICES}
     return plain | {"num_threads": learner.num_threads}
 
 
 def with_settled(learner: LearnerSection, plain: Mapping[str, Any]) -> LearnerSection:
-    """Return the section with what another rank has settled."""
+    """Return the section with the values that another rank has settled."""
     found = {name: kind(plain[name]) for name, kind in _CHOICES.items()}
     return replace(learner, **found, num_threads=int(plain["num_threads"]))
 
@@ -152,7 +154,7 @@ def _shown(plain: Mapping[str, Any], is_open: Mapping[str, bool]) -> str:
 
 
 def way_by_rule(learner: LearnerSection, model: PreTrainedModel) -> Way:
-    """Return what is configured, and for auto what the device's rules say."""
+    """Return the configured values, and the device's rules in place of auto."""
     device_type = pick_device(learner.device).type
     precision, layout, attention = learner.precision, learner.layout, learner.attention
     if precision is Precision.AUTO:
@@ -177,11 +179,12 @@ def _kernels(way: Way, is_open: Mapping[str, bool]) -> list[Way]:
 
 
 def fastest(timed: Mapping[Way, Timed], *, rule: Way, max_delta: float) -> Way:
-    """Return the fastest way, or the rule's if it is about as fast, among those that agree.
+    """Return the fastest configuration that agrees; the rule's if it is about as fast.
 
     Args:
-        max_delta: mean |difference| of log-probabilities from the plainest way's, nats, and per nat
-            of theirs: the timed tokens are unlikely ones, of which rounding changes more.
+        max_delta: largest mean |difference| of log-probabilities from the plainest configuration,
+            in nats. It grows with the mean |log-probability| above 1 nat: the timed tokens are
+            unlikely, so rounding changes them more.
     """
     plainest = timed[min(timed, key=lambda way: way.is_plainer)].logprobs
     max_delta *= max(1.0, plainest.abs().mean().item())
@@ -200,11 +203,11 @@ def fastest(timed: Mapping[Way, Timed], *, rule: Way, max_delta: float) -> Way:
 def time_ways(
     model: PreTrainedModel, ways: Sequence[Way], *, num_tokens: int, budget_s: float = BUDGET_S
 ) -> dict[Way, Timed]:
-    """Return what small passes of this model cost here, in CPU seconds of one thread.
+    """Return the cost of small passes of this model, in CPU seconds of one thread.
 
-    Not of the clock, and of one thread: the other roles start at the same time, and threads that
-    wait for one another spin. The first pass of each kind makes the kernels, and counts only for
-    a model so large that they do not matter.
+    The timing uses CPU time and one thread because the other roles start at the same time, and
+    threads that wait for one another spin. The first pass of each configuration compiles the
+    kernels. It counts only for a large model, in which this time is negligible.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -262,7 +265,7 @@ def _tokens(model: PreTrainedModel, way: Way, num_tokens: int) -> TokenBatch:
 
 
 def best_threads(model: PreTrainedModel, way: Way, num_cores: int, *, num_tokens: int) -> int:
-    """Return the number of threads, doubled while that helps by more than noise, by the clock."""
+    """Return the number of threads, doubled while wall-clock time improves by more than noise."""
     before = torch.get_num_threads()
     best, best_s, num = 1, float("inf"), 1
     try:

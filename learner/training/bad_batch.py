@@ -1,4 +1,4 @@
-"""Keeps the batch of a step whose loss was not finite, to be looked at afterwards."""
+"""Stores the batch of a step whose loss was not finite, for inspection."""
 
 import json
 import logging
@@ -11,13 +11,13 @@ from learner.batch.batching import Sample
 
 logger = logging.getLogger(__name__)
 
-KEPT = 5  # batches; a run that goes on failing must not fill the disk
+KEPT = 5  # Largest number of stored batches: a run that keeps failing must not fill the disk.
 
 
 def dump_batch(run_root: Path, version: int, samples: Sequence[Sample]) -> Path | None:
     """Write a batch to `bad_batches/version-<v>/` of a run; None if there are `KEPT` already.
 
-    `samples.jsonl` names each episode with its reward; `<row>.npz` holds its arrays.
+    `samples.jsonl` lists each episode with its reward; `<row>.npz` holds its arrays.
     """
     folder = run_root / "bad_batches" / f"version-{version}"
     if folder.exists() or len(list(folder.parent.glob("version-*"))) >= KEPT:

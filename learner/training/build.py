@@ -1,4 +1,4 @@
-"""Makes the trainer of a learner: the same on every rank."""
+"""Builds the trainer of a learner, in the same way on every rank."""
 
 import logging
 from pathlib import Path
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 def load_start(
     cfg: RunConfig, checkpoint: Path | None, device: torch.device
 ) -> tuple[PreTrainedModel, str]:
-    """Return the policy to go on with and where it came from: the checkpoint, or `model.path`."""
+    """Return the policy to train and its source: the checkpoint, or `model.path`."""
     if device.type == "cpu":
         torch.set_num_threads(max(1, cfg.learner.num_threads))
-    elif cfg.learner.offload is Offload.OPTIMIZER:  # updates are the CPU's
+    elif cfg.learner.offload is Offload.OPTIMIZER:  # The CPU computes the updates.
         own_cores = num_cores() // cfg.learner.num_ranks
         torch.set_num_threads(cfg.learner.num_threads or max(1, own_cores))
     torch.manual_seed(cfg.run.seed)
@@ -48,13 +48,13 @@ def load_start(
 
 
 def start_path(cfg: RunConfig, checkpoint: Path | None) -> str:
-    """Return where the policy's weights are: in the checkpoint, unless it has adapters alone."""
+    """Return the path of the policy's weights: the checkpoint, unless it has only adapters."""
     is_whole = checkpoint is not None and not (checkpoint / ADAPTER_CONFIG).exists()
     return str(checkpoint) if is_whole else cfg.model.path
 
 
 def is_sharded(learner: LearnerSection) -> bool:
-    """Return whether the learner's weights are cut, and read part by part."""
+    """Return whether the learner's weights are sharded, and loaded shard by shard."""
     return learner.num_ranks > 1 or learner.offload is Offload.OPTIMIZER
 
 
@@ -66,12 +66,12 @@ def make_trainer(
     may_pad: bool = False,
     **links: Any,
 ) -> tuple[Trainer, int]:
-    """Return the trainer of a model and the version it stands at; `links` are `Trainer`'s own.
+    """Return the trainer of a model and its version; `links` are arguments of `Trainer`.
 
     Args:
-        may_pad: sequences that see each other when packed are padded instead.
+        may_pad: switch to padding if packed sequences attend to each other.
 
-    Raises: ConfigError: the learner's scores are not those of the networks.
+    Raises: ConfigError: the learner's scores differ from those of the networks.
     """
     settings = TrainerSettings(
         learner=cfg.learner,
@@ -113,9 +113,9 @@ def make_trainer(
 
 
 def _reference(cfg: RunConfig, model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the frozen reference policy; it is loaded only if the objective uses it.
+    """Return the frozen reference policy, None if the objective does not use one.
 
-    None, too, if it is what the policy is without its adapters.
+    The result is also None if the reference is the policy without its adapters.
     """
     path = cfg.algorithm.reference_path
     if cfg.algorithm.kl_coef == 0 or (cfg.learner.lora.rank and path in ("", cfg.model.path)):
@@ -133,7 +133,7 @@ def _reference(cfg: RunConfig, model: PreTrainedModel) -> PreTrainedModel | None
 
 
 def _fill(cfg: RunConfig, networks: Networks, start: str) -> None:
-    """Read this rank's part of the weights that have memory now, but no values yet."""
+    """Load this rank's shard of weights that have memory, but no values yet."""
     fill(networks.policy, start)
     if networks.reference is not None:
         fill(networks.reference, cfg.algorithm.reference_path or cfg.model.path)

@@ -1,4 +1,4 @@
-"""Checkpoints: the trainer's tensors, beside them the policy as a model directory, a marker."""
+"""Checkpoints: the trainer's tensors, the policy as a model directory, and a marker."""
 
 import json
 import logging
@@ -23,17 +23,18 @@ from learner.training.state import read_weights
 
 logger = logging.getLogger(__name__)
 
-_MARKER = "COMPLETE"  # written last; a folder without it is the remains of a crash
-_VALUES = "trainer.json"  # what is no tensor
-TENSORS = "state"  # the folder of the others, by torch.distributed.checkpoint
-_ASIDE = ".old"  # suffix of a checkpoint while another of the same version takes its place
-_NAME = re.compile(r"step-(\d+)(\.old)?")  # what is named otherwise is the user's
-RETRY_S = 10.0  # after a disk was full
-STALL_FRAC, WRITING_FRAC = 0.01, 0.05  # of the time, at most, for what only shortens a recovery
+_MARKER = "COMPLETE"  # Written last; a folder without a marker is the remains of a crash.
+_VALUES = "trainer.json"  # Values that are not tensors.
+TENSORS = "state"  # Folder of the tensors, written by torch.distributed.checkpoint.
+_ASIDE = ".old"  # Suffix of a checkpoint while another one of the same version replaces it.
+_NAME = re.compile(r"step-(\d+)(\.old)?")  # Folders with other names belong to the user.
+RETRY_S = 10.0  # Seconds until the next try after a full disk.
+# Largest fractions of the time for temporary checkpoints: training paused, files written.
+STALL_FRAC, WRITING_FRAC = 0.01, 0.05
 
 
 class Saved(Protocol):
-    """A trainer, as far as a checkpoint is concerned."""
+    """The methods of a trainer that a checkpoint uses."""
 
     def save(self, folder: Path) -> Future[Any]: ...
 
@@ -43,7 +44,7 @@ class Saved(Protocol):
 def newest_checkpoint(root: Path) -> Path | None:
     """Return the newest complete checkpoint below `root`, None if there is none.
 
-    One that was set aside counts, if its replacement never came.
+    A checkpoint that was set aside counts if its replacement is missing.
 
     Raises: ConfigError: its marker is damaged; names the file.
     """
@@ -59,7 +60,7 @@ def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
 
 
 def _complete(root: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first by number."""
+    """Return the complete checkpoints, oldest version first."""
     ours = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.exists() else []
     return sorted((path for path in ours if (path / _MARKER).exists()), key=_age)
 
@@ -71,7 +72,7 @@ def _age(folder: Path) -> tuple[int, bool]:
 
 
 def check_marker(folder: Path) -> None:
-    """Return if the marker of a checkpoint is that of its version. Raises: ConfigError."""
+    """Check that the marker of a checkpoint has the folder's version. Raises: ConfigError."""
     path = folder / _MARKER
     remedy = f"move {folder} away, and the run goes on from the checkpoint before it"
     version = read_json(path, {"version": int}, remedy=remedy)["version"]
@@ -81,17 +82,17 @@ def check_marker(folder: Path) -> None:
 
 
 def _is_passing(folder: Path) -> bool:
-    """Return whether a checkpoint only shortens a recovery, until the next one."""
+    """Return whether a checkpoint is temporary: the next checkpoint replaces it."""
     try:
         return json.loads((folder / _MARKER).read_text(encoding="utf-8")).get("is_passing", False)
     except (OSError, ValueError):
-        return False  # damaged: whoever restores from it says so
+        return False  # A restore from this checkpoint reports the damage.
 
 
 def load_values(folder: Path) -> dict[str, Any]:
-    """Return what a checkpoint says beside its tensors: "version", and the trainer's values.
+    """Return the values of a checkpoint beside its tensors: "version" and the trainer's values.
 
-    Raises: ConfigError: the folder is no complete checkpoint, one of an older product, or damaged.
+    Raises: ConfigError: the folder is incomplete, damaged, or from an older product version.
     """
     if not (folder / _MARKER).exists():
         raise ConfigError(f"{folder} is no complete checkpoint")
@@ -105,14 +106,15 @@ def load_values(folder: Path) -> dict[str, Any]:
 
 
 class Checkpoints:
-    """Saves every so many steps or seconds beside training, keeps the newest few.
+    """Saves every few steps or seconds during training, and keeps the newest checkpoints.
 
     Example (every 25 steps, the newest 3): after step 100 there are step-50, step-75 and step-100.
-    Where it costs next to nothing there is one more, a few seconds old, for whoever has to go on
-    after a death; the next takes its place.
-    Training stands still while its state is copied; a thread writes the copies, then the plain
-    model folder, then the marker. Whatever ends before that leaves a folder that nobody reads.
-    The next checkpoint waits for this one.
+    If saving costs almost nothing, there is also a temporary checkpoint, a few seconds old. It
+    shortens the recovery after a crash, and the next checkpoint replaces it.
+
+    Training pauses while its state is copied. A thread then writes the copies, the plain model
+    folder and the marker, in this order. A crash before the marker leaves a folder that is never
+    read. The next checkpoint waits for the current one.
     """
 
     def __init__(self, root: Path, cfg: LearnerSection) -> None:
@@ -120,12 +122,13 @@ class Checkpoints:
         self._cfg = cfg
         self._saved_at = time.monotonic()
         self._saved_version = -1
-        self._stood_s = self._took_s = 0.0  # that the last one cost
-        self._retry_at: float | None = None  # after a disk that was full
+        # Seconds that the last checkpoint paused training, and took in total.
+        self._stood_s = self._took_s = 0.0
+        self._retry_at: float | None = None  # Time of the next try after a full disk.
         self._writing: Future[float | None] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         root.mkdir(parents=True, exist_ok=True)
-        for path in root.glob(".step-*.partial"):  # what a crash has left
+        for path in root.glob(".step-*.partial"):  # Remains of a crash.
             shutil.rmtree(path, ignore_errors=True)
 
     @property
@@ -148,7 +151,7 @@ class Checkpoints:
         return by_step or age_s >= self._cfg.checkpoint_every_s
 
     def save(self, version: int, *, model: Any, tokenizer: Any, trainer: Saved) -> Path:
-        """Begin to write a checkpoint and return its folder-to-be, once training may go on."""
+        """Begin to write a checkpoint; return its later folder once training may continue."""
         folder = self._folder(version)
         if version == self._saved_version:
             return folder
@@ -191,15 +194,15 @@ class Checkpoints:
         return folder
 
     def has(self, version: int) -> bool:
-        """Return whether a version is saved, or being saved."""
+        """Return whether a version is saved or being saved."""
         return version == self._saved_version
 
     def _give_up(self, partial: Path, error: BaseException) -> None:
-        """Leave a checkpoint that there is no room for; it is due again soon.
+        """Abandon a checkpoint that does not fit on the disk, and schedule a retry.
 
-        Nothing is lost meanwhile: the steps since the last one are repeated from the journal.
+        No data is lost: a restart repeats the steps since the last checkpoint from the journal.
 
-        Raises: the error, if it is another.
+        Raises: the error itself, if it has another cause.
         """
         if not is_no_room(error):
             raise error
@@ -211,9 +214,9 @@ class Checkpoints:
         )
 
     def poll(self) -> float | None:
-        """Return how many seconds a checkpoint took that is whole since the last call, or None.
+        """Return the seconds that a checkpoint completed since the last call took, or None.
 
-        Raises: what kept it from being written, but for a disk that is full.
+        Raises: the error that prevented the write, except a full disk.
         """
         if self._writing is None or not self._writing.done():
             return None
@@ -221,9 +224,9 @@ class Checkpoints:
         return took_s
 
     def wait(self) -> None:
-        """Wait until nothing is being written; `poll` tells how it went.
+        """Wait until no checkpoint is being written; `poll` returns the result.
 
-        Raises: as `poll`; LongstrideError: it is not whole in time.
+        Raises: as `poll`; LongstrideError: the write exceeded its time limit.
         """
         if self._writing is None:
             return
@@ -239,7 +242,7 @@ class Checkpoints:
             _remove(aside)
             folder.rename(aside)
         partial.rename(folder)
-        sync_folder(self._root)  # else a power cut may take the new name back
+        sync_folder(self._root)  # Without the sync, a power cut may undo the rename.
 
     def _folder(self, version: int) -> Path:
         return self._root / f"step-{version:06d}"
@@ -258,7 +261,7 @@ class Checkpoints:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder; one that is half removed by a crash is no checkpoint any more."""
+    """Remove a folder; after a crash in between, the rest does not count as a checkpoint."""
     if folder.is_dir():
         gone = folder.with_name(f".{folder.name.strip('.')}.removed.partial")
         shutil.rmtree(gone, ignore_errors=True)
@@ -267,7 +270,7 @@ def _remove(folder: Path) -> None:
 
 
 def _export(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Write the policy as transformers or peft reads it, from the tensors that are on disk."""
+    """Write the policy in the format of transformers or peft, from the tensors on disk."""
     state = dict(read_weights(folder / TENSORS, "model"))
     if has_adapters(model):
         save_adapter(folder, model, state)

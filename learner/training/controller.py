@@ -1,10 +1,15 @@
-"""Reacts to data that is too far from the policy: bounded, logged, each reaction switchable.
+"""Reacts to batches that are too far off-policy: bounded, logged, each reaction switchable.
 
-Example (defaults): ESS 0.8 -> learning rate x 0.89. ESS 0.6 -> x 0.67, and the gate lets actors be
-half as many steps ahead (8, 4, 2, 1, 0). ESS 0.4 -> nothing is learnt from this batch, the gate
-closes and the next batch must have lag 0. Twenty steps above 0.9 -> it opens by one again, as in
-congestion control (Chiu and Jain, 1989). Clipped tokens teach nothing, and keep the sample size up:
-more than a tenth of them before a batch's first update -> the gate halves likewise.
+Example with the default settings:
+- ESS 0.8: the learning rate is multiplied by 0.89.
+- ESS 0.6: the learning rate is multiplied by 0.67. The dispatch gate halves the number of steps
+  that actors may be ahead (8, 4, 2, 1, 0).
+- ESS 0.4: the batch is skipped and the gate closes. The next batch must have lag 0.
+- ESS above 0.9 for twenty steps: the gate opens by one step, as in congestion control (Chiu and
+  Jain, 1989).
+
+Clipped tokens have no gradient but keep the ESS high. If more than a tenth of the tokens are
+clipped before a batch's first update, the gate halves, too.
 """
 
 import logging
@@ -16,26 +21,26 @@ from common.config.learning import ControllerSection
 
 logger = logging.getLogger(__name__)
 
-TINY = 1e-30  # what a mean weight is divided by at least
+TINY = 1e-30  # Lower bound of a mean weight in a division.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    lr_scale: float  # (0, 1]
-    is_skipped: bool  # learn nothing from it, and take only fresh data next
-    max_ahead_steps: int  # what the dispatch gate is to allow from now on
+    lr_scale: float  # Factor of the learning rate, (0, 1].
+    is_skipped: bool  # True: the batch is skipped, and the next one must be fresh.
+    max_ahead_steps: int  # New limit of the dispatch gate.
 
 
 class Controller:
-    """Decides once per batch. Deterministic: the same batches lead to the same decisions."""
+    """Decides once per batch. Deterministic: equal batches lead to equal decisions."""
 
     def __init__(self, cfg: ControllerSection, *, max_ahead_steps: int) -> None:
-        """Start with an open gate; `max_ahead_steps` is never exceeded."""
+        """Start with an open gate; `max_ahead_steps` is its upper limit."""
         self._cfg = cfg
         self._most_ahead = max_ahead_steps
-        self.max_ahead_steps = max_ahead_steps  # what the dispatch gate may allow now
-        self._num_good = 0  # steps above the target since the gate last moved
-        self._num_skips = 0  # in a row
+        self.max_ahead_steps = max_ahead_steps  # Current limit of the dispatch gate.
+        self._num_good = 0  # Steps above the target since the last change of the gate.
+        self._num_skips = 0  # Skipped batches in a row.
 
     def decide(
         self,
@@ -48,18 +53,18 @@ class Controller:
         must_train: bool = False,
         must_skip: bool = False,
     ) -> Decision:
-        """Return what to do with a batch and remember it.
+        """Return the decision on a batch and update the controller's state.
 
         Args:
-            version: that the batch would improve; for the log.
-            ess_frac: effective sample size over tokens, (0, 1]; NaN: the policy is broken, which is
-                not for this class: the batch is trained on, and its updates are refused.
-            weight_mean: of pi / mu over tokens. Where all ratios shrink alike, as of a policy that
-                has left, the effective sample size stays 1 and this falls.
-            masked_frac: tokens that the correction masks, [0, 1].
-            clipped_frac: tokens that the surrogate's bound decides before the first update, [0, 1].
-            must_train: do not skip it: it was decided so before.
-            must_skip: skip it: it was decided so before.
+            version: version of the policy before the update, for the log.
+            ess_frac: effective sample size over tokens, (0, 1]. NaN: the policy is broken. The
+                controller then lets the trainer continue, and the trainer refuses the updates.
+            weight_mean: mean of pi / mu over tokens. If all ratios shrink equally, as with a
+                diverged policy, the effective sample size stays 1 but this mean falls.
+            masked_frac: fraction of tokens that the correction masks, [0, 1].
+            clipped_frac: fraction of tokens at the surrogate's bound before the first update.
+            must_train: do not skip the batch: the step log records it as trained.
+            must_skip: skip the batch: the step log records it as skipped.
         """
         cfg = self._cfg
         if not math.isfinite(ess_frac * weight_mean):
@@ -126,7 +131,7 @@ class Controller:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to decide alike."""
+        """Return the state that a resumed run needs to make the same decisions."""
         return {
             "ahead": self.max_ahead_steps,
             "num_good": self._num_good,

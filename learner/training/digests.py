@@ -1,5 +1,5 @@
-"""Digests of what each stage of a training step worked on: where two computations part ways."""
-# torch's type stubs know nothing of numpy's element types:
+"""Digests of the stages of a training step: they locate where two computations diverge."""
+# torch's type stubs lack numpy's element types:
 # pyright: reportUnknownMemberType=false
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,26 +18,26 @@ from learner.training.ranks import Ranks
 from learner.training.state import local_part
 
 _ARRAYS = [each.name for each in fields(Trajectory) if "ndarray" in str(each.type)]
-SHORT = 8  # hexadecimal digits of what is only to be told apart
+SHORT = 8  # Hexadecimal digits of a short digest, enough to detect a difference.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDigests:
-    """The stages of one batch in order; the first that differs is where a difference began."""
+    """The digests of one batch by stage; the first difference locates where two runs diverge."""
 
-    episodes: list[str]  # of each sample: what the journal says of it
-    advantages: str  # of all tokens; with a critic its targets, too
-    minibatches: str  # which samples make which update
-    gradient: list[str]  # of each update, over all ranks, before it is clipped
-    controller: str  # its decision, and its state after it
-    weights: str  # those that are trained, of policy and critic, after the step
+    episodes: list[str]  # Digest of each sample's episode as journaled.
+    advantages: str  # Advantages of all tokens; with a critic also its value targets.
+    minibatches: str  # Assignment of samples to updates.
+    gradient: list[str]  # Gradient of each update over all ranks, before clipping.
+    controller: str  # The controller's decision and its state afterwards.
+    weights: str  # Trained weights of policy and critic after the step.
 
 
 def first_difference(was: StepDigests, now: StepDigests, names: Sequence[str]) -> str:
-    """Return the first stage in which two computations of a batch differ, in words; "" if none.
+    """Describe the first stage in which two computations of a batch differ; "" if none differs.
 
     Args:
-        names: of the episodes, in the batch's order.
+        names: episode names in the batch's order.
     """
     if was.episodes != now.episodes:
         pairs = zip(names, was.episodes, now.episodes, strict=False)
@@ -62,26 +62,27 @@ def first_difference(was: StepDigests, now: StepDigests, names: Sequence[str]) -
 
 
 class Digester:
-    """Takes the digests of one batch after the other, on every rank.
+    """Computes the digests of one batch after another, on every rank.
 
-    Example: begin -> prepared -> gradient, once for each update -> finish.
+    Call order: `begin`, `prepared`, `gradient` once for each update, `finish`.
     """
 
     def __init__(self, ranks: Ranks, modules: Mapping[str, nn.Module]) -> None:
-        """Watch what is trained: `modules` by their names in a checkpoint."""
+        """Select the trained weights of `modules`, which are keyed by names in a checkpoint."""
         self._ranks = ranks
         self._modules = modules
         self._episodes: list[str] = []
         self._advantages = self._minibatches = ""
-        self._gradients: list[Tensor] = []  # [2] int64 each, of this rank
+        # Digests [2] int64 of this rank's gradients, one for each update.
+        self._gradients: list[Tensor] = []
 
     def begin(self, samples: Sequence[Sample]) -> None:
-        """Take the samples of a batch as they came."""
+        """Digest the samples of a batch as received."""
         self._episodes = [_of_episode(sample.trajectory) for sample in samples]
         self._gradients = []
 
     def prepared(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]]) -> None:
-        """Take the samples with their final advantages, and the minibatches of all epochs."""
+        """Digest the samples' final advantages and the minibatches of all epochs."""
         hashed = xxhash.xxh3_64()
         for sample in samples:
             hashed.update(sample.token_advantages().tobytes())
@@ -91,11 +92,11 @@ class Digester:
         self._minibatches = _of_text(str([list(part) for part in parts]))
 
     def gradient(self) -> None:
-        """Take the gradient of one update."""
+        """Digest the gradient of one update."""
         self._gradients.append(_of_tensors(self._all_gradients()))
 
     def finish(self, controller: str) -> StepDigests:
-        """Return the digests of the batch; all ranks call this together."""
+        """Return the digests of the batch; all ranks must call this method together."""
         *gradients, weights = self._whole([*self._gradients, _of_tensors(self._weights())])
         return StepDigests(
             episodes=self._episodes,
@@ -107,10 +108,10 @@ class Digester:
         )
 
     def standing(self, frozen: Iterable[nn.Module]) -> tuple[str, str]:
-        """Return the checksums of what is trained, and of what is not; all ranks together.
+        """Return the checksums of trained and of frozen weights; all ranks must call it together.
 
         Args:
-            frozen: networks whose weights, but for those that are trained, are the second.
+            frozen: networks whose untrained weights make the second checksum.
         """
         own = {id(tensor) for tensor in self._weights()}
         others = (t for network in frozen for t in network.state_dict(keep_vars=True).values())
@@ -119,7 +120,7 @@ class Digester:
         return trained, rest
 
     def _weights(self) -> Iterator[Tensor]:
-        """Yield what is trained, tied weights once."""
+        """Yield the trained tensors, tied weights once."""
         found = (t for module in self._modules.values() for t in trained_state(module).values())
         yield from {id(tensor): tensor for tensor in found}.values()
 
@@ -130,7 +131,7 @@ class Digester:
                     yield parameter.grad
 
     def _whole(self, own: list[Tensor]) -> list[str]:
-        """Return digests of all ranks' parts as text."""
+        """Combine the digests of all ranks and return them as hexadecimal text."""
         of_all = torch.zeros(self._ranks.size, len(own), 2, dtype=torch.int64)
         of_all[self._ranks.index] = torch.stack(own)
         of_all = self._ranks.sum(of_all)
@@ -147,12 +148,13 @@ def _of_text(text: str) -> str:
 def _of_episode(trajectory: Trajectory) -> str:
     t = trajectory
     numbers = (t.episode_id, t.env, t.reward, t.num_turns, t.num_invalid_actions)
-    if t.start_score:  # absent in earlier journals
+    if t.start_score:  # Earlier journals have no start score.
         numbers = (*numbers, t.start_score)
     hashed = xxhash.xxh3_64(repr(numbers).encode())
     for name in _ARRAYS:
         value: np.ndarray | None = getattr(t, name)
-        if value is not None and value.size:  # what later versions add is empty in earlier journals
+        # Arrays of later versions are empty in earlier journals.
+        if value is not None and value.size:
             hashed.update(name.encode())
             hashed.update(value.tobytes())
     return hashed.hexdigest()[:SHORT]

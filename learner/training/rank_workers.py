@@ -40,30 +40,32 @@ from learner.weights.source import LiveWeights
 logger = logging.getLogger(__name__)
 
 READY = b"ready"
-LOAD_S = 900.0  # until every rank must have loaded its model
-STOP_S = 5.0  # until a process that may leave by itself must have
+LOAD_S = 900.0  # Time limit for all ranks to load their models, in seconds.
+STOP_S = 5.0  # Time limit for a process to exit by itself, in seconds.
 
 
 class _Worker(NamedTuple):
     rank: int
     process: BaseProcess
     pipe: Connection
-    publish_pipe: Connection  # for the publisher's thread: which part of the weights to serve
+    publish_pipe: Connection  # Carries the publisher's requests for parts of the weights.
 
 
 class RankWorkers:
-    """Ranks 1 and up, as rank 0 sees them; nobody where `learner.num_ranks` is 1.
+    """Rank 0's handles of ranks 1 and up; empty if `learner.num_ranks` is 1.
 
-    Example (3 ranks): both processes load the model, say so on their pipes, and are told how
-    to compute and to meet rank 0 in a group. `announce` names an order on every pipe and broadcasts
-    what belongs to it, such as a batch; all three then make the same updates, each from its share
-    of the samples and to its third of the weights. Between orders a process waits at its pipe,
-    which closes when rank 0 ends, whatever ended it. If a process dies, `check` or rank 0's next
-    sum raises, the learner ends, and its supervisor starts it with new ranks from the checkpoint.
+    Example (3 ranks): both processes load the model and send `READY` on their pipes. They receive
+    the settled compute settings and join rank 0 in a process group. `announce` sends an order on
+    every pipe and broadcasts its payload, such as a batch. All three ranks then make the same
+    updates: each computes its share of the samples and updates its third of the weights.
+
+    Between orders a process waits on its pipe, which closes when rank 0 ends for any reason. If a
+    process ends, `check` or rank 0's next sum raises. The learner then ends, and the supervisor
+    restarts it with new ranks from the checkpoint.
     """
 
     def __init__(self, cfg: RunConfig, checkpoint: Path | None) -> None:
-        """Start the processes. They load what rank 0 loads: `checkpoint`, or `model.path`."""
+        """Start the processes. They load `checkpoint` or `model.path`, like rank 0."""
         self._cfg = cfg
         self._ranks = Ranks()
         self._workers: list[_Worker] = []
@@ -79,7 +81,7 @@ class RankWorkers:
                 f"learner.num_ranks={num_ranks} from learner.device={cfg.learner.device}: {needed}"
                 f" CUDA devices are needed, and {has} are visible"
             )
-        meeting = Path(tempfile.mkdtemp(prefix="learner-ranks-"))  # ours alone, on this host
+        meeting = Path(tempfile.mkdtemp(prefix="learner-ranks-"))  # A private folder on this host.
         self._meeting = meeting
         context = multiprocessing.get_context("spawn")
         for rank in range(1, num_ranks):
@@ -97,7 +99,7 @@ class RankWorkers:
             self._workers.append(_Worker(rank, process, ours, asking))
 
     def wait_loaded(self) -> None:
-        """Wait for all to have loaded. Raises: LongstrideError: one ended, or was not in time."""
+        """Wait until all ranks have loaded. Raises: LongstrideError: a rank ended or timed out."""
         deadline = time.monotonic() + LOAD_S
         for worker in self._workers:
             remaining_s = max(0.0, deadline - time.monotonic())
@@ -108,12 +110,12 @@ class RankWorkers:
                 )
             if worker.pipe in found:
                 self._read_ready(worker)
-            else:  # it is ending, and has an exit code only when it has ended
+            else:  # An ending process has no exit code before it has ended.
                 worker.process.join(STOP_S)
             self.check()
 
     def join(self, learner: LearnerSection) -> Ranks:
-        """Return the ranks with this process as rank 0; all compute as it has settled."""
+        """Return the ranks with this process as rank 0; all use its settled compute settings."""
         if self._meeting is None:
             return self._ranks
         for worker in self._workers:
@@ -123,7 +125,7 @@ class RankWorkers:
         return self._ranks
 
     def announce(self, order: Order) -> None:
-        """Let the other ranks do what this one does now. Raises: LongstrideError: one is gone."""
+        """Send an order to the other ranks. Raises: LongstrideError: a rank ended."""
         self.check()
         header = json.dumps([*order[:-1], len(order.payload)])
         for worker in self._workers:
@@ -133,9 +135,9 @@ class RankWorkers:
                 self._ranks.send(order.payload)
 
     def ask_for_part(self, request: bytes) -> None:
-        """Let the other ranks serve a part of the weights. For the publisher's thread.
+        """Request a part of the weights from the other ranks. For the publisher's thread.
 
-        Raises: LongstrideError: one is gone.
+        Raises: LongstrideError: a rank ended.
         """
         for worker in self._workers:
             try:
@@ -158,7 +160,7 @@ class RankWorkers:
             raise LongstrideError(f"learner rank {worker.rank} is gone: {error}") from error
 
     def check(self) -> None:
-        """Return if all are alive. Raises: LongstrideError: which one is not."""
+        """Check that all ranks are alive. Raises: LongstrideError: names the rank that ended."""
         for worker in self._workers:
             code = worker.process.exitcode
             if code is not None:
@@ -168,7 +170,7 @@ class RankWorkers:
                 )
 
     def stop(self) -> None:
-        """End them: closed pipes, and a kill for whoever does not leave in time."""
+        """End all ranks: close their pipes, and kill each process that does not exit in time."""
         if self._meeting is None:
             return
         deadline = time.monotonic() + STOP_S
@@ -188,9 +190,9 @@ class RankWorkers:
 
 
 def _meet(cfg: RunConfig, rank: int, meeting: Path, device: torch.device) -> Ranks:
-    """Return the group of all ranks; they find each other in a folder. Raises: LongstrideError."""
+    """Return the group of all ranks, which meet in a folder. Raises: LongstrideError."""
     num_ranks = cfg.learner.num_ranks
-    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(loopback())  # all on this host
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(loopback())  # All ranks run on this host.
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     try:
@@ -203,7 +205,7 @@ def _meet(cfg: RunConfig, rank: int, meeting: Path, device: torch.device) -> Ran
         )
         mesh = init_device_mesh(device.type, (num_ranks,))
         group = dist.new_group()
-        assert isinstance(group, dist.ProcessGroup)  # of which this rank is a member
+        assert isinstance(group, dist.ProcessGroup)  # This rank is a member of the group.
         return Ranks(mesh, publish_group=group)
     except RuntimeError as error:
         raise LongstrideError(
@@ -219,9 +221,10 @@ def _serve_rank(
     pipe: Connection,
     publish_pipe: Connection,
 ) -> None:
-    """Be a rank: load, meet the others, make rank 0's updates until it closes the pipe."""
+    """Run one rank: load, join the group, repeat rank 0's updates until its pipe closes."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 is told, and it saves before it leaves
+        # Rank 0 handles the signal, and saves before it exits.
+        signal.signal(number, signal.SIG_IGN)
     configure_logging(f"learner-{rank}", cfg.log.level)
     tell_stacks()
     device = pick_device(cfg.learner.device)
@@ -231,7 +234,7 @@ def _serve_rank(
         model, _ = load_start(cfg, checkpoint, device)
         pipe.send_bytes(READY)
         may_pad = cfg.learner.layout is Layout.AUTO
-        # Rank 0 may take longer to load than the group would wait.
+        # Rank 0 may take longer to load than the group's timeout.
         cfg = replace(cfg, learner=with_settled(cfg.learner, json.loads(pipe.recv_bytes())))
         if device.type == "cpu":
             torch.set_num_threads(max(1, cfg.learner.num_threads))
@@ -243,20 +246,20 @@ def _serve_rank(
             kind, version, must_train, must_skip, num_bytes = json.loads(pipe.recv_bytes())
             payload = ranks.receive(num_bytes) if num_bytes else b""
             trainer.carry_out(Order(kind, version, must_train, must_skip, payload))
-    except (EOFError, BrokenPipeError):  # rank 0 has left
+    except (EOFError, BrokenPipeError):  # Rank 0 has ended.
         leave(0)
-    finally:  # only an error gets here
+    finally:  # Only an error leads here.
         logger.error("ended by an error", exc_info=True)
         leave(1)
 
 
 def _serve_weights(weights: LiveWeights, pipe: Connection) -> None:
-    """Give rank 0 this rank's share of every part that it asks for, beside training."""
+    """Send rank 0 this rank's shard of each requested part, in parallel with training."""
     lower_priority()
     try:
         while True:
             weights.serve(pipe.recv_bytes())
-    except (EOFError, BrokenPipeError):  # rank 0 has left
+    except (EOFError, BrokenPipeError):  # Rank 0 has ended.
         return
     except LongstrideError:
         logger.error("weights are not served any more", exc_info=True)

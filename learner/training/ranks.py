@@ -1,4 +1,4 @@
-"""The learner's ranks: each computes its share of a batch and keeps its share of the weights."""
+"""The learner's ranks: each computes its share of a batch and keeps its shard of the weights."""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from common.errors import LongstrideError
 
-SAVE_TIMEOUT = timedelta(minutes=30)  # until all must have written their parts of a checkpoint
+# Time limit for all ranks to write their shards of a checkpoint.
+SAVE_TIMEOUT = timedelta(minutes=30)
 
 
 class Order(NamedTuple):
-    """What all ranks do next, told by rank 0."""
+    """The next operation of all ranks, sent by rank 0."""
 
     kind: str  # "train", "score", "save", "checksums" or "warm_up", see `Trainer`
     version: int = 0
@@ -27,52 +28,54 @@ class Order(NamedTuple):
 
 
 class Ranks:
-    """The processes that train one policy together. One rank needs no mesh.
+    """The processes that train one policy together. A single rank needs no mesh.
 
-    Losses are divided by the whole minibatch's counts, so the sum of the ranks' gradients is the
-    gradient of one large batch. All make the same passes: sharded weights are put together by all.
+    Losses are divided by the counts of the whole minibatch, so the sum of the ranks' gradients is
+    the gradient of one large batch. All ranks make the same passes, since each pass gathers the
+    sharded weights of all ranks.
     """
 
     def __init__(
         self, mesh: DeviceMesh | None = None, *, publish_group: dist.ProcessGroup | None = None
     ) -> None:
-        """Wrap a mesh of one dimension over the default process group; None is a single rank.
+        """Wrap a one-dimensional mesh over the default process group; None is a single rank.
 
         Args:
-            publish_group: of the same ranks, for what another thread gathers beside training.
+            publish_group: group of the same ranks, for the thread that gathers weights during
+                training.
         """
         self.mesh = mesh
         self.publish_group: dist.ProcessGroup | None = publish_group
         self.index = 0 if mesh is None else mesh.get_local_rank()
         self.size = 1 if mesh is None else mesh.size()
-        # Of its own: a thread writes checkpoints while training goes on.
+        # Checkpoints need their own group: a thread writes them during training.
         self.saving: dist.ProcessGroup | None = None
         if mesh is not None:
             group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
-            assert isinstance(group, dist.ProcessGroup)  # this rank is in it
+            assert isinstance(group, dist.ProcessGroup)  # This rank is a member of the group.
             self.saving = group
 
     @property
     def publish_device(self) -> str:
-        """The device whose tensors `publish_group` carries."""
+        """The device of the tensors that `publish_group` transfers."""
         return "cpu" if self.mesh is None else self.mesh.device_type
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over the ranks of a tensor that has the same shape on each."""
         if self.mesh is None:
             return values
-        summed = values.to(self.mesh.device_type, copy=True)  # NCCL takes CUDA's only
+        summed = values.to(self.mesh.device_type, copy=True)  # NCCL accepts only CUDA tensors.
         dist.all_reduce(summed)
         return summed.to(values.device)
 
     def send(self, payload: bytes) -> None:
-        """As rank 0, send bytes to all others."""
+        """Send bytes from rank 0 to all other ranks."""
         assert self.mesh is not None
         sent = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         dist.broadcast(sent.to(self.mesh.device_type), 0)
 
     def receive(self, num_bytes: int) -> bytes:
-        """Return the bytes that rank 0 sends at this moment."""
+        """Return the bytes that rank 0 sends in the same broadcast."""
         assert self.mesh is not None
         buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.mesh.device_type)
         dist.broadcast(buffer, 0)
@@ -80,7 +83,7 @@ class Ranks:
 
     @contextmanager
     def in_touch(self, what: str) -> Iterator[None]:
-        """Name the ranks in an error of what they do together. Raises: LongstrideError."""
+        """Add the rank and the operation to an error of a collective. Raises: LongstrideError."""
         try:
             yield
         except RuntimeError as error:
@@ -92,7 +95,7 @@ class Ranks:
 
 
 def deal(costs: Sequence[int], num_ranks: int) -> list[int]:
-    """Return the rank of each item: the dearest first, each to the rank that has least so far."""
+    """Return the rank of each item: largest costs first, each to the rank with the least load."""
     loads = [(0, rank) for rank in range(num_ranks)]
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

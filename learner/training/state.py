@@ -1,6 +1,6 @@
-"""The tensors of a trainer by name, copied aside and written while training goes on, and read back.
+"""A trainer's tensors by name: copied and written during training, and read back.
 
-Source: torch.distributed.checkpoint; each rank writes its parts, any number of ranks reads them.
+Source: torch.distributed.checkpoint. Each rank writes its shards, any number of ranks reads them.
 """
 
 import math
@@ -24,15 +24,17 @@ from learner.policy.lora import trained_state
 from learner.training.optimizers.optimizer import BLOCK
 from learner.training.ranks import Ranks
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
+# A single rank needs no torch.distributed.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
-MOMENTS = "optimizer."  # before the name of a parameter and of what an optimizer keeps of it
+# Name prefix of optimizer state; the parameter's name and the state's key follow.
+MOMENTS = "optimizer."
 
 
 class StateWriter(AsyncStager):
-    """Copies a state to the host, then writes it in a thread. One at a time.
+    """Copies a state to the host, then writes it in a thread. One write runs at a time.
 
-    The copies stay allocated for the next one: on GPUs in pinned memory, at full speed.
+    The copies stay allocated for the next write. On GPUs they are in pinned memory, for full speed.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -41,9 +43,12 @@ class StateWriter(AsyncStager):
         self._last: Future[Any] | None = None
 
     def start(self, state: Mapping[str, Tensor], folder: Path) -> Future[Any]:
-        """Return when training may change the state; the future tells when all ranks wrote it."""
+        """Copy the state; return a future that is done when all ranks have written it.
+
+        Training may change the state after the return.
+        """
         if self._last is not None:
-            wait([self._last])  # how it went is told to who started it
+            wait([self._last])  # The caller that started this write handles its errors.
         found = async_save(
             dict(state),
             checkpoint_id=folder,
@@ -55,7 +60,7 @@ class StateWriter(AsyncStager):
         return self._last
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return copies of tensors on the host; a part of a tensor stays a part."""
+        """Return copies of tensors on the host; a shard stays a shard."""
         with torch.no_grad():
             for name, value in state_dict.items():
                 plain = value.detach()
@@ -70,7 +75,7 @@ class StateWriter(AsyncStager):
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """False: `stage` has copied all when it returns."""
+        """False: `stage` returns after all copies are complete."""
         return False
 
     def close(self) -> None:
@@ -78,37 +83,37 @@ class StateWriter(AsyncStager):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, all of one that is not sharded."""
+    """Return this rank's shard of a tensor, or the whole of an unsharded tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """Return memory of the host for a tensor, or for this rank's part of one."""
+    """Return host memory for a tensor, or for this rank's shard of one."""
     local = local_part(tensor)
     empty = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
     return _like(tensor, empty)
 
 
 def _like(pattern: Tensor, local: Tensor, shape: torch.Size | None = None) -> Tensor:
-    """Return a local tensor as the part of a whole one, as large and cut like `pattern`.
+    """Return a local tensor as a shard with the size and placement of `pattern`.
 
     Args:
-        shape: of the whole one, if another; contiguous.
+        shape: shape of the whole tensor, if it differs; contiguous.
     """
     if not isinstance(pattern, DTensor):
         return local
     stride = (shape[1], 1) if shape else pattern.stride()
     meta = TensorMeta(shape or pattern.shape, stride, local.dtype)
     spec = DTensorSpec(pattern.device_mesh, pattern.placements, tensor_meta=meta)
-    # Not `from_local`, which would copy what is offloaded to where the mesh computes.
+    # `from_local` would copy offloaded tensors to the device of the mesh.
     return DTensor(local, spec, requires_grad=False)
 
 
 def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a tensor is in memory: itself, or codes of 8 bits and the scales of their blocks.
+    """Yield the stored form of a tensor: itself, or 8-bit codes and the scales of their blocks.
 
-    As numbers the codes would not come back the same: a block whose largest number is negative
-    is rounded below its scale.
+    Numbers would not restore the same codes: a block whose largest number is negative is rounded
+    below its scale.
     """
     local: Any = local_part(tensor.detach())
     if not hasattr(local, "codes"):
@@ -116,7 +121,7 @@ def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         return
     yield f"{name}.codes", _like(tensor, local.codes)
     row = tensor.numel() // len(tensor)
-    per_row = math.lcm(row, BLOCK) // BLOCK  # the scales are cut as the codes: by whole rows
+    per_row = math.lcm(row, BLOCK) // BLOCK  # The scales are sharded like the codes: by whole rows.
     scale = local.scale.view(-1, per_row)
     shape = torch.Size((tensor.numel() // BLOCK // per_row, per_row))
     yield f"{name}.scale", _like(tensor, scale, shape)
@@ -128,7 +133,7 @@ def live_tensors(
     """Return all tensors that training changes, by name: weights first, then moments.
 
     Args:
-        modules: by the name that goes before those of its weights.
+        modules: modules by the prefix of their weights' names.
     """
     weights = _weights(modules)
     names = {id(tensor): name for name, tensor in weights.items()}
@@ -143,7 +148,7 @@ def live_tensors(
 
 
 def _weights(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Return what is trained by name; of tied weights the first name alone."""
+    """Return the trained weights by name; tied weights have their first name only."""
     found = {
         f"{prefix}.{name}": tensor
         for prefix, module in modules.items()
@@ -157,9 +162,9 @@ def _weights(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 def restore(
     folder: Path, modules: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Optimizer]
 ) -> None:
-    """Set weights and moments to what any number of ranks wrote; each rank reads its own parts.
+    """Load weights and moments that any number of ranks wrote; each rank reads its own shards.
 
-    Raises: ConfigError: they are those of another model or optimizer.
+    Raises: ConfigError: the tensors belong to another model or optimizer.
     """
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     weights = _weights(modules)
@@ -187,7 +192,7 @@ def restore(
 def _make_moments(
     optimizer: torch.optim.Optimizer, owners: Mapping[int, str], saved: set[str]
 ) -> None:
-    """Let an optimizer make its moments as it does, with a step of rate 0 on no gradient."""
+    """Create an optimizer's moments with a step of rate 0 and zero gradients."""
     begun = {n.removeprefix(MOMENTS).rpartition(".")[0] for n in saved if n.startswith(MOMENTS)}
     rates = [group["lr"] for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -202,9 +207,10 @@ def _make_moments(
 
 
 def read_weights(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name without prefix, whole tensor on the host) of what was written, one by one."""
+    """Yield (name without prefix, whole tensor on the host) of the saved weights, one by one."""
     for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
         if name.startswith(f"{prefix}."):
             whole = torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore
-            load({name: whole}, checkpoint_id=folder, no_dist=True)  # in place
+            # `load` fills the tensor in place.
+            load({name: whole}, checkpoint_id=folder, no_dist=True)
             yield name.removeprefix(f"{prefix}."), whole

@@ -1,4 +1,4 @@
-"""From the samples of a step to gradients: score, correct, take the loss, go backwards."""
+"""Computes gradients from the samples of a step: scores, correction, loss, backward pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -38,49 +38,53 @@ CRITIC_METRICS = ("critic/loss", "critic/value_mean", "critic/target_mean")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """What a trainer computes, apart from its networks."""
+    """The settings of a trainer, apart from its networks."""
 
     learner: LearnerSection
     algorithm: AlgorithmSection
-    num_steps: int  # of the run; the learning rate's schedule ends there
-    seed: int = 0  # of the order of minibatches
-    temperature: float = 1.0  # of the sampler whose logprobs the samples carry
-    engine_dtype: str = "bfloat16"  # of `model.dtype`; a bf16 engine's logits are rounded
-    max_ahead_steps: int = 0  # of the dispatch gate when nothing is amiss
+    num_steps: int  # Steps of the run; the learning rate schedule ends there.
+    seed: int = 0  # Seed of the minibatch order.
+    temperature: float = 1.0  # Temperature of the sampler that computed the samples' logprobs.
+    engine_dtype: str = "bfloat16"  # Value of `model.dtype`; a bf16 engine rounds its logits.
+    max_ahead_steps: int = 0  # Upper limit of the dispatch gate.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredBatch:
-    """The samples of a step and what the networks said of them before its first update."""
+    """The samples of a step and the networks' scores before its first update."""
 
     samples: list[Sample]
-    version: int  # of the weights before the step
-    before: BySample = field(default_factory=dict)  # [tokens] nats; of the samples scored so far
-    first: BySample = field(default_factory=dict)  # [tokens] nats; as at a sample's first update
-    reference: BySample = field(default_factory=dict)  # [tokens] nats; empty without a reference
-    trusted: BySample = field(default_factory=dict)  # [tokens] 0 or 1; of correction=second_moment
+    version: int  # Version of the weights before the step.
+    # [tokens] nats before the step, of the samples scored so far
+    before: BySample = field(default_factory=dict)
+    first: BySample = field(default_factory=dict)  # [tokens] nats at each sample's first update
+    # [tokens] nats of the reference; empty without a reference
+    reference: BySample = field(default_factory=dict)
+    # [tokens] 0 or 1, mask of correction=second_moment
+    trusted: BySample = field(default_factory=dict)
 
     def with_scored(self, logprobs: BySample) -> "ScoredBatch":
-        """Return the batch, where samples that were not scored before have `logprobs`."""
+        """Return the batch with `logprobs` added for samples without a score."""
         return replace(self, before=logprobs | self.before, first=logprobs | self.first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """What a pass over a minibatch found; the gradient itself lies in the parameters."""
+    """The result of a pass over a minibatch; the parameters hold the gradient itself."""
 
-    sums: dict[str, float]  # metrics of the minibatch's computed tokens, over all ranks
-    logprobs: BySample  # [tokens] nats, of this rank's samples
+    sums: dict[str, float]  # Metrics of the minibatch's computed tokens, over all ranks.
+    logprobs: BySample  # [tokens] nats of this rank's samples
 
 
 class Gradients:
-    """Computes gradients of batches. Holds no state of its own between two calls."""
+    """Computes gradients of batches. It keeps no state between two calls."""
 
     def __init__(self, settings: TrainerSettings, networks: Networks, ranks: Ranks) -> None:
         self._cfg = settings.learner
         cfg = self._algorithm = settings.algorithm
         is_more = cfg.entropy_coef or cfg.kl_coef or cfg.drift_coef or networks.critic is not None
-        self._is_surrogate_alone = not is_more  # which is proportional to the advantage
+        # True: a sample with zero advantage has no gradient.
+        self._is_surrogate_alone = not is_more
         self._proximal = proximal_in_use(settings.algorithm, settings.learner)
         self._max_tokens = settings.learner.max_tokens_per_microbatch
         self._networks = networks
@@ -94,9 +98,9 @@ class Gradients:
         )
 
     def prepare(self, samples: list[Sample], version: int) -> ScoredBatch:
-        """Do the passes without gradient that are needed before the first update of a batch.
+        """Make the passes without gradient that must precede the first update of a batch.
 
-        Returns: the batch; with a critic its samples carry advantages and value targets.
+        Returns: the batch; with a critic its samples have advantages and value targets.
         """
         critic, has_reference = self._networks.critic, self._networks.has_reference
         batch = ScoredBatch(samples=samples, version=version)
@@ -134,7 +138,7 @@ class Gradients:
         return replace(batch, samples=samples)
 
     def _trusted(self, batch: ScoredBatch) -> BySample:
-        """Return what correction=second_moment leaves of all samples, whosoever's they are."""
+        """Return the mask of correction=second_moment for the samples of all ranks."""
         trajectories = [sample.trajectory for sample in batch.samples]
         mu = sampled(trajectories, [t.logprobs for t in trajectories]).astype(np.float32)
         ratios = log_ratio(self.before(batch), torch.from_numpy(mu))
@@ -155,7 +159,8 @@ class Gradients:
         num_states = sum(float(each.sum()) for each in marks)
         has_critic = self._networks.critic is not None
         names = ["loss", *metric_names(self._algorithm), *(CRITIC_METRICS if has_critic else ())]
-        rows: list[Tensor] = []  # on the device: asking for a number would wait for it each time
+        # Tensors on the device: reading each number would block until it is computed.
+        rows: list[Tensor] = []
         logprobs: BySample = {}
         for micro in self._microbatches(batch.samples, part):
             scores = self.passes.score(
@@ -174,7 +179,7 @@ class Gradients:
             scores = self.passes.score(tokens, with_values=has_critic)
             of_nothing = [scores.logprobs, *([] if scores.values is None else [scores.values])]
             torch.cat(of_nothing).sum().backward()
-        totals = torch.zeros(len(names), dtype=torch.float64)  # of a rank without a sample
+        totals = torch.zeros(len(names), dtype=torch.float64)  # Zeros, for a rank without samples.
         if rows:
             totals = torch.stack(rows).double().sum(0)
         sums = dict(zip(names, self._ranks.sum(totals).tolist(), strict=True))
@@ -184,10 +189,10 @@ class Gradients:
         return Gradient(sums=sums, logprobs=logprobs)
 
     def loss_inputs(self, batch: ScoredBatch, micro: MicroBatch, scores: Scores) -> LossInputs:
-        """Return what the loss needs of a microbatch, see `objective/loss.py`."""
+        """Return the inputs of the loss for a microbatch, see `objective/loss.py`."""
         indices = micro.sample_indices
         new = scores.logprobs
-        # What a critic or a reference had us score before is no anchor unless it is asked for.
+        # A critic or a reference also fills `before`; it is the anchor only if configured.
         seen = batch.before if self._proximal is Proximal.RECOMPUTED else batch.first
         is_known = all(index in seen for index in indices)
         anchor, weights = anchor_and_weights(
@@ -231,17 +236,17 @@ class Gradients:
         return loss * cfg.coef if critic is not None and critic.trunk is None else loss
 
     def before(self, batch: ScoredBatch) -> Tensor:
-        """Return [tokens] nats of all ranks, zeros where nothing was scored, on the CPU."""
+        """Return the logprobs of all ranks, [tokens] nats on the CPU, zeros without a score."""
         return self._whole(batch.before, [sample.num_sampled_tokens for sample in batch.samples])
 
     def known(self, batch: ScoredBatch) -> Tensor:
-        """Return [tokens] bool of all ranks, on the CPU: whether `before` tells of a token."""
+        """Return [tokens] bool of all ranks, on the CPU: whether `before` scores the token."""
         sizes = [sample.num_sampled_tokens for sample in batch.samples]
         ones = {index: torch.ones_like(each) for index, each in batch.before.items()}
         return self._whole(ones, sizes) > 0
 
     def overlap(self, batch: ScoredBatch) -> Overlap:
-        """Return how far pi is from mu over all ranks' scored tokens."""
+        """Return the overlap of pi and mu over all ranks' scored tokens."""
         moments = torch.zeros(3, dtype=torch.float64)
         known = sorted(batch.before)
         if known:
@@ -252,7 +257,7 @@ class Gradients:
         return overlap_of(self._ranks.sum(moments))
 
     def _microbatches(self, samples: Sequence[Sample], part: Sequence[int]) -> list[MicroBatch]:
-        """Return this rank's share of a minibatch in blocks of the token budget."""
+        """Return this rank's share of a minibatch in blocks within the token budget."""
         return make_microbatches(
             samples,
             self._shares(samples, part)[self._ranks.index],
@@ -263,7 +268,7 @@ class Gradients:
         )
 
     def _idle(self, samples: Sequence[Sample], part: Sequence[int]) -> list[TokenBatch]:
-        """Return blocks without a token to score: as many as another rank has blocks more."""
+        """Return blocks without scored tokens, so that all ranks make the same number of passes."""
         nums = [
             len(
                 plan_blocks(
@@ -282,16 +287,16 @@ class Gradients:
         return [idle] * (max(nums) - nums[self._ranks.index])
 
     def _shares(self, samples: Sequence[Sample], part: Sequence[int]) -> list[list[int]]:
-        """Return by rank which samples of `part` are its own, whatever the part.
+        """Return the samples of `part` that each rank owns. Ownership does not depend on `part`.
 
-        Dealt by squared lengths, as attention costs.
+        Samples are dealt by squared length, which is the cost of attention.
         """
         costs = [length**2 for length in (len(each.trajectory.token_ids) for each in samples)]
         owners = deal(costs, self._ranks.size)
         return [[i for i in part if owners[i] == rank] for rank in range(self._ranks.size)]
 
     def _whole(self, parts: BySample, sizes: Sequence[int]) -> Tensor:
-        """Return the entries of all samples and ranks in order, zeros where nothing is known."""
+        """Return the entries of all samples and ranks in order, zeros for missing entries."""
         device = next((part.device for part in parts.values()), torch.device("cpu"))
         flat = [parts.get(i, torch.zeros(size, device=device)) for i, size in enumerate(sizes)]
         return self._ranks.sum(torch.cat(flat)).cpu()

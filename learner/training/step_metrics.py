@@ -1,4 +1,4 @@
-"""What one training step tells about itself."""
+"""The metrics of one training step."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,19 +11,19 @@ from learner.objective.correction import lag_statistics, ratio_statistics
 from learner.objective.information import first_answers, mutual_information
 from learner.policy.forward import Passes
 
-MAX_LAG_SHOWN = 8  # the histogram's last bin holds everything from here on
+MAX_LAG_SHOWN = 8  # The histogram's last bin holds this lag and all larger ones.
 
 
 class Update(NamedTuple):
-    """What one optimizer update did."""
+    """The result of one optimizer update."""
 
-    is_good: bool  # False: something was not finite and the weights are as before
-    grad_norm: float  # before clipping
-    metrics: dict[str, float]  # means over the minibatch's trained tokens
+    is_good: bool  # False: a value was not finite and the weights are unchanged.
+    grad_norm: float  # Gradient norm before clipping.
+    metrics: dict[str, float]  # Means over the minibatch's trained tokens.
 
 
 def mean_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Average over the updates that happened; says how many did not."""
+    """Average the metrics of the successful updates, and count the failed updates."""
     good = [update for update in updates if update.is_good]
     metrics = {
         "train/num_updates": float(len(good)),
@@ -39,12 +39,12 @@ def mean_metrics(updates: Sequence[Update]) -> dict[str, float]:
 def offpolicy_metrics(
     samples: Sequence[Sample], before: Tensor, is_known: Tensor, version: int
 ) -> dict[str, float]:
-    """Compare the policy before the step with the sampler; split noise from version lag.
+    """Compare the policy before the step with the sampler; separate noise from version lag.
 
     Args:
         before: [tokens] nats, policy before the step.
-        is_known: [tokens] bool, False where a skipped step never looked.
-        version: of that policy.
+        is_known: [tokens] bool, False for tokens that a skipped step did not score.
+        version: version of that policy.
     """
     trajectories = [sample.trajectory for sample in samples]
     mu = torch.from_numpy(sampled(trajectories, [t.logprobs for t in trajectories])).float()

@@ -1,4 +1,4 @@
-"""One training step: samples in, updated weights and a result out."""
+"""Runs one training step: samples in, updated weights and a result out."""
 
 import json
 import logging
@@ -39,24 +39,24 @@ from learner.weights.source import Gathering, LiveWeights
 
 logger = logging.getLogger(__name__)
 
-INFORMATION_EVERY_STEPS = 5  # it costs a twentieth of a step, and changes slowly
+INFORMATION_EVERY_STEPS = 5  # Mutual information changes slowly, and costs a twentieth of a step.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    metrics: dict[str, float]  # finite ones only
-    decision: Decision  # if it is to skip the batch, nothing has changed
+    metrics: dict[str, float]  # Finite metrics only.
+    decision: Decision  # A skipped batch changes no weights.
 
 
 class Trainer:
     """Owns the optimizer and changes the model's weights. Not thread-safe.
 
-    Example (ppo_epochs 2, num_minibatches 3): `train_on` scores the batch once (pi_prox), then
-    makes six updates, each on the summed gradient of its microbatches. Still one step: version
-    v becomes v + 1.
+    Example (ppo_epochs 2, num_minibatches 3): `train_on` scores the batch once (pi_prox). It then
+    makes six updates, each from the summed gradient of its microbatches. All of this is one step:
+    version v becomes v + 1.
 
-    With several ranks each has a trainer. What rank 0's is asked to do is announced as an order,
-    which the others' `carry_out`.
+    With several ranks each rank has a trainer. Rank 0 announces each operation as an order. The
+    other ranks run the order with `carry_out`.
     """
 
     def __init__(
@@ -72,10 +72,12 @@ class Trainer:
         """Make the optimizer.
 
         Args:
-            ranks: all that train this policy; None is this one alone. Its mesh shards the networks.
-            announce: as rank 0, called with what all are to do now; None if nobody needs to know.
+            ranks: all ranks that train this policy; None for a single rank. Its mesh shards the
+                networks.
+            announce: on rank 0, sends an order to the other ranks; None without other ranks.
             on_bad_batch: called with version and samples of a step whose loss was not finite.
-            before_update: as rank 0, called before weights change: whoever reads them may delay it.
+            before_update: on rank 0, called before the weights change; it blocks while a reader
+                uses them.
         """
         cfg = settings.learner
         self._cfg = cfg
@@ -93,24 +95,26 @@ class Trainer:
             None if self._critic is None else make_critic_optimizer(self._critic, cfg)
         )
         self._controller = Controller(cfg.controller, max_ahead_steps=settings.max_ahead_steps)
-        self._modules: dict[str, nn.Module] = {"model": self._model}  # by name in a checkpoint
+        # Modules by their names in a checkpoint.
+        self._modules: dict[str, nn.Module] = {"model": self._model}
         self._optimizers = list(self._optimizer.optimizers)
         if self._critic is not None and self._critic_optimizer is not None:
             self._modules["critic"] = self._critic
             self._optimizers += self._critic_optimizer.optimizers
         self._digester = Digester(self._ranks, self._modules)
-        self.digests: StepDigests | None = None  # of the last batch
+        self.digests: StepDigests | None = None  # Digests of the last batch.
         self._frozen = [each for each in (networks.policy, networks.reference) if each is not None]
         self._writer = StateWriter(self._ranks)
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._num_bad_steps_in_a_row = 0
-        self._num_updates = 0  # made so far; skipped ones do not count
-        self.baseline = RunningBaseline()  # of advantage=running, which `samples_of` asks
-        self.num_batches = 0  # decided on so far, skipped ones included
+        self._num_updates = 0  # Updates made so far; skipped updates do not count.
+        # Baseline of advantage=running, an input of `samples_of`.
+        self.baseline = RunningBaseline()
+        self.num_batches = 0  # Batches decided so far, skipped batches included.
 
     @property
     def max_ahead_steps(self) -> int:
-        """How far ahead of this learner the controller lets groups be opened."""
+        """The controller's limit of how many steps ahead of this learner groups may be opened."""
         return self._controller.max_ahead_steps
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -120,7 +124,7 @@ class Trainer:
             return self._gradients.passes.score_sequences(token_ids)
 
     def warm_up(self) -> None:
-        """Make the kernels of `learner.compile`, if it is set, while no step waits for them."""
+        """Compile the kernels of `learner.compile`, if it is set, before a step needs them."""
         if self._gradients.passes.is_cold:
             self._tell(lambda: Order("warm_up"))
             with self._ranks.in_touch("compiling"):
@@ -128,36 +132,37 @@ class Trainer:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the sequences of a block follow one another in a row."""
+        """Whether a block stores its sequences one after another in a single row."""
         return self._gradients.passes.is_packed
 
     def check_start(self, *, may_pad: bool) -> None:
         """Compare the learner's scores with those of the networks' own forward passes.
 
-        All ranks call it at once, when the weights are loaded.
+        All ranks call this method together after the weights are loaded.
 
         Args:
-            may_pad: sequences that see each other when packed are padded instead.
+            may_pad: switch to padding if packed sequences attend to each other.
 
-        Raises: ConfigError: scores differ by more than rounding.
+        Raises: ConfigError: the scores differ by more than rounding.
         """
         with self._ranks.in_touch("the start check"):
             self._gradients.passes.check_start(may_pad=may_pad)
 
     def checksums(self) -> tuple[str, str]:
-        """Return the checksums of the weights that are trained, and of those that are not."""
+        """Return the checksums of the trained weights and of the frozen weights."""
         self._tell(lambda: Order("checksums"))
         with self._ranks.in_touch("a checksum"):
             return self._digester.standing(self._frozen)
 
     def live_weights(self, *, ask: Callable[[bytes], object] | None = None) -> LiveWeights:
-        """Return the policy's tensors as they are published, tied ones once, in the engine's dtype.
+        """Return the policy's tensors as published, tied ones once, in the engine's dtype.
 
-        They are read from the weights themselves, sharded or not: `before_update` guards them.
+        The tensors are read from the weights themselves, sharded or not; `before_update` guards
+        them.
 
         Args:
-            ask: as rank 0 of several, tells the others to serve a part. Without it the result is
-                for another rank's `serve`.
+            ask: on rank 0 of several, requests a part from the other ranks. The other ranks pass
+                None and call `serve` of the result.
         """
         ranks = self._ranks
         gathering = None
@@ -168,7 +173,7 @@ class Trainer:
         return LiveWeights(published_tensors(self._model), self._engine_dtype, gathering=gathering)
 
     def carry_out(self, order: Order) -> None:
-        """Do as another rank what rank 0 does."""
+        """Run an order of rank 0 on this rank."""
         match order.kind:
             case "train":
                 samples = unpack_samples(order.payload)
@@ -199,16 +204,16 @@ class Trainer:
     ) -> StepResult:
         """Make ppo_epochs x num_minibatches updates; return the step's metrics and the decision.
 
-        A sample without sampled tokens adds nothing. An update whose loss or gradient is not
-        finite is skipped and counted, and metrics that are not finite are left out.
+        Samples without sampled tokens add nothing. An update whose loss or gradient is not finite
+        is skipped and counted. Metrics that are not finite are left out.
 
         Args:
-            version: of the current weights; decides the learning rate and what counts as lag.
-            must_train: the controller may not skip the batch: it was trained on once already.
-            must_skip: it must skip it, as it did once already.
+            version: version of the current weights; determines the learning rate and the lag.
+            must_train: the controller may not skip the batch, which was trained before a restart.
+            must_skip: the controller must skip the batch, which was skipped before a restart.
 
         Raises:
-            ValueError: there is no sampled token to train on.
+            ValueError: no sample has a sampled token.
             TrainingDiverged: this was the `max_bad_steps`-th step in a row with a skipped update.
         """
         started_s = time.perf_counter()
@@ -248,8 +253,8 @@ class Trainer:
                 if decision.is_skipped:
                     break
             updates.append(self._update(gradient, version, decision.lr_scale))
-        self._zero_grad()  # gradients need not outlive the step
-        assert decision is not None  # there is at least one minibatch
+        self._zero_grad()  # The memory of the gradients is free between steps.
+        assert decision is not None  # There is at least one minibatch.
         self.num_batches += 1
         self._count_bad(updates, batch)
         self.digests = self._digester.finish(f"{decision} {self._controller.state_dict()}")
@@ -259,7 +264,7 @@ class Trainer:
         return StepResult(metrics=metrics, decision=decision)
 
     def _minibatches(self, batch: ScoredBatch) -> list[list[int]]:
-        """Return the minibatches of all epochs: a step that is skipped draws as many numbers."""
+        """Return the minibatches of all epochs; a skipped step draws the same random numbers."""
         num_parts = self._cfg.num_minibatches
         return [
             part
@@ -272,7 +277,7 @@ class Trainer:
         self._optimizer.set_lr_scale(lr_scale(version, self._num_steps, self._cfg) * scale)
         sums = dict(gradient.sums)
         self._digester.gradient()
-        self._before_update()  # the norm is all ranks' work: none of them passes this one
+        self._before_update()  # The norm below is collective: the other ranks wait for rank 0.
         grad_norm = self._clip(self._model)
         is_good = math.isfinite(sums.pop("loss")) and math.isfinite(grad_norm)
         if self._critic is not None:
@@ -312,7 +317,7 @@ class Trainer:
 
     def _count_bad(self, updates: list[Update], batch: ScoredBatch) -> None:
         if not updates:
-            return  # the controller skipped the batch, which says nothing of them
+            return  # The controller skipped the batch: no update was tried.
         num_bad = sum(not update.is_good for update in updates)
         if num_bad == 0:
             self._num_bad_steps_in_a_row = 0
@@ -336,12 +341,12 @@ class Trainer:
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors that training changes, live, by name: "model.", "critic." or moments.
 
-        Of several ranks each has its own parts.
+        Each rank returns its own shards.
         """
         return live_tensors(self._modules, self._optimizers)
 
     def values(self) -> dict[str, Any]:
-        """Return what else a resumed run needs to go on exactly as this one would, for JSON."""
+        """Return the other values that a resumed run needs to continue exactly, for JSON."""
         return {
             "baseline": self.baseline.state_dict(),
             "controller": self._controller.state_dict(),
@@ -352,9 +357,11 @@ class Trainer:
         }
 
     def save(self, folder: Path) -> Future[Any]:
-        """Write the tensors of all ranks; return when training may go on, with what is to come.
+        """Begin to write the tensors of all ranks; return the pending write.
 
-        Raises: WeightsNotFinite: names the first tensor with numbers that are none, on any rank.
+        Training may continue after the return.
+
+        Raises: WeightsNotFinite: names the first tensor with NaN or infinity on any rank.
         """
         self._tell(lambda: Order("save", payload=str(folder).encode()))
         with self._ranks.in_touch("a checkpoint"):
@@ -367,11 +374,12 @@ class Trainer:
             return self._writer.start(tensors, folder)
 
     def restore(self, folder: Path, values: dict[str, Any]) -> None:
-        """Go on from what `save` and `values` told. Raises: ConfigError: it is another model's."""
+        """Load the results of `save` and `values`. Raises: ConfigError: the model differs."""
         restore(folder, self._modules, self._optimizers)
         self._controller.load_state_dict(values["controller"])
         self.baseline.load_state_dict(values.get("baseline", {"items": {}, "tasks": {}}))
         self._generator.set_state(torch.tensor(values["generator"], dtype=torch.uint8))
         self._num_bad_steps_in_a_row = values["num_bad_steps_in_a_row"]
         self._num_updates = values["num_updates"]
-        self.num_batches = values.get("num_batches", 0)  # 0: of a version that did not count
+        # 0: the checkpoint is older than this counter.
+        self.num_batches = values.get("num_batches", 0)

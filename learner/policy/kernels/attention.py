@@ -1,8 +1,9 @@
-"""Attention over packed sequences: several in one row, none of which sees another.
+"""Attention over packed sequences: several in one row, isolated from each other.
 
-Two kernels. *fused*: on CUDA flash attention over sequences of unlike lengths (in bf16), elsewhere
-torch's scaled dot products, one sequence at a time. *products*: plain matrix products, which keep
-the probabilities of every pair; on a CPU in bf16 they are the faster ones for short sequences.
+There are two kernels. *fused*: on CUDA flash attention over sequences of different lengths (in
+bf16); on other devices torch's scaled dot products, one sequence at a time. *products*: plain
+matrix products, which keep the probabilities of every pair. On a CPU in bf16 they are faster for
+short sequences.
 """
 
 import logging
@@ -31,18 +32,18 @@ logger = logging.getLogger(__name__)
 MIN_FLASH_CAPABILITY = (8, 0)
 FUSED, PRODUCTS = "packed_fused", "packed_products"
 _FULL = "full_attention"
-# What other families add to attention; each would have to be built into both kernels.
+# Additions of other families to attention; both kernels would have to implement each of them.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 
-_measured: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # problems by network
+_measured: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # Packing problems by network.
 
 
 def packing_problem(network: nn.Module) -> str:
-    """Return why sequences cannot be packed for the transformers in a network; "" if they can.
+    """Return the reason why a network's sequences cannot be packed; "" if they can.
 
-    Known reasons come first. Then a small block is scored packed and padded, once per network;
-    weights without memory are measured by the start check instead.
+    Known reasons are checked first. Then a small block is scored packed and padded, once per
+    network. The start check measures weights without memory instead.
     """
     for model in _transformers(network):
         config = model.config
@@ -69,7 +70,7 @@ def _outermost(network: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _measured_problem(model: PreTrainedModel) -> str:
-    """Return in which scores packed and padded sequences of a network differ; "" if in none."""
+    """Return the scores that differ between packed and padded sequences; "" if all agree."""
     is_bf16 = any(each.dtype != torch.float32 for each in model.parameters())
     vocab_size = vocabulary_size(model)
     probe = make_probe(model, model.device, vocab_size=vocab_size, is_packed=True, is_bf16=is_bf16)
@@ -88,7 +89,7 @@ def _measured_problem(model: PreTrainedModel) -> str:
         found = packing_difference(probe, packed, padded)
     except torch.OutOfMemoryError:
         raise
-    except (ConfigError, TypeError, RuntimeError) as error:  # of a kernel that lacks such shapes
+    except (ConfigError, TypeError, RuntimeError) as error:  # The kernel lacks these shapes.
         problem = f"{probe.name} cannot compute packed sequences: {error}"
     else:
         problem = f"sequences of {probe.name} see each other: {found} packed and alone"
@@ -100,7 +101,7 @@ def _measured_problem(model: PreTrainedModel) -> str:
 
 
 def _scores(model: PreTrainedModel, tokens: TokenBatch, how: Scoring) -> Tensor:
-    """Return log-probabilities; of a network without a head the states that predict tokens."""
+    """Return log-probabilities, or the states that predict tokens if there is no head."""
     if model.get_output_embeddings() is None:
         return flat_hidden(model, tokens, autocast=how.autocast)[tokens.source_rows]
     return token_logprobs(model, tokens, how)
@@ -116,20 +117,20 @@ def _set_attention(network: nn.Module, name: str) -> None:
 
 
 def _kind_of_all(config: Any) -> str:
-    """Return what all layers are where a config does not say it of each, as of Mistral or Phi-3."""
+    """Return the kind of all layers if a config has no list of kinds, as in Mistral or Phi-3."""
     is_sliding = getattr(config, "use_sliding_window", True)
     return "sliding_attention" if is_sliding and getattr(config, "sliding_window", None) else _FULL
 
 
 def attention_by_rule(device_type: str) -> Attention:
-    """Return what is used where nothing was timed, the same on every start."""
+    """Return the default kernel without a timing, the same on every start."""
     return Attention.FUSED if device_type == "cuda" else Attention.PRODUCTS
 
 
 def check_attention(networks: Sequence[nn.Module], layout: Layout, attention: Attention) -> None:
-    """Return if these networks can have a layout and kernels that are asked for.
+    """Check that these networks support a layout and kernels that the configuration sets.
 
-    Raises: ConfigError: they cannot; names the key and the remedy.
+    Raises: ConfigError: they do not; names the key and the remedy.
     """
     problem = _first_problem(networks)
     if problem and layout is Layout.PACKED:
@@ -151,7 +152,7 @@ def _first_problem(networks: Sequence[nn.Module]) -> str:
 def use_attention(
     networks: Sequence[nn.Module], device_type: str, layout: Layout, attention: Attention
 ) -> bool:
-    """Let all transformers in networks compute attention so; auto follows the rules.
+    """Set the attention of all transformers in the networks; auto follows the rules.
 
     Returns: whether sequences are to be packed.
 
@@ -206,10 +207,10 @@ def _fused(
             max(packing.lengths),
             max(packing.key_lengths),
             scale=scaling,
-            window_size=(-1, 0),  # causal
+            window_size=(-1, 0),  # Causal.
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        assert isinstance(out, Tensor)  # nothing else was asked for
+        assert isinstance(out, Tensor)  # No other output was requested.
         return out[None], None
     queries, keys = [query.shape[2]], [query.shape[2]]
     if packing is not None:
@@ -225,7 +226,7 @@ def _fused(
 
 def _one_fused(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     num_queries, num_keys = query.shape[2], key.shape[2]
-    mask = None  # of no prefix: the kernel knows what is causal
+    mask = None  # Without a prefix the kernel applies the causal mask itself.
     if num_queries < num_keys:
         seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
         mask = seen.tril(num_keys - num_queries)
@@ -258,7 +259,7 @@ def _products(
     packing: Packing | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return what `_fused` returns."""
+    """Return attention in the format of `_fused`."""
     if packing is None:
         return _fused(module, query, key, value, attention_mask, scaling=scaling, **others)
     _refuse(module, others)

@@ -1,8 +1,8 @@
-"""Compiled kernels of what lies between a network's matrix products: norms and gates.
+"""Compiled kernels for the norms and gates between a network's matrix products.
 
-Plain torch writes each of their steps to memory and reads it back. The products stay with their own
-libraries: compiled whole layers gain less on a CPU. Torch keeps the kernels on disk
-(`TORCHINDUCTOR_CACHE_DIR`), so only the first run on a machine makes them.
+Plain torch writes the result of each operation to memory and reads it back. The matrix products
+keep their own libraries: on a CPU, compiling whole layers gains less. Torch caches the kernels on
+disk (`TORCHINDUCTOR_CACHE_DIR`), so only the first run on a machine compiles them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,23 +17,22 @@ from torch._dynamo.exc import TorchDynamoException
 from common.checks.machine import check_compiler
 from common.errors import ConfigError
 
-PARTS = ("RMSNorm", "MLP")  # how the names of their classes end, in the families of Llama and Qwen
-MAX_VARIANTS = 64  # of a part: by shapes, types, with and without gradient
+PARTS = ("RMSNorm", "MLP")  # Class name suffixes of these parts, in the families of Llama and Qwen.
+MAX_VARIANTS = 64  # Limit of kernels for a part: by shapes, types, with and without gradient.
 
-_compiled: dict[type[nn.Module], Any] = {}  # all modules of a class share their kernels
+_compiled: dict[type[nn.Module], Any] = {}  # All modules of a class share their kernels.
 
 
 def compile_parts(networks: Sequence[nn.Module], *, fit: str) -> int:
-    """Let the networks' norms and feed-forward parts compute by compiled kernels, which are made
-    when they are first needed; return how many parts there are.
+    """Compile the networks' norms and feed-forward parts; return the number of parts.
 
-    Their hooks and weights, and copies of them, are as before.
+    Kernels are compiled at their first use. Hooks, weights and copies of the parts do not change.
 
     Args:
-        fit: names the sizes that come first, to which kernels are fitted: those on disk of another
-            name are not taken.
+        fit: name of the first input sizes, to which kernels are fitted. Cached kernels with another
+            name are not used.
 
-    Raises: ConfigError: this machine lacks what compiles them, or there are none.
+    Raises: ConfigError: the machine has no compiler for them, or there is no such part.
     """
     check_compiler("learner.compile=true")
     found = check_parts(networks)
@@ -43,7 +42,8 @@ def compile_parts(networks: Sequence[nn.Module], *, fit: str) -> int:
         kind = type(part)
         if kind not in _compiled:
             _compiled[kind] = torch.compile(kind.forward, dynamic=True)
-        part.forward = MethodType(_compiled[kind], part)  # not the function: copies bind their own
+        # A bound method, not the function: copies of the part bind their own.
+        part.forward = MethodType(_compiled[kind], part)
     return len(found)
 
 
@@ -61,7 +61,7 @@ def check_parts(networks: Sequence[nn.Module]) -> list[nn.Module]:
 
 @contextmanager
 def naming_compiler() -> Iterator[None]:
-    """Say in words that kernels cannot be made. Raises: ConfigError."""
+    """Convert a compiler failure to a readable error. Raises: ConfigError."""
     try:
         yield
     except TorchDynamoException as error:

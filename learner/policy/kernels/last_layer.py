@@ -1,7 +1,7 @@
-"""The last layer of a packed network computes its feed-forward part only where it is read.
+"""Omits unread rows from the feed-forward part of a packed network's last layer.
 
-Beyond the last attention a hidden state is read only where it predicts a scored token or ends a
-sequence. What agents read is most of an episode: of four layers this saves a tenth of the time.
+After the last attention a hidden state is read only if it predicts a scored token or ends a
+sequence. Observations are most of an episode: with four layers this saves a tenth of the time.
 """
 
 from typing import Any
@@ -9,13 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-LAYERS, FEED_FORWARD = "layers", "mlp"  # of the families of Llama, Qwen, Mistral and their like
+# Names in the families of Llama, Qwen, Mistral and similar ones.
+LAYERS, FEED_FORWARD = "layers", "mlp"
 _ROWS, _WIDTH = "_read_rows", "_row_width"
 
 
 def skip_unread_rows(model: PreTrainedModel) -> None:
-    """Let the last layer's feed-forward part leave out rows that nobody reads, by each batch's
-    `Packing.read_rows`. A family whose layers have other names is left as it is."""
+    """Omit rows outside `Packing.read_rows` from the last layer's feed-forward part.
+
+    A family whose layers have other names does not change.
+    """
     layers = getattr(model.base_model, LAYERS, None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
         return
@@ -43,7 +46,7 @@ def _take_rows(part: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] 
 
 
 def _put_back(part: nn.Module, args: tuple[Tensor, ...], found: Tensor) -> Tensor | None:
-    """Return [1, seq, hidden], zeros where nothing was computed: there the residual is all."""
+    """Return [1, seq, hidden] with zeros in the omitted rows, which keep only the residual."""
     rows: Tensor | None = getattr(part, _ROWS)
     if rows is None:
         return None

@@ -1,4 +1,4 @@
-"""Attention of packed sequences by plain matrix products, several short sequences in each."""
+"""Attention of packed sequences by plain matrix products, each with several short sequences."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,14 +10,16 @@ from learner.batch.packing import PairBlock
 
 
 class CausalProducts(torch.autograd.Function):
-    """Softmax attention, a block of pieces at a time, see `PairBlock`; keeps the probabilities."""
+    """Softmax attention, one block of pieces at a time, see `PairBlock`; saves probabilities."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[PairBlock]
     ) -> Tensor:
-        """Return [seq, head, size] of a scaled query of that shape, and key and value
-        [seq, kv_head, size]; a head of them serves as many of the query's as there are more."""
+        """Return [seq, head, size] for a scaled `query` of that shape.
+
+        `key` and `value` are [seq, kv_head, size]. Each kv head serves a group of query heads.
+        """
         out, kv_heads = query.new_empty(query.shape[0], query[0].numel()), key.shape[1]
         queries, both = query.flatten(1), torch.cat([key, value], 1).flatten(1)
         kept: list[Tensor] = []
@@ -27,7 +29,7 @@ class CausalProducts(torch.autograd.Function):
                 keys, values = _keys_and_values(block, both, kv_heads)
                 scores = asked @ keys.transpose(1, 2)  # [piece * kv_head, query * group, key]
                 _hide_later(scores, block, kv_heads)
-                weights = torch.softmax(scores, -1)  # in fp32 within
+                weights = torch.softmax(scores, -1)  # In fp32 internally.
                 _write(out, block, _by_row(weights @ values, block.queries.shape))
                 kept.append(weights)
         ctx.save_for_backward(queries, both, *kept)
@@ -41,7 +43,8 @@ class CausalProducts(torch.autograd.Function):
         kv_heads, size = key_shape[1:]
         flat = gradient.flatten(1)
         of_query = torch.empty_like(flat)
-        wide = torch.promote_types(flat.dtype, torch.float32)  # pieces add up in it
+        # Dtype in which the pieces are summed.
+        wide = torch.promote_types(flat.dtype, torch.float32)
         of_both = flat.new_zeros((key_shape[0], 2 * kv_heads * size), dtype=wide)
         for block, weights in zip(ctx.blocks, kept, strict=True):
             asked = _by_head(block.queries.of(queries), kv_heads, size)
@@ -62,21 +65,21 @@ class CausalProducts(torch.autograd.Function):
 
 
 def _by_head(rows: Tensor, kv_heads: int, size: int) -> Tensor:
-    """Return [piece * kv_head, entry * group, size] of [piece, entry, head * size]."""
+    """Return [piece * kv_head, entry * group, size] from [piece, entry, head * size]."""
     num_pieces, num_entries, width = rows.shape
     apart = rows.view(num_pieces, num_entries, kv_heads, width // kv_heads).transpose(1, 2)
     return apart.reshape(num_pieces * kv_heads, -1, size)
 
 
 def _by_row(found: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return [piece * entry, head * size] of what `_by_head` returns."""
+    """Return [piece * entry, head * size] from the layout of `_by_head`."""
     num_pieces, num_entries = shape
     apart = found.view(num_pieces, found.shape[0] // num_pieces, num_entries, -1).transpose(1, 2)
     return apart.reshape(num_pieces * num_entries, -1)
 
 
 def _keys_and_values(block: PairBlock, both: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Return both as [piece * kv_head, key, size], of [seq, 2 * kv_head * size]."""
+    """Return keys and values, [piece * kv_head, key, size] each, from [seq, 2 * kv_head * size]."""
     taken = block.keys.of(both)  # [piece, key, 2 * kv_head * size]
     apart = taken.view(*taken.shape[:2], 2, kv_heads, -1).permute(2, 0, 3, 1, 4)
     keys, values = apart.reshape(2, -1, taken.shape[1], apart.shape[-1])
@@ -90,7 +93,7 @@ def _hide_later(scores: Tensor, block: PairBlock, kv_heads: int) -> None:
 
 
 def _write(into: Tensor, block: PairBlock, rows: Tensor) -> None:
-    """Put [piece * query, width] to where the real ones lie in [seq, width]."""
+    """Write the real rows of [piece * query, width] to their positions in [seq, width]."""
     if block.queries.stretch is not None:
         into[block.queries.stretch] = rows
     elif block.real is None or block.real_rows is None:
@@ -100,7 +103,7 @@ def _write(into: Tensor, block: PairBlock, rows: Tensor) -> None:
 
 
 def _add(into: Tensor, block: PairBlock, parts: Sequence[Tensor]) -> None:
-    """Add [piece * key, width] each, side by side, to their rows; those that fill up are 0."""
+    """Add the parts, [piece * key, width] each, side by side to their rows; filling adds 0."""
     rows = torch.cat([*parts], 1).to(into.dtype)
     if block.keys.stretch is not None:
         into[block.keys.stretch] += rows

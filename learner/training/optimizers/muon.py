@@ -1,6 +1,6 @@
-"""Muon beside torch's: in fp32 for CPUs, and on stacks of matrices, the weights of experts.
+"""Muon variants beside torch's own: in fp32 for CPUs, and on stacks of expert matrices.
 
-torch.optim.Muon rounds to bf16, which a CPU without units for it does 30 times slower.
+torch.optim.Muon rounds to bf16, which is 30 times slower on a CPU without bf16 units.
 """
 
 import math
@@ -14,18 +14,19 @@ from torch.distributed.tensor import DTensor, Shard
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
 EPS = 1e-7
-MAX_NUMBERS = 1 << 26  # of a stack that are orthogonalised at once; the copies take memory
+# Largest number of elements to orthogonalise at once; the copies take memory.
+MAX_NUMBERS = 1 << 26
 
 
 class ExactMuon(torch.optim.Muon):
-    """`torch.optim.Muon` with its state and its defaults; only the iteration is not rounded.
+    """`torch.optim.Muon` with the same state and defaults, but an iteration without rounding.
 
     Source: Jordan et al., 2024.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update every matrix that has a gradient; a closure is of no use here."""
+        """Update every matrix that has a gradient; `closure` is ignored."""
         for group in self.param_groups:
             lr, momentum = float(group["lr"]), group["momentum"]
             for parameter in group["params"]:
@@ -43,9 +44,9 @@ class ExactMuon(torch.optim.Muon):
 
 
 class ExpertMuon(torch.optim.Optimizer):
-    """Muon on stacks of matrices [expert, rows, columns]: each expert's is orthogonalised alone.
+    """Muon on stacks of matrices [expert, rows, columns]: each matrix is orthogonalised alone.
 
-    FSDP cuts a stack along its experts, so each rank has whole matrices and updates its own.
+    FSDP shards a stack along its experts, so each rank has whole matrices and updates its own.
 
     Source: Jordan et al., 2024.
     """
@@ -63,7 +64,7 @@ class ExpertMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update every stack that has a gradient; a closure is of no use here."""
+        """Update every stack that has a gradient; `closure` is ignored."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -80,7 +81,7 @@ class ExpertMuon(torch.optim.Optimizer):
         ratio = num_columns / num_rows if group["is_transposed"] else num_rows / num_columns
         weights = _own_experts(parameter)
         weights.mul_(1 - lr * group["weight_decay"])
-        size = max(1, MAX_NUMBERS // (num_rows * num_columns))  # experts at once
+        size = max(1, MAX_NUMBERS // (num_rows * num_columns))  # Number of experts at once.
         dtype = torch.bfloat16 if weights.is_cuda else torch.float32
         for own, direction in zip(
             weights.split(size), gradient.lerp(mean, momentum).split(size), strict=True
@@ -91,7 +92,7 @@ class ExpertMuon(torch.optim.Optimizer):
 
 
 def _own_experts(tensor: Tensor) -> Tensor:
-    """Return the experts of a stack that this rank keeps."""
+    """Return this rank's experts of a stack."""
     if not isinstance(tensor, DTensor):
         return tensor
     assert all(each == Shard(0) for each in tensor.placements)
@@ -99,11 +100,11 @@ def _own_experts(tensor: Tensor) -> Tensor:
 
 
 def orthogonalised(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return matrices [..., rows, columns] with their singular values brought to about 1.
+    """Return matrices [..., rows, columns] with their singular values moved to about 1.
 
     Args:
-        matrix: one matrix, or a stack of them along one axis before.
-        dtype: of the arithmetic and of the result.
+        matrix: one matrix, or a stack of matrices along one leading axis.
+        dtype: dtype of the arithmetic and of the result.
     """
     a, b, c = COEFFICIENTS
     add = torch.addmm if matrix.ndim == 2 else torch.baddbmm

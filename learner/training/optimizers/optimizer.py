@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate."""
+"""The optimizers and their learning rate schedule."""
 
 import logging
 from collections.abc import Iterable
@@ -15,18 +15,19 @@ from learner.training.optimizers.muon import ExactMuon, ExpertMuon
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 256  # 8-bit moments that share a scale, one after the other in memory
-_SMALLEST = 4096  # weights of a rank below which torchao keeps their moments in fp32
+BLOCK = 256  # Number of 8-bit moments, contiguous in memory, that share a scale.
+_SMALLEST = 4096  # Elements per rank below which torchao keeps the moments of a weight in fp32.
 
 
 def lr_scale(step: int, num_steps: int, cfg: LearnerSection) -> float:
-    """Return what the configured rates are multiplied by.
+    """Return the factor of the configured learning rates.
 
-    Linear warm-up, then 1, then a linear decay that would reach `min_lr_frac` at `num_steps`.
+    The factor rises linearly during the warm-up, then stays at 1. It then decays linearly and would
+    reach `min_lr_frac` at `num_steps`.
 
     Args:
-        step: 0-based, the version that is being improved.
-        num_steps: of the whole run.
+        step: 0-based, the version before the update.
+        num_steps: number of steps of the whole run.
     """
     warm = min(1.0, (step + 1) / max(cfg.warmup_steps, 1))
     decay_start = cfg.decay_start_frac * num_steps  # steps
@@ -37,7 +38,7 @@ def lr_scale(step: int, num_steps: int, cfg: LearnerSection) -> float:
 
 
 class PolicyOptimizer:
-    """Some torch optimizers that step together, with rates scaled by one number."""
+    """Torch optimizers that step together; one factor scales all their rates."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
@@ -54,7 +55,7 @@ class PolicyOptimizer:
 
     @property
     def lr(self) -> float:
-        """The current rate of the first optimizer: AdamW's, so the scaled `learner.lr`."""
+        """The current rate of the first optimizer, which is AdamW: the scaled `learner.lr`."""
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def zero_grad(self) -> None:
@@ -67,11 +68,10 @@ class PolicyOptimizer:
 
 
 def make_optimizer(model: PreTrainedModel, cfg: LearnerSection) -> PolicyOptimizer:
-    """Return AdamW on everything, or Muon on the hidden matrices and AdamW on the rest.
+    """Return AdamW on all weights, or Muon on the hidden matrices and AdamW on the rest.
 
-    Weight decay acts on matrices only, not on norms and biases. Embeddings and the head always
-    belong to AdamW: their rows are looked up one by one, and orthogonalising a whole table of
-    them has no meaning.
+    Weight decay acts on matrices only, not on norms and biases. Embeddings and the head always use
+    AdamW: their rows are looked up one by one, so orthogonalising the whole table has no meaning.
 
     Source: AdamW, arXiv:1711.05101; Muon, Jordan et al., 2024.
     """
@@ -99,7 +99,7 @@ def make_optimizer(model: PreTrainedModel, cfg: LearnerSection) -> PolicyOptimiz
 
 
 def _parts(model: PreTrainedModel, cfg: LearnerSection) -> dict[str, list[Tensor]]:
-    """Return the trained weights by their optimizer; experts by how their matrices lie."""
+    """Return the trained weights by optimizer, and those of experts by memory layout."""
     parts: dict[str, list[Tensor]] = {
         "adamw": [],
         "muon": [],
@@ -121,8 +121,8 @@ def _parts(model: PreTrainedModel, cfg: LearnerSection) -> dict[str, list[Tensor
 
 
 def _muon_part(name: str, parameter: Tensor, owner: nn.Module) -> str:
-    """Return which optimizer gets a weight that is no table, see `_parts`."""
-    if name.endswith("bias"):  # of experts it has two axes
+    """Return the part, as in `_parts`, of a weight outside the embedding tables."""
+    if name.endswith("bias"):  # A bias of experts has two axes.
         return "adamw"
     if parameter.ndim == 2:
         return "muon"
@@ -134,7 +134,7 @@ def _muon_part(name: str, parameter: Tensor, owner: nn.Module) -> str:
 
 
 def make_critic_optimizer(critic: nn.Module, cfg: LearnerSection) -> PolicyOptimizer:
-    """Return AdamW at the critic's own, constant rate on everything that is only the critic's."""
+    """Return AdamW at the critic's own constant rate, on the weights that only the critic has."""
     groups = [(list(critic.parameters()), cfg.weight_decay)]
     return PolicyOptimizer(_adamw(groups, cfg.critic.lr, cfg))
 
@@ -144,7 +144,7 @@ def _adamw(
     lr: float,
     cfg: LearnerSection,
 ) -> list[torch.optim.Optimizer]:
-    """Return AdamW on groups of weights with their decay: with 8-bit moments, a second for those.
+    """Return AdamW on groups of (weights, decay), and a second one for 8-bit moments.
 
     Raises: ValueError: there is nothing to train.
     """
@@ -169,10 +169,10 @@ def _adamw(
 
 def _make_coarse(groups: list[dict[str, Any]], **how: Any) -> torch.optim.Optimizer:
     """Return AdamW with 8-bit moments. CUDA compiles its arithmetic; a CPU would take minutes."""
-    from torchao.optim import AdamW8bit  # takes two seconds
+    from torchao.optim import AdamW8bit  # The import takes two seconds.
 
     class CoarseAdamW(AdamW8bit):
-        """torchao's moments with an update of our own, see `_coarse_update`."""
+        """AdamW with torchao's 8-bit moments and the update of `_coarse_update`."""
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
@@ -221,21 +221,22 @@ def _coarse_update(
     weight_decay: float,
     eps: float,
 ) -> None:
-    """Make one AdamW update in place, with moments that are rounded to 8 bits in between.
+    """Make one AdamW update in place, with moments that are stored in 8 bits.
 
-    A block has one scale. A square that is 1e-8 of the block's largest is rounded to zero, and its
-    mean, 1e-4 of the largest, is not: the next update would be the mean divided by eps. Therefore
-    the root of the second moment is kept, which has the range of the mean. Rounding is also kept
-    within Adam's own bound |mean| <= c * root, so no update is larger than fp32 moments allow.
+    A block has one scale. A second moment of 1e-8 of the block's largest would be rounded to zero.
+    The first moment, 1e-4 of the largest, would not: the next update would be the mean divided by
+    eps. Therefore the square root of the second moment is stored, which has the range of the mean.
+    Adam's own bound |mean| <= c * root also limits the rounding, so no update is larger than with
+    fp32 moments.
 
     Args:
         mean: the first moment, 8 bits or fp32.
-        root: the square root of the second moment, likewise.
+        root: the square root of the second moment, 8 bits or fp32.
         step: 1-based.
     """
     grad = gradient.float()
     nothing = torch.zeros_like(grad)
-    old_mean = mean.lerp(nothing, 0.0)  # the one operation by which torchao gives numbers
+    old_mean = mean.lerp(nothing, 0.0)  # torchao dequantises in this operation only.
     old_root = root.lerp(nothing, 0.0)
     old_root = torch.maximum(old_root, old_mean.abs() / _bound(beta1, beta2, step - 1))
     new_mean = old_mean.lerp(grad, 1 - beta1)
@@ -261,15 +262,16 @@ def _bound(beta1: float, beta2: float, num_steps: Tensor) -> Tensor:
 
 
 def has_whole_blocks(parameter: Tensor) -> bool:
-    """Return whether moments of a weight may have 8 bits: each rank's rows are whole blocks.
+    """Return whether a weight may have 8-bit moments: the rows of each rank are whole blocks.
 
-    All ranks answer alike, and any number of ranks for which it holds reads what another wrote.
+    The result is the same on all ranks. Moments can be restored with any number of ranks for which
+    the result is True.
     """
     if parameter.ndim == 0:
         return False
     num_rows = len(parameter)
     ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
-    most = -(-num_rows // ranks)  # FSDP's cut: the last rank has what is left
+    most = -(-num_rows // ranks)  # FSDP leaves the remaining rows to the last rank.
     least = num_rows - most * (ranks - 1)
     row = parameter.numel() // num_rows
     return least * row >= _SMALLEST and most * row % BLOCK == least * row % BLOCK == 0
