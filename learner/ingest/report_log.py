@@ -10,7 +10,8 @@ from common.wire.messages import Outcomes, StepDone
 
 Report = Outcomes | StepDone
 Entry = TypeVar("Entry")
-MAX_ENTRIES = 5_000  # Entries of one message: any number of them would exceed the wire's limits.
+# Most entries of one message; an unlimited number would exceed the wire's limits.
+MAX_ENTRIES = 5_000
 
 
 class ReportLog:
