@@ -80,7 +80,7 @@ class TrajectoryBuffer:
             True if its group is permanently settled, so that no report is needed.
         """
         is_closed = self._index.is_closed(trajectory)
-        if is_closed:  # The record is read because its step may have to be repeated.
+        if is_closed:  # The record is read because the step of the group may have to be repeated.
             self._index.enter(trajectory, position, num_queued=0)
         else:
             self._index.know(trajectory)

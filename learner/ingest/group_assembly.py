@@ -91,7 +91,7 @@ class GroupAssembly:
 
     def add(self, trajectory: Trajectory) -> Decided:
         """Take one new trajectory; return the outcomes that it decides, often none."""
-        if trajectory.group_id in self._completed:  # It was given up before it arrived.
+        if trajectory.group_id in self._completed:  # The member was given up before the arrival.
             return [_outcome(trajectory, Outcome.FAILED, "late")], []
         entry = self._open.setdefault(trajectory.group_id, _Open())
         entry.arrived[trajectory.member] = trajectory

@@ -12,7 +12,7 @@ from common.wire.messages import Ack, Trajectory
 class Batch:
     """Appended trajectories that may not be on disk yet, and the answers that wait for the sync."""
 
-    answers: list[tuple[bytes, Ack]]  # (ROUTER identity, its answer).
+    answers: list[tuple[bytes, Ack]]  # (ROUTER identity, answer to that sender).
     accepted: list[tuple[Trajectory, JournalPosition]]
     end: JournalPosition  # End of the journal after the batch.
 

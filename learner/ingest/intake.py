@@ -1,4 +1,4 @@
-"""The intake: receives, journals and acknowledges trajectories, and polls the scheduler.
+"""The intake: receives, journals and acknowledges trajectories, and reports to the scheduler.
 
 It has its own thread, so that actors get answers while the model trains.
 """
@@ -35,7 +35,7 @@ STOP_S = 5.0
 class LearnerStatus:
     """State of the main thread for the heartbeats."""
 
-    waiting_for: str = ""  # Name of the role or resource that it waits for; "" while it computes.
+    waiting_for: str = ""  # Role or resource that the main thread waits for; "" while it computes.
     tokens_per_s: float = 0.0  # Tokens per second trained in the last step.
     rss_bytes: int = 0
     cpu_s: float = 0.0  # CPU seconds so far.

@@ -24,8 +24,8 @@ class _Entry:
 
     first: JournalPosition
     is_training: bool
-    num_queued: int  # Number of reports queued when its last record was reported.
-    step: int = NO_STEP  # Step that trained on it.
+    num_queued: int  # Number of reports queued when the last record was reported.
+    step: int = NO_STEP  # Step that trained on the group.
 
 
 class JournalIndex:

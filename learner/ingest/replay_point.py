@@ -21,7 +21,7 @@ class ReplayPoint:
 
     position: JournalPosition = JOURNAL_START
     closed_below: int = 0  # Training groups with smaller numbers are permanently settled.
-    version: int = 0  # Version of the oldest checkpoint for which it is valid.
+    version: int = 0  # Version of the oldest checkpoint that can use this replay point.
     steps_offset: int = 0  # Bytes of the step log before the first line that is needed.
 
 

@@ -29,11 +29,11 @@ class ReportLog:
         self._lock = threading.Lock()
         # Reports that the scheduler has not saved, oldest first.
         self._kept: deque[Report] = deque()
-        self.num_saved = 0  # Number of reports before those; the scheduler has saved them.
+        self.num_saved = 0  # Number of reports before `_kept`; the scheduler has saved them.
         self._unsent: list[Report] = []  # The part of `_kept` that is not sent yet.
         # Reports sent to the current scheduler, counted from the start of the log.
         self._num_sent = 0
-        # (Number of a message, reports sent up to it.)
+        # (Number of a message, reports sent up to that message.)
         self._sent: deque[tuple[int, int]] = deque()
         self.last_number = 0  # Number of the last message taken since the restart.
 

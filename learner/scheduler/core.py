@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 STATE_FORMAT = 3
 TICK_S = 0.25  # Seconds between two checks for dead members and overdue leases.
 RETRY_S = 0.1  # Seconds until an actor asks again after an empty grant.
-REST_RETRY_S = 1.0  # The same after the end of the run, and for spare engines.
+REST_RETRY_S = 1.0  # Retry time after the end of the run, and for spare engines.
 
 
 class SchedulerCore:

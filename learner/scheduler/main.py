@@ -46,10 +46,11 @@ LAST_WAIT_S = 60.0  # Seconds to wait, after the end of the run, for a killed le
 ASLEEP_S = 5.0  # A longer gap between two rounds of the loop means that this process was suspended.
 WAKE = "wake"  # Sender name of the logged tick that follows a suspension.
 OUTSIDE = (JoinRequest, FileRequest, HubHello, HubGoodbye)
-# About a million episodes; when the file exceeds it, the older half is removed.
+# Size limit of the file of outcomes (about a million episodes); above the limit the older half is
+# removed.
 MAX_OUTCOMES_BYTES = 64 << 20
-# Largest share of a core for snapshots, and for status files. Runs with thousands of actors write
-# both less often to keep within it.
+# Largest share of a core for snapshots, and for status files. In runs with thousands of actors both
+# are written less often because of the limit.
 MAX_FILES_FRAC = 0.005
 
 

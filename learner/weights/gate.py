@@ -13,9 +13,10 @@ LOOK_S = 0.5  # Seconds between two checks whether the learner is stopping.
 class Gate:
     """A readers-writer lock: transfers read live weights between the updates of two steps.
 
-    Consumes: nothing. The trainer closes the gate before the first update of a step; the publisher
-    opens it with the next version. Waits for: in `close`, transfers that read, at most `timeout_s`.
-    After that they must abort, which takes at most one polling interval.
+    Consumes: nothing. The trainer closes the gate before the first update of a step; the
+        publisher opens it with the next version.
+    Waits for: in `close`, transfers that read, at most `timeout_s`. After that they must abort,
+        which takes at most one polling interval.
 
     Example: open() -> version 3 may be read. A transfer calls enter(). The next step's forward and
     backward pass run during the transfer; its close() waits. leave() -> close() returns, weights
@@ -105,7 +106,8 @@ class Reading:
         Args:
             is_live: the weights are live, so the gate guards them.
             is_held: the gate has been entered already.
-            is_optional: the transfer ends as soon as the trainer needs the weights.
+            is_optional: the transfer stops waiting for engines as soon as the trainer needs the
+                weights, or a newer version exists.
             is_superseded: returns True if a newer version must be sent; None: never.
         """
         self._gate = gate

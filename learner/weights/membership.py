@@ -16,7 +16,7 @@ SILENT_AFTER_S = 5.0
 class Member:
     """An engine that receives weights. A restart has a new incarnation and is a new member."""
 
-    sender: bytes = field(compare=False)  # ROUTER identity; it changes after a reconnect.
+    sender: bytes = field(compare=False)  # ROUTER identity; a reconnect changes it.
     actor: str
     incarnation: str
     devices: tuple[str, ...]  # One per worker: the id of its GPU; "" for the CPU.
@@ -40,8 +40,8 @@ class _Standing:
 
     member: Member
     heard_at: float
-    is_asking: bool = True  # True if it needs the current version.
-    # True if it is still loading a version after the deadline of the broadcast.
+    is_asking: bool = True  # True if the member needs the current version.
+    # True if the member is still loading a version after the deadline of the broadcast.
     is_loading: bool = False
 
 

@@ -37,10 +37,10 @@ class EngineCheck(NamedTuple):
 class Publisher(threading.Thread):
     """The learner's side of the weight plane.
 
-    Consumes: versions from `publish`; joins, answers and canary scores from the engines. Waits for:
-    every present member, until it has answered, is silent for `silent_after_s`, or is alive but
-    does not do its part for as long. Unblocked by: those messages, `mark_silent`, `stop`, a gate
-    whose `close` waited too long.
+    Consumes: versions from `publish`; joins, answers and canary scores from the engines.
+    Waits for: every present member, until it has answered, is silent for `silent_after_s`, or is
+        alive but does not do its part for as long.
+    Unblocked by: those messages, `mark_silent`, `stop`, a gate whose `close` waited too long.
 
     Example: begin(v3) returns while v3 is sent and the trainer computes the next gradient. The
     trainer's gate.close() returns after the last bucket of v3 is sent. `on_done` is called when v3

@@ -27,7 +27,7 @@ class WeightSource(Protocol):
     specs: list[TensorSpec]
     total_bytes: int
     device: torch.device
-    is_live: bool  # True if the optimizer's next update changes it.
+    is_live: bool  # True if the optimizer's next update changes the weights.
 
     def fill(self, start: int, part: Tensor) -> None:
         """Write the flat bytes that begin at `start` to `part` [num_bytes] uint8, on any device."""

@@ -52,7 +52,8 @@ class _Bringing(NamedTuple):
     weights: PublishedWeights
     reading: Reading
     patience_s: float  # Seconds for engines to load the version.
-    is_last: bool = False  # True for the last wave: the next step may begin when it has the bytes.
+    # True for the last wave: the next step may begin when the wave has the bytes.
+    is_last: bool = False
 
 
 class Transfers:
@@ -211,7 +212,7 @@ class Transfers:
         while wave.members and not self._stop_requested.is_set():
             error = self._attempt(wave, way)
             if error is None or way.reading.is_lost or way.reading.must_not_wait:
-                return  # The next version goes to all members without this one.
+                return  # Members without this version get the next one.
             present = tuple(member for member in wave.members if self.members.has(member))
             is_broken = present == wave.members
             num_broken += is_broken

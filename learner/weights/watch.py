@@ -12,7 +12,7 @@ from learner.weights.publisher import EngineCheck, Publisher
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 30.0  # Seconds without a new version before the engines are checked.
-# The same in sync mode, where steps may be long and runs must be reproducible.
+# Seconds as `CHECK_EVERY_S`, in sync mode: steps may be long, and runs must be reproducible.
 LOCKSTEP_EVERY_S = 600.0
 
 

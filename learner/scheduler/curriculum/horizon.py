@@ -16,9 +16,11 @@ class HorizonStamp:
 def horizon_at(policy: HorizonPolicy, version: int) -> HorizonStamp:
     """Return the horizon while step `version + 1` is trained.
 
-    fixed: always the last stage. stepwise: optimizer steps 1..D use the first stage, D+1..2D the
-    second, and so on. The last stage has no end. linear: first + (last - first) * version /
-    over_steps, rounded down; after `over_steps` the last stage.
+    fixed: always the last stage.
+    stepwise: optimizer steps 1..D use the first stage, D+1..2D the second, and so on. The last
+        stage has no end.
+    linear: first + (last - first) * version / over_steps, rounded down; after `over_steps` the
+        last stage.
 
     Raises:
         ValueError: a gated horizon is no function of the version.

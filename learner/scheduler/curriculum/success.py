@@ -23,7 +23,7 @@ def worth(success: float, *, floor: float) -> float:
 class SuccessPool:
     """Means of success and reward by key. The keys updated least recently are dropped."""
 
-    # Each new episode has at least the weight 1 / this. 0: a plain mean.
+    # Each new episode has at least the weight 1 / `memory_episodes`. 0: a plain mean.
     memory_episodes: int = field(metadata=FIXED)
     max_keys: int = field(default=1 << 30, metadata=FIXED)  # Number of keys that are kept.
     known: Known = field(default_factory=Known)  # Key -> [episodes, success, reward].

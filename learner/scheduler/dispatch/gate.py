@@ -40,7 +40,7 @@ class Gate:
 
     @property
     def is_sync(self) -> bool:
-        """True in sync mode: a round of groups opens at once, and only after the last round."""
+        """True in sync mode: a round of groups opens at once, after the previous round is over."""
         return self.train.mode is TrainMode.SYNC
 
     @property
@@ -83,8 +83,8 @@ class Gate:
 
         async: open and ready groups together are at most the groups of the current step and of the
             next `max_ahead_steps` steps. The number is lower if the measured pace needs fewer, or
-            if the rest of the run cannot train so many. sync: none while a group is open; then the
-            number that the step still lacks.
+            if the rest of the run cannot train so many.
+        sync: none while a group is open; then the number that the step still lacks.
         """
         num_ahead = state.num_open + state.num_ready
         per_step = self.groups.per_step

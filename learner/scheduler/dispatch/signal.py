@@ -24,7 +24,7 @@ class SignalWatch:
     group with signal at 80 s -> the warning ends and the count starts again at zero.
     """
 
-    # Time of the core's clock at which the first of these groups was complete.
+    # Time of the core's clock at which the first group without signal was complete.
     since: float | None = field(default=None, metadata=VOLATILE)
     num_groups: int = field(default=0, metadata=VOLATILE)
     is_logged: bool = field(default=False, metadata=VOLATILE)

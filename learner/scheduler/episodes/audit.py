@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 NUM_BUCKETS = 4  # Quarters of the horizon.
 UNKNOWN = 0  # Bucket of episodes that never arrived.
 ENDED = "ended"  # Column of episodes that were not trained only because the run was over.
-RUN_ENDED = "run_ended"  # Cause in the outcome of these episodes.
+RUN_ENDED = "run_ended"  # Cause that marks an outcome as due only to the end of the run.
 DROPPED = (Outcome.STALE.value, Outcome.FAILED.value)
 COLUMNS = (*(outcome.value for outcome in Outcome), ENDED)
 MIN_EPISODES = 50  # Least number of short episodes, and of long ones, for a warning.
 MIN_DROPPED = 10  # Least number of dropped long episodes for a warning.
-MIN_EXCESS = 0.02  # Least difference between the dropped shares of long and short episodes for it.
+MIN_EXCESS = 0.02  # Least difference of the dropped shares, long minus short, for a warning.
 WARN_Z = 3.0
 
 

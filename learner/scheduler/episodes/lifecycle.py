@@ -48,10 +48,12 @@ class Arrived:
 class EpisodeLifecycle:
     """The state of every episode.
 
-    queued --grant--> leased --arrive--> arrived --report--> settled ^---lose, while attempts are
-       left---' `reclaim` moves an episode from queued to leased, for an actor that was wrongly
-       declared dead. If no attempts are left, the episode is given up: it is settled provisionally.
-       Evaluation episodes are settled when they arrive.
+    queued --grant--> leased --arrive--> arrived --report--> settled
+       ^---lose, while attempts are left---'
+
+    `reclaim` moves an episode from queued to leased, for an actor that was wrongly declared dead.
+    If no attempts are left, the episode is given up: it is settled provisionally. Evaluation
+    episodes are settled when they arrive.
 
     Example: g/0 is granted (leased), its actor dies (queued), it is granted again, and its second
     actor dies. Two attempts are allowed, so it is given up: failed, provisionally. But the first

@@ -33,7 +33,7 @@ class EpisodeQueue:
     table: GroupTable = field(metadata=FIXED)
     pending: dict[str, PendingGroup] = field(default_factory=dict[str, PendingGroup])
     free: deque[str] = field(default_factory=deque[str])  # Ids of groups without an owner.
-    # Ids of groups by the actor that owns them.
+    # Actor -> ids of the groups that the actor owns.
     owned: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
     def put(self, group_id: str, members: Iterable[int], *, is_first: bool = False) -> None:

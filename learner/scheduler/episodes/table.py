@@ -38,9 +38,11 @@ class Settled:
 
     outcome: str
     cause: str
-    # True if the scheduler settled it provisionally; the learner's report replaces it.
+    # True if the scheduler settled the episode provisionally; the learner's report replaces the
+    # outcome.
     is_given_up: bool
-    cell: Cell | None = None  # Cell in which the audit counted it; None if the outcome is final.
+    # Cell in which the audit counted the episode; None if the outcome is final.
+    cell: Cell | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +60,7 @@ class EpisodeRecord:
     max_turns: int = 0  # As in `EpisodeIdentity`.
     state: EpisodeState = EpisodeState.QUEUED
     num_issues: int = 0
-    num_turns: int = NOT_SEEN  # Number of turns, once it has arrived.
+    num_turns: int = NOT_SEEN  # Number of turns of an episode that has arrived.
     actor: str = ""
     incarnation: str = ""
     lease_number: int = 0  # Number of the lease, in the order of all leases.
@@ -67,9 +69,9 @@ class EpisodeRecord:
     # Time of the grant; None: not known after a restart.
     granted_at: float | None = field(default=None, metadata=VOLATILE)
     deadline: float = field(default=0.0, metadata=VOLATILE)  # Time at which the lease expires.
-    # Time of the grant, or of the last heartbeat that listed it.
+    # Time of the grant, or of the last heartbeat that listed the episode.
     listed_at: float = field(default=0.0, metadata=VOLATILE)
-    # Consecutive heartbeats that did not list it.
+    # Consecutive heartbeats that did not list the episode.
     num_missed: int = field(default=0, metadata=VOLATILE)
 
     @property
@@ -100,7 +102,7 @@ class GroupRecord:
     policy: PolicyKind
     horizon_stage: int
     opened_at_version: int
-    distance: int = 0  # Most turns that the expert needs for items of its stage; 0: not known.
+    distance: int = 0  # Most turns that the expert needs for items of the stage; 0: not known.
     distance_stage: int = 0
     episodes: list[EpisodeRecord]
     state: GroupState = GroupState.OPEN

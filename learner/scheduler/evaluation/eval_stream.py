@@ -34,11 +34,12 @@ MAX_EVALS = 1_000
 class StreamEval:
     """One evaluation, opened at `step`, and its results so far."""
 
-    step: int  # Optimizer step that opened it, and the version of that step.
+    step: int  # Optimizer step that opened the evaluation; equal to its version.
     group_id: str
     first_started_at: int | None = None  # Oldest engine version at the start of an episode.
     last_started_at: int | None = None  # Newest engine version at the start of an episode.
-    ended_at: int | None = None  # Version when its last episode arrived; None: not finished.
+    # Version when the last episode arrived; None: the evaluation is not finished.
+    ended_at: int | None = None
     num: int = 0  # Episodes whose result depends on the policy.
     num_failed: int = 0  # Episodes that failed by infrastructure.
     success: float | None = None  # Mean over `num` episodes; None without any.

@@ -20,12 +20,12 @@ class Member:
 
     role: str
     name: str
-    incarnation: str  # Id of the process; "" until its hello.
-    version: int  # Version of the weights that it holds.
-    node: str = ""  # Name of its machine.
-    num_restarts: int = 0  # Number of earlier processes with its name.
-    is_dead: bool = False  # True if it has died or left.
-    # True if its episodes were issued to other actors.
+    incarnation: str  # Id of the process; "" until the hello of the process.
+    version: int  # Version of the weights that the process holds.
+    node: str = ""  # Name of the machine.
+    num_restarts: int = 0  # Number of earlier processes with the same name.
+    is_dead: bool = False  # True if the process has died or left.
+    # True if the episodes of the silent actor were issued to other actors.
     is_silent: bool = field(default=False, metadata=VOLATILE)
     last_seen: float = field(default=0.0, metadata=VOLATILE)  # Time of the core's clock.
     # Number of episodes that an actor plays, or of groups that the learner waits for.
@@ -34,18 +34,18 @@ class Member:
     num_slots: int = field(default=0, metadata=VOLATILE)
     # Tokens that an actor samples or the learner trains on.
     tokens_per_s: float = field(default=0.0, metadata=VOLATILE)
-    # Name of the role or resource that it waits for; "" when busy.
+    # Name of the role or resource that the process waits for; "" when busy.
     waiting_for: str = field(default="", metadata=VOLATILE)
     rss_bytes: int = field(default=0, metadata=VOLATILE)
-    cpu_s: float = field(default=0.0, metadata=VOLATILE)  # CPU seconds since its start.
-    # Seconds without progress, as it reports.
+    cpu_s: float = field(default=0.0, metadata=VOLATILE)  # CPU seconds since the start.
+    # Seconds without progress, as the process reports.
     unchanged_s: float = field(default=0.0, metadata=VOLATILE)
-    is_playing: bool = False  # In a run with spare engines: True if it is not a spare.
+    is_playing: bool = False  # In a run with spare engines: True if the engine is not a spare.
     refused: dict[str, int] = field(default_factory=dict[str, int], metadata=VOLATILE)
     num_finished: int = 0  # Number of finished episodes.
     held_mean: float = 0.0  # Mean number of episodes at once.
     wall_mean_s: float = 0.0  # Mean seconds of an episode.
-    log_slowness: float = 0.0  # Mean log of (its seconds / median seconds of such an episode).
+    log_slowness: float = 0.0  # Mean log of (seconds of an episode / median seconds of its kind).
 
     @property
     def is_slow(self) -> bool:
@@ -69,16 +69,15 @@ class Members:
 
     # Seconds of silence after which a member is dead and its leases are reissued.
     dead_after_s: float = field(metadata=FIXED)
-    # Seconds of silence after which other roles do not wait for it.
+    # Seconds of silence after which other roles do not wait for a member.
     silent_after_s: float = field(metadata=FIXED)
     # Names of all engines, spares included.
     engines: frozenset[str] = field(default=frozenset(), metadata=FIXED)
     num_playing: int = field(default=0, metadata=FIXED)  # Number of engines that play at once.
     by_name: dict[str, Member] = field(default_factory=dict[str, Member])
-    refused: dict[str, float] = field(  # Actor -> time at which it last got less than it requested.
-        default_factory=dict[str, float], metadata=VOLATILE
-    )
-    # Incarnation -> time at which another process took its name.
+    # Actor -> time at which a request was last not served in full.
+    refused: dict[str, float] = field(default_factory=dict[str, float], metadata=VOLATILE)
+    # Incarnation -> time at which another process took the name.
     replaced: dict[str, float] = field(default_factory=dict[str, float], metadata=VOLATILE)
     _learners: dict[str, Member] = field(default_factory=dict[str, Member], metadata=FIXED)
 

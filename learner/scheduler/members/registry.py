@@ -20,8 +20,8 @@ class _Hub:
     hello: HubHello
     sender: bytes
     heard_at: float
-    num_restarts: int = 0  # Number of earlier processes with its name.
-    gone: str = ""  # Reason why it was removed from the directory; "" if it is in it.
+    num_restarts: int = 0  # Number of earlier processes with the same name.
+    gone: str = ""  # Reason for the removal from the directory; "" for a live hub.
 
 
 @dataclass(slots=True)
