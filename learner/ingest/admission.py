@@ -1,4 +1,4 @@
-"""Admission to the journal: what a trajectory must be, and whether it is there already."""
+"""Admission to the journal: validates arriving trajectories and detects duplicates."""
 
 import logging
 import math
@@ -14,8 +14,8 @@ from learner.ingest.journal_index import JournalIndex
 
 logger = logging.getLogger(__name__)
 
-MAX_ABS_LOGPROB = 200.0  # nats; anything beyond is no logprob
-MAX_LOGPROB = 1e-3  # nats; a probability of 1, rounded
+MAX_ABS_LOGPROB = 200.0  # Nats; a larger absolute value is not a valid logprob.
+MAX_LOGPROB = 1e-3  # Nats; the excess over 0 allows for the rounding of probability 1.
 _COLUMNS = {
     "token_ids": np.dtype("int32"),
     "loss_mask": np.dtype("bool"),
@@ -27,15 +27,16 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What is to be done with an arriving trajectory; by default it is journalled."""
+    """The decision on an arriving trajectory; by default it is journalled."""
 
-    is_duplicate: bool = False  # acknowledged, and left alone
-    refusal: str = ""  # why it must not be accepted
-    is_forged: bool = False  # and it says nothing about the episode that it names
+    is_duplicate: bool = False  # True: acknowledged, but not journalled again.
+    refusal: str = ""  # Reason for the refusal; "" without one.
+    # True if the sender does not hold the lease; the named episode is then unaffected.
+    is_forged: bool = False
 
 
 class Admission:
-    """Decides on arriving trajectories and counts what it turned away. For one thread."""
+    """Decides on arriving trajectories and counts the rejected ones. For one thread."""
 
     def __init__(
         self,
@@ -46,10 +47,13 @@ class Admission:
         max_tokens: int | None = None,
         lease_key: bytes | None = None,
     ) -> None:
-        """Begin with nothing counted; sizes as in `refusal`.
+        """Start with all counts at zero.
 
         Args:
-            lease_key: that the scheduler marks leases with. None: whoever sends is believed.
+            group_size: most members of a group, as in `refusal`.
+            vocab_size: as in `refusal`.
+            max_tokens: as in `refusal`.
+            lease_key: key with which the scheduler marks leases. None: every sender is trusted.
         """
         self._lease_key = lease_key
         self._index = index
@@ -61,7 +65,7 @@ class Admission:
         self._num_duplicates = 0
 
     def check(self, trajectory: Trajectory, *, learner_version: int) -> Verdict:
-        """Return what is to be done with a trajectory; `learner_version` as in `refusal`."""
+        """Return the decision on a trajectory; `learner_version` as in `refusal`."""
         if self._lease_key is not None and not is_leased(trajectory, self._lease_key):
             self._num_forged += 1
             reason = f"{trajectory.episode_id} was not leased so to {trajectory.actor}"
@@ -85,7 +89,7 @@ class Admission:
         return Verdict(refusal=reason)
 
     def admit(self, trajectory: Trajectory) -> None:
-        """Know a trajectory that goes into the journal, so that it is not appended again."""
+        """Register a trajectory that will be journalled, so that later copies are duplicates."""
         self._index.know(trajectory)
 
     def counts(self) -> dict[str, float]:
@@ -105,17 +109,17 @@ def refusal(
     vocab_size: int | None = None,
     max_tokens: int | None = None,
 ) -> str:
-    """Return why a trajectory must not be accepted, "" if it may.
+    """Return the reason why a trajectory must not be accepted, "" if it may.
 
-    An infrastructure failure may carry few or no tokens; it is accepted as a record of itself and
-    never reaches the loss.
+    An infrastructure failure may have few or no tokens. It is accepted as a record, and never
+    enters the loss.
 
     Args:
-        learner_version: newest version there is; a token cannot be newer.
-        max_group_size: members are numbered below it (training episodes only).
-        vocab_size: rows of the policy's embedding; a token id beyond them, once journaled, would
-            end the trainer at every replay. None: not known, so not checked.
-        max_tokens: that the learner computes at once. None: any number.
+        learner_version: newest existing version; no token can be newer.
+        max_group_size: member numbers must be below it (training episodes only).
+        vocab_size: rows of the policy's embedding. A journalled token id above them would crash the
+            trainer at every replay. None: not known, so not checked.
+        max_tokens: most tokens of a segment, which the learner computes at once. None: no limit.
     """
     num_tokens = trajectory.token_ids.size
     for name, dtype in _COLUMNS.items():
@@ -148,7 +152,7 @@ def refusal(
 
 
 def _refusal_of_turns(trajectory: Trajectory) -> str:
-    """Return why the columns of turns do not fit together, "" if they do."""
+    """Return why the per-turn columns are inconsistent, "" if they are consistent."""
     if not 0 <= trajectory.num_invalid_actions <= trajectory.num_turns:
         return f"{trajectory.num_invalid_actions} invalid actions in {trajectory.num_turns} turns"
     invalid = trajectory.invalid_turns
@@ -169,19 +173,21 @@ def _refusal_of_turns(trajectory: Trajectory) -> str:
 
 
 def is_plainly_sound(trajectory: Trajectory, learner_version: int, vocab_size: int | None) -> bool:
-    """Return True if whole columns show that nothing is wrong; False: the long way tells.
+    """Return True if cheap checks of whole columns find the trajectory valid.
 
-    Picking the sampled tokens out of every column costs more than all the rest of an arrival.
+    False: the full validator `_refusal_of_tokens` decides. It selects the sampled tokens of every
+    column, which costs more than the rest of an arrival.
     """
     mask, turns, versions = trajectory.loss_mask, trajectory.turn_ids, trajectory.versions
     if not np.count_nonzero(mask) or mask[0]:
         return False
     if turns[0] < 0 or turns[-1] >= trajectory.num_turns or (turns[1:] < turns[:-1]).any():
         return False
-    as_unsigned = trajectory.token_ids.view(np.uint32)  # what is negative is beyond every id
+    # A negative id becomes larger than every valid id.
+    as_unsigned = trajectory.token_ids.view(np.uint32)
     if vocab_size is None or as_unsigned.max() >= vocab_size:
         return False
-    logprobs = trajectory.logprobs  # a NaN is neither above nor below
+    logprobs = trajectory.logprobs  # A NaN fails both comparisons.
     if not (logprobs.min() >= -MAX_ABS_LOGPROB and logprobs.max() <= MAX_LOGPROB):
         return False
     num_unlike = np.count_nonzero((versions >= 0) != mask)
@@ -191,7 +197,7 @@ def is_plainly_sound(trajectory: Trajectory, learner_version: int, vocab_size: i
 def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size: int | None) -> str:
     mask = trajectory.loss_mask
     if not mask.any():
-        # A held-out item whose first page leaves no room for a turn is unsolved, and counts.
+        # An evaluation item whose first page leaves no room for a turn counts as unsolved.
         is_unplayed = trajectory.kind == "eval" and trajectory.end_reason is EndReason.CONTEXT_FULL
         return "" if is_unplayed else "no sampled token"
     if mask[0]:
@@ -207,7 +213,7 @@ def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size:
     if vocab_size is not None and largest >= vocab_size:
         return f"token id {largest} of a vocabulary of {vocab_size}"
     logprobs = trajectory.logprobs[mask]
-    lowest, highest = float(logprobs.min()), float(logprobs.max())  # NaN if there is one
+    lowest, highest = float(logprobs.min()), float(logprobs.max())  # NaN if any logprob is NaN.
     if not (math.isfinite(lowest) and math.isfinite(highest)):
         return "a sampled token has no finite logprob"
     if lowest < -MAX_ABS_LOGPROB or highest > MAX_LOGPROB:

@@ -1,4 +1,4 @@
-"""Trajectories between journal and training step: groups, batches, and what became of episodes."""
+"""The buffer between journal and training step: groups, batches, and outcomes of episodes."""
 
 import threading
 import time
@@ -25,14 +25,16 @@ from learner.ingest.replay_point import ReplayPoint
 from learner.ingest.report_log import ReportLog
 from learner.weights.prompts import RecentPrompts
 
-POLL_S = 0.05  # between two looks at what may end a wait
+POLL_S = 0.05  # Seconds between two checks of the conditions that end a wait.
 
 
 class TrajectoryBuffer:
-    """Holds what is journalled and not trained on, and reports what happens to it. Thread-safe.
+    """Holds journalled trajectories until they are trained on. Thread-safe.
 
-    Example: the intake adds three members of a group of three -> the group is ready, three
-    episodes and one group are reported, `next_batch` returns in the main thread.
+    It reports the outcome of every episode to the scheduler.
+
+    Example: the intake adds three members of a group of three -> the group is ready, three episodes
+    and one group are reported, `next_batch` returns in the main thread.
     """
 
     def __init__(
@@ -42,20 +44,22 @@ class TrajectoryBuffer:
         self._groups = groups
         self._index = index
         self._reports = reports
-        self.version = version  # the last one that the scheduler was told of
-        self._stale: list[EpisodeOutcome] = []  # since the last batch
+        self.version = version  # Last version reported to the scheduler.
+        self._stale: list[EpisodeOutcome] = []  # Stale episodes since the last batch.
         self.recent = RecentPrompts()
         self._stats, self._stats_since = EpisodeStats(), time.monotonic()
         self._error: BaseException | None = None
-        self._lag_bounds: dict[tuple[str, int], int] = {}  # of the scheduler; by env and horizon
-        self._num_slots = 0  # of all actors, as the scheduler says
+        # Bounds from the scheduler, by environment and horizon.
+        self._lag_bounds: dict[tuple[str, int], int] = {}
+        self._num_slots = 0  # Episodes at once of all actors, from the scheduler.
         self._is_finished = False
-        self._has_engines = False  # since this process began
-        self._news_at = time.monotonic()  # when an episode came, or no engine was up yet
+        self._has_engines = False  # True once an engine was up since this process began.
+        # Time of the last episode, or of the last check without an engine.
+        self._news_at = time.monotonic()
 
     @property
     def num_slots(self) -> int:
-        """Episodes at once of all actors that the scheduler hears."""
+        """Episodes at once of all actors that are connected to the scheduler."""
         with self._changed:
             return self._num_slots
 
@@ -64,19 +68,19 @@ class TrajectoryBuffer:
         with self._changed:
             return self._groups.open_ids
 
-    # --- what a previous learner left, before the intake starts -----------------------------
+    # --- recovery, before the intake starts -----------------------------------------------------
 
     def adopt(self, trajectory: Trajectory, position: JournalPosition, *, step: int | None) -> bool:
         """Take an episode that the journal already holds.
 
         Args:
-            step: that consumed it, None if none has.
+            step: step that trained on it, None if there is none.
 
         Returns:
-            True if its group was settled for good, so that nobody need be told.
+            True if its group is permanently settled, so that no report is needed.
         """
         is_closed = self._index.is_closed(trajectory)
-        if is_closed:  # it is read in case that its step must be repeated once more
+        if is_closed:  # The record is read because the step of the group may have to be repeated.
             self._index.enter(trajectory, position, num_queued=0)
         else:
             self._index.know(trajectory)
@@ -95,7 +99,7 @@ class TrajectoryBuffer:
     def add(
         self, accepted: Sequence[tuple[Trajectory, JournalPosition]], *, end: JournalPosition
     ) -> None:
-        """Take episodes that are in the journal and acknowledged; it ends at `end`."""
+        """Take episodes that are journalled and acknowledged; `end` is the end of the journal."""
         with self._changed:
             self._news_at = time.monotonic()
             outcomes, groups = list[EpisodeOutcome](), list[GroupArrived]()
@@ -114,7 +118,7 @@ class TrajectoryBuffer:
             self._changed.notify_all()
 
     def add_refused(self, trajectory: Trajectory) -> None:
-        """Complete the group of a refused episode without it: it never arrives."""
+        """Complete the group of a refused episode without that episode."""
         if trajectory.kind is not EpisodeKind.TRAIN:
             return
         failed = EpisodeOutcome(
@@ -129,13 +133,13 @@ class TrajectoryBuffer:
             self._report(num_duplicates=1)
 
     def apply(self, progress: Progress) -> None:
-        """Complete groups whose members will never come; note bounds and the end of the run."""
+        """Apply an answer of the scheduler: batch size, revoked episodes, lag bounds, run end."""
         with self._changed:
             self._close_below(progress.closed_below)
             self._groups.decide(progress.learner_version, progress.num_batch_groups)
             self._num_slots = progress.num_slots
             self._has_engines = self._has_engines or progress.num_slots > 0
-            if not self._has_engines:  # the first one still starts
+            if not self._has_engines:  # The first engine is still starting.
                 self._news_at = time.monotonic()
             self._lag_bounds = {(b.env, b.horizon): b.max_lag_steps for b in progress.lag_bounds}
             for episode_id in progress.revoked:
@@ -144,7 +148,7 @@ class TrajectoryBuffer:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Let every wait of the main thread raise: nothing will arrive any more."""
+        """Make every wait of the main thread raise: no more episodes will arrive."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -161,15 +165,15 @@ class TrajectoryBuffer:
         may_stretch: bool = True,
         check: Callable[[], object] = lambda: None,
     ) -> tuple[list[Group], list[EpisodeOutcome]]:
-        """Wait for a batch of fresh groups; return it and what has grown stale since the last.
+        """Wait for a batch of fresh groups; return it and the stale outcomes since the last one.
 
         Args:
-            may_stretch: where the scheduler says so, a wider bound than `max_lag_steps` holds.
-            timeout_s: since the last episode came; the start of the first engine does not count.
-            check: called every `POLL_S` seconds of the wait; ends it by raising.
+            may_stretch: use the scheduler's wider bounds instead of `max_lag_steps`.
+            timeout_s: seconds without a new episode; the start of the first engine does not count.
+            check: called every `POLL_S` seconds of the wait; it ends the wait by raising.
 
         Raises:
-            TimeoutError: neither a batch nor an episode; says what there is and who is waited for.
+            TimeoutError: no batch, and no episode for `timeout_s`; names the groups that wait.
             LongstrideError: the intake's thread failed.
         """
         started = time.monotonic()
@@ -207,7 +211,7 @@ class TrajectoryBuffer:
     def step_done(
         self, version: int, *, is_last: bool, max_ahead_steps: int, signals: dict[str, float]
     ) -> None:
-        """Tell the scheduler that a version is published, how far to go ahead, and how it went."""
+        """Report a published version to the scheduler, with the steps ahead and the signals."""
         done = StepDone(
             version=version, is_last=is_last, max_ahead_steps=max_ahead_steps, signals=signals
         )
@@ -216,11 +220,11 @@ class TrajectoryBuffer:
             self._reports.queue(done)
 
     def replay_point(self, *, version: int) -> ReplayPoint:
-        """Return where a learner would begin to read, if it restores `version` or a later one."""
+        """Return where a learner that restores `version` or a later one would begin to read."""
         return self._index.replay_point(num_saved=self._reports.num_saved, version=version)
 
     def mark_trained(self, groups: Sequence[Group], *, step: int) -> None:
-        """Note that a step, which is logged, has consumed these groups."""
+        """Record that a logged step has trained on these groups."""
         self._index.trained([group.group_id for group in groups], step=step)
 
     def drain_stats(self) -> dict[str, float]:
@@ -238,9 +242,9 @@ class TrajectoryBuffer:
     def wait_finished(
         self, *, timeout_s: float, check: Callable[[], object] = lambda: None
     ) -> bool:
-        """Wait until the scheduler says that the run is over.
+        """Wait until the scheduler reports the end of the run.
 
-        False if it did not, and no episode came, for `timeout_s`.
+        Returns: False if no such report and no episode arrived for `timeout_s` seconds.
         """
         started = time.monotonic()
         while True:
@@ -276,7 +280,7 @@ class TrajectoryBuffer:
         seen: Sequence[EpisodeSeen] = (),
         num_duplicates: int = 0,
     ) -> int:
-        """Queue what there is to report. Returns: how many reports were queued by now."""
+        """Queue a report if it is not empty. Returns: number of reports queued so far."""
         if not (outcomes or groups or seen or num_duplicates):
             return self._reports.num_saved
         report = Outcomes(
@@ -289,7 +293,7 @@ class TrajectoryBuffer:
 
 
 def seen_of(trajectory: Trajectory) -> EpisodeSeen:
-    """Return what the scheduler is told of a trajectory that is in the journal."""
+    """Return the report to the scheduler about a journalled trajectory."""
     return EpisodeSeen(
         episode_id=trajectory.episode_id,
         reward=trajectory.reward,

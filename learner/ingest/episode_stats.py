@@ -10,11 +10,12 @@ from common.wire.messages import EndReason, Trajectory
 
 
 class EpisodeStats:
-    """Means over all episodes, also the filtered ones: the honest learning curve."""
+    """Means over all episodes, including filtered ones, so that the learning curve is unbiased."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = defaultdict(int)
-        self._sums: dict[str, float] = defaultdict(float)  # by the metric that is made of them
+        # Sums by the name of the metric that uses them.
+        self._sums: dict[str, float] = defaultdict(float)
         self._subsets: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
         self._tasks: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
 
@@ -52,7 +53,7 @@ class EpisodeStats:
             tally[2] += is_cut
 
     def metrics(self, elapsed_s: float) -> dict[str, float]:
-        """Return the metrics of the episodes, which arrived in `elapsed_s` seconds."""
+        """Return the metrics of the episodes, which arrived within `elapsed_s` seconds."""
         counts = self._counts
         metrics = {
             "episodes/arrived": float(counts["episodes"]),
@@ -75,9 +76,9 @@ class EpisodeStats:
 
 
 def horizon_mix(members: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the horizons of a batch: the longest, the mean, each one's share, and by environment.
+    """Return the horizons of a batch: longest, mean, share of each, and values by environment.
 
-    Groups opened before a change of stage are trained after it, so a batch may hold several.
+    Groups opened before a change of stage may be trained after it, so a batch may mix horizons.
     """
     horizons = [t.horizon for t in members]
     metrics = {

@@ -1,4 +1,4 @@
-"""Trajectories -> groups -> batches: complete, repair, filter, and check freshness."""
+"""Assembles trajectories into groups and batches: completion, filter, and check of freshness."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -20,7 +20,8 @@ class Group:
     members: list[Trajectory]
 
 
-Decided = tuple[list[EpisodeOutcome], list[GroupArrived]]  # members, and groups that are complete
+# Outcomes of members, and groups that are complete.
+Decided = tuple[list[EpisodeOutcome], list[GroupArrived]]
 
 
 @dataclass(slots=True)
@@ -30,23 +31,24 @@ class _Open:
 
 
 def oldest_version(trajectory: Trajectory) -> int:
-    """Return the version of the oldest sampled token: a trajectory is as old as that."""
-    return int(trajectory.versions.view(np.uint32).min())  # what was not sampled is -1: the largest
+    """Return the version of the oldest sampled token, which defines the trajectory's lag."""
+    # A token that was not sampled has -1, which is the largest unsigned value.
+    return int(trajectory.versions.view(np.uint32).min())
 
 
 def is_fresh(trajectory: Trajectory, learner_version: int, *, max_lag_steps: int) -> bool:
-    """Return True if the trajectory may still train; what the current weights sampled has lag 0."""
+    """Return True if the trajectory may still be trained on; the current version has lag 0."""
     return learner_version - oldest_version(trajectory) <= max_lag_steps
 
 
 class GroupAssembly:
-    """Assembles groups and decides, for every member, what becomes of it. Not thread-safe.
+    """Assembles groups and decides the outcome of every member. Not thread-safe.
 
-    How many of them make a batch is the scheduler's decision, which counts the same groups.
+    The scheduler decides how many groups make a batch; it counts the same groups.
 
     Example (size 4, min_size 2): a, b, c arrive, d ends in env_error -> the group is complete with
-    three survivors, d is `failed`. All three solved the task -> no signal, all `filtered`.
-    Otherwise the group is ready, and `take` hands it out unless it has grown stale by then.
+    three survivors, and d is `failed`. If all three solved the task, there is no signal: all are
+    `filtered`. Otherwise the group is ready, and `take` returns it unless it is stale by then.
     """
 
     def __init__(
@@ -57,22 +59,23 @@ class GroupAssembly:
         has_signal: Callable[[list[Trajectory]], bool],
         is_lockstep: bool = False,
     ) -> None:
-        """Make an empty table.
+        """Start without groups.
 
         Args:
-            has_signal: False for members that are all worth the same.
-            is_lockstep: no batch is taken before the scheduler has decided on it. Otherwise it has
-                `per_step` groups unless the scheduler says that it must be short.
+            has_signal: returns False if all members have the same value for training.
+            is_lockstep: take no batch before the scheduler has decided its size. Otherwise a batch
+                has `per_step` groups unless the scheduler has decided on fewer.
         """
         self._cfg = cfg
         self._filter = algorithm.filter_zero_variance
         self._has_signal = has_signal
         self._open: dict[str, _Open] = {}
-        self._completed: set[str] = set()  # what comes later is in no batch
+        # Ids of completed groups; members that arrive later are in no batch.
+        self._completed: set[str] = set()
         self._ready: deque[Group] = deque()
         self._num_undecided = 0 if is_lockstep else cfg.per_step
-        self._decided_for = -1  # learner version
-        self._num_decided = 0  # groups of the batch after that version; 0: none yet
+        self._decided_for = -1  # Learner version of the scheduler's last decision.
+        self._num_decided = 0  # Groups in the batch after that version; 0: no batch yet.
 
     @property
     def num_ready(self) -> int:
@@ -87,8 +90,8 @@ class GroupAssembly:
         return list(self._open)
 
     def add(self, trajectory: Trajectory) -> Decided:
-        """Take one new trajectory; return what is decided by it, often nothing yet."""
-        if trajectory.group_id in self._completed:  # it was given up, and came after all
+        """Take one new trajectory; return the outcomes that it decides, often none."""
+        if trajectory.group_id in self._completed:  # The member was given up before the arrival.
             return [_outcome(trajectory, Outcome.FAILED, "late")], []
         entry = self._open.setdefault(trajectory.group_id, _Open())
         entry.arrived[trajectory.member] = trajectory
@@ -96,7 +99,7 @@ class GroupAssembly:
         return self._maybe_complete(trajectory.group_id, entry)
 
     def give_up(self, group_id: str, member: int) -> Decided:
-        """Learn that a member will never arrive. Its own outcome is the scheduler's."""
+        """Mark a member as never arriving. The scheduler decides the outcome of the member."""
         if group_id in self._completed:
             return [], []
         entry = self._open.setdefault(group_id, _Open())
@@ -106,7 +109,7 @@ class GroupAssembly:
         return self._maybe_complete(group_id, entry)
 
     def mark_completed(self, group_id: str) -> Decided:
-        """Learn that a previous learner trained on this group; what it left over had failed."""
+        """Mark a group as trained by an earlier learner; its unused members had failed."""
         if group_id in self._completed:
             return [], []
         self._completed.add(group_id)
@@ -115,10 +118,10 @@ class GroupAssembly:
         return outcomes, [GroupArrived(group_id=group_id, is_ready=True)]
 
     def close_below(self, number: int) -> None:
-        """Forget the groups of smaller numbers, which are settled for good.
+        """Remove the groups with smaller numbers, which are permanently settled.
 
-        A group that a learner before this one called stale is among the ready ones again after a
-        restart. What it said stands: no checkpoint keeps the group's records any more.
+        After a restart the ready groups may include some that an earlier learner reported as stale.
+        That report is final: no checkpoint needs the records of these groups any more.
         """
         self._completed = {each for each in self._completed if not is_below(each, number)}
         self._ready = deque(each for each in self._ready if not is_below(each.group_id, number))
@@ -147,7 +150,7 @@ class GroupAssembly:
         return outcomes, [GroupArrived(group_id=group_id, is_ready=is_ready)]
 
     def decide(self, version: int, num_groups: int) -> None:
-        """Take the scheduler's decision: so many ready groups make the batch after `version`."""
+        """Store the scheduler's decision: so many ready groups make the batch after `version`."""
         self._decided_for, self._num_decided = version, num_groups
 
     def is_batch_ready(self, version: int) -> bool:
@@ -164,17 +167,17 @@ class GroupAssembly:
         in_order: bool,
         lag_bounds: Mapping[tuple[str, int], int] | None = None,
     ) -> tuple[list[Group], list[EpisodeOutcome]]:
-        """Remove a batch of groups, and whatever has grown stale.
+        """Remove a batch of groups, and all stale members before it.
 
         Args:
-            version: of the learner, about to train step version + 1.
-            max_lag_steps: how old the oldest token of an episode may be.
-            in_order: sort by group id, so that arrival order plays no role.
-            lag_bounds: by environment and horizon, where another bound holds.
+            version: learner version; the batch trains step version + 1.
+            max_lag_steps: largest lag of the oldest token of an episode.
+            in_order: sort by group id, so that the order of arrival has no effect.
+            lag_bounds: (environment, horizon) -> bound that replaces `max_lag_steps`.
 
         Returns:
-            (groups to train on, outcomes of the stale). No groups if, without the stale, there
-            are too few for a batch: the fresh ones stay.
+            (groups to train on, outcomes of stale episodes). No groups if too few for a batch are
+            fresh; the fresh ones stay.
         """
         if not self.is_batch_ready(version):
             return [], []
@@ -184,7 +187,7 @@ class GroupAssembly:
         outcomes: list[EpisodeOutcome] = []
         while self._ready and len(taken) < self._cfg.per_step:
             group = self._ready.popleft()
-            first = group.members[0]  # the members share environment and horizon
+            first = group.members[0]  # The members share environment and horizon.
             bound = (lag_bounds or {}).get((first.env, first.horizon), max_lag_steps)
             group, dropped = self._without_stale(group, version, bound)
             outcomes += dropped

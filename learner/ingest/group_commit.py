@@ -1,4 +1,4 @@
-"""Syncs the journal in a thread of its own, so that the intake reads on while the disk works."""
+"""Syncs the journal in its own thread, so that the intake continues while the disk works."""
 
 import threading
 from collections.abc import Callable
@@ -10,26 +10,27 @@ from common.wire.messages import Ack, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Trajectories that are appended and not yet known to be on disk, and who waits for that."""
+    """Appended trajectories that may not be on disk yet, and the answers that wait for the sync."""
 
-    answers: list[tuple[bytes, Ack]]  # ROUTER identity, what it is told
+    answers: list[tuple[bytes, Ack]]  # (ROUTER identity, answer to that sender).
     accepted: list[tuple[Trajectory, JournalPosition]]
-    end: JournalPosition  # of the journal behind them
+    end: JournalPosition  # End of the journal after the batch.
 
 
 class GroupCommit(threading.Thread):
-    """One sync for all batches that came during the last one; batches are done in their order.
+    """One sync for all batches submitted during the last sync; batches complete in order.
 
     consumes:   `submit`, from the thread that appends
     waits for:  a batch, or the disk
     unblocked by: `submit`, `stop`
 
-    Example: submit(a) -> a sync begins. submit(b), submit(c) meanwhile. It ends: take_done() is
-    [a], and one sync for b and c begins. A sync that fails ends the thread; take_done() raises.
+    Example: submit(a) -> a sync begins. submit(b) and submit(c) are called during it. When it ends,
+    take_done() is [a], and one sync for b and c begins. A failed sync ends the thread; then
+    take_done() raises.
     """
 
     def __init__(self, sync: Callable[[], None], *, on_done: Callable[[], None]) -> None:
-        """Make one that is not started; `on_done` is called after every sync, from its thread."""
+        """Create the thread without starting it; the thread calls `on_done` after every sync."""
         super().__init__(name="journal-sync", daemon=True)
         self._sync = sync
         self._on_done = on_done
@@ -40,13 +41,13 @@ class GroupCommit(threading.Thread):
         self._error: OSError | None = None
 
     def submit(self, batch: Batch) -> None:
-        """Have what was appended so far synced, of which this is the last."""
+        """Request a sync of all appended records; the batch is the last of them."""
         with self._changed:
             self._waiting.append(batch)
             self._changed.notify()
 
     def take_done(self) -> list[Batch]:
-        """Return the batches that have come to be on disk. Raises: OSError: a sync failed."""
+        """Return the batches that are now on disk. Raises: OSError: a sync failed."""
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -54,7 +55,7 @@ class GroupCommit(threading.Thread):
         return done
 
     def stop(self, *, timeout_s: float) -> None:
-        """Sync what was submitted and end; the disk gets `timeout_s`."""
+        """Sync the submitted batches and end the thread, within `timeout_s`."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
@@ -75,7 +76,7 @@ class GroupCommit(threading.Thread):
             self._on_done()
 
     def _next(self) -> list[Batch]:
-        """Wait for batches; none once there will be no more."""
+        """Wait for batches; return none if the thread is stopping and all are done."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_stopping)
             batches, self._waiting = self._waiting, []

@@ -1,6 +1,6 @@
-"""Receives, journals and acknowledges trajectories; keeps in touch with the scheduler.
+"""The intake: receives, journals and acknowledges trajectories, and reports to the scheduler.
 
-A thread of its own, so that actors are answered while the model trains.
+It has its own thread, so that actors get answers while the model trains.
 """
 
 import logging
@@ -22,33 +22,36 @@ from learner.ingest.scheduler_client import SchedulerClient
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
-GATHER_S = 0.02  # from one batch to the next: what streams in is taken, and synced, in batches
-MIN_BATCH = 16  # trajectories, with which as many again are at the door: nothing is waited for
-MAX_BATCH = 64  # trajectories: of more, the first ones are on their way to the disk meanwhile
+# Seconds between two batches, so that a stream of trajectories is synced in batches.
+GATHER_S = 0.02
+MIN_BATCH = 16  # Trajectories; after a batch of this size the next one is received at once.
+# Trajectories; a larger batch is split, so that the disk starts with its first part.
+MAX_BATCH = 64
 CONNECT_S = 60.0
 STOP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerStatus:
-    """What the heartbeats say of the main thread."""
+    """State of the main thread for the heartbeats."""
 
-    waiting_for: str = ""  # "" while it computes
-    tokens_per_s: float = 0.0  # trained in the last step
+    waiting_for: str = ""  # Role or resource that the main thread waits for; "" while it computes.
+    tokens_per_s: float = 0.0  # Tokens per second trained in the last step.
     rss_bytes: int = 0
-    cpu_s: float = 0.0  # of processors, so far
-    changed_at: float = field(default_factory=time.monotonic)  # when it was last at something else
+    cpu_s: float = 0.0  # CPU seconds so far.
+    changed_at: float = field(default_factory=time.monotonic)  # Time of the last progress.
 
 
 class Intake(threading.Thread):
     """The thread between the actors' trajectories and the buffer.
 
     Consumes: trajectories from the actors, answers from the scheduler.
-    Waits for: nothing longer than `POLL_S`; the disk works in `GroupCommit` meanwhile, and only
-        what is on it is acknowledged.
+    Waits for: nothing longer than `POLL_S`. `GroupCommit` writes to disk in parallel; only
+        trajectories on disk are acknowledged.
     Unblocked by: `stop`. A failure ends it and every wait on the buffer.
 
-    Order per trajectory: refuse or journal -> fsync -> acknowledge -> group -> tell the scheduler.
+    Order per trajectory: refuse or journal -> fsync -> acknowledge -> group -> report to the
+    scheduler.
     """
 
     def __init__(
@@ -74,20 +77,20 @@ class Intake(threading.Thread):
         self._last_beat = 0.0
         self.on_round: Callable[[], None] = lambda: None
         self._room = RoomWait(journal.folder)
-        self.status = LearnerStatus()  # for the heartbeats; any thread replaces it
+        self.status = LearnerStatus()  # For the heartbeats; any thread may replace it.
 
     @property
     def has_no_room(self) -> bool:
-        """Whether nothing is taken in, because the disk is full."""
+        """True if no trajectory is accepted because the disk is full."""
         return bool(self._room.text)
 
     def stop(self) -> None:
-        """Flush what the scheduler should know, end the thread, close its sockets."""
+        """Flush the reports to the scheduler, end the thread, close its sockets."""
         self._stop_requested.set()
         self.join(timeout=STOP_S)
 
     def run(self) -> None:
-        """Serve until stopped; a failure is kept and raised in the main thread."""
+        """Serve until stopped; a failure is stored and raised in the main thread."""
         try:
             self._scheduler.connect(timeout_s=CONNECT_S)
             self._commit.start()
@@ -122,7 +125,7 @@ class Intake(threading.Thread):
             self._scheduler.beat(self._heartbeat())
 
     def _take_in(self, received: list[Received]) -> None:
-        """Journal what is new and good; `_finish` acknowledges all of it, once it is durable."""
+        """Journal new valid trajectories; `_finish` acknowledges all of them after the sync."""
         answers: list[tuple[bytes, Ack]] = []
         records: list[tuple[Trajectory, list[bytes]]] = []
         for item in received:
@@ -145,7 +148,7 @@ class Intake(threading.Thread):
         self._commit.submit(batch)
 
     def _finish(self) -> None:
-        """Acknowledge what has come to be on disk, and hand it on."""
+        """Acknowledge the trajectories that are now on disk, and pass them to the buffer."""
         done = self._commit.take_done()
         for sender, answer in _joined([told for batch in done for told in batch.answers]):
             self._router.send(sender, answer)
@@ -154,11 +157,11 @@ class Intake(threading.Thread):
             self._buffer.add(accepted, end=done[-1].end)
 
     def _decide(self, trajectory: Trajectory, sender: bytes) -> Verdict:
-        """Count a trajectory that is known or refused; know one that goes into the journal."""
+        """Decide on a trajectory; count a rejected one, register one that will be journalled."""
         verdict = self._admission.check(trajectory, learner_version=self._buffer.version + 1)
         if verdict.is_duplicate:
             self._buffer.add_duplicate()
-        elif verdict.is_forged:  # who it names is played on, and the sender is counted
+        elif verdict.is_forged:  # The named episode continues; only the sender is counted.
             self._router.note_refused(sender, verdict.refusal)
         elif verdict.refusal:
             self._buffer.add_refused(trajectory)
@@ -167,9 +170,9 @@ class Intake(threading.Thread):
         return verdict
 
     def _append(self, records: list[tuple[Trajectory, list[bytes]]]) -> list[JournalPosition]:
-        """Append to the journal; while the disk is full, wait and keep in touch.
+        """Append to the journal; while the disk is full, wait and keep sending heartbeats.
 
-        Raises: DiskFull: told to stop first; the actors have the episodes still.
+        Raises: DiskFull: the intake was stopped first; the actors still hold the episodes.
         """
         positions: list[JournalPosition] = []
         while len(positions) < len(records):
@@ -189,7 +192,7 @@ class Intake(threading.Thread):
         return positions
 
     def refused(self) -> dict[str, float]:
-        """Return the metrics of what all listeners of the run refused. From any thread."""
+        """Return metrics of the messages that all listeners of the run refused. For any thread."""
         found = self._refused_here() | self._scheduler.refused_elsewhere
         return {f"refused/{who}": float(num) for who, num in found.items()}
 
@@ -213,7 +216,10 @@ class Intake(threading.Thread):
 
 
 def _joined(answers: Sequence[tuple[bytes, Ack]]) -> Iterator[tuple[bytes, Ack]]:
-    """Yield the answers, what each sender had accepted at once as one: sending costs most."""
+    """Yield the answers, with one combined answer per sender for its accepted trajectories.
+
+    Sending is the most expensive part of an answer.
+    """
     accepted: dict[bytes, list[str]] = {}
     for sender, ack in answers:
         if ack.is_accepted:

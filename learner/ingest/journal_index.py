@@ -1,6 +1,7 @@
-"""What a learner remembers of its journal: what is in it, and what of it may be needed again.
+"""An index of the journal: known episodes, and the records that a restart may need again.
 
-Both are bounded by what is in flight and by the distance of two checkpoints, not by the run.
+Its size depends on the work in flight and on the steps between two checkpoints, not on the length
+of the run.
 """
 
 import threading
@@ -14,7 +15,7 @@ from common.wire.messages import EpisodeKind, Trajectory
 from learner.ingest.replay_point import ReplayPoint
 
 NO_STEP = 0
-MAX_EVALUATIONS = 64  # groups of them whose episodes are known, as duplicates, by their names
+MAX_EVALUATIONS = 64  # Evaluation groups whose episode ids are kept to detect duplicates.
 
 
 @dataclass(slots=True)
@@ -23,27 +24,36 @@ class _Entry:
 
     first: JournalPosition
     is_training: bool
-    num_queued: int  # reports, when the last of its records was reported
-    step: int = NO_STEP  # that trained on it
+    num_queued: int  # Number of reports queued when the last record was reported.
+    step: int = NO_STEP  # Step that trained on the group.
 
 
 class JournalIndex:
-    """Knows duplicates, and where a restart begins to read. Thread-safe.
+    """Detects duplicates, and finds where a restart begins to read. Thread-safe.
 
-    Example: groups 4, 5, 6 lie in the journal in this order. 4 is trained in step 30, 5 filtered, 6
-    open. Once the scheduler has closed 4 and 5 for good, their episodes are known by their
-    numbers. The replay point stays at 4 until no checkpoint is older than step 30, because that
-    step may have to be repeated. Then it is the first record of 6.
+    Example: groups 4, 5, 6 are in the journal in this order. Group 4 is trained in step 30, group 5
+    is filtered, group 6 is open. After the scheduler has permanently closed 4 and 5, their episodes
+    are recognised by their group numbers. The replay point stays at 4 while a checkpoint older than
+    step 30 exists, because that step may have to be repeated. After that it is the first record of
+    6.
     """
 
     def __init__(self, *, end: JournalPosition, closed_below: int = 0) -> None:
-        """Begin with nothing. `end`: of the journal; `closed_below`: as in `ReplayPoint`."""
+        """Start without records.
+
+        Args:
+            end: end of the journal.
+            closed_below: as in `ReplayPoint`.
+        """
         self._lock = threading.Lock()
         self._end = end
-        self.closed_below = closed_below  # training groups below are settled for good
-        self._training: dict[str, set[str]] = {}  # group -> episodes, of groups not closed
+        # Training groups with smaller numbers are permanently settled.
+        self.closed_below = closed_below
+        # Group -> ids of its episodes, for groups that are not closed.
+        self._training: dict[str, set[str]] = {}
         self._evaluation: OrderedDict[str, set[str]] = OrderedDict()
-        self._needed: OrderedDict[str, _Entry] = OrderedDict()  # by group, in journal order
+        # Entries by group, in journal order.
+        self._needed: OrderedDict[str, _Entry] = OrderedDict()
 
     def __contains__(self, trajectory: Trajectory) -> bool:
         with self._lock:
@@ -51,18 +61,18 @@ class JournalIndex:
             return self.is_closed(trajectory) or trajectory.episode_id in known
 
     def __len__(self) -> int:
-        """Episodes known by name, and groups whose records may be needed again."""
+        """Return the number of episode ids and group entries that the index holds."""
         with self._lock:
             names = [*self._training.values(), *self._evaluation.values()]
             return sum(map(len, names)) + len(self._needed)
 
     def is_closed(self, trajectory: Trajectory) -> bool:
-        """True if its group is a training group that is settled for good."""
+        """Return whether its group is a training group that is permanently settled."""
         is_training = trajectory.kind is EpisodeKind.TRAIN
         return is_training and is_below(trajectory.group_id, self.closed_below)
 
     def know(self, trajectory: Trajectory) -> None:
-        """Take an episode that was appended. A failed evaluation may be appended again."""
+        """Register an appended episode. A failed evaluation episode may be appended again."""
         is_training = trajectory.kind is EpisodeKind.TRAIN
         if not is_training and trajectory.end_reason.is_infrastructure_failure:
             return
@@ -73,11 +83,11 @@ class JournalIndex:
                 self._evaluation.popitem(last=False)
 
     def enter(self, trajectory: Trajectory, position: JournalPosition, *, num_queued: int) -> None:
-        """Take an episode that is reported to the scheduler.
+        """Register an episode that is reported to the scheduler.
 
         Args:
-            position: where its record begins.
-            num_queued: how many reports were queued by then, the one about it included.
+            position: start of its record.
+            num_queued: number of reports queued so far, its own included.
         """
         is_training = trajectory.kind is EpisodeKind.TRAIN
         entry = _Entry(first=position, is_training=is_training, num_queued=num_queued)
@@ -85,30 +95,30 @@ class JournalIndex:
             self._needed.setdefault(trajectory.group_id, entry).num_queued = num_queued
 
     def move_end(self, end: JournalPosition) -> None:
-        """All records before `end` are entered."""
+        """Set the end of the journal; all records before it are entered."""
         with self._lock:
             self._end = end
 
     def trained(self, group_ids: Iterable[str], *, step: int) -> None:
-        """A step has consumed these groups, and is logged."""
+        """Record that a logged step has trained on these groups."""
         with self._lock:
             for group_id in group_ids:
                 if group_id in self._needed:
                     self._needed[group_id].step = step
 
     def close_below(self, number: int) -> None:
-        """Groups with smaller numbers are settled for good, as the scheduler says."""
+        """Record that the scheduler has permanently settled the groups with smaller numbers."""
         with self._lock:
             self.closed_below = number
             for group_id in [each for each in self._training if is_below(each, number)]:
                 del self._training[group_id]
 
     def replay_point(self, *, num_saved: int, version: int) -> ReplayPoint:
-        """Return where a learner would begin to read, and forget what lies before.
+        """Return where a restarted learner would begin to read, and drop the entries before it.
 
         Args:
-            num_saved: of the reports to the scheduler, those that it cannot forget.
-            version: of the oldest checkpoint that may be restored.
+            num_saved: number of reports that the scheduler has saved.
+            version: oldest checkpoint that may be restored.
         """
         with self._lock:
             position = self._end

@@ -1,6 +1,6 @@
-"""Where in the journal a learner that restarts begins to read, and what it knows without reading.
+"""The replay point: where a restarted learner begins to read the journal.
 
-Without it a run of weeks would read, and remember, all of its episodes at every restart.
+Without it a restart after weeks would read all episodes of the run and hold them in memory.
 """
 
 import json
@@ -17,28 +17,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPoint:
-    """What lies before `position` is settled, and its steps are in every checkpoint."""
+    """All records before `position` are settled, and their steps are in every checkpoint."""
 
     position: JournalPosition = JOURNAL_START
-    closed_below: int = 0  # training groups with smaller numbers are settled for good
-    version: int = 0  # of the oldest checkpoint it was made for
-    steps_offset: int = 0  # bytes of the step log before the first line that is needed
+    closed_below: int = 0  # Training groups with smaller numbers are permanently settled.
+    version: int = 0  # Version of the oldest checkpoint that can use this replay point.
+    steps_offset: int = 0  # Bytes of the step log before the first line that is needed.
 
 
 FROM_THE_START = ReplayPoint()
 
 
 def save_replay_point(path: Path, replay_point: ReplayPoint) -> None:
-    """Replace the replay point; it survives a power cut when this returns."""
+    """Replace the replay point; it survives a power failure when this returns."""
     write_atomically(path, json.dumps(asdict(replay_point)) + "\n", is_durable=True)
 
 
 def load_replay_point(path: Path, *, version: int) -> ReplayPoint:
-    """Return the replay point of a run, the journal's start if there is none or it is damaged.
+    """Return the replay point of a run; the journal's start if it is missing or damaged.
 
     Args:
-        version: of the checkpoint that is restored. An older one than the replay point was made
-            for needs episodes from before it.
+        version: version of the restored checkpoint. If it is older than the replay point's,
+            episodes before the replay point are needed, so the journal's start is returned.
     """
     if not path.exists():
         return FROM_THE_START

@@ -1,4 +1,4 @@
-"""What the scheduler must know, kept until it has it on disk."""
+"""The learner's reports to the scheduler, kept until the scheduler has saved them."""
 
 import threading
 from collections import deque
@@ -10,45 +10,49 @@ from common.wire.messages import Outcomes, StepDone
 
 Report = Outcomes | StepDone
 Entry = TypeVar("Entry")
-MAX_ENTRIES = 5_000  # Entries of one message: any number of them would exceed the wire's limits.
+# Most entries of one message; an unlimited number would exceed the wire's limits.
+MAX_ENTRIES = 5_000
 
 
 class ReportLog:
     """Reports in order, numbered until acknowledged. Any thread queues, one thread sends.
 
-    A scheduler that restarts may be a little behind, so what it has not saved is sent again; it
-    ignores what it knows. Reports that follow each other are merged, so that a busy second costs
-    one message, and numbered, so that one that was lost on the way is noticed.
+    A restarted scheduler may have lost its latest reports. So reports that it has not saved are
+    sent again, and it ignores those it already has. Consecutive reports are merged, so that a busy
+    second costs one message. Messages are numbered, so that a lost one is detected.
 
     Example: queue(a), queue(b), queue(step) -> take_unsent() is [a + b as 1, step as 2].
-    acknowledge(1): a and b are forgotten. restart() -> take_unsent() is [step as 1].
+    acknowledge(1): a and b are dropped. restart() -> take_unsent() is [step as 1].
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: deque[Report] = deque()  # not saved by the scheduler yet, oldest first
-        self.num_saved = 0  # reports that went before those: no scheduler can forget them
-        self._unsent: list[Report] = []  # the last ones of them
-        self._num_sent = 0  # of all reports, to the present scheduler
-        self._sent: deque[tuple[int, int]] = deque()  # (number, reports sent up to it)
-        self.last_number = 0  # of the last message taken since the restart, after merging
+        # Reports that the scheduler has not saved, oldest first.
+        self._kept: deque[Report] = deque()
+        self.num_saved = 0  # Number of reports before `_kept`; the scheduler has saved them.
+        self._unsent: list[Report] = []  # The part of `_kept` that is not sent yet.
+        # Reports sent to the current scheduler, counted from the start of the log.
+        self._num_sent = 0
+        # (Number of a message, reports sent up to that message.)
+        self._sent: deque[tuple[int, int]] = deque()
+        self.last_number = 0  # Number of the last message taken since the restart.
 
     def queue(self, report: Report) -> int:
-        """Keep a report to be sent. Returns: how many were queued by now."""
+        """Queue a report. Returns: number of reports queued so far."""
         with self._lock:
             self._kept.append(report)
             self._unsent.append(report)
             return self.num_saved + len(self._kept)
 
     def restart(self) -> None:
-        """Begin again at number 1 with the oldest report that is not saved."""
+        """Restart the numbering at 1 with the oldest report that is not saved."""
         with self._lock:
             self._num_sent, self.last_number = self.num_saved, 0
             self._sent.clear()
             self._unsent = list(self._kept)
 
     def take_unsent(self) -> list[Report]:
-        """Return what was not taken since the restart, merged and numbered."""
+        """Return the reports not taken since the restart, merged and numbered."""
         with self._lock:
             news, self._unsent = self._unsent, []
         messages: list[Report] = []
@@ -61,7 +65,7 @@ class ReportLog:
         return messages
 
     def acknowledge(self, number: int) -> None:
-        """Forget the reports of messages up to `number`: the scheduler has saved them."""
+        """Drop the reports in messages up to `number`: the scheduler has saved them."""
         num_saved = self.num_saved
         while self._sent and self._sent[0][0] <= number:
             num_saved = self._sent.popleft()[1]
@@ -72,7 +76,7 @@ class ReportLog:
 
 
 def _merged(reports: Iterable[Report]) -> Iterator[Report]:
-    """Yield the reports in order, outcomes that follow each other as one."""
+    """Yield the reports in order; consecutive outcomes are merged."""
     outcomes: list[Outcomes] = []
     for report in reports:
         if isinstance(report, Outcomes):
@@ -113,7 +117,7 @@ def _as_one(reports: list[Outcomes]) -> Outcomes:
 
 
 def _pieces(report: Outcomes) -> Iterator[Outcomes]:
-    """Yield a report whole, or in pieces that keep the order in which the scheduler reads one."""
+    """Yield a report whole, or in pieces that keep the scheduler's order of processing."""
     if _num_entries(report) <= MAX_ENTRIES:
         yield report
         return

@@ -1,4 +1,4 @@
-"""The learner's connection to the scheduler: hello, heartbeats, and the reports of the log."""
+"""The learner's connection to the scheduler: hello, heartbeats, and the queued reports."""
 
 import logging
 from collections.abc import Callable
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerClient:
-    """Sends the report log to whichever scheduler there is. For one thread.
+    """Sends the report log to the current scheduler, also after a restart of it. For one thread.
 
-    Example: pump() sends report 1. The scheduler saves it, receives report 2, dies and returns
-    under a new epoch -> pump() says hello, receives the welcome, sends the second report again.
+    Example: pump() sends report 1. The scheduler saves it, receives report 2, dies, and restarts
+    with a new epoch -> pump() sends a hello, receives the welcome, and sends report 2 again.
     """
 
     def __init__(
@@ -35,16 +35,20 @@ class SchedulerClient:
         silence_s: float,
         on_progress: Callable[[Progress], None],
     ) -> None:
-        """Make one that is not connected; `on_progress` takes each answer to a heartbeat.
+        """Create a client that is not connected.
 
-        After `silence_s` without an answer the scheduler counts as gone.
+        Args:
+            silence_s: seconds without an answer after which the scheduler counts as lost.
+            on_progress: called with each answer to a heartbeat.
         """
         self._reports = reports
         self.hello = hello
         self._silence_s = silence_s
         self._on_progress = on_progress
-        self.others_refused: Callable[[], dict[str, int]] = dict  # by the learner's other listeners
-        self.refused_elsewhere: dict[str, int] = {}  # by scheduler and hubs, as it last said
+        # Messages refused by the learner's other listeners.
+        self.others_refused: Callable[[], dict[str, int]] = dict
+        # Messages refused by scheduler and hubs, from the last answer.
+        self.refused_elsewhere: dict[str, int] = {}
         self._context = zmq.Context()
         self._dealer = FollowingDealer(
             run_dir, "scheduler", keys, context=self._context, hello=self._greet
@@ -52,11 +56,11 @@ class SchedulerClient:
         self._run_epoch = ""
 
     def connect(self, *, timeout_s: float) -> None:
-        """Connect and say hello. Raises: LongstrideError: no scheduler says where it listens."""
+        """Connect and send a hello. Raises: LongstrideError: no scheduler publishes its address."""
         self._dealer.connect(timeout_s=timeout_s)
 
     def _greet(self) -> Hello:
-        """Begin anew on a new connection: all that is kept is sent again after the welcome."""
+        """Return the hello of a new connection; all kept reports are sent after the welcome."""
         self._run_epoch = ""
         return self._hello_from_here()
 
@@ -69,13 +73,16 @@ class SchedulerClient:
         return replace(self.hello, addresses=addresses, node=node_name(towards))
 
     def pump(self) -> None:
-        """Take in what has come, send what is queued."""
+        """Process the received messages and send the queued reports."""
         for message in self._dealer.take_all():
             self._receive(message)
         self.flush()
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Beat; follow a scheduler that moved. Raises: LongstrideError: it is silent."""
+        """Send a heartbeat; reconnect if the scheduler moved.
+
+        Raises: LongstrideError: the scheduler is silent.
+        """
         silent_s = self._dealer.silent_s
         if not self._dealer.follow() and silent_s > self._silence_s:
             address = self._dealer.address
@@ -107,10 +114,10 @@ class SchedulerClient:
                 raise LongstrideError(f"unexpected {type(message).__name__} from the scheduler")
 
     def _look_for_gap(self, progress: Progress) -> None:
-        """Connect again if a message was lost with a connection that broke and came back.
+        """Reconnect if a message was lost when the connection broke and recovered.
 
-        One connection keeps its order: what went before a heartbeat that is answered is heard, or
-        will never be.
+        A connection keeps the order of messages. So any message sent before an answered heartbeat
+        has either been received, or is lost.
         """
         if progress.num_heard < min(progress.num_reports, self._reports.last_number):
             logger.warning(
@@ -120,18 +127,18 @@ class SchedulerClient:
             self._dealer.reopen()
 
     def flush(self) -> None:
-        """Send what is queued. Before the welcome all of it waits."""
+        """Send the queued reports; before the welcome none are sent."""
         if self._run_epoch:
             for message in self._reports.take_unsent():
                 self._dealer.send(message)
 
     def leave(self) -> None:
-        """Send what is queued, and say goodbye: nobody need wait for this learner."""
+        """Send the queued reports and a goodbye, so that no role waits for this learner."""
         self.flush()
         hello = self.hello
         self._dealer.send(Goodbye(role=hello.role, name=hello.name, incarnation=hello.incarnation))
 
     def close(self) -> None:
-        """Close the socket; what was sent has half a second to leave."""
+        """Close the socket; sent messages have half a second to leave."""
         self._dealer.close(linger_s=0.5)
         self._context.term()

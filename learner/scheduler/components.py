@@ -1,4 +1,4 @@
-"""The parts of the scheduler's core, made from the configuration."""
+"""Builds the components of the scheduler core from the configuration."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,18 +26,20 @@ NEVER = -1e9
 
 @dataclass(slots=True)
 class RunState:
-    """Where the run stands."""
+    """Progress of the run: its versions and its phase."""
 
-    version: int = 0  # newest that a learner has reported
-    learner_version: int = -1  # of the present learner, which may be behind; -1: none has come
+    version: int = 0  # Newest version that any learner has reported.
+    # Version of the current learner, which may be older than `version` after a restart. -1: no
+    # learner has connected yet.
+    learner_version: int = -1
     phase: Phase = Phase.EVAL_BEFORE
-    is_trained: bool = False  # there is no further step
-    last_tick: float = field(default=NEVER, metadata=VOLATILE)  # core's clock
+    is_trained: bool = False  # True if no training step is left.
+    last_tick: float = field(default=NEVER, metadata=VOLATILE)  # Time of the core's clock.
 
 
 @dataclass(slots=True, kw_only=True)
 class Components:
-    """All that the scheduler must remember, each part with its one owner, and its fixed rules."""
+    """All state of the scheduler core, one owner for each part, and its constant rules."""
 
     run: RunState
     lifecycle: EpisodeLifecycle
@@ -50,17 +52,19 @@ class Components:
     stream: EvalStream
     gate: Gate = field(metadata=FIXED)
     phases: PhaseGroups = field(metadata=FIXED)
-    needed_version: Callable[[int], int] = field(metadata=FIXED)  # of engines, by the learner's
-    episode_timeout_s: float = field(metadata=FIXED)  # from a lease until its episode has ended
-    seed: int = field(metadata=FIXED)  # of the run
+    # Version of the learner -> version that engines must hold.
+    needed_version: Callable[[int], int] = field(metadata=FIXED)
+    # Seconds from a lease to the end of its episode.
+    episode_timeout_s: float = field(metadata=FIXED)
+    seed: int = field(metadata=FIXED)  # Seed of the run.
 
     def notice(self, now: float) -> str:
-        """Return why training stands still though everybody works; "" if it does not."""
+        """Return why training makes no progress although all roles work; "" if it does."""
         is_training = self.run.phase is Phase.TRAIN
         return self.signal.notice(now, self.success.mean) if is_training else ""
 
     def gate_state(self) -> GateState:
-        """Return what the gate sees now."""
+        """Return the current input of the gate."""
         return GateState(
             version=self.run.version,
             num_open=self.lifecycle.table.num_open,
@@ -72,7 +76,7 @@ class Components:
 
 
 def build_components(cfg: RunConfig, catalogue: Catalogue) -> Components:
-    """Return the parts of a run that begins."""
+    """Return the components of a new run."""
     lease_s = cfg.actor.episode_timeout_s + cfg.scheduler.dead_after_s
     silent_after_s = cfg.scheduler.silent_after_s
     stream_items = eval_items(cfg.tasks, catalogue, cfg.eval.stream_items)

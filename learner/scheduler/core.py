@@ -1,10 +1,11 @@
-"""The scheduler as a pure state machine: messages and the clock's time in, answers out.
+"""The scheduler as a pure state machine: messages and the current time in, answers out.
 
-No socket, no file and no clock of its own, so that a simulation can run it on virtual time.
+The core has no socket, no file and no clock of its own. A simulation can run it on virtual time.
 
 consumes:   messages of actors (hello, heartbeat, lease request, goodbye) and of the learner
-            (reports, steps), one at a time, and a tick four times a second
-waits for:  nothing: what cannot be answered yet is answered with a reason and a time to retry
+            (reports, steps), one at a time; a tick four times a second
+waits for:  nothing: a request that cannot be served yet is answered at once with an empty grant,
+            the reason and the time to retry
 unblocked by: the learner's reports and steps, which free the gate; ticks, which expire leases
 """
 
@@ -39,13 +40,13 @@ from learner.scheduler.status import build_status
 logger = logging.getLogger(__name__)
 
 STATE_FORMAT = 3
-TICK_S = 0.25  # between two searches for the dead and the overdue
-RETRY_S = 0.1  # after an empty grant
-REST_RETRY_S = 1.0  # where the run is over, or others play
+TICK_S = 0.25  # Seconds between two checks for dead members and overdue leases.
+RETRY_S = 0.1  # Seconds until an actor asks again after an empty grant.
+REST_RETRY_S = 1.0  # Retry time after the end of the run, and for spare engines.
 
 
 class SchedulerCore:
-    """Who plays what, how long, and what became of it.
+    """Grants episodes, bounds their horizon, and records the outcome of each.
 
     Example:
         core = SchedulerCore(build_components(cfg, catalogue), clock=time.monotonic)
@@ -65,7 +66,8 @@ class SchedulerCore:
         self.parts = parts
         self.run, self.lifecycle, self.members = parts.run, parts.lifecycle, parts.members
         self._cursor = ReportCursor()
-        self._go_on = Progress(run_epoch=run_epoch, revoked=[], is_finished=False)  # encoded once
+        # A constant answer to most heartbeats, so that it is encoded once.
+        self._go_on = Progress(run_epoch=run_epoch, revoked=[], is_finished=False)
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Hello: self._hello,
             Goodbye: self._goodbye,
@@ -84,11 +86,11 @@ class SchedulerCore:
 
     @property
     def phase(self) -> Phase:
-        """What is being done."""
+        """Current phase of the run."""
         return self.run.phase
 
     def handle(self, sender_name: str, message: Any) -> Any:
-        """Take one message; return the answer to its sender, None if there is none."""
+        """Process one message; return the answer to its sender, None if there is none."""
         handler = self._handlers.get(type(message))
         if handler is None:
             name = type(message).__name__
@@ -100,19 +102,24 @@ class SchedulerCore:
         return answer
 
     def wake(self) -> None:
-        """Take up again after this process stood still: nobody was late but itself."""
+        """Renew all deadlines after this process was suspended: no member missed them by itself."""
         self.members.touch_all(self._clock())
         self.lifecycle.renew_all(now=self._clock())
 
     def tick(self) -> bool:
-        """Issue again what the dead and the overdue hold. True if it was time to look."""
+        """Reissue the episodes of dead members and of overdue leases.
+
+        Returns: False, without any effect, if the last tick is less than `TICK_S` ago; else True.
+        """
         now = self._clock()
         if now - self.run.last_tick < TICK_S:
             return False
         self.run.last_tick = self.lifecycle.failures.now = now
         liveness.tick(self.parts, now)
         self._advance_phase()
-        self.lifecycle.failures.check()  # not at a report, which every next scheduler is told again
+        # The check is not part of `handle`: the learner repeats its reports to every restarted
+        # scheduler, so a report that raises would stop each of them.
+        self.lifecycle.failures.check()
         return True
 
     # --- members ------------------------------------------------------------------------------
@@ -159,7 +166,7 @@ class SchedulerCore:
         )
 
     def _batch(self) -> tuple[int, int]:
-        """Return for which version of the learner how many ready groups make a batch."""
+        """Return (learner version, number of ready groups in the next batch of that version)."""
         num_groups = self.parts.gate.num_batch_groups(self.parts.gate_state())
         return self.run.learner_version, num_groups
 
@@ -190,7 +197,7 @@ class SchedulerCore:
     # --- the learner --------------------------------------------------------------------------
 
     def _outcomes(self, message: Outcomes) -> Progress | None:
-        """Take a report; the answer says what is a batch now, if that has changed."""
+        """Process a report. Return a `Progress` if the report changed the next batch, else None."""
         before = self._batch()
         self._touch_learner()
         reports.take(self.parts, message, now=self._clock())
@@ -232,7 +239,7 @@ class SchedulerCore:
     # --- phases -------------------------------------------------------------------------------
 
     def _advance_phase(self) -> None:
-        """Go on to the next phase as long as the current one has nothing to do."""
+        """Enter the next phase, repeatedly, while the current phase has no work left."""
         run = self.run
         self.parts.stream.collect(self.lifecycle.table, self.parts.success, version=run.version)
         while run.phase is not Phase.DONE and self._is_phase_over():
@@ -247,7 +254,7 @@ class SchedulerCore:
         if self.phase is Phase.TRAIN:
             return self.run.is_trained
         if self.phase is Phase.EVAL_AFTER and self.parts.stream.is_open:
-            return False  # an evaluation beside training is finished here
+            return False  # The evaluation beside training finishes in this phase.
         return not self.parts.phases.are_open(self.run.phase, self.lifecycle.table)
 
     def _enter_phase(self) -> None:
@@ -259,13 +266,14 @@ class SchedulerCore:
     # --- state --------------------------------------------------------------------------------
 
     def mark_saved(self) -> None:
-        """Note that a snapshot of this moment is on disk: the learner may forget its reports."""
+        """Record that the current state is on disk, so the learner may drop the reports in it."""
         self._cursor.save(closed_below=self.lifecycle.table.closed_below)
 
     def snapshot(self, *, with_volatile: bool = False) -> dict[str, Any]:
-        """Return the whole state as JSON: `restore` of it gives the same `snapshot`.
+        """Return the whole state as JSON; `restore` of it gives the same `snapshot`.
 
-        With its times (`with_volatile`) the log from here on can be handled again.
+        Args:
+            with_volatile: include times, so that the log written from here on can be replayed.
         """
         return {
             "format": STATE_FORMAT,
@@ -275,7 +283,7 @@ class SchedulerCore:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over a state. One without times gives every lease and member a fresh term.
+        """Restore a state. Without saved times every lease and member gets a new deadline.
 
         Raises: ConfigError: the state is of another format or another `run.seed`.
         """
@@ -293,7 +301,7 @@ class SchedulerCore:
             self.members.touch_all(now)
 
     def status(self) -> dict[str, Any]:
-        """Return what is going on, for people and the display."""
+        """Return the state of the run for status.json and the dashboard."""
         return build_status(self.parts, now=self._clock()) | {
             "progress": self.parts.phases.progress(self.run.phase, self.lifecycle.table),
             "run_epoch": self.run_epoch,

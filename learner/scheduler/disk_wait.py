@@ -1,4 +1,4 @@
-"""What the scheduler does while its disk is full: nothing new, and nobody takes it for dead."""
+"""Keeps the scheduler responsive while its disk is full: it grants nothing and stays alive."""
 
 import threading
 from collections.abc import Callable
@@ -13,12 +13,13 @@ ASK_AGAIN_S = 2.0
 
 
 class DiskWait:
-    """Writes what must be on disk before it is answered, and waits for room if need be.
+    """Writes to disk before answers are sent, and waits for free space if the disk is full.
 
-    Meanwhile a heartbeat is answered with what was answered last, who asks for work gets none, and
-    whatever else comes is kept until it can be logged: no answer tells of what a kill would undo.
+    During the wait a heartbeat gets the answer that its sender received last, and a lease request
+    gets an empty grant. Every other message is queued until it can be logged. So no answer depends
+    on state that a kill of the process would lose.
 
-    Example: write(log.flush, path) -> the messages that came meanwhile, most often none.
+    Example: write(log.flush, path) -> the messages queued during the wait, most often none.
     """
 
     def __init__(
@@ -27,17 +28,17 @@ class DiskWait:
         self._router = router
         self._stop = stop
         self._on_round = on_round
-        self._progress: dict[bytes, Progress] = {}  # the last one, by receiver
+        self._progress: dict[bytes, Progress] = {}  # Last `Progress` sent, by receiver.
 
     def sent(self, receiver: bytes, answer: Any) -> None:
-        """Note what somebody was answered."""
+        """Remember the last `Progress` that a receiver was sent."""
         if isinstance(answer, Progress):
             self._progress[receiver] = answer
 
     def write(self, write: Callable[[], object], path: Path) -> list[Received]:
-        """Call `write` until it works; return what came meanwhile and is to be handled now.
+        """Call `write` until it succeeds; return the messages queued during the wait.
 
-        Raises: DiskFull: told to stop first.
+        Raises: DiskFull: the scheduler was stopped first.
         """
         wait, kept = RoomWait(path), list[Received]()
         while True:
@@ -59,7 +60,7 @@ class DiskWait:
                     self._router.send(each.sender, answer)
 
     def _idle_answer(self, received: Received) -> Any:
-        """Return an answer that promises nothing; None if there is none."""
+        """Return an answer that commits the scheduler to nothing; None if there is none."""
         match received.message:
             case Heartbeat():
                 return self._progress.get(received.sender)

@@ -1,8 +1,9 @@
-"""The scheduler's memory on disk: a saved state, and every message since, to be handled again.
+"""The scheduler's persistent state: a snapshot, and a log of all messages since, for replay.
 
-A message is logged after it was handled and before it is answered, so what was answered survives
-a `kill -9` of the scheduler. A record is a head, a checksum of that, the sender's name and the
-message's frames. Where the state has no checksum, both are of a version before: heads have none.
+A message is logged after it was handled and before it is answered. So every answered message
+survives a `kill -9` of the scheduler. A record is a head, the head's checksum, the sender's name
+and the message's frames. If the snapshot has no checksum, an older version of the product wrote
+snapshot and log; the heads of such a log have no checksum either.
 """
 
 import json
@@ -24,16 +25,17 @@ REMEDY = (
     "restore it from a backup; without it begin a run of another name from the newest checkpoint:"
     " model.path=RUN/checkpoints/step-..."
 )
-MAX_EVENTS = 40_000  # a restart handles them again, in two or three seconds
-_HEAD = struct.Struct("<dIII")  # time, bytes of the sender's name, bytes of the record, CRC-32
-_CHECK = struct.Struct("<I")  # CRC-32 of the head
+# Events in a log before a new snapshot; replay of so many takes two or three seconds.
+MAX_EVENTS = 40_000
+_HEAD = struct.Struct("<dIII")  # Time, bytes of the sender's name, bytes of the record, CRC-32.
+_CHECK = struct.Struct("<I")  # CRC-32 of the head.
 
 
 class EventLog:
-    """`scheduler.json` plus the log it names.
+    """The snapshot `scheduler.json` and the log file that it names.
 
-    Example: save(state) writes log 8 (empty), then a state that names log 8, then removes log 7.
-    Killed at any point in between, the state that is there names a log that is there.
+    Example: save(state) writes log 8 (empty), then a snapshot that names log 8, then removes log 7.
+    After a kill at any point in between, the snapshot on disk names a log that exists.
     """
 
     def __init__(self, root: Path) -> None:
@@ -42,22 +44,25 @@ class EventLog:
         self._number = 0
         self._is_old = False
         self._file: AppendFile | None = None
-        self._pending: list[bytes] = []  # not handed to the operating system yet
-        self._num_events = 0  # since the saved state
+        self._pending: list[bytes] = []  # Records not written to the file yet.
+        self._num_events = 0  # Events since the last snapshot.
         self._long_at = MAX_EVENTS
 
     @property
     def is_long(self) -> bool:
-        """Whether so much was logged that the state is to be saved, for a quick restart."""
+        """True if a new snapshot is due because replay of the log would take too long."""
         return self._num_events >= self._long_at
 
     @property
     def path(self) -> Path:
-        """The log that is being written."""
+        """Path of the current log file."""
         return self._path(self._number)
 
     def load(self) -> dict[str, Any] | None:
-        """Return what `save` wrote last, None if nothing. Raises: ConfigError: it is damaged."""
+        """Return the last saved state, None if there is none.
+
+        Raises: ConfigError: the state is damaged.
+        """
         if not self._state_path.exists():
             return None
         saved = read_json(self._state_path, {"log": int, "state": dict}, remedy=REMEDY)
@@ -69,13 +74,13 @@ class EventLog:
         return state
 
     def damaged(self, error: Exception) -> ConfigError:
-        """Return what to raise over a state that cannot be restored."""
+        """Return the error to raise for a state that cannot be restored."""
         return ConfigError(f"{self._state_path}: damaged ({error!r}); {REMEDY}")
 
     def events(self) -> Iterator[tuple[float, str, Any]]:
-        """Yield (time, sender name, message) since the saved state; message None is a tick.
+        """Yield (time, sender name, message) since the snapshot; message None is a tick.
 
-        A record cut off by a kill, or never written by a machine that lost its power, ends the log.
+        A record that a kill cut off, or that a power failure left unwritten, ends the log.
 
         Raises: ConfigError: a record is damaged; names file and offset.
         """
@@ -99,9 +104,10 @@ class EventLog:
             yield time_s, name.decode(), unpack_record(record) if record else None
 
     def append(self, time_s: float, sender_name: str, frames: list[bytes]) -> None:
-        """Log one handled message by its frames, or a tick ([]). `flush` makes it safe from a kill.
+        """Buffer a record of one handled message (its frames) or of a tick ([]).
 
-        It is as it came, so that what is handled again is what was handled.
+        `flush` writes the record to the file, where it survives a kill. The frames are stored as
+        received, so that a replay handles the same bytes.
         """
         record = pack_frames(frames) if frames else b""
         name = sender_name.encode()
@@ -110,15 +116,15 @@ class EventLog:
         self._num_events += 1
 
     def flush(self) -> None:
-        """Hand what was appended to the operating system. Raises: OSError: and keeps it."""
+        """Write the buffered records to the file. Raises: OSError: the records stay buffered."""
         if self._file is not None and self._pending:
             self._file.append(self._pending)
             self._pending = []
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replace state and log; the state survives a power cut when this returns.
+        """Replace snapshot and log; the snapshot survives a power failure when this returns.
 
-        Raises: OSError: state and log are as before, and may be gone on with.
+        Raises: OSError: the previous snapshot and log are unchanged and remain in use.
         """
         number = self._number + 1
         file = opened(lambda: AppendFile(self._path(number)))
@@ -130,7 +136,7 @@ class EventLog:
         except OSError:
             file.close()
             file.path.unlink()
-            self._long_at = self._num_events + MAX_EVENTS  # not again at once
+            self._long_at = self._num_events + MAX_EVENTS  # The next attempt is delayed.
             raise
         if self._file is not None:
             self._file.close()
@@ -139,9 +145,10 @@ class EventLog:
         self._num_events, self._long_at = 0, MAX_EVENTS
 
     def close(self) -> None:
-        """Close the log; it stays on disk."""
+        """Close the log file; it stays on disk."""
         if self._file is not None:
-            if_room(self.flush, self._file.path)  # what is kept was answered to nobody
+            # Records that do not fit on the disk belong to messages that were never answered.
+            if_room(self.flush, self._file.path)
             self._file.close()
             self._file = None
 
@@ -156,7 +163,7 @@ def _checksum(text: str) -> int:
 def _record_at(
     content: bytes, start: int, *, is_old: bool
 ) -> tuple[float, bytes, bytes, int] | None:
-    """Return (time, sender's name, frames, where the next one begins); None: no whole record."""
+    """Return (time, sender's name, frames, offset of the next record); None: no whole record."""
     body = start + _HEAD.size + (0 if is_old else _CHECK.size)
     if body > len(content):
         return None
@@ -171,7 +178,7 @@ def _record_at(
 
 
 def _is_torn(content: bytes, start: int) -> bool:
-    """Return whether what lies there was never written: cut short by a kill, or zeros."""
+    """Return whether the record was never fully written: it is cut short, or all zeros."""
     body = start + _HEAD.size + _CHECK.size
     if body > len(content) or not any(content[start:]):
         return True

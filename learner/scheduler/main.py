@@ -1,4 +1,4 @@
-"""The scheduler process: construction, the loop, shutdown."""
+"""The scheduler process: construction, main loop, shutdown."""
 
 import json
 import logging
@@ -38,20 +38,25 @@ from learner.scheduler.status import others
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
-GATHER_S = 0.02  # from one batch of messages to the next: thousands of peers come in hundreds
-SAVE_S = 2.0  # between two saved states; the log holds what came since
+# Seconds between two batches of messages: thousands of peers send hundreds at a time.
+GATHER_S = 0.02
+SAVE_S = 2.0  # Seconds between two snapshots; the log holds all messages since the last one.
 STATUS_S = 1.0
-LAST_WAIT_S = 60.0  # for a learner that was killed on its way out and begins again
-ASLEEP_S = 5.0  # between two rounds of the loop: this process stood still
-WAKE = "wake"  # sender of a logged tick that came after such a rest
+LAST_WAIT_S = 60.0  # Seconds to wait, after the end of the run, for a killed learner to restart.
+ASLEEP_S = 5.0  # A longer gap between two rounds of the loop means that this process was suspended.
+WAKE = "wake"  # Sender name of the logged tick that follows a suspension.
 OUTSIDE = (JoinRequest, FileRequest, HubHello, HubGoodbye)
-MAX_OUTCOMES_BYTES = 64 << 20  # a million episodes; beyond, the older half goes
-MAX_FILES_FRAC = 0.005  # of a core for either, in runs of thousands of actors less often for that
+# Size limit of the file of outcomes (about a million episodes); above the limit the older half is
+# removed.
+MAX_OUTCOMES_BYTES = 64 << 20
+# Largest share of a core for snapshots, and for status files. In runs with thousands of actors both
+# are written less often because of the limit.
+MAX_FILES_FRAC = 0.005
 
 
 @dataclass(slots=True)
 class LoopClock:
-    """Time as the core sees it: the loop sets it, and a replay sets it to what it was."""
+    """The core's clock: the main loop sets it, and a replay sets it to the logged times."""
 
     now: float
 
@@ -61,7 +66,7 @@ class LoopClock:
 
 @dataclass(slots=True)
 class Serving:
-    """What the loop works with."""
+    """All objects that the main loop uses."""
 
     core: SchedulerCore
     clock: LoopClock
@@ -71,22 +76,24 @@ class Serving:
     registry: Registry
     enrolments: Enrolments
     disk: DiskWait
-    hub_token: str  # of the run's own hubs
+    hub_token: str  # Token of the run's own hubs.
     lease_key: bytes
-    names: dict[bytes, str] = field(default_factory=dict)  # of senders, once they said it
-    is_changed: bool = True  # since the last save
-    save_at: float = 0.0  # the next
-    status_at: float = 0.0  # the next
-    ledger_of: tuple[int, Phase] | None = None  # version and phase of the last ledger.json
-    serves_until: float = 0.0  # though the run is over, for roles that begin again
+    # ROUTER identity -> name, as soon as the sender has given its name.
+    names: dict[bytes, str] = field(default_factory=dict)
+    is_changed: bool = True  # True if the state has changed since the last snapshot.
+    save_at: float = 0.0  # Time of the next snapshot.
+    status_at: float = 0.0  # Time of the next status.json.
+    ledger_of: tuple[int, Phase] | None = None  # Version and phase of the last ledger.json.
+    # Time until which the scheduler keeps serving restarted roles after the end of the run.
+    serves_until: float = 0.0
 
 
 def run(cfg: RunConfig, run_dir: RunDir) -> None:
-    """Be the scheduler of a run until SIGTERM, or until the run is over and everybody has left.
+    """Run the scheduler until SIGTERM, or until the run is over and all members have left.
 
     Raises:
-        EnvError: no hub that serves the tasks came in time.
-        ConfigError: a task that the hub does not have, an address in use.
+        EnvError: no hub that serves the tasks connected in time.
+        ConfigError: the hub does not have a task, or an address is in use.
         LongstrideError: the ledger does not balance, or too many episodes failed.
     """
     stop = threading.Event()
@@ -97,11 +104,14 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
 
 
 def serve(cfg: RunConfig, run_dir: RunDir, stop: threading.Event) -> None:
-    """Build, loop until `stop`, shut down. What failed is not saved, so a restart may go on.
+    """Build, loop until `stop` is set, shut down.
 
-    Raises: ConfigError: this run has a scheduler.
+    A failed loop saves no snapshot, so that a restart can resume from the last good one.
+
+    Raises: ConfigError: another process is the scheduler of this run.
     """
-    start_s = 2 * cfg.actor.start_timeout_s  # for the hubs to come, and its own log to be read
+    # Seconds for the hubs to start and for the log to be replayed.
+    start_s = 2 * cfg.actor.start_timeout_s
     role = "scheduler"
     with hold_role(run_dir.root, role), beacon_of(run_dir, role, start_s=start_s) as beacon:
         _serve(cfg, run_dir, stop, partial(beacon.note, "main", "serving"))
@@ -142,7 +152,7 @@ def build(
     disk: DiskWait,
     stop: threading.Event,
 ) -> Serving:
-    """Say where we listen, wait for the hubs, take up the last state, begin."""
+    """Publish the scheduler's address, wait for the hubs, resume the last state, start serving."""
     key_path = write_join_key(run_dir.keys, keys, run_name=cfg.run.name)
     run_dir.publish_address("scheduler", own_address(cfg, router.port))
     logger.info("other machines join: actor --join HOST:%d --key %s", router.port, key_path)
@@ -179,16 +189,16 @@ def build(
 
 
 def own_address(cfg: RunConfig, port: int) -> str:
-    """Return where the roles on this machine, or on this disk, find the scheduler."""
+    """Return the address for roles on this machine and on this run directory."""
     host = cfg.scheduler.advertise or cfg.scheduler.host
     return f"tcp://{bracketed(loopback() if host in WILDCARDS else host)}:{port}"
 
 
 def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> None:
-    """Restore the saved state and handle again what was logged since.
+    """Restore the snapshot and replay the messages logged since.
 
-    The times of the log are those of the process that wrote it; at the end every lease and every
-    member gets a fresh term.
+    The replay uses the logged times of the earlier process. At the end every lease and every member
+    gets a new deadline.
     """
     saved = log.load()
     if saved is None:
@@ -214,7 +224,10 @@ def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> None:
 
 
 def listen(cfg: RunConfig, keys: RunKeys, *, preferred_port: int) -> Router:
-    """Bind the configured port; if any will do, the one that the roles know already."""
+    """Bind the configured port.
+
+    For port 0 bind the previous port if it is free, because the roles already use it.
+    """
     host, port = cfg.scheduler.host, cfg.scheduler.port
     if port == 0 and preferred_port:
         try:
@@ -225,7 +238,7 @@ def listen(cfg: RunConfig, keys: RunKeys, *, preferred_port: int) -> Router:
 
 
 def loop(parts: Serving, stop: threading.Event, *, on_round: Callable[[], None]) -> None:
-    """Serve until `stop` is set, or until the run is over and everybody has left."""
+    """Serve until `stop` is set, or until the run is over and all members have left."""
     while not stop.is_set() and not has_ended(parts):
         on_round()
         received = parts.router.receive_all(timeout_s=POLL_S)
@@ -243,7 +256,7 @@ def loop(parts: Serving, stop: threading.Event, *, on_round: Callable[[], None])
 
 
 def wake_at(parts: Serving, now: float) -> None:
-    """Set the clock; after a rest of this process nobody is called late before it is heard."""
+    """Set the clock. After a suspension of this process renew all deadlines."""
     slept_s, parts.clock.now = now - parts.clock.now, now
     if slept_s > ASLEEP_S:
         logger.warning("stood still for_s=%.1f: nobody is late by that", slept_s)
@@ -253,10 +266,10 @@ def wake_at(parts: Serving, now: float) -> None:
 
 
 def has_ended(parts: Serving) -> bool:
-    """True if the run is over and everybody has left.
+    """True if the run is over and all members have left.
 
-    A scheduler that begins after the end has work left if the learner was killed on its way out:
-    that begins again, too, and has to hear that the run is over.
+    A scheduler that starts after the end keeps serving for a while. If the learner was killed
+    during its exit, it restarts too and must be notified that the run is over.
     """
     if parts.core.phase is not Phase.DONE:
         return False
@@ -266,7 +279,7 @@ def has_ended(parts: Serving) -> bool:
 
 
 def answer_all(parts: Serving, received: list[Received]) -> None:
-    """Handle and log a batch, make the log safe, then answer."""
+    """Handle and log a batch of messages, flush the log, then send the answers."""
     answers: list[tuple[bytes, Any]] = []
     for each in received:
         if type(each.message) in OUTSIDE:
@@ -300,7 +313,7 @@ def answer_all(parts: Serving, received: list[Received]) -> None:
 
 
 def answer_outside(parts: Serving, received: Received) -> Any:
-    """Return the answer to a message that is no matter of the core's, and of no log."""
+    """Return the answer to a message that neither the core nor the log needs."""
     is_finished = parts.core.phase is Phase.DONE
     return parts.enrolments.answer(received.message) or parts.registry.hear_hub(
         received.message, received.sender, parts.clock.now, is_finished=is_finished
@@ -308,7 +321,7 @@ def answer_outside(parts: Serving, received: Received) -> Any:
 
 
 def name_of(parts: Serving, received: Received) -> str:
-    """Return the name that a sender gave itself, its ROUTER identity before that."""
+    """Return the name that a sender gave itself, or its ROUTER identity before that."""
     match received.message:
         case Hello() | Heartbeat() | Goodbye():
             parts.names[received.sender] = received.message.name
@@ -318,25 +331,25 @@ def name_of(parts: Serving, received: Received) -> str:
 
 
 def state_of(parts: Serving) -> dict[str, Any]:
-    """Return what a scheduler that is started again begins with."""
+    """Return the state that a restarted scheduler resumes from."""
     snapshot = parts.core.snapshot(with_volatile=True)
     state = {"core": snapshot, "time_s": parts.clock.now, "port": parts.router.port}
     return state | {"hubs": parts.registry.saved_hubs(parts.hub_token)}
 
 
 def save(parts: Serving) -> None:
-    """Save the state; the log begins anew. On a full disk the old ones go on."""
+    """Save a snapshot and start a new log. On a full disk the old ones remain in use."""
     started_s = time.thread_time()
     state = state_of(parts)
     is_saved = if_room(lambda: parts.log.save(state), parts.log.path)
     parts.save_at = next_time(parts, SAVE_S, started_s)
-    if is_saved:  # else the log goes on
+    if is_saved:  # On failure the current log continues.
         parts.core.mark_saved()
         parts.is_changed = False
 
 
 def write_due(parts: Serving) -> None:
-    """Write what is due: all of it in time and at a new phase, at a new version the ledger."""
+    """Write all files if they are due or the phase is new; in a new version only the ledger."""
     known, phase = parts.ledger_of, parts.core.phase
     if parts.clock.now >= parts.status_at or known is None or known[1] != phase:
         write_reports(parts)
@@ -345,7 +358,7 @@ def write_due(parts: Serving) -> None:
 
 
 def write_reports(parts: Serving) -> None:
-    """Write status.json, the evaluations and the ledger."""
+    """Write status.json, the evaluations, the outcomes and the ledger."""
     started_s = time.thread_time()
     core, now = parts.core, parts.clock.now
     told = others(core.members, parts.router, parts.registry, run_epoch=core.run_epoch, now=now)
@@ -361,7 +374,7 @@ def write_reports(parts: Serving) -> None:
 
 
 def write_outcomes(parts: Serving) -> None:
-    """Append what became of episodes since the last time, one JSON line each."""
+    """Append the outcomes since the last call, one JSON line for each episode."""
     news, path = parts.core.lifecycle.news, parts.run_dir.outcomes
     lines = "".join(json.dumps([*each, parts.core.version]) + "\n" for each in news)
 
@@ -380,7 +393,7 @@ def write_outcomes(parts: Serving) -> None:
 
 
 def write_ledger(parts: Serving) -> None:
-    """Write the ledger and, once a step or phase, who was dropped."""
+    """Write the ledger and, once for each version or phase, the selection audit."""
     files = {parts.run_dir.ledger: parts.core.lifecycle.ledger_report()}
     if parts.ledger_of != (parts.core.version, parts.core.phase):
         files[parts.run_dir.selection] = parts.core.lifecycle.audit.report()
@@ -390,5 +403,10 @@ def write_ledger(parts: Serving) -> None:
 
 
 def next_time(parts: Serving, every_s: float, started_s: float) -> float:
-    """Return when to write a file again that has just been written, from `started_s` of CPU on."""
+    """Return when to write a file again.
+
+    Args:
+        every_s: minimum seconds between two writes.
+        started_s: CPU time of this thread at which the last write began.
+    """
     return parts.clock.now + max(every_s, (time.thread_time() - started_s) / MAX_FILES_FRAC)

@@ -1,4 +1,4 @@
-"""What the learner reports: every count and mean of the run that follows from it."""
+"""Applies the learner's reports to all counts and means of the run."""
 
 from collections import defaultdict
 
@@ -8,7 +8,7 @@ from learner.scheduler.episodes.lifecycle import Arrived
 
 
 def take(parts: Components, message: Outcomes, *, now: float) -> None:
-    """Take one report."""
+    """Process one report."""
     parts.lifecycle.ledger.num_duplicates += message.num_duplicates
     _see_all(parts, message.seen)
     parts.signal.see(message, now)
@@ -19,7 +19,7 @@ def take(parts: Components, message: Outcomes, *, now: float) -> None:
 
 
 def _see_all(parts: Components, seen: list[EpisodeSeen]) -> None:
-    """Take in episodes; those that one message names ended at about the same time."""
+    """Record arrived episodes; the episodes of one message ended at about the same time."""
     by_actor: defaultdict[str, list[tuple[float, Arrived]]] = defaultdict(list)
     for each in seen:
         arrived = parts.lifecycle.arrive(each)
@@ -38,7 +38,7 @@ def _see_all(parts: Components, seen: list[EpisodeSeen]) -> None:
 
 
 def _count(parts: Components, seen: EpisodeSeen, arrived: Arrived) -> None:
-    """Count an episode that says something about the policy."""
+    """Count an episode whose result depends on the policy."""
     group, episode = arrived.group, arrived.episode
     if not group.is_train:
         parts.success.evaluation.add(group.group_id, seen)

@@ -1,10 +1,10 @@
-"""State of the scheduler <-> JSON, derived from the fields of dataclasses.
+"""Converts the scheduler's state to JSON and back, derived from the fields of dataclasses.
 
-A component is a dataclass. Its fields are saved, and restored in place, but for those marked
-`FIXED`: the configuration, and what can be computed from the rest. `VOLATILE` fields hold times of
-the core's clock and what every role says anew: they are saved only where the log that follows is
-to be handled again, and otherwise begin with their defaults. A field that has its default is left
-out. Frozen dataclasses become plain lists.
+A component is a dataclass. Its fields are saved and restored in place, with two exceptions.
+`FIXED` fields hold the configuration and values that can be recomputed; they are never saved.
+`VOLATILE` fields hold times of the core's clock and values that every role sends again. They are
+saved only if the log that follows will be replayed; otherwise they start with their defaults.
+A field with its default value is left out. Frozen dataclasses become plain lists.
 """
 
 import dataclasses
@@ -18,10 +18,12 @@ from typing import Any
 
 FIXED = types.MappingProxyType({"state": "fixed"})
 VOLATILE = types.MappingProxyType({"state": "volatile"})
-CONFIGURED = types.MappingProxyType({"state": "configured"})  # a map whose keys the configuration
-# gives: its entries are restored in place, those of other keys are left out
+# Marks a map whose keys come from the configuration. Its entries are restored in place; saved
+# entries with other keys are dropped.
+CONFIGURED = types.MappingProxyType({"state": "configured"})
 _SCALARS = (str, int, float)
-_AS_IT_IS = frozenset((str, int, float, bool, types.NoneType))  # most of what is saved
+# Types of most saved values; JSON holds them unchanged.
+_AS_IT_IS = frozenset((str, int, float, bool, types.NoneType))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,7 +32,8 @@ class _Field:
     kind: Any
     mark: str  # "" | "volatile" | "configured"
     default: Any
-    make: Any  # default factory; both MISSING: there is no default
+    # Default factory. If `default` and `make` are both MISSING, the field has no default.
+    make: Any
 
     def is_default(self, value: Any) -> bool:
         if self.default is not dataclasses.MISSING:
@@ -57,7 +60,7 @@ def _is_frozen(cls: type) -> bool:
 
 
 def save(value: Any, *, with_volatile: bool = False) -> Any:
-    """Return a component, or what a field of one holds, as JSON that shares nothing with it."""
+    """Return a component or a field's value as JSON that shares no objects with it."""
     if type(value) in _AS_IT_IS or isinstance(value, _SCALARS):
         return value
     if isinstance(value, dict):
@@ -80,14 +83,14 @@ def save(value: Any, *, with_volatile: bool = False) -> Any:
 
 
 def _save_map(value: dict[Any, Any], with_volatile: bool) -> Any:
-    """Return a map; one whose keys are not text as a list of pairs."""
+    """Return a map; if its keys are not all text, as a list of pairs."""
     if all(isinstance(key, str) for key in value):
         return {key: save(each, with_volatile=with_volatile) for key, each in value.items()}
     return [[save(key), save(each, with_volatile=with_volatile)] for key, each in value.items()]
 
 
 def restore(component: Any, state: Mapping[str, Any]) -> None:
-    """Take over what `save` returned; then call `after_restore`, if the component has it."""
+    """Restore the result of `save` in place; then call `after_restore` if the component has it."""
     for f in _fields(type(component)):
         held = getattr(component, f.name)
         if f.mark == "configured":
@@ -95,7 +98,7 @@ def restore(component: Any, state: Mapping[str, Any]) -> None:
                 restore(entry, state.get(f.name, {}).get(key, {}))
         elif dataclasses.is_dataclass(held) and not _is_frozen(type(held)):
             restore(held, state.get(f.name, {}))
-        elif isinstance(held, deque):  # keeps its bound
+        elif isinstance(held, deque):  # Restored in place, so that the deque keeps its `maxlen`.
             values = _load(f.kind, state.get(f.name, []))
             held.clear()
             held.extend(values)
@@ -108,7 +111,7 @@ def restore(component: Any, state: Mapping[str, Any]) -> None:
 
 
 def _load(kind: Any, value: Any) -> Any:
-    """Return a value of the type that a field is annotated with."""
+    """Return a value of the type that the field is annotated with."""
     origin, args = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin is types.UnionType:
         (some,) = (each for each in args if each is not types.NoneType)
@@ -129,7 +132,8 @@ def _load(kind: Any, value: Any) -> Any:
 def _record(cls: Any, value: Any) -> Any:
     fields = _fields(cls)
     if _is_frozen(cls):
-        known = zip(fields[: len(value)], value, strict=True)  # later ones have their defaults
+        # Fields added since keep their defaults.
+        known = zip(fields[: len(value)], value, strict=True)
         return cls(**{f.name: _load(f.kind, v) for f, v in known})
     return cls(**{f.name: _load(f.kind, value[f.name]) for f in fields if f.name in value})
 

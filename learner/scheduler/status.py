@@ -1,4 +1,4 @@
-"""What is going on, as one JSON object for people and displays."""
+"""The state of the run as one JSON object for status.json and the dashboard."""
 
 import socket
 import time
@@ -27,10 +27,11 @@ def build_status(parts: Components, *, now: float) -> dict[str, Any]:
     return {
         "phase": parts.run.phase.value,
         "version": state.version,
-        "horizon": longest.get("horizon"),  # of the environment that may play longest
+        "horizon": longest.get("horizon"),  # Horizon of the environment with the longest one.
         "stage": longest.get("stage"),
         "unit": curriculum["unit"],
-        "distance": farthest.get("distance"),  # likewise; None: no distance curriculum
+        # Distance of the environment with the largest one. None: no distance curriculum.
+        "distance": farthest.get("distance"),
         "distance_stage": farthest.get("stage"),
         "curriculum": curriculum,
         "groups": {
@@ -57,7 +58,7 @@ def build_status(parts: Components, *, now: float) -> dict[str, Any]:
 def others(
     members: Members, router: Router, registry: Registry, *, run_epoch: str, now: float
 ) -> dict[str, Any]:
-    """Return what the status says beside that: this process, the hubs, what listeners refused."""
+    """Return the rest of the status: this process, the hubs, and the refused messages."""
     learner = [m.refused for m in members.alive("learner") if m.refused]
     return {
         "scheduler": {

@@ -1,4 +1,4 @@
-"""What the members of the running transfer have answered."""
+"""The answers of engines to the offer of the current transfer."""
 
 import threading
 import time
@@ -7,37 +7,38 @@ from collections import deque
 from common.wire.weight_messages import WeightsJoin, WeightsLoaded, WeightsOffer, WeightsReady
 from learner.weights.membership import Member
 
-NUM_REMEMBERED = 1_000  # epochs of transfers that were given up
+NUM_REMEMBERED = 1_000  # Epochs of abandoned transfers that are kept.
 
 
 class Answers:
     """The answers to one offer. For the publisher's thread.
 
-    An answer that is lost with a connection that broke is learnt from the next heartbeat.
+    If an answer is lost with a broken connection, the next heartbeat replaces it.
 
-    Example: begin(epoch 7, version 3); offered(a); note(a is ready) -> is_ready(a). Its report is
-    lost, and it says hello, free and with version 3 -> loaded(a).is_ok.
+    Example: begin(epoch 7, version 3); offered(a); note(a is ready) -> is_ready(a). The final
+    answer of a is lost, but its next hello is not busy and has version 3 -> loaded(a).is_ok.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
         self._version = -1
-        self._offers: dict[Member, tuple[WeightsOffer, float]] = {}  # and when
+        # Offer and time of sending, by member.
+        self._offers: dict[Member, tuple[WeightsOffer, float]] = {}
         self._ready: set[Member] = set()
         self._loaded: dict[Member, WeightsLoaded] = {}
         self._given_up: deque[int] = deque(maxlen=NUM_REMEMBERED)
 
     def begin(self, epoch: int, version: int) -> None:
-        """Forget the transfer before."""
+        """Start a transfer and forget the one before."""
         self.epoch, self._version = epoch, version
         self._offers, self._ready, self._loaded = {}, set(), {}
 
     def offered(self, member: Member, offer: WeightsOffer) -> None:
-        """Note what a member was sent."""
+        """Record the offer sent to a member."""
         self._offers[member] = (offer, time.monotonic())
 
     def unanswered(self, member: Member) -> WeightsOffer | None:
-        """Return what a member was offered if it has not even said that it is ready."""
+        """Return the offer to a member that has not answered at all; else None."""
         found = self._offers.get(member)
         has_answered = member in self._ready or member in self._loaded
         return None if found is None or has_answered else found[0]
@@ -48,7 +49,7 @@ class Answers:
         return 0.0 if found is None else time.monotonic() - found[1]
 
     def note(self, member: Member, answer: WeightsReady | WeightsLoaded) -> bool:
-        """Take an answer in; True if it is to this offer and new."""
+        """Record an answer; True if it belongs to this offer and is new."""
         if answer.group_epoch != self.epoch or answer.version != self._version:
             return False
         if isinstance(answer, WeightsReady):
@@ -60,7 +61,7 @@ class Answers:
         return is_new
 
     def hear(self, member: Member, join: WeightsJoin) -> None:
-        """Conclude from a sign of life what became of an answer that is lost."""
+        """Derive a lost answer from a member's heartbeat."""
         is_over = not join.busy_epoch and member in self._ready and member not in self._loaded
         if is_over:
             is_ok = join.version == self._version
@@ -76,38 +77,42 @@ class Answers:
             )
 
     def is_ready(self, member: Member) -> bool:
-        """Return whether it receives."""
+        """Return whether the member receives."""
         return member in self._ready
 
     def loaded(self, member: Member) -> WeightsLoaded | None:
-        """Return what it says of the version in the end."""
+        """Return the member's final answer, None if there is none yet."""
         return self._loaded.get(member)
 
     def give_up(self) -> None:
-        """Remember that nobody need wait for this transfer any more."""
+        """Record that this transfer is abandoned."""
         self._given_up.append(self.epoch)
 
     def is_given_up(self, epoch: int) -> bool:
-        """Return whether a transfer was given up that some engine is still at."""
+        """Return whether the transfer of this epoch was abandoned."""
         return epoch in self._given_up
 
 
 class Measures:
-    """Seconds of transfers until somebody asks for them. Thread-safe."""
+    """Durations of transfers until the next `drain`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._metrics: dict[str, float] = {}
 
     def note(self, name: str, seconds: float, *, size_gb: float, is_sum: bool) -> None:
-        """Count seconds, the sum or the longest since the last `drain`, also per GB."""
+        """Record a duration, also per GB.
+
+        Args:
+            is_sum: add the durations since the last `drain`; else keep the longest.
+        """
         with self._lock:
             for key, value in ((name, seconds), (f"{name}_per_gb", seconds / size_gb)):
                 before = self._metrics.get(key, 0.0)
                 self._metrics[key] = before + value if is_sum else max(before, value)
 
     def drain(self) -> dict[str, float]:
-        """Return what was measured since the last call."""
+        """Return the metrics measured since the last call."""
         with self._lock:
             metrics, self._metrics = self._metrics, {}
         return metrics

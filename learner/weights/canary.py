@@ -1,4 +1,4 @@
-"""Canary prompts: do an engine and the trainer give the same log-probabilities?"""
+"""Canary prompts: compare the log-probabilities of an engine with those of the trainer."""
 
 import logging
 import math
@@ -13,13 +13,13 @@ from learner.weights.snapshot import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
-MIN_TOKENS = 8  # to tell noise
-SURE = 4.0  # standard errors
-KEPT_VERSIONS = 4  # an engine may answer a little late
+MIN_TOKENS = 8  # Tokens needed to estimate the noise.
+SURE = 4.0  # Number of standard errors for significance.
+KEPT_VERSIONS = 4  # Versions kept, because an engine may answer late.
 
 
 class _Expected(NamedTuple):
-    """What is kept of a version: not its weights."""
+    """The canaries of one version, kept without its weights."""
 
     token_ids: list[list[int]]  # [canary, seq]
     logprobs: list[list[float]]  # [canary, seq-1] nats
@@ -27,16 +27,17 @@ class _Expected(NamedTuple):
 
 
 class Canary:
-    """Compares the engines' scores with the trainer's, and counts disagreements in a row."""
+    """Compares the engines' scores with the trainer's, and counts consecutive disagreements."""
 
     def __init__(self, *, max_delta: float) -> None:
-        """Make one that allows a mean |difference| of `max_delta` nats."""
+        """Start without versions; a mean |difference| of up to `max_delta` nats is allowed."""
         self._max_delta = max_delta
-        self._expected: dict[int, _Expected] = {}  # by version
-        self._checks: dict[int, tuple[str, int, _Expected]] = {}  # number -> actor, version
+        self._expected: dict[int, _Expected] = {}  # Canaries by version.
+        # Number of the check -> actor, version, canaries.
+        self._checks: dict[int, tuple[str, int, _Expected]] = {}
         self._num_checks = 0
-        self._alarms: dict[str, int] = {}  # by actor name, in a row
-        self._worst: float | None = None  # mean |difference| in nats since the last drain
+        self._alarms: dict[str, int] = {}  # Consecutive alarms, by actor name.
+        self._worst: float | None = None  # Largest mean |difference| in nats since the last drain.
         self._lock = threading.Lock()
 
     def expect(self, weights: PublishedWeights) -> None:
@@ -49,7 +50,7 @@ class Canary:
     def expect_check(
         self, actor: str, version: int, prompts: Prompts, logprobs: list[list[float]]
     ) -> int:
-        """Expect an engine's answer beside a version's; return the number to ask under."""
+        """Register an additional check of an engine; return the number to send with it."""
         self._num_checks += 1
         expected = _Expected(prompts.token_ids, logprobs, prompts.masks)
         self._checks = {n: kept for n, kept in self._checks.items() if kept[0] != actor}
@@ -57,7 +58,7 @@ class Canary:
         return self._num_checks
 
     def compare(self, scores: CanaryScores) -> None:
-        """Hold an engine's scores against the trainer's of the same version."""
+        """Compare an engine's scores with the trainer's of the same version."""
         if scores.number:
             asked = self._checks.pop(scores.number, None)
             is_answer = asked is not None and asked[:2] == (scores.actor, scores.version)
@@ -71,7 +72,7 @@ class Canary:
         is_stale = False
         if before is not None and not math.isnan(delta):
             is_stale = _is_stale(expected, before, scores.logprobs)
-        is_alarm = is_stale or not delta <= self._max_delta  # a NaN is an alarm
+        is_alarm = is_stale or not delta <= self._max_delta  # NaN is an alarm.
         with self._lock:
             self._worst = delta if self._worst is None else max(delta, self._worst)
             self._alarms[scores.actor] = self._alarms.get(scores.actor, 0) + 1 if is_alarm else 0
@@ -83,20 +84,20 @@ class Canary:
             )
 
     def _before(self, version: int) -> _Expected | None:
-        """Return what was expected of the newest older version, if it had the same canaries."""
+        """Return the canaries of the newest older version, if they have the same tokens."""
         older = max((v for v in self._expected if v < version), default=None)
         found = None if older is None else self._expected[older]
         return found if found and found.token_ids == self._expected[version].token_ids else None
 
     @property
     def num_alarms(self) -> int:
-        """Times in a row that the worst engine and the trainer disagreed."""
+        """Largest number of consecutive alarms of an engine."""
         with self._lock:
             return max(self._alarms.values(), default=0)
 
     @property
     def worst_engine(self) -> str:
-        """The actor of most alarms in a row; "" if there is none."""
+        """The actor with the most consecutive alarms; "" if there is none."""
         with self._lock:
             return max(self._alarms, key=lambda actor: self._alarms[actor], default="")
 
@@ -108,10 +109,11 @@ class Canary:
 
 
 def _is_stale(now: _Expected, before: _Expected, theirs: list[list[float]]) -> bool:
-    """Return whether scores are those of the version before, beyond what their noise explains.
+    """Return whether the scores are significantly closer to the version before.
 
-    They are before + share * (now - before) + noise: the share is 1 if the version has arrived and
-    0 if not, however little it changed; its standard error follows from what is left over.
+    The scores are modelled as before + share * (now - before) + noise. The share is 1 if the new
+    version has arrived and 0 if it has not, even for a small change of the weights. The standard
+    error of the share follows from the residuals.
     """
     rows = zip(before.logprobs, now.logprobs, theirs, now.masks, strict=True)
     kept = [
@@ -135,7 +137,7 @@ def _is_stale(now: _Expected, before: _Expected, theirs: list[list[float]]) -> b
 def _mean_delta(
     ours: list[list[float]], theirs: list[list[float]], masks: list[list[bool]]
 ) -> float:
-    """Return the mean |difference| in nats; NaN if the rows do not belong together."""
+    """Return the mean |difference| in nats; NaN if the rows differ in shape or no token counts."""
     if [len(row) for row in ours] != [len(row) for row in theirs] or not any(ours):
         return math.nan
     deltas = [

@@ -1,4 +1,4 @@
-"""The gate between transfers, which read live weights, and the optimizer, which changes them."""
+"""The lock between transfers, which read live weights, and the optimizer, which changes them."""
 
 import logging
 import threading
@@ -7,24 +7,24 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.5  # between looks whether the learner is told to stop
+LOOK_S = 0.5  # Seconds between two checks whether the learner is stopping.
 
 
 class Gate:
-    """Lets transfers read live weights between two steps' updates.
+    """A readers-writer lock: transfers read live weights between the updates of two steps.
 
-    Consumes: nothing; the trainer closes it before the first update of a step, the publisher opens
-    it with the next version.
-    Waits for: in `close`, transfers that read, at most `timeout_s`; after that they are told to
-    give up, which takes them no longer than a look.
+    Consumes: nothing. The trainer closes the gate before the first update of a step; the
+        publisher opens it with the next version.
+    Waits for: in `close`, transfers that read, at most `timeout_s`. After that they must abort,
+        which takes at most one polling interval.
 
-    Example: open() -> version 3 may be read. enter() by a transfer. The next step's forward and
-    backward pass run meanwhile; its close() waits. leave() -> close() returns, weights change.
-    enter() -> False: what is there now is no version. open() -> version 4 may be read.
+    Example: open() -> version 3 may be read. A transfer calls enter(). The next step's forward and
+    backward pass run during the transfer; its close() waits. leave() -> close() returns, weights
+    change. enter() -> False: the weights are between two versions. open() -> version 4 may be read.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
-        """Make one that is closed, with nobody inside."""
+        """Start closed, without readers."""
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._is_open = False
@@ -35,12 +35,12 @@ class Gate:
         self.is_stopping: Callable[[], bool] = lambda: False
 
     def open(self) -> None:
-        """Let transfers in: the weights are a version and stay so until `close`."""
+        """Allow readers: the weights are a complete version and stay unchanged until `close`."""
         with self._changed:
             self._is_open = True
 
     def enter(self) -> bool:
-        """Begin to read; False if there is no version to be read now."""
+        """Start to read; False if the weights cannot be read now."""
         with self._changed:
             if not self.is_open:
                 return False
@@ -48,28 +48,28 @@ class Gate:
             return True
 
     def leave(self) -> None:
-        """End what `enter` began."""
+        """End the read that `enter` started."""
         with self._changed:
             self._num_inside -= 1
             self._changed.notify_all()
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a version to be read."""
+        """True if a version can be read."""
         return self._is_open and not self._is_wanted_back
 
     @property
     def is_wanted_back(self) -> bool:
-        """Whether the trainer waits at the gate."""
+        """True if the trainer waits in `close`."""
         return self._is_wanted_back
 
     @property
     def must_give_up(self) -> bool:
-        """Whether transfers have had their time."""
+        """True if readers must abort because `close` has waited too long."""
         return self._must_give_up
 
     def close(self) -> None:
-        """Wait until nobody reads, and keep everybody out. For the trainer's thread."""
+        """Wait until there are no readers, and admit no new ones. For the trainer's thread."""
         started = time.monotonic()
         with self._changed:
             self._is_wanted_back = True
@@ -90,7 +90,7 @@ class Gate:
 
 
 class Reading:
-    """A transfer's hold on a version's weights: live ones change when it lets go."""
+    """A transfer's read lock on the weights of a version; live weights may change after `end`."""
 
     def __init__(
         self,
@@ -101,10 +101,14 @@ class Reading:
         is_optional: bool,
         is_superseded: Callable[[], bool] | None = None,
     ) -> None:
-        """Begin; `is_optional` ends at once when the trainer wants the weights back.
+        """Prepare a read lock; `begin` acquires it.
 
         Args:
-            is_superseded: says that a newer version is to be brought; None: never.
+            is_live: the weights are live, so the gate guards them.
+            is_held: the gate has been entered already.
+            is_optional: the transfer stops waiting for engines as soon as the trainer needs the
+                weights, or a newer version exists.
+            is_superseded: returns True if a newer version must be sent; None: never.
         """
         self._gate = gate
         self._is_live = is_live
@@ -114,25 +118,25 @@ class Reading:
         self.is_lost = False
 
     def begin(self) -> bool:
-        """Return whether the weights are still that version, and keep them so."""
+        """Acquire the lock; False if the weights are no longer that version."""
         if self._is_live and not self._is_held:
             self._is_held = self._gate.enter()
             self.is_lost = not self._is_held
         return not self.is_lost
 
     def end(self) -> None:
-        """Let go."""
+        """Release the lock."""
         if self._is_held:
             self._is_held = False
             self._gate.leave()
 
     @property
     def must_end(self) -> bool:
-        """Whether the transfer has had its time."""
+        """True if the transfer must abort because `close` has waited too long."""
         return self._is_held and self._gate.must_give_up
 
     @property
     def must_not_wait(self) -> bool:
-        """Whether nobody may be waited for any longer before the first bucket."""
+        """True if the transfer must stop waiting for engines before the first bucket."""
         is_unwanted = self._is_optional and (self._gate.is_wanted_back or self.is_superseded())
         return self.must_end or is_unwanted

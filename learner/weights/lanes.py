@@ -1,4 +1,4 @@
-"""The process groups of the weight plane, kept from version to version."""
+"""The process groups of the weight plane, reused from version to version."""
 
 import secrets
 import time
@@ -17,26 +17,33 @@ from learner.weights.routes import Wave
 
 @dataclass(slots=True)
 class Lane:
-    """The group of a wave."""
+    """The process group of a wave."""
 
     epoch: int
-    key: str  # its secret name in the rendezvous
+    key: str  # Secret name of the group in the rendezvous.
     group: WeightGroup = field(default_factory=WeightGroup)
 
 
 class Lanes:
-    """One lane for each wave. An engine is in one group at a time: a new one ends its others."""
+    """One lane for each wave.
+
+    An engine is in one group at a time: a new group ends its older ones.
+    """
 
     def __init__(self, open_group: Callable[[], str]) -> None:
-        """Make one without lanes; `open_group` gives a new group its secret name."""
+        """Start without lanes; `open_group` returns the secret name of a new group."""
         self._open_group = open_group
         self._lanes: dict[Wave, Lane] = {}
         self._left: list[WeightGroup] = []
-        self._last_epoch = secrets.randbelow(1 << 31)  # not that of a learner before this one
-        self._slots: list[Tensor] = []  # two buckets, on the device that sends
+        # Random, so that it differs from the epochs of an earlier learner.
+        self._last_epoch = secrets.randbelow(1 << 31)
+        self._slots: list[Tensor] = []  # Two buckets, on the device that sends.
 
     def of(self, wave: Wave, *, is_present: Callable[[Member], bool]) -> Lane:
-        """Return the wave's lane; groups with one of its members, or with one gone, are let go."""
+        """Return the wave's lane.
+
+        Groups that share a member with the wave, or that have a lost member, are closed.
+        """
         for other in list(self._lanes):
             is_shared = other != wave and not set(other.members).isdisjoint(wave.members)
             if is_shared or not all(is_present(member) for member in other.members):
@@ -47,14 +54,14 @@ class Lanes:
         return self._lanes[wave]
 
     def leave(self, wave: Wave) -> None:
-        """Let a wave's group go; whoever waits in it fails now."""
+        """Close the group of a wave; any thread that waits in it fails now."""
         lane = self._lanes.pop(wave, None)
         if lane is not None:
             lane.group.leave()
             self._left = [group for group in [*self._left, lane.group] if group.is_busy]
 
     def slots(self, offer: WeightsOffer, device: torch.device) -> list[Tensor]:
-        """Return the two buckets to send from; they are kept, because memory is slow to get."""
+        """Return the two buckets to send from; they are reused, because allocation is slow."""
         place = device if offer.transport in ("nccl", "ipc") else torch.device("cpu")
         size = min(offer.bucket_bytes, offer.total_bytes)
         if not self._slots or self._slots[0].device != place or self._slots[0].numel() != size:
@@ -65,11 +72,11 @@ class Lanes:
         return self._slots
 
     def drop_slots(self) -> None:
-        """Take other buckets next time: a transfer that was given up may still write to these."""
+        """Allocate new buckets next time: an abandoned transfer may still write to these."""
         self._slots = []
 
     def leave_all(self) -> list[WeightGroup]:
-        """Leave every group; return those whose threads may still run."""
+        """Close every group; return the groups whose threads may still run."""
         groups = [*self._left, *(lane.group for lane in self._lanes.values())]
         for group in groups:
             group.leave()
@@ -77,7 +84,7 @@ class Lanes:
 
 
 def join_all(groups: list[WeightGroup], *, timeout_s: float) -> None:
-    """Wait for the threads of groups that were left, once their store is gone."""
+    """Wait for the threads of closed groups, after the store of the groups is closed."""
     deadline = time.monotonic() + timeout_s
     for group in groups:
         group.join(timeout_s=max(0.0, deadline - time.monotonic()))

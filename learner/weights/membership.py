@@ -1,4 +1,4 @@
-"""Who takes part in the weight plane: who is heard, has not left and is not known to be gone."""
+"""Membership of the weight plane: the engines that take part in broadcasts."""
 
 import logging
 import time
@@ -14,17 +14,17 @@ SILENT_AFTER_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """An engine that takes weights. A restart has a new incarnation and is a new member."""
+    """An engine that receives weights. A restart has a new incarnation and is a new member."""
 
-    sender: bytes = field(compare=False)  # its address at the router; another after a reconnect
+    sender: bytes = field(compare=False)  # ROUTER identity; a reconnect changes it.
     actor: str
     incarnation: str
-    devices: tuple[str, ...]  # one per worker: a GPU's own name; "" for the CPU
-    host: str = ""  # by which it reaches the learner
+    devices: tuple[str, ...]  # One per worker: the id of its GPU; "" for the CPU.
+    host: str = ""  # Host name by which the engine reaches the learner.
 
     @staticmethod
     def of(sender: bytes, join: WeightsJoin) -> "Member":
-        """Return who says hello."""
+        """Return the member that sent a hello."""
         return Member(
             sender=sender,
             actor=join.actor,
@@ -36,46 +36,50 @@ class Member:
 
 @dataclass(slots=True)
 class _Standing:
-    """How it stands with a member."""
+    """State of a member."""
 
     member: Member
     heard_at: float
-    is_asking: bool = True  # for the current version
-    is_loading: bool = False  # an older version, for longer than others wait
+    is_asking: bool = True  # True if the member needs the current version.
+    # True if the member is still loading a version after the deadline of the broadcast.
+    is_loading: bool = False
 
 
 class Membership:
-    """The one list of members. For the publisher's thread, but where it says otherwise.
+    """The only list of members. For the publisher's thread, unless a method is for any thread.
 
-    An actor says hello with every heartbeat, so whoever is removed and lives comes back by itself;
-    removing somebody too early costs it one version at most. Who failed is waited for by nobody
-    until it has taken a version alone.
+    An actor sends a hello with every heartbeat. So a removed member that is alive rejoins by
+    itself, and a wrong removal costs it at most one version. A member that failed is left out of
+    broadcasts until it has loaded a version in a transfer of its own.
 
-    Example: hear(a), hear(b) -> both present, both ask. mark_silent([a's incarnation]), or nothing
-    of a for `silent_after_s` -> only b is present. a is heard again: it is given the version.
+    Example: hear(a), hear(b) -> both present, both ask. mark_silent([a's incarnation]), or no
+    message of a for `silent_after_s` -> only b is present. The next message of a -> a is sent the
+    version.
     """
 
     def __init__(self, *, silent_after_s: float = SILENT_AFTER_S) -> None:
         self._silent_after_s = silent_after_s
         self._by_actor: dict[str, _Standing] = {}
-        self._silent: frozenset[str] = frozenset()  # incarnations, by the scheduler's word
-        self._owing: set[str] = set()  # incarnations that failed, and have taken nothing since
-        self._ready_s: dict[str, float] = {}  # by incarnation: the longest from offer to ready
+        # Silent incarnations, as reported by the scheduler.
+        self._silent: frozenset[str] = frozenset()
+        # Incarnations that failed and have not loaded a version since.
+        self._owing: set[str] = set()
+        self._ready_s: dict[str, float] = {}  # Incarnation -> longest time from offer to ready.
         self._looked_at = time.monotonic()
-        self._last_seen = time.monotonic()  # when there was a member, or the list was made
+        self._last_seen = time.monotonic()  # Last time with a member, or the time of construction.
 
     def mark_silent(self, incarnations: Iterable[str]) -> bool:
-        """Count exactly these as silent from now on; True if that is news. For any thread."""
+        """Replace the set of silent incarnations; True if it changed. For any thread."""
         before, self._silent = self._silent, frozenset(incarnations)
         return before != self._silent
 
     def hear(
         self, member: Member, *, version: int, current_version: int, is_free: bool = True
     ) -> bool:
-        """Note a sign of life of an engine, which holds `version`; enter it if it is free.
+        """Record a message of an engine, which holds `version`; add the engine if it is free.
 
         Returns:
-            True if it has come back on another connection: what was sent to it may be lost.
+            True if it has reconnected: messages sent to it may be lost.
         """
         if member.incarnation in self._silent:
             return False
@@ -93,7 +97,7 @@ class Membership:
         return has_moved
 
     def find(self, actor: str, incarnation: str) -> Member | None:
-        """Return the present member of this name and incarnation."""
+        """Return the present member of this name and incarnation, None if there is none."""
         standing = self._by_actor.get(actor)
         if standing is None or standing.member.incarnation != incarnation:
             return None
@@ -103,7 +107,7 @@ class Membership:
         return self.find(member.actor, member.incarnation) == member
 
     def sender_of(self, member: Member) -> bytes:
-        """Return where a member is reached now."""
+        """Return the current ROUTER identity of a member."""
         standing = self._by_actor.get(member.actor)
         return standing.member.sender if standing is not None else member.sender
 
@@ -114,13 +118,14 @@ class Membership:
 
     @property
     def lonely_s(self) -> float:
-        """Seconds for which there has been no member. For any thread."""
+        """Seconds without any member. For any thread."""
         return 0.0 if self.present() else time.monotonic() - self._last_seen
 
     def forget_silent(self) -> None:
-        """Remove for good who is silent, once the queue is read: they join again when back.
+        """Remove silent members after all messages are read; they rejoin when they send again.
 
-        Who did not listen itself, because it was stopped, cannot say who was silent meanwhile.
+        If this process was suspended, the silence of the members is not known, so their deadlines
+        are extended.
         """
         now = time.monotonic()
         has_slept = now - self._looked_at > self._silent_after_s / 2
@@ -137,16 +142,16 @@ class Membership:
                 self.remove(standing.member, reason=f"not heard for {silent_s:.1f}s")
 
     def take_for_version(self) -> list[Member]:
-        """Return who is to be given a new version together, and forget that they asked."""
+        """Return the members for a new version's broadcast, and clear their requests."""
         chosen = [m for m in self.present() if not self._is_apart(m)]
         for member in chosen:
             self._by_actor[member.actor].is_asking = False
         return chosen
 
     def take_newcomers(self) -> list[Member]:
-        """Return who asked for the current version, and forget that they did.
+        """Return the members that request the current version, and clear their requests.
 
-        Who failed before comes alone, when nobody else asks.
+        A member that failed before is returned alone, if no other member requests the version.
         """
         asking = [m for m in self.present() if self.has_asked(m)]
         good = [m for m in asking if m.incarnation not in self._owing]
@@ -159,14 +164,14 @@ class Membership:
         return member.incarnation in self._owing or self._by_actor[member.actor].is_loading
 
     def has_asked(self, member: Member) -> bool:
-        """Return whether it is free and has asked for the current version since it was taken."""
+        """Return whether the member is free and requests the current version."""
         standing = self._by_actor.get(member.actor)
         if standing is None or standing.member != member:
             return False
         return standing.is_asking and not standing.is_loading
 
     def note_served(self, members: Iterable[Member]) -> None:
-        """Count these as holding the current version."""
+        """Record that these members hold the current version."""
         for member in members:
             self._owing.discard(member.incarnation)
             standing = self._by_actor.get(member.actor)
@@ -174,26 +179,26 @@ class Membership:
                 standing.is_asking = False
 
     def note_failed(self, member: Member) -> None:
-        """Let nobody wait for this one until it has taken a version alone."""
+        """Mark a member as failed: broadcasts skip it until it has loaded a version alone."""
         self._owing.add(member.incarnation)
 
     def note_loading(self, member: Member) -> None:
-        """Let nobody wait for this one until it is free."""
+        """Mark a member as busy: broadcasts skip it until it is free."""
         standing = self._by_actor.get(member.actor)
         if standing is not None and standing.member == member:
             standing.is_loading = True
 
     def note_ready_s(self, member: Member, seconds: float) -> None:
-        """Remember how long an engine took to begin to receive."""
+        """Record the seconds from the offer until an engine began to receive."""
         before = self._ready_s.get(member.incarnation, 0.0)
         self._ready_s[member.incarnation] = max(before, seconds)
 
     def patience_s(self, member: Member) -> float:
-        """Return for how long to wait until an engine that lives begins to receive."""
+        """Return how many seconds to wait for a living engine to begin to receive."""
         return max(self._silent_after_s, 3 * self._ready_s.get(member.incarnation, 0.0))
 
     def remove(self, member: Member, *, reason: str) -> None:
-        """Forget a member that is gone."""
+        """Remove a member that is lost."""
         standing = self._by_actor.get(member.actor)
         if standing is not None and standing.member == member:
             logger.warning("removed actor=%s reason=%s", member.actor, reason)

@@ -1,4 +1,4 @@
-"""Prompts by which engines show what they hold: the beginnings of episodes that they sampled."""
+"""Prompts that verify an engine's weights: the beginnings of episodes that it sampled."""
 
 import math
 import threading
@@ -11,15 +11,15 @@ from common.segments import segments_of
 from common.wire.messages import Trajectory
 
 NUM_PROMPTS = 4
-MAX_TOKENS = 96  # of an episode whose first sampled token comes soon
-NUM_SAMPLED = 32  # tokens after the first sampled one, of other episodes
-LATEST_TOKENS = 4096  # at which the first one may come
-EVERY_S = 1.0  # is one kept of each actor, because to keep one takes time
-MAX_ACTORS = 64  # whose episodes are kept
+MAX_TOKENS = 96  # Tokens of an episode whose first sampled token is early.
+NUM_SAMPLED = 32  # Tokens after the first sampled one, for other episodes.
+LATEST_TOKENS = 4096  # Latest position of the first sampled token.
+EVERY_S = 1.0  # Seconds between two kept episodes of an actor, because each takes time to copy.
+MAX_ACTORS = 64  # Number of actors whose episodes are kept.
 
 
 class Prompts(NamedTuple):
-    """Sequences that both sides score; what no policy sampled is not compared."""
+    """Sequences that trainer and engine both score; only sampled tokens are compared."""
 
     token_ids: list[list[int]]  # [prompt, seq]
     masks: list[list[bool]]  # [prompt, seq-1] True on sampled tokens
@@ -40,7 +40,7 @@ def prompts_of(episodes: Iterable[Trajectory]) -> Prompts:
 
 
 class RecentPrompts:
-    """The newest beginnings of each engine's own episodes. Thread-safe."""
+    """The latest beginnings of each engine's own episodes. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class RecentPrompts:
         self._added_at: dict[str, float] = {}
 
     def add(self, episode: Trajectory) -> None:
-        """Keep the beginning of an episode that has arrived, at most one in `EVERY_S`."""
+        """Keep the beginning of an arrived episode, at most one per actor in `EVERY_S` seconds."""
         now = time.monotonic()
         if now - self._added_at.get(episode.actor, -math.inf) < EVERY_S:
             return
@@ -63,7 +63,7 @@ class RecentPrompts:
                 self._added_at.pop(self._by_actor.popitem(last=False)[0], None)
 
     def take(self) -> dict[str, Prompts]:
-        """Return what has arrived since the last call, by actor."""
+        """Return the prompts that arrived since the last call, by actor."""
         with self._lock:
             taken, self._by_actor = self._by_actor, OrderedDict()
             self._added_at = {}

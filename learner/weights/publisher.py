@@ -1,4 +1,4 @@
-"""Publishing: every version goes to every engine that listens. One thread owns the weight plane."""
+"""The publisher: sends every version to every engine. One thread owns the weight plane."""
 
 import logging
 import sys
@@ -26,32 +26,32 @@ Done = Callable[[], object]
 
 
 class EngineCheck(NamedTuple):
-    """Prompts that an engine is to score beside those of a version."""
+    """Prompts for an engine to score, independent of a new version."""
 
     actor: str
     version: int
     prompts: Prompts
-    logprobs: list[list[float]]  # [prompt, seq-1] nats, the trainer's
+    logprobs: list[list[float]]  # [prompt, seq-1] nats, of the trainer.
 
 
 class Publisher(threading.Thread):
     """The learner's side of the weight plane.
 
     Consumes: versions from `publish`; joins, answers and canary scores from the engines.
-    Waits for: every present member, until it has answered, is not heard for `silent_after_s`, or
-        lives and does not do its part for as long.
+    Waits for: every present member, until it has answered, is silent for `silent_after_s`, or is
+        alive but does not do its part for as long.
     Unblocked by: those messages, `mark_silent`, `stop`, a gate whose `close` waited too long.
 
-    Example: begin(v3) returns while v3 travels and the trainer computes the next gradient; the
-    trainer's gate.close() returns when v3's last bucket has left; `on_done` is called when v3 is
-    loaded; begin(v4) waits for that. An engine that dies or hangs meanwhile costs that one version
-    `silent_after_s`, then it is left out until it has taken a version alone; one that loads slowly
-    is given the newest version when it is done. With no member left a version is done at once, and
-    whoever joins later is given the newest one.
+    Example: begin(v3) returns while v3 is sent and the trainer computes the next gradient. The
+    trainer's gate.close() returns after the last bucket of v3 is sent. `on_done` is called when v3
+    is loaded; begin(v4) waits for that. An engine that dies or hangs delays that one version by
+    `silent_after_s`. Broadcasts then skip it until it has loaded a version alone. An engine that
+    loads slowly gets the newest version when it is free. Without members a version is done at once,
+    and a later member gets the newest one.
     """
 
     def __init__(self, router: Router, settings: PublishSettings, *, gate: Gate | None = None):
-        """Make one that listens at `router`; `gate` guards the weights that are read live."""
+        """Create a publisher on `router`; `gate` guards the weights that are read live."""
         super().__init__(name="publisher", daemon=True)
         self._router = router
         self.port = router.port
@@ -85,7 +85,7 @@ class Publisher(threading.Thread):
         on_done: Done = lambda: None,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Send a version to all members; True when they have it, False if told to stop first.
+        """Send a version to all members; True when they have it, False if the learner stops first.
 
         Raises: LongstrideError: the publisher's thread failed.
         """
@@ -100,13 +100,13 @@ class Publisher(threading.Thread):
         is_stopping: Callable[[], bool] = lambda: False,
         must_load: bool = False,
     ) -> bool:
-        """Start to send a version, once the one before is done; False if told to stop first.
+        """Start to send a version, once the one before is done; False if the learner stops first.
 
-        Live weights must not be changed until the gate says so. For the trainer's thread.
+        Live weights must not be changed before the gate allows it. For the trainer's thread.
 
         Args:
-            on_done: called by the publisher's thread when the version is at its engines.
-            must_load: it is not done before engines that load slowly have it.
+            on_done: called by the publisher's thread when the engines have the version.
+            must_load: the version is done only after slow engines have loaded it too.
 
         Raises: LongstrideError: as `publish`.
         """
@@ -122,7 +122,7 @@ class Publisher(threading.Thread):
         return True
 
     def wait_done(self, *, is_stopping: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until no version is on its way; False if told to stop first.
+        """Wait until no version is being sent; False if the learner stops first.
 
         Raises: LongstrideError: as `publish`.
         """
@@ -148,48 +148,48 @@ class Publisher(threading.Thread):
             )
 
     def check(self) -> None:
-        """Return if all is well. Raises: LongstrideError: as `publish`."""
+        """Return if the thread has not failed. Raises: LongstrideError: as `publish`."""
         with self._changed:
             self._check()
 
     def _check(self) -> None:
-        if isinstance(self._error, ConfigError):  # to try again would not help
+        if isinstance(self._error, ConfigError):  # A restart would fail again.
             raise self._error
         if self._error is not None:
             raise LongstrideError(f"publisher failed: {self._error}") from self._error
 
     def num_refused(self) -> dict[str, int]:
-        """Return what the weight plane's listeners refused, by peer."""
+        """Return how many messages the weight plane's listeners refused, by peer."""
         return self._router.num_refused("weights") | self._transfers.rendezvous.num_refused()
 
     def mark_silent(self, incarnations: Iterable[str]) -> None:
-        """Wait for none of these actors, and for all others: the scheduler's present word."""
+        """Do not wait for these actors, but for all others; replaces the earlier set."""
         if self._members.mark_silent(incarnations):
             self._router.wake()
 
     def check_engines(self, checks: Iterable[EngineCheck]) -> None:
-        """Ask engines, if they are present, to score prompts; the answers count as canaries."""
+        """Send prompts to the present engines to score; the answers count as canaries."""
         with self._changed:
             self._checks = list(checks)
         self._router.wake()
 
     @property
     def num_canary_alarms(self) -> int:
-        """Times in a row that the worst engine and the trainer disagreed."""
+        """Largest number of consecutive canary alarms of an engine."""
         return self._canary.num_alarms
 
     @property
     def worst_engine(self) -> str:
-        """The actor of that engine."""
+        """The actor with the most consecutive canary alarms; "" if there is none."""
         return self._canary.worst_engine
 
     @property
     def lonely_s(self) -> float:
-        """Seconds for which no engine has taken weights."""
+        """Seconds without any engine that takes weights."""
         return self._members.lonely_s
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return what the transfers and canaries since the last call measured."""
+        """Return the metrics of the transfers and canaries since the last call."""
         with self._changed:
             metrics, self._metrics = self._metrics, {}
         metrics["weights/members"] = float(len(self._members.present()))
@@ -197,7 +197,7 @@ class Publisher(threading.Thread):
         return metrics | self._transfers.drain_metrics() | self._canary.drain_metrics()
 
     def stop(self) -> None:
-        """End the thread; one that is blocked in a broadcast ends with the process."""
+        """End the thread; if it is blocked in a broadcast, it ends with the process."""
         self._stop_requested.set()
         self._router.wake()
         self.join(timeout=STOP_S)
@@ -205,7 +205,7 @@ class Publisher(threading.Thread):
     # --- the thread -------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until stopped; a failure is kept and raised in the main thread."""
+        """Serve until stopped; a failure is stored and raised in the main thread."""
         transfers = self._transfers
         failure: BaseException | None = None
         try:
@@ -243,7 +243,7 @@ class Publisher(threading.Thread):
             self._changed.notify_all()
 
     def _serve_newcomers(self, weights: PublishedWeights) -> None:
-        """Bring them the current version, unless it is no more; then they get the next one."""
+        """Send the current version to new members. If it is outdated, they get the next one."""
         if weights.source.is_live and not self._gate.is_open:
             return
         newcomers = self._members.take_newcomers()

@@ -1,4 +1,4 @@
-"""By which way a version goes to which engines, and which of them get it at the same time."""
+"""Routes of a version: the transport for each engine, and the engines that receive together."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,16 +12,17 @@ from learner.weights.membership import SILENT_AFTER_S, Member
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishSettings:
-    """How versions travel."""
+    """Settings of the transfer of versions."""
 
-    host: str  # of the rendezvous store
-    timeout_s: float  # most seconds of each part of a transfer, when nobody is known to be gone
-    silent_after_s: float = SILENT_AFTER_S  # without a heartbeat an engine is waited for by nobody
-    max_canary_delta: float  # mean |difference| in nats that is no alarm
+    host: str  # Host of the rendezvous store.
+    timeout_s: float  # Most seconds of each part of a transfer, if all members are alive.
+    # Seconds without a heartbeat after which an engine is removed.
+    silent_after_s: float = SILENT_AFTER_S
+    max_canary_delta: float  # Largest mean |difference| in nats without an alarm.
     bucket_bytes: int = 256 << 20
     transport: WeightsTransport = WeightsTransport.AUTO
-    num_parts: int = 1  # of the fleet, one after the other
-    folder: str = ""  # of the transport "file"
+    num_parts: int = 1  # Parts of the fleet that are updated one after the other.
+    folder: str = ""  # Folder of the transport "file".
 
 
 class Wave(NamedTuple):
@@ -32,10 +33,10 @@ class Wave(NamedTuple):
 
 
 def transport_of(member: Member, own_device: str, choice: WeightsTransport) -> str:
-    """Return what carries weights to an engine; "" if the one chosen cannot.
+    """Return the transport to an engine; "" if the chosen one cannot reach it.
 
-    NCCL needs a whole GPU of its own for every rank, the learner's included; CUDA IPC needs the
-    learner's GPU on the other side, too; else the bytes go through host memory.
+    NCCL needs a separate whole GPU for every rank, the learner's included. CUDA IPC needs the
+    engine on the learner's GPU. All other cases use host memory.
 
     Args:
         own_device: `device_id` of the learner's weights.
@@ -59,12 +60,12 @@ def transport_of(member: Member, own_device: str, choice: WeightsTransport) -> s
 def waves(
     members: Iterable[Member], own_device: str, choice: WeightsTransport, *, num_parts: int
 ) -> list[Wave]:
-    """Return who receives together, in order; no member of another transport holds one up.
+    """Return the engines that receive together, in order; each wave has one transport.
 
-    Engines that share a GPU with each other go by gloo, unless NCCL was chosen by name.
+    Engines that share a GPU with each other use gloo, unless NCCL was chosen explicitly.
 
     Args:
-        num_parts: into which the fleet is cut; the later ones wait for the earlier ones.
+        num_parts: parts of the fleet; each part waits for the part before it.
     """
     members = list(members)
     size = -(-len(members) // num_parts) or 1

@@ -1,4 +1,4 @@
-"""A version of the policy as the weight plane carries it: where its bytes are, how to check it."""
+"""A version of the policy for the weight plane: the source of its bytes, and its canaries."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,26 +11,28 @@ from learner.weights.source import LiveWeights, WeightSource, copied
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedWeights:
-    """One version, and the canaries by which an engine shows that it has it.
+    """One version, and the canaries that show whether an engine has loaded it.
 
-    Canaries should leave out what no policy sampled: its logprobs are huge, and rounding of huge
-    numbers says little.
+    Canaries should leave out tokens that no policy sampled. Their logprobs have a huge absolute
+    value, so rounding errors dominate the difference.
     """
 
     version: int
     source: WeightSource
     canary_token_ids: list[list[int]] = field(default_factory=list)
-    canary_logprobs: list[list[float]] = field(default_factory=list)  # [canary, seq-1] nats, ours
-    canary_masks: list[list[bool]] = field(default_factory=list)  # [canary, seq-1]; none: all True
+    # [canary, seq-1] nats, of the trainer.
+    canary_logprobs: list[list[float]] = field(default_factory=list)
+    # [canary, seq-1]; empty: all True.
+    canary_masks: list[list[bool]] = field(default_factory=list)
 
     @property
     def tensors(self) -> list[TensorSpec]:
-        """Where each tensor lies in the flat bytes."""
+        """Position of each tensor in the flat bytes."""
         return self.source.specs
 
     @property
     def masks(self) -> list[list[bool]]:
-        """Return True on the canaries' tokens to compare, [canary, seq-1]."""
+        """Return True on the canary tokens to compare, [canary, seq-1]."""
         return self.canary_masks or [[True] * len(row) for row in self.canary_logprobs]
 
 
@@ -41,7 +43,7 @@ def snapshot(
     canary_token_ids: list[list[int]],
     canary_logprobs: list[list[float]],
 ) -> PublishedWeights:
-    """Return a version that is a copy of named tensors, as they are."""
+    """Return a version that is a copy of named tensors, in their own dtypes."""
     return PublishedWeights(
         version=version,
         source=copied(LiveWeights(tensors, None)),

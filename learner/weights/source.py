@@ -1,4 +1,4 @@
-"""The tensors of a version as flat bytes: read live from the policy, shards included, or copied."""
+"""The tensors of a version as flat bytes: read live from the policy's shards, or copied."""
 
 import json
 import threading
@@ -17,46 +17,47 @@ from common.wire.weight_messages import TensorSpec
 from learner.policy.finite import WeightsNotFinite, is_finite
 from learner.policy.sharding import device_of
 
-CAST_NUMBERS = 16 << 20  # at a time between devices: what is cast there first is memory, too
+# Numbers copied at a time between devices, to bound the memory for the cast.
+CAST_NUMBERS = 16 << 20
 
 
 class WeightSource(Protocol):
-    """What a version is made of."""
+    """Provides the bytes of a version."""
 
     specs: list[TensorSpec]
     total_bytes: int
     device: torch.device
-    is_live: bool  # the optimizer's next update changes it
+    is_live: bool  # True if the optimizer's next update changes the weights.
 
     def fill(self, start: int, part: Tensor) -> None:
-        """Write the flat bytes from `start` on to `part` [num_bytes] uint8, on any device."""
+        """Write the flat bytes that begin at `start` to `part` [num_bytes] uint8, on any device."""
         ...
 
 
 class Piece(NamedTuple):
-    """Numbers of one tensor that one rank holds and a part wants."""
+    """A range of numbers of one tensor, held by one rank, that a part contains."""
 
     tensor: int
     rank: int
-    first: int  # of the flat whole tensor
+    first: int  # Index of the first number in the flat whole tensor.
     count: int
-    at: int  # byte of the part
+    at: int  # Byte offset in the part.
 
 
 class Gathering(NamedTuple):
-    """How the ranks put a part together: in a group of its own, beside training's collectives."""
+    """How the ranks gather a part: in a separate process group from training's collectives."""
 
     group: dist.ProcessGroup
     rank: int
-    device: torch.device  # of what this rank sends and receives
-    ask: Callable[[bytes], object] | None = None  # as rank 0: tells the others to serve a part
+    device: torch.device  # Device of the data that this rank sends and receives.
+    ask: Callable[[bytes], object] | None = None  # On rank 0: asks the other ranks to serve a part.
 
 
 class LiveWeights:
-    """Reads named tensors, cast to the engine's dtype, without a copy of more than the part.
+    """Reads named tensors, cast to the engine's dtype; it copies no more than one part.
 
-    The tensors stay as they are while a part is read; see `Gate`. Of several ranks, rank 0 fills,
-    and the others serve what it asks for.
+    The tensors must not change while a part is read; see `Gate`. With several ranks, rank 0 fills
+    the part, and the other ranks serve its requests.
     """
 
     is_live = True
@@ -68,10 +69,10 @@ class LiveWeights:
         *,
         gathering: Gathering | None = None,
     ) -> None:
-        """Make one of tensors at rest: DTensors of one dimension, or plain ones.
+        """Wrap tensors: DTensors on a mesh of one dimension, or plain ones.
 
         Args:
-            dtype: of the floating-point ones on their way; None leaves each as it is.
+            dtype: dtype in which floating-point tensors are sent; None: each in its own.
         """
         named = list(named)
         layout = [
@@ -82,16 +83,17 @@ class LiveWeights:
         self._dtypes = [tensor.dtype for _, tensor in layout]
         self._tensors = [tensor.detach() for _, tensor in named]
         self._gathering = gathering
-        self._filling = threading.Lock()  # a transfer that was given up may still be at it
-        first = self._tensors[0]  # of a mesh of GPUs: perhaps offloaded, and sent from the GPU
+        self._filling = threading.Lock()  # An abandoned transfer may still be filling a part.
+        # Tensors on a mesh of GPUs may be offloaded, but are sent from the GPU.
+        first = self._tensors[0]
         self.device = device_of(first.device_mesh) if isinstance(first, DTensor) else first.device
 
     def fill(self, start: int, part: Tensor) -> None:
-        """Write the flat bytes from `start` on to `part`.
+        """Write the flat bytes that begin at `start` to `part`.
 
         Raises:
-            LongstrideError: another rank is gone.
-            WeightsNotFinite: names a tensor with NaN or infinite numbers, as they would be sent.
+            LongstrideError: another rank is lost.
+            WeightsNotFinite: names a tensor with NaN or infinite numbers after the cast.
         """
         with self._filling:
             self._fill(start, part)
@@ -120,7 +122,7 @@ class LiveWeights:
             _receive(gathering, others)
 
     def serve(self, request: bytes) -> None:
-        """As another rank, send rank 0 what this one has of the part that it asks for."""
+        """On a rank other than 0, send rank 0 the local numbers of the requested part."""
         gathering = self._gathering
         assert gathering is not None
         start, num_bytes = json.loads(request)
@@ -133,7 +135,7 @@ class LiveWeights:
             _run([dist.P2POp(dist.isend, each, 0, gathering.group) for each in sent])
 
     def _pieces(self, start: int, num_bytes: int) -> Iterator[Piece]:
-        """Yield what lies in these bytes, in the order in which every rank goes through it."""
+        """Yield the pieces in these bytes, in the same order on every rank."""
         for index, spec in enumerate(self.specs):
             first_byte = max(start, spec.offset_bytes)
             stop_byte = min(start + num_bytes, spec.offset_bytes + spec.num_bytes)
@@ -167,19 +169,20 @@ def _sent_as(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _shares(tensor: Tensor) -> list[tuple[int, int]]:
-    """Return the flat numbers that each rank gives: first one and first after it."""
+    """Return the range of flat numbers that each rank holds: (first, first after it)."""
     if not isinstance(tensor, DTensor) or isinstance(tensor.placements[0], Replicate):
         return [(0, tensor.numel())]
     if tensor.placements != (Shard(0),):
         raise LongstrideError(f"weights sharded as {tensor.placements} are not published")
     rows, num_ranks = tensor.shape[0], tensor.device_mesh.size()
-    width, step = tensor.numel() // max(rows, 1), -(-rows // num_ranks)  # as torch.chunk does
+    # Each rank holds the rows that `torch.chunk` assigns to it.
+    width, step = tensor.numel() // max(rows, 1), -(-rows // num_ranks)
     bounds = [min(rank * step, rows) * width for rank in range(num_ranks + 1)]
     return list(pairwise(bounds))
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy and cast, on the GPU; between devices in pieces, for what is not cast yet."""
+    """Copy and cast, on the GPU; between devices in slices, to bound the memory for the cast."""
     if target.device == source.device:
         target.copy_(source)
         return
@@ -188,7 +191,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _receive(gathering: Gathering, wanted: Sequence[tuple[Piece, Tensor]]) -> None:
-    """Fill the targets with what other ranks send, without a detour where devices allow it."""
+    """Fill the targets with data of other ranks, without an extra copy if the devices allow it."""
     landed = [
         target if target.device == gathering.device else torch.empty_like(target, device=there)
         for _, target in wanted
@@ -213,7 +216,7 @@ def _run(operations: list[dist.P2POp]) -> None:
 
 
 class _in_touch:
-    """Names the ranks in an error of what they do together."""
+    """Adds the rank to an error of a joint operation of ranks."""
 
     def __init__(self, gathering: Gathering) -> None:
         self._rank = gathering.rank
@@ -227,7 +230,7 @@ class _in_touch:
 
 
 class CopiedWeights:
-    """A copy of a version in one flat buffer, for versions that outlive the live weights."""
+    """A copy of a version in one flat buffer, for versions needed after the live weights change."""
 
     is_live = False
 
@@ -239,12 +242,12 @@ class CopiedWeights:
         self.device = buffer.device
 
     def fill(self, start: int, part: Tensor) -> None:
-        """Copy the flat bytes from `start` on to `part`."""
+        """Copy the flat bytes that begin at `start` to `part`."""
         part.copy_(self.buffer[start : start + part.numel()])
 
 
 def copied(source: WeightSource) -> CopiedWeights:
-    """Return a copy of all of a source, in host memory."""
+    """Return a copy of a whole source, in host memory."""
     buffer = torch.zeros(source.total_bytes, dtype=torch.uint8)
     source.fill(0, buffer)
     return CopiedWeights(source.specs, buffer)

@@ -1,8 +1,9 @@
-"""One version to some engines; a dead one is left behind.
+"""Transfers one version to a set of engines; lost engines are removed.
 
-A transfer is: offer -> each engine's workers start to receive and it says ready -> the buckets go
-out while it generates -> it freezes, loads and reports. Whoever leaves, falls silent or misses a
-deadline is removed; the others are offered the version again at once, in a group without it.
+Steps of a transfer: (1) offer; (2) the workers of each engine start to receive, and the engine
+answers that it is ready; (3) the buckets are sent while the engine generates; (4) the engine stops
+generating, loads the weights and reports. An engine that leaves, falls silent or misses a deadline
+is removed. The remaining engines are offered the version again at once, in a group without it.
 """
 
 import logging
@@ -39,23 +40,24 @@ from learner.weights.snapshot import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
-WAIT_S = 0.5  # between looks at deadlines; whatever happens wakes the thread at once
-GRACE_S = 1.0  # for engines to load what they have received, when there is a newer version
+WAIT_S = 0.5  # Seconds between two checks of deadlines; every message wakes the thread at once.
+GRACE_S = 1.0  # Seconds for engines to load a received version after a newer version exists.
 STOP_S = 2.0
 GB = 1e9
 
 
 class _Bringing(NamedTuple):
-    """What all tries to bring a version to a wave have in common."""
+    """Context shared by all attempts to send a version to a wave."""
 
     weights: PublishedWeights
     reading: Reading
-    patience_s: float  # for engines to load
-    is_last: bool = False  # of the waves: the next step may begin once it has the bytes
+    patience_s: float  # Seconds for engines to load the version.
+    # True for the last wave: the next step may begin when the wave has the bytes.
+    is_last: bool = False
 
 
 class Transfers:
-    """Brings versions to the members of the weight plane. For the publisher's thread."""
+    """Sends versions to the members of the weight plane. For the publisher's thread."""
 
     def __init__(
         self,
@@ -81,20 +83,20 @@ class Transfers:
         self.current: PublishedWeights | None = None
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return what the transfers since the last call measured. For any thread."""
+        """Return the metrics of the transfers since the last call. For any thread."""
         return self._measures.drain()
 
     def close(self) -> None:
-        """Leave the groups and close the store; whoever waits in one fails now."""
+        """Leave the groups and close the store; any thread that waits in a group fails now."""
         groups = self._lanes.leave_all()
         self._router.close()
         self.rendezvous.close()
         join_all(groups, timeout_s=STOP_S / 2)
 
-    # --- what comes -------------------------------------------------------------------------
+    # --- received messages ----------------------------------------------------------------------
 
     def receive(self, timeout_s: float) -> None:
-        """Take in what comes within `timeout_s`, or what woke the thread."""
+        """Process messages for up to `timeout_s` seconds, or until the thread is woken."""
         for received in self._router.receive_all(timeout_s=timeout_s):
             message = received.message
             match message:
@@ -114,7 +116,7 @@ class Transfers:
         self.members.forget_silent()
 
     def _hear(self, sender: bytes, join: WeightsJoin) -> None:
-        """Take in a heartbeat: who it is, what it holds, and what it is at."""
+        """Process a heartbeat: the engine's identity, its version, and its current transfer."""
         member = Member.of(sender, join)
         choice, current = self._settings.transport, self.current
         if current is not None and not transport_of(member, self._own_device(), choice):
@@ -165,7 +167,7 @@ class Transfers:
         size_gb = self.current.source.total_bytes / GB
         self._measures.note(name, seconds, size_gb=size_gb, is_sum=is_sum)
 
-    # --- what goes --------------------------------------------------------------------------
+    # --- transfers ------------------------------------------------------------------------------
 
     def bring(
         self,
@@ -176,16 +178,17 @@ class Transfers:
         must_load: bool = False,
         is_superseded: Callable[[], bool] | None = None,
     ) -> None:
-        """Bring one version to the given members; remove those that fail, go on with the rest.
+        """Send one version to the given members; remove those that fail, continue with the rest.
 
-        A broken transfer does not say who broke it. The dead cannot be reached at the next offer;
-        if all can, one transfer each tells.
+        A broken transfer does not reveal the faulty member. A dead one cannot be reached by the
+        next offer. If all can be reached, each member gets its own transfer to find the faulty one.
 
         Args:
-            is_held: the gate was entered for this.
-            must_load: engines that load slowly are waited for, too.
-            is_superseded: there is a newer version. None: this is the newest, and not optional; an
-                optional transfer gives the trainer its weights back before the first bucket.
+            is_held: the gate was entered for this transfer.
+            must_load: wait also for engines that load slowly.
+            is_superseded: returns True if there is a newer version. None: this is the newest, and
+                not optional. An optional transfer returns the weights to the trainer before the
+                first bucket.
         """
         reading = Reading(
             self._gate,
@@ -209,7 +212,7 @@ class Transfers:
         while wave.members and not self._stop_requested.is_set():
             error = self._attempt(wave, way)
             if error is None or way.reading.is_lost or way.reading.must_not_wait:
-                return  # who did not get it is given the next version
+                return  # Members without this version get the next one.
             present = tuple(member for member in wave.members if self.members.has(member))
             is_broken = present == wave.members
             num_broken += is_broken
@@ -227,12 +230,13 @@ class Transfers:
                 self._fail(member, f"version {way.weights.version}: {error}")
 
     def _attempt(self, wave: Wave, way: _Bringing) -> WeightSyncError | None:
-        """Transfer once; return why not all that are present have taken part."""
+        """Transfer once; return an error if not all present members took part."""
         try:
             self._transfer_once(wave, way)
         except LongstrideError as error:
             self._give_up(way.weights, wave, error)
-            if not isinstance(error, WeightSyncError):  # nobody is to have these weights
+            # Such weights must not be sent to any engine.
+            if not isinstance(error, WeightSyncError):
                 raise
             return error
         self._finish(wave, way)
@@ -251,11 +255,11 @@ class Transfers:
         self._lanes.leave(wave)
 
     def _transfer_once(self, wave: Wave, way: _Bringing) -> None:
-        """Offer, wait for all to be ready, send.
+        """Send the offers, wait until all members are ready, send the buckets.
 
         Raises:
-            WeightSyncError: not all were ready, or the transfer failed; nobody can tell who has
-                the version.
+            WeightSyncError: not all were ready, or the transfer failed; the version may have
+                reached some members.
         """
         weights, reading = way.weights, way.reading
         if not reading.begin():
@@ -280,15 +284,15 @@ class Transfers:
         )
         self._note("publish/transfer_s", seconds, is_sum=True)
         if way.is_last:
-            reading.end()  # the next step may change the weights while engines load
+            reading.end()  # The next step may change the weights while engines load.
 
     def _reach(self, member: Member, message: WeightsOffer | WeightsPing) -> None:
-        """Send to a member; one whose connection is gone is removed, and comes back by itself."""
+        """Send a message to a member; remove the member if its connection is lost."""
         if not self._router.send(self.members.sender_of(member), message):
             self.members.remove(member, reason="unreachable")
 
     def _offer(self, weights: PublishedWeights, wave: Wave, group_key: str) -> WeightsOffer:
-        """Return the offer to rank 0, this side itself."""
+        """Return the offer for rank 0, which is this process."""
         return WeightsOffer(
             version=weights.version,
             group_epoch=self._answers.epoch,
@@ -311,7 +315,7 @@ class Transfers:
         )
 
     def _collect_ready(self, members: tuple[Member, ...], reading: Reading) -> None:
-        """Wait until every member receives; remove who lives and does not begin to, in time."""
+        """Wait until every member receives; remove living members that do not start in time."""
         while not self._stop_requested.is_set():
             waiting = [member for member in members if not self._answers.is_ready(member)]
             if not waiting or reading.must_not_wait or self._has_broken(members):
@@ -325,7 +329,7 @@ class Transfers:
                 self.receive(WAIT_S)
 
     def _ping(self, waiting: list[Member]) -> None:
-        """Find out now and then whose connection is gone of those that owe an answer."""
+        """Ping members that owe an answer, at most every `WAIT_S`, to detect lost connections."""
         if time.monotonic() - self._pinged_at >= WAIT_S:
             self._pinged_at = time.monotonic()
             for member in waiting:
@@ -333,7 +337,7 @@ class Transfers:
                     self._reach(member, WeightsPing(version=self._current_version))
 
     def _finish(self, wave: Wave, way: _Bringing) -> None:
-        """Wait until all have loaded what was sent; go on without those that take too long."""
+        """Wait until all members have loaded the version; continue without slow ones."""
         sent_at = time.monotonic()
         deadline = sent_at + way.patience_s
         while not self._stop_requested.is_set():
@@ -370,7 +374,7 @@ class Transfers:
         return -1 if self.current is None else self.current.version
 
     def _has_broken(self, members: tuple[Member, ...]) -> bool:
-        """Return whether this group cannot come together: somebody is gone, or has given up."""
+        """Return whether this group cannot start: a member is lost or has given up."""
         return any(
             not self.members.has(member) or self._answers.loaded(member) is not None
             for member in members

@@ -1,4 +1,4 @@
-"""What the learner looks after while it waits: do engines take weights, and do they hold them?"""
+"""Checks of the engines while the learner waits: do they take weights, and are these correct?"""
 
 import logging
 import time
@@ -11,16 +11,17 @@ from learner.weights.publisher import EngineCheck, Publisher
 
 logger = logging.getLogger(__name__)
 
-CHECK_EVERY_S = 30.0  # without a version whose canaries tell
-LOCKSTEP_EVERY_S = 600.0  # where a step may take long, and a run is to repeat itself
+CHECK_EVERY_S = 30.0  # Seconds without a new version before the engines are checked.
+# Seconds as `CHECK_EVERY_S`, in sync mode: steps may be long, and runs must be reproducible.
+LOCKSTEP_EVERY_S = 600.0
 
 
 class EngineWatch:
-    """Asks engines for scores when no version does. For the main thread, between steps.
+    """Checks the engines' scores if no new version does. For the main thread, between steps.
 
-    Example: an engine samples nonsense, so that every group is worth nothing and no step follows.
-    After 30 s it is asked to score the beginnings of what it has sampled itself; its answer is off,
-    an alarm; after `learner.max_canary_alarms` of them in a row `check` raises.
+    Example: an engine samples nonsense, so that no group has signal and no step follows. After 30 s
+    it must score the beginnings of its own episodes. Its scores are wrong: an alarm. After
+    `learner.max_canary_alarms` consecutive alarms `check` raises.
     """
 
     def __init__(
@@ -30,7 +31,11 @@ class EngineWatch:
         score: Callable[[Sequence[Sequence[int]]], list[list[float]]],
         cfg: RunConfig,
     ) -> None:
-        """Make one; `score` returns logprobs [seq-1] of sequences under the current weights."""
+        """Create a watch.
+
+        Args:
+            score: returns logprobs [seq-1] of sequences under the current weights.
+        """
         self._publisher = publisher
         self._recent = recent
         self._score = score
@@ -42,11 +47,11 @@ class EngineWatch:
         self._warned_at = 0.0
 
     def rest(self) -> None:
-        """Begin to count anew: a version is published, whose canaries tell."""
+        """Restart the interval: a version is published, whose canaries are checked."""
         self._asked_at = time.monotonic()
 
     def check(self) -> None:
-        """Return if engines and trainer agree. Raises: LongstrideError: too often they did not."""
+        """Return if engines and trainer agree. Raises: LongstrideError: too many alarms."""
         num_alarms = self._publisher.num_canary_alarms
         if num_alarms >= self._cfg.max_canary_alarms:
             raise LongstrideError(
@@ -56,7 +61,10 @@ class EngineWatch:
             )
 
     def look(self, version: int) -> None:
-        """Ask the engines that hold `version`, which are the current weights, now and then.
+        """Send a check to the engines, if one is due.
+
+        Args:
+            version: version of the current weights.
 
         Raises: LongstrideError: as `check`.
         """
@@ -72,13 +80,13 @@ class EngineWatch:
             self._publisher.check_engines(checks)
 
     def look_for_members(self, num_slots: int) -> str:
-        """Return whom to wait for if no engine has taken weights for `run.stall_s`, "" if one has.
+        """Return the role to wait for if no engine has taken weights for `run.stall_s`; else "".
 
         Args:
-            num_slots: episodes at once of all actors that the scheduler hears.
+            num_slots: episodes at once of all actors that are connected to the scheduler.
 
-        Raises: LongstrideError: there are actors, so it is the line to them that is broken; the
-            learner that is started again has another. Not with `run.on_stall=warn`.
+        Raises: LongstrideError: actors exist, so the connection to them is broken; a restarted
+            learner has a new one. Not raised with `run.on_stall=warn`.
         """
         lonely_s = self._publisher.lonely_s
         if lonely_s < self._run.stall_s:

@@ -1,4 +1,4 @@
-"""What the environment hub offers, and whether the configured tasks are among it."""
+"""The catalogue of the environments of a hub, and the check of the configured tasks."""
 
 import difflib
 import json
@@ -28,19 +28,20 @@ class SubsetEntry:
 
     num_train: StrictInt
     num_test: StrictInt
-    max_turns: StrictInt  # the most turns of an episode, at any horizon stage
+    max_turns: StrictInt  # Most turns of an episode, at any horizon stage.
 
 
-# environment -> subset -> split -> expert's turns -> items
+# Environment -> subset -> split -> turns of the expert -> number of items.
 Distances = dict[str, dict[str, dict[str, dict[int, int]]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalogue:
-    """Environment -> subset -> entry."""
+    """Subsets and distances of all environments of a hub."""
 
     envs: dict[str, dict[str, SubsetEntry]]
-    distances: Distances = field(default_factory=Distances)  # of the subsets that were asked for
+    # Distances of the requested subsets only.
+    distances: Distances = field(default_factory=Distances)
 
     def entry(self, env: str, subset: str) -> SubsetEntry:
         """Return the entry of a validated task."""
@@ -48,7 +49,7 @@ class Catalogue:
 
 
 class _Environment(BaseModel):
-    """What the hub says of one, as far as it matters here."""
+    """The fields of one environment in the hub's answer that the scheduler uses."""
 
     subsets: dict[str, SubsetEntry]
     distances: dict[str, dict[str, dict[int, int]]] = {}
@@ -60,7 +61,7 @@ _BODY = TypeAdapter(dict[str, _Environment])
 def parse_catalogue(body: object) -> Catalogue:
     """Return the typed catalogue of a `GET /v1/envs` body.
 
-    Raises: EnvError: the hub answered with something else; names the place.
+    Raises: EnvError: the body has another form; names the place.
     """
     try:
         envs = _BODY.validate_python(body)
@@ -75,14 +76,15 @@ def parse_catalogue(body: object) -> Catalogue:
 def fetch_catalogue(
     url: str, *, token: str, timeout_s: float, subsets: Sequence[str] = ()
 ) -> Catalogue:
-    """Return the catalogue of the hub at `url`, waiting for the hub to come up.
+    """Return the catalogue of the hub at `url`; wait until the hub is up.
 
     Args:
-        subsets: "env/items at a distance" that it is to have besides, see `subsets_in_use`.
+        subsets: subsets with a bound on the distance, each as "env/items", that the catalogue must
+            include, see `subsets_in_use`.
 
     Raises:
-        EnvError: no good answer in time; names the address and the last reason. A refused token
-            is not waited for.
+        EnvError: no valid answer in time; names the address and the last reason.
+        ConfigError: the hub refused the token; this is not retried.
     """
     query = urlencode([("subset", name) for name in subsets])
     address = f"{url.rstrip('/')}/v1/envs{'?' if query else ''}{query}"
@@ -120,7 +122,7 @@ def _ask(address: str, token: str, remaining_s: float) -> Answer:
 def validate_tasks(
     tasks: list[TaskSection], catalogue: Catalogue, curriculum: CurriculumSection | None = None
 ) -> None:
-    """Check that every task exists, once, and has training items, at each distance of a stage.
+    """Check that every task exists, is named once, and has training items at each distance stage.
 
     Raises: ConfigError: names the key, the value and the nearest valid name.
     """

@@ -1,4 +1,4 @@
-"""The curriculum: which item comes next, how far its goal is, how long its episodes may be."""
+"""The curriculum: chooses the item, the distance and the horizon of each training group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,25 +22,29 @@ from learner.scheduler.curriculum.sampling import Item, member_seed
 from learner.scheduler.episodes.table import EpisodeRecord, GroupRecord
 from learner.scheduler.state import CONFIGURED, FIXED
 
-MAX_DRAWS = 64  # of an item whose environment is not shunned
-FAR = 1 << 40  # beyond the numbers of groups
+MAX_DRAWS = 64  # Most draws of an item until its environment is not shunned.
+FAR = 1 << 40  # Larger than any group number.
 
 
 @dataclass(init=False, slots=True)
 class Curriculum:
-    """Items and horizons of the groups to come. What is open keeps the stamp it has.
+    """Chooses items and horizons for new groups. Open groups keep their stamp.
 
-    Example: a group opened at version 99 of a stepwise horizon [10, 20] with 100 steps a stage is
-    stamped 10. At version 100 new groups are stamped 20; the first one plays on with 10 turns,
-    and its episodes do not count towards what a gated horizon measures of its present stage. So
-    it is with distances: the group keeps its item.
+    The stamp of a group is its horizon with its stage, and its distance with its stage.
+
+    Example: a group opens at version 99 of a stepwise horizon [10, 20] with 100 steps a stage. Its
+    stamp is horizon 10. At version 100 new groups get horizon 20. The first group continues with 10
+    turns, and a gated horizon does not count its episodes for the new stage. Distances work in the
+    same way: an open group keeps its item.
     """
 
     mixture: Mixture
-    gated: dict[str, GatedHorizon] = field(metadata=CONFIGURED)  # by the name of its policy
-    gated_distance: dict[str, GatedHorizon] = field(metadata=CONFIGURED)  # by environment
-    version: int = 0  # of the last step that was taken in
-    _opening: int = field(metadata=FIXED)  # version that the group to come is opened at
+    # Gated horizons by the name of their policy.
+    gated: dict[str, GatedHorizon] = field(metadata=CONFIGURED)
+    # Gated distances by environment.
+    gated_distance: dict[str, GatedHorizon] = field(metadata=CONFIGURED)
+    version: int = 0  # Last trained step that was processed.
+    _opening: int = field(metadata=FIXED)  # Version at which the next group is opened.
     _horizon: HorizonSection = field(metadata=FIXED)
     _policies: dict[str, HorizonPolicy] = field(metadata=FIXED)
     _distances: dict[str, HorizonPolicy] = field(metadata=FIXED)
@@ -71,9 +75,10 @@ class Curriculum:
     def make_group(
         self, number: int, *, version: int, now: float, shunned: Sequence[str] = ()
     ) -> GroupRecord:
-        """Return training group `number`, opened at this version; asked for in order, once each.
+        """Return training group `number`, opened at this version.
 
-        One of a `shunned` environment is drawn anew, from numbers that no group will have.
+        Each number must be requested once, in order. An item of a `shunned` environment is drawn
+        again, with numbers that no group will have.
         """
         self._opening = version
         item = self.mixture.item(number)
@@ -111,7 +116,7 @@ class Curriculum:
         )
 
     def stamp(self, env: str, version: int, *, subset: str = "") -> HorizonStamp:
-        """Return what a group of this environment and subset is stamped with at this version."""
+        """Return the horizon stamp of a group that opens at this version."""
         return self._stamp(self._horizon.name_of(env, subset), version)
 
     def _stamp(self, name: str, version: int) -> HorizonStamp:
@@ -126,7 +131,7 @@ class Curriculum:
         return gated.stamp if gated else horizon_at(self._distances[env], version)
 
     def see(self, seen: EpisodeSeen, group: GroupRecord, episode: EpisodeRecord) -> None:
-        """Count a training episode that says something about the policy; once each."""
+        """Count a training episode whose result depends on the policy; call it once for each."""
         item = Item(env=episode.env, subset=episode.subset, item_id=episode.item_id)
         self.mixture.see(seen, item)
         max_turns = self._catalogue.entry(episode.env, episode.subset).max_turns
@@ -137,12 +142,12 @@ class Curriculum:
         gates = [(self.gated.get(name), group.horizon_stage)]
         if group.distance:
             gates.append((self.gated_distance.get(episode.env), group.distance_stage))
-        for gated, stage in gates:  # `since`: not of an earlier visit to the stage
+        for gated, stage in gates:  # `since` excludes groups of an earlier visit to the same stage.
             if gated and stage == gated.stage and group.opened_at_version >= gated.since:
                 gated.see(is_success=seen.is_success, is_truncated=is_truncated)
 
     def step(self, version: int, signals: dict[str, float]) -> None:
-        """Take in that step `version` is trained; a step that is known is ignored."""
+        """Record that step `version` is trained; a step that was recorded before is ignored."""
         if version <= self.version:
             return
         before = {name: self._stamp(name, self.version).stage for name in self._policies}

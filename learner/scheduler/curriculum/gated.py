@@ -1,4 +1,4 @@
-"""A gated horizon or distance of one environment: more when that would help, less when it hurts."""
+"""A gated horizon or distance: it grows when this would help training, and shrinks if it hurts."""
 
 import logging
 from collections import deque
@@ -13,36 +13,37 @@ from learner.scheduler.state import FIXED
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN = -1.0  # of a signal that the learner did not send
-MAX_MOVES = 100  # decisions that are remembered
+UNKNOWN = -1.0  # Value of a signal that the learner did not send.
+MAX_MOVES = 100  # Number of decisions that are kept.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeen:
-    """What one training step says about an environment: its episodes of the present stage."""
+    """Signals of one training step, and its episodes of one environment at the current stage."""
 
     version: int
     num_episodes: int
     num_solved: int
-    num_truncated: int  # cut by the horizon, where the environment would have let them go on
-    entropy: float  # nats per sampled token, of the whole batch; UNKNOWN
-    ess_frac: float  # of the whole batch; UNKNOWN
+    num_truncated: int  # Episodes cut by the horizon that the environment would have let continue.
+    entropy: float  # Nats per sampled token, over the whole batch; UNKNOWN.
+    ess_frac: float  # Effective sample size over the whole batch, as a share; UNKNOWN.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The numbers that a decision rests on. UNKNOWN where there is not enough to say."""
+    """The measurements that a decision is based on. UNKNOWN where there are too few steps."""
 
     truncated_frac: float
-    gain: float | None  # of success over the window, by the slope of a line through it
-    entropy_ratio: float  # mean of the last steps over that of the window before
+    # Gain of success over the window: the slope of its fitted line times its span.
+    gain: float | None
+    entropy_ratio: float  # Mean entropy of the last steps over that of the window before.
     ess_frac: float
-    success: float  # over the window
+    success: float  # Mean success over the window.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One decision with its numbers."""
+    """One change of stage with the measurements that caused it."""
 
     version: int
     from_stage: int
@@ -57,22 +58,23 @@ class Move:
 
 @dataclass(slots=True)
 class GatedHorizon:
-    """Decides after every step; between two decisions the stage stands still.
+    """Decides after every step whether to change the stage.
 
-    Example (window_steps 40, min_steps 40): stage 0 begins at version 0. At 40 the last 40 steps
-    had 35% of their episodes cut and success rose by 0.01: stage 1 begins. At 50 the entropy of
-    the last five steps is a quarter of that before: stage 0 again, until 90 at least. A distance
-    grows, by the same rules, when enough is solved.
+    Example (window_steps 40, min_steps 40): stage 0 begins at version 0. At version 40 the horizon
+    has cut 35% of the episodes of the last 40 steps, and success rose by 0.01: stage 1 begins. At
+    version 50 the entropy of the last five steps is a quarter of its earlier value: stage 0 begins
+    again, until version 90 at least. A gated distance follows the same rules, but grows when
+    success is high enough.
     """
 
     policy: HorizonPolicy = field(metadata=FIXED)
     env: str = field(metadata=FIXED)
     unit: str = field(default="turns", metadata=FIXED)
-    steps: deque[StepSeen] = field(init=False)  # the last ones
-    since: int = 0  # version at which the stage began
+    steps: deque[StepSeen] = field(init=False)  # The most recent steps.
+    since: int = 0  # Version at which the stage began.
     stage: int = 0
     moves: deque[Move] = field(default_factory=partial(deque[Move], maxlen=MAX_MOVES))
-    num_episodes: int = 0  # of the present stage, since the last step
+    num_episodes: int = 0  # Episodes of the current stage since the last step.
     num_solved: int = 0
     num_truncated: int = 0
 
@@ -82,17 +84,17 @@ class GatedHorizon:
 
     @property
     def stamp(self) -> HorizonStamp:
-        """What a group opened now is stamped with."""
+        """Horizon and stage for a group that opens now."""
         return HorizonStamp(horizon=self.policy.stages[self.stage], stage=self.stage)
 
     def see(self, *, is_success: bool, is_truncated: bool) -> None:
-        """Count an episode of the present stage."""
+        """Count an episode of the current stage."""
         self.num_episodes += 1
         self.num_solved += is_success
         self.num_truncated += is_truncated
 
     def end_step(self, version: int, *, entropy: float, ess_frac: float) -> None:
-        """Take one step's numbers and the episodes seen since the last, as `step` does."""
+        """Process one step with the episodes counted since the last one."""
         seen = StepSeen(
             version=version,
             num_episodes=self.num_episodes,
@@ -105,7 +107,7 @@ class GatedHorizon:
         self.step(seen)
 
     def step(self, seen: StepSeen) -> None:
-        """Take one step's numbers, and move by at most one stage."""
+        """Process one step, and move by at most one stage."""
         self.steps.append(seen)
         measured = self.measure()
         is_far = isinstance(self.policy.gated, DistanceGatedSection)
@@ -131,7 +133,7 @@ class GatedHorizon:
         self.since = seen.version
 
     def measure(self) -> Measured:
-        """Return what the last steps say."""
+        """Return the measurements over the last steps."""
         window = self._own(self.policy.gated.window_steps)
         num = sum(step.num_episodes for step in window)
         cut = sum(step.num_truncated for step in window)
@@ -151,12 +153,12 @@ class GatedHorizon:
         )
 
     def _own(self, num_steps: int) -> list[StepSeen]:
-        """Return the last steps if there are so many of the present stage, else none."""
+        """Return the last `num_steps` steps of the current stage, none if there are fewer."""
         own = [step for step in self.steps if step.version > self.since]
         return own[-num_steps:] if len(own) >= num_steps else []
 
     def _backs_off(self, measured: Measured) -> str:
-        """Return why the stage is one too far, "" if it is not."""
+        """Return the reason to go back one stage, "" if there is none."""
         if self.stage == 0:
             return ""
         if 0 <= measured.entropy_ratio < self.policy.gated.entropy_frac:
@@ -175,7 +177,7 @@ class GatedHorizon:
         return is_cut and abs(measured.gain) <= gate.max_gain
 
     def report(self) -> dict[str, Any]:
-        """Return the present numbers and the decisions so far, for people."""
+        """Return the current measurements and the decisions so far."""
         return {
             "since_version": self.since,
             **asdict(self.measure()),
@@ -183,15 +185,15 @@ class GatedHorizon:
         }
 
     def after_restore(self) -> None:
-        """Leave stages that the configuration lost."""
+        """Move to the last stage if the configuration no longer has the restored one."""
         self.stage = min(self.stage, len(self.policy.stages) - 1)
 
 
 def success_gain(steps: Sequence[StepSeen]) -> float | None:
-    """Return by how much success rose over the steps: slope of the fitted line x their span.
+    """Return the gain of success over the steps: slope of the fitted line times their span.
 
-    The line is the least-squares fit of success over versions, each step weighted by its
-    episodes. None if fewer than two steps have any.
+    The line is the least-squares fit of success over versions. Each step is weighted by its number
+    of episodes. None if fewer than two steps have any.
     """
     seen = [step for step in steps if step.num_episodes]
     num = sum(step.num_episodes for step in seen)

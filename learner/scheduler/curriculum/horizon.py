@@ -1,4 +1,4 @@
-"""The interaction horizon where it is a pure function of the version, so that resume is exact."""
+"""Horizons that are a pure function of the version, so that a resumed run has the same ones."""
 
 from dataclasses import dataclass
 
@@ -7,25 +7,26 @@ from common.config.curriculum import HorizonKind, HorizonPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorizonStamp:
-    """What a group opened now is stamped with."""
+    """Horizon and stage that a group gets when it opens."""
 
-    horizon: int  # most turns of an episode
-    stage: int  # 0-based: how many of the stages after the first have been reached
+    horizon: int  # Most turns of an episode.
+    stage: int  # 0-based index of the last stage reached.
 
 
 def horizon_at(policy: HorizonPolicy, version: int) -> HorizonStamp:
     """Return the horizon while step `version + 1` is trained.
 
     fixed: always the last stage.
-    stepwise: optimizer steps 1..D use the first stage, D+1..2D the second, and so on; the last
-        stage holds for ever.
-    linear: first + (last - first) * version / over_steps, rounded down, then the last for ever.
+    stepwise: optimizer steps 1..D use the first stage, D+1..2D the second, and so on. The last
+        stage has no end.
+    linear: first + (last - first) * version / over_steps, rounded down; after `over_steps` the
+        last stage.
 
     Raises:
         ValueError: a gated horizon is no function of the version.
 
-    Source: ScalingInter-RL, arXiv 2509.08755. There every step is on-policy; here the version at
-    the opening of a group decides, so an episode may end after its stage did.
+    Source: ScalingInter-RL, arXiv 2509.08755. There every step is on-policy. Here the version at
+    which a group opens decides, so an episode may end after its stage did.
     """
     stages = policy.stages
     last = len(stages) - 1

@@ -1,4 +1,4 @@
-"""Which item a training group gets: by weight alone, or also by what there is to learn from it."""
+"""The mixture: draws the item of each training group, by fixed weights or by learning potential."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,18 +21,19 @@ from learner.scheduler.curriculum.sampling import (
 from learner.scheduler.curriculum.success import SuccessPool, worth
 from learner.scheduler.state import CONFIGURED, FIXED
 
-MIN_TASK_EPISODES = 32  # before the success of a task says anything
-MAX_ITEMS = 20_000  # whose success is remembered
-MAX_SKIPS = 64  # items passed over for one group
+MIN_TASK_EPISODES = 32  # Episodes of a task before its success is used.
+MAX_ITEMS = 20_000  # Number of items whose success is kept.
+MAX_SKIPS = 64  # Most items skipped for one group.
 
 
 @dataclass(slots=True, kw_only=True)
 class MixtureTask:
-    """One part of the mixture and how far its items have been gone through."""
+    """One task of the mixture and the cursor into its items."""
 
     task: TaskSection = field(metadata=FIXED)
-    base: float = field(metadata=FIXED)  # its share if all tasks were worth the same
-    cursor: int = 0  # items passed, drawn or skipped
+    # Share of the task if all tasks had the same learning potential.
+    base: float = field(metadata=FIXED)
+    cursor: int = 0  # Number of items drawn or skipped.
 
     @property
     def name(self) -> str:
@@ -43,26 +44,28 @@ class MixtureTask:
 class Mixture:
     """Draws one item per group. Inside a subset no item is drawn twice in an epoch.
 
-    `weights` and `temperature` are pure functions of the group number, which is the cursor.
-    `adaptive` keeps a cursor per subset and the recent success of subsets and items; it is asked
-    once for every number, in order.
+    `weights` and `temperature` are pure functions of the group number. `adaptive` keeps a cursor
+    for each subset, and the recent success of subsets and items. It must be asked once for each
+    number, in order.
 
-    Example (adaptive, floor 0.1): two subsets of equal weight, solved in 50% and in 95% of the
-    episodes, are worth 1 and 0.19, so of 119 groups 100 are of the first. An item of it that was
-    always solved is skipped in nine epochs of ten.
+    Example (adaptive, floor 0.1): two subsets have equal weight. The policy solves 50% of the
+    episodes of the first and 95% of the second, so they are worth 1 and 0.19: of 119 groups 100 are
+    of the first. An item of the first that was always solved is skipped in nine epochs of ten.
     """
 
     cfg: MixtureSection = field(metadata=FIXED)
-    seed: int = field(metadata=FIXED)  # of the run
-    group_size: int = field(metadata=FIXED)  # episodes of an item at a time
+    seed: int = field(metadata=FIXED)  # Seed of the run.
+    group_size: int = field(metadata=FIXED)  # Episodes of one item in a group.
     tasks: dict[str, MixtureTask] = field(metadata=CONFIGURED)
     subset_success: SuccessPool
     item_success: SuccessPool
-    bound_of: Callable[[str], int] = field(metadata=FIXED)  # environment -> on distance; 0: none
+    # Environment -> bound on the distance of its items; 0: no bound.
+    bound_of: Callable[[str], int] = field(metadata=FIXED)
     _sampler: Sampler = field(metadata=FIXED)
     _spiral: Spiral = field(metadata=FIXED)
     _catalogue: Catalogue = field(metadata=FIXED)
-    _names: dict[str, str] = field(metadata=FIXED)  # of tasks, by what all their stages share
+    # Names of tasks by the part of the name that all distance stages share.
+    _names: dict[str, str] = field(metadata=FIXED)
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class Mixture:
         seed: int,
         group_size: int,
     ) -> None:
-        """Start at the first item. An item's success is averaged over two groups of it."""
+        """Start at the first item. The success of an item is averaged over two of its groups."""
         self.cfg, self.seed, self.group_size = cfg, seed, group_size
         self._catalogue, self.bound_of = catalogue, unbounded
         tempered = temper(tasks, cfg.temperature)
@@ -89,7 +92,7 @@ class Mixture:
 
     @property
     def is_adaptive(self) -> bool:
-        """True if the draws depend on what was seen."""
+        """True if the draws depend on the success seen so far."""
         return self.cfg.kind is MixtureKind.ADAPTIVE
 
     def item(self, number: int) -> Item:
@@ -102,13 +105,17 @@ class Mixture:
         return items.item(self._choose_index(part, items))
 
     def see(self, seen: EpisodeSeen, item: Item) -> None:
-        """Count a training episode that says something about the policy."""
+        """Count a training episode whose result depends on the policy."""
         if self.is_adaptive:
             self.subset_success.add(self._names[_shared(f"{item.env}/{item.subset}")], seen)
             self.item_success.add(f"{item.env}/{item.item_id}", seen)
 
     def forget_items(self, name: str) -> None:
-        """Forget the items of an environment or "environment/subset": another horizon, others."""
+        """Forget the success of items, which depends on the horizon.
+
+        Args:
+            name: an environment, or "environment/subset".
+        """
         self.item_success.forget(*(f"{name}-", f"{name}@") if "/" in name else (f"{name}/",))
 
     def shares(self) -> dict[str, float]:
@@ -124,7 +131,7 @@ class Mixture:
         return 1.0 if success is None else worth(success, floor=self.cfg.floor)
 
     def _choose_task(self, point: float) -> MixtureTask:
-        """Return the task whose arc of the circle holds the point, [0, 1)."""
+        """Return the task whose arc of the circle contains the point, [0, 1)."""
         end = 0.0
         for task, share in zip(self.tasks.values(), self.shares().values(), strict=True):
             end += share
@@ -133,7 +140,7 @@ class Mixture:
         return list(self.tasks.values())[-1]
 
     def _choose_index(self, task: MixtureTask, items: TrainItems) -> int:
-        """Go on to the next item that is not skipped; of too many skipped ones take the best."""
+        """Return the next item that is not skipped; after `MAX_SKIPS` skips, the best of those."""
         best, best_worth = 0, -1.0
         for _ in range(min(items.num, MAX_SKIPS)):
             epoch, index = items.at(task.cursor)
@@ -148,7 +155,7 @@ class Mixture:
         return best
 
     def report(self) -> dict[str, Any]:
-        """Return kind, shares and what is known of the tasks, for people."""
+        """Return the kind, the shares and, if adaptive, the measured success of the tasks."""
         success = {name: self.subset_success.success(name) for name in self.tasks}
         shares = {name: round(share, 4) for name, share in self.shares().items()}
         known = {"success": success} if self.is_adaptive else {}
@@ -156,14 +163,14 @@ class Mixture:
 
 
 def _shared(name: str) -> str:
-    """Return what the names of a task's items have in common at all bounds on their distance."""
+    """Return the part of a task's name that is the same for all bounds on the distance."""
     return name.partition("..")[0]
 
 
 def temper(tasks: list[TaskSection], temperature: float) -> list[TaskSection]:
-    """Return the tasks with weights that sum to one, each first raised to 1 / temperature.
+    """Return the tasks with weights raised to 1 / temperature and then normalised to sum to one.
 
-    Weight zero stays zero.
+    Weight zero stays zero. Temperature 1 returns the tasks unchanged.
     """
     if temperature == 1.0:
         return tasks

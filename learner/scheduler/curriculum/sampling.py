@@ -1,6 +1,6 @@
-"""Which item a training group gets by weight: a pure function of (seed, group number).
+"""Draws items by weight: a pure function of (seed, group number).
 
-The subset follows the weights along a golden-ratio sequence, which keeps the shares of *any*
+The subset follows the weights along a golden-ratio sequence. The sequence keeps the shares of *any*
 window of groups near the weights; short blocks of it are shuffled. Inside a subset every item is
 visited once per epoch, in an order that a keyed permutation defines.
 """
@@ -14,11 +14,11 @@ from common.ids import episode_id_of
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.episodes.table import EpisodeRecord
 
-_SIZE = 1 << 64  # of the integer circle that stands for [0, 1)
+_SIZE = 1 << 64  # Size of the integer circle that represents [0, 1).
 _MASK = _SIZE - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # _SIZE / golden ratio, made odd
-ONE_BELOW = 1 - 2**-53  # the largest float below 1
-_BLOCK = 8  # groups that are shuffled among themselves
+_GOLDEN = 0x9E3779B97F4A7C15  # `_SIZE` / golden ratio, made odd.
+ONE_BELOW = 1 - 2**-53  # Largest float below 1.
+_BLOCK = 8  # Number of consecutive groups that are shuffled together.
 _NUM_ROUNDS = 4
 
 
@@ -56,12 +56,12 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class TrainItems:
-    """The training items of a task, in another order in every epoch."""
+    """The training items of a task, in a new order in every epoch."""
 
     env: str
     subset: str
     num: int
-    key: int  # of the orders
+    key: int  # Key of the permutations.
 
     def at(self, place: int) -> tuple[int, int]:
         """Return (epoch, index) of the item at a place, counted over all epochs."""
@@ -69,7 +69,7 @@ class TrainItems:
         return epoch, permute(position, self.num, key=hash_words(self.key, epoch))
 
     def item(self, index: int) -> Item:
-        """Return one of them."""
+        """Return the training item with this index."""
         item_id = f"{self.subset}-train-{index}"
         return Item(env=self.env, subset=self.subset, item_id=item_id)
 
@@ -77,10 +77,10 @@ class TrainItems:
 def train_items(
     task: TaskSection, catalogue: Catalogue, *, seed: int, bound: int = 0
 ) -> TrainItems:
-    """Return the training items of a task; their order follows from the run's seed.
+    """Return the training items of a task; their order depends only on the run's seed.
 
     Args:
-        bound: most turns that its expert may need; 0: as the task says.
+        bound: most turns that the expert may need for an item; 0: the task's own bound.
     """
     subset = task.items(bound)
     num = catalogue.entry(task.env, subset).num_train
@@ -88,7 +88,7 @@ def train_items(
 
 
 def unbounded(_: str) -> int:
-    """Return the bound on the distance of an environment's items where there is none."""
+    """Return 0, the distance bound of every environment without a distance curriculum."""
     return 0
 
 
@@ -102,7 +102,7 @@ class _Slice:
 
 
 def hash_words(*words: int | str) -> int:
-    """Return 64 well mixed bits of the words; the same on every machine and process."""
+    """Return 64 well mixed bits of the words; the same on every machine and in every process."""
     state = _GOLDEN
     for word in words:
         state = _mix(state ^ (_digest(word) if isinstance(word, str) else word & _MASK))
@@ -122,9 +122,10 @@ def _mix(word: int) -> int:
 
 
 def permute(position: int, size: int, *, key: int) -> int:
-    """Return where `position` goes under a keyed permutation of range(size).
+    """Return the image of `position` under a keyed permutation of range(size).
 
-    A Feistel network on the next power of four, walked until it falls inside. Constant memory.
+    A Feistel network permutes the next power of four, and is repeated until the value is inside the
+    range. It needs constant memory.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -156,7 +157,7 @@ def floor_sum(count: int, modulus: int, slope: int, offset: int) -> int:
 
 
 def member_seed(seed: int, number: int, member: int) -> int:
-    """Return the sampling seed of one member of a group; fits a signed 32-bit integer."""
+    """Return the sampling seed of one member of a group; it fits a signed 32-bit integer."""
     return hash_words(seed, "member", number, member) >> 33
 
 
@@ -168,17 +169,17 @@ class Spiral:
         self.offset = hash_words(seed, "offset")
 
     def place(self, number: int) -> int:
-        """Return where the number stands after the shuffle of its block."""
+        """Return the place of the number after its block is shuffled."""
         block, position = divmod(number, _BLOCK)
         key = hash_words(self._seed, "block", block)
         return block * _BLOCK + permute(position, _BLOCK, key=key)
 
     def phase(self, place: int) -> int:
-        """Return the point: a golden angle further with each place."""
+        """Return the point of a place: each place is one golden angle after the one before."""
         return (self.offset + place * _GOLDEN) & _MASK
 
     def share(self, number: int) -> float:
-        """Return the point of a number as a share of the circle, [0, 1)."""
+        """Return the point of a number as a fraction of the circle, [0, 1)."""
         return min(self.phase(self.place(number)) / _SIZE, ONE_BELOW)
 
 
@@ -191,7 +192,11 @@ class Sampler:
         self._slices = _slices(tasks)
 
     def item(self, number: int, bound_of: Callable[[str], int] = unbounded) -> Item:
-        """Return the training item of group `number` (0-based), within its environment's bound."""
+        """Return the training item of group `number` (0-based).
+
+        Args:
+            bound_of: environment -> bound on the distance of its items; 0: no bound.
+        """
         place = self._spiral.place(number)
         phase = self._spiral.phase(place)
         part = next(s for s in self._slices if s.low <= phase < s.high)
@@ -201,7 +206,7 @@ class Sampler:
         return items.item(items.at(rank)[1])
 
     def _num_below(self, count: int, bound: int) -> int:
-        """How many of the first `count` phases lie below `bound`."""
+        """Return how many of the first `count` phases are below `bound`."""
         passed = floor_sum(count, _SIZE, _GOLDEN, self._spiral.offset)
         beyond = floor_sum(count, _SIZE, _GOLDEN, self._spiral.offset + _SIZE - bound)
         return count + passed - beyond
@@ -223,7 +228,9 @@ def _slices(tasks: list[TaskSection]) -> list[_Slice]:
 def eval_items(tasks: list[TaskSection], catalogue: Catalogue, num_items: int) -> list[Item]:
     """Return the held-out items, spread by weight; the same for every training seed.
 
-    Fewer than `num_items` only if the subsets have fewer test items together; -1: all there are.
+    Args:
+        num_items: number of items, fewer only if the subsets have fewer test items; -1: all of
+            them.
     """
     active = [task for task in tasks if task.weight > 0]
     caps = [catalogue.entry(task.env, task.items()).num_test for task in active]
@@ -237,7 +244,7 @@ def eval_items(tasks: list[TaskSection], catalogue: Catalogue, num_items: int) -
 
 
 def spread(total: int, *, weights: list[float], caps: list[int]) -> list[int]:
-    """Return whole quotas by largest remainder, none above its cap; what a cap cuts goes on."""
+    """Return whole quotas by largest remainder; other quotas get the rest of a capped one."""
     quotas = [0] * len(weights)
     free = [i for i in range(len(weights)) if caps[i] > 0]
     remaining = min(total, sum(caps))

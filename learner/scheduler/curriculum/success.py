@@ -1,4 +1,4 @@
-"""How well something is solved, by whatever key, and how much there is to learn from it."""
+"""Success rates by key, and the learning potential that follows from them."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -11,21 +11,22 @@ Known = OrderedDict[str, list[float]]
 
 
 def worth(success: float, *, floor: float) -> float:
-    """Return 4 p (1 - p), at least `floor`: 1 where every second episode succeeds.
+    """Return the learning potential 4 p (1 - p), at least `floor`; it is 1 at success p = 0.5.
 
-    The variance of a 0/1 reward is p (1 - p); where all members of a group agree, it has no
-    signal for a group-relative advantage.
+    The variance of a 0/1 reward is p (1 - p). If all members of a group have the same reward, the
+    group has no signal for a group-relative advantage.
     """
     return max(floor, 4 * success * (1 - success))
 
 
 @dataclass(slots=True, kw_only=True)
 class SuccessPool:
-    """Means of success and reward by key. Keys not heard of for longest are forgotten."""
+    """Means of success and reward by key. The keys updated least recently are dropped."""
 
-    memory_episodes: int = field(metadata=FIXED)  # a new one weighs 1 / this at least; 0: a mean
-    max_keys: int = field(default=1 << 30, metadata=FIXED)  # that are remembered
-    known: Known = field(default_factory=Known)  # key -> [episodes, success, reward]
+    # Each new episode has at least the weight 1 / `memory_episodes`. 0: a plain mean.
+    memory_episodes: int = field(metadata=FIXED)
+    max_keys: int = field(default=1 << 30, metadata=FIXED)  # Number of keys that are kept.
+    known: Known = field(default_factory=Known)  # Key -> [episodes, success, reward].
 
     def add(self, key: str, seen: EpisodeSeen) -> None:
         """Count one episode."""
@@ -39,32 +40,32 @@ class SuccessPool:
             self.known.popitem(last=False)
 
     def success(self, key: str, *, min_episodes: int = 1) -> float | None:
-        """Return the mean; None if there were fewer episodes than `min_episodes`."""
+        """Return the mean success; None if there were fewer than `min_episodes` episodes."""
         num, mean, _ = self.known.get(key, (0, 0.0, 0.0))
         return mean if num >= min_episodes else None
 
     def forget(self, *prefixes: str) -> None:
-        """Drop every key that begins so."""
+        """Drop every key that begins with one of the prefixes."""
         for key in [key for key in self.known if key.startswith(prefixes)]:
             del self.known[key]
 
 
 @dataclass(slots=True)
 class SuccessAverages:
-    """How well the policy does: moving means of training, plain means of each evaluation."""
+    """Success of the policy: moving means of training, plain means of each evaluation."""
 
-    # of training by "env/subset", of evaluations by group
+    # Keys are "env/subset" for training, and the group id for evaluations.
     train: SuccessPool = field(default_factory=partial(SuccessPool, memory_episodes=50))
     evaluation: SuccessPool = field(default_factory=partial(SuccessPool, memory_episodes=0))
 
     @property
     def mean(self) -> float | None:
-        """Moving mean of training over all subsets; None before the first episode."""
+        """Moving mean of training success over all subsets; None before the first episode."""
         known = [success for _, success, _ in self.train.known.values()]
         return sum(known) / len(known) if known else None
 
     def train_report(self) -> dict[str, float]:
-        """Return subset -> moving mean of success; "env/subset" if there are several envs."""
+        """Return subset -> moving mean of success; with several environments "env/subset"."""
         known = sorted(self.train.known.items())
         has_one_env = len({name.partition("/")[0] for name, _ in known}) == 1
         return {

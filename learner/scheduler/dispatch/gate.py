@@ -1,4 +1,4 @@
-"""How many groups may be opened now, and how many of those that are ready make a batch."""
+"""The gate: how many groups may be opened, and how many ready groups make a batch."""
 
 import math
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ from common.config.run_config import GroupsSection, SchedulerSection, TrainMode,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateState:
-    """What the gate looks at."""
+    """Input of the gate."""
 
     version: int
-    num_open: int  # groups with members still to come
-    num_ready: int  # groups complete at the learner, not yet trained
-    num_filtered: int  # groups without signal since the last step, whose places were filled again
-    max_ahead_steps: int  # as far as the learner asks for; the configuration's at most
-    needed_ahead_steps: int  # with which the learner never waits; 0: not known
+    num_open: int  # Groups whose members have not all arrived.
+    num_ready: int  # Groups complete at the learner, not yet trained.
+    num_filtered: int  # Groups without signal since the last step; new groups replaced them.
+    max_ahead_steps: int  # Steps ahead that the learner allows; at most the configured number.
+    needed_ahead_steps: int  # Steps ahead with which the learner never waits; 0: not known.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateVerdict:
-    """How many groups may be opened, and why no more."""
+    """How many groups may be opened, and the reason for the limit."""
 
     num_allowed: int
     reason: str
@@ -28,10 +28,10 @@ class GateVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The rule of rounds and batches; the learner follows what it says.
+    """Decides how many groups may be open and how many make a batch; the learner follows it.
 
-    `groups.max_oversample` bounds how many groups are drawn for one step, where those that carry
-    no signal are replaced. When it is used up, the step trains on a short batch.
+    Groups without signal are replaced. `groups.max_oversample` bounds how many groups are drawn for
+    one step. If the bound is reached, the step trains on a smaller batch.
     """
 
     groups: GroupsSection
@@ -40,33 +40,34 @@ class Gate:
 
     @property
     def is_sync(self) -> bool:
-        """True if a whole round of groups is opened at once, and none before it is over."""
+        """True in sync mode: a round of groups opens at once, after the previous round is over."""
         return self.train.mode is TrainMode.SYNC
 
     @property
     def max_drawn(self) -> int:
-        """Groups that may be drawn for one step."""
+        """Most groups drawn for one step."""
         return math.ceil(self.groups.max_oversample * self.groups.per_step)
 
     @property
     def max_groups_of_step(self) -> int:
-        """Groups that may be open, ready or filtered between two steps: async adds those ahead."""
+        """Most groups open, ready or filtered between two steps; async adds the steps ahead."""
         ahead = 0 if self.is_sync else self.scheduler.max_ahead_steps
         return self.max_drawn + ahead * self.groups.per_step
 
     def is_oversampled(self, state: GateState) -> bool:
-        """True if no more groups are drawn for this step: the learner trains a short batch.
+        """True if no more groups are drawn for this step: the learner trains a smaller batch.
 
-        With neither an open nor a ready group it could not, so then the bound is lifted.
+        If no group is open or ready, the learner has no batch at all, so the bound does not apply.
         """
         num_ahead = state.num_open + state.num_ready
         return num_ahead > 0 and num_ahead + state.num_filtered >= self.max_groups_of_step
 
     def num_batch_groups(self, state: GateState) -> int:
-        """Return how many ready groups make the next batch; 0: in sync mode, its round goes on.
+        """Return how many ready groups make the next batch; 0: in sync mode, the round is not over.
 
-        `groups.per_step`, fewer once so many were filtered that the bound is used up. In sync
-        mode a batch is ready between two rounds only, in whatever order members arrive.
+        The number is `groups.per_step`, or less if so many groups were filtered that the bound on
+        drawn groups is reached. In sync mode a batch is ready only between two rounds, independent
+        of the order in which members arrive.
 
         Example (per_step 4, max_oversample 2): with 6 filtered groups two ready ones make a batch.
         """
@@ -80,10 +81,10 @@ class Gate:
     def allowed(self, state: GateState) -> GateVerdict:
         """Return how many groups may be opened.
 
-        async: open and ready groups together stay within the current step's and the next
-            `max_ahead_steps` steps', fewer where the measured pace needs fewer, and within what
-            the rest of the run can train.
-        sync: nothing while a group is open; then exactly what the step still misses.
+        async: open and ready groups together are at most the groups of the current step and of the
+            next `max_ahead_steps` steps. The number is lower if the measured pace needs fewer, or
+            if the rest of the run cannot train so many.
+        sync: none while a group is open; then the number that the step still lacks.
         """
         num_ahead = state.num_open + state.num_ready
         per_step = self.groups.per_step
@@ -101,7 +102,7 @@ class Gate:
         return GateVerdict(num_allowed=num_allowed, reason="")
 
     def _limit_ahead(self, state: GateState) -> int:
-        """Return how many steps' groups may be open or ready."""
+        """Return for how many steps, the current one included, groups may be open or ready."""
         ahead = min(state.max_ahead_steps, self.scheduler.max_ahead_steps)
         if state.needed_ahead_steps:
             ahead = min(ahead, state.needed_ahead_steps)

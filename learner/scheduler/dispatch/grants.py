@@ -1,4 +1,4 @@
-"""Which episodes an actor gets when it asks, and the opening of groups for it."""
+"""Chooses the episodes that an actor is granted, and opens groups for it."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,13 +14,14 @@ MAX_LEASES = 2_048  # Leases of one grant: with the longest ids they stay below 
 
 
 def serve(parts: Components, request: LeaseRequest, now: float) -> tuple[Taken, str]:
-    """Choose what an actor gets by what it asks for, by its speed and by who waits for work.
+    """Choose episodes for an actor by its request, its speed and the actors that wait for work.
 
-    Example: the gate is closed. fast holds 60 episodes, late asks and is refused. Until late
-    holds as many, or has all that it can play, fast is not given new groups.
+    Example: the gate is closed. Actor "fast" holds 60 episodes; actor "late" asks and gets none.
+    Actor "fast" gets no new groups until "late" holds as many episodes, or as many as it can play.
 
     Returns:
-        (episodes taken off the queue, why there are no more; "" if it has all it asked for).
+        (episodes taken off the queue, reason for not granting more; "" if all requested ones are
+        granted).
     """
     name = request.actor
     num = min(request.num_free_slots, MAX_LEASES)
@@ -39,7 +40,7 @@ def serve(parts: Components, request: LeaseRequest, now: float) -> tuple[Taken, 
 
 
 def _num_by_speed(parts: Components, member: Member) -> int:
-    """Return how many more episodes an actor may get. One that is alone may have all."""
+    """Return how many more episodes the actor may get by its speed. A sole actor has no limit."""
     limit = parts.limits.lease_limit(parts.pace, member)
     if limit is None or not parts.members.has_other_actor(member):
         return UNLIMITED
@@ -47,7 +48,7 @@ def _num_by_speed(parts: Components, member: Member) -> int:
 
 
 def _num_in_turn(parts: Components, name: str, now: float) -> int:
-    """Return how many episodes an actor may get beyond those of open groups."""
+    """Return how many episodes the actor may get beyond those of groups that are already open."""
     rival = parts.members.first_refused(name, now)
     if parts.gate.is_sync or not rival:
         return UNLIMITED
@@ -87,11 +88,11 @@ def _take(
 
 
 def _open_groups(parts: Components, now: float, absent: Sequence[str]) -> str:
-    """Open the next group, in sync mode the whole batch; return why not, "" if opened.
+    """Open the next group, in sync mode the whole batch; return the gate's reason, "" if open.
 
     Args:
-        absent: environments that a group is not drawn from, if others can be: not in sync mode,
-            whose groups follow from their numbers.
+        absent: environments from which no group is drawn if another can be. Ignored in sync mode,
+            where groups depend only on their numbers.
     """
     gate, lifecycle = parts.gate, parts.lifecycle
     verdict = gate.allowed(parts.gate_state())
@@ -104,7 +105,7 @@ def _open_groups(parts: Components, now: float, absent: Sequence[str]) -> str:
 
 
 def lease(group: GroupRecord, episode: EpisodeRecord, *, deadline_s: float) -> Lease:
-    """Return what an actor is told of an episode that it has been granted."""
+    """Return the lease message for a granted episode."""
     return Lease(
         episode_id=episode.episode_id,
         group_id=group.group_id,

@@ -1,4 +1,4 @@
-"""How old data may get, and how much must be in flight: laws of the measured pace."""
+"""Limits on the age of data and on the work in flight, derived from the measured pace."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,26 +9,28 @@ from learner.scheduler.dispatch.pace import Pace
 from learner.scheduler.members.members import Member
 from learner.scheduler.state import FIXED
 
-NUM_TRIAL_GROUPS = 2  # that an actor of unknown speed gets while the run is going
+NUM_TRIAL_GROUPS = 2  # Groups granted to an actor of unknown speed during the run.
 
 
 @dataclass(slots=True, kw_only=True)
 class Limits:
-    """Bounds that hold from one step to the next, so that all of a step is judged alike."""
+    """Limits that are constant between two steps, so they apply alike to all data of a step."""
 
     scheduler: SchedulerSection = field(metadata=FIXED)
-    max_lag_steps: int = field(metadata=FIXED)  # the configured bound
+    max_lag_steps: int = field(metadata=FIXED)  # Configured bound on the lag.
     group_size: int = field(metadata=FIXED)
     is_sync: bool = field(metadata=FIXED)
-    max_ahead_steps: int = field(init=False)  # the learner may ask for less than the configuration
-    needed_ahead_steps: int = 0  # so that the learner never waits; 0: not known
-    lag_bounds: list[LagBound] = field(default_factory=list[LagBound])  # wider than configured
+    # Steps ahead that the learner allows; at most the configured number.
+    max_ahead_steps: int = field(init=False)
+    needed_ahead_steps: int = 0  # Steps ahead with which the learner never waits; 0: not known.
+    # Bounds that are wider than `max_lag_steps`.
+    lag_bounds: list[LagBound] = field(default_factory=list[LagBound])
 
     def __post_init__(self) -> None:
         self.max_ahead_steps = self.scheduler.max_ahead_steps
 
     def update(self, pace: Pace, *, max_ahead_steps: int) -> None:
-        """Draw the consequences of a step."""
+        """Recompute the limits after a step."""
         self.max_ahead_steps = max_ahead_steps
         self.needed_ahead_steps = 0
         if self.scheduler.gate_margin > 0:
@@ -54,11 +56,12 @@ class Limits:
         )
 
     def lease_limit(self, pace: Pace, member: Member) -> int | None:
-        """Return the most episodes that an actor may hold beside others; None: as many as it likes.
+        """Return the most episodes that an actor may hold beside other actors; None: no limit.
 
-        Bound are those whose episodes take longer than others', and newcomers. Where all are as
-        slow nobody else would play them sooner, and to hold fewer makes none of them fresher. In
-        lockstep a batch is opened at once, and whoever asks first takes it.
+        The limit applies to actors with slower episodes than the rest, and to new actors. If all
+        actors are equally slow, none of them would play the episodes sooner, and a limit would not
+        make the data fresher. In sync mode a batch opens at once, and the first actor to ask gets
+        it.
         """
         if self.is_sync or not self.scheduler.size_leases or pace.step_period_s is None:
             return None
@@ -82,18 +85,18 @@ def lag_bound(
     step_period_s: float | None,
     max_ahead_steps: int,
 ) -> int:
-    """Return the most steps of lag that an episode may have when it is consumed.
+    """Return the most steps of lag that an episode may have when the learner trains on it.
 
-    An episode that takes five steps' time is five versions old when it arrives, and may wait
-    `max_ahead_steps` more. A bound below that would discard every long episode and keep the short
-    ones, so the bound follows the prediction, between the configured one and its stretch.
+    An episode that takes as long as five steps is five versions old when it arrives, and may wait
+    `max_ahead_steps` more. A lower bound would discard every long episode and keep the short ones.
+    So the bound follows this prediction, between the configured bound and its stretch.
 
     Args:
-        max_lag_steps: the configured bound; never tightened here.
-        max_stretch: >= 1; the bound grows to at most this many times the configured one.
+        max_lag_steps: configured bound; the result is never below it.
+        max_stretch: >= 1; the result is at most this many times the configured bound.
         episode_s: seconds that nearly all episodes of this kind stay below; None: not known.
         step_period_s: seconds between two steps; None: not known.
-        max_ahead_steps: steps' worth of groups that may wait at the learner.
+        max_ahead_steps: most steps' worth of groups that may wait at the learner.
 
     Example: 4 steps configured, stretch 2, episodes of 50 s, steps of 10 s, one ahead -> 6.
     """
@@ -106,19 +109,19 @@ def lag_bound(
 def needed_ahead_steps(
     *, busy_s: float | None, group_s: float | None, signal_frac: float, margin: float
 ) -> int:
-    """Return how many batches must be open or ready beside that in training; 0: not known.
+    """Return how many batches must be open or ready beside the one in training; 0: not known.
 
-    A step frees the places of a whole batch at once; the groups that take them are ready
-    `group_s` later, or later still where some teach nothing and are replaced. The learner never
-    waits if that is done before the batches opened earlier are used up.
+    A step makes room for a whole batch of new groups at once. These groups are ready `group_s`
+    later, or later still if some have no signal and are replaced. The learner never waits if they
+    are ready before the batches opened earlier are used up.
 
     Args:
-        busy_s: seconds from a batch to its published weights, waiting left out.
+        busy_s: seconds from a batch to its published weights, without waiting.
         group_s: seconds from the opening of a group to its last member at the learner.
-        signal_frac: share of groups that are worth training on, > 0.
-        margin: on `group_s`, which is a mean.
+        signal_frac: share of groups with signal, > 0.
+        margin: factor on `group_s`, which is a mean.
 
-    Example: steps of 2 s, groups of 3 s of which half teach something, margin 1.5 -> 5.
+    Example: steps of 2 s, groups of 3 s of which half have signal, margin 1.5 -> 5.
     """
     if not busy_s or group_s is None:
         return 0
@@ -126,10 +129,10 @@ def needed_ahead_steps(
 
 
 def lease_cap(*, episodes_per_s: float, step_period_s: float, num_steps: int) -> int:
-    """Return the most episodes that an actor may hold: what it finishes in so many steps' time.
+    """Return the most episodes that an actor may hold: those it finishes in `num_steps` steps.
 
-    One at least, so that the actor's speed stays measured. The gate
-    holds `max_ahead_steps` + 1 batches in flight, so with more steps here than that, only actors
-    slower than the mean are bound.
+    The result is at least one, so that the actor's speed stays measured. The gate holds
+    `max_ahead_steps` + 1 batches in flight. If `num_steps` is larger than that, the limit only
+    affects actors slower than the mean.
     """
     return max(1, math.ceil(episodes_per_s * step_period_s * num_steps))

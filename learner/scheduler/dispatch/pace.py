@@ -8,42 +8,43 @@ from typing import Any
 
 from learner.scheduler.state import FIXED, VOLATILE
 
-NUM_REMEMBERED = 128  # episodes of one environment and horizon
-MIN_EPISODES = 20  # before their quantile says anything
+NUM_REMEMBERED = 128  # Last episodes kept of each environment and horizon.
+MIN_EPISODES = 20  # Episodes before their quantile is used.
 QUANTILE = 0.95
-WEIGHT = 0.1  # of a new step or group
-MIN_STEPS = 5  # the first ones are no measure
+WEIGHT = 0.1  # Weight of a new step or group in the exponential means.
+MIN_STEPS = 5  # Steps before their mean is used: the first ones are atypical.
 MIN_SIGNAL_FRAC = 0.1
-WAIT_FRAC = 0.05  # of a step; a learner that waits longer wants more groups in flight
-Kind = tuple[str, int]  # environment, horizon
-Figures = tuple[float, float]  # seconds: the quantile, the median
+WAIT_FRAC = 0.05  # Share of a step; a learner that waits longer needs more groups in flight.
+Kind = tuple[str, int]  # Environment and horizon.
+Figures = tuple[float, float]  # Seconds: the quantile and the median.
 BOOST_UP, BOOST_DOWN, MAX_BOOST = 1.25, 0.98, 8.0
 
 
 @dataclass(slots=True)
 class Pace:
-    """What the gate and the bounds are computed from. All means are exponential.
+    """Measurements from which the gate and the limits are computed. All means are exponential.
 
     Example: two groups took 2 s and 4 s to fill -> group_s is 2, then 2.2. The learner waited for
     the third batch -> boost 1.25, and 2 % less after every step that did not wait.
     """
 
-    group_s: float | None = None  # from opening to the last member
-    signal_frac: float = 1.0  # of complete groups
-    busy_s: float | None = None  # of a step, without waiting for its batch
-    step_period_s: float | None = None  # from one step to the next
-    boost: float = 1.0  # on the gate's margin
-    num_steps: int = 0  # whose seconds are known
-    last_step_at: float | None = field(default=None, metadata=VOLATILE)  # core's clock
-    episodes: dict[Kind, list[float]] = field(default_factory=dict[Kind, list[float]])  # seconds
+    group_s: float | None = None  # Seconds from the opening of a group to its last member.
+    signal_frac: float = 1.0  # Share of complete groups that have signal.
+    busy_s: float | None = None  # Seconds of a step, without the wait for its batch.
+    step_period_s: float | None = None  # Seconds from one step to the next.
+    boost: float = 1.0  # Factor on the gate's margin.
+    num_steps: int = 0  # Steps with known duration.
+    last_step_at: float | None = field(default=None, metadata=VOLATILE)  # Time of the core's clock.
+    # Seconds of the last episodes.
+    episodes: dict[Kind, list[float]] = field(default_factory=dict[Kind, list[float]])
     _figures: dict[Kind, Figures] = field(default_factory=dict[Kind, Figures], metadata=FIXED)
 
     def after_restore(self) -> None:
-        """Compute quantiles anew."""
+        """Clear the cached quantiles."""
         self._figures = {}
 
     def add_episode(self, env: str, horizon: int, wall_s: float) -> None:
-        """Note how long an episode took that ended by itself."""
+        """Record the duration of an episode that ended by itself."""
         key = (env, horizon)
         seen = self.episodes.setdefault(key, [])
         seen.append(round(wall_s, 3))
@@ -51,13 +52,13 @@ class Pace:
         self._figures.pop(key, None)
 
     def add_group(self, seconds: float | None, *, has_signal: bool) -> None:
-        """Note a complete group; `seconds` is None if the time of its opening is not known."""
+        """Record a complete group; `seconds` is None if the time of its opening is not known."""
         if seconds is not None:
             self.group_s = _mean(self.group_s, seconds)
         self.signal_frac = max(MIN_SIGNAL_FRAC, _mean(self.signal_frac, float(has_signal)))
 
     def add_step(self, now: float, *, busy_s: float | None, wait_s: float | None) -> None:
-        """Note a step. What the learner did not say is None."""
+        """Record a step. Durations that the learner did not report are None."""
         if self.last_step_at is not None and now > self.last_step_at:
             self.step_period_s = _mean(self.step_period_s, now - self.last_step_at)
         self.last_step_at = now
@@ -71,13 +72,13 @@ class Pace:
 
     @property
     def steady_busy_s(self) -> float | None:
-        """Seconds of a step without waiting, once enough were seen."""
+        """Seconds of a step without waiting, after the first `MIN_STEPS` steps; else None."""
         return self.busy_s if self.num_steps >= MIN_STEPS else None
 
     def episode_s(self, env: str, horizon: int) -> float | None:
-        """Return the seconds that 95 % of such episodes stay below; None if nothing is known.
+        """Return the seconds that 95 % of such episodes stay below; None if there is no data.
 
-        A horizon never seen is predicted from the longest shorter one, in proportion.
+        For a horizon without data the longest shorter horizon is scaled in proportion.
         """
         known = [h for e, h in self.episodes if e == env and self._is_known((e, h))]
         shorter = [h for h in known if h <= horizon]
@@ -87,13 +88,13 @@ class Pace:
         return self._figures_of((env, min(known)))[0] if known else None
 
     def median_s(self, env: str, horizon: int) -> float | None:
-        """Return the seconds that half of such episodes stay below; None if little is known."""
+        """Return the seconds that half of such episodes stay below; None with too little data."""
         key = (env, horizon)
         is_known = key in self.episodes and self._is_known(key)
         return self._figures_of(key)[1] if is_known else None
 
     def kinds(self) -> Iterator[Kind]:
-        """Yield every (environment, horizon) that enough is known about."""
+        """Yield every (environment, horizon) with at least `MIN_EPISODES` episodes."""
         return (key for key in self.episodes if self._is_known(key))
 
     def _is_known(self, key: Kind) -> bool:
@@ -107,7 +108,7 @@ class Pace:
         return self._figures[key]
 
     def report(self) -> dict[str, Any]:
-        """Return the means for the status; None where not known."""
+        """Return the measurements for the status; None if not known."""
         return {
             "group_s": self.group_s,
             "signal_frac": self.signal_frac,

@@ -1,4 +1,4 @@
-"""Whether there is anything to learn from: told when no group has had signal for a minute."""
+"""Warns when no training group has had signal for a minute, so there is nothing to train on."""
 
 import logging
 from dataclasses import dataclass, field
@@ -9,27 +9,28 @@ from learner.scheduler.state import VOLATILE
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-MIN_GROUPS = 4  # without signal in a row: fewer may be chance
-SOLVED = 0.5  # beyond, members agree because they succeed
+MIN_GROUPS = 4  # Consecutive groups without signal before a warning: fewer may be chance.
+SOLVED = 0.5  # Mean success above which groups have no signal because all members succeed.
 
 
 @dataclass(slots=True)
 class SignalWatch:
-    """Complete training groups without signal since the last one that had some.
+    """Counts complete training groups without signal since the last one that had some.
 
-    Where all members of a group are worth the same there is nothing to compare, and a learner
-    waits for a batch for as long as every group is so.
+    If all members of a group have the same reward, there is nothing to compare. While every group
+    is like this, the learner gets no batch.
 
-    Example: groups without signal are complete at 10 s, 20 s, 30 s and 70 s -> told at 70 s. One
-    with signal at 80 s -> nothing is told any more, and the count begins anew.
+    Example: groups without signal are complete at 10 s, 20 s, 30 s and 70 s -> a warning at 70 s. A
+    group with signal at 80 s -> the warning ends and the count starts again at zero.
     """
 
-    since: float | None = field(default=None, metadata=VOLATILE)  # core's clock, of the first one
+    # Time of the core's clock at which the first group without signal was complete.
+    since: float | None = field(default=None, metadata=VOLATILE)
     num_groups: int = field(default=0, metadata=VOLATILE)
     is_logged: bool = field(default=False, metadata=VOLATILE)
 
     def see(self, message: Outcomes, now: float) -> None:
-        """Count the groups that a report says are complete."""
+        """Count the groups that a report declares complete."""
         filtered = {
             each.episode_id.rpartition("/")[0]
             for each in message.outcomes
@@ -42,7 +43,7 @@ class SignalWatch:
             self.num_groups += len(filtered)
 
     def notice(self, now: float, success: float | None) -> str:
-        """Return what is wrong and what helps; "" while all is well.
+        """Return the problem and its remedies; "" if there is no problem.
 
         Args:
             success: mean of the training episodes; None: not known.
@@ -59,7 +60,7 @@ class SignalWatch:
         return f"{told}warm-start with `sft`, widen the horizon, or take easier items"
 
     def log(self, now: float, success: float | None) -> None:
-        """Say it once, until a group has signal again."""
+        """Log the warning once, until a group has signal again."""
         if not self.is_logged and (notice := self.notice(now, success)):
             self.is_logged = True
             logger.warning("%s", notice)

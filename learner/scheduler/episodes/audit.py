@@ -1,7 +1,7 @@
-"""Who is dropped: outcomes by environment, subset, horizon and length of the episode.
+"""The selection audit: outcomes by environment, subset, horizon and length of the episode.
 
-Staleness and deadlines hit long episodes first. A policy that only learns from what was quick
-enough learns to be quick, so the shares are kept, shown, and warned about.
+Staleness and deadlines drop long episodes first. A policy that learns only from quick episodes
+learns to be quick. So the shares of dropped episodes are counted, shown, and warned about.
 """
 
 import logging
@@ -16,26 +16,26 @@ from learner.scheduler.state import FIXED
 
 logger = logging.getLogger(__name__)
 
-NUM_BUCKETS = 4  # quarters of the horizon
-UNKNOWN = 0  # bucket of episodes that never arrived
-ENDED = "ended"  # untrained only because the run was over
-RUN_ENDED = "run_ended"  # the cause that says so
+NUM_BUCKETS = 4  # Quarters of the horizon.
+UNKNOWN = 0  # Bucket of episodes that never arrived.
+ENDED = "ended"  # Column of episodes that were not trained only because the run was over.
+RUN_ENDED = "run_ended"  # Cause that marks an outcome as due only to the end of the run.
 DROPPED = (Outcome.STALE.value, Outcome.FAILED.value)
 COLUMNS = (*(outcome.value for outcome in Outcome), ENDED)
-MIN_EPISODES = 50  # on either side before the test says anything
-MIN_DROPPED = 10  # long ones
-MIN_EXCESS = 0.02  # of the dropped share of the long over that of the short
+MIN_EPISODES = 50  # Least number of short episodes, and of long ones, for a warning.
+MIN_DROPPED = 10  # Least number of dropped long episodes for a warning.
+MIN_EXCESS = 0.02  # Least difference of the dropped shares, long minus short, for a warning.
 WARN_Z = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is counted together."""
+    """Key of the audit: episodes with the same key are counted together."""
 
     env: str
     subset: str
-    horizon: int  # most turns
-    bucket: int  # 1..NUM_BUCKETS: quarter of the horizon that the episode ended in; UNKNOWN
+    horizon: int  # Most turns.
+    bucket: int  # Quarter of the horizon in which the episode ended, 1..NUM_BUCKETS, or UNKNOWN.
 
 
 def bucket_of(num_turns: int, horizon: int) -> int:
@@ -47,7 +47,7 @@ def bucket_of(num_turns: int, horizon: int) -> int:
 
 
 def turns_of(bucket: int, horizon: int) -> str:
-    """Return the turns of a bucket for people, like "6-7"."""
+    """Return the turns of a bucket as text, such as "6-7"."""
     if bucket == UNKNOWN:
         return "unknown"
     low = (bucket - 1) * horizon // NUM_BUCKETS + 1
@@ -67,7 +67,7 @@ class Comparison:
 
     @property
     def z(self) -> float:
-        """Two-proportion z statistic, positive if the long are dropped more; 0 without data."""
+        """Two-proportion z statistic; > 0 if long episodes are dropped more, 0 without data."""
         num = self.num_short + self.num_long
         pooled = (self.num_short_dropped + self.num_long_dropped) / num if num else 0.0
         if not (self.num_short and self.num_long and 0 < pooled < 1):
@@ -77,13 +77,13 @@ class Comparison:
 
     @property
     def excess(self) -> float:
-        """Dropped share of the long less that of the short."""
+        """Dropped share of long episodes minus that of short ones."""
         long = self.num_long_dropped / max(self.num_long, 1)
         return long - self.num_short_dropped / max(self.num_short, 1)
 
     @property
     def is_biased(self) -> bool:
-        """True if long episodes are clearly dropped more often."""
+        """True if long episodes are dropped significantly more often."""
         is_enough = min(self.num_short, self.num_long) >= MIN_EPISODES
         is_enough = is_enough and self.num_long_dropped >= MIN_DROPPED
         return is_enough and self.excess >= MIN_EXCESS and self.z >= WARN_Z
@@ -101,11 +101,11 @@ class SelectionAudit:
         self.cells.setdefault(cell, Counter())[_column(outcome, cause)] += 1
 
     def take_back(self, cell: Cell, outcome: str, cause: str) -> None:
-        """Undo `add`: the learner reports another outcome than was counted provisionally."""
+        """Undo `add`: the learner reports another outcome than the provisional one."""
         self.cells[cell][_column(outcome, cause)] -= 1
 
     def total(self) -> Counter[str]:
-        """Return the episodes by outcome, those of the run's end apart."""
+        """Return the number of episodes by outcome; those cut off by the run's end are separate."""
         return sum(self.cells.values(), Counter())
 
     def compare(self) -> Iterator[Comparison]:
@@ -114,7 +114,8 @@ class SelectionAudit:
         for cell, counts in self.cells.items():
             if cell.bucket == UNKNOWN:
                 continue
-            side = sides.setdefault((cell.env, cell.horizon), [0, 0, 0, 0])  # as in Comparison
+            # Counts in the order of `Comparison`.
+            side = sides.setdefault((cell.env, cell.horizon), [0, 0, 0, 0])
             first = 2 if 2 * cell.bucket > NUM_BUCKETS else 0
             side[first] += counts.total() - counts[ENDED]
             side[first + 1] += sum(counts[name] for name in DROPPED)
@@ -137,7 +138,7 @@ class SelectionAudit:
             )
 
     def report(self) -> dict[str, Any]:
-        """Return what selection.json holds: the table's `rows` and the `comparisons`."""
+        """Return the content of selection.json: the table's `rows` and the `comparisons`."""
         return {
             "rows": selection_rows(self.cells),
             "comparisons": [
@@ -154,7 +155,7 @@ def _column(outcome: str, cause: str) -> str:
 def selection_rows(cells: dict[Cell, Counter[str]]) -> list[dict[str, Any]]:
     """Return P(dropped | environment, subset, horizon, length) as rows, in that order.
 
-    `num` leaves out what was cut off by the run's end; `dropped_frac` is 0 where nothing is left.
+    `num` does not count episodes cut off by the run's end. `dropped_frac` is 0 if `num` is 0.
     """
     rows: list[dict[str, Any]] = []
     order = sorted(cells, key=lambda c: (c.env, c.subset, c.horizon, c.bucket))

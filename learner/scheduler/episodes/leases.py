@@ -1,4 +1,4 @@
-"""Which leases are out, by the actor that holds them; the table of episodes says the same."""
+"""An index of the current leases by actor; it repeats information from the table of episodes."""
 
 from collections.abc import Iterable, Iterator
 
@@ -6,24 +6,24 @@ from learner.scheduler.episodes.table import EpisodeRecord, EpisodeState
 
 
 class LeaseIndex:
-    """Finds leased episodes without a walk over the table. `EpisodeLifecycle` alone writes it."""
+    """Finds leased episodes without a scan of the table. Only `EpisodeLifecycle` writes it."""
 
     def __init__(self) -> None:
         self._by_actor: dict[str, dict[str, EpisodeRecord]] = {}
 
     def rebuild(self, episodes: Iterable[EpisodeRecord]) -> None:
-        """Find the leases among all episodes."""
+        """Rebuild the index from all episodes."""
         self._by_actor = {}
         leased = (e for e in episodes if e.state is EpisodeState.LEASED)
         for episode in sorted(leased, key=lambda e: e.lease_number):
             self.add(episode)
 
     def add(self, episode: EpisodeRecord) -> None:
-        """Note that the episode's actor holds it from now on."""
+        """Add an episode that its actor now holds."""
         self._by_actor.setdefault(episode.actor, {})[episode.episode_id] = episode
 
     def remove(self, episode: EpisodeRecord) -> None:
-        """Note that its lease has ended."""
+        """Remove an episode whose lease has ended."""
         held = self._by_actor[episode.actor]
         del held[episode.episode_id]
         if not held:
@@ -36,9 +36,9 @@ class LeaseIndex:
         return sum(len(held) for held in self._by_actor.values())
 
     def of(self, actor: str) -> list[EpisodeRecord]:
-        """Return what this actor should be playing, in the order of its leases."""
+        """Return the episodes leased to this actor, in the order of their leases."""
         return list(self._by_actor.get(actor, {}).values())
 
     def num_of(self, actor: str) -> int:
-        """Return how many episodes this actor should be playing."""
+        """Return how many episodes are leased to this actor."""
         return len(self._by_actor.get(actor, ()))

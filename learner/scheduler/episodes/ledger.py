@@ -10,10 +10,10 @@ from common.errors import LedgerError, LongstrideError
 from common.wire.messages import EpisodeKind, Outcome
 from learner.scheduler.state import FIXED, VOLATILE
 
-WINDOW = 200  # episodes over which the share of failures is taken
-MIN_WINDOW = 50  # episodes before it says anything
-BURST_S = 10.0  # between two failures of one outage at most
-OUTAGE_S = 120.0  # longer than a hub, or a machine, takes to come back
+WINDOW = 200  # Episodes over which the share of failures is computed.
+MIN_WINDOW = 50  # Episodes before the share of failures is checked.
+BURST_S = 10.0  # Most seconds between two failures of one outage.
+OUTAGE_S = 120.0  # Seconds; longer than a hub or a machine needs to restart.
 EVALUATED = "evaluated"
 FAILED = Outcome.FAILED.value
 TRAIN_OUTCOMES = tuple(outcome.value for outcome in Outcome)
@@ -22,10 +22,13 @@ EVAL_OUTCOMES = (EVALUATED, FAILED)
 
 @dataclass(slots=True)
 class Account:
-    """Counts of one kind of episode. `in flight` is not kept here: the table of episodes says it,
-    so that issued - settled - in flight is a real check."""
+    """Counts of one kind of episode.
 
-    settled: dict[str, int]  # by outcome
+    The number in flight is not stored here. The table of episodes counts it, so that the equation
+    issued = settled + in flight is an independent check.
+    """
+
+    settled: dict[str, int]  # Number of settled episodes by outcome.
     issued: int = 0
     reissued: int = 0
     causes: Counter[str] = field(default_factory=Counter[str])
@@ -37,14 +40,14 @@ class Account:
             self.causes[f"{outcome}:{cause}"] += 1
 
     def take_back(self, outcome: str, cause: str) -> None:
-        """Undo `settle`: the learner reports another outcome than was booked provisionally."""
+        """Undo `settle`: the learner reports another outcome than the provisional one."""
         self.settled[outcome] -= 1
         if cause:
             self.causes[f"{outcome}:{cause}"] -= 1
-            self.causes += Counter()  # drops the zeros
+            self.causes += Counter()  # Removes entries of zero.
 
     def num_lost(self, in_flight: int) -> int:
-        """Issued episodes that are neither settled nor in flight."""
+        """Return the number of issued episodes that are neither settled nor in flight."""
         return self.issued - sum(self.settled.values()) - in_flight
 
     def report(self, in_flight: int) -> dict[str, Any]:
@@ -61,16 +64,20 @@ class Account:
 
 @dataclass(slots=True)
 class Ledger:
-    """The account of training episodes and, apart from it, that of evaluation episodes."""
+    """The account of training episodes and, separately, the account of evaluation episodes."""
 
     train: Account = field(default_factory=lambda: Account(dict.fromkeys(TRAIN_OUTCOMES, 0)))
     eval: Account = field(default_factory=lambda: Account(dict.fromkeys(EVAL_OUTCOMES, 0)))
-    num_duplicates: int = 0  # trajectories that the learner discarded
-    num_unknown: int = 0  # reports of episodes that were never issued, e.g. after
-    # a rollback, and those of another outcome for one that was trained on
+    num_duplicates: int = 0  # Trajectories that the learner discarded.
+    # Reports of episodes that were never issued, e.g. after a rollback, and reports that change the
+    # outcome of a trained episode.
+    num_unknown: int = 0
 
     def assert_balanced(self, in_flight: Mapping[EpisodeKind, int]) -> None:
-        """Raises: LedgerError: names the account, its counts and the difference."""
+        """Check that no episode is lost or settled twice.
+
+        Raises: LedgerError: names the account, its counts and the difference.
+        """
         for kind, account in ((EpisodeKind.TRAIN, self.train), (EpisodeKind.EVAL, self.eval)):
             lost = account.num_lost(in_flight[kind])
             if lost != 0:
@@ -80,7 +87,7 @@ class Ledger:
                 )
 
     def report(self, in_flight: Mapping[EpisodeKind, int]) -> dict[str, Any]:
-        """Return what ledger.json holds."""
+        """Return the content of ledger.json."""
         return {
             **self.train.report(in_flight[EpisodeKind.TRAIN]),
             "duplicates_discarded": self.num_duplicates,
@@ -91,29 +98,30 @@ class Ledger:
 
 @dataclass(slots=True)
 class FailureWindow:
-    """Causes of the last failures, those of one outage as one. A restart forgives them.
+    """Causes of the most recent failures; an outage counts as one failure. A restart clears them.
 
-    Failures less than `BURST_S` apart are an outage: a hub that dies takes all of its episodes
-    with it, which says nothing about those that follow. One that goes on for `OUTAGE_S` is judged
-    by its own episodes.
+    Failures less than `BURST_S` apart are one outage. A hub that dies fails all of its episodes,
+    which predicts nothing about later ones. An outage longer than `OUTAGE_S` is checked by the
+    failure share of its own episodes.
 
     Example: 118 episodes fail within a second, the next ones end well -> one failure. Every second
-    one fails for two minutes -> `check` raises.
+    episode fails for two minutes -> `check` raises.
     """
 
-    max_frac: float = field(metadata=FIXED)  # of the window
-    now: float = field(default=0.0, metadata=VOLATILE)  # core's clock
-    causes: deque[str] = field(  # "": no failure
+    max_frac: float = field(metadata=FIXED)  # Largest allowed share of failures.
+    now: float = field(default=0.0, metadata=VOLATILE)  # Time of the core's clock.
+    causes: deque[str] = field(  # Cause of each episode; "" without a failure.
         default_factory=partial(deque[str], maxlen=WINDOW), metadata=VOLATILE
     )
-    began_at: float = field(default=0.0, metadata=VOLATILE)  # of the last outage: first failure
-    failed_at: float = field(default=-BURST_S, metadata=VOLATILE)  # and last
-    outage: Counter[str] = field(  # its episodes, by cause
+    # Time of the first failure of the last outage.
+    began_at: float = field(default=0.0, metadata=VOLATILE)
+    failed_at: float = field(default=-BURST_S, metadata=VOLATILE)  # Time of the last failure.
+    outage: Counter[str] = field(  # Episodes of the last outage, by cause.
         default_factory=Counter[str], metadata=VOLATILE
     )
 
     def add(self, cause: str) -> None:
-        """Count an episode."""
+        """Count an episode. `cause` is "" if it did not fail."""
         is_going_on = self.now - self.failed_at < BURST_S
         if cause and not is_going_on:
             self.began_at = self.now
@@ -125,7 +133,10 @@ class FailureWindow:
         self.outage[cause] += 1
 
     def check(self) -> None:
-        """Raises: LongstrideError: too many failed; names the causes."""
+        """Check the share of failed episodes.
+
+        Raises: LongstrideError: too many episodes failed; names the causes.
+        """
         self._judge(Counter(self.causes), f"of the last {len(self.causes)}")
         lasted_s = self.failed_at - self.began_at
         if lasted_s >= OUTAGE_S:

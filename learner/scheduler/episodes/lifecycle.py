@@ -1,6 +1,6 @@
-"""The life of an episode: its transitions, and the only code that writes its state.
+"""The life cycle of an episode: its state transitions, and the only code that writes its state.
 
-The ledger's law holds between any two calls: issued = settled + in flight.
+Between any two calls the ledger balances: issued = settled + in flight.
 """
 
 import logging
@@ -30,8 +30,9 @@ from learner.scheduler.state import FIXED
 
 logger = logging.getLogger(__name__)
 
-MIN_CLOSED = 256  # groups whose outcomes are remembered at least
-MAX_NEWS = 100_000  # outcomes that nobody has taken; of a core that writes no files
+MIN_CLOSED = 256  # Closed groups whose outcomes are kept at least.
+# Most outcomes kept until they are written; reached only by a core that writes no files.
+MAX_NEWS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,36 +41,39 @@ class Arrived:
 
     group: GroupRecord
     episode: EpisodeRecord
-    actor: str  # whose lease has ended by that, "" if there was none
+    actor: str  # Actor whose lease ended by the arrival, "" if there was no lease.
 
 
 @dataclass(slots=True)
 class EpisodeLifecycle:
-    """What became, or will become, of every episode.
+    """The state of every episode.
 
     queued --grant--> leased --arrive--> arrived --report--> settled
        ^---lose, while attempts are left---'
-    `reclaim`: queued -> leased, for an actor that was thought dead. Given up: -> settled,
-    provisionally. Evaluation episodes are settled as they arrive.
 
-    Example: g/0 is granted (leased), its actor dies (queued), it is granted again, its actor dies
-    again, and with two attempts allowed it is given up: failed, provisionally. If the first actor
-    lived after all and the learner trains on what it sent, the learner's report counts: the
-    failure is taken back and the episode is booked as trained.
+    `reclaim` moves an episode from queued to leased, for an actor that was wrongly declared dead.
+    If no attempts are left, the episode is given up: it is settled provisionally. Evaluation
+    episodes are settled when they arrive.
+
+    Example: g/0 is granted (leased), its actor dies (queued), it is granted again, and its second
+    actor dies. Two attempts are allowed, so it is given up: failed, provisionally. But the first
+    actor was still alive, and the learner trains on its trajectory. The learner's report has
+    priority: the failure is undone and the episode is booked as trained.
     """
 
     groups: GroupsSection = field(metadata=FIXED)
     scheduler: SchedulerSection = field(metadata=FIXED)
-    lease_s: float = field(metadata=FIXED)  # seconds until a lease that nobody renews has ended
+    lease_s: float = field(metadata=FIXED)  # Seconds until a lease without renewal expires.
     table: GroupTable = field(default_factory=GroupTable)
     queue: EpisodeQueue = field(init=False)
     ledger: Ledger = field(default_factory=Ledger)
     audit: SelectionAudit = field(default_factory=SelectionAudit)
-    num_filtered: int = 0  # groups without signal since the last step
-    num_leases: int = 0  # that were ever given
+    num_filtered: int = 0  # Groups without signal since the last step.
+    num_leases: int = 0  # Leases granted in the whole run.
     failures: FailureWindow = field(init=False)
     leases: LeaseIndex = field(default_factory=LeaseIndex, metadata=FIXED)
-    news: deque[tuple[str, str, str]] = field(  # (episode id, outcome, cause), oldest first
+    # Outcomes not written yet: (episode id, outcome, cause), oldest first.
+    news: deque[tuple[str, str, str]] = field(
         default_factory=partial(deque[tuple[str, str, str]], maxlen=MAX_NEWS), metadata=FIXED
     )
 
@@ -78,7 +82,7 @@ class EpisodeLifecycle:
         self.failures = FailureWindow(self.scheduler.max_failed_frac)
 
     def after_restore(self) -> None:
-        """Find the leases in the table."""
+        """Rebuild the index of leases from the table."""
         self.leases.rebuild(episode for _, episode in self.table.episodes())
 
     def open(self, group: GroupRecord) -> None:
@@ -96,7 +100,7 @@ class EpisodeLifecycle:
             self.reclaim(episode, member, now=now)
 
     def reclaim(self, episode: EpisodeRecord, member: Member, *, now: float) -> None:
-        """Lease a queued episode, as one more issue of it only if the caller counts that."""
+        """Lease a queued episode. The caller decides whether this counts as one more issue."""
         self.num_leases += 1
         self._move(episode, EpisodeState.LEASED)
         episode.actor, episode.incarnation = member.name, member.incarnation
@@ -105,30 +109,30 @@ class EpisodeLifecycle:
         self.renew(episode, now=now)
 
     def renew(self, episode: EpisodeRecord, *, now: float) -> None:
-        """Let the lease begin anew: the actor has the episode in work."""
+        """Extend the lease: the actor is playing the episode."""
         episode.deadline = now + self.lease_s
         episode.listed_at = now
         episode.num_missed = 0
 
     def renew_all(self, *, now: float) -> None:
-        """Let every lease begin anew: the times of a former process say nothing here."""
+        """Extend all leases: their times are not valid in a restarted or resumed process."""
         for episode in self.leases:
             self.renew(episode, now=now)
 
     def miss(self, episode: EpisodeRecord) -> None:
-        """Note a heartbeat that does not list the episode."""
+        """Count a heartbeat that does not list the episode."""
         episode.num_missed += 1
 
     def revoke(self, episode: EpisodeRecord) -> None:
-        """Note that the actor is told to abandon it; the lease lasts until it has done so."""
+        """Mark the episode so that its actor abandons it; the lease lasts until the actor has."""
         episode.is_revoked = True
 
     def identify(self, episode: EpisodeRecord, incarnation: str) -> None:
-        """Note which process holds a lease that was given before it said hello."""
+        """Record the process of a lease that was granted before this process sent its hello."""
         episode.incarnation = episode.incarnation or incarnation
 
     def lose(self, episode: EpisodeRecord, cause: str) -> None:
-        """End a lease that came to nothing: queue the episode again, or give it up."""
+        """End a lease without a result: queue the episode again, or give it up."""
         found = self.table.find(episode.episode_id)
         if found is None or found[1] is not episode:
             raise LedgerError(f"lease of {episode.episode_id} without an episode in the table")
@@ -144,8 +148,9 @@ class EpisodeLifecycle:
             self._requeue(*found)
 
     def lose_all(self, actor: str, cause: str) -> None:
-        """End all leases of an actor that is gone; its groups are anybody's again."""
-        for episode in reversed(self.leases.of(actor)):  # requeued in their order
+        """End all leases of a lost actor; its groups no longer have an owner."""
+        # Reversed, so that the queue keeps their order.
+        for episode in reversed(self.leases.of(actor)):
             self.lose(episode, cause)
         self.queue.disown(actor)
 
@@ -164,7 +169,7 @@ class EpisodeLifecycle:
     # --- arrived, settled ---------------------------------------------------------------------
 
     def arrive(self, seen: EpisodeSeen) -> Arrived | None:
-        """Note that an episode, of whichever attempt, is in the journal; None: that is no news."""
+        """Record that an episode, of any attempt, is in the journal; None if it is no news."""
         found = self.table.find(seen.episode_id)
         if found is None:
             self._unknown(seen.episode_id)
@@ -181,13 +186,13 @@ class EpisodeLifecycle:
             self._settle(group, episode, Settled(outcome=EVALUATED, cause="", is_given_up=False))
         elif episode.num_issues >= self.scheduler.max_attempts:
             self._give_up(group, episode, FAILED, failure)
-        else:  # a failure is no wrong answer: it is played again
+        else:  # A failure is not a wrong answer, so the episode is played again.
             self._requeue(group, episode)
         self.failures.add(failure)
         return arrived
 
     def complete(self, message: GroupArrived) -> GroupRecord | None:
-        """Note that a group has all members that it will ever have; return it if that is news."""
+        """Record that no more members of a group will arrive; return the group if this is news."""
         group = self.table.groups.get(message.group_id)
         if group is None:
             return None
@@ -199,10 +204,11 @@ class EpisodeLifecycle:
         return group if is_news else None
 
     def report(self, report: EpisodeOutcome) -> None:
-        """Book an outcome that the learner reports. The same twice is one.
+        """Book an outcome that the learner reports. A repeated report has no effect.
 
-        What was trained on stays so, and another report of it is counted. Everything else a learner
-        that restarts decides anew, perhaps with members that came too late before.
+        The outcome "trained" is final; a different later report is counted as an error. A restarted
+        learner may change any other outcome, for instance with members that arrived too late
+        before.
         """
         found = self.table.find(report.episode_id)
         if found is not None and not found[0].is_train:
@@ -231,13 +237,13 @@ class EpisodeLifecycle:
         self._settle(group, episode, settled)
 
     def skip_all(self, cause: str) -> None:
-        """Call failed what has no outcome."""
+        """Book every episode without an outcome as failed."""
         for group, episode in list(self.table.episodes()):
             if episode.settled is None:
                 self._give_up(group, episode, FAILED, cause)
 
     def end_training(self, *, states: tuple[EpisodeState, ...]) -> None:
-        """Call stale what is in these states: nothing more is trained."""
+        """Book the training episodes in these states as stale: there are no more steps."""
         for group, episode in list(self.table.episodes()):
             if group.is_train and episode.state in states:
                 self._give_up(group, episode, Outcome.STALE.value, RUN_ENDED)
@@ -253,7 +259,7 @@ class EpisodeLifecycle:
         self._maybe_close(group)
 
     def _is_rebooked(self, episode_id: str, known: Settled, settled: Settled) -> bool:
-        """Book an episode that was not trained on as what the learner now reports."""
+        """Replace the outcome of an episode by the learner's report, unless it was trained."""
         if known.outcome == settled.outcome:
             return False
         if known.outcome == Outcome.TRAINED:
@@ -272,7 +278,11 @@ class EpisodeLifecycle:
         return True
 
     def _maybe_close(self, group: GroupRecord) -> None:
-        """A training group with a given-up member stays until the learner has heard of that."""
+        """Close a group when all its episodes are settled.
+
+        A training group with an episode that was given up stays open until the learner has reported
+        the group complete.
+        """
         if group.num_settled < len(group.episodes):
             return
         is_told = group.state is not GroupState.OPEN or not group.is_train
@@ -290,7 +300,10 @@ class EpisodeLifecycle:
         return self.ledger.train if group.is_train else self.ledger.eval
 
     def _unknown(self, episode_id: str) -> None:
-        """Count a report of an episode never issued; one settled long ago is none."""
+        """Count a report of an episode that was never issued.
+
+        A report of an episode that was settled long ago is not counted.
+        """
         if episode_id.startswith("eval-") or self.table.was_opened(episode_id):
             return
         self.ledger.num_unknown += 1
@@ -298,9 +311,9 @@ class EpisodeLifecycle:
             logger.warning("report of an unknown episode=%s", shown(episode_id))
 
     def assert_balanced(self) -> None:
-        """Raises: LedgerError: an episode is lost, or settled twice."""
+        """Check the ledger. Raises: LedgerError: an episode is lost, or settled twice."""
         self.ledger.assert_balanced(self.table.num_in_flight())
 
     def ledger_report(self) -> dict[str, Any]:
-        """Return what ledger.json holds."""
+        """Return the content of ledger.json."""
         return self.ledger.report(self.table.num_in_flight())

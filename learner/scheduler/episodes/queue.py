@@ -1,4 +1,4 @@
-"""Which episodes are to be granted next, and to whom: the members of a group go together."""
+"""The queue of episodes to grant; it keeps the members of a group together."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -13,29 +13,31 @@ IsAllowed = Callable[[GroupRecord], bool]
 
 @dataclass(slots=True)
 class PendingGroup:
-    """A group with members to be granted. Members that are no longer queued are skipped."""
+    """A group with members to grant. Members that are no longer queued are skipped."""
 
     members: deque[int]
-    owner: str = ""  # actor that got the first member and should get the rest; "" for nobody yet
+    # Actor that got the first member and has priority for the rest; "" without one.
+    owner: str = ""
 
 
 @dataclass(slots=True)
 class EpisodeQueue:
-    """Keeps the members of a group together, and with one actor where possible.
+    """Keeps the members of a group together, and with one actor if possible.
 
-    The episodes of an evaluation are of different items; they are everybody's from the start.
+    The episodes of an evaluation have different items, so such a group never has an owner.
 
-    Example: a (3 slots) asks and gets g0/0..2, so it owns g0. b (8 slots) asks and gets g1. The
-    rest of g0 waits for a, until nothing else is left for b to take.
+    Example: actor a (3 slots) asks and gets g0/0..2, so it owns g0. Actor b (8 slots) asks and gets
+    g1. The rest of g0 is reserved for a, until the queue has nothing else for b.
     """
 
     table: GroupTable = field(metadata=FIXED)
     pending: dict[str, PendingGroup] = field(default_factory=dict[str, PendingGroup])
-    free: deque[str] = field(default_factory=deque[str])  # ids of groups that nobody owns
-    owned: dict[str, list[str]] = field(default_factory=dict[str, list[str]])  # by actor
+    free: deque[str] = field(default_factory=deque[str])  # Ids of groups without an owner.
+    # Actor -> ids of the groups that the actor owns.
+    owned: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
     def put(self, group_id: str, members: Iterable[int], *, is_first: bool = False) -> None:
-        """Put members of a group up for grant; first if they were lost before."""
+        """Queue members of a group; at the front if they were lost before."""
         pending = self.pending.get(group_id)
         if pending is None:
             pending = self.pending[group_id] = PendingGroup(members=deque())
@@ -43,7 +45,7 @@ class EpisodeQueue:
             self._unlist(group_id, pending)
             pending.owner = ""
         new = list(members)
-        for member in new:  # taken back and lost again, it may still stand in the queue
+        for member in new:  # A member that was reclaimed and lost again may still be in the queue.
             if member in pending.members:
                 pending.members.remove(member)
         if is_first:
@@ -56,10 +58,10 @@ class EpisodeQueue:
     def take(
         self, actor: str, num: int, *, is_allowed: IsAllowed, absent: Sequence[str] = ()
     ) -> Taken:
-        """Remove up to `num` queued episodes: of the actor's groups, then of nobody's.
+        """Remove up to `num` queued episodes: first of the actor's groups, then of free groups.
 
         Args:
-            absent: environments whose episodes stay.
+            absent: environments whose episodes stay in the queue.
         """
         taken: Taken = []
         for source in (list(self.owned.get(actor, ())), list(self.free)):
@@ -71,7 +73,10 @@ class EpisodeQueue:
     def steal(
         self, actor: str, num: int, *, is_allowed: IsAllowed, absent: Sequence[str] = ()
     ) -> Taken:
-        """Remove up to `num` queued episodes of whatever group, also other actors'; see `take`."""
+        """Remove up to `num` queued episodes of any group, including groups of other actors.
+
+        Args: as in `take`.
+        """
         taken: Taken = []
         self._take_from(list(self.pending), actor, num, is_allowed, absent, taken)
         return taken
@@ -109,7 +114,7 @@ class EpisodeQueue:
                 self.owned.setdefault(actor, []).append(group_id)
 
     def remove(self, group_id: str) -> None:
-        """Nothing of this group will be granted any more."""
+        """Remove a group of which no more members will be granted."""
         pending = self.pending.pop(group_id, None)
         if pending is not None:
             self._unlist(group_id, pending)
@@ -118,7 +123,7 @@ class EpisodeQueue:
         (self.owned[pending.owner] if pending.owner else self.free).remove(group_id)
 
     def disown(self, actor: str) -> None:
-        """The actor is gone: the rest of its groups is anybody's again."""
+        """Release the groups of a lost actor, so that any actor can get the rest of them."""
         for group_id in reversed(self.owned.pop(actor, [])):
             self.pending[group_id].owner = ""
             self.free.appendleft(group_id)

@@ -1,10 +1,11 @@
-"""Evaluation while training goes on: every so many steps held-out items are played beside it.
+"""Evaluation during training: every few steps actors play held-out items beside training episodes.
 
 An evaluation belongs to the version of the step that opened it. Its episodes are granted before
-new training episodes, and only to engines that hold at least that version. Nobody waits for it:
-weights go on changing, so a later episode starts on, and a long one goes on with, a newer version.
-What each evaluation saw is kept with it: the versions that its episodes started at, and the
-version when its last one was in. Every token's own version is in the journal.
+new training episodes, and only to engines that hold at least that version. Training does not wait
+for an evaluation, so weights change while it is played. A later episode may start on a newer
+version, and a long one may end on a newer one. Each evaluation records the versions at which its
+episodes started, and the version at which its last episode arrived. The journal has the version of
+every token.
 """
 
 import json
@@ -25,38 +26,41 @@ from learner.scheduler.state import FIXED
 
 logger = logging.getLogger(__name__)
 
-MAX_EVALS = 1_000  # kept; beyond, every second of the older half is forgotten
+# Number of evaluations kept; above it, every second one of the older half is dropped.
+MAX_EVALS = 1_000
 
 
 @dataclass(slots=True, kw_only=True)
 class StreamEval:
-    """One evaluation: opened at `step`, and what has become of it so far."""
+    """One evaluation, opened at `step`, and its results so far."""
 
-    step: int  # and version: that of the optimizer step that opened it
+    step: int  # Optimizer step that opened the evaluation; equal to its version.
     group_id: str
-    first_started_at: int | None = None  # versions of the engines when episodes started
-    last_started_at: int | None = None
-    ended_at: int | None = None  # version when all its episodes were in; None: still played
-    num: int = 0  # episodes that say something about the policy
-    num_failed: int = 0  # by infrastructure
-    success: float | None = None  # mean over `num`; None without any
+    first_started_at: int | None = None  # Oldest engine version at the start of an episode.
+    last_started_at: int | None = None  # Newest engine version at the start of an episode.
+    # Version when the last episode arrived; None: the evaluation is not finished.
+    ended_at: int | None = None
+    num: int = 0  # Episodes whose result depends on the policy.
+    num_failed: int = 0  # Episodes that failed by infrastructure.
+    success: float | None = None  # Mean over `num` episodes; None without any.
     reward: float | None = None
 
 
 @dataclass(slots=True)
 class EvalStream:
-    """Which evaluations there are beside training: at most one at a time.
+    """The evaluations during training: at most one is open at a time.
 
-    Example (every 10 steps): step 10 opens eval-step-10-model. It is still played when step 20 is
-    done, so none is opened there and `num_skipped` says so; step 30 opens the next one.
+    Example (every 10 steps): step 10 opens eval-step-10-model. At step 20 it is not finished, so no
+    evaluation is opened and `num_skipped` is incremented. Step 30 opens the next one.
     """
 
     cfg: EvalSection = field(metadata=FIXED)
-    items: list[Item] = field(metadata=FIXED)  # held out
+    items: list[Item] = field(metadata=FIXED)  # Held-out items.
     catalogue: Catalogue = field(metadata=FIXED)
-    evals: list[StreamEval] = field(default_factory=list[StreamEval])  # the last may be open
+    # Only the last one may be open.
+    evals: list[StreamEval] = field(default_factory=list[StreamEval])
     num_skipped: int = 0
-    last_step: int = 0  # that was looked at
+    last_step: int = 0  # Last step for which `due` decided.
 
     @property
     def is_open(self) -> bool:
@@ -64,12 +68,13 @@ class EvalStream:
         return bool(self.evals) and self.evals[-1].ended_at is None
 
     def due(self, step: int, *, is_last: bool) -> GroupRecord | None:
-        """Return the group to open now that `step` is done; None if there is nothing to open.
+        """Return the group to open after `step`; None if there is none.
 
         A step that is trained again after a restart of the learner is not evaluated again.
 
         Args:
-            is_last: training is over; with `eval.after` the last version is evaluated there.
+            is_last: training is over; with `eval.after` the last version is evaluated in that
+                phase.
         """
         every = self.cfg.every_steps
         if every == 0 or not self.items or step <= self.last_step:
@@ -86,7 +91,7 @@ class EvalStream:
         return heldout_group(group_id, PolicyKind.MODEL, self.items, self.catalogue, version=step)
 
     def granted(self, group: GroupRecord, *, version: int) -> None:
-        """Note at which version an episode starts, if it is of the open evaluation."""
+        """Record the version at which an episode of the open evaluation starts."""
         if not self.is_open or group.group_id != self.evals[-1].group_id:
             return
         entry = self.evals[-1]

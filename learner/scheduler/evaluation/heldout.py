@@ -1,4 +1,4 @@
-"""Which held-out episodes the command `eval` plays."""
+"""Plans the held-out episodes of the command `eval`."""
 
 import logging
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from learner.scheduler.curriculum.sampling import Item, eval_items, hash_words, 
 
 logger = logging.getLogger(__name__)
 
-# environment -> the test items of all its tasks, in the catalogue's order
+# Environment -> test items of all its tasks, in the catalogue's order.
 TaskLists = Mapping[str, list[str]]
 NO_TURNS: Mapping[str, int] = {}
 
@@ -27,10 +27,13 @@ def plan_heldout(
 ) -> list[PlannedEpisode]:
     """Return the first sample of every item, then the second, up to `eval.k`.
 
-    A seed depends on nothing but its item and the number of its sample. With eval.items=spread
-    `lists` are not read. `turns` are an environment's where they are not the subset's.
+    A seed depends only on its item and the number of its sample.
 
-    Raises: ConfigError: there is nothing to play, or a subset belongs to no task.
+    Args:
+        lists: test items of the tasks; not used with eval.items=spread.
+        turns: environment -> most turns, if they differ from those of the subset.
+
+    Raises: ConfigError: there is no item to play, or a subset belongs to no task.
     """
     if cfg.items is EvalItems.SPREAD:
         items = eval_items(tasks, catalogue, cfg.num_items)
@@ -63,7 +66,7 @@ def _plan(item: Item, sample: int, horizon: int) -> PlannedEpisode:
 
 
 def _task_items(cfg: EvalSection, tasks: list[TaskSection], lists: TaskLists) -> list[Item]:
-    """Return the test lists of the configured subsets, or the same share of each of them."""
+    """Return the test items of the configured subsets, cut to the same share of each subset."""
     active = [task for task in tasks if task.weight > 0]
     found: list[list[str]] = []
     for task in active:

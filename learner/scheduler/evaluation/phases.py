@@ -1,4 +1,4 @@
-"""The phases of a run, and the groups of held-out episodes of the phases before and after."""
+"""The phases of a run, and the held-out groups of the evaluations before and after training."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,7 +11,7 @@ from learner.scheduler.episodes.table import GroupRecord, GroupTable
 
 
 class Phase(StrEnum):
-    """In this order; what the configuration switches off is skipped."""
+    """Phases in their order; the configuration may switch off some of them."""
 
     EVAL_BEFORE = "eval_before"
     TRAIN = "train"
@@ -36,7 +36,7 @@ class PhaseGroups:
     """The evaluations before and after training: one group for each policy that plays."""
 
     cfg: EvalSection
-    items: list[Item]  # held out
+    items: list[Item]  # Held-out items.
     catalogue: Catalogue
 
     def make(self, phase: Phase, *, version: int) -> list[GroupRecord]:
@@ -51,7 +51,7 @@ class PhaseGroups:
         return any(_group_id(phase, each) in table.groups for each in self._policies(phase))
 
     def progress(self, phase: Phase, table: GroupTable) -> dict[str, int]:
-        """Return how many episodes of a phase are done, of how many."""
+        """Return how many episodes of a phase are done, and how many there are."""
         policies = self._policies(phase)
         groups = [table.groups.get(_group_id(phase, each)) for each in policies]
         num_left = sum(len(g.episodes) - g.num_settled for g in groups if g is not None)
@@ -59,7 +59,7 @@ class PhaseGroups:
         return {"num_done": num_total - num_left, "num_total": num_total}
 
     def _policies(self, phase: Phase) -> list[PolicyKind]:
-        """Return who plays the held-out items in a phase."""
+        """Return the policies that play the held-out items in a phase."""
         if not self.items:
             return []
         if phase is Phase.EVAL_BEFORE and self.cfg.before:
@@ -69,7 +69,7 @@ class PhaseGroups:
 
 
 def _group_id(phase: Phase, policy: PolicyKind) -> str:
-    """Return like "eval-before-model"."""
+    """Return a group id such as "eval-before-model"."""
     return f"{phase.value.replace('_', '-')}-{policy.value}"
 
 
@@ -78,8 +78,8 @@ def heldout_group(
 ) -> GroupRecord:
     """Return all held-out items as one group, at the full horizon of each subset.
 
-    The sampling seeds depend on the item's place only, so before and after, and runs of different
-    training seeds, differ in the policy alone.
+    The sampling seeds depend only on the item's place. So evaluations before and after training,
+    and of runs with different training seeds, differ only in the policy.
     """
     episodes = [
         item.episode(

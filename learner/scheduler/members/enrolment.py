@@ -1,4 +1,4 @@
-"""Nodes that join without the run's directory: let in, and given what they need to know."""
+"""Enrolment of nodes that join without the run's directory: keys and configuration."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,31 +22,33 @@ from common.wire.join_messages import (
 )
 from common.wire.messages import Rejected
 
-SECTIONS = {  # what a role needs of the configuration
+SECTIONS = {  # Sections of the configuration that each role needs.
     "actor": ("run", "train", "model", "scheduler", "learner", "actor", "envhub", "log"),
     "envhub": ("run", "tasks", "scheduler", "envhub", "env", "envs", "log"),
 }
-KEY_CHARS = 40  # of Z85
-SECRET = {"envhub": ("url", "token", "host", "port")}  # of a section, and what is this machine's
+KEY_CHARS = 40  # Characters of a key in Z85.
+# Keys of a section that are not sent: secrets and values of this machine.
+SECRET = {"envhub": ("url", "token", "host", "port")}
 
 
 class Enrolments:
-    """Answers the questions of joining nodes and gives each a key of its own, bound to its name.
+    """Answers the requests of joining nodes. Each node gets its own key, bound to its name.
 
-    A name whose holder is there is given to nobody else; one that died or left may come back with
-    another key, and the old one is worth nothing from then on.
+    A name cannot be used again while its holder is alive. After the holder has died or left, a node
+    may take the name with another key; the old key is then invalid.
     """
 
     def __init__(self, cfg: RunConfig, keys: Path) -> None:
-        """Give keys out in the folder `keys`."""
+        """Store the public keys in the folder `keys`."""
         self._cfg = cfg
         self._keys = keys
         self._known = Identities(keys)
-        self.is_alive: Callable[[str], bool] = lambda _: False  # whether a name's holder is there
+        # Returns whether the holder of a name is alive.
+        self.is_alive: Callable[[str], bool] = lambda _: False
         self._files: list[SharedFile] = []
 
     def answer(self, message: object) -> Any:
-        """Return the answer to a node's question, None if the message is none."""
+        """Return the answer to a node's request, None for any other message."""
         match message:
             case JoinRequest():
                 reason = self._why_not(message)
@@ -86,7 +88,7 @@ class Enrolments:
         except ConfigError as error:
             return Rejected(reason=str(error))
         cfg, envs = self._cfg, {*(task.env for task in self._cfg.tasks), *self._cfg.envhub.envs}
-        if request.role == "envhub":  # serves all of the run, unless it is told otherwise there
+        if request.role == "envhub":  # By default a joining hub serves all environments of the run.
             cfg = replace(cfg, envhub=replace(cfg.envhub, envs=sorted(envs)))
         return Enrolment(
             run_name=cfg.run.name,
@@ -95,7 +97,10 @@ class Enrolments:
         )
 
     def _give_key(self, request: JoinRequest) -> None:
-        """Bind a name to a key. Raises: ConfigError: another one holds it."""
+        """Bind a name to a key.
+
+        Raises: ConfigError: the name is revoked, or its living holder has another key.
+        """
         self._known.refresh()
         known = self._known.named(request.name)
         if known is not None and known.public == request.public_key:
@@ -107,7 +112,7 @@ class Enrolments:
         add_identity(self._keys, Identity(request.name, request.role, request.public_key))
 
     def _part(self, request: FileRequest) -> FilePart | Rejected:
-        """Return a part of a listed file; a name that is not listed reads nothing."""
+        """Return a part of a listed file. No other file is read."""
         file = next((each for each in self._files if each.name == request.name), None)
         if file is None or not 0 <= request.offset_bytes < max(1, file.num_bytes):
             return Rejected(reason=f"no file {request.name!r} at {request.offset_bytes}")

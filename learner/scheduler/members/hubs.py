@@ -1,4 +1,4 @@
-"""The hubs of a run: before anything can be chosen, somebody must serve the tasks."""
+"""Start of a run: wait until hubs serve all tasks, and answer joining nodes during the wait."""
 
 import logging
 import threading
@@ -25,19 +25,19 @@ from learner.scheduler.members.enrolment import Enrolments
 from learner.scheduler.members.registry import Registry
 
 POLL_S = 0.1
-ANSWER_S = 0.5  # of a hub that was there before
+ANSWER_S = 0.5  # Seconds for a hub of the previous scheduler to answer.
 logger = logging.getLogger(__name__)
 
 
 class StoppedEarly(Exception):
-    """The scheduler was told to stop before the run could begin."""
+    """The scheduler was stopped before the run could begin."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Entrance:
-    """Who comes to a scheduler before the run can begin, and what is answered meanwhile.
+    """Handles messages that arrive before the run can begin.
 
-    consumes:   hellos of hubs, questions of joining nodes; keeps what others say for later
+    consumes:   hellos of hubs and requests of joining nodes; other messages are queued
     waits for:  hubs that serve every task, `actor.start_timeout_s` at most
     unblocked by: a hub's hello, or `stop`
     """
@@ -46,18 +46,20 @@ class Entrance:
     router: Router
     registry: Registry
     enrolments: Enrolments
-    early: list[Received] = field(default_factory=list[Received])  # for the run, in their order
+    # Messages for the run, in order of arrival.
+    early: list[Received] = field(default_factory=list[Received])
 
     def wait_for_catalogue(self, *, token: str, stop: threading.Event) -> Catalogue:
-        """Return what all hubs together serve.
+        """Return the catalogue of all hubs together.
 
         Args:
-            token: of a hub that is named by `envhub.url`.
+            token: token of the hub at `envhub.url`.
 
         Raises:
-            ConfigError: a task that nobody serves; a hub refused the token.
-            EnvError: no hub that serves the tasks came in time; names what is lacking.
-            StoppedEarly: told to stop.
+            ConfigError: no hub serves one of the tasks, or a hub refused the token.
+            EnvError: no hub that serves the tasks connected in time; names the missing
+                environments.
+            StoppedEarly: `stop` was set.
         """
         timeout_s = self.cfg.actor.start_timeout_s
         deadline = time.monotonic() + timeout_s
@@ -83,7 +85,11 @@ class Entrance:
         return catalogue
 
     def _is_served(self, known: dict[str, Catalogue]) -> bool:
-        """Return whether to go on: one hub is to serve all, or those that join do together."""
+        """Return whether the run can begin.
+
+        A hub that the run starts, or that `envhub.url` names, must serve all tasks by itself.
+        Otherwise the joined hubs must serve them together.
+        """
         is_only_joined = not self.cfg.envhub.is_started and not self.cfg.envhub.url
         envs = _union(known.values()).envs
         return bool(known) and (
@@ -102,9 +108,10 @@ class Entrance:
 
 
 def greet_known(registry: Registry, saved: list[dict[str, Any]], *, token: str) -> None:
-    """Take the hubs that the scheduler before knew for here, if they answer at once.
+    """Register the hubs of the previous scheduler that answer at once.
 
-    Else they are waited for, as at the start of a run: they say hello every second or so.
+    The scheduler waits for the remaining hubs as at the start of a run. Each hub sends a hello
+    about once a second.
 
     Args:
         saved: `Registry.saved_hubs` of that scheduler.
@@ -121,13 +128,13 @@ def greet_known(registry: Registry, saved: list[dict[str, Any]], *, token: str) 
 
 
 def _catalogue_of(place: HubPlace, timeout_s: float, subsets: Sequence[str] = ()) -> Catalogue:
-    """Return what a hub serves; one on this machine is told of by "*"."""
+    """Return the catalogue of a hub; the host "*" in its URL means this machine."""
     url = with_host(place.url, loopback()) if host_of(place.url) == SAME_MACHINE else place.url
     return fetch_catalogue(url, token=place.token, timeout_s=timeout_s, subsets=subsets)
 
 
 def _union(catalogues: Iterable[Catalogue]) -> Catalogue:
-    """Return what any of them has; of two that serve an environment, the first one's word."""
+    """Return the union of the catalogues; for an environment in several, the first entry counts."""
     envs: dict[str, dict[str, SubsetEntry]] = {}
     distances = Distances()
     for each in catalogues:

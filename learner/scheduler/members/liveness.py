@@ -1,11 +1,12 @@
-"""Who is there and what each of them plays: hello, heartbeats, deaths, and what follows for leases.
+"""Liveness of the roles: hellos, heartbeats and timeouts, and their effect on leases.
 
-An episode that an actor no longer has is issued again. One that the actor has for far too long is
-a straggler: the actor is told to abandon it, and only when it has done so is it issued again.
+An episode that an actor no longer holds is issued again. A straggler is an episode that takes far
+too long: its actor must abandon it, and only then is it issued again.
 
-Example: actor-0 holds g/0 and g/1 and lists g/0 only, twice -> g/1 is issued again. It falls
-silent -> both are, and the first to list one of them again keeps it. While the learner is not heard
-nobody knows whether g/1 has been delivered: it is waited for.
+Example: actor-0 holds g/0 and g/1, and two of its heartbeats list only g/0 -> g/1 is issued again.
+Its heartbeats stop -> both are issued again, and the first actor to list one of them keeps it.
+While the learner is silent, the scheduler cannot find out whether g/1 was delivered, so it does not
+issue g/1 again.
 """
 
 import logging
@@ -18,11 +19,11 @@ from learner.scheduler.members.members import Member
 logger = logging.getLogger(__name__)
 
 AWAY_FACTOR = 1.5
-MAX_MISSED = 2  # heartbeats in a row that may not list a lease before it counts as lost
+MAX_MISSED = 2  # Consecutive heartbeats that omit a lease before it counts as lost.
 
 
 def hello(parts: Components, message: Hello, now: float) -> None:
-    """Enter a role; what an earlier process of its name held is issued again."""
+    """Register a role; reissue the episodes of an earlier process with the same name."""
     if parts.members.hello(message, now):
         logger.warning("restarted role=%s name=%s", message.role, message.name)
         parts.lifecycle.lose_all(message.name, "actor_restarted")
@@ -34,14 +35,14 @@ def hello(parts: Components, message: Hello, now: float) -> None:
 
 
 def goodbye(parts: Components, message: Goodbye, now: float) -> None:
-    """Let a role go; what it held is issued again. A former process of its name is ignored."""
+    """Remove a role and reissue its episodes. A goodbye of an earlier process is ignored."""
     if parts.members.leave(message, now):
         logger.info("left role=%s name=%s", message.role, message.name)
         parts.lifecycle.lose_all(message.name, "actor_left")
 
 
 def heartbeat(parts: Components, message: Heartbeat, now: float) -> list[str]:
-    """Note what a role does; return the episodes that it should not wait for or play."""
+    """Record the state of a role; return the episodes that it should not wait for or play."""
     member = parts.members.heartbeat(message, now)
     if message.role == "actor":
         return _renew(parts, member, message.running, now)
@@ -50,7 +51,7 @@ def heartbeat(parts: Components, message: Heartbeat, now: float) -> list[str]:
 
 
 def tick(parts: Components, now: float) -> None:
-    """Issue again what the dead, the silent and the overdue hold."""
+    """Reissue the episodes of dead and silent members and of overdue leases."""
     for member in parts.members.fall_silent(now):
         logger.warning("silent role=%s name=%s: others play what it held", member.role, member.name)
         parts.lifecycle.lose_all(member.name, "actor_silent")
@@ -65,7 +66,7 @@ def tick(parts: Components, now: float) -> None:
 
 
 def _renew(parts: Components, member: Member, running: list[str], now: float) -> list[str]:
-    """Renew what an actor lists, miss what it does not; return what it should abandon."""
+    """Renew the leases that an actor lists, count the missed ones; return those to abandon."""
     revoked = [episode_id for episode_id in running if not _keep(parts, member, episode_id, now)]
     held, listed = parts.lifecycle.leases.of(member.name), set(running)
     if unlisted := [episode for episode in held if episode.episode_id not in listed]:
@@ -74,12 +75,14 @@ def _renew(parts: Components, member: Member, running: list[str], now: float) ->
 
 
 def _miss(parts: Components, unlisted: list[EpisodeRecord], now: float) -> None:
-    """Note that an actor does not list what it should be playing."""
-    # Longer than it takes to know that the learner is away, who may have what is not listed.
+    """Process the leases that are missing from an actor's heartbeat."""
+    # The learner may already have such an episode. The patience is longer than the time after which
+    # a silent learner is detected.
     patience_s = max(parts.members.dead_after_s / 2, AWAY_FACTOR * parts.members.silent_after_s)
     is_learner_away = parts.members.is_learner_away(now)
     for episode in reversed(unlisted):
-        if is_learner_away and not episode.is_revoked:  # who may have it, and would have said so
+        # The learner may have it, but cannot report it now.
+        if is_learner_away and not episode.is_revoked:
             parts.lifecycle.renew(episode, now=now)
             continue
         parts.lifecycle.miss(episode)
@@ -104,11 +107,11 @@ def _keep(parts: Components, member: Member, episode_id: str, now: float) -> boo
             if episode.is_revoked:
                 return False
             parts.lifecycle.renew(episode, now=now)
-        case EpisodeState.QUEUED:  # thought lost, and here it is
+        case EpisodeState.QUEUED:  # The lease was wrongly declared lost.
             if episode.num_issues == 0:
                 return False
             parts.lifecycle.reclaim(episode, member, now=now)
-        case EpisodeState.ARRIVED:  # on its first issue it only waits to be acknowledged
+        case EpisodeState.ARRIVED:  # A first issue only waits for its acknowledgement.
             return episode.num_issues <= 1
         case EpisodeState.SETTLED:
             return False
@@ -118,9 +121,9 @@ def _keep(parts: Components, member: Member, episode_id: str, now: float) -> boo
 def _is_straggler(
     parts: Components, group: GroupRecord, episode: EpisodeRecord, now: float
 ) -> bool:
-    """True if it takes far longer than nearly all of its environment and horizon.
+    """True if the episode takes far longer than most of its environment and horizon.
 
-    Without a learner nothing is acknowledged, so then nobody is late.
+    Without a learner no episode is acknowledged, so none counts as a straggler.
     """
     cfg = parts.gate.groups
     if cfg.straggler_factor == 0 or not group.is_train or episode.granted_at is None:

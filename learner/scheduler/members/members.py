@@ -1,4 +1,4 @@
-"""Which roles take part in the run, and when each was heard last."""
+"""The roles that take part in the run, and the time of the last message of each."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -7,11 +7,11 @@ from typing import Any
 from common.wire.messages import Goodbye, Heartbeat, Hello
 from learner.scheduler.state import FIXED, VOLATILE
 
-WEIGHT = 0.1  # of a new episode in the means of an actor's speed
-MAX_SLOWNESS = 1.5  # beyond which an actor counts as slower than the others
-MIN_FINISHED = 8  # episodes before they say anything
-REFUSED_S = 1.0  # for which others wait for an actor that the gate refused
-FORGET_S = 3600.0  # silence after which a dead member is not shown any more
+WEIGHT = 0.1  # Weight of a new episode in the means of an actor's speed.
+MAX_SLOWNESS = 1.5  # Ratio of durations above which an actor counts as slower than the others.
+MIN_FINISHED = 8  # Episodes before the means are used.
+REFUSED_S = 1.0  # Seconds for which a refused actor keeps its turn before other actors.
+FORGET_S = 3600.0  # Seconds of silence after which a dead member is removed.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,35 +20,41 @@ class Member:
 
     role: str
     name: str
-    incarnation: str  # "" until it says hello
-    version: int  # of the weights that it holds
-    node: str = ""  # its machine
-    num_restarts: int = 0  # other processes that had its name before
-    is_dead: bool = False  # or it has left
-    is_silent: bool = field(default=False, metadata=VOLATILE)  # others play what it held
-    last_seen: float = field(default=0.0, metadata=VOLATILE)  # core's clock
-    running: int = field(default=0, metadata=VOLATILE)  # episodes
-    num_slots: int = field(default=0, metadata=VOLATILE)  # episodes at once, as it says itself
-    tokens_per_s: float = field(default=0.0, metadata=VOLATILE)  # sampled or trained
-    waiting_for: str = field(default="", metadata=VOLATILE)  # "" when busy
+    incarnation: str  # Id of the process; "" until the hello of the process.
+    version: int  # Version of the weights that the process holds.
+    node: str = ""  # Name of the machine.
+    num_restarts: int = 0  # Number of earlier processes with the same name.
+    is_dead: bool = False  # True if the process has died or left.
+    # True if the episodes of the silent actor were issued to other actors.
+    is_silent: bool = field(default=False, metadata=VOLATILE)
+    last_seen: float = field(default=0.0, metadata=VOLATILE)  # Time of the core's clock.
+    # Number of episodes that an actor plays, or of groups that the learner waits for.
+    running: int = field(default=0, metadata=VOLATILE)
+    # Most episodes at once, as the actor reports.
+    num_slots: int = field(default=0, metadata=VOLATILE)
+    # Tokens that an actor samples or the learner trains on.
+    tokens_per_s: float = field(default=0.0, metadata=VOLATILE)
+    # Name of the role or resource that the process waits for; "" when busy.
+    waiting_for: str = field(default="", metadata=VOLATILE)
     rss_bytes: int = field(default=0, metadata=VOLATILE)
-    cpu_s: float = field(default=0.0, metadata=VOLATILE)  # of processors, since its start
-    unchanged_s: float = field(default=0.0, metadata=VOLATILE)  # without progress, as it says
-    is_playing: bool = False  # of a run with spare engines: it is none of them
+    cpu_s: float = field(default=0.0, metadata=VOLATILE)  # CPU seconds since the start.
+    # Seconds without progress, as the process reports.
+    unchanged_s: float = field(default=0.0, metadata=VOLATILE)
+    is_playing: bool = False  # In a run with spare engines: True if the engine is not a spare.
     refused: dict[str, int] = field(default_factory=dict[str, int], metadata=VOLATILE)
-    num_finished: int = 0  # episodes
-    held_mean: float = 0.0  # episodes at once, while they were played
-    wall_mean_s: float = 0.0  # of an episode
-    log_slowness: float = 0.0  # mean log of its seconds over what such an episode usually takes
+    num_finished: int = 0  # Number of finished episodes.
+    held_mean: float = 0.0  # Mean number of episodes at once.
+    wall_mean_s: float = 0.0  # Mean seconds of an episode.
+    log_slowness: float = 0.0  # Mean log of (seconds of an episode / median seconds of its kind).
 
     @property
     def is_slow(self) -> bool:
-        """True if its episodes take longer than those of the others."""
+        """True if its episodes take longer than those of other actors."""
         return self.log_slowness > math.log(MAX_SLOWNESS)
 
     @property
     def episodes_per_s(self) -> float | None:
-        """Measured speed, by Little's law from episodes at once and seconds of each."""
+        """Speed by Little's law, from episodes at once and seconds of each; None: not known."""
         if self.num_finished < MIN_FINISHED or self.wall_mean_s <= 0:
             return None
         return self.held_mean / self.wall_mean_s
@@ -59,27 +65,28 @@ _SHOWN = tuple(f.name for f in fields(Member) if f.name != "last_seen")
 
 @dataclass(slots=True)
 class Members:
-    """Actors and learner by name: who lives, who is silent, who waits for work."""
+    """Actors and learners by name, with their liveness and the actors that wait for work."""
 
-    dead_after_s: float = field(metadata=FIXED)  # silence after which the leases are issued again
-    silent_after_s: float = field(metadata=FIXED)  # and after which others need not wait for it
-    engines: frozenset[str] = field(default=frozenset(), metadata=FIXED)  # with spares among them
-    num_playing: int = field(default=0, metadata=FIXED)  # of them at once
+    # Seconds of silence after which a member is dead and its leases are reissued.
+    dead_after_s: float = field(metadata=FIXED)
+    # Seconds of silence after which other roles do not wait for a member.
+    silent_after_s: float = field(metadata=FIXED)
+    # Names of all engines, spares included.
+    engines: frozenset[str] = field(default=frozenset(), metadata=FIXED)
+    num_playing: int = field(default=0, metadata=FIXED)  # Number of engines that play at once.
     by_name: dict[str, Member] = field(default_factory=dict[str, Member])
-    refused: dict[str, float] = field(  # actor -> when it last got less than it asked for
-        default_factory=dict[str, float], metadata=VOLATILE
-    )
-    replaced: dict[str, float] = field(  # incarnation -> when another took its name
-        default_factory=dict[str, float], metadata=VOLATILE
-    )
+    # Actor -> time at which a request was last not served in full.
+    refused: dict[str, float] = field(default_factory=dict[str, float], metadata=VOLATILE)
+    # Incarnation -> time at which another process took the name.
+    replaced: dict[str, float] = field(default_factory=dict[str, float], metadata=VOLATILE)
     _learners: dict[str, Member] = field(default_factory=dict[str, Member], metadata=FIXED)
 
     def after_restore(self) -> None:
-        """Find the learners among all."""
+        """Rebuild the index of learners."""
         self._learners = {m.name: m for m in self.by_name.values() if m.role == "learner"}
 
     def hello(self, message: Hello, now: float) -> bool:
-        """Enter a role; return True if it is a new process under a name that was known."""
+        """Register a role; return True if it is a new process with a known name."""
         known = self.by_name.get(message.name)
         is_other = known is not None and known.incarnation not in ("", message.incarnation)
         if is_other and known is not None:
@@ -94,7 +101,7 @@ class Members:
         return is_other
 
     def heartbeat(self, message: Heartbeat, now: float) -> Member:
-        """Note what a role does. One that is not known (we restarted) is taken in."""
+        """Record the state of a role. An unknown one is registered: this process was restarted."""
         member = self.by_name.get(message.name) or self._enter(message)
         member.version = message.version
         member.running = len(message.running)
@@ -119,12 +126,12 @@ class Members:
     def finished(
         self, name: str, *, wall_s: float, num_held: int, usual_s: float | None = None
     ) -> None:
-        """Note an episode of an actor.
+        """Record a finished episode of an actor.
 
         Args:
-            wall_s: seconds that it took.
-            num_held: episodes that the actor played when it ended, this one among them.
-            usual_s: median seconds of such episodes of all actors; None: not known.
+            wall_s: seconds of the episode.
+            num_held: episodes that the actor held when it ended, this one included.
+            usual_s: median seconds of such episodes over all actors; None: not known.
         """
         member = self.by_name.get(name)
         if member is None:
@@ -137,17 +144,17 @@ class Members:
             member.log_slowness += weight * (math.log(wall_s / usual_s) - member.log_slowness)
 
     def refuse(self, name: str, now: float, *, has_some: bool) -> None:
-        """Note that an actor got less than it could play. It keeps its turn until it got some."""
+        """Record that an actor got less than it can play. It keeps its turn if it got nothing."""
         if has_some:
             self.refused.pop(name, None)
         self.refused[name] = now
 
     def satisfy(self, name: str) -> None:
-        """Note that an actor has all that it asked for."""
+        """Record that an actor got all that it requested."""
         self.refused.pop(name, None)
 
     def first_refused(self, name: str, now: float) -> str:
-        """Return which other actor has waited for work longest; "" if none."""
+        """Return the other actor that has waited for work longest; "" if there is none."""
         late, found = list[str](), ""
         for other, refused_at in self.refused.items():
             if now - refused_at > REFUSED_S:
@@ -160,10 +167,10 @@ class Members:
         return found
 
     def is_spare(self, member: Member, now: float) -> bool:
-        """Return whether an actor holds back, as enough others play; one that need not begins.
+        """Return whether an actor is a spare. It starts to play if too few engines play.
 
-        Example (one actor, one spare): actor-0 asks first and plays, actor-1 holds back. actor-0
-        has not been heard of for 5 heartbeats -> actor-1 plays. actor-0 comes back and holds back.
+        Example (one actor, one spare): actor-0 asks first and plays, actor-1 is a spare. actor-0
+        sends nothing for 5 heartbeats -> actor-1 plays. actor-0 comes back and is a spare.
         """
         if member.name not in self.engines or member.is_playing:
             return False
@@ -174,17 +181,17 @@ class Members:
         return not member.is_playing
 
     def touch(self, member: Member, now: float) -> None:
-        """Record a sign of life."""
+        """Record a message of a member."""
         member.last_seen = now
         member.is_dead = member.is_silent = False
 
     def touch_all(self, now: float) -> None:
-        """Record a sign of life of all: the times of a former process say nothing here."""
+        """Reset the silence of all members: times of an earlier process are not valid here."""
         for member in self.by_name.values():
             member.last_seen = now
 
     def leave(self, message: Goodbye, now: float) -> bool:
-        """Mark a member that says goodbye; False if it is not known, or another process."""
+        """Mark a member as left; False if it is not known, or is another process."""
         member = self.by_name.get(message.name)
         if member is None or member.incarnation not in ("", message.incarnation):
             return False
@@ -194,14 +201,14 @@ class Members:
         return True
 
     def silent(self, now: float) -> list[str]:
-        """Return the incarnations of actors that left, died, or have not been heard of lately."""
+        """Return the incarnations of actors that left, died, were replaced, or are silent."""
         since = now - self.silent_after_s
         actors = [m for m in self.by_name.values() if m.role == "actor" and m.incarnation]
         gone = [m.incarnation for m in actors if m.is_dead or m.last_seen < since]
         return [*self.replaced, *gone]
 
     def fall_silent(self, now: float) -> list[Member]:
-        """Return the actors newly silent, if others are heard who can play what they hold."""
+        """Return the newly silent actors, unless all actors are silent."""
         actors = [m for m in self.by_name.values() if m.role == "actor" and not m.is_dead]
         late = [m for m in actors if now - m.last_seen > self.silent_after_s]
         found = [m for m in late if not m.is_silent] if len(late) < len(actors) else []
@@ -210,7 +217,10 @@ class Members:
         return found
 
     def expire(self, now: float) -> list[Member]:
-        """Mark the dead; return those newly found dead. Forget the long dead."""
+        """Mark silent members as dead; return those newly dead.
+
+        Members that are silent for `FORGET_S` seconds are removed.
+        """
         for incarnation, replaced_at in list(self.replaced.items()):
             if now - replaced_at > FORGET_S:
                 del self.replaced[incarnation]
@@ -230,17 +240,17 @@ class Members:
         return [m for m in members.values() if m.role == role and not m.is_dead]
 
     def is_alive(self, name: str) -> bool:
-        """Return whether somebody of this name is there."""
+        """Return whether a member of this name is alive."""
         return name in self.by_name and not self.by_name[name].is_dead
 
     def is_learner_away(self, now: float) -> bool:
-        """Return whether there was a learner and none has been heard of lately."""
+        """Return whether there was a learner, and all learners are dead or silent now."""
         known = self._learners.values()
         since = now - self.silent_after_s
         return bool(known) and all(m.is_dead or m.last_seen < since for m in known)
 
     def has_other_actor(self, member: Member) -> bool:
-        """True if another actor is alive beside this one."""
+        """Return whether another actor is alive."""
         everybody = self.by_name.values()
         return any(m.role == "actor" and not m.is_dead and m is not member for m in everybody)
 

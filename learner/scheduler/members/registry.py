@@ -1,4 +1,4 @@
-"""Where the roles are reached: each tells the scheduler, and the scheduler tells the others."""
+"""The registry of addresses: roles send theirs to the scheduler, which sends all to the actors."""
 
 import logging
 from dataclasses import dataclass, field
@@ -10,39 +10,41 @@ from common.wire.messages import Heartbeat, Hello
 
 logger = logging.getLogger(__name__)
 
-FORGET_S = 3600.0  # after which a hub that is gone is not shown any more
+FORGET_S = 3600.0  # Seconds after which a removed hub is no longer shown.
 
 
 @dataclass(slots=True)
 class _Hub:
-    """A hub that says hello again and again."""
+    """A hub, which sends a hello periodically."""
 
     hello: HubHello
     sender: bytes
     heard_at: float
-    num_restarts: int = 0  # other processes that had its name before
-    gone: str = ""  # why nobody is sent to it
+    num_restarts: int = 0  # Number of earlier processes with the same name.
+    gone: str = ""  # Reason for the removal from the directory; "" for a live hub.
 
 
 @dataclass(slots=True)
 class Registry:
-    """The one list of addresses. Nothing of it is saved: who lives says hello to a new scheduler.
+    """The only list of addresses. It is not saved: each role sends a hello to a new scheduler.
 
-    Example: a learner says hello with its addresses -> the directory is number 2. An actor's
-    heartbeat says that it knows number 1 -> it is sent number 2, as often as it takes. A hub falls
-    silent -> number 3 is without it.
+    Example: a learner's hello contains its addresses -> the directory has number 2. An actor's
+    heartbeat contains number 1 -> the actor is sent directory 2, after each such heartbeat. A hub
+    falls silent -> directory 3 is without it.
     """
 
-    dead_after_s: float  # silence after which nobody is sent to a hub any more
-    fixed: list[HubPlace] = field(default_factory=list[HubPlace])  # hubs of no run: never silent
+    dead_after_s: float  # Seconds of silence after which a hub is removed from the directory.
+    # Hubs outside the run; they never expire.
+    fixed: list[HubPlace] = field(default_factory=list[HubPlace])
     directory: Directory = field(
         default_factory=lambda: Directory(number=1, learner="", weights="", hubs=[])
     )
-    _hubs: dict[str, _Hub] = field(default_factory=dict[str, _Hub])  # by name
-    _gone: dict[str, _Hub] = field(default_factory=dict[str, _Hub])  # lately, to be shown
+    _hubs: dict[str, _Hub] = field(default_factory=dict[str, _Hub])  # Live hubs by name.
+    # Recently removed hubs, kept for the status.
+    _gone: dict[str, _Hub] = field(default_factory=dict[str, _Hub])
 
     def hear(self, message: object) -> Directory | None:
-        """Note what a role says of addresses; return what it should know, if it asks."""
+        """Record the addresses in a message; return the directory if the sender's is outdated."""
         if not isinstance(message, Hello | Heartbeat):
             return None
         if isinstance(message, Hello) and message.role == "learner" and message.addresses:
@@ -55,7 +57,7 @@ class Registry:
     def hear_hub(
         self, message: object, sender: bytes, now: float, *, is_finished: bool = False
     ) -> HubNoted | None:
-        """Note what a hub says of itself; return the answer to a hello."""
+        """Process a message of a hub; return the answer to a hello."""
         match message:
             case HubHello():
                 known = self._hubs.get(message.name)
@@ -76,7 +78,7 @@ class Registry:
         return None
 
     def expire(self, now: float) -> None:
-        """Send nobody to a hub that has fallen silent; it comes back by its next hello."""
+        """Remove silent hubs from the directory; the next hello of a hub adds it again."""
         for name, hub in list(self._hubs.items()):
             if now - hub.heard_at > self.dead_after_s:
                 self._forget(name, "silent")
@@ -85,31 +87,31 @@ class Registry:
                 del self._gone[name]
 
     def wake(self, now: float) -> None:
-        """Let nobody be late because this process stood still."""
+        """Extend all deadlines by the time in which this process was suspended."""
         for hub in self._hubs.values():
             hub.heard_at = now
 
     def add_fixed(self, place: HubPlace) -> None:
-        """Add a hub that belongs to no run."""
+        """Add a hub outside the run."""
         self.fixed.append(place)
         self._renew_hubs()
 
     def has_hub(self, name: str) -> bool:
-        """Return whether a hub of this name is there."""
+        """Return whether a live hub has this name."""
         return name in self._hubs
 
     def refused(self) -> dict[str, int]:
-        """Return what the hubs that are there refused, by "name/address/reason"."""
+        """Return how many messages the live hubs refused, by "name/address/reason"."""
         hellos = [hub.hello for hub in self._hubs.values()]
         return {f"{h.name}/{who}": num for h in hellos for who, num in h.refused.items()}
 
     @property
     def hub_senders(self) -> list[bytes]:
-        """The ROUTER identities of the hubs that are there."""
+        """The ROUTER identities of the live hubs."""
         return [hub.sender for hub in self._hubs.values()]
 
     def report(self, now: float) -> list[dict[str, Any]]:
-        """Return the hubs for the status, without their tokens: those gone lately, too."""
+        """Return live and recently removed hubs for the status, without their tokens."""
         fixed = [
             {"name": each.url, "role": "envhub", "url": each.url, "envs": each.envs}
             for each in self.fixed
@@ -158,7 +160,7 @@ class Registry:
         self._change(self.directory.learner, self.directory.weights, places)
 
     def _change(self, learner: str, weights: str, hubs: list[HubPlace]) -> None:
-        """Make another directory if any of it is another."""
+        """Replace the directory if its content changes."""
         known = self.directory
         if (learner, weights, hubs) != (known.learner, known.weights, known.hubs):
             self.directory = Directory(

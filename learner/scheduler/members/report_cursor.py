@@ -1,27 +1,28 @@
-"""How far the learner's reports have come: a cumulative acknowledgement."""
+"""Cumulative acknowledgement of the learner's reports."""
 
 
 class ReportCursor:
     """Counts the learner's numbered messages since its hello.
 
-    Example: 1, 2 are heard, the state is saved, 3 is lost on the way, 4 comes: num_heard stays at 2
-    and num_saved is 2. The learner sees that nothing after 2 is heard and sends all of it again.
+    Example: messages 1 and 2 are received and the state is saved. Message 3 is lost, and 4 is
+    received: num_heard stays at 2 and num_saved is 2. The learner gets these numbers and resends
+    all messages after 2.
     """
 
     def __init__(self) -> None:
         self.num_heard = 0
         self.num_saved = 0
-        self.closed_below = 0  # number of the oldest training group that was open at the save
+        self.closed_below = 0  # Number of the oldest training group that was open at the last save.
 
     def begin(self) -> None:
-        """Start anew: a learner that says hello counts from 1."""
+        """Restart the count: a learner numbers its messages from 1 after its hello."""
         self.num_heard = self.num_saved = 0
 
     def hear(self, number: int) -> None:
-        """Count a message that has been handled; one behind a gap does not count."""
+        """Count a handled message; a message after a gap does not count."""
         self.num_heard += number == self.num_heard + 1
 
     def save(self, *, closed_below: int) -> None:
-        """Note that what was heard is on disk."""
+        """Record that all counted messages are on disk."""
         self.num_saved = self.num_heard
         self.closed_below = closed_below
