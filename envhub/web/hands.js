@@ -14,8 +14,8 @@
   }
 
   // A point of a box at which the element is not covered by another one; the middle is tried first.
-  // Only a click also tries the outermost pixels: a drag from there would miss the element. An SVG
-  // element is clicked inside its outline, never on the line.
+  // Only a click also tries the outermost pixels: a drag from there would miss the element. They
+  // are not tried on an SVG element: an unfilled frame is clicked in its middle, not on its line.
   const SHARES = [0.5, 0.3, 0.7, 0.1, 0.9];
   const WITH_EDGES = [...SHARES, 0, 1];
   const along = (start, length, share) => {

@@ -60,8 +60,8 @@
   };
   const frame = window.requestAnimationFrame.bind(window);
 
-  // Images in styles give elements their size, and no event reports their loading. The images are
-  // loaded early and kept, so that an image shown only under the mouse has its size at once. While it
+  // Images in styles give elements their size, and no event reports their loading. They are loaded
+  // early and kept, so that an image shown only under the mouse has its size at once. While it
   // loads, its element would have no size, and a click would miss it.
   const drawn = new Map();
   function load(url) {

@@ -21,7 +21,7 @@ class PageView:
     inside: Any = None
 
     def all(self, role: str = "", *, name: str | None = None, cls: str = "") -> list[Node]:
-        """Return the nodes with this role, exact name and class, as far as these are given."""
+        """Return the nodes with the given role, exact name and class; each is optional."""
         return [
             node
             for node in self.nodes

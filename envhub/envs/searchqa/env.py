@@ -29,8 +29,7 @@ MAX_QUERY_CHARS = 2000
 
 
 class SearchqaEnv(TextEnv):
-    """One question. An answer ends the episode, except that `retry` allows another try after a
-    wrong one.
+    """One question. An answer ends the episode; with `retry`, only a right answer does.
 
     The reward is that of the last action: the grade of an answer, 0 for anything else.
     """

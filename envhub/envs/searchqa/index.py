@@ -193,8 +193,9 @@ def _build(corpus: Path, partial: Path) -> None:
 
 
 def _texts(corpus: Path, bounds: list[tuple[int, int]]) -> Iterator[str]:
-    """Yield the texts to index, with a progress bar on stderr; append the lines' bounds to
-    `bounds`.
+    """Yield the texts to index, with a progress bar on stderr.
+
+    The bounds of each line are appended to `bounds`.
     """
     from rich.console import Console
     from rich.progress import Progress

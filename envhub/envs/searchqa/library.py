@@ -1,6 +1,4 @@
-"""Resources shared by all episodes of a process: the questions and the retriever, created on
-demand.
-"""
+"""Resources shared by all episodes of a process: questions and retriever, created on demand."""
 
 import os
 import threading

@@ -16,8 +16,9 @@ class LineFile:
     """A file with thread-safe reads of lines by number; it closes when it is garbage-collected."""
 
     def __init__(self, path: Path, bounds: np.ndarray) -> None:
-        """Open the file; `bounds` are byte positions, int64 [num_lines, 2]: start and end of a
-        line.
+        """Open the file.
+
+        `bounds` are byte positions, int64 [num_lines, 2]: the start and the end of each line.
 
         Raises: EnvFailure: the file cannot be opened.
         """

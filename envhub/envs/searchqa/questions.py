@@ -19,7 +19,7 @@ AGENTGYM_RANGES: list[tuple[int, int, str, str]] = read_table(__file__, "agentgy
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One fact on the way to the answer: `query` finds passage `title`, which contains `evidence`."""
+    """One fact on the way to the answer: `query` finds passage `title` with the text `evidence`."""
 
     query: str
     title: str
@@ -50,9 +50,9 @@ class QuestionBank(Protocol):
 def make_question(row: object) -> Question:
     """Return the question of a row.
 
-    The answers stand in `golden_answers`, `answers` or `answer` (one or several), or where
-    Search-R1 keeps them for its trainer: `reward_model.ground_truth.target`. A question gets a
-    question mark if it has none.
+    The answers are in `golden_answers`, `answers` or `answer` (one or several), or in Search-R1's
+    field
+    for its trainer, `reward_model.ground_truth.target`. A missing question mark is added.
 
     Raises: ValueError: no question, or no answer.
     """

@@ -1,4 +1,4 @@
-"""Execution of one untrusted SQL statement on a database that it cannot change, leave or exhaust."""
+"""Execution of one untrusted SQL statement. It cannot change, leave or exhaust its database."""
 
 import re
 import sqlite3
@@ -205,7 +205,7 @@ def _rows_of(connection: Database, statement: str, limits: Limits) -> list[Row]:
 
 
 def _fetch(connection: Database, statement: str, limits: Limits) -> Iterator[Row]:
-    """Yield the first `NUM_FIRST_ROWS` rows, and then each row that differs from all earlier ones."""
+    """Yield the first `NUM_FIRST_ROWS` rows, and then each row that differs from earlier rows."""
     num_bytes = 0
     seen: set[Row] = set()
     with closing(connection.cursor()) as cursor:

@@ -182,7 +182,10 @@ class TextCraftEnv(TextEnv):
         return {"tree": self._tree(self._task.goal, 1), "held": held}
 
     def _tree(self, name: str, count: int) -> dict[str, object]:
-        """Return an item's tree of ingredients; for a tag, the tree of a shown recipe for a member."""
+        """Return an item's tree of ingredients.
+
+        A tag has the tree of a shown recipe for one of its members.
+        """
         members = self._book.tags.get(name, (name,))
         made = [recipe for recipe in self._task.recipes if recipe.target in members]
         parts = made[0].ingredients if made else ()

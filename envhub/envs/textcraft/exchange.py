@@ -1,4 +1,4 @@
-"""TextCraft with permuted words and random numbers, so that recipes must be read, not remembered."""
+"""TextCraft with permuted words and random numbers: recipes must be read, not remembered."""
 
 import random
 import re

@@ -73,8 +73,9 @@ class Catalogue:
         return chosen
 
     def goals(self, depth: int, split: str) -> tuple[str, ...]:
-        """Return the goals of a depth and split; train and test goals are disjoint, except a single
-        one.
+        """Return the goals of a depth and split.
+
+        Train and test goals are disjoint, except that a single goal is in both.
         """
         return self._goals[depth, split]
 

@@ -91,8 +91,9 @@ class WordleEnv(TextEnv):
 
 
 def from_agentgym(index: int) -> str:
-    """Return the item with the draws of AgentGym's seed, from our words or from
-    `envs.wordle.words`.
+    """Return the item with the draws of AgentGym's seed.
+
+    The words are ours, or those of `envs.wordle.words`.
 
     Raises: UnknownItem: negative or too large.
     """

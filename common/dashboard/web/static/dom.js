@@ -48,7 +48,7 @@ export async function act(path, body) {
   return found;
 }
 
-// Invisible control characters are shown as their Unicode control pictures.
+// Control characters and invisible characters are replaced by visible symbols.
 export function visible(text) {
   return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f]/g, (c) => String.fromCharCode(c === "\u007f" ? 0x2421 : 0x2400 + c.charCodeAt(0)))
     .replace(/[\u0080-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g, (c) => `[U+${c.charCodeAt(0).toString(16).padStart(4, "0").toUpperCase()}]`);

@@ -10,7 +10,7 @@ const NUMBERS = [["min_reward", "reward from"], ["max_reward", "reward to"], ["m
 const SORTS = ["newest", "oldest", "best", "worst", "longest", "most_tokens", "slowest", "surprising"];
 
 export async function episodesView({ run, params, link, isUpdate }) {
-  if (isUpdate && document.activeElement?.closest?.(".filters")) return null;  // a filter has the focus
+  if (isUpdate && document.activeElement?.closest?.(".filters")) return null;  // a filter has focus
   const wanted = Object.fromEntries([...params].filter(([key]) => key !== "run"));
   const start = Number(wanted.start || 0);
   const found = await ask(api(run, "/episodes"), { ...wanted, start, num: PAGE });

@@ -112,7 +112,7 @@ function tell(text, css) { chip.textContent = text; chip.className = `chip ${css
 if (isReport) tell("report", "");
 else {
   const events = new EventSource("api/events");
-  // A training run changes every second. Redrawing the page each time would take too much processor time.
+  // A training run changes every second. Drawing the page that often would slow the run down.
   let waiting = false;
   const update = () => { waiting = false; if (!document.hidden) draw({ isUpdate: true }); };
   events.addEventListener("changed", () => { tell("live", "on"); if (!waiting) { waiting = true; setTimeout(update, runs.some((each) => each.indexed < 1 && each.episodes) ? 1000 : UPDATE_MS); } });
