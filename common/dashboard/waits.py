@@ -61,8 +61,7 @@ class Waits:
         """Return `seconds`, raised to the minimum time of a step on the available cores.
 
         Other programs keep their share, but at least `FAIR_FRAC` of the machine is available: the
-        system
-        divides cores evenly among programs that compete for them.
+        system divides cores evenly among programs that compete for them.
 
         Args:
             cpu_frac: share of all cores that a step uses now; None: the measured share of the

@@ -97,7 +97,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def horizon_text(view: RunView) -> str:
-    """Return like "horizon 10 (stage 2/3)", with the bound on distances; "" if unknown."""
+    """Return a text like "horizon 10 (stage 2/3)", with the distance bound; "" if unknown."""
     status = view.status
     of = "" if status.stage is None else f" (stage {status.stage + 1}/{view.num_stages})"
     unit = "" if status.unit == "turns" else f" {status.unit}"
@@ -107,7 +107,7 @@ def horizon_text(view: RunView) -> str:
 
 
 def groups_text(view: RunView) -> str:
-    """Return like "groups 18 open 3 ready"; "" if unknown."""
+    """Return a text like "groups 18 open 3 ready"; "" if unknown."""
     opened = if_known(" {} open", view.status.num_open)
     ready = if_known(" {} ready", view.status.num_ready)
     return f"groups{opened}{ready}" if opened or ready else ""
@@ -132,7 +132,7 @@ def silence_text(view: RunView) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return like "34s", "2m05s" or "1h02m"."""
+    """Return a duration as text, such as "34s", "2m05s" or "1h02m"."""
     whole = round(seconds or 0.0)
     if whole < 60:
         return f"{whole}s"

@@ -30,8 +30,7 @@ class TextEnv:
     """One episode of a text world.
 
     A subclass implements the methods with an underscore; this class then provides `Env`. A
-    subclass's
-    `reset` calls `_begin`. Its `_step` sets `_done` in the step that ends the episode.
+    subclass's `reset` calls `_begin`. Its `_step` sets `_done` in the step that ends the episode.
     """
 
     def __init__(self, style: Style) -> None:

@@ -28,8 +28,7 @@ class Node:
         parent: id of the parent node; -1 at the top.
         states: further properties, such as `checked: true value: "a"`.
         dom_id, dom_class: attributes in the document, for experts only; agents never see them. A
-            text
-            has those of its surrounding element.
+            text has those of its surrounding element.
         block: number of a text's block; the texts of one block form a sentence.
         x, y, width, height: bounding box in CSS pixels of the document.
     """

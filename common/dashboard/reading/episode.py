@@ -59,11 +59,9 @@ def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
     """Return the prompt of each segment, then actions and observations in turn.
 
     Each part has its `kind`, its `turn` and the `texts` of its tokens. A sampled part also has
-    their
-    `logprobs` (nats) and their `versions` as runs [version, number of tokens]. An action also has
-    the
-    flag `invalid`. Further kinds are plans, reflections, summaries, and the starts and ends of
-    branches.
+    their `logprobs` (nats) and their `versions` as runs [version, number of tokens]. An action also
+    has the flag `invalid`. Further kinds are plans, reflections, summaries, and the starts and ends
+    of branches.
     """
     t = trajectory
     num = len(t.token_ids)

@@ -53,7 +53,10 @@ class JournalIndex:
         return self._segment is not None and self._segment.path.suffix == PACKED_SUFFIX
 
     def kept(self) -> dict[str, int] | None:
-        """Return the JSON state for `restore`; None if there were problems, so that they recur."""
+        """Return the JSON state for `restore`; None if there were problems.
+
+        A new index then reads the journal again and reports the problems.
+        """
         if self.num_problems:
             return None
         names = ("_number", "_offset", "_size", "_is_done", "_done_bytes")

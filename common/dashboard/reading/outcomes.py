@@ -49,8 +49,9 @@ class OutcomeLog:
         return num > 0
 
     def kept(self) -> list[Any] | None:
-        """Return the JSON state for `restore`; None if lines are damaged, so that the problems
-        recur.
+        """Return the JSON state for `restore`; None if lines are damaged.
+
+        A new log then reads the damaged lines again and reports them.
         """
         if self._steps.problem or self._outcomes.problem:
             return None

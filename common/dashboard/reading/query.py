@@ -38,8 +38,7 @@ def find(rows: EpisodeRows, wanted: Mapping[str, str]) -> np.ndarray:
 
     Args:
         wanted: filter values by the names in `KEYS`. "" matches all rows. `text` matches a part of
-            an
-            item's or an episode's id.
+            an item's or an episode's id.
 
     Raises: ConfigError: an unknown filter or sort, or a bound that is no number; names it.
     """

@@ -210,8 +210,9 @@ class RunSource:
         return {"group": group_id, "members": shown}
 
     def texts(self) -> Texts:
-        """Return the decoder of the run's tokens: its own tokenizer, else the model's, else the
-        ids.
+        """Return the decoder of the run's tokens.
+
+        It uses the run's own tokenizer, or else the model's. Without either it shows token ids.
         """
         if self._texts is None:
             own = self.run_dir.tokenizer / "tokenizer.json"

@@ -61,8 +61,9 @@ class Sources:
     """The named sources, or every run below `runs`, including runs that appear later."""
 
     def __init__(self, words: Sequence[str], *, runs: Path, cache: Path | None = None) -> None:
-        """Open the named sources; `cache` as in `RunSource`. Raises: ConfigError: one does not
-        exist.
+        """Open the named sources; `cache` as in `RunSource`.
+
+        Raises: ConfigError: one is missing.
         """
         self._runs, self._is_all, self._cache = runs, not words, cache
         self._known: dict[str, Source] = {}

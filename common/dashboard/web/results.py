@@ -77,9 +77,8 @@ def samples(rows: EpisodeRows, *, group: str = "") -> list[dict[str, Any]]:
     """Return the notable episodes, with `why`: best, worst, most surprising by subset.
 
     They come from all episodes, or from one group, such as an evaluation. The subset with the
-    lowest
-    success comes first. There are at least `MIN_SAMPLES` rows if enough episodes exist: with few
-    subsets, each subset has several.
+    lowest success comes first. There are at least `MIN_SAMPLES` rows if enough episodes exist: with
+    few subsets, each subset has several.
     """
     here = np.concatenate([played(rows, "train"), played(rows, "eval")])
     if group:

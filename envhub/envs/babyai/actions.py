@@ -36,8 +36,7 @@ def list_actions(scene: Scene, objects: list[Seen]) -> list[Action]:
     """Return every action that changes the state now, in AgentGym's order.
 
     AgentGym's list also has actions without effect: walking into a ball, a key or a closed door,
-    and
-    going to an object already faced. They are left out here. Paths use visible free cells only.
+    and going to an object already faced. They are left out here. Paths use visible free cells only.
     """
     front = scene.front()
     ahead = scene.codes[front]

@@ -18,8 +18,7 @@ Pose = tuple[int, int, int]  # Cells ahead, cells to the right, quarter turns cl
 Path = tuple[int, ...]
 START: Pose = (0, 0, 0)
 STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # (ahead, right) of a step after 0..3 quarter turns.
-# Its window has one row or column more than the view, behind the agent or on its right. Indexed by
-# heading: east, south, west, north.
+# AgentGym's window has one row or column more than the view, behind the agent or on its right.
 BEHIND, RIGHTMOST = (1, 1, 0, 0), (3, 4, 4, 3)  # Indexed by heading: east, south, west, north.
 
 

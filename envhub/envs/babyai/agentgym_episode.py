@@ -19,14 +19,10 @@ class AgentGymBabyAiEnv(BabyAiEnv):
     """One BabyAI episode with AgentGym's rules.
 
     Actions, their numbers and paths are AgentGym's. A macro stops when a primitive changes nothing
-    in
-    sight. Only the reward of its last primitive counts, so an earlier success is lost. The reward
-    is
-    minigrid's and falls with the steps. It is repeated after an invalid action, and it ends the
-    episode
-    only above 0.5. KeyInBox has no solution. Two rules differ: the reward is never below 0 except
-    on
-    AgentGym's own routes, and `pick up` is accepted.
+    in sight. Only the reward of its last primitive counts, so an earlier success is lost. The
+    reward is minigrid's and falls with the steps. It is repeated after an invalid action, and it
+    ends the episode only above 0.5. KeyInBox has no solution. Two rules differ: the reward is never
+    below 0 except on AgentGym's own routes, and `pick up` is accepted.
     """
 
     def __init__(self, style: Style, *, options: BabyaiOptions) -> None:

@@ -27,16 +27,14 @@ class BabyAiEnv(TextEnv):
     """One BabyAI episode.
 
     It differs from AgentGym's server on purpose:
-    - The reward is 1.0, whatever the step count, and the episode ends at the primitive that
-    completes
-      the mission. Nothing else ends it.
+    - The reward is 1.0, whatever the step count. The episode ends at the primitive that completes
+      the mission, and nothing else ends it.
     - The mission keeps its `then` and `after you`; `agentgym_goals` hides them.
     - An unsolvable layout is drawn again; `agentgym_layouts` keeps it.
     - An object has the same number in actions and in the description.
     - Only actions that change the state are valid.
-    - `toggle` closes an open door if a mission of several parts contains opening a door. It opens a
-    box
-      in KeyInBox. These missions can need it.
+    - `toggle` closes an open door if a mission of several parts contains opening a door. In
+      KeyInBox it opens a box. These missions can need it.
     """
 
     def __init__(self, style: Style, *, options: BabyaiOptions | None = None) -> None:
@@ -91,9 +89,7 @@ class BabyAiEnv(TextEnv):
         )
 
     def _perform(self, action: Action) -> bool:
-        """Run the primitives until the mission ends or one has no effect; return whether it was
-        won.
-        """
+        """Run the primitives until the mission ends or one has no effect; return success."""
         is_won = False
         for primitive in action.primitives:
             before = self._pose()

@@ -19,9 +19,8 @@ class Expert:
     """Chooses actions for one level. It keeps its plan while the state matches the plan.
 
     A search of at most `MAX_EXPANSIONS` scenes bounds the time of a decision. If no target is
-    found, the
-    expert walks to the nearest scene of the search from which no earlier plan began. This rules out
-    endless circles.
+    found, the expert walks to the nearest scene of the search from which no earlier plan began.
+    This rules out endless circles.
     """
 
     def __init__(self, level) -> None:

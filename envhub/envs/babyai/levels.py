@@ -154,9 +154,8 @@ def _creator(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the constructor of a level and its arguments.
 
     `gymnasium.make` looks the class up with a new string each time. The interpreter keeps thousands
-    of
-    these strings alive. They are scattered over the memory of deleted levels, which then cannot be
-    freed.
+    of these strings alive. They are scattered over the memory of deleted levels, which then cannot
+    be freed.
     """
     sized = {"room_size": AGENTGYM_SIZES[name][1]} if name in AGENTGYM_SIZES else {}
     prefix = f"BabyAI-{AGENTGYM_SIZES[name][0] if sized else name}-v"

@@ -1,7 +1,7 @@
 """A flat snapshot of the grid, the agent's view of it, and walking within the view.
 
-Positions are indices into a grid padded by the view size, so that views need no bounds checks.
-A view is 49 cells in rows ahead of the agent: `cell = forward * 7 + right + 3`, right in -3..3.
+Positions are indices into a grid padded by the view size, so that views need no bounds checks. A
+view is 49 cells in rows ahead of the agent: `cell = forward * 7 + right + 3`, right in -3..3.
 """
 
 from collections import deque
@@ -27,8 +27,7 @@ class Scene:
     """The whole map and the agent; `things` has colour and type of every object.
 
     `closes_doors` and `opens_boxes` allow the toggling of an open door or a box. They are set only
-    for
-    missions that can need it.
+    for missions that can need it.
     """
 
     codes: list[int]  # [padded height * stride]

@@ -171,23 +171,19 @@ class Site:
     """Pages and forms over one of the databases, defined by a table and by functions.
 
     The table has `finds`, SELECTs of a single row for an address or a page, and the `pages` and
-    `forms`
-    by their addresses. A page has a `page`, its template, and may have
-        takes: {x: [...]}    query parameters with their allowed values, the first as the default;
-            an
-                             empty list allows any text
+    `forms` by their addresses. A page has a `page`, its template, and may have
+        takes: {x: [...]}    query parameters with their allowed values, the first as the
+                             default; an empty list allows any text
         finds: [x]           rows of `finds`; if one does not exist, the page is missing
         rows: {x: SELECT}    all rows of a SELECT
         orders: {x: ...}     the text of {order} in the SELECTs, by the parameter `sort`
         page_rows: N         number of `rows` on a page; the parameter `page` selects the page
     The template gets all of these by their names. `frame` is the same for all pages. SELECTs can
-    use
-    `Visit.names`, the taken parameters, and the search words as :pattern.
+    use `Visit.names`, the taken parameters, and the search words as :pattern.
     A form has
-        takes: {x: kind}     its fields. A number is the maximum length of a text. `whole` is a
-            whole
-                             number or NULL. The name of one of the site's lists is an entry of it,
-                             or ""
+        takes: {x: kind}     its fields, by kind: a number is the maximum length of a text;
+                             `whole` is a whole number or NULL; the name of one of the site's lists
+                             is an entry of the list, or ""
         finds: [x]           as for a page
         wants: EXPRESSION    of SQL; if it is false, the notice `refuses` is shown at `back`
         runs: [SQL]          statements to execute

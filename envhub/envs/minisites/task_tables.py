@@ -171,8 +171,7 @@ def _step(verb: str, name: str, text: str) -> Step:
 
     Args:
         verb: link, button, radio (click on one with that name); fill (a field), enter (the same,
-            then
-            send its form), seek (a search field); stop, with the answer as its name.
+            then send its form), seek (a search field); stop, with the answer as its name.
     """
     if verb == "stop":
         return {"do": "stop", "answer": name}

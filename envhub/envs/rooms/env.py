@@ -35,9 +35,8 @@ class RoomsEnv(TextEnv):
     """One episode with `num_rooms` rooms. The reward is 1 after the last room.
 
     Every room has three closed doors, one in the key's colour. This door leads to the next room,
-    takes
-    the key and gives another. The other doors stay closed and cost a turn. There are two turns per
-    room.
+    takes the key and gives another. The other doors stay closed and cost a turn. There are two
+    turns per room.
     """
 
     def reset(self, item_id: str, seed: int = 0) -> str:

@@ -28,12 +28,9 @@ class SciWorldEnv(TextEnv):
     """One ScienceWorld episode.
 
     The reward of a step is the current score, 0 to 1. A wrong `focus on` ends the episode with 0.
-    The
-    episode ends after `max_turns` actions of any kind. AgentGym's rules differ: the episode ends
-    with
-    the first action after more than 100 of the simulator's moves. `wait` takes ten moves, a look
-    none.
-    AgentGym's clients then get the score -100 for a wrong focus.
+    The episode ends after `max_turns` actions of any kind. AgentGym's rules differ: the episode
+    ends with the first action after more than 100 of the simulator's moves. `wait` takes ten moves,
+    a look none. AgentGym's clients then get the score -100 for a wrong focus.
     """
 
     def __init__(self, style: Style, machines: Machines, *, has_rules: bool = False) -> None:
@@ -139,8 +136,7 @@ class SciWorldEnv(TextEnv):
         """Return the next action of the gold path; None once the episode has left the path.
 
         A step that the simulator rejects counts as followed. Some gold paths use terminals that an
-        object
-        does not have, and still reach the goal.
+        object does not have, and still reach the goal.
         """
         if self._gold is None:
             self._gold = self._machines.gold.find(self._variation)

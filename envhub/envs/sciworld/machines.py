@@ -22,9 +22,8 @@ class Simulators:
     """A pool of the episodes' JVMs.
 
     Example: an episode takes a JVM at its first reset and returns it on close. The next episode
-    loads
-    its own task into it. A failed JVM is not returned to the pool; the next `take` starts a new
-    one.
+    loads its own task into it. A failed JVM is not returned to the pool; the next `take` starts a
+    new one.
     """
 
     def __init__(self, options: SciworldOptions) -> None:

@@ -85,8 +85,7 @@ class SearchqaEnv(TextEnv):
         """Return the search for the next missing fact, or the answer once all facts were found.
 
         Without known hops, the action is a search for the question itself, or a golden answer if
-        the found
-        passages contain one.
+        the found passages contain one.
         """
         for hop in self._question.hops:
             if not self._has_found(hop):

@@ -142,8 +142,7 @@ def index_path(corpus: Path, folder: Path) -> Path:
     """Return the path of the index of the current corpus; it may not exist yet.
 
     The name contains a hash of size, modification time, and the first and last megabyte, so that
-    the
-    index of an older corpus is never used.
+    the index of an older corpus is never used.
 
     Raises: OSError: the corpus cannot be read.
     """

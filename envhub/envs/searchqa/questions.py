@@ -51,8 +51,7 @@ def make_question(row: object) -> Question:
     """Return the question of a row.
 
     The answers are in `golden_answers`, `answers` or `answer` (one or several), or in Search-R1's
-    field
-    for its trainer, `reward_model.ground_truth.target`. A missing question mark is added.
+    field for its trainer, `reward_model.ground_truth.target`. A missing question mark is added.
 
     Raises: ValueError: no question, or no answer.
     """
@@ -141,8 +140,7 @@ def agentgym_item(index: int, subsets: Mapping[str, SubsetSpec], *, wrap: bool) 
     Args:
         index: 0 to 221327; the files must then be the full sets in their usual order.
         wrap: an index beyond the end of its subset wraps around to the subset's start; for
-            questions
-            that replace the datasets.
+            questions that replace the datasets.
 
     Raises: UnknownItem: not an index, or the subset has no such question.
     """

@@ -23,8 +23,7 @@ def parse(text: str) -> Action | None:
     """Return the action of an agent's turn; None if there is none.
 
     The first closed <search> or <answer> decides the kind. If there are several answers, the last
-    one
-    counts. Tags are found by plain search, in time linear in the text, even if they are nested.
+    one counts. Tags are found by plain search, in time linear in the text, even if they are nested.
     """
     blocks = [(_first(text, kind), kind) for kind in Kind]
     found = [(block, kind) for block, kind in blocks if block is not None]

@@ -60,8 +60,7 @@ class Problems:
         """Return the item of AgentGym's index into BIRD, or else into the generated problems.
 
         Training items precede test items. In BIRD, 0 to 9427 are `train` and 9428 to 10961 are
-        `dev`, even
-        if the folder has fewer.
+        `dev`, even if the folder has fewer.
 
         Raises: UnknownItem: there is no such item here.
         """

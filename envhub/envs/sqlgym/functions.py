@@ -14,8 +14,7 @@ class BoundedFunctions:
     """Replaces the slow functions on one connection; their results stay the same.
 
     sqlite's printf and format repeat a character without a limit and check the size of the result
-    only
-    afterwards. Its trim, ltrim and rtrim compare each character of a text with each of a set.
+    only afterwards. Its trim, ltrim and rtrim compare each character of a text with each of a set.
     """
 
     def __init__(self, connection: sqlite3.Connection, *, max_bytes: int) -> None:

@@ -133,8 +133,9 @@ def _authorize(
         return sqlite3.SQLITE_DENY if is_refused else sqlite3.SQLITE_OK
     if database == "temp" and action in MAKES_TEMPORARY | WRITES:
         return sqlite3.SQLITE_OK
-    if first == "sqlite_master" and action in WRITES:  # as `pragma_table_info(...)` is looked up;
-        return sqlite3.SQLITE_OK  # SQLite itself lets no statement write there
+    # The look-up of a table function such as `pragma_table_info(...)` needs this.
+    if first == "sqlite_master" and action in WRITES:
+        return sqlite3.SQLITE_OK  # SQLite itself refuses a statement that writes there.
     if action not in ALLOWED:
         return sqlite3.SQLITE_DENY
     if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in REFUSED_FUNCTIONS:

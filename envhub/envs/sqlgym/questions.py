@@ -39,10 +39,8 @@ class Draws:
     """The random draws of a template, by the names in its wordings.
 
     A template is an entry of `questions.yaml`. Its subject is `table`: any table; `grouped`: a
-    table
-    with categories; or `link`: a table `child` that refers to `parent`. Further draws follow in
-    order,
-    then the wordings of the question and of its gold statement.
+    table with categories; or `link`: a table `child` that refers to `parent`. Further draws follow
+    in order, then the wordings of the question and of its gold statement.
     """
 
     def __init__(self, rng: random.Random, domain: Domain, template: Mapping[str, Any]) -> None:

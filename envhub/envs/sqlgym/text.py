@@ -40,9 +40,8 @@ def first_observation(problem: Problem, style: Style) -> str:
 def _told(schema: SchemaView) -> str:
     """Return the description of the package sqlgym, in lower case.
 
-    It has two peculiarities: a key of several columns is omitted, and a reference has the name of
-    the
-    column after the right one.
+    It has two peculiarities: a key of several columns is left empty, and a reference has the name of
+    the column after the right one.
     """
     design = schema.design or _design_of(schema)
     tables = [name.lower() for name in design["table_names"]]

@@ -17,8 +17,7 @@ class Exchange:
     """A permutation of the words of a book's items.
 
     Example: with oak -> iron, log -> dye, iron -> oak, the world's "get 1 oak log" is shown as "get
-    1
-    iron dye", and this text from the agent is translated back.
+    1 iron dye", and this text from the agent is translated back.
     """
 
     def __init__(self, words: list[str], seed: str) -> None:

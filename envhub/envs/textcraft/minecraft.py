@@ -48,10 +48,8 @@ def load_book(folder: str) -> Book:
 
     Files are read in the order of their names, so that the book is the same on every machine. Only
     shaped and shapeless crafting counts. The first alternative of an ingredient is used. Recipes
-    from a
-    single kind of block are left out, and so are recipes that would close a cycle with earlier
-    ones. A
-    tag without a craftable member is an item of the same name.
+    from a single kind of block are left out, and so are recipes that would close a cycle with
+    earlier ones. A tag without a craftable member is an item of the same name.
 
     Raises: RecipesError: no such folder, a file that is no recipe, or no recipe at all.
     """

@@ -24,8 +24,7 @@ class WordleEnv(TextEnv):
     """One Wordle episode. The reward is 1 for finding the word.
 
     The word is not fixed at the start. Each guess is compared with a word drawn from those that fit
-    all
-    answers so far. The item determines the draws.
+    all answers so far. The item determines the draws.
     """
 
     def __init__(self, style: Style, *, known: tuple[str, ...] = VOCABULARY) -> None:

@@ -11,7 +11,7 @@ BRIDGE_LINES = (2, 9)  # The streets that cross the river, which flows east of c
 METERS_PER_MINUTE = {"foot": 75, "bicycle": 250, "car": 500}
 PARKING_MINUTES = {"foot": 0, "bicycle": 1, "car": 4}
 
-Corner = tuple[int, int]  # column, line
+Corner = tuple[int, int]  # (column, line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
