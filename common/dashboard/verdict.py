@@ -4,8 +4,8 @@ Two measurements decide: whether the learner waits for batches, and whether the 
 episodes. If the learner never waits, the learner is the limit. If it waits while slots are empty,
 the gate is the limit. If it waits while slots are full, the limit is the environment or the engine:
 the one in which episodes spend more of their time. If a large share of the episodes becomes stale,
-the bound on lag is the limit. Advice never exceeds the free processor time, which is known from the
-roles' processor seconds and the number of cores.
+the bound on lag is the limit. The free processor time bounds the gain of each advice. It follows
+from the roles' processor seconds and the number of cores.
 """
 
 from collections.abc import Mapping, Sequence

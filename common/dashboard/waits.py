@@ -25,7 +25,7 @@ class Waits:
     engine_frac: float  # Share of the episodes' time that waits for tokens.
     env_frac: float  # Share of the episodes' time that waits for the environment.
     num_slots: float
-    stale_frac: float = 0.0  # Share of the consumed episodes.
+    stale_frac: float = 0.0  # Share of the consumed episodes that were stale.
     ahead_steps: float | None = None  # Bound of the gate that the learner sets from the ESS.
     cores: float | None = None  # Cores of the machine; None: unknown, or the GPUs do the work.
     cpu_frac: float = 0.0  # Share of all cores' time that the roles use.

@@ -42,7 +42,7 @@ class ConversationFile:
         return False
 
     def summary(self) -> dict[str, Any]:
-        """Return the row of this file in a list of sources."""
+        """Return the entry of this file in the list of sources."""
         return {
             "name": self.name,
             "kind": self.kind,

@@ -122,7 +122,7 @@ class RunSource:
         return "stopped"
 
     def summary(self) -> dict[str, Any]:
-        """Return the row of this run in a list of runs."""
+        """Return the entry of this run in the list of runs."""
         train = _section(self.config(), "train")
         return {
             "name": self.name,

@@ -42,7 +42,7 @@ def load_of_any_version(request: Request, *, root: Path, say: Callable[[str], No
 
 
 def _is_whole(own: Path, *, root: Path) -> bool:
-    """Return whether a run's config loads in this version. If so, the request has the error."""
+    """Return whether a run's config loads in this version. If it does, the request is at fault."""
     try:
         load_config(str(own), [], root=root)
     except ConfigError:

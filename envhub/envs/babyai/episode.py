@@ -89,7 +89,10 @@ class BabyAiEnv(TextEnv):
         )
 
     def _perform(self, action: Action) -> bool:
-        """Run the primitives until the mission ends or one has no effect; return success."""
+        """Run the primitives until the mission ends or one has no effect.
+
+        Return whether the mission was completed.
+        """
         is_won = False
         for primitive in action.primitives:
             before = self._pose()

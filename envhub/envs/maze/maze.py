@@ -17,7 +17,7 @@ STARTS: tuple[Cell, ...] = (
     GOAL,  # Any action is a success there.
 )
 FREE = frozenset(STARTS)
-# In the order of the walls in observations.
+# The order is that of the walls in observations.
 MOVES: dict[str, Cell] = {"right": (0, 1), "left": (0, -1), "up": (-1, 0), "down": (1, 0)}
 WALL_WORDS = {"right": "to your right", "left": "to your left", "up": "above you"} | {
     "down": "below you"

@@ -30,7 +30,7 @@ class Session:
 
     seed: int
     databases: dict[str, sqlite3.Connection] = field(default_factory=dict)
-    notice: str = ""  # Shown once, on the next page.
+    notice: str = ""  # Notice shown once, on the next page.
 
     def database(self, name: str) -> sqlite3.Connection:
         """Return this session's own copy of a database."""

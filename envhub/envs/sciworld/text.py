@@ -11,7 +11,7 @@ ROOM = re.compile(r"This .*?is called the (.+?)\. .*?you see:")
 DOOR_STATE = re.compile(r"\(that is (open|closed)\)")
 # A capital article occurs only at the start of a line. Elsewhere "A" is a name, as of a substance.
 ARTICLE = re.compile(r"\ban? |^\s*An? ", re.MULTILINE)
-NOT_TOLD = frozenset({"the agent", "air"})  # These are in every room.
+NOT_TOLD = frozenset({"the agent", "air"})  # These objects are in every room.
 
 
 def one_line(text: str) -> str:

@@ -29,7 +29,8 @@ SHARED_PRAGMAS = frozenset(
     {"hard_heap_limit", "soft_heap_limit", "temp_store", "temp_store_directory"}
     | {"data_store_directory"}
 )
-LONG_PRAGMAS = frozenset({"integrity_check", "quick_check"})  # These do not check the time limit.
+# These pragmas do not check the time limit.
+LONG_PRAGMAS = frozenset({"integrity_check", "quick_check"})
 COMMENT = re.compile(r"--[^\n]*|/\*.*?(\*/|$)", re.DOTALL)
 MAX_VALUE_BYTES = 200_000  # This also bounds the time of one call of a string function.
 LIMITS = {

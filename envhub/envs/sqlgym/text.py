@@ -40,7 +40,7 @@ def first_observation(problem: Problem, style: Style) -> str:
 def _told(schema: SchemaView) -> str:
     """Return the description of the package sqlgym, in lower case.
 
-    It has two peculiarities: a key of several columns is left empty, and a reference has the name of
+    It has two peculiarities. A key of several columns is left empty. A reference has the name of
     the column after the right one.
     """
     design = schema.design or _design_of(schema)

@@ -201,7 +201,7 @@ class TextCraftEnv(TextEnv):
         return name if name in self._book.depths else ""
 
 
-@lru_cache(MAX_KEPT)  # Actions repeat often.
+@lru_cache(MAX_KEPT)  # Actions repeat often, so that a cache is worthwhile.
 def read_exactly(action: str) -> Command:
     """Return the command of an action in AgentGym's exact syntax."""
     return read_command(action_text(action), "Got")

@@ -16,8 +16,8 @@ WORD = re.compile(r"[a-z]+")
 class Exchange:
     """A permutation of the words of a book's items.
 
-    Example: with oak -> iron, log -> dye, iron -> oak, the world's "get 1 oak log" is shown as "get
-    1 iron dye", and this text from the agent is translated back.
+    Example: with oak -> iron, log -> dye, iron -> oak, the world's "get 1 oak log" is shown as
+    "get 1 iron dye". The agent's "get 1 iron dye" is translated back to "get 1 oak log".
     """
 
     def __init__(self, words: list[str], seed: str) -> None:

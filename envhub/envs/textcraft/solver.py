@@ -9,7 +9,7 @@ from envhub.envs.textcraft.book import Book, Recipe
 def next_action(
     book: Book, goal: str, inventory: Mapping[str, int], members: Mapping[str, tuple[str, ...]]
 ) -> str:
-    """Return the next get or craft on a sequence of actions that makes `goal`.
+    """Return the next `get` or `craft` towards `goal`; following it always reaches the goal.
 
     Args:
         book: the recipe book.

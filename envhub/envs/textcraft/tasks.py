@@ -9,8 +9,9 @@ from envhub.env import ItemId, SubsetSpec, TaskSpec
 from envhub.envs.textcraft.book import Book, Recipe, the_book
 from envhub.envs.textcraft.minecraft import RecipesError, load_book
 
-MAX_TURNS = {1: 6, 2: 10, 3: 16, 4: 24}  # For our own book.
-MAX_TURNS_FOLDER = {1: 10, 2: 30, 3: 50, 4: 60}  # For the book of a folder.
+MAX_TURNS = {1: 6, 2: 10, 3: 16, 4: 24}  # Maximum number of turns by depth, for our own book.
+# Maximum number of turns by depth, for the book of a folder.
+MAX_TURNS_FOLDER = {1: 10, 2: 30, 3: 50, 4: 60}
 TEST_FRAC = 0.25
 MIN_TEST_GOALS = 3
 NUM_TRAIN_VARIATIONS = 1000

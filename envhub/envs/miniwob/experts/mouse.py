@@ -10,7 +10,8 @@ from envhub.web.actions import Kind
 from envhub.web.tree import Node
 
 Point = tuple[float, float]
-# Points of a drawing area, which is at the left of the page, this far from the top.
+# Points of a drawing area. It is at the left of the page, and `AREA_TOP` is its distance from the
+# top.
 AREA_TOP = 50
 AREA = [(x, y) for x in range(4, 146, 2) for y in range(4, 120, 2)]
 MIN_LEG = 15
