@@ -213,7 +213,7 @@ class WebSession:
             logger.debug("page is slow url=%s", page.url)
 
     async def perform(self, action: Action) -> None:
-        """Perform an action; `look` returns its effect.
+        """Perform an action. The next snapshot contains its effect.
 
         Raises:
             InvalidAction: it is impossible here; the text is written for the agent.

@@ -153,7 +153,7 @@ class Layouts:
 def _creator(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the constructor of a level and its arguments.
 
-    `gymnasium.make` looks the class up with a new string each time. The interpreter keeps thousands
+    `gymnasium.make` searches the class by a new string each time. The interpreter keeps thousands
     of these strings alive. They are scattered over the memory of deleted levels, which then cannot
     be freed.
     """

@@ -29,8 +29,8 @@ class SciWorldEnv(TextEnv):
 
     The reward of a step is the current score, 0 to 1. A wrong `focus on` ends the episode with 0.
     The episode ends after `max_turns` actions of any kind. AgentGym's rules differ: the episode
-    ends with the first action after more than 100 of the simulator's moves. `wait` takes ten moves,
-    a look none. AgentGym's clients then get the score -100 for a wrong focus.
+    ends with the first action after more than 100 of the simulator's moves. `wait` takes ten moves;
+    observing takes none. AgentGym's clients then get the score -100 for a wrong focus.
     """
 
     def __init__(self, style: Style, machines: Machines, *, has_rules: bool = False) -> None:

@@ -84,7 +84,10 @@ class Simulator:
         )
 
     def num_moves(self) -> int:
-        """Return the number of moves: `wait` takes about ten, a look or an invalid action none."""
+        """Return the number of moves.
+
+        `wait` takes about ten moves. Observing or an invalid action takes none.
+        """
         return int(str(self._call("getNumMoves")))
 
     def possible(self, what: str) -> list[str]:

@@ -75,7 +75,7 @@ def make_bm25(texts: Iterable[str], words: Words, *, show_progress: bool = False
 
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     vocabulary: dict[str, int] = {}
-    # Cache of stems, which are slower than a look-up; None: a stop word.
+    # Cache of stems, which are slow to compute; None: a stop word.
     id_of_word: dict[str, int | None] = {}
     ids: list[list[int]] = []
     for text in texts:
