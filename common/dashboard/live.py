@@ -20,12 +20,12 @@ from common.dashboard.run_view import RunView
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 10.0  # between lines of a log while only numbers change
+INTERVAL_S = 10.0  # Minimum interval between two log lines while only numbers change.
 MAX_SILENCE_S = 30.0
 
 
 class LiveDisplay:
-    """Shows what `look` finds. `refresh` may be called as often as the caller likes."""
+    """Displays the run view that `look` returns. `refresh` limits its own rate."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class LiveDisplay:
         self._moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
 
     def start(self) -> None:
-        """Take the terminal, if there is one. Log lines scroll above the panel meanwhile."""
+        """Show the panel if the output is a terminal. Log lines then scroll above the panel."""
         if not self.is_live:
             return
         before = (sys.stdout, sys.stderr)
@@ -62,11 +62,12 @@ class LiveDisplay:
             writing = cast("logging.StreamHandler[TextIO]", handler)
             stream = writing.stream
             if stream in before:
-                writing.setStream(sys.stderr)  # now the display's, which keeps the panel whole
+                # The display's stream prints log lines above the panel.
+                writing.setStream(sys.stderr)
                 self._moved.append((writing, stream))
 
     def refresh(self) -> None:
-        """Show the newest state, if the last showing is long enough ago."""
+        """Show the newest state, at most once per `look_s` seconds."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
@@ -77,7 +78,7 @@ class LiveDisplay:
             self._log(self._look(), now_s)
 
     def _log(self, view: RunView, now_s: float) -> None:
-        """Log a line at a change of phase, at progress every 10 s, and at least every 30 s."""
+        """Log a line when the phase changes, every 10 s on progress, and at least every 30 s."""
         stands = bool(view.status.notice), view.stop_in_s is not None
         phase = (view.phase, *sorted(view.starting), *stands)
         progress = (view.step, view.status.num_done, view.status.num_total)
@@ -88,7 +89,7 @@ class LiveDisplay:
             logger.info("%s", words.status_line(view))
 
     def stop(self) -> None:
-        """Show the final state and give the terminal back. Stopping twice is allowed."""
+        """Show the final state and release the terminal. A second call has no effect."""
         if self._live is None:
             return
         self._live.update(self._panel(), refresh=True)

@@ -1,4 +1,4 @@
-"""How long what takes its time will take: from what it took on this machine before, or so far."""
+"""Estimates of durations: role starts from earlier starts, phases from their progress so far."""
 
 import time
 from collections.abc import Mapping
@@ -12,26 +12,27 @@ KINDS = ("actor", "learner", "scheduler", "envhub")
 
 
 def start_of(role: str, model: ModelSection) -> str:
-    """Return by what a start of a role is known: models take very different times."""
+    """Return the key of a role's start in `StartupHistory`; the model is a part of it."""
     kind = next((kind for kind in KINDS if role.startswith(kind)), role)
     return f"{kind} {model.path} {model.dtype}"
 
 
 class Pace:
-    """What the launcher knows of times: it tells the displays, and learns from what it sees."""
+    """Measures startup times and phase progress of a run, and supplies them to the displays."""
 
     def __init__(self, model: ModelSection, *, usual: StartupHistory | None = None) -> None:
         self._model, self._usual = model, usual or StartupHistory()
         self._starting: dict[str, float] = {}
         self._known: dict[str, float] = {}
-        self._phase: tuple[str, int] = ("", 0)  # and how many episodes it has
-        self._began: tuple[float, int] = (0.0, 0)  # when it was seen first, and what was done
+        self._phase: tuple[str, int] = ("", 0)  # Name and total number of episodes.
+        # Time of the first observation of the phase, and the episodes done then.
+        self._began: tuple[float, int] = (0.0, 0)
 
     def look(self, view: RunView) -> None:
-        """Note who has started meanwhile, and which phase goes on."""
+        """Record the roles that finished starting, and the current phase."""
         known = {each.name for each in view.status.actors if each.last_seen_s is not None}
         if view.status.learner.last_seen_s is not None:
-            known.add("learner")  # as the launcher calls it
+            known.add("learner")  # The launcher's name of this role.
         for role in (set(self._starting) - set(view.starting)) & known:
             self._usual.note(start_of(role, self._model), self._starting[role])
         for role in set(view.starting) - set(self._starting):
@@ -44,7 +45,7 @@ class Pace:
             self._phase, self._began = phase, (time.time(), view.status.num_done)
 
     def told(self) -> Mapping[str, Any]:
-        """Return the fields of a `LaunchState` that it knows."""
+        """Return the known fields of a `LaunchState`."""
         usual_s = {role: self._known[role] for role in self._starting if role in self._known}
         began, done = self._began
         return {

@@ -1,4 +1,4 @@
-"""Whether a run is alive, and whether it works: for what watches over processes."""
+"""Liveness and readiness checks of a run, for process supervisors."""
 
 import time
 
@@ -6,24 +6,24 @@ from common.dashboard.run_view import SILENT_S, RunView
 from common.launch.lock import is_held
 from common.store.run_dir import RunDir
 
-HUNG_S = 60.0  # without a look of the launcher at its roles, which it takes several times a second
+HUNG_S = 60.0  # Maximum age of launch.json. The launcher writes it several times a second.
 
 
 def why_not_live(run_dir: RunDir) -> str:
-    """Return why a run must be started again; "" if it need not, which is so of a finished one."""
+    """Return why a run must be restarted; "" if it is live or finished."""
     if run_dir.finished.exists():
         return ""
     if not is_held(run_dir.root):
         return "no launcher holds it"
     try:
         silent_s = time.time() - run_dir.launch.stat().st_mtime
-    except FileNotFoundError:  # it has just begun
+    except FileNotFoundError:  # The run has just begun.
         return ""
     return f"the launcher hangs, for {silent_s:.0f}s" if silent_s > HUNG_S else ""
 
 
 def why_not_ready(run_dir: RunDir, view: RunView) -> str:
-    """Return why a run does no work at the moment; "" if it does, or has done it all."""
+    """Return why a run does no work at the moment; "" if it works or is finished."""
     if run_dir.finished.exists():
         return ""
     if view.stop_in_s is not None:

@@ -1,4 +1,4 @@
-"""Where a run stands, in one line: finished, stopped, or what is going on."""
+"""The state of a run in one line: finished, stopped, or its current activity."""
 
 from dataclasses import asdict
 
@@ -18,11 +18,11 @@ GOES_ON = "the same command goes on"
 
 
 def state_line(run_dir: RunDir, view: RunView) -> str:
-    """Return what `status` prints of a run, whatever its state."""
+    """Return the state line of the command `status`."""
     if run_dir.finished.exists():
         result = load_finished(run_dir)["result"]
         return "; ".join(filter(None, [f"finished: step {view.step}/{view.num_steps}", result]))
-    # Roles may have been started one by one, without a launcher that holds the run.
+    # Roles can also be started one by one, without a launcher that holds the run's lock.
     is_written = view.silent_s is not None and view.silent_s <= SILENT_S
     if is_written or is_held(run_dir.root):
         return status_line(view)
@@ -30,7 +30,7 @@ def state_line(run_dir: RunDir, view: RunView) -> str:
 
 
 def details(cfg: RunConfig, run_dir: RunDir) -> list[str]:
-    """Return what `status` prints below the state: the ledger, and what limits the run."""
+    """Return the further lines of `status`: ledger, causes, processor time, nodes and limit."""
     ledger = json_object(run_dir.ledger)
     told = ledger_line({k: v for k, v in ledger.items() if isinstance(v, int)})
     causes = [f"{name} {num}" for name, num in sorted(as_map(ledger.get("causes")).items())]
@@ -46,7 +46,7 @@ def details(cfg: RunConfig, run_dir: RunDir) -> list[str]:
 
 
 def _cpu_line(run_dir: RunDir) -> str:
-    """Return what the roles have used of the processors; "" if nobody counted."""
+    """Return the processor time of the roles; "" if it was not measured."""
     used = sorted(cpu_seconds(run_dir).items(), key=lambda each: -each[1])
     if not used:
         return ""
@@ -58,7 +58,7 @@ def _cpu_line(run_dir: RunDir) -> str:
 
 
 def stop_line(run_dir: RunDir, step: int) -> str:
-    """Return what a run that was interrupted after `step` says at its end."""
+    """Return the last line of a run that was interrupted after `step`."""
     complete = run_dir.checkpoints.glob("step-*/COMPLETE")
     numbers = [path.parent.name.removeprefix("step-") for path in complete]
     saved = max((int(number) for number in numbers if number.isdigit()), default=None)

@@ -1,4 +1,4 @@
-"""What the files of a run say at this moment, for displays. Tolerates whatever is missing."""
+"""The current state of a run from its files, for displays. Missing files are tolerated."""
 
 import re
 import time
@@ -15,8 +15,8 @@ from common.store.metrics import MetricsLine, tail_metrics
 from common.store.run_dir import RunDir
 
 WINDOW_STEPS = 20
-MAX_WARNINGS = 4  # shown, the newest
-SILENT_S = 5.0  # the scheduler writes its status once a second
+MAX_WARNINGS = 4  # Maximum number of warnings shown, the newest ones.
+SILENT_S = 5.0  # Age of a stale status: the scheduler writes its status once a second.
 PHASES = {
     "starting": "starting",
     "eval_before": "evaluation before training",
@@ -27,41 +27,41 @@ PHASES = {
 CHECKPOINT = "train/checkpoint_s"
 LEDGER_KEYS = ("trained", "filtered", "stale", "failed", "in_flight")
 _LOG_TAIL_BYTES = 16384
-_WARNING = re.compile(  # errors of anybody, warnings of ours: those of libraries are for the logs
+_WARNING = re.compile(  # Errors of all loggers, and warnings of Longstride's own loggers only.
     r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S* ([EC] |W \S+ (actor|common|envhub|learner)\b)"
 )
 T = TypeVar("T")
 
 
 class RoleView(BaseModel):
-    """One role as the scheduler last heard of it."""
+    """One role, as of its last heartbeat to the scheduler."""
 
     name: str = "learner"
     version: int | None = None
-    running: int = 0  # episodes
+    running: int = 0  # Number of running episodes.
     tokens_per_s: float | None = None
-    waiting_for: str = ""  # "" when busy
+    waiting_for: str = ""  # "" when busy.
     last_seen_s: float | None = None
     rss_bytes: int | None = None
 
 
 class Status(BaseModel):
-    """What is shown of the scheduler's status.json. None means: not known (yet)."""
+    """The displayed part of the scheduler's status.json. None: unknown."""
 
     phase: str = "starting"
     version: int | None = None
     horizon: float | None = None
-    stage: int | None = None  # 0-based
+    stage: int | None = None  # The stage, counted from 0.
     unit: str = "turns"
-    distance: float | None = None  # None: no distance curriculum
+    distance: float | None = None  # None: no distance curriculum.
     distance_stage: int | None = None
     num_done: int = Field(default=0, validation_alias=AliasPath("progress", "num_done"))
     num_total: int = Field(default=0, validation_alias=AliasPath("progress", "num_total"))
     num_open: int | None = Field(default=None, validation_alias=AliasPath("groups", "open"))
     num_ready: int | None = Field(default=None, validation_alias=AliasPath("groups", "ready"))
-    notice: str = ""  # why training stands still though everybody works
+    notice: str = ""  # Reason why training makes no progress although all roles work.
     ledger: dict[str, Any] = {}
-    success: dict[str, float] = {}  # in training, by subset
+    success: dict[str, float] = {}  # Training success by subset.
     success_before: float | None = Field(default=None, validation_alias=AliasPath("eval", "before"))
     actors: list[RoleView] = []
     learner: RoleView = RoleView()
@@ -69,30 +69,32 @@ class Status(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """A run in the numbers that people watch. None means: not known (yet)."""
+    """The displayed numbers of a run. None: unknown."""
 
     status: Status
-    elapsed_s: float | None  # since the launcher started
-    starting: dict[str, float]  # role -> seconds since its process started; not heard of yet
-    usual_s: dict[str, float]  # role that is starting -> seconds that it usually takes here
-    unplaced: dict[str, str]  # role that no node has room for -> what it needs
-    stop_in_s: float | None  # until a learner that is being stopped is killed
+    elapsed_s: float | None  # Seconds since the launcher started.
+    # Role -> seconds since its process started, for roles without a heartbeat since then.
+    starting: dict[str, float]
+    # Starting role -> its usual startup time on this machine, in seconds.
+    usual_s: dict[str, float]
+    unplaced: dict[str, str]  # Role that fits on no node -> the resources it needs.
+    stop_in_s: float | None  # Seconds until the stopping learner is killed.
     step: int
     num_steps: int
     eta_s: float | None
-    phase_left_s: float | None  # of an evaluation
-    checkpoint_s: float | None  # that the last one took
-    success: float | None  # of training episodes, mean of the last WINDOW_STEPS
+    phase_left_s: float | None  # Remaining seconds of an evaluation.
+    checkpoint_s: float | None  # Duration of the last checkpoint.
+    success: float | None  # Mean training success over the last WINDOW_STEPS.
     success_steps: list[float] = field(repr=False)
     num_stages: int
     lag_mean: float | None
     lag_max: float | None
-    silent_s: float | None  # since the scheduler wrote its status
-    warnings: list[str] = field(repr=False)  # newest last
+    silent_s: float | None  # Seconds since the scheduler's last status.
+    warnings: list[str] = field(repr=False)  # The newest warning is last.
 
     @property
     def phase(self) -> str:
-        """What goes on, in words, such as "evaluation before training"."""
+        """The phase in words, such as "evaluation before training"."""
         return PHASES.get(self.status.phase, self.status.phase)
 
     @property
@@ -102,13 +104,13 @@ class RunView:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the scheduler writes no status any more, and it is not starting either."""
+        """Whether the scheduler's status is stale although it is neither starting nor done."""
         is_late = self.silent_s is not None and self.silent_s > SILENT_S
         return is_late and self.status.phase != "done" and "scheduler" not in self.starting
 
     @property
     def actor_tokens_per_s(self) -> float | None:
-        """Sum over the actors; None before any has reported."""
+        """Sum over the actors; None before the first report."""
         rates = [a.tokens_per_s for a in self.status.actors if a.tokens_per_s is not None]
         return sum(rates) if rates else None
 
@@ -150,9 +152,9 @@ def view_run(run_dir: RunDir, train: TrainSection, horizon: HorizonSection) -> R
 
 
 def _starting(started_at: dict[str, float], status: Status, run_dir: RunDir) -> dict[str, float]:
-    """Return the roles that run but have not been heard of since, and for how many seconds."""
+    """Return the roles without a heartbeat since their start -> seconds since then."""
     written_at, hub = _modified_at(run_dir.status) or 0.0, run_dir.addresses / "envhub"
-    # A hub of another node is heard of by the scheduler, which begins when it has one.
+    # A hub on another node reports to the scheduler, which starts once it has a hub.
     heard_at = {"scheduler": written_at, "envhub": _modified_at(hub) or written_at}
     for name, role in [("learner", status.learner), *((a.name, a) for a in status.actors)]:
         if role.last_seen_s is not None:
@@ -166,7 +168,7 @@ def _starting(started_at: dict[str, float], status: Status, run_dir: RunDir) -> 
 
 
 def _eta_s(lines: list[MetricsLine], num_left: int) -> float | None:
-    """Return the time that the remaining steps take at the pace of the last ones."""
+    """Return the time of the remaining steps at the pace of the last steps."""
     timed = [(line["step"] or 0, at) for line in lines if (at := line.get("time_s")) is not None]
     if len(timed) < 2 or timed[-1][0] <= timed[0][0] or num_left < 0:
         return None
@@ -174,7 +176,7 @@ def _eta_s(lines: list[MetricsLine], num_left: int) -> float | None:
 
 
 def _phase_left_s(status: Status, launch: LaunchState | None, now: float) -> float | None:
-    """Return the time that the rest of an evaluation takes at its pace so far."""
+    """Return the remaining time of an evaluation at its pace so far."""
     if launch is None or launch.phase != status.phase or not status.num_total:
         return None
     done = status.num_done - launch.phase_done
@@ -199,7 +201,7 @@ _STATUS, _LAUNCH = TypeAdapter(Status), TypeAdapter(LaunchState)
 
 
 def _read(kind: TypeAdapter[T], path: Path) -> T | None:
-    """Return what a file holds; None if it is not there, or not what it should be."""
+    """Return the parsed file; None if it is missing or invalid."""
     try:
         return kind.validate_json(path.read_bytes())
     except (OSError, ValidationError):

@@ -1,11 +1,11 @@
-"""What limits a run, in one sentence, from what was measured: a pure function over its metrics.
+"""The limit of a run in one sentence, from its measurements: a pure function over its metrics.
 
-The learner waits for a batch, or it does not; the slots of the actors hold episodes, or they are
-empty. That makes four cases: a learner that never waits is the limit itself; one that waits while
-slots are empty is kept from work by the gate; one that waits while they are full waits for the
-environment or the engine, whichever the episodes spend more of their time in. Where a good part
-of the episodes is thrown away as stale, the bound on lag is the gate. What the processors have no
-time for is advised by nobody: their seconds of a step are known, and how many there are.
+Two measurements decide: whether the learner waits for batches, and whether the actors' slots hold
+episodes. If the learner never waits, the learner is the limit. If it waits while slots are empty,
+the gate is the limit. If it waits while slots are full, the limit is the environment or the engine:
+the one in which episodes spend more of their time. If a large share of the episodes becomes stale,
+the bound on lag is the limit. The free processor time bounds the gain of each advice. It follows
+from the roles' processor seconds and the number of cores.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,16 @@ from typing import Any, cast
 
 from common.dashboard.waits import MIN_STEPS, Waits, measure
 
-BUSY_FRAC = 0.15  # of the time that a learner may wait and still be the limit
-IDLE_FRAC = 0.40  # of the slots' time that is empty when the gate is the limit
-MIN_GAIN = 0.02  # of throughput: less is no advice
-STALE_FRAC = 0.15  # of the episodes consumed, beyond which the bound on lag is what limits a run
-RANKS_EFFICIENCY = 0.9  # of a second rank: gradients are summed, microbatches come out uneven
+BUSY_FRAC = 0.15  # Largest share of time that the learner waits and still is the limit.
+IDLE_FRAC = 0.40  # Share of the slots' time that is empty when the gate is the limit.
+MIN_GAIN = 0.02  # Smallest gain of throughput worth advising.
+STALE_FRAC = 0.15  # Share of stale episodes from which the bound on lag is the limit.
+# Efficiency of an added rank: gradients are summed, and microbatches are uneven.
+RANKS_EFFICIENCY = 0.9
 
 
 class Bound(StrEnum):
-    """What a run is limited by."""
+    """The component that limits a run."""
 
     UNKNOWN = "unknown"
     LEARNER = "learner"
@@ -35,7 +36,7 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """A knob, and by how much the episodes per second would grow: 0.6 is +60 %."""
+    """A setting, and the expected gain in episodes per second: 0.6 is +60 %."""
 
     knob: str
     gain: float
@@ -43,7 +44,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The limit, a sentence about it with numbers, and what to turn, the best first."""
+    """The limit, a sentence about it with numbers, and advice, the largest gain first."""
 
     bound: Bound
     sentence: str
@@ -56,12 +57,12 @@ def judge(
     config: Mapping[str, Any],
     status: Mapping[str, Any] | None = None,
 ) -> Verdict:
-    """Return what limits a run.
+    """Return the limit of a run.
 
     Args:
-        lines: of metrics.jsonl, consecutive steps, in order.
-        config: the run's, as a tree of maps; keys that are missing count as their defaults.
-        status: of the scheduler; its reason for a closed gate is quoted, and its notice.
+        lines: lines of metrics.jsonl, of consecutive steps in order.
+        config: the run's config as nested maps; missing keys have their defaults.
+        status: the scheduler's status; its notice and its reason for a closed gate are quoted.
     """
     if notice := (status or {}).get("notice"):
         return Verdict(bound=Bound.UNKNOWN, sentence=str(notice), waits=measure(lines))
@@ -84,9 +85,9 @@ def judge(
 
 
 def _before(lines: Sequence[Mapping[str, float | None]], status: Mapping[str, Any]) -> str:
-    """Return what goes on before the first step, "" where nobody says; a gate limits nothing yet.
+    """Return the activity before the first step; "" if unknown.
 
-    It closes as soon as the first batches are under way, which is as it should be.
+    The gate is no limit yet: it closes as intended once the first batches are under way.
     """
     if lines or status.get("phase") != "train":
         return ""
@@ -97,7 +98,7 @@ def _before(lines: Sequence[Mapping[str, float | None]], status: Mapping[str, An
 
 
 def bound_of(waits: Waits, *, is_sync: bool) -> Bound:
-    """Return the limit that the waits show."""
+    """Return the limit according to the measured waits."""
     if waits.wait_frac <= BUSY_FRAC:
         return Bound.LEARNER
     if is_sync:
@@ -108,7 +109,7 @@ def bound_of(waits: Waits, *, is_sync: bool) -> Bound:
 
 
 def _advice(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> list[Advice]:
-    """Return every knob with the gain that the measured waits allow at most."""
+    """Return every useful setting with an upper bound of its gain."""
     ahead = int(_get(config, "scheduler", "max_ahead_steps", 1) or 0)
     lag = int(_get(config, "learner", "max_lag_steps", 4) or 0)
     if bound is Bound.LEARNER:
@@ -119,8 +120,10 @@ def _advice(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> list[Advic
         knobs = {f"learner.max_lag_steps={lag + 1}": waits.period_s * (1.0 - waits.stale_frac)}
     elif bound is Bound.GATE:
         is_held_back = waits.ahead_steps is not None and waits.ahead_steps < ahead
-        filled_s = waits.period_s * waits.slot_busy_frac  # a step's episodes, if none were empty
-        more_s = waits.period_s * (ahead + 1) / (ahead + 2)  # so many batches under way, not more
+        # Seconds for a step's episodes if no slot were empty.
+        filled_s = waits.period_s * waits.slot_busy_frac
+        # Seconds of a step with one more batch under way.
+        more_s = waits.period_s * (ahead + 1) / (ahead + 2)
         fewer_s = waits.period_s if is_held_back else max(waits.busy_s, filled_s, more_s)
         knobs = {f"scheduler.max_ahead_steps={ahead + 1}": waits.within_cores(fewer_s)}
     else:
@@ -129,7 +132,7 @@ def _advice(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> list[Advic
 
 
 def _learner_knobs(waits: Waits, config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of a step by knob: more hands first, then less to do for each batch."""
+    """Return the seconds of a step by setting: more ranks first, then fewer passes over a batch."""
     ranks = int(_get(config, "learner", "num_ranks", 1) or 1)
     filled_s = waits.period_s * waits.slot_busy_frac
     knobs: dict[str, float] = {}
@@ -144,17 +147,18 @@ def _learner_knobs(waits: Waits, config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _actor_knobs(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of a step by knob, where every slot holds an episode.
+    """Return the seconds of a step by setting, when every slot holds an episode.
 
-    An engine that the configuration gives fewer slots than it keeps up with takes more at once;
-    one that has fewer than it is given has said itself that it is at its end.
+    More slots help an engine that uses all configured slots. An engine that uses fewer slots has
+    already reached its own limit.
     """
     engines = int(_get(config, "actor", "num_actors", 1) or 1)
     slots = max(1, round(waits.num_slots / engines))
     knobs: dict[str, float] = {}
     if bound is Bound.ENVIRONMENT or slots >= int(_get(config, "actor", "max_concurrent", 64) or 1):
         halved_s = max(waits.busy_s, waits.period_s / 2)
-        spared = waits.cpu_frac - waits.engine_cpu_frac / 2  # a larger batch costs no more
+        # A larger batch takes the engine no more processor time.
+        spared = waits.cpu_frac - waits.engine_cpu_frac / 2
         if bound is Bound.ENVIRONMENT or not waits.is_crowded:
             knobs[f"actor.max_concurrent={2 * slots}"] = waits.within_cores(halved_s, spared)
     if bound is Bound.ENGINE and waits.has_idle_core:

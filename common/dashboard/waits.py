@@ -1,4 +1,4 @@
-"""Where the time of a run's last steps went: a pure function over its metrics."""
+"""The time shares of a run's last steps: a pure function over its metrics."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -6,31 +6,31 @@ from dataclasses import dataclass
 from typing import Any
 
 MIN_STEPS = 3
-MIN_CPU_S = 10.0  # between two looks at the processors that are far enough apart
-IDLE_CORE = 0.75  # of a core's time, without which one more process takes from the others
-FAIR_FRAC = 0.5  # of all cores' time, that a run gets at least where others want as much
+MIN_CPU_S = 10.0  # Minimum time between the two processor measurements that are compared.
+IDLE_CORE = 0.75  # Free share of one core that another process needs.
+FAIR_FRAC = 0.5  # Share of all cores that a run gets at least when other programs compete for them.
 NO_ROLES = ("cpu/cores", "cpu/per_trained_episode_s", "cpu/others_s")
-CROWDED_FRAC = 0.2  # of the cores' time, which other programs take, and nothing is left of it
+CROWDED_FRAC = 0.2  # Share of all cores' time, used by other programs, that counts as crowded.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """Means of one step, in seconds; fractions of its time."""
+    """Means per step, in seconds, and shares of time."""
 
     num_steps: int
-    period_s: float  # from one step to the next
-    wait_s: float  # of the learner for a batch
-    train_s: float  # forward, backward, update
-    slot_busy_frac: float  # of the actors' slots that hold an episode
-    engine_frac: float  # of the episodes' time: waiting for tokens
-    env_frac: float  # of the episodes' time: waiting for the environment
+    period_s: float  # Time from one step to the next.
+    wait_s: float  # Time that the learner waits for a batch.
+    train_s: float  # Time for forward, backward and update.
+    slot_busy_frac: float  # Share of the slots' time with an episode.
+    engine_frac: float  # Share of the episodes' time that waits for tokens.
+    env_frac: float  # Share of the episodes' time that waits for the environment.
     num_slots: float
-    stale_frac: float = 0.0  # of the episodes consumed
-    ahead_steps: float | None = None  # that the learner lets the gate open, as ESS allows
-    cores: float | None = None  # of the machine; None: not known, or GPUs do the work
-    cpu_frac: float = 0.0  # of all cores' time that the roles use
-    engine_cpu_frac: float = 0.0  # of it, the engines
-    others_frac: float = 0.0  # of all cores' time that other programs use
+    stale_frac: float = 0.0  # Share of the consumed episodes that were stale.
+    ahead_steps: float | None = None  # Bound of the gate that the learner sets from the ESS.
+    cores: float | None = None  # Cores of the machine; None: unknown, or the GPUs do the work.
+    cpu_frac: float = 0.0  # Share of all cores' time that the roles use.
+    engine_cpu_frac: float = 0.0  # The part of `cpu_frac` that the engines use.
+    others_frac: float = 0.0  # Share of all cores' time that other programs use.
 
     @property
     def wait_frac(self) -> float:
@@ -39,36 +39,40 @@ class Waits:
 
     @property
     def busy_s(self) -> float:
-        """What a step takes of the learner beside waiting."""
+        """Time of a step in which the learner does not wait."""
         return self.period_s - self.wait_s
 
     @property
     def has_idle_core(self) -> bool:
-        """Whether one more process that computes would find a core; yes if it is not known."""
+        """Whether a core is free for another computing process; true if unknown."""
         return self.cores is None or self.idle_frac * self.cores >= IDLE_CORE
 
     @property
     def idle_frac(self) -> float:
-        """Share of all cores' time that nobody uses."""
+        """Unused share of all cores' time."""
         return max(0.0, 1.0 - self.cpu_frac - self.others_frac)
 
     @property
     def is_crowded(self) -> bool:
-        """Whether other programs take what this run would need to become faster."""
+        """Whether other programs use the processor time that this run needs to become faster."""
         return not self.has_idle_core and self.others_frac >= CROWDED_FRAC
 
     def within_cores(self, seconds: float, cpu_frac: float | None = None) -> float:
-        """Return no less than a step that uses `cpu_frac` of the cores now takes at its fastest.
+        """Return `seconds`, raised to the minimum time of a step on the available cores.
 
-        What others use stays theirs, but half of the machine is ours: of programs that all want
-        it, the system gives none the larger share. None: what the roles use.
+        Other programs keep their share, but at least `FAIR_FRAC` of the machine is available: the
+        system divides cores evenly among programs that compete for them.
+
+        Args:
+            cpu_frac: share of all cores that a step uses now; None: the measured share of the
+                roles.
         """
         own = self.cpu_frac if cpu_frac is None else cpu_frac
         return max(seconds, self.period_s * own / max(1.0 - self.others_frac, FAIR_FRAC))
 
 
 def measure(lines: Sequence[Mapping[str, float | None]]) -> Waits | None:
-    """Return the means over steps; None for too few, or none that say how long they waited."""
+    """Return the means over steps; None if too few steps have a `wait/batch_s`."""
     steps = [each for each in lines if _value(each, "wait/batch_s") is not None]
     pairs = [
         (now, dt)
@@ -102,7 +106,7 @@ def measure(lines: Sequence[Mapping[str, float | None]]) -> Waits | None:
 
 
 def _processors(steps: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
-    """Return cores and what was used of them, between the first and the last look that is known."""
+    """Return the use of the cores between the first and the last measurement."""
     known = [each for each in steps if _value(each, "cpu/cores")]
     if len(known) < 2 or any(_value(each, "train/is_cuda") for each in known[-1:]):
         return {}
@@ -122,7 +126,7 @@ def _processors(steps: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
 
 
 def _others_s(first: Mapping[str, float | None], last: Mapping[str, float | None]) -> float:
-    name = "cpu/others_s"  # runs of older versions tell none
+    name = "cpu/others_s"  # Runs of older versions lack this metric.
     return max(0.0, (_value(last, name) or 0.0) - (_value(first, name) or 0.0))
 
 

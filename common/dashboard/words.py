@@ -1,4 +1,4 @@
-"""A run in words, for displays and logs: one line, or the parts of one."""
+"""Texts about a run for displays and logs: one status line, or its parts."""
 
 from common.dashboard.run_view import LEDGER_KEYS, RunView
 
@@ -8,7 +8,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def status_line(view: RunView) -> str:
-    """Return the run in one line; what is not known is left out."""
+    """Return the run in one line; unknown parts are left out."""
     status = view.status
     done = f" {status.num_done}/{status.num_total}" if status.num_total else ""
     done += if_known(" ({} left)", left_text(view))
@@ -35,18 +35,18 @@ def status_line(view: RunView) -> str:
 
 
 def if_known(form: str, value: float | str | None) -> str:
-    """Return a value in a format such as "lag {:.1f}"; "" if it is not known."""
+    """Return a value in a format such as "lag {:.1f}"; "" if it is unknown."""
     return "" if value is None else form.format(value)
 
 
 def left_text(view: RunView) -> str | None:
-    """Return how long an evaluation still takes, None if there is none, or nobody knows."""
+    """Return the remaining time of an evaluation; None if there is none, or it is unknown."""
     is_known = view.status.phase != "train" and view.phase_left_s is not None
     return duration(view.phase_left_s) if is_known else None
 
 
 def starting_text(starting: dict[str, float], usual_s: dict[str, float]) -> str:
-    """Return what is starting, for how long, of what it usually takes: "(34s of about 45s)"."""
+    """Return the starting roles with elapsed and usual times, such as "(34s of about 45s)"."""
 
     def so_far(name: str) -> str:
         since_s, whole_s = starting[name], usual_s.get(name)
@@ -67,7 +67,7 @@ def starting_text(starting: dict[str, float], usual_s: dict[str, float]) -> str:
 
 
 def stopping_text(view: RunView) -> str:
-    """Return how long a stop may take and how to skip it; "" while nobody is stopped."""
+    """Return the remaining time of a stop and how to skip it; "" if no stop is in progress."""
     if view.stop_in_s is None:
         return ""
     left = duration(view.stop_in_s)
@@ -75,7 +75,7 @@ def stopping_text(view: RunView) -> str:
 
 
 def times(view: RunView, gap: str) -> str:
-    """Return the time since the start and the time that is left."""
+    """Return the elapsed time and the remaining time."""
     elapsed = "" if view.elapsed_s is None else f"elapsed {duration(view.elapsed_s)}"
     eta = f"eta {duration(view.eta_s)}" if view.eta_s else ""
     return gap.join(filter(None, [elapsed, eta]))
@@ -91,13 +91,13 @@ def ledger_line(ledger: dict[str, int]) -> str:
 
 
 def sparkline(values: list[float]) -> str:
-    """Return one block character per value, between 0 and 1."""
+    """Return one block character per value; values lie between 0 and 1."""
     last = len(_SPARKS) - 1
     return "".join(_SPARKS[round(min(1.0, max(0.0, value)) * last)] for value in values)
 
 
 def horizon_text(view: RunView) -> str:
-    """Return like "horizon 10 (stage 2/3)", with the bound on distances; "" if unknown."""
+    """Return a text like "horizon 10 (stage 2/3)", with the distance bound; "" if unknown."""
     status = view.status
     of = "" if status.stage is None else f" (stage {status.stage + 1}/{view.num_stages})"
     unit = "" if status.unit == "turns" else f" {status.unit}"
@@ -107,14 +107,14 @@ def horizon_text(view: RunView) -> str:
 
 
 def groups_text(view: RunView) -> str:
-    """Return like "groups 18 open 3 ready"; "" if unknown."""
+    """Return a text like "groups 18 open 3 ready"; "" if unknown."""
     opened = if_known(" {} open", view.status.num_open)
     ready = if_known(" {} ready", view.status.num_ready)
     return f"groups{opened}{ready}" if opened or ready else ""
 
 
 def waits_text(view: RunView) -> str:
-    """Return who waits for whom."""
+    """Return the waiting roles, each with the cause of its wait."""
     waits = [f"{r.name} <- {r.waiting_for}" for r in view.roles if r.waiting_for]
     if view.checkpoint_s:
         took = f"{A_CHECKPOINT}, which takes about {duration(view.checkpoint_s)}"
@@ -127,12 +127,12 @@ def waits_text(view: RunView) -> str:
 
 
 def silence_text(view: RunView) -> str:
-    """Return for how long the scheduler has been silent, if it has."""
+    """Return how long the scheduler has been silent; "" if it is not."""
     return f"silent for {duration(view.silent_s)}" if view.is_silent else ""
 
 
 def duration(seconds: float | None) -> str:
-    """Return like "34s", "2m05s" or "1h02m"."""
+    """Return a duration as text, such as "34s", "2m05s" or "1h02m"."""
     whole = round(seconds or 0.0)
     if whole < 60:
         return f"{whole}s"

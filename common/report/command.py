@@ -1,4 +1,4 @@
-"""The command `report`: one run's page written again, or one page that compares several."""
+"""The command `report`: writes the page of one run, or one page that compares several runs."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from common.report.page import render
 from common.store.run_dir import write_atomically
 
 USAGE = "report RUN [RUN ...] [to=FILE]"
-NAMES_SHOWN = 3  # in the name of a file
+NAMES_SHOWN = 3  # Maximum number of run names in a file name.
 
 
 def report(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
@@ -44,7 +44,7 @@ def report(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
 
 
 def read_run(word: str, *, runs: Path) -> RunSource:
-    """Return a run, read to its end. Raises: ConfigError: there is none."""
+    """Return a run after reading it completely. Raises: ConfigError: there is none."""
     source = open_source(word, runs=runs)
     if not isinstance(source, RunSource):
         raise ConfigError(f"{word}: a file of conversations is no run; `show` prints it")

@@ -1,4 +1,4 @@
-"""The curve of the evaluations beside training, from the journal, with the versions they saw."""
+"""The learning curve: evaluations during training, from the journal, with their versions."""
 
 import re
 from collections import defaultdict
@@ -17,7 +17,7 @@ _ID = re.compile(r"eval-step-(\d+)-model/")
 def eval_curve(journal: Path) -> list[CurvePoint]:
     """Return the evaluations in the order of steps.
 
-    An evaluation without any episode to an end has no point.
+    An evaluation without any completed episode has no point.
 
     Raises: WireError: the journal is damaged before its end.
     """

@@ -1,21 +1,21 @@
-"""What a run's report holds: report.json is this tree, and the page is drawn from it."""
+"""The data of a run's report: report.json has this structure, and the page is drawn from it."""
 
 from dataclasses import dataclass
 
-Interval = tuple[float, float]  # of 95%
+Interval = tuple[float, float]  # A 95 % confidence interval.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubsetScore:
     """Held-out episodes of one subset."""
 
-    success: float  # share of them that solved their item
+    success: float  # Share of episodes that solved their item.
     n: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One evaluation, without the episodes that the infrastructure failed."""
+    """One evaluation, without the episodes that failed in the infrastructure."""
 
     success: float
     n: int
@@ -25,7 +25,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baselines:
-    """Evaluations of players that do not learn; None if not played."""
+    """Evaluations of policies that do not learn; None if not played."""
 
     random_valid: Score | None
     expert: Score | None
@@ -33,32 +33,32 @@ class Baselines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Success after less before, over the items played in both."""
+    """Success after training minus success before, over the items played in both."""
 
     success: float
-    ci95: Interval | None  # None below two items
+    ci95: Interval | None  # None for fewer than two items.
     num_pairs: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """One evaluation beside training."""
+    """One evaluation during training."""
 
-    step: int  # that opened it
-    num: int  # episodes that say something about the policy
+    step: int  # Step at which the evaluation began.
+    num: int  # Episodes without an infrastructure failure.
     num_failed: int
     success: float
     ci95: Interval
-    score: float  # mean last reward
-    first_version: int  # of the tokens sampled
+    score: float  # Mean reward of the episodes.
+    first_version: int  # Lowest version of the sampled tokens.
     last_version: int
-    own_version_frac: float  # share of the sampled tokens that version `step` sampled
-    mixed_frac: float  # share of the episodes that more than one version played
+    own_version_frac: float  # Share of the sampled tokens that version `step` sampled.
+    mixed_frac: float  # Share of the episodes that several versions sampled.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRates:
-    """Mean over the steps, in tokens per second; None if not measured."""
+    """Means over the steps, in tokens per second; None if not measured."""
 
     actor: float | None
     learner: float | None
@@ -66,15 +66,15 @@ class TokenRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakMemory:
-    """Largest memory ever seen, in bytes."""
+    """Peak memory, in bytes."""
 
-    all_roles: int | None  # together, at one time; None if nobody watched
-    by_role: dict[str, int]  # resident size, of the roles that report it
+    all_roles: int | None  # Peak of the sum over all roles; None if not measured.
+    by_role: dict[str, int]  # Resident size of the roles that report it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """Whether held-out items stayed out of training."""
+    """Counts that show whether held-out items stayed out of training."""
 
     num_train_items_drawn: int
     num_test_items: int
@@ -86,8 +86,8 @@ class SelectionRow:
     """Episodes of one subset, horizon and length, and how many were never trained on."""
 
     subset: str
-    horizon: int  # most turns
-    turns: str  # that they took, like "6-7"
+    horizon: int  # Maximum number of turns.
+    turns: str  # Range of turns played, such as "6-7".
     num: int
     stale: int
     failed: int
@@ -96,7 +96,7 @@ class SelectionRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthComparison:
-    """Long episodes of one horizon against short ones."""
+    """Long episodes of one horizon compared with short ones."""
 
     env: str
     horizon: int
@@ -104,13 +104,13 @@ class LengthComparison:
     num_short_dropped: int
     num_long: int
     num_long_dropped: int
-    z: float  # two-proportion statistic, positive if the long are dropped more
+    z: float  # Two-proportion statistic; positive if more long episodes are dropped.
     is_biased: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Who was dropped, as the scheduler audits it in selection.json."""
+    """The dropped episodes, from the scheduler's audit in selection.json."""
 
     rows: list[SelectionRow]
     comparisons: list[LengthComparison]
@@ -118,31 +118,32 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A finished run in numbers."""
+    """The results of a finished run."""
 
     before: Score | None
     after: Score | None
     baselines: Baselines
     gain: Gain | None
-    absent: dict[str, str]  # evaluation -> why there is none
-    failed_evals: dict[str, int]  # evaluation -> episodes that the infrastructure failed
+    absent: dict[str, str]  # Evaluation -> the reason for its absence.
+    failed_evals: dict[str, int]  # Evaluation -> episodes that failed in the infrastructure.
     eval_curve: list[CurvePoint]
     mode: str
     seed: int
     steps: int
-    episodes: int  # issued for training
+    episodes: int  # Episodes issued for training.
     wall_s: float | None
     tokens_per_s: TokenRates
     peak_memory_bytes: PeakMemory
-    lag_histogram: dict[str, int]  # lag in versions -> trained tokens; the last holds the rest
-    ledger: dict[str, int] | None  # as the scheduler left it; None if it never wrote one
+    # Lag in versions -> trained tokens; the last bin holds all larger lags.
+    lag_histogram: dict[str, int]
+    ledger: dict[str, int] | None  # The scheduler's last ledger; None if it never wrote one.
     heldout: HeldOut
     selection: Selection | None
-    notes: dict[str, str]  # subset -> what keeps its numbers from being compared with others'
+    notes: dict[str, str]  # Subset -> why its numbers are not comparable with published ones.
 
     @property
     def evaluations(self) -> dict[str, Score]:
-        """The evaluations that there are, by their short names, in the order of tables."""
+        """The existing evaluations by their short names, in the order of tables."""
         named = {
             "before": self.before,
             "after": self.after,

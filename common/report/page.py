@@ -1,7 +1,7 @@
-"""One HTML file that shows runs without a server: the dashboard's own page with its answers in it.
+"""One HTML file that shows runs without a server: the dashboard's page with embedded answers.
 
-The page's scripts ask for what the server would answer; here they find it below the element
-`answers`. A content policy of the page's own lets it load nothing from anywhere.
+The page's scripts read the server's answers from the element `answers`. A content security policy
+forbids the page to load any other resource.
 """
 
 import base64
@@ -20,22 +20,22 @@ from common.dashboard.web.results import samples
 from common.errors import WireError
 from common.text import html_text
 
-MAX_EPISODES_BYTES = 8 << 20  # of all samples of a page
+MAX_EPISODES_BYTES = 8 << 20  # Maximum size of all sample episodes of a page.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline';"
     " img-src data:; base-uri 'none'; form-action 'none'"
 )
-AS_IN_SCRIPTS = "!*'()"  # what encodeURIComponent leaves as it is, beside quote's own
+AS_IN_SCRIPTS = "!*'()"  # Characters that `encodeURIComponent` leaves unescaped, unlike `quote`.
 _IMPORT = re.compile(r'"\./([\w-]+\.js)"')
 
 
 def render(runs: Sequence[RunSource], *, title: str) -> str:
-    """Return the page over runs that have been read to their end."""
+    """Return the page over runs that were read completely."""
     answers: dict[str, Any] = {"api/runs": [run.summary() for run in runs]}
     for run in runs:
         answers |= _answers(run, max_bytes=MAX_EPISODES_BYTES // len(runs))
     answers["api/compare"] = compare(runs)
-    # No "<" of a run's text may end the element that it lies in.
+    # A "<" in a run's text must not end the element.
     told = json.dumps(answers, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     styles = "".join(_text(path) for path in ("vendor/uPlot.min.css", "style.css"))
     modules = {path.name: _module(path) for path in sorted(STATIC.glob("*.js"))}
@@ -53,7 +53,7 @@ def render(runs: Sequence[RunSource], *, title: str) -> str:
 
 
 def _answers(run: RunSource, *, max_bytes: int) -> dict[str, Any]:
-    """Return what the server answers about a run, by the path that is asked for."""
+    """Return the server's answers about a run, by request path."""
     path = f"api/run/{quote(run.name, safe=AS_IN_SCRIPTS)}"
     shown = overview(run)
     drawn = drawn_names(run.metrics.columns)
@@ -82,6 +82,6 @@ def _body() -> str:
 
 
 def _module(path: Path) -> str:
-    """Return a script as a data URL; what it imports is named in the page's import map."""
+    """Return a script as a data URL; its imports resolve through the page's import map."""
     source = _IMPORT.sub(r'"\1"', path.read_text(encoding="utf-8"))
     return "data:text/javascript;base64," + base64.b64encode(source.encode()).decode()

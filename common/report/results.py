@@ -1,4 +1,4 @@
-"""A run's results as numbers: evaluations with intervals, the paired gain, sums over the steps."""
+"""A run's results as numbers: evaluations with intervals, the paired gain, sums over steps."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -19,9 +19,9 @@ MAX_LAG_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """One held-out episode that says something about its policy."""
+    """One held-out episode without an infrastructure failure."""
 
-    item: tuple[str, str]  # env, item id
+    item: tuple[str, str]  # Environment and item id.
     subset: str
     is_success: bool
 
@@ -30,13 +30,14 @@ class Play:
 class Evaluation:
     """The episodes of one evaluation."""
 
-    plays: dict[str, Play] = field(default_factory=dict[str, Play])  # by episode id
-    failed: set[str] = field(default_factory=set[str])  # infrastructure; not in `plays`
+    plays: dict[str, Play] = field(default_factory=dict[str, Play])  # Episodes by id.
+    # Episodes with an infrastructure failure; they are not in `plays`.
+    failed: set[str] = field(default_factory=set[str])
 
 
 @dataclass(slots=True, kw_only=True)
 class JournalTotals:
-    """What the report takes from the journal."""
+    """The data that a report takes from the journal."""
 
     evaluations: dict[str, Evaluation] = field(default_factory=lambda: defaultdict(Evaluation))
     train_episodes: set[str] = field(default_factory=set[str])
@@ -45,7 +46,7 @@ class JournalTotals:
 
 
 def read_totals(folder: Path) -> JournalTotals:
-    """Return the totals of a journal; of an episode that was played again, one play counts."""
+    """Return the totals of a journal; a repeated episode counts once."""
     totals = JournalTotals()
     for _, trajectory in read_journal(folder):
         item, episode_id = (trajectory.env, trajectory.item_id), trajectory.episode_id
@@ -69,7 +70,7 @@ def read_totals(folder: Path) -> JournalTotals:
 
 
 def score(plays: Sequence[Play]) -> Score:
-    """Return success with its interval, and the same by subset. Needs at least one play."""
+    """Return success with its interval, overall and by subset. Needs at least one play."""
     by_subset: dict[str, list[bool]] = defaultdict(list)
     for play in plays:
         by_subset[play.subset].append(play.is_success)
@@ -99,7 +100,7 @@ def paired_gain(before: Iterable[Play], after: Iterable[Play]) -> Gain | None:
 
 
 def lag_histogram(lines: list[MetricsLine]) -> dict[str, int]:
-    """Return trained tokens by lag in versions; the last bin holds all that is older."""
+    """Return trained tokens by lag in versions; the last bin holds all larger lags."""
     names = {str(k): f"offpolicy/lag_{k}_tokens" for k in range(MAX_LAG_SHOWN + 1)}
     return {k: int(total(lines, name)) for k, name in names.items() if has(lines, name)}
 

@@ -12,7 +12,7 @@ from common.store.run_dir import RunDir
 from common.store.wandb_sink import COLUMNS
 
 MAX_ROWS = 30
-MAX_CHARS = 8000  # Of an episode's text in a table.
+MAX_CHARS = 8000  # Maximum length of an episode's text in a table.
 
 
 class DashboardViews:

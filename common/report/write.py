@@ -39,11 +39,11 @@ def write_report(
     wall_s: float | None = None,
     peak_memory_bytes: int | None = None,
 ) -> Report:
-    """Write both files and return what report.json holds.
+    """Write both files and return the content of report.json.
 
     Args:
         wall_s: seconds of the whole run; None: the time of the last step in metrics.jsonl.
-        peak_memory_bytes: of all roles together; None: not measured.
+        peak_memory_bytes: peak of the sum over all roles; None: not measured.
 
     Raises: WireError, ValueError: the journal or metrics.jsonl is damaged before its end.
     """
@@ -61,7 +61,7 @@ def write_report(
 
 
 def summary(report: Report) -> str:
-    """Return the outcome of a run in one line of words."""
+    """Return the outcome of a run in one line."""
     parts: list[str] = []
     for name, found in report.evaluations.items():
         low, high = found.ci95
@@ -81,7 +81,7 @@ def build_report(
     wall_s: float | None,
     peak_memory_bytes: int | None,
 ) -> Report:
-    """Return the report. An absent evaluation is None; `absent` says why."""
+    """Return the report. An absent evaluation is None; `absent` has the reason."""
     totals = read_totals(run_dir.journal)
     evals = totals.evaluations
     absent: dict[str, str] = {}
@@ -146,7 +146,7 @@ def _peak_by_role(lines: list[MetricsLine]) -> dict[str, int]:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """Return what the scheduler left in a file; None if it never wrote one.
+    """Return the parsed content of a scheduler's file; None if there is no file.
 
     Raises: ConfigError: it is damaged; names the file.
     """

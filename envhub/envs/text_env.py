@@ -1,17 +1,18 @@
-"""What the episodes of text worlds share: a step only while an episode lives, nothing after it."""
+"""The base of text environments: steps are possible only during an episode."""
 
 import hashlib
 
 from envhub.env import StepResult, Style
 
-MAX_SAID, MAX_SAID_CHARS = 8_192, 400  # observations that are kept, and of each of them
+# Limits of the cache: number of observations, and length of each.
+MAX_SAID, MAX_SAID_CHARS = 8_192, 400
 _SAID: dict[bool, dict[str, StepResult]] = {True: {}, False: {}}
 
 
 def said(observation: str, is_valid: bool) -> StepResult:
-    """Return a new result of a step that pays nothing and ends nothing.
+    """Return a new step result with reward 0 that does not end the episode.
 
-    The same is said over and over: a copy takes a third of the time.
+    Observations repeat often: copying a cached result takes a third of the time.
     """
     known = _SAID[is_valid]
     result = known.get(observation)
@@ -26,23 +27,24 @@ def said(observation: str, is_valid: bool) -> StepResult:
 
 
 class TextEnv:
-    """One episode of a text world; it offers `Env` once the methods with an underscore are there.
+    """One episode of a text world.
 
-    A world's `reset` calls `_begin`; its `_step` sets `_done` with the step that ends the episode.
+    A subclass implements the methods with an underscore; this class then provides `Env`. A
+    subclass's `reset` calls `_begin`. Its `_step` sets `_done` in the step that ends the episode.
     """
 
     def __init__(self, style: Style) -> None:
         self._style = style
         self._is_compact = style is Style.COMPACT
-        self._done = True  # no episode lives before the first reset
+        self._done = True  # No episode runs before the first reset.
 
     def _begin(self) -> None:
         self._done = False
 
     def step(self, action: str) -> StepResult:
-        """Perform one action given as text.
+        """Perform one action, given as text.
 
-        Raises: RuntimeError: no episode lives.
+        Raises: RuntimeError: no episode is running.
         """
         result = self.perform(action)
         if not result.done:
@@ -50,7 +52,7 @@ class TextEnv:
         return result
 
     def perform(self, action: str) -> StepResult:
-        """Do as `step`, and do not tell the state. Raises: RuntimeError."""
+        """Perform a step without setting its state text. Raises: RuntimeError."""
         if self._done:
             raise RuntimeError("step before reset, or after the episode has ended")
         return self._step(action)
@@ -59,29 +61,29 @@ class TextEnv:
         raise NotImplementedError
 
     def state_text(self) -> str:
-        """Return what tells the present state from others of the item; "": it is not told."""
+        """Return a text that identifies the current state of the item; "" if unsupported."""
         return ""
 
     def valid_actions(self) -> list[str]:
-        """Return actions that would be executed now; see `Env.valid_actions`."""
+        """Return actions that are executable now; see `Env.valid_actions`."""
         return [] if self._done else self._valid_actions()
 
     def _valid_actions(self) -> list[str]:
         raise NotImplementedError
 
     def expert_action(self) -> str | None:
-        """Return what the expert does now; None when it knows no way or the episode has ended."""
+        """Return the expert's next action; None if it has none or the episode has ended."""
         return None if self._done else self._expert_action()
 
     def _expert_action(self) -> str | None:
         raise NotImplementedError
 
     def fingerprint(self) -> str:
-        """Return sha256 over what the world takes for its state at reset."""
+        """Return the sha256 of the world's state at reset."""
         return hashlib.sha256(self._state().encode()).hexdigest()
 
     def _state(self) -> str:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give back what the episode holds: nothing more than its own memory, unless said."""
+        """Release the episode's resources. The base class holds only memory."""

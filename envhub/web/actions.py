@@ -17,7 +17,7 @@ WORD = re.compile(r"\s*([a-z_]+)")
 
 
 class Kind(StrEnum):
-    """What an action does."""
+    """The kinds of action."""
 
     CLICK = "click"
     HOVER = "hover"
@@ -43,7 +43,7 @@ WEB_KINDS = frozenset(Kind) - POINTER_KINDS
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a kind of action is written, what its arguments match, and what it does."""
+    """Syntax of one kind of action: an example, a pattern of its arguments, and its effect."""
 
     text: str
     arguments: str
@@ -68,7 +68,7 @@ MODIFIERS = ("Control", "Shift", "Alt")
 
 
 class InvalidAction(ValueError):
-    """The text is no action of this language; the message is for the agent."""
+    """The text is not a valid action; the message is written for the agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +76,11 @@ class Action:
     """One action.
 
     Attributes:
-        element: id of a node in the last observation, or a tab's number; -1 where there is none.
-        target: id of the node that `element` is dragged to; -1 where there is none.
-        text: what to type, the key, the direction, the URL or the answer.
+        element: id of a node in the last observation, or a tab's number; -1 for none.
+        target: id of the node onto which `element` is dragged; -1 for none.
+        text: the text to type, the key, the direction, the URL or the answer.
         enter: whether Enter follows the typed text.
-        points: where the mouse goes, in pixels from the top left corner of what is in view.
+        points: positions of the mouse, in pixels from the top left corner of the viewport.
     """
 
     kind: Kind
@@ -92,7 +92,7 @@ class Action:
 
 
 def fenced(reply: str) -> str:
-    """Return what the first pair of triple backticks of a reply holds.
+    """Return the text inside the first pair of triple backticks in a reply.
 
     Raises: InvalidAction: there is no such pair.
     """
@@ -103,9 +103,9 @@ def fenced(reply: str) -> str:
 
 
 def parse(text: str, kinds: frozenset[Kind] = WEB_KINDS) -> Action:
-    """Return the action that a text names.
+    """Return the action that a text denotes.
 
-    Raises: InvalidAction: unknown word, or its arguments are malformed.
+    Raises: InvalidAction: the word is unknown, or its arguments are malformed.
     """
     word = WORD.match(text)
     if word is None or word[1] not in kinds:
@@ -142,7 +142,7 @@ def _points(words: str) -> tuple[tuple[int, int], ...]:
 
 
 def describe(action: Action) -> str:
-    """Return an action as the language writes it."""
+    """Return the text of an action in this language."""
     parts = [action.kind.value]
     parts += [f"[{number}]" for number in (action.element, action.target) if number >= 0]
     parts += [f"[{x},{y}]" for x, y in action.points]
@@ -154,22 +154,22 @@ def describe(action: Action) -> str:
 
 
 def read_reply(reply: str, style: Style) -> str:
-    """Return the action's text in an agent's reply: AgentGym's agents fence it.
+    """Return the action's text in an agent's reply. AgentGym's agents put it between backticks.
 
-    Raises: InvalidAction: there are no fences where there must be.
+    Raises: InvalidAction: the backticks are missing in AgentGym's style.
     """
     return fenced(reply) if style is Style.AGENTGYM else action_text(reply)
 
 
 def as_reply(action: str, style: Style) -> str:
-    """Return the reply with which an agent gives an action."""
+    """Return an agent's reply that contains an action."""
     if style is Style.COMPACT:
         return action
     return f"In summary, the next action I will perform is ```{action}```"
 
 
 def key_name(combination: str) -> str:
-    """Return a key combination as browsers name it: `ctrl+a` is `Control+a`.
+    """Return a key combination with the browsers' key names: `ctrl+a` is `Control+a`.
 
     Raises: InvalidAction: an unknown key.
     """
@@ -188,7 +188,7 @@ def _known(kinds: frozenset[Kind]) -> str:
 
 
 def read_web_instructions(code: str, kinds: frozenset[Kind] = WEB_KINDS) -> dict[Style, str]:
-    """Return `read_instructions`, with a line of explanation of each kind for {actions}."""
+    """Return `read_instructions`, where {actions} is one line of explanation for each kind."""
     lines = [f"{form.text}: {form.meaning}" for kind, form in FORMS.items() if kind in kinds]
     texts = read_instructions(code)
     return {style: text.replace("{actions}", "\n".join(lines)) for style, text in texts.items()}

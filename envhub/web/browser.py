@@ -1,4 +1,4 @@
-"""The one Chromium of a process: found on this machine, started at first use, replaced."""
+"""The Chromium of a process: found on the machine, started on first use, restarted when dead."""
 
 import asyncio
 import logging
@@ -27,14 +27,14 @@ FLAGS = tuple(read_text(__file__, "flags.txt").split())
 
 
 def find_browser(options: BrowserOptions) -> str:
-    """Return the path of the browser to drive; "" when there is none."""
+    """Return the path of the browser; "" if there is none."""
     if options.executable:
         return options.executable if os.access(options.executable, os.X_OK) else ""
     return next((path for name in BINARIES if (path := shutil.which(name))), "")
 
 
 def check_browser(options: BrowserOptions) -> list[str]:
-    """Return a line for what the browser environments lack on this machine."""
+    """Return an error line if this machine has no browser; [] if it has one."""
     if find_browser(options):
         return []
     if options.executable:
@@ -47,7 +47,7 @@ def check_browser(options: BrowserOptions) -> list[str]:
 
 
 def browser_spec(spec: EnvSpec, options: BrowserOptions) -> EnvSpec:
-    """Return the entry of a browser environment: one worker holds the browser and all episodes."""
+    """Return the catalogue entry of a browser environment. One worker holds all its episodes."""
     return replace(
         spec,
         isolation=Isolation.WORKER,
@@ -59,9 +59,9 @@ def browser_spec(spec: EnvSpec, options: BrowserOptions) -> EnvSpec:
 
 
 def host_rules(hosts: Mapping[str, str], *, reachable: frozenset[str] = frozenset()) -> str:
-    """Return Chromium's rules for names: `hosts` lead to addresses, `reachable` stay as they are.
+    """Return Chromium's resolver rules: `hosts` map to addresses, `reachable` resolve normally.
 
-    Every other host does not exist for the browser, whatever page or agent asks for it.
+    Every other host is unresolvable in the browser, for pages and for agents.
     """
     rules = [f"MAP {host} {address}" for host, address in hosts.items()]
     kept = [f"EXCLUDE {host}" for host in sorted(reachable)]
@@ -69,10 +69,10 @@ def host_rules(hosts: Mapping[str, str], *, reachable: frozenset[str] = frozense
 
 
 class BrowserHost:
-    """Starts the browser at the first context and again when it has died.
+    """Starts the browser for the first context, and again after it has died.
 
-    Example: two sessions have a context each; Chromium is killed. Their next calls raise
-    EnvFailure (`is_alive` of their browser is False); the next new session starts a new browser.
+    Example: two sessions have a context each, and Chromium is killed. Their next calls raise
+    EnvFailure (`is_alive` of their browser is False). The next new session starts a new browser.
     """
 
     def __init__(self, options: BrowserOptions, rules: str) -> None:
@@ -86,13 +86,13 @@ class BrowserHost:
     async def open_context(
         self, *, clock: bool = False, storage_state: str | None = None
     ) -> BrowserContext:
-        """Return a fresh context: own cookies, cache and storage; animations take no time.
+        """Return a new context with its own cookies, cache and storage, and reduced motion.
 
         Args:
-            clock: pages see a clock that only moves when told to.
-            storage_state: file with cookies to start from; None starts without any.
+            clock: replace the pages' clock by a virtual clock, which advances on command only.
+            storage_state: file of initial cookies; None: no cookies.
 
-        Raises: EnvFailure: there is no browser, or it does not answer.
+        Raises: EnvFailure: there is no browser, or it does not respond.
         """
         browser = await self._living()
         try:
@@ -140,7 +140,7 @@ class BrowserHost:
         )
 
     async def stop(self) -> None:
-        """End the browser; a browser that does not answer is left to the end of the process."""
+        """Stop the browser. A browser that does not respond ends with the process."""
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 if self._browser is not None:
@@ -153,5 +153,5 @@ class BrowserHost:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type when it has none."""
+    """Return the first line of an error's text, or its type if the text is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -1,5 +1,5 @@
-// Replaces a page's clock by one that stands still until `advance` is called: pages that wait,
-// animate or measure time then behave alike on every machine, however slow. Chance is seeded too.
+// Replaces a page's clock by a virtual clock that moves only in `advance`. Waiting, animation and
+// time measurement in pages then do not depend on the machine's speed. Random numbers are seeded.
 (() => {
   if (window.__lsClock) return;
   const RealDate = Date;

@@ -1,8 +1,8 @@
-// Points at, types into and scrolls what the last snapshot listed; follows page.js.
+// Points at, types into and scrolls the nodes of the last snapshot. Loaded after page.js.
 (() => {
   if (window.__ls.aim) return;
   const { state, frame, keyed } = window.__ls;
-  let mouse = { x: 0, y: 0 }; // where it was pointed to last
+  let mouse = { x: 0, y: 0 }; // last mouse position
 
   function boxOf(target) {
     if (target.nodeType === Node.TEXT_NODE) {
@@ -13,9 +13,9 @@
     return target.getClientRects()[0] || target.getBoundingClientRect();
   }
 
-  // A point of a box that shows the element and not what lies over it; the middle first. Only a
-  // click seeks the outermost pixels too: a drag would miss with them, and a frame drawn around
-  // nothing is met in its middle, not on its line.
+  // A point of a box at which the element is not covered by another one; the middle is tried first.
+  // Only a click also tries the outermost pixels: a drag from there would miss the element. They
+  // are not tried on an SVG element: an unfilled frame is clicked in its middle, not on its line.
   const SHARES = [0.5, 0.3, 0.7, 0.1, 0.9];
   const WITH_EDGES = [...SHARES, 0, 1];
   const along = (start, length, share) => {
@@ -38,7 +38,7 @@
     return null;
   }
 
-  // Brings a node of the last snapshot into view and says where to point the mouse.
+  // Scrolls a node of the last snapshot into view and returns a mouse position on it.
   function aim(index, isClick) {
     const target = state.targets[index];
     if (!target || !target.isConnected) return { is_gone: true };
@@ -56,8 +56,8 @@
     return point;
   }
 
-  // While the button is held every move takes time, on a page with a clock of its own. The clock
-  // moves first: a listener of the page may keep the event to itself.
+  // While the button is held, each move advances the page's virtual clock, if it has one. The clock
+  // advances first, because a listener of the page may stop the event.
   let moveMs = 0;
   window.addEventListener('mousemove', (event) => {
     const { clientX: x, clientY: y } = event;
@@ -69,7 +69,7 @@
     moveMs = ms;
   }
 
-  // Scrolls what is under the mouse, or the page, by one screen of it.
+  // Scrolls the element under the mouse, or the page, by one screen.
   async function scroll(direction) {
     const canMove = (el) => el.scrollHeight > el.clientHeight + 1
       && ['auto', 'scroll'].includes(getComputedStyle(el).overflowY)
@@ -81,7 +81,7 @@
     const isInner = el && el !== document.body && el !== document.documentElement;
     if (isInner) el.scrollBy({ top: direction * el.clientHeight, behavior: 'instant' });
     else scrollBy({ top: direction * innerHeight, behavior: 'instant' });
-    // Pages hear of it with the next frame.
+    // Pages receive the scroll event with the next frame.
     await new Promise((resolve) => { frame(() => frame(resolve)); });
   }
 
@@ -99,7 +99,7 @@
 
   const SET_DIRECTLY = ['date', 'time', 'datetime-local', 'month', 'week', 'color', 'range'];
 
-  // Focuses a field and selects what is in it, so that typing replaces it.
+  // Focuses a field and selects its content, so that typing replaces it.
   function startTyping(index, words) {
     const el = state.targets[index];
     if (!el || !el.isConnected || el.nodeType === Node.TEXT_NODE) return 'gone';

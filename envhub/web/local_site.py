@@ -1,4 +1,4 @@
-"""ASGI applications served inside this process, and a browser that reaches nothing else."""
+"""ASGI applications served inside this process, and a browser that reaches only these."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ STOP_TIMEOUT_S = 3.0
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves the signals to the process it lives in."""
+    """A server that does not install signal handlers."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -29,10 +29,11 @@ class _Server(uvicorn.Server):
 
 
 class LocalSite:
-    """An application answering at `address`, `127.0.0.1:<port>` or `[::1]:<port>`, until `stop`."""
+    """Serves an application at `address`, `127.0.0.1:<port>` or `[::1]:<port>`, until `stop`."""
 
     def __init__(self, app: Any) -> None:
-        # The protocol is named, or the server would not send small answers at once.
+        # asyncio sets TCP_NODELAY only if the protocol is given. Without it, small answers are
+        # delayed.
         host = loopback()
         self._socket = socket.socket(family_of(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.bind((host, 0))
@@ -44,7 +45,7 @@ class LocalSite:
         self.address = f"{bracketed(host)}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> None:
-        """Return when requests are answered.
+        """Start the server and return once it accepts requests.
 
         Raises: EnvFailure: the application did not start.
         """
@@ -57,7 +58,7 @@ class LocalSite:
         logger.info("local site started address=%s", self.address)
 
     async def stop(self) -> None:
-        """End the server; open connections are cut after a second."""
+        """Stop the server; open connections are closed after a second."""
         if self._task is None:
             return
         self._server.should_exit = True
@@ -68,7 +69,7 @@ class LocalSite:
 
 
 class LocalBrowser:
-    """An application under names of hosts, and a browser to visit it; started at first use."""
+    """An application under host names, and a browser that visits it; both start on first use."""
 
     def __init__(
         self, options: BrowserOptions, make_app: Callable[[], Any], hosts: Sequence[str]
@@ -82,7 +83,7 @@ class LocalBrowser:
 
     @property
     def address(self) -> str:
-        """Where the application answers, host and port; only once it is started."""
+        """Host and port of the application; it must be started."""
         assert self._site is not None, "the application is not started"
         return self._site.address
 
@@ -100,7 +101,7 @@ class LocalBrowser:
             return self._browser
 
     async def stop(self) -> None:
-        """End the browser and the application."""
+        """Stop the browser and the application."""
         if self._browser is not None:
             await self._browser.stop()
         if self._site is not None:

@@ -1,4 +1,4 @@
-// Reads the page as a list of accessible nodes; follows settle.js.
+// Reads the page as a list of accessible nodes. Loaded after settle.js.
 (() => {
   if (window.__ls.snapshot) return;
   const { state, settle, styledImages, clickable } = window.__ls;
@@ -83,7 +83,7 @@
     return squeeze(el.getAttribute('title') || '');
   }
 
-  // The beginning of a text; a character of two halves is in it whole or not at all.
+  // The beginning of a text. A surrogate pair is never split.
   const cut = (text, most) => (text.length > most
     ? text.slice(0, most).replace(/[\ud800-\udbff]$/, '') : text);
 
@@ -111,7 +111,7 @@
     return list.join(' ');
   }
 
-  // Outside of `deep`, listeners say little: applications listen at the root for all they hold.
+  // Listeners count only with `deep`: applications often listen at the root for all their elements.
   function listens(el, isDeep) {
     return Boolean(el.onclick) || el.hasAttribute('onclick') || el.tabIndex >= 0
       || (isDeep && clickable.has(el));
@@ -119,7 +119,7 @@
 
   const hintsOf = (el) => [el.id || '', String(el.getAttribute('class') || '')];
 
-  // The number of the block of text a node flows in: texts of one block make one sentence.
+  // The number of a text node's block: the texts of one block form a sentence.
   function blockOf(node, blocks) {
     let el = node.parentElement;
     while (el !== document.body && getComputedStyle(el).display === 'inline') el = el.parentElement;
@@ -144,7 +144,7 @@
         Math.round(rect.width), Math.round(rect.height), seen ? 1 : 0]);
       return rows.length - 1;
     };
-    // A coloured box with nothing in it.
+    // An empty coloured box.
     const isBox = (el, style) => (el.tagName === 'SPAN' || el.tagName === 'DIV')
       && el.childNodes.length === 0 && style.borderTopStyle === 'solid'
       && !['rgba(0, 0, 0, 0)', 'transparent'].includes(style.backgroundColor);
@@ -168,7 +168,7 @@
       const name = el.tagName === 'text' ? squeeze(el.textContent) : '';
       add(el, [parent, depth, el.tagName, name, facts.join(' '), ...hintsOf(el), -1], rect);
     }
-    // The line drawn last on a canvas, in the pixels of the page.
+    // The last line drawn on a canvas, in pixels of the page.
     function canvas(el, parent, depth) {
       const rect = el.getBoundingClientRect();
       const drawn = window.__lsDrawn?.get(el) || [];
@@ -186,7 +186,7 @@
       if (node.tagName !== 'OPTION' && (style.display === 'none'
           || (!options.deep && node.getAttribute('aria-hidden') === 'true'))) return undefined;
       let role = style.visibility === 'hidden' ? '' : roleOf(node);
-      // A list item or cell that listens is more than a list item or cell.
+      // A list item or cell with a click listener is clickable.
       if (options.deep && ['listitem', 'cell'].includes(role) && clickable.has(node)) role = '';
       if (role === '' && style.visibility !== 'hidden' && style.display !== 'contents') {
         const pointed = style.cursor === 'pointer'

@@ -1,4 +1,4 @@
-"""What an action does on a page."""
+"""Execution of actions on a page."""
 
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -7,10 +7,10 @@ from playwright.async_api import Page
 
 from envhub.web.actions import Action, InvalidAction, Kind
 
-# Of a field that watches keys: each key may cost such a page some milliseconds.
+# Limit for a field with key listeners, where each key can take some milliseconds.
 MAX_KEYED_CHARS = 300
-DRAG_STEPS = 4  # from one point to the next
-MOVE_MS = 20  # of a page's own clock, for each
+DRAG_STEPS = 4  # Mouse moves between two points.
+MOVE_MS = 20  # Advance of a page's virtual clock for each mouse move.
 NO_ELEMENT = (
     'Attempt to perform "{}" on element "[{}]" but no matching element found. '
     "Please check the observation more carefully."
@@ -18,9 +18,9 @@ NO_ELEMENT = (
 
 
 async def act(page: Page, action: Action) -> None:
-    """Do what an action on the page itself says.
+    """Perform an action on the page.
 
-    Raises: InvalidAction: it cannot be done here.
+    Raises: InvalidAction: it is impossible on this page.
     """
     match action.kind:
         case Kind.CLICK | Kind.HOVER:
@@ -72,7 +72,8 @@ async def _drag(page: Page, action: Action) -> None:
     if start.get("is_option") or end.get("is_option"):
         raise InvalidAction("Options cannot be dragged.")
     x, y = start["x"], start["y"]
-    aside = [(x + 1, y + 1)] if start == end else []  # who drags to the same place moves, too
+    # A drag to the same place must also move the mouse.
+    aside = [(x + 1, y + 1)] if start == end else []
     await _hold(page, [(x, y), *aside, (end["x"], end["y"])])
 
 
@@ -109,7 +110,7 @@ async def _type(page: Page, action: Action) -> None:
 
 
 async def _type_over(page: Page, words: str) -> None:
-    """Type over the selection; the last character by key, for pages that watch the keys."""
+    """Replace the selection; the last character is typed as a key, for pages with key listeners."""
     if not words:
         await page.keyboard.press("Delete")
         return
@@ -125,7 +126,7 @@ async def _goto(page: Page, url: str) -> None:
 
 
 async def _turn(page: Page, turning: Coroutine[Any, Any, object]) -> None:
-    """Go back or forward; the empty page before the first is not a place to go."""
+    """Go back or forward in the history, but never to the empty page before the first."""
     await turning
     if page.url == "about:blank":
         await page.go_forward()

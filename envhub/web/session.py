@@ -1,4 +1,4 @@
-"""One episode's view of the browser: a context, its tabs, and what an action does in them."""
+"""One episode's browser session: a context, its tabs, and the actions in them."""
 
 import asyncio
 import json
@@ -27,19 +27,19 @@ JPEG_QUALITY = 60
 GRACE_S = 10.0
 NEW_TAB_TIMEOUT_S = 2.0
 FAR_CORNER = (VIEWPORT[0] - 1, VIEWPORT[1] - 1)
-# What a browser says when a page went away while it was being read.
+# Parts of browser errors about a page that was navigated away or closed while it was read.
 GONE_WORDS = ("Execution context was destroyed", "navigat", "Cannot find context", "detached")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """How pages are read.
+    """Options for reading pages.
 
     Attributes:
-        max_settle_ms: longest wait for a page to come to rest before it is read as it is.
-        quiet_ms: how long its document must not have changed; 0 asks for no such rest.
-        advance_ms: by how much a page's own clock moves before each look, if it has one.
-        deep: whether drawings, listeners and class names are told of, for pages without words.
+        max_settle_ms: longest wait until a page settles; then it is read in any state.
+        quiet_ms: required time without a change of the document; 0: none.
+        advance_ms: advance of a page's virtual clock before each snapshot, if it has one.
+        deep: include drawings, listeners and class names, for pages without text.
         skip: ids of elements that are left out.
     """
 
@@ -51,10 +51,10 @@ class Look:
 
 
 class WebSession:
-    """Tabs of one context; calls come one at a time.
+    """The tabs of one context. Calls must not overlap.
 
     Args:
-        may_go: whether an address may be opened by `goto`.
+        may_go: returns whether `goto` may open an address.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class WebSession:
         self._look = look
         self._may_go = may_go
         self._timeout_s = action_timeout_s
-        self.tabs: list[Page] = []  # in the order of their opening
+        self.tabs: list[Page] = []  # Tabs in the order in which they were opened.
         self._current: Page | None = None
         self._has_new_tab = asyncio.Event()
         self.dialogs: list[str] = []
@@ -79,7 +79,7 @@ class WebSession:
 
     @property
     def page(self) -> Page:
-        """The tab that actions go to."""
+        """The tab that receives actions."""
         assert self._current is not None, "a session is used before a tab is open"
         return self._current
 
@@ -104,20 +104,20 @@ class WebSession:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the browser is there and a tab is open."""
+        """Whether the browser is connected and a tab is open."""
         browser = self.context.browser
         return browser is not None and browser.is_connected() and bool(self.tabs)
 
     async def open(self, *urls: str) -> None:
-        """Open a tab for each address, the only open one first; the first becomes current.
+        """Open a tab for each address and make the first one current. An open tab is reused.
 
-        Raises: EnvFailure: an address does not answer.
+        Raises: EnvFailure: an address does not respond.
         """
         kept = list(self.tabs)
         for url in urls:
             page = kept.pop(0) if kept else await self._guard(self.context.new_page())
             try:
-                # What the mouse was left over must not look pointed at on the next page.
+                # Move the mouse away, so that nothing on the next page has the hover state.
                 await self._guard(page.mouse.move(*FAR_CORNER))
                 await self._guard(page.goto(url, wait_until="load", timeout=self._timeout_s * 2000))
             except BrowserError as error:
@@ -125,9 +125,9 @@ class WebSession:
         self._current = self.tabs[-len(urls)]
 
     async def picture(self) -> str:
-        """Return what the current tab shows as a URL that holds it.
+        """Return a screenshot of the current tab as a data URL.
 
-        Raises: EnvFailure: there is nothing to be seen.
+        Raises: EnvFailure: the screenshot failed.
         """
         try:
             content = await self._guard(self.page.screenshot(type="jpeg", quality=JPEG_QUALITY))
@@ -137,9 +137,9 @@ class WebSession:
 
     @asynccontextmanager
     async def aside(self, url: str) -> AsyncIterator[Page]:
-        """Open an address in a tab that is none of the agent's, for the time of a look.
+        """Open an address in a temporary tab that is hidden from the agent.
 
-        Raises: EnvFailure: it does not answer.
+        Raises: EnvFailure: it does not respond.
         """
         self._is_aside = True
         try:
@@ -155,9 +155,9 @@ class WebSession:
             await self._guard(page.close())
 
     async def run(self, script: str, argument: object = None) -> object:
-        """Run a script of ours in the current page and returns its result.
+        """Run a trusted script in the current page and return its result.
 
-        Raises: EnvFailure: it raised, or the page is gone.
+        Raises: EnvFailure: it raised an error, or the page is gone.
         """
         try:
             return await self._guard(self.page.evaluate(script, argument))
@@ -165,11 +165,11 @@ class WebSession:
             raise EnvFailure(f"a script failed on {self.page.url}: {first_line(error)}") from error
 
     async def look(self, *, advance_ms: int | None = None, has_places: bool = False) -> Snapshot:
-        """Return what the current tab shows once it has come to rest.
+        """Return a snapshot of the current tab after it has settled.
 
         Args:
-            advance_ms: by how much the page's own clock moves; None: as the session's look says.
-            has_places: whether every node tells where it is.
+            advance_ms: advance of the page's virtual clock; None: the session's `advance_ms`.
+            has_places: include the position of every node.
 
         Raises: EnvFailure: the page cannot be read.
         """
@@ -198,7 +198,7 @@ class WebSession:
         raise EnvFailure("the page does not come to rest")
 
     async def _opened(self) -> None:
-        """Wait for the tab that a page has asked for; a browser may refuse to open it."""
+        """Wait for the tab that a page requested; the browser may refuse to open it."""
         try:
             async with asyncio.timeout(NEW_TAB_TIMEOUT_S):
                 await self._has_new_tab.wait()
@@ -213,10 +213,10 @@ class WebSession:
             logger.debug("page is slow url=%s", page.url)
 
     async def perform(self, action: Action) -> None:
-        """Do what an action says; what it led to is seen by `look`.
+        """Perform an action. The next snapshot contains its effect.
 
         Raises:
-            InvalidAction: it cannot be done here; the text is for the agent.
+            InvalidAction: it is impossible here; the text is written for the agent.
             EnvFailure: the browser is gone or hangs.
         """
         self.dialogs.clear()
@@ -256,7 +256,10 @@ class WebSession:
         return [await self._guard(page.title()) for page in self.tabs]
 
     async def _guard(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Await work of the browser under a deadline; a dead or hanging browser is a failure."""
+        """Await a browser call under a deadline.
+
+        Raises EnvFailure if the browser is dead or hangs.
+        """
         try:
             async with asyncio.timeout(self._timeout_s * 2 + GRACE_S):
                 return await work
@@ -269,7 +272,7 @@ class WebSession:
             raise
 
     async def close(self) -> None:
-        """Give back the context; a dead browser has given it back already."""
+        """Close the context; that of a dead browser is already closed."""
         try:
             async with asyncio.timeout(GRACE_S):
                 await self.context.close()

@@ -1,5 +1,5 @@
-// Runs in every document before its own scripts: says when the page has come to rest. It keeps
-// real timers, whatever the page does to its own.
+// Runs in every document before its own scripts, and detects when the page has settled. It keeps
+// the real timers, even if the page replaces them.
 (() => {
   if (window.__ls) return;
   const setTimer = window.setTimeout.bind(window);
@@ -8,8 +8,8 @@
 
   const tick = (ms) => new Promise((resolve) => setTimer(resolve, ms));
 
-  // A fetch or XMLHttpRequest under way keeps the page busy, until its answer has been read. Of an
-  // answer that does not end only the first second is waited for.
+  // An open fetch or XMLHttpRequest keeps the page busy until its answer has been read. An endless
+  // answer keeps it busy for one second only.
   const MAX_BODY_MS = 1000;
   const pageFetch = window.fetch;
   const readToEnd = (response) => Promise.race([response.clone().arrayBuffer(), tick(MAX_BODY_MS)]);
@@ -28,17 +28,17 @@
     this.addEventListener('loadend', () => { state.pending -= 1; }, { once: true });
     return send.apply(this, args);
   };
-  // So does a navigation to another document: this one must not be read any more.
+  // A navigation to another document also keeps it busy: this document must not be read any more.
   if (window.navigation) {
     navigation.addEventListener('navigate', (event) => {
       if (!event.destination.sameDocument && event.downloadRequest === null) {
-        // A handler that runs later may still refuse it.
+        // A later handler may still cancel the navigation.
         setTimer(() => { if (!event.defaultPrevented) state.leaving = true; }, 0);
       }
     });
     navigation.addEventListener('navigateerror', () => { state.leaving = false; });
   }
-  // A tab that is about to open: whoever reads this page next wants to know.
+  // Tabs that are about to open. The next snapshot reports their number.
   const openTab = window.open;
   window.open = function (...args) {
     const tab = openTab.apply(this, args);
@@ -49,7 +49,7 @@
     const link = event.target instanceof Element ? event.target.closest('a[href]') : null;
     if (link && link.target === '_blank' && !event.defaultPrevented) state.opened += 1;
   });
-  // Who listens to clicks, and which fields to keys.
+  // Elements with click listeners, and fields with key listeners.
   const clickable = new WeakSet();
   const keyed = new WeakSet();
   const addListener = EventTarget.prototype.addEventListener;
@@ -60,9 +60,9 @@
   };
   const frame = window.requestAnimationFrame.bind(window);
 
-  // Images that styles bring in give elements their size; a page says nothing of their loading. They
-  // are held, so that one that only shows under the mouse has its size at once: while it loads the
-  // element has none, and a click misses it.
+  // Images in styles give elements their size, and no event reports their loading. They are loaded
+  // early and kept, so that an image shown only under the mouse has its size at once. While it
+  // loads, its element would have no size, and a click would miss it.
   const drawn = new Map();
   function load(url) {
     if (!url || drawn.has(url)) return [];
@@ -72,7 +72,8 @@
     return [image.decode().catch(() => {})];
   }
 
-  // Of rules, too, that match nothing yet (`:hover`); sheets of other sites cannot be read.
+  // Loads the images of all rules, including rules without a match yet (`:hover`). Style sheets
+  // of other sites are unreadable.
   const read = new WeakSet();
   function imagesOfRules() {
     const waits = [];
@@ -107,7 +108,7 @@
     let changed = quietMs > 0 ? start : -Infinity;
     const watcher = new MutationObserver(() => { changed = now(); });
     if (quietMs > 0) watcher.observe(document, { subtree: true, childList: true });
-    // Submitting a form is a task of its own, later than the click that caused it.
+    // A form is submitted in a separate task after the click.
     await tick(0);
     await tick(0);
     await tick(0);

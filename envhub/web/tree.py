@@ -1,4 +1,4 @@
-"""What a page shows, as nodes and as the text of an accessibility tree."""
+"""Snapshots of pages: nodes, and their text as an accessibility tree."""
 
 import json
 import re
@@ -11,7 +11,7 @@ STATIC = "StaticText"
 _ROLES = {kind: frozenset(r.split()) for kind, r in read_table(__file__, "roles.yaml").items()}
 LEAF_ROLES, INTERACTIVE = _ROLES["leaf"], _ROLES["interactive"]
 STRUCTURE, FRAMES = _ROLES["structure"], _ROLES["frames"]
-# What the page's script tells of each node, before whether it is in view.
+# Fields of a node in the page script's report. The flag `is_in_view` follows them.
 ROW = (
     *("parent", "depth", "role", "name", "states", "dom_id", "dom_class", "block"),
     *("x", "y", "width", "height"),
@@ -24,13 +24,13 @@ class Node:
     """One node of a page.
 
     Attributes:
-        id: its place in the snapshot; what actions name.
-        parent: id of the node it is in; -1 at the top.
-        states: what else is known of it, such as `checked: true value: "a"`.
-        dom_id, dom_class: as in the document; experts may use them, agents never see them.
-            Of a text they are those of the element around it.
-        block: number of the block that a text flows in; texts of one block make one sentence.
-        x, y, width, height: its box in CSS pixels of the document.
+        id: index in the snapshot; actions refer to it.
+        parent: id of the parent node; -1 at the top.
+        states: further properties, such as `checked: true value: "a"`.
+        dom_id, dom_class: attributes in the document, for experts only; agents never see them. A
+            text has those of its surrounding element.
+        block: number of a text's block; the texts of one block form a sentence.
+        x, y, width, height: bounding box in CSS pixels of the document.
     """
 
     id: int
@@ -56,18 +56,18 @@ class Node:
 
     @property
     def is_checked(self) -> bool:
-        """Whether a checkbox or radio button is on."""
+        """Whether a checkbox or radio button is checked."""
         return "checked: true" in self.states
 
     @property
     def is_selected(self) -> bool:
-        """Whether an option or tab is the chosen one."""
+        """Whether an option or tab is selected."""
         return "selected: True" in self.states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A page at one moment; `state` is what a script of ours in the page tells besides."""
+    """A page at one moment; `state` is the value of the page's `__lsState`, if defined."""
 
     url: str
     title: str
@@ -76,7 +76,7 @@ class Snapshot:
 
 
 def read_snapshot(message: dict) -> Snapshot:
-    """Return the snapshot that the page's script reported."""
+    """Return the snapshot in a page script's report."""
     nodes = tuple(_node(i, row) for i, row in enumerate(message["rows"]))
     return Snapshot(url=message["url"], title=message["title"], nodes=nodes, state=message["state"])
 
@@ -88,7 +88,7 @@ def _node(index: int, row: list) -> Node:
 
 
 def shown_nodes(nodes: tuple[Node, ...], *, only_in_view: bool) -> list[Node]:
-    """Return the nodes worth a line: in view if asked for, named, and not repeating another."""
+    """Return the displayed nodes: named, not repeating another node, and optionally in view."""
     busy = _with_interactive_children(nodes)
     kept: list[Node] = []
     for node in nodes:
@@ -106,7 +106,7 @@ def shown_nodes(nodes: tuple[Node, ...], *, only_in_view: bool) -> list[Node]:
 
 
 def _with_interactive_children(nodes: tuple[Node, ...]) -> set[int]:
-    """Return the nodes that hold something to act on; their own name would only repeat it."""
+    """Return the nodes with interactive descendants, whose names would repeat these."""
     busy: set[int] = set()
     for node in nodes:
         if node.role in INTERACTIVE or node.role in ("img", "heading"):
@@ -118,7 +118,7 @@ def _with_interactive_children(nodes: tuple[Node, ...]) -> set[int]:
 
 
 def _is_told(node: Node, nodes: tuple[Node, ...], busy: set[int], kept: list[Node]) -> bool:
-    """Whether a text is part of a name that stands in the tree already, or among the last lines."""
+    """Whether a text repeats the name of a displayed ancestor or of the last displayed node."""
     at = node.parent
     while at >= 0:
         above = nodes[at]
@@ -153,10 +153,10 @@ def _depths(nodes: list[Node]) -> dict[int, int]:
 
 
 def compact_lines(nodes: list[Node], all_nodes: tuple[Node, ...], *, ids: bool) -> list[str]:
-    """Return short lines: ids only where there is something to do, a table row on one line.
+    """Return short lines: ids only for interactive nodes, and a table row on one line.
 
     Args:
-        ids: True gives every node its id, also plain text.
+        ids: True gives every node its id, including plain text.
     """
     lines: list[str] = []
     last, last_row = None, -1
@@ -201,7 +201,7 @@ def _compact(node: Node, ids: bool) -> str:
 
 
 def cut(lines: list[str], max_words: int) -> str:
-    """Return the lines joined; what is beyond `max_words` words is left out, and counted."""
+    """Return the first `max_words` words as whole lines, and the number of omitted lines."""
     budget = max_words
     for i, line in enumerate(lines):
         budget -= line.count(" ") + 1

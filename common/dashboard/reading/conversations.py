@@ -1,4 +1,4 @@
-"""Files of conversations in the format of AgentTraj, looked at like a run's episodes."""
+"""Conversation files in the AgentTraj format, as a source of episodes like a run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from common.store.agent_traj import Conversation, read_conversations
 
 
 class ConversationFile:
-    """One file, read whole when it is first asked for, and again when it has changed."""
+    """One file. It is read whole on the first refresh, and again after each change."""
 
     kind = "conversations"
 
@@ -23,7 +23,7 @@ class ConversationFile:
         self._read_at: tuple[int, int] | None = None
 
     def refresh(self, *, budget_s: float = 0.0) -> bool:
-        """Read the file if it is new; return whether more is to be read, which never is so."""
+        """Read the file if it is new or changed. Returns False: nothing is left to read."""
         try:
             found = self.path.stat()
         except OSError as error:
@@ -42,7 +42,7 @@ class ConversationFile:
         return False
 
     def summary(self) -> dict[str, Any]:
-        """Return what a list of sources says of it."""
+        """Return the entry of this file in the list of sources."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -53,11 +53,11 @@ class ConversationFile:
         }
 
     def page(self, wanted: Mapping[str, str], *, start: int, num: int) -> dict[str, Any]:
-        """Return some of the conversations that fit."""
+        """Return one page of the conversations that match the filters."""
         return page(self.rows, wanted, start=start, num=num)
 
     def episode(self, episode_id: str) -> dict[str, Any]:
-        """Return one conversation; a message is one piece of text. Raises: KeyError."""
+        """Return one conversation; each message is one segment with one text. Raises: KeyError."""
         row = self.rows.row_of[episode_id]
         segments: list[dict[str, Any]] = []
         turn = 0

@@ -1,4 +1,4 @@
-"""One trajectory as it is shown: segments of tokens with what is known of each token."""
+"""A trajectory for display: segments of tokens with the text and statistics of each token."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,43 +14,43 @@ from common.formats.scripted import actions_of
 from common.segments import Aside
 from common.wire.messages import PolicyKind, Trajectory
 
-STD_EPSILON = 1e-6  # as the learner's
-NUM_SHOWN = 24  # tokens around a difference
+STD_EPSILON = 1e-6  # The same value as in the learner.
+NUM_SHOWN = 24  # Number of tokens shown from the first difference on.
 UNKNOWN_ACTION = "(this action is not in the journal)"
 
 
 class Texts(Protocol):
-    """What knows the text of tokens."""
+    """Decoder of token ids."""
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text that each token adds."""
         ...
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return what tokens say together, without special ones. Raises: ConfigError."""
+        """Return the joined text of tokens, without special tokens. Raises: ConfigError."""
         ...
 
 
 class ScriptedTexts:
-    """The texts of a scripted policy's actions, each of which is one made-up token."""
+    """Texts of a scripted policy's actions. Each action is one synthetic token."""
 
     def __init__(self, actions: Sequence[str]) -> None:
         self._actions = actions
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the action that each token is."""
+        """Return the action of each token."""
         num = len(self._actions)
         return [self._actions[each] if 0 <= each < num else UNKNOWN_ACTION for each in token_ids]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the actions together. Raises: ConfigError: one of them is not known."""
+        """Return the joined text of the actions. Raises: ConfigError: an action is unknown."""
         if not all(0 <= each < len(self._actions) for each in token_ids):
             raise ConfigError("an earlier version of the product kept no actions of this policy")
         return "".join(self.texts(token_ids))
 
 
 def texts_for(trajectory: Trajectory, texts: Texts) -> Texts:
-    """Return what knows the tokens of an episode, where `texts` knows those of the model."""
+    """Return the decoder of an episode's tokens; `texts` decodes those of the model."""
     is_model = trajectory.policy is PolicyKind.MODEL
     return texts if is_model else ScriptedTexts(actions_of(trajectory))
 
@@ -58,17 +58,18 @@ def texts_for(trajectory: Trajectory, texts: Texts) -> Texts:
 def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
     """Return the prompt of each segment, then actions and observations in turn.
 
-    Each has its `kind`, `turn` and the `texts` of its tokens; what was sampled also the `logprobs`
-    of them (nats) and `versions` as runs [version, number of tokens], an action whether it was
-    `invalid`. Beside prompt, action and observation there are plans,
-    reflections, summaries, and what began a branch or returned from it.
+    Each part has its `kind`, its `turn` and the `texts` of its tokens. A sampled part also has
+    their `logprobs` (nats) and their `versions` as runs [version, number of tokens]. An action also
+    has the flag `invalid`. Further kinds are plans, reflections, summaries, and the starts and ends
+    of branches.
     """
     t = trajectory
     num = len(t.token_ids)
     starts = {part.start for part in rows.segments_of(t)}
     asides = {first: Aside(kind).name.lower() for first, _, kind in rows.asides_of(t)}
     edges = {*starts, *(np.flatnonzero(np.diff(t.loss_mask)) + 1).tolist(), num}
-    if t.policy is not PolicyKind.MODEL:  # nothing observed lies between its actions
+    # A scripted policy has no observations between its actions.
+    if t.policy is not PolicyKind.MODEL:
         edges.update((np.flatnonzero(np.diff(t.turn_ids)) + 1).tolist())
     edges = sorted(edges.union(*(each[:2] for each in rows.asides_of(t))))
     texts = texts_for(t, texts)
@@ -96,12 +97,12 @@ def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
 def recorded_of(
     trajectory: Trajectory, texts: Texts, *, style: str, format: AgentFormat = AgentFormat.PLAIN
 ) -> dict[str, Any]:
-    """Return what it takes to play an episode again: `actor.play.table.redo.Recorded`.
+    """Return the data to replay an episode: `actor.play.table.redo.Recorded`.
 
     Args:
-        style, format: of the run, envhub.style and actor.format.
+        style, format: `envhub.style` and `actor.format` of the run.
 
-    Raises: ConfigError: its actions are not known.
+    Raises: ConfigError: its actions are unknown.
     """
     t = trajectory
     is_model = t.policy is PolicyKind.MODEL
@@ -122,16 +123,16 @@ def recorded_of(
         "shown": [
             "".join(texts.texts(t.token_ids[each & ~t.loss_mask].tolist()))
             for each in turns
-            if is_model  # a scripted policy is shown nothing
+            if is_model  # A scripted policy gets no observations.
         ],
         **{"scores": t.turn_scores.tolist(), "states": t.turn_states.tolist()},
     }
 
 
 def _acted(t: Trajectory, turn: np.ndarray) -> np.ndarray:
-    """Return which tokens [seq] a turn acted with: the last ones that it sampled side by side.
+    """Return the indices of a turn's action tokens [num]: its last run of sampled tokens.
 
-    What it sampled before was no action: a summary, what opened a branch or closed it.
+    Earlier samples of the turn are no actions: summaries, and the start or end of a branch.
     """
     chosen = np.flatnonzero(turn & t.loss_mask)
     starts = [part.start for part in rows.segments_of(t)]
@@ -141,7 +142,7 @@ def _acted(t: Trajectory, turn: np.ndarray) -> np.ndarray:
 
 
 def runs_of(values: np.ndarray) -> list[list[int]]:
-    """Return [value, how often in a row] for each run of equal values."""
+    """Return [value, length] of each run of equal values."""
     if not len(values):
         return []
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
@@ -151,13 +152,14 @@ def runs_of(values: np.ndarray) -> list[list[int]]:
 def group_advantages(
     worth: Sequence[float], *, baseline: str, normalize_std: bool
 ) -> list[float] | None:
-    """Return what each member was worth beyond its group; None for fewer than two.
+    """Return the advantage of each member of a group; None for fewer than two members.
 
     Args:
         worth: shaped rewards.
-        baseline: `algorithm.baseline`: leave_one_out, or the mean of all.
+        baseline: `algorithm.baseline`: leave_one_out, or the mean of all members.
 
-    Source: RLOO, arXiv:2402.14740; GRPO, arXiv:2402.03300. As the learner before credit over turns.
+    The learner computes the same values, before it assigns credit to turns.
+    Source: RLOO, arXiv:2402.14740; GRPO, arXiv:2402.03300.
     """
     if len(worth) < 2:
         return None
@@ -171,7 +173,7 @@ def group_advantages(
 
 
 def first_difference(one: Trajectory, other: Trajectory, texts: Texts) -> dict[str, Any] | None:
-    """Return where the second begins to differ from the first; None if nowhere."""
+    """Return the first difference between two trajectories; None if they are equal."""
     known = texts_for(one, texts)
     texts = texts_for(other, texts)
     num = min(len(one.token_ids), len(other.token_ids))

@@ -1,7 +1,8 @@
-"""What is known of a journal, kept in the user's cache folder, so that it is read only once.
+"""Cache of journal indexes in the user's cache folder, so that a journal is read only once.
 
-A file per run, named by the run's path. It holds for the journal whose segments are those that
-were read; one that was replaced, packed or pruned meanwhile is read anew.
+Each run has one file, named by a hash of the journal's path. A cache file is valid while the
+journal has the same segments. If a segment was replaced, packed or pruned, the journal is read
+again.
 """
 
 import hashlib
@@ -23,32 +24,32 @@ from common.store.segments import list_segments, open_segment
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-MAX_BYTES = 1 << 30  # of all files; the oldest go
-MIN_ROWS = 2000  # below it a journal is read about as fast
-GROWTH = 1.2  # of the rows since it was written
+MAX_BYTES = 1 << 30  # Maximum size of all cache files. The oldest files are deleted first.
+MIN_ROWS = 2000  # Minimum number of rows. A smaller journal is read as fast without a cache.
+GROWTH = 1.2  # Growth of the number of rows that makes a new cache file worthwhile.
 
 
 def cache_folder() -> Path:
-    """Return the user's folder for it."""
+    """Return the folder of the cache files."""
     return cache.cache_folder() / "dashboard"
 
 
 class IndexCache:
-    """The file of one run.
+    """The cache file of one run.
 
-    Example: load(rows) -> None the first time; later what `save` was given, rows filled.
+    Example: load(rows) -> None at first; after `save` it fills the rows and returns `beside`.
     """
 
     def __init__(self, folder: Path, journal: Path) -> None:
-        """Name the file; nothing is read or written yet."""
+        """Compute the path of the file. No I/O happens here."""
         name = hashlib.sha256(os.fsencode(journal.absolute())).hexdigest()[:24]
         self._path, self._journal = folder / f"{name}.npz", journal
         self._num_saved = 0
 
     def load(self, rows: EpisodeRows) -> dict[str, Any] | None:
-        """Fill the rows, and return what was kept beside them; None if nothing fits the journal."""
+        """Fill the rows and return the saved `beside`; None if no valid cache file exists."""
         try:
-            # Opened here: numpy leaves a file open that is damaged.
+            # `np.load` would leave a damaged file open.
             with self._path.open("rb") as handle, np.load(handle, allow_pickle=False) as kept:
                 told = json.loads(kept["told"].tobytes())
                 if told["format"] != FORMAT or not self._is_still(told):
@@ -65,11 +66,11 @@ class IndexCache:
         return told["beside"]
 
     def save(self, rows: EpisodeRows, beside: Mapping[str, Any], *, reached: int) -> None:
-        """Keep the rows if they have become many more; that it cannot be is no error.
+        """Save the rows if their number has grown enough. A failed write is only logged.
 
         Args:
             beside: JSON that `load` returns.
-            reached: the segment up to which the journal was read.
+            reached: number of the segment up to which the journal was read.
         """
         if rows.num < max(MIN_ROWS, GROWTH * self._num_saved):
             return
@@ -93,7 +94,7 @@ class IndexCache:
             partial.unlink(missing_ok=True)
 
     def _segments(self, reached: int) -> dict[str, list[int]]:
-        """Return what tells the segments before the one that is being read from others."""
+        """Return size and mtime of each finished segment: those numbered below `reached`."""
         return {
             path.name: [(found := path.stat()).st_size, found.st_mtime_ns]
             for number, path in list_segments(self._journal).items()
@@ -101,7 +102,7 @@ class IndexCache:
         }
 
     def _is_still(self, told: dict[str, Any]) -> bool:
-        """Whether the journal is the one that was read: also the last record is the same."""
+        """Whether the journal is unchanged: the same segments and the same last record."""
         if told["segments"] != self._segments(told["reached"]):
             return False
         number, offset = told["end"]

@@ -1,4 +1,4 @@
-"""An index over a journal that is read beside its writer; what is damaged is said and skipped."""
+"""An index of a journal that is still being written. Damaged records are reported and skipped."""
 
 import time
 from pathlib import Path
@@ -13,15 +13,15 @@ from common.store.records import PACKED_SUFFIX, Segment
 from common.store.segments import list_segments, load_pruned, open_segment
 from common.wire.messages import EpisodeKind, Trajectory
 
-MAX_PROBLEMS = 50  # kept in words; the rest is counted
+MAX_PROBLEMS = 50  # Maximum number of stored messages. Further problems are only counted.
 IN_FLIGHT, EVALUATED, FAILED = "in_flight", "evaluated", "failed"
 
 
 class JournalIndex:
-    """Finds every whole record of a journal once, however often it is asked to go on.
+    """Indexes each complete record of a journal once, over any number of refreshes.
 
-    Example: refresh(budget_s=0.2) -> True while there is more; then False; later, when the writer
-    has appended, it goes on where it was.
+    Example: refresh(budget_s=0.2) -> True while records are left, then False. After the writer
+    appends, the next refresh continues at the same offset.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -29,19 +29,19 @@ class JournalIndex:
         self.problems: list[str] = []
         self.num_problems = 0
         self._folder = folder
-        self._number = -1  # of the segment that is read
+        self._number = -1  # Number of the current segment.
         self._offset = 0
         self._size = 0
         self._is_done = True
         self._segment: Segment | None = None
-        self._looked_at = -1  # size of a segment whose end is torn or damaged
+        self._looked_at = -1  # Size of a segment at which its end was found torn or damaged.
         self._done_bytes = 0
 
     def refresh(self, *, budget_s: float) -> bool:
-        """Read on for so long; return whether more is there."""
+        """Read for at most `budget_s` seconds; return whether records are left."""
         until = time.monotonic() + budget_s
         try:
-            # A packed segment is read in one go: to come back to a place in it is to unpack it.
+            # A packed segment is read without a break: seeking in it means unpacking it again.
             while time.monotonic() < until or self._is_packed():
                 if not self._step():
                     return False
@@ -53,26 +53,29 @@ class JournalIndex:
         return self._segment is not None and self._segment.path.suffix == PACKED_SUFFIX
 
     def kept(self) -> dict[str, int] | None:
-        """Return as JSON what `restore` takes; None if anything is damaged, which is said again."""
+        """Return the JSON state for `restore`; None if there were problems.
+
+        A new index then reads the journal again and reports the problems.
+        """
         if self.num_problems:
             return None
         names = ("_number", "_offset", "_size", "_is_done", "_done_bytes")
         return {name: int(getattr(self, name)) for name in names}
 
     def restore(self, kept: dict[str, int]) -> None:
-        """Go on where another one was, whose rows are there."""
+        """Continue at the position of an earlier index, whose rows are already loaded."""
         self._number, self._offset, self._size = kept["_number"], kept["_offset"], kept["_size"]
         self._is_done, self._done_bytes = bool(kept["_is_done"]), kept["_done_bytes"]
 
     def progress(self) -> float:
-        """Return the share of the journal's bytes that is indexed."""
+        """Return the indexed share of the journal's bytes."""
         paths = list_segments(self._folder)
         total = sum(path.stat().st_size for n, path in paths.items() if n > self._number)
         whole = self._done_bytes + max(self._size, self._offset) + total
         return 1.0 if whole <= 0 else (self._done_bytes + self._offset) / whole
 
     def open(self, row: int) -> Trajectory:
-        """Return a whole trajectory. Raises: WireError: it is damaged, or was pruned."""
+        """Return a complete trajectory. Raises: WireError: it is damaged, or was pruned."""
         number = int(self.rows.column("segment")[row])
         offset = int(self.rows.column("offset")[row])
         segment = open_segment(self._folder, number)
@@ -90,7 +93,7 @@ class JournalIndex:
             self._segment = None
 
     def _step(self) -> bool:
-        """Read some records; return whether there may be more."""
+        """Read up to 64 records; return whether there may be more."""
         if self._segment is None and not self._open():
             return False
         assert self._segment is not None
@@ -101,7 +104,7 @@ class JournalIndex:
         else:
             return True
         is_last = not any(number > self._number for number in list_segments(self._folder))
-        # A writer may have filled the segment between the two looks.
+        # The writer may have filled the segment since the last record was read.
         if self._record(self._segment):
             return True
         if is_last:
@@ -117,7 +120,7 @@ class JournalIndex:
         self._is_done = True
 
     def _open(self) -> bool:
-        """Open the segment to go on with; return whether there is one."""
+        """Open the current or the next segment; return whether one exists."""
         if not self._is_done:
             try:
                 self._segment = open_segment(self._folder, self._number)
@@ -125,7 +128,7 @@ class JournalIndex:
                 self._say(str(error))
             if self._segment is not None:
                 return True
-            self._end_segment()  # pruned, or damaged, since the last look
+            self._end_segment()  # The segment was pruned or damaged since the last refresh.
         return self._next_segment()
 
     def _next_segment(self) -> bool:
@@ -148,7 +151,7 @@ class JournalIndex:
         return self._open()
 
     def _record(self, segment: Segment) -> bool:
-        """Index one record, or step over damage; return whether there was anything."""
+        """Index one record, or skip a damaged part; return whether the position advanced."""
         size = segment.size
         if size == self._looked_at or self._offset >= size:
             return False
@@ -179,7 +182,10 @@ class JournalIndex:
 
 
 def values_of(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory's columns but for its place; outcomes are those known without a log."""
+    """Return a trajectory's columns without its place.
+
+    The training outcomes are filled in later from the logs.
+    """
     t = trajectory
     versions = t.versions[t.loss_mask]
     is_failed = t.end_reason.is_infrastructure_failure

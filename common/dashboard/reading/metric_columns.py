@@ -1,4 +1,4 @@
-"""A run's metrics as columns, read as they grow."""
+"""A run's metrics as columns, read incrementally."""
 
 import math
 from array import array
@@ -8,11 +8,11 @@ from typing import Any
 
 from common.store.status.json_files import LineTail, as_map
 
-MAX_POINTS = 1000  # of a series that a page gets; what lies between is averaged
+MAX_POINTS = 1000  # Maximum number of points of a series. Longer series are averaged in bins.
 
 
 class MetricColumns:
-    """Every metric of every step, nan where a step has none."""
+    """Every metric of every step; nan where a step lacks the metric."""
 
     def __init__(self, path: Path) -> None:
         self._tail = LineTail(path)
@@ -20,9 +20,9 @@ class MetricColumns:
         self.columns: dict[str, array[float]] = {}
 
     def refresh(self) -> bool:
-        """Read the new lines; return whether there were any, or the file is another one."""
+        """Read the new lines; return whether there were any, or the file was replaced."""
         is_other = self._tail.is_new()
-        if is_other:  # a restart cuts off the steps that it repeats
+        if is_other:  # A restart truncates the steps that it repeats.
             self.num, self.columns = 0, {}
         before = self.num
         for found in self._tail.lines():
@@ -34,7 +34,7 @@ class MetricColumns:
         return is_other or self.num > before
 
     def _add(self, line: dict[str, Any]) -> None:
-        """Add a step; who reads meanwhile sees it when it is whole."""
+        """Add a step. `num` grows last, so that concurrent readers get complete steps only."""
         known = {name: value for name, value in line.items() if isinstance(value, int | float)}
         if new := known.keys() - self.columns.keys():
             unknown = array("d", [math.nan]) * self.num
@@ -45,7 +45,7 @@ class MetricColumns:
 
     @property
     def problem(self) -> str:
-        """What is wrong with the file, "" if nothing is."""
+        """The problem of the file; "" if there is none."""
         return self._tail.problem
 
     def last(self, name: str) -> float | None:
@@ -54,7 +54,7 @@ class MetricColumns:
         return next((v for v in reversed(column) if not math.isnan(v)), None)
 
     def tail(self, num_steps: int) -> list[dict[str, float | None]]:
-        """Return the newest steps as lines, like those of the file."""
+        """Return the newest steps as dicts, like the lines of the file."""
         first = max(0, self.num - num_steps)
         return [
             {n: c[i] for n, c in self.columns.items() if not math.isnan(c[i])}
@@ -62,7 +62,7 @@ class MetricColumns:
         ]
 
     def series(self, names: Iterable[str] | None = None) -> dict[str, list[float | None]]:
-        """Return columns of at most `MAX_POINTS` values, each the mean of as many steps."""
+        """Return columns of at most `MAX_POINTS` values, each the mean of equally many steps."""
         width = max(1, math.ceil(self.num / MAX_POINTS))
         wanted = self.columns if names is None else {*names, "step"}
         return {

@@ -1,4 +1,4 @@
-"""What became of each episode: from the learner's step log and the scheduler's outcomes."""
+"""Outcomes of episodes, from the learner's step log and the scheduler's outcome log."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from common.dashboard.reading.rows import EpisodeRows
 from common.store.run_dir import RunDir
 from common.store.status.json_files import LineTail
 
-Settled = tuple[str, str, int]  # outcome, cause, version that it was trained into or -1
-MAX_ABSENT = 1000  # of the episodes that never arrived, listed
+Settled = tuple[str, str, int]  # (outcome, cause, version of the training step or -1)
+MAX_ABSENT = 1000  # Maximum number of listed episodes that never arrived.
 
 
 class OutcomeLog:
-    """Settles the rows of an index; what is settled before its row is known waits for it."""
+    """Sets the outcomes of indexed rows. Outcomes without a row wait until the row appears."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._steps = LineTail(run_dir.steps)
@@ -20,7 +20,7 @@ class OutcomeLog:
         self._has_outcomes = run_dir.outcomes.exists
 
     def refresh(self, rows: EpisodeRows) -> bool:
-        """Read what is new; return whether anything was settled."""
+        """Read the new lines; return whether any outcome was found."""
         self._steps.is_new()
         self._outcomes.is_new()
         here = [each for each in self._waiting if each in rows.row_of]
@@ -49,13 +49,16 @@ class OutcomeLog:
         return num > 0
 
     def kept(self) -> list[Any] | None:
-        """Return as JSON what `restore` takes; None if lines are damaged, which are said again."""
+        """Return the JSON state for `restore`; None if lines are damaged.
+
+        A new log then reads the damaged lines again and reports them.
+        """
         if self._steps.problem or self._outcomes.problem:
             return None
         return [self._steps.place(), self._outcomes.place(), self._waiting]
 
     def restore(self, kept: list[Any]) -> bool:
-        """Go on where another one was; return False if the files are others now."""
+        """Continue at the position of an earlier log; return False if the files were replaced."""
         steps, outcomes, waiting = kept
         if not (self._steps.go_to(steps) and self._outcomes.go_to(outcomes)):
             self._steps, self._outcomes = LineTail(self._steps.path), LineTail(self._outcomes.path)
@@ -64,7 +67,7 @@ class OutcomeLog:
         return True
 
     def problems(self, *, has_steps: bool) -> list[str]:
-        """Return what is wrong with the two files, in words."""
+        """Return the problems of the two files as messages."""
         found = [tail.problem for tail in (self._steps, self._outcomes) if tail.problem]
         if has_steps and not self._has_outcomes():
             found.append(
@@ -74,7 +77,7 @@ class OutcomeLog:
         return found
 
     def absent(self, outcome: str) -> list[dict[str, str]]:
-        """Return episodes that were settled without ever arriving, the newest first."""
+        """Return the settled episodes that never arrived, the newest first."""
         found = [
             {"id": episode_id, "outcome": settled[0], "cause": settled[1]}
             for episode_id, settled in list(self._waiting.items())

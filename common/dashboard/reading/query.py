@@ -1,4 +1,4 @@
-"""Filters, sorts and counts episodes of an index: pure functions over its columns."""
+"""Filters, sorts and counts of an index's episodes: pure functions over its columns."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,8 @@ from common.errors import ConfigError
 
 FACETS = ("env", "subset", "kind", "outcome", "cause", "end", "policy", "horizon")
 MAX_FACET_VALUES = 50
-BOUNDS = ("reward", "turns", "tokens", "version", "horizon", "stage")  # as min_X, max_X
+# Columns with the filters min_X and max_X.
+BOUNDS = ("reward", "turns", "tokens", "version", "horizon", "stage")
 SORTS = {
     "newest": ("", -1),
     "oldest": ("", 1),
@@ -19,7 +20,7 @@ SORTS = {
     "longest": ("turns", -1),
     "most_tokens": ("tokens", -1),
     "slowest": ("wall_s", -1),
-    "surprising": ("logprob", 1),  # least probable actions first
+    "surprising": ("logprob", 1),  # The least probable actions come first.
 }
 EXACT = ("env", "subset", "item", "group", "kind", "policy", "actor", "end", "outcome", "cause")
 OTHERS = ("success", "text", "sort")
@@ -33,12 +34,13 @@ PAGE = 100
 
 
 def find(rows: EpisodeRows, wanted: Mapping[str, str]) -> np.ndarray:
-    """Return the numbers of the rows that fit, in the order that `sort` names.
+    """Return the numbers of the matching rows, in the order of `sort`.
 
     Args:
-        wanted: by the names of `KEYS`; "" is any. `text` is a part of an item's or episode's id.
+        wanted: filter values by the names in `KEYS`. "" matches all rows. `text` matches a part of
+            an item's or an episode's id.
 
-    Raises: ConfigError: an unknown filter, sort, or a bound that is no number; names it.
+    Raises: ConfigError: an unknown filter or sort, or a bound that is no number; names it.
     """
     if unknown := sorted(wanted.keys() - set(KEYS)):
         raise ConfigError(f"{unknown[0]}: no such filter, one of {', '.join(KEYS)}")
@@ -83,7 +85,7 @@ def _number(key: str, value: str) -> float:
 
 
 def facets(rows: EpisodeRows, found: np.ndarray) -> dict[str, dict[str, int]]:
-    """Return how often each value occurs among the rows, the most frequent first."""
+    """Return the count of each value in the rows, the most frequent first."""
     counted: dict[str, dict[str, int]] = {}
     for name in FACETS:
         counts = np.bincount(rows.column(name)[found]) if found.size else np.zeros(0, int)
@@ -94,7 +96,7 @@ def facets(rows: EpisodeRows, found: np.ndarray) -> dict[str, dict[str, int]]:
 
 
 def page(rows: EpisodeRows, wanted: Mapping[str, str], *, start: int, num: int) -> dict[str, Any]:
-    """Return some of the rows that fit, how many do, and what there is to filter by."""
+    """Return one page of the matching rows, their total number, and the counts of filter values."""
     found = find(rows, wanted)
     return {
         "total": int(found.size),

@@ -1,4 +1,4 @@
-"""Episodes as columns: numbers as arrays, names as codes: a hundred thousand filter fast."""
+"""Episodes as columns of numbers and name codes, so that 100,000 rows are filtered fast."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,13 +17,13 @@ FIRST_CAPACITY = 1024
 
 @dataclass(slots=True)
 class Names:
-    """The values of one column, each kept once."""
+    """The distinct values of one column, with their codes."""
 
     texts: list[str] = field(default_factory=list[str])
     codes: dict[str, int] = field(default_factory=dict[str, int])
 
     def code(self, text: str) -> int:
-        """Return the code of a text, a new one if it is new."""
+        """Return the code of a text. A new text gets a new code."""
         code = self.codes.setdefault(text, len(self.texts))
         if code == len(self.texts):
             self.texts.append(text)
@@ -31,7 +31,7 @@ class Names:
 
 
 class EpisodeRows:
-    """Rows that one thread appends and others read: a row is seen when it is whole.
+    """Rows that one thread appends while others read. Readers get complete rows only.
 
     Example: add({...}) -> row 0; column("reward") -> array of all rewards so far.
     """
@@ -39,7 +39,7 @@ class EpisodeRows:
     def __init__(self) -> None:
         self.num = 0
         self.ids: list[str] = []
-        self.row_of: dict[str, int] = {}  # the newest of each episode
+        self.row_of: dict[str, int] = {}  # The newest row of each episode.
         self.names = {name: Names() for name in NAMES}
         self._columns: dict[str, np.ndarray] = {
             **{name: np.zeros(FIRST_CAPACITY, np.int64) for name in INTS},
@@ -56,12 +56,12 @@ class EpisodeRows:
             value = values[name]
             column[row] = self.names[name].code(value) if name in self.names else value
         self.ids.append(episode_id)
-        self.num = row + 1  # before it can be found by its name
+        self.num = row + 1  # `num` must grow before `row_of` refers to the row.
         self.row_of[episode_id] = row
         return row
 
     def settle(self, row: int, *, outcome: str, cause: str, trained_at: int) -> None:
-        """Note what became of an episode."""
+        """Set the outcome of an episode."""
         self._columns["outcome"][row] = self.names["outcome"].code(outcome)
         self._columns["cause"][row] = self.names["cause"].code(cause)
         self._columns["trained_at"][row] = trained_at
@@ -74,7 +74,7 @@ class EpisodeRows:
     def restore(
         self, ids: list[str], columns: Mapping[str, np.ndarray], names: Mapping[str, list[str]]
     ) -> None:
-        """Take over whole columns. Raises: ValueError: they do not fit together."""
+        """Load complete columns. Raises: ValueError: their lengths differ."""
         num = len(ids)
         if any(columns[name].shape != (num,) for name in self._columns):
             raise ValueError(f"columns of other lengths than {num}")
@@ -87,11 +87,11 @@ class EpisodeRows:
         self.ids, self.row_of, self.num = ids, {each: i for i, each in enumerate(ids)}, num
 
     def column(self, name: str) -> np.ndarray:
-        """Return a column of all rows; of names, their codes."""
+        """Return a column over all rows; name columns hold codes."""
         return self._columns[name][: self.num]
 
     def get(self, row: int) -> dict[str, Any]:
-        """Return a row by names."""
+        """Return a row as a dict, with names in place of codes."""
         found: dict[str, Any] = {"id": self.ids[row]}
         for name, column in self._columns.items():
             value = column[row].item()

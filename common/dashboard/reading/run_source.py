@@ -1,4 +1,4 @@
-"""A run's directory as displays ask for it: its episodes, metrics, state, and what is damaged."""
+"""A run's directory as a source of displays: its episodes, metrics, state and problems."""
 
 import threading
 from collections.abc import Mapping
@@ -29,18 +29,18 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.status.json_files import as_map, json_object
 
-VERDICT_STEPS = 20  # the newest, that the verdict is about
-MAX_MEMBERS = 64  # of a group, shown side by side
-COMPACT = "compact"  # of the styles of wording, where a run says none
+VERDICT_STEPS = 20  # Number of newest steps in the verdict.
+MAX_MEMBERS = 64  # Maximum number of group members shown side by side.
+COMPACT = "compact"  # The default `envhub.style` of runs without this key.
 
 
 class RunSource:
-    """One run. `refresh` is for one thread; everything else may be asked from any."""
+    """One run. Only one thread may call `refresh`; any thread may call the other methods."""
 
     kind = "run"
 
     def __init__(self, root: Path, *, name: str, cache: Path | None = None) -> None:
-        """Read nothing yet; what is learnt of a large journal is kept below `cache`."""
+        """Create the readers without I/O; `cache` is the folder of the index cache, or None."""
         self.name, self.path = name, root
         self.run_dir = RunDir(root=root)
         self.index = JournalIndex(self.run_dir.journal)
@@ -59,7 +59,7 @@ class RunSource:
         return self.index.rows
 
     def refresh(self, *, budget_s: float = 0.2) -> bool:
-        """Read what is new; return whether more of the journal is to be read."""
+        """Read new records and lines; return whether the journal has more."""
         with self._lock:
             if self._is_first and self._cache is not None:
                 self._restore(self._cache)
@@ -83,7 +83,7 @@ class RunSource:
     # --- what it is -----------------------------------------------------------------------------
 
     def config(self) -> dict[str, Any]:
-        """Return the configuration as it was written, whatever the version; {} if there is none."""
+        """Return the configuration as written, of any product version; {} if there is none."""
         try:
             changed_at = self.run_dir.config.stat().st_mtime_ns
             if changed_at != self._config[0]:
@@ -94,15 +94,15 @@ class RunSource:
         return self._config[1]
 
     def status(self) -> dict[str, Any]:
-        """Return what the scheduler wrote last; {} if it wrote nothing, or nothing readable."""
+        """Return the scheduler's last status; {} if there is none, or it is unreadable."""
         return json_object(self.run_dir.status)
 
     def ledger(self) -> dict[str, Any]:
-        """Return the ledger as the scheduler wrote it last."""
+        """Return the scheduler's last ledger."""
         return json_object(self.run_dir.ledger)
 
     def problems(self) -> list[str]:
-        """Return what cannot be read, in words."""
+        """Return messages about unreadable files and records."""
         found = [*self.index.problems]
         if self.index.num_problems > len(found):
             found.append(f"and {self.index.num_problems - len(found)} more damaged places")
@@ -113,7 +113,7 @@ class RunSource:
         return found
 
     def state(self) -> str:
-        """Return finished, running, or stopped; "starting" before its first step."""
+        """Return "finished", "running", "stopped", or "starting" before the first step."""
         if self.run_dir.finished.exists():
             return "finished"
         is_running = is_held(self.run_dir.root)
@@ -122,7 +122,7 @@ class RunSource:
         return "stopped"
 
     def summary(self) -> dict[str, Any]:
-        """Return what a list of runs says of it."""
+        """Return the entry of this run in the list of runs."""
         train = _section(self.config(), "train")
         return {
             "name": self.name,
@@ -137,14 +137,14 @@ class RunSource:
         }
 
     def verdict(self) -> Verdict:
-        """Return what limits the run, of its newest steps."""
+        """Return the verdict on the limit of the run, from its newest steps."""
         lines = self.metrics.tail(VERDICT_STEPS)
         return judge(lines, self.config(), self.status())
 
     # --- episodes -------------------------------------------------------------------------------
 
     def page(self, wanted: Mapping[str, str], *, start: int, num: int) -> dict[str, Any]:
-        """Return some of the episodes that fit; beside them, those that were never received."""
+        """Return one page of the matching episodes, and the matching ones that never arrived."""
         found = page(self.index.rows, wanted, start=start, num=num)
         is_outcome_only = not any(v for k, v in wanted.items() if k not in ("outcome", "sort"))
         outcome = wanted.get("outcome", "")
@@ -152,7 +152,7 @@ class RunSource:
         return found
 
     def episode(self, episode_id: str) -> dict[str, Any]:
-        """Return one episode whole. Raises: KeyError: unknown; WireError: it is damaged."""
+        """Return one complete episode. Raises: KeyError: unknown; WireError: it is damaged."""
         rows = self.index.rows
         row = rows.row_of[episode_id]
         found = rows.get(row)
@@ -167,29 +167,30 @@ class RunSource:
         }
 
     def recorded(self, episode_id: str) -> dict[str, Any]:
-        """Return what it takes to play an episode again. Raises: KeyError, WireError, ConfigError.
+        """Return the data to replay an episode. Raises: KeyError, WireError, ConfigError.
 
-        ConfigError: its actions are not known.
+        ConfigError: its actions are unknown.
         """
         trajectory = self.index.open(self.index.rows.row_of[episode_id])
         texts, style = self.texts(), self.style()
         return recorded_of(trajectory, texts, style=style, format=self.format())
 
     def format(self) -> AgentFormat:
-        """Return how its policy says its actions."""
+        """Return the answer format of the run's policy."""
         told = _section(self.config(), "actor").get("format")
         return AgentFormat(told) if told in set(AgentFormat) else AgentFormat.PLAIN
 
     def style(self) -> str:
-        """Return the style in which the run's environments speak to its policy."""
+        """Return the wording style of the run's environments."""
         return str(_section(self.config(), "envhub").get("style") or COMPACT)
 
     def group(self, group_id: str) -> dict[str, Any]:
-        """Return the members of a group side by side. Raises: KeyError: it is unknown."""
+        """Return the members of a group with their segments. Raises: KeyError: it is unknown."""
         members = self._members(group_id)
         if not members:
             raise KeyError(group_id)
-        is_train = self.index.rows.get(members[0])["kind"] == "train"  # else of many items
+        # An evaluation group holds many items.
+        is_train = self.index.rows.get(members[0])["kind"] == "train"
         advantages, texts = self._advantages(members) if is_train else {}, self.texts()
         shown: list[dict[str, Any]] = []
         first = None
@@ -209,7 +210,10 @@ class RunSource:
         return {"group": group_id, "members": shown}
 
     def texts(self) -> Texts:
-        """Return what knows the texts of the run's tokens: its own tokenizer, or the policy's."""
+        """Return the decoder of the run's tokens.
+
+        It uses the run's own tokenizer, or else the model's. Without either it shows token ids.
+        """
         if self._texts is None:
             own = self.run_dir.tokenizer / "tokenizer.json"
             model = str(_section(self.config(), "model").get("path") or "")
@@ -223,7 +227,7 @@ class RunSource:
         return self._texts
 
     def _members(self, group_id: str) -> list[int]:
-        """Return the rows of a group's members, the newest of each."""
+        """Return the newest row of each member of a group, in the order of members."""
         rows = self.index.rows
         code = rows.names["group"].codes.get(group_id, -1)
         found = (rows.column("group") == code).nonzero()[0].tolist()
@@ -248,9 +252,10 @@ class RunSource:
         return dict(zip(worth, values, strict=True)) if values else {}
 
     def flow(self) -> dict[str, Any]:
-        """Return the ledger, and how many episodes of each outcome are in the journal."""
+        """Return the ledger and the number of journal episodes of each outcome."""
         rows = self.index.rows
-        num, texts = rows.num, rows.names["outcome"].texts  # others come in meanwhile
+        # The reading thread may append rows at the same time.
+        num, texts = rows.num, rows.names["outcome"].texts
         is_train = rows.column("kind")[:num] == rows.names["kind"].codes.get("train", -1)
         codes = rows.column("outcome")[:num][is_train]
         counts = {text: int((codes == code).sum()) for code, text in enumerate(texts)}

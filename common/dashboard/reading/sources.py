@@ -1,4 +1,4 @@
-"""Which runs and files are looked at: named ones, or all below a folder, also those to come."""
+"""The displayed runs and files: named ones, or all runs below a folder, including later ones."""
 
 import json
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ from common.dashboard.reading.run_source import RunSource
 from common.errors import ConfigError
 
 Source = RunSource | ConversationFile
-MAX_RUNS = 200  # below a folder, the newest
+MAX_RUNS = 200  # Maximum number of runs of a folder. The newest runs are kept.
 RUN_FILES = ("config.yaml", "journal", "metrics.jsonl")
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder holds a run, of whatever version and age."""
+    """Return whether a folder holds a run of any version and age."""
     return folder.is_dir() and any((folder / name).exists() for name in RUN_FILES)
 
 
 def find_run(word: str, *, runs: Path) -> Path:
-    """Return the folder of a run that is named, or whose path is given.
+    """Return the folder of a run, given its name or path.
 
-    Raises: ConfigError: there is none; names what is near.
+    Raises: ConfigError: there is no such run; lists known runs.
     """
     for path in (runs / word, Path(word)):
         if is_run(path):
@@ -32,7 +32,7 @@ def find_run(word: str, *, runs: Path) -> Path:
 
 
 def open_source(word: str, *, runs: Path, cache: Path | None = None) -> Source:
-    """Return a run, or a file of conversations. Raises: ConfigError: it is neither."""
+    """Return a run or a conversation file. Raises: ConfigError: it is neither."""
     path = Path(word)
     if path.is_file():
         _check_conversations(path)
@@ -42,7 +42,7 @@ def open_source(word: str, *, runs: Path, cache: Path | None = None) -> Source:
 
 
 def _check_conversations(path: Path) -> None:
-    """Raises: ConfigError: the beginning of a file is no JSON."""
+    """Check that a file begins with JSON. Raises: ConfigError: it does not."""
     with path.open("rb") as handle:
         head = handle.read(1 << 16)
     text = head.decode(errors="replace").lstrip()
@@ -58,10 +58,13 @@ def _check_conversations(path: Path) -> None:
 
 
 class Sources:
-    """The named sources, or every run below `runs`: those that appear later, too."""
+    """The named sources, or every run below `runs`, including runs that appear later."""
 
     def __init__(self, words: Sequence[str], *, runs: Path, cache: Path | None = None) -> None:
-        """Find what is named; `cache` as of RunSource. Raises: ConfigError: one is not there."""
+        """Open the named sources; `cache` as in `RunSource`.
+
+        Raises: ConfigError: one is missing.
+        """
         self._runs, self._is_all, self._cache = runs, not words, cache
         self._known: dict[str, Source] = {}
         for word in words:
@@ -71,7 +74,7 @@ class Sources:
             self._known[source.name] = source
 
     def look(self) -> list[Source]:
-        """Return all there are, the newest run first."""
+        """Return all sources, the most recently changed first."""
         if self._is_all:
             folders = [each for each in self._runs.glob("*") if not each.is_symlink()]
             found = [each for each in folders if is_run(each)]
@@ -85,7 +88,7 @@ class Sources:
         return sorted(self._known.values(), key=_changed_at, reverse=True)
 
     def get(self, name: str) -> Source:
-        """Return one by its name. Raises: KeyError."""
+        """Return a source by its name. Raises: KeyError."""
         if name not in self._known:
             self.look()
         return self._known[name]

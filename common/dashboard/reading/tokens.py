@@ -1,4 +1,4 @@
-"""Token ids -> the text of each token, from a tokenizer.json, without loading a tokenizer."""
+"""Decoding of single tokens from a tokenizer.json, without a tokenizer library."""
 
 import codecs
 import json
@@ -13,17 +13,17 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
-    """The texts of one vocabulary. A character of several tokens belongs to the last of them."""
+    """Decoder of one vocabulary. A character that spans tokens belongs to its last token."""
 
     _pieces: dict[int, str]
 
     def __init__(self, path: Path) -> None:
-        """Read a tokenizer.json. Raises: ConfigError: it is missing, or none."""
+        """Read a tokenizer.json. Raises: ConfigError: it is missing or malformed."""
         try:
             told: Any = json.loads(path.read_bytes())
             vocab: Any = told["model"]["vocab"]
             added: dict[int, str] = {t["id"]: t["content"] for t in told.get("added_tokens", [])}
-            if isinstance(vocab, list):  # of a unigram model: [piece, score] by number
+            if isinstance(vocab, list):  # A unigram model lists [piece, score] by token id.
                 listed = cast(list[tuple[str, float]], vocab)
                 self._pieces = {number: each[0] for number, each in enumerate(listed)}
             else:
@@ -38,7 +38,7 @@ class TokenTexts:
         self._known: dict[int, bytes] = {number: text.encode() for number, text in added.items()}
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text that each token adds, one after the other."""
+        """Return the text that each token adds."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         texts = [decoder.decode(self._bytes(number)) for number in token_ids]
         if texts and (rest := decoder.decode(b"", final=True)):
@@ -46,7 +46,7 @@ class TokenTexts:
         return texts
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return what tokens say together, without special ones, as an environment is told it."""
+        """Return the joined text as environments receive it: stripped, without special tokens."""
         return "".join(self.texts([n for n in token_ids if n not in self._special])).strip()
 
     def _bytes(self, number: int) -> bytes:
@@ -69,21 +69,21 @@ class TokenTexts:
 
 
 class Numbers:
-    """What stands for texts where there is no tokenizer: the ids themselves."""
+    """Decoder for runs without a tokenizer: it shows token ids."""
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return each id in brackets."""
         return [f"⟨{number}⟩" for number in token_ids]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Raise ConfigError: what was said is not known."""
+        """Raise ConfigError: the actions are unknown without a tokenizer."""
         raise ConfigError("without the run's tokenizer it is not known what the actions were")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for.
+    """Return the byte of each character of a byte-level vocabulary.
 
-    Printable bytes stand for themselves, the rest for the characters from 256 on.
+    Printable bytes map to themselves; the other bytes map to the characters from 256 on.
     Source: the byte-level BPE of GPT-2 (Radford et al. 2019).
     """
     own = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -1,4 +1,4 @@
-"""The configuration of a run that is only looked at: whatever version wrote it."""
+"""The configuration of a run for read-only commands, written by any product version."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +19,9 @@ RUN_FILES = ("config.yaml", "journal", "metrics.jsonl")
 
 
 def load_of_any_version(request: Request, *, root: Path, say: Callable[[str], None]) -> RunConfig:
-    """Return the config of a run that is asked about, whatever version wrote it.
+    """Return the config of an existing run, written by any product version.
 
-    What of it is unknown today is left out, and said; so is a config that is missing or damaged.
+    Unknown keys are ignored with a note. A missing or damaged config also only gives a note.
 
     Raises: ConfigError: there is no such run, or the request itself is wrong.
     """
@@ -42,7 +42,7 @@ def load_of_any_version(request: Request, *, root: Path, say: Callable[[str], No
 
 
 def _is_whole(own: Path, *, root: Path) -> bool:
-    """Return whether a run's config is one of this version: the fault is the request's then."""
+    """Return whether a run's config loads in this version. If it does, the request is at fault."""
     try:
         load_config(str(own), [], root=root)
     except ConfigError:
@@ -51,7 +51,7 @@ def _is_whole(own: Path, *, root: Path) -> bool:
 
 
 def _known_part(path: Path) -> RunConfig:
-    """Return what of a run's config.yaml this version knows; defaults stand for the rest."""
+    """Return the keys of a run's config.yaml that this version has; the others get defaults."""
     schema = OmegaConf.structured(RunConfig)
     try:
         found: object = yaml.safe_load(path.read_bytes())

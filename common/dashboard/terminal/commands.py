@@ -17,13 +17,14 @@ from common.errors import ConfigError, WireError
 Say = Callable[[str], None]
 NUM_SHOWN = 5
 SHOW = "show RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]"
-MARKS = {"prompt": "task", "observation": "env", "action": "agent"}  # others by their names
+# Titles of segment kinds; other kinds use their own names.
+MARKS = {"prompt": "task", "observation": "env", "action": "agent"}
 DIM, BOLD, RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
-SHADES = (196, 208, 220, 148, 40)  # of the 256 colours, from improbable to certain
+SHADES = (196, 208, 220, 148, 40)  # Codes of the 256-colour palette, from improbable to certain.
 
 
 def show(request: Request, *, root: Path, say: Say) -> int:
-    """Print episodes that fit as conversations; return 1 if none does.
+    """Print matching episodes as conversations; return 1 if none matches.
 
     Raises: ConfigError: no such run, filter or number.
     """
@@ -70,7 +71,7 @@ def replay(request: Request, *, root: Path, say: Say) -> int:
 
 
 def _read(word: str, runs: Path, say: Say) -> Source:
-    """Return a source, read to its end; what is damaged is said."""
+    """Return a source after reading it completely. Problems are printed as notes."""
     source = open_source(word, runs=runs, cache=cache_folder())
     began, is_terminal = time.monotonic(), sys.stderr.isatty()
     while source.refresh(budget_s=1.0):
@@ -87,7 +88,7 @@ def _read(word: str, runs: Path, say: Say) -> Source:
 
 
 def _conversation(source: Source, episode_id: str, *, is_coloured: bool) -> Iterator[str]:
-    """Yield the lines of an episode: a head, then who said what."""
+    """Yield the lines of an episode: a headline, then each message with its sender."""
     try:
         episode = source.episode(episode_id)
     except WireError as error:
@@ -127,7 +128,7 @@ def _versions(segment: dict[str, Any]) -> str:
 
 
 def _coloured(segment: dict[str, Any]) -> str:
-    """Return what was sampled in the colours of its tokens' probabilities."""
+    """Return the text of a segment. Sampled tokens are coloured by their probabilities."""
     if "logprobs" not in segment:
         return plain("".join(segment["texts"]))
     parts: list[str] = []

@@ -1,4 +1,4 @@
-"""The terminal beside a run that the launcher supervises, and the commands `status` and `probe`."""
+"""The terminal of a supervised run, and the commands `status` and `probe`."""
 
 import shlex
 import sys
@@ -20,7 +20,7 @@ from common.store.run_dir import RunDir
 
 
 class TerminalObserver:
-    """A `RunObserver`: a live panel or log lines, a web page if wanted, and the report."""
+    """A `RunObserver`: shows a live panel or log lines, an optional web page, and the report."""
 
     def __init__(self, cfg: RunConfig, run_dir: RunDir) -> None:
         self._cfg = cfg
@@ -39,7 +39,7 @@ class TerminalObserver:
         return view
 
     def start(self) -> None:
-        """Take the terminal, if there is one."""
+        """Start the display."""
         self._display.start()
 
     def annotate(self, state: LaunchState) -> LaunchState:
@@ -57,12 +57,12 @@ class TerminalObserver:
         return beside(self._run_dir, root=ROOT, say=partial(print, flush=True))
 
     def stop(self) -> None:
-        """Give the terminal back."""
+        """Stop the display and release the terminal."""
         self._display.stop()
 
     def conclude(self, ending: Ending, *, wall_s: float, peak_memory_bytes: int) -> None:
-        """Print how a run that was interrupted goes on; write the report of a finished one."""
-        if ending.exit_code > 128:  # It was ended by a signal.
+        """Print how to resume an interrupted run, or write the report of a finished run."""
+        if ending.exit_code > 128:  # A signal ended the run.
             step = _view(self._cfg, self._run_dir).step
             print(f"{self._cfg.run.name}: {stop_line(self._run_dir, step)}", file=sys.stderr)
         if ending.exit_code == 0:
@@ -83,7 +83,7 @@ def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes
 
 
 def status(cfg: RunConfig, run_dir: RunDir) -> int:
-    """Print how a run is doing; return the exit code."""
+    """Print the state of a run; return the exit code."""
     lines = [f"{run_dir.root}: {_state(cfg, run_dir)}", *details(cfg, run_dir)]
     print("\n".join([*lines, *refused_lines(run_dir)]))
     return 0

@@ -1,4 +1,4 @@
-"""Who may look: on loopback whoever asks this machine by its name, elsewhere who has the token."""
+"""Access control: local names only on loopback, a token on any other address."""
 
 import hmac
 from collections.abc import Awaitable, Callable
@@ -24,18 +24,18 @@ Next = Callable[[Request], Awaitable[Response]]
 
 
 class Access:
-    """Lets a request in or answers it; adds to every answer what keeps a page from the network.
+    """Middleware that accepts or refuses a request and adds security headers to every response.
 
-    Example: http://host:8600/?token=T sets a cookie and leads on to http://host:8600/.
+    Example: http://host:8600/?token=T sets a cookie and redirects to http://host:8600/.
     """
 
     def __init__(self, *, host: str, token: str, writable: str) -> None:
-        """`writable` is how the paths begin that take more than a look."""
+        """Set the rules; `writable` is the prefix of all paths that accept a POST."""
         self._is_local, self._token = is_loopback(host), token
         self._writable = writable
 
     async def __call__(self, request: Request, call_next: Next) -> Response:
-        """Answer a request."""
+        """Handle one request."""
         response = self._refusal(request) or await call_next(request)
         for name, value in HEADERS.items():
             response.headers[name] = value
@@ -47,7 +47,7 @@ class Access:
             return _error(405, "the dashboard only reads")
         name = request.headers.get("host", "").rpartition("]")
         host = name[0] + name[1] if name[1] else name[2].partition(":")[0]
-        # A page of another site that has its name point here would read as this one.
+        # Refuse DNS rebinding: the page of another site whose name resolves to this machine.
         if self._is_local and host not in LOCAL_NAMES:
             return _error(403, "ask for localhost, 127.0.0.1 or [::1]")
         is_page = request.headers.get("sec-fetch-site", "none") in ("same-origin", "none")

@@ -1,4 +1,4 @@
-"""The dashboard's pages and what they ask for. It reads run directories, and nothing else."""
+"""The dashboard's pages and API. It only reads run directories."""
 
 import asyncio
 import re
@@ -24,12 +24,12 @@ from common.errors import ConfigError, WireError
 STATIC = Path(__file__).with_name("static")
 MAX_PAGE = 1000
 MAX_COMPARED = 16
-EVENT_S = 1.0  # between two events at least
-BEAT_S = 15.0  # without an event: a line that keeps the connection
+EVENT_S = 1.0  # Minimum interval between two events.
+BEAT_S = 15.0  # After this time without an event, a comment line keeps the connection open.
 
 
 def make_app(watch: Watch, access: Access, table: Table | None = None) -> FastAPI:
-    """Return the application over what is watched; without a table nothing can be played."""
+    """Return the application over the watched sources; without a table there are no play routes."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.middleware("http")(access)
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=1)
@@ -84,7 +84,7 @@ def _run(request: Request, name: str) -> RunSource:
 
 def _runs(request: Request) -> list[dict[str, Any]]:
     watch: Watch = request.app.state.watch
-    return [each.summary() for each in watch.sources.look()]  # only what is opened is read
+    return [each.summary() for each in watch.sources.look()]  # Only opened runs are read.
 
 
 def _overview(request: Request, name: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _overview(request: Request, name: str) -> dict[str, Any]:
 
 
 def _metrics(request: Request, name: str, names: str = "") -> dict[str, Any]:
-    """Return the series that are named, or else those that the Run view draws."""
+    """Return the named series; without names, the series of the Run view."""
     run = _run(request, name)
     return run.metrics.series(names.split(",") if names else drawn_names(run.metrics.columns))
 
@@ -129,7 +129,7 @@ def _compare(request: Request, runs: str) -> dict[str, Any]:
 
 
 async def _events(request: Request) -> StreamingResponse:
-    """Tell a page, at most once a second, that something has changed."""
+    """Send the page an event, at most once a second, when a source has changed."""
     watch: Watch = request.app.state.watch
 
     async def told() -> AsyncIterator[str]:

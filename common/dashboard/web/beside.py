@@ -1,4 +1,4 @@
-"""The dashboard as a process beside a run: it shows the run and never holds it up."""
+"""The dashboard as a separate process of a run, which it never delays."""
 
 import contextlib
 import logging
@@ -20,17 +20,18 @@ STOP_S = 3.0
 
 @contextlib.contextmanager
 def beside(run_dir: RunDir, *, root: Path, say: Callable[[str], None]) -> Generator[None]:
-    """Serve a page over a run meanwhile; that it cannot be, or has ended, is told and no more.
+    """Serve the dashboard of a run during the context. A failure is only logged.
 
     Args:
-        root: where `run.py` lies.
-        say: told the page's address.
+        root: folder of `run.py`.
+        say: receives the page's address.
     """
     guardian = child = None
     log = run_dir.logs / "dashboard.log"
     try:
         guardian = Guardian()
-        with listen(loopback(), "") as listener:  # bound here: the address is known without a wait
+        # Binding in this process gives the address at once.
+        with listen(loopback(), "") as listener:
             fd, name = listener.fileno(), "dashboard"
             where = f"run.dir={run_dir.root.parent}"
             words = [name, run_dir.root.name, where, f"fd={fd}", f"host={loopback()}"]

@@ -1,4 +1,4 @@
-"""What the Fleet view shows: roles with their state, restarts with causes, who waited for whom."""
+"""Data of the Fleet view: roles with their state, restarts with causes, and waiting times."""
 
 import re
 import time
@@ -11,8 +11,8 @@ from common.dashboard.reading.run_source import RunSource
 from common.store.status.json_files import as_map, json_object
 from common.store.status.members import members_of
 
-NUM_STEPS = 60  # of the timeline
-ON_THIS_DISK = ("scheduler", "envhub")  # which tell there what they wait for
+NUM_STEPS = 60  # Number of steps of the timeline.
+ON_THIS_DISK = ("scheduler", "envhub")  # Roles that write their state to the run's disk.
 TAIL_BYTES = 1 << 16
 MAX_LINES = 50
 MAX_REPORT_CHARS = 20_000
@@ -36,7 +36,7 @@ SLOTS = ("asks the engine", "waits for the environment", "between the two", "emp
 
 
 def fleet(run: RunSource) -> dict[str, Any]:
-    """Return roles, the parts of the last steps in seconds, restarts, and the stall reports."""
+    """Return the roles, the parts of the last steps in seconds, restarts, and stall reports."""
     status = run.status()
     events = _events(run.run_dir.logs)
     roles = {each["name"]: {key: each.get(key) for key in KEYS} for each in members_of(status)}
@@ -67,7 +67,7 @@ def fleet(run: RunSource) -> dict[str, Any]:
 
 
 def _told_by_itself(run: RunSource, role: str) -> dict[str, Any]:
-    """Return what a role notes on the run's disk, whoever has heard of it; {} if it has not."""
+    """Return the state that a role wrote to the run's disk; {} if there is none."""
     path = run.run_dir.alive / f"{role}.json"
     try:
         age_s = max(0.0, time.time() - path.stat().st_mtime)
@@ -79,7 +79,7 @@ def _told_by_itself(run: RunSource, role: str) -> dict[str, Any]:
 
 
 def slots(lines: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
-    """Return how the time of the actors' slots went in each step, as shares; 0 in the first."""
+    """Return the shares of the slots' time by activity for each step; 0 for the first step."""
     shares: dict[str, list[float]] = {name: [] for name in SLOTS}
     for i, line in enumerate(lines):
         took_s = (line.get("time_s") or 0.0) - (lines[i - 1].get("time_s") or 0.0) if i else 0.0
@@ -95,7 +95,7 @@ def slots(lines: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]
 
 
 def _events(logs: Path) -> dict[str, Any]:
-    """Return what the logs say of roles that ended or hung, the newest last; restarts by parts."""
+    """Return the restarts, and other log lines about roles that ended or hung, the newest last."""
     found: list[str] = []
     for path in sorted(logs.glob("*.log")):
         try:

@@ -1,4 +1,4 @@
-"""What the Run and Compare views show: state, verdict, ledger, and which series go together."""
+"""Data of the Run and Compare views: state, verdict, ledger, and the charts."""
 
 import itertools
 import re
@@ -12,7 +12,7 @@ from common.dashboard.verdict import Bound
 from common.dashboard.web.results import ends, evaluations, pooled_score, subsets
 from common.store.status.json_files import as_map, json_object
 
-# Title, unit, metrics; a name ending in "*" stands for all that begin so.
+# Title, unit and metrics of each chart. A name that ends in "*" is a prefix.
 CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Success", "share", ("reward/success", "tasks/success/*")),
     ("Truncation", "share", ("episodes/truncated_frac", "episodes/context_full_frac")),
@@ -50,9 +50,10 @@ URL_USER = re.compile(r"(?<=://)[^/@\s]*@")
 
 
 def overview(run: RunSource) -> dict[str, Any]:
-    """Return what the Run view shows beside the series themselves."""
+    """Return the data of the Run view, without the series."""
     status, verdict = run.status(), run.verdict()
-    is_early = verdict.bound is Bound.UNKNOWN  # a gate that the first batches close limits nothing
+    # Before the first steps the first batches close the gate, which is no limit.
+    is_early = verdict.bound is Bound.UNKNOWN
     return {
         **run.summary(),
         **run.flow(),
@@ -74,7 +75,7 @@ def overview(run: RunSource) -> dict[str, Any]:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings that decide what a run is."""
+    """Return the most important settings of a run."""
     flat = flat_config(config)
     listed: list[object] = config.get("tasks") or []
     tasks = [as_map(each) for each in listed]
@@ -83,7 +84,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _lags(run: RunSource) -> dict[str, float]:
-    """Return how many trained tokens had each lag, over all steps."""
+    """Return the number of trained tokens by lag, over all steps."""
     found: dict[str, float] = {}
     for name, column in list(run.metrics.columns.items()):
         if match := LAGS.match(name):
@@ -92,7 +93,7 @@ def _lags(run: RunSource) -> dict[str, float]:
 
 
 def charts(names: Mapping[str, object]) -> list[dict[str, Any]]:
-    """Return the charts that have a metric, each with the names of its series."""
+    """Return the charts with at least one metric, each with the names of its series."""
     found: list[dict[str, Any]] = []
     for title, unit, wanted in CHARTS:
         series: list[str] = []
@@ -107,14 +108,14 @@ def charts(names: Mapping[str, object]) -> list[dict[str, Any]]:
 
 
 def drawn_names(names: Mapping[str, object]) -> set[str]:
-    """Return the metrics that the Run view draws."""
+    """Return the names of the metrics in the Run view's charts."""
     return {name for chart in charts(names) for name in chart["series"]} | {HORIZON}
 
 
 def horizon_marks(series: Mapping[str, Sequence[float | None]]) -> list[dict[str, float]]:
-    """Return the steps at which the horizon became another one, the first step included.
+    """Return the steps at which the horizon changed, including the first step.
 
-    A batch of short tasks alone is no shorter horizon: of a stage the longest counts.
+    Within a stage the largest horizon counts: a batch of short tasks alone is no change.
     """
     marks: list[dict[str, float]] = []
     known = None
@@ -131,7 +132,7 @@ def horizon_marks(series: Mapping[str, Sequence[float | None]]) -> list[dict[str
 
 
 def compare(runs: Sequence[RunSource]) -> dict[str, Any]:
-    """Return the series of several runs, and the keys in which their configurations differ."""
+    """Return the series of several runs, and the differing keys of their configurations."""
     flat = {run.name: flat_config(run.config()) for run in runs}
     keys = sorted({key for each in flat.values() for key in each} - {"run.name"})
     differing = {
@@ -155,7 +156,7 @@ def compare(runs: Sequence[RunSource]) -> dict[str, Any]:
 def _pooled_evaluations(
     runs: Sequence[RunSource], pooled: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Return by pool the evaluations that any of its runs has, seeds pooled."""
+    """Return the evaluations of each pool of runs, averaged over seeds."""
     own = {run.name: evaluations(run.rows) for run in runs}
     found: list[dict[str, Any]] = []
     for names in pooled:
@@ -166,7 +167,7 @@ def _pooled_evaluations(
 
 
 def pools(flat: Mapping[str, Mapping[str, str]]) -> list[list[str]]:
-    """Return the runs in pools of those that differ in nothing but seed and name."""
+    """Return the runs grouped into pools that differ in seed and name only."""
     found: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, config in flat.items():
         own = {k: v for k, v in config.items() if k not in ("run.seed", "run.name")}
@@ -175,7 +176,7 @@ def pools(flat: Mapping[str, Mapping[str, str]]) -> list[list[str]]:
 
 
 def flat_config(tree: object, prefix: str = "") -> dict[str, str]:
-    """Return a configuration by dotted keys, secrets hidden."""
+    """Return a configuration by dotted keys; secrets are hidden."""
     if branches := as_map(tree):
         found: dict[str, str] = {}
         for key, value in branches.items():

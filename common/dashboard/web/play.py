@@ -1,6 +1,6 @@
-"""The routes of Play: episodes that a person at the page, or a policy, plays step by step.
+"""The routes of the Play view: a person at the page or a policy plays episodes step by step.
 
-They alone take a POST. It must come from the page itself, so that no other site's page can play.
+Only these routes accept a POST. It must have the page's own origin, so that no other site can play.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ from common.dashboard.reading.run_source import COMPACT, RunSource
 from common.errors import EnvError
 
 PATH = "/api/play/"
-MAX_CHARS = 20_000  # of an action
+MAX_CHARS = 20_000  # Maximum length of an action.
 Told = Mapping[str, Any]
 
 
 class Table(Protocol):
-    """What plays: see `actor.play.table.seats`. Raises ConfigError and EnvError."""
+    """Plays episodes: see `actor.play.table.seats`. Raises ConfigError and EnvError."""
 
     async def environments(self) -> Told: ...
     async def open(self, env: str, item: str, *, style: str, format: AgentFormat) -> Told: ...
@@ -36,7 +36,7 @@ class Table(Protocol):
 class _Open(BaseModel):
     env: str = Field(max_length=200)
     item: str = Field(max_length=200)
-    run: str = Field("", max_length=200)  # whose style of wording and of answers is wanted
+    run: str = Field("", max_length=200)  # Run whose style and answer format are used.
 
 
 class _Seat(BaseModel):
@@ -48,14 +48,15 @@ class _Step(_Seat):
 
 
 class _Ask(_Seat):
-    run: str = Field("", max_length=200)  # whose own policy is asked, instead of an address
+    # Run whose policy answers, in place of the endpoint `url`.
+    run: str = Field("", max_length=200)
     url: str = Field("", max_length=2000)
     model: str = Field("", max_length=200)
     key: str = Field("", max_length=2000)
 
 
 def add_play(app: FastAPI, table: Table) -> None:
-    """Add the routes over a table, which ends with the application."""
+    """Add the routes over a table; the application's shutdown also shuts down the table."""
 
     async def open_one(body: _Open, request: Request) -> Told:
         style, format = COMPACT, AgentFormat.PLAIN

@@ -1,4 +1,4 @@
-"""What a run's episodes add up to: evaluations and subsets with intervals, ends, samples."""
+"""Statistics over a run's episodes: evaluations and subsets with intervals, ends, samples."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -16,13 +16,13 @@ MIN_SAMPLES, MAX_SAMPLES = 10, 45
 
 
 def played(rows: EpisodeRows, kind: str) -> np.ndarray:
-    """Return the newest row of each episode of a kind."""
+    """Return the newest row of each episode of one kind."""
     newest = np.array(list(rows.row_of.values()), np.int64)
     return newest[rows.column("kind")[newest] == rows.names["kind"].codes.get(kind, -1)]
 
 
 def evaluations(rows: EpisodeRows) -> dict[str, dict[str, Any]]:
-    """Return the scores by evaluation, in the order in which they began, each also by subset."""
+    """Return the scores by evaluation, in the order of their start, each also by subset."""
     found: dict[str, dict[str, Any]] = {}
     for name, here in _by_name(rows, "group", played(rows, "eval")):
         whole = score(rows, here)
@@ -38,7 +38,7 @@ def subsets(rows: EpisodeRows) -> dict[str, dict[str, Any]]:
 
 
 def score(rows: EpisodeRows, here: np.ndarray) -> dict[str, Any]:
-    """Return success with its 95 % interval (Wilson), without what the infrastructure failed."""
+    """Return success with its 95 % interval (Wilson), without infrastructure failures."""
     good = here[~_has_failed(rows, here)]
     num, num_solved = len(good), int(rows.column("success")[good].sum())
     return {
@@ -50,9 +50,9 @@ def score(rows: EpisodeRows, here: np.ndarray) -> dict[str, Any]:
 
 
 def pooled_score(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the score of several seeds: the mean of theirs, with its interval.
+    """Return the score of several seeds: the mean of their scores, with its interval.
 
-    Of one seed it is that seed's own: what another would have brought is not known then.
+    A single seed keeps its own interval, which does not cover the variance between seeds.
     """
     known = [each for each in scores if each["num"]]
     if len(known) < 2:
@@ -68,17 +68,17 @@ def pooled_score(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def ends(rows: EpisodeRows) -> dict[str, int]:
-    """Return how many training episodes ended for which reason, the most frequent first."""
+    """Return the number of training episodes by end reason, the most frequent first."""
     counts = {name: len(part) for name, part in _by_name(rows, "end", played(rows, "train"))}
     return dict(sorted(counts.items(), key=lambda each: -each[1]))
 
 
 def samples(rows: EpisodeRows, *, group: str = "") -> list[dict[str, Any]]:
-    """Return the rows that are worth a look, with `why`: best, worst, most surprising by subset.
+    """Return the notable episodes, with `why`: best, worst, most surprising by subset.
 
-    Of all episodes, or of those of a group, such as an evaluation is. The subset with the least
-    success comes first. There are `MIN_SAMPLES` at least, if there are as many episodes: of few
-    subsets more than one of each.
+    They come from all episodes, or from one group, such as an evaluation. The subset with the
+    lowest success comes first. There are at least `MIN_SAMPLES` rows if enough episodes exist: with
+    few subsets, each subset has several.
     """
     here = np.concatenate([played(rows, "train"), played(rows, "eval")])
     if group:
@@ -110,6 +110,6 @@ def _by_subset(rows: EpisodeRows, here: np.ndarray) -> list[tuple[str, np.ndarra
 
 
 def _by_name(rows: EpisodeRows, column: str, here: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Return (name, rows) of a column of names, in the order in which they first came."""
+    """Return (name, rows) for each value of a name column, in order of first occurrence."""
     codes, texts = rows.column(column)[here], rows.names[column].texts
     return [(texts[code], here[codes == code]) for code in np.unique(codes)]

@@ -1,4 +1,4 @@
-"""The command `dashboard`: a page over runs and files of trajectories. It only reads."""
+"""The command `dashboard`: a read-only page over runs and conversation files."""
 
 import contextlib
 import logging
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 USAGE = "dashboard [RUN|FILE ...] [port=N] [host=H] [token=T]"
 OPTIONS = ("port", "host", "token", "run.dir", "fd")
 PORT = 8600
-PORTS_TRIED = 20  # from the usual one on, where none is asked for
-BESIDE_NICE = 10  # beside a run, which has precedence
+PORTS_TRIED = 20  # Number of ports to try from the default on, if none is requested.
+BESIDE_NICE = 10  # Niceness beside a run, which has priority.
 
 
 def dashboard(
@@ -36,9 +36,9 @@ def dashboard(
     """Serve until interrupted; return the exit code.
 
     Args:
-        make_table: of what plays episodes, given `root`; None: nothing can be played.
+        make_table: creates the table of played episodes, given `root`; None: no play routes.
 
-    Raises: ConfigError: a run, a file or the port cannot be had; names it.
+    Raises: ConfigError: a run or a file is missing, or the port is unusable; names it.
     """
     words = [word for word in request.overrides if "=" not in word]
     options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
@@ -48,7 +48,7 @@ def dashboard(
     runs = root / options.get("run.dir", "runs")
     sources = Sources(words, runs=runs, cache=cache_folder())
     token = options.get("token") or ("" if is_loopback(host) else secrets.token_urlsafe(24))
-    if "fd" in options:  # of a launcher, which has bound it and told its address
+    if "fd" in options:  # The launcher has bound this socket and printed its address.
         os.nice(BESIDE_NICE)
         listener = socket.socket(fileno=int(options["fd"]))
     else:
@@ -67,7 +67,7 @@ def url_of(listener: socket.socket, token: str) -> str:
 
 
 def listen(host: str, wanted: str) -> socket.socket:
-    """Return a socket on the wanted port; "" is the first free one from `PORT` on, 0 is any.
+    """Return a socket on the wanted port; "" is the first free one from `PORT` on, "0" is any.
 
     Raises: ConfigError: the port is no number, or is taken.
     """
@@ -93,7 +93,7 @@ def listen(host: str, wanted: str) -> socket.socket:
 def serve(
     listener: socket.socket, sources: Sources, *, host: str, token: str, table: "Table | None"
 ) -> None:
-    """Answer requests until a signal ends it."""
+    """Answer requests until a signal ends the server."""
     import uvicorn
 
     from common.dashboard.web.access import Access

@@ -1,4 +1,4 @@
-"""Keeps the sources up to date in one thread, and tells the pages what has changed."""
+"""Refreshes the sources in one thread and counts their changes for the pages."""
 
 import logging
 import threading
@@ -9,15 +9,15 @@ from common.dashboard.reading.sources import Source, Sources
 
 logger = logging.getLogger(__name__)
 
-EVERY_S = 1.0  # between two looks at what is being watched
-BUDGET_S = 0.2  # of reading one journal before the next source has its turn
-ASKED_S = 30.0  # after a page asked for a source it is watched for so long
+EVERY_S = 1.0  # Seconds between two refreshes of the watched sources.
+BUDGET_S = 0.2  # Reading time of one journal before the next source is refreshed.
+ASKED_S = 30.0  # Seconds that a source stays watched after a page's last request.
 
 
 class Watch:
-    """Reads the sources that somebody asked for lately; the others stay as they are.
+    """Refreshes the recently requested sources; other sources are left unread.
 
-    Example: a page asks for run "a"; `changes` counts up each time "a" has grown.
+    Example: a page asks for run "a"; `num_changes` grows each time "a" has changed.
     """
 
     def __init__(self, sources: Sources) -> None:
@@ -25,23 +25,23 @@ class Watch:
         self.num_changes = 0
         self._asked: dict[str, float] = {}
         self._seen: dict[str, tuple[object, ...]] = {}
-        self._looked = threading.Condition()  # told after each look
+        self._looked = threading.Condition()  # Notified when a source has changed.
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._stop.set()
         self._wake.set()
         self._thread.join(timeout=5.0)
 
     def ask(self, name: str, *, wait_s: float = 1.0) -> Source:
-        """Return a source, read once at least: a new one is waited for. Raises: KeyError."""
+        """Return a source; a new one is first read, for at most `wait_s`. Raises: KeyError."""
         source = self.sources.get(name)
         self._asked[name] = time.monotonic()
         if name not in self._seen:
@@ -61,11 +61,11 @@ class Watch:
                 self._wake.clear()
 
     def _look(self, name: str) -> bool:
-        """Read on in one source; return whether there is more."""
+        """Refresh one source; return whether more is left to read."""
         try:
             source = self.sources.get(name)
             is_more = source.refresh(budget_s=BUDGET_S)
-        except (OSError, KeyError) as error:  # it may be removed while it is read
+        except (OSError, KeyError) as error:  # The run may be deleted while it is read.
             logger.warning("cannot read run=%s: %r", name, error)
             self._asked.pop(name, None)
             return False

@@ -1,4 +1,4 @@
-"""The high-level actions of a scene and the primitives each stands for."""
+"""The high-level actions in a scene, and the primitives of each."""
 
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -8,7 +8,7 @@ from envhub.envs.babyai.scene import Scene, Seen
 
 
 class Kind(Enum):
-    """What an action does at its end, after walking."""
+    """The effect of an action after its walk."""
 
     MOVE = auto()
     PICKUP = auto()
@@ -19,7 +19,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One executable action; `position` is what it acts on, -1 for none."""
+    """One executable action; `position` is its object's cell, -1 for none."""
 
     name: str
     kind: Kind
@@ -33,10 +33,10 @@ def has_key(scene: Scene, position: int) -> bool:
 
 
 def list_actions(scene: Scene, objects: list[Seen]) -> list[Action]:
-    """Return every action that changes something now, in AgentGym's order.
+    """Return every action that changes the state now, in AgentGym's order.
 
-    Unlike AgentGym's list it leaves out what would have no effect: walking into a ball, a key
-    or a closed door, and going to an object already faced. Paths keep to visible free cells.
+    AgentGym's list also has actions without effect: walking into a ball, a key or a closed door,
+    and going to an object already faced. They are left out here. Paths use visible free cells only.
     """
     front = scene.front()
     ahead = scene.codes[front]
@@ -76,7 +76,7 @@ def _pickup(seen: Seen) -> Action:
 
 
 def _on_door(scene: Scene, seen: Seen) -> list[Action]:
-    """Return the action that leads through a door, if there is one."""
+    """Return the action that goes through a door, if possible."""
     label = f"{seen.name} {seen.number}"
     if seen.code == sc.OPEN and seen.path_onto:
         return [Action(f"go through {label}", Kind.MOVE, seen.path_onto)]
@@ -88,7 +88,7 @@ def _on_door(scene: Scene, seen: Seen) -> list[Action]:
 
 
 def _going_to(seen: Seen) -> list[Action]:
-    """Return the walk that ends facing an object, or on the goal, if there is one."""
+    """Return the walk that ends in front of an object, or on the goal, if possible."""
     if seen.code == sc.GOAL:
         return [Action("go to goal", Kind.MOVE, seen.path_onto)] if seen.path_onto else []
     if not seen.path or seen.code == sc.LAVA:
@@ -112,7 +112,7 @@ def poses(scene: Scene, action: Action) -> list[tuple[int, int]]:
 
 
 def after(scene: Scene, action: Action) -> Scene:
-    """Return the scene a walk or a door action leads to; pickups and drops are not modelled."""
+    """Return the scene after a walk or a door action; pickups and drops are not modelled."""
     at, heading = poses(scene, action)[-1]
     codes = scene.codes
     if action.kind in (Kind.TOGGLE, Kind.TOGGLE_THROUGH):
@@ -122,6 +122,6 @@ def after(scene: Scene, action: Action) -> Scene:
 
 
 def normalize(text: str) -> str:
-    """Return an action text in lower case, single-spaced, with `pick up` written `pickup`."""
+    """Return an action text in lower case, single-spaced, with `pick up` replaced by `pickup`."""
     words = " ".join(text.lower().split())
     return "pickup " + words[8:] if words.startswith("pick up ") else words

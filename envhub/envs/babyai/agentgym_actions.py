@@ -1,8 +1,8 @@
-"""AgentGym's own rules for BabyAI's actions: what is listed, how it is numbered, where paths lead.
+"""AgentGym's own rules for BabyAI's actions: the offered actions, their numbers, and the paths.
 
-They are those of its server, oddities included, for whoever compares with its results: an object
-is numbered among those that can be reached, so that it may have another number than in the
-description; actions without effect are listed; paths lead through cells out of sight.
+They copy its server exactly, for comparisons with its results. Only reachable objects are numbered,
+so an object's number can differ from its number in the description. Actions without effect are
+offered. Paths can lead through cells out of sight.
 """
 
 from collections import deque
@@ -14,17 +14,17 @@ from envhub.envs.babyai import text
 from envhub.envs.babyai.actions import Action, Kind, has_key
 from envhub.envs.babyai.scene import Scene, Seen
 
-Pose = tuple[int, int, int]  # cells ahead, cells to the right, quarter turns clockwise
+Pose = tuple[int, int, int]  # Cells ahead, cells to the right, quarter turns clockwise.
 Path = tuple[int, ...]
 START: Pose = (0, 0, 0)
-STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # (ahead, right) of a step after 0..3 quarter turns
-# Its window has one row or column more than the view, behind the agent or at its right.
-BEHIND, RIGHTMOST = (1, 1, 0, 0), (3, 4, 4, 3)  # by heading: east, south, west, north
+STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # (ahead, right) of a step after 0..3 quarter turns.
+# AgentGym's window has one row or column more than the view, behind the agent or on its right.
+BEHIND, RIGHTMOST = (1, 1, 0, 0), (3, 4, 4, 3)  # Indexed by heading: east, south, west, north.
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What may be done now, in order, and why what is asked for may not."""
+    """The actions offered now, in order, and the reasons for refused ones."""
 
     actions: dict[str, Action] = field(default_factory=dict[str, Action])
     refusals: dict[str, str] = field(default_factory=dict[str, str])
@@ -34,13 +34,13 @@ class Offer:
         self.actions[name] = Action(name, kind, tuple(path), position)
 
     def refuse(self, name: str, reason: str) -> None:
-        """Say why something is not offered."""
+        """Record why an action is not offered."""
         self.refusals[name] = f"You cannot {name}, as {reason}."
 
     def add_numbered(
         self, verb: str, kind: Kind, path: Path | None, seen: Seen, counts: dict[str, int]
     ) -> None:
-        """Offer something to be done with an object; only what can be reached gets a number."""
+        """Offer an action on an object; only reachable objects get a number."""
         number = counts.get(seen.name, 0) + 1
         name = f"{verb} {seen.name} {number}"
         if path is None:
@@ -86,7 +86,7 @@ def _is_barred(scene: Scene) -> bool:
 def _add_handling(
     made: Offer, scene: Scene, objects: list[Seen], facing: dict[int, Path | None]
 ) -> None:
-    """Offer picking up with empty hands, else dropping."""
+    """Offer pickups if the hands are empty, else drop."""
     if scene.carrying is None:
         made.refusals["drop"] = text.EMPTY_HANDS
         counts: dict[str, int] = {}
@@ -132,8 +132,8 @@ def _paths(
 ) -> tuple[dict[int, Path | None], dict[int, Path | None]]:
     """Return the paths that end facing each object, and those that end on it, by its position.
 
-    The search is AgentGym's: forward, left, right; a pose that waits in the queue is entered again,
-    and the path to it is that of its last entry.
+    The search is AgentGym's: forward, left, right. A pose that is still in the queue can be entered
+    again, and its path is then that of the last entry.
     """
     barred = {
         (cell // sc.VIEW, cell % sc.VIEW - sc.HALF)
@@ -180,7 +180,7 @@ def _way(entered: dict[Pose, tuple[Pose, int]], pose: Pose) -> Path:
 
 
 def image(scene: Scene) -> tuple[object, ...]:
-    """Return what tells two views apart, as the agent's own picture would."""
+    """Return a value that is equal for equal views, like the agent's own image."""
     view = sc.visible_codes(scene)
     places = sc.view_positions(scene)
     shown = [

@@ -1,4 +1,4 @@
-"""BabyAI judged as AgentGym's server judges it, oddities included."""
+"""BabyAI with the exact rules of AgentGym's server."""
 
 from dataclasses import replace
 
@@ -11,25 +11,26 @@ from envhub.envs.babyai.actions import Action, Kind
 from envhub.envs.babyai.agentgym_actions import image, offer
 from envhub.envs.babyai.episode import BabyAiEnv, read_scene
 
-MIN_REWARD = 0.5  # what pays no more does not end the episode
+MIN_REWARD = 0.5  # Only a higher reward ends the episode.
 PRIMITIVES = {sc.LEFT: "turn left", sc.RIGHT: "turn right", sc.FORWARD: "move forward"}
 
 
 class AgentGymBabyAiEnv(BabyAiEnv):
-    """One BabyAI episode by AgentGym's rules.
+    """One BabyAI episode with AgentGym's rules.
 
-    Its actions, numbers and paths; a macro goes on until a primitive changes nothing in sight, and
-    what its last primitive paid counts, so that a success on the way is lost; the reward is
-    minigrid's, falls with the steps, is told again after an invalid action, and ends the episode
-    only above 0.5. KeyInBox cannot be solved. Here it is never below 0 but on AgentGym's own
-    routes, and `pick up` is understood as well.
+    Actions, their numbers and paths are AgentGym's. A macro stops when a primitive changes nothing
+    in sight. Only the reward of its last primitive counts, so an earlier success is lost. The
+    reward is minigrid's and falls with the steps. It is repeated after an invalid action, and it
+    ends the episode only above 0.5. KeyInBox has no solution. Two rules differ: the reward is never
+    below 0 except on AgentGym's own routes, and `pick up` is accepted.
     """
 
     def __init__(self, style: Style, *, options: BabyaiOptions) -> None:
         rules = {"shaped_reward": True, "agentgym_goals": True, "agentgym_layouts": True}
         super().__init__(style, options=replace(options, **rules))
-        self._reward = self._score = 0.0  # of the last action that was performed; minigrid's
-        self._has_ended = False  # for minigrid, by that action
+        # Rewards of the last performed action: returned, and minigrid's.
+        self._reward = self._score = 0.0
+        self._has_ended = False  # Whether minigrid ended the episode with that action.
 
     def _start(self, item: ItemId) -> None:
         self._reward = self._score = 0.0
@@ -38,7 +39,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         held = self._level.carrying
         if (
             held is not None and held.init_pos is not None
-        ):  # minigrid's first view is of the moment before it was taken up
+        ):  # minigrid's first view is from before the agent picks up the object.
             column, row = held.init_pos
             self._level.grid.set(column, row, held)
             self._scene = read_scene(self._level)
@@ -72,7 +73,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
             reward=self._reward,
             done=self._done,
             is_valid=True,
-            is_success=self._done,  # nothing else ends it
+            is_success=self._done,  # The episode ends with success only.
             score=self._score,
         )
 
@@ -113,13 +114,14 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         return [*self._offer.actions]
 
     def _expert_action(self) -> str | None:
-        """Return the scripted expert's action, in AgentGym's words and one part at a time."""
+        """Return the scripted expert's action in AgentGym's wording, one part at a time."""
         name = super()._expert_action()
         return None if name is None else self._worded(self._by_name[name])
 
     def _worded(self, wanted: Action) -> str | None:
-        """Return an action on offer that does the same, or its first part; None without one."""
-        if wanted.kind is Kind.TOGGLE_THROUGH:  # at once it would pay nothing for opening
+        """Return the offered action with the same effect, or its first part; None without one."""
+        # A combined action would get no reward for opening the door.
+        if wanted.kind is Kind.TOGGLE_THROUGH:
             walk = wanted.primitives[:-2]
             part = Kind.MOVE if walk else Kind.TOGGLE
             wanted = replace(wanted, kind=part, primitives=walk or (sc.TOGGLE,))

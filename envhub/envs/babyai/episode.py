@@ -1,4 +1,4 @@
-"""BabyAI levels played in words with high-level actions."""
+"""BabyAI levels in text form, with high-level actions."""
 
 import hashlib
 import struct
@@ -18,7 +18,7 @@ from envhub.envs.babyai.scene import Scene
 from envhub.envs.babyai.targets import closes_doors
 from envhub.envs.text_env import TextEnv
 
-# minigrid shortens the reward and truncates by its own step count; turn budgets are the caller's.
+# minigrid's step count lowers the reward and truncates episodes. Here the caller limits the turns.
 ENDLESS_STEPS = 1_000_000_000
 SUBSETS = levels.subsets()
 
@@ -26,13 +26,15 @@ SUBSETS = levels.subsets()
 class BabyAiEnv(TextEnv):
     """One BabyAI episode.
 
-    Differs from AgentGym's server on purpose: reward is 1.0 and the episode ends at the very
-    primitive that completes the mission, whatever the step count, and nothing else ends it; the
-    mission keeps its `then` and `after you` (`agentgym_goals` hides them); a layout that nobody
-    could solve is drawn anew (`agentgym_layouts` keeps it); an object's number in an action is the
-    number it has in the description; only actions that change something are valid; and where a
-    mission cannot be met otherwise, `toggle` closes an open door (missions of several parts, one of
-    them to open a door) or opens a box (KeyInBox).
+    It differs from AgentGym's server on purpose:
+    - The reward is 1.0, whatever the step count. The episode ends at the primitive that completes
+      the mission, and nothing else ends it.
+    - The mission keeps its `then` and `after you`; `agentgym_goals` hides them.
+    - An unsolvable layout is drawn again; `agentgym_layouts` keeps it.
+    - An object has the same number in actions and in the description.
+    - Only actions that change the state are valid.
+    - `toggle` closes an open door if a mission of several parts contains opening a door. In
+      KeyInBox it opens a box. These missions can need it.
     """
 
     def __init__(self, style: Style, *, options: BabyaiOptions | None = None) -> None:
@@ -41,7 +43,7 @@ class BabyAiEnv(TextEnv):
         self._level_name = ""
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Start an item; `seed` is unused, since the item fixes the whole level."""
+        """Start an item. `seed` is unused: the item determines the whole level."""
         item = parse_item(item_id, SUBSETS)
         self._start(item)
         return self._first_observation()
@@ -52,7 +54,7 @@ class BabyAiEnv(TextEnv):
             self._level = levels.make_level(
                 level_name, keeps_unsolvable=self._options.agentgym_layouts
             )
-            # The level would draw its own view at every primitive; ours replaces it.
+            # Our view replaces the level's own, which would be drawn at every primitive.
             self._level.gen_obs = dict
             self._level_name = level_name
         self._level.reset(seed=seed)
@@ -87,12 +89,15 @@ class BabyAiEnv(TextEnv):
         )
 
     def _perform(self, action: Action) -> bool:
-        """Run the primitives until the mission ends or one has no effect; returns whether won."""
+        """Run the primitives until the mission ends or one has no effect.
+
+        Return whether the mission was completed.
+        """
         is_won = False
         for primitive in action.primitives:
             before = self._pose()
             _, reward, has_ended, _, _ = self._level.step(primitive)
-            # The debugging levels also end on a wrong object; we let the agent go on.
+            # minigrid's debugging levels also end on a wrong object. Here the episode continues.
             if has_ended and float(reward) > 0:
                 is_won = self._done = True
                 break
@@ -106,7 +111,7 @@ class BabyAiEnv(TextEnv):
         return is_won
 
     def state_text(self) -> str:
-        """Return a hash of map, pose, what is carried and which parts of the mission are done."""
+        """Return a hash of the map, pose, carried object and completed mission parts."""
         parts = vars(self._level.instrs)  # pyright: ignore[reportAttributeAccessIssue]
         done = [parts.get(name) for name in ("a_done", "b_done")]
         scene = self._scene
@@ -119,14 +124,15 @@ class BabyAiEnv(TextEnv):
         return digest.hexdigest()
 
     def _success_reward(self) -> float:
-        """Return 1, or minigrid's reward when it is asked for; never below 0."""
+        """Return 1, or minigrid's reward with `shaped_reward`; never below 0."""
         if not self._options.shaped_reward:
             return 1.0
         return max(0.0, self._minigrid_reward())
 
     def _minigrid_reward(self) -> float:
-        """Return what minigrid pays for a success now; below 0 beyond 1.1 times its steps."""
-        return 1.0 - 0.9 * (self._level.step_count / self._max_steps)  # its rounding, too
+        """Return minigrid's reward for a success now; below 0 beyond 1.1 times its step limit."""
+        # The order of operations gives minigrid's rounding.
+        return 1.0 - 0.9 * (self._level.step_count / self._max_steps)
 
     def _pose(self) -> tuple[int, int]:
         return _pose(self._level, self._scene.stride)
@@ -142,7 +148,7 @@ class BabyAiEnv(TextEnv):
         return f"Your goal: {self._goal()}\n{self._observation()}"
 
     def _goal(self) -> str:
-        """Return the mission; AgentGym's wording, if asked for, hides the order of its parts."""
+        """Return the mission. AgentGym's optional wording hides the order of its parts."""
         if not self._options.agentgym_goals:
             return self._level.mission
         return self._level.mission.replace("then", "and").replace("after you", "and")
@@ -164,29 +170,30 @@ class BabyAiEnv(TextEnv):
         return [action.name for action in self._actions]
 
     def _expert_action(self) -> str | None:
-        """Return the scripted expert's action; it knows the whole map and the instruction."""
+        """Return the scripted expert's action. The expert has the whole map and the instruction."""
         return self._expert.choose(self._scene, self._by_name)
 
     def render(self) -> str:
-        """Return the whole map, two characters a cell, and the mission."""
+        """Return the mission and the whole map, two characters per cell."""
         return f"{self._level.mission}\n{self._level.pprint_grid()}"
 
     def detail(self, what: str) -> str | None:
-        """Return the `picture` of the whole map as a URL that holds it; None for anything else."""
+        """Return the `picture` of the whole map as a data URL; None for anything else."""
         if what != "picture":
             return None
         pixels = self._level.get_frame(highlight=False, tile_size=32)  # [height, width, 3] uint8
         return f"data:image/png;base64,{b64encode(as_png(pixels)).decode()}"
 
     def fingerprint(self) -> str:
-        """Return the hash of the full state the episode began with."""
+        """Return the hash of the complete initial state."""
         return self._fingerprint
 
 
 def as_png(pixels) -> bytes:
-    """Return an image [height, width, 3], uint8, as a PNG file; no package is needed for it."""
+    """Return an image [height, width, 3], uint8, as a PNG file, without an image library."""
     height, width, _ = pixels.shape
-    rows = b"".join(b"\0" + row.tobytes() for row in pixels)  # each with no filter
+    # Each row has the filter type 0: none.
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         head = struct.pack(">I", len(content)) + kind

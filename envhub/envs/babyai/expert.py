@@ -1,4 +1,4 @@
-"""The scripted expert: plans over high-level actions on the whole map, then follows the plan."""
+"""The scripted expert: it plans high-level actions on the whole map, then follows the plan."""
 
 import heapq
 from collections import deque
@@ -12,24 +12,24 @@ from envhub.envs.babyai.targets import DROPPING, PICKING_UP, Target, current_tar
 from envhub.envs.babyai.ways import UNREACHABLE, distances, first_errand
 
 MAX_EXPANSIONS = 48
-PRIMITIVES_PER_ACTION = 3.0  # how far one action brings us, as the search guesses
+PRIMITIVES_PER_ACTION = 3.0  # Estimated primitives of one action, for the search heuristic.
 
 
 class Expert:
-    """Chooses actions for one level; keeps its plan while the state follows it.
+    """Chooses actions for one level. It keeps its plan while the state matches the plan.
 
-    A search of at most `MAX_EXPANSIONS` scenes bounds the time of a decision. When the target is
-    too far it walks to the scene nearest to it that the search met and no earlier plan began in,
-    so it cannot walk in circles.
+    A search of at most `MAX_EXPANSIONS` scenes bounds the time of a decision. If no target is
+    found, the expert walks to the nearest scene of the search from which no earlier plan began.
+    This rules out endless circles.
     """
 
     def __init__(self, level) -> None:
         self._level = level
-        self._plan: deque[tuple[tuple, str]] = deque()  # (state before, action)
+        self._plan: deque[tuple[tuple, str]] = deque()  # Pairs (state before, action).
         self._visited: set[tuple] = set()
 
     def choose(self, scene: Scene, by_name: Mapping[str, Action]) -> str | None:
-        """Return the name of the action to take in `scene`; None when it knows no way."""
+        """Return the name of the next action in `scene`; None if no plan exists."""
         here = _key(scene)
         if not self._plan or self._plan[0][0] != here or self._plan[0][1] not in by_name:
             self._plan = self._make_plan(scene)
@@ -41,7 +41,7 @@ class Expert:
         wanted = current_targets(self._level, scene)
         targets = [t for t in (first_errand(scene, w) for w in wanted) if t is not None]
         if any(w.kinds in (PICKING_UP, DROPPING) for w in wanted):
-            # One part at a time: what is in hand for one would be put down for the other.
+            # Only one part at a time: the parts would compete for the one hand.
             targets = targets[:1]
         self._visited.add(_key(scene))
         if not targets:
@@ -50,12 +50,12 @@ class Expert:
 
 
 def _key(scene: Scene) -> tuple:
-    """Return what tells two scenes of one episode apart for the planner."""
+    """Return the planner's key of a scene, unique within an episode."""
     return scene.at, scene.heading, scene.carrying, bytes(scene.codes)
 
 
 def finishes(scene: Scene, action: Action, target: Target) -> bool:
-    """Return whether an action meets the target at any of its primitives."""
+    """Return whether one of an action's primitives meets the target."""
     if target.kinds:
         return action.kind in target.kinds and action.position in target.positions
     passed = act.poses(scene, action)
@@ -63,7 +63,7 @@ def finishes(scene: Scene, action: Action, target: Target) -> bool:
 
 
 def search(scene: Scene, targets: list[Target], visited: set[tuple]) -> list[tuple[tuple, str]]:
-    """Return the actions that meet a target, or else lead nearest to one, each with its state.
+    """Return the actions to a target, or to the nearest scene, each with the state before it.
 
     Weighted best-first search; ties go to fewer primitives, then to the order of the action list.
     """

@@ -1,4 +1,4 @@
-"""The BabyAI levels and tasks we offer, their turn limits and AgentGym's numbering of them."""
+"""The offered BabyAI levels and tasks, their turn limits, and AgentGym's numbering of them."""
 
 from collections.abc import Callable
 from functools import cache
@@ -30,16 +30,16 @@ TASK_LEVELS = {task: tuple(levels) for task, levels in _TABLE["task_levels"].ite
 # the first 45 seeds of these levels and tests on the next five.
 FIRST_TASK_TEST_SEED = 45
 NUM_TASK_TEST_SEEDS = 200
-LEVEL_SUFFIX = "Level"  # a level whose name a task took is offered with it: `PickupLevel`
+LEVEL_SUFFIX = "Level"  # Suffix of a level's subset if a task has the level's name: `PickupLevel`.
 
-MAX_DRAWS = 20_000  # of one layout; those that end need a few hundred
+MAX_DRAWS = 20_000  # Maximum number of draws of one layout. A normal layout needs a few hundred.
 
-# minigrid reports every rejected layout with print(); a server has no use for that.
+# minigrid prints a line for every rejected layout, which is noise in a server.
 roomgrid_level.print = lambda *args, **kwargs: None  # type: ignore[attr-defined]
 
 
 def subsets() -> dict[str, SubsetSpec]:
-    """Return the measured levels, AgentGym's others, and the tasks, by name."""
+    """Return all subsets: levels with measured limits, AgentGym's other levels, and tasks."""
     names = dict.fromkeys(map(subset_of, (*MAX_TURNS, *AGENTGYM_LEVELS, *AGENTGYM_SIZES)))
     single = {
         name: SubsetSpec(
@@ -59,23 +59,23 @@ def subsets() -> dict[str, SubsetSpec]:
 
 
 def max_turns(level: str) -> int:
-    """Return the most turns an episode of a level may use."""
+    """Return the maximum number of turns of a level's episode."""
     return MAX_TURNS.get(level) or MAX_TURNS_LONG.get(level, MAX_TURNS_OTHERS)
 
 
 def subset_of(level: str) -> str:
-    """Return the subset of a level's items: its name, or with a suffix if a task has the name."""
+    """Return the subset of a level: its name, with a suffix if a task has the same name."""
     return level + LEVEL_SUFFIX if level in TASK_LEVELS else level
 
 
 def level_of(subset: str) -> str:
-    """Return the level of a subset that is no task."""
+    """Return the level of a single-level subset."""
     level = subset.removesuffix(LEVEL_SUFFIX)
     return level if level in TASK_LEVELS else subset
 
 
 def locate(item: ItemId) -> tuple[str, int]:
-    """Return the level and minigrid seed of an item; train and test seeds of a level never meet."""
+    """Return the level and minigrid seed of an item; its train and test seeds are disjoint."""
     names = TASK_LEVELS.get(item.subset)
     if names is None:
         is_train = item.split == "train"
@@ -101,7 +101,7 @@ def from_agentgym(index: int) -> str:
 
 
 def column_item(index: int) -> str:
-    """Return the item of AgentGym's data index in the task that the paper counts it to, if any.
+    """Return the item of AgentGym's data index within the paper's task for it, if there is one.
 
     Raises: UnknownItem: as `from_agentgym`.
     """
@@ -115,10 +115,10 @@ def column_item(index: int) -> str:
 
 
 class Layouts:
-    """Has a level draw anew where its layout would be drawn for ever, or could not be solved.
+    """Makes a level draw a new layout when a draw never ends or the layout is unsolvable.
 
-    The level then draws another one, with the numbers that follow, as it does where it rejects a
-    layout itself; all others are untouched.
+    The level then continues with its next random numbers, like after its own rejections. All other
+    layouts are unchanged.
     """
 
     def __init__(self, level: RoomGridLevel, *, keeps_unsolvable: bool) -> None:
@@ -130,7 +130,7 @@ class Layouts:
     def generate(self) -> None:
         """Draw one layout.
 
-        Raises: RejectSampling: it cannot be solved; minigrid takes it as a sign to begin anew.
+        Raises: RejectSampling: it is unsolvable; minigrid then draws again.
         """
         self._num_draws = 0
         self._generate()
@@ -140,21 +140,22 @@ class Layouts:
     def draw(self, low: int, high: int) -> int:
         """Return a number from `low` to below `high`.
 
-        Raises: RecursionError: too many for one layout; minigrid takes it as a sign to begin anew.
+        Raises: RecursionError: too many draws for one layout; minigrid then starts again.
         """
         self._num_draws += 1
         if self._num_draws > MAX_DRAWS:
-            self._num_draws = 0  # the next layout draws before it comes to its mission
+            self._num_draws = 0  # The next layout draws numbers before it calls `generate`.
             raise RecursionError(f"no layout after {MAX_DRAWS} draws")
         return self._draw(low, high)
 
 
 @cache
 def _creator(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return what makes a level, and with which arguments.
+    """Return the constructor of a level and its arguments.
 
-    `gymnasium.make` looks the class up by a new string each time. The interpreter keeps thousands
-    of these alive, scattered over the memory of levels that are gone, which then stays taken.
+    `gymnasium.make` searches the class by a new string each time. The interpreter keeps thousands
+    of these strings alive. They are scattered over the memory of deleted levels, which then cannot
+    be freed.
     """
     sized = {"room_size": AGENTGYM_SIZES[name][1]} if name in AGENTGYM_SIZES else {}
     prefix = f"BabyAI-{AGENTGYM_SIZES[name][0] if sized else name}-v"
@@ -165,11 +166,11 @@ def _creator(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 def make_level(name: str, *, keeps_unsolvable: bool = False) -> RoomGridLevel:
-    """Return a fresh bare minigrid level; some levels are registered only as version 1.
+    """Return a new unwrapped minigrid level; some levels are registered only as version 1.
 
     Args:
         name: such as `GoToLocal`.
-        keeps_unsolvable: it may have a layout that nobody can solve, where minigrid draws one.
+        keeps_unsolvable: keep an unsolvable layout if minigrid draws one.
     """
     create, kwargs = _creator(name)
     level = create(**kwargs)

@@ -1,7 +1,7 @@
-"""A flat snapshot of the grid, what the agent sees of it, and where it can walk in sight.
+"""A flat snapshot of the grid, the agent's view of it, and walking within the view.
 
-Positions are indices into a grid padded by the view size, so that no look needs a bounds check.
-A view is 49 cells in rows ahead of the agent: `cell = forward * 7 + right + 3`, right in -3..3.
+Positions are indices into a grid padded by the view size, so that views need no bounds checks. A
+view is 49 cells in rows ahead of the agent: `cell = forward * 7 + right + 3`, right in -3..3.
 """
 
 from collections import deque
@@ -15,19 +15,19 @@ PAD = VIEW
 
 FREE, WALL, THING, CLOSED, OPEN, LOCKED, GOAL, LAVA = range(8)
 IS_WALKABLE = (True, False, False, False, True, False, True, False)
-IS_CLEAR = (True, False, True, False, True, False, True, True)  # light passes
+IS_CLEAR = (True, False, True, False, True, False, True, True)  # Whether light passes.
 DOOR_STATE = {CLOSED: "closed", OPEN: "open", LOCKED: "locked"}
 
 LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE = range(6)
-HEADINGS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # minigrid's order: east, south, west, north
+HEADINGS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # East, south, west, north: minigrid's order.
 
 
 @dataclass(slots=True)
 class Scene:
-    """The whole map and the agent; `things` gives colour and type of every non-wall cell.
+    """The whole map and the agent; `things` has colour and type of every object.
 
-    `closes_doors` and `opens_boxes` tell whether toggling an open door or a box is an action:
-    only in missions that can need it.
+    `closes_doors` and `opens_boxes` allow the toggling of an open door or a box. They are set only
+    for missions that can need it.
     """
 
     codes: list[int]  # [padded height * stride]
@@ -40,13 +40,13 @@ class Scene:
     opens_boxes: bool = False
 
     def front(self) -> int:
-        """Return the position right ahead of the agent."""
+        """Return the position directly ahead of the agent."""
         return self.at + delta(self.stride, self.heading)
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One visible object; `path` leads to facing it and is None when nothing in sight does."""
+    """One visible object; `path` ends facing it, or is None if no visible path exists."""
 
     name: str
     number: int
@@ -59,7 +59,7 @@ class Seen:
 
 
 def delta(stride: int, heading: int) -> int:
-    """Return the change of position of one step in a heading."""
+    """Return the change of position by one step in a heading."""
     dx, dy = HEADINGS[heading & 3]
     return dx + dy * stride
 
@@ -72,9 +72,9 @@ def _offsets(stride: int, heading: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 14)
 def _spread(lit: int, clear: int) -> tuple[int, int]:
-    """Return one view row's lit cells and those it lights in the next row, as bit sets.
+    """Return the lit cells of a view row, and the cells they light in the next row, as bit sets.
 
-    The two sweeps run in minigrid's order, so that we see what its own view shows.
+    The two sweeps run in minigrid's order, so the result equals minigrid's own view.
     """
     ahead = 0
     for i in range(VIEW - 1):
@@ -94,7 +94,7 @@ def view_positions(scene: Scene) -> list[int]:
 
 
 def visible_codes(scene: Scene) -> list[int | None]:
-    """Return the 49 view cells' codes; None where the agent cannot see."""
+    """Return the codes of the 49 view cells; None for unseen cells."""
     codes, at = scene.codes, scene.at
     view: list[int | None] = [codes[at + o] for o in _offsets(scene.stride, scene.heading)]
     lit = 1 << HALF
@@ -113,7 +113,7 @@ def visible_codes(scene: Scene) -> list[int | None]:
 
 def _forward_table() -> tuple[int, ...]:
     """Return for each pose `cell * 4 + turn` the cell one step ahead, or -1 outside the view."""
-    steps = ((1, 0), (0, 1), (-1, 0), (0, -1))  # (forward, right) for turn 0..3, clockwise
+    steps = ((1, 0), (0, 1), (-1, 0), (0, -1))  # (forward, right) for turns 0..3, clockwise.
     table = []
     for cell in range(NUM_CELLS):
         for df, dr in steps:
@@ -131,7 +131,7 @@ START = HALF * 4
 
 
 def walk(view: list[int | None]) -> dict[int, tuple[int, int, int]]:
-    """Return each pose reachable in sight as pose -> (previous pose, primitive, distance)."""
+    """Return the poses reachable in the view: pose -> (previous pose, primitive, distance)."""
     reached = {START: (-1, -1, 0)}
     queue: deque[int] = deque((START,))
     while queue:
@@ -155,7 +155,7 @@ def walk(view: list[int | None]) -> dict[int, tuple[int, int, int]]:
 def _shortest(
     reached: dict[int, tuple[int, int, int]], poses: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Return the primitives to the nearest of `poses`, or None when none was reached."""
+    """Return the primitives to the nearest of `poses`; None if none was reached."""
     there = [(reached[pose][2], pose) for pose in poses if pose in reached]
     if not there:
         return None
@@ -168,7 +168,7 @@ def _shortest(
 
 
 def see(scene: Scene) -> tuple[list[Seen], list[int | None]]:
-    """Return the objects in sight, nearest first, and the view they stand in.
+    """Return the visible objects, nearest first, and the view.
 
     Objects of one name are numbered from 1 in that order; text and actions share the numbers.
     """

@@ -1,4 +1,4 @@
-"""Whether a layout can be solved at all: some lock the only key away behind its own door."""
+"""Check whether a layout is solvable: some lock the only key behind its own door."""
 
 from minigrid.core.world_object import Door, Key
 from minigrid.envs.babyai.core.roomgrid_level import RoomGridLevel
@@ -8,10 +8,10 @@ Cell = tuple[int, int]
 
 
 def has_way(level: RoomGridLevel) -> bool:
-    """Return whether what the mission names can be reached, with the keys that can be reached.
+    """Return whether the mission's objects are reachable with the reachable keys.
 
-    Exact for what is locked away. It takes for granted that objects in the way can be moved aside
-    and that rooms without a locked door are connected, as minigrid makes them.
+    The check is exact for locked doors. It assumes that obstacles can be moved aside and that rooms
+    without a locked door are connected, as in minigrid.
     """
     doors = [thing for thing in level.grid.grid if isinstance(thing, Door)]
     if not any(door.is_locked for door in doors):
@@ -21,9 +21,10 @@ def has_way(level: RoomGridLevel) -> bool:
 
 
 def _reach(level: RoomGridLevel) -> tuple[set[Cell], set[Cell]]:
-    """Return the cells that the agent can come to face, and those that it can enter or empty."""
-    colors: set[str] = set()  # of the keys found; `level.carrying` is still the last episode's
-    shut: dict[str, list[Cell]] = {}  # locked doors without their key, by colour
+    """Return the cells that the agent can face, and those that it can enter or clear."""
+    # Colours of found keys. `level.carrying` still belongs to the last episode.
+    colors: set[str] = set()
+    shut: dict[str, list[Cell]] = {}  # Locked doors without a found key, by colour.
     faced: set[Cell] = set()
     entered: set[Cell] = set()
     x, y = level.agent_pos

@@ -1,4 +1,4 @@
-"""Reads a BabyAI instruction: what would complete or advance it from the current state."""
+"""The targets of a BabyAI instruction: cells and actions that complete or advance it now."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ DROPPING = (Kind.DROP,)
 class Target:
     """Cells to face, and the kinds of action that finish there; no kinds: facing is enough.
 
-    `then` is where the thing that is picked up here will be brought; None when it does not matter.
+    `then` is the destination of an object that is picked up here; None if it does not matter.
     """
 
     positions: frozenset[int]
@@ -42,13 +42,13 @@ def position_of(cell, stride: int) -> int:
 
 
 def current_targets(level, scene: Scene) -> list[Target]:
-    """Return what is to be done next for the level's instruction; usually one target."""
+    """Return the next targets of the level's instruction; usually one."""
     targets = [_target(level, scene, clause) for clause in _open_clauses(level.instrs)]
     return [target for target in targets if target is not None and target.positions]
 
 
 def _open_clauses(instruction: Instr) -> list[Instr]:
-    """Return the action clauses that count now, following before, after and and."""
+    """Return the active clauses of an instruction with before, after and and."""
     if isinstance(instruction, BeforeInstr):
         is_first = instruction.a_done != "success"
         return _open_clauses(instruction.instr_a if is_first else instruction.instr_b)
@@ -81,7 +81,7 @@ def _target(level, scene: Scene, clause: Instr) -> Target | None:
 
 
 def _where(level, scene: Scene, wanted: list) -> frozenset[int]:
-    """Return where these very objects stand; minigrid does not always record it on them."""
+    """Return the positions of these exact objects; minigrid does not always store them."""
     identities = {id(thing) for thing in wanted}
     width = level.grid.width
     cells = (i for i, thing in enumerate(level.grid.grid) if id(thing) in identities)
@@ -89,7 +89,7 @@ def _where(level, scene: Scene, wanted: list) -> frozenset[int]:
 
 
 def _put_next(level, scene: Scene, clause: PutNextInstr) -> Target:
-    """Return where to drop the object to be moved, or what to pick up first."""
+    """Return the cells to drop the moved object on, or the object to pick up first."""
     moved = _where(level, scene, clause.desc_move.obj_set)
     near = {
         position_of(cell, scene.stride) + sc.delta(scene.stride, heading)
@@ -106,9 +106,10 @@ def _put_next(level, scene: Scene, clause: PutNextInstr) -> Target:
 
 
 def closes_doors(level) -> bool:
-    """Return whether a door that is open may have to be opened: it is closed again first.
+    """Return whether an open door may have to be closed and opened again.
 
-    That is so where opening a door is one of several parts, which the way to another may forestall.
+    This is so if opening a door is one of several parts: the way to another part may open it too
+    early.
     """
     return isinstance(level.instrs, SeqInstr) and _has_opening(level.instrs)
 

@@ -1,4 +1,4 @@
-"""A scene in words, in the compact style and in AgentGym's."""
+"""Text of a scene, in the compact style and in AgentGym's style."""
 
 import json
 
@@ -8,7 +8,7 @@ from envhub.envs.babyai.scene import Scene, Seen
 
 INVALID = "invalid action"
 CHECK = "check available actions"
-# AgentGym's refusals, and the reasons in others of them.
+# AgentGym's refusals, and reasons within its other refusals.
 NO_CHANGE = "No change in state."
 UNKNOWN = "The action is not recognized. Please check valid actions."
 NO_PATH = "there is no path leading to it"
@@ -21,7 +21,7 @@ WRONG_KEY = "the color of the key you are carrying does not match the color of d
 
 
 def wall_ahead(view: list[int | None]) -> int | None:
-    """Return the steps to the wall straight ahead (1: it is adjacent); None when none is seen."""
+    """Return the steps to the wall straight ahead (1: adjacent); None if no wall is visible."""
     for forward in range(1, sc.VIEW):
         if view[forward * sc.VIEW + sc.HALF] == sc.WALL:
             return forward
@@ -58,7 +58,7 @@ def agentgym_view(
     *,
     is_over: bool,
 ) -> str:
-    """Return the view in AgentGym's sentences, ending in the list of available actions."""
+    """Return the view in AgentGym's sentences, followed by the available actions."""
     sentences = ["You cannot see any objects within sight."]
     if objects or sc.WALL in view:
         sentences = ["In front of you in this room, you can see several objects: "]
@@ -82,7 +82,7 @@ def _position(seen: Seen) -> str:
 
 
 def _barrier(objects: list[Seen], view: list[int | None]) -> str:
-    """Return the sentence about the nearest wall or box straight ahead, or nothing."""
+    """Return the sentence about the nearest wall or box straight ahead; "" without one."""
     boxes = [s.forward for s in objects if not s.right and s.name.endswith(" box")]
     wall = wall_ahead(view)
     if boxes and (wall is None or min(boxes) < wall):
@@ -105,7 +105,7 @@ def asked(actions: list[Action]) -> str:
 
 
 def refusal(scene: Scene, objects: list[Seen], actions: list[Action], action: str) -> str:
-    """Return AgentGym's answer to a normalized action text that is not available."""
+    """Return AgentGym's answer to a normalized action text that is unavailable."""
     if not action:
         return NO_CHANGE
     if "check" in action:

@@ -1,4 +1,4 @@
-"""Ways over the whole map, and what must be done first when something stands in them."""
+"""Paths over the whole map, and the errands that clear their obstacles."""
 
 import heapq
 from dataclasses import replace
@@ -9,7 +9,7 @@ from envhub.envs.babyai.actions import Kind
 from envhub.envs.babyai.scene import Scene
 from envhub.envs.babyai.targets import DROPPING, OPENING, PICKING_UP, Target
 
-# Cost of entering a cell, in primitives; an obstacle costs what clearing it would.
+# Cost of entering a cell, in primitives. An obstacle costs as much as clearing it.
 COSTS = {sc.FREE: 1, sc.OPEN: 1, sc.GOAL: 1, sc.CLOSED: 2, sc.THING: 15, sc.LOCKED: 40}
 UNLOCK_COST = 2
 UNREACHABLE = 1 << 20
@@ -17,7 +17,7 @@ MAX_ERRANDS = 8
 
 
 def distances(scene: Scene, target: Target, *, through_locks: bool = True) -> dict[int, int]:
-    """Return for each position the cost of walking to where a target cell can be faced.
+    """Return for each position the cost of walking to a cell that faces a target cell.
 
     Without `through_locks` a door whose key is not in hand is a wall.
     """
@@ -51,7 +51,7 @@ def _cost(scene: Scene, position: int) -> int | None:
 
 
 def way(scene: Scene, start: int, cost: dict[int, int]) -> list[int]:
-    """Return the cheapest positions from `start`, excluded, to the last before the target."""
+    """Return the cheapest path from `start`, excluded, to the last cell before the target."""
     steps = [sc.delta(scene.stride, heading) for heading in range(4)]
     at, passed = start, []
     while cost.get(at, 0) > 0:
@@ -68,16 +68,16 @@ def way(scene: Scene, start: int, cost: dict[int, int]) -> list[int]:
 def first_errand(
     scene: Scene, target: Target, *, kept_free: frozenset[int] = frozenset(), num_errands: int = 0
 ) -> Target | None:
-    """Return the target itself, or what must be met before it; None when there is no way.
+    """Return the target itself, or an errand that must come first; None if there is no way.
 
     Errands: fetch the key of a locked door, unlock it, carry an object out of the way, and empty
     the hand before a pickup. An errand may need another one first, up to `MAX_ERRANDS` deep.
 
     Args:
         scene: the map.
-        target: what is wanted.
-        kept_free: cells of the ways that this errand is for; nothing is put down there.
-        num_errands: how deep this errand lies.
+        target: the wanted target.
+        kept_free: cells of the paths that this errand serves; nothing is dropped there.
+        num_errands: nesting depth of this errand.
     """
     if not target.positions or num_errands > MAX_ERRANDS:
         return None
@@ -86,7 +86,7 @@ def first_errand(
         ready = _openable(scene, target)
         if not ready.positions:
             keys = [_key_of(scene, door) for door in sorted(target.positions)]
-            # A key may lie behind its own door, and another like it elsewhere.
+            # A key may lie behind its own door while another equal key is reachable.
             return _first_possible(_walled(scene, target.positions), keys, kept_free, deeper)
         target = ready
     cost = distances(scene, target)
@@ -103,7 +103,7 @@ def first_errand(
         found = first_errand(scene, errand, kept_free=kept, num_errands=deeper)
         if found is not None or errand.kinds != OPENING:
             return found
-        # The door cannot be unlocked: the long way round, if there is one.
+        # The door cannot be unlocked. Try a path around it.
         around = _walled(scene, errand.positions)
         return first_errand(around, target, kept_free=kept_free, num_errands=deeper)
     if target.kinds == PICKING_UP and scene.carrying is not None:
@@ -133,7 +133,7 @@ def _openable(scene: Scene, target: Target) -> Target:
 
 
 def _onward(scene: Scene, target: Target, standing: int) -> list[int]:
-    """Return the way from where a thing is picked up to where it will be brought."""
+    """Return the path from the pickup of an object to its destination."""
     assert target.then is not None
     steps = [sc.delta(scene.stride, heading) for heading in range(4)]
     picked = next((standing + s for s in steps if standing + s in target.positions), standing)
@@ -145,7 +145,7 @@ def _onward(scene: Scene, target: Target, standing: int) -> list[int]:
 
 
 def _obstacle(scene: Scene, passed: list[int]) -> Target | None:
-    """Return the errand of the first obstacle on a way; None when the way is clear."""
+    """Return the errand for the first obstacle on a path; None if it is clear."""
     for position in passed:
         code = scene.codes[position]
         if code == sc.THING:
@@ -156,7 +156,7 @@ def _obstacle(scene: Scene, passed: list[int]) -> Target | None:
 
 
 def _key_of(scene: Scene, door: int) -> Target:
-    """Return the errand for the key of a door: the key itself, or a box that may hold it."""
+    """Return the errand for the key of a door: the key itself, or a box that may contain it."""
     key = (scene.things[door][0], "key")
     places = frozenset(p for p, thing in scene.things.items() if thing == key)
     if not places and scene.opens_boxes:
@@ -166,7 +166,7 @@ def _key_of(scene: Scene, door: int) -> Target:
 
 
 def _drop_beside(scene: Scene, target: Target, kept_free: frozenset[int]) -> Target:
-    """Return a target met by dropping what is carried off the ways and away from doors."""
+    """Return the cells to drop the carried object on, away from paths and doors."""
     steps = [sc.delta(scene.stride, heading) for heading in range(4)]
     before_doors = {
         position + s

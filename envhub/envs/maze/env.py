@@ -1,4 +1,4 @@
-"""Maze: walk through a maze of which only the walls next to you are told."""
+"""Maze: find the goal in a maze; an observation has only the adjacent walls."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from envhub.tasks import spec_beside
 SUBSET = "DoubleT"
 NAMES = tuple(f"move {direction}" for direction in MOVES)
 MAX_MOVES = 50
-TEST_EVERY = 5  # each fifth start, from the third on, is a test item
+TEST_EVERY = 5  # Every fifth start, from the third on, is a test item.
 START_NUMBERS = {
     "test": tuple(range(2, len(STARTS), TEST_EVERY)),
     "train": tuple(i for i in range(len(STARTS)) if i % TEST_EVERY != 2),
@@ -33,10 +33,10 @@ def start_of(item: ItemId) -> Cell:
 
 
 class MazeEnv(TextEnv):
-    """One Maze episode. Reward is 1 at the goal; the turn after the 50th ends it without one."""
+    """One Maze episode. The reward is 1 at the goal; turn 51 ends it without a reward."""
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Start an item; `seed` is unused, since nothing is left to chance."""
+        """Start an item. `seed` is unused: nothing is random."""
         self._start = self._at = start_of(parse_item(item_id, SUBSETS))
         self._num_moves = 0
         self._begin()
@@ -50,7 +50,7 @@ class MazeEnv(TextEnv):
             return StepResult(observation=self._end("Failure"), reward=0, done=True, is_valid=False)
         self._num_moves += 1
         name, before = action_text(action), self._at
-        if self._is_compact:  # AgentGym takes its four actions and no other text
+        if self._is_compact:  # AgentGym accepts its four exact actions only.
             name = f"move {' '.join(name.lower().split()).removeprefix('move ')}"
         if name in NAMES:
             self._at = maze.after(before, name.removeprefix("move "))
@@ -64,7 +64,7 @@ class MazeEnv(TextEnv):
         return StepResult(observation=observation, reward=0, done=False, is_valid=is_valid)
 
     def state_text(self) -> str:
-        """Return what tells the present state from others of the item."""
+        """Return a text that identifies the current state of the item."""
         return f"at {self._at}"
 
     def _end(self, word: str) -> str:
@@ -79,11 +79,11 @@ class MazeEnv(TextEnv):
         return [f"move {d}" for d in MOVES if maze.after(self._at, d) != self._at]
 
     def _expert_action(self) -> str | None:
-        """Return the first move of a shortest way."""
+        """Return the first move of a shortest path."""
         return f"move {maze.best_moves().get(self._at, 'left')}"
 
     def render(self) -> str:
-        """Return the map and how many moves were made."""
+        """Return the map and the number of moves."""
         return f"{maze.drawn(self._at)}\nmoves: {self._num_moves} of {MAX_MOVES}"
 
     def detail(self, what: str) -> Any:

@@ -1,4 +1,4 @@
-"""The double T maze: its cells, the way to the goal, and its walls in words."""
+"""The double T maze: its cells, the shortest paths, and the text about its walls."""
 
 from collections import deque
 from functools import cache
@@ -14,10 +14,10 @@ STARTS: tuple[Cell, ...] = (
     *((row, 3) for row in range(2, 6)),
     *((5, 4), (5, 5), (5, 6), (6, 6), (7, 6), (5, 7), (5, 8), (5, 9)),
     *((row, 9) for row in (4, 3, 2)),
-    GOAL,  # any action is a success there
+    GOAL,  # Any action is a success there.
 )
 FREE = frozenset(STARTS)
-# In the order in which walls are told.
+# The order is that of the walls in observations.
 MOVES: dict[str, Cell] = {"right": (0, 1), "left": (0, -1), "up": (-1, 0), "down": (1, 0)}
 WALL_WORDS = {"right": "to your right", "left": "to your left", "up": "above you"} | {
     "down": "below you"
@@ -25,7 +25,7 @@ WALL_WORDS = {"right": "to your right", "left": "to your left", "up": "above you
 
 
 def after(cell: Cell, direction: str) -> Cell:
-    """Return the cell one move leads to: the same one when a wall is in the way."""
+    """Return the cell after one move: the same cell if a wall is in the way."""
     rows, columns = MOVES[direction]
     there = (cell[0] + rows, cell[1] + columns)
     return there if there in FREE else cell
@@ -38,7 +38,7 @@ def walls(cell: Cell) -> list[str]:
 
 @cache
 def best_moves() -> dict[Cell, str]:
-    """Return for each cell but the goal the direction of a shortest way to the goal."""
+    """Return for each cell but the goal the first direction of a shortest path."""
     found: dict[Cell, str] = {}
     queue = deque([GOAL])
     while queue:
@@ -52,7 +52,7 @@ def best_moves() -> dict[Cell, str]:
 
 
 def described(cell: Cell) -> str:
-    """Return where the agent stands and the walls near it, in AgentGym's sentences."""
+    """Return the agent's position and the adjacent walls, in AgentGym's sentences."""
     words = [WALL_WORDS[direction] for direction in walls(cell)]
     near = "There are no walls near you."
     if words:

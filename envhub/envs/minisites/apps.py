@@ -1,7 +1,7 @@
-"""The five sites as one application, told apart by the Host header.
+"""The five sites as one application, selected by the Host header.
 
-A visitor names its session in the header `X-Longstride-Session`; without it, everybody shares a
-demo: `curl -H 'Host: shopping.test' http://127.0.0.1:PORT/`.
+A visitor names its session in the header `X-Longstride-Session`. Requests without it share a demo
+session: `curl -H 'Host: shopping.test' http://127.0.0.1:PORT/`.
 """
 
 from collections.abc import AsyncIterator
@@ -23,19 +23,19 @@ SITES = {f"{site.name}.test": site for site in (SHOPPING, CMS, MAPS, GITLAB, RED
 
 
 class DropBody(BaseModel):
-    """Which session to forget."""
+    """The session to drop."""
 
     session: str = Field(min_length=1, max_length=200)
 
 
 class ResetBody(DropBody):
-    """Which session to start afresh, and on which world."""
+    """The session to reset, and the seed of its world."""
 
     seed: int = Field(ge=0, lt=2**31)
 
 
 def make_app() -> FastAPI:
-    """Return an application with sessions of its own; run it in one process, one event loop."""
+    """Return an application with its own sessions; run it in one process and one event loop."""
     store = Store()
 
     @asynccontextmanager

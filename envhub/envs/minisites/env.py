@@ -1,7 +1,7 @@
-"""Minisites: small web sites of our own in the manner of WebArena's, without its numbers.
+"""Minisites: our own small web sites, similar to WebArena's.
 
-A shop and its administration, a map, a code host and a forum. Results on them are not results on
-WebArena and cannot be compared with any.
+They are a shop and its administration, a map, a code host and a forum. Results on them are not
+results on WebArena and are not comparable with any.
 """
 
 from common.config.envs import EnvsSection
@@ -17,7 +17,7 @@ NUM_WEBARENA_TASKS = 812
 
 
 def check(options: EnvsSection) -> list[str]:
-    """Return a line for each thing that is missing on this machine, with its remedy."""
+    """Return a line for each missing requirement of this machine, with its remedy."""
     return check_browser(options.browser)
 
 
@@ -39,7 +39,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
 
 
 def from_agentgym(number: int) -> str:
-    """Return the training item that stands for a WebArena task number.
+    """Return the training item that replaces a WebArena task number.
 
     Raises: UnknownItem: not one of 0 to 811.
     """

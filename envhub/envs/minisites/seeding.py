@@ -1,4 +1,4 @@
-"""What fills the sites' databases: words, tables and rows. Equal seeds give equal rows."""
+"""Shared tools for filling the sites' databases: words, tables and rows."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ WORDS: dict[str, Any] = read_table(__file__, "words.yaml")
 
 @contextmanager
 def filling(db: sqlite3.Connection, code: str, name: str, seed: int) -> Iterator[Random]:
-    """Create the tables of `schema.sql` beside a module; yield what their rows are drawn from."""
+    """Create the tables of the module's `schema.sql`; yield the random generator for their rows."""
     db.executescript("BEGIN;" + read_text(code, "schema.sql"))
     yield Random(f"{name}-{seed}")
     db.execute("COMMIT")
@@ -33,5 +33,5 @@ def day_of(random: Random, year: int) -> str:
 
 
 def slug_of(name: str) -> str:
-    """Return a name as it stands in addresses."""
+    """Return a name in the form used in addresses."""
     return "-".join(name.lower().replace("&", "and").split())

@@ -1,4 +1,4 @@
-"""One site: routes to page functions, and what a page function is given."""
+"""One site: routes to page functions, and the request data that a page function gets."""
 
 import logging
 import sqlite3
@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 class PageMissing(LookupError):
-    """There is no such page, or not any more."""
+    """The page does not exist, or no longer exists."""
 
 
 def literal(words: str) -> str:
-    """Return a text as LIKE ... ESCAPE '\\' takes it for itself."""
+    """Return a text escaped for LIKE ... ESCAPE '\\', so that it matches itself."""
     return words.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
 
 
 def money(cents: int) -> str:
-    """Return an amount as the sites print it, such as `$1,234.50`."""
+    """Return an amount in the sites' format, such as `$1,234.50`."""
     return f"${cents / 100:,.2f}"
 
 
@@ -59,8 +59,8 @@ ENVIRONMENT = _environment()
 class Visit:
     """One request and the visitor's own database.
 
-    `names` is what queries take as :name: the parameters of the address, what the site gives all
-    its pages, the day as :today, the columns of rows that were found, and the fields of a form.
+    `names` are the :name parameters of queries: the parameters of the address, the site's `given`
+    values, the day as :today, the columns of found rows, and the fields of a form.
     """
 
     site: "Site"
@@ -87,7 +87,7 @@ class Visit:
         return row
 
     def run(self, sql: str, **values: object) -> None:
-        """Change the visitor's database."""
+        """Execute a statement that changes the visitor's database."""
         self.db.execute(sql, self.names | values)
 
     def insert(self, table: str, **values: object) -> int:
@@ -95,20 +95,20 @@ class Visit:
         return insert(self.db, table, **values)
 
     def words(self) -> str:
-        """Return the words that are searched for, stripped and cut."""
+        """Return the search words, stripped and cut."""
         return self.query.get("q", "").strip()[:200]
 
     def text(self, name: str) -> str:
-        """Return a field of the form, stripped and cut; "" when it was not sent."""
+        """Return a field of the form, stripped and cut; "" if it was not sent."""
         return self.form.get(name, "").strip()[:MAX_TEXT_CHARS]
 
     def choice(self, name: str, allowed: Sequence[str]) -> str:
-        """Return a parameter of the query that is one of `allowed`, else the first of them."""
+        """Return a query parameter that is one of `allowed`, else the first of these."""
         value = self.query.get(name, "")
         return value if value in allowed else allowed[0]
 
     def page(self, template: str, **values: object) -> HTMLResponse:
-        """Return a rendered page; a waiting notice is shown on it once."""
+        """Return a rendered page. A pending notice is shown on it once."""
         notice, self.session.notice = self.session.notice, ""
         shown = self.site.given | self.look(self.site.table.get("frame", {})) | values
         text = ENVIRONMENT.get_template(f"{self.site.name}/{template}").render(
@@ -117,7 +117,7 @@ class Visit:
         return HTMLResponse(text)
 
     def look(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what an entry of the site's table says that a page shows."""
+        """Return the values that a page shows, by an entry of the site's table."""
         shown: dict[str, Any] = {}
         for name, allowed in entry.get("takes", {}).items():
             shown[name] = self.choice(name, allowed) if allowed else self.query.get(name, "")
@@ -131,7 +131,7 @@ class Visit:
         return shown
 
     def submit(self, entry: Mapping[str, Any]) -> Response:
-        """Do what an entry of the site's table says of a form."""
+        """Process a form by an entry of the site's table."""
         names = self.names
         for name, kind in entry.get("takes", {}).items():
             names[name] = self._field(name, kind)
@@ -168,30 +168,30 @@ Handler = TypeVar("Handler", bound=Callable[[Visit], Response])
 
 
 class Site:
-    """Pages and forms over one of the databases: those of a table, and functions.
+    """Pages and forms over one of the databases, defined by a table and by functions.
 
-    The table has `finds`, the SELECTs of the one row that an address or a page is about, and the
-    `pages` and `forms` by their addresses. A page has a `page`, its template, and may have
-        takes: {x: [...]}    parameters of the query with what they may be, the first without any;
-                             with nothing they may be any text
-        finds: [x]           rows of `finds`; without one the page is missing
+    The table has `finds`, SELECTs of a single row for an address or a page, and the `pages` and
+    `forms` by their addresses. A page has a `page`, its template, and may have
+        takes: {x: [...]}    query parameters with their allowed values, the first as the
+                             default; an empty list allows any text
+        finds: [x]           rows of `finds`; if one does not exist, the page is missing
         rows: {x: SELECT}    all rows of a SELECT
-        orders: {x: ...}     what {order} is in the SELECTs, by the parameter `sort`
-        page_rows: N         how many of `rows` a page shows; the parameter `page` turns them
-    and shows all of these under their names. `frame` is the same for all pages. SELECTs name
-    what `Visit.names` holds, the parameters taken, and the words searched for as :pattern.
+        orders: {x: ...}     the text of {order} in the SELECTs, by the parameter `sort`
+        page_rows: N         number of `rows` on a page; the parameter `page` selects the page
+    The template gets all of these by their names. `frame` is the same for all pages. SELECTs can
+    use `Visit.names`, the taken parameters, and the search words as :pattern.
     A form has
-        takes: {x: kind}     its fields: text, cut to a number of characters if the kind is one;
-                             `whole`: a whole number or NULL; the name of one of the site's lists:
-                             an entry of it, or ""
-        finds: [x]           as of a page
-        wants: EXPRESSION    of SQL; where it is not true, the notice `refuses` is shown at `back`
-        runs: [SQL]          what changes
-        goes: address        to which it leads, with the notice `says`; also `back` if that is none
+        takes: {x: kind}     its fields, by kind: a number is the maximum length of a text;
+                             `whole` is a whole number or NULL; the name of one of the site's lists
+                             is an entry of the list, or ""
+        finds: [x]           as for a page
+        wants: EXPRESSION    of SQL; if it is false, the notice `refuses` is shown at `back`
+        runs: [SQL]          statements to execute
+        goes: address        the next page, with the notice `says`; also the default of `back`
 
     Args:
-        table: path of the table beside this file.
-        given: what all templates and SELECTs may name.
+        table: path of the table, relative to this file.
+        given: values for all templates and SELECTs.
     """
 
     def __init__(self, name: str, *, database: str, table: str, **given: Any) -> None:
@@ -210,7 +210,7 @@ class Site:
         return self._register(path, "GET")
 
     def post(self, path: str) -> Callable[[Handler], Handler]:
-        """Register what a form is sent to."""
+        """Register the handler of a form."""
         return self._register(path, "POST")
 
     def _register(self, path: str, method: str) -> Callable[[Handler], Handler]:
@@ -259,7 +259,7 @@ def _submit(entry: Mapping[str, Any], visit: Visit) -> Response:
 
 
 def _numbered(params: Mapping[str, str]) -> dict[str, Any]:
-    """Return the parameters of an address; a `number` or `..._id` is one, 0 for other words."""
+    """Return an address's parameters; a `number` or `..._id` is an int, 0 if malformed."""
     return {
         name: whole(text) or 0 if name == "number" or name.endswith("_id") else text
         for name, text in params.items()
@@ -267,12 +267,12 @@ def _numbered(params: Mapping[str, str]) -> dict[str, Any]:
 
 
 def missing_page() -> HTMLResponse:
-    """Return the page for an address that leads nowhere."""
+    """Return the page for an unknown address."""
     return HTMLResponse(ENVIRONMENT.get_template("missing.html").render(notice=""), status_code=404)
 
 
 def whole(text: str) -> int | None:
-    """Return a text's whole number, at most nine digits; None when it is none."""
+    """Return a text's whole number of at most nine digits; None if it is none."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else None
 
 

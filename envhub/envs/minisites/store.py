@@ -1,4 +1,4 @@
-"""Sessions of the sites: every session has its own copy of the seeded databases."""
+"""Sessions of the sites: each session has its own copy of the seeded databases."""
 
 import sqlite3
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from envhub.envs.minisites.reddit.seed import fill_reddit
 from envhub.envs.minisites.shop.seed import fill_shop
 
 DEMO_SEED = 0
-MAX_MASTERS = 32  # seeded databases kept for copying; about 0.3 MB each
+MAX_MASTERS = 32  # Maximum number of cached seeded databases, about 0.3 MB each.
 FILLERS: Mapping[str, Callable[[sqlite3.Connection, int], None]] = {
     "gitlab": fill_gitlab,
     "maps": fill_maps,
@@ -21,16 +21,16 @@ FILLERS: Mapping[str, Callable[[sqlite3.Connection, int], None]] = {
 
 
 class UnknownSession(LookupError):
-    """No such session: it was never reset, or has been dropped."""
+    """The session does not exist: it was never reset, or has been dropped."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """What one visitor sees: databases are copied at the first page that needs them."""
+    """The state of one visitor. A database is copied when a page first needs it."""
 
     seed: int
     databases: dict[str, sqlite3.Connection] = field(default_factory=dict)
-    notice: str = ""  # shown once, on the next page
+    notice: str = ""  # Notice shown once, on the next page.
 
     def database(self, name: str) -> sqlite3.Connection:
         """Return this session's own copy of a database."""
@@ -39,14 +39,14 @@ class Session:
         return self.databases[name]
 
     def close(self) -> None:
-        """Free the copies."""
+        """Close the copies."""
         for database in self.databases.values():
             database.close()
         self.databases.clear()
 
 
 class Store:
-    """All sessions, by id; visitors who name none share the demo session."""
+    """All sessions by id; visitors without an id share the demo session."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -54,16 +54,16 @@ class Store:
 
     @property
     def num_sessions(self) -> int:
-        """Return how many sessions are held, the demo not counted."""
+        """Return the number of sessions without the demo."""
         return len(self._sessions)
 
     def reset(self, session_id: str, seed: int) -> None:
-        """Start a session afresh, or again, on the world of a seed."""
+        """Create a session, or replace it, with the world of a seed."""
         self.drop(session_id)
         self._sessions[session_id] = Session(seed=seed)
 
     def drop(self, session_id: str) -> bool:
-        """Forget a session; returns whether there was one."""
+        """Delete a session; return whether it existed."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
             session.close()
@@ -81,7 +81,7 @@ class Store:
         return self._sessions[session_id]
 
     def close(self) -> None:
-        """Drop everything."""
+        """Close all sessions."""
         for session_id in list(self._sessions):
             self.drop(session_id)
         self._demo.close()
@@ -89,7 +89,7 @@ class Store:
 
 @lru_cache(maxsize=MAX_MASTERS)
 def master(name: str, seed: int) -> sqlite3.Connection:
-    """Return the seeded database itself; for reading and copying only."""
+    """Return the seeded database itself, for reading and copying only."""
     database = _connect()
     FILLERS[name](database, seed)
     database.execute("PRAGMA query_only = ON")
@@ -97,14 +97,15 @@ def master(name: str, seed: int) -> sqlite3.Connection:
 
 
 def copy_of(name: str, seed: int) -> sqlite3.Connection:
-    """Return a fresh copy of a seeded database, which the caller may change."""
+    """Return a new writable copy of a seeded database."""
     database = _connect()
     master(name, seed).backup(database)
     return database
 
 
 def _connect() -> sqlite3.Connection:
-    # the server's thread may be another than the one that built the masters; never two at a time
+    # The server can run in another thread than the creator of the masters. Only one thread uses a
+    # connection at a time.
     database = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     database.row_factory = sqlite3.Row
     return database

@@ -1,11 +1,11 @@
-"""Task templates as tables: what a template loops over and draws, and how it words a task.
+"""Task templates as tables: their loops, random draws and wordings.
 
-A template is an entry of a site's `tasks.yaml`. Its `for` is a list of steps; steps bind names, and
-one that loops runs the following ones for each of its rounds:
-    rows: SELECT        loops over rows, whose columns become names; with `some: N` over N at random
+A template is an entry of a site's `tasks.yaml`. Its `for` is a list of steps. Steps bind names. A
+looping step runs the following steps once per round:
+    rows: SELECT        loops over rows, whose columns become names; `some: N`: over N random rows
     pairs: SELECT       loops over `number` random pairs of rows, bound as first_... and second_...
     sample: {x: words}  loops over `number` random entries of a list of words
-    loop: {x: words}    loops over a list of words, or over what stands there
+    loop: {x: words}    loops over a named or a literal list of words
     times: N            loops N times
     pick: SELECT        binds a random row
     draw: {x: words}    binds a random entry of a list; an entry that is a mapping binds its keys
@@ -13,9 +13,9 @@ one that loops runs the following ones for each of its rounds:
     find: SELECT        binds the first row
     list: {x: SELECT}   binds the first column of all rows
     let: {x: wording}   binds a wording
-    when: EXPRESSION    goes on only where the expression of SQL is true
-Wordings and SELECTs name what is bound as {x}; a SELECT also takes values as :x and the table's
-`queries` as {query}. Lists of words are the table's `words`, and those of the site's data. Where a
+    when: EXPRESSION    continues only if the SQL expression is true
+Wordings and SELECTs refer to bound names as {x}. A SELECT also takes values as :x and the table's
+`queries` as {query}. Lists of words come from the table's `words` and from the site's data. If a
 template has `variants`, their tasks follow each other.
 """
 
@@ -36,10 +36,10 @@ Step = dict[str, str | bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """One task of a template, on one world.
+    """One task of a template in one world.
 
-    `check` is WebArena's `eval` part; `path` is what an expert does, from the site's first page,
-    the closing `stop` included.
+    `check` is WebArena's `eval` part. `path` has the expert's steps from the site's first page,
+    including the final `stop`.
     """
 
     intent: str
@@ -48,11 +48,11 @@ class Draft:
 
 
 class Wording(str):
-    """Text of a table; what it names is filled in where it is used."""
+    """Text of a table; its {names} are filled in when it is used."""
 
 
 class Listed(tuple[str, ...]):
-    """Several answers; in a text they stand with commas between them."""
+    """Several answers; in a text they are joined by commas."""
 
     def __format__(self, spec: str) -> str:
         return ", ".join(self)
@@ -68,7 +68,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 
 
 class Filler(string.Formatter):
-    """Fills wordings; a value that is a wording is filled itself, a format may be of FORMATS."""
+    """Fills wordings. Values that are wordings are filled recursively, and FORMATS adds formats."""
 
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Names) -> Any:
         """Return the value of a name."""
@@ -86,7 +86,7 @@ FILLER = Filler()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTable:
-    """The templates of one site; `functions` are those of Python that its SELECTs call."""
+    """The templates of one site; `functions` are the Python functions for its SELECTs."""
 
     host: str
     site: str
@@ -98,7 +98,7 @@ class TaskTable:
     functions: Mapping[str, Callable[..., Any]]
 
     def drafts(self, name: str, db: sqlite3.Connection, random: Random) -> list[Draft]:
-        """Return a template's tasks on one world, in an order of their own."""
+        """Return a template's tasks in one world, in the order of its rounds."""
         for function, python in self.functions.items():
             db.create_function(function, -1, python)
         names = {"host": self.host, **{key: f"({sql})" for key, sql in self.queries.items()}}
@@ -117,7 +117,7 @@ class TaskTable:
         )
 
     def _steps(self, step: str, names: Names) -> list[Step]:
-        """Return a step, or those of a way that it names as `@way`."""
+        """Return one step, or the steps of a named way, `@way`."""
         if step.startswith("@"):
             return [each for way in self.ways[step[1:]] for each in self._steps(way, names)]
         verb, _, rest = step.partition(" ")
@@ -134,12 +134,12 @@ def _fill_all(wordings: Sequence[str], names: Names) -> list[str]:
 
 
 def _check(template: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """Return what an answer says, where the episode ends, or what pages show at its end."""
+    """Return the check of the answer, of the final address, or of the final pages."""
     kind, answers, url, pages = "string_match", None, "", []
     if "says" in template:
         answers = {"exact_match": _fill(template["says"], names)}
     elif "says_all" in template:
-        wanted = template["says_all"]  # wordings, or the name of a list
+        wanted = template["says_all"]  # Wordings, or the name of a list.
         listed = names[wanted] if isinstance(wanted, str) else _fill_all(wanted, names)
         answers = {"must_include": list(listed)}
     elif "ends_at" in template:
@@ -156,7 +156,7 @@ def _check(template: Mapping[str, Any], names: Names) -> dict[str, Any]:
 
 
 def _shown(page: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """Return the check of an element's text or, where there are any, of parts of it."""
+    """Return the check of an element's whole text or, with `has`, of parts of it."""
     element, parts = _fill(page["element"], names), _fill_all(page.get("has", ()), names)
     exact = _fill(page.get("is", ""), names)
     return {
@@ -167,11 +167,11 @@ def _shown(page: Mapping[str, Any], names: Names) -> dict[str, Any]:
 
 
 def _step(verb: str, name: str, text: str) -> Step:
-    """Return a step of a way.
+    """Return a step of a path.
 
     Args:
-        verb: link, button, radio (a click on one of that name); fill (a field), enter (the same,
-            sending its form), seek (a search field); stop, with the answer as its name.
+        verb: link, button, radio (click on one with that name); fill (a field), enter (the same,
+            then send its form), seek (a search field); stop, with the answer as its name.
     """
     if verb == "stop":
         return {"do": "stop", "answer": name}
@@ -190,7 +190,7 @@ class _Rounds:
         self._words = words
 
     def of(self, steps: Sequence[Mapping[str, Any]], names: Names) -> Iterator[Names]:
-        """Yield what is bound in each round."""
+        """Yield the bound names of each round."""
         if not steps:
             yield names
             return
@@ -202,7 +202,7 @@ class _Rounds:
     def _select(self, sql: str, names: Names) -> list[sqlite3.Row]:
         values = {key: _plain(value, names) for key, value in names.items()}
         text = _fill(sql, names)
-        if text.startswith("("):  # a query of the table, to which more may be added
+        if text.startswith("("):  # A query of the table; the text may append further clauses.
             text = f"SELECT * FROM {text}"
         return self._db.execute(text, values).fetchall()
 
@@ -290,9 +290,9 @@ def read_tasks(
     """Return the templates of a site.
 
     Args:
-        path: of the table, beside this file.
-        words: lists that its steps may name, besides its own.
-        functions: those of Python that its SELECTs call.
+        path: path of the table, relative to this file.
+        words: further lists for its steps.
+        functions: Python functions for its SELECTs.
     """
     table = read_table(__file__, path)
     return TaskTable(

@@ -17,10 +17,10 @@ from envhub.envs.minisites.shop.seed import WORDS as SHOP_WORDS
 from envhub.envs.minisites.store import master
 from envhub.envs.minisites.task_tables import Draft, read_tasks
 
-NUM_WORLDS = 5  # site seeds 0 to 4
+NUM_WORLDS = 5  # The worlds have the site seeds 0 to 4.
 NUM_TRAIN = 240
 NUM_TEST = 60
-TEST_EVERY = 5  # one intent in five of a template belongs to the test split
+TEST_EVERY = 5  # One in five intents of a template belongs to the test split.
 MAX_TURNS = 15
 
 
@@ -47,7 +47,7 @@ class Task:
 
 
 def make_task(subset: str, split: str, index: int) -> dict[str, Any]:
-    """Return one task as WebArena's configurations have it, with the expert's way added.
+    """Return one task in WebArena's configuration format, with the expert's solution added.
 
     Raises:
         KeyError: no such subset or split.
@@ -70,7 +70,7 @@ def make_task(subset: str, split: str, index: int) -> dict[str, Any]:
 
 @cache
 def split_tasks(subset: str, split: str) -> tuple[Task, ...]:
-    """Return the tasks of a split; templates and worlds take turns.
+    """Return the tasks of a split; templates and worlds alternate.
 
     Raises: KeyError: no such subset or split.
     """
@@ -86,7 +86,7 @@ def split_tasks(subset: str, split: str) -> tuple[Task, ...]:
 
 
 def _template_tasks(subset: str, name: str, split: str) -> list[Task]:
-    """Return a template's tasks of one split, worlds taking turns, each intent once."""
+    """Return a template's tasks of one split; worlds alternate, and each intent occurs once."""
     domain = DOMAINS[subset]
     by_world: list[list[Task]] = []
     for seed in range(NUM_WORLDS):
@@ -104,6 +104,6 @@ def _template_tasks(subset: str, name: str, split: str) -> list[Task]:
 
 
 def _test_intents(intents: Sequence[str]) -> set[str]:
-    """Return a fixed fifth of a template's intents: those of the test split."""
+    """Return the test intents of a template: a fixed fifth."""
     ranked = sorted(intents, key=lambda intent: (crc32(intent.encode()), intent))
     return set(ranked[: -(-len(ranked) // TEST_EVERY)])

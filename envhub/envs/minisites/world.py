@@ -1,4 +1,4 @@
-"""What the episodes of one process share: the sites, served inside it, and the browser."""
+"""The resources shared by all episodes of a process: the local sites and the browser."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ CALL_TIMEOUT_S = 10.0
 
 
 class LocalWorld:
-    """The sites, of which every episode has a copy of its own."""
+    """The sites; each episode has its own copy."""
 
     def __init__(self, options: BrowserOptions) -> None:
         self._options = options
@@ -27,9 +27,9 @@ class LocalWorld:
         self._names: dict[WebSession, str] = {}
 
     async def open(self, task: Mapping[str, Any]) -> WebSession:
-        """Return a browser session on a fresh copy of the sites, with the task's first page open.
+        """Return a browser session on a new copy of the sites, with the task's start page open.
 
-        Raises: EnvFailure: no browser, or the sites do not answer.
+        Raises: EnvFailure: there is no browser, or the sites do not respond.
         """
         browser = await self._local.started()
         self._num_opened += 1
@@ -48,7 +48,7 @@ class LocalWorld:
         return session
 
     async def close(self, session: WebSession) -> None:
-        """End an episode's browser session and forget its copy of the sites."""
+        """Close an episode's browser session and drop its copy of the sites."""
         await session.close()
         await self._call("drop", {"session": self._names.pop(session)})
 
@@ -65,5 +65,5 @@ class LocalWorld:
             raise EnvFailure(f"the sites failed at {what}: {error}") from error
 
     async def stop(self) -> None:
-        """End the browser and the sites."""
+        """Stop the browser and the sites."""
         await self._local.stop()

@@ -1,4 +1,4 @@
-"""MiniWoB++ pages played through their accessibility tree in a real browser."""
+"""MiniWoB++ pages, played through their accessibility tree in a real browser."""
 
 import hashlib
 from typing import Any
@@ -34,10 +34,10 @@ ENDING = {True: "The task is completed.", False: "The task has failed."}
 
 
 class MiniwobEnv:
-    """One episode on one page. The page's clock moves one second with every look.
+    """One episode on one page. Each snapshot advances the page's virtual clock by one second.
 
-    Differs from the pages' own rules on purpose: there is no time limit and no reward for haste,
-    since results must not depend on the machine's speed; any raw reward above 0 is success.
+    It differs from the pages' own rules on purpose. There is no time limit and no reward for speed,
+    since results must not depend on the machine. Any raw reward above 0 is a success.
     """
 
     def __init__(self, style: Style, world: MiniwobWorld) -> None:
@@ -49,7 +49,7 @@ class MiniwobEnv:
         self._taken: list[Action] = []
 
     async def reset(self, item_id: str, seed: int = 0) -> str:
-        """Start an item; `seed` is unused, since the item fixes everything."""
+        """Start an item. `seed` is unused: the item determines everything."""
         item = parse_item(item_id, SUBSETS)
         self._page, chance = pages.page_and_seed(item, POOLS[item.subset])
         await self.close()
@@ -78,7 +78,7 @@ class MiniwobEnv:
         self._ids = {node.id for node in self._shown}
 
     async def step(self, action: str) -> StepResult:
-        """Perform one action given as text."""
+        """Perform one action, given as text."""
         if self._done or self._session is None:
             raise RuntimeError("step after the episode has ended")
         problem = ""
@@ -118,7 +118,7 @@ class MiniwobEnv:
         )
 
     async def valid_actions(self) -> list[str]:
-        """Return a click on every element, and texts from the goal for every field."""
+        """Return a click on every element, and words of the goal for every field."""
         if self._done:
             return []
         actions = []
@@ -130,7 +130,7 @@ class MiniwobEnv:
         return [as_reply(action, self._style) for action in actions]
 
     async def expert_action(self) -> str | None:
-        """Return what the page's expert does now; None where there is none for this page."""
+        """Return the action of the page's expert; None if the page has no expert."""
         solve = experts.BY_PAGE.get(self._page)
         if self._done or solve is None:
             return None
@@ -146,22 +146,22 @@ class MiniwobEnv:
         return await self._session.run(script)
 
     async def render(self) -> str:
-        """Return the goal and the whole tree."""
+        """Return the goal and the whole accessibility tree."""
         lines = tree.agentgym_lines(tree.shown_nodes(self._snapshot.nodes, only_in_view=False))
         return "\n".join([f"{self._page}: {self._goal}", *lines])
 
     async def detail(self, what: str) -> str | None:
-        """Return the `picture` of the page as a URL that holds it; None for anything else."""
+        """Return the `picture` of the page as a data URL; None for anything else."""
         if what != "picture" or self._session is None:
             return None
         return await self._session.picture()
 
     async def fingerprint(self) -> str:
-        """Return the hash of the page at reset."""
+        """Return the hash of the page after reset."""
         return self._fingerprint
 
     async def close(self) -> None:
-        """Give the tab back."""
+        """Return the tab to the pool."""
         session, self._session = self._session, None
         if session is not None:
             await self._world.give_back(session)
@@ -173,7 +173,7 @@ def _fingerprint(page: str, snapshot: tree.Snapshot) -> str:
 
 
 def check(options: EnvsSection) -> list[str]:
-    """Return a line for each thing that is missing on this machine, with its remedy."""
+    """Return a line for each missing requirement of this machine, with its remedy."""
     lines = check_browser(options.browser)
     if pages.pages_dir() is None:
         lines.append(f"the pages of MiniWoB are not installed: {pages.REMEDY}")

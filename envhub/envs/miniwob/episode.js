@@ -1,10 +1,10 @@
-// Starts an episode of a MiniWoB page and tells how it stands.
+// Starts an episode of a MiniWoB page and reports its state.
 (() => {
   const NO_LIMIT_MS = 1e12;
 
   const words = (el) => el.textContent.replace(/\s+/g, ' ').trim();
 
-  // What stands in the goal without words, a colour or an icon, is named; unless the page does so.
+  // The goal as text. A colour or an icon without words is named, unless the page already names it.
   function wording(query) {
     const told = core.getUtterance();
     if (typeof told !== 'string') return told.utterance;
@@ -26,14 +26,14 @@
   };
 
   const REPAIRS = {
-    // With wider fonts than its author's the hours slip below their labels, and new events appear
-    // where the mouse is not.
+    // With wide fonts the hours move below their labels, and a new event does not appear under the
+    // mouse.
     'daily-calendar': () => {
       document.head.appendChild(document.createElement('style'))
         .textContent = '.hour { white-space: nowrap; }';
     },
-    // The first slice begins as the chosen one, and a chosen slice is taken out and put back
-    // whenever the mouse does anything over it: no click would ever reach it.
+    // The first slice is selected at the start. A selected slice is removed and inserted again at
+    // each mouse event over it, so that no click would ever reach it.
     'click-pie-nodelay': () => {
       const { createWheel } = wheelnav.prototype;
       wheelnav.prototype.createWheel = function (...titles) {
@@ -42,7 +42,7 @@
         return this;
       };
     },
-    // An ending is looked for from the left: `bash.sh` would not end with `sh`.
+    // The page searches an ending from the left: by its test, `bash.sh` does not end with `sh`.
     terminal: () => {
       const fault = '(fileInput.indexOf(expectedDel) + expectedDel.length) === fileInput.length';
       const source = String(removeContents)
@@ -60,14 +60,14 @@
     core.startEpisodeReal();
   };
 
-  // Runs a call on the episode's chance from its beginning, beside the page's own.
+  // Runs a call with the episode's random numbers from their start. The page's generator is kept.
   window.__lsTwin = (call) => {
     const own = Math.random;
     Math.seedrandom(window.__lsSeed);
     try { return call(); } finally { Math.random = own; }
   };
 
-  // A canvas forgets what was drawn on it: the corners of its last line are kept.
+  // A canvas does not store its lines. Here the corners of the last line are recorded.
   window.__lsDrawn = new WeakMap();
   const brush = CanvasRenderingContext2D.prototype;
   const { beginPath, moveTo, lineTo } = brush;

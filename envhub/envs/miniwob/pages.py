@@ -1,4 +1,4 @@
-"""The pages of MiniWoB++, the subsets made of them, and where their files lie."""
+"""The pages of MiniWoB++, their subsets, and the location of their files."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -11,19 +11,19 @@ from envhub.tables import read_table
 _TABLE = read_table(__file__, "pages.yaml")
 PAGES: dict[str, Mapping[str, Any]] = _TABLE["pages"]
 FIRST_STEPS: list[str] = _TABLE["first_steps"]
-# Pages that cannot be solved, and why.
+# Unsolvable pages, with the reasons.
 UNSOLVABLE = {page: facts["unsolvable"] for page, facts in PAGES.items() if "unsolvable" in facts}
 NUM_TRAIN = 1000
 NUM_TEST = 100
 MAX_TURNS = 20
-STEP_MS = 1000  # by how much a page's clock moves with every look
+STEP_MS = 1000  # Advance of a page's virtual clock before each snapshot.
 REMEDY = "pip install --no-deps miniwob"
 
 
 def pages_dir() -> Path | None:
-    """Return the folder of the pages' files; None when the package `miniwob` is not installed.
+    """Return the folder of the pages' files; None if the package `miniwob` is not installed.
 
-    The package is found, not imported: importing it wants a browser driver of its own.
+    The package is located without an import, which would need a further browser driver.
     """
     spec = importlib.util.find_spec("miniwob")
     if spec is None or not spec.submodule_search_locations:
@@ -33,12 +33,12 @@ def pages_dir() -> Path | None:
 
 
 def subset_name(page: str) -> str:
-    """Return the subset of one page; item ids keep the hyphen for themselves."""
+    """Return the subset of one page. The hyphen is the separator of item ids."""
     return page.replace("-", "_")
 
 
 def pools() -> dict[str, tuple[str, ...]]:
-    """Return the pages of every subset: one per page, and two that mix pages."""
+    """Return the pages of every subset: one page each, and two mixed subsets."""
     return {
         "first_steps": tuple(FIRST_STEPS),
         "all": tuple(page for page in PAGES if page not in UNSOLVABLE),
@@ -59,6 +59,6 @@ def subset_specs(pages_by_subset: dict[str, tuple[str, ...]]) -> dict[str, Subse
 
 
 def page_and_seed(item: ItemId, pages: tuple[str, ...]) -> tuple[str, str]:
-    """Return an item's page and the text that seeds its chance."""
+    """Return an item's page and the text that seeds its random numbers."""
     page, variation = pages[item.index % len(pages)], item.index // len(pages)
     return page, f"{page}/{item.split}/{variation}"

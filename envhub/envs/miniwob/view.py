@@ -1,4 +1,4 @@
-"""What an expert of a MiniWoB page looks at."""
+"""The input of a MiniWoB page's expert."""
 
 import re
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from envhub.web.tree import STATIC, Node
 
 @dataclass(frozen=True, slots=True)
 class PageView:
-    """The goal, everything the page shows, and the actions performed so far.
+    """The goal, all nodes of the page, and the actions performed so far.
 
-    `inside` is what the page's own script holds, for experts that ask for it, else None.
+    `inside` is state of the page's own script, for experts that need it; None otherwise.
     """
 
     goal: str
@@ -21,7 +21,7 @@ class PageView:
     inside: Any = None
 
     def all(self, role: str = "", *, name: str | None = None, cls: str = "") -> list[Node]:
-        """Return the nodes with this role, exact name and class, as far as these are given."""
+        """Return the nodes with the given role, exact name and class; each is optional."""
         return [
             node
             for node in self.nodes
@@ -33,7 +33,7 @@ class PageView:
     def one(
         self, role: str = "", *, name: str | None = None, cls: str = "", dom_id: str = ""
     ) -> Node | None:
-        """Return the first such node; None when there is none."""
+        """Return the first such node; None if there is none."""
         found = self.all(role, name=name, cls=cls)
         return next((node for node in found if not dom_id or node.dom_id == dom_id), None)
 
@@ -42,16 +42,16 @@ class PageView:
         return self.all(STATIC)
 
     def quoted(self) -> list[str]:
-        """Return what stands between double quotes in the goal."""
+        """Return the texts in double quotes in the goal."""
         return re.findall(r'"([^"]*)"', self.goal)
 
     def goal_part(self, pattern: str) -> str:
-        """Return the first group of a pattern in the goal; "" when it does not match."""
+        """Return the first group of a pattern in the goal; "" without a match."""
         match = re.search(pattern, self.goal)
         return match[1] if match else ""
 
     def inside_of(self, outer: Node) -> list[Node]:
-        """Return the nodes within a node, in reading order."""
+        """Return the descendants of a node, in reading order."""
         held = {outer.id}
         found = []
         for node in self.nodes:
@@ -62,15 +62,15 @@ class PageView:
 
 
 def click(node: Node | None) -> str | None:
-    """Return a click on a node, None for none."""
+    """Return a click on a node; None for None."""
     return None if node is None else f"click [{node.id}]"
 
 
 def write(node: Node | None, text: str, *, enter: bool = False) -> str | None:
-    """Return the typing of a text into a node, None for none."""
+    """Return the action that types a text into a node; None for None."""
     return None if node is None else f"type [{node.id}] [{text}] [{int(enter)}]"
 
 
 def hold(*points: tuple[float, float]) -> str:
-    """Return a drag of the mouse through points."""
+    """Return a mouse drag through points."""
     return "mouse_drag " + " ".join(f"[{round(x)},{round(y)}]" for x, y in points)

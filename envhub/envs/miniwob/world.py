@@ -1,4 +1,4 @@
-"""What the MiniWoB episodes of one process share: the pages' server, the browser, open tabs."""
+"""The resources shared by all MiniWoB episodes of a process: page server, browser, tabs."""
 
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from envhub.web.session import Look, WebSession
 
 HOST = "miniwob.test"
 START_SCRIPT = (Path(__file__).parent / "episode.js").read_text(encoding="utf-8")
-# Parts of every page that are not part of the task.
+# Elements of every page that are not part of the task.
 FURNITURE = ("query", "reward-display", "sync-task-cover", "click-canvas")
 LOOK = Look(advance_ms=STEP_MS, deep=True, skip=FURNITURE)
 MAX_EPISODES_PER_TAB = 200
 
 
 class _KeptFiles(StaticFiles):
-    """Files that a browser need not ask for twice."""
+    """Static files that the browser caches."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -32,7 +32,7 @@ class _KeptFiles(StaticFiles):
 
 
 class MiniwobWorld:
-    """Starts at the first episode; tabs are used again by later ones."""
+    """The page server and the browser, started on first use, with a pool of tabs."""
 
     def __init__(self, options: BrowserOptions) -> None:
         self._options = options
@@ -41,9 +41,9 @@ class MiniwobWorld:
         self._num_episodes: dict[WebSession, int] = {}
 
     async def borrow(self) -> WebSession:
-        """Return a tab for one episode; `give_back` it.
+        """Return a tab for one episode; return it with `give_back`.
 
-        Raises: EnvFailure: no browser, or the pages are not installed.
+        Raises: EnvFailure: there is no browser, or the pages are not installed.
         """
         browser = await self._local.started()
         while self._idle:
@@ -61,7 +61,7 @@ class MiniwobWorld:
         return session
 
     async def give_back(self, session: WebSession) -> None:
-        """Take a tab back: for the next episode, or to close it when it has served long."""
+        """Return a tab to the pool, or close it after `MAX_EPISODES_PER_TAB` episodes."""
         is_worn = self._num_episodes[session] >= MAX_EPISODES_PER_TAB
         if session.is_alive and len(session.tabs) == 1 and not is_worn:
             self._idle.append(session)
@@ -70,7 +70,7 @@ class MiniwobWorld:
         await session.close()
 
     async def stop(self) -> None:
-        """End the browser and the pages' server."""
+        """Stop the browser and the page server."""
         self._idle.clear()
         await self._local.stop()
 

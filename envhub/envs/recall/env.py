@@ -1,8 +1,8 @@
-"""Recall: a sign says which way to go, for this crossing and the two or three behind it.
+"""Recall: a sign gives the direction for its crossing and the next two or three crossings.
 
-For questions about how far back a policy has to see: the way is told at every third crossing (of
-`Halls` at every fourth) and nowhere else, so that the latest three turns always name it, the latest
-two mostly, the first message never but at the first three crossings.
+The environment measures how much history a policy needs. A sign stands at every third crossing
+(`Halls`: every fourth) and nowhere else. The last three turns always contain the valid sign, the
+last two usually do. The first message contains it only for the first three crossings.
 """
 
 import random
@@ -23,25 +23,25 @@ SUBSETS = {
 
 
 class _Walk(NamedTuple):
-    """What the items of a subset have in common."""
+    """Parameters of a subset."""
 
     num_crossings: int
-    per_sign: int  # crossings that a sign holds for
-    num_words: int = 0  # of what is seen at every second crossing; 0: nothing is
+    per_sign: int  # Number of crossings for which a sign is valid.
+    num_words: int = 0  # Words of the view at every second crossing; 0: no views.
 
 
 WALKS = {"Signs": _Walk(12, 3), "Halls": _Walk(24, 4, num_words=32)}
 
 
 class RecallEnv(TextEnv):
-    """One episode, solved behind the last crossing; each pays its share of the reward.
+    """One episode, solved after the last crossing; each crossing pays an equal share of the reward.
 
-    The sign's way leads on. Any other leads back to where one stands: a turn is lost. There a sign
-    is read again, but halls are seen once.
+    Only the sign's direction leads to the next crossing. Any other direction leads back to the same
+    crossing and costs a turn. A sign is shown again then, a hall's view is not.
     """
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Start an item; `seed` is unused, since the item fixes all signs."""
+        """Start an item. `seed` is unused: the item determines all signs."""
         item = parse_item(item_id, SUBSETS)
         rng = random.Random(f"{item.split}/{item.index}")
         self._walk = WALKS[item.subset]
@@ -73,7 +73,7 @@ class RecallEnv(TextEnv):
         )
 
     def state_text(self) -> str:
-        """Return what tells the present state from others of the item."""
+        """Return a text that identifies the current state of the item."""
         return f"crossing {self._at} after {self._num_turns}"
 
     def _observation(self, *, is_new: bool = True) -> str:
@@ -89,7 +89,7 @@ class RecallEnv(TextEnv):
         return WAYS[self._signs[self._at // self._walk.per_sign]]
 
     def render(self) -> str:
-        """Return all signs, the one that holds now marked."""
+        """Return all signs, with the valid one marked."""
         now = self._at // self._walk.per_sign
         return " ".join(f"[{s}]" if i == now else s for i, s in enumerate(self._signs))
 

@@ -1,7 +1,7 @@
-"""Rooms: carry a key through one room after another. One rule; only the number of rooms varies.
+"""Rooms: carry a key through a sequence of rooms. The rule is fixed; the number of rooms varies.
 
-For questions about length alone: the instruction, what is seen and the decision are the same in a
-task of two rooms and of thirty-two (after arXiv 2605.02572, which varies the length alone).
+The environment isolates the effect of length: instruction, observations and decisions are the same
+with two rooms and with thirty-two. Source: arXiv 2605.02572, which varies only the length.
 """
 
 import random
@@ -13,9 +13,9 @@ from envhub.tasks import spec_beside
 
 SUBSET = "Carry"
 MAX_ROOMS = 32
-NUM_BANDS = 4  # of distances, with as many items in each
+NUM_BANDS = 4  # Number of ranges of lengths, with equally many items in each.
 NUM_DOORS = 3
-TRIES_PER_ROOM = 2  # the episode ends unsolved after so many turns for each room
+TRIES_PER_ROOM = 2  # The episode ends unsolved after this many turns per room.
 COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
 GOAL = "goal: open the door of your key"
 VERB = "go to"
@@ -25,21 +25,22 @@ SUBSETS = {
 
 
 def num_rooms(index: int) -> int:
-    """Return how many rooms an item has: in turn 1 to 4, 5 to 8, 9 to 16, 17 to 32."""
+    """Return the number of rooms of an item: in turn 1 to 4, 5 to 8, 9 to 16, 17 to 32."""
     place, band = divmod(index, NUM_BANDS)
     most = MAX_ROOMS >> (NUM_BANDS - 1 - band)
     return most - place % (most // 2 if band else most)
 
 
 class RoomsEnv(TextEnv):
-    """One episode. Reward is 1 behind the last room; for how many there are see `num_rooms`.
+    """One episode with `num_rooms` rooms. The reward is 1 after the last room.
 
-    Every room has three closed doors, one of them of the key's colour. It leads on, takes the key,
-    and gives another. The others stay shut: a turn is lost, and there are two for each room.
+    Every room has three closed doors, one in the key's colour. This door leads to the next room,
+    takes the key and gives another. The other doors stay closed and cost a turn. There are two
+    turns per room.
     """
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Start an item; `seed` is unused, since the item fixes all rooms."""
+        """Start an item. `seed` is unused: the item determines all rooms."""
         item = parse_item(item_id, SUBSETS)
         rng = random.Random(f"{item.split}/{item.index}")
         self._rooms = [tuple(rng.sample(COLOURS, NUM_DOORS)) for _ in range(num_rooms(item.index))]
@@ -64,7 +65,7 @@ class RoomsEnv(TextEnv):
         )
 
     def state_text(self) -> str:
-        """Return what tells the present state from others of the item."""
+        """Return a text that identifies the current state of the item."""
         return f"room {self._at} after {self._num_turns}"
 
     def _observation(self) -> str:
@@ -78,7 +79,7 @@ class RoomsEnv(TextEnv):
         return f"{VERB} {self._keys[self._at]} closed door 1"
 
     def render(self) -> str:
-        """Return all rooms with their keys, the present one marked."""
+        """Return all rooms with their keys, with the current room marked."""
         marks = ["@" if i == self._at else " " for i in range(len(self._rooms))]
         rooms = zip(marks, self._rooms, self._keys, strict=True)
         return "\n".join(f"{mark} {' '.join(doors)}: {key}" for mark, doors, key in rooms)

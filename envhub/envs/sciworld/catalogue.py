@@ -1,4 +1,4 @@
-"""Which ScienceWorld tasks are offered, and the item ids of their variations."""
+"""The offered ScienceWorld tasks, and the item ids of their variations."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """What the simulator loads."""
+    """A variation of a task, as the simulator loads it."""
 
     task: str
     index: int
@@ -63,7 +63,7 @@ SUBSETS = {
 
 
 def variation_of(item: ItemId) -> Variation:
-    """Return what an item of `SUBSETS` loads."""
+    """Return the variation of an item of `SUBSETS`."""
     return ITEMS[item.subset, item.split][item.index]
 
 
@@ -88,7 +88,7 @@ def from_agentgym(index: int) -> str:
 
 
 def column_item(index: int) -> str:
-    """Return the item of AgentGym's data index in the task of the paper that counts it, if one.
+    """Return the item of AgentGym's data index within the paper's task for it, if there is one.
 
     Raises: UnknownItem: as `from_agentgym`.
     """

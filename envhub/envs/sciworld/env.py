@@ -1,4 +1,4 @@
-"""ScienceWorld: elementary science in a simulated house, one small JVM per live episode."""
+"""ScienceWorld: elementary science in a simulated house, with one small JVM per running episode."""
 
 import json
 import shutil
@@ -15,21 +15,22 @@ from envhub.tasks import spec_beside
 if TYPE_CHECKING:
     from envhub.envs.sciworld.simulator import Simulator
 
-# Of a worker: itself, its JVM beside the heap, and the gold paths' JVM beside its heap.
+# Memory of a worker beyond the JVM heaps: its process, its JVM, and the JVM of the gold paths.
 OVERHEAD_MIB = 700
-MAX_MOVES = 100  # of the simulator's; AgentGym ends an episode with the one after
-NUM_SHOWN = 10  # of all actions and objects, on AgentGym's page
-# What changes nothing, so that the expert's way stays open.
+# Maximum number of the simulator's moves; AgentGym ends an episode with the next one.
+MAX_MOVES = 100
+NUM_SHOWN = 10  # Number of actions and objects on AgentGym's page.
+# Actions without effect, which keep the expert on its path.
 FREE_ACTIONS = frozenset({"look around", "inventory", "task", "objects", "help", ""})
 
 
 class SciWorldEnv(TextEnv):
     """One ScienceWorld episode.
 
-    The reward of a step is the score so far, 0 to 1; a wrong `focus on` ends the episode with 0. It
-    ends after `max_turns` actions of any kind. By AgentGym's rules it ends instead with the first
-    action after more than 100 of the simulator's moves, of which `wait` takes ten and a look none,
-    and AgentGym's clients are told -100 for that wrong focus.
+    The reward of a step is the current score, 0 to 1. A wrong `focus on` ends the episode with 0.
+    The episode ends after `max_turns` actions of any kind. AgentGym's rules differ: the episode
+    ends with the first action after more than 100 of the simulator's moves. `wait` takes ten moves;
+    observing takes none. AgentGym's clients then get the score -100 for a wrong focus.
     """
 
     def __init__(self, style: Style, machines: Machines, *, has_rules: bool = False) -> None:
@@ -38,7 +39,7 @@ class SciWorldEnv(TextEnv):
         self._simulator: Simulator | None = None
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Start an item; `seed` is unused, since the item fixes everything."""
+        """Start an item. `seed` is unused: the item determines everything."""
         item = parse_item(item_id, catalogue.SUBSETS)
         self._variation = catalogue.variation_of(item)
         self._max_turns = catalogue.SUBSETS[item.subset].max_turns
@@ -51,7 +52,7 @@ class SciWorldEnv(TextEnv):
         self._gold: tuple[str, ...] | None = None
         self._performed: list[tuple[str, bool]] = []
         task = self._simulator.task_description()
-        # Until a first step, the simulator tells the score and the end of the last episode.
+        # Before its first step, the simulator reports score and end of the last episode.
         self._outcome = self._simulator.act("look around")
         room = self._outcome.observation.strip()
         self._at_start = (self._variation, task, room, self._simulator.inventory())
@@ -65,7 +66,7 @@ class SciWorldEnv(TextEnv):
         if self._is_compact:
             line = text.plain(line)
             if self._choices and line not in self._choices:
-                simulator.act("")  # cancels the question, which would swallow this action
+                simulator.act("")  # Cancel the open question, which would consume this action.
         outcome = self._outcome = simulator.act(line)
         is_understood = text.is_understood(outcome.observation)
         self._choices = text.choices(outcome.observation)
@@ -87,7 +88,7 @@ class SciWorldEnv(TextEnv):
         return score >= 100 or self._num_turns >= self._max_turns
 
     def detail(self, what: str) -> object:
-        """Return what the routes of AgentGym's page and its reset tell besides."""
+        """Return the data for the routes of AgentGym's page and reset."""
         simulator = self._live()
         if what == "score":
             return self._outcome.score
@@ -125,17 +126,17 @@ class SciWorldEnv(TextEnv):
         return self._simulator
 
     def _valid_actions(self) -> list[str]:
-        """Return every executable action, sorted; up to thousands, in 50 ms to 300 ms."""
+        """Return every executable action, sorted: up to thousands, within 50 ms to 300 ms."""
         if self._choices:
             return list(self._choices)
         combinations = json.loads(self._live().valid_actions_json())["validActions"]
         return sorted({combination["action"] for combination in combinations})
 
     def _expert_action(self) -> str | None:
-        """Return the next action of the gold path; None once the episode has left that path.
+        """Return the next action of the gold path; None once the episode has left the path.
 
-        A step that the simulator rejects counts as followed: some gold paths name terminals that an
-        object does not have, and reach the goal without them.
+        A step that the simulator rejects counts as followed. Some gold paths use terminals that an
+        object does not have, and still reach the goal.
         """
         if self._gold is None:
             self._gold = self._machines.gold.find(self._variation)
@@ -149,7 +150,7 @@ class SciWorldEnv(TextEnv):
         return gold[num_followed] if num_followed < len(gold) else None
 
     def render(self) -> str:
-        """Return the task, the room, the inventory and the goals that are met."""
+        """Return the task, the room, the inventory and the completed goals."""
         if self._simulator is None:
             return ""
         parts = (
@@ -164,11 +165,11 @@ class SciWorldEnv(TextEnv):
         return repr(self._at_start)
 
     def close(self) -> None:
-        """Give the JVM back for the next episode."""
+        """Return the JVM to the pool."""
         if self._simulator is not None:
             simulator, self._simulator = self._simulator, None
             if self._gold is None:
-                self._machines.gold.rest()  # no more demonstrations: give its memory back
+                self._machines.gold.rest()  # No further demonstrations: free the memory of its JVM.
             self._machines.simulators.give(simulator)
         self._done = True
 
@@ -194,7 +195,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
 
 
 def check(options: EnvsSection) -> list[str]:
-    """Return what is missing on this machine, one line each with the remedy."""
+    """Return a line for each missing requirement of this machine, with its remedy."""
     missing = []
     if find_spec("scienceworld") is None:
         missing.append("sciworld needs the package scienceworld: pip install scienceworld")

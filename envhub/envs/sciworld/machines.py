@@ -1,4 +1,4 @@
-"""The JVMs of one process: those that hold episodes, and the one that works out solutions."""
+"""The JVMs of a process: those of the episodes, and one that computes solutions."""
 
 import threading
 from collections import OrderedDict
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def _start(memory_mib: int, timeout_s: float) -> "Simulator":
-    # The catalogue must load where scienceworld and py4j are not installed.
+    # The catalogue must load without the packages scienceworld and py4j.
     from envhub.envs.sciworld.simulator import Simulator
 
     return Simulator(memory_mib=memory_mib, timeout_s=timeout_s)
 
 
 class Simulators:
-    """The JVMs of one process: idle ones wait for the next episode.
+    """A pool of the episodes' JVMs.
 
-    Example: an episode takes a JVM at its first reset and gives it back when it closes; the next
-    episode loads its own task there. One that failed is not taken back; the next take starts a
+    Example: an episode takes a JVM at its first reset and returns it on close. The next episode
+    loads its own task into it. A failed JVM is not returned to the pool; the next `take` starts a
     new one.
     """
 
@@ -32,7 +32,7 @@ class Simulators:
         self._lock = threading.Lock()
 
     def take(self) -> "Simulator":
-        """Return a JVM that nobody else uses.
+        """Return a JVM for exclusive use.
 
         Raises: EnvFailure: a new one was needed and did not start.
         """
@@ -42,13 +42,13 @@ class Simulators:
         return _start(self._options.jvm_memory_mib, self._options.call_timeout_s)
 
     def give(self, simulator: "Simulator") -> None:
-        """Take a JVM back; its episode has ended."""
+        """Return a JVM to the pool after its episode."""
         if simulator.is_alive:
             with self._lock:
                 self._idle.append(simulator)
 
     def close(self) -> None:
-        """End the idle JVMs."""
+        """Stop the idle JVMs."""
         with self._lock:
             idle, self._idle = self._idle, []
         for simulator in idle:
@@ -56,9 +56,9 @@ class Simulators:
 
 
 class GoldPaths:
-    """Solutions by variation, worked out in a JVM of their own, which needs far more memory.
+    """Solutions by variation, computed in a separate JVM, which needs far more memory.
 
-    That JVM starts with the first question and lives until `rest`.
+    That JVM starts with the first request and runs until `rest`.
     """
 
     MAX_KEPT = 1000
@@ -70,7 +70,7 @@ class GoldPaths:
         self._lock = threading.Lock()
 
     def find(self, variation: Variation) -> tuple[str, ...]:
-        """Return the actions that solve a variation; half a second each on average.
+        """Return the actions that solve a variation; takes half a second on average.
 
         Raises: EnvFailure: the JVM failed.
         """
@@ -88,7 +88,7 @@ class GoldPaths:
         return self._solver.gold_path()
 
     def rest(self) -> None:
-        """End the JVM, which gives its memory back; what was found is kept."""
+        """Stop the JVM to free its memory; found solutions are kept."""
         with self._lock:
             if self._solver is not None:
                 self._solver.close()
@@ -96,7 +96,7 @@ class GoldPaths:
 
 
 class Machines:
-    """What the episodes of one process share; nothing runs until the first reset."""
+    """The resources shared by all episodes of a process; no JVM runs before the first reset."""
 
     def __init__(self, options: SciworldOptions) -> None:
         self.simplifications = options.simplifications
@@ -104,6 +104,6 @@ class Machines:
         self.gold = GoldPaths(options)
 
     async def stop(self) -> None:
-        """End the JVMs that no episode uses."""
+        """Stop the JVMs that no episode uses."""
         self.simulators.close()
         self.gold.rest()

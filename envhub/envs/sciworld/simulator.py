@@ -1,4 +1,4 @@
-"""ScienceWorld's simulator in a small JVM of our own."""
+"""ScienceWorld's simulator in a small JVM of its own."""
 
 import json
 import logging
@@ -17,15 +17,16 @@ from envhub.envs.sciworld.catalogue import Variation
 
 logger = logging.getLogger(__name__)
 
-# Objects are listed in the order of their identity hash, which is drawn at random unless it is
-# the same for all (hashCode=2): without it the same episode reads differently each time.
+# The simulator lists objects in the order of their identity hashes. These are random unless
+# hashCode=2 makes them all equal. Without it, the same episode has different observations each
+# time.
 JVM_OPTIONS = ("-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 EXIT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The simulator's answer to one line: `score` is -100 to 100, rounded."""
+    """The simulator's answer to one line; `score` is -100 to 100, rounded."""
 
     observation: str
     score: int
@@ -33,7 +34,7 @@ class Outcome:
 
 
 class Simulator:
-    """One JVM with one world. Not for concurrent use. Any failure closes it for good."""
+    """One JVM with one world. Calls must not overlap. Any failure closes it permanently."""
 
     def __init__(self, *, memory_mib: int, timeout_s: float) -> None:
         """Start the JVM; `timeout_s` is the longest wait for one answer.
@@ -47,7 +48,8 @@ class Simulator:
                 classpath=JAR_PATH,
                 cwd=BASEPATH,
                 javaopts=[f"-Xmx{memory_mib}m", *JVM_OPTIONS],
-                die_on_exit=True,  # also when this process is killed: its end of the pipe closes
+                # The JVM also exits if this process is killed, because its pipe closes.
+                die_on_exit=True,
                 enable_auth=True,
                 return_proc=True,
             )
@@ -61,7 +63,7 @@ class Simulator:
         self.is_alive = True
         self.pid: int = self._process.pid
         try:
-            # Names of Java's packages, which no type checker can know.
+            # These names of Java packages are unknown to the type checker.
             package = self._gateway.jvm.scienceworld.runtime.pythonapi  # pyright: ignore
             self._interface = package.PythonInterface()  # pyright: ignore
         except (Py4JError, OSError) as error:
@@ -70,11 +72,11 @@ class Simulator:
         logger.info("started jvm pid=%d memory_mib=%d", self.pid, memory_mib)
 
     def load(self, variation: Variation, simplifications: str, *, with_gold: bool = False) -> None:
-        """Begin an episode. The variation must exist: the simulator itself does not say so."""
+        """Begin an episode. The variation must exist: the simulator does not check it."""
         self._call("load", variation.task, variation.index, simplifications, with_gold)
 
     def act(self, line: str) -> Outcome:
-        """Perform one line of text, whatever it says."""
+        """Perform one line of any text."""
         return Outcome(
             observation=self._text("step", line),
             score=round(100 * float(self._text("getScore"))),
@@ -82,19 +84,22 @@ class Simulator:
         )
 
     def num_moves(self) -> int:
-        """Return the moves of the episode: a `wait` is ten or so, a look or a bad action none."""
+        """Return the number of moves.
+
+        `wait` takes about ten moves. Observing or an invalid action takes none.
+        """
         return int(str(self._call("getNumMoves")))
 
     def possible(self, what: str) -> list[str]:
-        """Return the "Actions" or the "Objects" that can be named, in the simulator's order."""
+        """Return the possible "Actions" or "Objects", in the simulator's order."""
         found = self._call(f"getPossible{what}")
         assert isinstance(found, Iterable)
         return [str(each) for each in found]
 
     def object_tree(self) -> object:
-        """Return all objects of the world as the simulator writes them into a file, for people.
+        """Return all objects of the world from the simulator's file, for display.
 
-        Raises: EnvFailure: no episode, or no file.
+        Raises: EnvFailure: there is no episode, or no file.
         """
         with TemporaryDirectory() as folder:
             problem = self._text("getObjectTree", folder)
@@ -104,7 +109,7 @@ class Simulator:
             return json.loads(path.read_text(encoding="utf-8"))
 
     def task_description(self) -> str:
-        """Return the sentence that says what to do."""
+        """Return the sentence that describes the task."""
         return self._text("getTaskDescription").strip()
 
     def look(self) -> str:
@@ -112,19 +117,19 @@ class Simulator:
         return self._text("freeActionLook").strip()
 
     def inventory(self) -> str:
-        """Return what the agent holds; takes no time in the world."""
+        """Return the inventory; takes no time in the world."""
         return self._text("freeActionInventory").strip()
 
     def goal_progress(self) -> str:
-        """Return which goals of the task are met, for people."""
+        """Return the completed goals of the task, for display."""
         return self._text("getGoalProgressStr").strip()
 
     def valid_actions_json(self) -> str:
-        """Return every executable action as the simulator's JSON, tens of milliseconds."""
+        """Return every executable action as the simulator's JSON; takes tens of milliseconds."""
         return self._text("getValidActionObjectCombinationsJSON")
 
     def gold_path(self) -> tuple[str, ...]:
-        """Return actions that solve the episode, when it was loaded `with_gold`."""
+        """Return actions that solve the episode, if it was loaded `with_gold`."""
         gold = self._call("getGoldActionSequence")
         assert isinstance(gold, Iterable)
         return tuple(str(action) for action in gold)
@@ -143,7 +148,7 @@ class Simulator:
             raise EnvFailure(f"ScienceWorld's JVM failed in {name}: {first_line}") from error
 
     def close(self) -> None:
-        """End the JVM; may be called again."""
+        """Stop the JVM. A second call has no effect."""
         if not self.is_alive:
             return
         self.is_alive = False

@@ -1,4 +1,4 @@
-"""Wordings of ScienceWorld's observations and instructions."""
+"""Text processing of ScienceWorld's observations and actions."""
 
 import re
 
@@ -9,29 +9,29 @@ AMBIGUOUS = "Ambiguous request:"
 CHOICE = re.compile(r"^([0-9]+):", re.MULTILINE)
 ROOM = re.compile(r"This .*?is called the (.+?)\. .*?you see:")
 DOOR_STATE = re.compile(r"\(that is (open|closed)\)")
-# Only a line begins with a capital article: elsewhere "A" is a name, as of a substance.
+# A capital article occurs only at the start of a line. Elsewhere "A" is a name, as of a substance.
 ARTICLE = re.compile(r"\ban? |^\s*An? ", re.MULTILINE)
-NOT_TOLD = frozenset({"the agent", "air"})  # in every room
+NOT_TOLD = frozenset({"the agent", "air"})  # These objects are in every room.
 
 
 def one_line(text: str) -> str:
-    """Return an action as the simulator reads it: printable ASCII, single spaces, bounded."""
+    """Return an action in the simulator's input format: printable ASCII, single spaces, bounded."""
     kept = "".join(c if " " <= c <= "~" else " " for c in text)
     return " ".join(kept.split())[:MAX_ACTION_CHARS].strip()
 
 
 def plain(action: str) -> str:
-    """Return an action without what small models add to it: capitals and a full stop."""
+    """Return an action without the capitals and full stops that small models add."""
     return action.lower().rstrip(" .!")
 
 
 def is_understood(observation: str) -> bool:
-    """Return False when the simulator found no action in the text."""
+    """Return False if the simulator found no action in the text."""
     return not observation.startswith(NOT_UNDERSTOOD)
 
 
 def choices(observation: str) -> tuple[str, ...]:
-    """Return the numbers that an ambiguous request offers; none for other observations."""
+    """Return the numbers that an ambiguous request offers; () for other observations."""
     return tuple(CHOICE.findall(observation)) if observation.startswith(AMBIGUOUS) else ()
 
 
@@ -50,7 +50,7 @@ def compact(observation: str) -> str:
 
 
 def _listed(lines: list[str]) -> str:
-    """Return lines joined by semicolons, or by a space after one that announces a list."""
+    """Return lines joined by semicolons, or by a space after a line that ends with a colon."""
     joined = ""
     for line in lines:
         words = " ".join(line.split()).rstrip(",.")

@@ -1,4 +1,4 @@
-"""Deep search: answer questions with a retriever, by the tags of Search-R1 and AgentGym."""
+"""Deep search: questions to answer with a retriever, in the tags of Search-R1 and AgentGym."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,9 +29,9 @@ MAX_QUERY_CHARS = 2000
 
 
 class SearchqaEnv(TextEnv):
-    """One question. An answer ends the episode, unless a wrong one may be tried again.
+    """One question. An answer ends the episode; with `retry`, only a right answer does.
 
-    The reward is that of the last action: an answer's grade, 0 for anything else.
+    The reward is that of the last action: the grade of an answer, 0 for anything else.
     """
 
     def __init__(self, style: Style, shared: Library, subsets: Mapping[str, SubsetSpec]) -> None:
@@ -40,7 +40,7 @@ class SearchqaEnv(TextEnv):
         self._subsets = subsets
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Start an item; `seed` is unused, since nothing here is left to chance."""
+        """Start an item. `seed` is unused: nothing is random."""
         item = parse_item(item_id, self._subsets)
         self._question = self._shared.bank().question(item)
         self._retriever = self._shared.retriever()
@@ -82,10 +82,10 @@ class SearchqaEnv(TextEnv):
         return list(dict.fromkeys(one for one in actions if one is not None))
 
     def _expert_action(self) -> str | None:
-        """Return the search for the next missing fact, or the answer once all were found.
+        """Return the search for the next missing fact, or the answer once all facts were found.
 
-        Where the way is not known, the question itself is searched for, and answered if the
-        passages hold a golden answer.
+        Without known hops, the action is a search for the question itself, or a golden answer if
+        the found passages contain one.
         """
         for hop in self._question.hops:
             if not self._has_found(hop):
@@ -145,7 +145,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
 
 
 def _tasks(subsets: Mapping[str, SubsetSpec]) -> dict[str, TaskSpec]:
-    """Return the catalogue's tasks, without items that the question files do not have."""
+    """Return the catalogue's tasks, without items that are missing in the question files."""
 
     def there(items: Sequence[str], num_items: int) -> tuple[str, ...]:
         split = [(item, split_item(item)) for item in items]
@@ -164,5 +164,5 @@ def _tasks(subsets: Mapping[str, SubsetSpec]) -> dict[str, TaskSpec]:
 
 
 def check(options: EnvsSection) -> list[str]:
-    """Return a line with its remedy for each file or URL of the options that is no good."""
+    """Return a line with its remedy for each invalid file or URL of the options."""
     return library.faults(options.searchqa)

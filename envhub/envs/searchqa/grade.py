@@ -1,4 +1,4 @@
-"""Grades an answer against the golden ones: exact match and F1 after SQuAD's normalisation."""
+"""Grading of answers: exact match and F1 after SQuAD's normalisation."""
 
 import re
 import string
@@ -12,10 +12,10 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 def normalise(text: str) -> str:
     """Return `text` in lower case without punctuation, articles and surplus spaces.
 
-    A text that consists of nothing else, such as "The", stays as it is in lower case, so that an
-    empty answer never equals it.
+    A text of nothing else, such as "The", is only changed to lower case, so that an empty answer
+    never equals it. This exception is ours.
 
-    Source: SQuAD's evaluation, arXiv 1606.05250; the second sentence is ours.
+    Source: SQuAD's evaluation, arXiv 1606.05250.
     """
     bare = ARTICLES.sub(" ", text.lower().translate(PUNCTUATION))
     return " ".join(bare.split()) or " ".join(text.lower().split())
@@ -30,7 +30,7 @@ def exact_match(answer: str, golden_answers: Sequence[str]) -> float:
 def f1(answer: str, golden_answers: Sequence[str]) -> float:
     """Return the best F1 in [0, 1] of the answer's words over the golden answers.
 
-    Yes, no and "noanswer" have no part of the truth in them: they count only as a whole.
+    Yes, no and "noanswer" cannot match in part: they count only as a whole.
 
     Source: HotpotQA's evaluation, arXiv 1809.09600.
     """

@@ -21,7 +21,7 @@ from envhub.envs.searchqa.passages import Passage, read_passage
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "2"  # of a saved index; raise it when tokens or files change
+FORMAT = "2"  # Version of the saved index; increase it when tokens or files change.
 WORD = re.compile(r"(?u)\b\w\w+\b")
 MAX_QUERY_WORDS = 256
 SAMPLE_BYTES = 1 << 20
@@ -30,15 +30,15 @@ LINES_FILE = "lines.npy"
 
 
 class Words:
-    """Splits text into stems as the index has them; safe in threads."""
+    """Splits text into the stems of the index; thread-safe."""
 
     def __init__(self) -> None:
-        # Imported here: with numba they take half a second, which a hub's start need not wait for.
+        # These imports with numba take half a second, which must not delay the start of a hub.
         import Stemmer
         from bm25s.stopwords import STOPWORDS_EN
 
         self._stemmer = Stemmer.Stemmer("english")
-        self._lock = threading.Lock()  # a stemmer has state
+        self._lock = threading.Lock()  # A stemmer has state.
         self._stop_words = frozenset(STOPWORDS_EN)
 
     def split(self, text: str) -> list[str]:
@@ -49,7 +49,7 @@ class Words:
 
 
 class Bm25:
-    """BM25 scores of passages by number; the order of results is the same on every machine."""
+    """BM25 search over passages by number; the order of results is the same on every machine."""
 
     def __init__(self, model: Any, words: Words) -> None:
         self._model = model
@@ -70,12 +70,13 @@ class Bm25:
 
 
 def make_bm25(texts: Iterable[str], words: Words, *, show_progress: bool = False) -> Any:
-    """Return bm25s's index of texts. Raises ValueError when there is no word in them."""
+    """Return bm25s's index of texts. Raises ValueError if they contain no word."""
     import bm25s
 
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     vocabulary: dict[str, int] = {}
-    id_of_word: dict[str, int | None] = {}  # a stem costs more than a look-up; None: a stop word
+    # Cache of stems, which are slow to compute; None: a stop word.
+    id_of_word: dict[str, int | None] = {}
     ids: list[list[int]] = []
     for text in texts:
         row = []
@@ -96,7 +97,7 @@ def make_bm25(texts: Iterable[str], words: Words, *, show_progress: bool = False
 
 
 class MemoryRetriever:
-    """Searches passages that are held in memory."""
+    """Searches passages in memory."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         words = Words()
@@ -110,10 +111,10 @@ class MemoryRetriever:
 
 
 class FileRetriever:
-    """Searches a corpus file through its saved index; both stay on disk, memory-mapped."""
+    """Searches a corpus file with its saved index; both stay on disk, memory-mapped."""
 
     def __init__(self, corpus: Path, folder: Path) -> None:
-        """Open the index of `corpus` below `folder`; builds it first when it is not there.
+        """Open the index of `corpus` below `folder`, after building it if it is missing.
 
         Raises: EnvFailure: the corpus cannot be read or indexed.
         """
@@ -138,10 +139,10 @@ class FileRetriever:
 
 
 def index_path(corpus: Path, folder: Path) -> Path:
-    """Return where the index of the corpus as it is now belongs; it may not be there yet.
+    """Return the path of the index of the current corpus; it may not exist yet.
 
-    The name holds a hash of size, time of change, and the first and last megabyte: an index of
-    an older corpus is never used.
+    The name contains a hash of size, modification time, and the first and last megabyte, so that
+    the index of an older corpus is never used.
 
     Raises: OSError: the corpus cannot be read.
     """
@@ -156,9 +157,9 @@ def index_path(corpus: Path, folder: Path) -> Path:
 
 
 def build_index(corpus: Path, folder: Path) -> Path:
-    """Return the folder of the finished index, which is built if it is not there.
+    """Return the folder of the finished index, after building it if it is missing.
 
-    It is built under another name and renamed at the end, so half an index is never found.
+    It is built under another name and renamed at the end, so that no partial index is ever used.
 
     Raises: EnvFailure: the corpus cannot be read, a line of it is no passage, or the disk is full.
     """
@@ -191,7 +192,10 @@ def _build(corpus: Path, partial: Path) -> None:
 
 
 def _texts(corpus: Path, bounds: list[tuple[int, int]]) -> Iterator[str]:
-    """Yield the texts to index with a progress bar on stderr; notes where the lines are."""
+    """Yield the texts to index, with a progress bar on stderr.
+
+    The bounds of each line are appended to `bounds`.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
@@ -214,19 +218,19 @@ def _finish(partial: Path, target: Path) -> None:
     try:
         partial.rename(target)
     except OSError:
-        if not target.exists():  # else another process was quicker, with the same result
+        if not target.exists():  # Another process finished first, with the same result.
             raise
 
 
 def _clear_partials(folder: Path) -> None:
-    """Remove what builds that were killed have left."""
+    """Remove the remains of killed builds."""
     for path in folder.glob("*.partial-*"):
         if time.time() - path.stat().st_mtime > STALE_PARTIAL_S:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _clear_older(target: Path, stem: str) -> None:
-    """Remove the indexes of older states of the same corpus."""
+    """Remove the indexes of older versions of the same corpus."""
     name = re.compile(re.escape(stem) + r"-[0-9a-f]{16}")
     for path in target.parent.iterdir():
         if path != target and name.fullmatch(path.name):

@@ -1,4 +1,4 @@
-"""What all episodes of a process share: the questions and the retriever, made when first needed."""
+"""Resources shared by all episodes of a process: questions and retriever, created on demand."""
 
 import os
 import threading
@@ -12,14 +12,15 @@ from envhub.envs.searchqa.passages import Retriever, read_passage
 from envhub.envs.searchqa.questions import QuestionBank, QuestionFiles, first_faults, question_files
 from envhub.envs.searchqa.world.world import the_world
 
-INDEX_BYTES_PER_S = 1 << 19  # slowest building to be expected, for the deadline of a first call
+INDEX_BYTES_PER_S = 1 << 19  # Slowest expected build speed, for the deadline of a first call.
 BASE_MEMORY_BYTES = 4 << 30
-MEMORY_PER_CORPUS_BYTE = 8  # measured: 5 while an index is built
+# Measured: 5 bytes of memory per byte of the corpus while an index is built.
+MEMORY_PER_CORPUS_BYTE = 8
 SLACK_S = 30.0
 
 
 class Library:
-    """Questions and retriever by the options; safe in threads."""
+    """The questions and the retriever of the options; thread-safe."""
 
     def __init__(self, options: SearchqaOptions) -> None:
         self.options = options
@@ -29,7 +30,7 @@ class Library:
 
     @property
     def is_world(self) -> bool:
-        """Whether the questions are the generated world's."""
+        """Whether the questions come from the generated world."""
         return not self.options.questions_dir
 
     def bank(self) -> QuestionBank:
@@ -39,9 +40,9 @@ class Library:
         return self._bank
 
     def retriever(self) -> Retriever:
-        """Return the retriever; the first call may build an index, which the others wait for.
+        """Return the retriever. The first call may build an index; concurrent calls wait for it.
 
-        Raises: EnvFailure: the corpus cannot be read or indexed, or the URL is none.
+        Raises: EnvFailure: the corpus cannot be read or indexed, or the URL is invalid.
         """
         with self._lock:
             if self._retriever is None:
@@ -68,9 +69,9 @@ def index_folder(options: SearchqaOptions) -> Path:
 
 
 def call_timeout_s(options: SearchqaOptions) -> float | None:
-    """Return the deadline of a call that allows for what its first one may have to do.
+    """Return the deadline of a call, including the work of a first call.
 
-    None: the usual one does. An index that must still be built takes as long as it takes.
+    None: the usual deadline. The deadline for a missing index depends on the size of the corpus.
     """
     if options.retriever_url:
         return options.retriever_timeout_s + SLACK_S
@@ -80,21 +81,21 @@ def call_timeout_s(options: SearchqaOptions) -> float | None:
         is_built = index_path(Path(options.corpus), index_folder(options)).exists()
         num_bytes = Path(options.corpus).stat().st_size
     except OSError:
-        return None  # `faults` names the reason
+        return None  # `faults` reports the reason.
     return None if is_built else SLACK_S + num_bytes / INDEX_BYTES_PER_S
 
 
 def memory_bytes(options: SearchqaOptions) -> int:
-    """Return the most resident memory that a worker may need, building an index included."""
+    """Return the peak resident memory of a worker, including the build of an index."""
     try:
         corpus_bytes = Path(options.corpus).stat().st_size if options.corpus else 0
     except OSError:
-        corpus_bytes = 0  # `faults` names the reason
+        corpus_bytes = 0  # `faults` reports the reason.
     return BASE_MEMORY_BYTES + MEMORY_PER_CORPUS_BYTE * corpus_bytes
 
 
 def faults(options: SearchqaOptions) -> list[str]:
-    """Return a line with its remedy for all that is wrong with the options' files and URL."""
+    """Return a line with its remedy for each problem of the options' files and URL."""
     lines = []
     has_corpus = bool(options.corpus or options.retriever_url)
     if options.questions_dir:

@@ -13,10 +13,12 @@ CHUNK_BYTES = 1 << 20
 
 
 class LineFile:
-    """A file whose lines are read by number, from any thread; closed when nothing refers to it."""
+    """A file with thread-safe reads of lines by number; it closes when it is garbage-collected."""
 
     def __init__(self, path: Path, bounds: np.ndarray) -> None:
-        """`bounds` are byte positions, int64 [num_lines, 2]: first byte of a line, and its end.
+        """Open the file.
+
+        `bounds` are byte positions, int64 [num_lines, 2]: the start and the end of each line.
 
         Raises: EnvFailure: the file cannot be opened.
         """
@@ -48,7 +50,7 @@ class LineFile:
 
 
 def iterate_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield begin, end (bytes) and content of each line of a file that is not blank."""
+    """Yield begin, end (bytes) and content of each non-blank line of a file."""
     position = 0
     with open(path, "rb", buffering=CHUNK_BYTES) as file:
         for content in file:
@@ -58,12 +60,12 @@ def iterate_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def find_lines(path: Path) -> np.ndarray:
-    """Return the bounds of the lines that are not blank, int64 [num_lines, 2]."""
+    """Return the bounds of the non-blank lines, int64 [num_lines, 2]."""
     bounds = [(begin, end) for begin, end, _ in iterate_lines(path)]
     return np.array(bounds, dtype=np.int64).reshape(-1, 2)
 
 
 def count_lines(path: Path) -> int:
-    """Return how many lines are not blank."""
+    """Return the number of non-blank lines."""
     with open(path, "rb", buffering=CHUNK_BYTES) as file:
         return sum(1 for content in file if not content.isspace())

@@ -1,4 +1,4 @@
-"""Passages of a corpus, and how search results are worded for the agent."""
+"""Passages of a corpus, and the text of search results for the agent."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from envhub.env import Style
 
-MAX_PASSAGE_CHARS = 4000  # a passage of Wikipedia's usual cut has 600
+MAX_PASSAGE_CHARS = 4000  # A passage of Wikipedia's usual split has 600.
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class Passage:
 
 
 class Retriever(Protocol):
-    """Finds passages. Called from many threads at a time."""
+    """Finds passages. Many threads may call it concurrently."""
 
     def search(self, query: str, num_passages: int) -> list[Passage]:
-        """Return at most `num_passages` passages, best first; none when nothing fits.
+        """Return at most `num_passages` passages, best first; [] if none fits.
 
         Raises: EnvFailure: the search itself failed.
         """
@@ -30,8 +30,9 @@ class Retriever(Protocol):
 
 
 def make_passage(row: object) -> Passage:
-    """Return the passage of a corpus row: {id, contents} with the title as first line, or
-    {title, text}.
+    """Return the passage of a corpus row.
+
+    A row is {id, contents}, with the title as the first line, or {title, text}.
 
     Raises: ValueError: neither form.
     """
@@ -54,7 +55,7 @@ def read_passage(line: str | bytes) -> Passage:
 
 
 def worded(passages: Sequence[Passage], style: Style) -> str:
-    """Return search results as the agent sees them."""
+    """Return search results in the text form of observations."""
     if not passages:
         return "<information>No results.</information>"
     if style is Style.COMPACT:

@@ -1,4 +1,4 @@
-"""Prepares files ahead of a run: an index of a corpus, or the generated world as files.
+"""Command that prepares files before a run: an index of a corpus, or the generated world as files.
 
 python -m envhub.envs.searchqa.prepare index CORPUS [FOLDER]
 python -m envhub.envs.searchqa.prepare world FOLDER
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: list[str]) -> None:
-    """Do what the command line says; exits with 2 and a line when that fails."""
+    """Run the command line; exit with code 2 and a message on failure."""
     parser = argparse.ArgumentParser(prog="python -m envhub.envs.searchqa.prepare")
     commands = parser.add_subparsers(dest="command", required=True)
     index = commands.add_parser("index", help="build the index of a corpus, if there is none")

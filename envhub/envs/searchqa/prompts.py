@@ -1,4 +1,4 @@
-"""What the agent is told: the instruction, the question and the answers to its actions."""
+"""Texts for the agent: the instruction, the question and the verdict on an answer."""
 
 from typing import Any
 
@@ -13,19 +13,19 @@ WORDS: dict[Style, dict[str, str]] = {Style(name): each for name, each in _TABLE
 
 
 def opening() -> dict[str, Any]:
-    """Return how conversations begin; in AgentGym's style as its clients begin them."""
+    """Return the start of a conversation; AgentGym's style copies that of its clients."""
     return begun("searchqa", TEXTS)
 
 
 def first_observation(question: Question, style: Style) -> str:
-    """Return the question as the agent first sees it."""
+    """Return the first observation, which is the question."""
     if style is Style.COMPACT:
         return f"question: {question.text}"
     return CONVERSATIONS["searchqa"].first_observation(question.text)
 
 
 def verdict(style: Style, *, is_right: bool, is_retry: bool) -> str:
-    """Return what the agent is told about its answer."""
+    """Return the observation after an answer."""
     words = WORDS[style]
     if is_right:
         return words["right"]

@@ -1,4 +1,4 @@
-"""Questions of the seven datasets: rows of Search-R1's and FlashRAG's form, by item."""
+"""Questions of the seven datasets by item: rows in the format of Search-R1 and FlashRAG."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ AGENTGYM_RANGES: list[tuple[int, int, str, str]] = read_table(__file__, "agentgy
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One fact on the way to the answer: `query` finds passage `title`, which says `evidence`."""
+    """One fact on the way to the answer: `query` finds passage `title` with the text `evidence`."""
 
     query: str
     title: str
@@ -28,7 +28,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, all answers that count as right, and the way there where it is known."""
+    """A question, all accepted answers, and the hops to them if known."""
 
     text: str
     golden_answers: tuple[str, ...]
@@ -36,23 +36,22 @@ class Question:
 
 
 class QuestionBank(Protocol):
-    """The questions behind the items."""
+    """A source of the items' questions."""
 
     def subsets(self) -> Mapping[str, SubsetSpec]:
         """Return the subsets that have questions."""
         ...
 
     def question(self, item: ItemId) -> Question:
-        """Return the question of an item. Raises EnvFailure when its file is not as it was."""
+        """Return the question of an item. Raises EnvFailure if its file has changed."""
         ...
 
 
 def make_question(row: object) -> Question:
     """Return the question of a row.
 
-    The answers stand in `golden_answers`, `answers` or `answer` (one or several), or where
-    Search-R1 keeps them for its trainer: `reward_model.ground_truth.target`. A question gets a
-    question mark if it has none.
+    The answers are in `golden_answers`, `answers` or `answer` (one or several), or in Search-R1's
+    field for its trainer, `reward_model.ground_truth.target`. A missing question mark is added.
 
     Raises: ValueError: no question, or no answer.
     """
@@ -88,12 +87,12 @@ def _answers(row: Mapping) -> list[str]:
 
 
 def question_path(folder: Path, subset: str, split: str) -> Path:
-    """Return where the questions of a dataset belong."""
+    """Return the path of a dataset's questions."""
     return folder / f"{subset}_{split}.jsonl"
 
 
 class QuestionFiles:
-    """Questions in files, <dataset>_<train|test>.jsonl, read line by line as they are asked."""
+    """Questions in files, <dataset>_<train|test>.jsonl; each line is read on demand."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -140,8 +139,8 @@ def agentgym_item(index: int, subsets: Mapping[str, SubsetSpec], *, wrap: bool) 
 
     Args:
         index: 0 to 221327; the files must then be the full sets in their usual order.
-        wrap: an index beyond the end of its subset counts on from the subset's start; for
-            questions that stand in for the datasets.
+        wrap: an index beyond the end of its subset wraps around to the subset's start; for
+            questions that replace the datasets.
 
     Raises: UnknownItem: not an index, or the subset has no such question.
     """
@@ -157,13 +156,13 @@ def agentgym_item(index: int, subsets: Mapping[str, SubsetSpec], *, wrap: bool) 
 
 
 def question_files(folder: Path) -> list[Path]:
-    """Return the question files that are there."""
+    """Return the existing question files."""
     paths = [question_path(folder, subset, split) for subset in DATASETS for split in SPLITS]
     return [path for path in paths if path.is_file()]
 
 
 def first_faults(folder: Path) -> Sequence[str]:
-    """Return a line for each question file whose first question cannot be read."""
+    """Return a line for each question file whose first question is unreadable."""
     faults = []
     for path in question_files(folder):
         try:

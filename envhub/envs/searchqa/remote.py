@@ -1,4 +1,4 @@
-"""Client of an external retrieval server, in the form that Search-R1's server speaks."""
+"""Client of an external retrieval server with Search-R1's protocol."""
 
 import json
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ MAX_REPLY_BYTES = 8 << 20
 
 
 class RemoteRetriever:
-    """Asks `POST <url>` {queries, topk, return_scores}. Holds no connection between queries.
+    """Sends `POST <url>` {queries, topk, return_scores}. No connection stays open between queries.
 
-    A proxy that the environment names is used for a server on another machine.
+    For a server on another machine, the proxy of the process environment is used.
     """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
-        """A `url` without a path gets `/retrieve`.
+        """Parse `url`; without a path it gets `/retrieve`.
 
         Raises: ValueError: not an http or https URL.
         """
@@ -27,7 +27,7 @@ class RemoteRetriever:
         self._timeout_s = timeout_s
 
     def search(self, query: str, num_passages: int) -> list[Passage]:
-        """Return what the server found, in its order; see `Retriever.search`."""
+        """Return the server's passages, in its order; see `Retriever.search`."""
         asked = {"queries": [valid_text(query)], "topk": num_passages, "return_scores": True}
         try:
             reply = self._post(json_bytes(asked))
@@ -37,7 +37,7 @@ class RemoteRetriever:
             raise EnvFailure(f"retrieval server {self._url.geturl()}: {reason}") from error
 
     def _post(self, body: bytes) -> bytes:
-        """Return the body of the answer; the whole exchange has one deadline."""
+        """Return the body of the answer. One deadline covers the whole exchange."""
         answer = request(
             self._url.geturl(),
             method="POST",
@@ -57,7 +57,7 @@ def parse_url(url: str) -> SplitResult:
     Raises: ValueError: not an http or https URL with a host.
     """
     parts = urlsplit(url)
-    _ = parts.port  # raises when it is no number
+    _ = parts.port  # Raises ValueError if the port is no number.
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} is not of the form http://HOST:PORT/retrieve")
     return parts._replace(path="/retrieve") if parts.path in ("", "/") else parts
@@ -66,9 +66,9 @@ def parse_url(url: str) -> SplitResult:
 def read_reply(reply: bytes) -> list[Passage]:
     """Return the passages of an answer, {"result": [[{"document": {...}, "score": s}, ...]]}.
 
-    The documents may also stand there bare, as without `return_scores`.
+    Bare documents, as without `return_scores`, are accepted too.
 
-    Raises: ValueError: not of that form.
+    Raises: ValueError: another format.
     """
     parsed = json.loads(reply)
     results = parsed.get("result") if isinstance(parsed, Mapping) else None

@@ -1,11 +1,11 @@
-"""Reads what the agent wants from its text: a search, an answer or neither."""
+"""Parser of the agent's text: a search, an answer or neither."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What the agent asks for; the names are those of the tags."""
+    """The kinds of action, with the names of their tags."""
 
     SEARCH = "search"
     ANSWER = "answer"
@@ -20,10 +20,10 @@ class Action:
 
 
 def parse(text: str) -> Action | None:
-    """Return the action of an agent's turn; None when there is none.
+    """Return the action of an agent's turn; None if there is none.
 
-    The first closed <search> or <answer> decides which it is; of several answers the last one
-    counts. Tags are found by plain search, in time linear in the text, however they are nested.
+    The first closed <search> or <answer> decides the kind. If there are several answers, the last
+    one counts. Tags are found by plain search, in time linear in the text, even if they are nested.
     """
     blocks = [(_first(text, kind), kind) for kind in Kind]
     found = [(block, kind) for block, kind in blocks if block is not None]

@@ -1,4 +1,4 @@
-"""Problems read from a folder in BIRD's format."""
+"""Problems from a folder in BIRD's format."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from envhub.envs.sqlgym.problems import Problem, SchemaView, TableView
 from envhub.envs.sqlgym.query import open_file
 
 SUBSET = "bird"
-FOLDERS = {"train": "train", "test": "dev"}  # BIRD keeps its test set to itself
+FOLDERS = {"train": "train", "test": "dev"}  # BIRD's own test set is not public.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +21,10 @@ class _Part:
 
 
 class Bird:
-    """The questions of BIRD's `train` and `dev`; AgentGym numbers train first, then dev."""
+    """The questions of BIRD's `train` and `dev`. AgentGym numbers `train` first, then `dev`."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the questions and designs; databases are opened by the episodes.
+        """Read the questions and designs; the episodes open the databases.
 
         Raises: OSError, ValueError, KeyError: the folder is not in BIRD's format.
         """
@@ -57,7 +57,7 @@ class Bird:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files and folders that BIRD's folder must hold."""
+    """Return the required files and folders of BIRD's folder."""
     return [
         folder / name / part
         for name in FOLDERS.values()
@@ -78,9 +78,9 @@ def _read(folder: Path, name: str) -> _Part:
 
 
 def _view(design: dict) -> SchemaView:
-    """Return a design of tables.json, which numbers the columns of all tables through."""
+    """Return the view of a design in tables.json, which numbers the columns of all tables."""
     names = design["table_names_original"]
-    columns = design["column_names_original"]  # [[table number, name]]; number -1 is "*"
+    columns = design["column_names_original"]  # [[table number, name]]; the number -1 is "*".
     labels, types = design["column_names"], design["column_types"]
     keys = {
         number

@@ -1,4 +1,4 @@
-"""Fills the generated databases with rows drawn from a seed."""
+"""The generated databases, with rows drawn from a seed."""
 
 import random
 import sqlite3
@@ -14,7 +14,7 @@ NAMES = read_table(__file__, "names.yaml")
 
 @dataclass(frozen=True, slots=True)
 class DatabaseId:
-    """Which database: a design and the seed of its rows."""
+    """Identifies a database: its design and the seed of its rows."""
 
     domain: str
     seed: str
@@ -27,7 +27,7 @@ def domain_of(database: DatabaseId) -> Domain:
 
 @lru_cache(maxsize=64)
 def image(database: DatabaseId) -> bytes:
-    """Return the sqlite file of a database; the same on every machine but for sqlite's version.
+    """Return the sqlite file of a database, equal on all machines with the same sqlite version.
 
     Raises: MemoryError, EnvFailure: as `SharedMemory.used`.
     """
@@ -89,7 +89,7 @@ def _value(
         case Kind.CATEGORY:
             return rng.choice(column.words)
         case Kind.REFERENCE:
-            # Squared: some rows are referred to often, others never.
+            # The square makes the distribution uneven: some rows have many references, others none.
             return 1 + int(domain.table(column.table).num_rows * rng.random() ** 2)
         case Kind.NUMBER:
             if column.num_decimals:

@@ -37,12 +37,12 @@ SESSIONS_PER_WORKER = 64
 MAX_WORKERS = 2
 NUM_BIRD_TRAIN = 9428
 MAX_GOLD_ROWS = 1_000_000
-# Beside the queries themselves: opening files, waiting for a processor among other sessions.
+# Time beyond the queries: opening files, and waiting for a core among other sessions.
 PATIENCE_S = 20.0
 
 
 class Problems:
-    """All problems on offer, and how much a statement may take."""
+    """All offered problems, with the limits of a statement."""
 
     def __init__(self, options: SqlgymOptions) -> None:
         self.options = options
@@ -59,8 +59,8 @@ class Problems:
     def from_agentgym(self, index: int) -> str:
         """Return the item of AgentGym's index into BIRD, or else into the generated problems.
 
-        Training items come before test items: of BIRD 0 to 9427, and `dev` from 9428 to 10961,
-        also where the folder has fewer.
+        Training items precede test items. In BIRD, 0 to 9427 are `train` and 9428 to 10961 are
+        `dev`, even if the folder has fewer.
 
         Raises: UnknownItem: there is no such item here.
         """
@@ -77,10 +77,10 @@ class Problems:
 
 
 class SqlEnv(TextEnv):
-    """One question, one statement: the first step always ends the episode.
+    """One question with one statement: the first step always ends the episode.
 
-    The reward is 1 when the statement's rows, as a set, are those of the gold statement. Dates
-    that a statement computes from "now" are those of the machine.
+    The reward is 1 if the statement's rows, as a set, equal those of the gold statement. A date
+    computed from "now" is that of the machine.
     """
 
     def __init__(self, style: Style, problems: Problems) -> None:
@@ -89,7 +89,7 @@ class SqlEnv(TextEnv):
         self._connection: Database | None = None
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Start an item; `seed` is unused, since the item fixes everything."""
+        """Start an item. `seed` is unused: the item determines everything."""
         item = parse_item(item_id, self._problems.subsets)
         self.close()
         try:
@@ -106,7 +106,7 @@ class SqlEnv(TextEnv):
         assert connection is not None, "a step without a reset"
         gold = self._gold_rows(connection)
         options = self._problems.options
-        # As much as the answer has may always be fetched.
+        # A result as large as the gold answer is always allowed.
         limits = Limits(
             timeout_s=options.query_timeout_s,
             max_rows=max(options.max_rows, len(gold or ())),
@@ -116,7 +116,7 @@ class SqlEnv(TextEnv):
         try:
             statement = text.statement_of(action, self._style)
             answer = rows_of(connection, statement, limits, is_last=True)
-        except NoTable as error:  # no rows, for AgentGym
+        except NoTable as error:  # AgentGym counts this as an empty result.
             is_agentgyms = self._style is Style.AGENTGYM
             answer = [] if is_agentgyms else text.refusal(error, self._style)
         except QueryRefused as error:
@@ -131,9 +131,9 @@ class SqlEnv(TextEnv):
         )
 
     def _gold_rows(self, connection: Database) -> list[Row] | None:
-        """Return the answer's rows; None where the gold statement itself is wrong.
+        """Return the gold statement's rows; None if the gold statement itself is wrong.
 
-        Raises: EnvFailure: it takes more than it may.
+        Raises: EnvFailure: it exceeds its limits.
         """
         limits = Limits(timeout_s=self._problems.options.gold_timeout_s, max_rows=MAX_GOLD_ROWS)
         try:
@@ -144,7 +144,7 @@ class SqlEnv(TextEnv):
             return None
 
     def _valid_actions(self) -> list[str]:
-        """Return a statement for each table, as a sample of what can be run."""
+        """Return one statement per table, as a sample of executable statements."""
         return [
             text.fenced(f'SELECT COUNT(*) FROM "{table.name}"')
             for table in self._problem.schema.tables
@@ -187,7 +187,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
 
 
 def check(options: EnvsSection) -> list[str]:
-    """Return what is missing on this machine, one line each with the remedy."""
+    """Return a line for each missing requirement of this machine, with its remedy."""
     missing = []
     if not hasattr(sqlite3.Connection, "deserialize"):
         missing.append("sqlgym needs a Python whose sqlite3 has deserialize: sqlite 3.36 or newer")

@@ -1,26 +1,26 @@
-"""SQL functions whose one call could take minutes: sqlite looks at the time only between calls."""
+"""Bounded versions of SQL functions. sqlite checks its time limit only between function calls."""
 
 import re
 import sqlite3
 from typing import Any
 
-MAX_COMPARISONS = 10**8  # of one call, some 0.1 s
-TOO_BIG = "string or blob too big"  # as sqlite says it
-_REPEATED = re.compile(r"%[-+ #0,!]*(?:\d+|\*)?\.(\d+|\*)l{0,2}c")  # %.5c is ccccc
+MAX_COMPARISONS = 10**8  # Limit of one call, about 0.1 s.
+TOO_BIG = "string or blob too big"  # sqlite's own message.
+_REPEATED = re.compile(r"%[-+ #0,!]*(?:\d+|\*)?\.(\d+|\*)l{0,2}c")  # For example, %.5c gives ccccc.
 _WHOLE = re.compile(r"\s*[+-]?\d+")
 
 
 class BoundedFunctions:
-    """Takes the place of such functions on one connection; what they return stays the same.
+    """Replaces the slow functions on one connection; their results stay the same.
 
-    printf and format repeat a character as often as they are told, and only then see that the
-    result is too long. trim, ltrim and rtrim compare each character of a text with each of a set.
+    sqlite's printf and format repeat a character without a limit and check the size of the result
+    only afterwards. Its trim, ltrim and rtrim compare each character of a text with each of a set.
     """
 
     def __init__(self, connection: sqlite3.Connection, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._plain: sqlite3.Connection | None = None  # has the functions themselves
-        self.failure = ""  # why a call raised; sqlite says only that it did
+        self._plain: sqlite3.Connection | None = None  # Connection with the original functions.
+        self.failure = ""  # Reason of a raised call; sqlite itself reports only a failure.
         for name in ("printf", "format"):
             connection.create_function(name, -1, self._printf, deterministic=True)
         strips = {"trim": str.strip, "ltrim": str.lstrip, "rtrim": str.rstrip}
@@ -28,7 +28,7 @@ class BoundedFunctions:
             connection.create_function(name, 2, self._trimmer(name, strip), deterministic=True)
 
     def close(self) -> None:
-        """Close what this opened."""
+        """Close the additional connection."""
         if self._plain is not None:
             self._plain.close()
             self._plain = None
@@ -47,7 +47,7 @@ class BoundedFunctions:
             raise self._refusal(TOO_BIG)
 
     def _count(self, value: Any) -> int:
-        """Return the whole number that sqlite reads a value as, at most one more than there may."""
+        """Return sqlite's integer reading of a value, bounded by `max_bytes` + 1."""
         if isinstance(value, int | float):
             return int(min(abs(value), self._max_bytes + 1))
         text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)

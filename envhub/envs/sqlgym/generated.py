@@ -10,7 +10,7 @@ from envhub.envs.sqlgym.query import open_image
 from envhub.envs.sqlgym.questions import SIZES, TEMPLATES, questions
 from envhub.envs.sqlgym.schema import Domain, Kind
 
-_MAKING = threading.Lock()  # so that the first sessions do not all make the same
+_MAKING = threading.Lock()  # The first sessions must not all create the same data.
 SUBSETS = {
     difficulty: SubsetSpec(num_train=SIZES["train"], num_test=SIZES["test"], max_turns=1)
     for difficulty in TEMPLATES
@@ -19,7 +19,7 @@ SUBSETS = {
 
 @lru_cache(maxsize=64)
 def view_of(domain: Domain) -> SchemaView:
-    """Return what the agent is told of a design."""
+    """Return the agent's view of a design."""
     tables = tuple(
         TableView(
             name=table.name,
@@ -37,7 +37,7 @@ def view_of(domain: Domain) -> SchemaView:
 
 
 def problem_of(item: ItemId) -> Problem:
-    """Return the problem of an item of SUBSETS; it is made when it is first asked for."""
+    """Return the problem of an item of SUBSETS, created on first use."""
     with _MAKING:
         question = questions(item.subset, item.split)[item.index]
         content = database.image(question.database)

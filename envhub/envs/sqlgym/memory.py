@@ -1,7 +1,7 @@
-"""The memory of all connections of the process: SQLite bounds it together, not for each one.
+"""The shared memory limit of all connections: SQLite has one limit per process, not per connection.
 
-Who finds none left may be innocent: another session's statement holds it. So they try once more
-while nobody else uses any; what is lacking then, they lack by themselves.
+A statement that runs out of memory may be innocent, because statements of other sessions hold the
+memory. It therefore runs once more, alone. A second failure is its own.
 """
 
 import threading
@@ -13,34 +13,35 @@ from typing import TypeVar
 from envhub.env import EnvFailure
 
 T = TypeVar("T")
-WAIT_S = 10.0  # for others, each time at most
+WAIT_S = 10.0  # Longest wait for other calls to end.
 
 
 class SharedMemory:
-    """Who uses it, and whether one must be alone with it."""
+    """Tracks the running calls, and reserves the memory for a single call."""
 
     def __init__(self, *, wait_s: float = WAIT_S) -> None:
         self._wait_s = wait_s
         self._changed = threading.Condition()
-        self._turn = threading.Lock()  # of who must be alone
+        self._turn = threading.Lock()  # Held by the call that runs alone.
         self._num_users = 0
         self._is_reserved = False
 
     def used(self, use: Callable[[], T]) -> T:
-        """Return what `use` returns; it is called again, alone, if it raises MemoryError.
+        """Return the result of `use`; on MemoryError it is called again, alone.
 
-        No `use` may itself call this.
+        `use` must not call this method.
 
         Raises:
-            MemoryError: also alone there was too little.
-            EnvFailure: others' calls took too long to end.
-            Exception: whatever `use` raises.
+            MemoryError: the memory was too small even for this call alone.
+            EnvFailure: other calls took too long to end.
+            Exception: any exception of `use`.
         """
         try:
             with self._beside_others():
                 return use()
         except MemoryError:
-            pass  # its traceback holds what was fetched: it must go before the next call
+            # The traceback refers to the fetched rows, so it must be freed before the next call.
+            pass
         with self._alone():
             return use()
 

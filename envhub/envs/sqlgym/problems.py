@@ -1,4 +1,4 @@
-"""What an item asks, whatever it was read or generated from."""
+"""The problem of an item, from BIRD or generated."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from envhub.envs.sqlgym.query import Database
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableView:
-    """A table as the agent is told of it: columns as (name, type, label), and the key's names."""
+    """A table in the agent's view: columns as (name, type, label), and the names of the key."""
 
     name: str
     columns: tuple[tuple[str, str, str], ...]
@@ -19,22 +19,23 @@ class TableView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaView:
-    """A database as the agent is told of it.
+    """A database in the agent's view.
 
-    `references` holds (table, column, table referred to, column referred to).
+    `references` holds (table, column, referenced table, referenced column).
     """
 
     name: str
     tables: tuple[TableView, ...]
     references: tuple[tuple[str, str, str, str], ...]
-    design: Mapping[str, Any] | None = field(default=None, repr=False)  # BIRD's own, of tables.json
+    # BIRD's design from tables.json.
+    design: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A question, its gold statement, and a way to its database.
+    """A question, its gold statement, and a function that opens its database.
 
-    `evidence` is what else the asker lets know; it may be "".
+    `evidence` is an additional hint from the question's author; it may be "".
     """
 
     schema: SchemaView

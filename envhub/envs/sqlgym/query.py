@@ -1,4 +1,4 @@
-"""Runs one untrusted SQL statement on a database that it cannot change, leave or exhaust."""
+"""Execution of one untrusted SQL statement. It cannot change, leave or exhaust its database."""
 
 import re
 import sqlite3
@@ -12,26 +12,27 @@ from typing import Any
 from envhub.envs.sqlgym.functions import BoundedFunctions
 from envhub.envs.sqlgym.memory import MEMORY
 
-# Reading is allowed, and what stays in the connection: temporary tables and its own settings. All
-# else (writes, ATTACH, transactions) is refused; a connection lives for one answer.
+# A statement may read, and may change its own connection: temporary tables and settings. Everything
+# else (writes, ATTACH, transactions) is refused. A connection is used for one answer only.
 ALLOWED = frozenset(
     {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 )
-# They read or load files.
+# These functions read or load files.
 REFUSED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer"})
 MAKES_TEMPORARY = frozenset(
     {sqlite3.SQLITE_CREATE_TEMP_TABLE, sqlite3.SQLITE_CREATE_TEMP_INDEX}
     | {sqlite3.SQLITE_CREATE_TEMP_VIEW}
 )
 WRITES = frozenset({sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE})
-# Settings of the whole process: they can be read only.
+# Settings of the whole process are read-only.
 SHARED_PRAGMAS = frozenset(
     {"hard_heap_limit", "soft_heap_limit", "temp_store", "temp_store_directory"}
     | {"data_store_directory"}
 )
-LONG_PRAGMAS = frozenset({"integrity_check", "quick_check"})  # nobody looks at the time meanwhile
+# These pragmas do not check the time limit.
+LONG_PRAGMAS = frozenset({"integrity_check", "quick_check"})
 COMMENT = re.compile(r"--[^\n]*|/\*.*?(\*/|$)", re.DOTALL)
-MAX_VALUE_BYTES = 200_000  # also bounds what one call of a string function can take
+MAX_VALUE_BYTES = 200_000  # This also bounds the time of one call of a string function.
 LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: MAX_VALUE_BYTES,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 20_000,
@@ -40,37 +41,37 @@ LIMITS = {
     sqlite3.SQLITE_LIMIT_VDBE_OP: 100_000,
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,
     sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 1_000,
-    sqlite3.SQLITE_LIMIT_COLUMN: 400,  # with MAX_VALUE_BYTES the bound of a row
+    sqlite3.SQLITE_LIMIT_COLUMN: 400,  # Together with MAX_VALUE_BYTES this bounds a row.
 }
 INSTRUCTIONS_PER_CHECK = 10_000
-# For all connections of the process: temporary tables and sorting stay in memory, below this.
+# Limit for all connections of the process. Temporary tables and sorting stay in memory, below it.
 MAX_HEAP_BYTES = 512 << 20
-MAX_RESULT_BYTES = 16 << 20  # of the rows that are fetched, unless the answer has more
+MAX_RESULT_BYTES = 16 << 20  # Limit of the fetched rows, unless the gold answer has more.
 
 NUMBER_BYTES = 8
-NUM_FIRST_ROWS = 101  # as many as what an agent is told can begin with
+NUM_FIRST_ROWS = 101  # The first rows, which can appear in an observation.
 
 Row = tuple[int | float | str | bytes | None, ...]
 
 
 class QueryRefused(ValueError):
-    """The statement is wrong, forbidden, or too costly; the text tells the agent why."""
+    """The statement is wrong, forbidden, or too costly; the text gives the agent the reason."""
 
 
 class NoTable(QueryRefused):
-    """The statement was run and returns no table, as an empty one does."""
+    """The statement ran and returned no table, like an empty statement."""
 
 
 class LimitReached(QueryRefused):
-    """The statement may be right, but takes more than it may."""
+    """The statement may be right, but exceeds its limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one statement.
+    """The limits of one statement.
 
-    `timeout_s` is processor time of the calling thread; `max_rows` and `max_bytes` (None: any) are
-    of the rows that differ.
+    `timeout_s` is processor time of the calling thread. `max_rows` and `max_bytes` (None: no limit)
+    apply to the distinct rows.
     """
 
     timeout_s: float
@@ -79,13 +80,14 @@ class Limits:
 
 
 class Database(sqlite3.Connection):
-    """A connection on which no single function call can take long."""
+    """A connection with bounded time for each function call."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         try:
             self.functions = BoundedFunctions(self, max_bytes=MAX_VALUE_BYTES)
-        except sqlite3.OperationalError as error:  # sqlite3 tells no reason; there is no other one
+        # sqlite3 gives no reason; out of memory is the only possible one.
+        except sqlite3.OperationalError as error:
             raise MemoryError from error
 
     def close(self) -> None:
@@ -103,7 +105,7 @@ def open_file(path: Path) -> Database:
 
 
 def open_image(content: bytes) -> Database:
-    """Return a connection to a database in memory, given as the bytes of its file.
+    """Return a connection to an in-memory database, given the bytes of its file.
 
     Raises: MemoryError: it does not fit.
     """
@@ -132,8 +134,9 @@ def _authorize(
         return sqlite3.SQLITE_DENY if is_refused else sqlite3.SQLITE_OK
     if database == "temp" and action in MAKES_TEMPORARY | WRITES:
         return sqlite3.SQLITE_OK
-    if first == "sqlite_master" and action in WRITES:  # as `pragma_table_info(...)` is looked up;
-        return sqlite3.SQLITE_OK  # SQLite itself lets no statement write there
+    # The look-up of a table function such as `pragma_table_info(...)` needs this.
+    if first == "sqlite_master" and action in WRITES:
+        return sqlite3.SQLITE_OK  # SQLite itself refuses a statement that writes there.
     if action not in ALLOWED:
         return sqlite3.SQLITE_DENY
     if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in REFUSED_FUNCTIONS:
@@ -142,7 +145,7 @@ def _authorize(
 
 
 def size_of(rows: Iterable[Row]) -> int:
-    """Return how many bytes rows hold, roughly."""
+    """Return the approximate number of bytes in rows."""
     return sum(
         len(value) if isinstance(value, str | bytes) else NUMBER_BYTES
         for row in rows
@@ -153,9 +156,10 @@ def size_of(rows: Iterable[Row]) -> int:
 def rows_of(
     connection: Database, statement: str, limits: Limits, *, is_last: bool = False
 ) -> list[Row]:
-    """Return the rows of one statement; one that makes a temporary table has none.
+    """Return the rows of one statement; a statement that makes a temporary table returns [].
 
-    After the last one that succeeds the connection is closed, and with it goes what was made.
+    With `is_last`, a successful statement closes the connection, which removes its temporary
+    tables.
 
     Raises: QueryRefused: anything is wrong with the statement.
     """
@@ -183,7 +187,7 @@ def _rows_of(connection: Database, statement: str, limits: Limits) -> list[Row]:
     connection.set_progress_handler(is_late, INSTRUCTIONS_PER_CHECK)
     try:
         rows = list(_fetch(connection, statement, limits))
-    except NoTable:  # a ValueError, as those below
+    except NoTable:  # NoTable is a ValueError, which is handled below.
         raise
     except sqlite3.OperationalError as error:
         reason = connection.functions.failure or str(error)
@@ -191,18 +195,19 @@ def _rows_of(connection: Database, statement: str, limits: Limits) -> list[Row]:
         if is_ended:
             raise LimitReached(too_late) from error
         raise QueryRefused(reason) from error
-    # Also two statements (Warning before Python 3.12), NUL characters, and lone surrogates.
+    # These include two statements (Warning before Python 3.12), NUL characters, and lone
+    # surrogates.
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
         raise QueryRefused(str(error)) from error
     finally:
         connection.set_progress_handler(None, 0)
-    if is_late():  # in one call, or sorting, in the middle of which nobody looks at the time
+    if is_late():  # A single call or a sort is not interrupted at its time limit.
         raise LimitReached(too_late)
     return rows
 
 
 def _fetch(connection: Database, statement: str, limits: Limits) -> Iterator[Row]:
-    """Yield the first rows, and of the others each that differs from all before it."""
+    """Yield the first `NUM_FIRST_ROWS` rows, and then each row that differs from earlier rows."""
     num_bytes = 0
     seen: set[Row] = set()
     with closing(connection.cursor()) as cursor:

@@ -1,4 +1,4 @@
-"""Questions about the generated databases, each with the statement that answers it."""
+"""Questions about the generated databases, each with its gold statement."""
 
 import random
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from envhub.envs.sqlgym.query import Database, Limits, open_image, rows_of
 from envhub.envs.sqlgym.schema import TEST_DOMAINS, TRAIN_DOMAINS, Column, Domain, Kind, Table
 from envhub.tables import read_table
 
-NUM_DATABASES = 2  # per design and split
+NUM_DATABASES = 2  # Databases per design and split.
 MAX_ANSWER_ROWS = 40
 LIMITS = Limits(timeout_s=5.0, max_rows=10_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A question, the database it is about, and its gold statement."""
+    """A question, its database, and its gold statement."""
 
     database: DatabaseId
     text: str
@@ -36,11 +36,11 @@ class Phrase:
 
 
 class Draws:
-    """What a template draws, by the names that its wordings have for it.
+    """The random draws of a template, by the names in its wordings.
 
-    A template is an entry of `questions.yaml`: what it is about (`table`: any table; `grouped`: one
-    with categories; `link`: a table `child` that refers to `parent`), further draws in their order,
-    and the wordings of the question and of its gold statement.
+    A template is an entry of `questions.yaml`. Its subject is `table`: any table; `grouped`: a
+    table with categories; or `link`: a table `child` that refers to `parent`. Further draws follow
+    in order, then the wordings of the question and of its gold statement.
     """
 
     def __init__(self, rng: random.Random, domain: Domain, template: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ class Draws:
             self._drawn[name] = getattr(self, f"_{kind}")(*arguments)
 
     def fill(self, wording: str) -> str:
-        """Return a wording with what was drawn."""
+        """Return a wording with the drawn values filled in."""
         return wording.format(**self._drawn)
 
     def _about_table(self) -> None:
@@ -91,7 +91,7 @@ class Draws:
         return Phrase(f"the average {column.label} of the {table.many}", f"AVG({column.name})")
 
     def _condition(self, table: str, prefix: str = "", beside: str = "") -> Phrase:
-        """Draw a condition on a row; it leaves the column alone that the question is about."""
+        """Draw a condition on a row. It never uses the column of the question."""
         asked = self._drawn.get(beside)
         found: Table = self._drawn[table]
         categories = [c for c in found.of_kind(Kind.CATEGORY) if c is not asked]
@@ -110,14 +110,14 @@ class Draws:
 
 
 TEMPLATES: dict[str, dict[str, Any]] = read_table(__file__, "questions.yaml")
-SIZES = {"train": 200, "test": 100}  # questions of each difficulty
+SIZES = {"train": 200, "test": 100}  # Number of questions of each difficulty.
 
 
 @lru_cache(maxsize=8)
 def questions(difficulty: str, split: str) -> tuple[Question, ...]:
-    """Return the questions of a difficulty; no two are alike, and each has an answer.
+    """Return the questions of a difficulty; all are distinct, and each has an answer.
 
-    A test question is asked in no training item, of whatever database.
+    No test question occurs in a training item, even of another database.
     """
     rng = random.Random(f"questions {difficulty} {split}")
     domains = TRAIN_DOMAINS if split == "train" else TEST_DOMAINS
@@ -125,7 +125,7 @@ def questions(difficulty: str, split: str) -> tuple[Question, ...]:
     templates = list(TEMPLATES[difficulty].values())
     made: dict[str, Question] = {}
     connections: dict[DatabaseId, Database] = {}
-    # In turn, so that every design and template is asked about equally often.
+    # Designs and templates alternate, so that all of them are used equally often.
     for turn in count():
         if len(made) == SIZES[split]:
             break
@@ -145,6 +145,6 @@ def questions(difficulty: str, split: str) -> tuple[Question, ...]:
 
 
 def _is_answerable(connection: Database, gold: str) -> bool:
-    """Return False when nothing, or too much, answers the question."""
+    """Return False if the question has no answer, or too many answers."""
     rows = rows_of(connection, gold, LIMITS)
     return 0 < len(rows) <= MAX_ANSWER_ROWS and rows[0][0] is not None

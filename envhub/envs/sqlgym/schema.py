@@ -1,4 +1,4 @@
-"""What a database looks like, in the words of questions about it; designs of `domains.yaml`."""
+"""Designs of databases with their English words; the table is `domains.yaml`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from envhub.tables import read_table
 
 
 class Kind(StrEnum):
-    """What a column holds, which decides what can be asked about it."""
+    """The kinds of column, which determine the possible questions."""
 
     KEY = "key"
-    NAME = "name"  # tells a row from the others
-    CATEGORY = "category"  # one of a few words
+    NAME = "name"  # Identifies a row.
+    CATEGORY = "category"  # One of a few words.
     NUMBER = "number"
-    REFERENCE = "reference"  # the key of a row of another table
+    REFERENCE = "reference"  # The key of a row in another table.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
     """A column: `name` in SQL, `label` in English.
 
-    `words` are a category's values; `low` and `high` bound a number, with `num_decimals`;
-    `table` is what a reference refers to.
+    `words` are the values of a category. `low` and `high` bound a number, with `num_decimals`.
+    `table` is the referenced table.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table; `one` and `many` are what a row and rows are called."""
+    """A table; `one` and `many` are the English words for a row and for rows."""
 
     name: str
     one: str
@@ -61,7 +61,7 @@ class Table:
 
     @property
     def a_row(self) -> str:
-        """What a row is called, with its article."""
+        """The English word for a row, with its article."""
         return f"an {self.one}" if self.one[0] in "aeiou" else f"a {self.one}"
 
     @property
@@ -72,7 +72,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """A database's design: tables, each after those that it refers to."""
+    """A database's design: its tables, each after those that it references."""
 
     name: str
     tables: tuple[Table, ...]

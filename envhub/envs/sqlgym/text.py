@@ -1,4 +1,4 @@
-"""Wordings of the SQL environment, and how a statement is found in an answer."""
+"""Texts of the SQL environment, and extraction of a statement from an answer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ def fenced(statement: str) -> str:
 def first_observation(problem: Problem, style: Style) -> str:
     """Return the database's description and the question.
 
-    The evidence is told in the compact style only: AgentGym keeps it back.
+    The evidence appears in the compact style only; AgentGym omits it.
     """
     if style is Style.AGENTGYM:
         return f"{_told(problem.schema)}\n\n{problem.question}"
@@ -38,10 +38,10 @@ def first_observation(problem: Problem, style: Style) -> str:
 
 
 def _told(schema: SchemaView) -> str:
-    """Return the description that the package sqlgym gives, in small letters.
+    """Return the description of the package sqlgym, in lower case.
 
-    It has two oddities: a key of several columns is none, and a reference names the column after
-    the one that is meant.
+    It has two peculiarities. A key of several columns is left empty. A reference has the name of
+    the column after the right one.
     """
     design = schema.design or _design_of(schema)
     tables = [name.lower() for name in design["table_names"]]
@@ -61,7 +61,7 @@ def _told(schema: SchemaView) -> str:
 
 
 def _design_of(schema: SchemaView) -> Mapping[str, Any]:
-    """Return the numbered form in which BIRD writes a design down."""
+    """Return a design in BIRD's numbered format."""
     places = [(-1, "*", "*")] + [
         (i, name, label)
         for i, table in enumerate(schema.tables)
@@ -90,12 +90,12 @@ def _listed(schema: SchemaView) -> str:
 
 
 def refusal(error: QueryRefused, style: Style) -> str:
-    """Return what the agent is told of an error; AgentGym tells it bare."""
+    """Return the observation after an error; AgentGym's has no prefix."""
     return str(error) if style is Style.AGENTGYM else f"Error: {error}"
 
 
 def state(answer: list[Row] | str) -> str:
-    """Return rows, or the text of an error, cut to their beginning."""
-    # Only the first rows can show, and there may be many.
+    """Return the start of the rows, or of the error text."""
+    # Only the first rows can appear, and there may be many.
     text = answer if isinstance(answer, str) else str(answer[: MAX_STATE_CHARS + 1])
     return text if len(text) <= MAX_STATE_CHARS else f"{text[:MAX_STATE_CHARS]}..."

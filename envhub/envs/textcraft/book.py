@@ -1,4 +1,4 @@
-"""Recipe books: recipes by target, tags, and how deep each item lies."""
+"""Recipe books: recipes by target, tags, and the depth of each item."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,34 +12,35 @@ TAGS: dict[str, tuple[str, ...]] = {tag: tuple(members) for tag, members in _TAB
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """`count` of `target` from ingredients (count, item or tag), each named once."""
+    """`count` of `target` from ingredients (count, item or tag), each listed once."""
 
     target: str
     count: int
     ingredients: tuple[tuple[int, str], ...]
 
     def command(self) -> str:
-        """Return the crafting command as the agent is shown it; tags by their plain name."""
+        """Return the crafting command in observations; tags have their plain names."""
         parts = ", ".join(f"{count} {name}" for count, name in self.ingredients)
         return f"craft {self.count} {self.target} using {parts}"
 
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """All recipes. An item is craftable, or gettable, never both; tags are neither."""
+    """All recipes. An item is either craftable or gettable; a tag is neither."""
 
     recipes: Mapping[str, tuple[Recipe, ...]]
     tags: Mapping[str, tuple[str, ...]]
-    depths: Mapping[str, int]  # of items and tags; 0 for what can only be got
-    users: Mapping[str, tuple[Recipe, ...]]  # recipes that use an item or tag, in book order
-    gettable: frozenset[str]  # items that the world gives away
+    # Depth of items and tags; 0 for items that can only be obtained with `get`.
+    depths: Mapping[str, int]
+    users: Mapping[str, tuple[Recipe, ...]]  # Recipes that use an item or tag, in book order.
+    gettable: frozenset[str]  # Items that `get` provides.
 
     def is_gettable(self, name: str) -> bool:
-        """Return whether the world gives this item away."""
+        """Return whether `get` provides this item."""
         return name in self.gettable
 
     def members(self, name: str) -> tuple[str, ...]:
-        """Return the least deep items of a tag, or the item itself."""
+        """Return the members of a tag with the lowest depth, or the item itself."""
         members = self.tags.get(name)
         if members is None:
             return (name,)
@@ -89,13 +90,13 @@ def make_book(
     tags: Mapping[str, tuple[str, ...]],
     others: Iterable[str] = (),
 ) -> Book:
-    """Return the book of some recipes, and of other items; the easiest of an item comes first.
+    """Return the book of some recipes and other items; an item's easiest recipe comes first.
 
     Raises: ValueError: there is a cycle.
     """
     by_target = {target: tuple(made) for target, made in recipes.items()}
     depths = dict.fromkeys(others, 0) | _depths(by_target, tags)
-    # the easiest recipe first: the solver takes it
+    # The easiest recipe is first, because the solver uses the first.
     ordered = {
         target: tuple(sorted(rs, key=lambda r: (_depth_of(r, depths), r.command())))
         for target, rs in by_target.items()

@@ -1,4 +1,4 @@
-"""TextCraft as an environment of the hub: its recipes and tasks, by the options."""
+"""TextCraft's catalogue entry, with the recipes and tasks of the options."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from envhub.tasks import spec_beside
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return TextCraft's catalogue entry.
 
-    Raises: RecipesError: the folder of recipe files cannot be used.
+    Raises: RecipesError: the folder of recipe files is unusable.
     """
     folder = options.textcraft.recipes_dir
     catalogue = folder_catalogue(folder) if folder else our_catalogue()
@@ -29,7 +29,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
 
 
 def check(options: EnvsSection) -> list[str]:
-    """Return a line on what is wrong with the folder of recipe files, if one is given."""
+    """Return a line about the problem of the recipe folder, if one is given."""
     if not options.textcraft.recipes_dir:
         return []
     try:

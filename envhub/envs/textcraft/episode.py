@@ -1,4 +1,4 @@
-"""An episode of TextCraft: get ingredients and craft until the goal item is made."""
+"""A TextCraft episode: get ingredients and craft until the goal item is made."""
 
 import re
 from collections import Counter
@@ -13,28 +13,29 @@ from envhub.envs.textcraft.book import Book, Recipe
 from envhub.envs.textcraft.minecraft import NAMESPACE
 from envhub.envs.textcraft.tasks import Catalogue, Task, our_catalogue
 
-MAX_ECHO_CHARS = 200  # an action is untrusted text and comes back in the observation
+MAX_ECHO_CHARS = 200  # Limit of repeated action text in observations, since it is untrusted.
 COUNTED = re.compile(r"([0-9]{1,9}) +(\S.*)")
-# The name is all words before the first "using". Each word is read once: a lazy `.*?` would take
-# hours over a million spaces.
+# The name is all words before the first "using". Each word is matched possessively: a lazy `.*?`
+# would take hours on a million spaces.
 NAME = r"(?=\S)[^ \n]++(?: ++(?!using +\S)[^ \n]++)*+"
 CRAFT = re.compile(rf"craft +(?:([0-9]{{1,9}}) +)?({NAME}) +using +(\S.*)")
 GET = re.compile(r"get +([0-9]{1,9}) +(\S.*)")
-MAX_KEPT_CHARS, MAX_KEPT = 200, 8_192  # of actions that are not read a second time
+# Limits of the parse cache: length of an action, and number of actions.
+MAX_KEPT_CHARS, MAX_KEPT = 200, 8_192
 
 
 class Command(NamedTuple):
-    """What an action says, whatever the world is like."""
+    """A parsed action, independent of the world."""
 
-    verb: str  # "get", "craft" or "inventory"; "?": none of them, "wrong": a wrong ingredient
+    verb: str  # "get", "craft" or "inventory"; "?": none of them; "wrong": a wrong ingredient.
     count: int = 1
-    name: str = ""  # of what is to be had; the text that was not understood
-    given: tuple[tuple[int, str], ...] = ()  # count and item
-    told: str = ""  # what a success says of "get"; the id of what "craft" makes
+    name: str = ""  # Name of the wanted item, or the text that was not understood.
+    given: tuple[tuple[int, str], ...] = ()  # Pairs of count and item.
+    told: str = ""  # The success message of "get", or the item id of the product of "craft".
 
 
 class TextCraftEnv(TextEnv):
-    """One TextCraft episode. Reward is 1 when the goal item is crafted, which ends it."""
+    """One TextCraft episode. Crafting the goal item gives reward 1 and ends it."""
 
     def __init__(self, style: Style, *, catalogue: Catalogue | None = None) -> None:
         super().__init__(style)
@@ -44,7 +45,7 @@ class TextCraftEnv(TextEnv):
         self._read = read_lower if self._is_compact else read_exactly
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Start an item; `seed` is unused, since the item fixes everything."""
+        """Start an item. `seed` is unused: the item determines everything."""
         self._task = self._made_task(item_id)
         self._inventory = Counter()
         self._begin()
@@ -70,7 +71,7 @@ class TextCraftEnv(TextEnv):
         return self._refusal(f"Could not execute {name}", "could not execute")
 
     def state_text(self) -> str:
-        """Return what tells the present state from others of the item."""
+        """Return a text that identifies the current state of the item."""
         held = sorted((name, count) for name, count in self._inventory.items() if count)
         return f"holds {held}"
 
@@ -97,9 +98,10 @@ class TextCraftEnv(TextEnv):
     def _craft(
         self, count_asked: int, target: str, given: tuple[tuple[int, str], ...], raw: str
     ) -> StepResult:
-        """Check, in this order: what is held, and that a recipe matches exactly.
+        """Craft an item. Check first the held ingredients, then that a recipe matches exactly.
 
-        The count asked for is only repeated in one answer; a recipe makes what it makes.
+        The requested count only appears in one error message; the recipe determines the produced
+        count.
         """
         held = self._inventory
         for count, name in given:
@@ -116,7 +118,7 @@ class TextCraftEnv(TextEnv):
         wanted: Counter[str] = Counter()
         for count, name in given:
             wanted[name] += count
-        if not wanted <= held:  # one kind fills two slots
+        if not wanted <= held:  # One kind of item can fill two slots.
             return self._too_few(target, raw)
         for name, count in wanted.items():
             held[name] -= count
@@ -140,7 +142,7 @@ class TextCraftEnv(TextEnv):
         return said(told, False)
 
     def _valid_actions(self) -> list[str]:
-        """Return `inventory`, gets in the amounts the commands name, and crafts possible now."""
+        """Return `inventory`, gets in the amounts of the commands, and the crafts possible now."""
         actions = {"inventory": None}
         for recipe in self._task.recipes:
             for count, part in recipe.ingredients:
@@ -153,7 +155,7 @@ class TextCraftEnv(TextEnv):
         return list(actions)
 
     def _filled(self, recipe: Recipe) -> str | None:
-        """Return the command with held items in its slots; None when something is missing."""
+        """Return the command with held items in its slots; None if an item is missing."""
         used = []
         for count, part in recipe.ingredients:
             members = self._book.tags.get(part, (part,))
@@ -173,14 +175,17 @@ class TextCraftEnv(TextEnv):
         return f"goal: {self._task.goal}\n{commands}\n{self._told_inventory(True)}"
 
     def detail(self, what: str) -> Any:
-        """Return the `picture`: what is held, and the tree of what the goal is made of."""
+        """Return the `picture`: the held items, and the goal's tree of ingredients."""
         if what != "picture":
             return None
         held = {name: count for name, count in self._inventory.items() if count}
         return {"tree": self._tree(self._task.goal, 1), "held": held}
 
     def _tree(self, name: str, count: int) -> dict[str, object]:
-        """Return what an item is made of; of a tag, what a recipe shown makes for it."""
+        """Return an item's tree of ingredients.
+
+        A tag has the tree of a shown recipe for one of its members.
+        """
         members = self._book.tags.get(name, (name,))
         made = [recipe for recipe in self._task.recipes if recipe.target in members]
         parts = made[0].ingredients if made else ()
@@ -192,24 +197,24 @@ class TextCraftEnv(TextEnv):
         return "\n".join([self._task.goal, *(recipe.command() for recipe in self._task.recipes)])
 
     def _known(self, name: str) -> str:
-        """Return the name if the book has it, else nothing: compact text keeps to known words."""
+        """Return the name if the book has it, else "": compact text contains known words only."""
         return name if name in self._book.depths else ""
 
 
-@lru_cache(MAX_KEPT)  # the same are said over and over
+@lru_cache(MAX_KEPT)  # Actions repeat often, so that a cache is worthwhile.
 def read_exactly(action: str) -> Command:
-    """Return what an action says to AgentGym's engine."""
+    """Return the command of an action in AgentGym's exact syntax."""
     return read_command(action_text(action), "Got")
 
 
 @lru_cache(MAX_KEPT)
 def read_lower(action: str) -> Command:
-    """Return what an action says in compact style."""
+    """Return the command of an action in compact style."""
     return read_command(action_text(action).lower(), "got")
 
 
 def read_command(text: str, got: str) -> Command:
-    """Return what an action says; what follows a command on its line is part of it."""
+    """Return the command of an action; the rest of its line is part of the command."""
     if text.startswith("craft") and (craft := CRAFT.match(text)):
         given: list[tuple[int, str]] = []
         for fragment in craft[3].split(","):
@@ -227,7 +232,7 @@ def read_command(text: str, got: str) -> Command:
 
 
 def find_recipe(book: Book, target: str, given: Sequence[tuple[int, str]]) -> Recipe | None:
-    """Return the recipe of `target` whose slots `given` fills, one each, a tag's by one kind."""
+    """Return the recipe of `target` whose slots `given` fills one to one, a tag with one kind."""
     for recipe in book.recipes.get(target, ()):
         if len(recipe.ingredients) == len(given) and _fills(book, recipe, given):
             return recipe
@@ -247,6 +252,6 @@ def _fills(book: Book, recipe: Recipe, given: Sequence[tuple[int, str]]) -> bool
 
 
 def _raw(name: str) -> str:
-    """Return an item's id as the recipe files have it."""
+    """Return an item's id in the format of the recipe files."""
     raw = name[:MAX_ECHO_CHARS].replace(" ", "_")
     return raw if ":" in raw else NAMESPACE + raw

@@ -1,4 +1,4 @@
-"""TextCraft in exchanged words and other numbers: what is not known by heart has to be read."""
+"""TextCraft with permuted words and random numbers: recipes must be read, not remembered."""
 
 import random
 import re
@@ -9,15 +9,15 @@ from envhub.envs.textcraft.episode import TextCraftEnv
 from envhub.envs.textcraft.redraw import redrawn
 from envhub.envs.textcraft.tasks import Catalogue, Task
 
-KEPT = frozenset(("a", "and", "item", "of", "on"))  # our sentences have them, or mean by them
+KEPT = frozenset(("a", "and", "item", "of", "on"))  # These words occur in our own sentences.
 WORD = re.compile(r"[a-z]+")
 
 
 class Exchange:
-    """Words of a book's items, each said as another of them, one for one.
+    """A permutation of the words of a book's items.
 
-    Example: with oak -> iron, log -> dye, iron -> oak, "get 1 oak log" is shown as "get 1 iron
-    dye", and that is read as "get 1 oak log".
+    Example: with oak -> iron, log -> dye, iron -> oak, the world's "get 1 oak log" is shown as
+    "get 1 iron dye". The agent's "get 1 iron dye" is translated back to "get 1 oak log".
     """
 
     def __init__(self, words: list[str], seed: str) -> None:
@@ -27,18 +27,18 @@ class Exchange:
         self._meant = dict(zip(others, words, strict=True))
 
     def shown(self, text: str) -> str:
-        """Return the world's text as the agent sees it."""
+        """Return the world's text in the agent's words."""
         return WORD.sub(lambda word: self._shown.get(word[0], word[0]), text)
 
     def meant(self, text: str) -> str:
-        """Return the agent's text as the world reads it."""
+        """Return the agent's text in the world's words."""
         return WORD.sub(lambda word: self._meant.get(word[0], word[0]), text)
 
 
 class ExchangedEnv(TextCraftEnv):
-    """TextCraft whose training items have their words exchanged and their numbers drawn anew.
+    """TextCraft with permuted words and random numbers in a share of the training items.
 
-    A share of them; an item is always the same. Items of the test split are as they are.
+    An item is always the same. Items of the test split are unchanged.
     """
 
     def __init__(self, style: Style, *, catalogue: Catalogue, frac: float) -> None:
@@ -49,7 +49,7 @@ class ExchangedEnv(TextCraftEnv):
         self._exchange: Exchange | None = None
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Start an item; `seed` is unused, since the item fixes everything."""
+        """Start an item. `seed` is unused: the item determines everything."""
         is_train = parse_item(item_id, self._catalogue.subsets).split == "train"
         is_exchanged = is_train and random.Random(f"is {item_id}").random() < self._frac
         self._exchange = Exchange(self._vocabulary, item_id) if is_exchanged else None
@@ -83,7 +83,7 @@ class ExchangedEnv(TextCraftEnv):
         return self._shown(super().render())
 
     def detail(self, what: str) -> Any:
-        """Return the `picture`, as TextCraft's own, with names as they are shown."""
+        """Return the `picture` of TextCraft, with the permuted names."""
         told = super().detail(what)
         if told is None or self._exchange is None:
             return told

@@ -1,4 +1,4 @@
-"""Reads a folder of Minecraft recipe files into a book."""
+"""Parser of a folder of Minecraft recipe files."""
 
 import json
 from collections import Counter
@@ -16,12 +16,12 @@ BLOCK_SUFFIX = "_block"
 
 
 class RecipesError(ValueError):
-    """The folder holds no recipes that can be used; the text says why."""
+    """The folder has no usable recipes; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ingredient:
-    """An item or, with `is_tag`, any item of a kind; named as in the file, with its namespace."""
+    """An item or, with `is_tag`, any item of a kind; with the file's name and namespace."""
 
     name: str
     is_tag: bool
@@ -29,7 +29,7 @@ class Ingredient:
 
 @dataclass(frozen=True, slots=True)
 class FileRecipe:
-    """One recipe file; `group` is the tag that its target belongs to, or none."""
+    """One recipe file; `group` is its target's tag, or None."""
 
     target: str
     count: int
@@ -37,7 +37,7 @@ class FileRecipe:
     ingredients: tuple[tuple[int, Ingredient], ...]
 
     def makes(self) -> tuple[Ingredient, ...]:
-        """Return the target, and the tag it belongs to if there is one."""
+        """Return the target, and its tag if there is one."""
         item = Ingredient(self.target, False)
         return (item,) if self.group is None else (item, Ingredient(self.group, True))
 
@@ -46,10 +46,10 @@ class FileRecipe:
 def load_book(folder: str) -> Book:
     """Return the book of a folder of recipe files.
 
-    Files are read in the order of their names, so that the book is the same on every machine.
-    Only shaped and shapeless crafting counts; of alternatives for an ingredient the first is
-    taken. Left out are recipes from a single kind of block, and those that would close a cycle
-    with the recipes before them. A tag that no recipe makes a member of is an item of its name.
+    Files are read in the order of their names, so that the book is the same on every machine. Only
+    shaped and shapeless crafting counts. The first alternative of an ingredient is used. Recipes
+    from a single kind of block are left out, and so are recipes that would close a cycle with
+    earlier ones. A tag without a craftable member is an item of the same name.
 
     Raises: RecipesError: no such folder, a file that is no recipe, or no recipe at all.
     """
@@ -59,7 +59,7 @@ def load_book(folder: str) -> Book:
         raise RecipesError(f"{folder} {what}")
     kept: list[FileRecipe] = []
     makers: dict[Ingredient, list[FileRecipe]] = {}
-    known: set[str] = set()  # what only a recipe that is left out names can still be got
+    known: set[str] = set()  # Items that occur only in omitted recipes are still gettable.
     for path in paths:
         recipe = _read(path)
         if recipe is None:
@@ -77,14 +77,14 @@ def load_book(folder: str) -> Book:
 
 
 def _read(path: Path) -> FileRecipe | None:
-    """Return the recipe of a file; None when it is of another type than crafting."""
+    """Return the recipe of a file; None if its type is not crafting."""
     try:
         content = json.loads(path.read_bytes())
         kind = str(content["type"]).removeprefix(NAMESPACE)
         if kind == SHAPED:
             symbols = Counter("".join(content["pattern"]).replace(" ", ""))
             wanted = {symbol: content["key"][symbol] for symbol in symbols}
-            # In the order of the key, as AgentGym names them.
+            # The order of the key is AgentGym's order.
             order = [symbol for symbol in content["key"] for _ in range(symbols[symbol])]
             parts = [_ingredient(wanted[symbol]) for symbol in order]
         elif kind == SHAPELESS:
@@ -127,7 +127,7 @@ def _is_block_only(recipe: FileRecipe) -> bool:
 
 
 def _closes_cycle(recipe: FileRecipe, makers: Mapping[Ingredient, list[FileRecipe]]) -> bool:
-    """Return whether an ingredient is made, by the recipes kept so far, out of the target."""
+    """Return whether an ingredient is made from the target by earlier recipes."""
     made = recipe.makes()
     needed = [part for _, part in recipe.ingredients]
     seen = set(needed)
@@ -143,7 +143,7 @@ def _closes_cycle(recipe: FileRecipe, makers: Mapping[Ingredient, list[FileRecip
 
 
 def _to_book(kept: list[FileRecipe], known: set[str]) -> Book:
-    """Return the book with names as they are shown; recipes keep the order of the files."""
+    """Return the book with displayed names; recipes keep the order of the files."""
     members: dict[str, dict[str, None]] = {}
     for recipe in kept:
         if recipe.group is not None:
@@ -168,7 +168,7 @@ def _to_book(kept: list[FileRecipe], known: set[str]) -> Book:
         for part in sorted(parts, key=lambda part: part.name)
         if part.is_tag and part.name in members
     }
-    # A kind that nothing is made of is a tag, too: it is neither got nor crafted.
+    # A kind that no recipe uses is a tag, too: it is neither gettable nor craftable.
     for group, made in members.items():
         if shown(group) not in items:
             tags.setdefault(shown(group), tuple(made))
@@ -176,11 +176,11 @@ def _to_book(kept: list[FileRecipe], known: set[str]) -> Book:
 
 
 def _tag_name(tag: Ingredient, items: set[str]) -> str:
-    """Return a tag's plain name, or `any <name>` where an item has it already."""
+    """Return a tag's plain name, or `any <name>` if an item has the same name."""
     name = shown(tag.name)
     return f"any {name}" if name in items else name
 
 
 def shown(name: str) -> str:
-    """Return a name as the agent is shown it: `minecraft:oak_log` is `oak log`."""
+    """Return the displayed name: `minecraft:oak_log` is `oak log`."""
     return name.removeprefix(NAMESPACE).replace("_", " ")

@@ -1,4 +1,4 @@
-"""Recipes in other numbers: what a goal needs cannot be told by what the book always asks for."""
+"""Recipes with random numbers, so that a goal's needs cannot be remembered from the book."""
 
 import random
 from collections.abc import Iterator
@@ -8,14 +8,16 @@ from envhub.envs.textcraft.book import Book, Recipe
 from envhub.envs.textcraft.tasks import Task
 
 MAX_COUNT = 9
-ONE_FRAC = 0.35  # of the counts; the book has more ones than others, too
-OTHER_FRAC = 0.3  # of the ingredients that the world gives away: another such item instead
-MAX_CRAFTS = 2  # of an ingredient, so that a task takes few turns more than before
+ONE_FRAC = 0.35  # Share of the counts that are 1; the book also has more ones than other counts.
+OTHER_FRAC = 0.3  # Share of the gettable ingredients that are replaced by another gettable item.
+MAX_CRAFTS = 2  # Maximum crafts of an ingredient, so that a task takes only a few more turns.
 
 
 def redrawn(task: Task, book: Book, rng: random.Random) -> tuple[Task, Book]:
-    """Return the task with other counts and some other ingredients, and the book of its recipes;
-    the goal, which recipes are shown, their order and their depths stay."""
+    """Return the task with new counts and some new ingredients, and the book of its recipes.
+
+    The goal, the selection of recipes, their order and their depths are unchanged.
+    """
     gettable = sorted(book.gettable)
     makes = {recipe.target: _count(rng, MAX_COUNT) for recipe in task.recipes}
     changed: dict[Recipe, Recipe] = {}
@@ -45,7 +47,7 @@ def _names(recipe: Recipe, chosen: dict[str, int]) -> set[str]:
 
 
 def _made(part: str, makes: dict[str, int], book: Book) -> Iterator[int]:
-    """Yield how many one craft of a part, or of what serves as it, makes; nothing if it is got."""
+    """Yield the product counts of recipes for a part or its members; nothing if it is gettable."""
     for member in book.tags.get(part, (part,)):
         if member in makes:
             yield makes[member]

@@ -9,12 +9,12 @@ from envhub.envs.textcraft.book import Book, Recipe
 def next_action(
     book: Book, goal: str, inventory: Mapping[str, int], members: Mapping[str, tuple[str, ...]]
 ) -> str:
-    """Return what to get or craft next so that `goal` is made; it always leads there.
+    """Return the next `get` or `craft` towards `goal`; following it always reaches the goal.
 
     Args:
         book: the recipe book.
         goal: a craftable item.
-        inventory: counts of items held.
+        inventory: counts of held items.
         members: for each tag, the items to use for it, the preferred one first.
     """
     recipe = book.recipes[goal][0]
@@ -22,7 +22,7 @@ def next_action(
 
 
 def _craft(book: Book, recipe: Recipe, num_times: int, free: Counter[str], members: Mapping) -> str:
-    """Return the next action towards crafting a recipe; takes what is held out of `free`."""
+    """Return the next action towards crafting a recipe; remove the used items from `free`."""
     used = []
     for count, part in recipe.ingredients:
         total = count * num_times
@@ -35,7 +35,7 @@ def _craft(book: Book, recipe: Recipe, num_times: int, free: Counter[str], membe
 
 
 def _choose(book: Book, part: str, count: int, free: Counter[str], members: Mapping) -> str:
-    """Return the item to fill a slot with: one held in full, or else the preferred one."""
+    """Return the item for a slot: a member held in full, or else the preferred one."""
     if part not in book.tags:
         return part
     held = [member for member in book.tags[part] if free[member] >= count]
@@ -43,7 +43,7 @@ def _choose(book: Book, part: str, count: int, free: Counter[str], members: Mapp
 
 
 def _provide(book: Book, item: str, count: int, free: Counter[str], members: Mapping) -> str | None:
-    """Reserve `count` of an item in `free`; returns the action that is still missing for it."""
+    """Reserve `count` of an item in `free`; return the next action for the missing amount."""
     taken = min(count, free[item])
     free[item] -= taken
     missing = count - taken

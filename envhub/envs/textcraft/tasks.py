@@ -1,4 +1,4 @@
-"""TextCraft tasks: which goals a subset has, and the crafting commands an item shows."""
+"""TextCraft tasks: the goals of a subset, and the crafting commands of an item."""
 
 import random
 from collections.abc import Mapping
@@ -9,20 +9,21 @@ from envhub.env import ItemId, SubsetSpec, TaskSpec
 from envhub.envs.textcraft.book import Book, Recipe, the_book
 from envhub.envs.textcraft.minecraft import RecipesError, load_book
 
-MAX_TURNS = {1: 6, 2: 10, 3: 16, 4: 24}  # of our own book
-MAX_TURNS_FOLDER = {1: 10, 2: 30, 3: 50, 4: 60}  # of a folder's book
+MAX_TURNS = {1: 6, 2: 10, 3: 16, 4: 24}  # Maximum number of turns by depth, for our own book.
+# Maximum number of turns by depth, for the book of a folder.
+MAX_TURNS_FOLDER = {1: 10, 2: 30, 3: 50, 4: 60}
 TEST_FRAC = 0.25
 MIN_TEST_GOALS = 3
 NUM_TRAIN_VARIATIONS = 1000
 NUM_TEST_VARIATIONS = 25
-# A task's items by depth: the test sizes of the field's papers at least.
+# Number of a task's items by depth. The test sizes are at least those of published papers.
 NUM_TASK_TRAIN = {1: 100, 2: 150, 3: 100, 4: 24}
 NUM_TASK_TEST = {1: 40, 2: 50, 3: 40, 4: 20}
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One item: a goal, the recipes shown in their order, and the tag members these make."""
+    """One item: a goal, the shown recipes in order, and the tag members that they make."""
 
     goal: str
     recipes: tuple[Recipe, ...]
@@ -35,9 +36,10 @@ class Catalogue:
 
     Attributes:
         book: the recipes.
-        max_turns: of each depth that is offered.
-        max_shown_members: of a tag, drawn from the least deep; None shows them all.
-        max_distractors: recipes shown that are not needed.
+        max_turns: maximum number of turns of each offered depth.
+        max_shown_members: shown members of a tag, drawn from those of lowest depth; None: all
+            members.
+        max_distractors: maximum number of shown recipes that are not needed.
     """
 
     book: Book
@@ -47,7 +49,7 @@ class Catalogue:
 
     @cached_property
     def subsets(self) -> dict[str, SubsetSpec]:
-        """One subset per depth that has goals."""
+        """One subset for each depth that has goals."""
         return {
             f"depth{depth}": SubsetSpec(
                 num_train=len(self.goals(depth, "train")) * NUM_TRAIN_VARIATIONS,
@@ -67,16 +69,19 @@ class Catalogue:
             num_test = max(MIN_TEST_GOALS, round(len(shuffled) * TEST_FRAC))
             num_test = min(num_test, (len(shuffled) + 1) // 2)
             chosen[depth, "test"] = tuple(sorted(shuffled[:num_test]))
-            # a single goal serves both
+            # A single goal is used in both splits.
             chosen[depth, "train"] = tuple(sorted(shuffled[num_test:] or shuffled))
         return chosen
 
     def goals(self, depth: int, split: str) -> tuple[str, ...]:
-        """Return the goals of a depth and split; goals of train and test never meet."""
+        """Return the goals of a depth and split.
+
+        Train and test goals are disjoint, except that a single goal is in both.
+        """
         return self._goals[depth, split]
 
     def tasks(self) -> dict[str, TaskSpec]:
-        """Return a task per depth: as many of its first items as ours has, or fewer."""
+        """Return one task per depth, with at most as many first items as in our own book."""
         found = {}
         for name, spec in self.subsets.items():
             depth = int(name.removeprefix("depth"))
@@ -89,7 +94,7 @@ class Catalogue:
         return found
 
     def _distinct(self, subset: str, split: str, num_wanted: int, num: int) -> tuple[str, ...]:
-        """Return the first items that differ in more than the order of their commands."""
+        """Return the first items that differ by more than the order of their commands."""
         chosen: dict[object, str] = {}
         for index in range(num):
             task = self.make_task(ItemId(subset, split, index))
@@ -105,9 +110,9 @@ class Catalogue:
         return sorted(offered, key=lambda goal: depths[goal])
 
     def from_agentgym(self, index: int) -> str:
-        """Return the item of a data index: goals by depth, then in the book's order, in a ring.
+        """Return the item of a data index: goals by depth, then in the book's order, cyclically.
 
-        AgentGym's own order within a depth follows the directory listing of its machine.
+        AgentGym's own order within a depth depends on the directory listing of its machine.
         """
         goal = self._agentgym_order[index % len(self._agentgym_order)]
         depth = self.book.depths[goal]
@@ -117,7 +122,7 @@ class Catalogue:
     def make_task(self, item: ItemId) -> Task:
         """Return the task of an item: index i is goal i mod n, variation i div n.
 
-        The variation draws the tag members whose recipes are shown, the distractors and the order.
+        The variation draws the tag members with shown recipes, the distractors and the order.
         """
         names = self.goals(int(item.subset.removeprefix("depth")), item.split)
         goal, variation = names[item.index % len(names)], item.index // len(names)
@@ -130,7 +135,7 @@ class Catalogue:
     def _needed(
         self, goal: str, rng: random.Random
     ) -> tuple[dict[Recipe, None], dict[str, tuple[str, ...]]]:
-        """Return the recipes reachable from the goal and the members drawn for each tag met."""
+        """Return the recipes reachable from the goal, and the drawn members of each reached tag."""
         needed: dict[Recipe, None] = {}
         members: dict[str, tuple[str, ...]] = {}
         queue = [goal]
@@ -148,7 +153,7 @@ class Catalogue:
         return needed, members
 
     def _draw_members(self, tag: str, rng: random.Random) -> tuple[str, ...]:
-        """Return the members of a tag to show; the first is one of the least deep."""
+        """Return the shown members of a tag; the first has the lowest depth."""
         if self.max_shown_members is None:
             depths = self.book.depths
             return tuple(sorted(self.book.tags[tag], key=lambda member: (depths[member], member)))
@@ -156,7 +161,7 @@ class Catalogue:
         return tuple(rng.sample(pool, min(self.max_shown_members, len(pool))))
 
     def _distractors(self, needed: dict[Recipe, None], rng: random.Random) -> list[Recipe]:
-        """Return recipes that are not needed but use something that the needed ones use."""
+        """Return recipes that are not needed but share an ingredient with the needed ones."""
         parts = dict.fromkeys(part for recipe in needed for _, part in recipe.ingredients)
         users = self.book.users
         pool = dict.fromkeys(r for part in parts for r in users.get(part, ()) if r not in needed)
@@ -171,9 +176,9 @@ def our_catalogue() -> Catalogue:
 
 @cache
 def folder_catalogue(folder: str) -> Catalogue:
-    """Return the tasks of a folder of recipe files, with everything shown that may be of use.
+    """Return the tasks of a folder of recipe files, with all possibly useful recipes shown.
 
-    Raises: RecipesError: the folder holds no recipes that can be used.
+    Raises: RecipesError: the folder has no usable recipes.
     """
     catalogue = Catalogue(
         book=load_book(folder),

@@ -1,4 +1,4 @@
-"""WebArena: its tasks, on its own sites at the addresses of the configuration."""
+"""WebArena: its tasks, on its own sites at the configured addresses."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ NOT_CONFIGURED = (
 
 
 def check(options: EnvsSection) -> list[str]:
-    """Return a line for each thing that is missing on this machine, with its remedy."""
+    """Return a line for each missing requirement of this machine, with its remedy."""
     if not options.webarena.sites:
         return [NOT_CONFIGURED]
     lines = [*check_browser(options.browser), *remote_sites.check_urls(options.webarena)]
@@ -54,4 +54,4 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         },
         from_agentgym=table.item_id,
     )
-    return replace(spec, is_repeatable=False)  # all episodes change the same sites
+    return replace(spec, is_repeatable=False)  # All episodes change the same sites.

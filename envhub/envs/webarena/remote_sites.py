@@ -1,4 +1,4 @@
-"""WebArena's sites at the addresses of the configuration, and the names that agents see instead."""
+"""WebArena's sites at their configured addresses, and the public names shown to agents."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ ACCOUNT_SITES: list[str] = _TABLE["with_accounts"]
 
 
 def check_urls(options: WebarenaOptions) -> list[str]:
-    """Return a line for each address or login that cannot be used, with its remedy."""
+    """Return a line with its remedy for each unusable address or login."""
     lines = []
     for name, url in options.sites.items():
         parts = urlsplit(url)
@@ -33,9 +33,9 @@ def check_urls(options: WebarenaOptions) -> list[str]:
 
 
 def login_state(options: WebarenaOptions, sites: list[str]) -> str | None:
-    """Return the file with the cookies of a task's accounts; None when there is none.
+    """Return the cookie file of a task's accounts; None if there is none.
 
-    WebArena names the file of a task on two sites after both, in the order of the alphabet.
+    The file of a task on two sites has both names, in alphabetical order.
     """
     if not options.auth_dir:
         return None
@@ -45,5 +45,5 @@ def login_state(options: WebarenaOptions, sites: list[str]) -> str | None:
 
 
 def public_names(sites: Mapping[str, str]) -> PublicNames:
-    """Return what agents see for the addresses of the sites."""
+    """Return the public names of the sites' addresses."""
     return PublicNames({url: SITES[name]["public"] for name, url in sites.items()})

@@ -1,4 +1,4 @@
-"""WebArena's own tasks: read from the package `libwebarena`, for the sites that are configured."""
+"""WebArena's own tasks from the package `libwebarena`, for the configured sites."""
 
 import importlib.util
 import json
@@ -19,9 +19,9 @@ MULTI = "Multi"
 
 
 def tasks_path() -> Path | None:
-    """Return the task file; None when `libwebarena` is not installed.
+    """Return the task file; None if `libwebarena` is not installed.
 
-    The package is found, not imported: importing it downloads things.
+    The package is located without an import, which would start downloads.
     """
     spec = importlib.util.find_spec("webarena")
     folders = (spec.submodule_search_locations or []) if spec else []
@@ -31,10 +31,10 @@ def tasks_path() -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTable:
-    """The tasks that can be run, by subset and split; in the order of their WebArena numbers.
+    """The executable tasks by subset and split, in the order of their WebArena numbers.
 
     Attributes:
-        skipped: number of a task -> why it cannot be run or graded.
+        skipped: number of a task -> the reason why it cannot run or be graded.
     """
 
     items: Mapping[tuple[str, str], tuple[dict[str, Any], ...]]
@@ -54,7 +54,7 @@ class TaskTable:
         }
 
     def task(self, item: ItemId) -> dict[str, Any]:
-        """Return an item's configuration, with the sites' addresses in it."""
+        """Return an item's configuration, with the sites' addresses filled in."""
         return self.items[item.subset, item.split][item.index]
 
     def item_id(self, number: int) -> str:
@@ -90,7 +90,7 @@ def read_tasks(path: Path, sites: Mapping[str, str]) -> TaskTable:
         chosen.setdefault(subset, []).append(_with_addresses(raw, sites))
     items: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {}
     for subset, tasks in chosen.items():
-        # A template's instances follow each other, so that both splits have nearly all templates.
+        # The instances of a template are adjacent, so both splits contain nearly all templates.
         items[subset, "train"] = tuple(t for i, t in enumerate(tasks) if i % TEST_EVERY)
         items[subset, "test"] = tuple(t for i, t in enumerate(tasks) if i % TEST_EVERY == 0)
     return TaskTable(items=items, skipped=skipped)

@@ -1,4 +1,4 @@
-"""What the WebArena episodes of one process share: the browser, which reaches only its sites."""
+"""The browser shared by all WebArena episodes of a process; it reaches only WebArena's sites."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ LOOK = Look(quiet_ms=300, max_settle_ms=8000)
 
 
 class RemoteWorld:
-    """WebArena's sites, which all episodes share; only their hosts can be reached."""
+    """WebArena's sites, shared by all episodes; the browser reaches only their hosts."""
 
     def __init__(self, options: EnvsSection) -> None:
         self._options = options
@@ -25,9 +25,9 @@ class RemoteWorld:
         self._hosts = {urlsplit(url).netloc for url in self._sites.values()}
 
     async def open(self, task: Mapping[str, Any]) -> WebSession:
-        """Return a browser session, logged in as the task wants it, with its first pages open.
+        """Return a browser session with the task's login and start pages.
 
-        Raises: EnvFailure: no browser, or a site does not answer.
+        Raises: EnvFailure: there is no browser, or a site does not respond.
         """
         login = remote_sites.login_state(self._options.webarena, task["sites"])
         context = await self._browser.open_context(storage_state=login)
@@ -45,9 +45,9 @@ class RemoteWorld:
         return session
 
     async def close(self, session: WebSession) -> None:
-        """End an episode's browser session; the sites keep what it has changed."""
+        """Close an episode's browser session; its changes remain on the sites."""
         await session.close()
 
     async def stop(self) -> None:
-        """End the browser."""
+        """Stop the browser."""
         await self._browser.stop()

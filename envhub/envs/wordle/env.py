@@ -21,10 +21,10 @@ SUBSETS = {SUBSET: SubsetSpec(num_train=NUM_TRAIN, num_test=NUM_TEST, max_turns=
 
 
 class WordleEnv(TextEnv):
-    """One Wordle episode. Reward is 1 for finding the word.
+    """One Wordle episode. The reward is 1 for finding the word.
 
-    The word is not chosen at the start: every guess is answered as a word would that is drawn
-    from those that all answers so far allow. Only the item decides the draws.
+    The word is not fixed at the start. Each guess is compared with a word drawn from those that fit
+    all answers so far. The item determines the draws.
     """
 
     def __init__(self, style: Style, *, known: tuple[str, ...] = VOCABULARY) -> None:
@@ -32,12 +32,12 @@ class WordleEnv(TextEnv):
         self._known = known
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Start an item; `seed` is unused, since the item fixes all draws."""
+        """Start an item. `seed` is unused: the item determines all draws."""
         item = parse_item(item_id, SUBSETS)
         self._seed = item.index if item.split == "train" else FIRST_TEST_SEED + item.index
         self._rng = random.Random(self._seed)
         self._words = self._known
-        self._answers: list[tuple[str, str]] = []  # (guess or what stood for one, answer)
+        self._answers: list[tuple[str, str]] = []  # Pairs (guess or invalid text, answer).
         self._begin()
         if self._is_compact:
             return f"words: {' '.join(self._known)}\nguess"
@@ -45,7 +45,7 @@ class WordleEnv(TextEnv):
 
     def _step(self, action: str) -> StepResult:
         text = action_text(action)[:MAX_ACTION_CHARS]
-        # Spaces alone do not matter to AgentGym; a word is five small letters.
+        # AgentGym ignores spaces only; a word is five lower-case letters.
         guess = "".join(text.lower().split()) if self._is_compact else text.replace(" ", "")
         is_valid = guess in self._known
         answer = self._answer(guess) if is_valid else "invalid word"
@@ -62,7 +62,7 @@ class WordleEnv(TextEnv):
         )
 
     def state_text(self) -> str:
-        """Return what tells the present state from others of the item."""
+        """Return a text that identifies the current state of the item."""
         return f"{len(self._answers)} {' '.join(self._words)}"
 
     def _answer(self, guess: str) -> str:
@@ -74,11 +74,14 @@ class WordleEnv(TextEnv):
         return [" ".join(word) for word in self._known]
 
     def _expert_action(self) -> str | None:
-        """Return the guess whose worst answer leaves the fewest words; it needs at most six."""
+        """Return the guess whose worst answer leaves the fewest words.
+
+        At most six guesses are needed.
+        """
         return " ".join(best_guess(self._words, self._known))
 
     def render(self) -> str:
-        """Return the guesses with their answers, and the words that are still possible."""
+        """Return the guesses with their answers, and the remaining words."""
         lines = [f"{guess} {answer}" for guess, answer in self._answers]
         return "\n".join([*lines, f"possible: {' '.join(self._words)}"])
 
@@ -87,7 +90,9 @@ class WordleEnv(TextEnv):
 
 
 def from_agentgym(index: int) -> str:
-    """Return the item that draws as AgentGym's seed does, from our own words or those named.
+    """Return the item with the draws of AgentGym's seed.
+
+    The words are ours, or those of `envs.wordle.words`.
 
     Raises: UnknownItem: negative or too large.
     """

@@ -1,4 +1,4 @@
-"""The words of Wordle, what a guess is answered, and the guess that tells most."""
+"""The words of Wordle, the answer to a guess, and the most informative guess."""
 
 from collections import Counter
 from functools import cache, lru_cache
@@ -13,7 +13,7 @@ NUM_LETTERS = 5
 
 @cache
 def vocabulary(path: str) -> tuple[str, ...]:
-    """Return the words of five letters in a file, a line each; "": our own.
+    """Return the five-letter words of a file with one word per line; "": our own words.
 
     Raises: ConfigError: no such file, or no such word in it.
     """
@@ -33,7 +33,7 @@ def vocabulary(path: str) -> tuple[str, ...]:
 def marks(guess: str, hidden: str) -> str:
     """Return a mark per letter: g at its place, y elsewhere in the word, b not in it.
 
-    How often the word has a letter does not count, as in LMRL-Gym: both e of `green` are marked.
+    As in LMRL-Gym, the number of occurrences is ignored: both e of `green` are marked.
     """
     return "".join(
         "g" if letter == there else "y" if letter in hidden else "b"
@@ -48,7 +48,7 @@ def consistent(words: tuple[str, ...], guess: str, answer: str) -> tuple[str, ..
 
 @lru_cache(maxsize=4096)
 def best_guess(words: tuple[str, ...], known: tuple[str, ...] = VOCABULARY) -> str:
-    """Return the known word whose worst answer leaves the fewest of `words`, rather one of them."""
+    """Return the known word whose worst answer leaves the fewest of `words`; these win ties."""
 
     def badness(guess: str) -> tuple[int, int, bool, str]:
         sizes = Counter(marks(guess, word) for word in words)

@@ -1,4 +1,4 @@
-"""Episodes of tasks on web sites, in WebArena's format of tasks."""
+"""Episodes of tasks on web sites, in WebArena's task format."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ ENDED = "The episode has ended."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalogue:
-    """Which tasks there are, and what agents see for the sites' addresses."""
+    """The tasks of an environment, and the public names of its sites."""
 
     subsets: Mapping[str, SubsetSpec]
     find: Callable[[ItemId], dict[str, Any]]
@@ -43,27 +43,27 @@ class Catalogue:
 
 
 class World(Protocol):
-    """What the episodes of one process share: the sites and the browser."""
+    """The resources shared by all episodes of a process: the sites and the browser."""
 
     async def open(self, task: Mapping[str, Any]) -> WebSession:
-        """Return a browser session with the task's first pages open; raises EnvFailure."""
+        """Return a browser session with the task's start pages open. Raises: EnvFailure."""
         ...
 
     async def close(self, session: WebSession) -> None:
-        """End an episode's browser session."""
+        """Close an episode's browser session."""
         ...
 
     async def stop(self) -> None:
-        """End the browser, and the sites that are ours."""
+        """Stop the browser, and the sites served by this process."""
         ...
 
 
 class SiteTaskEnv:
-    """One task on the sites; it is graded when the agent stops.
+    """One task on the sites. It is graded when the agent stops.
 
-    Differs from AgentGym's server on purpose: typing replaces a field's text; an option of a list
-    is chosen by a click on it; a dialog of the page is accepted; the reward of every step but the
-    last is 0; no model judges answers.
+    It differs from AgentGym's server on purpose. Typing replaces a field's text. A click chooses an
+    option of a list. Dialogs are accepted. Every step but the last has reward 0. No language model
+    grades answers.
     """
 
     def __init__(self, style: Style, catalogue: Catalogue, world: World) -> None:
@@ -74,7 +74,7 @@ class SiteTaskEnv:
         self._done = False
 
     async def reset(self, item_id: str, seed: int = 0) -> str:
-        """Start an item; `seed` is unused, since the item fixes the sites' contents."""
+        """Start an item. `seed` is unused: the item determines the contents of the sites."""
         task = self._catalogue.find(parse_item(item_id, self._catalogue.subsets))
         await self.close()
         self._task = task
@@ -99,7 +99,7 @@ class SiteTaskEnv:
         return self._session
 
     async def step(self, action: str) -> StepResult:
-        """Perform one action given as text."""
+        """Perform one action, given as text."""
         session = self._live()
         expected = self._expected()
         is_valid = True
@@ -129,7 +129,7 @@ class SiteTaskEnv:
         return action
 
     def _told(self, action: Action) -> str:
-        """Return an action as the previous one is told: AgentGym adds its element's line."""
+        """Return the text of the previous action. AgentGym's style adds the line of its element."""
         said = describe(action)
         is_on_element = action.kind in (Kind.CLICK, Kind.HOVER, Kind.TYPE)
         if self._style is Style.COMPACT or not is_on_element:
@@ -159,7 +159,7 @@ class SiteTaskEnv:
         )
 
     async def valid_actions(self) -> list[str]:
-        """Return a sample: clicks on everything that can be clicked, moves, and stop."""
+        """Return a sample of actions: clicks on all clickable elements, moves, and stop."""
         if self._done or self._session is None:
             return []
         clicks = [f"click [{node.id}]" for node in self._shown if node.role in tree.INTERACTIVE]
@@ -171,18 +171,18 @@ class SiteTaskEnv:
         return self._solution.next(self._snapshot.nodes, only_in_view=in_view)
 
     async def expert_action(self) -> str | None:
-        """Return the next action of the task's known way; None off that way or without one."""
+        """Return the next action of the task's solution; None if there is none or it was left."""
         action = None if self._done or self._session is None else self._expected()
         return None if action is None else as_reply(describe(action), self._style)
 
     async def render(self) -> str:
-        """Return the goal, the address and the whole tree."""
+        """Return the goal, the address and the whole accessibility tree."""
         nodes = tree.shown_nodes(self._snapshot.nodes, only_in_view=False)
         head = [self._task["intent"], self._catalogue.names.public(self._snapshot.url)]
         return "\n".join([*head, *tree.agentgym_lines(nodes)])
 
     async def detail(self, what: str) -> str | None:
-        """Return the `picture` of the page as a URL that holds it; None for anything else."""
+        """Return the `picture` of the page as a data URL; None for anything else."""
         if what != "picture" or self._session is None:
             return None
         return await self._session.picture()
@@ -192,7 +192,7 @@ class SiteTaskEnv:
         return self._fingerprint
 
     async def close(self) -> None:
-        """End the browser session."""
+        """Close the browser session."""
         session, self._session = self._session, None
         if session is not None:
             await self._world.close(session)
@@ -207,7 +207,7 @@ def site_tasks_spec(
     tasks: Mapping[str, TaskSpec],
     from_agentgym: Callable[[int], str],
 ) -> EnvSpec:
-    """Return the catalogue entry of an environment of tasks on sites."""
+    """Return the catalogue entry of an environment with tasks on sites."""
     return browser_spec(
         EnvSpec(
             name=name,

@@ -1,4 +1,4 @@
-"""Grades an episode by WebArena's three kinds of check: answer, final address, page contents."""
+"""Grading of an episode by WebArena's three checks: answer, final address, page contents."""
 
 import asyncio
 import html
@@ -25,7 +25,7 @@ FILLER_WORDS = frozenset(WORDS["filler"].split())
 
 
 def clean_answer(text: str) -> str:
-    """Return an answer in lower case, without surrounding blanks and quotes."""
+    """Return an answer in lower case, without surrounding whitespace and quotes."""
     text = text.strip()
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
         text = text[1:-1]
@@ -33,15 +33,15 @@ def clean_answer(text: str) -> str:
 
 
 def is_exact(reference: str, answer: str) -> bool:
-    """Whether two answers are the same but for case and quotes."""
+    """Whether two answers are equal, except for case and surrounding quotes."""
     return clean_answer(reference) == clean_answer(answer)
 
 
 def includes(reference: str, answer: str, *, whole_words: bool = False) -> bool:
-    """Whether the answer holds the reference.
+    """Whether the answer contains the reference.
 
     Args:
-        whole_words: a reference of one character must be a word of its own, since "0" is in "10".
+        whole_words: a reference of one character must be a separate word, since "0" is in "10".
     """
     needle, hay = clean_answer(reference), clean_answer(answer)
     if whole_words and len(needle) == 1:
@@ -50,11 +50,11 @@ def includes(reference: str, answer: str, *, whole_words: bool = False) -> bool:
 
 
 def is_alike(reference: str, answer: str) -> bool:
-    """Whether every meaningful word and number of the reference stands in the answer.
+    """Whether the answer has every meaningful word and number of the reference.
 
-    WebArena asks a language model whether the two mean the same. This does not: it normalises
-    case, punctuation, filler words and units of time, and then wants all words. It is stricter
-    on paraphrases and blind to negations.
+    WebArena asks a language model whether both mean the same. This function normalises case,
+    punctuation, filler words and units of time, and then requires all words. It rejects more
+    paraphrases and ignores negations.
     """
     if reference.strip() == UNACHIEVABLE:
         return is_exact(reference, answer)
@@ -70,9 +70,9 @@ def _words(text: str) -> frozenset[str]:
 
 
 def answer_matches(references: Mapping[str, Any], answer: str) -> bool:
-    """Whether an answer satisfies all of a task's reference answers.
+    """Whether an answer matches all reference answers of a task.
 
-    Raises: ValueError: a kind of comparison that is not known.
+    Raises: ValueError: an unknown kind of comparison.
     """
     for kind, wanted in references.items():
         if kind == "exact_match":
@@ -90,9 +90,9 @@ def answer_matches(references: Mapping[str, Any], answer: str) -> bool:
 
 
 def url_matches(reference: str, url: str) -> bool:
-    """Whether an address has the host and path, and the query values, of one of the references.
+    """Whether an address has the host, path and query values of one of the references.
 
-    References are joined by " |OR| ". What the address has besides is allowed.
+    References are joined by " |OR| ". An address may have further parts.
     """
     references = [urlsplit(part.strip().rstrip("/")) for part in reference.split(OR)]
     found = urlsplit(url.rstrip("/"))
@@ -111,9 +111,9 @@ def url_matches(reference: str, url: str) -> bool:
 
 
 def contents_match(required: Mapping[str, Any], text: str) -> bool:
-    """Whether a page's text is, or holds, what a task requires.
+    """Whether a page's text equals, or contains, a task's required contents.
 
-    Raises: ValueError: a kind of comparison that is not known.
+    Raises: ValueError: an unknown kind of comparison.
     """
     text = html.unescape(text)
     if "exact_match" in required:
@@ -125,11 +125,11 @@ def contents_match(required: Mapping[str, Any], text: str) -> bool:
 
 
 async def grade(checks: Mapping[str, Any], session: WebSession, answer: str) -> float:
-    """Return 1.0 if every check of a task is passed, else 0.0.
+    """Return 1.0 if every check of a task passes, else 0.0.
 
     Raises:
-        EnvFailure: a page to look at does not answer.
-        ValueError: a check that is not known.
+        EnvFailure: a checked page does not respond.
+        ValueError: an unknown check.
     """
     try:
         async with asyncio.timeout(GRADE_TIMEOUT_S):
@@ -165,9 +165,9 @@ async def _pages_match(targets: Iterable[Mapping[str, Any]], session: WebSession
 
 
 async def _read(page: Page, target: Mapping[str, Any]) -> str:
-    """Return what the target's locator finds; "" if it finds nothing.
+    """Return the text that the target's locator selects; "" if it selects nothing.
 
-    Locators are expressions of the task files, which are ours or WebArena's, never a model's.
+    Locators are JavaScript expressions from our or WebArena's task files, never from a model.
     """
     locator: str = target["locator"].strip()
     if not locator:
@@ -180,7 +180,7 @@ async def _read(page: Page, target: Mapping[str, Any]) -> str:
         else:
             found = await page.evaluate(f"() => {locator}")
     except BrowserError as error:
-        # A locator fails where the page lacks what it looks for.
+        # A locator raises an error if the page lacks its element.
         logger.debug("locator found nothing locator=%s error=%s", locator, error)
         return ""
     return "" if found is None else str(found)

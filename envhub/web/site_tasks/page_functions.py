@@ -1,4 +1,4 @@
-"""The few functions that WebArena's checks name, written anew."""
+"""Own implementations of the few functions that WebArena's checks call."""
 
 import re
 from urllib.parse import urlsplit, urlunsplit
@@ -21,7 +21,7 @@ MEMBER_ROLE = """(user) => {
 
 
 def unsupported(checks: dict) -> str:
-    """Return the name of a function that a task's checks need and we lack; "" for none."""
+    """Return the name of an unimplemented function in a task's checks; "" if there is none."""
     for target in checks["program_html"] or ():
         for text, known in ((target["url"], TARGETS), (target["locator"], VALUES)):
             if text.startswith("func:"):
@@ -32,11 +32,11 @@ def unsupported(checks: dict) -> str:
 
 
 async def target_url(url: str, session: WebSession) -> str:
-    """Return the address that a check looks at; "last" is the agent's page as it is.
+    """Return the address of the page to check; "last" is the agent's current page.
 
     Raises:
-        ValueError: a function that is not known.
-        EnvFailure: a page that it needs does not answer.
+        ValueError: an unknown function.
+        EnvFailure: a required page does not respond.
     """
     if not url.startswith("func:"):
         return url
@@ -55,9 +55,9 @@ async def target_url(url: str, session: WebSession) -> str:
 
 
 def reddit_post_url(url: str) -> str:
-    """Return the address of the post that an address is about, or the address itself.
+    """Return the address of the post to which an address belongs, or the address itself.
 
-    A post is at /f/<forum>/<number>/<title>; its comments lie below it.
+    A post is at /f/<forum>/<number>/<title>; its comments are below it.
     """
     parts = urlsplit(url)
     words = parts.path.strip("/").split("/")
@@ -67,9 +67,9 @@ def reddit_post_url(url: str) -> str:
 
 
 async def page_value(locator: str, page: Page) -> str:
-    """Return what a function of a check reads from a page.
+    """Return the value that a check's function reads from a page.
 
-    Raises: ValueError: a function that is not known.
+    Raises: ValueError: an unknown function.
     """
     match = CALL.fullmatch(locator)
     if match is None or match["name"] not in VALUES:

@@ -1,4 +1,4 @@
-"""Follows a task's known way: turns its steps into actions on the page at hand."""
+"""The solution of a task: its steps as actions on the current page."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from envhub.web.tree import Node
 
 
 class Solution:
-    """The expert of one episode. It knows one way and no other: whoever leaves it is on his own.
+    """The expert of one episode. It has one solution, and stops when the agent leaves it.
 
     Args:
-        steps: {"do": click|type|stop, "role", "name", "text", "enter", "answer"}; empty when no way
-            is known.
+        steps: {"do": click|type|stop, "role", "name", "text", "enter", "answer"}; empty if the
+            solution is unknown.
     """
 
     def __init__(self, steps: list[dict[str, Any]]) -> None:
@@ -20,7 +20,7 @@ class Solution:
         self._is_lost = not steps
 
     def next(self, nodes: tuple[Node, ...], *, only_in_view: bool) -> Action | None:
-        """Return the next action; None when the way has been left or does not fit the page."""
+        """Return the next action; None if the solution was left or does not fit the page."""
         if self._is_lost or self._at >= len(self._steps):
             return None
         step = self._steps[self._at]
@@ -37,7 +37,7 @@ class Solution:
         return Action(kind=Kind.CLICK, element=node.id)
 
     def follow(self, taken: Action, expected: Action | None) -> None:
-        """Note an action that was performed, and what `next` had wanted before it."""
+        """Record a performed action, and the expert's action before it."""
         if taken.kind in (Kind.SCROLL, Kind.HOVER) and taken != expected:
             return
         if taken != expected:
@@ -47,7 +47,7 @@ class Solution:
 
 
 def _find(nodes: tuple[Node, ...], step: dict[str, Any]) -> Node | None:
-    """Return the element of a step's role and name."""
+    """Return the element with a step's role and name."""
     name = " ".join(str(step.get("name", "")).split())
     found = [node for node in nodes if node.role == step["role"]]
     exact = [node for node in found if node.name == name]

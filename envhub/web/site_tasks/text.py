@@ -1,8 +1,8 @@
-"""Observations of web sites in words."""
+"""Text of observations of web sites."""
 
 
 def tab_line(titles: list[str], current: int) -> str:
-    """Return the line that names the open tabs."""
+    """Return the line with the titles of the open tabs."""
     marks = [" (current)" if i == current else "" for i in range(len(titles))]
     return " | ".join(
         f"Tab {i}{mark}: {title}" for i, (mark, title) in enumerate(zip(marks, titles, strict=True))
@@ -10,7 +10,7 @@ def tab_line(titles: list[str], current: int) -> str:
 
 
 def agentgym(*, tabs: str, tree: str, url: str, goal: str, previous: str) -> str:
-    """Return an observation as AgentGym words it."""
+    """Return an observation in AgentGym's wording."""
     return (
         f"OBSERVATION:\n{tabs}\n\n{tree}\nURL: {url}\nOBJECTIVE: {goal}\n"
         f"PREVIOUS ACTION: {previous}"

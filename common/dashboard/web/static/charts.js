@@ -1,4 +1,4 @@
-// Series over steps, by uPlot; horizon marks as dashed lines on the same axis.
+// Charts of series over steps, drawn by uPlot. Dashed lines mark changes of the horizon.
 import { h, short, cssColor, COLORS } from "./dom.js";
 
 const tail = (name) => name.replace(/^[^/]*\//, "");

@@ -1,4 +1,4 @@
-// Elements without markup: text is always text, so that nothing of a run is ever taken for HTML.
+// Builders of elements. Text is never parsed as HTML, so that a run's text cannot inject markup.
 export function h(tag, attributes = {}, ...children) {
   const element = tag === "svg" || tag === "rect" || tag === "line" || tag === "text" || tag === "g" || tag === "title"
     ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
@@ -23,7 +23,7 @@ export function replace(element, ...children) {
   add(element, children);
 }
 
-// A report holds the answers itself: it has no server.
+// A report has no server: it reads the answers from its own page.
 const told = document.getElementById("answers");
 const answers = told && JSON.parse(told.textContent);
 export const isReport = Boolean(answers);
@@ -48,7 +48,7 @@ export async function act(path, body) {
   return found;
 }
 
-// What would change a line without being seen is shown as a picture of itself.
+// Control characters and invisible characters are replaced by visible symbols.
 export function visible(text) {
   return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f]/g, (c) => String.fromCharCode(c === "\u007f" ? 0x2421 : 0x2400 + c.charCodeAt(0)))
     .replace(/[\u0080-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g, (c) => `[U+${c.charCodeAt(0).toString(16).padStart(4, "0").toUpperCase()}]`);
@@ -70,7 +70,7 @@ export function notes(problems) {
   return h("div", { class: "notes", role: "note" }, h("strong", {}, "Not everything could be read"), h("ul", {}, problems.map((text) => h("li", {}, visible(text)))));
 }
 export function table(head, rows) {
-  // On a phone each row is a card, and its cells have their names beside them.
+  // On a phone each row is a card, and each cell shows the name of its column.
   for (const row of rows) [...row.children].forEach((cell, i) => { if (i) cell.dataset.label = head[i]?.title ?? head[i] ?? ""; });
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "table" }, h("table", {}, h("thead", {}, h("tr", {}, head.map((each) => h("th", { scope: "col", class: each.right ? "r" : null }, each.title ?? each)))), h("tbody", {}, rows)));
 }

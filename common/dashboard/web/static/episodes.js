@@ -1,4 +1,4 @@
-// Trajectories: the list with its filters, one episode replayed, and a group side by side.
+// Trajectories: the list with its filters, the replay of one episode, and a group side by side.
 import { h, ask, facts, isReport, notes, percent, replace, short, table, visible, cssColor } from "./dom.js";
 import { samplesCard } from "./results.js";
 import { replayPictures } from "./play.js";
@@ -10,7 +10,7 @@ const NUMBERS = [["min_reward", "reward from"], ["max_reward", "reward to"], ["m
 const SORTS = ["newest", "oldest", "best", "worst", "longest", "most_tokens", "slowest", "surprising"];
 
 export async function episodesView({ run, params, link, isUpdate }) {
-  if (isUpdate && document.activeElement?.closest?.(".filters")) return null;  // somebody is typing
+  if (isUpdate && document.activeElement?.closest?.(".filters")) return null;  // a filter has focus
   const wanted = Object.fromEntries([...params].filter(([key]) => key !== "run"));
   const start = Number(wanted.start || 0);
   const found = await ask(api(run, "/episodes"), { ...wanted, start, num: PAGE });
@@ -74,7 +74,7 @@ function* tokens(segment) {
 }
 function body(segment, mode, context, from = 0) {
   const text = h("p", { class: "text", dir: "auto" });
-  if (!segment.logprobs) {  // of others, or not learnt
+  if (!segment.logprobs) {  // not sampled by the policy
     const whole = visible(segment.texts.slice(0, 4 * MAX_TOKENS).join(""));
     text.append(whole);
     if (segment.texts.length > 4 * MAX_TOKENS) text.append(` … ${segment.texts.length - 4 * MAX_TOKENS} more tokens`);
@@ -111,7 +111,7 @@ function turn(segment, mode, context) {
 // --- one episode ---------------------------------------------------------------------------------
 
 export async function episodeView({ run, params, link, isUpdate }) {
-  if (isUpdate && document.querySelector(".replay")) return null;  // a trajectory does not change
+  if (isUpdate && document.querySelector(".replay")) return null;  // a trajectory never changes
   const id = params.get("id");
   const found = await ask(api(run, "/episode"), { id });
   const segments = found.segments, last = segments.length;

@@ -1,4 +1,4 @@
-// The shell: which run, which view, light or dark, and what the server tells of changes.
+// The page's frame: the choice of run, view and theme, and the server's change events.
 import { h, ask, isReport, replace } from "./dom.js";
 import { runView, fleetView, compareView } from "./views.js";
 import { playView } from "./play.js";
@@ -8,10 +8,10 @@ const VIEWS = { run: runView, fleet: fleetView, episodes: episodesView, episode:
 const TABS = [["run", "Run"], ["fleet", "Fleet"], ["episodes", "Trajectories"], ["compare", "Compare"], ["play", "Play"]];
 const UPDATE_MS = 5000;
 const view = document.getElementById("view");
-const last = new Map();  // how each view was left: its filters are there again
+const last = new Map();  // the last state of each view, which restores its filters
 let runs = [], shown = 0, updating = false;
 
-// The address holds the whole state: #view?run=a&env=b, so that links and the back button work.
+// The address holds the whole state (#view?run=a&env=b), so that links and the back button work.
 export function state() {
   const [name, query] = location.hash.slice(1).split("?");
   return { view: VIEWS[name] ? name : isReport && runs.length > 1 ? "compare" : "run", params: new URLSearchParams(query || "") };
@@ -72,7 +72,7 @@ function drawShell(name, params, run) {
   document.title = `${run ? run.name + " · " : ""}Longstride`;
 }
 
-const read = new Map();  // run -> when its reading was seen first, and how far it was
+const read = new Map();  // run -> time and progress of the first observation of its indexing
 function timeLeft(name, part) {
   if (!read.has(name)) read.set(name, [Date.now(), part]);
   const [since, first] = read.get(name), seconds = Math.round((Date.now() - since) / 1000 * (1 - part) / (part - first));
@@ -98,7 +98,7 @@ document.getElementById("theme").addEventListener("click", () => {
 });
 
 window.addEventListener("hashchange", () => {
-  const { name } = document.activeElement || {};  // who changes a filter goes on from it
+  const { name } = document.activeElement || {};  // the changed filter gets the focus again
   draw().then(() => {
     const again = name && [...view.querySelectorAll("[name]")].find((each) => each.name === name);
     (again || view).focus({ preventScroll: true });
@@ -112,7 +112,7 @@ function tell(text, css) { chip.textContent = text; chip.className = `chip ${css
 if (isReport) tell("report", "");
 else {
   const events = new EventSource("api/events");
-  // A run that trains changes every second: a page that is drawn anew so often would cost it dearly.
+  // A training run changes every second. Drawing the page that often would slow the run down.
   let waiting = false;
   const update = () => { waiting = false; if (!document.hidden) draw({ isUpdate: true }); };
   events.addEventListener("changed", () => { tell("live", "on"); if (!waiting) { waiting = true; setTimeout(update, runs.some((each) => each.indexed < 1 && each.episodes) ? 1000 : UPDATE_MS); } });

@@ -1,4 +1,4 @@
-// Play: an environment driven by hand or by a policy, one action at a time; and its pictures.
+// Play: a person or a policy acts in an environment, one action at a time; with its pictures.
 import { h, act, ask, facts, replace, short, visible } from "./dom.js";
 
 // --- pictures ------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ function crafting({ tree, held }) {
 
 // --- play ----------------------------------------------------------------------------------------
 
-let seat = "";  // the episode that is open
+let seat = "";  // id of the open episode
 function leave() {
   if (!seat) return;
   const body = new Blob([JSON.stringify({ id: seat })], { type: "application/json" });

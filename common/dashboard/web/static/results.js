@@ -1,4 +1,4 @@
-// What came of a run: evaluations, subsets, ends, who was dropped, settings, and sample episodes.
+// Results of a run: evaluations, subsets, ends, dropped episodes, settings, and sample episodes.
 import { h, facts, percent, short, table, visible, isReport } from "./dom.js";
 import { chart, bars } from "./charts.js";
 
@@ -22,7 +22,7 @@ export function evaluationsCard(found) {
     curve(found));
 }
 
-// Held-out success over steps: before, while and after training, with its interval.
+// Held-out success over steps: before, during and after training, with its interval.
 function curve(found) {
   const at = Object.entries(found.evaluations).map(([name, each]) => {
     const step = name === "before-model" ? 0 : name === "after-model" ? found.step : Number(/^step-(\d+)-model$/.exec(name)?.[1] ?? NaN);
@@ -81,7 +81,7 @@ export function settingsCard(found) {
     ...(heldout ? [["train items drawn", short(heldout.num_train_items_drawn)], ["held-out items", short(heldout.num_test_items)], ["in both", heldout.num_shared_item_ids]] : [])]));
 }
 
-// In place of the list with its filters, where there is no server to ask.
+// Sample episodes for a report, which has no server to list and filter all episodes.
 export function samplesCard(run, rows, link) {
   return h("section", { class: "card" }, h("h1", {}, "Sample episodes ", h("span", { class: "dim small" }, "best, worst and most surprising of each subset, the hardest subset first")),
     rows.length ? table(["subset", "why", "episode", { title: "reward", right: true }, { title: "turns", right: true }, "ended", "outcome"], rows.map((row) => h("tr", {}, h("td", {}, visible(row.subset)), h("td", {}, row.why), h("td", {}, h("a", { href: link("episode", { run: run.name, id: row.id }) }, visible(row.id))),

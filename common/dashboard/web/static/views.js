@@ -72,7 +72,7 @@ const right = (value) => h("td", { class: "r" }, value ?? "–");
 function lanes(steps, parts, title, unit) {
   const names = Object.keys(parts), num = steps.length;
   const sums = steps.map((_, i) => names.reduce((sum, name) => sum + parts[name][i], 0));
-  // One long step, such as the first, which waits for the engine, must not flatten all others.
+  // One long step must not flatten all others. The first step, for example, waits for the engine.
   const usual = [...sums].sort((a, b) => a - b)[Math.floor(0.9 * (num - 1))], top = Math.min(Math.max(...sums, 0), 2 * usual || Infinity), width = 1000, height = 150, slot = width / num;
   if (!num || !top) return null;
   const shown = (value) => unit ? `${short(value)} ${unit}` : percent(value);
@@ -107,7 +107,7 @@ export async function compareView({ run, runs, params, link }) {
       keys.map(([key, values]) => h("tr", {}, h("td", {}, key), found.runs.map((each) => h("td", { class: "wrap" }, visible(values[each.name])))))) : h("p", { class: "dim" }, "Nothing but names."))];
 }
 
-// One line for each pool: the mean of its seeds; of several, the 95 % interval of the mean beside it.
+// One line for each pool: the mean over its seeds. Several seeds also get the mean's 95 % interval.
 function pooled(spec, series, pools) {
   const name = spec.series[0];
   const steps = [...new Set(pools.flatMap((pool) => pool.names.flatMap((each) => series[each].step || [])))].sort((a, b) => a - b);

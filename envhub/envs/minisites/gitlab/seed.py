@@ -8,14 +8,14 @@ from envhub.envs.minisites.seeding import WORDS as COMMON
 from envhub.envs.minisites.seeding import day_of, filling, insert, slug_of
 from envhub.tables import read_table
 
-OWN_ID = 1  # who is signed in
+OWN_ID = 1  # Id of the signed-in user.
 NUM_USERS = 24
 NUM_PROJECTS = 16
 WORDS: dict[str, Any] = read_table(__file__, "words.yaml")
 
 
 def fill_gitlab(db: sqlite3.Connection, seed: int) -> None:
-    """Create the tables and everything in them; equal seeds give equal rows."""
+    """Create and fill the tables; equal seeds give equal rows."""
     with filling(db, __file__, "gitlab", seed) as random:
         for first in random.sample(COMMON["first_names"], NUM_USERS):
             last = random.choice(COMMON["last_names"])

@@ -1,4 +1,4 @@
-"""The city map, maps.test: the pages and forms of `pages.yaml`, and those that compute."""
+"""The city map, maps.test: the pages and forms of `pages.yaml`, and the computed pages."""
 
 import sqlite3
 
@@ -71,7 +71,7 @@ def _route(start: sqlite3.Row, end: sqlite3.Row) -> Route:
 
 @MAPS.get("/directions")
 def directions(visit: Visit) -> Response:
-    """The form; once it is sent, the way to the page of the route."""
+    """Return the form, or a redirect to the route's page once the form is sent."""
     start, end = visit.query.get("from", "").strip(), visit.query.get("to", "").strip()
     mode = visit.choice("mode", MODES)
     if not start or not end:

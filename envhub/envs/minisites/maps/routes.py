@@ -1,4 +1,4 @@
-"""Ways through the city: a grid of roads, and a river with two bridges."""
+"""Routes through the city: a grid of roads, and a river with two bridges."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from itertools import pairwise
 from envhub.envs.minisites.maps.seed import NUM_COLUMNS, PLURALS, WEEKDAYS
 
 BLOCK_METERS = 150
-BRIDGE_LINES = (2, 9)  # the streets that cross the river; it flows east of column 5
+BRIDGE_LINES = (2, 9)  # The streets that cross the river, which flows east of column 5.
 METERS_PER_MINUTE = {"foot": 75, "bicycle": 250, "car": 500}
 PARKING_MINUTES = {"foot": 0, "bicycle": 1, "car": 4}
 
-Corner = tuple[int, int]  # column, line
+Corner = tuple[int, int]  # (column, line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leg:
-    """One straight piece of a way; `street` lines run east and west, avenues north and south."""
+    """One straight part of a route; streets run east and west, avenues north and south."""
 
     heading: str
     axis: str
@@ -26,7 +26,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The shortest way between two corners, and how long it takes by each means."""
+    """The shortest route between two corners, with its duration by each mode."""
 
     legs: tuple[Leg, ...]
     meters: int
@@ -42,7 +42,7 @@ def is_west(corner: Corner) -> bool:
 
 
 def corners_between(start: Corner, end: Corner) -> list[Corner]:
-    """Return the corners at which the shortest way turns, both ends included."""
+    """Return the corners at which the shortest route turns, including both ends."""
     if is_west(start) == is_west(end):
         return [start, (end[0], start[1]), end]
     line = min(BRIDGE_LINES, key=lambda bridge: abs(start[1] - bridge) + abs(end[1] - bridge))
@@ -50,7 +50,7 @@ def corners_between(start: Corner, end: Corner) -> list[Corner]:
 
 
 def find_route(start: Corner, end: Corner) -> Route:
-    """Return the shortest way from one corner to another."""
+    """Return the shortest route from one corner to another."""
     legs = []
     corners = corners_between(start, end)
     for (col, line), (next_col, next_line) in pairwise(corners):
@@ -85,7 +85,7 @@ def _minutes(col: int, line: int, next_col: int, next_line: int, mode: str) -> i
     return find_route((col, line), (next_col, next_line)).minutes(mode)
 
 
-# What SELECTs of the map's tasks may call.
+# Functions for the SELECTs of the map's tasks.
 SQL_FUNCTIONS = {
     "meters": _meters,
     "minutes": _minutes,

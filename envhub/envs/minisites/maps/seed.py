@@ -9,8 +9,8 @@ from envhub.envs.minisites.seeding import filling, insert, slug_of
 from envhub.tables import read_table
 
 PLACES_PER_CATEGORY = 6
-NUM_COLUMNS = 12  # avenues, from west to east
-NUM_LINES = 12  # streets, from north to south
+NUM_COLUMNS = 12  # Number of avenues, from west to east.
+NUM_LINES = 12  # Number of streets, from north to south.
 NEVER_CLOSED = ("Hotel", "Park")
 WORDS: dict[str, Any] = read_table(__file__, "words.yaml")
 WEEKDAYS = tuple(WORDS["weekdays"])
@@ -23,7 +23,7 @@ PLURALS = {
 
 
 def fill_maps(db: sqlite3.Connection, seed: int) -> None:
-    """Create the tables and everything in them; equal seeds give equal rows."""
+    """Create and fill the tables; equal seeds give equal rows."""
     with filling(db, __file__, "maps", seed) as random:
         names = random.sample(COMMON["streets"], NUM_COLUMNS + NUM_LINES - 1)
         avenues = [f"{name} Avenue" for name in names[:NUM_COLUMNS]]

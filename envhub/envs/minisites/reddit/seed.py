@@ -8,7 +8,7 @@ from envhub.envs.minisites.seeding import WORDS as COMMON
 from envhub.envs.minisites.seeding import day_of, filling, insert
 from envhub.tables import read_table
 
-OWN_ID = 1  # who is signed in
+OWN_ID = 1  # Id of the signed-in user.
 NUM_USERS = 30
 NUM_FORUMS = 12
 POSTS_PER_FORUM = 9
@@ -16,7 +16,7 @@ WORDS: dict[str, Any] = read_table(__file__, "words.yaml")
 
 
 def fill_reddit(db: sqlite3.Connection, seed: int) -> None:
-    """Create the tables and everything in them; equal seeds give equal rows."""
+    """Create and fill the tables; equal seeds give equal rows."""
     topics = WORDS["forums"]
     with filling(db, __file__, "reddit", seed) as random:
         for first in random.sample(COMMON["first_names"], NUM_USERS):

@@ -36,7 +36,7 @@ def edit_product(visit: Visit) -> Response:
 
 
 def _cents(text: str) -> int | None:
-    """Return an amount such as `12.50` or `$12` in cents; None when it is none."""
+    """Return an amount such as `12.50` or `$12` in cents; None if it is malformed."""
     units, dot, rest = text.removeprefix("$").partition(".")
     amount, cents = whole(units), whole(rest.ljust(2, "0")) if dot else 0
     if amount is None or cents is None or len(rest) > 2 or amount * 100 > MAX_PRICE_CENTS:

@@ -1,4 +1,4 @@
--- Tables of the shop, which the storefront and its administration share.
+-- Tables of the shop, shared by the storefront and the administration.
 CREATE TABLE category (id INTEGER PRIMARY KEY, name TEXT NOT NULL, slug TEXT UNIQUE NOT NULL);
 CREATE TABLE product (
     id INTEGER PRIMARY KEY, sku TEXT UNIQUE NOT NULL, name TEXT UNIQUE NOT NULL,

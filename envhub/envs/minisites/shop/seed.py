@@ -8,7 +8,7 @@ from envhub.envs.minisites.seeding import WORDS as COMMON
 from envhub.envs.minisites.seeding import day_of, filling, insert, slug_of
 from envhub.tables import read_table
 
-SHOPPER_ID = 1  # who is signed in at the storefront
+SHOPPER_ID = 1  # Id of the customer who is signed in at the storefront.
 NUM_CUSTOMERS = 40
 NUM_PURCHASES = 200
 NUM_SHOPPER_PURCHASES = 18
@@ -18,7 +18,7 @@ WORDS: dict[str, Any] = read_table(__file__, "words.yaml")
 
 
 def fill_shop(db: sqlite3.Connection, seed: int) -> None:
-    """Create the tables and everything in them; equal seeds give equal rows."""
+    """Create and fill the tables; equal seeds give equal rows."""
     with filling(db, __file__, "shop", seed) as random:
         _fill_products(db, random)
         _fill_customers(db, random)
@@ -54,7 +54,7 @@ def _fill_products(db: sqlite3.Connection, random: Random) -> None:
 
 
 def _new_price(random: Random, taken: set[int]) -> int:
-    """Return a price that no product has yet: the cheapest and dearest are one product each."""
+    """Return an unused price, so that the cheapest and the dearest product are unique."""
     while True:
         cents = random.choice((499, 1299, 2499, 4999, 8999, 15999)) + 50 * random.randrange(40)
         if cents not in taken:

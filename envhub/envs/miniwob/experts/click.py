@@ -1,4 +1,4 @@
-"""Experts of the pages on which clicks do it: buttons, links, boxes, menus, drawings."""
+"""Experts for pages that are solved by clicks: buttons, links, boxes, menus, drawings."""
 
 import re
 
@@ -34,12 +34,12 @@ def one_then_two(page: PageView) -> str | None:
 
 
 def one_wait_two(page: PageView) -> str | None:
-    """Click ONE, let as many seconds pass as the goal says, click TWO."""
+    """Click ONE, wait for the seconds of the goal, and click TWO."""
     seconds = int(page.goal_part(r"wait (\d+) second") or 0)
     one, two = page.one("button", name="ONE"), page.one("button", name="TWO")
     if not page.taken:
         return click(one)
-    # Every look takes a second of the page's clock.
+    # Each snapshot advances the page's clock by one second.
     waits = sum(action.kind is Kind.HOVER for action in page.taken)
     if one is not None and waits + 1 < seconds:
         return f"hover [{one.id}]"
@@ -47,7 +47,7 @@ def one_wait_two(page: PageView) -> str | None:
 
 
 def quoted_link(page: PageView) -> str | None:
-    """Click the link that the goal quotes; open what hides it first."""
+    """Click the link quoted in the goal; expand the section that hides it first."""
     word = page.quoted()[0]
     if link := page.one("clickable", name=word, cls="alink"):
         return click(link)
@@ -57,7 +57,7 @@ def quoted_link(page: PageView) -> str | None:
 
 
 def accordion_link(page: PageView) -> str | None:
-    """Expand one section after the other until the quoted link is in sight."""
+    """Expand one section after another until the quoted link is visible."""
     word = page.quoted()[0]
     if link := page.one("clickable", name=word, cls="alink"):
         return click(link)
@@ -78,7 +78,7 @@ def tab_by_name(page: PageView) -> str | None:
 
 
 def tabs_to_link(page: PageView) -> str | None:
-    """Go through the tabs until the quoted link is in sight."""
+    """Open one tab after another until the quoted link is visible."""
     if link := page.one("clickable", name=page.quoted()[0], cls="alink"):
         return click(link)
     tabs = page.all("tab")
@@ -124,7 +124,7 @@ def coloured_box(page: PageView) -> str | None:
 
 
 def shades(page: PageView) -> str | None:
-    """Select every span in which the colour is the strongest, and send."""
+    """Select every span whose strongest colour is the goal's, and submit."""
     channel = ("red", "green", "blue").index(page.goal_part(r"shades of (\w+)"))
     for node in page.all("clickable"):
         levels = [int(n) for n in re.findall(r"\d+", node.states.partition("color: rgb")[2])]
@@ -134,7 +134,7 @@ def shades(page: PageView) -> str | None:
 
 
 def widget(page: PageView) -> str | None:
-    """Click a widget of the kind."""
+    """Click a widget of the quoted kind."""
     kind = page.quoted()[0]
     if kind in ("radio", "checkbox", "button"):
         return click(page.one(kind))
@@ -147,7 +147,7 @@ def widget(page: PageView) -> str | None:
 
 
 def menu_path(page: PageView) -> str | None:
-    """Open the menus on the way and click the last item."""
+    """Open the menus on the path and click the last item."""
     path = page.goal_part(r"Select (.*)").split(">")
     items = page.all("menuitem")
     for depth in range(len(path) - 1, -1, -1):
@@ -159,14 +159,14 @@ def menu_path(page: PageView) -> str | None:
 
 
 def pie(page: PageView) -> str | None:
-    """Expand the pie and click the slice."""
+    """Expand the pie and click the quoted slice."""
     letter = page.quoted()[0]
     slices = [t for t in page.all("text", name=letter) if t.height > 5]
     return click(slices[0] if slices else page.one("text", name="+"))
 
 
 def grid_point(page: PageView) -> str | None:
-    """Click the circle at the coordinates; they count from the middle of the grid."""
+    """Click the circle at the coordinates, which are relative to the middle of the grid."""
     column, row = (int(n) for n in re.findall(r"-?\d+", page.goal)[-2:])
     circles = page.all("circle")
     xs = sorted({circle.x for circle in circles})
@@ -176,12 +176,12 @@ def grid_point(page: PageView) -> str | None:
 
 
 def circle_center(page: PageView) -> str | None:
-    """Click the circle, which a click meets in its middle, and send."""
+    """Click the circle, at its middle, and submit."""
     return submit(page) if page.taken else click(page.one("circle"))
 
 
 def ascending(page: PageView) -> str | None:
-    """Click the numbers in order; covered ones lie in the order of their numbers."""
+    """Click the numbers in ascending order; covered numbers are listed in this order."""
     if number := page.one("text", name="1"):
         return click(number)
     squares = page.all("rect")
@@ -189,7 +189,7 @@ def ascending(page: PageView) -> str | None:
 
 
 def greatest_card(page: PageView) -> str | None:
-    """Turn the card with the greatest number and send."""
+    """Turn the card with the greatest number over and submit."""
     cards = [n for n in page.all("clickable", cls="card") if n.name.lstrip("-").isdigit()]
     best = max(cards, key=lambda card: int(card.name), default=None)
     if best is not None and "hidden" in best.dom_class:
@@ -225,7 +225,7 @@ def focus_nth(page: PageView) -> str | None:
 
 
 def tree_item(page: PageView) -> str | None:
-    """Open the folders from the top down until the named item is in sight, and clicks it."""
+    """Open the folders from the top until the named item is visible, and click it."""
     name = page.quoted()[0]
     if item := page.one(name=name):
         return click(item)

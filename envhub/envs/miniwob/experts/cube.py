@@ -1,4 +1,4 @@
-"""The expert of the cube that turns on after it was dragged."""
+"""The expert for the cube that keeps turning after a drag."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,16 +9,16 @@ from envhub.web.performing import DRAG_STEPS
 
 START = (80, 120)
 STROKES = [(x, y) for x in range(-60, 61, 6) for y in range(-60, 61, 6) if x or y]
-NUM_FREE_TICKS = 50  # within the second before the next look
+NUM_FREE_TICKS = 50  # Ticks within the second before the next snapshot.
 PULL, FADE, SPEED, REST = 0.1, 0.93, 2.0, 1.0
 TOP, BOTTOM = 6, 1
-# The side in front by the turn around the upright axis: with the cube upright, upside down.
+# The front side by the angle around the vertical axis: for an upright cube, and upside down.
 SIDES = ((42, (2, 4)), (131, (5, 3)), (224, (4, 2)), (315, (3, 5)), (math.inf, (2, 4)))
 
 
 @dataclass(frozen=True, slots=True)
 class Cube:
-    """Where the cube stands and how fast it turns, in degrees and degrees a tick."""
+    """Angles (degrees) and speeds (degrees per tick) of the cube, and its front side."""
 
     x: float
     y: float
@@ -28,12 +28,12 @@ class Cube:
 
 
 def turn(page: PageView) -> str | None:
-    """Drag so that the cube comes to rest with the side in front, and send."""
+    """Drag so that the cube stops with the quoted side in front, and submit."""
     wanted = int(page.quoted()[0])
     cube = Cube(**page.inside)
     if cube.side == wanted:
         return submit(page)
-    # Of all strokes that do it, the one farthest from those that do not.
+    # Choose the successful stroke with the most successful neighbours.
     good = {stroke for stroke in STROKES if _after(cube, stroke).side == wanted}
     if not good:
         return hold(START, (START[0] + STROKES[0][0], START[1] + STROKES[0][1]))
@@ -46,7 +46,7 @@ def turn(page: PageView) -> str | None:
 
 
 def _after(cube: Cube, stroke: tuple[int, int]) -> Cube:
-    # The clock moves once before the first step.
+    # The clock advances once before the first move.
     for share in (0.0, *[SPEED / DRAG_STEPS] * DRAG_STEPS):
         spin_x = cube.spin_x * FADE + (stroke[0] * share - cube.spin_x) * PULL
         spin_y = cube.spin_y * FADE + (stroke[1] * share - cube.spin_y) * PULL
@@ -68,7 +68,7 @@ def _ticked(cube: Cube, *, is_held: bool) -> Cube:
 
 
 def _once_around(angle: float) -> float:
-    """The page takes off one turn at a time."""
+    """Return an angle, corrected by at most one turn, as in the page."""
     return angle - 360 if angle > 360 else angle + 360 if angle < 0 else angle
 
 

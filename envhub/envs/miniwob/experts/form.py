@@ -1,4 +1,4 @@
-"""Experts of the pages with fields to fill in."""
+"""Experts for pages with form fields."""
 
 import calendar
 import operator
@@ -54,7 +54,7 @@ def time_field(page: PageView) -> str | None:
 
 
 def date_picker(page: PageView) -> str | None:
-    """Turn the calendar to the month and click the day; the year is always the same."""
+    """Select the month and click the day; the year never changes."""
     wanted = page.goal_part(r"(\d+/\d+/\d+)")
     month, day, _ = (int(part) for part in wanted.split("/"))
     field = next(n for n in fields(page) if n.dom_id == "datepicker")
@@ -74,7 +74,7 @@ def date_picker(page: PageView) -> str | None:
 
 
 def copy_area(page: PageView) -> str | None:
-    """Copy the text area, which is taller than the field."""
+    """Copy the content of the text area into the field."""
     box = next(n for n in fields(page) if n.dom_id == "to-copy")
     answer = next(n for n in fields(page) if n.dom_id == "answer-input")
     return _copy(page, box.value, answer)
@@ -122,7 +122,7 @@ def algebra(page: PageView) -> str | None:
 
 
 def guess_number(page: PageView) -> str | None:
-    """Halve the range with every answer."""
+    """Find the number by bisection."""
     low, high = 0, 9
     asked = [int(a.text) for a in page.taken if a.kind is Kind.TYPE]
     for number in asked[:-1]:
@@ -141,13 +141,13 @@ def guess_number(page: PageView) -> str | None:
 
 
 def _narrow(page: PageView, asked: list[int], number: int, low: int, high: int) -> tuple[int, int]:
-    """What came of an earlier guess shows in the guess that followed it."""
+    """Return the range after an earlier guess, derived from the guess that followed it."""
     following = asked[asked.index(number) + 1]
     return (number + 1, high) if following > number else (low, number - 1)
 
 
 def generate_number(page: PageView) -> str | None:
-    """Generate until the number fits, then send."""
+    """Generate numbers until one fits, then submit."""
     shown = next((t.name for t in page.texts() if re.fullmatch(r"\d+|-", t.name)), "-")
     if shown != "-":
         number = int(shown)
@@ -165,7 +165,7 @@ def generate_number(page: PageView) -> str | None:
 
 
 def radio_and_number(page: PageView) -> str | None:
-    """Check the n-th radio button and fill the n-th field."""
+    """Select the n-th radio button and fill the n-th field."""
     place = int(page.goal_part(r"the (\d)\w\w radio")) - 1
     button = page.all("radio")[place]
     if not button.is_checked:
@@ -176,7 +176,7 @@ def radio_and_number(page: PageView) -> str | None:
 
 
 def height_and_button(page: PageView) -> str | None:
-    """Choose from the list and click the button."""
+    """Choose the option in the list and click the button."""
     name = page.goal_part(r"Choose (.*) from the dropdown")
     option = page.one("option", name=name)
     if option is not None and not option.is_selected:
@@ -200,7 +200,7 @@ def _table(page: PageView) -> dict[str, str]:
 
 
 def movies(page: PageView) -> str | None:
-    """Fill genre, director and year, whatever their order and labels."""
+    """Fill in genre, director and year, in any order and with any labels."""
     genre, director, year = re.findall(
         r"for (.*) movies directed by (.*) from year (\d+)", page.goal
     )[0]
@@ -221,7 +221,7 @@ def movies(page: PageView) -> str | None:
 
 
 def search_result(page: PageView) -> str | None:
-    """Search, turn to the page of the result and click it."""
+    """Search, go to the page of the wanted result and click it."""
     place = int(page.goal_part(r"click the (\d+)")) - 1
     name = page.quoted()[0]
     field = fields(page)[0]
@@ -238,7 +238,7 @@ def search_result(page: PageView) -> str | None:
 
 
 def autocomplete(page: PageView) -> str | None:
-    """Type the beginning and click the suggestion with the right end."""
+    """Type the beginning and click the suggestion with the right ending."""
     quoted = page.quoted()
     start, end = quoted[0], quoted[1] if len(quoted) > 1 else ""
     field = page.one("textbox", dom_id="tags")
@@ -256,7 +256,7 @@ def autocomplete(page: PageView) -> str | None:
 
 
 def spinner(page: PageView) -> str | None:
-    """Turn the spinner by its arrows: it takes no typing."""
+    """Set the spinner with its arrows, because it does not accept text."""
     distance = int(page.goal_part(r"Select (-?\d+)")) - int(fields(page)[0].value or 0)
     if distance == 0:
         return submit(page)

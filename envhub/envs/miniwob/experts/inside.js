@@ -1,4 +1,4 @@
-// What the scripts of the pages know, for the experts; each function is called on its page.
+// State of the pages' scripts for the experts. Each function is called on its own page.
 ({
   circles: () => Array.from(document.querySelectorAll('circle'), (c) =>
     [c.getAttribute('fill'), c.cx.baseVal.value, c.cy.baseVal.value]),
@@ -8,7 +8,7 @@
 
   namedColour: () => ui_utils.colorNameToHex(/Select (\w+) /.exec(core.getUtterance())[1]),
 
-  // Every word of the editor, with its left and right end and its height.
+  // Every word of the editor, with its left and right end and its vertical middle.
   words: () => {
     const node = document.querySelector('.ql-editor p').firstChild;
     let at = 0;
@@ -42,18 +42,18 @@
     return {x: positionX, y: positionY, spin_x: torqueX, spin_y: torqueY, side};
   },
 
-  // What is to be done with which email.
+  // The requested action, and the email that it applies to.
   ordered: () => {
     const {data} = $._data($('.email-thread')[0], 'events').click[0];
     const {expectedDetails: {action, email, reply, forward}, emails} = data;
     return {action, place: emails.indexOf(email), reply: reply || '', forward: forward || ''};
   },
 
-  // The sequence of flashes, as the page drew it from the same chance.
+  // The sequence of flashes, drawn from the same random numbers as in the page.
   flashes: () => __lsTwin(() => Array.from({length: Math.floor(Math.random() * 3) + 3},
     () => Math.floor(Math.random() * 4) + 1)),
 
-  // The fewest moves that win from the board as it stands; the opponent's chance is known.
+  // The shortest winning moves from the current board; the opponent's random numbers are known.
   winningMoves: () => {
     const kept = [gameState, freeSpaces], board = gameState.join();
     const play = (moves) => __lsTwin(() => {

@@ -1,4 +1,4 @@
-"""Experts of the pages with sliders, colours, an editor, a terminal, a calendar and games."""
+"""Experts for pages with sliders, colours, an editor, a terminal, a calendar and games."""
 
 import re
 from collections import deque
@@ -10,12 +10,12 @@ from envhub.envs.miniwob.view import PageView, click, hold, write
 from envhub.web.actions import Kind
 
 FLASH_EVERY_MS = 600
-KEYS_PER_PAGE = 5  # a fifth of a slider's range is a page
+KEYS_PER_PAGE = 5  # One page is a fifth of a slider's range.
 HUES = ("red", "orange", "yellow", "green", "blue", "purple")
 
 
 def _keys(low: int, high: int, value: int, wanted: int) -> list[str]:
-    """Return the fewest keys that bring a slider from a value to the wanted one."""
+    """Return the shortest key sequence that moves a slider from a value to the wanted one."""
     page = (high - low) / KEYS_PER_PAGE
     queue: deque[tuple[float, list[str]]] = deque([(value, [])])
     seen = {float(value)}
@@ -34,7 +34,7 @@ def _keys(low: int, high: int, value: int, wanted: int) -> list[str]:
 
 
 def _slide(page: PageView, wanted: list[int]) -> str | None:
-    """Move the first slider that is not where it should be; None when all are."""
+    """Move the first slider with a wrong value; None if all are right."""
     handles = page.all("clickable", cls="ui-slider-handle")
     for handle, (low, high, value), number in zip(handles, page.inside, wanted, strict=True):
         if value != number:
@@ -73,7 +73,7 @@ def _colour(page: PageView, code: str) -> str | None:
 
 
 def similar_words(page: PageView) -> str | None:
-    """Check the boxes whose words mean what those of the goal mean."""
+    """Check the boxes whose words are synonyms of the goal's words."""
     words = set(page.goal_part(r"similar to (.*) and click Submit").split(", "))
     for box in page.all("checkbox"):
         is_meant = any(box.name in group and words & set(group) for group in page.inside)
@@ -83,7 +83,7 @@ def similar_words(page: PageView) -> str | None:
 
 
 def menu_item(page: PageView) -> str | None:
-    """Open the menu and click the item with the name or the icon of the goal."""
+    """Open the menu and click the item with the name or icon of the goal."""
     icon = page.goal_part(r"\[(ui-icon-\S+)\]")
     name = next(n for n, i in page.inside.items() if i == icon) if icon else page.quoted()[1]
     items = {item.name: item for item in page.all("menuitem")}
@@ -95,7 +95,7 @@ def menu_item(page: PageView) -> str | None:
 
 
 def terminal(page: PageView) -> str | None:
-    """List the files and remove one that ends as the goal says."""
+    """List the files and remove one with the goal's ending."""
     field = page.one("textbox", dom_id="terminal-target")
     told = [t.name for t in page.all("StaticText", cls="output")]
     if not page.taken:
@@ -107,7 +107,7 @@ def terminal(page: PageView) -> str | None:
 
 
 def editor(page: PageView) -> str | None:
-    """Select the word or everything, gives it the style or colour, and send."""
+    """Select the word or the whole text, apply the style or colour, and submit."""
     num_taken = len(page.taken)
     word = page.goal_part(r"give the text (\S+) the")
     is_selected = num_taken >= (1 if word else 2)
@@ -122,7 +122,7 @@ def editor(page: PageView) -> str | None:
 
 
 def _style(page: PageView, num_taken: int) -> str | None:
-    """Click what gives the style; None when it is given."""
+    """Click the control of the style; None once it is applied."""
     style = page.goal_part(r"style (bold|italics|underlined)")
     if style:
         names = {"bold": "ql-bold", "italics": "ql-italic", "underlined": "ql-underline"}
@@ -133,12 +133,12 @@ def _style(page: PageView, num_taken: int) -> str | None:
     choices = page.all("clickable", cls="ql-picker-item") or page.all(
         "button", cls="ql-picker-item"
     )
-    # Seven colours a row: black or white, then the hues.
+    # A row has seven colours: black or white, then the hues.
     return click(choices[1 + HUES.index(hue)]) if num_taken == 1 else None
 
 
 def event(page: PageView) -> str | None:
-    """Drag over free half hours in the window of time, name the event and create it."""
+    """Drag over free half hours within the time window, name the event and create it."""
     name = page.quoted()[0]
     if field := page.one("textbox", dom_id="event-name"):
         return (
@@ -179,7 +179,7 @@ def stock(page: PageView) -> str | None:
 
 
 def flashes(page: PageView) -> str | None:
-    """Look on until all buttons have flashed, then pushes them in that order."""
+    """Wait until all buttons have flashed, then click them in that order."""
     clicks = sum(action.kind is Kind.CLICK for action in page.taken)
     num_looks = len(page.inside) * FLASH_EVERY_MS / PAGES["simon-says"]["step_ms"]
     buttons = page.all("button")
@@ -189,7 +189,7 @@ def flashes(page: PageView) -> str | None:
 
 
 def three_in_a_row(page: PageView) -> str | None:
-    """Make the first of the moves that win."""
+    """Play the first of the winning moves."""
     if not page.inside:
         return None
     return click(page.one("clickable", dom_id=f"ttt-{page.inside[0]}"))

@@ -1,4 +1,4 @@
-"""Experts of the pages on which the mouse draws, drags or points between elements."""
+"""Experts for pages where the mouse draws, drags or points between elements."""
 
 import math
 import re
@@ -10,17 +10,18 @@ from envhub.web.actions import Kind
 from envhub.web.tree import Node
 
 Point = tuple[float, float]
-# Points of a drawing area: the pages put it at the left, this far from the top.
+# Points of a drawing area. It is at the left of the page, and `AREA_TOP` is its distance from the
+# top.
 AREA_TOP = 50
 AREA = [(x, y) for x in range(4, 146, 2) for y in range(4, 120, 2)]
 MIN_LEG = 15
 STROKE = 40
 TOWARDS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-# Every point of the page lies within reach of one of these.
+# Every point of the page is near one of these.
 PROBES = [(x, y) for y in (83, 142) for x in (30, 80, 130)]
 PLACES = ["top left", "top center", "top right", "center left", "center", "center right",
           "bottom left", "bottom center", "bottom right"]  # fmt: skip
-LANE = 3  # half of the space between two tiles
+LANE = 3  # Half of the space between two tiles.
 GRID_WAYS = {"up": -3, "down": 3, "left": -1, "right": 1}
 
 
@@ -40,7 +41,7 @@ def _angle(a: Point, vertex: Point, b: Point) -> float:
 
 
 def _point_out(page: PageView, worth: Callable[[Point], float]) -> str | None:
-    """Click the point of the drawing area that is worth most, then send."""
+    """Click the point of the drawing area with the highest worth, then submit."""
     if any(action.kind is Kind.MOUSE_CLICK for action in page.taken):
         return submit(page)
     x, y = max(AREA, key=worth)
@@ -53,7 +54,7 @@ def midpoint(page: PageView) -> str | None:
 
 
 def right_angle(page: PageView) -> str | None:
-    """Click where a line from the blue point stands upright on the given one, and send."""
+    """Click a point whose line to the blue point is perpendicular to the given line; submit."""
     end, vertex = _circles(page, "black")[0], _circles(page, "blue")[0]
 
     def worth(p: Point) -> float:
@@ -63,7 +64,7 @@ def right_angle(page: PageView) -> str | None:
 
 
 def bisector(page: PageView) -> str | None:
-    """Click where a line from the blue point halves the angle, and send."""
+    """Click a point whose line to the blue point bisects the angle; submit."""
     (a, b), vertex = _circles(page, "black")[:2], _circles(page, "blue")[0]
 
     def worth(p: Point) -> float:
@@ -73,7 +74,7 @@ def bisector(page: PageView) -> str | None:
 
 
 def draw_circle(page: PageView) -> str | None:
-    """Draw a circle around the point, and send."""
+    """Draw a circle around the point, and submit."""
     if page.taken:
         return submit(page)
     x, y = middle(next(n for n in page.all("circle")))
@@ -84,7 +85,7 @@ def draw_circle(page: PageView) -> str | None:
 
 
 def draw_line(page: PageView) -> str | None:
-    """Draw a level or upright line through the point, and send."""
+    """Draw a horizontal or vertical line through the point, and submit."""
     if page.taken:
         return submit(page)
     x, y = middle(page.all("circle")[0])
@@ -94,7 +95,7 @@ def draw_line(page: PageView) -> str | None:
 
 
 def drag_aside(page: PageView) -> str | None:
-    """Drag the figure in the direction of the goal, and send."""
+    """Drag the figure in the goal's direction, and submit."""
     if page.taken:
         return submit(page)
     figure = next(n for n in page.nodes if n.role in ("circle", "rect", "polygon"))
@@ -107,12 +108,12 @@ FIGURES = {"rectangles": "rect", "circles": "circle", "triangles": "polygon"}
 
 
 def _is_in(figure: Node, box: Node) -> bool:
-    """The upper left corner counts."""
+    """Whether the upper left corner of a figure is inside a box."""
     return box.x < figure.x < box.x + box.width and box.y < figure.y < box.y + box.height
 
 
 def drag_figures(page: PageView) -> str | None:
-    """Drag every figure into the box that it belongs to, and send."""
+    """Drag every figure into its box, and submit."""
     boxes = page.all("rect")
     boxes = [n for n in boxes if n.dom_id == "shape-container"]
     word = page.goal_part(r"all (\w+)")
@@ -128,7 +129,7 @@ def drag_figures(page: PageView) -> str | None:
 
 
 def _move_item(texts: list[Node], start: int, end: int) -> str:
-    """Drag one item to another's place; a little beyond, since only then they change places."""
+    """Drag one item slightly beyond another's place, which makes the two swap."""
     x, y = middle(texts[start])
     left, top = middle(texts[end])
     return hold((x, y), (left + _sign(end, start) * 3, top + _sign(end, start) * 3))
@@ -164,7 +165,7 @@ def drag_in_grid(page: PageView) -> str | None:
 
 
 def _slip(tile: Node, goal: Node, *, is_later: bool) -> str:
-    """Drag a tile between the others, which would give way, to the near side of its goal."""
+    """Drag a tile between the other tiles to the near side of its goal, so that none moves away."""
     x, y = middle(tile)
     lane_y = tile.y - LANE
     lane_x = goal.x - LANE if is_later else goal.x + goal.width + LANE
@@ -174,7 +175,7 @@ def _slip(tile: Node, goal: Node, *, is_later: bool) -> str:
 
 
 def sort_numbers(page: PageView) -> str | None:
-    """Drag the lowest of the numbers not in place upwards, until all are sorted; send."""
+    """Drag the lowest misplaced number up, until all are sorted; submit."""
     texts = [t for t in page.texts() if re.fullmatch(r"-?\d+", t.name)]
     numbers = [int(text.name) for text in texts]
     for place, number in enumerate(sorted(numbers)):
@@ -184,7 +185,7 @@ def sort_numbers(page: PageView) -> str | None:
 
 
 def resize(page: PageView) -> str | None:
-    """Drag the corner of the field, and send."""
+    """Drag the corner of the field, and submit."""
     if page.taken:
         return submit(page)
     field = next(n for n in page.all("textbox"))
@@ -195,7 +196,7 @@ def resize(page: PageView) -> str | None:
 
 
 def highlight(page: PageView) -> str | None:
-    """Drag over the text, or the n-th of them, and send."""
+    """Drag over the text, or over the n-th paragraph, and submit."""
     if page.taken:
         return submit(page)
     texts = [t for t in page.texts() if t.name != "Submit"]
@@ -205,7 +206,7 @@ def highlight(page: PageView) -> str | None:
 
 
 def hot_cold(page: PageView) -> str | None:
-    """Try one point after the other and click the first that is not far."""
+    """Try one point after another and click the first that is close."""
     words = [text.name for text in page.texts()]
     if page.taken and "ICE COLD" not in words:
         x, y = page.taken[-1].points[0]
@@ -219,7 +220,7 @@ def chase(page: PageView) -> str | None:
 
 
 def catch(page: PageView) -> str | None:
-    """Click a circle that is in sight; wait while there is none."""
+    """Click a visible circle; wait while there is none."""
     seen = [c for c in page.all("circle") if -8 < c.x < 132]
     if seen:
         return click(min(seen, key=lambda c: abs(c.x + c.width / 2 - 80)))
@@ -227,7 +228,7 @@ def catch(page: PageView) -> str | None:
 
 
 def drag_box(page: PageView) -> str | None:
-    """Drag the small box into the middle of the large one, which it may lie on, and send."""
+    """Drag the small box into the middle of the large one, and submit; the boxes may overlap."""
     if any(action.kind is Kind.MOUSE_DRAG for action in page.taken):
         return submit(page)
     small, large = page.one("clickable", name="s"), page.one("clickable", name="L")

@@ -1,4 +1,4 @@
-"""Experts of the pages that must be read: inboxes, posts, contacts, tickets, menus."""
+"""Experts for pages that must be read: inboxes, posts, contacts, tickets, menus."""
 
 import re
 
@@ -8,7 +8,7 @@ from envhub.envs.miniwob.view import PageView, click, write
 from envhub.web.actions import Kind
 from envhub.web.tree import Node
 
-# The longest texts of the page where one scrolls, and of the page where one reads to the end.
+# Screens of the longest text: on the scrolling page, and on the page read to the end.
 NUM_SCREENS = 12
 MAX_SCREENS = 40
 
@@ -24,7 +24,7 @@ def email(page: PageView) -> str | None:
 
 
 def told_email(page: PageView) -> str | None:
-    """Do what the goal means, however it is told."""
+    """Perform the email task of a goal in free wording."""
     order = page.inside
     threads = page.all("clickable", cls="email-thread")
     thread = threads[order["place"]] if threads else None
@@ -50,7 +50,7 @@ def _deal_with(page: PageView, thread: Node | None, *, icon: str, to: str, text:
     if thread is None:
         return None
     inner = [n for n in page.inside_of(thread) if icon and icon in n.dom_class.split()]
-    # Some inboxes have no icons: the email must be opened for them.
+    # An inbox without icons shows them only in the opened email.
     return click(inner[0] if inner else thread)
 
 
@@ -65,7 +65,7 @@ def _posts(page: PageView) -> list[tuple[str, list[Node]]]:
 
 
 def one_post(page: PageView) -> str | None:
-    """Click the button of the user's post, in its menu if it is there."""
+    """Click the button of the user's post; it may be inside the post's menu."""
     user = page.goal_part(r"For the user (@\w+)")
     word = WORDS["buttons"][page.quoted()[0]]
     for name, nodes in _posts(page):
@@ -79,7 +79,7 @@ def one_post(page: PageView) -> str | None:
 
 
 def all_posts(page: PageView) -> str | None:
-    """Click the button of every post by the user, or of as many as asked for, and send."""
+    """Click the button of every post by the user, or of the requested number, and submit."""
     user = page.goal_part(r"by (@\w+)")
     word = WORDS["buttons"][page.quoted()[0]]
     limit = int(page.goal_part(r"on (\d+) post") or 99)
@@ -95,7 +95,7 @@ def all_posts(page: PageView) -> str | None:
 
 
 def contact(page: PageView) -> str | None:
-    """Turn the pages to the contact and click the property."""
+    """Page through the contacts to the right one and click the property."""
     name, what = re.findall(r"Find (.*) in the contact book and click on their (\w+)", page.goal)[0]
     shown = page.one("heading")
     if shown is not None and shown.name == name:
@@ -113,7 +113,7 @@ def _minutes(node: Node) -> int:
 
 
 def ticket(page: PageView) -> str | None:
-    """Book the cheapest, dearest, shortest or longest."""
+    """Book the cheapest, most expensive, shortest or longest ticket."""
     books = [b for b in page.all("button") if b.name.startswith("Book")]
     times = [t for t in page.texts() if re.fullmatch(r"\d+h \d+m", t.name)]
     if "cost" in page.goal or "cheapest" in page.goal:
@@ -126,7 +126,7 @@ def ticket(page: PageView) -> str | None:
 
 
 def flight(page: PageView) -> str | None:
-    """Fill the form by its suggestions, search and book."""
+    """Fill in the form with its suggestions, search and book."""
     start, end, _ = re.findall(r"from: (.*) to: (.*) on (\S+?)\.?$", page.goal)[0]
     if any(b.name.startswith("Book flight") for b in page.all("button")):
         return ticket(page)
@@ -146,7 +146,7 @@ def flight(page: PageView) -> str | None:
 
 
 def order(page: PageView) -> str | None:
-    """Order the items by name, or as many as asked for of a kind."""
+    """Order the named items, or the requested number of items of a kind."""
     dishes = _dishes(page)
     kind = page.goal_part(r"items that are (\S+)")
     if kind:
@@ -178,7 +178,7 @@ def _dishes(page: PageView) -> list[tuple[str, set[str], Node, int]]:
 
 
 def scroll_area(page: PageView) -> str | None:
-    """Scroll the text to its top or bottom, which a dozen screens suffice for, and send."""
+    """Scroll the text to its top or bottom, within `NUM_SCREENS` screens, and submit."""
     direction = "down" if "to the bottom" in page.goal else "up"
     return _scroll(page, direction, NUM_SCREENS) or submit(page)
 
@@ -192,7 +192,7 @@ def _scroll(page: PageView, direction: str, limit: int) -> str | None:
 
 
 def agreement(page: PageView) -> str | None:
-    """Read to the end, sign and answer, or only refuse."""
+    """Read to the end, sign and answer; or only cancel."""
     if "Click the cancel button" in page.goal:
         return click(page.one("button", name="Cancel"))
     field = page.one("textbox", dom_id="name")

@@ -1,4 +1,4 @@
-"""Experts of the pages with drawn figures that the goal describes."""
+"""Experts for pages with drawn figures that the goal describes."""
 
 import re
 
@@ -14,7 +14,7 @@ def _describes(words: list[str], node: Node) -> bool:
     kind = ("digit" if node.name.isdigit() else "letter") if is_text else "shape"
     names = {kind, node.name if is_text else SHAPE_ROLES.get(node.role, ""), "item"}
     fill = re.search(r"fill: (\w+)", node.states)
-    # The font of a large letter is twice that of a small one.
+    # The font of a large letter is twice that of a small letter.
     is_large = node.height > (17 if is_text else LARGE_PX)
     tests = {"large": is_large, "small": not is_large}
     for word in words:
@@ -31,7 +31,7 @@ def _drawn(page: PageView) -> list[Node]:
 
 
 def described_shape(page: PageView) -> str | None:
-    """Click a figure that the words describe; the one drawn last lies on top."""
+    """Click a figure that matches the description; prefer one without a figure on top of it."""
     words = page.goal_part(r"Click on an? (.*)").split()
     found = [n for n in _drawn(page) if _describes(words, n)]
     free = [n for n in found if not any(_covers(o, n) for o in _drawn(page) if o.id > n.id)]
@@ -53,7 +53,7 @@ def count_shapes(page: PageView) -> str | None:
 
 
 def name_shape(page: PageView) -> str | None:
-    """Click what the figure is."""
+    """Click the kind of the figure."""
     figure = next(iter(_drawn(page)), None)
     if figure is None:
         return None

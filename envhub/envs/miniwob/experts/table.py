@@ -1,7 +1,7 @@
-"""Which expert solves which page, by the table `pages.yaml`.
+"""The experts of the pages, from the table `pages.yaml`.
 
-An expert may know what the page's script knows, since it is the way that shows an item to be
-solvable; it acts by the agent's own actions.
+An expert may read the state of the page's script, since its purpose is to show that an item is
+solvable. It acts with the agent's own actions.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,6 @@ BY_PAGE = {page: _expert(facts["expert"]) for page, facts in PAGES.items() if "e
 
 
 def inside_script(page: str) -> str | None:
-    """Return the expression that tells a page's expert what its script knows; None for none."""
+    """Return the expression for the script state of a page's expert; None if it needs none."""
     name = PAGES[page].get("inside")
     return name and f"{INSIDE}.{name}()"

@@ -1,4 +1,4 @@
-"""What can be said and asked about the things of the generated world."""
+"""The relations of the generated world, with their statements and questions."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from envhub.tables import read_table
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """One kind of fact: of each thing of `kind` it has at most one value; see `relations.yaml`.
+    """One kind of fact: each thing of `kind` has at most one value; see `relations.yaml`.
 
     Attributes:
-        target: kind of the value; "" when it is a number or a plain word.
-        asks: the question as a search, in a quiz and as from a table.
+        target: kind of the value; "" for a number or a plain word.
+        asks: the question as a search, as in a quiz, and as from a table.
     """
 
     kind: str

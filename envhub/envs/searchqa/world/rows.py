@@ -1,4 +1,4 @@
-"""Questions about the generated world, as rows of the same form as the real datasets'."""
+"""Questions about the generated world, as rows in the format of the real datasets."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ QUESTIONS = read_table(__file__, "questions.yaml")
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A question before it becomes a row; `hops` are (thing, relation) in their order."""
+    """A question before it becomes a row; `hops` are (thing, relation) in order."""
 
     text: str
     answers: tuple[str, ...]
@@ -35,15 +35,15 @@ class Drafts:
         self._kinds = list(self._starts)
 
     def single(self, wording: int) -> Draft:
-        """Draw a question of one hop; `wording` chooses among the relation's questions."""
+        """Draw a question of one hop; `wording` selects one of the relation's questions."""
         return self._chain(1, wording=wording, sort="single")
 
     def composed(self, num_hops: int, *, by_clause: bool = False) -> Draft:
-        """Draw a question of several hops, each about the answer of the one before."""
+        """Draw a question of several hops, each about the answer of the previous one."""
         return self._chain(num_hops, by_clause=by_clause, sort=f"{num_hops}hop")
 
     def inferred(self) -> Draft:
-        """Draw a question whose two hops have one name, such as grandfather."""
+        """Draw a question with a single name for two hops, such as grandfather."""
         first, second, text = self._rng.choice(QUESTIONS["inferences"])
         while True:
             person = self._rng.choice(self._starts["person"])
@@ -54,7 +54,7 @@ class Drafts:
                 return Draft(text.format(person.name), answers, hops, "inference")
 
     def compared(self) -> Draft:
-        """Draw a question which of two things has more or less of something."""
+        """Draw a question that compares a number of two things."""
         kind, key, text, lower_wins = self._rng.choice(QUESTIONS["comparisons"])
         while True:
             pair = self._rng.sample(self._starts[kind], 2)
@@ -65,7 +65,7 @@ class Drafts:
                 return Draft(_about(text, pair), _names(winner), hops, "comparison")
 
     def compared_beyond(self) -> Draft:
-        """Draw a comparison of two things by a fact about something of theirs."""
+        """Draw a comparison of two things by a number of their related things."""
         kind, first, second, text, lower_wins = self._rng.choice(QUESTIONS["bridge_comparisons"])
         while True:
             pair = self._rng.sample(self._starts[kind], 2)
@@ -81,7 +81,7 @@ class Drafts:
                 return Draft(_about(text, pair), _names(winner), hops, "bridge-comparison")
 
     def same(self) -> Draft:
-        """Draw a question for yes or no; either is as likely."""
+        """Draw a yes-or-no question; both answers are equally likely."""
         kind, key, text = self._rng.choice(QUESTIONS["sameness"])
         is_yes = self._rng.random() < 0.5
         while True:
@@ -99,7 +99,7 @@ class Drafts:
     def _chain(
         self, num_hops: int, *, wording: int = 0, by_clause: bool = False, sort: str
     ) -> Draft:
-        """Walk from a thing along its facts, never back to where it was."""
+        """Draw a question along a chain of facts that never returns to a thing."""
         while True:
             thing = self._rng.choice(self._starts[self._rng.choice(self._kinds)])
             noun = start = _noun(thing)
@@ -128,7 +128,7 @@ class Drafts:
 
 
 def make_rows(things: Things, subset: str, split: str, num_rows: int) -> list[Row]:
-    """Return the rows of a subset, no question twice; the same on every machine."""
+    """Return the rows of a subset, without duplicates; the same on every machine."""
     rng = random.Random(f"{subset}/{split}")
     draw = DRAWS[subset]
     drafts = Drafts(things, rng, is_test=split == "test")
@@ -186,7 +186,7 @@ def _thing(value: Thing | str) -> Thing:
 
 
 def _names(thing: Thing) -> tuple[str, ...]:
-    """Return the names under which a thing of a comparison may be given as the answer."""
+    """Return the accepted names of a thing as the answer of a comparison."""
     return tuple(dict.fromkeys((thing.name, _noun(thing))))
 
 
@@ -207,7 +207,7 @@ def _number(text: str) -> int:
 
 
 def _answers(value: Thing | str) -> tuple[str, ...]:
-    """Return all wordings of a value that count as right; the first is the passage's."""
+    """Return all accepted forms of a value; the first is that of the passage."""
     if isinstance(value, Thing):
         country = value.facts.get("country")
         if isinstance(country, Thing):

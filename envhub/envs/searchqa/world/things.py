@@ -1,4 +1,4 @@
-"""The things of the generated world and the facts about them, drawn from one seed."""
+"""The things of the generated world and their facts, drawn from one seed."""
 
 import random
 from dataclasses import dataclass, field
@@ -15,15 +15,15 @@ NUM_THINGS = {
 }  # fmt: skip
 GENERATION_SIZES = (300, 300, 260)
 FIRST_BIRTH_YEAR = 1880
-YEARS = {"university": (1400, 1900)}  # of founding; all else is of the time of the people
+YEARS = {"university": (1400, 1900)}  # Founding years. All other years are in `USUAL_YEARS`.
 USUAL_YEARS = (1920, 2020)
 TEST_FRAC = 0.2
 CREATORS = ("director", "star", "composer", "author", "artist")
-NUM_CREATORS = 70  # people of each of these trades; most have several works
+NUM_CREATORS = 70  # Number of people per trade; most have several works.
 
 
 class Names:
-    """Draws invented names, none of them twice; the order of draws and the generator decide."""
+    """Draws unique invented names. They depend on the generator and the order of the draws."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -45,7 +45,7 @@ class Names:
                 return name
 
     def person(self, surname: str, *, is_woman: bool) -> str:
-        """Return a first name with `surname`."""
+        """Return a full name with `surname`."""
         while True:
             name = f"{self._rng.choice(WORDS['women' if is_woman else 'men'])} {surname}"
             if name not in self._taken:
@@ -63,7 +63,7 @@ class Names:
 
 @dataclass(eq=False, slots=True)
 class Thing:
-    """One thing with its facts by relation key; a value is another thing or words."""
+    """One thing with its facts by relation key; a value is another thing or a text."""
 
     kind: str
     name: str
@@ -72,7 +72,7 @@ class Thing:
 
 
 class Things:
-    """All things by kind, in the order in which they were drawn."""
+    """All things by kind, in the order of their draws."""
 
     def __init__(self, seed: str) -> None:
         self._rng = random.Random(seed)
@@ -92,7 +92,7 @@ class Things:
         self._crown_capitals()
 
     def all(self) -> list[Thing]:
-        """Return every thing, in an order that is always the same."""
+        """Return every thing, in a fixed order."""
         return [thing for things in self.by_kind.values() for thing in things]
 
     def _name(self, kind: str) -> str:
@@ -110,7 +110,7 @@ class Things:
         return f"{word} {kind.capitalize()}" if kind in ("university", "museum") else word
 
     def _draw_people(self) -> list[Thing]:
-        """Draw three generations: spouses of one generation are parents in the next."""
+        """Draw three generations; the couples of one generation are the parents of the next."""
         rng, people, couples = self._rng, [], []
         for age, size in enumerate(GENERATION_SIZES):
             families = list(couples)
@@ -130,7 +130,7 @@ class Things:
         return people
 
     def _fill(self, thing: Thing) -> None:
-        """Draw the facts that are not there yet; a person need not have an employer."""
+        """Draw the missing facts; a person can lack an employer."""
         for relation in RELATIONS[thing.kind]:
             if relation.key in thing.facts or relation.key in ("father", "mother", "spouse"):
                 continue
@@ -157,7 +157,7 @@ class Things:
         return rng.choice(WORDS[key])
 
     def _crown_capitals(self) -> None:
-        """Put each capital in its own country; a city is the capital of one country at most."""
+        """Place each capital in its own country; a city is the capital of at most one country."""
         cities = self._rng.sample(self.by_kind["city"], len(self.by_kind["country"]))
         for country, city in zip(self.by_kind["country"], cities, strict=True):
             country.facts["capital"] = city

@@ -20,7 +20,7 @@ from envhub.envs.searchqa.world.relations import RELATIONS
 from envhub.envs.searchqa.world.rows import Row, make_rows
 from envhub.envs.searchqa.world.things import Thing, Things
 
-SEED = "world of facts 1"  # another seed is another world: item ids then mean other questions
+SEED = "world of facts 1"  # Another seed is another world: item ids then refer to other questions.
 NUM_TRAIN = 1000
 NUM_TEST = {name: 200 if name == "musique" else 100 for name in DATASETS}
 CORPUS_FILE = "corpus.jsonl"
@@ -32,7 +32,7 @@ WORLD_SUBSETS = {
 
 
 class World:
-    """A world of invented facts. Test questions start from things that no train question does."""
+    """A world of invented facts. Train and test questions start from different things."""
 
     def __init__(self) -> None:
         self._things = Things(SEED)
@@ -48,7 +48,7 @@ class World:
         return make_question(self.rows(item.subset, item.split)[item.index])
 
     def rows(self, subset: str, split: str) -> list[Row]:
-        """Return the questions of a subset as rows; they are drawn when first asked for."""
+        """Return the questions of a subset as rows, drawn on first use."""
         with self._lock:
             if (subset, split) not in self._rows:
                 spec = WORLD_SUBSETS[subset]
@@ -57,7 +57,7 @@ class World:
             return self._rows[subset, split]
 
     def passages(self) -> list[Passage]:
-        """Return one passage for each thing; its title is the thing's name."""
+        """Return one passage per thing; its title is the thing's name."""
         return [Passage(thing.name, describe(thing)) for thing in self._things.all()]
 
 
@@ -68,7 +68,7 @@ def the_world() -> World:
 
 
 def describe(thing: Thing) -> str:
-    """Return the text of a thing's passage: a sentence for each fact."""
+    """Return the text of a thing's passage: one sentence per fact."""
     is_person = thing.kind == "person"
     again = thing.name.split()[0] if is_person else "It"
     article = "an" if thing.kind == "album" else "a"
@@ -82,7 +82,7 @@ def describe(thing: Thing) -> str:
 
 
 def write_world(folder: Path) -> None:
-    """Write corpus and questions as files, in the form in which real ones are read."""
+    """Write corpus and questions as files, in the format of the real ones."""
     folder.mkdir(parents=True, exist_ok=True)
     world = the_world()
     corpus = (
