@@ -2,7 +2,7 @@
 
 import os
 
-from common.config.run_config import RaySection
+from common.config.services import RaySection
 
 
 def cluster_address(section: RaySection) -> str:

@@ -18,7 +18,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from common.config.envs import EnvsSection, RemoteOptions
-from common.config.run_config import EnvhubSection, RunConfig
+from common.config.run_config import RunConfig
+from common.config.services import EnvhubSection
 from common.errors import ConfigError
 from common.formats.action_size import FIELDS_BYTES, MIB
 from common.join.enrol import Joined

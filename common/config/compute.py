@@ -100,11 +100,14 @@ class LoraSection:
     There is no dropout, because the trained policy must be the sampling policy.
     """
 
-    rank: int = knob(0, "of the adapters; 0: all weights are trained", ge=0, le=512)
-    alpha: float = knob(32.0, "adapters count alpha / rank times", gt=0, le=1e4)
+    rank: int = knob(0, "Rank of the LoRA adapters. 0 trains all weights.", ge=0, le=512)
+    alpha: float = knob(
+        32.0, "The output of an adapter is multiplied by alpha / rank.", gt=0, le=1e4
+    )
     targets: list[str] = knob(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        "linear layers that get adapters, by the last part of their names; never the head",
+        "Linear layers that get adapters, by the last part of their names. The head "
+        "never gets one.",
         form=WORD,
     )
 
@@ -141,15 +144,34 @@ class Timestep(StrEnum):
 class CriticSection:
     """The value function of `algorithm.advantage=ppo`."""
 
-    kind: CriticKind = knob(CriticKind.HEAD, "where it sits")
-    path: str = knob("", 'kind=model: checkpoint to start from; "": model.path')
-    lr: float = knob(1e-5, "learning rate of the head, or of the model", gt=0, le=10)
-    coef: float = knob(0.5, "kind=head: weight of the value loss", ge=0, le=1000)
-    clip: float = knob(0.2, "how far a value may move from that before the step; 0: freely", ge=0)
-    warmup_steps: int = knob(0, "first steps in which only the critic learns", ge=0)
-    gae_lambda: float = knob(1.0, "of generalised advantage estimation", ge=0, le=1)
-    timestep: Timestep = knob(Timestep.TURN, "what one step of the estimation is")
-    targets: CriticTargets = knob(CriticTargets.GAE, "what it learns")
-    vtrace_rho: float = knob(1.0, "cap of the weight of a temporal difference", gt=0)
-    vtrace_c: float = knob(1.0, "cap of the weight that is passed back", gt=0)
-    whiten: bool = knob(True, "advantages of the batch to mean 0 and standard deviation 1")
+    kind: CriticKind = knob(
+        CriticKind.HEAD,
+        "Selects the network of the critic: a head on the policy, or a model of its own.",
+    )
+    path: str = knob(
+        "", "Checkpoint from which a critic of kind=model starts. Empty means model.path."
+    )
+    lr: float = knob(1e-5, "Sets the learning rate of the critic.", gt=0, le=10)
+    coef: float = knob(
+        0.5, "Weight of the value loss in the loss of a critic of kind=head.", ge=0, le=1000
+    )
+    clip: float = knob(
+        0.2,
+        "Limits how far a value may move from its value before the step. 0 sets no limit.",
+        ge=0,
+    )
+    warmup_steps: int = knob(0, "Number of first steps in which only the critic is trained.", ge=0)
+    gae_lambda: float = knob(1.0, "Sets lambda of generalised advantage estimation.", ge=0, le=1)
+    timestep: Timestep = knob(
+        Timestep.TURN, "Selects the time step of the advantage estimator: a turn or a token."
+    )
+    targets: CriticTargets = knob(
+        CriticTargets.GAE, "Selects the targets that the critic is trained on."
+    )
+    vtrace_rho: float = knob(1.0, "Caps the V-trace weight of a temporal difference.", gt=0)
+    vtrace_c: float = knob(
+        1.0, "Caps the V-trace weight that is passed back to earlier steps.", gt=0
+    )
+    whiten: bool = knob(
+        True, "Scales the advantages of a batch to mean 0 and standard deviation 1."
+    )

@@ -59,10 +59,16 @@ class MixtureKind(StrEnum):
 class TaskSection:
     """One part of the training mixture."""
 
-    env: str = knob(MISSING, "its name; of a|b the first that is configured", form=ENV_NAME)
-    subset: str = knob(MISSING, "which of the environment's items", form=NAME)
-    weight: float = knob(1.0, "relative to the other tasks", ge=0)
-    distance: list[int] = knob([], "[least, most] turns its expert needs", ge=1, le=MAX_TURNS)
+    env: str = knob(
+        MISSING,
+        'Name of the environment. Of "a|b" the first configured one is used.',
+        form=ENV_NAME,
+    )
+    subset: str = knob(MISSING, "Selects the subset of the environment's items.", form=NAME)
+    weight: float = knob(1.0, "Weight of the task relative to the other tasks.", ge=0)
+    distance: list[int] = knob(
+        [], "Selects items by the turns their expert needs: [least, most].", ge=1, le=MAX_TURNS
+    )
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.distance and (len(self.distance) != 2 or self.distance[0] > self.distance[1]):
@@ -84,11 +90,26 @@ class TaskSection:
 class MixtureSection:
     """The mixture of the tasks. Evaluation always uses the plain weights."""
 
-    kind: MixtureKind = knob(MixtureKind.WEIGHTS, "what decides how often a task is drawn")
-    temperature: float = knob(1.0, "1: the weights; the larger, the more even", gt=0, le=1000)
-    floor: float = knob(0.1, "adaptive: least worth of a task or item, of at most 1", gt=0, le=1)
+    kind: MixtureKind = knob(
+        MixtureKind.WEIGHTS, "Selects the rule that decides how often each task is drawn."
+    )
+    temperature: float = knob(
+        1.0,
+        "Flattens the task weights: 1 keeps them, and a larger value makes them more even.",
+        gt=0,
+        le=1000,
+    )
+    floor: float = knob(
+        0.1,
+        "With kind=adaptive, each task and item keeps at least this worth, of at most 1.",
+        gt=0,
+        le=1,
+    )
     memory_episodes: int = knob(
-        256, "adaptive: over which the success of a task is averaged", ge=1, le=10**6
+        256,
+        "With kind=adaptive, success of a task is averaged over this many episodes.",
+        ge=1,
+        le=10**6,
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -101,13 +122,40 @@ class MixtureSection:
 class GatedSection:
     """Conditions of a gated horizon. All means are over the training steps of one stage."""
 
-    window_steps: int = knob(40, "over which cut episodes and success's slope are measured", ge=2)
-    min_steps: int = knob(40, "in a stage before it may advance", ge=2, must="be >= window_steps")
-    min_truncated_frac: float = knob(0.3, "of episodes cut, needed to advance", ge=0, le=1)
-    max_gain: float = knob(0.01, "and success changes by at most this over the window", ge=0)
-    backoff_steps: int = knob(5, "over which a collapse is measured", ge=1)
-    entropy_frac: float = knob(0.3, "of the window before; below it back off; 0: off", ge=0, le=1)
-    ess_frac: float = knob(0.3, "or the effective sample size below this share; 0: off", ge=0, le=1)
+    window_steps: int = knob(
+        40, "The gate measures cut episodes and the slope of success over this many steps.", ge=2
+    )
+    min_steps: int = knob(
+        40,
+        "A stage lasts at least this many steps before the gate may advance.",
+        ge=2,
+        must="be >= window_steps",
+    )
+    min_truncated_frac: float = knob(
+        0.3,
+        "The gate advances only if at least this share of the episodes is cut by the horizon.",
+        ge=0,
+        le=1,
+    )
+    max_gain: float = knob(
+        0.01,
+        "The gate advances only if mean success changed by at most this much over the window.",
+        ge=0,
+    )
+    backoff_steps: int = knob(5, "The gate measures a collapse over this many steps.", ge=1)
+    entropy_frac: float = knob(
+        0.3,
+        "The gate backs off if entropy falls below this share of the window before. 0 "
+        "turns it off.",
+        ge=0,
+        le=1,
+    )
+    ess_frac: float = knob(
+        0.3,
+        "The gate backs off if the effective sample size falls below this share. 0 turns it off.",
+        ge=0,
+        le=1,
+    )
 
 
 class CurriculumKind(StrEnum):
@@ -127,12 +175,30 @@ class CurriculumKind(StrEnum):
 class DistanceGatedSection:
     """Conditions of a gated distance. All means are over the training steps of one stage."""
 
-    window_steps: int = knob(20, "over which success is measured", ge=2)
-    min_steps: int = knob(20, "in a stage before it may advance", ge=2, must="be >= window_steps")
-    min_success: float = knob(0.6, "of episodes solved, needed to advance", ge=0, le=1)
-    backoff_steps: int = knob(5, "over which a collapse is measured", ge=1)
-    entropy_frac: float = knob(0.3, "of the window before; below it back off; 0: off", ge=0, le=1)
-    ess_frac: float = knob(0.3, "or the effective sample size below this share; 0: off", ge=0, le=1)
+    window_steps: int = knob(20, "The gate measures success over this many steps.", ge=2)
+    min_steps: int = knob(
+        20,
+        "A stage lasts at least this many steps before the gate may advance.",
+        ge=2,
+        must="be >= window_steps",
+    )
+    min_success: float = knob(
+        0.6, "The gate advances only if at least this share of the episodes is solved.", ge=0, le=1
+    )
+    backoff_steps: int = knob(5, "The gate measures a collapse over this many steps.", ge=1)
+    entropy_frac: float = knob(
+        0.3,
+        "The gate backs off if entropy falls below this share of the window before. 0 "
+        "turns it off.",
+        ge=0,
+        le=1,
+    )
+    ess_frac: float = knob(
+        0.3,
+        "The gate backs off if the effective sample size falls below this share. 0 turns it off.",
+        ge=0,
+        le=1,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +208,19 @@ class HorizonOverride:
     A subset inherits missing values from its environment, and an environment from `horizon`.
     """
 
-    kind: str = knob("", '"": not given', one_of=tuple(HorizonKind), also="")
-    stages: list[int] = knob([], "[]: not given", ge=1, le=MAX_STAGE)
-    every_steps: int = knob(0, "0: not given", ge=0)
-    over_steps: int = knob(0, "0: not given", ge=0)
+    kind: str = knob(
+        "",
+        "Replaces horizon.kind for this environment. Empty keeps it.",
+        one_of=tuple(HorizonKind),
+        also="",
+    )
+    stages: list[int] = knob(
+        [], "Replaces horizon.stages for this environment. [] keeps them.", ge=1, le=MAX_STAGE
+    )
+    every_steps: int = knob(
+        0, "Replaces horizon.every_steps for this environment. 0 keeps it.", ge=0
+    )
+    over_steps: int = knob(0, "Replaces horizon.over_steps for this environment. 0 keeps it.", ge=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,13 +257,28 @@ class ActorLimits(Protocol):
 class HorizonSection:
     """The interaction horizon: the longest episode (ScalingInter-RL, arXiv 2509.08755)."""
 
-    kind: HorizonKind = knob(HorizonKind.FIXED, "how it changes over the run")
-    unit: HorizonUnit = knob(HorizonUnit.TURNS, "of its stages, in training")
-    stages: list[int] = knob([20], "in its unit; fixed uses the last", ge=1, le=MAX_STAGE)
-    every_steps: int = knob(100, "stepwise: optimizer steps per stage", ge=1)
-    over_steps: int = knob(200, "linear: optimizer steps from the first stage to the last", ge=1)
+    kind: HorizonKind = knob(HorizonKind.FIXED, "Selects how the horizon changes over the run.")
+    unit: HorizonUnit = knob(
+        HorizonUnit.TURNS, "Selects the unit of the stages in training: turns, tokens or seconds."
+    )
+    stages: list[int] = knob(
+        [20],
+        "Lists the horizons of the stages, in the unit of the horizon. kind=fixed uses the last.",
+        ge=1,
+        le=MAX_STAGE,
+    )
+    every_steps: int = knob(
+        100, "With kind=stepwise, each stage lasts this many optimizer steps.", ge=1
+    )
+    over_steps: int = knob(
+        200,
+        "With kind=linear, the horizon grows from the first stage to the last over these steps.",
+        ge=1,
+    )
     gated: GatedSection = field(default_factory=GatedSection)
-    per_env: dict[str, HorizonOverride] = knob({}, "by environment, or environment/subset")
+    per_env: dict[str, HorizonOverride] = knob(
+        {}, "Overrides the horizon by environment, or by environment/subset."
+    )
 
     def contradictions(self) -> Iterator[Contradiction]:
         for name in ("", *self.per_env):
@@ -248,10 +338,22 @@ class DistanceSection:
     A stage contains a task's items from its least distance up to the stage's bound.
     """
 
-    kind: HorizonKind = knob(HorizonKind.STEPWISE, "how the bound changes over the run")
-    stages: list[int] = knob([4, 8, 16, 32], "bounds in turns; fixed uses the last", ge=1)
-    every_steps: int = knob(50, "stepwise: optimizer steps per stage", ge=1)
-    over_steps: int = knob(200, "linear: optimizer steps from the first stage to the last", ge=1)
+    kind: HorizonKind = knob(
+        HorizonKind.STEPWISE, "Selects how the bound on the distance changes over the run."
+    )
+    stages: list[int] = knob(
+        [4, 8, 16, 32],
+        "Lists the bounds of the stages, in turns of the expert. kind=fixed uses the last.",
+        ge=1,
+    )
+    every_steps: int = knob(
+        50, "With kind=stepwise, each stage lasts this many optimizer steps.", ge=1
+    )
+    over_steps: int = knob(
+        200,
+        "With kind=linear, the bound grows from the first stage to the last over these steps.",
+        ge=1,
+    )
     gated: DistanceGatedSection = field(default_factory=DistanceGatedSection)
 
     @property
@@ -276,7 +378,10 @@ class DistanceSection:
 class CurriculumSection:
     """The growing quantity during training: the horizon, the distance of the goals, or both."""
 
-    kind: CurriculumKind = knob(CurriculumKind.HORIZON, "what grows over the run")
+    kind: CurriculumKind = knob(
+        CurriculumKind.HORIZON,
+        "Selects what grows over the run: the horizon or the distance of the items.",
+    )
     distance: DistanceSection = field(default_factory=DistanceSection)
 
     @property

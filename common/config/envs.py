@@ -10,23 +10,25 @@ from common.config.knobs import URL, WORD, Contradiction, knob, seconds
 class ItemFiles:
     """Published item lists, in the format of AgentGym-RL's AgentItemId and of AgentEval."""
 
-    train_items: str = knob("", "file with the training items of subset `agentgym`")
-    test_items: str = knob("", "file with its test items")
+    train_items: str = knob("", "Names a file with the training items of the subset `agentgym`.")
+    test_items: str = knob("", "Names a file with the test items of the subset `agentgym`.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextcraftOptions(ItemFiles):
     """Crafting from recipes."""
 
-    recipes_dir: str = knob("", 'folder of Minecraft-format recipe files; "": our own book')
+    recipes_dir: str = knob(
+        "", "Folder of recipe files in Minecraft's format. Empty uses the built-in recipes."
+    )
     exchanged_frac: float = knob(
-        0.0,
-        "of the training items with words exchanged and numbers drawn anew, so that they are read",
-        ge=0,
-        le=1,
+        0.0, "Share of the training items whose words and numbers are randomised.", ge=0, le=1
     )
     max_distractors: int = knob(
-        -1, "recipes shown beside those needed, at most; -1: 5, of a folder 10", ge=-1, le=1_000
+        -1,
+        "Shows at most this many needless recipes. -1 means 5, or 10 with recipes_dir.",
+        ge=-1,
+        le=1_000,
     )
 
 
@@ -34,63 +36,99 @@ class TextcraftOptions(ItemFiles):
 class BabyaiOptions(ItemFiles):
     """Grid worlds of minigrid."""
 
-    shaped_reward: bool = knob(False, "success pays 1 - 0.9 * steps / max_steps instead of 1")
-    agentgym_goals: bool = knob(False, 'AgentGym\'s wording: "and" for "then" and "after you"')
-    agentgym_layouts: bool = knob(False, "AgentGym's layouts, also the few that nobody can solve")
-    agentgym_rules: bool = knob(False, "all three, its actions, numbers, paths and lost rewards")
+    shaped_reward: bool = knob(False, "Success pays 1 - 0.9 * steps / max_steps instead of 1.")
+    agentgym_goals: bool = knob(
+        False, 'Words goals as AgentGym does: "and" instead of "then" and "after you".'
+    )
+    agentgym_layouts: bool = knob(
+        False, "Uses AgentGym's layouts, including the few that cannot be solved."
+    )
+    agentgym_rules: bool = knob(
+        False, "Uses all of AgentGym's rules: goals, layouts, shaped reward, actions and numbers."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SciworldOptions(ItemFiles):
     """ScienceWorld. Each live episode has its own small JVM."""
 
-    max_jvms: int = knob(8, "live episodes", ge=1, le=10**4)
-    jvm_memory_mib: int = knob(160, "MiB of heap", ge=16, le=10**6)
+    max_jvms: int = knob(
+        8, "Limits the live episodes, each of which has a Java process.", ge=1, le=10**4
+    )
+    jvm_memory_mib: int = knob(
+        160, "MiB of heap that the Java process of an episode gets.", ge=16, le=10**6
+    )
     gold_memory_mib: int = knob(
-        512, "MiB of the JVM that works out solutions when asked", ge=16, le=10**6
+        512, "MiB of heap that the Java process which computes solutions gets.", ge=16, le=10**6
     )
     call_timeout_s: float = seconds(
-        60.0, "longest wait for the simulator's answer, in seconds", gt=0
+        60.0, "Seconds in which the simulator must answer a call.", gt=0
     )
-    simplifications: str = knob("", 'ScienceWorld\'s own words, comma-separated, such as "easy"')
+    simplifications: str = knob(
+        "", 'ScienceWorld\'s own simplifications, separated by commas, such as "easy".'
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchqaOptions(ItemFiles):
     """Deep search: question answering with a retriever."""
 
-    questions_dir: str = knob("", '<dataset>_<train|test>.jsonl; "": a generated world of facts')
-    corpus: str = knob("", 'JSON lines of passages; "": the generated world\'s')
-    index_dir: str = knob("", 'where the index of the corpus is kept; "": beside it')
-    retriever_url: str = knob("", "retrieval server in place of the own index", form=URL, also="")
-    retriever_timeout_s: float = seconds(10.0, "seconds for one of its answers", gt=0)
-    num_passages: int = knob(3, "of one answer", ge=1, le=1000)
-    metric: str = knob("em", "of an answer: exact match or word F1", one_of=("em", "f1"))
-    retry: bool = knob(False, "a wrong answer may be tried again, as in AgentGym")
+    questions_dir: str = knob(
+        "", "Folder of <dataset>_<train|test>.jsonl. Empty uses a generated world of facts."
+    )
+    corpus: str = knob(
+        "", "File of passages in JSON lines. Empty uses those of the generated world."
+    )
+    index_dir: str = knob(
+        "", "Folder that keeps the index of the corpus. Empty means beside the corpus."
+    )
+    retriever_url: str = knob(
+        "", "URL of a retrieval server that replaces the built-in index.", form=URL, also=""
+    )
+    retriever_timeout_s: float = seconds(
+        10.0, "Seconds in which the retrieval server must answer.", gt=0
+    )
+    num_passages: int = knob(3, "A search returns this many passages.", ge=1, le=1000)
+    metric: str = knob(
+        "em", "Selects how an answer is scored: exact match or word F1.", one_of=("em", "f1")
+    )
+    retry: bool = knob(False, "Lets the agent answer again after a wrong answer, as AgentGym does.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrowserOptions:
     """The browser of the web environments."""
 
-    executable: str = knob("", '"": chromium, chromium-browser, google-chrome from the PATH')
-    max_sessions: int = knob(16, "contexts of the one browser", ge=1)
-    action_timeout_s: float = seconds(5.0, "seconds for one action", gt=0)
+    executable: str = knob(
+        "", "Path of the browser. Empty searches the PATH for Chromium or Chrome."
+    )
+    max_sessions: int = knob(16, "Limits the contexts of the one browser.", ge=1)
+    action_timeout_s: float = seconds(
+        5.0, "Seconds in which the browser must perform an action.", gt=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebarenaOptions(ItemFiles):
     """URLs of WebArena's sites. Tasks of a site without a URL are left out."""
 
-    shopping: str = knob("", "URL of the shop", form=URL, also="")
-    shopping_admin: str = knob("", "URL of the shop's administration", form=URL, also="")
-    reddit: str = knob("", "URL of the forum", form=URL, also="")
-    gitlab: str = knob("", "URL of GitLab", form=URL, also="")
-    map: str = knob("", "URL of OpenStreetMap", form=URL, also="")
-    wikipedia: str = knob("", "URL of Wikipedia", form=URL, also="")
-    homepage: str = knob("", "URL of the page that lists the sites", form=URL, also="")
-    auth_dir: str = knob("", "Playwright storage states of logged-in accounts, <site>_state.json")
-    observation_tokens: int = knob(4000, "longest accessibility tree, in words", ge=1)
+    shopping: str = knob("", "URL of the shop. Empty leaves its tasks out.", form=URL, also="")
+    shopping_admin: str = knob(
+        "", "URL of the shop's administration. Empty leaves its tasks out.", form=URL, also=""
+    )
+    reddit: str = knob("", "URL of the forum. Empty leaves its tasks out.", form=URL, also="")
+    gitlab: str = knob("", "URL of GitLab. Empty leaves its tasks out.", form=URL, also="")
+    map: str = knob("", "URL of OpenStreetMap. Empty leaves its tasks out.", form=URL, also="")
+    wikipedia: str = knob("", "URL of Wikipedia. Empty leaves its tasks out.", form=URL, also="")
+    homepage: str = knob(
+        "", "URL of the page that lists the sites. Empty leaves it out.", form=URL, also=""
+    )
+    auth_dir: str = knob(
+        "", "Folder of Playwright's storage states of logged-in accounts, named <site>_state.json."
+    )
+    observation_tokens: int = knob(
+        4000, "Limits an observation (the accessibility tree) to this many words.", ge=1
+    )
 
     @property
     def sites(self) -> dict[str, str]:
@@ -116,46 +154,78 @@ class WebarenaOptions(ItemFiles):
 class MinisitesOptions:
     """Small web sites of this project; not WebArena."""
 
-    observation_tokens: int = knob(4000, "longest accessibility tree, in words", ge=1)
+    observation_tokens: int = knob(
+        4000, "Limits an observation (the accessibility tree) to this many words.", ge=1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqlgymOptions(ItemFiles):
     """Text to SQL on sqlite databases."""
 
-    bird_dir: str = knob("", 'BIRD\'s folder; "": generated databases')
-    query_timeout_s: float = seconds(2.0, "seconds of processor time", gt=0)
-    gold_timeout_s: float = seconds(30.0, "the same for a gold statement", gt=0)
-    max_rows: int = knob(1000, "of a result", ge=1)
+    bird_dir: str = knob("", "Folder of the BIRD dataset. Empty uses generated databases.")
+    query_timeout_s: float = seconds(
+        2.0, "Seconds of processor time that a statement may use.", gt=0
+    )
+    gold_timeout_s: float = seconds(
+        30.0, "Seconds of processor time that a reference statement may use.", gt=0
+    )
+    max_rows: int = knob(1000, "Limits the rows of a result.", ge=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WordleOptions(ItemFiles):
     """Wordle with a short word list."""
 
-    words: str = knob("", 'file of them, such as LMRL-Gym\'s tweet_words.txt; "": our own')
+    words: str = knob(
+        "", "File of words, such as LMRL-Gym's tweet_words.txt. Empty uses the built-in list."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteOptions:
     """A server of AgentGym or OpenEnv as an environment of the run, named by its dialect."""
 
-    url: str = knob("", "such as http://10.0.0.5:36001", form=URL, also="")
+    url: str = knob("", "URL of the server, such as http://10.0.0.5:36001.", form=URL, also="")
     dialect: str = knob(
-        "", "openenv, or textcraft, babyai, alfworld, webshop, ...", form=WORD, also=""
+        "",
+        "Selects the protocol: openenv, or an environment of AgentGym such as textcraft.",
+        form=WORD,
+        also="",
     )
-    train_items: str = knob("", "file of AgentGym-RL's with the training items; OpenEnv: a split")
-    test_items: str = knob("", "file of AgentEval's with the test items; OpenEnv: a split")
-    num_train: int = knob(-1, "of the training items, evenly spread; -1: all", ge=-1, le=10**7)
-    num_test: int = knob(-1, "of the test items, evenly spread; -1: all", ge=-1, le=10**7)
-    max_turns: int = knob(30, "of an episode", ge=1, le=10**5)
-    timeout_s: float = seconds(60.0, "seconds for one of its answers", gt=0)
-    max_sessions: int = knob(64, "live episodes", ge=1)
-    action_field: str = knob("", "of an OpenEnv action that the agent's text becomes; its own JSON")
-    observation_field: str = knob("", "of an OpenEnv observation that the agent is told; all")
-    reward: str = knob("last", "of an OpenEnv episode: its rewards'", one_of=("last", "sum"))
-    min_reward: float = knob(0.0, "of an OpenEnv episode; it becomes 0", ge=-1e6, le=1e6)
-    max_reward: float = knob(1.0, "of an OpenEnv episode; it becomes 1", ge=-1e6, le=1e6)
+    train_items: str = knob(
+        "", "File of AgentGym-RL with the training items. With OpenEnv it names a split."
+    )
+    test_items: str = knob(
+        "", "File of AgentEval with the test items. With OpenEnv it names a split."
+    )
+    num_train: int = knob(
+        -1, "Uses this many of the training items, evenly spread. -1 uses all.", ge=-1, le=10**7
+    )
+    num_test: int = knob(
+        -1, "Uses this many of the test items, evenly spread. -1 uses all.", ge=-1, le=10**7
+    )
+    max_turns: int = knob(30, "Limits the turns of an episode.", ge=1, le=10**5)
+    timeout_s: float = seconds(60.0, "Seconds in which the server must answer a request.", gt=0)
+    max_sessions: int = knob(64, "Limits the live episodes.", ge=1)
+    action_field: str = knob(
+        "", "Field of an OpenEnv action that gets the agent's text. Empty sends the text as JSON."
+    )
+    observation_field: str = knob(
+        "",
+        "Field of an OpenEnv observation that the agent reads. Empty shows the whole observation.",
+    )
+    reward: str = knob(
+        "last",
+        "Reward of an OpenEnv episode: its last reward, or the sum of all.",
+        one_of=("last", "sum"),
+    )
+    min_reward: float = knob(
+        0.0, "Reward of an OpenEnv episode that is scaled to 0.", ge=-1e6, le=1e6
+    )
+    max_reward: float = knob(
+        1.0, "Reward of an OpenEnv episode that is scaled to 1.", ge=-1e6, le=1e6
+    )
 
     def contradictions(self) -> Iterator[Contradiction]:
         if bool(self.url) != bool(self.dialect):
@@ -173,9 +243,7 @@ class EnvsSection:
     """Options of all environments. Options of environments that are not served have no effect."""
 
     agentgym_rules: bool = knob(
-        False,
-        "for comparing with AgentGym's servers: BabyAI by their rules (babyai.agentgym_rules), and"
-        " questions that may be answered again (searchqa.retry)",
+        False, "Plays BabyAI and SearchQA by the rules of AgentGym's servers, for comparisons."
     )
     textcraft: TextcraftOptions = field(default_factory=TextcraftOptions)
     babyai: BabyaiOptions = field(default_factory=BabyaiOptions)
@@ -187,7 +255,7 @@ class EnvsSection:
     sqlgym: SqlgymOptions = field(default_factory=SqlgymOptions)
     maze: ItemFiles = field(default_factory=ItemFiles)
     wordle: WordleOptions = field(default_factory=WordleOptions)
-    plugins: dict[str, str] = knob({}, "options of outside ones, as they read them")
+    plugins: dict[str, str] = knob({}, "Options of environments outside the package, by name.")
 
 
 def choose_env(name: str, envs: EnvsSection) -> str:

@@ -63,33 +63,50 @@ class HubStyle(Protocol):
 class AgentOptions:
     """Format of the policy's answers, and the context that it receives."""
 
-    format: AgentFormat = knob(AgentFormat.PLAIN, "how an answer says its action")
-    plan: bool = knob(False, "a turn before the first action in which the policy plans")
-    reflect_every: int = knob(0, "actions after which the policy reflects; 0: never", ge=0, le=1000)
-    reflect_on_invalid: bool = knob(False, "the policy reflects after an invalid action")
-    learn_plans: bool = knob(True, "plans are trained as actions are")
-    learn_reflections: bool = knob(True, "reflections are trained as actions are")
-
-    context: ContextKind = knob(ContextKind.FULL, "when an episode outgrows max_model_len")
-    context_turns: int = knob(
-        4, "latest turns that a segment of context=window begins with", ge=1, le=1000
+    format: AgentFormat = knob(AgentFormat.PLAIN, "Selects how an answer names its action.")
+    plan: bool = knob(False, "Adds a turn before the first action in which the policy plans.")
+    reflect_every: int = knob(
+        0, "The policy reflects after this many actions. 0 turns reflection off.", ge=0, le=1000
     )
-    learn_summaries: bool = knob(True, "those of context=summary are trained as actions are")
-    summary_request: str = knob("", 'how context=summary asks for one; "": in a sentence of ours')
+    reflect_on_invalid: bool = knob(False, "The policy reflects after each invalid action.")
+    learn_plans: bool = knob(True, "Trains plans as actions are trained.")
+    learn_reflections: bool = knob(True, "Trains reflections as actions are trained.")
+
+    context: ContextKind = knob(
+        ContextKind.FULL, "Selects what happens when an episode outgrows max_model_len."
+    )
+    context_turns: int = knob(
+        4,
+        "With context=window, a new segment begins with this many of the latest turns.",
+        ge=1,
+        le=1000,
+    )
+    learn_summaries: bool = knob(
+        True, "With context=summary, trains summaries as actions are trained."
+    )
+    summary_request: str = knob(
+        "", "Text with which context=summary asks for a summary. Empty uses a built-in sentence."
+    )
     branch_turns: int = knob(
-        8, "turns after which a branch of context=fold|subagent is ended", ge=1, le=1000
+        8, "With context=fold|subagent, a branch ends after this many turns.", ge=1, le=1000
     )
     branch_instruction: str = knob(
-        "",
-        'added to the first message of context=fold|subagent; "": what opens and closes a branch',
+        "", "With context=fold|subagent, text added to the first message. Empty explains branches."
     )
 
-    endpoint: bool = knob(False, "episodes are played by programs that ask our endpoint: agent")
-    agent: list[str] = knob([], "command of such a program")
-    agent_lifetime: AgentLifetime = knob(
-        AgentLifetime.EPISODE, "a process of it for each episode, or for the whole run"
+    endpoint: bool = knob(
+        False, "Programs of the user (actor.agent) play the episodes through a chat endpoint."
     )
-    num_agents: int = knob(1, "processes beside each actor with agent_lifetime=run", ge=1, le=1000)
+    agent: list[str] = knob(
+        [], "Command line of the program that plays episodes with endpoint=true."
+    )
+    agent_lifetime: AgentLifetime = knob(
+        AgentLifetime.EPISODE,
+        "Selects whether a program plays one episode or lives as long as the run.",
+    )
+    num_agents: int = knob(
+        1, "Each actor starts this many programs with agent_lifetime=run.", ge=1, le=1000
+    )
 
     @property
     def reflects(self) -> bool:
@@ -196,19 +213,30 @@ class EvalSection:
     """Held-out evaluation, always with the full horizon."""
 
     num_items: int = knob(
-        400, "spread over the tasks by weight; -1: all there are", ge=-1, le=10**6
+        400,
+        "Evaluates this many held-out items, spread over the tasks by weight. -1 means all.",
+        ge=-1,
+        le=10**6,
     )
-    before: bool = knob(True, "evaluate the first policy")
-    after: bool = knob(True, "evaluate the last policy")
-    baselines: bool = knob(True, "uniform valid play and the scripted expert on the same items")
-    every_steps: int = knob(0, "also while training goes on, every so many steps; 0: not", ge=0)
+    before: bool = knob(True, "Evaluates the first policy before training.")
+    after: bool = knob(True, "Evaluates the last policy after training.")
+    baselines: bool = knob(
+        True, "Evaluates random valid play and the scripted expert on the same items."
+    )
+    every_steps: int = knob(
+        0, "Evaluates during training every this many steps. 0 turns it off.", ge=0
+    )
     stream_items: int = knob(
-        128, "held-out items of each evaluation while training goes on", ge=1, le=10**6
+        128, "Each evaluation during training plays this many held-out items.", ge=1, le=10**6
     )
-    k: int = knob(1, "command `eval`: samples of each item", ge=1, le=4096)
-    items: EvalItems = knob(EvalItems.SPREAD, "command `eval`: which items")
-    label: str = knob("", "command `eval`: name of the table's row; \"\": the model's")
-    max_failed_frac: float = knob(0.05, "of failed episodes; more: `eval` ends with 1", ge=0, le=1)
+    k: int = knob(1, "The command `eval` samples each item this many times.", ge=1, le=4096)
+    items: EvalItems = knob(EvalItems.SPREAD, "The command `eval` plays these items.")
+    label: str = knob(
+        "", "The command `eval` gives its row in the table this name. Empty uses the model's name."
+    )
+    max_failed_frac: float = knob(
+        0.05, "The command `eval` exits with 1 if a larger share of its episodes fails.", ge=0, le=1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,23 +249,39 @@ class PolicySection:
 
     url: str = knob(
         "",
-        'like https://host/v1; "": the checkpoint at model.path plays, in an engine here',
+        "URL of a chat endpoint, such as https://host/v1. Empty plays model.path in an "
+        "engine here.",
         form=URL,
         also="",
     )
-    model: str = knob("", "as the endpoint calls it")
-    api_key_env: str = knob("", 'variable that holds the key; "": none is sent', form=WORD, also="")
-    port: int = knob(0, "of this machine, where `serve` listens; 0: a free one", ge=0, le=65535)
-    temperature: float = knob(1.0, "of sampling", ge=0, le=100)
-    max_turn_tokens: int = knob(1024, "sampled tokens per turn, hidden reasoning included", ge=1)
-    limit_key: str = knob("max_tokens", "what the endpoint calls that limit", one_of=LIMIT_KEYS)
-    max_concurrent: int = knob(16, "requests at once", ge=1, le=10**5)
-    timeout_s: float = seconds(300.0, "seconds of one request", gt=0)
-    max_tries: int = knob(6, "of one turn; without any answer the episode is failed", ge=1, le=1000)
-    backoff_s: float = seconds(
-        1.0, "seconds before the second try; doubles", ge=0, must="be at most max_backoff_s"
+    model: str = knob("", "Name of the model at the endpoint.")
+    api_key_env: str = knob(
+        "", "Environment variable that holds the API key. Empty sends none.", form=WORD, also=""
     )
-    max_backoff_s: float = seconds(60.0, "seconds, also of what Retry-After asks for", ge=0)
+    port: int = knob(
+        0, "The command `serve` listens at this port. 0 chooses a free one.", ge=0, le=65535
+    )
+    temperature: float = knob(1.0, "Sets the temperature of sampling.", ge=0, le=100)
+    max_turn_tokens: int = knob(
+        1024, "Limits the sampled tokens of a turn, hidden reasoning included.", ge=1
+    )
+    limit_key: str = knob(
+        "max_tokens", "Name of that limit in the requests to the endpoint.", one_of=LIMIT_KEYS
+    )
+    max_concurrent: int = knob(16, "Limits the concurrent requests.", ge=1, le=10**5)
+    timeout_s: float = seconds(300.0, "Seconds in which the endpoint must answer a request.", gt=0)
+    max_tries: int = knob(
+        6, "Tries each turn this often. Without any answer the episode fails.", ge=1, le=1000
+    )
+    backoff_s: float = seconds(
+        1.0,
+        "Seconds before the second try. Each further try waits twice as long.",
+        ge=0,
+        must="be at most max_backoff_s",
+    )
+    max_backoff_s: float = seconds(
+        60.0, "Longest seconds between two tries, also if Retry-After asks for more.", ge=0
+    )
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.url and not self.model:
@@ -248,9 +292,15 @@ class PolicySection:
 class StudySection:
     """A study of `bench --suite NAME`: several arms of runs over seeds, run from a queue."""
 
-    workers: int = knob(2, "runs at once, here or on Ray", ge=1, le=10**4)
-    on_ray: bool = knob(False, "the workers are those of the Ray cluster at ray.address")
-    size: float = knob(1.0, "x the steps of every run, and what counts them", gt=0, le=1000)
-    num_seeds: int = knob(0, "of each arm; 0: as many as the suite has", ge=0, le=1000)
-    only: list[str] = knob([], "runs (ARM-seedN) or arms; []: all that are not done yet")
-    folder: str = knob("", 'below run.dir; "": study-SUITE', form=PATH, also="")
+    workers: int = knob(2, "Limits the concurrent runs of a study, here or on Ray.", ge=1, le=10**4)
+    on_ray: bool = knob(False, "Places the runs of a study on the Ray cluster at ray.address.")
+    size: float = knob(1.0, "Multiplies the steps of every run of a study.", gt=0, le=1000)
+    num_seeds: int = knob(
+        0, "Runs this many seeds of each arm. 0 uses the suite's own number.", ge=0, le=1000
+    )
+    only: list[str] = knob(
+        [], "Selects runs (ARM-seedN) or arms. [] selects all that are not done yet."
+    )
+    folder: str = knob(
+        "", "Folder of the study below run.dir. Empty means study-SUITE.", form=PATH, also=""
+    )

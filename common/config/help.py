@@ -103,10 +103,10 @@ def reference_text() -> str:
     for field in fields(RunConfig):
         kind = _kind(RunConfig, field.name)
         if is_dataclass(kind):
-            lines += ["", f"## {field.name}", "", _doc(kind), "", *_table(_walk(kind, field.name))]
+            lines += ["", f"## {field.name}", "", _doc(kind), "", *_table(walk_keys(kind, field.name))]
         elif get_args(kind) and is_dataclass(get_args(kind)[-1]):
             element = get_args(kind)[-1]
-            rows = _table(_walk(element, f"{field.name}[0]"))
+            rows = _table(walk_keys(element, f"{field.name}[0]"))
             lines += ["", f"## {field.name}", "", _doc(element), "", *rows]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -115,17 +115,17 @@ def _kind(section: Any, name: str) -> Any:
     return field_kinds(section)[name]
 
 
-def _walk(section: Any, prefix: str) -> Iterator[tuple[str, Any, Field[Any]]]:
+def walk_keys(section: Any, prefix: str) -> Iterator[tuple[str, Any, Field[Any]]]:
     """Yield every key below a section with its declaring section and field."""
     for field in fields(section):
         kind, key = _kind(section, field.name), f"{prefix}.{field.name}"
         if is_dataclass(kind):
-            yield from _walk(kind, key)
+            yield from walk_keys(kind, key)
             continue
         yield key, section, field
         element = get_args(kind)[-1] if get_args(kind) else None
         if is_dataclass(element):
-            yield from _walk(element, f"{key}.NAME")
+            yield from walk_keys(element, f"{key}.NAME")
 
 
 def _table(rows: Iterable[tuple[str, Any, Field[Any]]]) -> list[str]:
@@ -137,7 +137,7 @@ def _table(rows: Iterable[tuple[str, Any, Field[Any]]]) -> list[str]:
         may_be += f", {rule}" if rule else ""
         text = field.metadata["text"]
         if isinstance(kind, type) and issubclass(kind, Enum):
-            text += f". {' '.join((getdoc(kind) or '').split())}"
+            text += f" {' '.join((getdoc(kind) or '').split())}"
         cells = (f"`{key}`", f"`{_default(field)}`", may_be, text)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines

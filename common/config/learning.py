@@ -154,17 +154,46 @@ class ControllerSection:
     if all ratios shrank equally.
     """
 
-    scale_lr: bool = knob(True, "learning rate x max(min_lr_scale, ESS / ess_target) below target")
-    tighten_gate: bool = knob(True, "half as far ahead below ess_gate; one more above ess_target")
-    skip_step: bool = knob(True, "below ess_skip nothing is learnt, the next batch must be fresh")
-    ess_target: float = knob(0.9, "share of the tokens", ge=0, le=1)
-    ess_gate: float = knob(0.7, "share of the tokens", ge=0, le=1)
-    clip_gate: float = knob(0.1, "share of clipped tokens: likewise above; 1: never", ge=0, le=1)
-    ess_skip: float = knob(0.5, "share of the tokens", ge=0, le=1)
-    min_lr_scale: float = knob(0.1, "least factor of the learning rate", gt=0, le=1)
-    recover_steps: int = knob(20, "steps above ess_target until the gate opens by one again", ge=1)
-    max_skips: int = knob(3, "in a row; then the batch is trained on all the same", ge=0)
-    masked_warn_frac: float = knob(0.05, "share of masked tokens that is warned of", ge=0, le=1)
+    scale_lr: bool = knob(
+        True, "Scales the learning rate down while the effective sample size is below ess_target."
+    )
+    tighten_gate: bool = knob(
+        True, "Halves max_ahead_steps below ess_gate, and raises it again above ess_target."
+    )
+    skip_step: bool = knob(True, "Skips the step below ess_skip; the next batch must be fresh.")
+    ess_target: float = knob(
+        0.9,
+        "Share of tokens: below this effective sample size the learning rate is scaled down.",
+        ge=0,
+        le=1,
+    )
+    ess_gate: float = knob(
+        0.7,
+        "Share of tokens: below this effective sample size max_ahead_steps is halved.",
+        ge=0,
+        le=1,
+    )
+    clip_gate: float = knob(
+        0.1,
+        "Share of clipped tokens: above it max_ahead_steps is halved. 1 turns this off.",
+        ge=0,
+        le=1,
+    )
+    ess_skip: float = knob(
+        0.5, "Share of tokens: below this effective sample size the step is skipped.", ge=0, le=1
+    )
+    min_lr_scale: float = knob(
+        0.1, "The controller never scales the learning rate by less than this factor.", gt=0, le=1
+    )
+    recover_steps: int = knob(
+        20, "The gate opens by one after this many steps above ess_target.", ge=1
+    )
+    max_skips: int = knob(
+        3, "After this many skipped steps in a row the batch is trained on.", ge=0
+    )
+    masked_warn_frac: float = knob(
+        0.05, "Share of masked tokens: above it the learner logs a warning.", ge=0, le=1
+    )
 
     def contradictions(self) -> Iterator[Contradiction]:
         if not self.ess_skip <= self.ess_gate <= self.ess_target:
@@ -175,105 +204,234 @@ class ControllerSection:
 class AlgorithmSection:
     """The objective: advantages, the surrogate loss, and the correction for off-policy data."""
 
-    advantage: Advantage = knob(Advantage.GRPO, "how a reward becomes an advantage")
-    baseline: Baseline = knob(Baseline.LEAVE_ONE_OUT, "grpo: what a reward is compared with")
-    normalize_std: bool = knob(False, "grpo: divide by the group's standard deviation")
-    normalize_per_env: bool = knob(False, "divide by the deviation over an environment's tokens")
-    aggregation: Aggregation = knob(Aggregation.TOKEN, "what weighs the same in the loss")
-    constant_tokens: int = knob(512, "aggregation=constant: what an episode counts as", ge=1)
-    reward_level: CreditLevel = knob(CreditLevel.EPISODE, "turn: each gets what follows it")
-    turn_discount: float = knob(1.0, "per turn, of the outcome or of what follows", gt=0, le=1)
-    state_credit: StateCredit = knob(StateCredit.NONE, "of turns taken in the same state")
-    state_weight: float = knob(1.0, "gigpo, ecpo: of it beside the episode's", gt=0, le=1000)
-    state_discount: float = knob(0.95, "of it: per turn, of what follows a turn", gt=0, le=1)
-    state_prior: float = knob(1.0, "ecpo: visits that its shrinkage counts as", ge=0, le=1000)
-    state_lambda: float = knob(0.95, "gagpo: of generalised advantage estimation", ge=0, le=1)
-    running_memory: float = knob(0.9, "running: what a reward still counts at the next", ge=0, lt=1)
-    running_prior: float = knob(2.0, "running: rewards that the task's mean counts as", gt=0)
-    invalid_action_penalty: float = knob(
-        0.0, "per invalid turn, or x their share", ge=-1000, le=1000
+    advantage: Advantage = knob(Advantage.GRPO, "Selects how rewards become advantages.")
+    baseline: Baseline = knob(
+        Baseline.LEAVE_ONE_OUT, "With advantage=grpo, selects the baseline of a reward."
     )
-    invalid_action_level: CreditLevel = knob(CreditLevel.EPISODE, "where that penalty lands")
-    policy_loss: PolicyLoss = knob(PolicyLoss.PPO, "the surrogate")
-    clip_low: float = knob(0.2, "how far below 1 the ratio counts", gt=0, lt=1)
-    clip_high: float = knob(0.28, "how far above 1 the ratio counts", gt=0)
-    dual_clip: float = knob(3.0, "bound of the loss where A < 0; 0: off", also=0, gt=1)
-    dppo_delta: float = knob(0.2, "dppo: change of probability that masks a token", gt=0)
-    correction: Correction = knob(Correction.TOKEN_TIS, "weight for data of other policies")
-    tis_cap: float = knob(2.0, "largest weight of token_tis and sequence_tis", gt=0)
-    mask_low: float = knob(0.5, "icepop: least weight", gt=0, lt=1)
-    mask_high: float = knob(5.0, "icepop: largest weight", gt=1)
-    geometric_low: float = knob(0.99, "geometric: least mean", gt=0, lt=1)
-    geometric_high: float = knob(1.01, "geometric: largest mean", gt=1)
-    m2_threshold: float = knob(0.04, "second_moment: most mean of (log rho)^2", gt=0, le=400)
-    negative_mask_delta: float = knob(0.0, "masks A < 0 above this mean log(mu/pi); 0: off", ge=0)
-    proximal: Proximal = knob(Proximal.AUTO, "the policy that the ratio is taken to")
-    kl_coef: float = knob(0.0, "of KL(pi | reference); 0: none is loaded", ge=0, le=1000)
-    kl_estimator: KlEstimator = knob(KlEstimator.K3, "of that KL from samples")
-    reference_path: str = knob("", 'checkpoint of the reference; "": model.path')
-    drift_coef: float = knob(0.0, "of (log pi - log mu)^2", ge=0, le=1000)
-    entropy_coef: float = knob(0.0, "of the entropy, which is maximised", ge=0, le=1000)
-    filter_zero_variance: bool = knob(True, "leave out groups whose rewards are all the same")
+    normalize_std: bool = knob(
+        False, "With advantage=grpo, divides advantages by the group's standard deviation."
+    )
+    normalize_per_env: bool = knob(
+        False, "Divides advantages by their standard deviation over the tokens of an environment."
+    )
+    aggregation: Aggregation = knob(
+        Aggregation.TOKEN,
+        "Selects the unit that has equal weight in the loss: a token, a sequence or a prompt.",
+    )
+    constant_tokens: int = knob(
+        512, "With aggregation=constant, an episode counts as this many tokens.", ge=1
+    )
+    reward_level: CreditLevel = knob(
+        CreditLevel.EPISODE, "With `turn`, each turn is credited with the rewards that follow it."
+    )
+    turn_discount: float = knob(
+        1.0,
+        "Discounts the outcome, or the rewards that follow, by this factor per turn.",
+        gt=0,
+        le=1,
+    )
+    state_credit: StateCredit = knob(
+        StateCredit.NONE, "Selects the credit of turns that were taken in the same state."
+    )
+    state_weight: float = knob(
+        1.0,
+        "With gigpo or ecpo, weight of the credit by state beside the episode's advantage.",
+        gt=0,
+        le=1000,
+    )
+    state_discount: float = knob(
+        0.95,
+        "Discounts the rewards that follow a turn in the credit by state, per turn.",
+        gt=0,
+        le=1,
+    )
+    state_prior: float = knob(
+        1.0, "With ecpo, the shrinkage counts as this many visits of a state.", ge=0, le=1000
+    )
+    state_lambda: float = knob(
+        0.95, "With gagpo, sets lambda of generalised advantage estimation.", ge=0, le=1
+    )
+    running_memory: float = knob(
+        0.9,
+        "With advantage=running, a reward keeps this share of its weight at the next one.",
+        ge=0,
+        lt=1,
+    )
+    running_prior: float = knob(
+        2.0, "With advantage=running, the task's mean counts as this many rewards.", gt=0
+    )
+    invalid_action_penalty: float = knob(
+        0.0,
+        "Penalty of an invalid turn, or of the share of invalid turns in an episode.",
+        ge=-1000,
+        le=1000,
+    )
+    invalid_action_level: CreditLevel = knob(
+        CreditLevel.EPISODE,
+        "Selects whether the penalty is credited to the turn or to the episode.",
+    )
+    policy_loss: PolicyLoss = knob(PolicyLoss.PPO, "Selects the surrogate loss of the policy.")
+    clip_low: float = knob(0.2, "Clips the ratio at 1 minus this value.", gt=0, lt=1)
+    clip_high: float = knob(0.28, "Clips the ratio at 1 plus this value.", gt=0)
+    dual_clip: float = knob(
+        3.0,
+        "Bounds the loss of negative advantages at this multiple. 0 turns it off.",
+        also=0,
+        gt=1,
+    )
+    dppo_delta: float = knob(
+        0.2,
+        "With policy_loss=dppo, masks a token whose probability changed by more than this.",
+        gt=0,
+    )
+    correction: Correction = knob(
+        Correction.TOKEN_TIS, "Selects the importance weights of off-policy data."
+    )
+    tis_cap: float = knob(2.0, "Caps the weights of token_tis and sequence_tis.", gt=0)
+    mask_low: float = knob(
+        0.5, "With correction=icepop, masks tokens with a smaller weight.", gt=0, lt=1
+    )
+    mask_high: float = knob(5.0, "With correction=icepop, masks tokens with a larger weight.", gt=1)
+    geometric_low: float = knob(
+        0.99, "With correction=geometric, masks sequences with a smaller mean ratio.", gt=0, lt=1
+    )
+    geometric_high: float = knob(
+        1.01, "With correction=geometric, masks sequences with a larger mean ratio.", gt=1
+    )
+    m2_threshold: float = knob(
+        0.04, "With correction=second_moment, bounds the mean of (log rho)^2.", gt=0, le=400
+    )
+    negative_mask_delta: float = knob(
+        0.0, "Masks negative advantages above this mean of log(mu / pi). 0 turns it off.", ge=0
+    )
+    proximal: Proximal = knob(Proximal.AUTO, "Selects the policy that the ratio is taken to.")
+    kl_coef: float = knob(0.0, "Weight of KL(pi | reference). 0 loads no reference.", ge=0, le=1000)
+    kl_estimator: KlEstimator = knob(
+        KlEstimator.K3, "Selects the estimator of that KL from samples."
+    )
+    reference_path: str = knob("", "Checkpoint of the reference policy. Empty means model.path.")
+    drift_coef: float = knob(0.0, "Weight of (log pi - log mu)^2 in the loss.", ge=0, le=1000)
+    entropy_coef: float = knob(0.0, "Weight of the entropy, which is maximised.", ge=0, le=1000)
+    filter_zero_variance: bool = knob(True, "Leaves out groups whose rewards are all equal.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSection:
     """The learner's optimizer, computation, checkpoints and publishing of weights."""
 
-    host: str = knob("127.0.0.1", "address to listen on", form=HOST)
-    port: int = knob(0, "of the trajectories; 0: a free one", ge=0, le=65535)
-    advertise: str = knob("", 'host by which others reach it; "": found out', form=HOST, also="")
-    device: str = knob("auto", "auto: CUDA if there is any", form=DEVICE)
-    optimizer: OptimizerKind = knob(OptimizerKind.ADAMW, "of the policy")
-    moments: Moments = knob(Moments.FP32, "AdamW's memory of gradients, of the critic, too")
-    offload: Offload = knob(Offload.NONE, "keep it in the host's memory, for small GPUs: slower")
-    lr: float = knob(1e-6, "learning rate", gt=0, le=10)
-    muon_lr: float = knob(3e-3, "muon: rate of the hidden matrices, lr: the rest", gt=0, le=10)
-    beta1: float = knob(0.9, "AdamW's memory of the gradient", ge=0, lt=1)
-    beta2: float = knob(0.95, "AdamW's memory of the squared gradient", ge=0, lt=1)
-    weight_decay: float = knob(0.01, "per step, times the learning rate", ge=0, le=100)
-    warmup_steps: int = knob(10, "steps over which the learning rate rises", ge=0)
-    decay_start_frac: float = knob(1.0, "of num_steps, until the linear decay begins", ge=0, le=1)
-    min_lr_frac: float = knob(0.1, "of the learning rate, after its decay", ge=0, le=1)
-    max_grad_norm: float = knob(1.0, "beyond which a gradient is scaled down", gt=0)
-    ppo_epochs: int = knob(1, "passes over a batch", ge=1, le=1000)
-    num_minibatches: int = knob(1, "updates of a pass", ge=1, le=10**5)
-    max_tokens_per_microbatch: int = knob(8192, "of a forward and backward pass of one rank", ge=1)
-    logprob_chunk_tokens: int = knob(1024, "rows of the vocabulary projection alive at once", ge=1)
-    precision: Precision = knob(Precision.AUTO, "of the arithmetic; weights are kept in fp32")
-    layout: Layout = knob(Layout.AUTO, "of the sequences of a microbatch")
-    attention: Attention = knob(Attention.AUTO, "its kernels")
-    shared_prefix: bool = knob(True, "packed: compute what a group's episodes begin with once")
-    compile: bool = knob(False, "make one kernel each of norms and gates, at the first start")
-    gradient_checkpointing: bool = knob(False, "less memory, a third more time")
-    num_threads: int = knob(0, "CPU, of each rank; 0: as help, of spare cores", ge=0, le=1024)
+    host: str = knob("127.0.0.1", "Address at which the learner listens.", form=HOST)
+    port: int = knob(0, "Port that receives trajectories. 0 chooses a free one.", ge=0, le=65535)
+    advertise: str = knob(
+        "",
+        "Host name by which other nodes reach the learner. Empty detects it.",
+        form=HOST,
+        also="",
+    )
+    device: str = knob(
+        "auto", "Device of the learner. `auto` uses CUDA if there is any.", form=DEVICE
+    )
+    optimizer: OptimizerKind = knob(OptimizerKind.ADAMW, "Selects the optimizer of the policy.")
+    moments: Moments = knob(
+        Moments.FP32, "Selects the precision of AdamW's moments, also for the critic."
+    )
+    offload: Offload = knob(
+        Offload.NONE, "Keeps weights or moments in host memory, for small GPUs. Steps take longer."
+    )
+    lr: float = knob(1e-6, "Sets the learning rate of AdamW.", gt=0, le=10)
+    muon_lr: float = knob(
+        3e-3,
+        "With optimizer=muon, learning rate of the hidden matrices. The rest uses lr.",
+        gt=0,
+        le=10,
+    )
+    beta1: float = knob(0.9, "Sets AdamW's decay of the first moment.", ge=0, lt=1)
+    beta2: float = knob(0.95, "Sets AdamW's decay of the second moment.", ge=0, lt=1)
+    weight_decay: float = knob(
+        0.01, "Decays the weights per step by this factor times the learning rate.", ge=0, le=100
+    )
+    warmup_steps: int = knob(10, "The learning rate rises over this many steps.", ge=0)
+    decay_start_frac: float = knob(
+        1.0, "The linear decay begins at this share of train.num_steps.", ge=0, le=1
+    )
+    min_lr_frac: float = knob(
+        0.1, "The learning rate decays to this share of its value.", ge=0, le=1
+    )
+    max_grad_norm: float = knob(1.0, "Scales a gradient down to this norm if it is larger.", gt=0)
+    ppo_epochs: int = knob(1, "Passes over each batch.", ge=1, le=1000)
+    num_minibatches: int = knob(
+        1, "Each pass over a batch makes this many updates.", ge=1, le=10**5
+    )
+    max_tokens_per_microbatch: int = knob(
+        8192, "Limits the tokens of a forward and backward pass of one rank.", ge=1
+    )
+    logprob_chunk_tokens: int = knob(
+        1024, "Computes the vocabulary projection for this many tokens at a time.", ge=1
+    )
+    precision: Precision = knob(
+        Precision.AUTO, "Selects the precision of the arithmetic. Weights are kept in fp32."
+    )
+    layout: Layout = knob(
+        Layout.AUTO, "Selects whether the sequences of a microbatch are packed or padded."
+    )
+    attention: Attention = knob(Attention.AUTO, "Selects the attention kernels.")
+    shared_prefix: bool = knob(
+        True, "With packed layout, computes the common prefix of a group's episodes once."
+    )
+    compile: bool = knob(False, "Compiles norms and gated layers into kernels at the first start.")
+    gradient_checkpointing: bool = knob(
+        False, "Recomputes activations: less memory, a third more time."
+    )
+    num_threads: int = knob(0, "CPU threads of each rank. 0 uses spare cores.", ge=0, le=1024)
     num_ranks: int = knob(
-        1, "processes that share batches and weights; a CUDA device each", ge=1, le=4096
+        1,
+        "Processes that share batches and weights, each with a CUDA device of its own.",
+        ge=1,
+        le=4096,
     )
-    num_gpus: int = knob(0, "of all ranks: num_ranks, which 0 means", ge=0, le=4096)
-    rank_timeout_s: float = seconds(600.0, "seconds in which ranks must answer each other", gt=0)
-    max_lag_steps: int = knob(4, "of a trajectory's oldest token; more is stale", ge=0)
+    num_gpus: int = knob(
+        0, "Number of the learner's GPUs over all ranks. 0 means one for each rank.", ge=0, le=4096
+    )
+    rank_timeout_s: float = seconds(600.0, "Seconds in which ranks must answer each other.", gt=0)
+    max_lag_steps: int = knob(
+        4, "Trajectories whose oldest token is older than this many versions are stale.", ge=0
+    )
     hold_back_steps: int = knob(
-        0, "steps that actors get weights late: a study", ge=0, must="be at most max_lag_steps"
+        0,
+        "Publishes weights this many steps late, for studies of staleness.",
+        ge=0,
+        must="be at most max_lag_steps",
     )
-    batch_timeout_s: float = seconds(1800.0, "seconds to wait for a batch; then the run ends", gt=0)
-    publish_timeout_s: float = seconds(120.0, "seconds to bring out a version", gt=0)
-    publish_bucket_mb: int = knob(256, "MB of weights gathered and sent at a time", ge=1, le=65536)
+    batch_timeout_s: float = seconds(
+        1800.0, "The run ends if no batch is complete within these seconds.", gt=0
+    )
+    publish_timeout_s: float = seconds(120.0, "Seconds in which a version must be published.", gt=0)
+    publish_bucket_mb: int = knob(
+        256, "MB of weights that are gathered and sent at a time.", ge=1, le=65536
+    )
     publish_parts: int = knob(
-        1, "of the fleet that get a version one after the other", ge=1, le=10**4
+        1,
+        "Divides the fleet into this many parts, which get a version one after another.",
+        ge=1,
+        le=10**4,
     )
-    weights_transport: WeightsTransport = knob(WeightsTransport.AUTO, "of versions to engines")
-    max_canary_delta: float = knob(0.05, "mean |delta logprob| that alarms", gt=0, le=1000)
-    max_canary_alarms: int = knob(3, "in a row before the run stops", ge=1)
-    checkpoint_every_steps: int = knob(25, "steps between checkpoints", ge=1)
+    weights_transport: WeightsTransport = knob(
+        WeightsTransport.AUTO, "Selects the transport of versions to engines."
+    )
+    max_canary_delta: float = knob(
+        0.05, "Alarms if the mean |delta logprob| of the canary prompts is larger.", gt=0, le=1000
+    )
+    max_canary_alarms: int = knob(3, "The run stops after this many alarms in a row.", ge=1)
+    checkpoint_every_steps: int = knob(25, "Writes a checkpoint every this many steps.", ge=1)
     checkpoint_every_s: float = seconds(
-        900.0, "seconds after which there is one all the same", gt=0
+        900.0, "Writes a checkpoint at least every this many seconds.", gt=0
     )
     max_redo_s: float = seconds(
-        10.0, "seconds of steps to repeat after a death, where saving costs next to nothing", gt=0
+        10.0,
+        "Writes checkpoints early if they are cheap and a restart would repeat more seconds.",
+        gt=0,
     )
-    keep_checkpoints: int = knob(3, "the newest of those made every so often", ge=1)
-    max_bad_steps: int = knob(3, "non-finite losses in a row before the run stops", ge=1)
+    keep_checkpoints: int = knob(3, "Keeps this many of the newest regular checkpoints.", ge=1)
+    max_bad_steps: int = knob(3, "The run stops after this many non-finite losses in a row.", ge=1)
     lora: LoraSection = field(default_factory=LoraSection)
     critic: CriticSection = field(default_factory=CriticSection)
     controller: ControllerSection = field(default_factory=ControllerSection)

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config.run_config import JournalSection
+from common.config.services import JournalSection
 from common.errors import WireError
 from common.store.disk import is_no_room
 from common.store.records import PACKED_SUFFIX

@@ -1,7 +1,6 @@
 """The whole algorithm in one process, with the project's own functions: a minute on a CPU.
 
-Run `PYTHONPATH=. python docs/examples/one_page.py`. The real system splits these lines into
-roles: actors play, a scheduler opens groups, a hub holds the environments, a learner trains.
+Run it with `PYTHONPATH=.`. The system splits it into actors, a scheduler, a hub and a learner.
 """
 
 from dataclasses import dataclass, field
@@ -21,8 +20,10 @@ from learner.objective.correction import importance_weights, log_ratio
 from learner.objective.loss import Denominator, LossInputs, policy_loss
 from learner.policy.model import Scoring, load_policy, token_logprobs
 
-MODEL, SUBSET, NUM_STEPS = "configs/policies/tiny-expert", "ActionObjDoor", 8
+MODEL, SUBSET, NUM_STEPS = "configs/policies/tiny-expert", "ActionObjDoor", 5
 NUM_GROUPS, GROUP_SIZE, HORIZON, MAX_TURN_TOKENS = 6, 8, 6, 12
+SAMPLING = {"do_sample": True, "top_k": 0, "max_new_tokens": MAX_TURN_TOKENS, "pad_token_id": 0}
+SAMPLING |= {"output_logits": True, "return_dict_in_generate": True}
 CFG = AlgorithmSection()  # GRPO, PPO's clip around the sampler, truncated importance weights
 SPEC = Registry(["babyai"]).spec("babyai")
 
@@ -42,8 +43,8 @@ class Episode:
 def open_episode(renderer: Renderer, index: int) -> Episode:
     """Return an episode of a training item, before its first turn."""
     env = SPEC.make(Style.COMPACT)
-    text = first_text(SPEC.instruction[Style.COMPACT], env.reset(f"{SUBSET}-train-{index}", seed=0))
-    prompt = renderer.first_prompt(text)
+    observation = env.reset(f"{SUBSET}-train-{index}", seed=0)
+    prompt = renderer.first_prompt(first_text(SPEC.instruction[Style.COMPACT], observation))
     return Episode(env, prompt, [False] * len(prompt))
 
 
@@ -54,10 +55,7 @@ def sample_turn(policy, episodes: list[Episode], end_ids: list[int]) -> list[lis
     pads = [width - len(each.token_ids) for each in episodes]
     rows = torch.tensor([[0] * n + e.token_ids for n, e in zip(pads, episodes, strict=True)])
     is_real = torch.arange(width) >= torch.tensor(pads)[:, None]  # [episode, seq]
-    sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": MAX_TURN_TOKENS}
-    ends = {"eos_token_id": end_ids, "pad_token_id": 0}
-    outputs = {"output_logits": True, "return_dict_in_generate": True}
-    found = policy.generate(rows, attention_mask=is_real.long(), **sampling, **ends, **outputs)
+    found = policy.generate(rows, attention_mask=is_real.long(), eos_token_id=end_ids, **SAMPLING)
     logprobs = torch.stack(found.logits, 1).float().log_softmax(-1)  # [episode, new, vocab]
     turns = []
     for row, episode in enumerate(episodes):
@@ -105,7 +103,6 @@ def train_on(policy, optimizer, groups: list[list[Episode]]) -> float:
     whole = Denominator(num_tokens=len(new), num_sequences=len(episodes))
     optimizer.zero_grad()
     policy_loss(inputs, whole, CFG)[0].backward()
-    torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()
     return log_rho.exp().mean().item()
 

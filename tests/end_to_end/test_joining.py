@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.config.compute import LoraSection
-from common.config.run_config import EnvhubSection
+from common.config.services import EnvhubSection
 from common.launch.process import ChildProcess
 from common.repository import ROOT
 from common.store.run_dir import RunDir

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from actor.rollout.env_client import HubClient, HubSession, StepResult
 from common.config.envs import EnvsSection, RemoteOptions
-from common.config.run_config import EnvhubSection
+from common.config.services import EnvhubSection
 from common.errors import EnvError
 from envhub import main
 from envhub.http.limits import QuietSocket, limited_protocol

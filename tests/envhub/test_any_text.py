@@ -11,7 +11,7 @@ import pytest
 
 from actor.rollout.env_client import HubClient
 from common.config.envs import RemoteOptions
-from common.config.run_config import EnvhubSection
+from common.config.services import EnvhubSection
 from envhub.agentgym.dialects import DIALECTS
 from envhub.catalogue.registry import LOADERS, missing_requirements
 from tests.envhub.any_text import TEXTS, TIMEOUT_S, check_texts, serving

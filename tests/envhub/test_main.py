@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from common.config.envs import EnvsSection, RemoteOptions
-from common.config.run_config import EnvhubSection, RunConfig, TaskSection
+from common.config.run_config import RunConfig, TaskSection
+from common.config.services import EnvhubSection
 from common.repository import ROOT
 from envhub.main import build, envs_of_run
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from common.checks.machine import gpus
 from common.checks.memory_plan import is_elsewhere
-from common.config.run_config import RaySection, RunConfig
+from common.config.run_config import RunConfig
+from common.config.services import RaySection
 from common.errors import ConfigError
 from common.host.cores import num_cores
 from common.host.loopback import IPV6, loopback

@@ -20,7 +20,7 @@ SECTIONS = sorted(field_kinds(RunConfig).keys() - {"launcher", "dashboard"})
 
 def test_help_of_a_key_says_type_default_law_and_text() -> None:
     assert help_text(["learner.lr"]) == (
-        "learner.lr=1e-06\n  a number; must be in (0, 10]\n  learning rate\n"
+        "learner.lr=1e-06\n  a number; must be in (0, 10]\n  Sets the learning rate of AdamW.\n"
     )
 
 

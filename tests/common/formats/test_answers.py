@@ -3,7 +3,8 @@
 import pytest
 
 from common.config.evaluation import AgentFormat, AgentOptions, ContextKind
-from common.config.run_config import ActorSection, EnvhubSection, PolicySection, RunConfig
+from common.config.run_config import ActorSection, PolicySection, RunConfig
+from common.config.services import EnvhubSection
 from common.errors import ConfigError
 from common.formats.answers import (
     CALLS,

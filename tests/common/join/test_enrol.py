@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from common.config.load import load_told
-from common.config.run_config import EnvhubSection, LearnerSection, ModelSection, RunConfig
+from common.config.run_config import LearnerSection, ModelSection, RunConfig
+from common.config.services import EnvhubSection
 from common.errors import ConfigError
 from common.join.enrol import enrol, parse_address
 from common.join.files import PART_BYTES

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import run
-from common.config.run_config import JournalSection
+from common.config.services import JournalSection
 from common.store.journal import JournalWriter, read_journal
 from common.store.run_dir import RunDir, write_json
 from common.store.segments import JournalPosition, list_segments, load_pruned

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from wandb.proto import wandb_internal_pb2
 
-from common.config.run_config import LogSection, WandbMode
+from common.config.services import LogSection, WandbMode
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.wandb_mode import check_mode, choose_mode, has_account

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.config.envs import EnvsSection, RemoteOptions
-from common.config.run_config import EnvhubSection
+from common.config.services import EnvhubSection
 from envhub import main
 from envhub.agentgym import serve
 from envhub.http import known_heads

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from common.config.envs import EnvsSection, RemoteOptions
-from common.config.run_config import EnvhubSection
+from common.config.services import EnvhubSection
 from envhub import main
 from envhub.http import limits
 

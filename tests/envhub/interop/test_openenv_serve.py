@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from common.config.envs import EnvsSection, RemoteOptions
-from common.config.run_config import EnvhubSection
+from common.config.services import EnvhubSection
 from envhub import main
 from envhub.env import Style
 from envhub.envs.textcraft.env import make_spec

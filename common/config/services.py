@@ -1,0 +1,122 @@
+"""Sections of the configuration for the parts beside learner and actors: hub, log, journal, Ray."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.config.knobs import ENV_NAME, HOST, LABEL, RAY, URL, WORD, Contradiction, knob, seconds
+from common.formats.action_size import DEFAULT_ACTION_MIB, MOST_ACTION_MIB
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+class WandbMode(StrEnum):
+    """auto: online if the user is logged in, else offline."""
+
+    AUTO = "auto"
+    ONLINE = "online"
+    OFFLINE = "offline"
+    DISABLED = "disabled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvhubSection:
+    """The environment hub."""
+
+    envs: list[str] = knob(
+        [], "Names of the environments to serve. [] means those of the tasks.", form=ENV_NAME
+    )
+    host: str = knob("127.0.0.1", "Address at which the hub listens.", form=HOST)
+    port: int = knob(0, "Port of the hub. 0 chooses a free one.", ge=0, le=65535)
+    url: str = knob("", "URL of a hub to use. Empty starts one.", form=URL, also="")
+    is_started: bool = knob(
+        True, "Starts a hub beside a run without url. `false` waits for hubs that join."
+    )
+    advertise: str = knob(
+        "", "Host name by which other nodes reach the hub. Empty detects it.", form=HOST, also=""
+    )
+    token: str = knob(
+        "", "Bearer token of the hub at url or of a hub alone. Empty: the run's own, or none."
+    )
+    style: str = knob(
+        "compact", "Selects the wording of observations.", one_of=("compact", "agentgym")
+    )
+    session_lease_s: float = seconds(
+        600.0, "Closes a session that is silent for this many seconds.", ge=1
+    )
+    capacity: int = knob(4096, "Limits the sessions of an environment.", ge=1, le=10**6)
+    max_sessions: int = knob(16_384, "Limits the sessions that one token may hold.", ge=1, le=10**6)
+    step_timeout_s: float = seconds(
+        30.0, "Seconds in which an environment must perform a step.", gt=0
+    )
+    max_action_mib: int = knob(
+        DEFAULT_ACTION_MIB,
+        "MiB of one action. A larger action is invalid, and the policy reads the reason.",
+        ge=1,
+        le=MOST_ACTION_MIB,
+    )
+    inline_step_s: float = seconds(
+        0.2, "Environments with slower steps are moved to worker processes.", gt=0
+    )
+    agentgym_lease_s: float = seconds(
+        0.0, "Session lease on AgentGym's routes, in seconds. 0 means session_lease_s.", ge=0
+    )
+    agentgym_queue_s: float = seconds(
+        120.0, "Seconds that a create or reset on AgentGym's routes waits for a free session.", ge=0
+    )
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.agentgym_lease_s > self.session_lease_s:
+            law = f"must be <= envhub.session_lease_s={self.session_lease_s:g}"
+            yield "agentgym_lease_s", self.agentgym_lease_s, law
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSection:
+    """Log levels, the terminal display, and the destination of metrics."""
+
+    wandb: WandbMode = knob(WandbMode.AUTO, "Selects where metrics go besides metrics.jsonl.")
+    wandb_project: str = knob("longstride", "Project of Weights & Biases.", form=WORD)
+    level: str = knob("INFO", "Logs messages of this level and above.", one_of=LOG_LEVELS)
+    max_mb: int = knob(
+        100, "MB of a role's log until a new one begins. One older log is kept.", ge=1
+    )
+    live: bool = knob(True, "Shows the live display if there is a terminal.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalSection:
+    """Retention of trajectories on disk. Files for a restart are never changed."""
+
+    segment_mb: int = knob(
+        256, "MB of a journal file, the unit of compression and removal.", ge=1, le=4096
+    )
+    compress: bool = knob(True, "Compresses files that no restart reads, in idle time.")
+    keep_gb: float = knob(
+        100.0, "GB of the journal. The oldest files are removed first. 0 keeps all.", ge=0, le=1e6
+    )
+    keep_days: float = knob(
+        0.0, "Removes files whose last episode is older than these days. 0 keeps all.", ge=0, le=1e5
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaySection:
+    """Placement of roles by Ray. Scheduler and learner always run on the run directory's node."""
+
+    address: str = knob(
+        "",
+        "Address of a cluster. Empty uses RAY_ADDRESS, or starts a cluster here.",
+        form=RAY,
+        also="",
+    )
+    actor_labels: list[str] = knob([], "Labels that the node of an engine must have.", form=LABEL)
+    envhub_labels: list[str] = knob([], "Labels that the node of the hub must have.", form=LABEL)
+    learner_cpus: float = knob(1.0, "CPUs of its node that the learner reserves.", gt=0, le=10_000)
+    actor_cpus: float = knob(1.0, "CPUs of its node that an actor reserves.", gt=0, le=10_000)
+    envhub_cpus: float = knob(1.0, "CPUs of its node that the hub reserves.", gt=0, le=10_000)
+    place_timeout_s: float = seconds(
+        300.0,
+        "Seconds to find room for the learner, the hub or a run of a study. Actors wait on.",
+        gt=0,
+    )

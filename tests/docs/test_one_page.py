@@ -1,0 +1,35 @@
+"""Laws of the example that shows the whole algorithm on one page."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from common.repository import ROOT
+
+EXAMPLE = ROOT / "docs" / "examples" / "one_page.py"
+MAX_LINES = 120
+
+
+def test_one_page_example_fits_a_page() -> None:
+    assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@pytest.mark.slow
+def test_one_page_example_samples_on_policy_and_trains() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2_000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("version ")]
+    ratios = [float(line.rpartition(" ")[2]) for line in lines]
+    assert len(lines) >= 2
+    assert ratios[0] == 1.0  # Version 0 has sampled the first batch.
+    assert all(0.9 < ratio < 1.1 for ratio in ratios[1:])
+    assert ratios[1:] != [1.0] * len(ratios[1:])  # The later ones are one step stale.
