@@ -136,7 +136,9 @@ async def _run(cfg: RunConfig, access: Access, beacon: Beacon) -> None:
 
 async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -> Parts:
     """Start the engine, then connect: an actor that cannot generate never joins."""
-    name, keys, book = access.name, access.keys, access.book
+    name = access.name
+    keys = access.keys
+    book = access.book
     incarnation = uuid.uuid4().hex[:12]
     exclusive = asyncio.Lock()
     renderer = load_renderer(cfg.model.path, cfg.actor.format)
@@ -178,8 +180,7 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
         heartbeat_s=cfg.scheduler.heartbeat_s,
     )
     await weights.connect(timeout_s=start_s)
-    most = cfg.actor.max_turn_tokens
-    rounds = Rounds(engine, max_tokens=most, exclusive=exclusive)
+    rounds = Rounds(engine, max_tokens=cfg.actor.max_turn_tokens, exclusive=exclusive)
     episodes = Episodes(
         cfg.actor,
         actor=name,
@@ -229,7 +230,8 @@ async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event, beacon: Beaco
 async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
     """Request leases whenever there is room: for single slots, or for whole batches in lockstep."""
     await wait_aloud(parts.weights.version_loaded, waiting_for="learner: first weights")
-    is_lockstep, has_leases = cfg.train.mode == "sync", False
+    is_lockstep = cfg.train.mode == "sync"
+    has_leases = False
     while True:
         await parts.hubs.wait_for()  # The supervisor or the stall timeout ends an endless wait.
         parts.episodes.slot_freed.clear()
@@ -253,24 +255,35 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
 
 
 async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
-    pid, rss_bytes, cpu_s, look_at = os.getpid(), 0, 0.0, 0.0
-    last_tokens, last_time = parts.engine.num_sampled_tokens, time.monotonic()
-    last_done, done_at = None, last_time
+    pid = os.getpid()
+    rss_bytes = 0
+    cpu_s = 0.0
+    look_at = 0.0
+    last_tokens = parts.engine.num_sampled_tokens
+    last_time = time.monotonic()
+    last_done = None
+    done_at = last_time
     while True:
         now = time.monotonic()
         waiting_for = _waiting_for(parts)
         done = (waiting_for, parts.engine.num_sampled_tokens, parts.engine.version)
         if done != last_done:
-            last_done, done_at = done, now
+            last_done = done
+            done_at = now
             limit_s = 2 * cfg.actor.turn_timeout_s  # A longer turn ends the actor.
             beacon.note("episodes", "a turn", waits_for=waiting_for, limit_s=limit_s)
         beacon.note("main", "serving")
         if parts.engine.meter is not None:
             parts.episodes.adapt(parts.engine.meter.drain())
         if now >= look_at:  # The measurement reads the state of every process of the system.
-            rss_bytes, cpu_s, look_at = resident_bytes([pid])[pid], family_cpu_s(), now + MEMORY_S
-        tokens, took_s = parts.engine.num_sampled_tokens, max(now - last_time, 1e-6)
-        rate, last_tokens, last_time = (tokens - last_tokens) / took_s, tokens, now
+            rss_bytes = resident_bytes([pid])[pid]
+            cpu_s = family_cpu_s()
+            look_at = now + MEMORY_S
+        tokens = parts.engine.num_sampled_tokens
+        took_s = max(now - last_time, 1e-6)
+        rate = (tokens - last_tokens) / took_s
+        last_tokens = tokens
+        last_time = now
         parts.scheduler.beat(
             Heartbeat(
                 role="actor",

@@ -32,7 +32,8 @@ class CpuWatch:
     """
 
     def __init__(self, run_dir: RunDir) -> None:
-        self._path, self._run_dir = run_dir.cpu, run_dir
+        self._path = run_dir.cpu
+        self._run_dir = run_dir
         self._began = time.time()
         self._elsewhere = _elsewhere(run_dir)
         self._before = cpu_seconds(run_dir)
@@ -116,7 +117,8 @@ class CpuWatch:
             return
         pids = {pid for pid, _ in self._used}
         for member in members_of(json_object(self._run_dir.status)):
-            role, incarnation = member["role"], str(member.get("incarnation") or "")
+            role = member["role"]
+            incarnation = str(member.get("incarnation") or "")
             told = read_told(self._run_dir, "learner" if role == "learner" else member["name"])
             if told is not None and told.pid in pids:
                 self._own.add(incarnation)

@@ -42,7 +42,8 @@ def resident_bytes(roots: Iterable[int]) -> dict[int, int]:
 
 
 def _sum(root: int, children: dict[int, list[int]], resident: dict[int, int]) -> int:
-    total, waiting = 0, [root]
+    total = 0
+    waiting = [root]
     while waiting:
         pid = waiting.pop()
         total += resident[pid]

@@ -78,7 +78,8 @@ def asides_of(trajectory: Trajectory, part: slice | None = None) -> list[tuple[i
 
 def refusal_of_starts(trajectory: Trajectory) -> str:
     """Return why `segment_starts` is invalid; "" if it is valid."""
-    starts, num_tokens = trajectory.segment_starts, len(trajectory.token_ids)
+    starts = trajectory.segment_starts
+    num_tokens = len(trajectory.token_ids)
     if starts.dtype != np.int32 or starts.ndim != 1:
         return f"segment_starts is {starts.dtype.name} {starts.shape}, not [num_segments] int32"
     if starts.size and (starts[0] != 0 or not (np.diff(starts, append=num_tokens) > 0).all()):
@@ -88,7 +89,8 @@ def refusal_of_starts(trajectory: Trajectory) -> str:
 
 def refusal_of_asides(trajectory: Trajectory) -> str:
     """Return why `asides` is invalid; "" if it is valid."""
-    asides, num_tokens = trajectory.asides, len(trajectory.token_ids)
+    asides = trajectory.asides
+    num_tokens = len(trajectory.token_ids)
     if asides.dtype != np.int32 or asides.ndim != 1 or asides.size % 3:
         return f"asides is {asides.dtype.name} {asides.shape}, not [3 * num] int32"
     firsts, ends, kinds = asides.reshape(-1, 3).T

@@ -59,7 +59,8 @@ def run_hub(
     except (UnknownEnv, ValueError) as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        address, reason = f"{cfg.envhub.host}:{cfg.envhub.port}", error.strerror or error
+        address = f"{cfg.envhub.host}:{cfg.envhub.port}"
+        reason = error.strerror or error
         raise ConfigError(f"envhub.port: cannot bind {address}: {reason}") from error
     return 0
 
@@ -99,7 +100,8 @@ def examine(cfg: RunConfig, *, is_to_train: bool = True) -> tuple[list[str], lis
         if lacking := silent([hub_at(url)]):
             return lacking, []
         has_keys = RunDir(root=ROOT / cfg.run.dir / cfg.run.name).keys.exists()
-        token, tasks = cfg.envhub.token, cfg.tasks
+        token = cfg.envhub.token
+        tasks = cfg.tasks
         return [], not_served(url, token, tasks, may_be_own=has_keys, is_to_train=is_to_train)
     tasks = {task.env for task in cfg.tasks}
     references = [name for name in tasks if is_reference(name)]

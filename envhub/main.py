@@ -89,7 +89,8 @@ def run_joined(cfg: RunConfig, joined: Joined) -> None:
         place = HubPlace(url=told_address(cfg, listener), token=token, envs=sessions.env_names)
         hello = HubHello(name=name, incarnation=uuid.uuid4().hex[:12], place=place)
         silence_s = 4 * cfg.scheduler.dead_after_s
-        own, serving = joined.key.as_keys(), (app, sessions)
+        own = joined.key.as_keys()
+        serving = (app, sessions)
         start_s = cfg.actor.start_timeout_s
         with (
             registered(cfg, book, own, hello, serving=serving, silence_s=silence_s),

@@ -55,8 +55,10 @@ class Registration(threading.Thread):
         self._hello = hello
         self._every_s = every_s
         self._silence_s = silence_s
-        self._refused, self._sessions = refused, sessions
-        self._use, self._look_at = HubUse(), 0.0
+        self._refused = refused
+        self._sessions = sessions
+        self._use = HubUse()
+        self._look_at = 0.0
         self._context = zmq.Context()
         self._line = FollowingDealer(addresses, "scheduler", keys, context=self._context)
         self._stop_requested = threading.Event()
@@ -107,7 +109,8 @@ class Registration(threading.Thread):
                 logger.info("the run is over")
                 return True
         if self._silence_s is not None and self._line.silent_s > self._silence_s:
-            silent_s, where = self._line.silent_s, self._line.address
+            silent_s = self._line.silent_s
+            where = self._line.address
             raise LongstrideError(f"scheduler silent for {silent_s:.0f}s at {where}")
         return self._stop_requested.is_set()
 

@@ -251,7 +251,8 @@ def _spare_cores(cfg: RunConfig) -> int:
 
 
 def _publisher(run: RunConfig, run_dir: RunDir, keys: RunKeys, gate: Gate) -> Publisher:
-    cfg, folder = run.learner, run_dir.root / "weights"
+    cfg = run.learner
+    folder = run_dir.root / "weights"
     if cfg.weights_transport is WeightsTransport.FILE:
         folder.mkdir(exist_ok=True)
         remove_files(folder)

@@ -243,7 +243,8 @@ class Loop:
             segment=learner.journal.position.segment,
         )
         learner.write_down(step, check=self._check_disk)
-        self.version, self._is_after_skip = step.version, is_skipped
+        self.version = step.version
+        self._is_after_skip = is_skipped
         learner.buffer.mark_trained(batch.groups, step=step.consumed_by)
 
     def _check_disk(self) -> None:
@@ -258,7 +259,8 @@ class Loop:
             raise DiskFull(f"stopped while the disk is full, after step {self.version}")
 
     def _log_metrics(self, batch: Batch, result: StepResult) -> None:
-        learner, rss = self._learner, self._process.memory_info().rss
+        learner = self._learner
+        rss = self._process.memory_info().rss
         metrics = result.metrics | learner.buffer.drain_stats() | learner.admission.counts()
         metrics |= horizon_mix(batch.members) | learner.publisher.drain_metrics()
         metrics |= learner.intake.refused()
@@ -320,7 +322,8 @@ class Loop:
 
     def _current_weights(self) -> PublishedWeights:
         """Return the current weights with the learner's scores of the canary sequences."""
-        canary, trainer = self._canary, self._learner.trainer
+        canary = self._canary
+        trainer = self._learner.trainer
         return PublishedWeights(
             version=self.version,
             source=copied(self._weights) if self._cfg.learner.hold_back_steps else self._weights,

@@ -70,7 +70,8 @@ class Agents:
         """Play an episode to its end, as `run_episode` does; `task` as in `AgentEpisode`."""
         guardian = await self._start()
         started = time.monotonic()
-        max_tokens, turn_tokens = self._cfg.max_model_len, self._cfg.max_turn_tokens
+        max_tokens = self._cfg.max_model_len
+        turn_tokens = self._cfg.max_turn_tokens
         room = Room(max_tokens=max_tokens, turn_tokens=turn_tokens)
         play = Play(keeps_last=False, history=History(self._renderer, room))
         session = episode = None

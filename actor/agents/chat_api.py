@@ -86,7 +86,8 @@ def _message(given: dict[str, Any], place: str) -> Message:
 
 def _read_bare(body: dict[str, Any]) -> Asked:
     check_fields(body, {"prompt", "stop", "max_tokens"}, BARE)
-    limit, stop = read_limit(body, "max_tokens"), read_stop(body, "stop")
+    limit = read_limit(body, "max_tokens")
+    stop = read_stop(body, "stop")
     return Asked(prompt=_prompt(body.get("prompt")), max_tokens=limit, stop=stop, body=body)
 
 

@@ -51,8 +51,11 @@ class AgentEpisode:
         self.is_taken = False  # An agent has taken the episode.
         self.is_full = False  # The last request did not fit the context.
         self.refused: Counter[str] = Counter()  # error code -> number of requests
-        self._lease, self._session, self._act = lease, session, act
-        self._play, self._renderer = play, renderer
+        self._lease = lease
+        self._session = session
+        self._act = act
+        self._play = play
+        self._renderer = renderer
         self._max_tokens, self._turn_tokens = room
         self._task = task
         self._said: list[Message] = []  # The segment's conversation, as the agent has it.
@@ -89,7 +92,8 @@ class AgentEpisode:
             if asked.prompt is None:
                 asked = with_system(asked, self._before(asked))
             ids = self._prompt_of(asked)
-            tape, turn = self._play.history.tape, self._play.num_turns
+            tape = self._play.history.tape
+            turn = self._play.num_turns
             self.is_full = len(ids) + self._turn_tokens > self._max_tokens
             if self.is_full:
                 text = f"{len(ids)} tokens and {self._turn_tokens} of an answer; the maximum"
@@ -102,14 +106,16 @@ class AgentEpisode:
             tape.add(taken, turn)
             answer = self._answer(asked, taken, stop, num_prompt=len(ids))
             self._said = [] if asked.prompt is not None else [*asked.messages, answer.message]
-            self._tools, self._is_stopped = asked.tools, taken.is_stopped
+            self._tools = asked.tools
+            self._is_stopped = taken.is_stopped
             if asked.is_kept:
                 first = 1 if asked.instructions else 0
                 self._kept[f"resp_{answer.number}"] = self._said[first:]
             return answer
 
     def _answer(self, asked: Asked, taken: Turn, stop: str | None, *, num_prompt: int) -> Answer:
-        text, calls = self._renderer.action_text(taken.token_ids), []
+        text = self._renderer.action_text(taken.token_ids)
+        calls = []
         if stop is not None:
             text = self._renderer.plain_text(taken.token_ids).partition(stop)[0].strip()
         elif asked.tools:
@@ -173,7 +179,8 @@ class AgentEpisode:
 
         Raises: ContextFull: its last request did not fit. PolicyFailed: the agent failed.
         """
-        play, self._is_left = self._play, True
+        play = self._play
+        self._is_left = True
         if self.refused:
             refused = dict(self.refused)
             logger.warning(
@@ -218,7 +225,9 @@ class AgentEpisode:
         """Return the tokens of a prompt. Those of the current segment are reused."""
         if asked.prompt is not None:
             return self._bare(asked.prompt)
-        messages, said, tools = asked.messages, self._said, asked.tools
+        messages = asked.messages
+        said = self._said
+        tools = asked.tools
         roles = [each["role"] for each in messages]
         has_calls = any(each.get("tool_calls") for each in messages)
         wants_tools = tools or has_calls or "tool" in roles
@@ -258,9 +267,11 @@ class AgentEpisode:
         The whole turn was sampled. Its start equals a shorter turn, up to the token that completes
         the stop text.
         """
-        ids, decode = taken.token_ids, self._renderer.plain_text
+        ids = taken.token_ids
+        decode = self._renderer.plain_text
         found = [first_with(decode, ids, text) for text in asked.stop]
-        num, stop = min((n for n in found if n is not None), default=len(ids)), None
+        num = min((n for n in found if n is not None), default=len(ids))
+        stop = None
         if asked.max_tokens is not None and asked.max_tokens < num:
             num = asked.max_tokens
         elif any(n is not None for n in found):

@@ -20,7 +20,8 @@ MAX_BODY_BYTES = DEFAULT_ACTION_MIB * MIB + FIELDS_BYTES
 MAX_HEAD_BYTES = 64 * 1024
 BODY_S = 30.0  # Seconds for a complete request to arrive.
 MAX_WAITING = 64  # Maximum number of pipelined requests of a connection that wait for an answer.
-JSON, EVENTS = "application/json", "text/event-stream"
+JSON = "application/json"
+EVENTS = "text/event-stream"
 # JSON contains no line break of this form, so only a header matches.
 UPGRADE = re.compile(rb"\r\n[Uu]pgrade:")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -131,7 +132,8 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """Begin a request. The parser calls this method and the ones below."""
-        self._request, self._num_head = Request(self._transport), 0
+        self._request = Request(self._transport)
+        self._num_head = 0
 
     def on_url(self, url: bytes) -> None:
         """Append a part of the URL."""
@@ -140,7 +142,8 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store the headers that are used."""
-        name, request = name.lower(), self._request
+        name = name.lower()
+        request = self._request
         if request is None:
             return
         if name == b"authorization":
@@ -192,7 +195,8 @@ class Connection(asyncio.Protocol):
         self._task.add_done_callback(self._answered)
 
     def _answered(self, task: asyncio.Task[bytes]) -> None:
-        request, self._task = self._waiting.popleft(), None
+        request = self._waiting.popleft()
+        self._task = None
         if task.cancelled():
             return
         failure = task.exception()

@@ -54,7 +54,9 @@ class LongLived:
 
     def __init__(self, cfg: ActorSection, server: AgentServer, guardian: Guardian) -> None:
         """Create the group without processes; `start` starts them."""
-        self._cfg, self._server, self._guardian = cfg, server, guardian
+        self._cfg = cfg
+        self._server = server
+        self._guardian = guardian
         self._offers: deque[AgentEpisode] = deque()  # Episodes that no agent has taken.
         self._offered = asyncio.Condition()
         self._workers: list[_Worker] = []
@@ -157,7 +159,8 @@ class LongLived:
 
         Such an agent is killed after `actor.episode_timeout_s`, and restarted.
         """
-        told, patience_s = False, min(TOLD_S, self._cfg.episode_timeout_s / 2)
+        told = False
+        patience_s = min(TOLD_S, self._cfg.episode_timeout_s / 2)
         while True:
             await asyncio.sleep(LOOK_S)
             num_waiting = len(self._offers)
@@ -169,7 +172,8 @@ class LongLived:
                 logger.warning(
                     "agents take no work: they do not ask LONGSTRIDE_EPISODES"
                     " num_agents=%d num_waiting=%d",
-                    *(len(quiet), num_waiting),
+                    len(quiet),
+                    num_waiting,
                 )
                 told = True
             for each in quiet:

@@ -63,7 +63,8 @@ def _read(body: dict[str, Any]) -> Asked:
 
 def _messages(given: dict[str, Any], place: str) -> list[Message]:
     """Return one message as messages of a chat template. Each tool result is its own message."""
-    role, content = given.get("role"), given.get("content")
+    role = given.get("role")
+    content = given.get("content")
     if role not in ("user", "assistant"):
         raise invalid(f"{place}.role={role!r:.40}: must be user or assistant", "messages")
     place = f"{place}.content"

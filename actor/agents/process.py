@@ -36,7 +36,8 @@ class AgentProcess:
 
     def __init__(self, process: Process, guardian: Guardian) -> None:
         """Read the output continuously, so that the process never blocks on a full pipe."""
-        self._process, self._guardian = process, guardian
+        self._process = process
+        self._guardian = guardian
         guardian.add(process.pid)
         self._lines: deque[bytes] = deque(maxlen=NUM_LINES)
         self._reading = asyncio.create_task(self._read())

@@ -16,10 +16,26 @@ from common.text import valid_text
 Message = dict[str, Any]  # In the format of chat templates: role, content, optional tool_calls.
 Event = tuple[str, dict[str, Any]]  # (name, payload) of a stream's event; name "": none
 IGNORED = {  # The run's config sets the sampling. Labels have no effect.
-    *("model", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
-    *("repetition_penalty", "seed", "user", "metadata", "store", "service_tier", "stream"),
-    *("safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    *("cache_control", "stream_options"),
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "stream",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "cache_control",
+    "stream_options",
 }
 WHY = {
     "n": "an episode has one history; ask once more for another answer",
@@ -34,7 +50,10 @@ class ApiError(Exception):
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code, self.message, self.param = status, code, message, param
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

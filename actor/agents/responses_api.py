@@ -133,7 +133,8 @@ def _events(_: Asked, reply: dict[str, Any]) -> list[Event]:
         if is_text:
             told += _text_events(of_item, item["content"][0])
         else:
-            kind, arguments = "response.function_call_arguments", item["arguments"]
+            kind = "response.function_call_arguments"
+            arguments = item["arguments"]
             told.append((f"{kind}.delta", {**of_item, "delta": arguments}))
             done = {"arguments": arguments, "name": item["name"]}
             told.append((f"{kind}.done", {**of_item, **done}))
@@ -144,7 +145,8 @@ def _events(_: Asked, reply: dict[str, Any]) -> list[Event]:
 
 def _text_events(of_item: dict[str, Any], part: dict[str, Any]) -> list[Event]:
     of_part = {**of_item, "content_index": 0}
-    kind, text = "response.output_text", part["text"]
+    kind = "response.output_text"
+    text = part["text"]
     return [
         ("response.content_part.added", {**of_part, "part": {**part, "text": ""}}),
         (f"{kind}.delta", {**of_part, "delta": text, "logprobs": []}),

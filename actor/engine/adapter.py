@@ -100,7 +100,8 @@ class OneAdapter(PunicaWrapperCPU):
         """
         if self.no_lora:
             return
-        rows, outputs = x.reshape(-1, x.shape[-1]).float(), y.view(-1, y.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).float()
+        outputs = y.view(-1, y.shape[-1])
         first = 0
         for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
             change = scale * (rows @ a[0, 0].float().T @ b[0, 0].float().T)

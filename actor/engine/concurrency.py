@@ -80,6 +80,10 @@ class Concurrency:
         if self.limit != before:
             logger.info(
                 "concurrency=%d before=%d queued=%d kv_frac=%.2f preemptions=%d",
-                *(self.limit, before, load.num_queued, load.kv_frac, load.num_preemptions),
+                self.limit,
+                before,
+                load.num_queued,
+                load.kv_frac,
+                load.num_preemptions,
             )
         return self.limit

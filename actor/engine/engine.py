@@ -40,7 +40,8 @@ SHUTDOWN_S = 1.0
 LOAD_S = 60.0  # Seconds for the engine to pause and to load the received weights.
 LAST_WORDS_S = 1.0  # Seconds for the other workers to report, once one has failed.
 # First and last interval in seconds between two polls of the staging.
-FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.1
+FIRST_LOOK_S = 0.005
+LAST_LOOK_S = 0.1
 
 
 class Engine:
@@ -95,7 +96,8 @@ class Engine:
         Raises: EngineError: the engine did not start, or cannot sample.
         """
         started = time.monotonic()
-        usual, what = StartupHistory(), f"engine {model.path} {model.dtype}"
+        usual = StartupHistory()
+        what = f"engine {model.path} {model.dtype}"
         takes = f", which takes about {s:.0f} s here" if (s := usual.seconds(what)) else ""
         logger.info("engine is starting%s", takes)
         meter = EngineLoad() if meters_load else None
@@ -302,7 +304,8 @@ class Engine:
             workers = [Staged(**each) for each in told]
             failed = [worker for worker in workers if worker.error]
             if failed and limit_s > LAST_WORDS_S:  # The other workers report their result, too.
-                started, limit_s = time.monotonic(), LAST_WORDS_S
+                started = time.monotonic()
+                limit_s = LAST_WORDS_S
             if all(worker.is_done or worker.error for worker in workers):
                 break
             if is_given_up() or time.monotonic() - started > limit_s:

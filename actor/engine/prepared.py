@@ -145,7 +145,8 @@ def _copy_tensors(twin: nn.Module, copies: dict[Tensor, Tensor]) -> None:
 
 def _copy_metadata(layer: nn.Module, twin: nn.Module) -> None:
     """Copy vLLM's record of a layer before its first load to the twin."""
-    noted, own = get_layerwise_info(layer), get_layerwise_info(twin)
+    noted = get_layerwise_info(layer)
+    own = get_layerwise_info(twin)
     parameters, buffers = noted.restore_metadata
     own.restore_metadata = (
         {name: to_meta_tensor(tensor) for name, tensor in parameters.items()},

@@ -74,7 +74,8 @@ class Staging:
     def begin(self, offer: WeightsOffer) -> None:
         """Start to receive an offer, and cancel a running transfer. Returns at once."""
         self.give_up()
-        taken, before = _Taken(offer), self._thread
+        taken = _Taken(offer)
+        before = self._thread
         self._taken = taken
         self._thread = threading.Thread(target=self._receive, args=(taken, before), daemon=True)
         self._thread.start()
@@ -99,7 +100,8 @@ class Staging:
 
     def check(self, version: int) -> None:
         """Check that a version is staged. Raises: WeightSyncError: another one is, or none."""
-        state, found = self.state(), -1 if self._taken is None else self._taken.offer.version
+        state = self.state()
+        found = -1 if self._taken is None else self._taken.offer.version
         if found != version or not state.is_done or state.error:
             raise WeightSyncError(f"version {version} is to be loaded, {found} is staged: {state}")
 
@@ -130,7 +132,8 @@ class Staging:
             before.join(LEAVE_S)
         if before is not None and before.is_alive():
             logger.warning("a transfer that was given up does not end, another connection is made")
-            self._group, self._buffer = WeightGroup(), None
+            self._group = WeightGroup()
+            self._buffer = None
         elif self._group.is_busy:
             self._buffer = None
 
@@ -139,12 +142,14 @@ class Staging:
 
         Raises: TransferCancelled: another version is to be staged.
         """
-        pages, offer = self._pages, taken.offer
+        pages = self._pages
+        offer = taken.offer
         assert pages is not None
         for spec in offer.tensors:
             if taken.is_given_up.is_set():
                 raise TransferCancelled(f"version {offer.version} is no more wanted")
-            start, stop = spec.offset_bytes, spec.offset_bytes + spec.num_bytes
+            start = spec.offset_bytes
+            stop = spec.offset_bytes + spec.num_bytes
             part = memoryview(pages)[start:stop]
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
             num_bytes = stop // mmap.PAGESIZE * mmap.PAGESIZE - first

@@ -92,7 +92,8 @@ class WeightLink:
     async def _listen(self) -> None:
         while True:
             if self._line.follow():
-                self._newest, self._is_given_up = None, True
+                self._newest = None
+                self._is_given_up = True
             message = await self._line.next(timeout_s=FOLLOW_S)
             if message is not None:
                 self._receive(message)
@@ -119,7 +120,8 @@ class WeightLink:
                     if self._is_announced:
                         self._ready(message)
                     return
-                self._newest, self._is_given_up = message, True
+                self._newest = message
+                self._is_given_up = True
                 self._has_work.set()
             case WeightsCancel():
                 if self._newest is not None and self._newest.group_epoch == message.group_epoch:
@@ -141,8 +143,10 @@ class WeightLink:
         while True:
             await self._has_work.wait()
             self._has_work.clear()
-            self._at, self._newest = self._newest, None
-            check, self._check = self._check, None
+            self._at = self._newest
+            self._newest = None
+            check = self._check
+            self._check = None
             if self._at is not None:
                 self._is_announced = self._is_given_up = False
                 await self._answer(self._at)
@@ -208,7 +212,8 @@ class WeightLink:
 
     def _ready(self, offer: WeightsOffer) -> None:
         self._is_announced = True
-        version, epoch = offer.version, offer.group_epoch
+        version = offer.version
+        epoch = offer.group_epoch
         self._line.send(WeightsReady(**self._identity, version=version, group_epoch=epoch))
 
     async def _report_canary(self, check: CanaryCheck) -> None:

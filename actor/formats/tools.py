@@ -91,10 +91,12 @@ class ToolRenderer(Renderer):
         super().__init__(tokenizer)
         if isinstance(self.calls, str):
             raise ConfigError(f"actor.format=function_call: model.path: {self.calls}")
-        user, said = {"role": "user", "content": USER}, as_call(self._names[0], {})
+        user = {"role": "user", "content": USER}
+        said = as_call(self._names[0], {})
         called = {"role": "assistant", "content": "", "tool_calls": [said]}
         told = {"role": "tool", "name": self._names[0], "content": QUOTED}
-        whole, first = self._template([user, called, told]), self._template([user])
+        whole = self._template([user, called, told])
+        first = self._template([user])
         if first == self._rendered([user]):
             raise ConfigError(NO_TOOLS)
         _, is_ended, rest = whole.removeprefix(first).partition(self._end_of_turn_text)
@@ -120,7 +122,8 @@ class ToolRenderer(Renderer):
 
     def after_action(self, observation: str, *, is_stopped: bool) -> list[int]:
         """Return the ids between an answer and the next one: a tool result with `observation`."""
-        before, after = self._before_told, self._after_told
+        before = self._before_told
+        after = self._after_told
         if self._as_json:
             observation = json.dumps(observation, ensure_ascii=False)[1:-1]
         return self._framed(before, observation, after, is_stopped=is_stopped)

@@ -69,9 +69,12 @@ class BranchingPolicy:
         unreturned: int = -1,
     ) -> None:
         """Begin outside of branches. The branch with the number `unreturned` gets no return."""
-        self._policy, self._render = policy, render
-        self._most, self._form = options.branch_turns, options.format
-        self._unreturned, self._num_calls = unreturned, 0
+        self._policy = policy
+        self._render = render
+        self._most = options.branch_turns
+        self._form = options.format
+        self._unreturned = unreturned
+        self._num_calls = 0
         self._next: Turn | None = None  # The action that the call named.
         self._latest = ""
         self._num_left = -1  # Turns left in the branch; -1: in no branch.
@@ -88,9 +91,11 @@ class BranchingPolicy:
         if self._num_left < 0:
             is_left = self._num_calls == self._unreturned
             self._num_calls += 1
-            self._next, self._num_left = taken, self._most if is_left else self._most // 2
+            self._next = taken
+            self._num_left = self._most if is_left else self._most // 2
             return self._said(f"<{CALL}>{text}</{CALL}>")
-        self._next, self._latest = None, text
+        self._next = None
+        self._latest = text
         self._num_left -= 1
         return self._said(in_react(text) if self._form is AgentFormat.REACT else text)
 

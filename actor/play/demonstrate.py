@@ -159,13 +159,15 @@ async def _play(
     else:
         text = first_text(instruction, text)
     messages.append({"from": "human", "loss": None, "value": text})
-    reward, is_solved = 0.0, False
+    reward = 0.0
+    is_solved = False
     for turn in range(plan.horizon):
         action = render.action_text((await policy.act([], session)).token_ids)
         result = await session.step(action)
         said = in_react(action) if kind is AgentFormat.REACT else action
         messages.append({"from": "gpt", "loss": not policy.has_slipped, "value": said})
-        reward, is_solved = result.reward, result.is_success
+        reward = result.reward
+        is_solved = result.is_success
         if result.done or turn + 1 == plan.horizon:
             break
         messages.append({"from": "human", "loss": None, "value": result.observation})

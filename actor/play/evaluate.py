@@ -68,7 +68,8 @@ def evaluate(
     ):
         listed = fetch_listed(cfg, hub_url=url, token=token)
         episodes = choose_items(cfg, url, token, listed.items, listed.turns)
-        notes, say = listed.notes, print
+        notes = listed.notes
+        say = print
         for line in described(episodes, notes):
             say(line)
         return run(
@@ -208,5 +209,7 @@ async def _play_at_endpoint(job: Job, cfg: PolicySection, options: AgentOptions)
         await play(job, player)
         logger.info(
             "endpoint prompt_tokens=%d sampled_tokens=%d retries=%d",
-            *(endpoint.num_prompt_tokens, endpoint.num_sampled_tokens, endpoint.num_retries),
+            endpoint.num_prompt_tokens,
+            endpoint.num_sampled_tokens,
+            endpoint.num_retries,
         )

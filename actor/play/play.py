@@ -95,7 +95,10 @@ async def _play_patiently(
             break
         logger.warning(
             "failed episode=%s attempt=%d end=%s reason=%s",
-            *(plan.episode_id, attempt, trajectory.end_reason, trajectory.error),
+            plan.episode_id,
+            attempt,
+            trajectory.end_reason,
+            trajectory.error,
         )
     return trajectory
 
@@ -154,7 +157,9 @@ class _Count:
             took_s = time.monotonic() - self.began_at
             logger.info(
                 "played episodes=%d of=%d failed=%d left_s=%.0f",
-                *(self.num_done, self.num_plans, self.num_failed),
+                self.num_done,
+                self.num_plans,
+                self.num_failed,
                 took_s * (self.num_plans - self.num_done) / self.num_done,
             )
         if self.max_failed is not None and self.num_failed > self.max_failed:

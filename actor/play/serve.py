@@ -62,7 +62,8 @@ class Chat:
             seed = _seed(body)
         except (ValueError, KeyError, TypeError) as error:
             return _error(400, f"{error}")
-        number, most = f"chat:{next(self.numbers)}", self.actor.max_turn_tokens
+        number = f"chat:{next(self.numbers)}"
+        most = self.actor.max_turn_tokens
         try:
             turn = await self.engine.generate(
                 ids,

@@ -97,7 +97,8 @@ class Batches:
         await asyncio.gather(*self._sending, return_exceptions=True)
 
     def _send_all(self) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for batch in self._parts(waiting):
             task = asyncio.create_task(self._send(batch))
             self._sending.add(task)

@@ -327,8 +327,10 @@ def _ending(encode: Encode, end: str, text: str) -> list[int]:
 
 def least_prompt(render: Render, options: AgentOptions, turn_tokens: int) -> int:
     """Return the smallest limit of prompt tokens under which every episode can continue."""
-    cut, thought = f"x{CUT_MARK.format(10**6)}", room_of_aside(render, turn_tokens)
-    request, is_window = options.summary_request or REQUEST, options.context is ContextKind.WINDOW
+    cut = f"x{CUT_MARK.format(10**6)}"
+    thought = room_of_aside(render, turn_tokens)
+    request = options.summary_request or REQUEST
+    is_window = options.context is ContextKind.WINDOW
     begins = len(render.first_prompt(cut + PLAN * options.plan)) + thought * options.plan
     if options.context not in (ContextKind.WINDOW, ContextKind.SUMMARY):
         return begins
@@ -338,7 +340,8 @@ def least_prompt(render: Render, options: AgentOptions, turn_tokens: int) -> int
     again = 2 * max(first, answer) + thought * options.reflects
     if not is_window:
         reserved = _room_of_summary(render, request, turn_tokens)
-        again, begins = again + turn_tokens + reserved, begins + reserved
+        again = again + turn_tokens + reserved
+        begins = begins + reserved
     return max(begins, again)
 
 

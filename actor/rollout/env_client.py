@@ -154,7 +154,8 @@ class HubClient(BearerClient):
 
     async def close_left(self) -> None:
         """Close the sessions that were abandoned while the hub was lost, if it still has them."""
-        left, self.left = self.left, []
+        left = self.left
+        self.left = []
         for session_id in left:
             try:
                 await self._close_alone({"session_id": session_id})
@@ -176,7 +177,8 @@ class HubClient(BearerClient):
             HubLost: the hub is unreachable, was suspended, shuts down, or has no such session.
             EnvError: the hub refused the request or failed.
         """
-        failure, num_lost = "", 0
+        failure = ""
+        num_lost = 0
         try:
             async with asyncio.timeout(self._timeout_s):
                 while num_lost < NUM_TRIES:

@@ -179,7 +179,8 @@ async def run_episode(
     room = Room(max_tokens=max_tokens, turn_tokens=turn_tokens, options=options)
     told = worded(options.format, instruction)
     read = reader_of(render, options.format, is_whole=MARK in instruction)
-    started, play = time.monotonic(), Play(keeps_last=keeps_last, history=history_of(render, room))
+    started = time.monotonic()
+    play = Play(keeps_last=keeps_last, history=history_of(render, room))
     session: Session | None = None
     try:
         async with judged(play, lease, may_repeat=may_repeat):
@@ -224,7 +225,8 @@ async def judged(play: Play, lease: Lease, *, may_repeat: bool) -> AsyncIterator
 async def _turns(
     lease: Lease, session: Session, play: Play, act: Act, read: Read, room: Room
 ) -> None:
-    history, ask = play.history, partial(play.ask, act, session)
+    history = play.history
+    ask = partial(play.ask, act, session)
     may_go_on = partial(play.may_go_on, lease)
     while True:
         taken, turn = await ask(), play.num_turns
@@ -259,7 +261,8 @@ async def _turns(
 
 def trajectory_of(lease: Lease, play: Play, *, actor: str, wall_s: float) -> Trajectory:
     """Return the trajectory of an episode that has ended."""
-    tape, observations = play.history.tape, play.history.observations
+    tape = play.history.tape
+    observations = play.history.observations
     return Trajectory(
         **lease.identity(),
         actor=actor,

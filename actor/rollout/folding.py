@@ -30,7 +30,8 @@ HOW = (
 OPENED = "[the branch begins]"
 CLOSED = "[turns of the branch are left out here]"
 ENDED = "[the branch was ended without a return]\n"
-CALL, RETURN = "branch", "return"
+CALL = "branch"
+RETURN = "return"
 
 
 @dataclass(slots=True)
@@ -65,8 +66,10 @@ class Folding(History):
         return _says(action, CALL) or _says(action, RETURN)
 
     def takes(self, action: str, taken: Turn, turn: int) -> bool:
-        is_call, is_return = _says(action, CALL), _says(action, RETURN)
-        end, is_closing = len(self.tape.token_ids), self._call is not None
+        is_call = _says(action, CALL)
+        is_return = _says(action, RETURN)
+        end = len(self.tape.token_ids)
+        is_closing = self._call is not None
         if self._call is None:
             is_taken = is_call and not is_return and self._open(taken, turn)
         elif is_taken := is_return and not is_call and self._call.num_turns > 0:
@@ -109,12 +112,16 @@ class Folding(History):
     def _close(self, turn: int, returned: Turn | None = None) -> None:
         """Continue in the caller's context. `returned` is None if the branch was ended."""
         assert self._call is not None
-        call, self._call = self._call, None
-        ids, text, is_stopped = call.ids, ENDED + self._latest, call.is_stopped
+        call = self._call
+        self._call = None
+        ids = call.ids
+        text = ENDED + self._latest
+        is_stopped = call.is_stopped
         if returned is not None:
             note = self._render.after_action(CLOSED, is_stopped=is_stopped)
             ids = [*ids, *note, *returned.token_ids]
-            text, is_stopped = self._latest, returned.is_stopped
+            text = self._latest
+            is_stopped = returned.is_stopped
         room = self.max_prompt - len(ids)
         observed = self._fitted_again(text, is_stopped=is_stopped, room=room)
         assert observed is not None  # `_open` reserved the room.

@@ -195,7 +195,8 @@ class Hubs:
         for (url, _), known in list(self._known.items()):
             if url == place.url:
                 await known.hub.close_left()
-        reason, lost_s = self._lost.pop(place.url), time.monotonic() - since
+        reason = self._lost.pop(place.url)
+        lost_s = time.monotonic() - since
         logger.warning("hub was gone url=%s for_s=%.1f reason=%s", place.url, lost_s, reason)
 
     def _keep(self, work: Coroutine[None, None, None]) -> None:

@@ -49,7 +49,8 @@ class Rounds:
         """Return this episode's next turn, sampled with `seed`, once all episodes have asked."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
-        started, asked = self._next, time.monotonic()
+        started = self._next
+        asked = time.monotonic()
         self._waiting[episode_id] = _Asked(prompt_ids, seed)
         self._maybe_start()
         # Shielded: a revoked episode must not cancel the round of the remaining episodes.
@@ -60,8 +61,10 @@ class Rounds:
 
     def _maybe_start(self) -> None:
         if self._next is not None and self._waiting.keys() >= self._running:
-            waiting, self._waiting = self._waiting, {}
-            started, self._next = self._next, None
+            waiting = self._waiting
+            self._waiting = {}
+            started = self._next
+            self._next = None
             started.set_result(asyncio.create_task(self._generate(waiting)))
 
     async def _generate(self, asked: dict[str, _Asked]) -> dict[str, Turn]:

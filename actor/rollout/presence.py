@@ -36,7 +36,8 @@ class Signs:
         """
         if not self._heard_at:
             return False
-        now, limit_s = time.monotonic(), min(SILENT_S, within_s)
+        now = time.monotonic()
+        limit_s = min(SILENT_S, within_s)
         silences = pairwise(max(at, now - within_s) for at in self._heard_at)
         longest_s = max((end - start for start, end in silences), default=0.0)
         stands_still = now - self._heard_at[-1] >= limit_s

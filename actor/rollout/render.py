@@ -26,7 +26,9 @@ from common.formats.chat_template import render_chat
 NUM_KNOWN_TEXTS = 256
 Message = dict[str, Any]
 CALL_ID = "call{:05}"  # The format that the strictest template requires.
-USER, ASSISTANT, NEXT = "\u2402user\u2403", "\u2402assistant\u2403", "\u2402next\u2403"
+USER = "\u2402user\u2403"
+ASSISTANT = "\u2402assistant\u2403"
+NEXT = "\u2402next\u2403"
 
 
 class Renderer:
@@ -75,7 +77,8 @@ class Renderer:
     def calls(self) -> CallForm | str:
         """The chat template's format of tool calls, or the reason why it supports no tools."""
         try:
-            full, bare = self._call_of(ARGUMENTS), self._call_of({})
+            full = self._call_of(ARGUMENTS)
+            bare = self._call_of({})
             return CallForm.of(*map(self._as_sampled, (full, bare)))
         except (TemplateError, TypeError) as error:
             return f"the policy's chat template refuses tools: {error}"
@@ -267,7 +270,8 @@ def with_ids(messages: Sequence[Message]) -> list[Message]:
     place = 0
     for each in messages:
         if each["role"] == "tool":
-            each, place = {"tool_call_id": CALL_ID.format(place), **each}, place + 1
+            each = {"tool_call_id": CALL_ID.format(place), **each}
+            place = place + 1
         else:
             place = 0
         if calls := each.get("tool_calls"):

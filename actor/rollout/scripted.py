@@ -75,7 +75,8 @@ class ScriptedPolicy:
             action = self._random.choice(hint.valid_actions) if hint.valid_actions else "wait"
         if self._slip_frac:
             self._so_far |= dict.fromkeys(hint.valid_actions)
-            meant, slips = action, self._random.random() < self._slip_frac
+            meant = action
+            slips = self._random.random() < self._slip_frac
             action = self._random.choice([*self._so_far]) if slips and self._so_far else meant
             self.has_slipped = action != meant
         return Turn(self._render.add(action), logprobs=[0.0], versions=[-1])

@@ -104,7 +104,8 @@ def _examine_config(
 
 def examine_quickly(root: Path, overrides: Sequence[str]) -> list[Check]:
     """Return the fast checks. They compile nothing and start no environment."""
-    cores, load = cores_here(), os.getloadavg()[0]
+    cores = cores_here()
+    load = os.getloadavg()[0]
     is_busy = load > MAX_LOAD * cores
     remedy = "other programs want them: figures of a run will be low" if is_busy else ""
     found = f"{cores:g} cores, load {load:.1f}"
@@ -112,7 +113,11 @@ def examine_quickly(root: Path, overrides: Sequence[str]) -> list[Check]:
     folder = root / (override_value(overrides, "run.dir") or "runs")
     return [
         *_examine_versions(),
-        *(busy, _examine_memory(), _examine_disk(root), _examine_folder(folder), _examine_port()),
+        busy,
+        _examine_memory(),
+        _examine_disk(root),
+        _examine_folder(folder),
+        _examine_port(),
     ]
 
 
@@ -153,7 +158,8 @@ def examine_machine(root: Path) -> list[Check]:
 
 def _examine_versions() -> list[Check]:
     """Return the checks of the system, the packages and the GPUs."""
-    system, python = f"{platform.system()} {platform.machine()}", platform.python_version()
+    system = f"{platform.system()} {platform.machine()}"
+    python = platform.python_version()
     on_linux = "" if platform.system() == "Linux" else "the engine (vLLM) runs on Linux only"
     is_new = sys.version_info >= (3, 11)
     checks = [

@@ -30,7 +30,8 @@ def seat(cfg: RunConfig, *, num_gpus: int) -> Seats:
 
     Raises: ConfigError: there are too few GPUs; the message has the calculation and the remedy.
     """
-    num_ranks, width = cfg.learner.num_ranks, cfg.actor.tensor_parallel_size
+    num_ranks = cfg.learner.num_ranks
+    width = cfg.actor.tensor_parallel_size
     wanted = cfg.actor.num_engines * width
     learner: tuple[int, ...] = ()
     if trains_on_gpu(cfg, num_gpus=num_gpus):

@@ -87,7 +87,8 @@ def _publish_copies(cfg: RunConfig, shape: ModelShape) -> list[Part]:
 
 def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[Part]:
     """Return a rank's share of weights, gradients, moments, reference and critic."""
-    learner, num = cfg.learner, shape.num_params
+    learner = cfg.learner
+    num = shape.num_params
     frozen = frozen_bytes(learner, is_cuda)
     if learner.lora.rank:
         trained = lora_params(learner.lora, shape)
@@ -127,8 +128,10 @@ def _has_own_critic(cfg: RunConfig) -> bool:
 
 def lora_params(lora: LoraSection, shape: ModelShape) -> int:
     """Return the number of adapter weights: rank x (inputs + outputs) of every adapted layer."""
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    hidden, units = shape.hidden, shape.intermediate
+    queries = shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
+    hidden = shape.hidden
+    units = shape.intermediate
     sizes = {
         "q_proj": hidden + queries,
         "k_proj": hidden + keys,
@@ -177,7 +180,8 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
     width = 2 if is_bf16 else 4
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     layer = 6 * shape.hidden + attention + 3 * shape.intermediate  # Numbers stored per token.
-    per_token, how = shape.layers * layer, f"{tokens:,} tokens x {shape.layers} layers x {layer:,}"
+    per_token = shape.layers * layer
+    how = f"{tokens:,} tokens x {shape.layers} layers x {layer:,}"
     if learner.gradient_checkpointing:
         per_token = shape.layers * shape.hidden + layer
         how = f"{tokens:,} tokens x ({shape.layers} layers x {shape.hidden} + one layer {layer:,})"
@@ -210,7 +214,8 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
 
 def cpu_engine_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
     """Return the parts of one engine without a GPU. Each worker receives a whole version."""
-    width, cache = BYTES_OF[cfg.model.dtype], cfg.actor.kv_cache_gib * GIB
+    width = BYTES_OF[cfg.model.dtype]
+    cache = cfg.actor.kv_cache_gib * GIB
     of_worker = [
         _weights("incoming weights", shape.num_params, width, ", while they load"),
         _cache_part(cfg.actor, shape, cfg.model.dtype, cache, "actor.kv_cache_gib"),
@@ -225,7 +230,8 @@ def gpu_engine_parts(
     cfg: RunConfig, shape: ModelShape, capacity_bytes: int, *, num_engines: int
 ) -> list[Part]:
     """Return the parts of engine workers on a GPU. vLLM reserves its share at the start."""
-    actor, width = cfg.actor, BYTES_OF[cfg.model.dtype]
+    actor = cfg.actor
+    width = BYTES_OF[cfg.model.dtype]
     weights = width * shape.num_params // actor.tensor_parallel_size
     how = f"{shape.num_params / 1e6:,.1f}M / {actor.tensor_parallel_size} x {width} B"
     parts = [Part("engine weights", weights, how)]

@@ -63,7 +63,8 @@ def make_plan(
 
     Raises: ConfigError: there are too few GPUs, or a role would use GPUs of two nodes.
     """
-    is_cuda, width = trains_on_gpu(cfg, num_gpus=len(on)), cfg.actor.tensor_parallel_size
+    is_cuda = trains_on_gpu(cfg, num_gpus=len(on))
+    width = cfg.actor.tensor_parallel_size
     first, other = (learner_parts(cfg, shape, is_cuda=is_cuda, rank=rank) for rank in (0, 1))
     of_learner = learner_host_parts(cfg, shape, is_cuda=is_cuda)
     if not is_cuda:
@@ -162,7 +163,8 @@ def plan_here(cfg: RunConfig, root: Path) -> list[Place]:
 
     Raises: ConfigError: there are too few GPUs.
     """
-    shape, found = read_shape(root / cfg.model.path), gpus()
+    shape = read_shape(root / cfg.model.path)
+    found = gpus()
     if is_elsewhere(cfg):
         return plan_named(cfg, shape)
     try:
@@ -196,7 +198,8 @@ def plan_lines(places: Sequence[Place]) -> list[str]:
     """Return the plan as a table. Equal neighbours are merged into one entry."""
     lines: list[str] = []
     for alike in _alike(places):
-        place, more = alike[0], len(alike) - 1
+        place = alike[0]
+        more = len(alike) - 1
         of = f" of {shown(place.capacity_bytes)}" if place.capacity_bytes else ""
         name = place.name + (f" and {more} more like it, up to {alike[-1].name}" if more else "")
         lines.append(f"memory, {name}: about {shown(place.total_bytes)}{of}")

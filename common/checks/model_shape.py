@@ -56,7 +56,8 @@ def read_shape(folder: Path) -> ModelShape:
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         text = cast(dict[str, Any], tree.get("text_config") or tree)
-        heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
+        heads = int(text["num_attention_heads"])
+        hidden = int(text["hidden_size"])
         is_tied = text.get("tie_word_embeddings", tree.get("tie_word_embeddings", True))
         experts = int(text.get("num_experts_per_tok") or 1)
         width = int(
@@ -93,7 +94,8 @@ def _is_stretched(text: dict[str, Any]) -> bool:
 
 def _params_of_config(text: dict[str, Any], *, is_tied: bool) -> int:
     """Return a decoder's number of weights: embedding, head, attention, gated units."""
-    hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
+    hidden = int(text["hidden_size"])
+    heads = int(text["num_attention_heads"])
     head_dim = int(text.get("head_dim") or hidden // heads)
     queries = heads * head_dim
     keys = int(text.get("num_key_value_heads") or heads) * head_dim

@@ -102,7 +102,8 @@ def check_dry(
 
 def _check_context(cfg: RunConfig, shape: ModelShape) -> None:
     """Check that an engine can hold the episodes. vLLM would report this only after its start."""
-    actor, known = cfg.actor, shape.context_tokens
+    actor = cfg.actor
+    known = shape.context_tokens
     if 0 < known < actor.max_model_len:
         law = f"the model knows {known} positions (max_position_embeddings)"
         raise ConfigError(f"actor.max_model_len={actor.max_model_len}: {law}")

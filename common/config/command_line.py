@@ -33,8 +33,17 @@ COMMANDS = {
 }
 # Suites that train. They accept key=value, including study.*, and --dry-run.
 STUDIES = (
-    *("algorithms", "limits", "recipes", "credit", "context", "branches", "branches-long"),
-    *("staleness", "curriculum", "horizon", "peer"),
+    "algorithms",
+    "limits",
+    "recipes",
+    "credit",
+    "context",
+    "branches",
+    "branches-long",
+    "staleness",
+    "curriculum",
+    "horizon",
+    "peer",
 )
 SUITES = (
     "envhub, echo, soak, solve, learner, scheduler, transport, weights, tail, actor, agents,"

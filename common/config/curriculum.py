@@ -282,7 +282,8 @@ class HorizonSection:
 
     def contradictions(self) -> Iterator[Contradiction]:
         for name in ("", *self.per_env):
-            policy, key = self.policy(name), f"per_env.{name}." if name else ""
+            policy = self.policy(name)
+            key = f"per_env.{name}." if name else ""
             stages = list(policy.stages)
             if not stages or any(a >= b for a, b in itertools.pairwise(stages)):
                 yield f"{key}stages", stages, f"positive {self.unit.value}, strictly increasing"
@@ -299,12 +300,14 @@ class HorizonSection:
         A stage must end before the actor's timeout, with room for one turn. Otherwise the episode
         fails at the timeout instead of ending at its horizon.
         """
-        turn_tokens, max_tokens = actor.max_turn_tokens, actor.max_model_len
+        turn_tokens = actor.max_turn_tokens
+        max_tokens = actor.max_model_len
         max_s = actor.episode_timeout_s - actor.turn_timeout_s
         for name in ("", *self.per_env):
             key = f"horizon.{f'per_env.{name}.' if name else ''}stages"
             stages = self.policy(name).stages
-            first, last = stages[0], stages[-1]
+            first = stages[0]
+            last = stages[-1]
             if self.unit is HorizonUnit.TOKENS and not turn_tokens <= first <= last <= max_tokens:
                 law = f"actor.max_turn_tokens={turn_tokens}, actor.max_model_len={max_tokens}"
                 yield key, list(stages), f"horizon.unit=tokens: must be in [{law}]"

@@ -56,12 +56,15 @@ def _section(section: Any, prefix: str) -> str:
     for field in fields(section):
         kind = field_kinds(section)[field.name]
         if is_dataclass(kind):
-            head, text = f"{prefix}{field.name}.*", (getdoc(kind) or "").split("\n")[0]
+            head = f"{prefix}{field.name}.*"
+            text = (getdoc(kind) or "").split("\n")[0]
         else:
-            head, text = f"{prefix}{field.name}={_default(field)}", field.metadata["text"]
+            head = f"{prefix}{field.name}={_default(field)}"
+            text = field.metadata["text"]
             ruled = _rule(kind, field).removeprefix("must be ")
             text += f" ({ruled})" if ruled else ""
-        start, further = f"  {head:<38}  ", " " * 42
+        start = f"  {head:<38}  "
+        further = " " * 42
         lines.append(textwrap.fill(text, 100, initial_indent=start, subsequent_indent=further))
     return "\n".join(lines) + "\n"
 
@@ -103,7 +106,14 @@ def reference_text() -> str:
     for field in fields(RunConfig):
         kind = _kind(RunConfig, field.name)
         if is_dataclass(kind):
-            lines += ["", f"## {field.name}", "", _doc(kind), "", *_table(walk_keys(kind, field.name))]
+            lines += [
+                "",
+                f"## {field.name}",
+                "",
+                _doc(kind),
+                "",
+                *_table(walk_keys(kind, field.name)),
+            ]
         elif get_args(kind) and is_dataclass(get_args(kind)[-1]):
             element = get_args(kind)[-1]
             rows = _table(walk_keys(element, f"{field.name}[0]"))
@@ -118,7 +128,8 @@ def _kind(section: Any, name: str) -> Any:
 def walk_keys(section: Any, prefix: str) -> Iterator[tuple[str, Any, Field[Any]]]:
     """Yield every key below a section with its declaring section and field."""
     for field in fields(section):
-        kind, key = _kind(section, field.name), f"{prefix}.{field.name}"
+        kind = _kind(section, field.name)
+        key = f"{prefix}.{field.name}"
         if is_dataclass(kind):
             yield from walk_keys(kind, key)
             continue

@@ -60,7 +60,8 @@ class Law:
         if self.one_of or self.form:
             words = self.form.phrase if self.form else f"one of {', '.join(self.one_of)}"
             return words if self.also is None else f'{words}, or "{self.also}"'
-        low, high = _first(self.ge, self.gt), _first(self.le, self.lt)
+        low = _first(self.ge, self.gt)
+        high = _first(self.le, self.lt)
         if low is not None and high is not None:
             words = f"in {'[('[self.ge is None]}{low:g}, {high:g}{'])'[self.le is None]}"
         elif low is not None:
@@ -236,7 +237,8 @@ def check(section: Any, prefix: str = "") -> None:
 def _contradictions(section: Any, prefix: str) -> Iterator[Contradiction]:
     for each in fields(section):
         relation, _, other = each.metadata.get("must", "").rpartition(" ")
-        value, bound = getattr(section, each.name), getattr(section, other, None)
+        value = getattr(section, each.name)
+        bound = getattr(section, other, None)
         if relation and not RELATIONS[relation](value, bound):
             shown = f"{bound:g}" if isinstance(bound, float) else bound
             yield each.name, value, f"must {relation} {prefix}{other}={shown}"

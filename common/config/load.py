@@ -205,7 +205,9 @@ def _read(path: Path) -> tuple[Any, dict[str, Any]]:
 def _derive(merged: DictConfig, *, is_dry: bool) -> None:
     """Derive the number of a role's processes from its GPUs, unless the config sets it."""
     _unfreeze(merged)
-    model, learner, actor = merged.model, merged.learner, merged.actor
+    model = merged.model
+    learner = merged.learner
+    actor = merged.actor
     if is_dry and OmegaConf.is_missing(model, "path") and model.architecture:
         model.path = model.architecture
     if learner.num_gpus and learner.num_ranks == 1:
@@ -236,7 +238,8 @@ def _make_way(merged: DictConfig, name: str, *, shown: str) -> None:
     """Add the sections of a user-named key (`per_env.x.kind`); refuse too high an index."""
     parts = name.split(".")
     for i in range(1, len(parts)):
-        above, section = ".".join(parts[:i]), ".".join(parts[: i + 1])
+        above = ".".join(parts[:i])
+        section = ".".join(parts[: i + 1])
         kind, _ = declared(section, shown=section)
         held = OmegaConf.select(merged, above)
         if parts[i].isdigit() and int(parts[i]) >= len(held):

@@ -405,7 +405,8 @@ class RunConfig:
 
     def _contradictions_of_actions(self) -> Iterator[Contradiction]:
         """Yield a limit on actions that is smaller than the text of one turn."""
-        turn_tokens, needed = self.actor.max_turn_tokens, needed_mib(self.actor.max_turn_tokens)
+        turn_tokens = self.actor.max_turn_tokens
+        needed = needed_mib(self.actor.max_turn_tokens)
         if self.envhub.url or needed <= self.envhub.max_action_mib:
             return
         law = f"actor.max_turn_tokens={turn_tokens} can sample {needed} MiB"
@@ -421,11 +422,13 @@ def check_training(cfg: RunConfig) -> None:
 
     Raises: ConfigError: the message has the key and the value.
     """
-    budget, longest = cfg.learner.max_tokens_per_microbatch, cfg.actor.max_model_len
+    budget = cfg.learner.max_tokens_per_microbatch
+    longest = cfg.actor.max_model_len
     if budget < longest:
         law = f"must be >= actor.max_model_len={longest}, the tokens of the longest episode"
         raise ConfigError(f"learner.max_tokens_per_microbatch={budget}: {law}")
-    lease_s, turn_s = cfg.envhub.session_lease_s, cfg.actor.turn_timeout_s
+    lease_s = cfg.envhub.session_lease_s
+    turn_s = cfg.actor.turn_timeout_s
     if not cfg.envhub.url and lease_s < turn_s:
         law = f"must be >= actor.turn_timeout_s={turn_s:g}, for which a session may be silent"
         raise ConfigError(f"envhub.session_lease_s={lease_s:g}: {law}")

@@ -38,7 +38,8 @@ class LiveDisplay:
         look_s: float = 0.5,
     ) -> None:
         self._look = look
-        self._title, self._subtitle = title, subtitle
+        self._title = title
+        self._subtitle = subtitle
         self._console = console or Console(stderr=True)
         self.is_live = is_wanted and self._console.is_terminal
         self._look_s = look_s
@@ -85,7 +86,9 @@ class LiveDisplay:
         silent_s = now_s - self._logged_s
         has_moved = progress != self._logged_progress and silent_s >= INTERVAL_S
         if phase != self._logged_phase or has_moved or silent_s >= MAX_SILENCE_S:
-            self._logged_phase, self._logged_progress, self._logged_s = phase, progress, now_s
+            self._logged_phase = phase
+            self._logged_progress = progress
+            self._logged_s = now_s
             logger.info("%s", words.status_line(view))
 
     def stop(self) -> None:
@@ -119,9 +122,11 @@ def _progress(view: RunView) -> Table:
     row.add_column(width=12 if view.status.phase == "train" else 27)
     row.add_column(ratio=1)
     row.add_column(justify="right", no_wrap=True)
-    done, total = view.status.num_done, view.status.num_total
+    done = view.status.num_done
+    total = view.status.num_total
     if not total:
-        done, total = view.step, view.num_steps
+        done = view.step
+        total = view.num_steps
     bar = ProgressBar(total=max(1, total), completed=min(done, total))
     left = words.if_known("{} left", words.left_text(view))
     times = "  ".join(filter(None, [f"{done}/{total}", left, words.times(view, "  ")]))
@@ -133,8 +138,10 @@ def _facts(view: RunView) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(width=12, style="dim")
     table.add_column()
-    status, known = view.status, words.if_known
-    ledger, sparks = status.ledger, words.sparkline(view.success_steps)
+    status = view.status
+    known = words.if_known
+    ledger = status.ledger
+    sparks = words.sparkline(view.success_steps)
     success = [
         known("{:.2f} train", view.success),
         sparks,

@@ -42,7 +42,8 @@ class Pace:
         self._starting = dict(view.starting)
         phase = (view.status.phase, view.status.num_total)
         if phase != self._phase:
-            self._phase, self._began = phase, (time.time(), view.status.num_done)
+            self._phase = phase
+            self._began = (time.time(), view.status.num_done)
 
     def told(self) -> Mapping[str, Any]:
         """Return the known fields of a `LaunchState`."""

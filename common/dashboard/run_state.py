@@ -34,10 +34,8 @@ def details(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     ledger = json_object(run_dir.ledger)
     told = ledger_line({k: v for k, v in ledger.items() if isinstance(v, int)})
     causes = [f"{name} {num}" for name, num in sorted(as_map(ledger.get("causes")).items())]
-    tail, status = (
-        tail_metrics(run_dir.metrics, num_steps=WINDOW_STEPS),
-        json_object(run_dir.status),
-    )
+    tail = tail_metrics(run_dir.metrics, num_steps=WINDOW_STEPS)
+    status = json_object(run_dir.status)
     verdict = judge(tail, asdict(cfg), {} if run_dir.finished.exists() else status)
     lines = [told and f"episodes: {told}", causes and f"causes: {', '.join(causes)}"]
     lines.append(_cpu_line(run_dir))

@@ -127,7 +127,8 @@ def view_run(run_dir: RunDir, train: TrainSection, horizon: HorizonSection) -> R
     success = [value for line in lines if (value := line.get("reward/success")) is not None]
     step = int((last.get("step") or 0) if status.version is None else status.version)
     launch = _read(_LAUNCH, run_dir.launch)
-    stop_at, now = launch.stop_deadline if launch else None, time.time()
+    stop_at = launch.stop_deadline if launch else None
+    now = time.time()
     written_at = _modified_at(run_dir.status)
     return RunView(
         status=status,
@@ -153,7 +154,8 @@ def view_run(run_dir: RunDir, train: TrainSection, horizon: HorizonSection) -> R
 
 def _starting(started_at: dict[str, float], status: Status, run_dir: RunDir) -> dict[str, float]:
     """Return the roles without a heartbeat since their start -> seconds since then."""
-    written_at, hub = _modified_at(run_dir.status) or 0.0, run_dir.addresses / "envhub"
+    written_at = _modified_at(run_dir.status) or 0.0
+    hub = run_dir.addresses / "envhub"
     # A hub on another node reports to the scheduler, which starts once it has a hub.
     heard_at = {"scheduler": written_at, "envhub": _modified_at(hub) or written_at}
     for name, role in [("learner", status.learner), *((a.name, a) for a in status.actors)]:

@@ -169,7 +169,8 @@ def _actor_knobs(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> dict[
 
 def _finding(bound: Bound, waits: Waits, gate: str) -> str:
     step = f"of each {waits.period_s:.3g} s step"
-    busy, wait = f"{waits.busy_s:.3g} s", f"{waits.wait_s:.3g} s"
+    busy = f"{waits.busy_s:.3g} s"
+    wait = f"{waits.wait_s:.3g} s"
     idle = 1.0 - waits.slot_busy_frac
     if bound is Bound.LEARNER:
         share = 1.0 - waits.wait_frac

@@ -110,7 +110,8 @@ def _processors(steps: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
     known = [each for each in steps if _value(each, "cpu/cores")]
     if len(known) < 2 or any(_value(each, "train/is_cuda") for each in known[-1:]):
         return {}
-    first, last = known[0], known[-1]
+    first = known[0]
+    last = known[-1]
     time_s = (_value(last, "time_s") or 0.0) - (_value(first, "time_s") or 0.0)
     if time_s < MIN_CPU_S:
         return {}

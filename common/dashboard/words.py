@@ -23,7 +23,8 @@ def status_line(view: RunView) -> str:
         groups_text(view),
         times(view, " "),
     ]
-    waits, silence = waits_text(view), silence_text(view)
+    waits = waits_text(view)
+    silence = silence_text(view)
     ends = [
         starting_text(view.starting, view.usual_s),
         stopping_text(view),
@@ -49,7 +50,8 @@ def starting_text(starting: dict[str, float], usual_s: dict[str, float]) -> str:
     """Return the starting roles with elapsed and usual times, such as "(34s of about 45s)"."""
 
     def so_far(name: str) -> str:
-        since_s, whole_s = starting[name], usual_s.get(name)
+        since_s = starting[name]
+        whole_s = usual_s.get(name)
         return duration(since_s) + if_known(" of about {}", whole_s and duration(whole_s))
 
     texts = [

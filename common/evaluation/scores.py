@@ -37,7 +37,8 @@ class ItemPlays:
         if end.is_infrastructure_failure:
             self.failures.append(end.value)
             return
-        is_success, num_turns = trajectory.is_success, trajectory.num_turns
+        is_success = trajectory.is_success
+        num_turns = trajectory.num_turns
         score = trajectory.reward
         self.samples.append(
             Sample(is_success=is_success, score=score, num_turns=num_turns, end=end.value)

@@ -15,9 +15,12 @@ from jinja2 import TemplateError
 from common.errors import ConfigError
 from common.formats.chat_template import render_chat
 
-_OPEN, _CLOSE = "\ue000", "\ue001"
+_OPEN = "\ue000"
+_CLOSE = "\ue001"
 _MARK = re.compile(f"{_OPEN}\\d+{_CLOSE}")
-_USER, _ASSISTANT, _NEXT = "\u2402user\u2403", "\u2402assistant\u2403", "\u2402next\u2403"
+_USER = "\u2402user\u2403"
+_ASSISTANT = "\u2402assistant\u2403"
+_NEXT = "\u2402next\u2403"
 _OTHER = "its tokens are framed by another chat template"
 
 
@@ -114,7 +117,8 @@ class Framing:
 
     def _has_system(self, text: str) -> bool:
         """Return whether a text that begins like a user's message begins with a system message."""
-        frame, after = self._system, self._frames[-1].after
+        frame = self._system
+        after = self._frames[-1].after
         return (
             frame is not None
             and text.startswith(frame.before)

@@ -131,7 +131,8 @@ def tokens_of(record: object, place: str) -> TokenRow | None:
             f"{place}: a journal's own record, with whatever else it holds; give the run's folder,"
             " or export with --format parquet"
         )
-    ids, mask = record["token_ids"], record.get("loss_mask")
+    ids = record["token_ids"]
+    mask = record.get("loss_mask")
     if not isinstance(mask, list) or len(mask) != len(ids):
         raise ConfigError(f"{place}: token_ids and loss_mask are not equally many")
     return _row(record, ids, mask, record.get("logprobs"), place)
@@ -146,7 +147,8 @@ def _of_atif(record: Record, place: str) -> TokenRow | None:
         metrics = (step.get("metrics") or {}) if isinstance(step, dict) else {}
         if not isinstance(metrics, dict):
             raise ConfigError(f"{place}: 'metrics' is {type(metrics).__name__}, not a map")
-        prompt, own = metrics.get("prompt_token_ids"), metrics.get("completion_token_ids")
+        prompt = metrics.get("prompt_token_ids")
+        own = metrics.get("completion_token_ids")
         if not isinstance(prompt, list) or not isinstance(own, list):
             continue
         if prompt[: len(ids)] != ids:
@@ -155,7 +157,8 @@ def _of_atif(record: Record, place: str) -> TokenRow | None:
                 " of the steps before: its history was rewritten; one document per segment is read"
             )
         new = len(prompt) - len(ids)
-        ids, mask = [*prompt, *own], [*mask, *[False] * new, *[True] * len(own)]
+        ids = [*prompt, *own]
+        mask = [*mask, *[False] * new, *[True] * len(own)]
         told = metrics.get("logprobs") or [0.0] * len(own)
         if not isinstance(told, list) or len(told) != len(own):
             raise ConfigError(f"{place}: completion_token_ids and logprobs are not equally many")
@@ -172,7 +175,8 @@ def _row(about: Record, ids: list[Any], mask: list[Any], logprobs: Any, place: s
         isinstance(logprobs, list) and len(logprobs) == len(ids) and all(map(_is_number, logprobs))
     ):
         raise ConfigError(f"{place}: logprobs are numbers, as many as the tokens")
-    reward, segment = about.get("reward", 1.0), about.get("segment", 0)
+    reward = about.get("reward", 1.0)
+    segment = about.get("segment", 0)
     num_segments = about.get("num_segments", 1)
     for name, value in (("reward", reward), ("segment", segment), ("num_segments", num_segments)):
         if not _is_number(value):

@@ -160,7 +160,8 @@ def arrow(module: str) -> Any:
 
 
 def _write_parquet(path: Path, rows: Iterator[_Row]) -> int:
-    pa, parquet = arrow("pyarrow"), arrow("pyarrow.parquet")
+    pa = arrow("pyarrow")
+    parquet = arrow("pyarrow.parquet")
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
     fields = [(name, getattr(pa, kind)()) for name, kind in COLUMNS.items()]
     fields += [(name, pa.list_(getattr(pa, kind)())) for name, kind in LISTS.items()]

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 NAME = "probe_of_a_name"
-KEYS, VALUES = ("first_probed_key", "second_probed_key"), ("first probed value", "second one")
+KEYS = ("first_probed_key", "second_probed_key")
+VALUES = ("first probed value", "second one")
 ARGUMENTS = dict(zip(KEYS, VALUES, strict=True))
 JSON_BEGINS = re.compile(r"(?=\{)")
 NOTHING = re.compile("")
@@ -111,7 +112,8 @@ class CallForm:
                 value, end = DECODER.raw_decode(full, found.start())
             except ValueError:
                 continue
-            after, call = _loosely(full[end:]), _only(value)
+            after = _loosely(full[end:])
+            call = _only(value)
             names = [key for key, each in call.items() if each == NAME]
             arguments = [key for key, each in call.items() if _is_probed(each)]
             if names and arguments:
@@ -294,7 +296,8 @@ def _kinds(schema: object) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     told = cast(dict[str, Any], schema)
-    kind, others = told.get("type"), told.get("anyOf")
+    kind = told.get("type")
+    others = told.get("anyOf")
     found = {str(each) for each in cast(list[object], kind if isinstance(kind, list) else [kind])}
     if isinstance(others, list):
         found = found.union(*map(_kinds, cast(list[object], others)))

@@ -9,7 +9,8 @@ from typing import Any
 
 FILES = ("chat_template.jinja", "tokenizer_config.json")  # Files that may contain a chat template.
 DATE_STRING = "%d %b %Y"  # Format of `date_string` in Llama's templates.
-CLOCK, DATE = "strftime_now", "date_string"
+CLOCK = "strftime_now"
+DATE = "date_string"
 # A template with its own default for `date_string` keeps it, as in other inference servers.
 _HAS_DEFAULT = re.compile(rf"\b{DATE}\s+is\s+(not\s+)?defined|\b{DATE}\s*\|\s*(default|d)\b")
 

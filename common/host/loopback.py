@@ -3,7 +3,8 @@
 import functools
 import socket
 
-IPV4, IPV6 = "127.0.0.1", "::1"
+IPV4 = "127.0.0.1"
+IPV6 = "::1"
 
 
 @functools.cache

@@ -51,7 +51,8 @@ def proxy_for(url: str, *, is_own: bool = False) -> Proxy | None:
     Raises: ProxyFailed: the proxy has an unsupported kind, such as SOCKS.
     """
     parts = urlsplit(url)
-    host, scheme = parts.hostname or "", SCHEMES.get(parts.scheme, "")
+    host = parts.hostname or ""
+    scheme = SCHEMES.get(parts.scheme, "")
     if is_own or not host or not scheme:
         return None
     variable, value = _setting(scheme, os.environ)

@@ -100,7 +100,8 @@ class _Line:
 
     def ask(self, question: Any, kind: type) -> Any:
         """Return the answer of type `kind`. Raises: ConfigError: no such answer; has a remedy."""
-        deadline, last = time.monotonic() + self._timeout_s, ""
+        deadline = time.monotonic() + self._timeout_s
+        last = ""
         self._socket.send_multipart(encode(question))
         while time.monotonic() < deadline:
             self._watch()

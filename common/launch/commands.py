@@ -162,7 +162,8 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
     from common.wire.join_messages import JoinRequest
     from common.wire.security import read_join_key
 
-    role, overrides = request.command, request.overrides
+    role = request.command
+    overrides = request.overrides
     address = parse_address(request.join or "")
     key = read_join_key(Path(request.key or ""), role=role)
     question = JoinRequest(

@@ -41,7 +41,8 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
     guardian = Guardian()
     hub = ChildProcess("hub", spec.argv, log_path=spec.log_path, env=spec.env, guardian=guardian)
     try:
-        is_there, timeout_s = run_dir.find_address, cfg.actor.start_timeout_s
+        is_there = run_dir.find_address
+        timeout_s = cfg.actor.start_timeout_s
         try:
             hub.wait_until(lambda: is_there("envhub") is not None, timeout_s=timeout_s)
         except ChildFailed as error:

@@ -80,7 +80,8 @@ class Launcher:
 
         Until then `on_poll` is called every `on_poll_every_s`.
         """
-        self._on_poll, self._began_at = on_poll, time.time()
+        self._on_poll = on_poll
+        self._began_at = time.time()
         backoff_s = self._first_backoff_s
         watch = self._watch_stalls
         self._roles = [

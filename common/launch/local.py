@@ -21,7 +21,9 @@ class LocalStarter:
 
     def start(self, spec: RoleSpec) -> ChildProcess:
         """Start a role. Its output is appended to its log."""
-        argv, log_path, guardian = spec.argv, spec.log_path, self._guardian
+        argv = spec.argv
+        log_path = spec.log_path
+        guardian = self._guardian
         child = ChildProcess(spec.name, argv, log_path=log_path, env=spec.env, guardian=guardian)
         logger.info("started role=%s pid=%d", spec.name, child.pid)
         return child

@@ -12,7 +12,9 @@ from common.store.run_dir import RunDir
 
 # One thread per role, not pinned to a core, if the roles share the cores of one machine.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-SECOND_TO_STOP, LAST_TO_STOP = 1, 2  # The learner and the actors stop first.
+# The learner and the actors stop first.
+SECOND_TO_STOP = 1
+LAST_TO_STOP = 2
 
 
 def actor_name(number: int) -> str:

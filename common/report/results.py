@@ -49,7 +49,8 @@ def read_totals(folder: Path) -> JournalTotals:
     """Return the totals of a journal; a repeated episode counts once."""
     totals = JournalTotals()
     for _, trajectory in read_journal(folder):
-        item, episode_id = (trajectory.env, trajectory.item_id), trajectory.episode_id
+        item = (trajectory.env, trajectory.item_id)
+        episode_id = trajectory.episode_id
         if trajectory.kind is EpisodeKind.TRAIN:
             totals.train_episodes.add(episode_id)
             totals.train_items.add(item)
@@ -63,7 +64,8 @@ def read_totals(folder: Path) -> JournalTotals:
             evaluation.failed |= {episode_id} - evaluation.plays.keys()
             continue
         evaluation.failed.discard(episode_id)
-        subset, is_success = subset_of(trajectory.item_id), trajectory.is_success
+        subset = subset_of(trajectory.item_id)
+        is_success = trajectory.is_success
         play = Play(item=item, subset=subset, is_success=is_success)
         evaluation.plays.setdefault(episode_id, play)
     return totals
@@ -74,7 +76,8 @@ def score(plays: Sequence[Play]) -> Score:
     by_subset: dict[str, list[bool]] = defaultdict(list)
     for play in plays:
         by_subset[play.subset].append(play.is_success)
-    num_solved, num = sum(play.is_success for play in plays), len(plays)
+    num_solved = sum(play.is_success for play in plays)
+    num = len(plays)
     return Score(
         success=num_solved / num,
         n=num,
@@ -91,7 +94,8 @@ def paired_gain(before: Iterable[Play], after: Iterable[Play]) -> Gain | None:
 
     The interval is that of the mean of the items' differences.
     """
-    old, new = _success_by_item(before), _success_by_item(after)
+    old = _success_by_item(before)
+    new = _success_by_item(after)
     gains = [new[item] - old[item] for item in sorted(old.keys() & new.keys())]
     if not gains:
         return None

@@ -24,7 +24,8 @@ class AwakeClock:
     def __call__(self) -> float:
         """Return the seconds without suspensions."""
         now_s = self._now_s()
-        rest_s, self._looked_at = now_s - self._looked_at, now_s
+        rest_s = now_s - self._looked_at
+        self._looked_at = now_s
         if rest_s > ASLEEP_S:
             self._slept_s += rest_s
         return now_s - self._slept_s

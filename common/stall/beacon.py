@@ -23,7 +23,9 @@ from common.store.run_dir import RunDir, write_atomically
 
 WRITE_S = 1.0
 ASLEEP_S = 3 * WRITE_S  # A longer gap between two rounds of the writing thread is a suspension.
-STARTING, LEAVING = "starting", "leaving"  # States of the line "main" around the work.
+# States of the line "main" around the work.
+STARTING = "starting"
+LEAVING = "leaving"
 MAX_TASKS = 50  # Maximum number of an event loop's tasks whose stacks are written.
 MAX_FRAMES = 12  # Maximum number of frames of a task's stack.
 _BEGUN = threading.Event()  # The event is set when this process's role has finished its start.
@@ -111,7 +113,8 @@ class Beacon:
             self._lines[line] = Line(what, waits_for, now, limit_s, longest_s)
 
     def _write_on(self) -> None:
-        written_at, stacks_size = time.monotonic(), 0
+        written_at = time.monotonic()
+        stacks_size = 0
         while not self._stopping.is_set():
             slept_s = time.monotonic() - written_at
             with self._lock:

@@ -146,7 +146,8 @@ class StallWatch:
     def _is_unheard(self, name: str, process: RoleProcess, status: Mapping[str, Any]) -> str:
         """Return how long a role without a local report has been silent; "" if that is normal."""
         actors: list[Any] = status.get("actors", [])
-        started_at, now = process.started_at, time.time()
+        started_at = process.started_at
+        now = time.time()
         if started_at is None or now - started_at < self._cfg.stall_s:
             return ""
         is_here = isinstance(process, ChildProcess)
@@ -163,11 +164,13 @@ class StallWatch:
     def _stands_still(
         self, told: Mapping[str, Told | None], status: Mapping[str, Any]
     ) -> tuple[list[str], str] | None:
-        counts, since = _counts(status), self._progress[1]
+        counts = _counts(status)
+        since = self._progress[1]
         if counts != self._progress[0] or status.get("phase") == "done":
             is_first = self._progress[0] is None
             self._longest_s = max(self._longest_s, 0.0 if is_first else self._awake_s - since)
-            self._progress, self._num_attempts = (counts, self._awake_s), 0
+            self._progress = (counts, self._awake_s)
+            self._num_attempts = 0
             return None
         starting = {name for name, each in told.items() if each and _is_starting(each)}
         engines = {name for name in told if name.startswith("actor")}

@@ -71,7 +71,8 @@ def _conversation(record: object, place: str) -> Conversation:
     for message in record["conversations"]:
         if not isinstance(message, dict):
             raise ConfigError(f"{place}: a message is {type(message).__name__}, not a map")
-        sender, value = message.get("from"), message.get("value")
+        sender = message.get("from")
+        value = message.get("value")
         if sender not in ("human", "gpt") or not isinstance(value, str):
             raise ConfigError(f"{place}: a message needs 'from' human|gpt and a text 'value'")
         is_agent = sender == "gpt"

@@ -82,14 +82,17 @@ class RoomWait:
             logger.error(
                 "disk full: no room for %s (%s, %s free); waiting for room, nothing is lost"
                 " waited_s=%.0f",
-                *(self._path, getattr(error, "strerror", None) or error, free_text(self._path)),
+                self._path,
+                getattr(error, "strerror", None) or error,
+                free_text(self._path),
                 now - self._since,
             )
 
     def over(self) -> None:
         """Record a successful write."""
         if self._since is not None:
-            took_s, self._since = time.monotonic() - self._since, None
+            took_s = time.monotonic() - self._since
+            self._since = None
             logger.warning("disk has room again file=%s waited_s=%.0f", self._path, took_s)
 
 
@@ -140,7 +143,8 @@ def if_room(write: Callable[[], object], path: Path) -> bool:
             _said[path] = now
             logger.error(
                 "disk full: no room for %s (%s free); the run waits for room, nothing is lost",
-                *(path, free_text(path)),
+                path,
+                free_text(path),
             )
         return False
     return True
@@ -179,7 +183,8 @@ class AppendFile:
         view = memoryview(rest)
         while view:
             num = os.pwrite(self._fd, view, offset)
-            view, offset = view[num:], offset + num
+            view = view[num:]
+            offset = offset + num
 
     def truncate(self, size: int) -> bytes:
         """Cut the file to `size` bytes; return the removed bytes."""

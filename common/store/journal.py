@@ -93,7 +93,9 @@ class JournalWriter:
             OSError: the write failed. The journal is unchanged, and the caller may retry.
             WireError: a record exceeds MAX_RECORD_BYTES.
         """
-        buffers, starts, end = list[bytes](), list[int](), self.position.offset
+        buffers = list[bytes]()
+        starts = list[int]()
+        end = self.position.offset
         for message, frames in records:
             try:
                 record = record_buffers(frames)
@@ -159,7 +161,8 @@ class JournalWriter:
         with self._sync_lock:
             self._sync()
             self._file.close()
-            self._segment, self._file = self._segment + 1, following
+            self._segment = self._segment + 1
+            self._file = following
 
     def _new_segment(self, segment: int) -> AppendFile:
         """Return a segment without records. An incomplete MAGIC of a crash is overwritten."""
@@ -237,7 +240,8 @@ def read_journal(
     if start is None and pruned.before:
         logger.warning("%s; what is left is read", pruned.text(folder))
     first = start or JournalPosition(segment=pruned.before)
-    number, offset = first.segment, first.offset
+    number = first.segment
+    offset = first.offset
     while (segment := open_segment(folder, number)) is not None:
         with segment:
             if offset > segment.size:
@@ -245,7 +249,8 @@ def read_journal(
             for here, record in _records(folder, segment, number, offset):
                 position = JournalPosition(segment=number, offset=here)
                 yield position, segment.message(record, here)
-        number, offset = number + 1, 0
+        number = number + 1
+        offset = 0
     last = max(max(list_segments(folder), default=-1), synced_end(folder).segment)
     if last > number or (last == number and synced_end(folder).offset):
         raise WireError(f"{segment_path(folder, number)} is missing; {REMEDY}")

@@ -63,7 +63,8 @@ def _needed_from(run_dir: RunDir) -> int:
 
 
 def _list(run_dir: RunDir, _: dict[str, str], say: Say) -> int:
-    needed, total = _needed_from(run_dir), 0
+    needed = _needed_from(run_dir)
+    total = 0
     for number, path in list_segments(run_dir.journal).items():
         found = path.stat()
         total += found.st_size
@@ -71,7 +72,8 @@ def _list(run_dir: RunDir, _: dict[str, str], say: Say) -> int:
         state = "packed" if path.suffix == PACKED_SUFFIX else "plain"
         why = "a restart reads it" if number >= needed else ""
         say(f"{number:06d}  {state:<7}{found.st_size / 1e6:10.1f} MB  {when}  {why}".rstrip())
-    pruned, synced = load_pruned(run_dir.journal), synced_end(run_dir.journal)
+    pruned = load_pruned(run_dir.journal)
+    synced = synced_end(run_dir.journal)
     if pruned.before:
         say(f"{pruned.text(run_dir.journal)}, {pruned.num_bytes / 1e6:.1f} MB")
     say(
@@ -137,7 +139,8 @@ def _export(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
     """Write every episode as one JSON line with the step that consumed it, or in another format."""
     if "to" not in options:
         raise ConfigError(f"export needs to=FILE; run.py {USAGE}")
-    target, format = Path(options["to"]), options.get("format", "json")
+    target = Path(options["to"])
+    format = options.get("format", "json")
     if format not in FORMATS:
         raise ConfigError(f"--format {format}: one of {', '.join(FORMATS)}")
     if not target.absolute().parent.is_dir():
@@ -152,7 +155,8 @@ def _export(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
             partial.replace(target)
         say(f"{num} rows to {target}, without scripted play, held-out items and failures")
         return 0
-    consumed, num = _consumed(run_dir), 0
+    consumed = _consumed(run_dir)
+    num = 0
     with partial.open("w", encoding="utf-8") as out:
         for position, trajectory in read_journal(run_dir.journal):
             row = asdict(trajectory) | {

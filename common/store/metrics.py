@@ -157,7 +157,9 @@ def _parse(text: str, where: str) -> MetricsLine:
 def _thin(path: Path) -> None:
     """Remove every second line of the older half of a file. Its first line stays."""
     lines = path.read_bytes().splitlines(keepends=True)
-    num_bytes, num_old, half = 0, 0, path.stat().st_size // 2
+    num_bytes = 0
+    num_old = 0
+    half = path.stat().st_size // 2
     while num_bytes < half:
         num_bytes += len(lines[num_old])
         num_old += 1

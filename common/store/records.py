@@ -210,7 +210,8 @@ def _whole_old_record(content: bytes, start: int) -> bool:
 def _frames(payload: bytes) -> list[bytes]:
     (num,) = struct.unpack_from("<I", payload)
     sizes = struct.unpack_from(f"<{num}I", payload, 4)
-    start, frames = 4 + 4 * num, list[bytes]()
+    start = 4 + 4 * num
+    frames = list[bytes]()
     for size in sizes:
         frames.append(payload[start : start + size])
         start += size

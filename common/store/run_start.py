@@ -111,7 +111,8 @@ def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     new = OmegaConf.create(config_as_yaml(cfg))
     found: list[str] = []
     for key in _SAME_KEYS:
-        was, now = OmegaConf.select(old, key), OmegaConf.select(new, key)
+        was = OmegaConf.select(old, key)
+        now = OmegaConf.select(new, key)
         if was != now:
             found.append("tasks differ" if key == "tasks" else f"{key}: was {was}, now {now}")
     return found

@@ -88,7 +88,8 @@ def synced_end(folder: Path) -> JournalPosition:
         content = (folder / "synced").read_bytes()
     except FileNotFoundError:
         return JOURNAL_START
-    body, check = content[: _SYNCED.size], content[_SYNCED.size :]
+    body = content[: _SYNCED.size]
+    check = content[_SYNCED.size :]
     if len(check) != 4 or zlib.crc32(body).to_bytes(4, "little") != check:
         return JOURNAL_START
     segment, offset = _SYNCED.unpack(body)
@@ -157,7 +158,8 @@ def prune(folder: Path, *, before: int, may_go: Callable[[int, Path], bool]) -> 
 
     The removal is recorded first, so that no reader takes the rest for the whole journal.
     """
-    pruned, going = load_pruned(folder), list[Path]()
+    pruned = load_pruned(folder)
+    going = list[Path]()
     for number, path in list_segments(folder).items():
         if number >= before or not may_go(number, path):
             break

@@ -104,12 +104,16 @@ class Upkeep(threading.Thread):
     def _pack_below(self, segment: int) -> None:
         for number, path in list_segments(self._folder).items():
             if number < segment and path.suffix != PACKED_SUFFIX:
-                started, before = time.monotonic(), path.stat().st_size
+                started = time.monotonic()
+                before = path.stat().st_size
                 freed = pack(self._folder, number, check=self._check)
                 took_s = time.monotonic() - started
                 logger.info(
                     "packed segment=%d mb=%.1f to=%.1f took_s=%.1f",
-                    *(number, before / 1e6, (before - freed) / 1e6, took_s),
+                    number,
+                    before / 1e6,
+                    (before - freed) / 1e6,
+                    took_s,
                 )
 
     def _check(self) -> None:
@@ -119,7 +123,8 @@ class Upkeep(threading.Thread):
     def _next(self) -> JournalPosition | None:
         with self._changed:
             self._changed.wait_for(lambda: self._settled is not None or self._is_stopping)
-            position, self._settled = self._settled, None
+            position = self._settled
+            self._settled = None
             return None if self._is_stopping else position
 
 

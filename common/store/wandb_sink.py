@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 
 FINISH_TIMEOUT_S = 30.0
 READ_S = 30.0  # Maximum seconds of reading the journal for evaluations.
-READ_AT_ONCE_S, PAUSE_S = 0.05, 0.1  # Seconds of reading and of pausing during training.
+# Seconds of reading and of pausing during training.
+READ_AT_ONCE_S = 0.05
+PAUSE_S = 0.1
 BEFORE = "before"  # Evaluations before training, which have ended at the first logged step.
 COLUMNS = ("why", "subset", "item", "reward", "turns", "end", "text")  # Columns of episode tables.
 DRAWN = ("eval/", "samples/")
@@ -77,7 +79,9 @@ class WandbSink:
             views: charts and evaluations of the run; None: wandb receives the metrics only.
             job: "" for training. The job of another command is a separate run in wandb.
         """
-        self._run_dir, self._job, self._last_step = run_dir, job, 0
+        self._run_dir = run_dir
+        self._job = job
+        self._last_step = 0
         self._defined: set[str] = set()
         self._views = views
         self._told: set[str] = set()  # Evaluations that had ended at an earlier step.

@@ -165,7 +165,8 @@ def node_name(towards: str) -> str:
     Args:
         towards: the address of the scheduler.
     """
-    name, host = socket.gethostname(), host_of(towards)
+    name = socket.gethostname()
+    host = host_of(towards)
     return name if is_here(host) else f"{name} ({local_address_towards(host)})"
 
 

@@ -386,7 +386,8 @@ def _message_from_plain(cls: type, value: Any, frames: list[bytes], *, path: str
     unknown = sorted(map(str, value.keys() - hints.keys()))
     if missing or unknown:
         raise WireError(f"{path}: missing fields {missing}, unknown fields {shown(unknown)}")
-    bounds, made = bounds_of(cls), dict[str, Any]()
+    bounds = bounds_of(cls)
+    made = dict[str, Any]()
     for name in hints:
         if name not in value:
             continue

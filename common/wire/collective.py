@@ -63,7 +63,9 @@ def make_process_group(store: dist.Store, place: Place) -> Any:
 
     Raises: RuntimeError: a member did not connect in time.
     """
-    timeout, rank, world_size = timedelta(seconds=place.timeout_s), place.rank, place.world_size
+    timeout = timedelta(seconds=place.timeout_s)
+    rank = place.rank
+    world_size = place.world_size
     if place.backend == "nccl":
         choose_interface(place.bind_host)
         options = dist.ProcessGroupNCCL.Options()
@@ -110,7 +112,9 @@ class BroadcastGroup:
 
         Raises: WeightSyncError: a process outside the group occupies a rank.
         """
-        name, rank, size = f"proof/{self.epoch}", place.rank, place.world_size
+        name = f"proof/{self.epoch}"
+        rank = place.rank
+        size = place.world_size
         if rank == 0:
             store.set(name, secrets.token_hex(32))
         secret = store.get(name)

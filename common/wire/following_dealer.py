@@ -140,12 +140,14 @@ class FollowingDealer:
         """Close after at most `linger_s` seconds, in which queued messages are sent."""
         if self._socket is not None:
             self._socket.close(linger=int(linger_s * 1_000))
-        self._socket, self.address = None, ""
+        self._socket = None
+        self.address = ""
 
     def _open(self, address: str) -> None:
         self.close(linger_s=0.0)
         self.address = address
         self._socket = connect_dealer(self._context, self._keys, address=address)
-        self._silent_s, self._looked_at = 0.0, time.monotonic()
+        self._silent_s = 0.0
+        self._looked_at = time.monotonic()
         if self._hello is not None:
             self.send(self._hello())

@@ -41,7 +41,8 @@ class RunKeys:
 
     def known(self) -> Identities:
         """Return the keys that a listener accepts."""
-        run, node = Identity(RUN, RUN, self.client_public), Identity(NODE, NODE, self.node_public)
+        run = Identity(RUN, RUN, self.client_public)
+        node = Identity(NODE, NODE, self.node_public)
         return Identities(Path(self.folder) if self.folder else None, run, node)
 
 

@@ -34,7 +34,9 @@ _MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 BACKLOG = 4_096  # Length of the listen backlog, equal to Linux's default maximum.
 # TCP keepalive detects half-open connections. ZeroMQ's heartbeats abort the process if a peer with
 # a full queue disconnects (libzmq 4.3.5, stream_engine_base.cpp: assertion !_io_error).
-PROBE_AFTER_S, PROBE_EVERY_S, NUM_PROBES = 3, 2, 3
+PROBE_AFTER_S = 3
+PROBE_EVERY_S = 2
+NUM_PROBES = 3
 UNREAD_MS = 10_000  # Time without a TCP acknowledgement after which a peer is disconnected.
 CONNECT_MS = 3_000  # Timeout of one attempt. TCP alone doubles its delays while a link is down.
 
@@ -122,9 +124,12 @@ class Router:
                 continue
             try:
                 message = decode(frames)
-                reason, is_forbidden = peer.identity.why_not(message), True
+                reason = peer.identity.why_not(message)
+                is_forbidden = True
             except WireError as error:
-                message, reason, is_forbidden = None, str(error), False
+                message = None
+                reason = str(error)
+                is_forbidden = False
             if reason:
                 self._peers.strike(peer, reason, is_forbidden=is_forbidden)
                 self.send_frames(sender, encode(Rejected(reason=reason[:500])))
@@ -143,7 +148,8 @@ class Router:
             os.eventfd_read(self._wake)
         self._peers.refresh()
         received: list[tuple[bytes, Sender, list[bytes]]] = []
-        heard, num = self._connections.heard, 0
+        heard = self._connections.heard
+        num = 0
         while self._socket in ready and num < limit:
             try:
                 first = self._socket.recv(zmq.NOBLOCK, copy=False)
@@ -207,7 +213,8 @@ class Router:
 
     def send_frames(self, receiver: bytes, frames: list[bytes]) -> bool:
         """Send an encoded message; False if the receiver is disconnected or its queue is full."""
-        first, send = receiver, self._socket.send
+        first = receiver
+        send = self._socket.send
         try:
             for frame in frames:
                 send(first, _MORE)
@@ -232,7 +239,8 @@ class Router:
         self._auth.stop()
         self._context.term()
         with self._wake_lock:  # The system may reuse the number of a closed descriptor.
-            wake, self._wake = self._wake, None
+            wake = self._wake
+            self._wake = None
         if wake is not None:
             os.close(wake)
 

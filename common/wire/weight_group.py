@@ -90,7 +90,8 @@ class _Attempt(threading.Thread):
                 is_left=self._is_left.is_set,
             )
         if self.group is None:
-            bind_host, epoch = local_address_towards(offer.store_host), offer.group_epoch
+            bind_host = local_address_towards(offer.store_host)
+            epoch = offer.group_epoch
             given = (offer.rank, offer.world_size, offer.transport, offer.timeout_s)
             self.group = BroadcastGroup(store, Place(*given, bind_host), epoch=epoch)
         return self.group
@@ -213,7 +214,9 @@ class WeightGroup:
         if place != self._place:
             self.leave()
         attempt = _Attempt(work, device, offer, self._group, self._line)
-        self._group, self._place, self._line = None, None, None
+        self._group = None
+        self._place = None
+        self._line = None
         attempt.start()
         while not attempt.has_ended.wait(CANCEL_CHECK_S):
             if is_cancelled():
@@ -222,7 +225,9 @@ class WeightGroup:
                 raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
         if not attempt.is_ok:
             raise attempt.error or WeightSyncError("the transfer failed, see the log")
-        self._group, self._place, self._line = attempt.group, place, attempt.line
+        self._group = attempt.group
+        self._place = place
+        self._line = attempt.line
         return attempt.seconds
 
     def _follow(self, offer: WeightsOffer) -> None:
@@ -236,7 +241,8 @@ class WeightGroup:
         """Close the connections of the group."""
         if self._group is not None:
             self._group.close()
-        self._group, self._place = None, None
+        self._group = None
+        self._place = None
 
     @property
     def is_busy(self) -> bool:

@@ -130,8 +130,10 @@ class Connection:
 
     async def stop(self) -> None:
         """Close the kept instances, if the server supports it, and the connections."""
-        kept, self._kept = self._kept, []
-        late, self._late = self._late, []
+        kept = self._kept
+        self._kept = []
+        late = self._late
+        self._late = []
         for task in late:
             task.cancel()
         made = await asyncio.gather(*late, return_exceptions=True)

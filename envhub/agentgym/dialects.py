@@ -110,7 +110,8 @@ def _read_dialects() -> dict[str, Dialect]:
     kinds = {"extraction": Extraction, "faults": Faults, "reset_reply": ResetReply}
     dialects: dict[str, Dialect] = {}
     for name, entry in table["dialects"].items():
-        task, answers = entry.pop("task"), table["answers"][entry["extraction"]]
+        task = entry.pop("task")
+        answers = table["answers"][entry["extraction"]]
         told = {style: f"{task}\n{answers[style]}".rstrip() for style in Style}
         given = {key: kinds.get(key, _frozen)(value) for key, value in entry.items()}
         dialects[name] = Dialect(name=name, instruction=told, **given)
@@ -122,6 +123,11 @@ def _frozen(value: Any) -> Any:
 
 
 DIALECTS = _read_dialects()
-TEXTCRAFT, BABYAI, SCIWORLD = DIALECTS["textcraft"], DIALECTS["babyai"], DIALECTS["sciworld"]
-ALFWORLD, MAZE, WORDLE = DIALECTS["alfworld"], DIALECTS["maze"], DIALECTS["wordle"]
-SEARCHQA, WEBARENA = DIALECTS["searchqa"], DIALECTS["webarena"]
+TEXTCRAFT = DIALECTS["textcraft"]
+BABYAI = DIALECTS["babyai"]
+SCIWORLD = DIALECTS["sciworld"]
+ALFWORLD = DIALECTS["alfworld"]
+MAZE = DIALECTS["maze"]
+WORDLE = DIALECTS["wordle"]
+SEARCHQA = DIALECTS["searchqa"]
+WEBARENA = DIALECTS["webarena"]

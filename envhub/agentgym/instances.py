@@ -51,7 +51,8 @@ class Instances:
         self._patience = patience
         self._turns: deque[object] = deque()  # Requests that wait for an instance, in order.
         self._puts_aside = spec.is_repeatable and spec.isolation is not Isolation.INLINE
-        lease_s, now_s = patience.lease_s, sessions.now_s
+        lease_s = patience.lease_s
+        now_s = sessions.now_s
         # The order selects the episode to suspend.
         grain_s = 0.0 if self._puts_aside else grain_of(lease_s)
         self._instances: LeaseTable[int, Instance] = LeaseTable(lease_s, now_s, grain_s=grain_s)
@@ -70,7 +71,8 @@ class Instances:
         num_held = sum(instance.holds_place for instance in self._instances)
         num_used = max(num_held, self._sessions.num_live[self._spec.name])
         if self._puts_aside:
-            capacity, num_used = MAX_ASIDE, len(self._instances)
+            capacity = MAX_ASIDE
+            num_used = len(self._instances)
         if num_used >= capacity:
             raise CapacityFull(f"{self._spec.name} has all its {capacity} sessions in use")
         number = secrets.randbits(ID_BITS)
@@ -97,7 +99,8 @@ class Instances:
 
         Raises: CapacityFull: no session became free in time; the text names the key that adds some.
         """
-        began_s, queue_s = time.monotonic(), self._patience.queue_s
+        began_s = time.monotonic()
+        queue_s = self._patience.queue_s
         while True:
             await self.expire()
             try:
@@ -163,7 +166,8 @@ class Instances:
         return REMEDIES.get(self._spec.name, "envhub.capacity")
 
     def _remedy(self) -> str:
-        patience, key = self._patience, self._key
+        patience = self._patience
+        key = self._key
         return (
             f", and none came free within envhub.agentgym_queue_s={patience.queue_s:g}:"
             f" raise {key}, let clients close what they have done with, or lower"

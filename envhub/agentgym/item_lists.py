@@ -172,12 +172,15 @@ def _names(split: str, num: int) -> tuple[str, ...]:
 
 def _items(spec: EnvSpec, path: str, dialect: Dialect) -> list[str]:
     assert spec.from_agentgym is not None
-    found, num_unknown, why = [], 0, ""
+    found = []
+    num_unknown = 0
+    why = ""
     for number in read_list(path, dialect):
         try:
             found.append(spec.from_agentgym(number))
         except UnknownItem as error:
-            num_unknown, why = num_unknown + 1, str(error)
+            num_unknown = num_unknown + 1
+            why = str(error)
     if num_unknown and not found:
         raise ConfigError(f"{path}: {spec.name} has none of its items here: {why}")
     if num_unknown:
@@ -191,7 +194,9 @@ class _Listed:
     def __init__(
         self, env: Env | AsyncEnv, subset: SubsetSpec, items: Mapping[str, Sequence[str]]
     ) -> None:
-        self._env, self._subset, self._items = env, subset, items
+        self._env = env
+        self._subset = subset
+        self._items = items
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)

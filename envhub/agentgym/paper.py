@@ -34,10 +34,13 @@ def with_paper(spec: EnvSpec, options: EnvsSection) -> EnvSpec:
     elif not spec.note:
         numbers = _published(spec.name, entry)
     if numbers:
-        items, note = _of_numbers(spec, numbers), "" if file else entry.get("note", "")
+        items = _of_numbers(spec, numbers)
+        note = "" if file else entry.get("note", "")
     else:
-        items, note = _of_tasks(spec, entry["sizes"]), spec.note or entry.get("note", "")
-    num_items, num_meant = sum(map(len, items.values())), sum(entry["sizes"].values())
+        items = _of_tasks(spec, entry["sizes"])
+        note = spec.note or entry.get("note", "")
+    num_items = sum(map(len, items.values()))
+    num_meant = sum(entry["sizes"].values())
     if not file and num_items < num_meant:
         lacking = f"{num_items} of the paper's {num_meant} items"
         note = f"{note}; {lacking}" if note else lacking
@@ -54,12 +57,14 @@ def _of_numbers(spec: EnvSpec, numbers: Sequence[int]) -> dict[str, tuple[str, .
     item_of = spec.column_item or spec.from_agentgym
     assert item_of is not None
     items: dict[str, list[str]] = {}
-    num_unknown, why = 0, ""
+    num_unknown = 0
+    why = ""
     for number in numbers:
         try:
             item_id = item_of(number)
         except UnknownItem as error:
-            num_unknown, why = num_unknown + 1, str(error)
+            num_unknown = num_unknown + 1
+            why = str(error)
             continue
         item = split_item(item_id)
         assert item is not None
@@ -67,7 +72,10 @@ def _of_numbers(spec: EnvSpec, numbers: Sequence[int]) -> dict[str, tuple[str, .
     if num_unknown:
         logger.warning(
             "items of the paper left out env=%s unknown=%d of=%d reason=%s",
-            *(spec.name, num_unknown, len(numbers), why),
+            spec.name,
+            num_unknown,
+            len(numbers),
+            why,
         )
     return {subset: tuple(found) for subset, found in items.items()}
 

@@ -44,7 +44,8 @@ class RemoteEnv(RemoteEpisode):
         super().__init__()
         self._connection = connection
         self._dialect = connection.dialect
-        self._numbers, self._subset = numbers, subset
+        self._numbers = numbers
+        self._subset = subset
         self._style = style
         self._timeout_s = timeout_s
         self._instance: Instance | None = None
@@ -95,7 +96,8 @@ class RemoteEnv(RemoteEpisode):
         return list(self._dialect.moves or self._offered) if not self._is_done else []
 
     async def close(self) -> None:
-        instance, self._instance = self._instance, None
+        instance = self._instance
+        self._instance = None
         if instance is not None:
             await self._connection.give_back(instance, is_sound=self._is_sound)
 
@@ -126,7 +128,8 @@ class RemoteEnv(RemoteEpisode):
 
     async def _first_observation(self, instance: Instance, index: int) -> str:
         """Reset, and return the first observation as AgentGym's client composes it."""
-        dialect, number = self._dialect, instance.number
+        dialect = self._dialect
+        number = instance.number
         fields = {dialect.item_key: index} | dict(dialect.reset_extra)
         reply = await self._connection.post("reset", instance, fields)
         if dialect is WEBARENA and self._field(reply, "observation", str) == RESET_FAILED:
@@ -175,7 +178,8 @@ class RemoteEnv(RemoteEpisode):
             is_valid = sent in dialect.moves
         # Its reward states whether the action was executed.
         if dialect is WEBARENA and not is_done:
-            is_valid, value = value > 0, 0.0
+            is_valid = value > 0
+            value = 0.0
         self._reward = min(max(value / dialect.max_score, 0.0), 1.0)
         self._is_done = is_done
         least = 0.0 if dialect.is_solved_by_any_score else dialect.max_score

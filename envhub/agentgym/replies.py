@@ -64,7 +64,8 @@ def reset_reply(dialect: Dialect, number: int, instance: Instance) -> Json | lis
 
 def step_reply(dialect: Dialect, instance: Instance, result: StepResult) -> Json:
     """Return the JSON that answers a step, and add its reward to the instance's score."""
-    done, reward = result.done, result.score
+    done = result.done
+    reward = result.score
     if reward is None:
         reward = result.reward * dialect.max_score
     if done and not reward:
@@ -89,7 +90,8 @@ def observation_reply(dialect: Dialect, instance: Instance) -> Json | str:
     """Return the JSON of GET /observation. Raises: NotReset: there is no observation yet."""
     if not instance.item_id and dialect is not BABYAI:
         raise NotReset
-    first, answer = instance.first_observation, instance.answer
+    first = instance.first_observation
+    answer = instance.answer
     if dialect in (MAZE, WORDLE):
         first = START if dialect is WORDLE else CONVERSATIONS["maze"].server_text(first)
     if dialect is SEARCHQA:  # SearchQA always returns the question.

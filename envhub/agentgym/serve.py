@@ -32,9 +32,11 @@ from envhub.http.parts import HubParts
 # Built-in environments that use another environment's protocol under their own names.
 LIKE = {"minisites": WEBARENA}
 MAX_NUMBER = 2**53
-MAX_PROBLEMS, MAX_SHOWN_CHARS = 5, 200
+MAX_PROBLEMS = 5
+MAX_SHOWN_CHARS = 200
 # Limits of the response cache: number of responses and bytes of one.
-MAX_KEPT, MAX_KEPT_BYTES = 4_096, 1_024
+MAX_KEPT = 4_096
+MAX_KEPT_BYTES = 1_024
 UNSEEN = "'observation'"  # Error of a query before the first reset: the missing key.
 
 Number = Annotated[int, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
@@ -218,7 +220,8 @@ class _Desk:
         return json_response(reset_reply(self.dialect, number, instance))
 
     async def reset(self, body: BaseModel) -> Response:
-        number, index = self._number(body), getattr(body, self.dialect.item_key)
+        number = self._number(body)
+        index = getattr(body, self.dialect.item_key)
         # This dialect reports even failures of the hub in the observation.
         is_told = self.dialect.faults is Faults.OBSERVATION
         try:
@@ -234,7 +237,8 @@ class _Desk:
         return json_response(reset_reply(self.dialect, number, instance))
 
     async def step(self, body: Any) -> Response:
-        number, refuses = self._number(body), self.dialect.refuses_after_done
+        number = self._number(body)
+        refuses = self.dialect.refuses_after_done
         try:
             instance, result = await self._instances.step(
                 number, body.action, refuses_after_done=refuses
@@ -257,7 +261,8 @@ class _Desk:
         instance = self._instances.step_at_once(body.number, body.action, now_s)
         if instance is None or (result := instance.answer) is None:
             return None
-        key, is_paid = result.observation, result.done or result.reward
+        key = result.observation
+        is_paid = result.done or result.reward
         if is_paid:
             key = key, result.reward, result.done
         kept = self._kept.get(key) if result.score is None else None

@@ -40,7 +40,8 @@ def options_of(request: Request, usage: str) -> tuple[str, Style, int, list[str]
     """Return the environment, the style, the number of items, and keys of the configuration."""
     words = [word for word in request.overrides if "=" not in word]
     given = dict(word.split("=", 1) for word in request.overrides if "=" in word)
-    style, num = given.pop("style", "compact"), given.pop("items", str(NUM_ITEMS))
+    style = given.pop("style", "compact")
+    num = given.pop("items", str(NUM_ITEMS))
     if len(words) != 1:
         raise ConfigError(f"run.py {usage}")
     if style not in [*Style]:

@@ -11,14 +11,17 @@ from envhub.author.findings import Finding, Grade, Plays, graded
 from envhub.env import EnvSpec, StepResult, UnknownItem, split_item
 
 HOSTILE = (
-    *("", " ", "\n", "no such action", "__import__('os')"),
-    *("../../etc/passwd", "\u00e9\U0001f600", "x" * 5000),
+    "",
+    " ",
+    "\n",
+    "no such action",
+    "__import__('os')",
+    "../../etc/passwd",
+    "\u00e9\U0001f600",
+    "x" * 5000,
 )
 MAX_ACTIONS = 20  # Maximum number of valid actions tried in one state.
-METHODS = (
-    *("reset", "step", "valid_actions", "expert_action"),
-    *("render", "fingerprint", "close"),
-)
+METHODS = ("reset", "step", "valid_actions", "expert_action", "render", "fingerprint", "close")
 
 
 def items_of(spec: EnvSpec, num: int) -> list[str]:
@@ -67,7 +70,8 @@ def check_protocol(driver: Driver, item_id: str) -> Iterator[Finding]:
         if missing:
             yield Finding(Grade.FAIL, "protocol", f"no method {', '.join(missing)}")
             return
-        valid, told = episode.call("valid_actions"), episode.call("expert_action")
+        valid = episode.call("valid_actions")
+        told = episode.call("expert_action")
         wanted: list[tuple[str, Any, type | tuple[type, ...]]] = [
             ("reset", episode.first, str),
             ("valid_actions", valid, list),

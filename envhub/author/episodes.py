@@ -24,7 +24,8 @@ class Driver:
 
     def __init__(self, spec: EnvSpec, style: Style) -> None:
         """Create the driver without starting an episode."""
-        self.spec, self.style = spec, style
+        self.spec = spec
+        self.style = style
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Self:

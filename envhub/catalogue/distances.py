@@ -44,7 +44,8 @@ def measured(spec: EnvSpec, subset: str, options: EnvsSection) -> Turns:
     except (OSError, ValueError):
         pass
     sizes = {"train": spec.subsets[subset].num_train, "test": spec.subsets[subset].num_test}
-    env, most = cast(Env, spec.make(Style.COMPACT)), spec.subsets[subset].max_turns
+    env = cast(Env, spec.make(Style.COMPACT))
+    most = spec.subsets[subset].max_turns
     turns = {
         split: [_play(env, f"{subset}-{split}-{i}", most) for i in range(min(size, NUM_MEASURED))]
         for split, size in sizes.items()

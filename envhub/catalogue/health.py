@@ -38,7 +38,8 @@ def servers_of(
         remedy = f"start {whose} server, or give its address"
         found.append(Server(key="env.url", url=remote.url, remedy=remedy))
     if "searchqa" in env_names and options.searchqa.retriever_url:
-        url, key = options.searchqa.retriever_url, "envs.searchqa.retriever_url"
+        url = options.searchqa.retriever_url
+        key = "envs.searchqa.retriever_url"
         remedy = "start the retriever, or give envs.searchqa.corpus instead"
         found.append(Server(key=key, url=url, remedy=remedy))
     if "webarena" in env_names:

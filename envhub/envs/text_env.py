@@ -5,7 +5,8 @@ import hashlib
 from envhub.env import StepResult, Style
 
 # Limits of the cache: number of observations, and length of each.
-MAX_SAID, MAX_SAID_CHARS = 8_192, 400
+MAX_SAID = 8_192
+MAX_SAID_CHARS = 400
 _SAID: dict[bool, dict[str, StepResult]] = {True: {}, False: {}}
 
 

@@ -139,7 +139,8 @@ class WorkerEpisode:
         return await self._call("detail", what=what)
 
     async def close(self) -> None:
-        worker, self.worker = self.worker, None
+        worker = self.worker
+        self.worker = None
         if worker is None:
             return
         try:

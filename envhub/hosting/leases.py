@@ -28,7 +28,8 @@ class LeaseTable(Generic[Key, Entry]):
         `grain_s`: a lease that was renewed within this time is not renewed again, since renewal is
         the most expensive part of a lookup. Entries are ordered by last use, up to this precision.
         """
-        self._lease_s, self._grain_s = lease_s, grain_s
+        self._lease_s = lease_s
+        self._grain_s = grain_s
         self._now_s = now_s
         # Time of the next renewal, expiry time and entry; the earliest expiry comes first.
         self._held: dict[Key, tuple[float, float, Entry]] = {}

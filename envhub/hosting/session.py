@@ -52,7 +52,9 @@ class Alone:
     def __init__(
         self, find: Callable[[str], Session], renew: Callable[[str], None], session_id: str
     ) -> None:
-        self._find, self._renew, self._session_id = find, renew, session_id
+        self._find = find
+        self._renew = renew
+        self._session_id = session_id
 
     async def __aenter__(self) -> Session:
         session = self._find(self._session_id)

@@ -221,7 +221,8 @@ class Sessions:
         `now_s` is the current time of the leases' clock. The result has no state. Raises:
         EnvRaised, EnvTimeout.
         """
-        at_once, limits = session.at_once, session.limits
+        at_once = session.at_once
+        limits = session.limits
         if at_once is None or limits is None or session.env_name in self._moved:
             return None
         if now_s >= session.renew_at_s:

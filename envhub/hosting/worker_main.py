@@ -155,7 +155,9 @@ async def serve(connection: socket.socket, host: Host) -> None:
 
 def main() -> None:
     """Serve on the socket whose descriptor is argument 1; log level and name follow."""
-    descriptor, level, env_name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    descriptor = int(sys.argv[1])
+    level = sys.argv[2]
+    env_name = sys.argv[3]
     # Otherwise a JVM or browser would inherit it and keep it open.
     os.set_inheritable(descriptor, False)
     os.dup2(2, 1)  # Output of third-party code belongs in the log.

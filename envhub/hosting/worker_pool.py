@@ -81,7 +81,8 @@ class WorkerPool:
             worker.rss_bytes = resident.get(worker.pid, worker.rss_bytes)
             if worker.rss_bytes <= limit_bytes:
                 continue
-            held, limit = worker.rss_bytes >> 20, limit_bytes >> 20
+            held = worker.rss_bytes >> 20
+            limit = limit_bytes >> 20
             worker.is_draining = True
             is_far_above = worker.rss_bytes > HARD_LIMIT_FACTOR * limit_bytes
             if is_far_above or worker.num_sessions == 0:

@@ -46,9 +46,13 @@ class Arrivals:
             self.wake()
 
     def _answer_quick(self) -> None:
-        known, answered_at = self._known, asyncio.get_running_loop().time()
-        answer, now_s, write_at_s = known.answer, known.now_s(), monotonic() + MAX_WAIT_S
-        waiting, keep = iter(self.come), self._answers.append
+        known = self._known
+        answered_at = asyncio.get_running_loop().time()
+        answer = known.answer
+        now_s = known.now_s()
+        write_at_s = monotonic() + MAX_WAIT_S
+        waiting = iter(self.come)
+        keep = self._answers.append
         connection: Connection | None = None
         try:
             for connection, data in waiting:

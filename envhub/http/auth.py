@@ -67,7 +67,8 @@ class AuthMiddleware:
         headers = dict(scope["headers"])
         if not self._is_allowed(scope["path"], headers):
             return _refusal(401, "a valid bearer token is required")
-        origin, host = headers.get(b"origin"), headers.get(b"host", b"")
+        origin = headers.get(b"origin")
+        host = headers.get(b"host", b"")
         if origin is not None and urlsplit(origin.decode("latin-1")).netloc.encode() != host:
             return _refusal(403, "pages of other sites may not open sockets here")
         return None

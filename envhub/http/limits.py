@@ -45,8 +45,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._come, self._wake = self.arrivals.come, self.arrivals.wake
-        self.is_quick, self.answered_at = False, 0.0
+        self._come = self.arrivals.come
+        self._wake = self.arrivals.wake
+        self.is_quick = False
+        self.answered_at = 0.0
         self.unused[self] = None
         self._begin()
         if len(self.connections) > self.max_connections:
@@ -129,7 +131,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._end()
         self.unused.pop(self, None)
-        self._num_bytes, self._is_in_headers = 0, True
+        self._num_bytes = 0
+        self._is_in_headers = True
         super().on_message_complete()
 
     def _begin(self) -> None:

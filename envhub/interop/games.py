@@ -82,7 +82,9 @@ class SeededEnv:
     """An episode of a game; each item is a seed."""
 
     def __init__(self, game: Game, subset: SubsetSpec, rule: RewardRule) -> None:
-        self._game, self._subset, self._rule = game, subset, rule
+        self._game = game
+        self._subset = subset
+        self._rule = rule
         self._rewards = Rewards(rule)
         self._first = self._text = ""
         self._reward = rule.start_score
@@ -90,7 +92,8 @@ class SeededEnv:
     def reset(self, item_id: str, seed: int) -> str:
         """Begin the game with the item's seed; `seed` is unused. Raises: UnknownItem."""
         item = parse_item(item_id, {SUBSET: self._subset})
-        self._rewards, self._reward = Rewards(self._rule), self._rule.start_score
+        self._rewards = Rewards(self._rule)
+        self._reward = self._rule.start_score
         with SEEDING:
             own = item.index + (TEST_SEED if item.split == "test" else 0)
             random.seed(own)

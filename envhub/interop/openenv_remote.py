@@ -45,7 +45,9 @@ class OpenEnvEpisode(RemoteEpisode):
 
     def __init__(self, server: "Server") -> None:
         super().__init__(server.rule.start_score)
-        self._server, self._offer, self._options = server, server.offer, server.options
+        self._server = server
+        self._offer = server.offer
+        self._options = server.options
         self._socket: Socket | None = None
         self._tools: list[str] = []
         self._rewards = Rewards(server.rule)
@@ -85,7 +87,8 @@ class OpenEnvEpisode(RemoteEpisode):
             if error.code not in REFUSALS:
                 raise
             return self._result(str(error).partition("): ")[2], is_valid=False)
-        is_done, told = data.get("done") is True, _metadata(data)
+        is_done = data.get("done") is True
+        told = _metadata(data)
         self._reward = self._rewards.add(data.get("reward"), is_last=is_done)
         self._is_done = is_done
         said = said_by(told, SUCCESS_KEYS)
@@ -104,13 +107,15 @@ class OpenEnvEpisode(RemoteEpisode):
         return []
 
     async def close(self) -> None:
-        socket, self._socket = self._socket, None
+        socket = self._socket
+        self._socket = None
         if socket is not None:
             await self._server.end(socket)
 
     async def _ask(self, action: dict[str, Any], what: str) -> dict[str, Any]:
         assert self._socket is not None
-        frame, timeout_s = {"type": "step", "data": action}, self._options.timeout_s
+        frame = {"type": "step", "data": action}
+        timeout_s = self._options.timeout_s
         return await self._socket.ask(frame, what, timeout_s=timeout_s)
 
     def _action(self, text: str) -> dict[str, Any]:
@@ -154,7 +159,8 @@ class Server:
     """Data shared by the episodes on one server: its offer, its sizes, one connection pool."""
 
     def __init__(self, options: RemoteOptions, offer: Offer) -> None:
-        self.options, self.offer = options, offer
+        self.options = options
+        self.offer = offer
         self.url = options.url.rstrip("/")
         self.shown = f"OpenEnv server {without_login(self.url)}"
         self.rule = RewardRule(

@@ -129,7 +129,9 @@ class _Player:
     """
 
     def __init__(self, socket: WebSocket, sessions: Sessions, spec: EnvSpec) -> None:
-        self._socket, self._sessions, self._spec = socket, sessions, spec
+        self._socket = socket
+        self._sessions = sessions
+        self._spec = spec
         self._session_id: str | None = None
         self._state = EpisodeState()
         self._is_over = True
@@ -196,7 +198,8 @@ class _Player:
         """Begin an episode; a running episode ends."""
         item_id = wanted.item_id or self._choose(wanted)
         await self._end()
-        sessions, name = self._sessions, self._spec.name
+        sessions = self._sessions
+        name = self._spec.name
         try:
             self._session_id, text = await sessions.create(
                 name, item_id, seed=wanted.seed or 0, style=wanted.style
@@ -231,7 +234,8 @@ class _Player:
             raise _Refused("EXECUTION_ERROR", str(error)) from error
         except (SessionUnknown, EnvError) as error:
             # The session table has already counted the end.
-            self._session_id, self._is_over = None, True
+            self._session_id = None
+            self._is_over = True
             is_gone = isinstance(error, SessionUnknown)
             code = "SESSION_ERROR" if is_gone else "EXECUTION_ERROR"
             raise _Refused(code, str(error)) from error
@@ -240,7 +244,8 @@ class _Player:
         return _stepped(result)
 
     async def _end(self) -> None:
-        session_id, self._session_id = self._session_id, None
+        session_id = self._session_id
+        self._session_id = None
         self._is_over = True
         if session_id is not None:
             with contextlib.suppress(SessionUnknown):

@@ -82,7 +82,8 @@ class Rewards:
             if is_last:
                 raise EnvFailure("the episode ended and never said a reward")
             return self._rule.start_score
-        least, most = self._rule.least, self._rule.most
+        least = self._rule.least
+        most = self._rule.most
         # Also checked before the end, since a horizon may cut there.
         is_beyond = self._total > most and self._rule.kind == "sum"
         if is_beyond or (is_last and not least <= self._total <= most):
@@ -112,7 +113,8 @@ def parse_json(text: str) -> dict[str, Any]:
     Raises: BadAction.
     """
     found = action_text(text)
-    start, end = found.find("{"), found.rfind("}")
+    start = found.find("{")
+    end = found.rfind("}")
     try:
         parsed = json.loads(found[start : end + 1]) if 0 <= start < end else None
     except (ValueError, RecursionError) as error:

@@ -71,7 +71,8 @@ async def _drag(page: Page, action: Action) -> None:
     end = await _aim(page, action.kind, action.target)
     if start.get("is_option") or end.get("is_option"):
         raise InvalidAction("Options cannot be dragged.")
-    x, y = start["x"], start["y"]
+    x = start["x"]
+    y = start["y"]
     # A drag to the same place must also move the mouse.
     aside = [(x + 1, y + 1)] if start == end else []
     await _hold(page, [(x, y), *aside, (end["x"], end["y"])])

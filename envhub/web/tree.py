@@ -9,12 +9,24 @@ from envhub.tables import read_table
 
 STATIC = "StaticText"
 _ROLES = {kind: frozenset(r.split()) for kind, r in read_table(__file__, "roles.yaml").items()}
-LEAF_ROLES, INTERACTIVE = _ROLES["leaf"], _ROLES["interactive"]
-STRUCTURE, FRAMES = _ROLES["structure"], _ROLES["frames"]
+LEAF_ROLES = _ROLES["leaf"]
+INTERACTIVE = _ROLES["interactive"]
+STRUCTURE = _ROLES["structure"]
+FRAMES = _ROLES["frames"]
 # Fields of a node in the page script's report. The flag `is_in_view` follows them.
 ROW = (
-    *("parent", "depth", "role", "name", "states", "dom_id", "dom_class", "block"),
-    *("x", "y", "width", "height"),
+    "parent",
+    "depth",
+    "role",
+    "name",
+    "states",
+    "dom_id",
+    "dom_class",
+    "block",
+    "x",
+    "y",
+    "width",
+    "height",
 )
 CLOSING_NOTE = "... ({} more lines are not shown)"
 
@@ -159,7 +171,8 @@ def compact_lines(nodes: list[Node], all_nodes: tuple[Node, ...], *, ids: bool) 
         ids: True gives every node its id, including plain text.
     """
     lines: list[str] = []
-    last, last_row = None, -1
+    last = None
+    last_row = -1
     for node, following in zip_longest(nodes, nodes[1:]):
         if node.role == "row":
             continue
@@ -173,7 +186,8 @@ def compact_lines(nodes: list[Node], all_nodes: tuple[Node, ...], *, ids: bool) 
             lines[-1] += " " + words
         else:
             lines.append(words)
-        last, last_row = node, row
+        last = node
+        last_row = row
     return lines
 
 

@@ -133,7 +133,8 @@ def whiten(values: Tensor, weights: Tensor) -> Tensor:
 
     Source: REINFORCE++, arXiv:2501.03262 (advantages normalised over the global batch).
     """
-    values, weights = values.double(), weights.double()
+    values = values.double()
+    weights = weights.double()
     mean = (values * weights).sum() / weights.sum()
     centred = values - mean
     variance = (centred**2 * weights).sum() / weights.sum()

@@ -257,12 +257,14 @@ def plan_blocks(
     families: list[tuple[list[int], int, int]] = []
     for members in groups.values():
         prefix = shared_prefix([samples[index].trajectory for index in members])
-        first, total = 0, prefix
+        first = 0
+        total = prefix
         for at, index in enumerate(members):
             own = lengths[index] - prefix
             if at > first and total + own > max_tokens:
                 families.append((members[first:at], prefix, total))
-                first, total = at, prefix
+                first = at
+                total = prefix
             total += own
         families.append((members[first:], prefix, total))
     totals = [total for _, _, total in families]
@@ -280,7 +282,8 @@ def plan_blocks(
 def shared_prefix(trajectories: Sequence[Trajectory]) -> int:
     """Return the length of the common unsampled prefix; 0 for one trajectory or a short prefix."""
     ends = [min(int(np.argmax(t.loss_mask)), len(t.token_ids) - 1) for t in trajectories]
-    end, first = min(ends), trajectories[0].token_ids
+    end = min(ends)
+    first = trajectories[0].token_ids
     for other in trajectories[1:]:
         unlike = np.flatnonzero(first[:end] != other.token_ids[:end])
         end = int(unlike[0]) if unlike.size else end

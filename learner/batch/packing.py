@@ -89,7 +89,8 @@ def packed_rows(
     """
     rows: list[np.ndarray] = []
     parts: list[tuple[int, np.ndarray]] = []
-    total, index = 0, 0
+    total = 0
+    index = 0
     for number, prefix in shared or [(1, 0)] * len(sequences):
         head = total + np.arange(prefix)
         if prefix:
@@ -173,7 +174,8 @@ def _similar(pieces: Sequence[Piece]) -> list[list[Piece]]:
             blocks.append([])
             pairs, num_keys, most = 0, len(piece[1]), len(piece[0])
         blocks[-1].append(piece)
-        pairs, num_queries = pairs + own, most
+        pairs = pairs + own
+        num_queries = most
     return blocks
 
 

@@ -87,7 +87,8 @@ def vtrace(
     _check(rewards, values)
     _check(rewards, log_ratios)
     ratios = log_ratios.clamp(-20.0, 20.0).exp()
-    rho, c = ratios.clamp(max=max_rho), ratios.clamp(max=max_c)
+    rho = ratios.clamp(max=max_rho)
+    c = ratios.clamp(max=max_c)
     targets = torch.empty_like(values)
     advantages = torch.empty_like(values)
     next_value = next_target = rewards.new_tensor(bootstrap)
@@ -96,7 +97,8 @@ def vtrace(
         correction = discount * trace * c[step] * (next_target - next_value)
         targets[step] = values[step] + delta + correction
         advantages[step] = rewards[step] + discount * next_target - values[step]
-        next_value, next_target = values[step], targets[step]
+        next_value = values[step]
+        next_target = targets[step]
     return targets, advantages
 
 

@@ -103,7 +103,8 @@ def grouped_gae(
     """
     wide = [torch.from_numpy(each.astype(np.float64)) for each in rewards]
     returns = [discounted_returns(each, discount=discount).numpy() for each in wide]
-    flat, where = np.concatenate(returns), np.concatenate(states)
+    flat = np.concatenate(returns)
+    where = np.concatenate(states)
     values = np.where(_is_flat(flat, where), flat, _per_place(flat, where)[1])
     of_members = np.split(values, np.cumsum([len(each) for each in rewards])[:-1])
     return [
@@ -172,7 +173,8 @@ def _per_place(values: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, np.nd
 def _is_flat(values: np.ndarray, where: np.ndarray) -> np.ndarray:
     """Return [entry] bool: whether all values in the entry's place are equal."""
     num_places = int(where.max()) + 1 if where.size else 0
-    low, high = np.full(num_places, np.inf), np.full(num_places, -np.inf)
+    low = np.full(num_places, np.inf)
+    high = np.full(num_places, -np.inf)
     np.minimum.at(low, where, values)
     np.maximum.at(high, where, values)
     return (low == high)[where]

@@ -84,7 +84,9 @@ class Admission:
             self._num_refused += 1
             logger.error(
                 "refused episode=%s actor=%s reason=%s",
-                *(trajectory.episode_id, trajectory.actor, reason),
+                trajectory.episode_id,
+                trajectory.actor,
+                reason,
             )
         return Verdict(refusal=reason)
 
@@ -178,7 +180,9 @@ def is_plainly_sound(trajectory: Trajectory, learner_version: int, vocab_size: i
     False: the full validator `_refusal_of_tokens` decides. It selects the sampled tokens of every
     column, which costs more than the rest of an arrival.
     """
-    mask, turns, versions = trajectory.loss_mask, trajectory.turn_ids, trajectory.versions
+    mask = trajectory.loss_mask
+    turns = trajectory.turn_ids
+    versions = trajectory.versions
     if not np.count_nonzero(mask) or mask[0]:
         return False
     if turns[0] < 0 or turns[-1] >= trajectory.num_turns or (turns[1:] < turns[:-1]).any():
@@ -213,7 +217,9 @@ def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size:
     if vocab_size is not None and largest >= vocab_size:
         return f"token id {largest} of a vocabulary of {vocab_size}"
     logprobs = trajectory.logprobs[mask]
-    lowest, highest = float(logprobs.min()), float(logprobs.max())  # NaN if any logprob is NaN.
+    # NaN if any logprob is NaN.
+    lowest = float(logprobs.min())
+    highest = float(logprobs.max())
     if not (math.isfinite(lowest) and math.isfinite(highest)):
         return "a sampled token has no finite logprob"
     if lowest < -MAX_ABS_LOGPROB or highest > MAX_LOGPROB:

@@ -47,7 +47,8 @@ class TrajectoryBuffer:
         self.version = version  # Last version reported to the scheduler.
         self._stale: list[EpisodeOutcome] = []  # Stale episodes since the last batch.
         self.recent = RecentPrompts()
-        self._stats, self._stats_since = EpisodeStats(), time.monotonic()
+        self._stats = EpisodeStats()
+        self._stats_since = time.monotonic()
         self._error: BaseException | None = None
         # Bounds from the scheduler, by environment and horizon.
         self._lag_bounds: dict[tuple[str, int], int] = {}
@@ -102,7 +103,8 @@ class TrajectoryBuffer:
         """Take episodes that are journalled and acknowledged; `end` is the end of the journal."""
         with self._changed:
             self._news_at = time.monotonic()
-            outcomes, groups = list[EpisodeOutcome](), list[GroupArrived]()
+            outcomes = list[EpisodeOutcome]()
+            groups = list[GroupArrived]()
             for trajectory, _ in accepted:
                 self.recent.add(trajectory)
                 if trajectory.kind is EpisodeKind.TRAIN:
@@ -191,7 +193,8 @@ class TrajectoryBuffer:
                     self._stale += outcomes
                     self._report(outcomes)
                     if groups:
-                        stale, self._stale = self._stale, []
+                        stale = self._stale
+                        self._stale = []
                         return groups, stale
                 now = time.monotonic()
                 if now - max(started, self._news_at) >= timeout_s:
@@ -232,7 +235,8 @@ class TrajectoryBuffer:
         with self._changed:
             now = time.monotonic()
             metrics = self._stats.metrics(now - self._stats_since)
-            self._stats, self._stats_since = EpisodeStats(), now
+            self._stats = EpisodeStats()
+            self._stats_since = now
             metrics["groups/ready"] = float(self._groups.num_ready)
             metrics["groups/open"] = float(self._groups.num_open)
             if self._num_slots:

@@ -46,7 +46,8 @@ class EpisodeStats:
         }
         for name, value in parts.items():
             self._sums[name] += value
-        env, subset = trajectory.env, subset_of(trajectory.item_id)
+        env = trajectory.env
+        subset = subset_of(trajectory.item_id)
         for tally in (self._subsets[subset], self._tasks[env], self._tasks[f"{env}/{subset}"]):
             tally[0] += 1
             tally[1] += trajectory.is_success

@@ -151,7 +151,8 @@ class GroupAssembly:
 
     def decide(self, version: int, num_groups: int) -> None:
         """Store the scheduler's decision: so many ready groups make the batch after `version`."""
-        self._decided_for, self._num_decided = version, num_groups
+        self._decided_for = version
+        self._num_decided = num_groups
 
     def is_batch_ready(self, version: int) -> bool:
         return 0 < self._num_needed(version) <= self.num_ready

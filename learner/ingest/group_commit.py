@@ -51,7 +51,8 @@ class GroupCommit(threading.Thread):
         with self._changed:
             if self._error is not None:
                 raise self._error
-            done, self._done = self._done, []
+            done = self._done
+            self._done = []
         return done
 
     def stop(self, *, timeout_s: float) -> None:
@@ -79,5 +80,6 @@ class GroupCommit(threading.Thread):
         """Wait for batches; return none if the thread is stopping and all are done."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_stopping)
-            batches, self._waiting = self._waiting, []
+            batches = self._waiting
+            self._waiting = []
             return batches

@@ -55,7 +55,8 @@ def load_replay_point(path: Path, *, version: int) -> ReplayPoint:
     if version < replay_point.version:
         logger.warning(
             "reading the whole journal: checkpoint of version=%d, replay point for version=%d",
-            *(version, replay_point.version),
+            version,
+            replay_point.version,
         )
         return FROM_THE_START
     return replay_point

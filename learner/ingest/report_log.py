@@ -47,14 +47,16 @@ class ReportLog:
     def restart(self) -> None:
         """Restart the numbering at 1 with the oldest report that is not saved."""
         with self._lock:
-            self._num_sent, self.last_number = self.num_saved, 0
+            self._num_sent = self.num_saved
+            self.last_number = 0
             self._sent.clear()
             self._unsent = list(self._kept)
 
     def take_unsent(self) -> list[Report]:
         """Return the reports not taken since the restart, merged and numbered."""
         with self._lock:
-            news, self._unsent = self._unsent, []
+            news = self._unsent
+            self._unsent = []
         messages: list[Report] = []
         for message in _merged(news):
             self.last_number += 1

@@ -122,7 +122,8 @@ class SchedulerClient:
         if progress.num_heard < min(progress.num_reports, self._reports.last_number):
             logger.warning(
                 "scheduler misses report=%d, has all up to %d; sending again",
-                *(progress.num_reports, progress.num_heard),
+                progress.num_reports,
+                progress.num_heard,
             )
             self._dealer.reopen()
 

@@ -167,7 +167,8 @@ def importance_weights(
     held = log_rho.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if cfg.policy_loss is PolicyLoss.CISPO:
         most = 1 + cfg.clip_high
-        weights, held = weights.clamp(max=most), held.clamp(max=most)
+        weights = weights.clamp(max=most)
+        held = held.clamp(max=most)
     return weights / held
 
 

@@ -5,7 +5,8 @@ from common.config.learning import Advantage, AlgorithmSection, Baseline, Credit
 
 def state_text(cfg: AlgorithmSection, kind: Baseline) -> str:
     """Return the formula of the state credit of a turn; G is the turn's return."""
-    paid, scaled = paid_text(cfg), cfg.normalize_std and cfg.advantage is Advantage.GRPO
+    paid = paid_text(cfg)
+    scaled = cfg.normalize_std and cfg.advantage is Advantage.GRPO
     returns = f"G=sum_later_turns {cfg.state_discount:g}^k*({paid})"
     if cfg.state_credit is StateCredit.GAGPO:
         gae = f"GAE(per turn, gamma={cfg.state_discount:g}, lambda={cfg.state_lambda:g}"

@@ -100,7 +100,8 @@ class _Trained(nn.Module):
         Args:
             probed: output for the start check, which replaces the log-probabilities.
         """
-        policy, critic = self.policy, self.critic
+        policy = self.policy
+        critic = self.critic
         if probed is Probed.LOGITS:
             return plain_logprobs(policy, tokens, autocast=how.autocast), None, None, None
         if probed is Probed.TRUNK:
@@ -109,7 +110,8 @@ class _Trained(nn.Module):
             states = flat_hidden(critic.trunk, tokens, autocast=how.autocast)
             return states[tokens.source_rows], None, None, None
         hidden = flat_hidden(policy.base_model, tokens, autocast=how.autocast)
-        rows, targets = hidden[tokens.source_rows], tokens.target_ids
+        rows = hidden[tokens.source_rows]
+        targets = tokens.target_ids
         logprobs, entropy = hidden_logprobs(policy, rows, targets, how, with_entropy=with_entropy)
         if not with_values or critic is None:
             return logprobs, entropy, None, None
@@ -291,7 +293,8 @@ class Passes:
             prompts, answers: each [seq] integer token ids. The packed layout computes a prompt
                 once.
         """
-        num, how = len(answers), replace(self.scoring, temperature=1.0)
+        num = len(answers)
+        how = replace(self.scoring, temperature=1.0)
         pairs = [(prompt, answer) for prompt in prompts for answer in answers]
         sequences = [np.concatenate(pair) for pair in pairs]
         lengths = [len(sequence) for sequence in sequences]

@@ -116,7 +116,8 @@ def _rows(found: Any, tensor: Tensor) -> Tensor:
     """Return this rank's rows of a tensor on disk: FSDP shards along the first axis."""
     if not isinstance(tensor, DTensor):
         return found[:]
-    size, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
+    size = tensor.device_mesh.size()
+    rank = tensor.device_mesh.get_local_rank()
     num_rows = -(-tensor.shape[0] // size)  # As in torch.chunk.
     return found[rank * num_rows : min((rank + 1) * num_rows, tensor.shape[0])]
 

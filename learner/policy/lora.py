@@ -19,7 +19,8 @@ from common.config.compute import LoraSection
 from common.errors import ConfigError
 
 ADAPTER = "default"  # Name of the single adapter in peft.
-ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_TENSORS = "adapter_model.safetensors"
 _COMPARED = ("r", "lora_alpha", "target_modules", "base_model_name_or_path")
 _PREFIX = "base_model.model."  # Prefix of the names in peft's files.
 _BASE = ".base_layer."  # Part of the name of a layer with an adapter.
@@ -134,9 +135,11 @@ def check_resumable(folder: Path, model: PreTrainedModel, cfg: LoraSection) -> N
             "trained with, or start another run.name"
         )
     for name in _COMPARED if saved else ():
-        ours, theirs = getattr(_config_of(model), name), saved[name]
+        ours = getattr(_config_of(model), name)
+        theirs = saved[name]
         if isinstance(ours, set):
-            ours, theirs = sorted(ours), sorted(theirs)
+            ours = sorted(ours)
+            theirs = sorted(theirs)
         if ours != theirs:
             raise ConfigError(f"{folder} has adapters of {name}={theirs}, this run of {ours}")
 

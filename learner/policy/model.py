@@ -189,7 +189,8 @@ def hidden_logprobs(
 
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
-    num_rows, chunk_tokens = hidden.shape[0], how.chunk_tokens
+    num_rows = hidden.shape[0]
+    chunk_tokens = how.chunk_tokens
     for start in range(0, max(num_rows, 1), chunk_tokens):  # Without rows there is one empty chunk.
         rows = hidden[start : start + chunk_tokens].to(dtype)
         targets = target_ids[start : start + chunk_tokens]

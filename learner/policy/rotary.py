@@ -15,7 +15,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import ConfigError
 
-_LONG, _DYNAMIC, _FIXED = "longrope", "dynamic", "fixed"
+_LONG = "longrope"
+_DYNAMIC = "dynamic"
+_FIXED = "fixed"
 
 
 def fix_rotary(model: PreTrainedModel, path: str, *, max_tokens: int | None) -> None:

@@ -36,7 +36,8 @@ PATIENCE_S = 1.0  # Seconds of a first round above which the model is large and 
 MARGIN = 1.2  # A smaller speedup than this factor counts as noise.
 LENGTHS = (1.0, 0.75, 0.5)  # Lengths of the timed sequences, as fractions of the longest.
 # Limits of the longest length; shorter sequences cost about the same in all configurations.
-MIN_TOKENS, MAX_TOKENS = 96, 384
+MIN_TOKENS = 96
+MAX_TOKENS = 384
 
 
 _CHOICES: dict[str, Any] = {"precision": Precision, "layout": Layout, "attention": Attention}
@@ -156,7 +157,9 @@ def _shown(plain: Mapping[str, Any], is_open: Mapping[str, bool]) -> str:
 def way_by_rule(learner: LearnerSection, model: PreTrainedModel) -> Way:
     """Return the configured values, and the device's rules in place of auto."""
     device_type = pick_device(learner.device).type
-    precision, layout, attention = learner.precision, learner.layout, learner.attention
+    precision = learner.precision
+    layout = learner.layout
+    attention = learner.attention
     if precision is Precision.AUTO:
         precision = precision_by_rule(device_type)
     if layout is Layout.AUTO:
@@ -233,7 +236,8 @@ def _rounds(
     if sum(each.seconds for each in warm.values()) > PATIENCE_S:
         yield warm
         return
-    left_s, next_s = budget_s, 0.0
+    left_s = budget_s
+    next_s = 0.0
     while next_s <= left_s:
         measured = one_round()
         yield measured
@@ -267,14 +271,17 @@ def _tokens(model: PreTrainedModel, way: Way, num_tokens: int) -> TokenBatch:
 def best_threads(model: PreTrainedModel, way: Way, num_cores: int, *, num_tokens: int) -> int:
     """Return the number of threads, doubled while wall-clock time improves by more than noise."""
     before = torch.get_num_threads()
-    best, best_s, num = 1, float("inf"), 1
+    best = 1
+    best_s = float("inf")
+    num = 1
     try:
         while num <= num_cores and num_cores > 1:
             torch.set_num_threads(num)
             took = [_time_pass(model, way, num_tokens, time.monotonic).seconds for _ in range(3)]
             if num > 1 and min(took) * MARGIN > best_s:
                 break
-            best, best_s = num, min(took)
+            best = num
+            best_s = min(took)
             num *= 2
     finally:
         torch.set_num_threads(before)

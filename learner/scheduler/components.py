@@ -81,7 +81,8 @@ def build_components(cfg: RunConfig, catalogue: Catalogue) -> Components:
     silent_after_s = cfg.scheduler.silent_after_s
     stream_items = eval_items(cfg.tasks, catalogue, cfg.eval.stream_items)
     phase_items = eval_items(cfg.tasks, catalogue, cfg.eval.num_items)
-    seed, group_size = cfg.run.seed, cfg.groups.size
+    seed = cfg.run.seed
+    group_size = cfg.groups.size
     engines = [actor_name(i) for i in range(cfg.actor.num_engines)]
     mixture = Mixture(cfg.mixture, cfg.tasks, catalogue, seed=seed, group_size=group_size)
     curriculum = Curriculum(cfg.horizon, mixture, cfg.tasks, catalogue, cfg.curriculum)

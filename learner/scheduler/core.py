@@ -64,7 +64,9 @@ class SchedulerCore:
         self._clock = clock
         self.run_epoch = run_epoch
         self.parts = parts
-        self.run, self.lifecycle, self.members = parts.run, parts.lifecycle, parts.members
+        self.run = parts.run
+        self.lifecycle = parts.lifecycle
+        self.members = parts.members
         self._cursor = ReportCursor()
         # A constant answer to most heartbeats, so that it is encoded once.
         self._go_on = Progress(run_epoch=run_epoch, revoked=[], is_finished=False)
@@ -173,7 +175,9 @@ class SchedulerCore:
     # --- leases -------------------------------------------------------------------------------
 
     def _lease_request(self, message: LeaseRequest) -> LeaseGrant:
-        member, now, run = self.members.by_name.get(message.actor), self._clock(), self.run
+        member = self.members.by_name.get(message.actor)
+        now = self._clock()
+        run = self.run
         if member is None:
             return self._answer([], f"{message.actor} is not known, say hello")
         self.members.touch(member, now)
@@ -209,7 +213,8 @@ class SchedulerCore:
         self.run.learner_version = message.version
         if message.version > self.run.version:
             self._set_version(message.version)
-            busy_s, wait_s = message.signals.get("busy_s"), message.signals.get("wait_s")
+            busy_s = message.signals.get("busy_s")
+            wait_s = message.signals.get("wait_s")
             self.parts.pace.add_step(self._clock(), busy_s=busy_s, wait_s=wait_s)
         self.parts.curriculum.step(message.version, message.signals)
         self.parts.limits.update(self.parts.pace, max_ahead_steps=message.max_ahead_steps)

@@ -40,7 +40,8 @@ class DiskWait:
 
         Raises: DiskFull: the scheduler was stopped first.
         """
-        wait, kept = RoomWait(path), list[Received]()
+        wait = RoomWait(path)
+        kept = list[Received]()
         while True:
             try:
                 write()

@@ -141,8 +141,11 @@ class EventLog:
         if self._file is not None:
             self._file.close()
         self._path(self._number).unlink(missing_ok=True)
-        self._number, self._file, self._pending = number, file, []
-        self._num_events, self._long_at = 0, MAX_EVENTS
+        self._number = number
+        self._file = file
+        self._pending = []
+        self._num_events = 0
+        self._long_at = MAX_EVENTS
 
     def close(self) -> None:
         """Close the log file; it stays on disk."""

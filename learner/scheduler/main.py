@@ -120,7 +120,8 @@ def serve(cfg: RunConfig, run_dir: RunDir, stop: threading.Event) -> None:
 def _serve(
     cfg: RunConfig, run_dir: RunDir, stop: threading.Event, on_round: Callable[[], None]
 ) -> None:
-    keys, log = load_keys(run_dir.keys), EventLog(run_dir.root)
+    keys = load_keys(run_dir.keys)
+    log = EventLog(run_dir.root)
     router = listen(cfg, keys, preferred_port=(log.load() or {}).get("port", 0))
     try:
         disk = DiskWait(router, stop, on_round=on_round)
@@ -228,7 +229,8 @@ def listen(cfg: RunConfig, keys: RunKeys, *, preferred_port: int) -> Router:
 
     For port 0 bind the previous port if it is free, because the roles already use it.
     """
-    host, port = cfg.scheduler.host, cfg.scheduler.port
+    host = cfg.scheduler.host
+    port = cfg.scheduler.port
     if port == 0 and preferred_port:
         try:
             return Router(keys, host=host, port=preferred_port)
@@ -350,7 +352,8 @@ def save(parts: Serving) -> None:
 
 def write_due(parts: Serving) -> None:
     """Write all files if they are due or the phase is new; in a new version only the ledger."""
-    known, phase = parts.ledger_of, parts.core.phase
+    known = parts.ledger_of
+    phase = parts.core.phase
     if parts.clock.now >= parts.status_at or known is None or known[1] != phase:
         write_reports(parts)
     elif known != (parts.core.version, phase):
@@ -360,7 +363,8 @@ def write_due(parts: Serving) -> None:
 def write_reports(parts: Serving) -> None:
     """Write status.json, the evaluations, the outcomes and the ledger."""
     started_s = time.thread_time()
-    core, now = parts.core, parts.clock.now
+    core = parts.core
+    now = parts.clock.now
     told = others(core.members, parts.router, parts.registry, run_epoch=core.run_epoch, now=now)
     status = core.status() | told
     path = parts.run_dir.status
@@ -375,7 +379,8 @@ def write_reports(parts: Serving) -> None:
 
 def write_outcomes(parts: Serving) -> None:
     """Append the outcomes since the last call, one JSON line for each episode."""
-    news, path = parts.core.lifecycle.news, parts.run_dir.outcomes
+    news = parts.core.lifecycle.news
+    path = parts.run_dir.outcomes
     lines = "".join(json.dumps([*each, parts.core.version]) + "\n" for each in news)
 
     def append() -> None:

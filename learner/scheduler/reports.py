@@ -39,7 +39,8 @@ def _see_all(parts: Components, seen: list[EpisodeSeen]) -> None:
 
 def _count(parts: Components, seen: EpisodeSeen, arrived: Arrived) -> None:
     """Count an episode whose result depends on the policy."""
-    group, episode = arrived.group, arrived.episode
+    group = arrived.group
+    episode = arrived.episode
     if not group.is_train:
         parts.success.evaluation.add(group.group_id, seen)
         return

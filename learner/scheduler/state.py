@@ -112,7 +112,8 @@ def restore(component: Any, state: Mapping[str, Any]) -> None:
 
 def _load(kind: Any, value: Any) -> Any:
     """Return a value of the type that the field is annotated with."""
-    origin, args = typing.get_origin(kind) or kind, typing.get_args(kind)
+    origin = typing.get_origin(kind) or kind
+    args = typing.get_args(kind)
     if origin is types.UnionType:
         (some,) = (each for each in args if each is not types.NoneType)
         return None if value is None else _load(some, value)

@@ -30,7 +30,8 @@ _ASIDE = ".old"  # Suffix of a checkpoint while another one of the same version 
 _NAME = re.compile(r"step-(\d+)(\.old)?")  # Folders with other names belong to the user.
 RETRY_S = 10.0  # Seconds until the next try after a full disk.
 # Largest fractions of the time for temporary checkpoints: training paused, files written.
-STALL_FRAC, WRITING_FRAC = 0.01, 0.05
+STALL_FRAC = 0.01
+WRITING_FRAC = 0.05
 
 
 class Saved(Protocol):
@@ -177,7 +178,9 @@ class Checkpoints:
             logger.info("saved version=%d took_s=%.2f", version, self._took_s)
             return self._took_s
 
-        self._saved_at, self._saved_version, self._retry_at = time.monotonic(), version, None
+        self._saved_at = time.monotonic()
+        self._saved_version = version
+        self._retry_at = None
         try:
             _remove(partial)
             partial.mkdir(parents=True)
@@ -207,10 +210,13 @@ class Checkpoints:
         if not is_no_room(error):
             raise error
         shutil.rmtree(partial, ignore_errors=True)
-        self._saved_version, self._retry_at = -1, time.monotonic() + RETRY_S
+        self._saved_version = -1
+        self._retry_at = time.monotonic() + RETRY_S
         logger.error(
             "disk full: no room for checkpoint %s (%s free); training goes on, tried again in_s=%g",
-            *(partial.name.strip(".").removesuffix(".partial"), free_text(self._root), RETRY_S),
+            partial.name.strip(".").removesuffix(".partial"),
+            free_text(self._root),
+            RETRY_S,
         )
 
     def poll(self) -> float | None:
@@ -220,7 +226,8 @@ class Checkpoints:
         """
         if self._writing is None or not self._writing.done():
             return None
-        took_s, self._writing = self._writing.result(), None
+        took_s = self._writing.result()
+        self._writing = None
         return took_s
 
     def wait(self) -> None:

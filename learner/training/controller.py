@@ -98,20 +98,26 @@ class Controller:
             self._num_skips = 0
             logger.warning(
                 "batch kept although far off version=%d ess=%.3f after_skips=%d",
-                *(version, ess_frac, cfg.max_skips),
+                version,
+                ess_frac,
+                cfg.max_skips,
             )
             return False
         self._num_skips += 1
         logger.warning(
             "batch skipped version=%d ess=%.3f below=%.2f in_a_row=%d",
-            *(version, ess_frac, cfg.ess_skip, self._num_skips),
+            version,
+            ess_frac,
+            cfg.ess_skip,
+            self._num_skips,
         )
         return True
 
     def _move_gate(
         self, version: int, ess_frac: float, clipped_frac: float, *, is_skipped: bool
     ) -> None:
-        cfg, before = self._cfg, self.max_ahead_steps
+        cfg = self._cfg
+        before = self.max_ahead_steps
         if not cfg.tighten_gate:
             return
         is_used_up = clipped_frac > cfg.clip_gate
@@ -127,7 +133,11 @@ class Controller:
             self._num_good = 0
             logger.warning(
                 "gate moved version=%d ahead_steps=%d to=%d ess=%.3f clipped=%.3f",
-                *(version, before, self.max_ahead_steps, ess_frac, clipped_frac),
+                version,
+                before,
+                self.max_ahead_steps,
+                ess_frac,
+                clipped_frac,
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -102,7 +102,8 @@ class Gradients:
 
         Returns: the batch; with a critic its samples have advantages and value targets.
         """
-        critic, has_reference = self._networks.critic, self._networks.has_reference
+        critic = self._networks.critic
+        has_reference = self._networks.has_reference
         batch = ScoredBatch(samples=samples, version=version)
         is_second = self._algorithm.correction is Correction.SECOND_MOMENT
         is_asked = is_second or self._proximal is Proximal.RECOMPUTED or has_reference
@@ -223,7 +224,9 @@ class Gradients:
     def _value_term(
         self, micro: MicroBatch, scores: Scores, num_states: float, metrics: dict[str, Tensor]
     ) -> Tensor:
-        targets, old, marks = micro.value_targets, micro.values, micro.state_marks
+        targets = micro.value_targets
+        old = micro.values
+        marks = micro.state_marks
         values = scores.values
         if values is None or targets is None or old is None or marks is None:
             raise ValueError("a critic's loss needs values, targets and marks of the batch")
@@ -281,8 +284,10 @@ class Gradients:
             )
             for share in self._shares(samples, part)
         ]
-        ids, of_none = samples[0].trajectory.token_ids[:1], np.zeros(1, dtype=bool)
-        device, is_packed = self._networks.device, self.passes.is_packed
+        ids = samples[0].trajectory.token_ids[:1]
+        of_none = np.zeros(1, dtype=bool)
+        device = self._networks.device
+        is_packed = self.passes.is_packed
         idle = collate_tokens([ids], [of_none], device=device, is_packed=is_packed)
         return [idle] * (max(nums) - nums[self._ranks.index])
 

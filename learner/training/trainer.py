@@ -326,7 +326,9 @@ class Trainer:
         in_a_row = self._num_bad_steps_in_a_row
         logger.warning(
             "skipped updates, not finite version=%d num_bad=%d in_a_row=%d",
-            *(batch.version, num_bad, in_a_row),
+            batch.version,
+            num_bad,
+            in_a_row,
         )
         if self._on_bad_batch is not None:
             self._on_bad_batch(batch.version, batch.samples)

@@ -30,8 +30,11 @@ class Answers:
 
     def begin(self, epoch: int, version: int) -> None:
         """Start a transfer and forget the one before."""
-        self.epoch, self._version = epoch, version
-        self._offers, self._ready, self._loaded = {}, set(), {}
+        self.epoch = epoch
+        self._version = version
+        self._offers = {}
+        self._ready = set()
+        self._loaded = {}
 
     def offered(self, member: Member, offer: WeightsOffer) -> None:
         """Record the offer sent to a member."""
@@ -114,5 +117,6 @@ class Measures:
     def drain(self) -> dict[str, float]:
         """Return the metrics measured since the last call."""
         with self._lock:
-            metrics, self._metrics = self._metrics, {}
+            metrics = self._metrics
+            self._metrics = {}
         return metrics

@@ -62,7 +62,8 @@ class Canary:
         if scores.number:
             asked = self._checks.pop(scores.number, None)
             is_answer = asked is not None and asked[:2] == (scores.actor, scores.version)
-            expected, before = asked[2] if asked and is_answer else None, None
+            expected = asked[2] if asked and is_answer else None
+            before = None
         else:
             expected = self._expected.get(scores.version)
             before = None if expected is None else self._before(scores.version)
@@ -80,7 +81,10 @@ class Canary:
             logger.error(
                 "engine and trainer disagree%s actor=%s version=%d mean_abs_logprob=%.4f limit=%g",
                 " (it still has the version before)" if is_stale else "",
-                *(scores.actor, scores.version, delta, self._max_delta),
+                scores.actor,
+                scores.version,
+                delta,
+                self._max_delta,
             )
 
     def _before(self, version: int) -> _Expected | None:
@@ -103,7 +107,8 @@ class Canary:
 
     def drain_metrics(self) -> dict[str, float]:
         with self._lock:
-            worst, self._worst = self._worst, None
+            worst = self._worst
+            self._worst = None
         measured = {} if worst is None else {"weights/canary_abs_logprob": worst}
         return measured | {"weights/canary_alarms": float(self.num_alarms)}
 

@@ -85,7 +85,8 @@ class Gate:
     def drain_waited_s(self) -> float:
         """Return the seconds that `close` waited since the last call."""
         with self._changed:
-            waited_s, self._waited_s = self._waited_s, 0.0
+            waited_s = self._waited_s
+            self._waited_s = 0.0
         return waited_s
 
 

@@ -70,7 +70,8 @@ class Membership:
 
     def mark_silent(self, incarnations: Iterable[str]) -> bool:
         """Replace the set of silent incarnations; True if it changed. For any thread."""
-        before, self._silent = self._silent, frozenset(incarnations)
+        before = self._silent
+        self._silent = frozenset(incarnations)
         return before != self._silent
 
     def hear(

@@ -65,7 +65,8 @@ class RecentPrompts:
     def take(self) -> dict[str, Prompts]:
         """Return the prompts that arrived since the last call, by actor."""
         with self._lock:
-            taken, self._by_actor = self._by_actor, OrderedDict()
+            taken = self._by_actor
+            self._by_actor = OrderedDict()
             self._added_at = {}
         return {
             actor: Prompts(

@@ -116,7 +116,9 @@ class Publisher(threading.Thread):
             self._gate.open()
             self._gate.enter()
         with self._changed:
-            self._wanted, self._on_done, self._begun_at = weights, on_done, time.monotonic()
+            self._wanted = weights
+            self._on_done = on_done
+            self._begun_at = time.monotonic()
             self._must_load = must_load
         self._router.wake()
         return True
@@ -191,7 +193,8 @@ class Publisher(threading.Thread):
     def drain_metrics(self) -> dict[str, float]:
         """Return the metrics of the transfers and canaries since the last call."""
         with self._changed:
-            metrics, self._metrics = self._metrics, {}
+            metrics = self._metrics
+            self._metrics = {}
         metrics["weights/members"] = float(len(self._members.present()))
         metrics["publish/gate_wait_s"] = self._gate.drain_waited_s()
         return metrics | self._transfers.drain_metrics() | self._canary.drain_metrics()
@@ -251,7 +254,8 @@ class Publisher(threading.Thread):
 
     def _ask_for_scores(self) -> None:
         with self._changed:
-            checks, self._checks = self._checks, []
+            checks = self._checks
+            self._checks = []
         present = {member.actor: member for member in self._members.present()}
         for actor, version, prompts, logprobs in checks:
             if actor in present:

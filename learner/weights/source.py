@@ -110,7 +110,8 @@ class LiveWeights:
         gathering = self._gathering
         if gathering is not None and gathering.ask is not None:
             gathering.ask(json.dumps([start, part.numel()]).encode())
-        own, others = 0, []
+        own = 0
+        others = []
         for piece in self._pieces(start, part.numel()):
             target = self._place_of(piece, part)
             if piece.rank == own:
@@ -145,7 +146,8 @@ class LiveWeights:
             first = (first_byte - spec.offset_bytes) // width
             stop = (stop_byte - spec.offset_bytes) // width
             for rank, (low, high) in enumerate(_shares(self._tensors[index])):
-                begin, end = max(first, low), min(stop, high)
+                begin = max(first, low)
+                end = min(stop, high)
                 if begin < end:
                     at = spec.offset_bytes + begin * width - start
                     yield Piece(index, rank, begin, end - begin, at)
@@ -174,9 +176,11 @@ def _shares(tensor: Tensor) -> list[tuple[int, int]]:
         return [(0, tensor.numel())]
     if tensor.placements != (Shard(0),):
         raise LongstrideError(f"weights sharded as {tensor.placements} are not published")
-    rows, num_ranks = tensor.shape[0], tensor.device_mesh.size()
+    rows = tensor.shape[0]
+    num_ranks = tensor.device_mesh.size()
     # Each rank holds the rows that `torch.chunk` assigns to it.
-    width, step = tensor.numel() // max(rows, 1), -(-rows // num_ranks)
+    width = tensor.numel() // max(rows, 1)
+    step = -(-rows // num_ranks)
     bounds = [min(rank * step, rows) * width for rank in range(num_ranks + 1)]
     return list(pairwise(bounds))
 

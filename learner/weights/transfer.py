@@ -118,7 +118,8 @@ class Transfers:
     def _hear(self, sender: bytes, join: WeightsJoin) -> None:
         """Process a heartbeat: the engine's identity, its version, and its current transfer."""
         member = Member.of(sender, join)
-        choice, current = self._settings.transport, self.current
+        choice = self._settings.transport
+        current = self.current
         if current is not None and not transport_of(member, self._own_device(), choice):
             devices = ", ".join(each or "the CPU" for each in join.devices)
             reason = (
@@ -198,7 +199,8 @@ class Transfers:
             is_superseded=is_superseded,
         )
         patience_s = self._settings.timeout_s if must_load else self._settings.silent_after_s
-        choice, num_parts = self._settings.transport, self._settings.num_parts
+        choice = self._settings.transport
+        num_parts = self._settings.num_parts
         try:
             todo = waves(members, self._own_device(), choice, num_parts=num_parts)
             for number, wave in enumerate(todo, start=1):
@@ -261,12 +263,14 @@ class Transfers:
             WeightSyncError: not all were ready, or the transfer failed; the version may have
                 reached some members.
         """
-        weights, reading = way.weights, way.reading
+        weights = way.weights
+        reading = way.reading
         if not reading.begin():
             raise TransferCancelled(f"version {weights.version} is no more")
         lane = self._lanes.of(wave, is_present=self.members.has)
         self._answers.begin(lane.epoch, weights.version)
-        offer, members = self._offer(weights, wave, lane.key), wave.members
+        offer = self._offer(weights, wave, lane.key)
+        members = wave.members
         rank = 1
         for member in members:
             own = replace(offer, rank=rank)

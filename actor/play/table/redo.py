@@ -59,7 +59,8 @@ async def redo(client: HubClient, recorded: Recorded, *, limit_s: float = LIMIT_
 
 async def _follow(session: HubSession, recorded: Recorded, pictures: list[Any]) -> str:
     """Append the pictures; return the reason for an early stop, "" at the end."""
-    observation, state = session.first_observation, session.first_state
+    observation = session.first_observation
+    state = session.first_state
     for turn, action in enumerate(recorded["actions"]):
         if problem := _difference(recorded, turn, observation, state):
             return problem
@@ -67,7 +68,8 @@ async def _follow(session: HubSession, recorded: Recorded, pictures: list[Any]) 
         result = await session.step(action)
         if problem := _other_worth(recorded, turn, result):
             return problem
-        observation, state = result.observation, result.state
+        observation = result.observation
+        state = result.state
     pictures.append(await session.picture())
     return ""
 
@@ -76,7 +78,8 @@ def _difference(recorded: Recorded, turn: int, observation: str, state: str) -> 
     """Return how the state before an action differs from the record; "" if it does not."""
     shown = recorded["shown"][turn] if turn < len(recorded["shown"]) else None
     if shown is not None and not _holds(shown, observation):
-        is_now, was = observation[:SHOWN_CHARS], shown.strip()[-SHOWN_CHARS:]
+        is_now = observation[:SHOWN_CHARS]
+        was = shown.strip()[-SHOWN_CHARS:]
         return f"before turn {turn + 1} the observation is another one: {is_now!r}, not {was!r}"
     states = recorded["states"]
     if turn < len(states) and states[turn] != state_number(state or observation):
@@ -96,7 +99,8 @@ def _other_worth(recorded: Recorded, turn: int, result: StepResult) -> str:
 def _holds(shown: str, observation: str) -> bool:
     """Return whether the shown text contains the observation, whole or up to its cut."""
     before, cut, _ = shown.partition(CUT_MARK.partition("{")[0])
-    whole, seen = " ".join(observation.split()), before.split()
+    whole = " ".join(observation.split())
+    seen = before.split()
     if cut:
         return " ".join(seen[-CUT_WORDS:]) in whole
     return whole in " ".join(seen)

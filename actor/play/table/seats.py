@@ -55,7 +55,8 @@ class Table:
 
     def __init__(self, *, root: Path, idle_s: float = IDLE_S) -> None:
         """Create the table without starting services; `root` is the folder of `run.py`."""
-        self._root, self._idle_s = root, idle_s
+        self._root = root
+        self._idle_s = idle_s
         self._token = secrets.token_urlsafe(24)  # Token of the hubs.
         # kind of service -> the service, at most one for each kind
         self._services: dict[str, Service] = {}

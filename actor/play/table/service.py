@@ -15,7 +15,8 @@ from common.errors import EnvError
 from common.launch.guardian import Guardian
 from common.launch.process import ChildFailed, ChildProcess
 
-START_S, STOP_S = 60.0, 3.0
+START_S = 60.0
+STOP_S = 3.0
 # In the environment, because all users can read command lines with `ps`.
 TOKEN = "LONGSTRIDE_TABLE_TOKEN"
 
@@ -49,7 +50,8 @@ class Service:
             words: arguments of the command; ${oc.env:LONGSTRIDE_TABLE_TOKEN} is the token.
             says: prefix of the printed line that holds the address.
         """
-        self._says, self._start_s = says, start_s
+        self._says = says
+        self._start_s = start_s
         self._argv = [sys.executable, str(root / "run.py"), *words]
         self._env = {TOKEN: token}
         self._starting = asyncio.Lock()
@@ -77,7 +79,8 @@ class Service:
 
     def _start(self) -> tuple[ChildProcess, str]:
         folder = Path(tempfile.mkdtemp(prefix="longstride-"))
-        log, name = folder / "log", self._argv[2]
+        log = folder / "log"
+        name = self._argv[2]
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
         guardian = Guardian()
         self._stack.callback(guardian.close)

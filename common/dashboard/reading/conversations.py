@@ -16,7 +16,8 @@ class ConversationFile:
     kind = "conversations"
 
     def __init__(self, path: Path, *, name: str) -> None:
-        self.name, self.path = name, path
+        self.name = name
+        self.path = path
         self.rows = EpisodeRows()
         self.problems: list[str] = []
         self._conversations: list[Conversation] = []
@@ -32,11 +33,13 @@ class ConversationFile:
         if self._read_at == (found.st_mtime_ns, found.st_size):
             return False
         self._read_at = (found.st_mtime_ns, found.st_size)
-        self.rows, self.problems = EpisodeRows(), []
+        self.rows = EpisodeRows()
+        self.problems = []
         try:
             self._conversations = read_conversations(self.path)
         except ConfigError as error:
-            self._conversations, self.problems = [], [f"no file of conversations: {error}"]
+            self._conversations = []
+            self.problems = [f"no file of conversations: {error}"]
         for number, each in enumerate(self._conversations):
             self.rows.add(str(number), _values(number, each))
         return False

@@ -75,7 +75,8 @@ def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
     texts = texts_for(t, texts)
     found: list[dict[str, Any]] = []
     for start, end in itertools.pairwise(edges):
-        turn, here = int(t.turn_ids[start]), slice(start, end)
+        turn = int(t.turn_ids[start])
+        here = slice(start, end)
         observed = "prompt" if start in starts else "observation"
         segment: dict[str, Any] = {
             "kind": asides.get(start) or ("action" if t.loss_mask[start] else observed),

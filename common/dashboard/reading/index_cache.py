@@ -43,7 +43,8 @@ class IndexCache:
     def __init__(self, folder: Path, journal: Path) -> None:
         """Compute the path of the file. No I/O happens here."""
         name = hashlib.sha256(os.fsencode(journal.absolute())).hexdigest()[:24]
-        self._path, self._journal = folder / f"{name}.npz", journal
+        self._path = folder / f"{name}.npz"
+        self._journal = journal
         self._num_saved = 0
 
     def load(self, rows: EpisodeRows) -> dict[str, Any] | None:

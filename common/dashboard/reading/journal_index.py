@@ -14,7 +14,9 @@ from common.store.segments import list_segments, load_pruned, open_segment
 from common.wire.messages import EpisodeKind, Trajectory
 
 MAX_PROBLEMS = 50  # Maximum number of stored messages. Further problems are only counted.
-IN_FLIGHT, EVALUATED, FAILED = "in_flight", "evaluated", "failed"
+IN_FLIGHT = "in_flight"
+EVALUATED = "evaluated"
+FAILED = "failed"
 
 
 class JournalIndex:
@@ -64,8 +66,11 @@ class JournalIndex:
 
     def restore(self, kept: dict[str, int]) -> None:
         """Continue at the position of an earlier index, whose rows are already loaded."""
-        self._number, self._offset, self._size = kept["_number"], kept["_offset"], kept["_size"]
-        self._is_done, self._done_bytes = bool(kept["_is_done"]), kept["_done_bytes"]
+        self._number = kept["_number"]
+        self._offset = kept["_offset"]
+        self._size = kept["_size"]
+        self._is_done = bool(kept["_is_done"])
+        self._done_bytes = kept["_done_bytes"]
 
     def progress(self) -> float:
         """Return the indexed share of the journal's bytes."""
@@ -146,7 +151,10 @@ class JournalIndex:
                     self._say(pruned.text(self._folder))
         elif following[0] != self._number + 1:
             self._say(f"segment {self._number + 1} of {self._folder} is missing")
-        self._number, self._offset, self._looked_at, self._size = following[0], 0, -1, 0
+        self._number = following[0]
+        self._offset = 0
+        self._looked_at = -1
+        self._size = 0
         self._is_done = False
         return self._open()
 

@@ -23,7 +23,8 @@ class MetricColumns:
         """Read the new lines; return whether there were any, or the file was replaced."""
         is_other = self._tail.is_new()
         if is_other:  # A restart truncates the steps that it repeats.
-            self.num, self.columns = 0, {}
+            self.num = 0
+            self.columns = {}
         before = self.num
         for found in self._tail.lines():
             line = as_map(found)

@@ -55,7 +55,8 @@ def find(rows: EpisodeRows, wanted: Mapping[str, str]) -> np.ndarray:
             fits &= rows.column(key)[:num] == _number(key, value)
         else:
             side, _, name = key.partition("_")
-            column, bound = rows.column(name)[:num], _number(key, value)
+            column = rows.column(name)[:num]
+            bound = _number(key, value)
             fits &= column >= bound if side == "min" else column <= bound
     found = np.flatnonzero(fits)
     if text := wanted.get("text", "").lower():

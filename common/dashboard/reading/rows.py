@@ -7,8 +7,21 @@ from typing import Any
 import numpy as np
 
 INTS = (
-    *("segment", "offset", "member", "attempt", "horizon", "stage", "version", "first_version"),
-    *("last_version", "turns", "invalid", "tokens", "sampled", "success", "trained_at"),
+    "segment",
+    "offset",
+    "member",
+    "attempt",
+    "horizon",
+    "stage",
+    "version",
+    "first_version",
+    "last_version",
+    "turns",
+    "invalid",
+    "tokens",
+    "sampled",
+    "success",
+    "trained_at",
 )
 FLOATS = ("reward", "wall_s", "generate_s", "env_s", "logprob")
 NAMES = ("env", "subset", "item", "group", "kind", "policy", "actor", "end", "outcome", "cause")

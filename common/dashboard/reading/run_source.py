@@ -41,7 +41,8 @@ class RunSource:
 
     def __init__(self, root: Path, *, name: str, cache: Path | None = None) -> None:
         """Create the readers without I/O; `cache` is the folder of the index cache, or None."""
-        self.name, self.path = name, root
+        self.name = name
+        self.path = root
         self.run_dir = RunDir(root=root)
         self.index = JournalIndex(self.run_dir.journal)
         self.metrics = MetricColumns(self.run_dir.metrics)
@@ -67,7 +68,8 @@ class RunSource:
             is_more = self.index.refresh(budget_s=budget_s)
             self.metrics.refresh()
             self._outcomes.refresh(self.index.rows)
-            index, outcomes = self.index.kept(), self._outcomes.kept()
+            index = self.index.kept()
+            outcomes = self._outcomes.kept()
             if self._cache is not None and not is_more and index and outcomes:
                 beside = {"index": index, "outcomes": outcomes}
                 self._cache.save(self.index.rows, beside, reached=index["_number"])
@@ -172,7 +174,8 @@ class RunSource:
         ConfigError: its actions are unknown.
         """
         trajectory = self.index.open(self.index.rows.row_of[episode_id])
-        texts, style = self.texts(), self.style()
+        texts = self.texts()
+        style = self.style()
         return recorded_of(trajectory, texts, style=style, format=self.format())
 
     def format(self) -> AgentFormat:
@@ -191,7 +194,8 @@ class RunSource:
             raise KeyError(group_id)
         # An evaluation group holds many items.
         is_train = self.index.rows.get(members[0])["kind"] == "train"
-        advantages, texts = self._advantages(members) if is_train else {}, self.texts()
+        advantages = self._advantages(members) if is_train else {}
+        texts = self.texts()
         shown: list[dict[str, Any]] = []
         first = None
         for row in members[:MAX_MEMBERS]:
@@ -235,7 +239,8 @@ class RunSource:
         return sorted(newest, key=lambda row: int(rows.column("member")[row]))
 
     def _advantages(self, members: list[int]) -> dict[str, float]:
-        rows, algorithm = self.index.rows, _section(self.config(), "algorithm")
+        rows = self.index.rows
+        algorithm = _section(self.config(), "algorithm")
         penalty = float(algorithm.get("invalid_action_penalty") or 0.0)
         worth: dict[str, float] = {}
         for row in members:
@@ -255,7 +260,8 @@ class RunSource:
         """Return the ledger and the number of journal episodes of each outcome."""
         rows = self.index.rows
         # The reading thread may append rows at the same time.
-        num, texts = rows.num, rows.names["outcome"].texts
+        num = rows.num
+        texts = rows.names["outcome"].texts
         is_train = rows.column("kind")[:num] == rows.names["kind"].codes.get("train", -1)
         codes = rows.column("outcome")[:num][is_train]
         counts = {text: int((codes == code).sum()) for code, text in enumerate(texts)}

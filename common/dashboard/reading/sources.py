@@ -65,7 +65,9 @@ class Sources:
 
         Raises: ConfigError: one is missing.
         """
-        self._runs, self._is_all, self._cache = runs, not words, cache
+        self._runs = runs
+        self._is_all = not words
+        self._cache = cache
         self._known: dict[str, Source] = {}
         for word in words:
             source = open_source(word, runs=runs, cache=cache)

@@ -19,7 +19,9 @@ NUM_SHOWN = 5
 SHOW = "show RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]"
 # Titles of segment kinds; other kinds use their own names.
 MARKS = {"prompt": "task", "observation": "env", "action": "agent"}
-DIM, BOLD, RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+DIM = "\x1b[2m"
+BOLD = "\x1b[1m"
+RESET = "\x1b[0m"
 SHADES = (196, 208, 220, 148, 40)  # Codes of the 256-colour palette, from improbable to certain.
 
 
@@ -73,9 +75,11 @@ def replay(request: Request, *, root: Path, say: Say) -> int:
 def _read(word: str, runs: Path, say: Say) -> Source:
     """Return a source after reading it completely. Problems are printed as notes."""
     source = open_source(word, runs=runs, cache=cache_folder())
-    began, is_terminal = time.monotonic(), sys.stderr.isatty()
+    began = time.monotonic()
+    is_terminal = sys.stderr.isatty()
     while source.refresh(budget_s=1.0):
-        share, took_s = source.summary()["indexed"], time.monotonic() - began
+        share = source.summary()["indexed"]
+        took_s = time.monotonic() - began
         left = f", {duration(took_s / share - took_s)} left" if share else ""
         start, end = ("\r", "") if is_terminal else ("", "\n")
         print(f"{start}reading {share:.0%}{left}", end=end, file=sys.stderr, flush=True)

@@ -31,7 +31,8 @@ class Access:
 
     def __init__(self, *, host: str, token: str, writable: str) -> None:
         """Set the rules; `writable` is the prefix of all paths that accept a POST."""
-        self._is_local, self._token = is_loopback(host), token
+        self._is_local = is_loopback(host)
+        self._token = token
         self._writable = writable
 
     async def __call__(self, request: Request, call_next: Next) -> Response:

@@ -133,10 +133,12 @@ async def _events(request: Request) -> StreamingResponse:
     watch: Watch = request.app.state.watch
 
     async def told() -> AsyncIterator[str]:
-        known, silent_s = -1, 0.0
+        known = -1
+        silent_s = 0.0
         while not await request.is_disconnected():
             if watch.num_changes != known:
-                known, silent_s = watch.num_changes, 0.0
+                known = watch.num_changes
+                silent_s = 0.0
                 yield f"event: changed\ndata: {known}\n\n"
             elif silent_s >= BEAT_S:
                 silent_s = 0.0

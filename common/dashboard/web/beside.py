@@ -32,7 +32,8 @@ def beside(run_dir: RunDir, *, root: Path, say: Callable[[str], None]) -> Genera
         guardian = Guardian()
         # Binding in this process gives the address at once.
         with listen(loopback(), "") as listener:
-            fd, name = listener.fileno(), "dashboard"
+            fd = listener.fileno()
+            name = "dashboard"
             where = f"run.dir={run_dir.root.parent}"
             words = [name, run_dir.root.name, where, f"fd={fd}", f"host={loopback()}"]
             argv = [sys.executable, str(root / "run.py"), *words]

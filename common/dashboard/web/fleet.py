@@ -17,9 +17,26 @@ TAIL_BYTES = 1 << 16
 MAX_LINES = 50
 MAX_REPORT_CHARS = 20_000
 KEYS = (
-    *("name", "role", "node", "url", "envs", "version", "tokens_per_s", "running", "num_slots"),
-    *("num_sessions", "max_sessions", "rss_bytes", "cpu_s", "waiting_for", "last_seen_s"),
-    *("is_dead", "is_silent", "gone", "num_finished", "num_restarts"),
+    "name",
+    "role",
+    "node",
+    "url",
+    "envs",
+    "version",
+    "tokens_per_s",
+    "running",
+    "num_slots",
+    "num_sessions",
+    "max_sessions",
+    "rss_bytes",
+    "cpu_s",
+    "waiting_for",
+    "last_seen_s",
+    "is_dead",
+    "is_silent",
+    "gone",
+    "num_finished",
+    "num_restarts",
 )
 _ENDED = re.compile(r"^(\S+ \S+) . .*(role ended|killing role|hangs|stands still).*$")
 _RESTART = re.compile(

@@ -37,12 +37,26 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("episodes/generate_s_mean", "episodes/env_s_mean", "episodes/wall_s_mean"),
     ),
 )
-HORIZON, STAGE = "horizon/value", "horizon/stage"
+HORIZON = "horizon/value"
+STAGE = "horizon/stage"
 SETTINGS = (
-    *("model.path", "train.mode", "run.seed", "train.num_steps", "horizon.kind", "horizon.stages"),
-    *("horizon.unit", "curriculum.kind", "curriculum.distance.stages"),
-    *("groups.per_step", "groups.size", "learner.optimizer", "learner.lr", "learner.num_ranks"),
-    *("actor.num_actors", "actor.max_concurrent", "scheduler.max_ahead_steps"),
+    "model.path",
+    "train.mode",
+    "run.seed",
+    "train.num_steps",
+    "horizon.kind",
+    "horizon.stages",
+    "horizon.unit",
+    "curriculum.kind",
+    "curriculum.distance.stages",
+    "groups.per_step",
+    "groups.size",
+    "learner.optimizer",
+    "learner.lr",
+    "learner.num_ranks",
+    "actor.num_actors",
+    "actor.max_concurrent",
+    "scheduler.max_ahead_steps",
 )
 LAGS = re.compile(r"offpolicy/lag_(\d+)_tokens$")
 SECRET = re.compile(r"(token|secret|password|api_key|key)$")
@@ -51,7 +65,8 @@ URL_USER = re.compile(r"(?<=://)[^/@\s]*@")
 
 def overview(run: RunSource) -> dict[str, Any]:
     """Return the data of the Run view, without the series."""
-    status, verdict = run.status(), run.verdict()
+    status = run.status()
+    verdict = run.verdict()
     # Before the first steps the first batches close the gate, which is no limit.
     is_early = verdict.bound is Bound.UNKNOWN
     return {

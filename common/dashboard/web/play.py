@@ -59,10 +59,12 @@ def add_play(app: FastAPI, table: Table) -> None:
     """Add the routes over a table; the application's shutdown also shuts down the table."""
 
     async def open_one(body: _Open, request: Request) -> Told:
-        style, format = COMPACT, AgentFormat.PLAIN
+        style = COMPACT
+        format = AgentFormat.PLAIN
         if body.run:
             run = _run(request, body.run)
-            style, format = run.style(), run.format()
+            style = run.style()
+            format = run.format()
         return await table.open(body.env, body.item, style=style, format=format)
 
     async def step(body: _Step) -> Told:

@@ -12,7 +12,8 @@ from common.wire.messages import EndReason
 
 INFRASTRUCTURE = [each.value for each in EndReason if each.is_infrastructure_failure]
 WORTH_A_LOOK = (("best", "reward", -1), ("worst", "reward", 1), ("most surprising", "logprob", 1))
-MIN_SAMPLES, MAX_SAMPLES = 10, 45
+MIN_SAMPLES = 10
+MAX_SAMPLES = 45
 
 
 def played(rows: EpisodeRows, kind: str) -> np.ndarray:
@@ -40,7 +41,8 @@ def subsets(rows: EpisodeRows) -> dict[str, dict[str, Any]]:
 def score(rows: EpisodeRows, here: np.ndarray) -> dict[str, Any]:
     """Return success with its 95 % interval (Wilson), without infrastructure failures."""
     good = here[~_has_failed(rows, here)]
-    num, num_solved = len(good), int(rows.column("success")[good].sum())
+    num = len(good)
+    num_solved = int(rows.column("success")[good].sum())
     return {
         "num": num,
         "failed": len(here) - num,
@@ -111,5 +113,6 @@ def _by_subset(rows: EpisodeRows, here: np.ndarray) -> list[tuple[str, np.ndarra
 
 def _by_name(rows: EpisodeRows, column: str, here: np.ndarray) -> list[tuple[str, np.ndarray]]:
     """Return (name, rows) for each value of a name column, in order of first occurrence."""
-    codes, texts = rows.column(column)[here], rows.names[column].texts
+    codes = rows.column(column)[here]
+    texts = rows.names[column].texts
     return [(texts[code], here[codes == code]) for code in np.unique(codes)]

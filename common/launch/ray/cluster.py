@@ -64,7 +64,8 @@ def start_on_ray(cfg: RunConfig, run_dir: RunDir) -> Generator[RoleStarter]:
         placement = place(cfg, nodes)
         for line in placement.lines(nodes):
             logger.info("%s", line)
-        is_own, timeout_s = not cluster_address(cfg.ray), cfg.ray.place_timeout_s
+        is_own = not cluster_address(cfg.ray)
+        timeout_s = cfg.ray.place_timeout_s
         starter = RayStarter(
             run_dir, placement, home=nodes[0], is_own=is_own, place_timeout_s=timeout_s
         )

@@ -28,7 +28,10 @@ LONGEST_S = 5.0  # Longest time between two answers about a silent role.
 MAX_BYTES = 1 << 23  # Maximum bytes of a log in one answer.
 MAX_LOG_BYTES = 1 << 26  # Size of the log on this node above which read parts are deleted.
 APART_S = 0.1  # Seconds between two stack requests.
-PYTHON, RUN_PY, KEY_FILE = "{python}", "{run.py}", "{join.key}"  # Arguments that a node fills in.
+# Arguments that a node fills in.
+PYTHON = "{python}"
+RUN_PY = "{run.py}"
+KEY_FILE = "{join.key}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +80,8 @@ class RoleHost:
         # Unnamed files disappear with this process, even if it is killed.
         self._key, self._log = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self._child: ChildProcess | None = None
-        self._memory_bytes, self._weighed_at = 0, 0.0
+        self._memory_bytes = 0
+        self._weighed_at = 0.0
         self._num_cut = 0  # Bytes of the log that were deleted.
 
     def place(self) -> Place:
@@ -143,15 +147,18 @@ class RoleHost:
 
     def _read(self, offset: int) -> bytes:
         """Return the log from an offset on. Text that was read may be deleted; the role appends."""
-        log, start = self._log.fileno(), offset - self._num_cut
+        log = self._log.fileno()
+        start = offset - self._num_cut
         if start > MAX_LOG_BYTES and start == os.fstat(log).st_size:
             os.ftruncate(log, 0)
-            self._num_cut, start = offset, 0
+            self._num_cut = offset
+            start = 0
         return os.pread(log, MAX_BYTES, start)
 
     def _news(self, text: bytes, code: int | None) -> News:
         if time.monotonic() - self._weighed_at > LONGEST_S:
-            self._memory_bytes, self._weighed_at = family_bytes(), time.monotonic()
+            self._memory_bytes = family_bytes()
+            self._weighed_at = time.monotonic()
         return News(text=text, exit_code=code, memory_bytes=self._memory_bytes)
 
 

@@ -59,7 +59,8 @@ class Jobs:
 
     def __init__(self, *, stop: threading.Event, place_timeout_s: float) -> None:
         """Start nothing yet; the event `stop` ends the running commands."""
-        self._stop, self._place_timeout_s = stop, place_timeout_s
+        self._stop = stop
+        self._place_timeout_s = place_timeout_s
         self._running: set[PlacementGroup] = set()
 
     def perform(self, argv: Sequence[str], *, keep: str, timeout_s: float) -> dict[str, str]:

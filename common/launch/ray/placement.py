@@ -98,7 +98,8 @@ class Placement:
 
 def num_cpus_wanted(cfg: RunConfig) -> float:
     """Return the number of CPUs that all roles request together."""
-    ray, has_hub = cfg.ray, not cfg.envhub.url
+    ray = cfg.ray
+    has_hub = not cfg.envhub.url
     return ray.learner_cpus + has_hub * ray.envhub_cpus + cfg.actor.num_engines * ray.actor_cpus
 
 
@@ -112,7 +113,8 @@ def place(cfg: RunConfig, nodes: Sequence[Node]) -> Placement:
     Raises: ConfigError: a role fits on no idle node; the message lists the cluster's resources.
     """
     (home,) = (node for node in nodes if node.is_home)
-    width, labels = cfg.actor.tensor_parallel_size, selector(cfg.ray.actor_labels)
+    width = cfg.actor.tensor_parallel_size
+    labels = selector(cfg.ray.actor_labels)
     chosen = [node for node in nodes if Needs(num_cpus=0, labels=labels).num_fitting(node)]
     has_gpus = any(node.num_gpus for node in chosen)
     is_cuda = trains_on_gpu(cfg, num_gpus=sum(node.num_gpus for node in nodes))
@@ -185,7 +187,8 @@ def _check_fits(role: str, needs: Needs, nodes: Sequence[Node], *, remedy: str) 
 
 def _selects(text: str, value: str) -> bool:
     """Return whether a label's value matches Ray's selector: a, !a, in(a, b), !in(a, b)."""
-    is_not, rest = text.startswith("!"), text.removeprefix("!")
+    is_not = text.startswith("!")
+    rest = text.removeprefix("!")
     several = re.fullmatch(r"in\((.*)\)", rest)
     among = [each.strip() for each in several[1].split(",")] if several else [rest]
     return (value in among) != is_not

@@ -42,7 +42,9 @@ class LineTail:
         offset, num_lines, inode, before = place
         if self._before(offset) != before:
             return False
-        self._offset, self._num_lines, self._inode = offset, num_lines, inode
+        self._offset = offset
+        self._num_lines = num_lines
+        self._inode = inode
         return True
 
     def _before(self, offset: int) -> str:
@@ -63,7 +65,10 @@ class LineTail:
         was_read = self._inode != -1
         is_other = was_read and (found.st_ino != self._inode or found.st_size < self._offset)
         if is_other:
-            self._offset, self._num_lines, self.problem, self.num_bad = 0, 0, "", 0
+            self._offset = 0
+            self._num_lines = 0
+            self.problem = ""
+            self.num_bad = 0
         self._inode = found.st_ino
         return is_other
 

@@ -156,13 +156,16 @@ class Connections(threading.Thread):
                 return
 
     def _take(self, event: Any) -> None:
-        kind, descriptor = event["event"], event["value"]
+        kind = event["event"]
+        descriptor = event["value"]
         if kind == zmq.EVENT_ACCEPTED:
             self._accept(descriptor)
         elif kind in CAUSES:
             self._cause = CAUSES[kind]
         elif kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
-            ended, cause, self._cause = self._known.pop(descriptor, None), self._cause, ""
+            ended = self._known.pop(descriptor, None)
+            cause = self._cause
+            self._cause = ""
             if self._pending.pop(descriptor, None) is not None and ended is not None:
                 self._count(ended, cause or "handshake")
 
@@ -200,7 +203,8 @@ class Connections(threading.Thread):
         if now < self._check_all_at:
             return
         self._check_all_at = now + CHECK_ALL_S
-        heard, self.heard = self.heard, set()
+        heard = self.heard
+        self.heard = set()
         for each in list(self._known.values()):
             if each.descriptor in self._pending:
                 continue

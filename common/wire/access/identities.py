@@ -22,9 +22,13 @@ logger = logging.getLogger(__name__)
 PEERS = "peers.jsonl"
 MAX_PEERS = 100_000  # Maximum number of keys that a run issues.
 MAX_NAME_CHARS = 200
-MAX_LINES_PER_NAME, LINE_BYTES = 3, 160  # Averages above which the file is compacted.
+# Averages above which the file is compacted.
+MAX_LINES_PER_NAME = 3
+LINE_BYTES = 160
 RESERVED = ("run", "node", "stranger", "learner", "scheduler")  # Prefixes that names must not have.
-RUN, NODE = "run", "node"  # Roles of the two key pairs without a name of their own.
+# Roles of the two key pairs without a name of their own.
+RUN = "run"
+NODE = "node"
 NAME_FIELD = {  # The field of each message type that must hold the sender's name.
     "Hello": "name",
     "Goodbye": "name",
@@ -113,7 +117,8 @@ class Identities:
                 return False
             with self._path.open("rb") as file:
                 if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
-                    self._inode, self._offset = inode, 0
+                    self._inode = inode
+                    self._offset = 0
                     self._by_name, self._by_public = {}, dict(self._own)
                 file.seek(self._offset)
                 text = file.read()

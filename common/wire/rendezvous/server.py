@@ -81,7 +81,8 @@ class StoreServer(threading.Thread):
         Raises: WeightSyncError: the server cannot bind the address.
         """
         super().__init__(name="rendezvous", daemon=True)
-        server, client = zmq.curve_keypair(), zmq.curve_keypair()
+        server = zmq.curve_keypair()
+        client = zmq.curve_keypair()
         keys = RunKeys(
             server_public=server[0].decode(),
             server_secret=server[1].decode(),
@@ -165,7 +166,8 @@ class StoreServer(threading.Thread):
 
     def _look(self) -> None:
         """Answer waiting requests whose keys exist or whose wait has timed out."""
-        now, waiting = time.monotonic(), self._waiting
+        now = time.monotonic()
+        waiting = self._waiting
         self._waiting = []
         for each in waiting:
             request: StoreRequest = each.received.message

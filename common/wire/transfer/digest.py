@@ -19,7 +19,8 @@ def digest(buffer: Tensor) -> Tensor:
     """
     if buffer.is_cuda:
         return word_sums(buffer).view(torch.uint8)
-    hashed, view = xxhash.xxh3_128(), memoryview(cast(Any, buffer.numpy()))
+    hashed = xxhash.xxh3_128()
+    view = memoryview(cast(Any, buffer.numpy()))
     for start in range(0, len(view), HASHED_BYTES):
         hashed.update(view[start : start + HASHED_BYTES])
     return torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)

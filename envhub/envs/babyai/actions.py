@@ -98,7 +98,8 @@ def _going_to(seen: Seen) -> list[Action]:
 
 def poses(scene: Scene, action: Action) -> list[tuple[int, int]]:
     """Return the (position, heading) after each primitive of an action, without performing it."""
-    at, heading = scene.at, scene.heading
+    at = scene.at
+    heading = scene.heading
     passed = []
     for primitive in action.primitives:
         if primitive == sc.FORWARD:

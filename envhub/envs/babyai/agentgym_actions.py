@@ -19,7 +19,9 @@ Path = tuple[int, ...]
 START: Pose = (0, 0, 0)
 STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # (ahead, right) of a step after 0..3 quarter turns.
 # AgentGym's window has one row or column more than the view, behind the agent or on its right.
-BEHIND, RIGHTMOST = (1, 1, 0, 0), (3, 4, 4, 3)  # Indexed by heading: east, south, west, north.
+# Indexed by heading: east, south, west, north.
+BEHIND = (1, 1, 0, 0)
+RIGHTMOST = (3, 4, 4, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,8 @@ def _add_handling(
 def _add_door(
     made: Offer, scene: Scene, seen: Seen, label: str, facing: Path | None, onto: Path | None
 ) -> None:
-    through, toggle = f"go through {label}", f"toggle and go through {label}"
+    through = f"go through {label}"
+    toggle = f"toggle and go through {label}"
     if seen.code == sc.OPEN:
         if onto is None:
             made.refuse(through, text.NO_PATH)

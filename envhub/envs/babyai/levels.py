@@ -122,8 +122,10 @@ class Layouts:
     """
 
     def __init__(self, level: RoomGridLevel, *, keeps_unsolvable: bool) -> None:
-        self._level, self._keeps_unsolvable = level, keeps_unsolvable
-        self._draw, self._generate = level._rand_int, level.gen_mission
+        self._level = level
+        self._keeps_unsolvable = keeps_unsolvable
+        self._draw = level._rand_int
+        self._generate = level.gen_mission
         self._num_draws = 0
         level._rand_int, level.gen_mission = self.draw, self.generate
 

@@ -66,7 +66,8 @@ def delta(stride: int, heading: int) -> int:
 
 @lru_cache(maxsize=256)
 def _offsets(stride: int, heading: int) -> tuple[int, ...]:
-    ahead, side = delta(stride, heading), delta(stride, heading + 1)
+    ahead = delta(stride, heading)
+    side = delta(stride, heading + 1)
     return tuple(f * ahead + r * side for f in range(VIEW) for r in range(-HALF, HALF + 1))
 
 
@@ -95,7 +96,8 @@ def view_positions(scene: Scene) -> list[int]:
 
 def visible_codes(scene: Scene) -> list[int | None]:
     """Return the codes of the 49 view cells; None for unseen cells."""
-    codes, at = scene.codes, scene.at
+    codes = scene.codes
+    at = scene.at
     view: list[int | None] = [codes[at + o] for o in _offsets(scene.stride, scene.heading)]
     lit = 1 << HALF
     for row in range(0, NUM_CELLS, VIEW):
@@ -117,7 +119,8 @@ def _forward_table() -> tuple[int, ...]:
     table = []
     for cell in range(NUM_CELLS):
         for df, dr in steps:
-            f, r = cell // VIEW + df, cell % VIEW + dr
+            f = cell // VIEW + df
+            r = cell % VIEW + dr
             table.append(f * VIEW + r if 0 <= f < VIEW and 0 <= r < VIEW else -1)
     return tuple(table)
 
@@ -137,7 +140,8 @@ def walk(view: list[int | None]) -> dict[int, tuple[int, int, int]]:
     while queue:
         pose = queue.popleft()
         distance = reached[pose][2] + 1
-        cell, turn = pose >> 2, pose & 3
+        cell = pose >> 2
+        turn = pose & 3
         ahead = _AHEAD[pose]
         if ahead >= 0:
             code = view[ahead]
@@ -179,7 +183,8 @@ def see(scene: Scene) -> tuple[list[Seen], list[int | None]]:
     for cell in range(NUM_CELLS):
         code = view[cell]
         if code is not None and code > WALL and cell != HALF:
-            f, r = cell // VIEW, cell % VIEW - HALF
+            f = cell // VIEW
+            r = cell % VIEW - HALF
             found.append((f + abs(r), abs(r), r, f, cell, code))
     found.sort()
     counts: dict[str, int] = {}

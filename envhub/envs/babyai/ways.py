@@ -53,7 +53,8 @@ def _cost(scene: Scene, position: int) -> int | None:
 def way(scene: Scene, start: int, cost: dict[int, int]) -> list[int]:
     """Return the cheapest path from `start`, excluded, to the last cell before the target."""
     steps = [sc.delta(scene.stride, heading) for heading in range(4)]
-    at, passed = start, []
+    at = start
+    passed = []
     while cost.get(at, 0) > 0:
         at = min(
             (at + s for s in steps if at + s in cost),

@@ -49,7 +49,8 @@ class MazeEnv(TextEnv):
             self._done = True
             return StepResult(observation=self._end("Failure"), reward=0, done=True, is_valid=False)
         self._num_moves += 1
-        name, before = action_text(action), self._at
+        name = action_text(action)
+        before = self._at
         if self._is_compact:  # AgentGym accepts its four exact actions only.
             name = f"move {' '.join(name.lower().split()).removeprefix('move ')}"
         if name in NAMES:

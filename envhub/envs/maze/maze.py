@@ -5,14 +5,22 @@ from functools import cache
 
 Cell = tuple[int, int]  # (row, column); rows grow downwards
 
-NUM_ROWS, NUM_COLUMNS = 10, 13
+NUM_ROWS = 10
+NUM_COLUMNS = 13
 GOAL: Cell = (8, 6)
 # The order is AgentGym's numbering of its games.
 STARTS: tuple[Cell, ...] = (
     *((1, column) for column in range(1, 6)),
     *((1, column) for column in range(7, 12)),
     *((row, 3) for row in range(2, 6)),
-    *((5, 4), (5, 5), (5, 6), (6, 6), (7, 6), (5, 7), (5, 8), (5, 9)),
+    (5, 4),
+    (5, 5),
+    (5, 6),
+    (6, 6),
+    (7, 6),
+    (5, 7),
+    (5, 8),
+    (5, 9),
     *((row, 9) for row in (4, 3, 2)),
     GOAL,  # Any action is a success there.
 )

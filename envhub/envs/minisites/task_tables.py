@@ -135,7 +135,10 @@ def _fill_all(wordings: Sequence[str], names: Names) -> list[str]:
 
 def _check(template: Mapping[str, Any], names: Names) -> dict[str, Any]:
     """Return the check of the answer, of the final address, or of the final pages."""
-    kind, answers, url, pages = "string_match", None, "", []
+    kind = "string_match"
+    answers = None
+    url = ""
+    pages = []
     if "says" in template:
         answers = {"exact_match": _fill(template["says"], names)}
     elif "says_all" in template:
@@ -143,9 +146,11 @@ def _check(template: Mapping[str, Any], names: Names) -> dict[str, Any]:
         listed = names[wanted] if isinstance(wanted, str) else _fill_all(wanted, names)
         answers = {"must_include": list(listed)}
     elif "ends_at" in template:
-        kind, url = "url_match", _fill(template["ends_at"], names)
+        kind = "url_match"
+        url = _fill(template["ends_at"], names)
     else:
-        kind, pages = "program_html", [_shown(page, names) for page in template["shows"]]
+        kind = "program_html"
+        pages = [_shown(page, names) for page in template["shows"]]
     return {
         "eval_types": [kind],
         "reference_answers": answers,
@@ -157,7 +162,8 @@ def _check(template: Mapping[str, Any], names: Names) -> dict[str, Any]:
 
 def _shown(page: Mapping[str, Any], names: Names) -> dict[str, Any]:
     """Return the check of an element's whole text or, with `has`, of parts of it."""
-    element, parts = _fill(page["element"], names), _fill_all(page.get("has", ()), names)
+    element = _fill(page["element"], names)
+    parts = _fill_all(page.get("has", ()), names)
     exact = _fill(page.get("is", ""), names)
     return {
         "url": _fill(page["page"], names),

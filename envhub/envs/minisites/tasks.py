@@ -53,7 +53,8 @@ def make_task(subset: str, split: str, index: int) -> dict[str, Any]:
         KeyError: no such subset or split.
         IndexError: no such index.
     """
-    domain, task = DOMAINS[subset], split_tasks(subset, split)[index]
+    domain = DOMAINS[subset]
+    task = split_tasks(subset, split)[index]
     return {
         "task_id": f"{subset}-{split}-{index}",
         "sites": [domain.site],

@@ -57,7 +57,9 @@ class MiniwobEnv:
         self._session.dialogs.clear()
         await self._session.open(f"http://{HOST}/miniwob/{self._page}.html")
         await self._session.run("seed => __lsStart(seed)", chance)
-        self._done, self._previous, self._taken = False, "None", []
+        self._done = False
+        self._previous = "None"
+        self._taken = []
         await self._look()
         self._fingerprint = _fingerprint(self._page, self._snapshot)
         return self._observation()
@@ -162,7 +164,8 @@ class MiniwobEnv:
 
     async def close(self) -> None:
         """Return the tab to the pool."""
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None
         if session is not None:
             await self._world.give_back(session)
 

@@ -60,5 +60,6 @@ def subset_specs(pages_by_subset: dict[str, tuple[str, ...]]) -> dict[str, Subse
 
 def page_and_seed(item: ItemId, pages: tuple[str, ...]) -> tuple[str, str]:
     """Return an item's page and the text that seeds its random numbers."""
-    page, variation = pages[item.index % len(pages)], item.index // len(pages)
+    page = pages[item.index % len(pages)]
+    variation = item.index // len(pages)
     return page, f"{page}/{item.split}/{variation}"

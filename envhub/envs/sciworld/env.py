@@ -35,7 +35,8 @@ class SciWorldEnv(TextEnv):
 
     def __init__(self, style: Style, machines: Machines, *, has_rules: bool = False) -> None:
         super().__init__(style)
-        self._machines, self._has_rules = machines, has_rules
+        self._machines = machines
+        self._has_rules = has_rules
         self._simulator: Simulator | None = None
 
     def reset(self, item_id: str, seed: int = 0) -> str:
@@ -140,7 +141,8 @@ class SciWorldEnv(TextEnv):
         """
         if self._gold is None:
             self._gold = self._machines.gold.find(self._variation)
-        gold, num_followed = self._gold, 0
+        gold = self._gold
+        num_followed = 0
         for action, is_understood in self._performed:
             is_next = num_followed < len(gold) and action.lower() == gold[num_followed].lower()
             if is_next:
@@ -167,7 +169,8 @@ class SciWorldEnv(TextEnv):
     def close(self) -> None:
         """Return the JVM to the pool."""
         if self._simulator is not None:
-            simulator, self._simulator = self._simulator, None
+            simulator = self._simulator
+            self._simulator = None
             if self._gold is None:
                 self._machines.gold.rest()  # No further demonstrations: free the memory of its JVM.
             self._machines.simulators.give(simulator)
@@ -201,7 +204,8 @@ def check(options: EnvsSection) -> list[str]:
         missing.append("sciworld needs the package scienceworld: pip install scienceworld")
     if shutil.which("java") is None:
         missing.append("sciworld needs Java: apt install default-jre-headless")
-    known, wanted = catalogue.SIMPLIFICATIONS, options.sciworld.simplifications.split(",")
+    known = catalogue.SIMPLIFICATIONS
+    wanted = options.sciworld.simplifications.split(",")
     if unknown := sorted({*filter(None, wanted)} - known):
         names = ", ".join(sorted(known))
         missing.append(f"envs.sciworld.simplifications: {unknown} not among {names}")

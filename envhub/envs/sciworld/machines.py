@@ -50,7 +50,8 @@ class Simulators:
     def close(self) -> None:
         """Stop the idle JVMs."""
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle = self._idle
+            self._idle = []
         for simulator in idle:
             simulator.close()
 

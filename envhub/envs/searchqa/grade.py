@@ -45,11 +45,13 @@ def _f1(given: str, golden: str) -> float:
     whole = ("yes", "no", "noanswer")
     if given in whole or golden in whole:
         return 0.0
-    given_words, golden_words = given.split(), golden.split()
+    given_words = given.split()
+    golden_words = golden.split()
     num_same = sum((Counter(given_words) & Counter(golden_words)).values())
     if num_same == 0:
         return 0.0
-    precision, recall = num_same / len(given_words), num_same / len(golden_words)
+    precision = num_same / len(given_words)
+    recall = num_same / len(golden_words)
     return 2 * precision * recall / (precision + recall)
 
 

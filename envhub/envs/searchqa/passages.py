@@ -37,7 +37,9 @@ def make_passage(row: object) -> Passage:
     Raises: ValueError: neither form.
     """
     if isinstance(row, Mapping):
-        contents, title, text = row.get("contents"), row.get("title"), row.get("text")
+        contents = row.get("contents")
+        title = row.get("title")
+        text = row.get("text")
         if isinstance(contents, str):
             first, _, rest = contents.partition("\n")
             return Passage(first.strip(), rest.strip()[:MAX_PASSAGE_CHARS])

@@ -37,7 +37,8 @@ def parse(text: str) -> Action | None:
 
 def _first(text: str, kind: Kind, start: int = 0) -> tuple[int, str] | None:
     """Return position and content of the first closed block from `start` on."""
-    opening, closing = f"<{kind}>", f"</{kind}>"
+    opening = f"<{kind}>"
+    closing = f"</{kind}>"
     begin = text.find(opening, start)
     if begin < 0:
         return None
@@ -46,7 +47,8 @@ def _first(text: str, kind: Kind, start: int = 0) -> tuple[int, str] | None:
 
 
 def _last(text: str, kind: Kind) -> str:
-    start, content = 0, ""
+    start = 0
+    content = ""
     while (block := _first(text, kind, start)) is not None:
         start = block[0] + 2 * len(kind) + 5 + len(block[1])
         content = block[1]

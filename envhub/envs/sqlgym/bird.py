@@ -81,7 +81,8 @@ def _view(design: dict) -> SchemaView:
     """Return the view of a design in tables.json, which numbers the columns of all tables."""
     names = design["table_names_original"]
     columns = design["column_names_original"]  # [[table number, name]]; the number -1 is "*".
-    labels, types = design["column_names"], design["column_types"]
+    labels = design["column_names"]
+    types = design["column_types"]
     keys = {
         number
         for entry in design["primary_keys"]

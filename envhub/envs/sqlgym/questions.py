@@ -133,7 +133,8 @@ def questions(difficulty: str, split: str) -> tuple[Question, ...]:
         template = templates[turn // len(domains) % len(templates)]
         chosen = DatabaseId(domain.name, f"{split} {rng.randrange(NUM_DATABASES)}")
         draws = Draws(rng, domain, template)
-        text, gold = draws.fill(template["text"]), draws.fill(template["gold"])
+        text = draws.fill(template["text"])
+        gold = draws.fill(template["gold"])
         if chosen not in connections:
             connections[chosen] = open_image(database.image(chosen))
         is_new = text not in made and text not in taken

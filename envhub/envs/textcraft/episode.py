@@ -21,7 +21,8 @@ NAME = r"(?=\S)[^ \n]++(?: ++(?!using +\S)[^ \n]++)*+"
 CRAFT = re.compile(rf"craft +(?:([0-9]{{1,9}}) +)?({NAME}) +using +(\S.*)")
 GET = re.compile(r"get +([0-9]{1,9}) +(\S.*)")
 # Limits of the parse cache: length of an action, and number of actions.
-MAX_KEPT_CHARS, MAX_KEPT = 200, 8_192
+MAX_KEPT_CHARS = 200
+MAX_KEPT = 8_192
 
 
 class Command(NamedTuple):
@@ -224,7 +225,8 @@ def read_command(text: str, got: str) -> Command:
             given.append((int(counted[1]), counted[2]))
         return Command("craft", int(craft[1] or 1), craft[2], tuple(given), _raw(craft[2]))
     if text.startswith("get") and (get := GET.match(text)):
-        count, name = int(get[1]), get[2].strip()
+        count = int(get[1])
+        name = get[2].strip()
         return Command("get", count, name, told=f"{got} {count} {name}")
     if text.startswith("inventory"):
         return Command("inventory")

@@ -56,7 +56,8 @@ class ExchangedEnv(TextCraftEnv):
         return self._shown(super().reset(item_id, seed))
 
     def _made_task(self, item_id: str) -> Task:
-        task, self._book = super()._made_task(item_id), self._catalogue.book
+        task = super()._made_task(item_id)
+        self._book = self._catalogue.book
         if self._exchange is not None:
             task, self._book = redrawn(task, self._book, random.Random(f"numbers {item_id}"))
         return task

@@ -11,7 +11,8 @@ from typing import Any
 from envhub.envs.textcraft.book import Book, Recipe, make_book
 
 NAMESPACE = "minecraft:"
-SHAPED, SHAPELESS = "crafting_shaped", "crafting_shapeless"
+SHAPED = "crafting_shaped"
+SHAPELESS = "crafting_shapeless"
 BLOCK_SUFFIX = "_block"
 
 

@@ -125,7 +125,8 @@ class Catalogue:
         The variation draws the tag members with shown recipes, the distractors and the order.
         """
         names = self.goals(int(item.subset.removeprefix("depth")), item.split)
-        goal, variation = names[item.index % len(names)], item.index // len(names)
+        goal = names[item.index % len(names)]
+        variation = item.index // len(names)
         rng = random.Random(f"{goal}/{item.split}/{variation}")
         needed, members = self._needed(goal, rng)
         shown = list(needed) + self._distractors(needed, rng)

@@ -32,7 +32,8 @@ def make_spec(options: EnvsSection) -> EnvSpec:
 
     Raises: ConfigError: no site has an address, or the tasks are not installed.
     """
-    sites, path = options.webarena.sites, tasks_file.tasks_path()
+    sites = options.webarena.sites
+    path = tasks_file.tasks_path()
     if not sites or path is None:
         raise ConfigError(tasks_file.REMEDY if sites else NOT_CONFIGURED)
     table = tasks_file.read_tasks(path, sites)

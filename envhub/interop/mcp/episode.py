@@ -51,7 +51,8 @@ class McpEpisode:
     """
 
     def __init__(self, tasks: Tasks) -> None:
-        self._tasks, self._options = tasks, tasks.options
+        self._tasks = tasks
+        self._options = tasks.options
         self._link: Link | None = None
         self._item: dict[str, Any] = {}
         self._session: dict[str, str] = {}
@@ -60,7 +61,8 @@ class McpEpisode:
 
     async def reset(self, item_id: str, seed: int) -> str:
         """Begin a session of the item. Raises: UnknownItem, McpFailure."""
-        tasks, options = self._tasks, self._options
+        tasks = self._tasks
+        options = self._options
         item = parse_item(item_id, {SUBSET: tasks.subset})
         self._item = tasks.items[tasks.places[item.split][item.index]]
         self._link = await self._connect()
@@ -161,7 +163,8 @@ class McpEpisode:
         return hashlib.sha256(json.dumps(self._item, sort_keys=True).encode()).hexdigest()
 
     async def close(self) -> None:
-        link, self._link = self._link, None
+        link = self._link
+        self._link = None
         if link is not None and link not in self._tasks.shared:
             await link.close()
 

@@ -31,7 +31,8 @@ class McpFailure(EnvFailure):
 
     def __init__(self, text: str, *, is_refusal: bool = False, is_away: bool = False) -> None:
         super().__init__(text)
-        self.is_refusal, self.is_away = is_refusal, is_away
+        self.is_refusal = is_refusal
+        self.is_away = is_away
 
 
 @dataclass(kw_only=True)
@@ -135,7 +136,8 @@ class Link:
             await asyncio.wait([self._owner], timeout=CLOSE_S)
 
     async def _own(self) -> None:
-        mcp, options = optional_package("mcp", "mcp"), self._options
+        mcp = optional_package("mcp", "mcp")
+        options = self._options
         mode = MODES[options.revision]
         async with AsyncExitStack() as stack:
             if options.url:
@@ -162,7 +164,8 @@ class Link:
     ) -> Answer:
         """Return an answer in time. Raises: McpFailure: error, timeout, or lost connection."""
         assert self._owner is not None
-        shown, timeout_s = self._options.shown, timeout_s or self._options.timeout_s
+        shown = self._options.shown
+        timeout_s = timeout_s or self._options.timeout_s
         waits = asyncio.ensure_future(asked)
         done, _ = await asyncio.wait(
             [waits, self._owner], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED

@@ -58,7 +58,8 @@ class VerifiersEpisode(RemoteEpisode):
 
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared.rule.start_score)
-        self._shared, self._options = shared, shared.options
+        self._shared = shared
+        self._options = shared.options
         self._player: Player | None = None
         self._name = uuid.uuid4().hex
         self._tools: list[str] = []
@@ -106,7 +107,8 @@ class VerifiersEpisode(RemoteEpisode):
         return ["I do not know.", *self._calls]
 
     async def close(self) -> None:
-        player, self._player = self._player, None
+        player = self._player
+        self._player = None
         if player is not None:
             player.end(self._name)
 

@@ -59,7 +59,8 @@ class Player:
     """
 
     def __init__(self, options: TasksetOptions, process: asyncio.subprocess.Process) -> None:
-        self._options, self._process = options, process
+        self._options = options
+        self._process = process
         self._told: dict[str, asyncio.Queue[dict[str, Any] | None]] = {"": asyncio.Queue()}
         self._reader = asyncio.create_task(self._read())
         self.num_items: tuple[int, int] = (0, 0)  # Numbers of training and test items.

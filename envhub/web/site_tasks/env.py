@@ -79,7 +79,8 @@ class SiteTaskEnv:
         await self.close()
         self._task = task
         self._session = await self._world.open(task)
-        self._done, self._previous = False, ""
+        self._done = False
+        self._previous = ""
         self._solution = Solution(task.get("solution", []))
         await self._look()
         parts = [f"{n.role} {n.name} {n.states}" for n in self._snapshot.nodes]
@@ -115,7 +116,8 @@ class SiteTaskEnv:
             await session.perform(replace(taken, text=local) if local else taken)
             self._solution.follow(taken, expected)
         except InvalidAction as error:
-            is_valid, self._previous = False, str(error)
+            is_valid = False
+            self._previous = str(error)
         await self._look()
         if session.dialogs:
             self._previous += f" ({'; '.join(session.dialogs)})"
@@ -139,13 +141,15 @@ class SiteTaskEnv:
         return f"{said} where [{action.element}] is {' '.join(line.split()[1:])}"
 
     async def _observation(self) -> str:
-        session, names = self._live(), self._catalogue.names
+        session = self._live()
+        names = self._catalogue.names
         tabs = ""
         if self._style is Style.AGENTGYM or len(session.tabs) > 1:
             current = session.tabs.index(session.page)
             tabs = text.tab_line(await session.tab_titles(), current)
         if self._style is Style.AGENTGYM:
-            lines, write = tree.agentgym_lines(self._shown), text.agentgym
+            lines = tree.agentgym_lines(self._shown)
+            write = text.agentgym
         else:
             lines = tree.compact_lines(self._shown, self._snapshot.nodes, ids=False)
             write = text.compact
@@ -193,7 +197,8 @@ class SiteTaskEnv:
 
     async def close(self) -> None:
         """Close the browser session."""
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None
         if session is not None:
             await self._world.close(session)
 

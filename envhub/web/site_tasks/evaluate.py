@@ -43,7 +43,8 @@ def includes(reference: str, answer: str, *, whole_words: bool = False) -> bool:
     Args:
         whole_words: a reference of one character must be a separate word, since "0" is in "10".
     """
-    needle, hay = clean_answer(reference), clean_answer(answer)
+    needle = clean_answer(reference)
+    hay = clean_answer(answer)
     if whole_words and len(needle) == 1:
         return needle in re.findall(r"\w+|[^\w\s]", hay)
     return needle in hay
@@ -58,7 +59,8 @@ def is_alike(reference: str, answer: str) -> bool:
     """
     if reference.strip() == UNACHIEVABLE:
         return is_exact(reference, answer)
-    needed, said = _words(reference), _words(answer)
+    needed = _words(reference)
+    said = _words(answer)
     return bool(needed) and needed <= said
 
 

@@ -30,7 +30,8 @@ from learner.policy.selfcheck import make_probe, own_attention, packing_differen
 logger = logging.getLogger(__name__)
 
 MIN_FLASH_CAPABILITY = (8, 0)
-FUSED, PRODUCTS = "packed_fused", "packed_products"
+FUSED = "packed_fused"
+PRODUCTS = "packed_products"
 _FULL = "full_attention"
 # Additions of other families to attention; both kernels would have to implement each of them.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
@@ -212,9 +213,11 @@ def _fused(
         )
         assert isinstance(out, Tensor)  # No other output was requested.
         return out[None], None
-    queries, keys = [query.shape[2]], [query.shape[2]]
+    queries = [query.shape[2]]
+    keys = [query.shape[2]]
     if packing is not None:
-        queries, keys = list(packing.lengths), list(packing.key_lengths)
+        queries = list(packing.lengths)
+        keys = list(packing.key_lengths)
     parts = [
         _one_fused(*each, scaling)
         for each in zip(
@@ -225,7 +228,8 @@ def _fused(
 
 
 def _one_fused(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    num_queries, num_keys = query.shape[2], key.shape[2]
+    num_queries = query.shape[2]
+    num_keys = key.shape[2]
     mask = None  # Without a prefix the kernel applies the causal mask itself.
     if num_queries < num_keys:
         seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
@@ -263,7 +267,8 @@ def _products(
     if packing is None:
         return _fused(module, query, key, value, attention_mask, scaling=scaling, **others)
     _refuse(module, others)
-    device_type, dtype = query.device.type, query.dtype
+    device_type = query.device.type
+    dtype = query.dtype
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
     rows = [each[0].transpose(0, 1).to(dtype) for each in (query * scaling, key, value)]

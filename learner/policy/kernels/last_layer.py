@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 # Names in the families of Llama, Qwen, Mistral and similar ones.
-LAYERS, FEED_FORWARD = "layers", "mlp"
-_ROWS, _WIDTH = "_read_rows", "_row_width"
+LAYERS = "layers"
+FEED_FORWARD = "mlp"
+_ROWS = "_read_rows"
+_WIDTH = "_row_width"
 
 
 def skip_unread_rows(model: PreTrainedModel) -> None:

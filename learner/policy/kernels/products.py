@@ -20,8 +20,10 @@ class CausalProducts(torch.autograd.Function):
 
         `key` and `value` are [seq, kv_head, size]. Each kv head serves a group of query heads.
         """
-        out, kv_heads = query.new_empty(query.shape[0], query[0].numel()), key.shape[1]
-        queries, both = query.flatten(1), torch.cat([key, value], 1).flatten(1)
+        out = query.new_empty(query.shape[0], query[0].numel())
+        kv_heads = key.shape[1]
+        queries = query.flatten(1)
+        both = torch.cat([key, value], 1).flatten(1)
         kept: list[Tensor] = []
         with torch.autocast(query.device.type, enabled=False):
             for block in blocks:

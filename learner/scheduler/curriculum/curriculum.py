@@ -61,7 +61,8 @@ class Curriculum:
         """Start at the first item and the first stage."""
         self.mixture = mixture
         self.version = 0
-        self._horizon, self._catalogue = horizon, catalogue
+        self._horizon = horizon
+        self._catalogue = catalogue
         names = sorted({horizon.name_of(task.env, task.subset) for task in tasks})
         section = section or CurriculumSection()
         self._policies = {name: section.held(horizon.policy(name)) for name in names}
@@ -152,7 +153,8 @@ class Curriculum:
             return
         before = {name: self._stamp(name, self.version).stage for name in self._policies}
         self.version = version
-        entropy, ess_frac = signals.get("entropy", UNKNOWN), signals.get("ess_frac", UNKNOWN)
+        entropy = signals.get("entropy", UNKNOWN)
+        ess_frac = signals.get("ess_frac", UNKNOWN)
         for gated in (*self.gated.values(), *self.gated_distance.values()):
             gated.end_step(version, entropy=entropy, ess_frac=ess_frac)
         for name, stage in before.items():

@@ -114,7 +114,8 @@ class GatedHorizon:
         cause = self._backs_off(measured)
         to_stage = self.stage - 1
         if not cause and self._advances(measured, seen.version):
-            cause, to_stage = "solved" if is_far else "truncated_and_flat", self.stage + 1
+            cause = "solved" if is_far else "truncated_and_flat"
+            to_stage = self.stage + 1
         if not cause:
             return
         stages = {"from_stage": self.stage, "to_stage": to_stage}
@@ -123,9 +124,18 @@ class GatedHorizon:
             "%s moved env=%s version=%d stage=%d to=%d %s=%d cause=%s truncated=%.3f"
             " success=%.3f gain=%s entropy_ratio=%.3f ess=%.3f after_steps=%d",
             "distance" if is_far else "horizon",
-            *(self.env, seen.version, self.stage, to_stage, self.unit),
-            *(self.policy.stages[to_stage], cause, move.truncated_frac, move.success),
-            *(_show(move.gain), move.entropy_ratio, move.ess_frac),
+            self.env,
+            seen.version,
+            self.stage,
+            to_stage,
+            self.unit,
+            self.policy.stages[to_stage],
+            cause,
+            move.truncated_frac,
+            move.success,
+            _show(move.gain),
+            move.entropy_ratio,
+            move.ess_frac,
             seen.version - self.since,
         )
         self.moves.append(move)
@@ -141,7 +151,8 @@ class GatedHorizon:
         recent = self._own(self.policy.gated.backoff_steps)
         earlier = list(self.steps)[: len(self.steps) - len(recent)]
         before = earlier[-self.policy.gated.window_steps :]
-        entropy, entropy_before = _mean_entropy(recent), _mean_entropy(before)
+        entropy = _mean_entropy(recent)
+        entropy_before = _mean_entropy(before)
         is_known = entropy != UNKNOWN and entropy_before > 0 and len(before) >= len(recent)
         ess = [step.ess_frac for step in recent if step.ess_frac != UNKNOWN]
         return Measured(

@@ -77,8 +77,11 @@ class Mixture:
         group_size: int,
     ) -> None:
         """Start at the first item. The success of an item is averaged over two of its groups."""
-        self.cfg, self.seed, self.group_size = cfg, seed, group_size
-        self._catalogue, self.bound_of = catalogue, unbounded
+        self.cfg = cfg
+        self.seed = seed
+        self.group_size = group_size
+        self._catalogue = catalogue
+        self.bound_of = unbounded
         tempered = temper(tasks, cfg.temperature)
         self._sampler = Sampler(tempered, catalogue, seed=seed)
         self._spiral = Spiral(seed=seed)
@@ -141,7 +144,8 @@ class Mixture:
 
     def _choose_index(self, task: MixtureTask, items: TrainItems) -> int:
         """Return the next item that is not skipped; after `MAX_SKIPS` skips, the best of those."""
-        best, best_worth = 0, -1.0
+        best = 0
+        best_worth = -1.0
         for _ in range(min(items.num, MAX_SKIPS)):
             epoch, index = items.at(task.cursor)
             task.cursor += 1
@@ -151,7 +155,8 @@ class Mixture:
             if draw < item_worth:
                 return index
             if item_worth > best_worth:
-                best, best_worth = index, item_worth
+                best = index
+                best_worth = item_worth
         return best
 
     def report(self) -> dict[str, Any]:

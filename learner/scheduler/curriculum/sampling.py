@@ -131,7 +131,8 @@ def permute(position: int, size: int, *, key: int) -> int:
     mask = (1 << half) - 1
     value = position
     while True:
-        left, right = value >> half, value & mask
+        left = value >> half
+        right = value & mask
         for i in range(_NUM_ROUNDS):
             left, right = right, left ^ (_mix(key ^ (i << 56) ^ right) & mask)
         value = (left << half) | right
@@ -147,11 +148,13 @@ def floor_sum(count: int, modulus: int, slope: int, offset: int) -> int:
     total = 0
     while count > 0:
         total += (count - 1) * count // 2 * (slope // modulus) + count * (offset // modulus)
-        slope, offset = slope % modulus, offset % modulus
+        slope = slope % modulus
+        offset = offset % modulus
         end = slope * count + offset
         if end < modulus:
             break
-        count, offset = end // modulus, end % modulus
+        count = end // modulus
+        offset = end % modulus
         modulus, slope = slope, modulus
     return total
 
@@ -188,7 +191,8 @@ class Sampler:
 
     def __init__(self, tasks: list[TaskSection], catalogue: Catalogue, *, seed: int) -> None:
         self._spiral = Spiral(seed=seed)
-        self._catalogue, self._seed = catalogue, seed
+        self._catalogue = catalogue
+        self._seed = seed
         self._slices = _slices(tasks)
 
     def item(self, number: int, bound_of: Callable[[str], int] = unbounded) -> Item:
@@ -216,7 +220,8 @@ def _slices(tasks: list[TaskSection]) -> list[_Slice]:
     active = [task for task in tasks if task.weight > 0]
     total = sum(task.weight for task in active)
     slices: list[_Slice] = []
-    low, weight = 0, 0.0
+    low = 0
+    weight = 0.0
     for i, task in enumerate(active):
         weight += task.weight
         high = _SIZE if i == len(active) - 1 else int(weight / total * _SIZE)

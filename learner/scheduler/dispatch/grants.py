@@ -61,7 +61,8 @@ def _take(
     parts: Components, request: LeaseRequest, num: int, num_fresh: int, now: float
 ) -> tuple[Taken, str]:
     """Take up to `num` episodes off the queue; open groups for up to `num_fresh` of them."""
-    phase, is_sync = parts.run.phase, parts.gate.is_sync
+    phase = parts.run.phase
+    is_sync = parts.gate.is_sync
     needed = parts.needed_version(parts.run.version)
     is_behind = request.version < needed
 
@@ -69,7 +70,8 @@ def _take(
         needs_latest = group.kind is EpisodeKind.EVAL or is_sync
         return not (is_behind and needs_latest and group.policy is PolicyKind.MODEL)
 
-    actor, queue = request.actor, parts.lifecycle.queue
+    actor = request.actor
+    queue = parts.lifecycle.queue
     take = partial(queue.take, actor, is_allowed=is_allowed, absent=request.absent)
     taken = take(num)
     reason = ""
@@ -94,10 +96,12 @@ def _open_groups(parts: Components, now: float, absent: Sequence[str]) -> str:
         absent: environments from which no group is drawn if another can be. Ignored in sync mode,
             where groups depend only on their numbers.
     """
-    gate, lifecycle = parts.gate, parts.lifecycle
+    gate = parts.gate
+    lifecycle = parts.lifecycle
     verdict = gate.allowed(parts.gate_state())
     for _ in range(verdict.num_allowed if gate.is_sync else min(1, verdict.num_allowed)):
-        number, version = lifecycle.table.next_number, parts.run.version
+        number = lifecycle.table.next_number
+        version = parts.run.version
         shunned = () if gate.is_sync else absent
         make = parts.curriculum.make_group
         lifecycle.open(make(number, version=version, now=now, shunned=shunned))

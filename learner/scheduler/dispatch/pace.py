@@ -17,7 +17,9 @@ MIN_SIGNAL_FRAC = 0.1
 WAIT_FRAC = 0.05  # Share of a step; a learner that waits longer needs more groups in flight.
 Kind = tuple[str, int]  # Environment and horizon.
 Figures = tuple[float, float]  # Seconds: the quantile and the median.
-BOOST_UP, BOOST_DOWN, MAX_BOOST = 1.25, 0.98, 8.0
+BOOST_UP = 1.25
+BOOST_DOWN = 0.98
+MAX_BOOST = 8.0
 
 
 @dataclass(slots=True)

@@ -37,7 +37,9 @@ class SignalWatch:
             if each.outcome is Outcome.FILTERED
         }
         if any(group.is_ready for group in message.groups):
-            self.since, self.num_groups, self.is_logged = None, 0, False
+            self.since = None
+            self.num_groups = 0
+            self.is_logged = False
         elif filtered:
             self.since = now if self.since is None else self.since
             self.num_groups += len(filtered)

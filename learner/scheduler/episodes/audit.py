@@ -133,8 +133,13 @@ class SelectionAudit:
                 "long episodes are dropped more often env=%s horizon=%d dropped_long=%d/%d"
                 " dropped_short=%d/%d z=%.1f: raise learner.max_lag_steps or"
                 " scheduler.max_stretch, or add actors",
-                *(each.env, each.horizon, each.num_long_dropped, each.num_long),
-                *(each.num_short_dropped, each.num_short, each.z),
+                each.env,
+                each.horizon,
+                each.num_long_dropped,
+                each.num_long,
+                each.num_short_dropped,
+                each.num_short,
+                each.z,
             )
 
     def report(self) -> dict[str, Any]:

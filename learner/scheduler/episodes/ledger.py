@@ -145,7 +145,8 @@ class FailureWindow:
 
     def _judge(self, counts: Counter[str], which: str) -> None:
         failed = {cause: num for cause, num in counts.items() if cause}
-        num, num_failed = counts.total(), sum(failed.values())
+        num = counts.total()
+        num_failed = sum(failed.values())
         if num >= MIN_WINDOW and num_failed > self.max_frac * num:
             raise LongstrideError(
                 f"{num_failed} {which} episodes failed by infrastructure, more than"

@@ -139,7 +139,11 @@ class EpisodeLifecycle:
         is_last = episode.num_issues >= self.scheduler.max_attempts
         logger.warning(
             "lost episode=%s actor=%s cause=%s attempt=%d given_up=%s",
-            *(episode.episode_id, episode.actor, cause, episode.attempt, is_last),
+            episode.episode_id,
+            episode.actor,
+            cause,
+            episode.attempt,
+            is_last,
         )
         if is_last:
             self._give_up(*found, FAILED, cause)
@@ -214,7 +218,8 @@ class EpisodeLifecycle:
         if found is not None and not found[0].is_train:
             return
         cell = found[1].cell if found and report.outcome is not Outcome.TRAINED else None
-        outcome, cause = report.outcome.value, report.cause
+        outcome = report.outcome.value
+        cause = report.cause
         settled = Settled(outcome=outcome, cause=cause, is_given_up=False, cell=cell)
         known = found[1].settled if found else self.table.find_closed(report.episode_id)
         if known is not None:
@@ -266,7 +271,10 @@ class EpisodeLifecycle:
             self.ledger.num_unknown += 1
             logger.error(
                 "refused report: %s was %s and is now reported as %s (%s)",
-                *(shown(episode_id), known.outcome, settled.outcome, shown(settled.cause)),
+                shown(episode_id),
+                known.outcome,
+                settled.outcome,
+                shown(settled.cause),
             )
             return False
         self.ledger.train.take_back(known.outcome, known.cause)

@@ -93,10 +93,12 @@ class EpisodeQueue:
         for group_id in group_ids:
             if len(taken) == num:
                 return
-            pending, group = self.pending[group_id], self.table.groups[group_id]
+            pending = self.pending[group_id]
+            group = self.table.groups[group_id]
             if not is_allowed(group):
                 continue
-            stay, num_before = [], len(taken)
+            stay = []
+            num_before = len(taken)
             while pending.members and len(taken) < num:
                 episode = group.episodes[pending.members.popleft()]
                 if episode.state is not EpisodeState.QUEUED:

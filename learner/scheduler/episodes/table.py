@@ -87,7 +87,8 @@ class EpisodeRecord:
     @property
     def cell(self) -> Cell:
         """Cell of the selection audit: by turns, for every unit of the horizon."""
-        is_seen, most = self.num_turns != NOT_SEEN, self.max_turns or self.horizon
+        is_seen = self.num_turns != NOT_SEEN
+        most = self.max_turns or self.horizon
         bucket = bucket_of(self.num_turns, most) if is_seen else UNKNOWN
         return Cell(self.env, self.subset, most, bucket)
 

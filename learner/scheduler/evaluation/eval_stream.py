@@ -95,7 +95,8 @@ class EvalStream:
         if not self.is_open or group.group_id != self.evals[-1].group_id:
             return
         entry = self.evals[-1]
-        first, last = entry.first_started_at, entry.last_started_at
+        first = entry.first_started_at
+        last = entry.last_started_at
         entry.first_started_at = version if first is None else min(first, version)
         entry.last_started_at = version if last is None else max(last, version)
 
@@ -111,8 +112,13 @@ class EvalStream:
         entry.success, entry.reward = seen.get("success"), seen.get("reward")
         logger.info(
             "evaluated step=%d success=%s episodes=%d failed=%d started_at=%s..%s ended_at=%d",
-            *(entry.step, entry.success, entry.num, entry.num_failed),
-            *(entry.first_started_at, entry.last_started_at, version),
+            entry.step,
+            entry.success,
+            entry.num,
+            entry.num_failed,
+            entry.first_started_at,
+            entry.last_started_at,
+            version,
         )
         if len(self.evals) > MAX_EVALS:
             older = slice(0, MAX_EVALS // 2, 2)

@@ -87,7 +87,8 @@ class Enrolments:
             self._give_key(request)
         except ConfigError as error:
             return Rejected(reason=str(error))
-        cfg, envs = self._cfg, {*(task.env for task in self._cfg.tasks), *self._cfg.envhub.envs}
+        cfg = self._cfg
+        envs = {*(task.env for task in self._cfg.tasks), *self._cfg.envhub.envs}
         if request.role == "envhub":  # By default a joining hub serves all environments of the run.
             cfg = replace(cfg, envhub=replace(cfg.envhub, envs=sorted(envs)))
         return Enrolment(

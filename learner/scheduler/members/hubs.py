@@ -138,5 +138,6 @@ def _union(catalogues: Iterable[Catalogue]) -> Catalogue:
     envs: dict[str, dict[str, SubsetEntry]] = {}
     distances = Distances()
     for each in catalogues:
-        envs, distances = each.envs | envs, each.distances | distances
+        envs = each.envs | envs
+        distances = each.distances | distances
     return Catalogue(envs=envs, distances=distances)

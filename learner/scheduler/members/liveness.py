@@ -68,7 +68,8 @@ def tick(parts: Components, now: float) -> None:
 def _renew(parts: Components, member: Member, running: list[str], now: float) -> list[str]:
     """Renew the leases that an actor lists, count the missed ones; return those to abandon."""
     revoked = [episode_id for episode_id in running if not _keep(parts, member, episode_id, now)]
-    held, listed = parts.lifecycle.leases.of(member.name), set(running)
+    held = parts.lifecycle.leases.of(member.name)
+    listed = set(running)
     if unlisted := [episode for episode in held if episode.episode_id not in listed]:
         _miss(parts, unlisted, now)
     return revoked
@@ -138,6 +139,9 @@ def _is_straggler(
         return False
     logger.warning(
         "straggler episode=%s actor=%s after_s=%.1f usual_s=%.1f",
-        *(episode.episode_id, episode.actor, now - episode.granted_at, usual_s),
+        episode.episode_id,
+        episode.actor,
+        now - episode.granted_at,
+        usual_s,
     )
     return True

@@ -155,7 +155,8 @@ class Members:
 
     def first_refused(self, name: str, now: float) -> str:
         """Return the other actor that has waited for work longest; "" if there is none."""
-        late, found = list[str](), ""
+        late = list[str]()
+        found = ""
         for other, refused_at in self.refused.items():
             if now - refused_at > REFUSED_S:
                 late.append(other)

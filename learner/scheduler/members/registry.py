@@ -48,7 +48,8 @@ class Registry:
         if not isinstance(message, Hello | Heartbeat):
             return None
         if isinstance(message, Hello) and message.role == "learner" and message.addresses:
-            known, told = self.directory, message.addresses
+            known = self.directory
+            told = message.addresses
             learner = told.get("learner", known.learner)
             self._change(learner, told.get("weights", known.weights), known.hubs)
         is_asked = message.directory >= 0

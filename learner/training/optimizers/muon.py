@@ -28,7 +28,8 @@ class ExactMuon(torch.optim.Muon):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient; `closure` is ignored."""
         for group in self.param_groups:
-            lr, momentum = float(group["lr"]), group["momentum"]
+            lr = float(group["lr"])
+            momentum = group["momentum"]
             for parameter in group["params"]:
                 if (gradient := parameter.grad) is None:
                     continue
@@ -71,7 +72,8 @@ class ExpertMuon(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        lr, momentum = float(group["lr"]), group["momentum"]
+        lr = float(group["lr"])
+        momentum = group["momentum"]
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)

@@ -7,7 +7,9 @@ import pytest
 from common.config.help import walk_keys
 from common.config.run_config import RunConfig
 
-BANNED = re.compile(r"\b(likewise|the same for|which 0 means|nobody|whoever|told|tells|says)\b", re.I)
+BANNED = re.compile(
+    r"\b(likewise|the same for|which 0 means|nobody|whoever|told|tells|says)\b", re.I
+)
 TEXTS = {key: field.metadata["text"] for key, _, field in walk_keys(RunConfig, "")}
 
 

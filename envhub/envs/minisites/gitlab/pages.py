@@ -19,7 +19,8 @@ GITLAB = Site(
 
 @GITLAB.post("/projects/new")
 def add_project(visit: Visit) -> Response:
-    name, text = visit.text("name")[:60], visit.text("description")
+    name = visit.text("name")[:60]
+    text = visit.text("description")
     slug = "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
     taken = visit.rows("SELECT 1 FROM project WHERE owner_id = :own_id AND slug = :slug", slug=slug)
     if not slug.isascii() or not slug or taken:

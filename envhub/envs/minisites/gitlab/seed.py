@@ -58,7 +58,8 @@ def _fill_project(db: sqlite3.Connection, random: Random, project_id: int, owner
         insert(db, "member", project_id=project_id, user_id=user_id, role=role)
     people = [owner_id, *team]
     _fill_issues(db, random, project_id, people)
-    changes, parts = WORDS["changes"], WORDS["parts"]
+    changes = WORDS["changes"]
+    parts = WORDS["parts"]
     dates = sorted(day_of(random, 2023) for _ in range(random.randrange(14, 26)))
     for created in dates:
         title = random.choice(changes).format(random.choice(parts))

@@ -30,7 +30,8 @@ def _category(visit: Visit) -> str:
 
 @MAPS.get("/category/{category}")
 def category(visit: Visit) -> Response:
-    name, order = _category(visit), visit.choice("sort", ("name", "rating"))
+    name = _category(visit)
+    order = visit.choice("sort", ("name", "rating"))
     day = visit.choice("day", ("", *WEEKDAYS))
     rows = visit.rows(
         "SELECT * FROM place WHERE category = :name AND (:weekday < 0 OR id IN"
@@ -72,7 +73,8 @@ def _route(start: sqlite3.Row, end: sqlite3.Row) -> Route:
 @MAPS.get("/directions")
 def directions(visit: Visit) -> Response:
     """Return the form, or a redirect to the route's page once the form is sent."""
-    start, end = visit.query.get("from", "").strip(), visit.query.get("to", "").strip()
+    start = visit.query.get("from", "").strip()
+    end = visit.query.get("to", "").strip()
     mode = visit.choice("mode", MODES)
     if not start or not end:
         return visit.page("directions.html", start=start, end=end, mode=mode, error="")
@@ -92,7 +94,9 @@ def directions(visit: Visit) -> Response:
 
 @MAPS.get("/directions/{start}/{end}/{mode}")
 def route(visit: Visit) -> Response:
-    start, end, mode = visit.find("start"), visit.find("end"), visit.names["mode"]
+    start = visit.find("start")
+    end = visit.find("end")
+    mode = visit.names["mode"]
     if mode not in MODES:
         raise PageMissing(visit.path)
     found = _route(start, end)

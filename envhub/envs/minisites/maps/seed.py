@@ -63,7 +63,8 @@ def _fill_hours(
     db: sqlite3.Connection, random: Random, place_id: int, *, is_always_open: bool
 ) -> None:
     closed = random.sample(range(7), random.randrange(0, 3))
-    opens, closes = random.randrange(7, 12), random.randrange(17, 23)
+    opens = random.randrange(7, 12)
+    closes = random.randrange(17, 23)
     for weekday in range(7):
         shift = int(weekday >= 5)
         times = (f"{opens + shift:02d}:00", f"{closes - 2 * shift:02d}:30")

@@ -16,7 +16,8 @@ REDDIT = Site(
 
 @REDDIT.post("/create_forum")
 def add_forum(visit: Visit) -> Response:
-    name, text = visit.text("name")[:30], visit.text("description")
+    name = visit.text("name")[:30]
+    text = visit.text("description")
     is_taken = bool(visit.rows("SELECT 1 FROM forum WHERE name = :name", name=name))
     if not name.isascii() or not name.isalnum() or not text or is_taken:
         text = "A forum needs a new name of letters and digits, and a description."

@@ -16,9 +16,12 @@ CMS = Site(
 
 @CMS.post("/products/{product_id}")
 def edit_product(visit: Visit) -> Response:
-    found, cents = visit.find("product"), _cents(visit.text("price"))
-    back, stock = f"/products/{found['id']}", whole(visit.text("stock"))
-    name, taken = visit.text("name"), False
+    found = visit.find("product")
+    cents = _cents(visit.text("price"))
+    back = f"/products/{found['id']}"
+    stock = whole(visit.text("stock"))
+    name = visit.text("name")
+    taken = False
     if name != found["name"]:
         taken = bool(visit.rows("SELECT 1 FROM product WHERE name = :name", name=name))
     if cents is None or stock is None or not name or taken:
@@ -38,7 +41,8 @@ def edit_product(visit: Visit) -> Response:
 def _cents(text: str) -> int | None:
     """Return an amount such as `12.50` or `$12` in cents; None if it is malformed."""
     units, dot, rest = text.removeprefix("$").partition(".")
-    amount, cents = whole(units), whole(rest.ljust(2, "0")) if dot else 0
+    amount = whole(units)
+    cents = whole(rest.ljust(2, "0")) if dot else 0
     if amount is None or cents is None or len(rest) > 2 or amount * 100 > MAX_PRICE_CENTS:
         return None
     return amount * 100 + cents
@@ -59,7 +63,8 @@ def bestsellers(visit: Visit) -> Response:
 
 @CMS.post("/coupons/new")
 def add_coupon(visit: Visit) -> Response:
-    code, percent = visit.text("code")[:20].upper(), whole(visit.text("percent"))
+    code = visit.text("code")[:20].upper()
+    percent = whole(visit.text("percent"))
     is_taken = bool(visit.rows("SELECT 1 FROM coupon WHERE code = :code", code=code))
     if not code.isalnum() or not code.isascii() or percent not in range(1, 101) or is_taken:
         text = "A coupon needs a new code of letters and digits, and a percentage of 1 to 100."

@@ -34,7 +34,8 @@ def _fill_products(db: sqlite3.Connection, random: Random) -> None:
         category_id = insert(db, "category", name=category, slug=slug_of(category))
         for noun in random.sample(nouns, PRODUCTS_PER_CATEGORY):
             number += 7
-            brand, colour = random.choice(WORDS["brands"]), random.choice(WORDS["colours"])
+            brand = random.choice(WORDS["brands"])
+            colour = random.choice(WORDS["colours"])
             cents = _new_price(random, prices)
             first, second = random.sample(WORDS["benefits"], 2)
             name = f"{brand} {colour} {noun}"

@@ -23,7 +23,8 @@ def search(visit: Visit) -> Response:
     orders = SHOPPING.table["pages"]["/category/{slug}.html"]["orders"]
     fits = [f"(name || ' ' || sku) LIKE :word_{i} ESCAPE '\\'" for i in range(len(words))]
     marks = {f"word_{i}": f"%{literal(word)}%" for i, word in enumerate(words)}
-    where, order = " AND ".join(["1", *fits]), orders[visit.choice("sort", tuple(orders))]
+    where = " AND ".join(["1", *fits])
+    order = orders[visit.choice("sort", tuple(orders))]
     sql = f"SELECT * FROM products WHERE {where} ORDER BY {order} LIMIT {PAGE_ROWS}"
     return visit.page("search.html", products=visit.rows(sql, **marks), words=" ".join(words))
 
@@ -54,8 +55,10 @@ def checkout(visit: Visit) -> Response:
 
 @SHOPPING.post("/checkout")
 def place_order(visit: Visit) -> Response:
-    lines, addresses = visit.rows(BASKET), {str(row["id"]): row for row in visit.rows(ADDRESSES)}
-    shipping, address = visit.text("shipping"), addresses.get(visit.text("address"))
+    lines = visit.rows(BASKET)
+    addresses = {str(row["id"]): row for row in visit.rows(ADDRESSES)}
+    shipping = visit.text("shipping")
+    address = addresses.get(visit.text("address"))
     if not lines or shipping not in SHIPPING_CENTS or address is None:
         return visit.go("/checkout", "Choose an address and a way of shipping.")
     (newest,) = visit.rows("SELECT max(CAST(number AS INTEGER)) AS n FROM purchase")

@@ -36,7 +36,8 @@ def one_then_two(page: PageView) -> str | None:
 def one_wait_two(page: PageView) -> str | None:
     """Click ONE, wait for the seconds of the goal, and click TWO."""
     seconds = int(page.goal_part(r"wait (\d+) second") or 0)
-    one, two = page.one("button", name="ONE"), page.one("button", name="TWO")
+    one = page.one("button", name="ONE")
+    two = page.one("button", name="TWO")
     if not page.taken:
         return click(one)
     # Each snapshot advances the page's clock by one second.

@@ -10,8 +10,12 @@ from envhub.web.performing import DRAG_STEPS
 START = (80, 120)
 STROKES = [(x, y) for x in range(-60, 61, 6) for y in range(-60, 61, 6) if x or y]
 NUM_FREE_TICKS = 50  # Ticks within the second before the next snapshot.
-PULL, FADE, SPEED, REST = 0.1, 0.93, 2.0, 1.0
-TOP, BOTTOM = 6, 1
+PULL = 0.1
+FADE = 0.93
+SPEED = 2.0
+REST = 1.0
+TOP = 6
+BOTTOM = 1
 # The front side by the angle around the vertical axis: for an upright cube, and upside down.
 SIDES = ((42, (2, 4)), (131, (5, 3)), (224, (4, 2)), (315, (3, 5)), (math.inf, (2, 4)))
 
@@ -60,7 +64,8 @@ def _ticked(cube: Cube, *, is_held: bool) -> Cube:
     if max(abs(cube.spin_x), abs(cube.spin_y)) <= REST:
         return cube
     fade = 1.0 if is_held else FADE
-    spin_x, spin_y = cube.spin_x * fade, cube.spin_y * fade
+    spin_x = cube.spin_x * fade
+    spin_y = cube.spin_y * fade
     y = _once_around(cube.y - spin_y)
     is_upside_down = 90 < y < 270
     x = _once_around(cube.x - spin_x if is_upside_down else cube.x + spin_x)

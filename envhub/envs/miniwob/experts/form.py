@@ -123,7 +123,8 @@ def algebra(page: PageView) -> str | None:
 
 def guess_number(page: PageView) -> str | None:
     """Find the number by bisection."""
-    low, high = 0, 9
+    low = 0
+    high = 9
     asked = [int(a.text) for a in page.taken if a.kind is Kind.TYPE]
     for number in asked[:-1]:
         low, high = _narrow(page, asked, number, low, high)
@@ -240,7 +241,8 @@ def search_result(page: PageView) -> str | None:
 def autocomplete(page: PageView) -> str | None:
     """Type the beginning and click the suggestion with the right ending."""
     quoted = page.quoted()
-    start, end = quoted[0], quoted[1] if len(quoted) > 1 else ""
+    start = quoted[0]
+    end = quoted[1] if len(quoted) > 1 else ""
     field = page.one("textbox", dom_id="tags")
     if field is None:
         return None

@@ -191,7 +191,8 @@ def resize(page: PageView) -> str | None:
     field = next(n for n in page.all("textbox"))
     grow = 20 if "larger" in page.goal else -20
     across, down = (grow, 0) if "width is" in page.goal else (0, grow)
-    x, y = field.x + field.width - 6, field.y + field.height - 6
+    x = field.x + field.width - 6
+    y = field.y + field.height - 6
     return hold((x, y), (x + across, y + down))
 
 
@@ -231,5 +232,6 @@ def drag_box(page: PageView) -> str | None:
     """Drag the small box into the middle of the large one, and submit; the boxes may overlap."""
     if any(action.kind is Kind.MOUSE_DRAG for action in page.taken):
         return submit(page)
-    small, large = page.one("clickable", name="s"), page.one("clickable", name="L")
+    small = page.one("clickable", name="s")
+    large = page.one("clickable", name="L")
     return hold(middle(small), middle(large)) if small and large else None

@@ -164,10 +164,14 @@ def order(page: PageView) -> str | None:
 def _dishes(page: PageView) -> list[tuple[str, set[str], Node, int]]:
     """Return name, kinds, plus sign and ordered number of each dish."""
     dishes = []
-    name, kinds, count = "", set(), 0
+    name = ""
+    kinds = set()
+    count = 0
     for node in page.nodes:
         if "item-name" in node.dom_class.split():
-            name, kinds, count = node.name, set(), 0
+            name = node.name
+            kinds = set()
+            count = 0
         elif node.role == "img":
             kinds.add(node.name)
         elif "quantity" in node.dom_class.split() and node.name.isdigit():

@@ -39,7 +39,8 @@ def described_shape(page: PageView) -> str | None:
 
 
 def _covers(upper: Node, lower: Node) -> bool:
-    x, y = lower.x + lower.width / 2, lower.y + lower.height / 2
+    x = lower.x + lower.width / 2
+    y = lower.y + lower.height / 2
     return (
         upper.x - 1 <= x <= upper.x + upper.width + 1
         and upper.y - 1 <= y <= upper.y + upper.height + 1

@@ -54,7 +54,8 @@ class Names:
 
     def title(self) -> str:
         """Return a title of a work, such as "The Silent Harbour of Brandelk"."""
-        adjective, noun = self._rng.choice(WORDS["adjectives"]), self._rng.choice(WORDS["nouns"])
+        adjective = self._rng.choice(WORDS["adjectives"])
+        noun = self._rng.choice(WORDS["nouns"])
         form = self._rng.choice(
             ("The {a} {n} of {w}", "The {n} of {w}", "{a} {w}", "{w} and the {n}")
         )
@@ -111,7 +112,9 @@ class Things:
 
     def _draw_people(self) -> list[Thing]:
         """Draw three generations; the couples of one generation are the parents of the next."""
-        rng, people, couples = self._rng, [], []
+        rng = self._rng
+        people = []
+        couples = []
         for age, size in enumerate(GENERATION_SIZES):
             families = list(couples)
             couples = []

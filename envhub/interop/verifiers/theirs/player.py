@@ -25,7 +25,8 @@ class Player:
     """The running episodes, and the model endpoint that they use."""
 
     def __init__(self, options: dict[str, Any], out: Any) -> None:
-        self._options, self._out = options, out
+        self._options = options
+        self._out = out
         self._env = vf.load_environment(env_config(options))
         most = options["max_items"]
         self._tasks = {"train": list(itertools.islice(self._env.taskset, most)), "test": []}
@@ -34,7 +35,8 @@ class Player:
             tests = vf.load_taskset(config.taskset)
             self._tasks["test"] = list(itertools.islice(tests, most))
         else:
-            tasks, num = self._tasks["train"], options["num_test"]
+            tasks = self._tasks["train"]
+            num = options["num_test"]
             num = -(-len(tasks) // 10) if num < 0 else min(num, len(tasks))
             cut = len(tasks) - num
             self._tasks = {"train": tasks[:cut], "test": tasks[cut:]}
