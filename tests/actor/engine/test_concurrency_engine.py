@@ -91,7 +91,7 @@ class Players:
         await asyncio.wait(running)
 
 
-def test_limit_shrinks_while_the_engine_preempts_and_recovers_when_prompts_are_short(
+def test_limit_shrinks_under_preemption_and_recovers_afterwards(
     engine: "tuple[asyncio.Runner, Engine]",
 ) -> None:
     runner, started = engine

@@ -56,7 +56,7 @@ async def sampled(engine: Any) -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-def test_seeded_requests_agree_between_engines_and_unseeded_ones_differ(
+def test_seeded_requests_agree_between_engines_unseeded_differ(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     save_tiny_policy(tmp_path, is_tied=False)  # of random weights, which may say anything

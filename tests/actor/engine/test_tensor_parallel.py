@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 NUM_WORKERS = 2
 
 
-def test_weights_arrive_at_every_worker_and_each_checks_what_it_was_sent(
+def test_every_worker_receives_and_checks_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")

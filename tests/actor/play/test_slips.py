@@ -47,7 +47,7 @@ def play(slip_frac: float, num_turns: int = 40) -> Played:
     return told
 
 
-def test_a_turn_that_slips_is_any_that_was_valid_and_the_others_are_the_experts() -> None:
+def test_slips_are_valid_actions_among_expert_turns() -> None:
     told = play(0.5)
     slips = [said != expert for said, expert, _, _ in told]
     assert [has_slipped for _, _, has_slipped, _ in told] == slips
@@ -81,7 +81,7 @@ def shown(url: str, slip_frac: float, path: Path) -> list[tuple[str, bool]]:
     return [(m["value"], m["loss"]) for record in records for m in record if m["from"] == "gpt"]
 
 
-def test_slips_have_no_loss_and_all_else_has(tmp_path: Path) -> None:
+def test_slips_are_excluded_from_the_loss(tmp_path: Path) -> None:
     with hub() as url:
         told = shown(url, 0.5, tmp_path / "slips.jsonl")
         plain = shown(url, 0.0, tmp_path / "plain.jsonl")

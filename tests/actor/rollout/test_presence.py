@@ -24,7 +24,7 @@ SIGN_S = 0.5
         (2.0, 0.0, 1.0, True),
     ],
 )
-def test_a_step_is_not_to_blame_if_its_hub_stood_still_most_of_the_time(
+def test_hub_stall_excuses_a_timed_out_step(
     monkeypatch: pytest.MonkeyPatch,
     silent_s: float,
     on_for_s: float,
