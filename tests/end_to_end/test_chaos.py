@@ -16,7 +16,7 @@ MIN_FAULTS = 8
 HAPPENED = {"clock jumps", "half characters"}  # for these nobody needs to be an administrator
 
 
-def test_faults_on_every_role_lose_no_episode_and_train_none_twice(tmp_path: Path) -> None:
+def test_faults_neither_lose_nor_repeat_episodes(tmp_path: Path) -> None:
     path = tmp_path / "chaos.json"
     done = subprocess.run(
         [sys.executable, "run.py", "bench", "--suite", "chaos-short", "--json", str(path)],

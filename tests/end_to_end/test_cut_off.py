@@ -63,9 +63,7 @@ def fleet(
     return fleet
 
 
-def test_a_hub_that_stands_still_for_longer_than_a_step_may_take_fails_no_episode(
-    fleet: Fleet,
-) -> None:
+def test_long_hub_stall_fails_no_episode(fleet: Fleet) -> None:
     hub, before = fleet.roles["envhub"].pid, fleet.ledger()
     os.kill(hub, signal.SIGSTOP)
     try:
@@ -90,7 +88,7 @@ def test_a_hub_that_stands_still_for_longer_than_a_step_may_take_fails_no_episod
     assert fleet.ledger()["reissued"] == before["reissued"], "they are played again where they were"
 
 
-def test_roles_that_are_stopped_together_and_go_on_blame_nobody(fleet: Fleet) -> None:
+def test_joint_suspension_declares_no_role_dead(fleet: Fleet) -> None:
     """As on a machine that is suspended; the actor is on another one, and goes on."""
     before = fleet.ledger()
     roles = [fleet.roles[name] for name in ("learner", "envhub", "scheduler")]
@@ -116,7 +114,7 @@ def busy_slots(fleet: Fleet, name: str) -> float:
     return (fleet.worked_s()[name] - before) / (time.monotonic() - began)
 
 
-def test_actors_that_are_killed_stopped_or_cut_off_for_ever_change_no_other_s_pace(
+def test_lost_actors_do_not_slow_the_others(
     fleet: Fleet, network: Network | None, stack: ExitStack, tmp_path: Path
 ) -> None:
     others = ["actor-1", "actor-2"]
@@ -146,7 +144,7 @@ def test_actors_that_are_killed_stopped_or_cut_off_for_ever_change_no_other_s_pa
     fleet.check_books()
 
 
-def test_a_scheduler_that_is_cut_off_from_all_for_forty_seconds_has_them_back_in_seconds(
+def test_scheduler_recovers_from_a_forty_second_cutoff(
     fleet: Fleet, network: Network | None
 ) -> None:
     if network is None:

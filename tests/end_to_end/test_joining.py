@@ -56,7 +56,7 @@ def joining(run_dir: RunDir, role: str, *overrides: str, key: Path | None = None
     ]
 
 
-def test_a_hub_that_joins_serves_the_run_and_leaves_with_a_goodbye(run_dir: RunDir) -> None:
+def test_joining_hub_serves_run_and_exits_cleanly(run_dir: RunDir) -> None:
     log = run_dir.root / "hub.txt"
     hub = ChildProcess("hub", joining(run_dir, "envhub"), log_path=log, cwd=ROOT)
     try:
@@ -78,7 +78,7 @@ def test_a_hub_that_joins_serves_the_run_and_leaves_with_a_goodbye(run_dir: RunD
         ("actor", ["model.path=docs"], "model.path=docs: lacks config.json, tokenizer files, *.sa"),
     ],
 )
-def test_a_node_with_a_wrong_key_of_its_own_ends_before_anything_starts(
+def test_wrong_node_key_ends_before_any_start(
     run_dir: RunDir, role: str, overrides: list[str], words: str
 ) -> None:
     argv = joining(run_dir, role, *overrides)

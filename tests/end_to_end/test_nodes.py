@@ -102,9 +102,7 @@ def shared_by() -> float:
     return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
-def test_nodes_without_the_disk_join_lose_their_link_die_and_leave_a_balanced_run(
-    tmp_path: Path,
-) -> None:
+def test_node_failures_leave_a_balanced_run(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
     folder = tmp_path / "run"
@@ -143,9 +141,7 @@ def test_nodes_without_the_disk_join_lose_their_link_die_and_leave_a_balanced_ru
         check_books(run)
 
 
-def test_a_hub_of_another_machine_is_told_of_by_its_own_address_and_left_out_while_it_is_cut_off(
-    tmp_path: Path,
-) -> None:
+def test_cut_off_remote_hub_leaves_the_directory(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
     cfg = make_config(num_steps=1, per_step=1)
@@ -169,9 +165,7 @@ def test_a_hub_of_another_machine_is_told_of_by_its_own_address_and_left_out_whi
         wait_for(lambda: run.ask_directory().hubs == [hub], what="the hub again")
 
 
-def test_status_fleet_and_metrics_tell_of_the_actor_and_the_hub_of_another_node(
-    tmp_path: Path,
-) -> None:
+def test_status_and_metrics_include_remote_roles(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
     folder = tmp_path / "run"

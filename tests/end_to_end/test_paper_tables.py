@@ -27,7 +27,7 @@ NUM_ITEMS = 60
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_paper_tables_are_played_at_the_papers_turns_and_laid_out_like_them(tmp_path: Path):
+def test_paper_tables_use_published_turns_and_layout(tmp_path: Path):
     tasks = [f"{{env: {env}, subset: {subset}}}" for env in TABLES for subset in SUBSETS[env]]
     endpoint = ToyEndpoint()  # says "go" for ever, which is no action anywhere
     with serve(endpoint.app()) as url:

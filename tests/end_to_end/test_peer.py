@@ -12,9 +12,7 @@ from tests.venvs import UNREACHABLE
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # an environment is made, twice a run
 
 
-def test_all_sides_make_a_few_steps_and_their_policies_are_scored(
-    tmp_path: Path, repository: Path
-) -> None:
+def test_all_sides_train_and_are_scored(tmp_path: Path, repository: Path) -> None:
     path = tmp_path / "peer.json"
     done = subprocess.run(
         [

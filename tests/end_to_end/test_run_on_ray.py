@@ -44,7 +44,7 @@ def actors_of(run: Run) -> dict[str, float]:
     return {}
 
 
-def test_node_is_added_and_another_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_run_survives_added_and_killed_nodes(tmp_path: Path) -> None:
     engine = {"num_cpus": 1, "labels": {"kind": "engine"}}
     with (
         tempfile.TemporaryDirectory(prefix="ray-") as folder,

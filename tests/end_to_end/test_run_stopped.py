@@ -24,7 +24,7 @@ OVERRIDES = (
 )
 
 
-def test_run_stopped_in_a_long_step_saves_and_goes_on_at_the_next_one(tmp_path: Path) -> None:
+def test_run_stopped_mid_step_saves_and_resumes(tmp_path: Path) -> None:
     with Run(tmp_path, *OVERRIDES) as run:
         run.wait_until(lambda: len(run.metrics()) >= 2)
         assert run.probe("ready") == "ready"
