@@ -1,4 +1,4 @@
-"""Laws of an actor that is told to end while it is still starting: a real process."""
+"""Laws of an actor that is terminated while it is still starting: a real process."""
 
 import sys
 import time

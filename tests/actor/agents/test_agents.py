@@ -1,4 +1,4 @@
-"""Laws of agents that run their own loop: what they were answered is what is trained on."""
+"""Laws of agents that run their own loop: training uses exactly the sampled answers."""
 
 import asyncio
 import json
@@ -213,7 +213,7 @@ def test_answer_to_disconnected_client_is_not_recorded() -> None:
 
 
 def test_oversized_first_message_ends_as_context_full() -> None:
-    """The agent's question is refused, and it leaves: no failure of anybody."""
+    """The server refuses the agent's request, and the agent exits: this is not a failure."""
     got = played("ask([{'role': 'user', 'content': 'far ' * 2000}])")
     assert got.end_reason is EndReason.CONTEXT_FULL
     assert "never asked" not in got.error

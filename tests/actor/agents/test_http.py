@@ -15,7 +15,7 @@ HEAD = b"POST /a?b=1 HTTP/1.1\r\nhost: x\r\nAuthorization: bearer k1 \r\n"
 
 
 async def _echo(request: Request) -> bytes:
-    """Answer what was asked, the later the longer the body is."""
+    """Echo the request; longer bodies are answered later."""
     if request.refusal is not None:
         raise request.refusal
     await asyncio.sleep(0.05 / (1 + len(request.body)))
@@ -24,7 +24,7 @@ async def _echo(request: Request) -> bytes:
 
 
 def serve(talk: Talk) -> list[str]:
-    """Talk to an echo over a socket; return the codes of what was refused."""
+    """Talk to an echo server over a socket; return the codes of the refused requests."""
     refused: list[str] = []
 
     def failed(_: Request, failure: BaseException) -> bytes:

@@ -1,4 +1,4 @@
-"""The number of episodes at once follows what the engine says of itself; numbers by hand."""
+"""The concurrency limit follows the engine's load metrics; numbers by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Laws of an engine that dies or does not start: the error says which process ended, and why."""
+"""Laws of an engine that dies or fails to start: the error names the process and the cause."""
 
 import asyncio
 import gc

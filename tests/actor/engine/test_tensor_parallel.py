@@ -83,6 +83,8 @@ async def refuse_a_damaged_one(rig: Rig) -> None:
             ),
         )
     await asyncio.gather(*sending)
-    assert str(refused.value).count("is damaged: checksum") == NUM_WORKERS  # each of them says so
+    assert (
+        str(refused.value).count("is damaged: checksum") == NUM_WORKERS
+    )  # Each worker reports it.
     turn = await rig.generate("after", [5, 6], max_tokens=8)
     assert turn.versions == forced(turn) == [3] * 8

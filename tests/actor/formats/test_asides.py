@@ -1,4 +1,4 @@
-"""Laws of formats, plans and reflections: what was given is what is trained on, in each of them."""
+"""Laws of formats, plans and reflections: each trains on the prompts that the policy received."""
 
 import random
 from dataclasses import replace
@@ -27,7 +27,7 @@ TURN_TOKENS = 2  # as in `tests.actor.rollout.playing`
 
 
 class Policy:
-    """Samples two tokens of text, or one and an end, and keeps what it was asked and said."""
+    """Samples two tokens, or one and an end token, and records prompts and answers."""
 
     def __init__(self, seed: int, end: int) -> None:
         self._random, self._end = random.Random(seed), end
@@ -102,7 +102,7 @@ def test_every_format_trains_on_its_actual_prompts(
 
 
 def prompt_of(got: Trajectory, at: int) -> tuple[int, ...]:
-    """Return what was shown before a token."""
+    """Return the prompt before a token."""
     starts = got.segment_starts.tolist() or [0]
     return tuple(got.token_ids[max(start for start in starts if start <= at) : at].tolist())
 

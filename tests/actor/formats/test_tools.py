@@ -53,7 +53,7 @@ def test_rendered_pieces_equal_full_tool_template(tokenizer: PreTrainedTokenizer
         messages.append({"role": "tool", "name": "maze", "content": SEEN})
         ids += [*sampled, *render.after_action(SEEN, is_stopped=True)]
         assert ids == said(tokenizer, messages, "maze")
-    messages[-1:] = [{"role": "user", "content": "go on"}]  # what is no tool's answer
+    messages[-1:] = [{"role": "user", "content": "go on"}]  # Not a tool result.
     asked = render.after_turn("go on", is_stopped=True)
     assert said(tokenizer, messages, "maze")[-len(asked) :] == asked
     assert asked != render.after_action("go on", is_stopped=True)

@@ -28,7 +28,7 @@ from tests.actor.links.toy_peer import Law, Peer
 
 NODE = socket.gethostname()  # the scheduler's, too
 HELLO = Hello(role="actor", name="actor-0", incarnation="i", version=-1, node=NODE)
-GREETING = replace(HELLO, directory=0)  # it knows nothing yet of where the others are
+GREETING = replace(HELLO, directory=0)  # No directory was received yet.
 BEAT = Heartbeat(
     role="actor",
     name="actor-0",
@@ -151,7 +151,7 @@ def test_actor_requests_addresses_from_a_new_scheduler(tmp_path: Path) -> None:
 
 
 def test_new_scheduler_with_equal_number_is_greeted(tmp_path: Path) -> None:
-    """The actor stays up over a stop of the run; all the others are elsewhere when it goes on."""
+    """The actor survives a stop of the run; all other roles have new addresses afterwards."""
 
     async def law(scheduler: Peer, control: SchedulerClient, _: asyncio.Task[None]) -> None:
         hello = await welcome(scheduler, control)

@@ -9,7 +9,7 @@ from actor.links.waiting import wait_aloud
 
 
 class Watch(logging.Handler):
-    """Sets the event at the second record, so that the wait ends by what it says."""
+    """Sets the event at the second log record, so that the wait ends."""
 
     def __init__(self, event: asyncio.Event) -> None:
         super().__init__()

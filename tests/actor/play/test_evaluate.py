@@ -82,7 +82,7 @@ def stage(root: Path) -> Iterator[Stage]:
 
 def test_samples_are_scored_written_and_printed(tmp_path: Path) -> None:
     with stage(tmp_path) as s:
-        s.endpoint.script = ["wait"] * 6  # the first two episodes never go on
+        s.endpoint.script = ["wait"] * 6  # The first two episodes make no progress.
         cfg = s.config(k=2)
         cfg = edited(cfg, {"policy.max_concurrent": 1})
         assert s.evaluate(cfg, [0, 1]) == 0

@@ -31,7 +31,7 @@ def plan(number: int, *, name: str = "") -> PlannedEpisode:
 
 
 class Going:
-    """Says "go", and counts how many ask at once; `raises` is raised instead."""
+    """Answers "go" and counts concurrent requests; raises `raises` instead if given."""
 
     def __init__(self, raises: Exception | None = None) -> None:
         self._raises = raises

@@ -32,7 +32,7 @@ TOKENIZER: Any = AutoTokenizer.from_pretrained(
 
 
 class Parrot:
-    """An engine that says one thing, and keeps what it was asked."""
+    """An engine that always gives one answer and records its prompts."""
 
     version = 7
 
@@ -102,7 +102,7 @@ def test_served_conversation_matches_episode_and_requires_key() -> None:
     assert whole[-len(last) :] == last
     answer = whole[len(first) : -len(last)]
     assert answer[-1] == end
-    assert end not in answer[:-1]  # what was typed is letters, and ends no turn
+    assert end not in answer[:-1]  # Typed text contains no end of turn.
     assert renderer.action_text(answer) == "look<|im_end|>"
 
 
@@ -169,7 +169,7 @@ def test_running_actor_serves_chat_and_cleans_up(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     run_dir.keys.mkdir()
     for name, host in (("actor-0", "elsewhere"), ("actor-1", socket.gethostname())):
-        away = Door(url="http://127.0.0.1:9/v1", key="x", host=host)  # nobody is behind it
+        away = Door(url="http://127.0.0.1:9/v1", key="x", host=host)  # No server listens there.
         door_path(tmp_path, name).write_text(away.as_text(), encoding="utf-8")
     door_path(tmp_path, "actor-2").write_text("half a li", encoding="utf-8")
     with subprocess.Popen(["true"]) as gone:

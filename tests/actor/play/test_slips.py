@@ -1,4 +1,4 @@
-"""Laws of demonstrations in which something goes wrong: what is learnt is what puts it right."""
+"""Laws of demonstrations with random slips: only the expert's turns are trained."""
 
 import asyncio
 import json
@@ -23,7 +23,9 @@ from tests.actor.toy_servers import serve
 from tests.configs import edited
 
 ITEM = "GoToObjMazeS4-train-3"
-Played = list[tuple[str, str | None, bool, set[str]]]  # said, the expert's, slipped, valid so far
+Played = list[
+    tuple[str, str | None, bool, set[str]]
+]  # Action, expert action, slipped, valid actions so far.
 
 
 def play(slip_frac: float, num_turns: int = 40) -> Played:
@@ -67,7 +69,7 @@ def hub() -> Iterator[str]:
 
 
 def shown(url: str, slip_frac: float, path: Path) -> list[tuple[str, bool]]:
-    """Return (text, whether it is learnt) of all that the agent says in some demonstrations."""
+    """Return (text, is trained) of all agent messages in some demonstrations."""
     changes = {
         "tasks": [TaskSection(env="babyai", subset="GoToObjMazeS4")],
         "sft.slip_frac": slip_frac,

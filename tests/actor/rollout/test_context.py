@@ -1,4 +1,4 @@
-"""Laws of episodes that outgrow their context: what the policy was given is what is trained on."""
+"""Laws of episodes beyond their context: training uses the prompts that the policy received."""
 
 import asyncio
 import random
@@ -26,7 +26,7 @@ LONG = replace(LEASE, horizon=12)
 
 
 class Policy:
-    """Samples one or two letters and keeps what it was asked and what it said."""
+    """Samples one or two letters and records prompts and answers."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)

@@ -41,7 +41,7 @@ class SeedKeeper:
 
 
 class SeededEnvironments:
-    """Environments that go on for ever and keep the seeds that they are opened with."""
+    """Environments that never end and record the seeds of their sessions."""
 
     def __init__(self) -> None:
         self.seeds: list[int] = []

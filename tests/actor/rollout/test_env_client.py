@@ -16,9 +16,9 @@ STEPPED = {"observation": "on", "reward": 1, "done": True, "is_valid": False}
 
 
 class Hub:
-    """Answers as its script says: a status, "lost" (the connection breaks) or "hangs".
+    """Answers by its script: a status, "lost" (the connection breaks) or "hangs".
 
-    A request beyond the script is answered well.
+    A request beyond the script succeeds.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ async def play_one(_: Hub, client: HubClient) -> None:
     assert session.first_observation == "begun"
     result = await session.step("go")
     told = {"observation": "on", "reward": 1.0, "done": True, "is_valid": False}
-    assert result == StepResult(**told, is_success=True)  # hubs of others may not say so
+    assert result == StepResult(**told, is_success=True)  # Third-party hubs may omit it.
     assert await session.hint() == Hint(valid_actions=["a"], expert_action=None)
     await session.close()
 
@@ -230,7 +230,7 @@ def test_silent_hub_raises_a_timeout() -> None:
 
 @pytest.mark.parametrize("is_still", [True, False])
 def test_stalled_hub_is_lost_not_timed_out(is_still: bool) -> None:
-    """It answers again when the step is given up, as one that was stopped and goes on."""
+    """The hub answers again after the step is cancelled, like a resumed process."""
 
     async def law(hub: Hub, client: HubClient) -> None:
         staying = asyncio.create_task(client.stay())
@@ -238,7 +238,7 @@ def test_stalled_hub_is_lost_not_timed_out(is_still: bool) -> None:
             await asyncio.sleep(0.01)
         hub.script = [200, "hangs"]  # of the presence, of the session
         hub.is_still = is_still
-        await asyncio.sleep(0.1)  # what was said before is heard: nothing tells when
+        await asyncio.sleep(0.1)  # Earlier signs arrive; no event reports them.
         with pytest.raises(HubLost if is_still else EnvTimeout) as caught:
             await client.open("toy", "toy-train-0", seed=0, style="compact")
         assert type(caught.value) is (HubLost if is_still else EnvTimeout)

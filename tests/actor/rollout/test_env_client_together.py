@@ -57,9 +57,9 @@ def test_quick_sessions_open_and_close_in_batches() -> None:
     assert asked == [
         ("GET", "/v1/envs"),
         ("POST", "/v1/sessions/batch"),
-        ("POST", "/v1/sessions"),  # what found the hub full waits there by itself
+        ("POST", "/v1/sessions"),  # A session refused by a full hub waits alone.
         ("POST", "/v1/close/batch"),
-        *ends,  # who is alone asks as ever
+        *ends,  # A single session uses the plain routes.
     ]
     assert hub.requests[3][2] == [{"session_id": "s"}] * 3
 

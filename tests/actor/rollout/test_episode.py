@@ -175,7 +175,7 @@ def test_each_turn_carries_its_starting_state() -> None:
     session = Count([there, go_on(), go_on(done=True)])
     session.first_state = "s0"
     played = play(session)
-    told = [state_number(text) for text in ("s0", "s1", "ab")]  # the last is not told, but seen
+    told = [state_number(text) for text in ("s0", "s1", "ab")]  # The last state is the observation.
     assert played.turn_states.tolist() == told
 
 

@@ -1,4 +1,4 @@
-"""Laws of branches: what they leave is what was returned, and every token is learnt once."""
+"""Laws of branches: a branch leaves its return, and every token is trained once."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ def told(
     options: AgentOptions | None = None,
     **how: Any,
 ) -> tuple[Trajectory, Count, list[list[int]]]:
-    """Return the episode in which a policy says this, its session and what it was shown."""
+    """Return the episode of a policy with these answers, its session and its prompts."""
     texts, prompts = iter(said), list[list[int]]()
 
     async def act(ids: list[int], _: Session) -> Turn:

@@ -150,7 +150,7 @@ def start_episodes(hubs: Hubs, box: Any, num: int, *, deadline_s: float = 60.0) 
 @pytest.mark.slow
 @pytest.mark.punctual
 def test_episodes_wait_past_deadlines_for_missing_hubs() -> None:
-    """Another hub serves others, so that leases go on; nobody has heard of theirs for a while."""
+    """Another hub serves other environments, so leases continue; the hub of these is missing."""
     hub, other, box = ToyHub(), ToyHub(), Box()
 
     with serve(hub.app()) as a, serve(other.app()) as b:
@@ -188,7 +188,7 @@ def test_permanently_lost_hub_frees_slots_then_fails() -> None:
             assert episodes.num_free_slots == episodes.num_slots
             while episodes.running_ids:
                 await asyncio.sleep(0.01)
-            assert hubs.absent() == []  # what is leased from now on fails at once
+            assert hubs.absent() == []  # New leases fail immediately.
             episodes.start([lease_of(3)])
             while episodes.running_ids:
                 await asyncio.sleep(0.01)
@@ -200,7 +200,7 @@ def test_permanently_lost_hub_frees_slots_then_fails() -> None:
 
 @pytest.mark.slow
 def test_episodes_restart_after_their_hub_returns() -> None:
-    """It is gone for longer than a request is tried again, and knows no session afterwards."""
+    """The hub is down for longer than a request is retried, and loses its sessions."""
     before, after, box = ToyHub(step_s=0.2), ToyHub(), Box()
 
     async def law(hubs: Hubs) -> None:
