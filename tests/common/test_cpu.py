@@ -29,7 +29,7 @@ def test_descendant_cpu_is_counted_per_role(tmp_path: Path) -> None:
         first = cpu_seconds(run_dir)
         assert 0.25 <= first["actor"] < 1.0  # the system counts in ticks
         assert first["launcher"] > 0.0
-        CpuWatch(run_dir).sample()  # of the launcher that goes on with the run
+        CpuWatch(run_dir).sample()  # The launcher after a restart.
         assert cpu_seconds(run_dir)["actor"] >= 2 * first["actor"] - 0.05
         child.communicate(b"\n")
     found = cpu_metrics(run_dir)
@@ -50,7 +50,7 @@ def test_cpu_use_of_other_programs_is_separate(tmp_path: Path) -> None:
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as parent:
         assert parent.stdout is not None
-        parent.stdout.readline()  # of the child, which belongs to nobody here any more
+        parent.stdout.readline()  # From the detached child.
         before = cpu_metrics(run_dir)["cpu/others_s"]
         watch.sample()
         assert cpu_metrics(run_dir)["cpu/others_s"] - before >= 0.2
@@ -80,7 +80,7 @@ def test_exiting_process_keeps_its_role(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_short_lived_children_count_for_their_role(tmp_path: Path) -> None:
-    """Agents begin and end between two looks; the system tells their parent what they used."""
+    """Agents start and end between two samples; their parent's counters include them."""
     quick = "import time\nwhile time.process_time() < 0.3: pass"
     code = f"""
 import subprocess, sys
@@ -106,7 +106,7 @@ for _ in range(2):
     assert 0.25 <= first < 1.0
     assert 0.25 <= second - first < 1.0
     before = watch.used()
-    watch.look()  # the role has ended, and its parent is told of all of it
+    watch.look()  # The parent counts the ended role.
     after = watch.used()
     assert after["actor"] == before["actor"]
     assert after["launcher"] - before["launcher"] < 0.25
@@ -149,7 +149,7 @@ def test_remote_roles_are_counted_once_by_reports(tmp_path: Path) -> None:
     found = look(before, own, again)
     assert (found["cpu/actor_s"], found["cpu/actor_elsewhere_s"]) == (42.0, 42.0)
     assert (found["cpu/envhub_s"], found["cpu/envhub_elsewhere_s"]) == (5.0, 5.0)
-    after = CpuWatch(run_dir)  # of the launcher that goes on with the run
+    after = CpuWatch(run_dir)  # The launcher after a restart.
     found = look(after, own, {**again, "cpu_s": 3.0})
     assert (found["cpu/actor_s"], found["cpu/envhub_s"]) == (43.0, 5.0)
 

@@ -1,4 +1,4 @@
-"""Laws of what set-up says while pip installs, on lines of a real pip."""
+"""Laws of the progress output during installation, on lines of a real pip."""
 
 import subprocess
 import sys

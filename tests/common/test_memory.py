@@ -43,7 +43,7 @@ def test_pinned_memory_is_exact_unless_configured(given: str, kept: str) -> None
     done = subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, encoding="utf-8", timeout=60
     )
-    assert done.stdout.splitlines() == [kept, kept or given]  # torch has heard it
+    assert done.stdout.splitlines() == [kept, kept or given]  # torch uses it.
 
 
 def test_learner_allocates_pinned_memory_exactly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Laws of who gets which GPU, on machines of any size."""
+"""Laws of GPU placement, on machines of any size."""
 
 import re
 from pathlib import Path

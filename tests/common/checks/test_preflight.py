@@ -159,7 +159,7 @@ def test_missing_lesson_policy_error_names_its_preset(tmp_path: Path) -> None:
 
 def test_missing_reference_model_is_refused(model: Path, repository: Path) -> None:
     where = "algorithm.reference_path=/nosuch"
-    check(configure(model, repository, where), repository)  # no KL term, so nobody loads it
+    check(configure(model, repository, where), repository)  # Without a KL term it is not loaded.
     with pytest.raises(ConfigError, match=r"^algorithm\.reference_path=/nosuch: no such directory"):
         check(configure(model, repository, where, "algorithm.kl_coef=0.1"), repository)
 

@@ -1,4 +1,4 @@
-"""Laws of the command line: what is refused and said in this process, what it costs in its own."""
+"""Laws of the command line: its refusals and output in process, its cost in a subprocess."""
 
 import ast
 import resource

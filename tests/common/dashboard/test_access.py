@@ -1,4 +1,4 @@
-"""Laws of who may look at the dashboard, and of what its answers carry."""
+"""Laws of access to the dashboard and of the data in its answers."""
 
 from collections.abc import Generator
 from pathlib import Path
@@ -29,7 +29,7 @@ MAX_PAGE_BYTES = 300_000
 
 
 class Echo:
-    """Says what it is asked to play."""
+    """Echoes the requests to play."""
 
     async def environments(self) -> Told:
         return {"maze": {"subsets": {}}}

@@ -103,7 +103,7 @@ def shared(url: str) -> Generator[Page]:
 
 @pytest.fixture
 def page(shared: Page, url: str) -> Generator[Page]:
-    """A page that must not say an error, nor ask anybody but the server."""
+    """A page that logs no error and sends requests only to its server."""
     wrong: list[str] = []
 
     def asked(request: Request) -> None:

@@ -128,7 +128,7 @@ def test_display_survives_a_malformed_status(tmp_path: Path, status: str) -> Non
 
 
 def at_launch(run_dir: RunDir, **started_s: float) -> None:
-    """Write what the launcher knows: how long ago the roles were started."""
+    """Write the launcher's state: the start times of the roles."""
     now = time.time()
     started = {name.replace("_", "-"): now - since for name, since in started_s.items()}
     state = {"began_at": now - 70, "started_at": started, "stop_deadline": None}
@@ -160,11 +160,11 @@ def test_remote_hub_counts_as_started_with_scheduler(tmp_path: Path) -> None:
 
 
 def test_reporting_role_is_no_longer_starting(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path)  # actor-0 was heard 0.3 s before the status was written
+    run_dir = make_run(tmp_path)  # actor-0 reported 0.3 s before the status file.
     at_launch(run_dir, scheduler=20.0, learner=20.0, actor_0=20.0, actor_1=20.0)
     assert "engine is starting (20s)" in status_line(view_of(run_dir))
     assert view_of(run_dir).starting.keys() == {"actor-1"}
-    at_launch(run_dir, actor_0=0.0)  # started again: what was heard is of the one before
+    at_launch(run_dir, actor_0=0.0)  # Restarted: the last report is older.
     assert view_of(run_dir).starting.keys() == {"actor-0"}
 
 
@@ -204,7 +204,7 @@ def test_slow_phases_show_the_remaining_time(tmp_path: Path) -> None:
     write_json(run_dir.launch, asdict(replace(state, started_at=both)))
     run_dir.status.write_text(json.dumps({**told, "actors": [], "learner": {}}), encoding="utf-8")
     pace.look(view_of(run_dir))
-    run_dir.status.write_text(json.dumps(told), encoding="utf-8")  # they were heard of
+    run_dir.status.write_text(json.dumps(told), encoding="utf-8")  # Both reported.
     pace.look(view_of(run_dir))
     assert usual.seconds(start_of("actor-7", model)) == pytest.approx(42.0, abs=1.0)
     assert usual.seconds(start_of("learner", model)) == pytest.approx(34.0, abs=1.0)

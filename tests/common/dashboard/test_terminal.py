@@ -1,4 +1,4 @@
-"""Laws of `show`, `replay` and what `status` says below the state."""
+"""Laws of `show`, `replay` and the details of `status`."""
 
 import subprocess
 import sys

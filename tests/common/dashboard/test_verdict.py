@@ -1,4 +1,4 @@
-"""Laws of the sentence that says what limits a run."""
+"""Laws of the verdict on the bottleneck of a run."""
 
 import pytest
 

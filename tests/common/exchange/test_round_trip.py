@@ -1,4 +1,4 @@
-"""Laws of data in and out: what is written is what was sampled, and is read again as that."""
+"""Laws of export and import: written data equals the sampled data and reads back unchanged."""
 
 import json
 import subprocess

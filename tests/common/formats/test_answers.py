@@ -1,4 +1,4 @@
-"""Laws of how an action is found in an answer, and of what is none."""
+"""Laws of parsing an action from an answer, and of answers without one."""
 
 import pytest
 

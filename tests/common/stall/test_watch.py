@@ -202,7 +202,7 @@ class Standing:
         self.watch = StallWatch(self.run_dir, RunSection(**policy), turn_s=300.0)
 
     def verdict_within(self, seconds: float) -> Verdict | None:
-        """What is decided, second by second."""
+        """Return the first verdict within these seconds."""
         processes = {name: StoodProcess() for name in WAITING}
         ends = self.now + seconds
         while self.now < ends:

@@ -249,7 +249,7 @@ class Disk(JournalWriter):
 
 def test_opening_a_journal_syncs_before_any_acknowledgement(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path)
-    writer.append(make_trajectory("g/0"))  # and killed: what is in memory may never reach the disk
+    writer.append(make_trajectory("g/0"))  # Then killed: unsynced bytes can be lost.
     writer._lock.close()
     opened = Disk(tmp_path)
     assert opened.num_syncs == 1

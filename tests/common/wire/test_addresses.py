@@ -1,4 +1,4 @@
-"""Laws of where others are reached, and of who is told what."""
+"""Laws of advertised addresses and of the address book."""
 
 import pytest
 

@@ -68,7 +68,7 @@ def within(bound: Bound | None, kind: Any) -> st.SearchStrategy[Any]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Equality that knows arrays and NaN."""
+    """Return whether two values are equal, including arrays and NaN."""
     if type(one) is not type(other):
         return False
     if dataclasses.is_dataclass(one):

@@ -31,7 +31,7 @@ class Peer:
         self.move()
 
     def move(self) -> None:
-        """Listen at a new address; nobody answers at the old one any more."""
+        """Listen at a new address; the old one no longer answers."""
         self.close()
         self._routers.append(Router(self.keys, host=HOST, port=0))
         self.run_dir.publish_address("learner", f"tcp://{HOST}:{self._routers[-1].port}")

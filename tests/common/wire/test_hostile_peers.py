@@ -192,7 +192,7 @@ def test_revoked_key_ends_rights_of_its_holder(
     wait_for(is_refused, "a connection keeps its rights")
     again = connect(context, server, keys)
     again.setsockopt(zmq.SNDTIMEO, 0)
-    with contextlib.suppress(zmq.Again):  # it may be refused before it has said anything
+    with contextlib.suppress(zmq.Again):  # The router may refuse it earlier.
         again.send_multipart(ASK)
     wait_for(
         lambda: server.router.report()["connections"]["refused"].get("key"),
@@ -230,7 +230,7 @@ def test_stranger_cannot_fill_the_memory(server: Server) -> None:
 
 @contextlib.contextmanager
 def watched_by_hand(context: zmq.Context) -> Iterator[tuple[Connections, socket.socket]]:
-    """Yield what watches a ROUTER without encryption, never as a thread, and who has connected."""
+    """Yield the monitor of an unencrypted ROUTER, without its thread, and a connected peer."""
     watched = context.socket(zmq.ROUTER)
     watched.setsockopt(zmq.LINGER, 0)
     connections = Connections(watched)

@@ -101,7 +101,7 @@ def test_garbage_on_the_port_disturbs_no_rendezvous() -> None:
 
 @pytest.mark.slow
 def test_gloo_impostor_reads_and_writes_nothing() -> None:
-    """gloo takes whoever connects first and says a number: then this transfer fails."""
+    """gloo accepts the first connection that sends a number: then this transfer fails."""
     meeting, before = Meeting(), listening()
     for epoch in range(1, 3):
         with ThreadPoolExecutor(2) as pool:
@@ -128,7 +128,7 @@ def listening() -> set[int]:
 
 
 def impostor(port: int, number: int) -> socket.socket:
-    """Connect as gloo's pairs do: the first eight bytes say which pair it is."""
+    """Connect like gloo's pairs: the first eight bytes identify the pair."""
     connection = socket.create_connection((HOST, port), timeout=5)
     connection.sendall(struct.pack("<q", number))
     return connection

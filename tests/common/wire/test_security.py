@@ -63,7 +63,7 @@ def test_peer_file_keeps_one_line_per_name(tmp_path: Path) -> None:
         add_identity(tmp_path, public)
     last = own_keys(tmp_path, role="actor", name="actor-0")
     assert (tmp_path / PEERS).stat().st_size < 100_000
-    for known in (along, keys.known()):  # also of who has read it from its beginning
+    for known in (along, keys.known()):  # Also an instance that read it from the start.
         known.refresh()
         found = known.find(last.client_public)
         assert found is not None

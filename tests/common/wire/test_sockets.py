@@ -83,7 +83,7 @@ def test_router_rejects_messages_under_a_foreign_key(
     )
     stranger = connect(own_keys=mixed)
     stranger.setsockopt(zmq.SNDTIMEO, 0)
-    with contextlib.suppress(zmq.Again):  # it may be refused before it has said anything
+    with contextlib.suppress(zmq.Again):  # The router may refuse it earlier.
         stranger.send_multipart(encode(Rejected(reason="stranger")))
     deadline = time.monotonic() + 5.0
     while not router.num_refused("data").get("data/strangers/key"):

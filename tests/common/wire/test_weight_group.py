@@ -81,6 +81,6 @@ def test_cancelled_offer_is_abandoned_and_next_accepted() -> None:
     came, is_told = torch.zeros(8, dtype=torch.uint8), threading.Event()
     offer = offer_of(store, epoch=1, rank=1)
     threading.Timer(0.2, is_told.set).start()
-    with pytest.raises(TransferCancelled, match="epoch=1"):  # nobody else comes to this group
+    with pytest.raises(TransferCancelled, match="epoch=1"):  # No other member joins.
         receiver.receive(came, CPU, offer, is_cancelled=is_told.is_set)
     assert transfer(sender, receiver, offer_of(store, epoch=2, rank=0), 9) == 9

@@ -58,7 +58,7 @@ def test_command_without_room_or_time_is_named(ray: Any) -> None:
 
     from common.launch.ray.jobs import Jobs
 
-    others = placement_group([{"CPU": 1.0}])  # somebody else's work, which takes the CPU
+    others = placement_group([{"CPU": 1.0}])  # Another job takes the CPU.
     assert others.wait(60)
     jobs = Jobs(stop=threading.Event(), place_timeout_s=2.0)
     with pytest.raises(LongstrideError, match="no node has had a free CPU for 2 s"):

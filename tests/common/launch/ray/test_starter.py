@@ -109,7 +109,7 @@ def test_roles_see_only_their_own_gpus(
     visible = {log_of(tmp_path, name).split()[0] for name in ("actor-0", "actor-1")}
     assert visible == {"0,1", "2,3"}
     assert log_of(tmp_path, "envhub") == " of the launcher\n"  # on the node without GPUs
-    # The third engine has no GPUs left: it waits, and the run goes on without it.
+    # The third engine finds no free GPUs: it waits, and the run continues without it.
     needed = "a node with 1 CPU, 2 GPU and kind=gpu"
     assert states[-1].waiting == {} or states[-1].waiting == {"actor-2": needed}
     assert any(state.waiting.get("actor-2") == needed for state in states)
@@ -210,7 +210,7 @@ def test_killed_launcher_ends_its_roles_and_cluster(tmp_path: Path, repository: 
     launcher.wait()
     wait_for(lambda: is_gone(int(pids.read_text(encoding="utf-8"))))
     left = lambda: commands_of(marked(tmp_path))  # noqa: E731
-    wait_for(lambda: left() == [], others=left)  # Ray's agents look every 10 s
+    wait_for(lambda: left() == [], others=left)  # Ray's agents poll every 10 s.
     short.cleanup()
     assert addresses <= {"127.0.0.1", "[::ffff:127.0.0.1]", "[::1]"}
 

@@ -1,4 +1,4 @@
-"""Laws of buckets: what is filled arrives, checked, over every channel a CPU has."""
+"""Laws of buckets: their bytes arrive, verified, over every channel of a CPU."""
 
 import threading
 import time
@@ -38,7 +38,7 @@ class Now:
 
 
 class Line:
-    """A channel within one thread: what is sent is kept, with the fault it is given."""
+    """A channel within one thread: it stores the sent parts and applies the given fault."""
 
     device = CPU
 
