@@ -1,4 +1,4 @@
-"""Every command and code block of the documentation holds: it is run, or the table says why not."""
+"""Every documented command and code block works: it is run, or the table gives a reason."""
 
 import io
 import json
@@ -38,7 +38,7 @@ COMMANDS = {
     if "..." not in command or "model.path=..." in command
 }
 RULED = [(each, rule) for each in COMMANDS if (rule := rule_of(each))]
-STAND_INS = (  # for what is no command but the shape of one, and what only a reader has
+STAND_INS = (  # Replace placeholders and the reader's own values.
     (r"model\.path=/models/\S+\0?", ""),
     (r"model\.path=(\.\.\.|runs/[^\0]+|FOLDER)(?=\0|$)", "model.path=configs/policies/tiny"),
     (r"--config\0(X|my-config)(?=\0|$)", "--config\0quickstart"),
@@ -98,7 +98,7 @@ def staged(words: list[str], stage: Path) -> list[str]:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Carry out a command line in this process; return what it said."""
+    """Run a command line in this process; return its output."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "stdin", io.StringIO("q\n"))
 
@@ -170,7 +170,7 @@ def test_documented_script_parses(block: Block):
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
-    """The address of a hub, started as the page says."""
+    """The address of a hub, started by the documented command."""
     argv = [sys.executable, "run.py", "envhub", "env=textcraft,babyai", "port=0"]
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8") as process:
         assert process.stdout is not None
@@ -223,6 +223,6 @@ def test_documented_keys_exist():
 
 
 def is_module(name: str) -> bool:
-    """Return whether a dotted name begins with a package of ours and what is in it."""
+    """Return whether a dotted name begins with one of our modules."""
     path = ROOT.joinpath(*name.split(".")[:2])
     return path.is_dir() or path.with_suffix(".py").is_file()
