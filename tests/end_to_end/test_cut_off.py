@@ -1,4 +1,4 @@
-"""Laws of a run whose hub stands still, whose actors go for ever, or whose scheduler is cut off."""
+"""Laws of a run with a suspended hub, lost actors or a disconnected scheduler."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SLOTS = 32
 ENV_TIMEOUT_S = 5.0
-STOPPED_S = 13.0  # longer than that, and than a silent hub is told of
+STOPPED_S = 13.0  # Longer than that and than the hub's silence limit.
 CUT_S = 40.0
 BACK_S = 15.0  # from the end of a cut to the next steps
 GONE_S = 10.0  # after which others' pace is what it was
@@ -89,12 +89,12 @@ def test_long_hub_stall_fails_no_episode(fleet: Fleet) -> None:
 
 
 def test_joint_suspension_declares_no_role_dead(fleet: Fleet) -> None:
-    """As on a machine that is suspended; the actor is on another one, and goes on."""
+    """Like a suspended machine; the actor is on another machine and continues."""
     before = fleet.ledger()
     roles = [fleet.roles[name] for name in ("learner", "envhub", "scheduler")]
     for role in roles:
         role.suspend()
-    time.sleep(STOPPED_S)  # longer than anybody may be silent
+    time.sleep(STOPPED_S)  # Longer than every silence limit.
     for role in roles:
         role.resume()
     version = before["version"]
@@ -105,9 +105,9 @@ def test_joint_suspension_declares_no_role_dead(fleet: Fleet) -> None:
 
 
 def busy_slots(fleet: Fleet, name: str) -> float:
-    """How many of an actor's engine's slots are at work: its pace, whatever else the machine does.
+    """Return the mean number of busy engine slots of an actor: its pace under any other load.
 
-    Who waits for leases, for others or for acknowledgements leaves them idle.
+    Slots that wait for leases, rounds or acknowledgements are idle.
     """
     before, began = fleet.worked_s()[name], time.monotonic()
     time.sleep(WINDOW_S)
@@ -134,7 +134,7 @@ def test_lost_actors_do_not_slow_the_others(
     if network is not None:
         node.cut()
     time.sleep(GONE_S)
-    for _ in range(3):  # a machine may be busy for a window; who is held up is for all of them
+    for _ in range(3):  # One window may be disturbed by other load.
         after = busy_slots(fleet, "actor-0")
         if abs(after / before - 1) <= 0.05:
             break
@@ -158,7 +158,7 @@ def test_scheduler_recovers_from_a_forty_second_cutoff(
     for node in fleet.nodes.values():
         node.carry()
     took_s = fleet.wait_until(lambda: fleet.ledger()["version"] >= during + 2, timeout_s=BACK_S)
-    # Steps that the learner made meanwhile come at once: new episodes are what it goes on with.
+    # Steps made during the cut arrive at once: only new episodes show that the run continues.
     issued = fleet.ledger()["issued"]
     took_s += fleet.wait_until(lambda: fleet.ledger()["issued"] > issued, timeout_s=BACK_S)
     assert took_s <= BACK_S

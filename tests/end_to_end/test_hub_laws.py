@@ -83,7 +83,7 @@ async def play(target: Target, subset: Subset, item_id: str) -> list[object]:
 
 
 async def play_all(target: Target) -> dict[str, list[object]]:
-    """Return what is seen in an item of some subsets."""
+    """Return the observations of one item of some subsets."""
     return {
         item_id: await play(target, subset, item_id)
         for subset in some_of(await list_subsets(target))[:3]

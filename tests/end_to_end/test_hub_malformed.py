@@ -1,4 +1,4 @@
-"""Requests that nobody should send harm nobody: no 5xx, no lost worker, no changed session.
+"""Malformed requests do no harm: no 5xx, no lost worker, no changed session.
 
 LONGSTRIDE_FUZZ_REQUESTS=20000 for the whole of it.
 """

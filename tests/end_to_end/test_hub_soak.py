@@ -1,4 +1,4 @@
-"""A hub stays the same size: under mixed load, and after sessions that nobody ends.
+"""A hub's memory stays flat: under mixed load, and after abandoned sessions.
 
 LONGSTRIDE_SOAK_S=600 and LONGSTRIDE_ABANDONED=10000 for the whole of it.
 """

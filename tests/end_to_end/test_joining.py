@@ -1,4 +1,4 @@
-"""Laws of `--join` as a command: what is wrong ends it at once with exit code 2, a hub serves."""
+"""Laws of `--join` as a command: wrong input exits with code 2, and a joined hub serves."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ WITH_BASE = f"model.path={TINY}"  # adapters alone are sent
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[RunDir]:
-    """A scheduler whose hubs are to join; it has begun when its log says that it has."""
+    """A scheduler without its own hubs; it has started once its log reports it."""
     cfg = make_config(num_steps=1, per_step=1)
     task = edited(cfg.tasks[0], {"env": "textcraft", "subset": "depth1"})
     cfg = edited(cfg, {"tasks": [task], "model.path": TINY, "learner.lora": LoraSection(rank=4)})

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 ENGINE_S = 600.0  # for an engine to start and play, on a busy machine
 HEAL_S = 120.0
-SILENT_S = 6.0  # longer than the heartbeats after which nobody waits for an engine
+SILENT_S = 6.0  # Longer than the limit that removes an engine.
 GENERATING_S = 2.0  # from the start of the engine, with a processor for each that wants one
 OVERRIDES = (
     "actor.num_actors=0",
@@ -85,7 +85,7 @@ def is_dead(run: Run, name: str) -> bool:
 
 
 def said_at(node: Node, words: str) -> datetime:
-    """Return when a node's log first said something."""
+    """Return the time of the first line in a node's log."""
     line = next(line for line in node.log.read_text(encoding="utf-8").splitlines() if words in line)
     found = re.match(r"[\d-]+ [\d:,]+", line)
     assert found is not None
@@ -118,7 +118,7 @@ def test_node_failures_leave_a_balanced_run(tmp_path: Path) -> None:
         wait_for_more(run, "first", 16, timeout_s=ENGINE_S)
         shares = [shared_by()]
         first.cut()
-        time.sleep(SILENT_S)  # the cut itself is what is waited for
+        time.sleep(SILENT_S)  # The cut itself takes this long.
         first.heal()
         wait_for_more(run, "first", 16, timeout_s=HEAL_S)
         join(run, second, network, "second")

@@ -63,7 +63,7 @@ def successes(folder: Path) -> list[Row]:
 
 @torch.no_grad()
 def logprobs_of(policy: Path, rows: Sequence[Row]) -> torch.Tensor:
-    """Return [row] summed log-probabilities of what the agent said."""
+    """Return [row] summed log-probabilities of the agent's tokens."""
     model = load_policy(str(policy), device="cpu", gradient_checkpointing=False)
     totals = []
     for row in rows:
@@ -74,7 +74,7 @@ def logprobs_of(policy: Path, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def loss_of(policy: Path, rows: Sequence[Row]) -> float:
-    """Return the mean negative log-likelihood of a token that the agent said, in nats."""
+    """Return the mean negative log-likelihood of an agent token, in nats."""
     num_tokens = sum(int(row.mask[1:].sum()) for row in rows)
     return -float(logprobs_of(policy, rows).sum()) / num_tokens
 

@@ -78,7 +78,7 @@ def num_sessions(hub: Service) -> int:
 
 
 def test_held_back_weights_fix_the_token_lag(tmp_path: Path) -> None:
-    """Played against an outside hub with a token of its own; nobody starts another."""
+    """The run uses an external hub with its own token and starts no other."""
     held_back = ("train.mode=sync", "learner.hold_back_steps=2", "train.num_steps=5")
     with hub_process(["babyai"]) as hub:
         there = (f"envhub.url={hub.target.url}", f"envhub.token={hub.target.token}")

@@ -38,7 +38,7 @@ def engines_of(pids: list[int]) -> list[psutil.Process]:
 
 
 def actors_of(run: Run) -> dict[str, float]:
-    """Return the tokens per second of each actor that the scheduler hears of."""
+    """Return the tokens per second of each actor in the scheduler's status."""
     with suppress(FileNotFoundError, json.JSONDecodeError):
         return {a["name"]: a["tokens_per_s"] or 0 for a in run.read("status.json")["actors"]}
     return {}

@@ -1,4 +1,4 @@
-"""What a real run says of its limit, and what following its advice brings."""
+"""The verdict of a real run, and the effect of following its advice."""
 
 from pathlib import Path
 
