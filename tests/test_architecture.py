@@ -1,4 +1,4 @@
-"""The laws of the code's shape: who imports whom, how long things get, what lies where."""
+"""The laws of the code's shape: imports, lengths and locations."""
 
 import ast
 import os
@@ -158,7 +158,7 @@ def test_imports_have_no_cycles() -> None:
     }
     while leaves := {module for module, reached in arrows.items() if not reached & set(arrows)}:
         arrows = {module: reached for module, reached in arrows.items() if module not in leaves}
-    assert sorted(arrows) == []  # what is left reaches a cycle
+    assert sorted(arrows) == []  # The remaining modules reach a cycle.
 
 
 def test_vllm_is_imported_only_in_the_engine() -> None:
@@ -284,7 +284,7 @@ STARTERS = ("run", "Popen", "call", "check_call", "check_output")
 
 
 def _called(call: ast.Call) -> str:
-    """Return the last word of what is called, such as `open` of `path.open`."""
+    """Return the last part of the called name, such as `open` of `path.open`."""
     found = call.func
     if isinstance(found, ast.Attribute):
         return found.attr
@@ -343,7 +343,7 @@ def test_help_is_fast_without_heavy_libraries() -> None:
         "try:\n    run.main(['--help'])\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'vllm', 'transformers', 'numpy', 'fastapi', 'zmq'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "assert time.process_time() < 1.0, time.process_time()\n"  # of our own, whoever else works
+        "assert time.process_time() < 1.0, time.process_time()\n"  # CPU time of this process
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=30

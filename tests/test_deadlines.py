@@ -1,4 +1,4 @@
-"""No wait without a deadline: whoever waits for another process says how long, or why not."""
+"""Every wait for another process has a deadline, or an exemption with a reason."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Laws of what is installed: declared is what is imported, locked what is declared or needed."""
+"""Laws of dependencies: imported packages are declared, and declared packages are locked."""
 
 import ast
 import importlib.metadata
