@@ -83,8 +83,7 @@ async def refuse_a_damaged_one(rig: Rig) -> None:
             ),
         )
     await asyncio.gather(*sending)
-    assert (
-        str(refused.value).count("is damaged: checksum") == NUM_WORKERS
-    )  # Each worker reports it.
+    # Each worker reports it.
+    assert str(refused.value).count("is damaged: checksum") == NUM_WORKERS
     turn = await rig.generate("after", [5, 6], max_tokens=8)
     assert turn.versions == forced(turn) == [3] * 8

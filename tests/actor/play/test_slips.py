@@ -23,9 +23,8 @@ from tests.actor.toy_servers import serve
 from tests.configs import edited
 
 ITEM = "GoToObjMazeS4-train-3"
-Played = list[
-    tuple[str, str | None, bool, set[str]]
-]  # Action, expert action, slipped, valid actions so far.
+# Action, expert action, slipped, valid actions so far.
+Played = list[tuple[str, str | None, bool, set[str]]]
 
 
 def play(slip_frac: float, num_turns: int = 40) -> Played:
