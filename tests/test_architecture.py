@@ -1,4 +1,4 @@
-"""The laws of the code's shape: who imports whom, how long things get, what lies where."""
+"""The laws of the code's shape: imports, lengths and locations."""
 
 import ast
 import os
@@ -151,14 +151,14 @@ def test_core_stays_within_its_budget() -> None:
     assert sum(len(_text(path).splitlines()) for path in core) <= MAX_CORE_LINES
 
 
-def test_no_module_reaches_itself_through_its_imports() -> None:
+def test_imports_have_no_cycles() -> None:
     modules = {_module(path): path for path in SOURCES}
     arrows = {
         module: set(_imported(path)) & set(modules) - {module} for module, path in modules.items()
     }
     while leaves := {module for module, reached in arrows.items() if not reached & set(arrows)}:
         arrows = {module: reached for module, reached in arrows.items() if module not in leaves}
-    assert sorted(arrows) == []  # what is left reaches a cycle
+    assert sorted(arrows) == []  # The remaining modules reach a cycle.
 
 
 def test_vllm_is_imported_only_in_the_engine() -> None:
@@ -201,14 +201,14 @@ def _http_clients(path: Path) -> set[str]:
     return imported | (names & HTTP_CLASSES)
 
 
-def test_http_clients_are_made_in_one_package_only() -> None:
+def test_http_clients_are_made_in_one_package() -> None:
     own = ROOT / "common" / "http"
     others = [path for path in SOURCES if not path.is_relative_to(own)]
     found = {_name(path): clients for path in others if (clients := _http_clients(path))}
     assert found.keys() == HTTP_CLIENTS_ELSEWHERE, found
 
 
-def test_file_is_at_most_500_lines_long_and_rarely_over_300() -> None:
+def test_file_length_is_limited_to_500_lines() -> None:
     lengths = {_name(path): len(_text(path).splitlines()) for path in SOURCES}
     assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
     longer = {name: n for name, n in lengths.items() if n > USUAL_FILE_LINES}
@@ -227,7 +227,7 @@ def test_tests_lie_where_the_code_lies() -> None:
     assert {home for home in homes if not (ROOT / home).is_dir()} == set()
 
 
-def test_function_is_at_most_60_lines_long_and_usually_at_most_10() -> None:
+def test_function_length_is_limited_to_60_lines() -> None:
     lengths = {
         f"{_name(path)}:{node.name}:{node.lineno}": _num_lines(node) for path, node in _functions()
     }
@@ -284,7 +284,7 @@ STARTERS = ("run", "Popen", "call", "check_call", "check_output")
 
 
 def _called(call: ast.Call) -> str:
-    """Return the last word of what is called, such as `open` of `path.open`."""
+    """Return the last part of the called name, such as `open` of `path.open`."""
     found = call.func
     if isinstance(found, ast.Attribute):
         return found.attr
@@ -308,7 +308,7 @@ def _opens_text_in_the_encoding_of_the_locale(call: ast.Call) -> bool:
     return name in OPENERS and bool(TEXT_MODES & {*words})
 
 
-def test_every_text_file_and_pipe_names_its_encoding() -> None:
+def test_every_text_stream_names_its_encoding() -> None:
     folders = (*PACKAGES, "benchmarks", "tests", "docs")
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     unnamed = [
@@ -320,7 +320,7 @@ def test_every_text_file_and_pipe_names_its_encoding() -> None:
     assert unnamed == []
 
 
-def test_command_line_keeps_the_variables_of_the_user() -> None:
+def test_command_line_keeps_the_environment_variables() -> None:
     code = (
         "import os\nbefore = dict(os.environ)\nimport run\n"
         "try:\n    run.main(['--help'])\nexcept SystemExit:\n    pass\n"
@@ -337,13 +337,13 @@ def test_command_line_keeps_the_variables_of_the_user() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_help_imports_no_heavy_library_and_answers_within_a_second() -> None:
+def test_help_is_fast_without_heavy_libraries() -> None:
     code = (
         "import sys, time, run\n"
         "try:\n    run.main(['--help'])\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'vllm', 'transformers', 'numpy', 'fastapi', 'zmq'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "assert time.process_time() < 1.0, time.process_time()\n"  # of our own, whoever else works
+        "assert time.process_time() < 1.0, time.process_time()\n"  # CPU time of this process
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=30
@@ -366,7 +366,7 @@ def _offered(module: str) -> set[str]:
     return names
 
 
-def test_what_an_example_imports_from_the_product_is_there() -> None:
+def test_example_imports_exist_in_the_product() -> None:
     missing: list[str] = []
     for path in sorted((ROOT / "docs").rglob("*.py")):
         for node in ast.walk(ast.parse(_text(path))):

@@ -1,4 +1,4 @@
-"""No wait without a deadline: whoever waits for another process says how long, or why not."""
+"""Every wait for another process has a deadline, or an exemption with a reason."""
 
 import ast
 from collections.abc import Iterator
@@ -85,12 +85,12 @@ def _unbound(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_wait_has_a_deadline_or_a_reason(package: str) -> None:
+def test_every_wait_has_a_deadline_or_reason(package: str) -> None:
     files = sorted((ROOT / package).rglob("*.py"))
     assert [each for path in files for each in _unbound(path)] == []
 
 
-def test_wait_without_a_deadline_is_found_and_one_with_it_is_none() -> None:
+def test_only_waits_without_a_deadline_are_found() -> None:
     source = """
 async def f(event, queue, thread, process):
     await event.wait()
@@ -112,7 +112,7 @@ async def f(event, queue, thread, process):
     ]
 
 
-def test_every_exception_of_the_law_is_needed() -> None:
+def test_every_deadline_exemption_is_needed() -> None:
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     found = [
         f"{path.relative_to(ROOT).as_posix()}:{each}"

@@ -1,4 +1,4 @@
-"""Laws of what is installed: declared is what is imported, locked what is declared or needed."""
+"""Laws of dependencies: imported packages are declared, and declared packages are locked."""
 
 import ast
 import importlib.metadata
@@ -105,7 +105,7 @@ def test_declared_package_is_locked(lock: str, extra: str) -> None:
     assert declared(extra, "envs", "dev") - locked(lock) == set()
 
 
-def test_locked_package_is_declared_or_needed_by_one_that_is() -> None:
+def test_locked_package_is_declared_or_required() -> None:
     needs = {
         canonical(each.name): {canonical(Requirement(line).name) for line in each.requires or []}
         for each in importlib.metadata.distributions()

@@ -1,4 +1,4 @@
-"""Laws of an actor that is told to end while it is still starting: a real process."""
+"""Laws of an actor that is terminated while it is still starting: a real process."""
 
 import sys
 import time
@@ -30,9 +30,7 @@ run(RunConfig(model=model, actor=ActorSection(name="a", max_concurrent=4)), RunD
 
 
 @pytest.mark.parametrize("moment", ["engine is starting", "engine ready"])
-def test_an_actor_that_is_starting_ends_within_a_second_of_sigterm(
-    tmp_path: Path, moment: str
-) -> None:
+def test_starting_actor_ends_quickly_on_sigterm(tmp_path: Path, moment: str) -> None:
     save_tiny_policy(tmp_path / "policy", is_tied=False)
     create_keys(tmp_path / "keys")
     log = tmp_path / "actor.log"

@@ -36,7 +36,7 @@ def serve(app: FastAPI, *, port: int = 0) -> Iterator[str]:
 
 @dataclass
 class ToyHub:
-    """The game: say "go" twice. The item <subset>-test-9 fails to open; a broken hub, every one."""
+    """The game: answer "go" twice. Item <subset>-test-9 fails to open; in a broken hub, all do."""
 
     is_broken: bool = False
     step_s: float = 0.0
@@ -99,7 +99,7 @@ class ToyHub:
 
 @dataclass
 class ToyEndpoint:
-    """Answers "go", or as its script says: a status, a text, or a whole body; then "go" again."""
+    """Answers by its script (a status, a text or a whole body), and "go" afterwards."""
 
     script: list[int | str | dict[str, Any]] = field(default_factory=list[Any])
     texts: dict[int, str] = field(default_factory=dict[int, str])  # status -> body

@@ -22,7 +22,7 @@ def cpu_with_tiles(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_cpu_without_tiles_is_not_asked_about(tmp_path: Path) -> None:
+def test_cpu_without_tiles_skips_the_kernel_request(tmp_path: Path) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text(
         "processor\t: 0\nflags\t\t: fpu avx2\nmodel name\t: amx_tile\n", encoding="utf-8"
@@ -41,7 +41,7 @@ def test_a_cpu_without_tiles_is_not_asked_about(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "permission"), [(0, TilePermission.GRANTED), (-1, TilePermission.REFUSED)]
 )
-def test_the_kernels_answer_is_returned(
+def test_kernel_answer_is_returned(
     cpu_with_tiles: Path, answer: int, permission: TilePermission
 ) -> None:
     asked: list[tuple[int, int]] = []
@@ -54,6 +54,6 @@ def test_the_kernels_answer_is_returned(
     assert asked == [(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)]
 
 
-def test_the_real_kernel_grants_tiles_exactly_where_there_are_some(cpu_with_tiles: Path) -> None:
+def test_kernel_grants_tiles_exactly_where_available(cpu_with_tiles: Path) -> None:
     expected = TilePermission.GRANTED if "amx_tile" in cpu_flags() else TilePermission.REFUSED
     assert request_tiles(cpu_with_tiles) is expected

@@ -17,7 +17,7 @@ from common.store.run_dir import RunDir
 BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); input()"
 
 
-def test_what_descendants_use_is_counted_by_role_and_goes_on_with_the_run(tmp_path: Path) -> None:
+def test_descendant_cpu_is_counted_per_role(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     run_dir.ledger.write_text('{"trained": 2}', encoding="utf-8")
     assert cpu_metrics(run_dir) == {}
@@ -29,7 +29,7 @@ def test_what_descendants_use_is_counted_by_role_and_goes_on_with_the_run(tmp_pa
         first = cpu_seconds(run_dir)
         assert 0.25 <= first["actor"] < 1.0  # the system counts in ticks
         assert first["launcher"] > 0.0
-        CpuWatch(run_dir).sample()  # of the launcher that goes on with the run
+        CpuWatch(run_dir).sample()  # The launcher after a restart.
         assert cpu_seconds(run_dir)["actor"] >= 2 * first["actor"] - 0.05
         child.communicate(b"\n")
     found = cpu_metrics(run_dir)
@@ -38,7 +38,7 @@ def test_what_descendants_use_is_counted_by_role_and_goes_on_with_the_run(tmp_pa
     assert abs(found["cpu/per_trained_episode_s"] - total / 2) < 1e-6
 
 
-def test_what_others_use_of_the_cores_is_told_apart(tmp_path: Path) -> None:
+def test_cpu_use_of_other_programs_is_separate(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     watch = CpuWatch(run_dir)
     watch.sample()
@@ -50,7 +50,7 @@ def test_what_others_use_of_the_cores_is_told_apart(tmp_path: Path) -> None:
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as parent:
         assert parent.stdout is not None
-        parent.stdout.readline()  # of the child, which belongs to nobody here any more
+        parent.stdout.readline()  # From the detached child.
         before = cpu_metrics(run_dir)["cpu/others_s"]
         watch.sample()
         assert cpu_metrics(run_dir)["cpu/others_s"] - before >= 0.2
@@ -61,9 +61,7 @@ def test_what_others_use_of_the_cores_is_told_apart(tmp_path: Path) -> None:
 UNNAMED = "from setproctitle import setproctitle\nprint(flush=True); input()\nsetproctitle(' ')\n"
 
 
-def test_a_process_keeps_its_role_when_its_command_line_is_gone_as_in_one_that_exits(
-    tmp_path: Path,
-) -> None:
+def test_exiting_process_keeps_its_role(tmp_path: Path) -> None:
     watch = CpuWatch(RunDir(root=tmp_path))
     argv = [sys.executable, "-c", UNNAMED + BURN, "run.py learner"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -81,10 +79,8 @@ def test_a_process_keeps_its_role_when_its_command_line_is_gone_as_in_one_that_e
 
 
 @pytest.mark.slow
-def test_what_short_lived_children_of_a_role_use_is_the_role_s_and_nobody_else_s(
-    tmp_path: Path,
-) -> None:
-    """Agents begin and end between two looks; the system tells their parent what they used."""
+def test_short_lived_children_count_for_their_role(tmp_path: Path) -> None:
+    """Agents start and end between two samples; their parent's counters include them."""
     quick = "import time\nwhile time.process_time() < 0.3: pass"
     code = f"""
 import subprocess, sys
@@ -110,13 +106,13 @@ for _ in range(2):
     assert 0.25 <= first < 1.0
     assert 0.25 <= second - first < 1.0
     before = watch.used()
-    watch.look()  # the role has ended, and its parent is told of all of it
+    watch.look()  # The parent counts the ended role.
     after = watch.used()
     assert after["actor"] == before["actor"]
     assert after["launcher"] - before["launcher"] < 0.25
 
 
-def test_quota_of_a_container_bounds_its_cores_and_what_is_busy_in_it(tmp_path: Path) -> None:
+def test_container_quota_bounds_cores_and_busy_time(tmp_path: Path) -> None:
     (tmp_path / "cgroup").write_text("0::/pod/app\n", encoding="utf-8")
     mount = f"30 23 0:1 / {tmp_path} rw - cgroup2 cgroup2 rw\n"
     (tmp_path / "mountinfo").write_text(mount, encoding="utf-8")
@@ -130,7 +126,7 @@ def test_quota_of_a_container_bounds_its_cores_and_what_is_busy_in_it(tmp_path: 
     assert busy_s(tmp_path) == 7.25
 
 
-def test_roles_of_other_nodes_are_counted_once_by_what_they_tell(tmp_path: Path) -> None:
+def test_remote_roles_are_counted_once_by_reports(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     run_dir.alive.mkdir()
     told = {"boot_id": boot_id(), "began_at": 0.0, "written_at": 0.0}
@@ -153,12 +149,12 @@ def test_roles_of_other_nodes_are_counted_once_by_what_they_tell(tmp_path: Path)
     found = look(before, own, again)
     assert (found["cpu/actor_s"], found["cpu/actor_elsewhere_s"]) == (42.0, 42.0)
     assert (found["cpu/envhub_s"], found["cpu/envhub_elsewhere_s"]) == (5.0, 5.0)
-    after = CpuWatch(run_dir)  # of the launcher that goes on with the run
+    after = CpuWatch(run_dir)  # The launcher after a restart.
     found = look(after, own, {**again, "cpu_s": 3.0})
     assert (found["cpu/actor_s"], found["cpu/envhub_s"]) == (43.0, 5.0)
 
 
-def test_what_a_launcher_before_left_in_the_status_is_not_counted_again(tmp_path: Path) -> None:
+def test_stale_status_of_earlier_launcher_is_ignored(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     actor = {"name": "actor-0", "role": "actor", "incarnation": "a", "cpu_s": 900.0}
     run_dir.status.write_text(json.dumps({"actors": [actor]}), encoding="utf-8")

@@ -23,7 +23,7 @@ def test_only_training_groups_have_a_number(name: str, number: int | None) -> No
     assert training_number(name) == number
 
 
-def test_groups_below_a_number_are_the_training_groups_before_it() -> None:
+def test_earlier_training_groups_are_below_a_number() -> None:
     assert is_below("g0000004/1", 5)
     assert not is_below("g0000005", 5)
     assert not is_below("eval-before-model/0", 5)

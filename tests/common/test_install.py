@@ -1,4 +1,4 @@
-"""Laws of what set-up says while pip installs, on lines of a real pip."""
+"""Laws of the progress output during installation, on lines of a real pip."""
 
 import subprocess
 import sys
@@ -28,13 +28,13 @@ from common.repository import ROOT
         ("ERROR: No matching distribution found for x==1", ["ERROR: No matching distribution"]),
     ],
 )
-def test_each_package_is_one_line_with_its_size(line: str, shown: list[str]) -> None:
+def test_each_package_gets_one_line_with_size(line: str, shown: list[str]) -> None:
     found = [*Progress(2).read(line)]
     assert len(found) == len(shown)
     assert all(text.startswith(start) for text, start in zip(found, shown, strict=True))
 
 
-def test_package_is_counted_once_however_often_pip_names_it() -> None:
+def test_repeated_package_is_counted_once() -> None:
     progress = Progress(2)
     line = "  Downloading idna-3.20-py3-none-any.whl (65 kB)"
     assert [*progress.read(line)] == ["[1/2] idna 3.20 (65 kB)"]

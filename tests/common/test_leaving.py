@@ -23,7 +23,7 @@ if __name__ == "__main__":
 """
 
 
-def test_process_that_leaves_at_once_leaks_no_semaphores(tmp_path: Path) -> None:
+def test_immediate_exit_leaks_no_semaphores(tmp_path: Path) -> None:
     script = tmp_path / "leaves.py"
     script.write_text(LEAVES, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -6,7 +6,7 @@ from common.launch.process import read_tail
 from common.log import begin_anew
 
 
-def test_a_log_that_is_too_large_is_kept_once_and_its_writer_goes_on(tmp_path: Path) -> None:
+def test_oversized_log_is_rotated_under_its_writer(tmp_path: Path) -> None:
     path, small = tmp_path / "learner.log", tmp_path / "actor-0.log"
     small.write_text("few words", encoding="utf-8")
     with path.open("ab", buffering=0) as log:  # as a role's output is appended

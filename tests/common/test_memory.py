@@ -14,7 +14,7 @@ from common.memory import trim_heap
 from common.repository import ROOT
 
 
-def test_trimming_returns_what_was_freed() -> None:
+def test_trimming_returns_freed_memory() -> None:
     process = psutil.Process()
     # Small enough for the heap, large together; the last one keeps the heap's end in use.
     blocks = [torch.ones(4_000) for _ in range(5_000)]
@@ -30,9 +30,7 @@ def test_trimming_returns_what_was_freed() -> None:
 @pytest.mark.parametrize(
     ("given", "kept"), [("", "pinned_max_round_threshold_mb:1"), ("backend:native", "")]
 )
-def test_pinned_memory_is_taken_exactly_unless_the_user_said_otherwise(
-    given: str, kept: str
-) -> None:
+def test_pinned_memory_is_exact_unless_configured(given: str, kept: str) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     environ = {name: value for name, value in os.environ.items() if name not in names}
     environ |= {"PYTORCH_CUDA_ALLOC_CONF": given} if given else {}
@@ -45,10 +43,10 @@ def test_pinned_memory_is_taken_exactly_unless_the_user_said_otherwise(
     done = subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, encoding="utf-8", timeout=60
     )
-    assert done.stdout.splitlines() == [kept, kept or given]  # torch has heard it
+    assert done.stdout.splitlines() == [kept, kept or given]  # torch uses it.
 
 
-def test_a_learner_takes_pinned_memory_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learner_allocates_pinned_memory_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)  # whatever happens here ends with the test

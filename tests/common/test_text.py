@@ -12,7 +12,7 @@ def test_control_characters_reach_no_log() -> None:
     assert log_text("half \ud83d \u5b57 \u05e9") == "half \ufffd \u5b57 \u05e9"
 
 
-def test_a_log_line_survives_any_text() -> None:
+def test_log_line_survives_any_text() -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="")
     handler = logging.StreamHandler(out)
     handler.setFormatter(PlainFormatter(FORMAT.format(role="actor-0")))
@@ -23,5 +23,5 @@ def test_a_log_line_survives_any_text() -> None:
     assert written.endswith("action=\\x1b[31m\ufffd\\r\n")
 
 
-def test_json_holds_letters_as_themselves() -> None:
+def test_json_keeps_letters_unescaped() -> None:
     assert json_bytes({"a": "\u5b57"}) == '{"a": "\u5b57"}'.encode()

@@ -24,7 +24,7 @@ class Block:
 
     page: Path
     line: int  # of its first line, from 1
-    language: str  # "" if none is said
+    language: str  # "" if none is given
     text: str
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """How each command of the documentation is checked. The first rule that matches holds.
 
-A command that no rule matches fails: a page may show nothing that nobody checks.
+A command that no rule matches fails: every command on a page is checked.
 """
 
 import re
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class How(StrEnum):
-    """What becomes of a command.
+    """The check of a command.
 
     run: it is run as it stands. dry: with --dry-run. config: its configuration is loaded and
     checked. parse: only the words of the command line are. make: `make -n`. collect: pytest's
@@ -26,7 +26,7 @@ class How(StrEnum):
 
 
 class Rule(NamedTuple):
-    """What a command looks like, how it is checked and, where it is not run, why not."""
+    """The pattern of a command, its check and, if it is not run, the reason."""
 
     pattern: str
     how: How
@@ -70,5 +70,5 @@ FOREIGN = {"openenv": "tests/envhub/interop runs it, in an environment of its ow
 
 
 def rule_of(command: str) -> Rule | None:
-    """Return how a command is checked; None if nobody knows."""
+    """Return the rule that checks a command, or None."""
     return next((rule for rule in RULES if re.match(rule.pattern, command)), None)

@@ -1,4 +1,4 @@
-"""Every command and code block of the documentation holds: it is run, or the table says why not."""
+"""Every documented command and code block works: it is run, or the table gives a reason."""
 
 import io
 import json
@@ -38,7 +38,7 @@ COMMANDS = {
     if "..." not in command or "model.path=..." in command
 }
 RULED = [(each, rule) for each in COMMANDS if (rule := rule_of(each))]
-STAND_INS = (  # for what is no command but the shape of one, and what only a reader has
+STAND_INS = (  # Replace placeholders and the reader's own values.
     (r"model\.path=/models/\S+\0?", ""),
     (r"model\.path=(\.\.\.|runs/[^\0]+|FOLDER)(?=\0|$)", "model.path=configs/policies/tiny"),
     (r"--config\0(X|my-config)(?=\0|$)", "--config\0quickstart"),
@@ -54,12 +54,12 @@ STAND_INS = (  # for what is no command but the shape of one, and what only a re
 )
 
 
-def test_every_block_says_what_it_is():
+def test_every_code_block_declares_its_language():
     unmarked = [str(block) for block in BLOCKS if block.language not in LANGUAGES]
     assert unmarked == []
 
 
-def test_no_command_hides_in_a_block_of_text():
+def test_text_blocks_hide_no_command():
     hidden = [
         f"{block}: {line}"
         for block in BLOCKS
@@ -70,7 +70,7 @@ def test_no_command_hides_in_a_block_of_text():
     assert hidden == []
 
 
-def test_every_command_is_checked_in_some_way_and_what_is_not_run_has_a_reason():
+def test_every_command_is_checked_or_excused():
     known = {command for command, _ in RULED}
     assert [f"{where}: {each}" for each, where in COMMANDS.items() if each not in known] == []
     assert [rule.pattern for rule in RULES if rule.how is not How.RUN and not rule.reason] == []
@@ -98,7 +98,7 @@ def staged(words: list[str], stage: Path) -> list[str]:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Carry out a command line in this process; return what it said."""
+    """Run a command line in this process; return its output."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "stdin", io.StringIO("q\n"))
 
@@ -117,7 +117,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "rule"), RULED, ids=[command for command, _ in RULED])
-def test_command_of_the_documentation_holds(
+def test_documented_command_works(
     command: str, rule: Rule, stage: Path, call: Callable[..., str], tmp_path: Path
 ):
     words = shlex.split(command)
@@ -148,7 +148,7 @@ def test_command_of_the_documentation_holds(
 @pytest.mark.parametrize(
     "block", [b for b in BLOCKS if b.language in ("python", "yaml", "json")], ids=str
 )
-def test_code_block_of_the_documentation_works(block: Block, tmp_path: Path):
+def test_documented_code_block_works(block: Block, tmp_path: Path):
     if block.language == "python":
         code = compile(block.text, str(block), "exec")
         if not any(
@@ -164,13 +164,13 @@ def test_code_block_of_the_documentation_works(block: Block, tmp_path: Path):
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in SCRIPTS], ids=str)
-def test_script_of_the_documentation_parses(block: Block):
+def test_documented_script_parses(block: Block):
     subprocess.run(["bash", "-n"], input=block.text, encoding="utf-8", check=True)
 
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
-    """The address of a hub, started as the page says."""
+    """The address of a hub, started by the documented command."""
     argv = [sys.executable, "run.py", "envhub", "env=textcraft,babyai", "port=0"]
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8") as process:
         assert process.stdout is not None
@@ -181,14 +181,14 @@ def hub() -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [b for b in BLOCKS if "curl" in b.text], ids=str)
-def test_requests_of_the_documentation_are_answered(block: Block, hub: str):
+def test_documented_requests_are_answered(block: Block, hub: str):
     asked = re.sub(r"localhost:8080|127\.0\.0\.1:8080", hub.removeprefix("http://"), block.text)
     script = 'set -euo pipefail; curl() { command curl -fsS "$@"; }\n' + asked
     done = subprocess.run(["bash"], input=script, encoding="utf-8", capture_output=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_reference_of_the_configuration_is_current():
+def test_configuration_reference_is_current():
     page = ROOT / "docs" / "CONFIGURATION.md"
     written = page.read_text(encoding="utf-8")
     assert written == help_text(["reference"]), (
@@ -196,7 +196,7 @@ def test_reference_of_the_configuration_is_current():
     )
 
 
-def test_links_of_the_documentation_lead_somewhere():
+def test_documentation_links_have_targets():
     lost = [
         f"{page.relative_to(ROOT)}: {target}"
         for page in PAGES
@@ -206,7 +206,7 @@ def test_links_of_the_documentation_lead_somewhere():
     assert lost == []
 
 
-def test_keys_that_the_documentation_names_exist():
+def test_documented_keys_exist():
     sections = "|".join(field_kinds(RunConfig))
     key = re.compile(rf"`(({sections})(\[\d\])?(\.[a-z_0-9]+)+)(=[^`]*)?`")
     files = (".py", ".md", ".json", ".jsonl", ".yaml", ".log", ".html")
@@ -223,6 +223,6 @@ def test_keys_that_the_documentation_names_exist():
 
 
 def is_module(name: str) -> bool:
-    """Return whether a dotted name begins with a package of ours and what is in it."""
+    """Return whether a dotted name begins with one of our modules."""
     path = ROOT.joinpath(*name.split(".")[:2])
     return path.is_dir() or path.with_suffix(".py").is_file()

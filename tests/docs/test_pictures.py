@@ -45,7 +45,7 @@ def url(tmp_path: Path) -> Generator[str]:
         child.stop(timeout_s=10.0)
 
 
-def test_pictures_of_a_finished_run_show_a_training_group(
+def test_finished_run_pictures_show_a_training_group(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(take, "SIZES", {"light": (1280, 900)})
@@ -55,7 +55,7 @@ def test_pictures_of_a_finished_run_show_a_training_group(
     assert found == ["group-light.png", "run-light.png"]
 
 
-def test_view_that_never_has_what_is_wanted_is_named(
+def test_view_that_never_loads_is_named(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(take, "WAIT_MS", 1000)
@@ -65,6 +65,6 @@ def test_view_that_never_has_what_is_wanted_is_named(
         take.main(url, tmp_path / "pictures", "a")
 
 
-def test_missing_run_is_named_instead_of_another_one(url: str, tmp_path: Path) -> None:
+def test_missing_run_is_named_without_a_substitute(url: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"^RUN=b: the dashboard shows no such run, but a$"):
         take.main(url, tmp_path / "pictures", "b")

@@ -98,7 +98,7 @@ class Fleet:
         self.start(f"actor-{number}", "actor", *arguments, node=node)
 
     def _copy(self, node: Node, host: str) -> Path:
-        """Give a node a folder with what it is told of the run, and how it reaches it."""
+        """Give a node a folder with the run's configuration, keys and address."""
         folder = node.folder
         folder.mkdir()
         shutil.copy(self.run_dir.config, folder)
@@ -114,7 +114,7 @@ class Fleet:
         )
 
     def wait_until(self, happened: Callable[[], object], *, timeout_s: float = WAIT_S) -> float:
-        """Wait while everybody lives who was started; return for how long."""
+        """Wait for an event while all roles are alive; return the seconds."""
         started = time.monotonic()
         while not happened():
             assert self.dead() == [], self.said
@@ -201,7 +201,7 @@ def main() -> None:
     import learner.scheduler.main  # noqa: F401 - imported once for all
     from benchmarks.actor import simulated  # noqa: F401
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here asks how they end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # No exit status is collected.
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""Requests that nobody should send: by the OpenAPI document, and bytes on a socket."""
+"""Malformed requests: generated from the OpenAPI document, and bytes on a socket."""
 
 import asyncio
 import contextlib

@@ -27,7 +27,7 @@ def tc(*words: str) -> None:
 
 
 def why_not() -> str:
-    """Return why this machine lets nobody make nodes, "" if it does."""
+    """Return why this machine cannot create nodes, or "" if it can."""
     if not (shutil.which("ip") and shutil.which("unshare")):
         return "ip or unshare is not installed"
     name = f"ls{os.getpid()}try"

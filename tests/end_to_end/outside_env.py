@@ -13,7 +13,7 @@ MAX_WORKERS = 3
 
 
 class OutsideEnv:
-    """Says its process id and how often it was stepped; ends on `end`."""
+    """Reports its process id and number of steps; ends on `end`."""
 
     def __init__(self, style: Style) -> None:
         self._num_steps = 0

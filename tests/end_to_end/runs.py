@@ -48,7 +48,7 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End what is left, by process id."""
+        """End the remaining processes by id."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:

@@ -20,7 +20,7 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_example_of_an_agent_is_trained_and_evaluated(example: str, tmp_path: Path) -> None:
+def test_example_agent_is_trained_and_evaluated(example: str, tmp_path: Path) -> None:
     lifetime, *command = EXAMPLES[example]
     told = json.dumps(command)
     how = ("actor.endpoint=true", f"actor.agent={told}", f"actor.agent_lifetime={lifetime}")

@@ -25,7 +25,7 @@ SHORT = ("train.num_steps=1", "eval.before=false", "eval.after=false")
 
 
 @pytest.mark.parametrize("launcher", ["local", "ray"])
-def test_run_ends_well_beside_a_closed_proxy(tmp_path: Path, launcher: str) -> None:
+def test_run_succeeds_beside_a_closed_proxy(tmp_path: Path, launcher: str) -> None:
     with Run(tmp_path, *SHORT, f"launcher={launcher}", env=CLOSED) as run:
         assert run.wait() == 0, run.output
     assert "restart=" not in run.output
@@ -64,7 +64,7 @@ def evaluate(tmp_path: Path, url: str) -> subprocess.CompletedProcess[str]:
     return command("eval", "--config", "smoke", *own, *policy)
 
 
-def test_evaluation_reaches_hub_and_endpoint_beside_a_closed_proxy(tmp_path: Path) -> None:
+def test_evaluation_bypasses_a_closed_proxy(tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Policy)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -77,13 +77,13 @@ def test_evaluation_reaches_hub_and_endpoint_beside_a_closed_proxy(tmp_path: Pat
     assert done.returncode == 0, done.stderr
 
 
-def test_endpoint_elsewhere_names_the_proxy_that_failed(tmp_path: Path) -> None:
+def test_remote_endpoint_error_names_the_failed_proxy(tmp_path: Path) -> None:
     done = evaluate(tmp_path, "http://elsewhere.example/v1")
     assert done.returncode != 0
     assert "of http_proxy; add elsewhere.example to no_proxy" in done.stderr
 
 
-def test_server_elsewhere_names_the_proxy_that_failed() -> None:
+def test_remote_server_error_names_the_failed_proxy() -> None:
     url = ("env.url=http://elsewhere.example:80", "env.dialect=openenv")
     done = command("check-env", "openenv", *url)
     assert done.returncode == 2

@@ -13,10 +13,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 TIMEOUT_S = 1_200.0
 MIN_FAULTS = 8
-HAPPENED = {"clock jumps", "half characters"}  # for these nobody needs to be an administrator
+HAPPENED = {"clock jumps", "half characters"}  # These need no administrator rights.
 
 
-def test_faults_on_every_role_lose_no_episode_and_train_none_twice(tmp_path: Path) -> None:
+def test_faults_neither_lose_nor_repeat_episodes(tmp_path: Path) -> None:
     path = tmp_path / "chaos.json"
     done = subprocess.run(
         [sys.executable, "run.py", "bench", "--suite", "chaos-short", "--json", str(path)],

@@ -1,4 +1,4 @@
-"""Laws of a run whose hub stands still, whose actors go for ever, or whose scheduler is cut off."""
+"""Laws of a run with a suspended hub, lost actors or a disconnected scheduler."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SLOTS = 32
 ENV_TIMEOUT_S = 5.0
-STOPPED_S = 13.0  # longer than that, and than a silent hub is told of
+STOPPED_S = 13.0  # Longer than that and than the hub's silence limit.
 CUT_S = 40.0
 BACK_S = 15.0  # from the end of a cut to the next steps
 GONE_S = 10.0  # after which others' pace is what it was
@@ -63,9 +63,7 @@ def fleet(
     return fleet
 
 
-def test_a_hub_that_stands_still_for_longer_than_a_step_may_take_fails_no_episode(
-    fleet: Fleet,
-) -> None:
+def test_long_hub_stall_fails_no_episode(fleet: Fleet) -> None:
     hub, before = fleet.roles["envhub"].pid, fleet.ledger()
     os.kill(hub, signal.SIGSTOP)
     try:
@@ -90,13 +88,13 @@ def test_a_hub_that_stands_still_for_longer_than_a_step_may_take_fails_no_episod
     assert fleet.ledger()["reissued"] == before["reissued"], "they are played again where they were"
 
 
-def test_roles_that_are_stopped_together_and_go_on_blame_nobody(fleet: Fleet) -> None:
-    """As on a machine that is suspended; the actor is on another one, and goes on."""
+def test_joint_suspension_declares_no_role_dead(fleet: Fleet) -> None:
+    """Like a suspended machine; the actor is on another machine and continues."""
     before = fleet.ledger()
     roles = [fleet.roles[name] for name in ("learner", "envhub", "scheduler")]
     for role in roles:
         role.suspend()
-    time.sleep(STOPPED_S)  # longer than anybody may be silent
+    time.sleep(STOPPED_S)  # Longer than every silence limit.
     for role in roles:
         role.resume()
     version = before["version"]
@@ -107,16 +105,16 @@ def test_roles_that_are_stopped_together_and_go_on_blame_nobody(fleet: Fleet) ->
 
 
 def busy_slots(fleet: Fleet, name: str) -> float:
-    """How many of an actor's engine's slots are at work: its pace, whatever else the machine does.
+    """Return the mean number of busy engine slots of an actor: its pace under any other load.
 
-    Who waits for leases, for others or for acknowledgements leaves them idle.
+    Slots that wait for leases, rounds or acknowledgements are idle.
     """
     before, began = fleet.worked_s()[name], time.monotonic()
     time.sleep(WINDOW_S)
     return (fleet.worked_s()[name] - before) / (time.monotonic() - began)
 
 
-def test_actors_that_are_killed_stopped_or_cut_off_for_ever_change_no_other_s_pace(
+def test_lost_actors_do_not_slow_the_others(
     fleet: Fleet, network: Network | None, stack: ExitStack, tmp_path: Path
 ) -> None:
     others = ["actor-1", "actor-2"]
@@ -136,7 +134,7 @@ def test_actors_that_are_killed_stopped_or_cut_off_for_ever_change_no_other_s_pa
     if network is not None:
         node.cut()
     time.sleep(GONE_S)
-    for _ in range(3):  # a machine may be busy for a window; who is held up is for all of them
+    for _ in range(3):  # One window may be disturbed by other load.
         after = busy_slots(fleet, "actor-0")
         if abs(after / before - 1) <= 0.05:
             break
@@ -146,7 +144,7 @@ def test_actors_that_are_killed_stopped_or_cut_off_for_ever_change_no_other_s_pa
     fleet.check_books()
 
 
-def test_a_scheduler_that_is_cut_off_from_all_for_forty_seconds_has_them_back_in_seconds(
+def test_scheduler_recovers_from_a_forty_second_cutoff(
     fleet: Fleet, network: Network | None
 ) -> None:
     if network is None:
@@ -160,7 +158,7 @@ def test_a_scheduler_that_is_cut_off_from_all_for_forty_seconds_has_them_back_in
     for node in fleet.nodes.values():
         node.carry()
     took_s = fleet.wait_until(lambda: fleet.ledger()["version"] >= during + 2, timeout_s=BACK_S)
-    # Steps that the learner made meanwhile come at once: new episodes are what it goes on with.
+    # Steps made during the cut arrive at once: only new episodes show that the run continues.
     issued = fleet.ledger()["issued"]
     took_s += fleet.wait_until(lambda: fleet.ledger()["issued"] > issued, timeout_s=BACK_S)
     assert took_s <= BACK_S

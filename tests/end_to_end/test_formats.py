@@ -33,7 +33,7 @@ def said(*words: str) -> str:
     return done.stdout
 
 
-def test_a_run_trains_on_plans_and_shows_reflections_that_it_does_not_learn(tmp_path: Path) -> None:
+def test_run_trains_plans_and_masks_reflections(tmp_path: Path) -> None:
     thinking = ("actor.plan=true", "actor.reflect_every=2", "actor.learn_reflections=false")
     room = ("actor.max_model_len=1024", "eval.before=false", "eval.after=false")
     with Run(tmp_path, *thinking, *room) as run:
@@ -57,7 +57,7 @@ def test_a_run_trains_on_plans_and_shows_reflections_that_it_does_not_learn(tmp_
     assert "--- reflection 3\n" in shown
 
 
-def test_answers_without_a_call_are_invalid_actions_of_an_evaluation(tmp_path: Path) -> None:
+def test_answers_without_a_call_are_invalid_actions(tmp_path: Path) -> None:
     """The tiny policy has never seen a call: each of its turns is invalid, and no failure."""
     policy = tmp_path / "policy"
     shutil.copytree(TINY, policy)
@@ -72,7 +72,7 @@ def test_answers_without_a_call_are_invalid_actions_of_an_evaluation(tmp_path: P
         assert each.num_invalid_actions == each.num_turns
 
 
-def test_a_template_without_tools_is_refused_before_anything_is_played(tmp_path: Path) -> None:
+def test_template_without_tools_is_refused_before_playing(tmp_path: Path) -> None:
     for command in (["eval"], []):
         words = [*command, "--config", "smoke", f"run.dir={tmp_path}", "run.name=e"]
         done = subprocess.run(

@@ -23,7 +23,7 @@ def links() -> set[Path]:
 @pytest.mark.timeout(LIMIT_S + 300)
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user: needs root")
 @pytest.mark.skipif(not all(map(shutil.which, NEEDS)), reason="needs unshare, setpriv and ip")
-def test_run_ends_well_on_a_machine_that_leaves_everything_out() -> None:
+def test_run_succeeds_on_a_minimal_machine() -> None:
     if reason := why_not():
         pytest.skip(reason)
     before = links()

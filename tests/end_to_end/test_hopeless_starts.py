@@ -10,7 +10,7 @@ from tests.end_to_end.runs import REPOSITORY, Run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_model_that_is_removed_after_the_checks_ends_the_run(tmp_path: Path) -> None:
+def test_model_removed_after_checks_ends_the_run(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(REPOSITORY / "configs/policies/tiny", model)
     with Run(tmp_path, f"model.path={model}") as run:
@@ -24,7 +24,7 @@ def test_model_that_is_removed_after_the_checks_ends_the_run(tmp_path: Path) -> 
     assert "restart=" not in run.output
 
 
-def test_engine_argument_that_vllm_refuses_ends_the_run(tmp_path: Path) -> None:
+def test_refused_engine_argument_ends_the_run(tmp_path: Path) -> None:
     with Run(tmp_path, "actor.max_concurrent=50000") as run:
         assert run.wait() == 2, run.output
     assert run.output.splitlines()[-1] == (
@@ -34,7 +34,7 @@ def test_engine_argument_that_vllm_refuses_ends_the_run(tmp_path: Path) -> None:
     assert "restart=" not in run.output
 
 
-def test_engine_that_fails_alike_twice_ends_the_run(
+def test_two_identical_engine_failures_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "100000")  # GiB, more than any machine has

@@ -1,4 +1,4 @@
-"""Requests that nobody should send harm nobody: no 5xx, no lost worker, no changed session.
+"""Malformed requests do no harm: no 5xx, no lost worker, no changed session.
 
 LONGSTRIDE_FUZZ_REQUESTS=20000 for the whole of it.
 """
@@ -75,7 +75,7 @@ async def check_unharmed(target: Target, bystanders: list[Bystander]) -> None:
             assert attacked == await client.step(fresh, action, 2) or each.env == "outside"
 
 
-def test_malformed_requests_get_no_5xx_and_harm_no_worker_and_no_session() -> None:
+def test_malformed_requests_harm_no_worker_or_session() -> None:
     envs = ["outside", *(name for name in ITEMS if name in offline_envs())]
     served = [OUTSIDE if name == "outside" else name for name in envs]
     # A bystander does nothing meanwhile, however long that takes on a busy machine.

@@ -1,4 +1,4 @@
-"""A hub stays the same size: under mixed load, and after sessions that nobody ends.
+"""A hub's memory stays flat: under mixed load, and after abandoned sessions.
 
 LONGSTRIDE_SOAK_S=600 and LONGSTRIDE_ABANDONED=10000 for the whole of it.
 """
@@ -15,7 +15,7 @@ DURATION_S = amount("LONGSTRIDE_SOAK_S", default=20)
 NUM_ABANDONED = amount("LONGSTRIDE_ABANDONED", default=2000)
 
 
-def test_mixed_load_fails_nothing_and_memory_stays_flat() -> None:
+def test_mixed_load_succeeds_with_flat_memory() -> None:
     envs = [name for name in ENVS if name in offline_envs()]
     with hub_process(envs, overrides=[f"envhub.session_lease_s={LEASE_S:g}"]) as hub:
         soak = soak_hub(hub, duration_s=DURATION_S)
@@ -24,7 +24,7 @@ def test_mixed_load_fails_nothing_and_memory_stays_flat() -> None:
     assert soak.growth_frac() <= MAX_GROWTH_FRAC
 
 
-def test_memory_returns_to_the_start_when_abandoned_sessions_expire() -> None:
+def test_expired_sessions_return_their_memory() -> None:
     lease_s = 30.0 if NUM_ABANDONED > 5000 else 5.0
     left = abandon(num_sessions=NUM_ABANDONED, lease_s=lease_s)
     assert left.peak_bytes > left.start_bytes

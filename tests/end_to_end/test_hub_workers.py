@@ -93,7 +93,7 @@ async def kill_under_load(target: Target) -> tuple[list[Loaded], int, float, int
     return list(opened.values()), killed, replaced_s, new_pid
 
 
-def test_killed_worker_ends_only_its_own_sessions_and_is_replaced_in_time() -> None:
+def test_killed_worker_takes_only_its_own_sessions() -> None:
     with hub_process(["textcraft", OUTSIDE]) as hub:
         sessions, killed, replaced_s, new_pid = run(kill_under_load(hub.target))
         lost = [each for each in sessions if each.pid == killed]

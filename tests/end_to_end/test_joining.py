@@ -1,4 +1,4 @@
-"""Laws of `--join` as a command: what is wrong ends it at once with exit code 2, a hub serves."""
+"""Laws of `--join` as a command: wrong input exits with code 2, and a joined hub serves."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ WITH_BASE = f"model.path={TINY}"  # adapters alone are sent
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[RunDir]:
-    """A scheduler whose hubs are to join; it has begun when its log says that it has."""
+    """A scheduler without its own hubs; it has started once its log reports it."""
     cfg = make_config(num_steps=1, per_step=1)
     task = edited(cfg.tasks[0], {"env": "textcraft", "subset": "depth1"})
     cfg = edited(cfg, {"tasks": [task], "model.path": TINY, "learner.lora": LoraSection(rank=4)})
@@ -56,7 +56,7 @@ def joining(run_dir: RunDir, role: str, *overrides: str, key: Path | None = None
     ]
 
 
-def test_a_hub_that_joins_serves_the_run_and_leaves_with_a_goodbye(run_dir: RunDir) -> None:
+def test_joining_hub_serves_run_and_exits_cleanly(run_dir: RunDir) -> None:
     log = run_dir.root / "hub.txt"
     hub = ChildProcess("hub", joining(run_dir, "envhub"), log_path=log, cwd=ROOT)
     try:
@@ -78,7 +78,7 @@ def test_a_hub_that_joins_serves_the_run_and_leaves_with_a_goodbye(run_dir: RunD
         ("actor", ["model.path=docs"], "model.path=docs: lacks config.json, tokenizer files, *.sa"),
     ],
 )
-def test_a_node_with_a_wrong_key_of_its_own_ends_before_anything_starts(
+def test_wrong_node_key_ends_before_any_start(
     run_dir: RunDir, role: str, overrides: list[str], words: str
 ) -> None:
     argv = joining(run_dir, role, *overrides)

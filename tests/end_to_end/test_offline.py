@@ -63,7 +63,7 @@ def successes(folder: Path) -> list[Row]:
 
 @torch.no_grad()
 def logprobs_of(policy: Path, rows: Sequence[Row]) -> torch.Tensor:
-    """Return [row] summed log-probabilities of what the agent said."""
+    """Return [row] summed log-probabilities of the agent's tokens."""
     model = load_policy(str(policy), device="cpu", gradient_checkpointing=False)
     totals = []
     for row in rows:
@@ -74,12 +74,12 @@ def logprobs_of(policy: Path, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def loss_of(policy: Path, rows: Sequence[Row]) -> float:
-    """Return the mean negative log-likelihood of a token that the agent said, in nats."""
+    """Return the mean negative log-likelihood of an agent token, in nats."""
     num_tokens = sum(int(row.mask[1:].sum()) for row in rows)
     return -float(logprobs_of(policy, rows).sum()) / num_tokens
 
 
-def test_evolve_plays_keeps_what_succeeded_and_learns_it(evolved: Path) -> None:
+def test_evolve_trains_on_its_successful_episodes(evolved: Path) -> None:
     summary = json.loads(
         (evolved / "evolve" / "iteration-0" / "played.json").read_text(encoding="utf-8")
     )
@@ -92,9 +92,7 @@ def test_evolve_plays_keeps_what_succeeded_and_learns_it(evolved: Path) -> None:
     assert gain > loss_of(BASE, lost) - loss_of(evolved / "policy", lost)
 
 
-def test_sft_on_a_journal_learns_the_newest_successes_it_may_take(
-    evolved: Path, tmp_path: Path
-) -> None:
+def test_sft_on_a_journal_learns_newest_successes(evolved: Path, tmp_path: Path) -> None:
     rows = successes(evolved)
     num_trained = len(rows) // 2
     run(
@@ -111,9 +109,7 @@ def test_sft_on_a_journal_learns_the_newest_successes_it_may_take(
     assert loss_of(tmp_path / "policy", taken) < loss_of(BASE, taken) - 0.02
 
 
-def test_dpo_prefers_what_succeeded_in_the_pairs_of_a_journal(
-    evolved: Path, tmp_path: Path
-) -> None:
+def test_dpo_prefers_the_successes_of_journal_pairs(evolved: Path, tmp_path: Path) -> None:
     pairs = make_pairs(episodes(evolved), DpoSection(max_pairs_per_item=1), seed=0)
     num_trained = 2 * len(pairs) // 3
     assert num_trained >= 10

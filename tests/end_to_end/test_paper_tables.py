@@ -27,9 +27,9 @@ NUM_ITEMS = 60
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_paper_tables_are_played_at_the_papers_turns_and_laid_out_like_them(tmp_path: Path):
+def test_paper_tables_use_published_turns_and_layout(tmp_path: Path):
     tasks = [f"{{env: {env}, subset: {subset}}}" for env in TABLES for subset in SUBSETS[env]]
-    endpoint = ToyEndpoint()  # says "go" for ever, which is no action anywhere
+    endpoint = ToyEndpoint()  # Always answers "go", an invalid action.
     with serve(endpoint.app()) as url:
         argv = [sys.executable, "run.py", "eval", "--config", "agentgym-paper-tables"]
         argv += [f"run.dir={tmp_path}", "run.name=p", f"tasks=[{', '.join(tasks)}]"]

@@ -12,14 +12,12 @@ from tests.venvs import UNREACHABLE
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # an environment is made, twice a run
 
 
-def test_all_sides_make_a_few_steps_and_their_policies_are_scored(
-    tmp_path: Path, repository: Path
-) -> None:
+def test_all_sides_train_and_are_scored(tmp_path: Path, repository: Path) -> None:
     path = tmp_path / "peer.json"
     done = subprocess.run(
         [
             *(sys.executable, "run.py", "bench", "--suite", "peer", "--json", str(path)),
-            # Long enough for two looks at the processor seconds, one each 5 s.
+            # Long enough for two samples of the CPU time, one every 5 s.
             *(f"run.dir={tmp_path}", "train.num_steps=12", "eval.num_items=8"),
             "study.num_seeds=1",
         ],

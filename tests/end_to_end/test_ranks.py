@@ -21,7 +21,7 @@ def rank_worker_pids(run: Run) -> list[int]:
     return [child.pid for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
-def test_two_ranks_train_and_a_dead_one_restarts_the_learner(tmp_path: Path) -> None:
+def test_dead_rank_restarts_the_two_rank_learner(tmp_path: Path) -> None:
     overrides = ("learner.num_ranks=2", "train.num_steps=6", "eval.before=false")
     patient = ("learner.batch_timeout_s=400", "eval.after=false")
     with Run(tmp_path, *overrides, *patient) as run:

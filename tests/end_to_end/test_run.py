@@ -14,7 +14,7 @@ from tests.end_to_end.runs import REPOSITORY, Run, balances, unbounded
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_run_trains_evaluates_and_accounts_for_every_episode(tmp_path: Path) -> None:
+def test_run_trains_evaluates_and_accounts_for_episodes(tmp_path: Path) -> None:
     # In the engine's own arithmetic a canary is exact; in bf16 it is a mean of too few tokens.
     with Run(tmp_path, "eval.baselines=true", "learner.precision=fp32") as run:
         assert run.wait() == 0, run.output
@@ -45,9 +45,7 @@ def test_run_trains_evaluates_and_accounts_for_every_episode(tmp_path: Path) -> 
     assert any((before[name] != after[name]).any() for name in before)
 
 
-def test_synchronous_run_repeats_itself_bit_for_bit_also_where_it_was_stopped(
-    tmp_path: Path,
-) -> None:
+def test_stopped_sync_run_repeats_bit_for_bit(tmp_path: Path) -> None:
     losses = []
     for name in ("whole", "stopped"):
         folder = tmp_path / name
@@ -79,8 +77,8 @@ def num_sessions(hub: Service) -> int:
         return json.load(answer)["num_sessions"]
 
 
-def test_weights_that_are_held_back_make_every_token_exactly_so_old(tmp_path: Path) -> None:
-    """Played against an outside hub with a token of its own; nobody starts another."""
+def test_held_back_weights_fix_the_token_lag(tmp_path: Path) -> None:
+    """The run uses an external hub with its own token and starts no other."""
     held_back = ("train.mode=sync", "learner.hold_back_steps=2", "train.num_steps=5")
     with hub_process(["babyai"]) as hub:
         there = (f"envhub.url={hub.target.url}", f"envhub.token={hub.target.token}")

@@ -16,7 +16,7 @@ from tests.end_to_end.runs import REPOSITORY, Run, balances, unbounded
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_learner_killed_late_reads_only_what_is_not_settled(tmp_path: Path) -> None:
+def test_killed_learner_rereads_only_unsettled_episodes(tmp_path: Path) -> None:
     overrides = ("train.num_steps=18", "eval.before=false", "eval.after=false")
     checkpoints = ("learner.checkpoint_every_steps=2", "learner.keep_checkpoints=1")
 

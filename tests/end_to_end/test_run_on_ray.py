@@ -38,13 +38,13 @@ def engines_of(pids: list[int]) -> list[psutil.Process]:
 
 
 def actors_of(run: Run) -> dict[str, float]:
-    """Return the tokens per second of each actor that the scheduler hears of."""
+    """Return the tokens per second of each actor in the scheduler's status."""
     with suppress(FileNotFoundError, json.JSONDecodeError):
         return {a["name"]: a["tokens_per_s"] or 0 for a in run.read("status.json")["actors"]}
     return {}
 
 
-def test_node_is_added_and_another_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_run_survives_added_and_killed_nodes(tmp_path: Path) -> None:
     engine = {"num_cpus": 1, "labels": {"kind": "engine"}}
     with (
         tempfile.TemporaryDirectory(prefix="ray-") as folder,

@@ -1,4 +1,4 @@
-"""Runs that are asked to stop, and go on."""
+"""Laws of runs that are stopped and resumed."""
 
 import asyncio
 import json
@@ -20,11 +20,11 @@ ENV_TIMEOUT_S = 4.0
 OVERRIDES = (
     *("train.num_steps=200", "eval.before=false", "eval.after=false"),
     f"actor.env_timeout_s={ENV_TIMEOUT_S}",
-    "run.stop_timeout_s=45",  # more than it stands still and saves, on a busy machine too
+    "run.stop_timeout_s=45",  # Longer than the pause and the checkpoint together.
 )
 
 
-def test_run_stopped_in_a_long_step_saves_and_goes_on_at_the_next_one(tmp_path: Path) -> None:
+def test_run_stopped_mid_step_saves_and_resumes(tmp_path: Path) -> None:
     with Run(tmp_path, *OVERRIDES) as run:
         run.wait_until(lambda: len(run.metrics()) >= 2)
         assert run.probe("ready") == "ready"
@@ -65,7 +65,7 @@ def test_run_stopped_in_a_long_step_saves_and_goes_on_at_the_next_one(tmp_path: 
 
 
 def hub_stands_still(run: Run) -> None:
-    """Stop the hub while versions are published; it goes on as steps are given up."""
+    """Suspend the hub while versions are published; resume it when its steps time out."""
     hub = run.role_pid("envhub")
     os.kill(hub, signal.SIGSTOP)
     time.sleep(ENV_TIMEOUT_S + 1.0)
@@ -78,7 +78,7 @@ def hub_stands_still(run: Run) -> None:
 
 
 async def played_by_own_policy(root: Path) -> str:
-    """Let the run's policy take one action at the dashboard's table; return who took it."""
+    """Let the run's policy take one action at the dashboard's table; return the model's name."""
     table = Table(root=ROOT)
     try:
         first = await table.open("babyai", "GoToLocal-test-0")

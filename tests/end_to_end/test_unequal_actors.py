@@ -33,7 +33,7 @@ OVERRIDES = (
     "learner.max_lag_steps=8",
     "learner.checkpoint_every_steps=1000",
     "actor.max_turn_tokens=4",
-    "learner.lr=1e-7",  # nobody can learn anything here
+    "learner.lr=1e-7",  # The task gives no learning signal.
     "learner.muon_lr=1e-7",
     "learner.batch_timeout_s=600",
     "actor.start_timeout_s=600",
@@ -70,7 +70,7 @@ def num_finished(run: Run) -> dict[str, int]:
     return {each["name"]: each["num_finished"] for each in actors}
 
 
-def test_slow_fast_and_late_actors_all_contribute_and_faster_ones_more(tmp_path: Path) -> None:
+def test_slow_fast_and_late_actors_contribute_proportionally(tmp_path: Path) -> None:
     with Run(tmp_path, *OVERRIDES) as run:
         run.wait_until((run.root / "addresses" / "scheduler").exists)
         with joining(run, "fast", slots=12), joining(run, "slow", slots=2):

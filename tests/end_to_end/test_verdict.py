@@ -1,4 +1,4 @@
-"""What a real run says of its limit, and what following its advice brings."""
+"""The verdict of a real run, and the effect of following its advice."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from benchmarks.learner.verdict import CASES, MIN_RATIO, stage
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_a_slow_environment_is_named_and_what_is_advised_makes_it_faster(tmp_path: Path) -> None:
+def test_verdict_advice_speeds_up_a_slow_environment(tmp_path: Path) -> None:
     """It waits, so more at once are faster on a machine that has no free core, too."""
     case = CASES["slow environment"]
     found = stage("slow environment", case, folder=tmp_path, num_steps=20)

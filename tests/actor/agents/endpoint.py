@@ -24,7 +24,7 @@ MAX_TOKENS, TURN_TOKENS = 4000, 200
 
 @dataclass(slots=True)
 class ByHeart:
-    """A policy that says its texts in turn, the last one for ever; a turn ends as it should."""
+    """A policy that answers its texts in order and repeats the last; each turn ends normally."""
 
     texts: Sequence[str | Exception]
     given: list[list[int]] = field(default_factory=list)
@@ -41,7 +41,7 @@ class ByHeart:
 
 @dataclass(slots=True, kw_only=True)
 class Endpoint:
-    """What a test asks, and what is captured of it."""
+    """The client of a test and the captured episode."""
 
     server: AgentServer
     episode: AgentEpisode

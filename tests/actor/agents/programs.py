@@ -56,7 +56,7 @@ while True:
 
 
 async def act(ids: list[int], _: Session) -> Turn:
-    """Say what depends on the whole prompt; now and then without an end of turn."""
+    """Sample an answer from the whole prompt, sometimes without an end of turn."""
     number = sum(i * each for i, each in enumerate(ids)) % 97
     said = TOKENIZER.encode(f"go north {number}", add_special_tokens=False)[: TURN_TOKENS - 1]
     is_stopped = number % 3 > 0

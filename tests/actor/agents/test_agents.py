@@ -1,4 +1,4 @@
-"""Laws of agents that run their own loop: what they were answered is what is trained on."""
+"""Laws of agents that run their own loop: training uses exactly the sampled answers."""
 
 import asyncio
 import json
@@ -53,23 +53,21 @@ from tests.venvs import python_with
         replace(LEASE, horizon=60, horizon_unit=HorizonUnit.TOKENS, max_turns=9),
     ],
 )
-def test_an_agent_that_does_as_our_loop_is_captured_as_our_loop(
-    lease: Lease, task: tuple[str, str]
-) -> None:
+def test_agent_trajectory_equals_the_built_in_loop(lease: Lease, task: tuple[str, str]) -> None:
     captured = played(NATIVE, lease=lease, task=task)
     assert told(captured) == told(own_loop(lease, task))
     assert captured.num_turns > 1
     assert refused(captured) == ""
 
 
-def test_an_agent_whose_history_has_no_room_ends_as_our_loop() -> None:
+def test_agent_history_beyond_context_ends_context_full() -> None:
     lease, task = replace(LEASE, horizon=9), ("Find it.", "")
     captured = played(NATIVE, lease=lease, task=task, max_model_len=75)
     assert told(captured) == told(own_loop(lease, task, max_tokens=75))
     assert captured.end_reason is EndReason.CONTEXT_FULL
 
 
-def test_a_rewritten_history_is_segments_of_what_the_policy_was_given() -> None:
+def test_rewritten_history_becomes_one_segment_per_prompt() -> None:
     given: list[list[int]] = []
 
     async def noted(ids: list[int], session: Session) -> Turn:
@@ -84,7 +82,7 @@ def test_a_rewritten_history_is_segments_of_what_the_policy_was_given() -> None:
     assert refused(got) == ""
 
 
-def test_an_agent_that_stops_early_ends_its_episode() -> None:
+def test_early_agent_exit_ends_the_episode() -> None:
     got = played("step(ask(messages)); ask(messages)", lease=replace(LEASE, horizon=9))
     assert (got.end_reason, got.num_turns, got.reward) == (EndReason.DONE, 1, 0.0)
     assert refused(got) == ""  # what it asked after its last step belongs to that
@@ -93,7 +91,7 @@ def test_an_agent_that_stops_early_ends_its_episode() -> None:
     assert refused(never) == ""
 
 
-def test_a_limit_of_the_environment_is_told_to_an_agent_as_a_cut() -> None:
+def test_environment_limit_reaches_the_agent_as_truncation() -> None:
     async def open_limited() -> Session:
         return Count([go_on(), go_on(reward=0.5, done=True, is_truncated=True)])
 
@@ -103,7 +101,7 @@ def test_a_limit_of_the_environment_is_told_to_an_agent_as_a_cut() -> None:
     assert refused(got) == ""
 
 
-def test_answers_without_a_step_count_in_a_horizon_of_tokens() -> None:
+def test_answers_without_step_count_toward_token_horizon() -> None:
     lease = replace(LEASE, horizon_unit=HorizonUnit.TOKENS, max_turns=9, horizon=3 * TURN_TOKENS)
     got = played("step(ask(messages))\nwhile True: ask(messages)", lease=lease)
     assert (got.end_reason, got.num_turns) == (EndReason.HORIZON, 1)
@@ -119,7 +117,7 @@ def test_answers_without_a_step_count_in_a_horizon_of_tokens() -> None:
         ("ask(messages); import time; time.sleep(60)", EndReason.DEADLINE, "within 1s"),
     ],
 )
-def test_an_agent_that_fails_is_no_reward(program: str, end: EndReason, words: str) -> None:
+def test_failing_agent_earns_no_reward(program: str, end: EndReason, words: str) -> None:
     got = played(program, lease=replace(LEASE, deadline_s=1.0 if "sleep" in program else 9.0))
     assert (got.end_reason, got.reward) == (end, 0.0)
     assert words in got.error
@@ -134,7 +132,7 @@ print(subprocess.Popen(left, start_new_session=True).pid, flush=True)
 """
 
 
-def test_an_agent_that_leaves_a_daemon_behind_has_ended_all_the_same() -> None:
+def test_agent_daemon_does_not_delay_episode_end() -> None:
     """It holds what the agent printed to open, in a process group of its own."""
     began = time.monotonic()
     got = played(DAEMON, lease=replace(LEASE, horizon=9, deadline_s=30.0))
@@ -167,7 +165,7 @@ asyncio.run(play())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lifetime", AgentLifetime)
-def test_agents_end_with_an_actor_that_is_killed(
+def test_killed_actor_terminates_its_agents(
     lifetime: AgentLifetime, tmp_path: Path, repository: Path
 ) -> None:
     path = tmp_path / "pid"
@@ -199,7 +197,7 @@ time.sleep(0.3)
 """
 
 
-def test_an_answer_that_nobody_waits_for_is_none() -> None:
+def test_answer_to_disconnected_client_is_not_recorded() -> None:
     num_asked = 0
 
     async def slow(ids: list[int], session: Session) -> Turn:
@@ -214,14 +212,14 @@ def test_an_answer_that_nobody_waits_for_is_none() -> None:
     assert refused(got) == ""
 
 
-def test_a_first_page_without_room_is_a_full_context() -> None:
-    """The agent's question is refused, and it leaves: no failure of anybody."""
+def test_oversized_first_message_ends_as_context_full() -> None:
+    """The server refuses the agent's request, and the agent exits: this is not a failure."""
     got = played("ask([{'role': 'user', 'content': 'far ' * 2000}])")
     assert got.end_reason is EndReason.CONTEXT_FULL
     assert "never asked" not in got.error
 
 
-def test_an_environment_that_fails_is_the_environment_s(tmp_path: Path) -> None:
+def test_environment_failure_ends_episode_as_env_error(tmp_path: Path) -> None:
     async def failing() -> Session:
         return Count([EnvError("worker died")])
 
@@ -230,7 +228,7 @@ def test_an_environment_that_fails_is_the_environment_s(tmp_path: Path) -> None:
     assert "worker died" in got.error
 
 
-def test_an_engine_that_fails_ends_the_actor() -> None:
+def test_engine_failure_ends_the_actor() -> None:
     async def dead(_: list[int], __: Session) -> Turn:
         raise EngineError("engine died")
 
@@ -238,7 +236,7 @@ def test_an_engine_that_fails_ends_the_actor() -> None:
         played(NATIVE, policy=dead)
 
 
-def test_an_error_that_nobody_foresaw_fails_its_episode_though_the_agent_swallows_it() -> None:
+def test_swallowed_internal_error_still_fails_the_episode() -> None:
     async def broken(_: list[int], __: Session) -> Turn:
         raise KeyError("slot 7")
 
@@ -248,7 +246,7 @@ def test_an_error_that_nobody_foresaw_fails_its_episode_though_the_agent_swallow
     assert refused(got) == ""
 
 
-def test_a_command_that_is_not_there_is_named() -> None:
+def test_error_names_the_missing_agent_command() -> None:
     async def run() -> Trajectory:
         agents = Agents(settings("/no/such/agent"), actor="a", renderer=RENDERER)
         try:
@@ -285,7 +283,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
 ]
 
 
-def test_bad_requests_are_named_in_the_api_s_shape_and_counted() -> None:
+def test_bad_requests_get_counted_api_errors() -> None:
     async def run() -> None:
         server = AgentServer()
         await server.start()
@@ -333,7 +331,7 @@ def test_bad_requests_are_named_in_the_api_s_shape_and_counted() -> None:
     asyncio.run(run())
 
 
-def test_answers_asked_for_at_once_are_given_one_after_the_other() -> None:
+def test_concurrent_questions_are_answered_sequentially() -> None:
     program = """
 from concurrent.futures import ThreadPoolExecutor
 with ThreadPoolExecutor(8) as pool:
@@ -362,7 +360,7 @@ def test_contradictions_are_refused(
 
 
 @pytest.mark.slow
-def test_the_documentation_s_agent_with_the_real_openai_package_is_our_loop() -> None:
+def test_documented_openai_agent_equals_built_in_loop() -> None:
     """Run docs/examples/agent.py under an interpreter of its own."""
     program = str(Path(__file__).parents[3] / "docs" / "examples" / "agent.py")
     lease = replace(LEASE, horizon=3, deadline_s=60.0)

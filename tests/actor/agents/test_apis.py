@@ -89,7 +89,7 @@ async def messages(at: Endpoint) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_whichever_api_speaks_what_was_sampled_is_kept_and_the_template_s_tokens(name: str) -> None:
+def test_sampled_tokens_are_kept_in_every_api(name: str) -> None:
     async def run() -> None:
         policy = ByHeart(TEXTS)
         async with endpoint(policy) as at:
@@ -109,7 +109,7 @@ def test_whichever_api_speaks_what_was_sampled_is_kept_and_the_template_s_tokens
     asyncio.run(run())
 
 
-def test_a_turn_of_calls_in_no_form_of_the_template_s_is_kept_as_it_was_sampled() -> None:
+def test_nonstandard_tool_call_keeps_its_sampled_tokens() -> None:
     """Rendered again it would be other tokens: spaces, the order of keys."""
     odd = '<tool_call>{"arguments":{"where":   "up"},"name":"look"}</tool_call>'
 
@@ -123,7 +123,7 @@ def test_a_turn_of_calls_in_no_form_of_the_template_s_is_kept_as_it_was_sampled(
     asyncio.run(run())
 
 
-def test_other_tools_or_another_history_begin_a_new_segment() -> None:
+def test_changed_tools_or_history_start_new_segment() -> None:
     other = {**TOOL, "function": {**FUNCTION, "name": "listen"}}
 
     async def run() -> None:
@@ -140,7 +140,7 @@ def test_other_tools_or_another_history_begin_a_new_segment() -> None:
     asyncio.run(run())
 
 
-def test_a_stop_text_ends_an_answer_at_the_token_that_completes_it() -> None:
+def test_stop_text_ends_answer_at_completing_token() -> None:
     text = "go north\nObservation: a wall"
 
     async def run() -> None:
@@ -231,7 +231,7 @@ def code_of(path: str, told: dict[str, Any]) -> str:
     return told["error"]["message"].partition(":")[0]
 
 
-def test_bad_requests_are_named_in_the_shape_of_each_api_and_leave_no_trace() -> None:
+def test_bad_requests_have_no_side_effects() -> None:
     async def run() -> None:
         async with endpoint(ByHeart(TEXTS)) as at:
             for path, body, code in REFUSED:
@@ -261,7 +261,7 @@ def test_bad_requests_are_named_in_the_shape_of_each_api_and_leave_no_trace() ->
     asyncio.run(run())
 
 
-def test_half_a_body_is_counted_and_fails_nothing() -> None:
+def test_incomplete_body_is_counted_and_fails_nothing() -> None:
     async def run() -> None:
         async with endpoint(ByHeart(TEXTS)) as at:
             host, _, port = at.server.url.removeprefix("http://").partition(":")
@@ -282,7 +282,7 @@ def test_half_a_body_is_counted_and_fails_nothing() -> None:
     asyncio.run(run())
 
 
-def test_tools_that_the_template_lacks_are_named_in_each_api() -> None:
+def test_unsupported_tools_are_refused_in_every_api() -> None:
     async def run() -> None:
         async with endpoint(ByHeart(["x"]), Renderer(TOKENIZERS["chatml"])) as at:
             for path, body in [
@@ -309,7 +309,7 @@ def test_tools_that_the_template_lacks_are_named_in_each_api() -> None:
         (EnvError("worker died"), "worker died", "environment_failed"),
     ],
 )
-def test_an_error_that_nobody_foresaw_fails_the_episode_by_name_and_is_no_answer(
+def test_unexpected_error_fails_the_episode_by_name(
     error: Exception, named: str, code: str
 ) -> None:
     async def run() -> None:
@@ -333,7 +333,7 @@ def events_of(stream: str) -> list[tuple[str, Any]]:
     return found
 
 
-def test_streams_have_the_events_of_their_api_in_order() -> None:
+def test_streams_emit_their_api_events_in_order() -> None:
     async def run() -> None:
         async with endpoint(ByHeart([TEXTS[0]])) as at:
             body = {"messages": [USER], "tools": [TOOL], "stream": True}

@@ -15,7 +15,7 @@ HEAD = b"POST /a?b=1 HTTP/1.1\r\nhost: x\r\nAuthorization: bearer k1 \r\n"
 
 
 async def _echo(request: Request) -> bytes:
-    """Answer what was asked, the later the longer the body is."""
+    """Echo the request; longer bodies are answered later."""
     if request.refusal is not None:
         raise request.refusal
     await asyncio.sleep(0.05 / (1 + len(request.body)))
@@ -24,7 +24,7 @@ async def _echo(request: Request) -> bytes:
 
 
 def serve(talk: Talk) -> list[str]:
-    """Talk to an echo over a socket; return the codes of what was refused."""
+    """Talk to an echo server over a socket; return the codes of the refused requests."""
     refused: list[str] = []
 
     def failed(_: Request, failure: BaseException) -> bytes:
@@ -59,7 +59,7 @@ def post(body: bytes, head: bytes = HEAD) -> bytes:
     return head + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
-def test_requests_that_come_at_once_are_answered_in_their_order() -> None:
+def test_pipelined_requests_are_answered_in_order() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(post(b"1") + post(b"22" * 50) + post(b"3"))
         told = [await answer(reader) for _ in range(3)]
@@ -78,7 +78,7 @@ def test_requests_that_come_at_once_are_answered_in_their_order() -> None:
         (b"Connection: close\r\n", True),
     ],
 )
-def test_ways_of_clients_are_taken_as_they_are(head: bytes, is_last: bool) -> None:
+def test_common_http_client_variants_are_accepted(head: bytes, is_last: bool) -> None:
     """A client that would rather have HTTP/2, one that sends chunks, one that asks but once."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -94,7 +94,7 @@ def test_ways_of_clients_are_taken_as_they_are(head: bytes, is_last: bool) -> No
     assert serve(talk) == []
 
 
-def test_client_that_waits_until_its_body_is_wanted_is_told_so() -> None:
+def test_expect_continue_header_gets_a_100_response() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + b"Expect: 100-continue\r\ncontent-length: 5\r\n\r\n")
         assert await reader.readuntil(b"\r\n\r\n") == http.CONTINUE
@@ -113,7 +113,7 @@ def test_client_that_waits_until_its_body_is_wanted_is_told_so() -> None:
         (HEAD + b"content-length: 9\r\n\r\nhell", 408, "request_timeout"),
     ],
 )
-def test_what_is_no_whole_request_is_named(
+def test_malformed_request_is_refused_with_its_code(
     sent: bytes, status: int, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http, "BODY_S", 1.0)
@@ -128,7 +128,7 @@ def test_what_is_no_whole_request_is_named(
     assert serve(talk) == [code]
 
 
-def test_client_that_leaves_in_a_body_is_counted_and_one_that_asks_without_reading_is_cut() -> None:
+def test_server_counts_incomplete_bodies_and_disconnects_floods() -> None:
     async def leave(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + b"content-length: 9\r\n\r\nhell")
         await writer.drain()

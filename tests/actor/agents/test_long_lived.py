@@ -91,9 +91,7 @@ def played(program: str, given: list[Lease], **changes: Any) -> list[Trajectory]
 @pytest.mark.parametrize(
     ("program", "num_agents"), [(ONE_BY_ONE, 1), (ONE_BY_ONE, 2), (AT_ONCE, 1)]
 )
-def test_agents_that_play_many_episodes_are_captured_as_our_loop(
-    program: str, num_agents: int
-) -> None:
+def test_persistent_agents_equal_the_built_in_loop(program: str, num_agents: int) -> None:
     given = leases(7)
     captured = played(program, given, num_agents=num_agents)
     assert [told(each) for each in captured] == [told(own_loop(each, TASK)) for each in given]
@@ -101,7 +99,7 @@ def test_agents_that_play_many_episodes_are_captured_as_our_loop(
 
 
 @pytest.mark.slow
-def test_exit_of_an_agent_fails_its_episodes_alone_and_it_is_started_again() -> None:
+def test_exited_agent_fails_only_its_own_episodes() -> None:
     program = """
 task = take()
 if task["episode"] == "e1":
@@ -118,13 +116,13 @@ play(task)  # and exits, with 0
 
 
 @pytest.mark.slow
-def test_agent_that_never_starts_to_play_fails_those_that_wait_for_it() -> None:
+def test_agent_start_failure_fails_waiting_episodes() -> None:
     captured = played("sys.exit('no such file')", leases(2))
     assert [each.end_reason for each in captured] == [EndReason.ABORTED] * 2
     assert "exits with 1: no such file" in captured[0].error
 
 
-def test_agent_ends_an_episode_of_its_own_will_or_with_a_complaint() -> None:
+def test_agent_ends_episode_voluntarily_or_with_error() -> None:
     program = """
 for complaint in ("", "lost my way"):
     task = take()
@@ -141,7 +139,7 @@ play(take())
 
 @pytest.mark.slow
 @pytest.mark.punctual
-def test_episode_that_ended_without_its_agent_is_closed_to_it_and_the_agent_plays_on() -> None:
+def test_agent_continues_after_an_expired_episode() -> None:
     program = """
 from urllib.error import HTTPError
 import time
@@ -161,9 +159,7 @@ play(take())
 
 
 @pytest.mark.slow
-def test_agent_that_takes_no_work_is_told_and_started_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_idle_agent_is_reported_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
     how: dict[str, Any] = {"episode_timeout_s": 3.0, "turn_timeout_s": 3.0}
     (got,) = played("import time; time.sleep(60)", leases(1, deadline_s=6.0), **how)
     assert got.end_reason is EndReason.DEADLINE
@@ -172,7 +168,7 @@ def test_agent_that_takes_no_work_is_told_and_started_again(
     assert "started again" in caplog.text
 
 
-def test_engine_s_failure_ends_whoever_plays_with_long_lived_agents() -> None:
+def test_engine_failure_propagates_through_persistent_agents() -> None:
     async def dead(_: list[int], __: Session) -> Any:
         raise TimeoutError("engine hangs")
 
@@ -204,7 +200,7 @@ def examples(*command: str, lifetime: AgentLifetime, num: int) -> list[Trajector
     return asyncio.run(run())
 
 
-def test_example_that_plays_many_is_our_loop() -> None:
+def test_persistent_example_equals_the_built_in_loop() -> None:
     command = (sys.executable, str(EXAMPLES / "agent_many.py"), "3")
     captured = examples(*command, lifetime=AgentLifetime.RUN, num=7)
     assert [told(each) for each in captured] == [told(own_loop(each, TASK)) for each in leases(7)]
@@ -212,7 +208,7 @@ def test_example_that_plays_many_is_our_loop() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("jq") or not shutil.which("curl"), reason="wants curl and jq")
-def test_example_of_a_shell_plays_with_a_segment_for_each_turn() -> None:
+def test_shell_example_plays_one_segment_per_turn() -> None:
     command = ("sh", str(EXAMPLES / "agent.sh"))
     (got,) = examples(*command, lifetime=AgentLifetime.EPISODE, num=1)
     assert (got.end_reason, got.num_turns, got.reward) == (EndReason.DONE, 4, 1.0)

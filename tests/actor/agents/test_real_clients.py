@@ -159,7 +159,7 @@ async def _played(python: str, program: Path, how: str) -> Trajectory:
 
 
 @pytest.mark.slow
-def test_the_real_packages_speak_every_api_and_all_are_captured_alike(tmp_path: Path) -> None:
+def test_real_client_packages_yield_identical_captures(tmp_path: Path) -> None:
     python, program = python_with(*PACKAGES), tmp_path / "agent.py"
     program.write_text(PROGRAM, encoding="utf-8")
     captured: dict[str, Any] = {}

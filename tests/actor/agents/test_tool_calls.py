@@ -76,14 +76,14 @@ TOKENIZER = with_calls()
         (CHATML + "{% if tools %}{{ raise_exception('what tools?') }}{% endif %}", "what tools"),
     ],
 )
-def test_a_template_says_why_it_takes_no_tools(template: str, words: str) -> None:
+def test_template_without_tools_reports_the_reason(template: str, words: str) -> None:
     why = Renderer(with_calls(template)).calls
     assert isinstance(why, str)
     assert words in why
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
-def test_results_after_calls_are_the_template_s_rendering_of_the_whole(is_stopped: bool) -> None:
+def test_tool_results_match_the_full_template_rendering(is_stopped: bool) -> None:
     renderer = Renderer(TOKENIZER)
     user = {"role": "user", "content": "find <|im_end|> it"}
     said = {"role": "assistant", "content": "", "tool_calls": [as_call("look", {"where": "up"})]}

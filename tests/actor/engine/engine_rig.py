@@ -44,7 +44,7 @@ FIRST_FORCED = 100  # the token that version 0 of the forced weights samples
 
 
 class Listener(Router):
-    """A router that remembers what it was told."""
+    """A router that records all received messages."""
 
     def __init__(self, keys: Any) -> None:
         super().__init__(keys, host=HOST, port=0)
@@ -172,9 +172,9 @@ class Rig:
         return snapshot(version, named, canary_token_ids=token_ids, canary_logprobs=scores)
 
     def forced_weights(self, version: int) -> PublishedWeights:
-        """Weights that sample token FIRST_FORCED + version, whatever came before.
+        """Weights that always sample token FIRST_FORCED + version.
 
-        Attention and MLP add nothing, all embeddings are the same, and the head knows one token:
+        Attention and MLP add nothing, all embeddings are equal, and the head has one token:
         its logit is the hidden size, 64, and all others are 0.
         """
         named = []

@@ -60,7 +60,7 @@ def force(rig: Rig, version: int) -> PublishedWeights:
     return rig.weights(version)
 
 
-def test_an_engine_agrees_with_the_trainer_after_every_version_of_the_adapter(rig: Rig) -> None:
+def test_engine_logprobs_match_trainer_after_each_adapter(rig: Rig) -> None:
     async def law() -> None:
         prompts = make_prompts(8, num_tokens=100)
         with rig.learner() as (publisher, _):
@@ -79,7 +79,7 @@ def test_an_engine_agrees_with_the_trainer_after_every_version_of_the_adapter(ri
     rig.run(law())
 
 
-def test_every_token_is_labelled_with_the_adapter_that_sampled_it(rig: Rig) -> None:
+def test_token_versions_match_the_sampling_adapter(rig: Rig) -> None:
     async def law() -> None:
         with rig.learner() as (publisher, _):
             async with rig.link() as (link, _task):
@@ -100,7 +100,7 @@ def test_every_token_is_labelled_with_the_adapter_that_sampled_it(rig: Rig) -> N
 
 
 @pytest.mark.parametrize("fault", ["omitted", "damaged"])
-def test_canary_alarms_when_an_adapter_did_not_arrive(rig: Rig, fault: str) -> None:
+def test_canary_alarms_on_missing_or_damaged_adapter(rig: Rig, fault: str) -> None:
     canary = make_prompts(4, num_tokens=40)
 
     async def law() -> None:
@@ -143,7 +143,7 @@ async def heard(listener: Any, version: int) -> None:
     await asyncio.sleep(0.05)
 
 
-def test_what_travels_are_adapters_alone(rig: Rig) -> None:
+def test_only_adapter_tensors_are_sent(rig: Rig) -> None:
     weights = rig.weights(1)
     assert {spec.name.rpartition(".lora_")[2] for spec in weights.tensors} == {
         "A.weight",

@@ -1,4 +1,4 @@
-"""The number of episodes at once follows what the engine says of itself; numbers by hand."""
+"""The concurrency limit follows the engine's load metrics; numbers by hand."""
 
 import pytest
 
@@ -9,20 +9,20 @@ PREEMPTING = EngineLoad(num_steps=50, num_queued=0, kv_frac=0.95, num_preemption
 QUEUEING = EngineLoad(num_steps=50, num_queued=1, kv_frac=0.5, num_preemptions=0)
 
 
-def test_limit_begins_at_the_ceiling_and_stays_there_while_the_engine_keeps_up() -> None:
+def test_idle_engine_keeps_limit_at_the_ceiling() -> None:
     concurrency = Concurrency(least=1, most=64)
     assert concurrency.limit == 64
     assert [concurrency.look(IDLE, num_episodes=64) for _ in range(3)] == [64, 64, 64]
 
 
 @pytest.mark.parametrize("load", [PREEMPTING, QUEUEING])
-def test_limit_is_cut_by_a_quarter_again_and_again_until_the_floor(load: EngineLoad) -> None:
+def test_overload_cuts_limit_by_quarters_to_floor(load: EngineLoad) -> None:
     concurrency = Concurrency(least=10, most=32)
     limits = [concurrency.look(load, num_episodes=concurrency.limit) for _ in range(5)]
     assert limits == [24, 18, 13, 10, 10]
 
 
-def test_limit_waits_for_a_cut_to_come_into_effect() -> None:
+def test_limit_waits_until_a_cut_takes_effect() -> None:
     concurrency = Concurrency(least=1, most=32)
     assert concurrency.look(PREEMPTING, num_episodes=32) == 24
     assert concurrency.look(PREEMPTING, num_episodes=25) == 24
@@ -30,7 +30,7 @@ def test_limit_waits_for_a_cut_to_come_into_effect() -> None:
 
 
 @pytest.mark.parametrize(("most", "increase"), [(8, 1), (64, 2), (256, 8)])
-def test_limit_grows_by_the_same_number_at_every_look(most: int, increase: int) -> None:
+def test_limit_grows_by_a_constant_increment(most: int, increase: int) -> None:
     concurrency = Concurrency(least=1, most=most)
     low = concurrency.look(PREEMPTING, num_episodes=most)
     grown = [concurrency.look(IDLE, num_episodes=concurrency.limit) for _ in range(200)]
@@ -39,21 +39,21 @@ def test_limit_grows_by_the_same_number_at_every_look(most: int, increase: int) 
     assert grown[-1] == most
 
 
-def test_limit_that_is_not_used_does_not_grow() -> None:
+def test_unused_limit_does_not_grow() -> None:
     concurrency = Concurrency(least=1, most=32)
     concurrency.look(PREEMPTING, num_episodes=32)
     assert concurrency.look(IDLE, num_episodes=22) == 24
     assert concurrency.look(IDLE, num_episodes=23) == 25
 
 
-def test_limit_stays_while_the_cache_is_nearly_full_but_nobody_is_preempted() -> None:
+def test_full_cache_without_preemption_keeps_the_limit() -> None:
     concurrency = Concurrency(least=1, most=32)
     concurrency.look(PREEMPTING, num_episodes=32)
     full = EngineLoad(num_steps=50, num_queued=0, kv_frac=0.91, num_preemptions=0)
     assert concurrency.look(full, num_episodes=24) == 24
 
 
-def test_engine_that_did_next_to_nothing_says_nothing() -> None:
+def test_nearly_idle_engine_leaves_limit_unchanged() -> None:
     concurrency = Concurrency(least=1, most=32)
     few = EngineLoad(num_steps=4, num_queued=9, kv_frac=0.1, num_preemptions=0)
     assert concurrency.look(few, num_episodes=32) == 32
@@ -61,7 +61,7 @@ def test_engine_that_did_next_to_nothing_says_nothing() -> None:
     assert concurrency.look(EngineLoad(), num_episodes=24) == 24
 
 
-def test_meter_tells_the_shortest_queue_the_fullest_cache_and_every_preemption() -> None:
+def test_meter_aggregates_queue_cache_and_preemptions() -> None:
     meter = EngineLoad()
     meter.add(num_running=6, num_waiting=2, kv_frac=0.5, num_preemptions=1)
     meter.add(num_running=10, num_waiting=3, kv_frac=0.8, num_preemptions=0)
@@ -70,14 +70,14 @@ def test_meter_tells_the_shortest_queue_the_fullest_cache_and_every_preemption()
     assert meter.drain() == EngineLoad()
 
 
-def test_burst_that_is_served_in_a_few_steps_is_no_queue() -> None:
+def test_short_burst_counts_as_no_queue() -> None:
     meter = EngineLoad()
     for num_waiting in (50, 40, 30, 20, 10, 0, 40):
         meter.add(num_running=12, num_waiting=num_waiting, kv_frac=0.1, num_preemptions=0)
     assert meter.drain().num_queued == 0
 
 
-def test_engine_that_stands_still_has_no_queue() -> None:
+def test_stalled_engine_reports_no_queue() -> None:
     meter = EngineLoad()
     for _ in range(9):
         meter.add(num_running=0, num_waiting=12, kv_frac=0.0, num_preemptions=0)

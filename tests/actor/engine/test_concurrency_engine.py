@@ -48,7 +48,7 @@ def engine(tmp_path: Path) -> Iterator["tuple[asyncio.Runner, Engine]"]:
 
 
 class Players:
-    """Plays one-turn episodes for ever, as many at once as the limit says."""
+    """Plays one-turn episodes without end, up to the concurrency limit."""
 
     def __init__(self, engine: "Engine", concurrency: Concurrency) -> None:
         self.prompt_tokens = LONG_TOKENS
@@ -77,7 +77,7 @@ class Players:
             self.fill()
 
     async def look(self) -> EngineLoad:
-        """Let them play for a while, then look."""
+        """Play for a while, then update the limit from the engine's load."""
         await asyncio.sleep(LOOK_S)
         assert self._engine.meter is not None
         load = self._engine.meter.drain()
@@ -91,7 +91,7 @@ class Players:
         await asyncio.wait(running)
 
 
-def test_limit_shrinks_while_the_engine_preempts_and_recovers_when_prompts_are_short(
+def test_limit_shrinks_under_preemption_and_recovers_afterwards(
     engine: "tuple[asyncio.Runner, Engine]",
 ) -> None:
     runner, started = engine

@@ -67,7 +67,7 @@ def mean_delta(rig: Rig, prompts: list[list[int]], completions: list[Turn]) -> f
 
 
 @on_float32
-def test_every_token_is_labelled_with_the_weights_that_sampled_it(rig: Rig) -> None:
+def test_token_versions_match_the_sampling_weights(rig: Rig) -> None:
     async def law() -> None:
         with rig.learner() as (publisher, _):
             async with rig.link() as (link, _task):
@@ -90,7 +90,7 @@ def test_every_token_is_labelled_with_the_weights_that_sampled_it(rig: Rig) -> N
 
 
 @on_both
-def test_engine_and_trainer_agree_on_sampled_tokens_after_every_update(rig: Rig) -> None:
+def test_engine_logprobs_match_trainer_after_each_update(rig: Rig) -> None:
     limit = LIMITS[rig.dtype]
 
     async def law() -> None:
@@ -128,7 +128,7 @@ async def sample(rig: Rig, prompts: list[list[int]]) -> list[Turn]:
 
 
 @on_float32
-def test_prompts_that_no_step_holds_are_drawn_from_by_their_seeds_alone(rig: Rig) -> None:
+def test_prompts_beyond_one_step_follow_their_seeds(rig: Rig) -> None:
     """40 prompts of 300 tokens: a step of vLLM's own ends within one of them.
 
     A prompt computed in parts takes a draw back from its generator, which none on a CPU can: the
@@ -157,7 +157,7 @@ def test_prompts_that_no_step_holds_are_drawn_from_by_their_seeds_alone(rig: Rig
 
 
 @on_both
-def test_a_tensor_damaged_before_the_checksum_raises_the_canary_alarm(rig: Rig) -> None:
+def test_damaged_tensor_raises_the_canary_alarm(rig: Rig) -> None:
     async def law() -> None:
         canary = make_prompts(4, num_tokens=40, seed=1)
         rig.randomize(seed=3)
@@ -181,9 +181,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 @on_float32
-def test_a_bucket_damaged_on_its_way_is_named_and_refused_and_the_old_weights_go_on(
-    rig: Rig,
-) -> None:
+def test_damaged_bucket_leaves_the_old_weights_active(rig: Rig) -> None:
     async def law() -> None:
         with rig.learner() as (publisher, _):
             async with rig.link() as (link, _task):
@@ -218,7 +216,7 @@ async def a_round(rig: Rig) -> Turn:
 
 
 @on_float32
-def test_after_half_an_update_nothing_is_sampled_until_a_version_is_whole(rig: Rig) -> None:
+def test_partial_update_blocks_sampling_until_complete(rig: Rig) -> None:
     async def law() -> None:
         with rig.learner() as (publisher, _):
             async with rig.link() as (link, _task):
@@ -268,7 +266,7 @@ class Damaging:
 
 @on_float32
 @pytest.mark.parametrize("moment", ["before_the_store", "before_the_group", "before_the_broadcast"])
-def test_requests_survive_a_learner_that_vanishes_within_a_transfer(rig: Rig, moment: str) -> None:
+def test_requests_survive_a_learner_lost_mid_transfer(rig: Rig, moment: str) -> None:
     async def law() -> None:
         with rig.learner() as (publisher, _):
             async with rig.link() as (link, _task):
@@ -329,7 +327,7 @@ async def load_from_a_learner_that_vanishes(rig: Rig, moment: str) -> None:
 
 
 @on_float32
-def test_a_learner_that_starts_again_is_followed_without_a_failed_transfer(
+def test_restarted_learner_is_followed_without_failed_transfer(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def law() -> None:

@@ -1,4 +1,4 @@
-"""Laws of an engine that dies or does not start: the error says which process ended, and why."""
+"""Laws of an engine that dies or fails to start: the error names the process and the cause."""
 
 import asyncio
 import gc
@@ -40,7 +40,7 @@ def core_processes() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGILL])
-def test_an_engine_that_dies_while_it_samples_names_the_signal(rig: Rig, number: int) -> None:
+def test_killed_engine_reports_the_signal(rig: Rig, number: int) -> None:
     async def law() -> None:
         (answer,) = await rig.engine._llm.collective_rpc("tiles")
         assert answer in ("not_needed", "granted"), "asked before the first token"
@@ -58,7 +58,7 @@ def test_an_engine_that_dies_while_it_samples_names_the_signal(rig: Rig, number:
     rig.run(law())
 
 
-def test_an_engine_that_does_not_start_says_why_and_leaves_no_context_open(tmp_path: Path) -> None:
+def test_failed_engine_start_reports_its_cause(tmp_path: Path) -> None:
     from actor.engine.engine import Engine
 
     save_tiny_policy(tmp_path / "policy", is_tied=False)
@@ -80,7 +80,7 @@ def test_an_engine_that_does_not_start_says_why_and_leaves_no_context_open(tmp_p
     assert core_processes() == []
 
 
-def test_arguments_that_vllm_refuses_are_a_wrong_configuration(tmp_path: Path) -> None:
+def test_refused_vllm_arguments_raise_config_error(tmp_path: Path) -> None:
     from actor.engine.engine import Engine
 
     save_tiny_policy(tmp_path / "policy", is_tied=False)

@@ -54,9 +54,7 @@ def mean(values: list[float]) -> float:
 
 
 @keep_and_drop
-def test_tokens_after_an_update_are_those_of_the_new_weights_alone_if_the_cache_is_dropped(
-    rig: Rig,
-) -> None:
+def test_dropped_cache_leaves_only_new_weights(rig: Rig) -> None:
     async def law() -> None:
         prompts = make_prompts(12, num_tokens=150)
         with rig.learner() as (publisher, _):
@@ -118,9 +116,7 @@ class _Corridor:
 
 @keep
 @pytest.mark.parametrize("prefixes", list(AtUpdate))
-def test_later_turns_reuse_what_older_weights_computed_only_if_prefixes_are_kept(
-    rig: Rig, prefixes: AtUpdate
-) -> None:
+def test_turns_reuse_old_prefixes_only_if_kept(rig: Rig, prefixes: AtUpdate) -> None:
     from transformers import AutoTokenizer
 
     from actor.rollout.pool import Episodes

@@ -103,7 +103,7 @@ def is_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["float32", "bfloat16 tied", "bfloat16 biased"])
-def test_what_was_prepared_is_bit_for_bit_what_a_reload_gives(tmp_path: Path, kind: str) -> None:
+def test_prepared_weights_equal_a_reload_exactly(tmp_path: Path, kind: str) -> None:
     from actor.engine.prepared import Prepared, begin_reload, can_prepare, end_reload
 
     dtype, _, way = kind.partition(" ")
@@ -140,7 +140,7 @@ def test_what_was_prepared_is_bit_for_bit_what_a_reload_gives(tmp_path: Path, ki
     assert {id(each) for each in swapped.parameters()} == addresses
 
 
-def test_layers_that_keep_their_state_elsewhere_are_reloaded_in_place(tmp_path: Path) -> None:
+def test_layers_with_external_state_reload_in_place(tmp_path: Path) -> None:
     from actor.engine.prepared import can_prepare
 
     save_tiny_policy(tmp_path, is_tied=False)
@@ -154,7 +154,7 @@ def test_layers_that_keep_their_state_elsewhere_are_reloaded_in_place(tmp_path: 
     assert not can_prepare(model, config, CPU)
 
 
-def test_what_is_prepared_and_what_is_staged_are_one_copy() -> None:
+def test_prepared_and_staged_weights_share_one_copy() -> None:
     from actor.engine.staging import Staging
 
     total_bytes = TENSOR_BYTES * NUM_TENSORS

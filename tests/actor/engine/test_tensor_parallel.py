@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 NUM_WORKERS = 2
 
 
-def test_weights_arrive_at_every_worker_and_each_checks_what_it_was_sent(
+def test_every_worker_receives_and_checks_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -83,6 +83,7 @@ async def refuse_a_damaged_one(rig: Rig) -> None:
             ),
         )
     await asyncio.gather(*sending)
-    assert str(refused.value).count("is damaged: checksum") == NUM_WORKERS  # each of them says so
+    # Each worker reports it.
+    assert str(refused.value).count("is damaged: checksum") == NUM_WORKERS
     turn = await rig.generate("after", [5, 6], max_tokens=8)
     assert turn.versions == forced(turn) == [3] * 8

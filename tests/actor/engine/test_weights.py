@@ -24,7 +24,7 @@ class Still:
 
 
 @pytest.mark.slow
-def test_an_engine_joins_again_and_again_and_says_when_it_leaves(tmp_path: Path) -> None:
+def test_engine_repeats_join_and_announces_leave(tmp_path: Path) -> None:
     async def law(learner: Peer, link: "WeightLink", task: asyncio.Task[None]) -> None:
         join = WeightsJoin(actor="a", incarnation="i", devices=[""], version=3, host="127.0.0.1")
         assert [each.message for each in await learner.receive(2, timeout_s=20.0)] == [join, join]
@@ -53,7 +53,7 @@ class Workers:
 
 
 @pytest.mark.slow
-def test_a_version_that_one_of_the_workers_has_not_is_refused() -> None:
+def test_version_missing_on_one_worker_is_refused() -> None:
     from actor.engine.engine import Engine
 
     workers, ready = Workers(), []

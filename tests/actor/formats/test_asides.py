@@ -1,4 +1,4 @@
-"""Laws of formats, plans and reflections: what was given is what is trained on, in each of them."""
+"""Laws of formats, plans and reflections: each trains on the prompts that the policy received."""
 
 import random
 from dataclasses import replace
@@ -27,7 +27,7 @@ TURN_TOKENS = 2  # as in `tests.actor.rollout.playing`
 
 
 class Policy:
-    """Samples two tokens of text, or one and an end, and keeps what it was asked and said."""
+    """Samples two tokens, or one and an end token, and records prompts and answers."""
 
     def __init__(self, seed: int, end: int) -> None:
         self._random, self._end = random.Random(seed), end
@@ -49,7 +49,7 @@ def of_kind(got: Trajectory, kind: Aside) -> list[list[int]]:
 @pytest.mark.parametrize("how", [{}, {"plan": True}, {"plan": True, "reflect_every": 2}])
 @pytest.mark.parametrize("context", [FULL, WINDOW, SUMMARY])
 @pytest.mark.parametrize("form", AgentFormat)
-def test_what_was_given_is_trained_on_in_every_format(
+def test_every_format_trains_on_its_actual_prompts(
     form: AgentFormat, context: ContextKind, how: dict[str, Any], learns: bool
 ) -> None:
     for seed in range(4):
@@ -102,12 +102,12 @@ def test_what_was_given_is_trained_on_in_every_format(
 
 
 def prompt_of(got: Trajectory, at: int) -> tuple[int, ...]:
-    """Return what was shown before a token."""
+    """Return the prompt before a token."""
     starts = got.segment_starts.tolist() or [0]
     return tuple(got.token_ids[max(start for start in starts if start <= at) : at].tolist())
 
 
-def test_a_plan_and_a_reflection_are_asked_for_in_their_places() -> None:
+def test_plan_and_reflection_are_requested_in_order() -> None:
     said = iter([Turn([97 + n, 0], [-1.0, -2.0], [4, 5]) for n in range(6)])
 
     async def act(_: list[int], __: Session) -> Turn:
@@ -129,7 +129,7 @@ def test_a_plan_and_a_reflection_are_asked_for_in_their_places() -> None:
     assert (got.num_turns, got.invalid_turns.tolist()) == (3, [False, True, False])
 
 
-def test_plans_and_reflections_count_in_a_horizon_of_tokens_and_not_in_turns() -> None:
+def test_plans_and_reflections_count_only_as_tokens() -> None:
     async def act(_: list[int], __: Session) -> Turn:
         return Turn([97, 0], [-1.0, -2.0], [4, 4])
 
@@ -145,7 +145,7 @@ def test_plans_and_reflections_count_in_a_horizon_of_tokens_and_not_in_turns() -
     assert refused(got, 2000) == ""
 
 
-def test_an_answer_without_an_action_is_told_by_the_environment_and_counted() -> None:
+def test_missing_action_counts_as_an_invalid_turn() -> None:
     class Strict(Count):
         async def step(self, action: str) -> StepResult:
             self.actions.append(action)
@@ -168,7 +168,7 @@ def test_an_answer_without_an_action_is_told_by_the_environment_and_counted() ->
     assert "There is no such action." in "".join(chr(i) for i in got.token_ids)
 
 
-def test_an_environment_that_reads_action_itself_is_given_the_whole_answer() -> None:
+def test_environment_that_parses_actions_gets_whole_answer() -> None:
     text = "Thought: x\nAction: up"
 
     async def act(_: list[int], __: Session) -> Turn:
@@ -182,9 +182,7 @@ def test_an_environment_that_reads_action_itself_is_given_the_whole_answer() -> 
 
 @pytest.mark.parametrize("context", [FULL, WINDOW, SUMMARY])
 @pytest.mark.parametrize("how", [{}, {"plan": True}, {"plan": True, "reflect_every": 1}])
-def test_a_context_that_passes_the_check_has_room_for_every_turn(
-    context: ContextKind, how: dict[str, Any]
-) -> None:
+def test_checked_context_has_room_for_every_turn(context: ContextKind, how: dict[str, Any]) -> None:
     render: Renderer = make_renderer(CALLING, AgentFormat.PLAIN)
     own: dict[str, Any] = {"context": context, "max_turn_tokens": TURN_TOKENS, **how}
 

@@ -44,7 +44,7 @@ def written(tokenizer: PreTrainedTokenizerFast, calls: list[dict[str, Any]], sai
 
 
 @ANY_CALLER
-def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
+def test_tool_calls_survive_a_template_round_trip(name: str) -> None:
     tokenizer, renderer = CALLERS[name], Renderer(CALLERS[name])
     for said in ("", "I look."):
         for ways in ([each] for each in WAYS) if name in HAS_ONE else ([WAYS[0]], WAYS):
@@ -58,7 +58,7 @@ def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAYS_NOTHING)
-def test_text_before_a_call_is_told_where_no_template_would_write_it(name: str) -> None:
+def test_text_before_a_call_is_kept(name: str) -> None:
     tokenizer, renderer = CALLERS[name], Renderer(CALLERS[name])
     call = as_call("look", WAYS[0])
     ids = tokenizer.encode("I look.\n" + written(tokenizer, [call], ""), add_special_tokens=False)
@@ -66,7 +66,7 @@ def test_text_before_a_call_is_told_where_no_template_would_write_it(name: str) 
 
 
 @ANY_CALLER
-def test_a_call_that_is_cut_or_broken_is_text(name: str) -> None:
+def test_cut_or_broken_call_is_plain_text(name: str) -> None:
     tokenizer, renderer = CALLERS[name], Renderer(CALLERS[name])
     text = written(tokenizer, [as_call("look", WAYS[0])], "")
     for broken in (text[:-5], text[: len(text) // 2], text.replace("look", "").replace('""', "")):
@@ -75,7 +75,7 @@ def test_a_call_that_is_cut_or_broken_is_text(name: str) -> None:
 
 
 @ANY_CALLER
-def test_agents_are_told_calls_and_their_results_are_the_template_s(name: str) -> None:
+def test_agent_tool_calls_match_the_template(name: str) -> None:
     tokenizer, renderer = CALLERS[name], Renderer(CALLERS[name])
     said = "" if name in SAYS_NOTHING else "I look."
     calls = [as_call("look", each) for each in (WAYS[:1] if name in HAS_ONE else WAYS)]
@@ -109,7 +109,7 @@ def test_agents_are_told_calls_and_their_results_are_the_template_s(name: str) -
     assert policy.given[1] == renderer.of_messages([USER, answer, *results], tools=[TOOL])
 
 
-def test_a_template_that_is_asked_says_each_form() -> None:
+def test_template_probe_finds_each_call_form() -> None:
     forms = {name: Renderer(tokenizer).calls for name, tokenizer in CALLERS.items()}
     assert all(isinstance(each, CallForm) for each in forms.values()), forms
     keys = {name: form.arguments_key for name, form in forms.items() if isinstance(form, CallForm)}

@@ -35,9 +35,7 @@ def call_of(action: str, env: str) -> dict[str, Any]:
 
 
 @ANY_CALLER
-def test_the_pieces_are_the_template_s_rendering_of_calls_and_answers(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_rendered_pieces_equal_full_tool_template(tokenizer: PreTrainedTokenizerFast) -> None:
     render = ToolRenderer(tokenizer, env="x").of("maze")
     assert isinstance(render, ToolRenderer)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "you see a red ball"}]
@@ -55,20 +53,20 @@ def test_the_pieces_are_the_template_s_rendering_of_calls_and_answers(
         messages.append({"role": "tool", "name": "maze", "content": SEEN})
         ids += [*sampled, *render.after_action(SEEN, is_stopped=True)]
         assert ids == said(tokenizer, messages, "maze")
-    messages[-1:] = [{"role": "user", "content": "go on"}]  # what is no tool's answer
+    messages[-1:] = [{"role": "user", "content": "go on"}]  # Not a tool result.
     asked = render.after_turn("go on", is_stopped=True)
     assert said(tokenizer, messages, "maze")[-len(asked) :] == asked
     assert asked != render.after_action("go on", is_stopped=True)
 
 
 @ANY_CALLER
-def test_an_unfinished_call_gets_one_end_token_more(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_unfinished_call_gets_one_extra_end_token(tokenizer: PreTrainedTokenizerFast) -> None:
     render = ToolRenderer(tokenizer, env="maze")
     stopped = render.after_action("you see", is_stopped=True)
     assert render.after_action("you see", is_stopped=False) == [render.end_of_turn_ids[0], *stopped]
 
 
-def test_each_environment_is_a_tool_of_its_own_name() -> None:
+def test_environment_becomes_a_tool_of_its_name() -> None:
     render = make_renderer(CALLING, AgentFormat.FUNCTION_CALL)
     maze = CALLING.decode(render.of("maze").first_prompt("hi"))
     assert '"name": "maze"' in maze
@@ -82,9 +80,7 @@ def test_each_environment_is_a_tool_of_its_own_name() -> None:
 
 
 @ANY_CALLER
-def test_tools_of_the_environment_s_own_stand_in_its_place(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_environment_tools_replace_the_default_tool(tokenizer: PreTrainedTokenizerFast) -> None:
     fields = {"a": {"type": "integer"}, "b": {"type": "string"}}
     function = {"name": "add", "description": "", "parameters": {"properties": fields}}
     render = make_renderer(tokenizer, AgentFormat.FUNCTION_CALL).of("sums", [function])
@@ -130,13 +126,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("template", "named"), REFUSED.values(), ids=REFUSED)
-def test_a_template_that_cannot_call_is_refused_by_name(template: str, named: str) -> None:
+def test_template_without_calls_is_refused_by_name(template: str, named: str) -> None:
     tokenizer = make_chatml(template)
     with pytest.raises(ConfigError, match=named):
         make_renderer(tokenizer, AgentFormat.FUNCTION_CALL)
 
 
-def test_the_compact_template_knows_no_tools() -> None:
+def test_compact_template_supports_no_tools() -> None:
     make_renderer(COMPACT, AgentFormat.REACT)
     with pytest.raises(ConfigError, match=r"function_call.*has no tools"):
         make_renderer(COMPACT, AgentFormat.FUNCTION_CALL)

@@ -37,7 +37,7 @@ def ids(received: list[Received]) -> list[str]:
     return [r.message.episode_id for r in received]
 
 
-def test_an_acknowledged_episode_is_done_with(tmp_path: Path) -> None:
+def test_acknowledged_episode_is_removed_from_the_window(tmp_path: Path) -> None:
     async def law(learner: Peer, delivery: Delivery, _: asyncio.Task[None]) -> None:
         await delivery.put(episode(0))
         assert delivery.pending_ids == ["g0/0"]
@@ -51,7 +51,7 @@ def test_an_acknowledged_episode_is_done_with(tmp_path: Path) -> None:
     check(tmp_path, law)
 
 
-def test_a_full_window_blocks_until_an_acknowledgement(tmp_path: Path) -> None:
+def test_full_window_blocks_until_an_acknowledgement(tmp_path: Path) -> None:
     async def law(learner: Peer, delivery: Delivery, _: asyncio.Task[None]) -> None:
         await delivery.put(episode(0))
         await delivery.put(episode(1))
@@ -69,7 +69,7 @@ def test_a_full_window_blocks_until_an_acknowledgement(tmp_path: Path) -> None:
     check(tmp_path, law)
 
 
-def test_several_are_acknowledged_in_one_message(tmp_path: Path) -> None:
+def test_one_message_acknowledges_several_episodes(tmp_path: Path) -> None:
     async def law(learner: Peer, delivery: Delivery, _: asyncio.Task[None]) -> None:
         for number in range(3):
             await delivery.put(episode(number))
@@ -87,7 +87,7 @@ def test_several_are_acknowledged_in_one_message(tmp_path: Path) -> None:
     check(tmp_path, law, window=3)
 
 
-def test_one_that_is_delivered_twice_takes_one_place(tmp_path: Path) -> None:
+def test_duplicate_delivery_occupies_one_slot(tmp_path: Path) -> None:
     async def law(learner: Peer, delivery: Delivery, _: asyncio.Task[None]) -> None:
         await delivery.put(episode(0))
         await delivery.put(episode(0))
@@ -101,7 +101,7 @@ def test_one_that_is_delivered_twice_takes_one_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_everything_unacknowledged_follows_a_learner_that_moves(tmp_path: Path) -> None:
+def test_unacknowledged_episodes_follow_a_moved_learner(tmp_path: Path) -> None:
     async def law(learner: Peer, delivery: Delivery, _: asyncio.Task[None]) -> None:
         await delivery.put(episode(0))
         await delivery.put(episode(1))
@@ -118,7 +118,7 @@ def test_everything_unacknowledged_follows_a_learner_that_moves(tmp_path: Path) 
     check(tmp_path, law)
 
 
-def test_a_refusal_is_logged_and_frees_its_place(
+def test_refusal_is_logged_and_frees_its_slot(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def law(learner: Peer, delivery: Delivery, _: asyncio.Task[None]) -> None:
@@ -144,7 +144,7 @@ def test_a_refusal_is_logged_and_frees_its_place(
         Hello(role="learner", name="l", incarnation="i", version=0),
     ],
 )
-def test_an_answer_that_is_no_acknowledgement_ends_the_loop(tmp_path: Path, answer: Any) -> None:
+def test_unexpected_answer_ends_the_delivery_loop(tmp_path: Path, answer: Any) -> None:
     async def law(learner: Peer, delivery: Delivery, loop: asyncio.Task[None]) -> None:
         await delivery.put(episode(0))
         learner.answer((await learner.receive(1))[0], answer)

@@ -28,7 +28,7 @@ from tests.actor.links.toy_peer import Law, Peer
 
 NODE = socket.gethostname()  # the scheduler's, too
 HELLO = Hello(role="actor", name="actor-0", incarnation="i", version=-1, node=NODE)
-GREETING = replace(HELLO, directory=0)  # it knows nothing yet of where the others are
+GREETING = replace(HELLO, directory=0)  # No directory was received yet.
 BEAT = Heartbeat(
     role="actor",
     name="actor-0",
@@ -73,7 +73,7 @@ def check(tmp_path: Path, law: Law[SchedulerClient], *, silence_s: float = 30.0)
     toy_peer.check(tmp_path, "scheduler", connect, law)
 
 
-def test_hello_is_answered_by_welcome_and_a_request_by_a_grant(tmp_path: Path) -> None:
+def test_hello_gets_welcome_and_request_gets_grant(tmp_path: Path) -> None:
     async def law(scheduler: Peer, control: SchedulerClient, _: asyncio.Task[None]) -> None:
         hello = await welcome(scheduler, control)
         assert hello.message == GREETING
@@ -105,7 +105,7 @@ def test_progress_revokes_and_ends_the_run(tmp_path: Path) -> None:
     check(tmp_path, law)
 
 
-def test_a_scheduler_of_another_epoch_is_greeted_again(tmp_path: Path) -> None:
+def test_scheduler_of_new_epoch_is_greeted_again(tmp_path: Path) -> None:
     async def law(scheduler: Peer, control: SchedulerClient, _: asyncio.Task[None]) -> None:
         await welcome(scheduler, control)
         control.beat(BEAT)
@@ -115,7 +115,7 @@ def test_a_scheduler_of_another_epoch_is_greeted_again(tmp_path: Path) -> None:
     check(tmp_path, law)
 
 
-def test_a_scheduler_that_moves_is_followed(tmp_path: Path) -> None:
+def test_actor_follows_a_moved_scheduler(tmp_path: Path) -> None:
     async def law(scheduler: Peer, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
         await welcome(scheduler, control)
         scheduler.restart()
@@ -129,9 +129,7 @@ def test_a_scheduler_that_moves_is_followed(tmp_path: Path) -> None:
     check(tmp_path, law)
 
 
-def test_an_actor_is_told_where_the_others_are_and_asks_a_new_scheduler_again(
-    tmp_path: Path,
-) -> None:
+def test_actor_requests_addresses_from_a_new_scheduler(tmp_path: Path) -> None:
     async def law(scheduler: Peer, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
         loop.cancel()
         learning = asyncio.create_task(control.learn_addresses(timeout_s=5.0))
@@ -152,10 +150,8 @@ def test_an_actor_is_told_where_the_others_are_and_asks_a_new_scheduler_again(
     check(tmp_path, law)
 
 
-def test_an_actor_asks_a_new_scheduler_where_all_are_though_it_counts_to_the_same_number(
-    tmp_path: Path,
-) -> None:
-    """The actor stays up over a stop of the run; all the others are elsewhere when it goes on."""
+def test_new_scheduler_with_equal_number_is_greeted(tmp_path: Path) -> None:
+    """The actor survives a stop of the run; all other roles have new addresses afterwards."""
 
     async def law(scheduler: Peer, control: SchedulerClient, _: asyncio.Task[None]) -> None:
         hello = await welcome(scheduler, control)
@@ -172,7 +168,7 @@ def test_an_actor_asks_a_new_scheduler_where_all_are_though_it_counts_to_the_sam
     check(tmp_path, law)
 
 
-def test_an_actor_that_nobody_tells_of_a_learner_gives_up_with_who_it_asked(tmp_path: Path) -> None:
+def test_actor_without_a_learner_address_gives_up(tmp_path: Path) -> None:
     async def law(_: Peer, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
         loop.cancel()
         with pytest.raises(LongstrideError, match=r"no learner within 0\.1s: none told tcp://"):
@@ -181,7 +177,7 @@ def test_an_actor_that_nobody_tells_of_a_learner_gives_up_with_who_it_asked(tmp_
     check(tmp_path, law)
 
 
-def test_an_actor_that_leaves_says_goodbye(tmp_path: Path) -> None:
+def test_leaving_actor_sends_goodbye(tmp_path: Path) -> None:
     async def law(scheduler: Peer, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
         await welcome(scheduler, control)
         loop.cancel()
@@ -192,7 +188,7 @@ def test_an_actor_that_leaves_says_goodbye(tmp_path: Path) -> None:
     check(tmp_path, law)
 
 
-def test_a_silent_scheduler_ends_the_actor(tmp_path: Path) -> None:
+def test_silent_scheduler_ends_the_actor(tmp_path: Path) -> None:
     async def law(scheduler: Peer, control: SchedulerClient, _: asyncio.Task[None]) -> None:
         await asyncio.sleep(0.02)
         with pytest.raises(LongstrideError, match="scheduler silent"):
@@ -201,7 +197,7 @@ def test_a_silent_scheduler_ends_the_actor(tmp_path: Path) -> None:
     check(tmp_path, law, silence_s=0.01)
 
 
-def test_a_refusal_of_the_scheduler_ends_the_loop(tmp_path: Path) -> None:
+def test_scheduler_refusal_ends_the_loop(tmp_path: Path) -> None:
     async def law(scheduler: Peer, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
         scheduler.answer(await scheduler.next(Hello), Rejected(reason="schema"))
         async with asyncio.timeout(5.0):

@@ -35,7 +35,7 @@ def check(tmp_path: Path, law: Law[Delivery], *, window: int = 1) -> None:
 
 
 @pytest.mark.slow
-def test_episode_of_a_million_tokens_in_segments_arrives(tmp_path: Path) -> None:
+def test_million_token_segmented_episode_arrives_intact(tmp_path: Path) -> None:
     num_tokens = 1_200_000
     starts = np.arange(NUM_SEGMENTS, dtype=np.int32) * (num_tokens // NUM_SEGMENTS)
     sent = episode(num_tokens, segment_starts=starts)
@@ -53,7 +53,7 @@ def test_episode_of_a_million_tokens_in_segments_arrives(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_episode_too_large_fails_by_name_and_frees_its_place(tmp_path: Path) -> None:
+def test_oversized_episode_fails_and_frees_its_slot(tmp_path: Path) -> None:
     async def law(learner: Peer, delivery: Delivery, _: asyncio.Task[None]) -> None:
         await delivery.put(episode(LARGEST + 1))
         (received,) = await learner.receive(1, timeout_s=60.0)
@@ -71,7 +71,7 @@ def test_episode_too_large_fails_by_name_and_frees_its_place(tmp_path: Path) -> 
     check(tmp_path, law)
 
 
-def test_failure_of_an_unsendable_episode_is_admitted_as_a_failure() -> None:
+def test_unsendable_episode_is_admitted_as_a_failure() -> None:
     failed, frames = deliverable(episode(4, reward=float("nan")))
     assert failed.end_reason is EndReason.ABORTED
     assert failed.end_reason.is_infrastructure_failure
@@ -80,7 +80,7 @@ def test_failure_of_an_unsendable_episode_is_admitted_as_a_failure() -> None:
     assert refusal(failed, learner_version=0, max_group_size=4) == ""
 
 
-def test_episode_within_the_limits_is_sent_as_it_is() -> None:
+def test_episode_within_limits_is_sent_unchanged() -> None:
     sent = episode(6)
     kept, frames = deliverable(sent)
     assert kept is sent

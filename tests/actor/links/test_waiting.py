@@ -9,7 +9,7 @@ from actor.links.waiting import wait_aloud
 
 
 class Watch(logging.Handler):
-    """Sets the event at the second record, so that the wait ends by what it says."""
+    """Sets the event at the second log record, so that the wait ends."""
 
     def __init__(self, event: asyncio.Event) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Watch(logging.Handler):
             self._event.set()
 
 
-def test_a_long_wait_says_again_and_again_who_is_waited_for() -> None:
+def test_long_wait_repeats_its_warning() -> None:
     async def law() -> None:
         event = asyncio.Event()
         watch = Watch(event)
@@ -41,7 +41,7 @@ def test_a_long_wait_says_again_and_again_who_is_waited_for() -> None:
     asyncio.run(law())
 
 
-def test_a_wait_for_what_is_there_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_completed_wait_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async def law() -> None:
         event = asyncio.Event()
         event.set()

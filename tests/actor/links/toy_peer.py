@@ -26,7 +26,7 @@ class Link(Protocol):
 
 
 class Peer:
-    """The socket of a role, which answers only when told to."""
+    """The socket of a role, which answers only on request of the test."""
 
     def __init__(self, root: Path, role: str) -> None:
         self.run_dir = RunDir(root=root)

@@ -67,7 +67,7 @@ def shown(
     return [[(m["value"], m["loss"]) for m in row] for row in rows], is_solved
 
 
-def test_a_branch_of_fold_has_half_of_its_turns_and_leaves_what_it_returned() -> None:
+def test_fold_branch_is_replaced_by_its_return() -> None:
     rows, is_solved = shown(ContextKind.FOLD, answers())
     first, jump = ("Jump.\n\nfirst!", None), ("jump", True)
     opened, left = [(CALL, True), (OPENED, None)], [(CALL, False), (CLOSED, None), (RETURN, False)]
@@ -80,7 +80,7 @@ def test_a_branch_of_fold_has_half_of_its_turns_and_leaves_what_it_returned() ->
     assert is_solved
 
 
-def test_a_branch_of_a_subagent_shows_the_first_message_the_call_and_what_is_seen() -> None:
+def test_subagent_branch_shows_first_message_and_call() -> None:
     rows, _ = shown(ContextKind.SUBAGENT, answers())
     told = [text for text, _ in rows[3]]
     assert told[0].startswith("Jump.\n\nfirst")
@@ -89,7 +89,7 @@ def test_a_branch_of_a_subagent_shows_the_first_message_the_call_and_what_is_see
     assert learnt == [*[CALL, "jump", "jump", RETURN] * 2, CALL, "jump"]
 
 
-def test_a_branch_without_a_return_has_all_its_turns_and_is_ended_before_the_next_call() -> None:
+def test_unreturned_branch_ends_before_the_next_call() -> None:
     rows, _ = shown(ContextKind.FOLD, [*answers()[:3], *answers()], unreturned=0)
     first, jump, opened = "Jump.\n\nfirst!", "jump", [CALL, OPENED]
     left = [first, CALL, "[the branch was ended without a return]\none"]
@@ -102,7 +102,7 @@ def test_a_branch_without_a_return_has_all_its_turns_and_is_ended_before_the_nex
     assert sum(bool(is_learnt) for row in rows for _, is_learnt in row) == 8 + 3 + 1
 
 
-def test_actions_have_the_format_and_an_acknowledgement_stays_before_each_segment() -> None:
+def test_branched_actions_keep_format_and_acknowledgement() -> None:
     react = {"format": AgentFormat.REACT, "branch_turns": 2}
     rows, _ = shown(ContextKind.FOLD, answers()[3:], "Yes.", **react)
     assert [row[1] for row in rows] == [("Yes.", False)] * 2
@@ -110,16 +110,14 @@ def test_actions_have_the_format_and_an_acknowledgement_stays_before_each_segmen
     assert rows[0][5][0].endswith("Action:\njump")
 
 
-def test_a_branch_that_could_lose_no_turn_and_a_failed_environment_are_errors() -> None:
+def test_short_branch_and_failed_environment_raise_errors() -> None:
     with pytest.raises(ConfigError, match="branch_turns=1"):
         shown(ContextKind.FOLD, answers(), branch_turns=1)
     with pytest.raises(EnvError, match="toy-train-0: env_error: gone"):
         shown(ContextKind.FOLD, [EnvError("gone")])
 
 
-def test_demonstrations_take_turns_with_contexts_and_with_branches_that_do_not_return(
-    tmp_path: Path,
-) -> None:
+def test_demonstrations_alternate_contexts_and_unreturned_branches(tmp_path: Path) -> None:
     changes = {
         "tasks": [TaskSection(env="toy", subset="a")],
         "actor.branch_turns": 2,

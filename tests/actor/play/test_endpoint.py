@@ -40,7 +40,7 @@ def ask(toy: ToyEndpoint, **fields: Any) -> Reply:
         return asyncio.run(run(url))
 
 
-def test_endpoint_is_asked_for_the_configured_model_temperature_and_limit() -> None:
+def test_endpoint_receives_configured_model_temperature_and_limit() -> None:
     toy = ToyEndpoint()
     reply = ask(toy, temperature=0.5, max_turn_tokens=9, limit_key="max_completion_tokens")
     assert reply == Reply(text="go", is_stopped=True)
@@ -50,7 +50,7 @@ def test_endpoint_is_asked_for_the_configured_model_temperature_and_limit() -> N
     assert toy.keys == [None]
 
 
-def test_key_of_the_environment_is_sent_and_shown_nowhere(
+def test_api_key_is_sent_and_never_shown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TOY_KEY", "sk-secret")
@@ -63,7 +63,7 @@ def test_key_of_the_environment_is_sent_and_shown_nowhere(
     assert "sk-secret" not in caplog.text + str(failed.value) + repr(failed.value.__cause__)
 
 
-def test_missing_key_is_refused_before_anything_is_asked() -> None:
+def test_missing_key_is_refused_before_any_request() -> None:
     with pytest.raises(ConfigError, match="api_key_env=NO_SUCH_KEY: no such environ"):
         ask(ToyEndpoint(), api_key_env="NO_SUCH_KEY")
 
@@ -82,7 +82,7 @@ def test_tries_are_bounded() -> None:
     assert len(toy.requests) == 3
 
 
-def test_long_retry_after_is_cut_to_the_bound() -> None:
+def test_retry_after_is_limited_to_the_bound() -> None:
     toy = ToyEndpoint(script=[429], retry_after="3600")
     assert ask(toy).text == "go"  # within the test's time
 
@@ -92,7 +92,7 @@ def test_silence_is_a_failure_of_the_policy() -> None:
         ask(ToyEndpoint(delay_s=0.4), timeout_s=0.05, max_tries=2)
 
 
-def test_endpoint_that_is_not_there_is_a_failure_of_the_policy() -> None:
+def test_unreachable_endpoint_fails_the_policy() -> None:
     async def run() -> None:
         async with Endpoint(section("http://127.0.0.1:9")) as endpoint:
             await endpoint.complete(HELLO)
@@ -105,14 +105,14 @@ def test_endpoint_that_is_not_there_is_a_failure_of_the_policy() -> None:
     ("status", "key"),
     [(401, "policy.api_key_env="), (403, "policy.api_key_env="), (404, "policy.model=toy-1")],
 )
-def test_refusal_names_the_key_of_the_config_and_is_not_tried_again(status: int, key: str) -> None:
+def test_refused_request_names_its_key_without_retry(status: int, key: str) -> None:
     toy = ToyEndpoint(script=[status])
     with pytest.raises(ConfigError, match=key):
         ask(toy)
     assert len(toy.requests) == 1
 
 
-def test_conversation_beyond_the_context_is_told_from_a_bad_request() -> None:
+def test_context_overflow_differs_from_a_bad_request() -> None:
     full = "This model's maximum context length is 8 tokens"
     with pytest.raises(ContextFull):
         ask(ToyEndpoint(script=[400], texts={400: full}))
@@ -123,17 +123,17 @@ def test_conversation_beyond_the_context_is_told_from_a_bad_request() -> None:
 @pytest.mark.parametrize(
     "body", [{}, {"choices": []}, {"choices": [{"message": {"content": ["x"]}}]}, {"choices": 3}]
 )
-def test_answer_that_is_no_completion_is_a_failure_and_no_text(body: dict[str, Any]) -> None:
+def test_malformed_completion_is_a_policy_failure(body: dict[str, Any]) -> None:
     with pytest.raises(PolicyFailed, match="not a chat completion"):
         ask(ToyEndpoint(script=[body]))
 
 
-def test_cut_or_empty_answer_is_what_the_policy_said() -> None:
+def test_truncated_or_empty_answer_is_accepted() -> None:
     body = {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}
     assert ask(ToyEndpoint(script=[body])) == Reply(text="", is_stopped=False)
 
 
-def test_conversation_grows_by_turns_and_is_kept_as_bytes() -> None:
+def test_conversation_grows_by_turns_as_bytes() -> None:
     toy = ToyEndpoint(script=["tür"])
 
     async def run(url: str) -> None:

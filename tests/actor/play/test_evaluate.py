@@ -80,9 +80,9 @@ def stage(root: Path) -> Iterator[Stage]:
         yield made
 
 
-def test_samples_are_scored_written_and_said(tmp_path: Path) -> None:
+def test_samples_are_scored_written_and_printed(tmp_path: Path) -> None:
     with stage(tmp_path) as s:
-        s.endpoint.script = ["wait"] * 6  # the first two episodes never go on
+        s.endpoint.script = ["wait"] * 6  # The first two episodes make no progress.
         cfg = s.config(k=2)
         cfg = edited(cfg, {"policy.max_concurrent": 1})
         assert s.evaluate(cfg, [0, 1]) == 0
@@ -96,7 +96,7 @@ def test_samples_are_scored_written_and_said(tmp_path: Path) -> None:
     assert "| toy-1 | avg@2 | 50.00 [" in s.said[0]
 
 
-def test_second_command_plays_only_what_is_missing(tmp_path: Path) -> None:
+def test_second_evaluation_plays_only_missing_episodes(tmp_path: Path) -> None:
     with stage(tmp_path) as s:
         assert s.evaluate(s.config(), [0, 1]) == 0
         assert s.evaluate(s.config(), [0, 1, 2]) == 0
@@ -106,7 +106,7 @@ def test_second_command_plays_only_what_is_missing(tmp_path: Path) -> None:
     assert len(list(read_journal(tmp_path / "eval" / "journal"))) == 3
 
 
-def test_failed_episode_is_shown_apart_and_played_again_next_time(tmp_path: Path) -> None:
+def test_failed_episode_is_reported_separately_and_retried(tmp_path: Path) -> None:
     with stage(tmp_path) as s:
         assert s.evaluate(s.config(max_failed_frac=0.5), [0, 9]) == 0
         overall = s.entries[0]["overall"]
@@ -119,13 +119,13 @@ def test_failed_episode_is_shown_apart_and_played_again_next_time(tmp_path: Path
         assert s.hub.opened[num_before:] == ["a-test-9"] * 2
 
 
-def test_too_many_failures_mean_exit_code_1_and_a_table_of_what_there_is(tmp_path: Path) -> None:
+def test_too_many_failures_exit_1_with_table(tmp_path: Path) -> None:
     with stage(tmp_path) as s:
         assert s.evaluate(s.config(max_failed_frac=0.1), [0, 9]) == 1
         assert s.entries[0]["overall"]["num_failed"] == 1
 
 
-def test_silent_endpoint_means_exit_code_1_and_no_zero(tmp_path: Path) -> None:
+def test_silent_endpoint_exits_1_without_a_score(tmp_path: Path) -> None:
     with stage(tmp_path) as s:
         s.endpoint.script = [503] * 100
         assert s.evaluate(s.config(), [0]) == 1
@@ -133,7 +133,7 @@ def test_silent_endpoint_means_exit_code_1_and_no_zero(tmp_path: Path) -> None:
     assert (overall["success"]["mean"], overall["failures"]) == (None, {"aborted": 1})
 
 
-def test_two_policies_stand_in_one_table_and_share_no_episode(tmp_path: Path) -> None:
+def test_policies_share_one_table_but_no_episodes(tmp_path: Path) -> None:
     with stage(tmp_path) as s:
         s.evaluate(s.config(model="one"), [0])
         s.evaluate(s.config(model="two", label="Two | big"), [0])
@@ -144,7 +144,7 @@ def test_two_policies_stand_in_one_table_and_share_no_episode(tmp_path: Path) ->
     assert "| Two / big | success |" in text
 
 
-def test_digest_changes_with_whatever_makes_other_episodes(tmp_path: Path) -> None:
+def test_digest_changes_with_every_episode_setting(tmp_path: Path) -> None:
     with stage(tmp_path) as s:
         first = s.config()
 
@@ -156,7 +156,7 @@ def test_digest_changes_with_whatever_makes_other_episodes(tmp_path: Path) -> No
     assert digest() == digest(max_tries=9)
 
 
-def test_lists_come_from_the_hub_with_what_tables_say_of_them(tmp_path: Path) -> None:
+def test_hub_provides_item_lists_and_notes(tmp_path: Path) -> None:
     with stage(tmp_path) as s:
         listed = fetch_listed(s.config(items=EvalItems.TASKS), hub_url=s.hub_url, token="")
         assert listed.items == {"toy": ["a-test-2", "a-test-5"]}
@@ -167,7 +167,7 @@ def test_lists_come_from_the_hub_with_what_tables_say_of_them(tmp_path: Path) ->
         assert paper.notes == {"toy": "not theirs"}
 
 
-def test_model_that_does_not_fit_its_tokenizer_is_refused(repository: Path, tmp_path: Path) -> None:
+def test_mismatched_tokenizer_and_model_are_refused(repository: Path, tmp_path: Path) -> None:
     source = repository / "configs" / "policies" / "tiny"
     for name in ("tokenizer.json", "model.safetensors"):
         (tmp_path / name).symlink_to(source / name)

@@ -31,7 +31,7 @@ def plan(number: int, *, name: str = "") -> PlannedEpisode:
 
 
 class Going:
-    """Says "go", and counts how many ask at once; `raises` is raised instead."""
+    """Answers "go" and counts concurrent requests; raises `raises` instead if given."""
 
     def __init__(self, raises: Exception | None = None) -> None:
         self._raises = raises
@@ -88,7 +88,7 @@ def played(
     return [trajectory for _, trajectory in read_journal(folder)]
 
 
-def test_every_plan_is_played_once_with_as_many_at_once_as_allowed(tmp_path: Path) -> None:
+def test_every_plan_runs_once_within_max_concurrent(tmp_path: Path) -> None:
     going = Going()
     ended = played(tmp_path, [plan(i) for i in range(6)], going=going, max_concurrent=2)
     assert sorted(t.episode_id for t in ended) == [f"p/{i}" for i in range(6)]
@@ -96,9 +96,7 @@ def test_every_plan_is_played_once_with_as_many_at_once_as_allowed(tmp_path: Pat
     assert going.most_at_once == 2
 
 
-def test_failed_environment_is_tried_again_and_recorded_once_without_a_reward(
-    tmp_path: Path,
-) -> None:
+def test_failed_environment_is_retried_and_recorded_once(tmp_path: Path) -> None:
     hub = ToyHub()
     (failed,) = played(tmp_path, [plan(9)], hub=hub, max_attempts=3)
     assert hub.opened == ["a-test-9"] * 3
@@ -106,14 +104,14 @@ def test_failed_environment_is_tried_again_and_recorded_once_without_a_reward(
     assert "the game is broken" in failed.error
 
 
-def test_failed_policy_is_recorded_as_infrastructure_and_no_reward(tmp_path: Path) -> None:
+def test_failed_policy_counts_as_infrastructure_failure(tmp_path: Path) -> None:
     (failed,) = played(tmp_path, [plan(1)], going=Going(PolicyFailed("no answer")))
     assert failed.end_reason is EndReason.ABORTED
     assert failed.end_reason.is_infrastructure_failure
     assert failed.error == "no answer"
 
 
-def test_full_context_ends_the_episode_as_one_that_counts(tmp_path: Path) -> None:
+def test_full_context_ends_a_counted_episode(tmp_path: Path) -> None:
     (ended,) = played(tmp_path, [plan(1)], going=Going(ContextFull()))
     assert ended.end_reason is EndReason.CONTEXT_FULL
     assert not ended.end_reason.is_infrastructure_failure
@@ -127,12 +125,12 @@ def test_playing_ends_when_too_many_episodes_failed(tmp_path: Path) -> None:
     assert len(list(read_journal(tmp_path))) == 3
 
 
-def test_wrong_configuration_ends_playing_with_its_own_error(tmp_path: Path) -> None:
+def test_wrong_configuration_ends_playing_with_its_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^policy\.model=x$"):
         played(tmp_path, [plan(1), plan(2)], going=Going(ConfigError("policy.model=x")))
 
 
-def test_journal_holds_what_was_played_as_evaluation(tmp_path: Path) -> None:
+def test_journal_holds_played_episodes_as_evaluation(tmp_path: Path) -> None:
     kept = played(tmp_path, [plan(1), plan(2)])
     assert sorted(t.episode_id for t in kept) == ["p/1", "p/2"]
     assert {t.kind for t in kept} == {EpisodeKind.EVAL}
@@ -151,7 +149,7 @@ call(os.environ["LONGSTRIDE_ENV"] + "/step", {"action": "go"})
 """
 
 
-def test_given_episodes_are_played_by_the_agent_s_own_loop(tmp_path: Path) -> None:
+def test_given_episodes_run_through_the_agent_loop(tmp_path: Path) -> None:
     asked: list[list[int]] = []
 
     class Noted(Going):

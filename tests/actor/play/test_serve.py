@@ -32,7 +32,7 @@ TOKENIZER: Any = AutoTokenizer.from_pretrained(
 
 
 class Parrot:
-    """An engine that says one thing, and keeps what it was asked."""
+    """An engine that always gives one answer and records its prompts."""
 
     version = 7
 
@@ -75,7 +75,7 @@ async def ask(url: str, key: str, *texts: str) -> Any:
         return await endpoint.complete(said(*texts))
 
 
-def test_conversation_is_what_an_episode_would_hold_and_only_the_key_lets_in() -> None:
+def test_served_conversation_matches_episode_and_requires_key() -> None:
     parrot = Parrot()
 
     async def work() -> None:
@@ -102,11 +102,11 @@ def test_conversation_is_what_an_episode_would_hold_and_only_the_key_lets_in() -
     assert whole[-len(last) :] == last
     answer = whole[len(first) : -len(last)]
     assert answer[-1] == end
-    assert end not in answer[:-1]  # what was typed is letters, and ends no turn
+    assert end not in answer[:-1]  # Typed text contains no end of turn.
     assert renderer.action_text(answer) == "look<|im_end|>"
 
 
-def test_a_request_is_sampled_at_its_own_temperature_and_one_that_is_none_is_refused() -> None:
+def test_request_temperature_is_used_or_refused() -> None:
     parrot = Parrot()
 
     async def work() -> list[int]:
@@ -122,7 +122,7 @@ def test_a_request_is_sampled_at_its_own_temperature_and_one_that_is_none_is_ref
     assert parrot.temperatures == [None, 0.0, 1.5]
 
 
-def test_seed_of_a_chat_request_reaches_the_engine() -> None:
+def test_chat_request_seed_reaches_the_engine() -> None:
     parrot = Parrot()
 
     async def work() -> list[int]:
@@ -138,7 +138,7 @@ def test_seed_of_a_chat_request_reaches_the_engine() -> None:
     assert parrot.seeds == [None, 7, 2**63 - 1]
 
 
-def test_the_policy_listens_where_it_is_told_and_a_taken_port_is_named() -> None:
+def test_policy_port_is_bound_or_conflict_named() -> None:
     async def work(place: socket.socket) -> str:
         async with listening(chat(Parrot()), place) as url:
             return (await ask(url, "k", "goal: go")).text
@@ -150,7 +150,7 @@ def test_the_policy_listens_where_it_is_told_and_a_taken_port_is_named() -> None
         assert asyncio.run(work(place)) == "turn left"
 
 
-def test_without_a_key_no_page_of_elsewhere_is_answered() -> None:
+def test_keyless_endpoint_refuses_cross_origin_requests() -> None:
     async def work() -> list[int]:
         body = json.dumps({"messages": said("goal: go")})
         plain = {"Content-Type": "text/plain"}
@@ -165,11 +165,11 @@ def test_without_a_key_no_page_of_elsewhere_is_answered() -> None:
     assert asyncio.run(work()) == [200, 403, 403]
 
 
-def test_actor_is_asked_while_it_runs_and_leaves_no_door_behind(tmp_path: Path) -> None:
+def test_running_actor_serves_chat_and_cleans_up(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     run_dir.keys.mkdir()
     for name, host in (("actor-0", "elsewhere"), ("actor-1", socket.gethostname())):
-        away = Door(url="http://127.0.0.1:9/v1", key="x", host=host)  # nobody is behind it
+        away = Door(url="http://127.0.0.1:9/v1", key="x", host=host)  # No server listens there.
         door_path(tmp_path, name).write_text(away.as_text(), encoding="utf-8")
     door_path(tmp_path, "actor-2").write_text("half a li", encoding="utf-8")
     with subprocess.Popen(["true"]) as gone:
@@ -199,7 +199,7 @@ def test_actor_is_asked_while_it_runs_and_leaves_no_door_behind(tmp_path: Path) 
     asyncio.run(work())
 
 
-def test_adapters_are_served_with_the_weights_that_they_were_trained_beside(tmp_path: Path) -> None:
+def test_adapters_are_served_with_their_base_weights(tmp_path: Path) -> None:
     assert base_of(tmp_path)[0] == tmp_path
     told = {"r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"]}
     path = tmp_path / "adapter_config.json"

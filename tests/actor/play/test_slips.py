@@ -1,4 +1,4 @@
-"""Laws of demonstrations in which something goes wrong: what is learnt is what puts it right."""
+"""Laws of demonstrations with random slips: only the expert's turns are trained."""
 
 import asyncio
 import json
@@ -23,7 +23,8 @@ from tests.actor.toy_servers import serve
 from tests.configs import edited
 
 ITEM = "GoToObjMazeS4-train-3"
-Played = list[tuple[str, str | None, bool, set[str]]]  # said, the expert's, slipped, valid so far
+# Action, expert action, slipped, valid actions so far.
+Played = list[tuple[str, str | None, bool, set[str]]]
 
 
 def play(slip_frac: float, num_turns: int = 40) -> Played:
@@ -47,7 +48,7 @@ def play(slip_frac: float, num_turns: int = 40) -> Played:
     return told
 
 
-def test_a_turn_that_slips_is_any_that_was_valid_and_the_others_are_the_experts() -> None:
+def test_slips_are_valid_actions_among_expert_turns() -> None:
     told = play(0.5)
     slips = [said != expert for said, expert, _, _ in told]
     assert [has_slipped for _, _, has_slipped, _ in told] == slips
@@ -67,7 +68,7 @@ def hub() -> Iterator[str]:
 
 
 def shown(url: str, slip_frac: float, path: Path) -> list[tuple[str, bool]]:
-    """Return (text, whether it is learnt) of all that the agent says in some demonstrations."""
+    """Return (text, is trained) of all agent messages in some demonstrations."""
     changes = {
         "tasks": [TaskSection(env="babyai", subset="GoToObjMazeS4")],
         "sft.slip_frac": slip_frac,
@@ -81,7 +82,7 @@ def shown(url: str, slip_frac: float, path: Path) -> list[tuple[str, bool]]:
     return [(m["value"], m["loss"]) for record in records for m in record if m["from"] == "gpt"]
 
 
-def test_slips_have_no_loss_and_all_else_has(tmp_path: Path) -> None:
+def test_slips_are_excluded_from_the_loss(tmp_path: Path) -> None:
     with hub() as url:
         told = shown(url, 0.5, tmp_path / "slips.jsonl")
         plain = shown(url, 0.0, tmp_path / "plain.jsonl")

@@ -1,4 +1,4 @@
-"""What the laws of episodes play with: a session that answers as told, a render of letters."""
+"""Helpers for tests of episodes: a scripted session and a letter renderer."""
 
 import asyncio
 from typing import Any
@@ -27,7 +27,7 @@ LEASE = Lease(
 
 
 class Count:
-    """A session that counts; `answers` says what each step does, the last one for ever."""
+    """A counting session; `answers` gives the result of each step, and the last one repeats."""
 
     def __init__(self, answers: list[StepResult | Exception | float]) -> None:
         self.first_observation = "first"

@@ -1,4 +1,4 @@
-"""Laws of episodes that outgrow their context: what the policy was given is what is trained on."""
+"""Laws of episodes beyond their context: training uses the prompts that the policy received."""
 
 import asyncio
 import random
@@ -26,7 +26,7 @@ LONG = replace(LEASE, horizon=12)
 
 
 class Policy:
-    """Samples one or two letters and keeps what it was asked and what it said."""
+    """Samples one or two letters and records prompts and answers."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
@@ -71,7 +71,7 @@ def refused(trajectory: Trajectory, max_tokens: int) -> str:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("length", [1, 30, 60, 500])
 @pytest.mark.parametrize("turns", [1, 2, 5])
-def test_what_a_window_showed_is_what_is_trained_on(turns: int, length: int, seed: int) -> None:
+def test_window_trains_on_exactly_its_prompts(turns: int, length: int, seed: int) -> None:
     options = AgentOptions(context=WINDOW, context_turns=turns)
     how: dict[str, Any] = {"max_tokens": 130, "keeps_last": seed % 2 == 0, "seed": seed}
     got, policy = outgrown(options, text="o" * length, **how)
@@ -85,7 +85,7 @@ def test_what_a_window_showed_is_what_is_trained_on(turns: int, length: int, see
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("length", [1, 100, 2000])
 @pytest.mark.parametrize("learns", [True, False])
-def test_what_a_summary_showed_is_what_is_trained_on(learns: bool, length: int, seed: int) -> None:
+def test_summary_trains_on_exactly_its_prompts(learns: bool, length: int, seed: int) -> None:
     options = AgentOptions(context=SUMMARY, learn_summaries=learns)
     got, policy = outgrown(options, max_tokens=900, text="o" * length, seed=seed)
     demand = [ord(c) for c in REQUEST]
@@ -103,7 +103,7 @@ def test_what_a_summary_showed_is_what_is_trained_on(learns: bool, length: int, 
         assert not row.loss_mask[: len(head)].any()
 
 
-def test_a_window_begins_with_the_first_message_and_the_latest_turns() -> None:
+def test_window_keeps_first_message_and_latest_turns() -> None:
     said = iter([Turn([97 + n, 0], [-1.0, -2.0], [4, 5]) for n in range(12)])
 
     async def act(_: list[int], __: Session) -> Turn:
@@ -126,13 +126,13 @@ def test_a_window_begins_with_the_first_message_and_the_latest_turns() -> None:
     assert got.num_cut_observations == 0
 
 
-def test_full_still_ends_the_episode() -> None:
+def test_full_context_mode_ends_the_episode() -> None:
     got, _ = outgrown(AgentOptions(), max_tokens=110)
     assert got.end_reason is EndReason.CONTEXT_FULL
     assert got.segment_starts.size == 0
 
 
-def test_a_window_without_room_for_a_new_segment_ends_as_full() -> None:
+def test_window_without_segment_room_ends_context_full() -> None:
     got, _ = outgrown(AgentOptions(context=WINDOW), max_tokens=60)
     assert got.end_reason is EndReason.CONTEXT_FULL
     assert refused(got, 60) == ""
@@ -154,7 +154,7 @@ def test_summaries_count_in_a_horizon_of_tokens() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [WINDOW, SUMMARY])
-def test_ratios_over_an_episode_are_refused_where_it_has_rows(
+def test_episode_ratios_are_refused_for_segmented_episodes(
     algorithm: AlgorithmSection, named: str, kind: ContextKind
 ) -> None:
     RunConfig(algorithm=algorithm)
@@ -174,9 +174,7 @@ def test_ratios_over_an_episode_are_refused_where_it_has_rows(
         ({"endpoint": True, "agent": ["a"]}, True),
     ],
 )
-def test_ratio_of_a_turn_is_refused_where_rows_part_it(
-    actor: dict[str, Any], is_refused: bool
-) -> None:
+def test_turn_ratio_is_refused_for_split_turns(actor: dict[str, Any], is_refused: bool) -> None:
     algorithm = AlgorithmSection(policy_loss=PolicyLoss.TURN)
     if not is_refused:
         RunConfig(algorithm=algorithm, actor=ActorSection(**actor))
@@ -194,14 +192,14 @@ def test_ratio_of_a_turn_is_refused_where_rows_part_it(
         AgentOptions(context=SUMMARY),
     ],
 )
-def test_rows_part_turns_only_where_the_options_tell(options: AgentOptions) -> None:
+def test_rows_split_turns_only_as_options_declare(options: AgentOptions) -> None:
     got, _ = outgrown(options, max_tokens=900, text="o" * 100)
     turns = [set(row.turn_ids[row.loss_mask].tolist()) for row in as_rows(got)]
     assert len(turns) > 1
     assert (sum(map(len, turns)) > len(set.union(*turns))) == options.parts_turns
 
 
-def test_a_summary_that_takes_the_rest_of_a_horizon_ends_the_episode() -> None:
+def test_summary_at_token_horizon_ends_the_episode() -> None:
     options = AgentOptions(context=SUMMARY)
     free, policy = outgrown(options, max_tokens=900, text="o" * 100)
     said = [own for _, own in policy.asked]
@@ -218,7 +216,7 @@ def test_a_summary_that_takes_the_rest_of_a_horizon_ends_the_episode() -> None:
 
 
 @pytest.mark.slow
-def test_a_summary_that_takes_the_seconds_of_a_horizon_ends_the_episode() -> None:
+def test_summary_at_seconds_horizon_ends_the_episode() -> None:
     policy = Policy()
 
     async def act(ids: list[int], session: Session) -> Turn:

@@ -41,7 +41,7 @@ class SeedKeeper:
 
 
 class SeededEnvironments:
-    """Environments that go on for ever and keep the seeds that they are opened with."""
+    """Environments that never end and record the seeds of their sessions."""
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
@@ -95,7 +95,7 @@ def play(leases: list[Lease], *, is_lockstep: bool) -> tuple[dict[str, list[int]
 
 
 @pytest.mark.parametrize("is_lockstep", [False, True])
-def test_each_request_is_sampled_by_its_lease_and_turn(is_lockstep: bool) -> None:
+def test_request_seed_depends_on_lease_and_turn(is_lockstep: bool) -> None:
     leases = group(3)
     sampled, _ = play(leases, is_lockstep=is_lockstep)
     for lease in leases:
@@ -104,19 +104,19 @@ def test_each_request_is_sampled_by_its_lease_and_turn(is_lockstep: bool) -> Non
     assert len({seed for own in sampled.values() for seed in own}) == 3 * NUM_TURNS
 
 
-def test_member_that_is_issued_again_elsewhere_draws_as_before() -> None:
+def test_reissued_member_draws_the_same_numbers() -> None:
     leases = group(2)
     first, _ = play(leases, is_lockstep=False)
     again, _ = play([replace(leases[1], attempt=1)], is_lockstep=True)
     assert again == {"g/1": first["g/1"]}
 
 
-def test_members_of_a_group_reset_their_environment_with_one_seed() -> None:
+def test_group_members_share_one_environment_seed() -> None:
     leases = group(3)
     _, opened = play(leases, is_lockstep=False)
     assert opened == [environment_seed(leases[0])] * 3
 
 
-def test_held_out_episodes_reset_their_environment_with_their_own_seed() -> None:
+def test_held_out_episodes_have_own_environment_seeds() -> None:
     _, opened = play(group(2, kind=EpisodeKind.EVAL), is_lockstep=False)
     assert sorted(opened) == [100, 101]

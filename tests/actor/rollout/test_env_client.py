@@ -16,9 +16,9 @@ STEPPED = {"observation": "on", "reward": 1, "done": True, "is_valid": False}
 
 
 class Hub:
-    """Answers as its script says: a status, "lost" (the connection breaks) or "hangs".
+    """Answers by its script: a status, "lost" (the connection breaks) or "hangs".
 
-    A request beyond the script is answered well.
+    A request beyond the script succeeds.
     """
 
     def __init__(self) -> None:
@@ -116,13 +116,13 @@ async def play_one(_: Hub, client: HubClient) -> None:
     assert session.first_observation == "begun"
     result = await session.step("go")
     told = {"observation": "on", "reward": 1.0, "done": True, "is_valid": False}
-    assert result == StepResult(**told, is_success=True)  # hubs of others may not say so
+    assert result == StepResult(**told, is_success=True)  # Third-party hubs may omit it.
     assert await session.hint() == Hint(valid_actions=["a"], expert_action=None)
     await session.close()
 
 
 @pytest.mark.parametrize(("reward", "is_success"), [(0.9, True), (1, False)])
-def test_success_is_what_the_hub_says(
+def test_success_comes_from_the_hub(
     reward: float, is_success: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = {"reward": reward, "is_success": is_success}
@@ -137,7 +137,7 @@ def test_success_is_what_the_hub_says(
 
 
 @pytest.mark.parametrize(("told", "score"), [({}, 0.0), ({"start_score": 0.5}, 0.5)])
-def test_start_score_is_the_hubs_or_zero(
+def test_start_score_defaults_to_zero(
     told: dict[str, float], score: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "OPENED", OPENED | told)
@@ -150,7 +150,7 @@ def test_start_score_is_the_hubs_or_zero(
     check(law)
 
 
-def test_start_score_beyond_its_range_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_range_start_score_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "OPENED", OPENED | {"start_score": 1.5})
 
     async def law(_: Hub, client: HubClient) -> None:
@@ -160,7 +160,7 @@ def test_start_score_beyond_its_range_is_an_error(monkeypatch: pytest.MonkeyPatc
     check(law)
 
 
-def test_an_episode_is_opened_stepped_and_closed() -> None:
+def test_client_opens_steps_and_closes_an_episode() -> None:
     hub = check(play_one)
     opened = {"env": "toy", "item_id": "toy-train-0", "seed": 3, "style": "compact"}
     assert hub.requests == [
@@ -172,7 +172,7 @@ def test_an_episode_is_opened_stepped_and_closed() -> None:
     assert {headers["Authorization"] for headers in hub.headers} == {"Bearer secret"}
 
 
-def test_a_lost_connection_is_retried_with_the_same_number() -> None:
+def test_lost_connection_retries_the_same_step_number() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         session = await client.open("toy", "toy-train-0", seed=0, style="compact")
         await session.step("first")
@@ -186,14 +186,14 @@ def test_a_lost_connection_is_retried_with_the_same_number() -> None:
     ]
 
 
-def test_a_full_hub_is_waited_for_longer_than_a_broken_one() -> None:
+def test_full_hub_is_retried_longer_than_broken() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         await client.open("toy", "toy-train-0", seed=0, style="compact")
 
     assert len(check(law, script=(429,) * 9).requests) == 10
 
 
-def test_a_hub_that_stays_full_is_a_timeout_that_says_so() -> None:
+def test_permanently_full_hub_raises_a_timeout() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         with pytest.raises(EnvTimeout, match="full"):
             await client.open("toy", "toy-train-0", seed=0, style="compact")
@@ -210,9 +210,7 @@ def test_a_hub_that_stays_full_is_a_timeout_that_says_so() -> None:
         (409, EnvError, "HTTP 409"),
     ],
 )
-def test_a_refusal_of_the_hub_is_an_error_and_not_retried(
-    status: int, error: type[EnvError], text: str
-) -> None:
+def test_hub_refusal_raises_without_retry(status: int, error: type[EnvError], text: str) -> None:
     async def law(_: Hub, client: HubClient) -> None:
         session = await client.open("toy", "toy-train-0", seed=0, style="compact")
         with pytest.raises(EnvError, match=text) as raised:
@@ -222,7 +220,7 @@ def test_a_refusal_of_the_hub_is_an_error_and_not_retried(
     assert len(check(law, script=(200, status)).requests) == 2
 
 
-def test_a_hub_that_does_not_answer_is_a_timeout() -> None:
+def test_silent_hub_raises_a_timeout() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         with pytest.raises(EnvTimeout, match=r"no answer within 0\.1s"):
             await client.open("toy", "toy-train-0", seed=0, style="compact")
@@ -231,8 +229,8 @@ def test_a_hub_that_does_not_answer_is_a_timeout() -> None:
 
 
 @pytest.mark.parametrize("is_still", [True, False])
-def test_a_step_of_a_hub_that_stood_still_is_no_failure_of_its_episode(is_still: bool) -> None:
-    """It answers again when the step is given up, as one that was stopped and goes on."""
+def test_stalled_hub_is_lost_not_timed_out(is_still: bool) -> None:
+    """The hub answers again after the step is cancelled, like a resumed process."""
 
     async def law(hub: Hub, client: HubClient) -> None:
         staying = asyncio.create_task(client.stay())
@@ -240,7 +238,7 @@ def test_a_step_of_a_hub_that_stood_still_is_no_failure_of_its_episode(is_still:
             await asyncio.sleep(0.01)
         hub.script = [200, "hangs"]  # of the presence, of the session
         hub.is_still = is_still
-        await asyncio.sleep(0.1)  # what was said before is heard: nothing tells when
+        await asyncio.sleep(0.1)  # Earlier signs arrive; no event reports them.
         with pytest.raises(HubLost if is_still else EnvTimeout) as caught:
             await client.open("toy", "toy-train-0", seed=0, style="compact")
         assert type(caught.value) is (HubLost if is_still else EnvTimeout)
@@ -252,7 +250,7 @@ def test_a_step_of_a_hub_that_stood_still_is_no_failure_of_its_episode(is_still:
 
 
 @pytest.mark.slow
-def test_a_hub_that_is_gone_is_an_error_after_a_few_tries() -> None:
+def test_unreachable_hub_raises_after_few_tries() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         with pytest.raises(EnvError, match="4 tries"):
             await client.open("toy", "toy-train-0", seed=0, style="compact")
@@ -261,7 +259,7 @@ def test_a_hub_that_is_gone_is_an_error_after_a_few_tries() -> None:
 
 
 @pytest.mark.parametrize("status", [404, 500, 504])
-def test_closing_a_session_that_is_gone_is_no_error(status: int) -> None:
+def test_closing_a_missing_session_succeeds(status: int) -> None:
     async def law(_: Hub, client: HubClient) -> None:
         session = await client.open("toy", "toy-train-0", seed=0, style="compact")
         await session.close()
@@ -269,7 +267,7 @@ def test_closing_a_session_that_is_gone_is_no_error(status: int) -> None:
     check(law, script=(200, status))
 
 
-def test_a_session_given_up_while_its_hub_was_gone_is_given_back_once_it_answers() -> None:
+def test_session_close_waits_for_a_lost_hub() -> None:
     async def law(hub: Hub, client: HubClient) -> None:
         session = await client.open("toy", "toy-train-0", seed=0, style="compact")
         client.is_lost = True
@@ -284,7 +282,7 @@ def test_a_session_given_up_while_its_hub_was_gone_is_given_back_once_it_answers
     check(law)
 
 
-def test_instructions_are_by_environment_and_style() -> None:
+def test_instructions_depend_on_environment_and_style() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         environments = await Environments.of(client, style="compact")
         assert environments.instruction("toy") == "play"
@@ -312,7 +310,7 @@ HALF = b"half \\ud83d"  # as JSON writes it
         b'{"observation": "a", "reward": 1, "done": "no", "is_valid": true}',
     ],
 )
-def test_answer_of_another_form_is_the_hub_s_failure(answer: bytes) -> None:
+def test_malformed_hub_answer_raises_env_error(answer: bytes) -> None:
     async def law(_: Hub, client: HubClient) -> None:
         with pytest.raises(EnvError):
             await client.open("toy", "toy-train-0", seed=0, style="compact")
@@ -325,7 +323,7 @@ def test_answer_of_another_form_is_the_hub_s_failure(answer: bytes) -> None:
     check(law, script=(answer, 200, answer, answer))
 
 
-def test_half_characters_from_a_hub_end_nothing() -> None:
+def test_lone_surrogates_from_a_hub_are_tolerated() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         session = await client.open("toy", "toy-train-0", seed=0, style="compact")
         result = await session.step("go")
@@ -342,7 +340,7 @@ def test_half_characters_from_a_hub_end_nothing() -> None:
     assert hub.requests[1][1] == "/v1/sessions//../half \ufffd/step"
 
 
-def test_endless_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_hub_answer_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env_client, "MAX_ANSWER_BYTES", 1000)
 
     async def law(_: Hub, client: HubClient) -> None:
@@ -355,5 +353,5 @@ def test_endless_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("told", "wait_s"), [("3", 3.0), ("-1", 1.0), ("nan", 1.0), ("inf", 1.0), ("soon", 1.0)]
 )
-def test_retry_after_is_a_time_whatever_it_says(told: str, wait_s: float) -> None:
+def test_retry_after_always_parses_to_seconds(told: str, wait_s: float) -> None:
     assert env_client.retry_after_s({"Retry-After": told}, unsaid_s=1.0) == wait_s

@@ -25,7 +25,7 @@ def quick_steps(*actions: str) -> Callable[[HubClient], Awaitable[list[Any]]]:
     return ask
 
 
-def test_steps_of_a_quick_environment_at_the_same_time_are_one_request() -> None:
+def test_concurrent_quick_steps_share_one_request() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         answers = await quick_steps("a", "b", "c")(client)
         told = {"observation": "on", "reward": 1.0, "done": True, "is_valid": False}
@@ -37,7 +37,7 @@ def test_steps_of_a_quick_environment_at_the_same_time_are_one_request() -> None
     assert [each["action"] for each in hub.requests[-1][2]] == ["a", "b", "c"]
 
 
-def test_sessions_of_a_quick_environment_open_and_close_in_one_request_each() -> None:
+def test_quick_sessions_open_and_close_in_batches() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         toy = await Environments.of(client, style="compact")
         asked = ["a", "unknown", "b", "full"]
@@ -57,14 +57,14 @@ def test_sessions_of_a_quick_environment_open_and_close_in_one_request_each() ->
     assert asked == [
         ("GET", "/v1/envs"),
         ("POST", "/v1/sessions/batch"),
-        ("POST", "/v1/sessions"),  # what found the hub full waits there by itself
+        ("POST", "/v1/sessions"),  # A session refused by a full hub waits alone.
         ("POST", "/v1/close/batch"),
-        *ends,  # who is alone asks as ever
+        *ends,  # A single session uses the plain routes.
     ]
     assert hub.requests[3][2] == [{"session_id": "s"}] * 3
 
 
-def test_a_hub_without_the_route_closes_sessions_one_by_one() -> None:
+def test_hub_without_batch_close_gets_single_closes() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         toy = await Environments.of(client, style="compact")
         opened = [await toy.open("toy", "item-a", seed=0) for _ in range(2)]
@@ -74,7 +74,7 @@ def test_a_hub_without_the_route_closes_sessions_one_by_one() -> None:
     assert [method for method, _, _ in hub.requests][3:] == ["POST", "DELETE", "DELETE"]
 
 
-def test_a_session_that_opens_for_an_episode_given_up_meanwhile_is_closed() -> None:
+def test_session_opened_for_cancelled_episode_is_closed() -> None:
     async def law(hub: Hub, client: HubClient) -> None:
         toy = await Environments.of(client, style="compact")
         opening = [asyncio.create_task(toy.open("toy", item, seed=0)) for item in "ab"]
@@ -90,7 +90,7 @@ def test_a_session_that_opens_for_an_episode_given_up_meanwhile_is_closed() -> N
     assert [method for method, _, _ in hub.requests] == ["GET", "POST", "DELETE"]
 
 
-def test_a_session_that_opens_while_its_client_closes_is_closed_first() -> None:
+def test_session_opened_during_client_close_is_closed() -> None:
     async def law(hub: Hub, client: HubClient) -> None:
         toy = await Environments.of(client, style="compact")
         opening = asyncio.create_task(toy.open("toy", "item-a", seed=0))
@@ -102,7 +102,7 @@ def test_a_session_that_opens_while_its_client_closes_is_closed_first() -> None:
     assert [method for method, _, _ in hub.requests] == ["GET", "POST", "DELETE"]
 
 
-def test_a_step_that_fails_in_a_batch_fails_alone_and_by_its_own_reason() -> None:
+def test_failed_step_in_a_batch_fails_alone() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         first, gone, slow = await quick_steps("a", "gone", "slow")(client)
         assert isinstance(first, StepResult)
@@ -113,7 +113,7 @@ def test_a_step_that_fails_in_a_batch_fails_alone_and_by_its_own_reason() -> Non
     check(law)
 
 
-def test_a_batch_whose_connection_breaks_is_asked_for_again_with_the_same_numbers() -> None:
+def test_broken_batch_is_retried_with_same_numbers() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         answers = await quick_steps("a", "b")(client)
         assert [type(each) for each in answers] == [StepResult, StepResult]
@@ -122,7 +122,7 @@ def test_a_batch_whose_connection_breaks_is_asked_for_again_with_the_same_number
     assert hub.requests[-1] == hub.requests[-2]
 
 
-def test_no_step_of_a_batch_that_a_hub_refuses_is_taken_for_done() -> None:
+def test_refused_batch_marks_no_step_done() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         answers = await quick_steps("a", "b")(client)
         assert [type(each) for each in answers] == [EnvError, EnvError]
@@ -131,7 +131,7 @@ def test_no_step_of_a_batch_that_a_hub_refuses_is_taken_for_done() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"null", b"{}", b"[]", b"[1, 2]", b'[{"status": "ok"}, {}]'])
-def test_batch_that_is_answered_in_another_form_fails_and_is_not_waited_for(answer: bytes) -> None:
+def test_malformed_batch_answer_fails_immediately(answer: bytes) -> None:
     async def law(_: Hub, client: HubClient) -> None:
         answers = await quick_steps("a", "b")(client)
         assert [type(each) for each in answers] == [EnvError, EnvError]
@@ -139,9 +139,7 @@ def test_batch_that_is_answered_in_another_form_fails_and_is_not_waited_for(answ
     check(law, script=(200, 200, 200, answer))
 
 
-def test_one_page_too_large_fails_no_other_step_of_its_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_oversized_page_fails_only_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env_client, "MAX_ANSWER_BYTES", 400)
     large = b'[{"observation": "%s"}]' % (b"x" * 1_000)
 

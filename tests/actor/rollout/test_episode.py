@@ -17,7 +17,7 @@ from learner.ingest.admission import refusal
 from tests.actor.rollout.playing import LEASE, Count, episode, go_on, play, text_of
 
 
-def test_every_token_is_written_down_with_who_made_it() -> None:
+def test_every_token_records_its_origin() -> None:
     session = Count([go_on(), go_on(is_valid=False), go_on(reward=0.5)])
     prompts: list[list[int]] = []
     got = play(session, prompts=prompts)
@@ -36,7 +36,7 @@ def test_every_token_is_written_down_with_who_made_it() -> None:
     assert refusal(got, learner_version=6, max_group_size=2) == ""
 
 
-def test_an_episode_carries_the_stamp_of_its_lease() -> None:
+def test_episode_carries_its_lease_fields() -> None:
     got = play(Count([go_on()]))
     for name in LEASE.__slots__:
         if name != "deadline_s":
@@ -45,7 +45,7 @@ def test_an_episode_carries_the_stamp_of_its_lease() -> None:
     assert got.wall_s >= got.generate_s + got.env_s >= 0
 
 
-def test_a_trajectory_carries_the_score_before_its_first_turn() -> None:
+def test_trajectory_carries_the_start_score() -> None:
     session = Count([go_on(reward=0.95)])
     session.start_score = 1.0
     got = unpack_record(pack_record(play(session)))
@@ -55,9 +55,7 @@ def test_a_trajectory_carries_the_score_before_its_first_turn() -> None:
 
 @pytest.mark.parametrize("is_success", [True, False])
 @pytest.mark.parametrize("reward", [1.0, 0.9])
-def test_done_ends_an_episode_and_the_environment_says_whether_it_is_solved(
-    reward: float, is_success: bool
-) -> None:
+def test_done_ends_episode_and_environment_decides_success(reward: float, is_success: bool) -> None:
     session = Count([go_on(), go_on(reward=reward, done=True, is_success=is_success)])
     got = play(session)
     assert (got.end_reason, got.reward) == (EndReason.DONE, reward)
@@ -67,13 +65,13 @@ def test_done_ends_an_episode_and_the_environment_says_whether_it_is_solved(
     assert session.num_closed == 1
 
 
-def test_the_instruction_comes_before_the_first_observation() -> None:
+def test_instruction_precedes_the_first_observation() -> None:
     prompts: list[list[int]] = []
     play(Count([go_on(done=True)]), instruction="do", prompts=prompts)
     assert "".join(map(chr, prompts[0])) == "do\n\nfirst"
 
 
-def test_half_characters_become_replacement_characters_and_are_counted() -> None:
+def test_lone_surrogates_are_replaced_and_counted() -> None:
     broken = replace(go_on(), observation="\ud83d\ude00 \ude00")
     session = Count([broken, EnvError("no \ud83d")])
     session.first_observation = "half \ud83d"
@@ -88,7 +86,7 @@ def test_half_characters_become_replacement_characters_and_are_counted() -> None
     ("error", "reason"),
     [(EnvError("HTTP 500"), EndReason.ENV_ERROR), (EnvTimeout("HTTP 504"), EndReason.ENV_TIMEOUT)],
 )
-def test_a_failure_of_the_environment_is_recorded_and_never_a_reward(
+def test_environment_failure_is_recorded_without_reward(
     error: Exception, reason: EndReason
 ) -> None:
     session = Count([go_on(reward=0.75), error])
@@ -99,7 +97,7 @@ def test_a_failure_of_the_environment_is_recorded_and_never_a_reward(
     assert session.num_closed == 1
 
 
-def test_a_session_that_does_not_open_is_recorded() -> None:
+def test_failed_session_open_is_recorded() -> None:
     async def act(ids: list[int], session: Session) -> Turn:
         raise AssertionError("there is nothing to act on")
 
@@ -109,7 +107,7 @@ def test_a_session_that_does_not_open_is_recorded() -> None:
     assert refusal(got, learner_version=6, max_group_size=2) == ""
 
 
-def test_the_deadline_of_the_lease_ends_an_episode() -> None:
+def test_lease_deadline_ends_the_episode() -> None:
     session = Count([go_on(reward=1.0), 5.0])
     got = play(session, lease=replace(LEASE, deadline_s=0.05))
     assert (got.end_reason, got.reward) == (EndReason.DEADLINE, 0.0)
@@ -118,7 +116,7 @@ def test_the_deadline_of_the_lease_ends_an_episode() -> None:
 
 
 @pytest.mark.parametrize("error", [EngineError("dead"), TimeoutError("a turn took too long")])
-def test_a_failure_of_the_engine_propagates(error: Exception) -> None:
+def test_engine_failure_propagates_from_the_episode(error: Exception) -> None:
     async def act(ids: list[int], session: Session) -> Turn:
         raise error
 
@@ -128,7 +126,7 @@ def test_a_failure_of_the_engine_propagates(error: Exception) -> None:
     assert session.num_closed == 1
 
 
-def test_a_revoked_episode_closes_its_session() -> None:
+def test_revoked_episode_closes_its_session() -> None:
     session = Count([go_on()])
 
     async def revoke() -> None:
@@ -153,7 +151,7 @@ def test_a_revoked_episode_closes_its_session() -> None:
     ("kind", "allowed"),
     [(PolicyKind.EXPERT, {"jump"}), (PolicyKind.RANDOM_VALID, {"left", "right"})],
 )
-def test_a_scripted_policy_plays_the_same_episode(kind: PolicyKind, allowed: set[str]) -> None:
+def test_scripted_policy_episode_records_its_actions(kind: PolicyKind, allowed: set[str]) -> None:
     def play_scripted() -> tuple[Trajectory, list[str]]:
         session = Count([go_on()])
         render = ScriptedRender()
@@ -172,16 +170,16 @@ def test_a_scripted_policy_plays_the_same_episode(kind: PolicyKind, allowed: set
     assert play_scripted()[1] == actions, "the seed decides"
 
 
-def test_each_turn_carries_the_state_that_it_was_taken_in() -> None:
+def test_each_turn_carries_its_starting_state() -> None:
     there = replace(go_on(), state="s1")
     session = Count([there, go_on(), go_on(done=True)])
     session.first_state = "s0"
     played = play(session)
-    told = [state_number(text) for text in ("s0", "s1", "ab")]  # the last is not told, but seen
+    told = [state_number(text) for text in ("s0", "s1", "ab")]  # The last state is the observation.
     assert played.turn_states.tolist() == told
 
 
-def test_action_of_a_turn_is_what_its_environment_got() -> None:
+def test_turn_action_equals_the_environment_input() -> None:
     said = ["Thought:\nx\n\nAction:\ngo", "Thought:\nyz\n\nAction:\ngo", "nothing"]
     session = Count([go_on(), go_on(), go_on(done=True)])
     answers = iter(said)

@@ -1,4 +1,4 @@
-"""Laws of branches: what they leave is what was returned, and every token is learnt once."""
+"""Laws of branches: a branch leaves its return, and every token is trained once."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ def told(
     options: AgentOptions | None = None,
     **how: Any,
 ) -> tuple[Trajectory, Count, list[list[int]]]:
-    """Return the episode in which a policy says this, its session and what it was shown."""
+    """Return the episode of a policy with these answers, its session and its prompts."""
     texts, prompts = iter(said), list[list[int]]()
 
     async def act(ids: list[int], _: Session) -> Turn:
@@ -58,7 +58,7 @@ def learnt_of(got: Trajectory) -> list[str]:
     return [text_of(row.token_ids[row.loss_mask].tolist()) for row in as_rows(got)]
 
 
-def test_a_fold_keeps_of_its_branch_the_call_and_what_was_returned() -> None:
+def test_fold_keeps_only_call_and_return() -> None:
     got, session, prompts = told("x", CALL, "y", "z", RETURN, "w", num_turns=4)
     before = f"first!x.o0{CALL}."
     assert rows_of(got) == [f"{before}{OPENED}y.o1z.o2{RETURN}.", f"{before}{CLOSED}{RETURN}.o2w."]
@@ -71,7 +71,7 @@ def test_a_fold_keeps_of_its_branch_the_call_and_what_was_returned() -> None:
     assert refused(got, 400) == ""
 
 
-def test_a_sub_agent_begins_with_the_first_message_its_call_and_what_is_seen() -> None:
+def test_subagent_starts_with_first_message_and_call() -> None:
     got, session, prompts = told("x", CALL, "y", RETURN, "w", num_turns=3, kind=SUBAGENT)
     assert rows_of(got) == [
         f"first!x.o0{CALL}.",
@@ -87,7 +87,7 @@ def test_a_sub_agent_begins_with_the_first_message_its_call_and_what_is_seen() -
 
 
 @pytest.mark.parametrize("kind", [FOLD, SUBAGENT])
-def test_a_branch_that_does_not_return_is_ended(kind: ContextKind) -> None:
+def test_branch_without_return_is_ended(kind: ContextKind) -> None:
     options = AgentOptions(context=kind, branch_instruction="!", branch_turns=2)
     got, *_ = told("x", CALL, "y", "z", "w", num_turns=4, options=options)
     assert rows_of(got)[-1] == f"first!x.o0{CALL}.{ENDED}o2w."
@@ -118,9 +118,7 @@ def test_a_branch_that_does_not_return_is_ended(kind: ContextKind) -> None:
         ("<branch> </branch>", "x"),
     ],
 )
-def test_what_opens_or_closes_nothing_is_an_invalid_action(
-    said: tuple[str, ...], kind: ContextKind
-) -> None:
+def test_misplaced_call_or_return_is_invalid(said: tuple[str, ...], kind: ContextKind) -> None:
     got, session, _ = told(*said, kind=kind, num_turns=2)
     wrong = said[-2]
     assert session.actions == [wrong, "x"]
@@ -129,21 +127,21 @@ def test_what_opens_or_closes_nothing_is_an_invalid_action(
     assert refused(got, 400) == ""
 
 
-def test_a_call_without_room_for_what_it_leaves_is_an_invalid_action() -> None:
+def test_call_without_room_is_an_invalid_action() -> None:
     # 24 letters shown and 20 of a turn; notes and the least page after a branch take over 100.
     got, session, _ = told(CALL, max_tokens=120)
     assert session.actions == [CALL]
     assert got.num_invalid_actions == 1
 
 
-def test_what_opens_and_closes_a_branch_is_told_in_the_first_message() -> None:
+def test_first_message_explains_branch_syntax() -> None:
     _, _, prompts = told("x", options=AgentOptions(context=FOLD))
     assert text_of(prompts[0]) == f"first{HOW}"
     _, _, prompts = told("x", options=AgentOptions())
     assert text_of(prompts[0]) == "first"
 
 
-def test_calls_and_returns_count_in_a_horizon_of_tokens() -> None:
+def test_calls_and_returns_count_in_token_horizon() -> None:
     # x. and the call have 2 + 19; another turn of up to 20 would be beyond 40.
     lease = replace(LEASE, horizon_unit=HorizonUnit.TOKENS, max_turns=9, horizon=40)
     got, session, _ = told("x", CALL, "y", lease=lease)

@@ -47,7 +47,7 @@ async def open_many(hubs: Hubs, num: int) -> list[str]:
     return [await one(i) for i in range(num)]
 
 
-def test_sessions_are_spread_over_the_hubs_that_serve_an_environment() -> None:
+def test_sessions_spread_over_hubs_of_an_environment() -> None:
     first, second = ToyHub(), ToyHub()
 
     async def law(hubs: Hubs) -> None:
@@ -59,7 +59,7 @@ def test_sessions_are_spread_over_the_hubs_that_serve_an_environment() -> None:
     assert (len(first.opened), len(second.opened)) == (3, 3)
 
 
-def test_what_a_dead_hub_served_is_served_by_the_others() -> None:
+def test_other_hubs_replace_a_dead_hub() -> None:
     hub = ToyHub()
     places = [place(DEAD)]
 
@@ -73,7 +73,7 @@ def test_what_a_dead_hub_served_is_served_by_the_others() -> None:
     assert len(hub.opened) == 3
 
 
-def test_a_hub_that_moves_is_followed() -> None:
+def test_actor_follows_a_moved_hub() -> None:
     before, after = ToyHub(), ToyHub()
 
     with serve(before.app()) as old, serve(after.app()) as new:
@@ -88,7 +88,7 @@ def test_a_hub_that_moves_is_followed() -> None:
     assert (len(before.opened), len(after.opened)) == (1, 2)
 
 
-def test_an_environment_without_a_hub_is_an_error_that_names_it() -> None:
+def test_environment_without_a_hub_raises_by_name() -> None:
     async def law(hubs: Hubs) -> None:
         with pytest.raises(EnvError, match="no hub serves chess"):
             await hubs.open("chess", "item-x", seed=0)
@@ -97,7 +97,7 @@ def test_an_environment_without_a_hub_is_an_error_that_names_it() -> None:
         play([place(url)], law)
 
 
-def test_an_actor_does_not_start_if_no_hub_answers() -> None:
+def test_actor_without_any_hub_does_not_start() -> None:
     async def law(_: Hubs) -> None: ...
 
     with pytest.raises(EnvError, match="4 tries"):
@@ -149,8 +149,8 @@ def start_episodes(hubs: Hubs, box: Any, num: int, *, deadline_s: float = 60.0) 
 
 @pytest.mark.slow
 @pytest.mark.punctual
-def test_episodes_of_an_environment_without_a_hub_wait_longer_than_they_may_play() -> None:
-    """Another hub serves others, so that leases go on; nobody has heard of theirs for a while."""
+def test_episodes_wait_past_deadlines_for_missing_hubs() -> None:
+    """Another hub serves other environments, so leases continue; the hub of these is missing."""
     hub, other, box = ToyHub(), ToyHub(), Box()
 
     with serve(hub.app()) as a, serve(other.app()) as b:
@@ -171,7 +171,7 @@ def test_episodes_of_an_environment_without_a_hub_wait_longer_than_they_may_play
     assert all(len(actions_of(each)) == each.num_turns for each in box.taken)
 
 
-def test_episodes_whose_hub_is_gone_for_good_hold_no_slot_and_fail_in_the_end() -> None:
+def test_permanently_lost_hub_frees_slots_then_fails() -> None:
     box = Box()
 
     with serve(ToyHub().app()) as a, serve(ToyHub().app()) as b:
@@ -188,7 +188,7 @@ def test_episodes_whose_hub_is_gone_for_good_hold_no_slot_and_fail_in_the_end() 
             assert episodes.num_free_slots == episodes.num_slots
             while episodes.running_ids:
                 await asyncio.sleep(0.01)
-            assert hubs.absent() == []  # what is leased from now on fails at once
+            assert hubs.absent() == []  # New leases fail immediately.
             episodes.start([lease_of(3)])
             while episodes.running_ids:
                 await asyncio.sleep(0.01)
@@ -199,8 +199,8 @@ def test_episodes_whose_hub_is_gone_for_good_hold_no_slot_and_fail_in_the_end() 
 
 
 @pytest.mark.slow
-def test_episodes_of_a_hub_that_dies_are_played_again_when_it_is_back_and_none_fails() -> None:
-    """It is gone for longer than a request is tried again, and knows no session afterwards."""
+def test_episodes_restart_after_their_hub_returns() -> None:
+    """The hub is down for longer than a request is retried, and loses its sessions."""
     before, after, box = ToyHub(step_s=0.2), ToyHub(), Box()
 
     async def law(hubs: Hubs) -> None:
@@ -225,7 +225,7 @@ def test_episodes_of_a_hub_that_dies_are_played_again_when_it_is_back_and_none_f
     assert len(after.opened) == 5
 
 
-def test_sessions_that_vanish_from_a_hub_that_answers_are_a_failure_in_the_end() -> None:
+def test_vanished_sessions_eventually_fail_the_episode() -> None:
     hub, box = ToyHub(), Box()
 
     class Forgetful(dict[str, int]):

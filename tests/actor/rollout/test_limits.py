@@ -15,14 +15,14 @@ from learner.ingest.admission import refusal
 from tests.actor.rollout.playing import LEASE, TURNS, Count, go_on, play, text_of
 
 
-def test_the_horizon_ends_an_episode_with_the_reward_of_its_last_step() -> None:
+def test_horizon_ends_episode_with_last_step_reward() -> None:
     session = Count([go_on(), go_on(), go_on(reward=0.5)])
     got = play(session)
     assert (got.end_reason, got.reward, got.is_success) == (EndReason.HORIZON, 0.5, False)
     assert session.num_closed == 1
 
 
-def test_an_episode_ends_before_a_turn_that_could_exceed_the_context() -> None:
+def test_context_limit_ends_episode_before_the_turn() -> None:
     session = Count([go_on(reward=0.25)])
     got = play(session, max_tokens=11)  # 9 tokens before the second turn, which may sample 2
     assert (got.end_reason, got.num_turns, len(got.token_ids)) == (EndReason.CONTEXT_FULL, 2, 10)
@@ -41,7 +41,7 @@ def test_an_episode_ends_before_a_turn_that_could_exceed_the_context() -> None:
         (13, EndReason.CONTEXT_FULL, 2, "firstxabyab"),
     ],
 )
-def test_the_last_observation_of_an_episode_that_is_cut_short_is_kept_for_a_critic(
+def test_limited_episode_keeps_last_observation_for_critic(
     max_tokens: int, end: EndReason, num_turns: int, text: str
 ) -> None:
     steps: list[Any] = [go_on(), go_on(), go_on(reward=0.5)]
@@ -61,7 +61,7 @@ def test_the_last_observation_of_an_episode_that_is_cut_short_is_kept_for_a_crit
 
 
 @pytest.mark.parametrize("length", [101, 30_000])
-def test_first_page_beyond_the_context_loses_its_end_and_is_played(length: int) -> None:
+def test_oversized_first_page_is_cut_and_played(length: int) -> None:
     session = Count([go_on(done=True, reward=1.0)])
     session.first_observation = "p" * length
     got = play(session, instruction="do")
@@ -74,7 +74,7 @@ def test_first_page_beyond_the_context_loses_its_end_and_is_played(length: int) 
     assert refusal(got, learner_version=6, max_group_size=2, max_tokens=100) == ""
 
 
-def test_first_page_without_any_room_is_an_unsolved_held_out_item() -> None:
+def test_first_page_without_room_leaves_item_unsolved() -> None:
     session = Count([go_on()])
     session.first_observation = "p" * 50
     lease = replace(LEASE, kind=EpisodeKind.EVAL)
@@ -85,7 +85,7 @@ def test_first_page_without_any_room_is_an_unsolved_held_out_item() -> None:
     assert refusal(got, learner_version=6, max_group_size=2) == "no sampled token"
 
 
-def test_later_page_beyond_the_context_is_cut_to_half_of_it() -> None:
+def test_oversized_later_page_is_cut_to_half() -> None:
     long = replace(go_on(), observation="p" * 30_000)
     got = play(Count([long, go_on(done=True)]))
     assert (got.end_reason, got.num_turns, got.num_cut_observations) == (EndReason.DONE, 2, 1)
@@ -96,7 +96,7 @@ def test_later_page_beyond_the_context_is_cut_to_half_of_it() -> None:
     assert len(got.token_ids) <= 70
 
 
-def test_horizon_in_tokens_begins_no_turn_that_could_exceed_it() -> None:
+def test_token_horizon_starts_no_turn_beyond_it() -> None:
     lease = replace(LEASE, horizon_unit=HorizonUnit.TOKENS, max_turns=9, horizon=4)
     found = play(Count([go_on(reward=0.5)]), lease=lease)
     assert (found.end_reason, found.num_turns, found.reward) == (EndReason.HORIZON, 2, 0.5)
@@ -105,7 +105,7 @@ def test_horizon_in_tokens_begins_no_turn_that_could_exceed_it() -> None:
     assert unpack_record(pack_record(found)).horizon_unit is HorizonUnit.TOKENS
 
 
-def test_horizon_in_seconds_counts_turns_without_waiting_for_others() -> None:
+def test_seconds_horizon_excludes_waiting_time() -> None:
     lease = replace(LEASE, horizon_unit=HorizonUnit.SECONDS, max_turns=9, horizon=1)
     waits = [replace(TURNS[0], waited_s=60.0), *TURNS[1:]]
     times = iter([0.6, 0.6, 0.6])
@@ -120,7 +120,7 @@ def test_horizon_in_seconds_counts_turns_without_waiting_for_others() -> None:
     assert (found.end_reason, found.num_turns) == (EndReason.HORIZON, 3)
 
 
-def test_a_truncated_episode_keeps_its_last_observation_for_a_critic() -> None:
+def test_truncated_episode_keeps_last_observation_for_critic() -> None:
     steps: list[StepResult | Exception | float] = [
         go_on(),
         go_on(reward=0.5, done=True, is_truncated=True),
@@ -133,14 +133,12 @@ def test_a_truncated_episode_keeps_its_last_observation_for_a_critic() -> None:
     assert cut.loss_mask.sum() == plain.loss_mask.sum()
 
 
-def test_an_end_of_the_task_is_no_truncation() -> None:
+def test_finished_task_is_not_truncated() -> None:
     assert play(Count([go_on(done=True)]), keeps_last=True).end_reason is EndReason.DONE
 
 
 @pytest.mark.parametrize("unit", [HorizonUnit.TOKENS, HorizonUnit.SECONDS])
-def test_most_turns_end_an_episode_whatever_the_unit_and_keep_the_last_page(
-    unit: HorizonUnit,
-) -> None:
+def test_max_turns_ends_episode_under_every_unit(unit: HorizonUnit) -> None:
     lease = replace(LEASE, horizon_unit=unit, max_turns=2, horizon=1000)
     cut, plain = (play(Count([go_on()]), lease=lease, keeps_last=k) for k in (True, False))
     assert cut.end_reason is plain.end_reason is EndReason.HORIZON

@@ -51,7 +51,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_round_waits_for_all_and_is_in_the_order_of_ids() -> None:
+def test_round_waits_for_all_and_sorts_ids() -> None:
     async def law() -> None:
         engine = EchoEngine()
         rounds = make_rounds(engine, "a", "b", "c")
@@ -68,7 +68,7 @@ def test_a_round_waits_for_all_and_is_in_the_order_of_ids() -> None:
     asyncio.run(law())
 
 
-def test_a_round_starts_when_the_last_one_missing_leaves() -> None:
+def test_round_starts_when_last_missing_member_leaves() -> None:
     async def law() -> None:
         engine = EchoEngine()
         rounds = make_rounds(engine, "a", "b")
@@ -84,7 +84,7 @@ def test_a_round_starts_when_the_last_one_missing_leaves() -> None:
     asyncio.run(law())
 
 
-def test_leaving_when_nobody_waits_starts_nothing() -> None:
+def test_leaving_an_idle_round_starts_nothing() -> None:
     async def law() -> None:
         engine = EchoEngine()
         rounds = make_rounds(engine, "a", "b")
@@ -97,7 +97,7 @@ def test_leaving_when_nobody_waits_starts_nothing() -> None:
     asyncio.run(law())
 
 
-def test_a_failure_reaches_every_episode_of_the_round() -> None:
+def test_failure_reaches_every_episode_of_the_round() -> None:
     async def law() -> None:
         rounds = make_rounds(EchoEngine(EngineError("dead")), "a", "b")
         tasks = [ask(rounds, "a", 1), ask(rounds, "b", 2)]
@@ -108,7 +108,7 @@ def test_a_failure_reaches_every_episode_of_the_round() -> None:
     asyncio.run(law())
 
 
-def test_an_episode_that_is_revoked_while_it_waits_does_not_hold_up_the_others() -> None:
+def test_revoked_episode_does_not_block_the_round() -> None:
     async def law() -> None:
         rounds = make_rounds(EchoEngine(), "a", "b", "c")
         revoked, other = ask(rounds, "a", 1), ask(rounds, "b", 2)
@@ -123,7 +123,7 @@ def test_an_episode_that_is_revoked_while_it_waits_does_not_hold_up_the_others()
     asyncio.run(law())
 
 
-def test_a_round_waits_while_weights_are_loaded() -> None:
+def test_round_waits_while_weights_are_loaded() -> None:
     async def law() -> None:
         engine, exclusive = EchoEngine(), asyncio.Lock()
         rounds = make_rounds(engine, "a", exclusive=exclusive)
@@ -138,7 +138,7 @@ def test_a_round_waits_while_weights_are_loaded() -> None:
     asyncio.run(law())
 
 
-def test_each_turn_of_a_round_is_sampled_with_its_own_seed() -> None:
+def test_each_round_turn_uses_its_own_seed() -> None:
     async def law() -> None:
         engine = EchoEngine()
         rounds = make_rounds(engine, "a", "b")

@@ -14,8 +14,8 @@ SIGN_S = 0.5
     ("silent_s", "on_for_s", "within_s", "are_missing"),
     [
         (0.0, 0.0, 4.0, False),
-        (3.5, 0.0, 4.0, True),  # it stands still
-        (5.0, 0.02, 4.0, True),  # it went on just before the step's time was up
+        (3.5, 0.0, 4.0, True),  # The hub is suspended.
+        (5.0, 0.02, 4.0, True),  # It resumed just before the timeout.
         (5.0, 0.9, 4.0, True),
         (5.0, 1.1, 4.0, False),  # it had a second for the step
         (5.0, 4.5, 4.0, False),  # it stood still before the step began
@@ -24,7 +24,7 @@ SIGN_S = 0.5
         (2.0, 0.0, 1.0, True),
     ],
 )
-def test_a_step_is_not_to_blame_if_its_hub_stood_still_most_of_the_time(
+def test_hub_stall_excuses_a_timed_out_step(
     monkeypatch: pytest.MonkeyPatch,
     silent_s: float,
     on_for_s: float,

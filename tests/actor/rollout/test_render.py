@@ -76,7 +76,7 @@ def whole(tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
 @ANY_TOKENIZER
 @pytest.mark.parametrize("stopped", [(True, True, True), (True, False, True), (False,) * 3])
-def test_the_pieces_are_the_template_s_rendering_of_the_whole(
+def test_rendered_pieces_equal_the_full_template(
     tokenizer: PreTrainedTokenizerFast, stopped: tuple[bool, ...]
 ) -> None:
     renderer = Renderer(tokenizer)
@@ -89,14 +89,14 @@ def test_the_pieces_are_the_template_s_rendering_of_the_whole(
 
 
 @ANY_TOKENIZER
-def test_an_unfinished_turn_gets_one_end_token_more(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_unfinished_turn_gets_one_extra_end_token(tokenizer: PreTrainedTokenizerFast) -> None:
     renderer = Renderer(tokenizer)
     stopped = renderer.after_action("you see", is_stopped=True)
     cut = renderer.after_action("you see", is_stopped=False)
     assert cut == [renderer.end_of_turn_ids[0], *stopped]
 
 
-def test_context_without_room_for_a_page_is_refused_before_an_engine_starts() -> None:
+def test_context_without_room_is_refused_before_start() -> None:
     renderer = Renderer(COMPACT)
     renderer.check_room(ActorSection(max_model_len=512, max_turn_tokens=16))
     actor = ActorSection(max_model_len=32, max_turn_tokens=30)
@@ -125,7 +125,7 @@ def test_text_never_becomes_a_control_token(tokenizer: PreTrainedTokenizerFast) 
         assert renderer.first_prompt("you see a ball")[:2] == renderer.first_prompt("you see")[:2]
 
 
-def test_token_of_the_template_that_is_not_special_is_no_text_either() -> None:
+def test_template_token_in_text_stays_plain_text() -> None:
     tokenizer = make_chatml(CHATML.replace("<|im_start|>", "<|im_start|><role>"))
     tokenizer.add_tokens(["<role>", "<tool>"])
     role, tool = (tokenizer.get_vocab()[name] for name in ("<role>", "<tool>"))
@@ -133,7 +133,7 @@ def test_token_of_the_template_that_is_not_special_is_no_text_either() -> None:
     assert (ids.count(role), ids.count(tool)) == (2, 1)
 
 
-def test_a_turn_ends_with_the_template_s_token_or_with_eos() -> None:
+def test_turn_ends_with_template_token_or_eos() -> None:
     ids = {
         name: tokenizer.convert_ids_to_tokens(Renderer(tokenizer).end_of_turn_ids)
         for name, tokenizer in TOKENIZERS.items()
@@ -147,7 +147,7 @@ def test_a_turn_ends_with_the_template_s_token_or_with_eos() -> None:
 
 
 @ANY_TOKENIZER
-def test_the_text_of_an_action_has_no_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_action_text_has_no_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     renderer = Renderer(tokenizer)
     ids = tokenizer.encode(" go to the red ball\n", add_special_tokens=False)
     assert renderer.action_text([*ids, renderer.end_of_turn_ids[0]]) == "go to the red ball"
@@ -164,12 +164,12 @@ def test_the_text_of_an_action_has_no_special_tokens(tokenizer: PreTrainedTokeni
         (None, "no chat template"),
     ],
 )
-def test_a_template_that_cannot_be_kept_is_refused(template: str, reason: str) -> None:
+def test_unusable_template_is_refused_with_reason(template: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         Renderer(make_chatml(template))
 
 
-def test_the_compact_template_costs_two_tokens_per_turn() -> None:
+def test_compact_template_costs_two_tokens_per_turn() -> None:
     renderer = Renderer(COMPACT)
     assert COMPACT.chat_template == CHAT_TEMPLATE
     assert COMPACT.convert_ids_to_tokens(renderer.first_prompt("")) == ["<|user|>", "<|assistant|>"]

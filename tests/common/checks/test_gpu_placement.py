@@ -1,4 +1,4 @@
-"""Laws of who gets which GPU, on machines of any size."""
+"""Laws of GPU placement, on machines of any size."""
 
 import re
 from pathlib import Path
@@ -35,7 +35,7 @@ def seats_of(repository: Path, num_gpus: int, *overrides: str) -> Seats:
         (2, ["actor.num_actors=0"], (0,), []),
     ],
 )
-def test_engines_are_apart_from_the_learner_while_there_are_gpus(
+def test_engines_and_learner_prefer_separate_gpus(
     num_gpus: int,
     overrides: list[str],
     learner: tuple[int, ...],
@@ -59,7 +59,7 @@ def test_engines_are_apart_from_the_learner_while_there_are_gpus(
         ),
     ],
 )
-def test_too_few_gpus_are_refused_with_the_arithmetic(
+def test_too_few_gpus_are_refused_with_numbers(
     num_gpus: int, overrides: list[str], words: str, repository: Path
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
@@ -87,11 +87,11 @@ def test_each_role_sees_its_own_gpus_only() -> None:
         ("-1", []),
     ],
 )
-def test_only_gpus_that_cuda_would_show_are_counted(visible: str | None, uuids: list[str]) -> None:
+def test_only_gpus_visible_to_cuda_are_counted(visible: str | None, uuids: list[str]) -> None:
     assert [gpu.uuid for gpu in shown_gpus(LINES, visible)] == uuids
 
 
-def test_name_and_memory_are_read_where_they_are_told() -> None:
+def test_gpu_name_and_memory_are_parsed() -> None:
     first, _, odd = shown_gpus(LINES, None)
     assert (first.name, first.memory_bytes) == ("NVIDIA H100", 81559 << 20)
     assert (odd.name, odd.memory_bytes) == ("odd, name", 0)
@@ -123,7 +123,7 @@ SLICED = [
         ("MIG-GPU-33/1/0", []),
     ],
 )
-def test_slice_counts_as_a_gpu_with_the_memory_of_its_profile(
+def test_mig_slice_counts_with_its_profile_memory(
     visible: str | None, shown: list[tuple[str, int]]
 ) -> None:
     found = shown_gpus(SLICED, visible)
@@ -132,17 +132,17 @@ def test_slice_counts_as_a_gpu_with_the_memory_of_its_profile(
 
 
 @pytest.mark.parametrize("name", ["MIG-41b35595-75b4", "MIG-GPU-11aa/1/0"])
-def test_slice_that_is_not_listed_counts_with_an_unknown_size(name: str) -> None:
+def test_unlisted_slice_counts_with_unknown_memory(name: str) -> None:
     (found,) = shown_gpus(WHOLE, name)
     assert (found.uuid, found.memory_bytes, found.is_slice) == (name, 0, True)
 
 
-def test_numbers_of_unlike_gpus_follow_the_bus() -> None:
+def test_unlike_gpus_are_numbered_by_bus() -> None:
     (first,) = shown_gpus(WHOLE[::-1], "0", "PCI_BUS_ID")
     assert first.name == "NVIDIA L4"
 
 
-def test_numbers_by_speed_are_refused_for_unlike_gpus() -> None:
+def test_fastest_first_order_requires_identical_gpus() -> None:
     with pytest.raises(ConfigError, match=r"^CUDA_DEVICE_ORDER=FASTEST_FIRST: .*H100.*L4"):
         shown_gpus(WHOLE, "0", "FASTEST_FIRST")
     (named,) = shown_gpus(WHOLE, "GPU-22", "FASTEST_FIRST")

@@ -32,15 +32,13 @@ def sizes(place: Place) -> dict[str, int]:
     return {part.label: part.num_bytes for part in place.parts}
 
 
-def test_parameters_are_counted_from_the_weights_own_headers(shape: ModelShape) -> None:
+def test_parameters_are_counted_from_the_weight_headers(shape: ModelShape) -> None:
     assert shape.num_params == NUM_PARAMS
     assert shape.kv_bytes_per_token("bfloat16") == 2 * 24 * 2 * 64 * 2
     assert shape.context_tokens == 32_768
 
 
-def test_learner_and_engine_share_the_host_without_a_gpu(
-    shape: ModelShape, repository: Path
-) -> None:
+def test_learner_and_engine_share_the_host_memory(shape: ModelShape, repository: Path) -> None:
     (host,) = make_plan(configure(repository), shape, on=(), host_bytes=64 * GIB)
     found = sizes(host)
     assert found["learner weights"] == found["gradients"] == 4 * NUM_PARAMS
@@ -51,16 +49,16 @@ def test_learner_and_engine_share_the_host_without_a_gpu(
     assert "reference" not in found
 
 
-def test_reference_and_critic_are_planned_where_the_objective_has_them(
-    shape: ModelShape, repository: Path
-) -> None:
+def test_plan_includes_reference_and_critic_when_used(shape: ModelShape, repository: Path) -> None:
     more = ["algorithm.kl_coef=0.1", "algorithm.advantage=ppo", "learner.critic.kind=model"]
     (host,) = make_plan(configure(repository, *more), shape, on=(), host_bytes=0)
     assert sizes(host)["reference"] == 4 * NUM_PARAMS
     assert sizes(host)["critic"] == 16 * NUM_PARAMS
 
 
-def test_moments_in_8_bits_take_a_quarter_of_the_plan(shape: ModelShape, repository: Path) -> None:
+def test_eight_bit_moments_quarter_the_optimizer_memory(
+    shape: ModelShape, repository: Path
+) -> None:
     more = ["learner.moments=8bit", "algorithm.advantage=ppo", "learner.critic.kind=model"]
     (host,) = make_plan(configure(repository, *more), shape, on=(), host_bytes=0)
     kept = 2 * NUM_PARAMS + 2 * 4 * NUM_PARAMS // 256  # bytes, and scales of 256
@@ -68,9 +66,7 @@ def test_moments_in_8_bits_take_a_quarter_of_the_plan(shape: ModelShape, reposit
     assert sizes(host)["critic"] == 8 * NUM_PARAMS + kept
 
 
-def test_engine_gets_its_share_of_the_gpu_and_the_cache_what_is_left_of_it(
-    shape: ModelShape, repository: Path
-) -> None:
+def test_kv_cache_gets_remaining_engine_memory(shape: ModelShape, repository: Path) -> None:
     cfg = configure(repository, "learner.device=auto", "actor.gpu_memory_frac=0.5")
     gpu, host = make_plan(cfg, shape, on=(H100,), host_bytes=64 * GIB)
     found = sizes(gpu)
@@ -81,9 +77,7 @@ def test_engine_gets_its_share_of_the_gpu_and_the_cache_what_is_left_of_it(
     assert [*sizes(host)] == ["checkpoint copies", "programs"]
 
 
-def test_each_worker_of_an_engine_on_cpus_is_sent_a_whole_version(
-    shape: ModelShape, repository: Path
-) -> None:
+def test_each_cpu_worker_receives_a_full_version(shape: ModelShape, repository: Path) -> None:
     one, two = (
         make_plan(configure(repository, wide), shape, on=(), host_bytes=0)[0]
         for wide in ("actor.num_actors=1", "actor.tensor_parallel_size=2")
@@ -94,18 +88,14 @@ def test_each_worker_of_an_engine_on_cpus_is_sent_a_whole_version(
     assert sizes(two)["programs"] == sizes(one)["programs"] + 2 * GIB  # workers beside the engine
 
 
-def test_ranks_and_tensor_parallel_workers_have_a_gpu_each(
-    shape: ModelShape, repository: Path
-) -> None:
+def test_ranks_and_engine_workers_get_own_gpus(shape: ModelShape, repository: Path) -> None:
     more = ["learner.device=cuda", "learner.num_ranks=2", "actor.tensor_parallel_size=2"]
     places = make_plan(configure(repository, *more), shape, on=(H100, H100), host_bytes=0)
     assert [place.name for place in places] == ["gpu 0 (H100)", "gpu 1 (H100)", "host"]
     assert sizes(places[1])["engine weights"] == NUM_PARAMS
 
 
-def test_ranks_share_weights_gradients_and_moments_and_the_first_one_publishes(
-    shape: ModelShape, repository: Path
-) -> None:
+def test_ranks_share_state_and_rank_0_publishes(shape: ModelShape, repository: Path) -> None:
     more = ["learner.device=cuda", "learner.num_ranks=4", "actor.num_actors=0"]
     places = make_plan(configure(repository, *more), shape, on=(), host_bytes=0)
     first, *others, host = [sizes(place) for place in places]
@@ -119,9 +109,7 @@ def test_ranks_share_weights_gradients_and_moments_and_the_first_one_publishes(
     assert host["checkpoint copies"] == 12 * NUM_PARAMS
 
 
-def test_what_is_offloaded_is_planned_in_the_host_and_one_block_on_the_gpu(
-    shape: ModelShape, repository: Path
-) -> None:
+def test_offload_keeps_one_block_on_the_gpu(shape: ModelShape, repository: Path) -> None:
     more = ["learner.device=cuda", "learner.offload=optimizer", "algorithm.kl_coef=0.1"]
     gpu, host = make_plan(configure(repository, *more), shape, on=(H100,), host_bytes=0)
     found, kept = sizes(gpu), sizes(host)
@@ -138,9 +126,7 @@ def test_what_is_offloaded_is_planned_in_the_host_and_one_block_on_the_gpu(
     assert sizes(two[-1])["optimizer"] == 8 * NUM_PARAMS
 
 
-def test_gpu_that_is_too_small_is_refused_with_what_offloading_would_take(
-    shape: ModelShape, repository: Path
-) -> None:
+def test_small_gpu_is_refused_with_offload_estimate(shape: ModelShape, repository: Path) -> None:
     told = ["learner.device=cuda", "actor.num_actors=0", "learner.max_tokens_per_microbatch=2048"]
     cfg = configure(repository, *told)
     small = Gpu(name="small", memory_bytes=11 * GIB)
@@ -169,7 +155,7 @@ def test_gpu_that_is_too_small_is_refused_with_what_offloading_would_take(
         ("cpu", [], "learner.device=cpu has it all in the host's; give none"),
     ],
 )
-def test_offload_is_refused_where_it_is_no_use(
+def test_useless_offload_is_refused(
     device: str, more: list[str], words: str, repository: Path
 ) -> None:
     given = [f"learner.{each}" for each in (f"device={device}", "offload=optimizer", *more)]
@@ -177,7 +163,7 @@ def test_offload_is_refused_where_it_is_no_use(
         load_config("smoke", given, root=repository)
 
 
-def test_offload_is_refused_without_a_gpu_and_offline(repository: Path) -> None:
+def test_offload_is_refused_on_cpu_and_offline(repository: Path) -> None:
     cfg = configure(repository, "learner.device=auto", "learner.offload=optimizer")
     with pytest.raises(ConfigError, match=r"no NVIDIA GPU answers.* learner\.offload=none"):
         check_devices(cfg)
@@ -186,9 +172,7 @@ def test_offload_is_refused_without_a_gpu_and_offline(repository: Path) -> None:
             check(cfg, repository)
 
 
-def test_run_that_does_not_fit_is_refused_with_the_arithmetic_and_the_remedy(
-    shape: ModelShape, repository: Path
-) -> None:
+def test_oversized_run_is_refused_with_a_remedy(shape: ModelShape, repository: Path) -> None:
     cfg = configure(repository)
     places = make_plan(cfg, shape, on=(), host_bytes=8 * GIB)
     with pytest.raises(ConfigError, match=r"optimizer 3\.7 GiB = 494\.0M x 8 B.*lower learner\."):
@@ -196,16 +180,14 @@ def test_run_that_does_not_fit_is_refused_with_the_arithmetic_and_the_remedy(
     check_memory(cfg, make_plan(cfg, shape, on=(), host_bytes=64 * GIB), shape)
 
 
-def test_gpus_that_are_not_here_are_planned_and_not_judged(
-    shape: ModelShape, repository: Path
-) -> None:
+def test_missing_gpus_are_planned_without_a_verdict(shape: ModelShape, repository: Path) -> None:
     cfg = configure(repository, "learner.device=cuda")
     places = make_plan(cfg, shape, on=(), host_bytes=64 * GIB)
     check_memory(cfg, places, shape)
     assert plan_lines(places)[0].startswith("memory, gpu 0: about ")
 
 
-def test_cache_too_small_for_one_episode_is_refused(shape: ModelShape, repository: Path) -> None:
+def test_cache_below_one_episode_is_refused(shape: ModelShape, repository: Path) -> None:
     cfg = configure(repository, "actor.max_model_len=131072")
     places = make_plan(cfg, shape, on=(), host_bytes=900 * GIB)
     with pytest.raises(ConfigError, match=r"one such episode needs 1\.5 GiB.*actor\.kv_cache_gib"):
@@ -213,7 +195,7 @@ def test_cache_too_small_for_one_episode_is_refused(shape: ModelShape, repositor
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"hidden_size": 8}'])
-def test_config_of_no_transformer_is_refused_by_its_key(text: str, tmp_path: Path) -> None:
+def test_non_transformer_config_is_refused_by_key(text: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     (folder / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"^model\.path="):

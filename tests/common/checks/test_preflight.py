@@ -31,7 +31,7 @@ def configure(model: Path, repository: Path, *overrides: str) -> RunConfig:
     return load_config("smoke", [*where, *overrides], root=repository)
 
 
-def test_engines_of_a_cluster_are_not_counted_on_this_machine(
+def test_cluster_engines_are_not_counted_locally(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -42,14 +42,12 @@ def test_engines_of_a_cluster_are_not_counted_on_this_machine(
     assert on_this_machine(cfg).learner == cfg.learner
 
 
-def test_complete_setting_passes(model: Path, repository: Path) -> None:
+def test_complete_configuration_passes_preflight(model: Path, repository: Path) -> None:
     check(configure(model, repository), repository)
 
 
 @pytest.mark.skipif(has_cuda(), reason="a GPU's engine takes smaller heads")
-def test_heads_too_small_for_the_engine_of_a_cpu_are_refused_before_it_starts(
-    tmp_path: Path, repository: Path
-) -> None:
+def test_cpu_engine_refuses_small_attention_heads_early(tmp_path: Path, repository: Path) -> None:
     sizes = {"hidden_size": 128, "num_attention_heads": 8, "num_hidden_layers": 1}
     model = write_model(tmp_path / "small", num_rest=1, vocab_size=64, **sizes)
     words = r"attention heads of 16; .* takes 32, 64, .* sft\.num_heads=4 of sft\.hidden_size=128"
@@ -66,7 +64,7 @@ def test_heads_too_small_for_the_engine_of_a_cpu_are_refused_before_it_starts(
         ("model.safetensors", "*.safetensors"),
     ],
 )
-def test_model_that_lacks_a_file_is_refused(
+def test_model_with_a_missing_file_is_refused(
     name: str, words: str, model: Path, repository: Path
 ) -> None:
     (model / name).unlink()
@@ -94,9 +92,7 @@ def test_one_port_for_two_roles_is_refused(model: Path, repository: Path) -> Non
 
 
 @pytest.mark.parametrize("role", ["scheduler", "learner", "envhub"])
-def test_host_that_is_not_here_is_refused_by_its_key(
-    role: str, model: Path, repository: Path
-) -> None:
+def test_foreign_host_address_is_refused_by_key(role: str, model: Path, repository: Path) -> None:
     for host in ("192.0.2.1", "no-such-host.invalid"):
         cfg = configure(model, repository, f"{role}.host={host}")
         with pytest.raises(ConfigError, match=rf"^{role}\.host={host}: no address of this machine"):
@@ -111,7 +107,7 @@ def test_host_that_is_not_here_is_refused_by_its_key(
         (["envhub.session_lease_s=2"], "envhub.session_lease_s=2: must be >= actor.turn_timeout"),
     ],
 )
-def test_what_no_engine_could_hold_is_refused_before_one_starts(
+def test_impossible_engine_size_is_refused_before_start(
     overrides: list[str], words: str, model: Path, repository: Path
 ) -> None:
     budget = "learner.max_tokens_per_microbatch=100000"
@@ -120,13 +116,13 @@ def test_what_no_engine_could_hold_is_refused_before_one_starts(
     assert str(caught.value).startswith(words)
 
 
-def test_policy_from_nothing_beyond_the_memory_is_refused(model: Path, repository: Path) -> None:
+def test_new_policy_beyond_the_memory_is_refused(model: Path, repository: Path) -> None:
     sizes = ("sft.hidden_size=65536", "sft.num_layers=1000", "sft.output=")
     with pytest.raises(ConfigError, match=r"^sft\.hidden_size=65536: with sft\.num_layers=1000"):
         check_sft(configure(model, repository, *sizes), repository)
 
 
-def test_used_directory_is_refused_when_resume_is_never(model: Path, repository: Path) -> None:
+def test_used_run_directory_is_refused_without_resume(model: Path, repository: Path) -> None:
     cfg = configure(model, repository, "run.resume=never", "run.name=a")
     check(cfg, repository)
     (model.parent / "runs" / "a" / "journal").mkdir(parents=True)
@@ -145,7 +141,7 @@ def test_missing_program_is_named(model: Path, repository: Path) -> None:
         check(configure(model, repository), repository, missing=["sciworld needs Java: install it"])
 
 
-def test_policy_that_sft_has_not_made_yet_is_named_with_what_makes_it(repository: Path) -> None:
+def test_missing_sft_policy_error_names_its_command(repository: Path) -> None:
     output = "sft.output=runs/nosuch/policy"
     for told, how in (([], "--config tiny"), ([output], "the same --config")):
         cfg = load_config("smoke", ["model.path=runs/nosuch/policy", *told], root=repository)
@@ -153,7 +149,7 @@ def test_policy_that_sft_has_not_made_yet_is_named_with_what_makes_it(repository
             check(cfg, repository)
 
 
-def test_policy_of_a_first_lesson_is_named_with_the_preset_that_makes_it(tmp_path: Path) -> None:
+def test_missing_lesson_policy_error_names_its_preset(tmp_path: Path) -> None:
     first = tmp_path / "configs" / "first-lesson.yaml"
     first.parent.mkdir()
     first.touch()
@@ -161,14 +157,14 @@ def test_policy_of_a_first_lesson_is_named_with_the_preset_that_makes_it(tmp_pat
         check_model("runs/first-lesson/policy", tmp_path)
 
 
-def test_reference_that_is_not_there_is_refused(model: Path, repository: Path) -> None:
+def test_missing_reference_model_is_refused(model: Path, repository: Path) -> None:
     where = "algorithm.reference_path=/nosuch"
-    check(configure(model, repository, where), repository)  # no KL term, so nobody loads it
+    check(configure(model, repository, where), repository)  # Without a KL term it is not loaded.
     with pytest.raises(ConfigError, match=r"^algorithm\.reference_path=/nosuch: no such directory"):
         check(configure(model, repository, where, "algorithm.kl_coef=0.1"), repository)
 
 
-def test_machine_without_a_compiler_is_refused_with_the_package_to_install(
+def test_missing_compiler_error_names_the_package(
     model: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -189,12 +185,12 @@ def test_machine_without_a_compiler_is_refused_with_the_package_to_install(
 
 
 @pytest.mark.skipif(has_cuda(), reason="a GPU answers here")
-def test_gpu_that_is_not_there_is_refused(model: Path, repository: Path) -> None:
+def test_missing_gpu_is_refused(model: Path, repository: Path) -> None:
     with pytest.raises(ConfigError, match=r"learner\.device=cuda: no NVIDIA GPU answers"):
         check_devices(configure(model, repository, "learner.device=cuda"))
 
 
-def test_shipped_policy_is_written_over_only_with_a_word(repository: Path) -> None:
+def test_shipped_policy_is_overwritten_only_on_request(repository: Path) -> None:
     def configure_sft(*overrides: str) -> RunConfig:
         return load_config("tiny", [*overrides], root=repository)
 

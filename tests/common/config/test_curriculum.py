@@ -17,7 +17,7 @@ BASE = [
 ]
 
 
-def test_an_override_inherits_what_it_does_not_say(repository: Path) -> None:
+def test_horizon_override_inherits_unset_keys(repository: Path) -> None:
     overrides = [*BASE, "horizon.per_env.textcraft.stages=[10, 20, 30]"]
     cfg = load_config(None, overrides, root=repository)
     policy = cfg.horizon.policy("textcraft")
@@ -25,7 +25,7 @@ def test_an_override_inherits_what_it_does_not_say(repository: Path) -> None:
     assert cfg.horizon.policy("babyai").stages == (6, 13, 20)
 
 
-def test_a_subset_inherits_from_its_environment_what_it_does_not_say(repository: Path) -> None:
+def test_subset_inherits_unset_keys_from_its_environment(repository: Path) -> None:
     overrides = [
         *BASE,
         "horizon.per_env.textcraft.stages=[10, 20, 30]",
@@ -39,7 +39,7 @@ def test_a_subset_inherits_from_its_environment_what_it_does_not_say(repository:
     assert (policy.every_steps, cfg.horizon.policy("textcraft").every_steps) == (7, 100)
 
 
-def test_an_override_may_be_of_another_kind(repository: Path, tmp_path: Path) -> None:
+def test_horizon_override_may_have_another_kind(repository: Path, tmp_path: Path) -> None:
     overrides = [
         *BASE,
         "horizon.per_env.textcraft.kind=linear",
@@ -80,7 +80,7 @@ def test_an_override_may_be_of_another_kind(repository: Path, tmp_path: Path) ->
         ("mixture.kind=even", "expects one of weights, temperature, adaptive"),
     ],
 )
-def test_a_bad_curriculum_is_refused_by_its_key(
+def test_invalid_curriculum_is_refused_by_its_key(
     override: str, words: str, repository: Path
 ) -> None:
     overrides = [each for each in BASE if each.split("=")[0] != override.split("=")[0]]
@@ -89,19 +89,19 @@ def test_a_bad_curriculum_is_refused_by_its_key(
     assert words in str(caught.value)
 
 
-def test_a_gated_horizon_needs_two_stages(repository: Path) -> None:
+def test_gated_horizon_needs_two_stages(repository: Path) -> None:
     overrides = [*BASE[:2], "horizon.kind=gated", "horizon.stages=[6]"]
     with pytest.raises(ConfigError, match="needs two or more"):
         load_config(None, overrides, root=repository)
 
 
-def test_a_mixture_that_sums_to_zero_is_refused(repository: Path) -> None:
+def test_task_weights_of_sum_zero_are_refused(repository: Path) -> None:
     tasks = "tasks=[{env: babyai, subset: GoTo, weight: 0}]"
     with pytest.raises(ConfigError, match="the weights must not sum to zero"):
         load_config(None, ["model.path=/weights", tasks], root=repository)
 
 
-def test_horizon_may_be_a_million_tokens_but_not_turns(repository: Path) -> None:
+def test_horizon_allows_million_tokens_not_turns(repository: Path) -> None:
     tokens = ["model.path=m", "horizon.unit=tokens", "horizon.stages=[1000000]"]
     room = ["actor.max_model_len=1100000", "learner.max_tokens_per_microbatch=1100000"]
     cfg = load_config(None, [*tokens, *room], root=repository)

@@ -18,37 +18,37 @@ def test_every_key_has_its_help(key: str) -> None:
 SECTIONS = sorted(field_kinds(RunConfig).keys() - {"launcher", "dashboard"})
 
 
-def test_help_of_a_key_says_type_default_law_and_text() -> None:
+def test_key_help_shows_type_default_and_constraint() -> None:
     assert help_text(["learner.lr"]) == (
         "learner.lr=1e-06\n  a number; must be in (0, 10]\n  Sets the learning rate of AdamW.\n"
     )
 
 
-def test_help_of_a_choice_explains_what_there_is_to_choose() -> None:
+def test_choice_help_explains_every_option() -> None:
     text = help_text(["train.mode"])
     assert "one of async, sync" in text
     assert "generate a batch, train, publish, repeat" in text
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_help_of_a_section_lists_its_keys(section: str) -> None:
+def test_section_help_lists_its_keys(section: str) -> None:
     keys = [key for key in list_keys() if key.startswith((f"{section}.", f"{section}["))]
     own = [key for key in keys if key.count(".") == 1]
     assert own
     assert [key for key in own if f"  {key}=" not in help_text([section])] == []
 
 
-def test_help_of_nothing_lists_the_sections() -> None:
+def test_bare_help_lists_the_sections() -> None:
     assert [name for name in field_kinds(RunConfig) if f"  {name}" not in help_text([])] == []
 
 
-def test_help_of_an_unknown_key_names_the_nearest() -> None:
+def test_unknown_key_help_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"help learner\.lrr: .*nearest is learner\.lr$"):
         help_text(["learner.lrr"])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command_names_sections_that_there_are(name: str) -> None:
+def test_command_help_names_existing_sections(name: str) -> None:
     assert set(COMMANDS[name].sections.split()) <= set(field_kinds(RunConfig))
     assert command_help(name).startswith(f"usage: run.py {name} ")
     assert help_text([name]).startswith(command_help(name))

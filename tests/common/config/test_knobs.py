@@ -78,7 +78,7 @@ def refusal(key: str, kind: Any, value: object) -> tuple[str, str]:
     return str(caught.value), told
 
 
-def test_every_key_is_a_number_a_text_a_flag_or_of_an_enum() -> None:
+def test_every_unconstrained_key_is_flag_or_enum() -> None:
     ruled = {key for key, *_ in (*NUMBERS, *TEXTS)}
     others = [get_args(kind) or (kind,) for key, kind, *_ in LEAVES if key not in ruled]
     assert len(NUMBERS) > 150
@@ -86,14 +86,14 @@ def test_every_key_is_a_number_a_text_a_flag_or_of_an_enum() -> None:
 
 
 @pytest.mark.parametrize(("key", "text"), [(key, text) for key, _, text, _ in LEAVES])
-def test_every_key_says_what_it_means(key: str, text: str | None) -> None:
+def test_every_key_has_a_help_text(key: str, text: str | None) -> None:
     assert text, key
 
 
 @pytest.mark.parametrize(
     ("key", "kind", "law"), [(key, kind, law) for key, kind, _, law in NUMBERS]
 )
-def test_number_beyond_its_bounds_is_refused_by_its_key(key: str, kind: Any, law: Law) -> None:
+def test_number_out_of_bounds_is_refused(key: str, kind: Any, law: Law) -> None:
     step = 1 if kind is not float else 1e-9
     low = law.ge - step if law.ge is not None else law.gt
     high = law.le + max(step, law.le * 1e-9) if law.le is not None else law.lt
@@ -110,11 +110,11 @@ WAITS = [(key, law) for key, _, _, law in NUMBERS if key.endswith("_s")]
 
 
 @pytest.mark.parametrize(("key", "law"), WAITS)
-def test_wait_is_no_longer_than_what_libraries_count(key: str, law: Law) -> None:
+def test_configured_wait_stays_within_library_limits(key: str, law: Law) -> None:
     assert key.startswith("simulator.") or (law.le is not None and law.le <= LONGEST_S)
 
 
-def test_wait_for_ever_and_at_once_are_taken_by_what_waits() -> None:
+def test_longest_and_shortest_waits_are_accepted() -> None:
     assert not threading.Event().wait(timeout=1e-9)
     with selectors.DefaultSelector() as selector, socket.socket() as told:
         selector.register(told, selectors.EVENT_READ | selectors.EVENT_WRITE)
@@ -125,20 +125,20 @@ def test_wait_for_ever_and_at_once_are_taken_by_what_waits() -> None:
 
 
 @pytest.mark.parametrize(("key", "kind", "law"), [(key, kind, law) for key, kind, _, law in TEXTS])
-def test_text_of_endless_length_is_refused_by_its_key(key: str, kind: Any, law: Law) -> None:
+def test_overlong_text_is_refused_by_its_key(key: str, kind: Any, law: Law) -> None:
     message, _ = refusal(key, kind, "x" * 100_000)
     assert message.startswith(key)
 
 
 @pytest.mark.parametrize(("key", "kind", "law"), [(key, kind, law) for key, kind, _, law in TEXTS])
-def test_text_of_another_form_is_refused_by_its_key(key: str, kind: Any, law: Law) -> None:
+def test_malformed_text_is_refused_by_its_key(key: str, kind: Any, law: Law) -> None:
     for value in ("two\nlines", "nul\0", *(["banana"] if law.one_of else [])):
         message, told = refusal(key, kind, value)
         assert message == f"{told}{law.phrase}"
 
 
 @pytest.mark.parametrize(("key", "kind"), [(key, kind) for key, kind, *_ in LEAVES])
-def test_value_of_another_type_is_refused_by_its_key(key: str, kind: Any) -> None:
+def test_wrong_type_is_refused_by_its_key(key: str, kind: Any) -> None:
     wrong: list[Any] = [None, {"a": {"b": 1}}, [[1]], True if kind is not bool else "maybe"]
     wrong += [] if kind is str else ["banana"]
     wrong += [1.5, "1"] if kind is int else []
@@ -172,13 +172,15 @@ def test_value_of_another_type_is_refused_by_its_key(key: str, kind: Any) -> Non
         (ENV_NAME, ["babyai", "mine:make", "a/b.py:make"], ["", "a b", "a:", ":b", "a|b"]),
     ],
 )
-def test_form_fits_what_it_names(form: Form, right: list[str], wrong: list[str]) -> None:
+def test_text_pattern_accepts_exactly_its_values(
+    form: Form, right: list[str], wrong: list[str]
+) -> None:
     law = Law(form=form)
     assert [text for text in right if not law.allows(text)] == []
     assert [text for text in wrong if law.allows(text)] == []
 
 
-def test_default_configuration_keeps_every_law() -> None:
+def test_default_configuration_satisfies_every_constraint() -> None:
     check(BASE)
 
 
@@ -252,7 +254,7 @@ def test_contradiction_is_refused_by_its_keys(changes: dict[str, object], words:
     assert str(caught.value).startswith(words)
 
 
-def test_learner_that_cannot_hold_an_episode_is_refused_where_it_trains() -> None:
+def test_training_requires_learner_room_for_an_episode() -> None:
     cfg = edited(BASE, {"actor.max_model_len": 8192, "learner.max_tokens_per_microbatch": 8192})
     check_training(cfg)
     cfg = edited(cfg, {"learner.max_tokens_per_microbatch": 8191})

@@ -32,7 +32,7 @@ def test_defaults_hold_when_nothing_is_given(repository: Path) -> None:
     assert (cfg.run.name, cfg.learner.lr, cfg.groups.size) == ("quickstart", 1e-6, 8)
 
 
-def test_a_hub_takes_every_action_that_a_turn_can_sample(repository: Path) -> None:
+def test_hub_accepts_every_samplable_action(repository: Path) -> None:
     sizes = ["actor.max_model_len=1000000", "actor.max_turn_tokens=65537"]
     told = error_of([MODEL, *sizes], repository)
     assert told.startswith(
@@ -52,14 +52,14 @@ def test_override_beats_file_and_file_beats_default(tmp_path: Path, repository: 
     assert (cfg.learner.lr, cfg.learner.beta1, cfg.learner.beta2) == (3e-4, 0.8, 0.95)
 
 
-def test_file_holds_only_differences_to_the_one_it_names(tmp_path: Path, repository: Path) -> None:
+def test_config_file_inherits_from_its_named_default(tmp_path: Path, repository: Path) -> None:
     write(tmp_path, "a", "model: {path: m}\ntrain: {num_steps: 7}\nhorizon: {stages: [3, 5]}\n")
     config = write(tmp_path, "b", "defaults: a\nhorizon: {stages: [4]}\n")
     cfg = load_config(config, [], root=repository)
     assert (cfg.train.num_steps, cfg.horizon.stages, cfg.run.name) == (7, [4], "b")
 
 
-def test_files_that_name_each_other_are_refused(tmp_path: Path, repository: Path) -> None:
+def test_circular_config_files_are_refused(tmp_path: Path, repository: Path) -> None:
     write(tmp_path, "a", "defaults: b\n")
     config = write(tmp_path, "b", "defaults: a\n")
     assert "comes back to itself" in error_of([], repository, config)
@@ -76,7 +76,7 @@ def test_text_is_taken_as_it_is_written(repository: Path) -> None:
     assert (cfg.run.name, cfg.actor.name) == ("007", "on")
 
 
-def test_one_field_of_one_task_can_be_overridden(repository: Path) -> None:
+def test_one_field_of_one_task_is_overridable(repository: Path) -> None:
     cfg = load_config("quickstart", ["tasks[0].weight=0.5", "tasks.1.weight=0"], root=repository)
     untouched = load_config("quickstart", [], root=repository).tasks[2].weight
     assert [task.weight for task in cfg.tasks[:3]] == [0.5, 0.0, untouched]
@@ -106,9 +106,7 @@ def test_one_field_of_one_task_can_be_overridden(repository: Path) -> None:
         ("log.live=[1", "not valid YAML"),
     ],
 )
-def test_error_names_key_value_and_what_is_right(
-    override: str, words: str, repository: Path
-) -> None:
+def test_error_names_key_value_and_expectation(override: str, words: str, repository: Path) -> None:
     assert words in error_of([override], repository, "quickstart")
 
 
@@ -120,7 +118,7 @@ def test_missing_value_is_named(repository: Path) -> None:
     assert "model.path is not set" in error_of([], repository)
 
 
-def test_unknown_config_lists_those_there_are(repository: Path) -> None:
+def test_unknown_config_error_lists_existing_ones(repository: Path) -> None:
     message = error_of([], repository, "quikstart")
     assert "--config quikstart" in message
     assert "nearest is quickstart" in message
@@ -153,12 +151,12 @@ def test_broken_file_is_named(text: str, words: str, tmp_path: Path, repository:
     assert error_of([MODEL], repository, str(path)).startswith(f"{path}{words}")
 
 
-def test_override_may_name_what_no_file_has(repository: Path) -> None:
+def test_override_may_add_keys_beyond_the_files(repository: Path) -> None:
     cfg = load_config(None, [MODEL, "horizon.per_env.maze.every_steps=3"], root=repository)
     assert cfg.horizon.policy("maze").every_steps == 3
 
 
-def test_override_changes_what_another_override_has_made(repository: Path) -> None:
+def test_override_applies_to_values_of_earlier_overrides(repository: Path) -> None:
     tasks = "tasks=[{env: a, subset: b}, {env: a, subset: c}]"
     overrides = [MODEL, tasks, "tasks[1].weight=3", "horizon.per_env.a.stages=[3]"]
     cfg = load_config(None, overrides, root=repository)
@@ -177,7 +175,7 @@ def test_shipped_config_survives_saving_and_loading(tmp_path: Path, repository: 
         assert load_config(str(tmp_path / "deep" / "config.yaml"), [], root=repository) == cfg
 
 
-def test_list_of_named_values_survives_saving_and_loading(tmp_path: Path, repository: Path) -> None:
+def test_list_of_enums_survives_saving_and_loading(tmp_path: Path, repository: Path) -> None:
     cfg = load_config(None, [MODEL, "sft.contexts=[full,fold]"], root=repository)
     assert cfg.sft.contexts == [ContextKind.FULL, ContextKind.FOLD]
     wrong = error_of([MODEL, "sft.contexts=[whole]"], repository)
@@ -187,9 +185,7 @@ def test_list_of_named_values_survives_saving_and_loading(tmp_path: Path, reposi
     assert load_config(str(tmp_path / "saved.yaml"), [], root=repository) == cfg
 
 
-def test_what_is_shown_of_a_config_holds_no_secret_and_its_file_is_its_owners(
-    tmp_path: Path, repository: Path
-) -> None:
+def test_config_file_is_private_and_display_redacted(tmp_path: Path, repository: Path) -> None:
     secrets = ["envhub.token=s3cret", "envhub.url=http://user:s3cret@10.0.0.1:1"]
     cfg = load_config(None, ["model.path=m", *secrets], root=repository)
     assert "s3cret" not in config_as_yaml(without_secrets(cfg))

@@ -21,7 +21,7 @@ PAPER = {
 
 
 @pytest.mark.parametrize("env", PAPER)
-def test_preset_has_the_numbers_of_the_paper(env: str, repository: Path) -> None:
+def test_preset_matches_the_paper_hyperparameters(env: str, repository: Path) -> None:
     cfg = load_config(f"{env}-qwen7b", ["model.path=/weights"], root=repository)
     stages, every_steps, lr, size, max_model_len = PAPER[env]
     policy = cfg.horizon.policy(env)
@@ -34,7 +34,7 @@ def test_preset_has_the_numbers_of_the_paper(env: str, repository: Path) -> None
 
 
 @pytest.mark.parametrize("env", PAPER)
-def test_preset_names_tasks_that_there_are(env: str, repository: Path) -> None:
+def test_preset_names_existing_tasks(env: str, repository: Path) -> None:
     cfg = load_config(f"{env}-qwen7b", ["model.path=/weights"], root=repository)
     served = "minisites" if env == "webarena" else env  # no address of its sites is set
     spec = load_spec(served, cfg.envs, cfg.env)
@@ -42,7 +42,7 @@ def test_preset_names_tasks_that_there_are(env: str, repository: Path) -> None:
     assert all(spec.subsets[task.subset].num_train > 0 for task in cfg.tasks)
 
 
-def test_webarena_preset_plays_webarena_where_a_site_has_an_address(repository: Path) -> None:
+def test_webarena_preset_uses_webarena_given_site_address(repository: Path) -> None:
     url = "envs.webarena.gitlab=http://10.0.0.1:8023"
     cfg = load_config("webarena-qwen7b", ["model.path=/weights", url], root=repository)
     assert {task.env for task in cfg.tasks} == {"webarena"}

@@ -1,4 +1,4 @@
-"""Laws of the command line: what is refused and said in this process, what it costs in its own."""
+"""Laws of the command line: its refusals and output in process, its cost in a subprocess."""
 
 import ast
 import resource
@@ -155,14 +155,14 @@ def test_wrong_command_line_ends_with_one_line(argv: list[str], words: str, call
         ["--dry-run", "--config", "smoke", "model.path=/nosuch"],
     ],
 )
-def test_wrong_command_line_ends_at_once(argv: list[str], repository: Path) -> None:
+def test_wrong_command_line_ends_quickly(argv: list[str], repository: Path) -> None:
     before_s = children_cpu_s()
     done = run_cli(repository, *argv)  # ends within TIMEOUT_S
     assert children_cpu_s() - before_s < 2.0  # unlike wall time, the same on a loaded machine
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
-def test_every_command_is_carried_out_by_a_function_that_exists() -> None:
+def test_every_command_resolves_to_an_existing_function() -> None:
     assert {*run.COMMANDS, *run.STANDALONE} == {*COMMANDS}
     tree = ast.parse((ROOT / "run.py").read_text(encoding="utf-8"))
     strings = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)]
@@ -175,7 +175,7 @@ def test_every_command_is_carried_out_by_a_function_that_exists() -> None:
             assert name in names, where
 
 
-def test_python_without_the_packages_is_told_what_to_do(repository: Path) -> None:
+def test_missing_packages_error_names_the_setup_command(repository: Path) -> None:
     bare = [sys.executable, "-S", str(repository / "run.py"), "--help"]
     done = subprocess.run(bare, capture_output=True, encoding="utf-8", timeout=TIMEOUT_S)
     assert done.returncode == 1
@@ -185,9 +185,7 @@ def test_python_without_the_packages_is_told_what_to_do(repository: Path) -> Non
 
 
 @pytest.mark.slow
-def test_dry_run_prints_the_resolved_config_with_its_objective_and_starts_nothing(
-    call: Call, tmp_path: Path
-) -> None:
+def test_dry_run_prints_config_and_objective_only(call: Call, tmp_path: Path) -> None:
     done = call("--dry-run", "--config", "smoke", f"run.dir={tmp_path}", "learner.lr=0.5")
     assert done.returncode == 0
     assert "  lr: 0.5\n" in done.stdout
@@ -199,7 +197,7 @@ def test_dry_run_prints_the_resolved_config_with_its_objective_and_starts_nothin
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("more", "num"), [([], -1), (["eval.num_items=5"], 5)])
-def test_evaluation_of_the_task_lists_is_whole_unless_the_user_says_how_many(
+def test_task_list_evaluation_is_complete_unless_limited(
     more: list[str], num: int, call: Call
 ) -> None:
     argv = ["eval", "--dry-run", "--config", "smoke", "eval.items=tasks", *more]
@@ -233,20 +231,20 @@ def test_help_and_version_are_printed(argv: list[str], words: str, call: Call) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("argv", [["help", "learner"], ["--version"]])
-def test_help_and_version_are_printed_at_once(argv: list[str], repository: Path) -> None:
+def test_help_and_version_are_printed_quickly(argv: list[str], repository: Path) -> None:
     before_s = children_cpu_s()
     done = run_cli(repository, *argv)
     assert children_cpu_s() - before_s < 1.0
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_help_of_an_unknown_key_ends_with_2_and_the_nearest(call: Call) -> None:
+def test_unknown_key_help_exits_2_with_nearest(call: Call) -> None:
     done = call("help", "learner.lrr")
     assert done.returncode == 2
     assert "nearest is learner.lr" in done.stderr
 
 
-def test_role_joins_the_run_with_that_runs_config(call: Call, tmp_path: Path) -> None:
+def test_joining_role_uses_config_of_its_run(call: Call, tmp_path: Path) -> None:
     run_dir = tmp_path / "mine"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(
@@ -270,7 +268,7 @@ def joins(folder: Path, name: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["actor", "envhub"])
-def test_role_that_joins_an_unknown_run_makes_none_and_names_the_nearest(
+def test_joining_an_unknown_run_suggests_the_nearest(
     role: str, repository: Path, tmp_path: Path
 ) -> None:
     joins(tmp_path, "maze-long")
@@ -283,7 +281,7 @@ def test_role_that_joins_an_unknown_run_makes_none_and_names_the_nearest(
 
 
 @pytest.mark.slow
-def test_doctor_examines_the_run_that_the_same_words_would_train(call: Call) -> None:
+def test_doctor_examines_the_run_of_its_arguments(call: Call) -> None:
     wrong = ["--config", "smoke", "model.path=/nosuch", "actor.num_actors=2"]
     done = call("doctor", *wrong)
     assert done.returncode == 1
@@ -296,7 +294,7 @@ def test_doctor_examines_the_run_that_the_same_words_would_train(call: Call) -> 
 
 
 @pytest.mark.slow
-def test_doctor_of_a_preset_says_which_value_is_missing_and_examines_the_rest(call: Call) -> None:
+def test_preset_doctor_names_missing_value_and_continues(call: Call) -> None:
     done = call("doctor", "--config", "textcraft-qwen7b")
     assert "-> model.path is not set: give model.path=" in done.stdout
     assert "on the machine that it is made for, 1 node with 8 GPUs of 79.6 GiB:" in done.stdout
@@ -304,9 +302,7 @@ def test_doctor_of_a_preset_says_which_value_is_missing_and_examines_the_rest(ca
 
 
 @pytest.mark.slow
-def test_evaluation_of_another_model_gets_a_context_and_turns_that_fit_it(
-    call: Call, tmp_path: Path
-) -> None:
+def test_evaluation_adapts_context_and_turns_to_model(call: Call, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", max_position_embeddings=4096)
     done = call("eval", "--dry-run", f"model.path={model}")
     assert done.returncode == 0, done.stderr
@@ -320,7 +316,7 @@ def test_evaluation_of_another_model_gets_a_context_and_turns_that_fit_it(
 
 
 @pytest.mark.slow
-def test_evaluation_of_a_checkpoint_of_the_configured_policy_keeps_its_settings(call: Call) -> None:
+def test_evaluation_of_configured_policy_keeps_its_settings(call: Call) -> None:
     same = f"model.path={ROOT}/configs/policies/tiny"
     done = call("eval", "--dry-run", same)
     assert "  max_turn_tokens: 12\n" in done.stdout
@@ -328,7 +324,7 @@ def test_evaluation_of_a_checkpoint_of_the_configured_policy_keeps_its_settings(
 
 
 @pytest.mark.slow
-def test_a_command_that_is_interrupted_says_so() -> None:
+def test_interrupted_command_exits_130_without_a_traceback() -> None:
     argv = [sys.executable, str(ROOT / "run.py"), "bench", "--suite", "transport"]
     pipe = subprocess.PIPE
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background is deaf

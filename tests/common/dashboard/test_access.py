@@ -1,4 +1,4 @@
-"""Laws of who may look at the dashboard, and of what its answers carry."""
+"""Laws of access to the dashboard and of the data in its answers."""
 
 from collections.abc import Generator
 from pathlib import Path
@@ -29,7 +29,7 @@ MAX_PAGE_BYTES = 300_000
 
 
 class Echo:
-    """Says what it is asked to play."""
+    """Echoes the requests to play."""
 
     async def environments(self) -> Told:
         return {"maze": {"subsets": {}}}
@@ -69,7 +69,7 @@ def client(watch: Watch, *, host: str = "127.0.0.1", token: str = "") -> TestCli
     return TestClient(app, base_url="http://127.0.0.1:8600", follow_redirects=False)
 
 
-def test_loopback_is_asked_by_its_own_name_only(watch: Watch) -> None:
+def test_loopback_dashboard_accepts_only_its_host_name(watch: Watch) -> None:
     page = client(watch)
     assert page.get("/api/runs").status_code == 200
     assert page.get("/api/runs", headers={"host": "evil.example:8600"}).status_code == 403
@@ -78,7 +78,7 @@ def test_loopback_is_asked_by_its_own_name_only(watch: Watch) -> None:
     assert policy.startswith("default-src 'self'")
 
 
-def test_only_the_page_itself_may_play(watch: Watch) -> None:
+def test_only_the_dashboard_page_may_play(watch: Watch) -> None:
     page = client(watch)
     body, own = {"id": "1", "action": "go"}, {"origin": "http://127.0.0.1:8600"}
     assert page.post("/api/play/step", json=body, headers=own).json() == body
@@ -117,7 +117,7 @@ def test_only_the_page_itself_may_play(watch: Watch) -> None:
     assert guarded.post("/api/play/step", json=body, headers=own).status_code == 401
 
 
-def test_episode_is_told_for_its_pictures_as_the_environment_was_told_it(watch: Watch) -> None:
+def test_recorded_episode_is_served_with_its_actions(watch: Watch) -> None:
     page = client(watch)
     page.get("/api/run/a")
     found = page.get("/api/run/a/pictures", params={"id": "g0000000/0"}).json()
@@ -125,7 +125,7 @@ def test_episode_is_told_for_its_pictures_as_the_environment_was_told_it(watch: 
     assert page.get("/api/run/a/pictures", params={"id": "none"}).status_code == 404
 
 
-def test_beyond_loopback_nobody_reads_without_the_token(watch: Watch) -> None:
+def test_public_dashboard_requires_the_token(watch: Watch) -> None:
     page = client(watch, host="0.0.0.0", token="swordfish")
     for path in ("/", "/api/runs", "/static/main.js", "/api/events"):
         assert page.get(path).status_code == 401
@@ -136,7 +136,7 @@ def test_beyond_loopback_nobody_reads_without_the_token(watch: Watch) -> None:
     assert page.get("/api/runs").status_code == 200  # by the cookie
 
 
-def test_answers_tell_what_the_views_need(watch: Watch) -> None:
+def test_answers_contain_the_data_of_every_view(watch: Watch) -> None:
     page = client(watch)
     found = page.get("/api/run/a").json()
     assert found["ledger"]["issued"] == 41
@@ -164,9 +164,7 @@ WRITTEN = (
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_file_of_a_run_that_holds_something_strange_hides_nothing_else(
-    tmp_path: Path, name: str
-) -> None:
+def test_malformed_run_file_hides_nothing_else(tmp_path: Path, name: str) -> None:
     for i, text in enumerate(STRANGE):
         path = make_run(tmp_path / f"a{i}").root / name
         path.parent.mkdir(exist_ok=True)
@@ -186,7 +184,7 @@ def test_file_of_a_run_that_holds_something_strange_hides_nothing_else(
     assert set(found.values()) == {200}, found
 
 
-def test_what_is_asked_wrongly_is_named(watch: Watch) -> None:
+def test_invalid_request_is_refused_by_name(watch: Watch) -> None:
     page = client(watch)
     assert "colour" in page.get("/api/run/a/episodes", params={"colour": "red"}).json()["error"]
     assert page.get("/api/run/none").status_code == 404
@@ -195,7 +193,7 @@ def test_what_is_asked_wrongly_is_named(watch: Watch) -> None:
         assert page.get(path).status_code == 404
 
 
-def test_page_without_data_is_small_and_asks_nobody_else() -> None:
+def test_empty_page_is_small_and_self_contained() -> None:
     files = [path for path in STATIC.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < MAX_PAGE_BYTES
     assert (STATIC / "vendor" / "uPlot-LICENSE.txt").exists()
@@ -218,13 +216,13 @@ def test_compared_configurations_hide_secrets_and_pool_seeds() -> None:
 
 
 @pytest.mark.parametrize("word", ["port=x", "port=70000", "colour=red", "no-such-run"])
-def test_dashboard_names_what_is_wrong_before_it_serves(tmp_path: Path, word: str) -> None:
+def test_dashboard_reports_bad_arguments_before_serving(tmp_path: Path, word: str) -> None:
     request = parse(["dashboard", word, f"run.dir={tmp_path}"], root=ROOT)
     with pytest.raises(ConfigError, match=word.partition("=")[0]):
         dashboard(request, root=ROOT, say=lambda _: None)
 
 
-def test_port_that_is_taken_is_named_and_the_usual_one_is_passed_over() -> None:
+def test_taken_port_is_named_or_skipped() -> None:
     first = listen("127.0.0.1", "0")
     try:
         with pytest.raises(ConfigError, match="port="):
@@ -233,7 +231,7 @@ def test_port_that_is_taken_is_named_and_the_usual_one_is_passed_over() -> None:
         first.close()
 
 
-def test_slots_time_adds_up_to_what_there_was() -> None:
+def test_slot_times_add_up_to_the_total() -> None:
     line = {"actor/concurrency": 8.0, "episodes/arrived": 10.0, "episodes/generate_s_mean": 1.0}
     line |= {"episodes/env_s_mean": 0.5, "episodes/wall_s_mean": 2.0}
     found = slots([{**line, "time_s": 0.0}, {**line, "time_s": 5.0}])

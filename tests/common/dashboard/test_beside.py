@@ -22,7 +22,7 @@ def _runs(url: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_dashboard_beside_a_run_answers_meanwhile_and_ends_with_it(tmp_path: Path) -> None:
+def test_dashboard_serves_until_its_run_ends(tmp_path: Path) -> None:
     run_dir, told = make_run(tmp_path / "a", 4), []
     with beside(run_dir, root=ROOT, say=told.append):
         url = told[0].removeprefix("dashboard: ")
@@ -33,7 +33,7 @@ def test_dashboard_beside_a_run_answers_meanwhile_and_ends_with_it(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_run_goes_on_when_its_dashboard_is_killed(tmp_path: Path) -> None:
+def test_run_continues_when_its_dashboard_is_killed(tmp_path: Path) -> None:
     run_dir, told = make_run(tmp_path / "a", 4), []
     with beside(run_dir, root=ROOT, say=told.append):
         (child,) = [p for p in psutil.Process().children() if "dashboard" in p.cmdline()]
@@ -50,7 +50,7 @@ def _is_open(port: int) -> bool:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_run_goes_on_where_there_can_be_no_dashboard(
+def test_run_continues_without_a_dashboard(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_dir, told = make_run(tmp_path / "a", 0), []

@@ -103,7 +103,7 @@ def shared(url: str) -> Generator[Page]:
 
 @pytest.fixture
 def page(shared: Page, url: str) -> Generator[Page]:
-    """A page that must not say an error, nor ask anybody but the server."""
+    """A page that logs no error and sends requests only to its server."""
     wrong: list[str] = []
 
     def asked(request: Request) -> None:
@@ -125,7 +125,7 @@ def page(shared: Page, url: str) -> Generator[Page]:
     assert shared.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-def test_charts_have_data_and_a_box_of_the_ledger_opens_its_episodes(page: Page) -> None:
+def test_charts_have_data_and_ledger_links_work(page: Page) -> None:
     expect(page.locator(".verdict")).not_to_be_empty()
     expect(page.locator(".chart canvas").first).to_be_visible()
     expect(page.locator(".chart canvas").nth(6)).to_be_attached()
@@ -139,7 +139,7 @@ def test_charts_have_data_and_a_box_of_the_ledger_opens_its_episodes(page: Page)
     expect(page.locator("tbody tr")).to_have_count(4)
 
 
-def test_episode_is_replayed_by_keyboard_and_leads_to_its_group(page: Page) -> None:
+def test_keyboard_replays_episode_and_reaches_group(page: Page) -> None:
     page.goto(page.url.partition("#")[0] + "#episode?run=a&id=g0000000/0")
     expect(page.locator(".turn")).to_have_count(4)
     expect(page.locator(".turn .edge").first).to_have_attribute("data-v", "4")
@@ -154,9 +154,7 @@ def test_episode_is_replayed_by_keyboard_and_leads_to_its_group(page: Page) -> N
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_newcomer_finds_best_and_worst_of_the_hardest_subset_and_where_it_failed(
-    page: Page, width: int
-) -> None:
+def test_hardest_subset_links_best_and_worst_episodes(page: Page, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 844})
     page.reload()
     subsets = page.locator("section").filter(has=page.get_by_role("heading", name="By subset"))
@@ -185,7 +183,7 @@ def test_hostile_and_huge_texts_are_shown_harmlessly(page: Page) -> None:
     expect(page.get_by_role("button", name=re.compile("more tokens")).first).to_be_visible()
 
 
-def test_fleet_and_compare_keep_the_run(page: Page) -> None:
+def test_fleet_and_compare_preserve_the_run(page: Page) -> None:
     page.get_by_role("link", name="Fleet").click()
     expect(page.locator("svg.lanes rect").first).to_be_attached()
     page.get_by_role("link", name="Compare").click()
@@ -193,7 +191,7 @@ def test_fleet_and_compare_keep_the_run(page: Page) -> None:
     expect(page.locator("#run")).to_have_value("a")
 
 
-def test_fleet_says_why_a_role_was_started_again_and_what_stood_still(page: Page) -> None:
+def test_fleet_shows_restart_reasons_and_stall_reports(page: Page) -> None:
     page.goto(page.url.partition("#")[0] + "#fleet?run=a")
     expect(page.get_by_role("row", name=re.compile("killed by SIGKILL"))).to_contain_text(
         "MemoryError: <b>no room</b>"
@@ -203,7 +201,7 @@ def test_fleet_says_why_a_role_was_started_again_and_what_stood_still(page: Page
     expect(page.get_by_text("learner waits for a batch")).to_be_visible()
 
 
-def test_fleet_has_a_row_for_each_hub_with_its_node_and_what_it_has_in_use(page: Page) -> None:
+def test_fleet_lists_hubs_with_node_and_usage(page: Page) -> None:
     page.goto(page.url.partition("#")[0] + "#fleet?run=a")
     row = page.get_by_role("row", name=re.compile("envhub-2"))
     expect(row).to_contain_text("at http://10.0.0.2:1")
@@ -215,7 +213,7 @@ def test_fleet_has_a_row_for_each_hub_with_its_node_and_what_it_has_in_use(page:
     expect(page.get_by_text("roles on 1 node")).to_be_visible()
 
 
-def test_keyboard_alone_finds_the_best_episode_and_steps_through_it(page: Page) -> None:
+def test_keyboard_alone_finds_and_replays_best_episode(page: Page) -> None:
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")  # past the head
     page.goto(page.url.partition("#")[0] + "#episodes?run=a")
@@ -242,7 +240,7 @@ def test_keyboard_alone_finds_the_best_episode_and_steps_through_it(page: Page) 
     expect(page.locator("select[name=sort]")).to_have_value("best")
 
 
-def test_most_surprising_and_worst_come_first_when_they_are_asked_for(page: Page) -> None:
+def test_sort_order_persists_across_views(page: Page) -> None:
     base = page.url.partition("#")[0]
     page.goto(f"{base}#episodes?run=a&env=maze&sort=worst")
     expect(page.locator("tbody tr td.bad").first).to_have_text("0")
@@ -257,7 +255,7 @@ def test_most_surprising_and_worst_come_first_when_they_are_asked_for(page: Page
     expect(page.locator("select[name=env]")).to_have_value("maze")
 
 
-def test_environment_is_played_by_hand_and_left_closed(page: Page) -> None:
+def test_manual_play_works_and_closes_its_session(page: Page) -> None:
     page.goto(page.url.partition("#")[0] + "#play?run=a&env=maze")
     page.get_by_role("button", name="Begin").click()
     expect(page.locator("svg.drawn")).to_be_visible()
@@ -276,7 +274,7 @@ def test_environment_is_played_by_hand_and_left_closed(page: Page) -> None:
         page.get_by_role("link", name="Fleet").click()
 
 
-def test_picture_of_another_state_is_refused_in_words(page: Page) -> None:
+def test_mismatched_picture_is_refused_with_a_message(page: Page) -> None:
     page.goto(page.url.partition("#")[0] + "#episode?run=a&id=g0000000/0")
     page.get_by_role("button", name="Show the environment").click()
     expect(page.locator(".env .notes")).to_contain_text("No picture here", timeout=30_000)
@@ -284,7 +282,7 @@ def test_picture_of_another_state_is_refused_in_words(page: Page) -> None:
 
 @pytest.mark.skipif(AXE is None, reason="axe-playwright-python is not installed")
 @pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 390)])
-def test_no_view_has_serious_findings_of_axe(page: Page, theme: str, width: int) -> None:
+def test_views_have_no_serious_axe_findings(page: Page, theme: str, width: int) -> None:
     assert AXE is not None
     assert AXE.submodule_search_locations is not None
     script = Path(AXE.submodule_search_locations[0]) / "axe.min.js"

@@ -102,7 +102,7 @@ def show(run_dir: RunDir) -> str:
     return screen.getvalue()
 
 
-def test_status_line_says_what_goes_on_and_who_waits_for_whom(tmp_path: Path) -> None:
+def test_status_line_summarizes_progress_and_waits(tmp_path: Path) -> None:
     line = status_line(view_of(make_run(tmp_path)))
     assert line == (
         "step 12/100 success 0.61 horizon 10 (stage 2/3) lag 0.9 actor 3200 tok/s"
@@ -110,7 +110,7 @@ def test_status_line_says_what_goes_on_and_who_waits_for_whom(tmp_path: Path) ->
     )
 
 
-def test_status_line_leaves_out_what_is_not_known(tmp_path: Path) -> None:
+def test_status_line_omits_unknown_values(tmp_path: Path) -> None:
     line = status_line(view_of(RunDir(root=tmp_path / "none")))
     assert line == "starting, step 0/100"
 
@@ -120,9 +120,7 @@ def test_status_line_leaves_out_what_is_not_known(tmp_path: Path) -> None:
     ["", "{", "[]", "null", '{"actors": 3, "groups": [], "learner": "x", "ledger": 1}',
      '{"actors": [null, {"running": ["a", "b"]}], "version": "x", "success": {"a": null}}'],
 )  # fmt: skip
-def test_display_goes_on_when_the_status_is_not_what_it_should_be(
-    tmp_path: Path, status: str
-) -> None:
+def test_display_survives_a_malformed_status(tmp_path: Path, status: str) -> None:
     run_dir = RunDir(root=tmp_path)
     run_dir.status.write_text(status, encoding="utf-8")
     run_dir.metrics.write_text('{"step": "x", "time_s": null}\n3\n{"st\n', encoding="utf-8")
@@ -130,7 +128,7 @@ def test_display_goes_on_when_the_status_is_not_what_it_should_be(
 
 
 def at_launch(run_dir: RunDir, **started_s: float) -> None:
-    """Write what the launcher knows: how long ago the roles were started."""
+    """Write the launcher's state: the start times of the roles."""
     now = time.time()
     started = {name.replace("_", "-"): now - since for name, since in started_s.items()}
     state = {"began_at": now - 70, "started_at": started, "stop_deadline": None}
@@ -138,7 +136,7 @@ def at_launch(run_dir: RunDir, **started_s: float) -> None:
     run_dir.launch.write_text(json.dumps(state), encoding="utf-8")
 
 
-def test_roles_that_are_starting_are_told_with_the_time_that_it_takes(tmp_path: Path) -> None:
+def test_status_line_lists_starting_roles_with_times(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path / "r")
     at_launch(run_dir, scheduler=2.0, actor_0=34.0)
     line = status_line(view_of(run_dir))
@@ -146,7 +144,7 @@ def test_roles_that_are_starting_are_told_with_the_time_that_it_takes(tmp_path: 
     assert line.endswith("; scheduler is starting (2s), engine is starting (34s)")
 
 
-def test_roles_that_no_node_has_room_for_are_told_with_what_they_need(tmp_path: Path) -> None:
+def test_status_line_lists_unplaced_roles_with_needs(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     needs = {f"actor-{i}": "a node with 1 GPU" for i in range(2, 9)}
     run_dir.launch.write_text(
@@ -155,22 +153,22 @@ def test_roles_that_no_node_has_room_for_are_told_with_what_they_need(tmp_path: 
     assert status_line(view_of(run_dir)).endswith("<- actor-0, 7 roles <- a node with 1 GPU")
 
 
-def test_hub_of_another_node_is_heard_of_once_the_scheduler_has_begun(tmp_path: Path) -> None:
+def test_remote_hub_counts_as_started_with_scheduler(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)  # wrote its status, and has no address of a hub
     at_launch(run_dir, envhub=20.0)
     assert view_of(run_dir).starting == {}
 
 
-def test_role_that_was_heard_of_since_its_start_is_not_starting(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path)  # actor-0 was heard 0.3 s before the status was written
+def test_reporting_role_is_no_longer_starting(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)  # actor-0 reported 0.3 s before the status file.
     at_launch(run_dir, scheduler=20.0, learner=20.0, actor_0=20.0, actor_1=20.0)
     assert "engine is starting (20s)" in status_line(view_of(run_dir))
     assert view_of(run_dir).starting.keys() == {"actor-1"}
-    at_launch(run_dir, actor_0=0.0)  # started again: what was heard is of the one before
+    at_launch(run_dir, actor_0=0.0)  # Restarted: the last report is older.
     assert view_of(run_dir).starting.keys() == {"actor-0"}
 
 
-def test_evaluation_tells_how_far_it_is(tmp_path: Path) -> None:
+def test_evaluation_shows_its_progress(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     progress = {"num_done": 240, "num_total": 600}
     run_dir.status.write_text(
@@ -181,7 +179,7 @@ def test_evaluation_tells_how_far_it_is(tmp_path: Path) -> None:
     assert "240/600" in show(run_dir)
 
 
-def test_what_takes_its_time_tells_how_much_is_left(tmp_path: Path) -> None:
+def test_slow_phases_show_the_remaining_time(tmp_path: Path) -> None:
     usual = StartupHistory(tmp_path / "cache" / "durations.json")
     model = ModelSection(path="configs/policies/tiny")
     for seconds in (60.0, 40.0):
@@ -206,14 +204,14 @@ def test_what_takes_its_time_tells_how_much_is_left(tmp_path: Path) -> None:
     write_json(run_dir.launch, asdict(replace(state, started_at=both)))
     run_dir.status.write_text(json.dumps({**told, "actors": [], "learner": {}}), encoding="utf-8")
     pace.look(view_of(run_dir))
-    run_dir.status.write_text(json.dumps(told), encoding="utf-8")  # they were heard of
+    run_dir.status.write_text(json.dumps(told), encoding="utf-8")  # Both reported.
     pace.look(view_of(run_dir))
     assert usual.seconds(start_of("actor-7", model)) == pytest.approx(42.0, abs=1.0)
     assert usual.seconds(start_of("learner", model)) == pytest.approx(34.0, abs=1.0)
     assert StartupHistory(tmp_path / "none").seconds("actor") is None
 
 
-def test_checkpoint_that_is_waited_for_tells_how_long_the_last_one_took(tmp_path: Path) -> None:
+def test_checkpoint_wait_shows_the_last_duration(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     waits = {**STATUS["learner"], "waiting_for": "disk: a checkpoint"}  # type: ignore[dict-item]
     run_dir.status.write_text(json.dumps({**STATUS, "learner": waits}), encoding="utf-8")
@@ -222,7 +220,7 @@ def test_checkpoint_that_is_waited_for_tells_how_long_the_last_one_took(tmp_path
     assert "disk: a checkpoint, which takes about 12s" in status_line(view_of(run_dir))
 
 
-def test_stop_tells_how_long_it_may_take_and_how_to_skip_it(tmp_path: Path) -> None:
+def test_stop_shows_limit_and_skip_hint(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     state = {"began_at": time.time(), "started_at": {}, "stop_deadline": time.time() + 40.4}
     run_dir.launch.write_text(json.dumps(state), encoding="utf-8")
@@ -231,7 +229,7 @@ def test_stop_tells_how_long_it_may_take_and_how_to_skip_it(tmp_path: Path) -> N
     assert told in show(run_dir)
 
 
-def test_log_has_a_line_at_each_change_of_phase(
+def test_log_gets_one_line_per_phase_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_dir = make_run(tmp_path)
@@ -246,7 +244,7 @@ def test_log_has_a_line_at_each_change_of_phase(
     assert lines[1].startswith("evaluation after training")
 
 
-def test_status_of_a_run_says_finished_stopped_or_what_goes_on(tmp_path: Path) -> None:
+def test_run_state_is_finished_stopped_or_progress(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "r")
     with hold_run(run_dir.root, name="r"):
         assert state_line(run_dir, view_of(run_dir)).startswith("step 12/100 success")
@@ -259,7 +257,7 @@ def test_status_of_a_run_says_finished_stopped_or_what_goes_on(tmp_path: Path) -
     assert state_line(run_dir, view_of(run_dir)) == told
 
 
-def test_interrupted_run_says_what_is_saved_and_how_it_goes_on(tmp_path: Path) -> None:
+def test_interrupted_run_reports_its_saved_step(tmp_path: Path) -> None:
     empty = RunDir(root=tmp_path / "empty")
     assert stop_line(empty, 0) == "stopped before the first step; the same command goes on"
     run_dir = make_run(tmp_path / "r")
@@ -298,14 +296,14 @@ def test_display_shows_progress_ledger_roles_and_warnings(tmp_path: Path) -> Non
     assert "\x1b[2J answered" not in text
 
 
-def test_display_says_how_long_the_scheduler_is_silent(tmp_path: Path) -> None:
+def test_display_shows_the_silence_of_the_scheduler(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     old_s = time.time() - 60
     os.utime(run_dir.status, (old_s, old_s))
     assert "scheduler silent for 1m0" in status_line(view_of(run_dir))
 
 
-def test_display_logs_one_line_per_interval_when_there_is_no_terminal(
+def test_display_without_terminal_logs_once_per_interval(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     display = display_of(make_run(tmp_path), console=Console(file=io.StringIO()))
@@ -317,12 +315,12 @@ def test_display_logs_one_line_per_interval_when_there_is_no_terminal(
     assert [record.message[:11] for record in caplog.records] == ["step 12/100"]
 
 
-def test_display_is_plain_on_a_terminal_when_the_user_says_so(tmp_path: Path) -> None:
+def test_disabled_display_is_plain(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True)
     assert not display_of(RunDir(root=tmp_path), console=console, is_wanted=False).is_live
 
 
-def test_display_takes_the_log_to_its_terminal_and_gives_it_back(tmp_path: Path) -> None:
+def test_display_redirects_the_log_and_restores_it(tmp_path: Path) -> None:
     stream = sys.stderr
     handler = logging.StreamHandler(stream)
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
@@ -337,7 +335,7 @@ def test_display_takes_the_log_to_its_terminal_and_gives_it_back(tmp_path: Path)
         logging.getLogger().removeHandler(handler)
 
 
-def test_ledger_line_and_sparkline_by_hand() -> None:
+def test_ledger_line_and_sparkline_match_hand_computation() -> None:
     assert ledger_line({"issued": 3, "trained": 2, "in_flight": 1, "lost": 0}) == (
         "issued 3 = trained 2 + in flight 1   lost 0"
     )

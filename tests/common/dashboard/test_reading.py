@@ -45,7 +45,7 @@ def names(source: RunSource, **wanted: str) -> list[str]:
     return [row["id"] for row in source.page(wanted, start=0, num=1000)["rows"]]
 
 
-def test_run_that_grows_is_read_on_where_it_was_left(tmp_path: Path) -> None:
+def test_growing_run_is_read_incrementally(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", 4)
     source = read(run_dir.root)
     assert source.rows.num == 4
@@ -55,7 +55,7 @@ def test_run_that_grows_is_read_on_where_it_was_left(tmp_path: Path) -> None:
     assert names(source, outcome="filtered") == ["g0000001/1", "g0000001/0"]  # noted before
 
 
-def test_run_that_is_starting_is_shown_as_empty(tmp_path: Path) -> None:
+def test_starting_run_is_shown_as_empty(tmp_path: Path) -> None:
     (tmp_path / "a" / "journal").mkdir(parents=True)
     source = read(tmp_path / "a")
     assert (source.rows.num, source.problems(), source.state()) == (0, [], "stopped")
@@ -63,7 +63,7 @@ def test_run_that_is_starting_is_shown_as_empty(tmp_path: Path) -> None:
     assert source.verdict().bound == "unknown"
 
 
-def test_filter_finds_by_what_became_of_an_episode(tmp_path: Path) -> None:
+def test_filter_selects_episodes_by_their_outcome(tmp_path: Path) -> None:
     source = read(make_run(tmp_path / "a").root)
     assert sorted(names(source, outcome="trained")) == [f"g0000000/{i}" for i in range(4)]
     assert sorted(names(source, outcome="filtered", cause="zero_variance", success="1")) == [
@@ -82,7 +82,7 @@ def test_filter_finds_by_what_became_of_an_episode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wanted", [{"colour": "red"}, {"min_reward": "x"}, {"sort": "y"}])
-def test_filter_that_is_none_is_named(wanted: dict[str, str]) -> None:
+def test_invalid_filter_is_named(wanted: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wanted))):
         find(EpisodeRows(), wanted)
 
@@ -101,7 +101,7 @@ def test_episode_opens_with_versions_probabilities_and_advantage(tmp_path: Path)
     assert found["trained_at"] == 1
 
 
-def test_episode_of_a_scripted_policy_shows_its_actions(tmp_path: Path) -> None:
+def test_scripted_episode_shows_its_actions(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     actions = ["go to the red ball", "", "pick up \u7403"]
     played = replace(
@@ -133,7 +133,7 @@ def test_episode_of_a_scripted_policy_shows_its_actions(tmp_path: Path) -> None:
         source.recorded("eval/old")
 
 
-def test_group_says_where_its_members_first_differ(tmp_path: Path) -> None:
+def test_group_shows_first_difference_of_its_members(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", 0)
     append(run_dir, episode(0), episode(1, text_ids=(5, 6, 7, 99, 9, 10, 11, 12)))
     members = read(run_dir.root).group("g0000000")["members"]
@@ -142,7 +142,7 @@ def test_group_says_where_its_members_first_differ(tmp_path: Path) -> None:
     assert [m["advantage"] for m in members] == [1.0, -1.0]
 
 
-def test_advantage_is_that_of_the_learner() -> None:
+def test_advantage_equals_the_learner_value() -> None:
     from torch import tensor
 
     from common.config.learning import Baseline
@@ -158,7 +158,7 @@ def test_advantage_is_that_of_the_learner() -> None:
             assert ours == pytest.approx(theirs.tolist(), abs=1e-5)
 
 
-def test_damaged_journal_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
+def test_damaged_journal_is_reported_and_rest_shown(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", 8)
     path = run_dir.journal / "000000.log"
     content = bytearray(path.read_bytes())
@@ -178,7 +178,7 @@ def test_damaged_journal_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert "metrics.jsonl: line 13 is damaged" in told
 
 
-def test_episode_that_was_damaged_after_it_was_read_is_refused_by_name(tmp_path: Path) -> None:
+def test_episode_damaged_after_reading_is_refused(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", 2)
     source = read(run_dir.root)
     path = run_dir.journal / "000000.log"
@@ -189,7 +189,7 @@ def test_episode_that_was_damaged_after_it_was_read_is_refused_by_name(tmp_path:
         source.episode("g0000000/0")
 
 
-def test_torn_tail_waits_and_is_read_when_it_is_whole(tmp_path: Path) -> None:
+def test_torn_tail_is_read_once_complete(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", 3)
     path = run_dir.journal / "000000.log"
     whole = path.read_bytes()
@@ -201,7 +201,7 @@ def test_torn_tail_waits_and_is_read_when_it_is_whole(tmp_path: Path) -> None:
     assert source.rows.num == 3
 
 
-def test_old_formats_are_shown_with_what_they_lack(tmp_path: Path) -> None:
+def test_old_formats_are_shown_with_their_gaps(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", 0)
     (run_dir.journal / "000000.log").write_bytes(b"")
     import struct
@@ -240,7 +240,7 @@ def test_file_of_conversations_is_a_source(tmp_path: Path) -> None:
     assert source.episode("2")["segments"][1]["texts"] == ["<script>"]
 
 
-def test_foreign_file_and_missing_run_are_refused_by_name(tmp_path: Path) -> None:
+def test_foreign_file_and_missing_run_are_refused(tmp_path: Path) -> None:
     (tmp_path / "foreign.bin").write_bytes(b"\x7fELF\0\n\1\2")
     with pytest.raises(ConfigError, match="neither a run nor a file"):
         open_source(str(tmp_path / "foreign.bin"), runs=tmp_path)
@@ -249,7 +249,7 @@ def test_foreign_file_and_missing_run_are_refused_by_name(tmp_path: Path) -> Non
         open_source("beta", runs=tmp_path)
 
 
-def test_runs_that_appear_later_are_found(tmp_path: Path) -> None:
+def test_later_runs_are_discovered(tmp_path: Path) -> None:
     sources = Sources([], runs=tmp_path)
     assert sources.look() == []
     make_run(tmp_path / "late", 1)
@@ -261,7 +261,7 @@ def many(run_dir: RunDir, start: int, num: int) -> None:
     append(run_dir, *(episode(i) for i in range(start, start + num)))
 
 
-def test_journal_that_was_read_once_is_not_read_again(tmp_path: Path) -> None:
+def test_cached_journal_is_not_read_again(tmp_path: Path) -> None:
     run_dir, cache = make_run(tmp_path / "a", 0), tmp_path / "cache"
     many(run_dir, 0, MIN_ROWS)
     whole = read(run_dir.root, cache=cache)
@@ -287,7 +287,7 @@ def test_journal_that_was_read_once_is_not_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["another run", "no cache", "damaged cache", "cut outcomes"])
-def test_kept_index_of_another_journal_is_not_believed(tmp_path: Path, what: str) -> None:
+def test_stale_index_of_another_journal_is_discarded(tmp_path: Path, what: str) -> None:
     run_dir, cache = make_run(tmp_path / "a", 0), tmp_path / "cache"
     many(run_dir, 0, MIN_ROWS)
     read(run_dir.root, cache=cache)
@@ -310,7 +310,7 @@ def test_kept_index_of_another_journal_is_not_believed(tmp_path: Path, what: str
     assert again.flow() == fresh.flow()
 
 
-def test_damaged_journal_is_said_again_however_often_it_is_opened(tmp_path: Path) -> None:
+def test_damaged_journal_is_reported_at_every_opening(tmp_path: Path) -> None:
     run_dir, cache = make_run(tmp_path / "a", 0), tmp_path / "cache"
     many(run_dir, 0, MIN_ROWS + 9)
     path = run_dir.journal / "000000.log"
@@ -322,7 +322,7 @@ def test_damaged_journal_is_said_again_however_often_it_is_opened(tmp_path: Path
         assert "000000.log at offset" in told
 
 
-def test_episodes_of_an_evaluation_are_no_group_to_be_compared(tmp_path: Path) -> None:
+def test_evaluation_episodes_are_not_compared_as_group(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", 0)
     for i in range(3):
         played = replace(episode(i), kind=EpisodeKind.EVAL, group_id="eval-after-model")
@@ -332,7 +332,7 @@ def test_episodes_of_an_evaluation_are_no_group_to_be_compared(tmp_path: Path) -
     assert [each["differs"] for each in members] == [None] * 3
 
 
-def test_what_is_read_while_it_grows_is_whole(tmp_path: Path) -> None:
+def test_concurrent_reads_of_growing_run_are_consistent(tmp_path: Path) -> None:
     source = read(make_run(tmp_path / "a").root)
     values = source.rows.get(0)
     stop = threading.Event()
@@ -381,7 +381,7 @@ def _seconds(rows: EpisodeRows, wanted: dict[str, str]) -> float:
     return time.thread_time() - started
 
 
-def test_texts_of_tokens_together_are_what_a_tokenizer_decodes() -> None:
+def test_joined_token_texts_equal_the_tokenizer_decoding() -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
@@ -390,7 +390,7 @@ def test_texts_of_tokens_together_are_what_a_tokenizer_decodes() -> None:
         assert "".join(TokenTexts(TOKENIZER).texts(ids)) == text
 
 
-def test_episode_of_50_000_tokens_opens_within_150_ms(tmp_path: Path) -> None:
+def test_long_episode_opens_within_150_ms(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", 0)
     ids = [5 + i % 300 for i in range(50_000)]
     append(run_dir, replace(episode(0, text_ids=ids), env="babyai"))

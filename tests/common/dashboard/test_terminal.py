@@ -1,4 +1,4 @@
-"""Laws of `show`, `replay` and what `status` says below the state."""
+"""Laws of `show`, `replay` and the details of `status`."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def said(tmp_path: Path, command: str, *words: str) -> tuple[int, str]:
     return code, "\n".join(lines)
 
 
-def test_show_prints_what_fits_as_conversations(tmp_path: Path) -> None:
+def test_show_prints_matching_episodes_as_conversations(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     code, text = said(tmp_path, "show", "a", "--failed", "--group", "g0000000")
     assert code == 0
@@ -50,7 +50,7 @@ def test_replay_prints_one_episode(tmp_path: Path) -> None:
         said(tmp_path, "replay", "a", "g0000003/9")
 
 
-def test_what_is_printed_cannot_rewrite_the_terminal(tmp_path: Path) -> None:
+def test_printed_text_cannot_control_the_terminal(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     from tests.common.dashboard.runs import TOKENIZER
@@ -63,13 +63,13 @@ def test_what_is_printed_cannot_rewrite_the_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("a", "b"), ("a", "num=0"), ("a", "colour=red"), ("no",)])
-def test_show_names_what_is_wrong(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_show_names_the_wrong_argument(tmp_path: Path, words: tuple[str, ...]) -> None:
     make_run(tmp_path / "a", 1)
     with pytest.raises(ConfigError):
         said(tmp_path, "show", *words)
 
 
-def test_filters_are_for_show_alone() -> None:
+def test_only_show_accepts_filters() -> None:
     with pytest.raises(ConfigError, match="show alone"):
         parse(["status", "--failed"], root=ROOT)
 
@@ -84,7 +84,7 @@ def test_status_names_a_run_by_its_path(tmp_path: Path) -> None:
     assert found == [f"run.dir={tmp_path}", "run.name=a"]
 
 
-def test_status_of_another_version_says_so_and_shows_the_rest(
+def test_status_of_another_version_shows_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = make_run(tmp_path / "a", num_steps=7)
@@ -109,7 +109,7 @@ def test_status_of_another_version_says_so_and_shows_the_rest(
         load_of_any_version(parse(["status", "no"], root=ROOT), root=tmp_path, say=lines.append)
 
 
-def test_quick_doctor_names_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_doctor_lists_the_installation(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--quick"])
     said = capsys.readouterr().out
     for what in (
@@ -128,7 +128,7 @@ def test_quick_doctor_names_what_is_here(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["status", "--quick"]) == 2
 
 
-def test_quick_doctor_says_a_folder_that_cannot_be_written(
+def test_quick_doctor_reports_an_unwritable_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
@@ -136,7 +136,7 @@ def test_quick_doctor_says_a_folder_that_cannot_be_written(
     assert "run.dir=FOLDER" in capsys.readouterr().out
 
 
-def test_commands_that_only_tell_load_no_heavy_library() -> None:
+def test_informational_commands_load_no_heavy_library() -> None:
     heavy = "{'torch', 'vllm', 'ray', 'transformers', 'wandb', 'fastapi'}"
     for words in (["--help"], ["doctor", "--quick"], ["status", "no-such-run"]):
         script = (
@@ -153,7 +153,7 @@ def test_commands_that_only_tell_load_no_heavy_library() -> None:
         assert done.returncode == 0, (words, done.stderr)
 
 
-def test_status_tells_the_ledger_and_the_limit(tmp_path: Path) -> None:
+def test_status_shows_the_ledger_and_the_limit(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a")
     lines = details(load_config("smoke", [], root=ROOT), run_dir)
     assert lines[0].startswith("episodes: issued 41 = trained 4 + filtered 4 + stale 0 + failed 1")

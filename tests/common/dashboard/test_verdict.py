@@ -1,4 +1,4 @@
-"""Laws of the sentence that says what limits a run."""
+"""Laws of the verdict on the bottleneck of a run."""
 
 import pytest
 
@@ -50,7 +50,7 @@ STAGED = {  # case -> measured, limit, the first knob
 
 
 @pytest.mark.parametrize("case", STAGED)
-def test_verdict_names_the_limit_and_the_knob_in_each_staged_case(case: str) -> None:
+def test_verdict_names_limit_and_knob_per_case(case: str) -> None:
     lines, bound, knob = STAGED[case]
     config = {"actor": {"num_actors": 1}, "scheduler": {"max_ahead_steps": 1}}
     verdict = judge(lines, config)
@@ -59,7 +59,7 @@ def test_verdict_names_the_limit_and_the_knob_in_each_staged_case(case: str) -> 
     assert knob in verdict.sentence
 
 
-def test_gain_is_what_the_next_limit_leaves() -> None:
+def test_gain_is_bounded_by_the_next_limit() -> None:
     lines, *_ = STAGED["gate too tight"]
     # The learner works 5 s of each 10 s step, episodes need 4 s of the slots: 5 s would remain.
     lots = {"scheduler": {"max_ahead_steps": 0}}
@@ -71,17 +71,17 @@ def test_gain_is_what_the_next_limit_leaves() -> None:
     assert judge(lines, {"actor": {"num_actors": 3}}).advice[0].gain == pytest.approx(1 / 3)
 
 
-def test_gain_never_exceeds_what_the_learner_leaves() -> None:
+def test_gain_never_exceeds_the_learner_headroom() -> None:
     lines = steps(wait=2.0, train=7.9, slots_busy=0.98, env=0.1)
     assert judge(lines, {}).advice[0].gain == pytest.approx(0.25)  # 10 s -> its own 8 s
 
 
-def test_learner_that_waits_for_nobody_gains_no_more_than_actors_can_play() -> None:
+def test_actor_capacity_bounds_the_busy_learner_gain() -> None:
     lines = steps(wait=0.1, train=9.5, slots_busy=0.9, env=0.3)
     assert judge(lines, {}).advice[0].gain == pytest.approx(1 / 0.9 - 1)
 
 
-def test_sync_mode_is_told_apart() -> None:
+def test_sync_mode_has_its_own_verdict() -> None:
     lines, *_ = STAGED["gate too tight"]
     verdict = judge(lines, {"train": {"mode": "sync"}})
     assert (verdict.bound, verdict.advice[0].knob) == (Bound.SYNC, "train.mode=async")
@@ -90,14 +90,14 @@ def test_sync_mode_is_told_apart() -> None:
 @pytest.mark.parametrize(
     "lines", [[], STAGED["slow engine"][0][:2], [{"step": 1.0}] * 5, [{"time_s": None}] * 5]
 )
-def test_too_few_or_older_steps_are_no_verdict(lines: list[Line]) -> None:
+def test_few_or_old_steps_give_no_verdict(lines: list[Line]) -> None:
     verdict = judge(lines, {})
     assert verdict.bound == Bound.UNKNOWN
     assert "too early" in verdict.sentence
     assert verdict.advice == []
 
 
-def test_gate_is_quoted_when_it_says_why() -> None:
+def test_verdict_quotes_the_reason_of_the_gate() -> None:
     lines, *_ = STAGED["gate too tight"]
     assert "4 groups ahead" in judge(lines, {}, {"gate": "4 groups ahead"}).sentence
 
@@ -116,7 +116,7 @@ def on_cores(lines: list[Line], *, cores: float, used: float, engine: float = 0.
     ]
 
 
-def test_another_process_is_advised_only_where_a_core_is_idle() -> None:
+def test_extra_process_advice_requires_idle_cores() -> None:
     config = {"learner": {"ppo_epochs": 4}, "actor": {"num_actors": 1}}
     lines, *_ = STAGED["slow learner"]
     busy = judge(on_cores(lines, cores=2, used=0.95), config)
@@ -128,7 +128,7 @@ def test_another_process_is_advised_only_where_a_core_is_idle() -> None:
     assert judge(on_cores(lines, cores=2, used=0.95), config).advice == []
 
 
-def test_no_gain_exceeds_what_the_cores_have_left() -> None:
+def test_gain_never_exceeds_the_idle_core_share() -> None:
     lines, *_ = STAGED["slow engine"]
     (advice,) = judge(on_cores(lines, cores=8, used=0.8), {}).advice
     assert advice.gain == pytest.approx(1 / 0.8 - 1)
@@ -136,7 +136,7 @@ def test_no_gain_exceeds_what_the_cores_have_left() -> None:
     assert judge(on_gpu, {}).advice[0].gain == pytest.approx(1.0)
 
 
-def test_engine_with_few_slots_takes_more_at_once_before_another_is_started() -> None:
+def test_few_slots_grow_before_another_engine_starts() -> None:
     lines, *_ = STAGED["slow engine"]
     config = {"actor": {"max_concurrent": 32}}
     advice = judge(on_cores(lines, cores=2, used=0.95, engine=0.5), config).advice
@@ -144,7 +144,7 @@ def test_engine_with_few_slots_takes_more_at_once_before_another_is_started() ->
     assert advice[0].gain == pytest.approx(1 / 0.7 - 1)  # its own half is halved at most
 
 
-def test_episodes_thrown_away_as_stale_are_a_bound_on_lag_too_tight() -> None:
+def test_stale_episodes_indicate_a_tight_lag_bound() -> None:
     lines = steps(wait=5.0, train=4.8, slots_busy=0.9, env=0.3)
     stale: list[Line] = [{**line, "groups/stale_episodes": 16.0} for line in lines]
     verdict = judge(stale, {"learner": {"max_lag_steps": 2}})
@@ -153,7 +153,7 @@ def test_episodes_thrown_away_as_stale_are_a_bound_on_lag_too_tight() -> None:
     assert "25% of the episodes are stale" in verdict.sentence
 
 
-def test_gate_that_the_controller_holds_is_not_said_to_be_opened_by_its_bound() -> None:
+def test_controller_held_gate_gets_no_bound_advice() -> None:
     lines, *_ = STAGED["gate too tight"]
     held: list[Line] = [{**line, "controller/max_ahead_steps": 0.0} for line in lines]
     assert judge(held, {"scheduler": {"max_ahead_steps": 1}}).advice == []
@@ -164,7 +164,7 @@ def beside_others(lines: list[Line], *, used: float) -> list[Line]:
     return [{**line, "cpu/others_s": (line["time_s"] or 0.0) * 2 * used} for line in lines]
 
 
-def test_nobody_is_advised_to_do_more_at_once_where_other_programs_take_the_cores() -> None:
+def test_external_load_suppresses_advice_for_more_concurrency() -> None:
     slow, *_ = STAGED["slow engine"]
     own = on_cores(slow, cores=2, used=0.4, engine=0.3)
     config = {"actor": {"max_concurrent": 32}}
@@ -182,7 +182,7 @@ def test_nobody_is_advised_to_do_more_at_once_where_other_programs_take_the_core
     assert held.gain == pytest.approx(0.8 / 0.4 - 1)  # what others use stays theirs
 
 
-def test_before_the_first_step_what_goes_on_is_named_and_not_a_gate() -> None:
+def test_verdict_before_first_step_names_current_phase() -> None:
     groups = {"ready": 1, "open": 3}
     status = {"phase": "train", "gate": "gate: 4 groups ahead of the learner", "groups": groups}
     playing = judge([], {}, {**status, "learner": {"waiting_for": "actors: a batch"}})

@@ -17,7 +17,7 @@ NUM_ITEMS = (2, 3, 4, 5, 10, 50)
 NUM_DRAWS = 2_000
 
 
-def test_wilson_interval_by_hand() -> None:
+def test_wilson_interval_matches_hand_computation() -> None:
     # 8 of 10, z = 1.959964: centre (0.8 + 0.19207) / 1.38415, spread 0.22665
     assert wilson_interval(8, 10) == pytest.approx((0.490162, 0.943318), abs=1e-5)
     assert wilson_interval(0, 10) == pytest.approx((0.0, 0.277533), abs=1e-5)
@@ -28,11 +28,11 @@ def test_wilson_interval_by_hand() -> None:
     ("degrees", "quantile"),
     [(1, 12.7062), (4, 2.7764), (11, 2.2010), (30, 2.0423), (100, 1.9840), (10**6, 1.9600)],
 )
-def test_student_quantiles_are_those_of_the_tables(degrees: int, quantile: float) -> None:
+def test_student_quantiles_match_published_tables(degrees: int, quantile: float) -> None:
     assert student_quantile(degrees) == pytest.approx(quantile, abs=1e-4)
 
 
-def test_clustered_interval_by_hand() -> None:
+def test_clustered_interval_matches_hand_computation() -> None:
     # Mean 1/2, squared deviations 0 + 1/16 + 1/16 + 1/4 = 3/8: 9 * (1/4) / (3/8) = 6 trials.
     # t = 4.30265: 4.30265 * sqrt((1/4 + 18.5128 / 24) / 6) / (1 + 18.5128 / 6) = 0.434522
     found = clustered_interval([0.5, 0.25, 0.75])
@@ -40,7 +40,7 @@ def test_clustered_interval_by_hand() -> None:
 
 
 @pytest.mark.parametrize("num", [1, 2, 5, 40])
-def test_clustered_interval_is_wilsons_for_one_sample_per_item(num: int) -> None:
+def test_single_sample_clustered_interval_equals_wilson(num: int) -> None:
     for solved in {0, 1, num // 3, num}:
         values = [1.0] * solved + [0.0] * (num - solved)
         assert clustered_interval(values) == pytest.approx(wilson_interval(solved, num))
@@ -68,7 +68,7 @@ def covered(intervals: Sequence[tuple[float, float]], truth: float) -> float:
 
 @pytest.mark.parametrize("num_samples", [4, 16, 256])
 @pytest.mark.parametrize("shape", [(1.0, 1.0), (2.0, 2.0), (8.0, 2.0), (0.5, 2.0)])
-def test_clustered_interval_of_few_items_holds_the_truth(
+def test_clustered_interval_covers_truth_for_few_items(
     shape: tuple[float, float], num_samples: int
 ) -> None:
     draw = np.random.default_rng(5)
@@ -79,7 +79,7 @@ def test_clustered_interval_of_few_items_holds_the_truth(
         assert covered(found, shape[0] / sum(shape)) >= 0.94, num
 
 
-def test_clustered_interval_of_three_kinds_of_items_holds_the_truth() -> None:
+def test_clustered_interval_covers_truth_for_mixed_items() -> None:
     draw = np.random.default_rng(5)
     for num in NUM_ITEMS:
         chances = draw.choice([0.1, 0.5, 0.9], size=(NUM_DRAWS, num))
@@ -88,7 +88,7 @@ def test_clustered_interval_of_three_kinds_of_items_holds_the_truth() -> None:
 
 
 @pytest.mark.parametrize("chances", [(0.05, 0.85, 0.1), (0.3, 0.4, 0.3), (0.0, 0.9, 0.1)])
-def test_paired_gain_of_few_items_holds_the_truth(chances: tuple[float, float, float]) -> None:
+def test_paired_gain_covers_truth_for_few_items(chances: tuple[float, float, float]) -> None:
     draw = np.random.default_rng(5)
     for num in NUM_ITEMS:
         gains = draw.choice([-1.0, 0.0, 1.0], p=chances, size=(NUM_DRAWS, num))
@@ -96,14 +96,14 @@ def test_paired_gain_of_few_items_holds_the_truth(chances: tuple[float, float, f
         assert covered(found, chances[2] - chances[0]) >= 0.94, num
 
 
-def test_clustered_interval_of_sixty_items_is_not_too_wide() -> None:
+def test_clustered_interval_of_sixty_items_is_tight() -> None:
     draw = np.random.default_rng(5)
     chances = draw.choice([0.1, 0.5, 0.9], size=(NUM_DRAWS, 60))
     found = [clustered_interval(row) for row in (draw.binomial(4, chances) / 4).tolist()]
     assert covered(found, 0.5) <= 0.97
 
 
-def test_seeds_that_agree_are_as_uncertain_as_their_plays() -> None:
+def test_agreeing_seeds_keep_the_uncertainty_of_plays() -> None:
     assert seeds_interval([0.5, 0.5, 0.5], 30) == pytest.approx(wilson_interval(15, 30))
     # Student's is wider: 4.30265 * 0.1 / sqrt(3) = 0.248414
     found = seeds_interval([0.4, 0.5, 0.6], 30)

@@ -1,4 +1,4 @@
-"""Laws of data in and out: what is written is what was sampled, and is read again as that."""
+"""Laws of export and import: written data equals the sampled data and reads back unchanged."""
 
 import json
 import subprocess
@@ -83,7 +83,7 @@ def written(tmp_path: Path, format: str, episodes: list[Trajectory]) -> Path:
 
 
 @pytest.mark.parametrize("format", ["agenttraj", "sft", "atif"])
-def test_what_was_said_is_written_and_read_to_the_letter(tmp_path, format: str):
+def test_conversations_round_trip_to_the_letter(tmp_path, format: str):
     read = read_conversations(written(tmp_path, format, EPISODES))
     assert len(read) == len(ROWS)
     for each in read:
@@ -93,14 +93,14 @@ def test_what_was_said_is_written_and_read_to_the_letter(tmp_path, format: str):
         assert (each.item_id, each.reward, each.is_success) == ("easy-train-3", 0.9, True)
 
 
-def test_atif_gives_back_every_token_and_logprob_that_was_sampled(tmp_path):
+def test_atif_round_trips_every_token_and_logprob(tmp_path):
     path = written(tmp_path, "atif", EPISODES)
     read = [tokens_of(record, place) for place, record in read_records(path)]
     _assert_exact(read)
 
 
 @pytest.mark.parametrize("format", ["agenttraj", "sft", "atif"])
-def test_sft_reads_what_was_exported(tmp_path, format: str):
+def test_sft_reads_the_exported_data(tmp_path, format: str):
     path = written(tmp_path, format, EPISODES)
     rows = read_rows(path, tokenizer=TOKENIZER, max_tokens=10_000, key="k")
     assert len(rows) == len(ROWS)
@@ -130,7 +130,7 @@ def _assert_exact(read: list[TokenRow | None]) -> None:
     ]
 
 
-def test_what_says_nothing_about_the_policy_or_is_held_out_is_not_exported(tmp_path):
+def test_export_skips_expert_failed_and_evaluation_episodes(tmp_path):
     others = [
         replace(episode(), policy=PolicyKind.EXPERT),
         replace(episode(), end_reason=EndReason.ENV_ERROR),
@@ -171,7 +171,7 @@ def test_what_says_nothing_about_the_policy_or_is_held_out_is_not_exported(tmp_p
         ),
     ],
 )
-def test_record_that_does_not_hold_together_is_named(tmp_path, record: Any, words: str):
+def test_inconsistent_record_is_refused_by_name(tmp_path, record: Any, words: str):
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(record) + "\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=words):
@@ -187,7 +187,7 @@ def test_record_that_does_not_hold_together_is_named(tmp_path, record: Any, word
         ("half.jsonl", b"\xff", "cannot be read as UTF-8"),
     ],
 )
-def test_file_that_cannot_be_read_is_named(tmp_path, name: str, content: bytes, words: str):
+def test_unreadable_file_is_named(tmp_path, name: str, content: bytes, words: str):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=words):
         read_rows(tmp_path / name, tokenizer=TOKENIZER, max_tokens=100, key="k")
@@ -198,7 +198,7 @@ TEMPLATES = {"tiny": TOKENIZER, "calling": CALLING, "own_system": make_chatml(WI
 
 @pytest.mark.parametrize("tokenizer", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("format", ["agenttraj", "sft", "atif"])
-def test_an_agent_s_system_message_is_exported(tmp_path, format: str, tokenizer: Any):
+def test_agent_system_message_is_exported(tmp_path, format: str, tokenizer: Any):
     render = Renderer(tokenizer)
     asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "go"}]
     ids = render.of_messages(asked)
@@ -221,7 +221,7 @@ def test_an_agent_s_system_message_is_exported(tmp_path, format: str, tokenizer:
     assert [each.is_agent for each in read.messages] == [False, True] * 2
 
 
-def test_a_tool_s_answers_are_exported_as_such(tmp_path):
+def test_tool_answers_are_exported_as_tool_messages(tmp_path):
     render = ToolRenderer(CALLING, env="maze")
     ids = render.first_prompt("go")
     said = [*CALLING.encode("x", add_special_tokens=False), render.end_of_turn_ids[0]]
@@ -249,7 +249,7 @@ def of_tokens(ids: list[int], mask: list[int]) -> Trajectory:
     )
 
 
-def test_command_writes_the_format_that_it_is_asked_for(tmp_path, capsys):
+def test_export_command_writes_the_requested_format(tmp_path, capsys):
     writer = JournalWriter(tmp_path / "r" / "journal")
     writer.append(EPISODES[0])
     writer.close()
@@ -269,7 +269,7 @@ def test_command_writes_the_format_that_it_is_asked_for(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_harbor_s_own_schema_takes_our_documents(tmp_path):
+def test_atif_export_validates_against_the_harbor_schema(tmp_path):
     path = written(tmp_path, "atif", EPISODES)
     script = (
         "import json, sys\nfrom atif import Trajectory\n"
@@ -295,7 +295,7 @@ print("exact")
 
 
 @pytest.mark.slow
-def test_parquet_gives_back_every_token_with_its_own_package(tmp_path):
+def test_parquet_round_trips_every_token_with_pyarrow(tmp_path):
     python = python_with("pyarrow", sees_ours=True)
     argv = [python, "-c", PARQUET.format(root=str(ROOT)), str(tmp_path)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=120)

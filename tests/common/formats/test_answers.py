@@ -1,4 +1,4 @@
-"""Laws of how an action is found in an answer, and of what is none."""
+"""Laws of parsing an action from an answer, and of answers without one."""
 
 import pytest
 
@@ -35,17 +35,17 @@ CODER = "<function=maze>\n<parameter=action>\ngo\n</parameter>\n</function>\n</t
         ("Action: a\nObservation: b\nAction: c", None),  # a whole story of its own
     ],
 )
-def test_react_reads_the_one_action_and_no_other(answer: str, action: str | None) -> None:
+def test_react_parser_accepts_only_a_single_action(answer: str, action: str | None) -> None:
     assert read_react(answer) == action
     assert read_react(answer, is_whole=True) == (None if action is None else answer)
 
 
 @pytest.mark.parametrize("given", [{"act": "up"}, {"action": 3}, {"action": " "}, {}])
-def test_a_call_without_an_action_is_none(given: dict) -> None:
+def test_call_without_an_action_is_none(given: dict) -> None:
     assert sent([("maze", given)], ["maze"], has_one=True) is None
 
 
-def test_one_call_of_a_known_tool_is_sent_and_no_other() -> None:
+def test_only_single_known_tool_call_is_sent() -> None:
     call = ("maze", {"action": " move up "})
     assert sent([call], ["maze"], has_one=True) == "move up"
     assert sent([call], ["other"], has_one=True) is None
@@ -53,21 +53,21 @@ def test_one_call_of_a_known_tool_is_sent_and_no_other() -> None:
     assert sent([], ["maze"], has_one=True) is None
 
 
-def test_half_a_character_in_a_call_is_sent_as_a_text() -> None:
+def test_lone_surrogate_in_a_call_becomes_replacement() -> None:
     assert sent([("maze", {"action": "a\ud83d"})], ["maze"], has_one=True) == "a\ufffd"
 
 
-def test_letters_of_a_call_are_sent_as_themselves() -> None:
+def test_letters_in_a_call_stay_unescaped() -> None:
     told = sent([("note", {"text": "\u5b57"})], ["note"], has_one=False)
     assert told == '{"tool": "note", "arguments": {"text": "\u5b57"}}'
 
 
-def test_tools_of_an_environment_are_called_by_name() -> None:
+def test_environment_tools_are_called_by_name() -> None:
     told = sent([("add", {"a": 1})], ["add", "sub"], has_one=False)
     assert told == '{"tool": "add", "arguments": {"a": 1}}'
 
 
-def test_an_instruction_says_the_form_unless_it_does_already() -> None:
+def test_instruction_gains_missing_format_description_once() -> None:
     assert worded(AgentFormat.PLAIN, "Play.") == "Play."
     assert worded(AgentFormat.REACT, "Play.") == f"Play.\n\n{REACT}"
     assert worded(AgentFormat.REACT, "") == REACT
@@ -78,7 +78,7 @@ def test_an_instruction_says_the_form_unless_it_does_already() -> None:
     assert worded(AgentFormat.FUNCTION_CALL, told) == f"{told}\n\n{CALLS}"
 
 
-def test_tools_that_the_template_lists_are_not_listed_again() -> None:
+def test_template_listed_tools_are_not_repeated() -> None:
     schema = {"properties": {"a": {"type": "integer"}}}
     tools = [{"name": n, "description": "Tools:\n- x", "input_schema": schema} for n in "ab"]
     for form in (TOOL_FORM, TOOL_FORM + TEXT_ANSWERS):
@@ -88,7 +88,7 @@ def test_tools_that_the_template_lists_are_not_listed_again() -> None:
         assert worded(AgentFormat.FUNCTION_CALL, told) == f"Add.\n{CALLS}\nQuickly."
 
 
-def test_a_replay_reads_the_actions_of_each_format() -> None:
+def test_replay_parses_actions_of_every_format() -> None:
     assert read_any(AgentFormat.PLAIN, "go") == "go"
     assert read_any(AgentFormat.REACT, "Thought: x\nAction: go") == "go"
     assert read_any(AgentFormat.REACT, "go") == ""
@@ -108,7 +108,7 @@ def test_a_replay_reads_the_actions_of_each_format() -> None:
         ({"policy": PolicySection(url="http://127.0.0.1:1/v1", model="m")}, "policy.url="),
     ],
 )
-def test_what_calls_cannot_go_with_is_refused_by_name(changes: dict, named: str) -> None:
+def test_function_call_conflicts_are_refused_by_name(changes: dict, named: str) -> None:
     RunConfig(**changes)
     with pytest.raises(ConfigError, match=named):
         RunConfig(actor=ActorSection(format=AgentFormat.FUNCTION_CALL), **changes)
@@ -123,12 +123,12 @@ def test_plans_and_reflections_are_refused_beside_branches(own: dict) -> None:
 @pytest.mark.parametrize(
     "own", [{"format": AgentFormat.REACT}, {"plan": True}, {"reflect_every": 2}]
 )
-def test_agents_with_a_loop_of_their_own_are_given_no_format(own: dict) -> None:
+def test_agents_with_own_loop_reject_a_format(own: dict) -> None:
     with pytest.raises(ConfigError, match=rf"actor\.{next(iter(own))}.*actor\.endpoint=true"):
         RunConfig(actor=ActorSection(endpoint=True, agent=["x"], **own))
 
 
-def test_an_evaluation_in_another_format_is_another_one() -> None:
+def test_answer_format_identifies_an_evaluation() -> None:
     assert AgentOptions(context_turns=9).of_answers() == {}
     told = AgentOptions(format=AgentFormat.REACT, plan=True)
     assert told.of_answers() == {"format": "react", "plan": True}

@@ -82,7 +82,7 @@ CODER = "<tool_call>\n<function=look>\n<parameter=where>\nup\n</parameter>\n" + 
         ("coder", f"{CODER} <tool_call><function=go> {ENDS}", "", GO),
     ],
 )
-def test_calls_are_read_in_order_with_what_is_said_beside_them(
+def test_parser_keeps_calls_in_order_with_text(
     form: str, text: str, said: str, calls: list[Any] | None
 ) -> None:
     assert FORMS[form].read(text) == (said, [("look", {})] if calls is None else calls)
@@ -113,11 +113,11 @@ def test_calls_are_read_in_order_with_what_is_said_beside_them(
         ("coder", "<function=" * 3000),
     ],
 )
-def test_calls_that_cannot_be_read_are_text_all_of_it(form: str, text: str) -> None:
+def test_unreadable_calls_are_kept_as_text(form: str, text: str) -> None:
     assert FORMS[form].read(text) == (text.strip(), [])
 
 
-def test_arguments_in_tags_are_of_the_types_that_the_tool_says() -> None:
+def test_tagged_arguments_take_their_schema_types() -> None:
     kinds: dict[str, Any] = {
         "text": {"type": "string"},
         "either": {"type": ["string", "integer"]},
@@ -147,7 +147,7 @@ def test_arguments_in_tags_are_of_the_types_that_the_tool_says() -> None:
         ("[] [1] {}", "[]"),
     ],
 )
-def test_a_form_that_cannot_be_read_is_refused_by_name(full: str, bare: str) -> None:
+def test_unreadable_call_form_is_refused_by_name(full: str, bare: str) -> None:
     with pytest.raises(ValueError, match="name and arguments are not found in"):
         CallForm.of(full, bare)
 
@@ -155,7 +155,7 @@ def test_a_form_that_cannot_be_read_is_refused_by_name(full: str, bare: str) -> 
 @pytest.mark.parametrize(
     "value", ["[" * 64 + "]" * 64, '{"a":' * 993 + "1" + "}" * 993, "1e999", "NaN", "9" * 5000]
 )
-def test_arguments_that_others_cannot_read_are_no_call(value: str) -> None:
+def test_nonstandard_json_arguments_are_no_call(value: str) -> None:
     text = f'{{"name": "look", "arguments": {{"x": {value}}}}}'
     assert CallForm().read(text) == (text, [])
 

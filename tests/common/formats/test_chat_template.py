@@ -60,7 +60,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
 
 
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-def test_prompts_of_a_process_name_one_date_on_two_days(
+def test_process_prompts_keep_one_date_across_days(
     asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = dated(asked)
@@ -73,7 +73,7 @@ def test_prompts_of_a_process_name_one_date_on_two_days(
 
 
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-def test_all_that_renders_names_the_date_of_the_run(asked: str) -> None:
+def test_all_renderers_use_the_run_date(asked: str) -> None:
     fix_date("2024-02-29")
     tokenizer = dated(asked)
     ids = Renderer(tokenizer).first_prompt("You see a door.")
@@ -86,7 +86,7 @@ def test_all_that_renders_names_the_date_of_the_run(asked: str) -> None:
     assert row.token_ids[: len(ids)].tolist() == ids
 
 
-def test_export_of_another_run_names_that_runs_date() -> None:
+def test_export_uses_the_date_of_its_run() -> None:
     fix_date("2025-01-01")
     tokenizer = dated(ASKED["clock"])
     prompt = render_chat(tokenizer, SAYS, day="2024-02-29")
@@ -95,14 +95,14 @@ def test_export_of_another_run_names_that_runs_date() -> None:
     assert framing._render(SAYS) == prompt
 
 
-def test_date_of_the_run_replaces_that_of_the_process() -> None:
+def test_run_date_replaces_the_process_date() -> None:
     assert prompt_date() == datetime.date.today().isoformat()
     fix_date("2024-02-29")
     fix_date("")
     assert prompt_date() == "2024-02-29"
 
 
-def test_templates_own_default_date_stays() -> None:
+def test_template_default_date_is_kept() -> None:
     own = dated("{{ date_string | default('26 Jul 2024') }}")
     assert "Today: 26 Jul 2024" in render_chat(own, SAYS)
 

@@ -45,9 +45,7 @@ def legacy(tmp_path: Path) -> Path:
     )
 
 
-def test_memory_limit_is_the_smallest_on_the_path_to_the_root(
-    unified: Path, tmp_path: Path
-) -> None:
+def test_memory_limit_is_smallest_along_cgroup_path(unified: Path, tmp_path: Path) -> None:
     root = tmp_path / "fs"
     write(root / "pod/app/memory.max", "max")
     assert memory_limit(unified) is None
@@ -60,9 +58,7 @@ def test_memory_limit_is_the_smallest_on_the_path_to_the_root(
     assert memory_limit(unified) == (1024 * MIB, 1000 * MIB)
 
 
-def test_memory_limit_of_version_1_counts_groups_above_the_container(
-    legacy: Path, tmp_path: Path
-) -> None:
+def test_cgroup_v1_memory_limit_includes_parent_groups(legacy: Path, tmp_path: Path) -> None:
     memory = tmp_path / "fs" / "memory"
     write(memory / "memory.limit_in_bytes", 9223372036854771712)  # No limit.
     write(memory / "memory.usage_in_bytes", 700 * MIB)
@@ -75,7 +71,7 @@ def test_memory_limit_of_version_1_counts_groups_above_the_container(
     assert memory_limit(legacy) == (2048 * MIB, (2048 - 600) * MIB)
 
 
-def test_memory_is_the_smaller_of_machine_and_container(unified: Path, tmp_path: Path) -> None:
+def test_memory_is_minimum_of_machine_and_container(unified: Path, tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     write(meminfo, "MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: 1048576 kB")
     assert memory_bytes(unified, meminfo) == (8192 * MIB, 1024 * MIB)
@@ -86,7 +82,7 @@ def test_memory_is_the_smaller_of_machine_and_container(unified: Path, tmp_path:
     assert memory_bytes(unified, meminfo) == (8192 * MIB, 1024 * MIB)
 
 
-def test_quota_is_the_smallest_on_the_path_to_the_root(unified: Path, tmp_path: Path) -> None:
+def test_cpu_quota_is_smallest_along_cgroup_path(unified: Path, tmp_path: Path) -> None:
     all_cores = len(os.sched_getaffinity(0))
     write(tmp_path / "fs/pod/app/cpu.max", "max 100000")
     assert cores_here(unified) == all_cores
@@ -96,7 +92,7 @@ def test_quota_is_the_smallest_on_the_path_to_the_root(unified: Path, tmp_path: 
     assert cores_here(unified) == 0.2
 
 
-def test_quota_of_version_1_is_read_with_its_use(legacy: Path, tmp_path: Path) -> None:
+def test_cgroup_v1_quota_is_read_with_usage(legacy: Path, tmp_path: Path) -> None:
     cpu = tmp_path / "fs" / "cpu"
     write(cpu / "cpu.cfs_period_us", 100000)
     write(cpu / "cpu.cfs_quota_us", -1)
@@ -107,7 +103,7 @@ def test_quota_of_version_1_is_read_with_its_use(legacy: Path, tmp_path: Path) -
     assert (cores, cpu_used_s(group, legacy)) == (0.75, 7.25)
 
 
-def test_mount_with_a_space_and_unseen_group_are_read(tmp_path: Path) -> None:
+def test_mount_path_with_a_space_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "my fs"
     point = str(folder).replace(" ", "\\040")
     proc = make_proc(tmp_path, cgroup="0::/../other", mounts=[f"/ {point} rw - cgroup2 cgroup2 rw"])

@@ -32,13 +32,13 @@ def run_with_ipv6_only(code: str) -> str:
     return done.stdout
 
 
-def test_machine_with_ipv4_keeps_127_0_0_1() -> None:
+def test_machine_with_ipv4_keeps_its_ipv4_loopback() -> None:
     assert can_bind("127.0.0.1")
     assert loopback() == "127.0.0.1"
 
 
 @pytest.mark.slow
-def test_default_hosts_become_those_of_ipv6() -> None:
+def test_default_hosts_become_ipv6_addresses() -> None:
     code = (
         "from common.checks.preflight import check_ports\n"
         "from common.config.load import load_config\n"
@@ -52,7 +52,7 @@ def test_default_hosts_become_those_of_ipv6() -> None:
 
 
 @pytest.mark.slow
-def test_every_listener_of_a_run_answers_on_ipv6() -> None:
+def test_every_run_listener_answers_on_ipv6() -> None:
     code = (
         "import asyncio, socket\n"
         "from urllib.parse import urlsplit\n"

@@ -48,7 +48,7 @@ def test_user_without_an_entry_gets_a_name(stranger: Path, monkeypatch: pytest.M
 
 
 @needs_root
-def test_user_without_a_home_gets_a_private_one(
+def test_user_without_home_gets_a_private_one(
     stranger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(stranger))
@@ -61,9 +61,7 @@ def test_user_without_a_home_gets_a_private_one(
 
 
 @needs_root
-def test_home_that_can_only_be_read_keeps_its_name(
-    stranger: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_home_keeps_its_name(stranger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(stranger))
     environ = {"HOME": "/usr", "XDG_CONFIG_HOME": "/etc"}
     find_home(environ)
@@ -73,7 +71,7 @@ def test_home_that_can_only_be_read_keeps_its_name(
 
 
 @needs_root
-def test_private_folder_of_another_user_is_not_used(stranger: Path) -> None:
+def test_private_folder_of_another_user_is_rejected(stranger: Path) -> None:
     os.setresuid(0, 0, 0)
     (stranger / f"longstride-home-{NO_ONE}").mkdir(mode=0o777)
     os.setresuid(NO_ONE, NO_ONE, 0)
@@ -83,9 +81,7 @@ def test_private_folder_of_another_user_is_not_used(stranger: Path) -> None:
 
 
 @needs_root
-def test_cache_folder_that_cannot_be_written_is_named(
-    stranger: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_cache_folder_is_named(stranger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/usr/none/below")
     with pytest.raises(ConfigError, match=r"^XDG_CACHE_HOME=/usr/none/below: it cannot be written"):
         check_caches()
@@ -93,7 +89,7 @@ def test_cache_folder_that_cannot_be_written_is_named(
     check_caches()
 
 
-def test_home_that_can_be_written_is_left_alone(tmp_path: Path) -> None:
+def test_writable_home_is_unchanged(tmp_path: Path) -> None:
     environ = {"HOME": str(tmp_path)}
     find_home(environ)
     assert environ == {"HOME": str(tmp_path)}
@@ -101,7 +97,7 @@ def test_home_that_can_be_written_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [None, "FASTEST_FIRST"])
-def test_gpus_have_the_order_of_the_bus_unless_the_user_chose_one(order: str | None) -> None:
+def test_gpus_follow_bus_order_unless_configured(order: str | None) -> None:
     environ = dict(os.environ) | ({"CUDA_DEVICE_ORDER": order} if order else {})
     settle_surroundings(environ)
     assert environ["CUDA_DEVICE_ORDER"] == (order or "PCI_BUS_ID")
@@ -119,7 +115,7 @@ def run_py(*words: str, **environ: str) -> subprocess.CompletedProcess[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("locale", ["C", "POSIX"])
-def test_locale_without_utf8_takes_umlauts_in_arguments(locale: str) -> None:
+def test_non_utf8_locale_accepts_umlauts_in_arguments(locale: str) -> None:
     environ = {"LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = run_py("--config", "smoke", "run.dir=läufe mit leerzeichen", "--dry-run", **environ)
     assert done.returncode == 0, done.stderr
@@ -135,7 +131,7 @@ def test_locale_without_utf8_takes_umlauts_in_arguments(locale: str) -> None:
         ("WANDB_DISABLED=maybe", "WANDB_DISABLED=maybe: must be true or false"),
     ],
 )
-def test_variable_that_no_run_can_follow_is_named_before_the_start(
+def test_unusable_environment_variable_is_named_before_start(
     variable: str, words: str, tmp_path: Path
 ) -> None:
     name, _, value = variable.partition("=")
@@ -155,7 +151,7 @@ def test_terminal_without_umlauts_gets_them_escaped() -> None:
 
 
 @pytest.mark.slow
-def test_environment_with_spaces_in_its_path_is_used_by_a_link(tmp_path: Path) -> None:
+def test_venv_path_with_spaces_becomes_a_link(tmp_path: Path) -> None:
     folder = tmp_path / "check out ü"
     folder.mkdir()
     (folder / "venv").symlink_to(sys.prefix)

@@ -28,7 +28,7 @@ def long_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_long_path_becomes_a_short_link_to_the_same_folder(tmp_path: Path) -> None:
+def test_long_path_becomes_a_short_link(tmp_path: Path) -> None:
     environ = {"TMPDIR": str(long_folder(tmp_path))}
     shorten_temporary(environ)
     link = Path(environ["TMPDIR"])
@@ -41,7 +41,7 @@ def test_long_path_becomes_a_short_link_to_the_same_folder(tmp_path: Path) -> No
         listener.bind(str(link / name))
 
 
-def test_path_with_a_space_becomes_a_link_without(tmp_path: Path) -> None:
+def test_path_with_a_space_becomes_a_link(tmp_path: Path) -> None:
     folder = Path(tempfile.mkdtemp(prefix="a b", dir="/tmp"))
     environ = {"TMPDIR": str(folder)}
     shorten_temporary(environ)
@@ -50,13 +50,13 @@ def test_path_with_a_space_becomes_a_link_without(tmp_path: Path) -> None:
     folder.rmdir()
 
 
-def test_short_path_stays_as_it_is() -> None:
+def test_short_path_is_unchanged() -> None:
     environ = {"TMPDIR": "/tmp"}
     shorten_temporary(environ)
     assert environ == {"TMPDIR": "/tmp"}
 
 
-def test_long_path_is_refused_where_no_link_can_lie(tmp_path: Path) -> None:
+def test_long_path_without_link_place_is_refused(tmp_path: Path) -> None:
     environ = {"TMPDIR": str(long_folder(tmp_path))}
     with pytest.raises(ConfigError, match=r"^TMPDIR=.*at most 27 without spaces"):
         shorten_temporary(environ, places=[tmp_path / "missing"])
@@ -88,7 +88,7 @@ def test_full_disk_is_refused_by_name() -> None:
 
 
 @pytest.mark.slow
-def test_link_is_gone_when_its_process_has_ended(tmp_path: Path) -> None:
+def test_temporary_link_disappears_with_its_process(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
         "from common.host.temporary import shorten_temporary, take_over_links\n"

@@ -36,14 +36,14 @@ def test_closed_proxy_is_named_with_its_variable(closed_proxy: None) -> None:
         request(OTHER, timeout_s=5.0)
 
 
-def test_proxy_that_wants_a_login_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_requiring_a_login_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(status=407) as proxy:
         monkeypatch.setenv("ALL_PROXY", proxy.address)
         with pytest.raises(ProxyFailed, match=r"407 Proxy Authentication Required .* of ALL_PROXY"):
             request(OTHER, timeout_s=5.0)
 
 
-def test_status_in_the_servers_place_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_status_error_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(status=502) as one:
         assert request(f"http://{one.address}", timeout_s=5.0).shown == "502 Bad Gateway"
         monkeypatch.setenv("http_proxy", f"http://{one.address}")
@@ -52,6 +52,6 @@ def test_status_in_the_servers_place_names_the_proxy(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("url", ["", "hub:8080", "ftp://hub", "http://"])
-def test_address_of_another_kind_is_refused(url: str) -> None:
+def test_unsupported_address_scheme_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="no address such as http://host:8080"):
         request(url, timeout_s=1.0)

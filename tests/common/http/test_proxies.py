@@ -11,7 +11,7 @@ from common.http.proxies import ProxyFailed, proxy_for, route_note
 OTHER = "http://elsewhere.example:8080/path"
 
 
-def test_part_of_the_run_is_reached_directly_wherever_it_is(closed_proxy: None) -> None:
+def test_own_services_bypass_the_proxy(closed_proxy: None) -> None:
     assert proxy_for("http://10.1.2.3:8080", is_own=True) is None
     assert proxy_for("https://hub.example", is_own=True) is None
 
@@ -29,7 +29,7 @@ def test_own_interface_is_reached_directly(closed_proxy: None) -> None:
     assert [proxy_for(f"http://{address}:80") for address in own] == [None] * len(own)
 
 
-def test_other_address_takes_the_variable_of_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_variable_follows_the_request_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://big.example:1")
     monkeypatch.setenv("http_proxy", "http://small.example:2")
     monkeypatch.setenv("ALL_PROXY", "rest.example:3")
@@ -75,7 +75,7 @@ def test_error_names_the_proxy_without_its_password(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_proxy_of_an_unknown_kind_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_proxy_scheme_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:1080")
     with pytest.raises(ProxyFailed, match=r"kind socks5 is not supported .* of all_proxy; add"):
         proxy_for(OTHER)

@@ -38,7 +38,7 @@ def test_other_server_is_asked_through_the_proxy(
     assert server.asked == [("GET", OTHER, "user:pass")] * 2
 
 
-def test_part_of_the_run_elsewhere_takes_no_proxy(
+def test_remote_own_service_bypasses_the_proxy(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", f"http://{server.address}")

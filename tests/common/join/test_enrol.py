@@ -82,9 +82,7 @@ def cached(tmp_path: Path) -> list[str]:
     return [str(each.relative_to(tmp_path / "cache")) for each in tmp_path.glob("cache/**/*.json")]
 
 
-def test_a_node_gets_the_files_and_what_its_role_needs_of_the_configuration(
-    scheduler: Scheduler,
-) -> None:
+def test_node_receives_files_and_role_config(scheduler: Scheduler) -> None:
     joined = enrol(scheduler.address, scheduler.key, REQUEST, timeout_s=WAIT_S)
     folder = Path(joined.model_path)
     assert (folder / "tokenizer.json").read_bytes() == TOKENIZER
@@ -102,16 +100,14 @@ def test_a_node_gets_the_files_and_what_its_role_needs_of_the_configuration(
     assert scheduler.num_parts == num_parts, "what is here already travels again"
 
 
-def test_a_hub_that_joins_is_told_all_that_tasks_need_and_where_the_outside_ones_come_from(
-    scheduler: Scheduler,
-) -> None:
+def test_joining_hub_receives_tasks_and_outside_environments(scheduler: Scheduler) -> None:
     request = replace(REQUEST, role="envhub", name="h")
     joined = enrol(scheduler.address, scheduler.key, request, timeout_s=WAIT_S)
     cfg = load_told(joined.config, ["model.path=x"], root=ROOT)
     assert cfg.envhub.envs == sorted({OUTSIDE, *(task.env for task in scheduler.cfg.tasks)})
 
 
-def test_a_node_with_a_model_of_its_own_is_sent_none(scheduler: Scheduler) -> None:
+def test_node_with_its_own_model_receives_none(scheduler: Scheduler) -> None:
     request = replace(REQUEST, has_model=True)
     joined = enrol(scheduler.address, scheduler.key, request, timeout_s=WAIT_S)
     assert (joined.model_path, scheduler.num_parts) == ("", 0)
@@ -125,14 +121,14 @@ def test_a_node_with_a_model_of_its_own_is_sent_none(scheduler: Scheduler) -> No
         (replace(REQUEST, is_remote=True), r"start it with learner\.host=0"),
     ],
 )
-def test_who_may_not_join_is_told_why(
+def test_refused_join_names_its_reason(
     scheduler: Scheduler, request_: JoinRequest, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         enrol(scheduler.address, scheduler.key, request_, timeout_s=WAIT_S)
 
 
-def test_another_version_of_the_protocol_is_refused_with_the_remedy(
+def test_protocol_version_mismatch_is_refused_with_remedy(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.join.enrol.encode", lambda _: [b"\x93\x63\xa5Other\x80"])
@@ -140,7 +136,7 @@ def test_another_version_of_the_protocol_is_refused_with_the_remedy(
         enrol(scheduler.address, scheduler.key, REQUEST, timeout_s=WAIT_S)
 
 
-def test_a_key_of_another_run_is_refused_at_once(scheduler: Scheduler, tmp_path: Path) -> None:
+def test_key_of_another_run_is_refused_immediately(scheduler: Scheduler, tmp_path: Path) -> None:
     other = create_keys(tmp_path / "other")
     stranger = replace(
         scheduler.key, client_public=other.node_public, client_secret=other.node_secret
@@ -152,7 +148,7 @@ def test_a_key_of_another_run_is_refused_at_once(scheduler: Scheduler, tmp_path:
         enrol(scheduler.address, elsewhere, REQUEST, timeout_s=1.0)
 
 
-def test_an_address_where_nobody_listens_is_named(scheduler: Scheduler, tmp_path: Path) -> None:
+def test_unreachable_join_address_is_named(scheduler: Scheduler, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -162,12 +158,12 @@ def test_an_address_where_nobody_listens_is_named(scheduler: Scheduler, tmp_path
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":5", "host:0", "host:70000", "host:x"])
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_malformed_join_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expects HOST:PORT"):
         parse_address(text)
 
 
-def test_a_damaged_file_is_refused_and_leaves_nothing(scheduler: Scheduler, tmp_path: Path) -> None:
+def test_damaged_file_is_refused_and_removed(scheduler: Scheduler, tmp_path: Path) -> None:
     def spoil(answer: Any) -> Any:
         is_part = isinstance(answer, FilePart) and answer.offset_bytes > 0
         return replace(answer, content=b"y" * len(answer.content)) if is_part else answer
@@ -178,7 +174,7 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(scheduler: Scheduler, tmp_
     assert cached(tmp_path) == []
 
 
-def test_only_listed_files_can_be_asked_for(scheduler: Scheduler, tmp_path: Path) -> None:
+def test_only_listed_files_are_served(scheduler: Scheduler, tmp_path: Path) -> None:
     (Path(scheduler.cfg.model.path) / "model.safetensors").write_bytes(b"weights")
     enrolments = Enrolments(scheduler.cfg, tmp_path / "keys")
     enrolments.answer(REQUEST)
@@ -188,9 +184,7 @@ def test_only_listed_files_can_be_asked_for(scheduler: Scheduler, tmp_path: Path
     assert "no file" in enrolments.answer(FileRequest(name="config.json", offset_bytes=-1)).reason
 
 
-def test_a_name_whose_holder_is_there_is_given_to_nobody_else(
-    scheduler: Scheduler, tmp_path: Path
-) -> None:
+def test_live_name_is_reserved_for_its_holder(scheduler: Scheduler, tmp_path: Path) -> None:
     enrolments = Enrolments(scheduler.cfg, tmp_path / "keys")
     other = replace(REQUEST, public_key="o" * 40, has_model=True)
     mine = replace(REQUEST, has_model=True)
@@ -206,9 +200,7 @@ def test_a_name_whose_holder_is_there_is_given_to_nobody_else(
         assert isinstance(enrolments.answer(replace(mine, name=name)), Rejected)
 
 
-def test_the_key_file_holds_no_secret_of_the_run_and_its_holder_cannot_listen(
-    scheduler: Scheduler,
-) -> None:
+def test_join_key_holds_no_run_secrets(scheduler: Scheduler) -> None:
     text = scheduler.key_path.read_text(encoding="utf-8")
     keys = scheduler.keys
     assert not any(
@@ -245,7 +237,7 @@ def key_text(**changes: Any) -> str:
         (key_text(roles=["envhub"]), 0o600, "lets its holder be envhub, not actor"),
     ],
 )
-def test_a_bad_key_file_is_refused_with_the_remedy(
+def test_bad_key_file_is_refused_with_remedy(
     tmp_path: Path, text: str | None, mode: int, words: str
 ) -> None:
     path = tmp_path / "join.key"

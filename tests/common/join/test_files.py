@@ -25,19 +25,19 @@ def write_model(folder: Path) -> Path:
     "name",
     ["../config.json", "a/config.json", "/etc/passwd.txt", "..", "", ".x.json", "a\0.json", "a.py"],
 )
-def test_name_with_a_folder_or_of_another_kind_may_not_travel(name: str) -> None:
+def test_nested_or_unknown_file_is_refused(name: str) -> None:
     assert not is_shareable(name)
     with pytest.raises(ConfigError, match="may not travel"):
         check_bounds([SharedFile(name=name, num_bytes=1, sha256="")])
 
 
-def test_configuration_and_tokenizer_travel_and_weights_and_code_do_not(tmp_path: Path) -> None:
+def test_join_transfers_config_and_tokenizer_not_weights(tmp_path: Path) -> None:
     shared = list_shared(write_model(tmp_path / "model"))
     assert [each.name for each in shared] == ["config.json", "tokenizer.json"]
     assert all(is_intact(tmp_path / "model" / each.name, each) for each in shared)
 
 
-def test_too_much_may_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_transfer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def file(name: str, num_bytes: int) -> SharedFile:
         return SharedFile(name=name, num_bytes=num_bytes, sha256="")
 
@@ -50,7 +50,7 @@ def test_too_much_may_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
         check_bounds([file("a.json", -1)])
 
 
-def test_changed_content_has_another_digest_and_is_not_intact(tmp_path: Path) -> None:
+def test_changed_file_changes_digest_and_fails_check(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     before = list_shared(folder)
     (folder / "tokenizer.json").write_text('{"a": 2}', encoding="utf-8")

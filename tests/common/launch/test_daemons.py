@@ -61,7 +61,7 @@ def test_units_are_valid(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_commands_of_the_units_are_those_of_this_version() -> None:
+def test_unit_commands_match_this_version() -> None:
     lines = [
         line
         for path in UNITS
@@ -74,7 +74,7 @@ def test_commands_of_the_units_are_those_of_this_version() -> None:
     assert requests[2].probe == "live"
 
 
-def test_containers_start_and_ask_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_commands_and_probes_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HUB_TOKEN", "secret")
     pods = containers()
     hub, train = (pods[name]["containers"][0] for name in ("hub", "train"))
@@ -139,7 +139,7 @@ def wait_for(path: Path, words: str) -> None:
         time.sleep(0.02)
 
 
-def test_batch_job_that_is_told_to_stop_saves_and_queues_itself_again(tmp_path: Path) -> None:
+def test_terminated_batch_job_saves_and_requeues_itself(tmp_path: Path) -> None:
     job, log = batch_job(tmp_path, "learner.lr=1e-4"), tmp_path / "log"
     try:
         wait_for(tmp_path / "runs" / "smoke" / "keys" / "join.key", "key")
@@ -155,7 +155,7 @@ def test_batch_job_that_is_told_to_stop_saves_and_queues_itself_again(tmp_path: 
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])
-def test_batch_job_that_ends_by_itself_is_not_queued_again(code: int, tmp_path: Path) -> None:
+def test_finished_batch_job_is_not_requeued(code: int, tmp_path: Path) -> None:
     job = batch_job(tmp_path, f"end={code}")
     try:
         assert job.wait(timeout=20) == code
@@ -164,7 +164,7 @@ def test_batch_job_that_ends_by_itself_is_not_queued_again(code: int, tmp_path: 
     assert "requeue" not in (tmp_path / "log").read_text(encoding="utf-8")
 
 
-def test_run_is_live_while_its_launcher_looks_at_it(tmp_path: Path) -> None:
+def test_run_is_live_while_its_launcher_polls(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path / "a")
     run_dir.root.mkdir()
     assert why_not_live(run_dir) == "no launcher holds it"
@@ -182,7 +182,7 @@ def test_run_is_live_while_its_launcher_looks_at_it(tmp_path: Path) -> None:
     assert (why_not_live(run_dir), probe(CFG, run_dir, "ready")) == ("", 0)
 
 
-def test_run_is_ready_when_all_its_roles_are_heard_of(tmp_path: Path) -> None:
+def test_run_is_ready_once_all_roles_report(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path / "a")
     run_dir.root.mkdir()
 

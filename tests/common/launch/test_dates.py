@@ -35,7 +35,7 @@ def test_command_and_its_prompts_have_one_date(is_kept: bool, tmp_path: Path) ->
     assert run_dir.read_date() == ("2024-02-29" if is_kept else "")
 
 
-def test_every_command_that_renders_prompts_fixes_their_date() -> None:
+def test_every_prompt_command_fixes_its_date() -> None:
     for name in (*KEPT, *ONCE):
         command = command_line.COMMANDS[name].run
         assert getattr(command, "func", None) is with_date, name

@@ -14,7 +14,7 @@ from common.launch.guardian import Guardian
 WAIT_S = 30.0
 
 
-def test_what_is_still_listed_at_the_end_is_ended_and_what_was_removed_is_not() -> None:
+def test_guardian_terminates_only_listed_processes_at_end() -> None:
     keeper = Guardian()
     sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
     listed, removed = (subprocess.Popen(sleep, start_new_session=True) for _ in range(2))
@@ -33,7 +33,7 @@ def test_what_is_still_listed_at_the_end_is_ended_and_what_was_removed_is_not() 
             process.wait(WAIT_S)
 
 
-def test_a_guardian_that_does_not_answer_is_killed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_guardian_is_killed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guardian, "CLOSE_S", 0.5)
     keeper = Guardian()
     pid = keeper._process.pid

@@ -23,7 +23,7 @@ def ask(*words: str) -> Request:
     )
 
 
-def test_a_key_is_taken_back_by_name_and_another_name_is_refused(tmp_path: Path) -> None:
+def test_key_is_revoked_by_its_exact_name(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path / "runs" / "a")
     create_keys(run_dir.keys)
     keys = own_keys(run_dir.keys, role="actor", name="actor-3")
@@ -41,7 +41,7 @@ def test_a_key_is_taken_back_by_name_and_another_name_is_refused(tmp_path: Path)
         revoke_key(ask("run.name=a"), root=tmp_path, load=load, say=print)
 
 
-def test_status_says_of_whom_what_was_refused_in_few_words(tmp_path: Path) -> None:
+def test_status_lists_refusals_per_peer_briefly(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     assert refused_lines(run_dir) == []
     peer = {"invalid": 3, "forbidden": 2, "dropped": 1, "unsent": 0, "last_reason": "x" * 10_000}
@@ -60,7 +60,7 @@ def test_status_says_of_whom_what_was_refused_in_few_words(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("gone", ["client_secret", "server_public", "hub_token"])
-def test_no_key_is_replaced_because_another_is_missing(tmp_path: Path, gone: str) -> None:
+def test_missing_key_never_replaces_existing_keys(tmp_path: Path, gone: str) -> None:
     create_keys(tmp_path)
     (tmp_path / gone).unlink()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

@@ -129,14 +129,14 @@ def wait_for(condition: Callable[[], bool], *, timeout_s: float) -> None:
         time.sleep(0.01)
 
 
-def test_run_is_finished_when_the_learner_exits_with_0(tmp_path: Path) -> None:
+def test_run_finishes_when_the_learner_exits_0(tmp_path: Path) -> None:
     learner = role(tmp_path, "learner", "print('done')", ends_run=True)
     ending = launch([role(tmp_path, "hub", STAY, stop_rank=2), learner])
     assert ending.exit_code == 0
     assert (tmp_path / "logs" / "learner.log").read_text(encoding="utf-8") == "done\n"
 
 
-def test_killed_role_is_started_again(tmp_path: Path) -> None:
+def test_killed_role_is_restarted(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     code = "import os, signal, sys; open(sys.argv[1], 'a').write(f'{os.getpid()} '); signal.pause()"
     killed: list[int] = []
@@ -166,7 +166,7 @@ def test_killed_role_is_started_again(tmp_path: Path) -> None:
     )
 
 
-def test_role_that_left_in_good_order_is_started_again_only_after_its_grace(
+def test_cleanly_exited_role_restarts_only_after_grace(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     starts = tmp_path / "starts"
@@ -199,7 +199,7 @@ class Told:
 
 
 @pytest.mark.parametrize("is_over", [True, False])
-def test_role_that_left_a_finished_run_stays_away(
+def test_exited_role_of_finished_run_stays_away(
     is_over: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     starts, may_end, polls = tmp_path / "starts", tmp_path / "end", list[int]()
@@ -217,7 +217,7 @@ def test_role_that_left_a_finished_run_stays_away(
     assert (starts.read_text(encoding="utf-8") == "x") is is_over
 
 
-def test_role_that_left_returns_when_the_learner_is_started_again(tmp_path: Path) -> None:
+def test_exited_role_returns_when_the_learner_restarts(tmp_path: Path) -> None:
     starts, lives = tmp_path / "starts", tmp_path / "lives"
     scheduler = role(tmp_path, "scheduler", "import sys; open(sys.argv[1], 'a').write('x')", starts)
     code = """
@@ -233,7 +233,7 @@ sys.exit(2 - wanted)
     assert len(starts.read_text(encoding="utf-8")) >= 2
 
 
-def test_role_beyond_its_restarts_fails_the_run_with_its_last_words(tmp_path: Path) -> None:
+def test_role_beyond_its_restarts_fails_the_run(tmp_path: Path) -> None:
     code = "print('early'); raise RuntimeError('no such device')"
     ending = launch([role(tmp_path, "learner", code, ends_run=True, max_restarts=2)])
     assert ending.exit_code == 1
@@ -243,7 +243,7 @@ def test_role_beyond_its_restarts_fails_the_run_with_its_last_words(tmp_path: Pa
     assert (tmp_path / "logs" / "learner.log").read_text(encoding="utf-8").count("early") == 3
 
 
-def test_wrong_configuration_of_a_role_is_not_tried_again(tmp_path: Path) -> None:
+def test_configuration_error_of_a_role_prevents_retry(tmp_path: Path) -> None:
     code = "print('error: actor.name=a: is taken'); raise SystemExit(2)"
     ending = launch([role(tmp_path, "hub", STAY), role(tmp_path, "actor-0", code)])
     assert ending.exit_code == 2
@@ -262,7 +262,7 @@ raise SystemExit(70)
 """
 
 
-def test_two_starts_that_fail_alike_end_the_run_in_one_line(tmp_path: Path) -> None:
+def test_two_identical_failed_starts_end_the_run(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     actor = role(tmp_path, "actor-0", FAILS_TO_START, starts)
     ending = launch([role(tmp_path, "hub", STAY), actor])
@@ -274,7 +274,7 @@ def test_two_starts_that_fail_alike_end_the_run_in_one_line(tmp_path: Path) -> N
     )
 
 
-def test_starts_that_fail_in_different_ways_are_counted(tmp_path: Path) -> None:
+def test_different_start_failures_count_as_restarts(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     actor = role(tmp_path, "actor-0", FAILS_TO_START, starts, "differently", max_restarts=3)
     ending = launch([actor])
@@ -282,7 +282,7 @@ def test_starts_that_fail_in_different_ways_are_counted(tmp_path: Path) -> None:
     assert "actor-0 failed after 3 restarts: exit code 70" in ending.reason
 
 
-def test_role_that_worked_before_restarts_after_failed_starts(tmp_path: Path) -> None:
+def test_previously_working_role_restarts_after_failed_starts(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     code = "import sys\nif not open(sys.argv[1], 'a+').tell(): open(sys.argv[1], 'a').write('w');"
     code += f"raise SystemExit(1)\n{FAILS_TO_START}"
@@ -291,7 +291,7 @@ def test_role_that_worked_before_restarts_after_failed_starts(tmp_path: Path) ->
     assert "actor-0 failed after 3 restarts: exit code 70" in ending.reason
 
 
-def test_wrong_configuration_is_named_whatever_libraries_print_after_it(tmp_path: Path) -> None:
+def test_configuration_error_is_found_before_later_output(tmp_path: Path) -> None:
     code = "print('error: model.path=a: is gone'); print('leaked a thing'); raise SystemExit(2)"
     ending = launch([role(tmp_path, "learner", code)])
     assert (ending.exit_code, ending.reason) == (2, "learner: error: model.path=a: is gone")
@@ -309,7 +309,7 @@ def test_signal_stops_the_roles_in_order(number: int, code: int, tmp_path: Path)
     assert (set(told[:2]), told[2:]) == ({"learner", "actor-0"}, ["scheduler", "envhub"])
 
 
-def test_stop_leaves_no_process_behind_even_one_that_ignores_it(tmp_path: Path) -> None:
+def test_stop_kills_processes_that_ignore_it(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     specs = [role(tmp_path, "actor-0", GRANDCHILD, pids)]
     asked: list[float] = []
@@ -326,9 +326,7 @@ def test_stop_leaves_no_process_behind_even_one_that_ignores_it(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_learner_whose_checkpoint_takes_longer_than_others_may_is_not_killed(
-    tmp_path: Path,
-) -> None:
+def test_slow_learner_checkpoint_survives_the_stop(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     run_dir = RunDir(root=tmp_path)
     run_dir.metrics.write_text(
@@ -351,7 +349,7 @@ def test_learner_whose_checkpoint_takes_longer_than_others_may_is_not_killed(
     assert states[-1].stop_deadline is not None  # what the display shows meanwhile
 
 
-def test_role_that_saves_nothing_does_not_get_the_time_of_one_that_does(tmp_path: Path) -> None:
+def test_role_without_checkpoint_gets_the_short_stop(tmp_path: Path) -> None:
     pids, saved = tmp_path / "pids", tmp_path / "saved"
     actor = role(tmp_path, "actor-0", GRANDCHILD, pids)
     learner = role(tmp_path, "learner", SAVES_LATE, saved, 0.6, saves_at_stop=True)
@@ -362,7 +360,7 @@ def test_role_that_saves_nothing_does_not_get_the_time_of_one_that_does(tmp_path
     assert time.monotonic() - began < 10.0
 
 
-def test_second_signal_does_not_wait_for_the_learner(tmp_path: Path) -> None:
+def test_second_signal_skips_the_learner_checkpoint(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     learner = role(tmp_path, "learner", SAVES_LATE, saved, 60.0, saves_at_stop=True)
     states: list[LaunchState] = []
@@ -375,7 +373,7 @@ def test_second_signal_does_not_wait_for_the_learner(tmp_path: Path) -> None:
     assert not saved.exists()
 
 
-def test_stop_deadline_follows_what_was_measured_and_what_the_user_wants(tmp_path: Path) -> None:
+def test_stop_deadline_follows_measurements_and_config(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     assert stop_timeout_s(run_dir, wanted_s=0.0) == 3 * (10 + 10) + 5  # nothing is known yet
     lines = ('{"step": 1, "train/step_s": 40, "train/checkpoint_s": 20}', '{"train/step_s": 30}')
@@ -388,7 +386,7 @@ def test_stop_deadline_follows_what_was_measured_and_what_the_user_wants(tmp_pat
     assert stop_timeout_s(run_dir, wanted_s=0.0) == 10.0
 
 
-def test_children_of_a_killed_role_die_with_it(tmp_path: Path) -> None:
+def test_children_die_with_a_killed_role(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     orphans: list[int] = []
 
@@ -405,7 +403,7 @@ def test_children_of_a_killed_role_die_with_it(tmp_path: Path) -> None:
     assert len(orphans) == 2
 
 
-def test_roles_die_with_a_launcher_that_is_killed(tmp_path: Path, repository: Path) -> None:
+def test_roles_die_with_a_killed_launcher(tmp_path: Path, repository: Path) -> None:
     pids = tmp_path / "pids"
     code = (
         "import sys\nfrom pathlib import Path\n"
@@ -430,7 +428,7 @@ def test_roles_die_with_a_launcher_that_is_killed(tmp_path: Path, repository: Pa
     wait_for(lambda: is_gone(pid), timeout_s=10.0)
 
 
-def test_run_consists_of_hub_scheduler_learner_and_actors(repository: Path, tmp_path: Path) -> None:
+def test_run_consists_of_hub_scheduler_learner_actors(repository: Path, tmp_path: Path) -> None:
     make = partial(
         make_role_specs, RunSection(), RunDir(root=tmp_path), root=repository, num_actors=2
     )
@@ -443,9 +441,7 @@ def test_run_consists_of_hub_scheduler_learner_and_actors(repository: Path, tmp_
     assert [spec.name for spec in make(has_hub=False)] == names[1:]
 
 
-def test_roles_listen_where_other_nodes_reach_them_unless_the_config_says_where(
-    repository: Path,
-) -> None:
+def test_roles_listen_on_reachable_addresses_unless_configured(repository: Path) -> None:
     cfg = load_config("smoke", ["learner.host=10.1.0.7"], root=repository)
     told = reachable_at(cfg, "10.0.0.1")
     hosts = (told.scheduler.host, told.learner.host, told.envhub.host)
@@ -455,9 +451,7 @@ def test_roles_listen_where_other_nodes_reach_them_unless_the_config_says_where(
 
 @pytest.mark.slow
 @pytest.mark.punctual
-def test_a_role_that_dies_once_is_started_at_once_and_one_that_does_not_stop_dying_later(
-    tmp_path: Path,
-) -> None:
+def test_only_repeated_restarts_back_off(tmp_path: Path) -> None:
     began = time.monotonic()
     path = tmp_path / "starts"
     code = (

@@ -42,9 +42,7 @@ def ready(tmp_path: Path) -> Path:
     return tmp_path / "ready"
 
 
-def test_child_that_ends_while_somebody_waits_for_it_is_told_with_its_last_words(
-    tmp_path: Path,
-) -> None:
+def test_wait_for_ended_child_raises_last_lines(tmp_path: Path) -> None:
     child = start(tmp_path, "print('no such device'); raise SystemExit(3)")
     try:
         with pytest.raises(ChildFailed, match=r"exit code 3\n  no such device") as error:
@@ -64,9 +62,7 @@ def test_wait_for_a_child_has_a_deadline(tmp_path: Path, ready: Path) -> None:
         assert child.stop(timeout_s=10.0)
 
 
-def test_child_that_ignores_the_request_to_end_is_killed_at_the_deadline(
-    tmp_path: Path, ready: Path
-) -> None:
+def test_child_ignoring_termination_is_killed_in_time(tmp_path: Path, ready: Path) -> None:
     child = start(tmp_path, IGNORES_TERM, ready)
     child.wait_until(ready.exists, timeout_s=20.0)
     began = time.monotonic()
@@ -75,9 +71,7 @@ def test_child_that_ignores_the_request_to_end_is_killed_at_the_deadline(
     assert child.poll() == -9
 
 
-def test_children_of_a_child_that_have_sessions_and_marks_of_their_own_die_with_it(
-    tmp_path: Path, ready: Path
-) -> None:
+def test_nested_children_with_own_sessions_die_together(tmp_path: Path, ready: Path) -> None:
     pid_file = tmp_path / "pid"
     outer = start(tmp_path, NESTED, STAYS, ready, pid_file)
     try:
@@ -91,7 +85,7 @@ def test_children_of_a_child_that_have_sessions_and_marks_of_their_own_die_with_
         time.sleep(0.01)
 
 
-def test_second_child_does_not_show_the_log_of_the_first(tmp_path: Path, ready: Path) -> None:
+def test_second_child_log_excludes_the_first(tmp_path: Path, ready: Path) -> None:
     first = start(tmp_path, "print('first')")
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
     second = start(tmp_path, f"print('second', flush=True); {STAYS}", ready)

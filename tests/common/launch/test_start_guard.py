@@ -19,13 +19,13 @@ def fail(error: BaseException, folder: Path | None, *, has_begun: bool = False) 
         raise error
 
 
-def test_failed_import_is_a_wrong_configuration_with_its_remedy(tmp_path: Path) -> None:
+def test_failed_import_raises_config_error_with_remedy(tmp_path: Path) -> None:
     law = "ModuleNotFoundError: No module named 'vllm'; `make setup` installs"
     with pytest.raises(ConfigError, match=law):
         fail(ModuleNotFoundError("No module named 'vllm'"), tmp_path)
 
 
-def test_missing_file_is_a_wrong_configuration_unless_roles_write_it(tmp_path: Path) -> None:
+def test_missing_external_file_raises_config_error(tmp_path: Path) -> None:
     missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/data/items.json")
     with pytest.raises(ConfigError, match=r"/data/items.json: no such file or directory"):
         fail(missing, tmp_path)
@@ -34,7 +34,7 @@ def test_missing_file_is_a_wrong_configuration_unless_roles_write_it(tmp_path: P
         fail(own, tmp_path)
 
 
-def test_failure_of_the_role_itself_is_one_line_without_its_log(tmp_path: Path) -> None:
+def test_role_failure_is_one_line_without_log(tmp_path: Path) -> None:
     error = EngineError("engine did not start:\n no room; its last lines:\n  a\n  b")
     with pytest.raises(NotStarted, match=r"^EngineError: engine did not start: no room$"):
         fail(error, tmp_path)
@@ -54,13 +54,13 @@ def test_failure_of_the_role_itself_is_one_line_without_its_log(tmp_path: Path) 
         KeyboardInterrupt(),
     ],
 )
-def test_failure_of_others_stays_as_it_is(error: BaseException, tmp_path: Path) -> None:
+def test_external_failure_is_unchanged(error: BaseException, tmp_path: Path) -> None:
     with pytest.raises(type(error)) as raised:
         fail(error, tmp_path)
     assert raised.value is error
 
 
-def test_failure_after_the_beginning_stays_as_it_is(tmp_path: Path) -> None:
+def test_failure_after_the_start_is_unchanged(tmp_path: Path) -> None:
     for error in (EngineError("engine died"), ImportError("lazy")):
         with pytest.raises(type(error)):
             fail(error, tmp_path, has_begun=True)
@@ -80,7 +80,7 @@ with beacon_of(RunDir(root=Path(sys.argv[1])), "learner", start_s=9.0) as beacon
 """
 
 
-def test_role_has_begun_once_its_main_line_works(tmp_path: Path, repository: Path) -> None:
+def test_role_begins_once_its_main_loop_runs(tmp_path: Path, repository: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", BEGINS, str(tmp_path)],
         cwd=repository,

@@ -35,23 +35,21 @@ def item(name: str, marks: str, *, env: str = "textcraft", subset: str = "depth1
 
 @pytest.mark.parametrize(("num", "solved"), [(4, 0), (4, 1), (4, 3), (5, 2)])
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_pass_at_k_is_the_share_of_draws_with_a_solved_sample(
-    num: int, solved: int, k: int
-) -> None:
+def test_pass_at_k_equals_solved_draw_share(num: int, solved: int, k: int) -> None:
     samples = [1] * solved + [0] * (num - solved)
     draws = [any(draw) for draw in combinations(samples, k)]
     expected = sum(draws) / len(draws)
     assert pass_at(k, num_samples=num, num_solved=solved) == pytest.approx(expected)
 
 
-def test_samples_of_an_item_that_are_all_alike_narrow_no_interval() -> None:
+def test_identical_samples_narrow_no_interval() -> None:
     once = scores([item(str(i), "1" if i < 3 else "0") for i in range(10)], k=1)
     often = scores([item(str(i), "1111" if i < 3 else "0000") for i in range(10)], k=4)
     assert often["avg_at_k"]["ci95"] == pytest.approx(once["avg_at_k"]["ci95"])
     assert often["success"]["ci95"] == pytest.approx(once["success"]["ci95"])
 
 
-def test_failures_and_unplayed_are_counted_and_enter_no_mean() -> None:
+def test_failed_and_missing_items_enter_no_mean() -> None:
     told = scores([item("a", "1x"), item("b", "xx"), item("c", "0-")], k=2)
     assert (told["num_items"], told["num_episodes"]) == (3, 2)
     assert (told["num_failed"], told["num_missing"]) == (3, 1)
@@ -75,7 +73,7 @@ def _entry(items: list[ItemPlays], *, k: int, label: str = "m") -> dict[str, obj
     return {"label": label, "policy": policy, "k": k, **all_scores(items, k=k)}
 
 
-def test_table_has_the_columns_of_the_scenario_and_a_dash_for_what_was_not_played() -> None:
+def test_table_shows_dashes_for_unplayed_columns() -> None:
     items = [item("a", "11", subset="depth1"), item("b", "10", subset="depth3")]
     lines = as_markdown([_entry(items, k=2)]).splitlines()
     assert "| Model |  | Depth 1 | Depth 2 | Depth 3 | Depth 4 | Overall |" in lines
@@ -94,18 +92,18 @@ def test_pooled_column_is_weighted_by_items() -> None:
     assert row.split("|")[6].strip() == "75.00"
 
 
-def test_minisites_are_told_from_webarena() -> None:
+def test_minisites_are_distinguished_from_webarena() -> None:
     text = as_markdown([_entry([item("a", "1", env="minisites", subset="Maps")], k=1)])
     assert "## Web navigation (minisites, not WebArena)" in text
     assert "| Model |  | Shopping | CMS | Maps | G & R | Overall |" in text
 
 
-def test_subsets_that_are_no_task_get_columns_of_their_own() -> None:
+def test_unknown_subsets_get_their_own_columns() -> None:
     text = as_markdown([_entry([item("a", "1", env="babyai", subset="GoToLocal")], k=1)])
     assert "| Model |  | GoToLocal | Overall |" in text
 
 
-def test_curve_tells_success_and_versions_of_each_evaluation(tmp_path: Path) -> None:
+def test_curve_reports_success_and_versions_per_evaluation(tmp_path: Path) -> None:
     def play(
         name: str, versions: list[int], *, solved: bool, end: EndReason = EndReason.DONE
     ) -> None:

@@ -28,9 +28,7 @@ def write(folder: Path, *words: str) -> tuple[int, str]:
     return code, "\n".join(lines)
 
 
-def test_samples_are_best_worst_and_surprising_of_each_subset_the_hardest_first(
-    tmp_path: Path,
-) -> None:
+def test_samples_cover_each_subset_hardest_first(tmp_path: Path) -> None:
     make_run(tmp_path / "a", 60)
     run = read_run("a", runs=tmp_path)
     found = samples(run.rows)
@@ -48,7 +46,7 @@ def test_samples_are_best_worst_and_surprising_of_each_subset_the_hardest_first(
         assert "most surprising" in whys
 
 
-def test_a_horizon_is_marked_where_a_stage_begins_and_not_where_a_batch_is_short() -> None:
+def test_horizon_is_marked_only_at_stage_starts() -> None:
     series = {
         "step": [1.0, 2.0, 3.0, 4.0, 5.0],
         "horizon/value": [4.0, 6.0, 10.0, 8.0, 6.0],
@@ -59,7 +57,7 @@ def test_a_horizon_is_marked_where_a_stage_begins_and_not_where_a_batch_is_short
     assert len(horizon_marks(series | {"horizon/stage": []})) == 5
 
 
-def test_seeds_are_pooled_with_the_interval_of_their_means() -> None:
+def test_seeds_are_pooled_with_their_mean_interval() -> None:
     one, two = ({"num": 10, "success": share, "ci95": (0.0, 1.0)} for share in (0.4, 0.6))
     found = pooled_score([one, two])
     assert (found["num"], found["seeds"], found["success"]) == (20, 2, 0.5)
@@ -69,7 +67,7 @@ def test_seeds_are_pooled_with_the_interval_of_their_means() -> None:
     assert pooled_score([one])["ci95"] == (0.0, 1.0)
 
 
-def test_a_wrong_word_is_said_and_writes_nothing(tmp_path: Path) -> None:
+def test_wrong_argument_is_reported_and_writes_nothing(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     for words in ((), ("b",), ("a", "a"), ("a", "size=1"), ("a", f"to={tmp_path}/no/where.html")):
         with pytest.raises(ConfigError):
@@ -77,7 +75,7 @@ def test_a_wrong_word_is_said_and_writes_nothing(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("*.html")]
 
 
-def test_a_damaged_journal_is_named_and_the_rest_is_on_the_page(tmp_path: Path) -> None:
+def test_page_names_damaged_journal_and_shows_rest(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a")
     (segment,) = list_segments(run_dir.journal).values()
     damaged = bytearray(segment.read_bytes())
@@ -92,7 +90,7 @@ def test_a_damaged_journal_is_named_and_the_rest_is_on_the_page(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH")
-def test_page_shows_runs_by_itself_and_asks_nobody(tmp_path: Path) -> None:
+def test_page_sends_no_network_request(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a b&c")
     append(run_dir, replace(episode(401), item_id=f"{HOSTILE}-train-1", actor=HOSTILE))
     make_run(tmp_path / "b", 12)

@@ -73,7 +73,7 @@ def full_run(root: Path) -> RunDir:
     return make_run(root, trajectories)
 
 
-def test_report_json_has_the_promised_keys_and_numbers(tmp_path: Path) -> None:
+def test_report_json_has_promised_keys_and_numbers(tmp_path: Path) -> None:
     run_dir = full_run(tmp_path)
     write_report(run_dir, make_config())
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
@@ -110,7 +110,7 @@ def test_report_pairs_items_for_the_gain(tmp_path: Path) -> None:
     assert report.gain.ci95 == pytest.approx((0.340112 - 0.157766, 0.340112 + 0.157766), abs=1e-5)
 
 
-def test_report_tells_the_peak_memory_that_was_watched(tmp_path: Path) -> None:
+def test_report_includes_the_peak_memory(tmp_path: Path) -> None:
     report = write_report(full_run(tmp_path), make_config(), peak_memory_bytes=3 << 30)
     assert report.peak_memory_bytes.all_roles == 3 << 30
     assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8")) == json.loads(
@@ -143,7 +143,7 @@ def test_score_splits_by_subset() -> None:
     }
 
 
-def test_report_leaves_infrastructure_failures_out_and_counts_them(tmp_path: Path) -> None:
+def test_report_counts_infrastructure_failures_separately(tmp_path: Path) -> None:
     good = [make_eval("before-model", i, is_success=True) for i in range(3)]
     failure = {"end_reason": EndReason.ENV_ERROR, "error": "gone", "is_success": False}
     lost = dataclasses.replace(make_eval("before-model", 3, is_success=False), **failure)
@@ -155,7 +155,7 @@ def test_report_leaves_infrastructure_failures_out_and_counts_them(tmp_path: Pat
     assert report.failed_evals == {"before-model": 1}
 
 
-def test_report_says_why_an_evaluation_is_absent(tmp_path: Path) -> None:
+def test_report_explains_an_absent_evaluation(tmp_path: Path) -> None:
     cfg = make_config(eval=EvalSection(after=False))
     lost = dataclasses.replace(
         make_eval("before-expert", 0, is_success=False), end_reason=EndReason.ENV_TIMEOUT
@@ -170,7 +170,7 @@ def test_report_says_why_an_evaluation_is_absent(tmp_path: Path) -> None:
     }
 
 
-def test_report_is_written_when_the_run_left_nothing(tmp_path: Path) -> None:
+def test_empty_run_still_gets_a_report(tmp_path: Path) -> None:
     report = write_report(RunDir(root=tmp_path), make_config())
     assert (report.steps, report.episodes, report.wall_s) == (0, 0, None)
     assert answers_of(tmp_path / "report.html")["api/runs"][0]["episodes"] == 0
@@ -184,7 +184,7 @@ def answers_of(page: Path) -> dict[str, Any]:
     return json.loads(rest.partition("</script>")[0])
 
 
-def test_page_holds_the_same_scores_as_the_file(tmp_path: Path) -> None:
+def test_page_scores_equal_the_report_file(tmp_path: Path) -> None:
     report = write_report(full_run(tmp_path), make_config())
     answers = answers_of(tmp_path / "report.html")
     (path,) = (each for each in answers if each.endswith("/fleet"))
@@ -205,7 +205,7 @@ def test_page_holds_the_same_scores_as_the_file(tmp_path: Path) -> None:
     )
 
 
-def test_text_of_others_is_shown_and_does_nothing_wherever_a_page_has_it() -> None:
+def test_hostile_text_is_escaped_on_every_page() -> None:
     hostile = "</title><script>x\x00\x1b[31m\u202eevil\u2066\ud83d&\"'"
     shown = html_text(hostile)
     assert "&lt;script&gt;x\ufffd\ufffd[31m\ufffdevil\ufffd\ufffd&amp;&quot;" in shown
@@ -240,7 +240,7 @@ def _line(step: int) -> str:
     return json.dumps(line) + "\n"
 
 
-def test_damaged_ledger_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_damaged_ledger_error_names_the_remedy(tmp_path: Path) -> None:
     run_dir = full_run(tmp_path)
     for content in (b"{", b"[1]", b"\xff"):
         run_dir.ledger.write_bytes(content)

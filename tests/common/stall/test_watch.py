@@ -74,9 +74,7 @@ with beacon_of(RunDir(root=Path(sys.argv[1])), "learner", start_s=600.0) as beac
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["hangs", "is stopped"])
-def test_role_that_lives_and_does_nothing_is_reported_with_its_stack_and_started_again(
-    tmp_path: Path, how: str
-) -> None:
+def test_hung_role_is_reported_and_restarted(tmp_path: Path, how: str) -> None:
     run_dir = RunDir(root=tmp_path)
     argv = (sys.executable, "-c", ROLE, str(tmp_path), how, str(tmp_path / "started"))
     spec = RoleSpec(
@@ -125,7 +123,7 @@ time.sleep(600)  # what libraries do at the end of a process
 
 
 @pytest.mark.slow
-def test_role_on_its_way_out_hangs_only_when_that_takes_too_long(
+def test_exiting_role_hangs_only_beyond_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "learner.log"
@@ -168,9 +166,7 @@ def test_role_on_its_way_out_hangs_only_when_that_takes_too_long(
         (WAITING | {"learner": "disk: a checkpoint"}, ["learner"]),
     ],
 )
-def test_who_is_to_blame_is_the_end_of_the_chain_of_waits_or_its_cycle(
-    waiting: dict[str, str], ends: list[str]
-) -> None:
+def test_culprit_is_end_or_cycle_of_waits(waiting: dict[str, str], ends: list[str]) -> None:
     if waiting["actor-0"] == "scheduler: leases" and ends != ["learner"]:
         waiting = waiting | {"scheduler": "learner: gate: 4 groups ahead of the learner"}
     assert culprits(waiting) == ends
@@ -206,7 +202,7 @@ class Standing:
         self.watch = StallWatch(self.run_dir, RunSection(**policy), turn_s=300.0)
 
     def verdict_within(self, seconds: float) -> Verdict | None:
-        """What is decided, second by second."""
+        """Return the first verdict within these seconds."""
         processes = {name: StoodProcess() for name in WAITING}
         ends = self.now + seconds
         while self.now < ends:
@@ -222,7 +218,7 @@ class Standing:
         return None
 
 
-def test_run_that_stands_still_is_told_of_with_who_waits_for_whom_and_its_roles_restarted(
+def test_stalled_run_is_reported_and_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Standing(tmp_path, monkeypatch, stall_s=60.0)
@@ -241,7 +237,7 @@ def test_run_that_stands_still_is_told_of_with_who_waits_for_whom_and_its_roles_
     assert run.verdict_within(55.0) is None, "it goes on"
 
 
-def test_run_that_no_restart_helps_is_ended_and_a_policy_decides(
+def test_unrecoverable_stall_ends_the_run_by_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Standing(tmp_path, monkeypatch, stall_s=20.0)
@@ -260,7 +256,7 @@ def test_run_that_no_restart_helps_is_ended_and_a_policy_decides(
     assert verdict.is_stop
 
 
-def test_actors_that_play_long_turns_are_no_stall_before_the_turns_are_overdue(
+def test_long_turns_are_no_stall_until_overdue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Standing(tmp_path, monkeypatch, stall_s=20.0)
@@ -286,9 +282,7 @@ class Steady:
 
 
 @pytest.mark.parametrize("has_progress", [True, False])
-def test_role_that_dies_again_and_again_ends_the_run_only_if_that_gets_nowhere(
-    tmp_path: Path, has_progress: bool
-) -> None:
+def test_repeated_deaths_end_run_only_without_progress(tmp_path: Path, has_progress: bool) -> None:
     argv = (sys.executable, "-S", "-c", "raise SystemExit(3)")
     spec = RoleSpec(name="actor-9", argv=argv, log_path=tmp_path / "log", max_restarts=2)
     deaths: list[str] = []

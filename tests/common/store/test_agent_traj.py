@@ -27,7 +27,7 @@ def write(tmp_path: Path, *records: Any) -> Path:
     return path
 
 
-def test_only_the_agent_is_trained_and_not_where_its_loss_is_false(tmp_path: Path) -> None:
+def test_only_agent_messages_with_loss_are_trained(tmp_path: Path) -> None:
     (got,) = read_conversations(write(tmp_path, RECORD))
     assert got.item_id == "babyai_3"
     assert [(m.is_agent, m.is_trained) for m in got.messages] == [
@@ -39,13 +39,13 @@ def test_only_the_agent_is_trained_and_not_where_its_loss_is_false(tmp_path: Pat
     assert got.messages[2].text == "A ball.\u2028A key.\n"
 
 
-def test_lines_and_one_list_are_the_same(tmp_path: Path) -> None:
+def test_json_lines_and_list_are_equivalent(tmp_path: Path) -> None:
     path = tmp_path / "traj.json"
     path.write_text(json.dumps([RECORD, RECORD], indent=2), encoding="utf-8")
     assert read_conversations(path) == read_conversations(write(tmp_path, RECORD, "", RECORD))
 
 
-def test_a_record_without_item_id_is_read(tmp_path: Path) -> None:
+def test_record_without_item_id_is_read(tmp_path: Path) -> None:
     message = {"from": "gpt", "value": "go"}
     assert read_conversations(write(tmp_path, {"conversations": [message]})) == [
         Conversation(item_id="", messages=[Message(is_agent=True, is_trained=True, text="go")])
@@ -64,17 +64,17 @@ def test_a_record_without_item_id_is_read(tmp_path: Path) -> None:
         ({"conversations": [{"from": "gpt", "value": None}]}, "record 2: a message needs"),
     ],
 )
-def test_a_record_of_another_form_is_named(tmp_path: Path, record: Any, reason: str) -> None:
+def test_malformed_record_is_named(tmp_path: Path, record: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         read_conversations(write(tmp_path, RECORD, record))
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"traj\.jsonl: no such file"):
         read_conversations(tmp_path / "traj.jsonl")
 
 
-def test_half_characters_are_replaced_and_said(
+def test_lone_surrogates_are_replaced_and_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     messages = [{"from": "human", "value": "a \ud83d"}, {"from": "gpt", "value": "b"}]

@@ -47,7 +47,7 @@ def test_journal_returns_trajectories_and_positions_as_written(tmp_path: Path) -
     assert records[0][1].versions.tolist() == [-1, 0, 1]
 
 
-def test_journal_is_empty_when_the_folder_is_missing(tmp_path: Path) -> None:
+def test_journal_of_a_missing_folder_is_empty(tmp_path: Path) -> None:
     assert ids(tmp_path / "none") == []
 
 
@@ -56,20 +56,20 @@ def test_journal_reads_from_a_position_on(tmp_path: Path) -> None:
     assert ids(tmp_path, start=positions[1]) == ["g/1", "g/2"]
 
 
-def test_journal_continues_behind_its_end_when_opened_again(tmp_path: Path) -> None:
+def test_reopened_journal_continues_at_its_end(tmp_path: Path) -> None:
     write(tmp_path, "g/0")
     write(tmp_path, "g/1")
     assert ids(tmp_path) == ["g/0", "g/1"]
 
 
-def test_journal_starts_a_new_segment_when_one_is_full(tmp_path: Path) -> None:
+def test_full_journal_segment_starts_a_new_one(tmp_path: Path) -> None:
     size = _record_size(tmp_path / "one")
     positions = write(tmp_path, "g/0", "g/1", "g/2", max_segment_bytes=2 * size)
     assert [(p.segment, p.offset) for p in positions] == [(0, 0), (0, size), (1, 0)]
     assert ids(tmp_path) == ["g/0", "g/1", "g/2"]
 
 
-def test_journal_cuts_a_torn_tail_and_keeps_the_bytes_aside(tmp_path: Path) -> None:
+def test_journal_moves_a_torn_tail_aside(tmp_path: Path) -> None:
     positions = write(tmp_path, "g/0", "g/1")
     path = tmp_path / "000000.log"
     torn = path.read_bytes()[len(MAGIC) + positions[1].offset : -3]
@@ -84,7 +84,7 @@ def test_journal_cuts_a_torn_tail_and_keeps_the_bytes_aside(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("tail", [b"\x01", b"\0" * 8, b"\0" * 4096, b"\x05\0\0\0ABCDab"])
-def test_journal_ends_cleanly_at_a_tail_that_a_crash_can_leave(tmp_path: Path, tail: bytes) -> None:
+def test_journal_ends_cleanly_at_a_crashed_tail(tmp_path: Path, tail: bytes) -> None:
     write(tmp_path, "g/0")
     with (tmp_path / "000000.log").open("ab") as handle:
         handle.write(tail)
@@ -94,9 +94,7 @@ def test_journal_ends_cleanly_at_a_tail_that_a_crash_can_leave(tmp_path: Path, t
     assert torn.read_bytes() == tail
 
 
-def test_journal_names_file_and_offset_when_a_record_in_the_middle_is_damaged(
-    tmp_path: Path,
-) -> None:
+def test_damaged_record_error_names_file_and_offset(tmp_path: Path) -> None:
     positions = write(tmp_path, "g/0", "g/1", "g/2")
     path = tmp_path / "000000.log"
     content = bytearray(path.read_bytes())
@@ -108,7 +106,7 @@ def test_journal_names_file_and_offset_when_a_record_in_the_middle_is_damaged(
         JournalWriter(tmp_path)
 
 
-def test_journal_raises_when_a_finished_segment_is_torn_or_missing(tmp_path: Path) -> None:
+def test_torn_or_missing_finished_segment_raises(tmp_path: Path) -> None:
     write(tmp_path, "g/0", "g/1", "g/2", max_segment_bytes=1)
     path = tmp_path / "000001.log"
     path.write_bytes(path.read_bytes()[:-3])
@@ -119,13 +117,13 @@ def test_journal_raises_when_a_finished_segment_is_torn_or_missing(tmp_path: Pat
         ids(tmp_path)
 
 
-def test_journal_raises_when_the_start_lies_behind_the_end(tmp_path: Path) -> None:
+def test_start_position_beyond_the_end_raises(tmp_path: Path) -> None:
     write(tmp_path, "g/0")
     with pytest.raises(WireError, match="999999"):
         ids(tmp_path, start=JournalPosition(segment=0, offset=999999))
 
 
-def test_journal_shows_only_whole_records_at_every_byte_of_a_write(tmp_path: Path) -> None:
+def test_journal_reads_only_complete_records_during_writes(tmp_path: Path) -> None:
     positions = write(tmp_path / "whole", "g/0", "g/1")
     content = (tmp_path / "whole" / "000000.log").read_bytes()
     partial = tmp_path / "partial"
@@ -137,7 +135,7 @@ def test_journal_shows_only_whole_records_at_every_byte_of_a_write(tmp_path: Pat
         assert len(ids(partial)) == num_whole
 
 
-def test_journal_reader_follows_a_writer_into_the_next_segment(tmp_path: Path) -> None:
+def test_journal_reader_follows_its_writer_across_segments(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, max_segment_bytes=1)
     writer.append(make_trajectory("g/0"))
     reader = read_journal(tmp_path)
@@ -148,9 +146,7 @@ def test_journal_reader_follows_a_writer_into_the_next_segment(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_journal_cuts_nothing_that_was_acknowledged_whatever_bit_of_a_head_is_flipped(
-    tmp_path: Path, number: int
-) -> None:
+def test_flipped_head_bit_never_cuts_acknowledged_records(tmp_path: Path, number: int) -> None:
     start = len(MAGIC) + write(tmp_path, "g/0", "g/1", "g/2")[number].offset
     path = tmp_path / "000000.log"
     content = path.read_bytes()
@@ -164,7 +160,7 @@ def test_journal_cuts_nothing_that_was_acknowledged_whatever_bit_of_a_head_is_fl
         assert path.read_bytes() == damaged
 
 
-def test_journal_refuses_a_segment_whose_first_bytes_are_damaged(tmp_path: Path) -> None:
+def test_journal_refuses_a_segment_with_damaged_magic(tmp_path: Path) -> None:
     write(tmp_path, "g/0")
     path = tmp_path / "000000.log"
     content = path.read_bytes()
@@ -177,9 +173,7 @@ def test_journal_refuses_a_segment_whose_first_bytes_are_damaged(tmp_path: Path)
         assert path.read_bytes() == damaged
 
 
-def test_journal_refuses_a_damaged_record_that_whole_ones_follow_without_the_mark_as_well(
-    tmp_path: Path,
-) -> None:
+def test_damaged_middle_record_is_refused_without_mark(tmp_path: Path) -> None:
     positions = write(tmp_path, "g/0", "g/1", "g/2")
     path, content = tmp_path / "000000.log", (tmp_path / "000000.log").read_bytes()
     (tmp_path / "synced").unlink()
@@ -194,9 +188,7 @@ def test_journal_refuses_a_damaged_record_that_whole_ones_follow_without_the_mar
             JournalWriter(tmp_path)
 
 
-def test_journal_refuses_an_acknowledged_tail_that_is_gone_unless_it_is_given_up(
-    tmp_path: Path,
-) -> None:
+def test_missing_acknowledged_tail_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "g/0", "g/1", max_segment_bytes=1)
     last = tmp_path / "000001.log"
     content = last.read_bytes()
@@ -225,7 +217,7 @@ def _write_old_segment(folder: Path, *episode_ids: str) -> list[int]:
     return starts
 
 
-def test_segments_of_the_old_format_are_read_and_gone_on_from(tmp_path: Path) -> None:
+def test_old_format_segments_are_read_and_continued(tmp_path: Path) -> None:
     starts = _write_old_segment(tmp_path, "g/0", "g/1")
     assert ids(tmp_path, start=JournalPosition(offset=starts[1])) == ["g/1"]
     (position,) = write(tmp_path, "g/2")
@@ -233,9 +225,7 @@ def test_segments_of_the_old_format_are_read_and_gone_on_from(tmp_path: Path) ->
     assert ids(tmp_path) == ["g/0", "g/1", "g/2"]
 
 
-def test_old_format_with_a_flipped_length_is_refused_where_whole_records_follow(
-    tmp_path: Path,
-) -> None:
+def test_old_format_with_flipped_length_is_refused(tmp_path: Path) -> None:
     starts = _write_old_segment(tmp_path, "g/0", "g/1", "g/2")
     path, content = tmp_path / "000000.log", (tmp_path / "000000.log").read_bytes()
     for bit in range(32):
@@ -257,11 +247,9 @@ class Disk(JournalWriter):
         super()._sync()
 
 
-def test_journal_is_synced_by_who_opens_it_before_anything_in_it_is_acknowledged(
-    tmp_path: Path,
-) -> None:
+def test_opening_a_journal_syncs_before_any_acknowledgement(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path)
-    writer.append(make_trajectory("g/0"))  # and killed: what is in memory may never reach the disk
+    writer.append(make_trajectory("g/0"))  # Then killed: unsynced bytes can be lost.
     writer._lock.close()
     opened = Disk(tmp_path)
     assert opened.num_syncs == 1
@@ -269,7 +257,7 @@ def test_journal_is_synced_by_who_opens_it_before_anything_in_it_is_acknowledged
     assert ids(tmp_path) == ["g/0"]
 
 
-def test_packed_segments_read_as_before_also_from_the_middle(tmp_path: Path) -> None:
+def test_packed_segments_read_as_before_from_anywhere(tmp_path: Path) -> None:
     size = _record_size(tmp_path / "one")
     names = [f"g/{i}" for i in range(6)]
     positions = write(tmp_path, *names, max_segment_bytes=2 * size)
@@ -293,9 +281,7 @@ def test_packed_segments_read_as_before_also_from_the_middle(tmp_path: Path) -> 
         ids(tmp_path)
 
 
-def test_pruned_segments_are_refused_by_name_and_left_out_where_anything_will_do(
-    tmp_path: Path,
-) -> None:
+def test_pruned_segments_are_refused_or_skipped(tmp_path: Path) -> None:
     positions = write(tmp_path, "g/0", "g/1", "g/2", max_segment_bytes=1)
     prune(tmp_path, before=2, may_go=lambda number, path: True)
     assert load_pruned(tmp_path).before == 2
@@ -308,7 +294,7 @@ def test_pruned_segments_are_refused_by_name_and_left_out_where_anything_will_do
 
 
 @pytest.mark.slow
-def test_journal_refuses_a_second_process_that_writes(tmp_path: Path) -> None:
+def test_journal_refuses_a_second_writing_process(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path)
     script = "import sys, pathlib; from common.store.journal import JournalWriter as W; "
     script += "W(pathlib.Path(sys.argv[1]))"
@@ -330,7 +316,7 @@ def _record_size(folder: Path) -> int:
     return (folder / "000000.log").stat().st_size - len(MAGIC)
 
 
-def test_records_of_one_go_lie_as_if_they_were_appended_one_by_one(tmp_path: Path) -> None:
+def test_batched_append_equals_single_appends(tmp_path: Path) -> None:
     trajectories = [make_trajectory(f"g/{i}") for i in range(9)]
     records = [(each, encode(each)) for each in trajectories]
     num_bytes = sum(map(len, record_buffers(records[0][1])))

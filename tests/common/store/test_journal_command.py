@@ -39,7 +39,7 @@ def carry_out(run_dir: RunDir, capsys: pytest.CaptureFixture[str], *words: str) 
     return code, out + err
 
 
-def test_list_tells_what_there_is_and_what_a_restart_reads(
+def test_list_shows_segments_needed_by_a_restart(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, text = carry_out(run_dir, capsys, "list")
@@ -49,7 +49,7 @@ def test_list_tells_what_there_is_and_what_a_restart_reads(
     assert ["a restart reads it" in line for line in lines[:NUM]] == [False] * 3 + [True] * 2
 
 
-def test_verify_finds_what_is_damaged_and_reads_on(
+def test_verify_reports_damage_and_continues(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, text = carry_out(run_dir, capsys, "verify")
@@ -66,7 +66,7 @@ def test_verify_finds_what_is_damaged_and_reads_on(
     assert f"{NUM - 1} episodes" in text
 
 
-def test_export_writes_each_episode_with_the_step_that_consumed_it(
+def test_export_writes_episodes_with_their_consuming_step(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     code, _ = carry_out(run_dir, capsys, "export", f"to={tmp_path / 'all.jsonl'}")
@@ -81,7 +81,7 @@ def test_export_writes_each_episode_with_the_step_that_consumed_it(
     assert rows[4]["segment"] == 4
 
 
-def test_prune_never_takes_what_a_restart_reads(
+def test_prune_keeps_the_segments_of_a_restart(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, text = carry_out(run_dir, capsys, "prune", "keep_gb=0")
@@ -103,7 +103,7 @@ def test_prune_never_takes_what_a_restart_reads(
         (["prune", "keep_days=nan"], "keep_days=nan: must be"),
     ],
 )
-def test_wrong_use_is_refused_with_the_right_one(
+def test_wrong_usage_error_shows_correct_usage(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     code, text = carry_out(run_dir, capsys, *words)
@@ -111,7 +111,7 @@ def test_wrong_use_is_refused_with_the_right_one(
     assert said in text
 
 
-def test_the_oldest_go_by_size_and_by_age_up_to_what_a_restart_needs(run_dir: RunDir) -> None:
+def test_oldest_segments_go_by_size_and_age(run_dir: RunDir) -> None:
     paths = list_segments(run_dir.journal)
     size = paths[0].stat().st_size
     prune_old(run_dir.journal, Limits(), before=NUM)
@@ -126,7 +126,7 @@ def test_the_oldest_go_by_size_and_by_age_up_to_what_a_restart_needs(run_dir: Ru
     assert load_pruned(run_dir.journal).before == 3
 
 
-def test_upkeep_packs_what_is_settled_and_a_reader_notices_nothing(run_dir: RunDir) -> None:
+def test_upkeep_packs_settled_segments_transparently(run_dir: RunDir) -> None:
     upkeep = Upkeep(run_dir.journal, JournalSection())
     upkeep.start()
     reader = read_journal(run_dir.journal)

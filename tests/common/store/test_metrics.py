@@ -35,7 +35,7 @@ def steps(path: Path) -> list[object]:
     return [line["step"] for line in read_metrics(path)]
 
 
-def test_metrics_writes_one_readable_line_per_step_at_once(tmp_path: Path) -> None:
+def test_metrics_file_gets_one_line_per_step(tmp_path: Path) -> None:
     sink = ListSink()
     writer = MetricsWriter(RunDir(root=tmp_path), [sink])
     writer.log(1, {"reward/mean": 0.5})
@@ -48,7 +48,7 @@ def test_metrics_writes_one_readable_line_per_step_at_once(tmp_path: Path) -> No
     assert sink.is_closed
 
 
-def test_metrics_writes_null_when_a_value_is_not_finite(tmp_path: Path) -> None:
+def test_non_finite_metric_is_written_as_null(tmp_path: Path) -> None:
     sink = ListSink()
     writer = MetricsWriter(RunDir(root=tmp_path), [sink])
     writer.log(1, {"a/x": float("nan"), "a/y": float("-inf"), "a/z": 2})
@@ -58,7 +58,7 @@ def test_metrics_writes_null_when_a_value_is_not_finite(tmp_path: Path) -> None:
     assert sink.seen == [(1, {"a/z": 2.0})]
 
 
-def test_metrics_refuses_a_step_that_is_not_larger(tmp_path: Path) -> None:
+def test_metrics_refuses_a_non_increasing_step(tmp_path: Path) -> None:
     writer = MetricsWriter(RunDir(root=tmp_path), [])
     writer.log(0, {})
     with pytest.raises(ValueError, match="step 0 logged after step 0"):
@@ -66,7 +66,7 @@ def test_metrics_refuses_a_step_that_is_not_larger(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_metrics_moves_later_steps_away_when_a_run_resumes(tmp_path: Path) -> None:
+def test_resume_moves_later_metrics_aside(tmp_path: Path) -> None:
     write(tmp_path, range(1, 8))
     write(tmp_path, range(6, 9), resumed_at_step=5)
     assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -80,7 +80,7 @@ def test_metrics_begins_anew_when_not_resumed(tmp_path: Path) -> None:
     assert steps(tmp_path / "metrics.discarded.jsonl") == [0, 1, 2]
 
 
-def test_metrics_time_goes_on_from_the_last_line_when_a_run_resumes(tmp_path: Path) -> None:
+def test_metrics_time_continues_after_a_resume(tmp_path: Path) -> None:
     lines = [{"step": step, "time_s": 100.0 * step} for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
@@ -91,7 +91,7 @@ def test_metrics_time_goes_on_from_the_last_line_when_a_run_resumes(tmp_path: Pa
     assert 300 <= (last["time_s"] or 0.0) < 360
 
 
-def test_metrics_sets_a_torn_last_line_aside_when_a_run_resumes(tmp_path: Path) -> None:
+def test_resume_sets_a_torn_metrics_line_aside(tmp_path: Path) -> None:
     write(tmp_path, range(1, 3))
     path = tmp_path / "metrics.jsonl"
     with path.open("a", encoding="utf-8") as handle:
@@ -104,16 +104,14 @@ def test_metrics_sets_a_torn_last_line_aside_when_a_run_resumes(tmp_path: Path) 
     ) == '{"step": 3, "rew\n'
 
 
-def test_metrics_names_file_and_line_when_the_middle_is_damaged(tmp_path: Path) -> None:
+def test_damaged_metrics_error_names_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
         read_metrics(path)
 
 
-def test_tail_returns_the_newest_steps_when_the_file_is_longer_than_it_reads(
-    tmp_path: Path,
-) -> None:
+def test_metrics_tail_returns_the_newest_steps(tmp_path: Path) -> None:
     write(tmp_path, range(1, 101))
     path = tmp_path / "metrics.jsonl"
     assert [line["step"] for line in tail_metrics(path, num_steps=2)] == [99, 100]
@@ -123,9 +121,7 @@ def test_tail_returns_the_newest_steps_when_the_file_is_longer_than_it_reads(
     assert tail_metrics(tmp_path / "none", num_steps=1) == []
 
 
-def test_metrics_of_months_stay_small_and_keep_their_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_metrics_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "MAX_BYTES", 4_000)
     path = tmp_path / "metrics.jsonl"
     write(tmp_path, range(500))

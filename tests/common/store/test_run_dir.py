@@ -12,7 +12,7 @@ from common.store.run_dir import RunDir, remove_partial_files, write_atomically
 from tests.end_to_end.runs import bounded, unbounded
 
 
-def test_an_address_is_found_by_who_waits_for_it(tmp_path: Path) -> None:
+def test_published_address_reaches_the_waiting_thread(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     found: list[str] = []
     waiting = threading.Thread(
@@ -24,7 +24,7 @@ def test_an_address_is_found_by_who_waits_for_it(tmp_path: Path) -> None:
     assert found == ["tcp://127.0.0.1:5"]
 
 
-def test_a_missing_role_is_named_after_the_wait(tmp_path: Path) -> None:
+def test_missing_role_is_named_after_the_wait(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     run_dir.publish_address("learner", "old")
     run_dir.forget_address("learner")
@@ -32,7 +32,7 @@ def test_a_missing_role_is_named_after_the_wait(tmp_path: Path) -> None:
         run_dir.wait_for_address("learner", timeout_s=0.01)
 
 
-def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_file_is_replaced_atomically_without_remains(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     write_atomically(path, "one")
     write_atomically(path, "two")
@@ -40,7 +40,7 @@ def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) 
     assert path.read_text(encoding="utf-8") == "two"
 
 
-def test_what_dead_writers_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_partial_files_of_dead_writers_are_removed(tmp_path: Path) -> None:
     names = [f".status.json.{os.getpid()}", ".status.json.4194399", ".hidden", "a.4194399"]
     for name in names:
         (tmp_path / name).touch()
@@ -48,7 +48,7 @@ def test_what_dead_writers_left_half_written_is_removed_and_nothing_else(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[:1] + names[2:])
 
 
-def test_every_file_that_a_run_has_a_name_for_has_a_bound_that_is_told() -> None:
+def test_every_named_run_file_has_documented_bound() -> None:
     names = [name for name in vars(RunDir) if name[0] != "_" and name != "root"]
     named = {name: getattr(RunDir(root=Path()), name) for name in names}
     paths = {name: str(path) for name, path in named.items() if isinstance(path, Path)}
@@ -59,14 +59,14 @@ def test_every_file_that_a_run_has_a_name_for_has_a_bound_that_is_told() -> None
     assert [path for path in untold if path not in folders] == []
 
 
-def test_file_of_a_run_without_a_bound_is_found(tmp_path: Path) -> None:
+def test_unbounded_run_file_is_found(tmp_path: Path) -> None:
     for name in ("status.json", "logs/actor-0.log.1", "journal/000001.log.gz", "grows.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert unbounded(tmp_path) == ["grows.jsonl"]
 
 
-def test_private_file_is_private_from_its_first_moment(tmp_path: Path) -> None:
+def test_private_file_is_private_from_creation(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     left = tmp_path / f".config.yaml.{os.getpid()}"
     left.write_text("left by a process of the same number", encoding="utf-8")

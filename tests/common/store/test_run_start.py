@@ -34,12 +34,12 @@ def test_new_run_needs_no_preparation(tmp_path: Path) -> None:
     assert prepare(config(), RunDir(root=tmp_path / "new")) is None
 
 
-def test_unfinished_run_goes_on_in_its_place(run_dir: RunDir) -> None:
+def test_unfinished_run_resumes_in_place(run_dir: RunDir) -> None:
     assert prepare(config(num_steps=20), run_dir) is None
     assert run_dir.config.exists()
 
 
-def test_unfinished_run_is_not_mixed_with_another_experiment(run_dir: RunDir) -> None:
+def test_unfinished_run_rejects_another_experiment(run_dir: RunDir) -> None:
     with pytest.raises(ConfigError, match=r"run\.seed: was 0, now 1"):
         prepare(config(seed=1), run_dir)
     assert run_dir.config.exists()
@@ -55,14 +55,14 @@ def test_finished_run_is_kept_aside(run_dir: RunDir) -> None:
     assert prepare(config(), run_dir) == run_dir.root.with_name("r.2")
 
 
-def test_finished_run_goes_on_when_more_steps_are_asked_for(run_dir: RunDir) -> None:
+def test_finished_run_resumes_for_more_steps(run_dir: RunDir) -> None:
     mark_finished(run_dir, version=10, result="")
     assert prepare(config(num_steps=20), run_dir) is None
     assert run_dir.config.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\0\xff", b"[]", b"5", b'{"version": "a"}'])
-def test_damaged_note_of_the_end_is_named_with_what_to_do(run_dir: RunDir, content: bytes) -> None:
+def test_damaged_finish_note_error_names_the_remedy(run_dir: RunDir, content: bytes) -> None:
     run_dir.finished.write_bytes(content)
     with pytest.raises(ConfigError, match=r"finished\.json: damaged.*remove it"):
         prepare(config(), run_dir)
@@ -76,7 +76,7 @@ def with_date(day: str, *, path: str = "m") -> RunConfig:
     return replace(config(), model=ModelSection(path=path, date=day))
 
 
-def test_run_keeps_the_date_of_its_first_start(run_dir: RunDir) -> None:
+def test_run_keeps_its_first_start_date(run_dir: RunDir) -> None:
     assert dated_at(with_date("2024-02-29"), run_dir) == "2024-02-29"
     assert run_dir.read_date() == "2024-02-29"
     assert dated_at(config(), run_dir) == "2024-02-29"
@@ -92,7 +92,7 @@ def test_new_run_has_the_date_of_today(tmp_path: Path) -> None:
     assert new.read_date() == found
 
 
-def test_run_that_goes_on_takes_no_other_date(run_dir: RunDir) -> None:
+def test_resumed_run_rejects_another_date(run_dir: RunDir) -> None:
     dated(with_date("2024-02-29"), run_dir, is_kept=True)
     assert prepare(config(), run_dir) is None
     assert prepare(with_date("2024-02-29"), run_dir) is None
@@ -100,7 +100,7 @@ def test_run_that_goes_on_takes_no_other_date(run_dir: RunDir) -> None:
         prepare(with_date("2025-01-01"), run_dir)
 
 
-def test_checkpoint_is_served_with_the_date_of_its_run(run_dir: RunDir, tmp_path: Path) -> None:
+def test_checkpoint_is_served_with_the_run_date(run_dir: RunDir, tmp_path: Path) -> None:
     dated(with_date("2024-02-29"), run_dir, is_kept=True)
     other = RunDir(root=tmp_path / "other")
     path = str(run_dir.checkpoints / "step-3")
@@ -117,6 +117,6 @@ def test_date_travels_to_roles_with_the_configuration(run_dir: RunDir) -> None:
 
 
 @pytest.mark.parametrize("day", ["2024-02-30", "today", "24-02-28", "20240228"])
-def test_date_that_is_none_is_refused_by_its_key(day: str) -> None:
+def test_invalid_date_is_refused_by_its_key(day: str) -> None:
     with pytest.raises(ConfigError, match=r"model\.date"):
         load_config(None, ["model.path=m", f"model.date={day}"], root=ROOT)

@@ -23,11 +23,11 @@ RECORD: Any = wandb_internal_pb2.Record  # type: ignore[attr-defined]
 AUTO = LogSection(wandb=WandbMode.AUTO)
 
 
-def test_auto_is_offline_when_nobody_is_logged_in() -> None:
+def test_auto_mode_is_offline_without_an_account() -> None:
     assert choose_mode(AUTO, NOBODY) is WandbMode.OFFLINE
 
 
-def test_auto_is_online_when_the_environment_or_netrc_has_a_key(tmp_path: Path) -> None:
+def test_auto_mode_is_online_with_a_key(tmp_path: Path) -> None:
     assert choose_mode(AUTO, {**NOBODY, "WANDB_API_KEY": "k" * 40}) is WandbMode.ONLINE
     (tmp_path / ".netrc").write_text(
         "machine api.wandb.ai\n login user\n password abc\n", encoding="utf-8"
@@ -35,9 +35,7 @@ def test_auto_is_online_when_the_environment_or_netrc_has_a_key(tmp_path: Path) 
     assert choose_mode(AUTO, {"HOME": str(tmp_path)}) is WandbMode.ONLINE
 
 
-def test_account_is_not_seen_when_the_netrc_file_is_of_another_host_or_broken(
-    tmp_path: Path,
-) -> None:
+def test_foreign_or_broken_netrc_is_no_account(tmp_path: Path) -> None:
     netrc = tmp_path / "netrc"
     netrc.write_text("machine example.org\n login user\n password abc\n", encoding="utf-8")
     assert not has_account({**NOBODY, "NETRC": str(netrc)})
@@ -45,12 +43,12 @@ def test_account_is_not_seen_when_the_netrc_file_is_of_another_host_or_broken(
     assert not has_account({**NOBODY, "NETRC": str(netrc)})
 
 
-def test_online_goes_offline_instead_of_asking_when_nobody_is_logged_in() -> None:
+def test_online_mode_without_account_falls_back_offline() -> None:
     assert choose_mode(LogSection(wandb=WandbMode.ONLINE), NOBODY) is WandbMode.OFFLINE
 
 
 @pytest.mark.parametrize("mode", [WandbMode.OFFLINE, WandbMode.DISABLED])
-def test_wish_of_the_user_decides_when_a_key_is_there(mode: WandbMode) -> None:
+def test_configured_mode_wins_when_a_key_exists(mode: WandbMode) -> None:
     environ = {**NOBODY, "WANDB_API_KEY": "k" * 40}
     assert choose_mode(LogSection(wandb=mode), environ) is mode
     assert choose_mode(AUTO, {**environ, "WANDB_MODE": mode.value}) is mode
@@ -104,7 +102,7 @@ def test_variable_that_disables_wandb_is_honoured(value: str, mode: WandbMode) -
         choose_mode(AUTO, {**environ, "WANDB_DISABLED": "perhaps"})
 
 
-def test_account_is_not_looked_for_below_a_home_that_is_missing() -> None:
+def test_missing_home_yields_no_account() -> None:
     assert not has_account({"HOME": ""})
 
 
@@ -134,9 +132,7 @@ def run_sink(root: Path, script: str, **environ: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.slow
-def test_sink_is_silent_and_writes_below_the_run_directory_without_an_account(
-    tmp_path: Path,
-) -> None:
+def test_sink_without_account_writes_silently_offline(tmp_path: Path) -> None:
     script = (
         "sink = WandbSink(run_dir, cfg)\n"
         "assert sink.mode.value == 'offline', sink.mode\n"
@@ -152,7 +148,7 @@ def test_sink_is_silent_and_writes_below_the_run_directory_without_an_account(
 
 
 @pytest.mark.slow
-def test_sink_is_offline_in_a_mode_that_wandb_spells_otherwise(tmp_path: Path) -> None:
+def test_sink_accepts_alternative_spellings_of_offline(tmp_path: Path) -> None:
     script = (
         "sink = WandbSink(run_dir, cfg)\n"
         "assert sink.mode.value == 'offline', sink.mode\n"
@@ -165,7 +161,7 @@ def test_sink_is_offline_in_a_mode_that_wandb_spells_otherwise(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_sink_goes_on_offline_with_one_warning_when_wandb_does_not_answer(tmp_path: Path) -> None:
+def test_unreachable_wandb_falls_back_offline_with_warning(tmp_path: Path) -> None:
     script = (
         "sink = WandbSink(run_dir, cfg, init_timeout_s=2.0)\n"
         "assert sink.mode.value == 'offline', sink.mode\n"
@@ -180,7 +176,7 @@ def test_sink_goes_on_offline_with_one_warning_when_wandb_does_not_answer(tmp_pa
 
 
 @pytest.mark.slow
-def test_sink_disables_itself_with_one_warning_when_wandb_breaks_later(tmp_path: Path) -> None:
+def test_broken_wandb_disables_the_sink_with_warning(tmp_path: Path) -> None:
     script = (
         "sink = WandbSink(run_dir, cfg)\n"
         "import wandb\n"
@@ -211,7 +207,7 @@ def records_of(log: Path) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_evaluation_is_told_when_it_has_ended_and_once(tmp_path: Path) -> None:
+def test_ended_evaluation_is_logged_exactly_once(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     for name, number in {"before-model": 3, "step-2-model": 4, "step-4-model": 5}.items():
         played = replace(episode(number), kind=EpisodeKind.EVAL, group_id=f"eval-{name}")
@@ -240,9 +236,7 @@ def test_evaluation_is_told_when_it_has_ended_and_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_offline_files_hold_evaluations_with_tables_and_no_nan_after_a_resume(
-    tmp_path: Path,
-) -> None:
+def test_offline_files_keep_evaluations_and_omit_nan(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     names = {"before-model": 3, "step-4-model": 4, "after-model": 5, "before-expert": 6}
     for name, number in names.items():

@@ -8,7 +8,7 @@ from common.wire.rendezvous.server import StoreServer
 HOST = "127.0.0.1"
 
 
-NOWHERE: dict[str, Any] = {  # an offer of which nobody gets so far
+NOWHERE: dict[str, Any] = {  # Fields of an offer that are not used.
     "store_host": HOST,
     "store_port": 1,
     "store_public": "",
@@ -29,7 +29,7 @@ class Meeting:
         return GroupStore(StoreLine(self.server.place), self.group, timeout_s=timeout_s)
 
     def of_offer(self) -> dict[str, Any]:
-        """What an offer says of it."""
+        """Return the fields of an offer for this rendezvous."""
         place = self.server.place
         return {
             "store_host": HOST,

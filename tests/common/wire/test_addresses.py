@@ -1,4 +1,4 @@
-"""Laws of where others are reached, and of who is told what."""
+"""Laws of advertised addresses and of the address book."""
 
 import pytest
 
@@ -26,14 +26,14 @@ def directory(number: int, learner: str, *, hub: str = "http://10.0.0.9:80") -> 
     )
 
 
-def test_host_of_an_address_is_changed_alone() -> None:
+def test_only_the_host_of_an_address_changes() -> None:
     assert host_of("tcp://10.0.0.1:5") == "10.0.0.1"
     assert host_of("http://[::1]:5/") == "::1"
     assert with_host("tcp://0.0.0.0:5", "::1") == "tcp://[::1]:5"
     assert with_host("http://*:5", "a.b") == "http://a.b:5"
 
 
-def test_all_interfaces_are_never_what_others_are_told() -> None:
+def test_advertised_address_is_never_the_wildcard() -> None:
     assert advertised("tcp://0.0.0.0:5", towards="tcp://127.0.0.1:9") == "tcp://*:5"
     assert advertised("tcp://10.1.1.1:5", towards="tcp://127.0.0.1:9") == "tcp://10.1.1.1:5"
     told = advertised("tcp://0.0.0.0:5", towards=f"tcp://{FAR}:9")
@@ -41,14 +41,14 @@ def test_all_interfaces_are_never_what_others_are_told() -> None:
     assert host_of(told) not in ("0.0.0.0", "*", "127.0.0.1")
 
 
-def test_who_listens_everywhere_is_reached_by_the_interface_towards_the_peer_outside() -> None:
+def test_wildcard_listener_advertises_its_outward_interface() -> None:
     assert own_host_towards("10.0.0.3", [FAR]) == "10.0.0.3"
     assert own_host_towards("0.0.0.0", ["127.0.0.1", ""]) == "127.0.0.1"
     assert is_here(own_host_towards("0.0.0.0", ["127.0.0.1", FAR]))
     assert own_host_towards("0.0.0.0", ["127.0.0.1", FAR]) != "127.0.0.1"
 
 
-def test_star_is_the_machine_at_which_the_scheduler_is_reached_from_here() -> None:
+def test_star_resolves_to_the_scheduler_host() -> None:
     book = AddressBook(lambda: f"tcp://{FAR}:9")
     assert book.find_address("learner") is None
     book.take(directory(1, "tcp://*:5", hub="http://*:80"))
@@ -57,7 +57,7 @@ def test_star_is_the_machine_at_which_the_scheduler_is_reached_from_here() -> No
     assert book.find_address("scheduler") == f"tcp://{FAR}:9"
 
 
-def test_what_a_restarted_scheduler_does_not_know_yet_stays() -> None:
+def test_restarted_scheduler_keeps_known_addresses() -> None:
     book = AddressBook(lambda: "tcp://127.0.0.1:9")
     book.take(directory(7, "tcp://127.0.0.1:5"))
     assert book.is_complete
@@ -68,7 +68,7 @@ def test_what_a_restarted_scheduler_does_not_know_yet_stays() -> None:
     assert book.is_complete
 
 
-def test_a_loopback_address_of_another_machine_is_refused_with_the_remedy() -> None:
+def test_remote_loopback_address_is_refused_with_remedy() -> None:
     book = AddressBook(lambda: f"tcp://{FAR}:9")
     with pytest.raises(ConfigError, match=r"start the run with learner\.host=0\.0\.0\.0"):
         book.take(directory(1, "tcp://127.0.0.1:5"))
@@ -76,9 +76,7 @@ def test_a_loopback_address_of_another_machine_is_refused_with_the_remedy() -> N
         book.take(directory(1, "tcp://*:5", hub="http://localhost:80"))
 
 
-def test_an_address_that_was_known_is_known_while_the_way_is_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_known_local_address_survives_a_lost_route(monkeypatch: pytest.MonkeyPatch) -> None:
     local_address_towards.cache_clear()
     with pytest.raises(WireError, match=r"no way to nosuch\.invalid"):
         local_address_towards("nosuch.invalid")

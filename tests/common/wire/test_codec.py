@@ -68,7 +68,7 @@ def within(bound: Bound | None, kind: Any) -> st.SearchStrategy[Any]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Equality that knows arrays and NaN."""
+    """Return whether two values are equal, including arrays and NaN."""
     if type(one) is not type(other):
         return False
     if dataclasses.is_dataclass(one):
@@ -113,7 +113,7 @@ def trajectory_frames(**changes: Any) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", MESSAGE_TYPES.values(), ids=lambda kind: kind.__name__)
-def test_wire_returns_every_message_as_it_was(kind: type) -> None:
+def test_every_message_round_trips_over_the_wire(kind: type) -> None:
     @settings(max_examples=8)
     @given(values_of(kind))
     def check(message: Any) -> None:
@@ -124,7 +124,7 @@ def test_wire_returns_every_message_as_it_was(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", MESSAGE_TYPES.values(), ids=lambda kind: kind.__name__)
-def test_order_of_the_fields_on_the_wire_changes_nothing(kind: type) -> None:
+def test_field_order_does_not_change_decoding(kind: type) -> None:
     """Fields in their order are read by converters made beforehand, others one by one."""
 
     def read(schema: int, name: str, fields: dict[str, Any], *arrays: bytes) -> Any:
@@ -148,7 +148,7 @@ def test_order_of_the_fields_on_the_wire_changes_nothing(kind: type) -> None:
     check()
 
 
-def test_ints_are_widened_where_a_float_is_asked_for() -> None:
+def test_integers_widen_to_declared_floats() -> None:
     fields = {"leases": [], "retry_after_s": 2, "reason": ""}
     grant = decode(frames_of("LeaseGrant", fields))
     assert grant == LeaseGrant(leases=[], retry_after_s=2.0, reason="")
@@ -179,18 +179,18 @@ def test_ints_are_widened_where_a_float_is_asked_for() -> None:
         (frames_of("CanaryScores", {"actor": "a", "version": 1, "logprobs": 1}), "not a list"),
     ],
 )
-def test_wire_refuses_what_its_schema_does_not_say(frames: list[bytes], reason: str) -> None:
+def test_wire_refuses_frames_outside_its_schema(frames: list[bytes], reason: str) -> None:
     with pytest.raises(WireError, match=reason):
         decode(frames)
 
 
-def test_field_that_has_a_default_may_be_missing() -> None:
+def test_field_with_a_default_may_be_missing() -> None:
     fields = {"version": 1, "is_last": False, "max_ahead_steps": 2, "signals": {}}
     assert decode(frames_of("StepDone", fields)).number == 0
     assert decode(frames_of("StepDone", fields | {"number": 7})).number == 7
 
 
-def test_trajectory_of_an_older_peer_starts_at_score_zero() -> None:
+def test_older_peer_trajectory_starts_at_score_zero() -> None:
     sent = make_trajectory([5, 6], [0, 1])
     schema, name, fields = msgpack.unpackb(encode(sent)[0])
     del fields["start_score"]
@@ -199,7 +199,7 @@ def test_trajectory_of_an_older_peer_starts_at_score_zero() -> None:
 
 
 @pytest.mark.parametrize("value", ["neither", 3, ["train"], None])
-def test_wire_refuses_what_no_enum_holds(value: Any) -> None:
+def test_wire_refuses_values_outside_the_enum(value: Any) -> None:
     with pytest.raises(WireError, match=r"Trajectory\.kind"):
         decode(trajectory_frames(kind=value))
 
@@ -220,19 +220,19 @@ def test_wire_refuses_what_no_enum_holds(value: Any) -> None:
         ("abc", "not \\[frame"),
     ],
 )
-def test_wire_refuses_an_array_that_does_not_match_its_frame(array: Any, reason: str) -> None:
+def test_wire_refuses_an_array_unlike_its_frame(array: Any, reason: str) -> None:
     with pytest.raises(WireError, match=reason):
         decode([*trajectory_frames(token_ids=array), b""])
 
 
-def test_wire_refuses_a_bool_that_is_neither_0_nor_1() -> None:
+def test_wire_refuses_bools_beyond_0_and_1() -> None:
     frames = trajectory_frames(loss_mask=[LAST, "bool", [3]])
     assert decode([*frames, b"\0\1\1"]).loss_mask.tolist() == [False, True, True]
     with pytest.raises(WireError, match="neither 0 nor 1"):
         decode([*frames, b"\0\1\2"])
 
 
-def test_a_message_that_cannot_be_packed_leaves_nothing_in_the_next_one() -> None:
+def test_unpackable_message_leaves_the_next_one_intact() -> None:
     whole = Rejected(reason="whole")
     before = encode(whole)
     with pytest.raises((TypeError, OverflowError)):
@@ -240,7 +240,7 @@ def test_a_message_that_cannot_be_packed_leaves_nothing_in_the_next_one() -> Non
     assert encode(whole) == before
 
 
-def test_encode_refuses_what_is_no_message() -> None:
+def test_encode_refuses_non_messages() -> None:
     with pytest.raises(WireError, match="dict is not a message"):
         encode({"a": 1})
     doubles = dataclasses.replace(make_trajectory([1], [1]), logprobs=np.zeros(1))
@@ -248,7 +248,7 @@ def test_encode_refuses_what_is_no_message() -> None:
         encode(doubles)
 
 
-def test_encode_takes_an_array_that_is_not_contiguous() -> None:
+def test_encode_accepts_a_non_contiguous_array() -> None:
     every_other = np.arange(6, dtype=np.int32)[::2]
     message = dataclasses.replace(make_trajectory([1, 1, 1], [0, 1, 1]), token_ids=every_other)
     assert decode(encode(message)).token_ids.tolist() == [0, 2, 4]
@@ -257,7 +257,7 @@ def test_encode_takes_an_array_that_is_not_contiguous() -> None:
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(st.binary(max_size=60), max_size=4))
-def test_random_frames_raise_nothing_but_wire_errors(frames: list[bytes]) -> None:
+def test_random_frames_raise_only_wire_errors(frames: list[bytes]) -> None:
     with pytest.raises(WireError):
         decode(frames)
 
@@ -272,7 +272,7 @@ PLAIN = st.recursive(
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(st.sampled_from(sorted(make_trajectory([1], [1]).__slots__)), PLAIN)
-def test_one_foreign_field_raises_nothing_but_wire_errors(name: str, value: Any) -> None:
+def test_foreign_field_raises_only_wire_errors(name: str, value: Any) -> None:
     try:
         decode(trajectory_frames(**{name: value}))
     except WireError:
@@ -281,7 +281,7 @@ def test_one_foreign_field_raises_nothing_but_wire_errors(name: str, value: Any)
 
 @settings(max_examples=300)
 @given(st.data())
-def test_a_damaged_record_raises_nothing_but_wire_errors(data: st.DataObject) -> None:
+def test_damaged_record_raises_only_wire_errors(data: st.DataObject) -> None:
     record = bytearray(pack_record(make_trajectory([5, 6, 7], [0, 1, 1])))
     place = data.draw(st.integers(0, len(record) - 1))
     record[place] = data.draw(st.integers(0, 255))
@@ -291,7 +291,7 @@ def test_a_damaged_record_raises_nothing_but_wire_errors(data: st.DataObject) ->
         return
 
 
-def test_a_record_of_something_else_is_refused() -> None:
+def test_foreign_record_is_refused() -> None:
     with pytest.raises(WireError, match="list of frames"):
         unpack_record(pack({"a": 1}))
     assert unpack_record(pack_record(Rejected(reason="x"))) == Rejected(reason="x")
@@ -324,9 +324,7 @@ def seen_fields(**changes: Any) -> dict[str, Any]:
         ([*encode(ACK), *[b""] * 1_000], "too many frames"),
     ],
 )
-def test_values_beyond_their_bounds_are_refused_in_few_words(
-    frames: list[bytes], named: str
-) -> None:
+def test_values_beyond_bounds_get_short_refusals(frames: list[bytes], named: str) -> None:
     began = time.process_time()
     with pytest.raises(WireError, match=named) as refused:
         decode(frames)
@@ -334,7 +332,7 @@ def test_values_beyond_their_bounds_are_refused_in_few_words(
     assert time.process_time() - began < 0.5
 
 
-def test_what_is_shown_of_a_value_is_short_however_deep_it_is() -> None:
+def test_shown_value_is_short_at_any_depth() -> None:
     nested: Any = []
     for _ in range(100_000):
         nested = [nested]

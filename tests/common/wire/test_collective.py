@@ -36,7 +36,7 @@ def random_bytes(num: int, *, seed: int = 0) -> Tensor:
     return torch.randint(0, 256, (num,), dtype=torch.uint8, generator=generator)
 
 
-def test_everybody_receives_the_bytes_of_rank_0_in_every_epoch() -> None:
+def test_broadcast_delivers_rank_0_bytes_every_epoch() -> None:
     server = Meeting()
     sent = [random_bytes(4096, seed=seed) for seed in range(3)]
 
@@ -70,7 +70,7 @@ def test_everybody_receives_the_bytes_of_rank_0_in_every_epoch() -> None:
         assert torch.equal(received, original)
 
 
-def test_a_missing_member_makes_all_others_raise_in_time() -> None:
+def test_missing_member_fails_all_others_in_time() -> None:
     server = Meeting()
 
     def enter(rank: int) -> None:
@@ -84,7 +84,7 @@ def test_a_missing_member_makes_all_others_raise_in_time() -> None:
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_a_member_that_never_broadcasts_makes_the_other_raise_in_time(silent: int) -> None:
+def test_silent_member_fails_the_other_in_time(silent: int) -> None:
     server = Meeting()
     buffer = random_bytes(32 << 20)  # more than the kernel would take in silence
 
@@ -99,7 +99,7 @@ def test_a_member_that_never_broadcasts_makes_the_other_raise_in_time(silent: in
         group.close()
 
 
-def test_tensors_of_any_dtype_come_back_from_the_flat_buffer() -> None:
+def test_tensors_of_any_dtype_survive_the_buffer() -> None:
     named = [
         ("weight", torch.randn(3, 5).to(torch.bfloat16)),
         ("scale", torch.tensor(0.125)),
@@ -122,7 +122,7 @@ def test_tensors_of_any_dtype_come_back_from_the_flat_buffer() -> None:
         assert torch.equal(view, tensor)
 
 
-def test_a_view_is_no_copy() -> None:
+def test_tensor_view_is_no_copy() -> None:
     specs, num_bytes = lay_out([("w", torch.zeros(2))])
     buffer = torch.zeros(num_bytes, dtype=torch.uint8)
     ((_, view),) = views(buffer, specs)
@@ -130,13 +130,11 @@ def test_a_view_is_no_copy() -> None:
     assert buffer.view(torch.float32).tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_the_address_towards_this_machine_is_local() -> None:
+def test_address_towards_this_machine_is_local() -> None:
     assert local_address_towards(HOST) == HOST
 
 
-def test_nccl_gets_the_interface_that_peers_reach_unless_one_is_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nccl_uses_the_peer_interface_unless_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     choose_interface(HOST)
     assert "NCCL_SOCKET_IFNAME" not in os.environ
@@ -148,7 +146,7 @@ def test_nccl_gets_the_interface_that_peers_reach_unless_one_is_chosen(
     assert os.environ["NCCL_SOCKET_IFNAME"] == "chosen"
 
 
-def test_the_store_listens_on_the_host_it_is_given_and_on_no_other() -> None:
+def test_store_listens_only_on_its_given_host() -> None:
     meeting = Meeting()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", meeting.server.port), timeout=5)

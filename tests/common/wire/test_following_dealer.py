@@ -31,7 +31,7 @@ class Peer:
         self.move()
 
     def move(self) -> None:
-        """Listen at a new address; nobody answers at the old one any more."""
+        """Listen at a new address; the old one no longer answers."""
         self.close()
         self._routers.append(Router(self.keys, host=HOST, port=0))
         self.run_dir.publish_address("learner", f"tcp://{HOST}:{self._routers[-1].port}")
@@ -56,7 +56,7 @@ def peer(tmp_path: Path) -> Iterator[Peer]:
     peer.close()
 
 
-def test_hello_is_said_first_and_again_where_the_peer_has_moved_to(peer: Peer) -> None:
+def test_hello_is_repeated_after_a_peer_moves(peer: Peer) -> None:
     context = zmq.Context()
     line = FollowingDealer(peer.run_dir, "learner", peer.keys, context=context, hello=lambda: HELLO)
     line.connect(timeout_s=WAIT_S)
@@ -73,7 +73,7 @@ def test_hello_is_said_first_and_again_where_the_peer_has_moved_to(peer: Peer) -
     context.term()
 
 
-def test_messages_are_received_with_a_deadline_on_an_event_loop(peer: Peer) -> None:
+def test_event_loop_receives_messages_within_a_deadline(peer: Peer) -> None:
     async def law() -> None:
         context = zmq.asyncio.Context()
         line = FollowingDealer(
@@ -90,7 +90,7 @@ def test_messages_are_received_with_a_deadline_on_an_event_loop(peer: Peer) -> N
     asyncio.run(law())
 
 
-def test_a_peer_is_not_silent_while_this_process_stands_still(
+def test_suspended_process_does_not_count_peer_silence(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped for minutes: the peer's words are in the queue, and read before it is judged."""
@@ -107,7 +107,7 @@ def test_a_peer_is_not_silent_while_this_process_stands_still(
     context.term()
 
 
-def test_a_peer_without_an_address_is_an_error_that_names_it(peer: Peer) -> None:
+def test_missing_peer_address_raises_by_name(peer: Peer) -> None:
     context = zmq.Context()
     line = FollowingDealer(peer.run_dir, "scheduler", peer.keys, context=context)
     with pytest.raises(LongstrideError, match="no scheduler within"):

@@ -103,7 +103,7 @@ def wait_for(condition: object, what: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_peer_that_never_reads_holds_nobody_up(
+def test_non_reading_peer_delays_no_other_peer(
     server: Server, folder: Path, context: zmq.Context
 ) -> None:
     friend = connect(context, server, own_keys(folder, role="actor", name="actor-0"))
@@ -128,7 +128,7 @@ def test_a_peer_that_never_reads_holds_nobody_up(
 
 
 @pytest.mark.slow
-def test_hostile_messages_are_counted_of_their_sender_and_hold_nobody_up(
+def test_hostile_messages_are_counted_without_delaying_peers(
     server: Server, folder: Path, context: zmq.Context
 ) -> None:
     friend = connect(context, server, own_keys(folder, role="actor", name="actor-0"))
@@ -158,7 +158,9 @@ def test_hostile_messages_are_counted_of_their_sender_and_hold_nobody_up(
     assert told["enemy"]["dropped"] > num - 10 * MAX_STRIKES, "nothing of it was decoded any more"
 
 
-def test_an_actor_speaks_as_nobody_else(server: Server, folder: Path, context: zmq.Context) -> None:
+def test_actor_cannot_impersonate_another_peer(
+    server: Server, folder: Path, context: zmq.Context
+) -> None:
     dealer = connect(context, server, own_keys(folder, role="actor", name="actor-0"))
     for message in (
         Hello(role="learner", name="actor-0", incarnation="i", version=10**9),
@@ -174,7 +176,7 @@ def test_an_actor_speaks_as_nobody_else(server: Server, folder: Path, context: z
     assert server.router.report()["peers"]["actor-0"]["forbidden"] == 5
 
 
-def test_a_key_that_is_taken_back_ends_what_its_holder_may_do(
+def test_revoked_key_ends_rights_of_its_holder(
     server: Server, folder: Path, context: zmq.Context
 ) -> None:
     keys = own_keys(folder, role="actor", name="actor-0")
@@ -190,7 +192,7 @@ def test_a_key_that_is_taken_back_ends_what_its_holder_may_do(
     wait_for(is_refused, "a connection keeps its rights")
     again = connect(context, server, keys)
     again.setsockopt(zmq.SNDTIMEO, 0)
-    with contextlib.suppress(zmq.Again):  # it may be refused before it has said anything
+    with contextlib.suppress(zmq.Again):  # The router may refuse it earlier.
         again.send_multipart(ASK)
     wait_for(
         lambda: server.router.report()["connections"]["refused"].get("key"),
@@ -212,7 +214,7 @@ def push(stranger: socket.socket, num_bytes: int) -> int:
     return sent
 
 
-def test_a_stranger_cannot_fill_the_memory(server: Server) -> None:
+def test_stranger_cannot_fill_the_memory(server: Server) -> None:
     memory_before = psutil.Process().memory_info().rss
     for num_bytes in (1 << 40, MAX_FRAME_BYTES + 1, MAX_FRAME_BYTES - 1):
         with socket.create_connection((HOST, server.router.port)) as stranger:
@@ -228,7 +230,7 @@ def test_a_stranger_cannot_fill_the_memory(server: Server) -> None:
 
 @contextlib.contextmanager
 def watched_by_hand(context: zmq.Context) -> Iterator[tuple[Connections, socket.socket]]:
-    """Yield what watches a ROUTER without encryption, never as a thread, and who has connected."""
+    """Yield the monitor of an unencrypted ROUTER, without its thread, and a connected peer."""
     watched = context.socket(zmq.ROUTER)
     watched.setsockopt(zmq.LINGER, 0)
     connections = Connections(watched)
@@ -244,9 +246,7 @@ def watched_by_hand(context: zmq.Context) -> Iterator[tuple[Connections, socket.
         watched.close()
 
 
-def test_a_stranger_that_is_gone_before_the_news_of_its_end_is_taken_is_counted(
-    context: zmq.Context,
-) -> None:
+def test_vanished_stranger_is_counted_as_refused(context: zmq.Context) -> None:
     with watched_by_hand(context) as (connections, stranger):
         (descriptor,) = connections._pending
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -264,7 +264,7 @@ READY = b"\x04\x1c\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
 PART = b"\x03" + (1_000_000).to_bytes(8, "big") + bytes(1_000_000)  # and there is more of it
 
 
-def test_a_message_without_end_is_ended_and_many_whole_ones_are_not(
+def test_endless_message_is_cut_complete_ones_pass(
     context: zmq.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (
@@ -323,7 +323,7 @@ server.close()
 
 
 @pytest.mark.slow
-def test_thousands_of_idle_connections_leave_room_for_files_and_for_friends(
+def test_idle_connections_leave_room_for_friendly_peers(
     tmp_path: Path, folder: Path, context: zmq.Context
 ) -> None:
     assert raise_file_limit() > 3_200
@@ -386,7 +386,7 @@ connections.stop()
 
 
 @pytest.mark.slow
-def test_a_socket_closes_while_thousands_of_its_connections_were_not_looked_at() -> None:
+def test_socket_closes_with_thousands_of_unread_connections() -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", UNREAD], env={**os.environ, "PYTHONPATH": "."}, encoding="utf-8"
     )

@@ -36,13 +36,13 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> RunKeys:
     return create_keys(tmp_path_factory.mktemp("keys"))
 
 
-def test_limits_of_sender_receiver_connection_and_journal_agree() -> None:
+def test_sender_receiver_and_journal_limits_agree() -> None:
     assert MAX_HEADER_BYTES <= MAX_FRAME_BYTES <= MAX_MESSAGE_BYTES
     assert MAX_MESSAGE_BYTES < MAX_UNHEARD_BYTES
     assert MAX_MESSAGE_BYTES + 4 * (1 + MAX_FRAMES) < MAX_RECORD_BYTES
 
 
-def test_every_message_has_fewer_arrays_than_frames_are_allowed() -> None:
+def test_every_message_fits_the_frame_limit() -> None:
     for cls in MESSAGE_TYPES.values():
         kinds = typing.get_type_hints(cls)
         arrays = [each for each in dataclasses.fields(cls) if kinds[each.name] is np.ndarray]
@@ -59,7 +59,7 @@ def test_longest_configurable_episode_fits_a_message() -> None:
 
 
 @pytest.mark.slow
-def test_largest_frame_passes_a_socket_and_is_journaled(keys: RunKeys) -> None:
+def test_largest_frame_passes_a_socket_and_journal(keys: RunKeys) -> None:
     router = Router(keys, host=HOST, port=0)
     context = zmq.Context()
     try:
@@ -91,13 +91,13 @@ def large(num_tokens: int) -> Trajectory:
         (large(MAX_FRAME_BYTES // 4 + 1), "Trajectory: an array of 33554436 bytes"),
     ],
 )
-def test_sender_refuses_by_name_what_no_receiver_takes(message: object, reason: str) -> None:
+def test_sender_refuses_oversized_messages_by_name(message: object, reason: str) -> None:
     with pytest.raises(MessageTooLarge, match=reason):
         encode(message)
 
 
 @pytest.mark.slow
-def test_sender_and_receiver_refuse_a_message_of_large_frames_alike() -> None:
+def test_sender_and_receiver_refuse_large_frames_alike() -> None:
     frames = encode(make_trajectory([1], [0]))
     whole = np.zeros(MAX_FRAME_BYTES // 4, np.int32)
     columns = {name: whole for name in (*TOKEN_COLUMNS, "turn_states", "asides", "turn_scores")}
@@ -108,13 +108,13 @@ def test_sender_and_receiver_refuse_a_message_of_large_frames_alike() -> None:
 
 
 @pytest.mark.parametrize("text", ["half \udcff", "\ud800"])
-def test_sender_refuses_text_that_no_message_can_hold(text: str) -> None:
+def test_sender_refuses_text_with_lone_surrogates(text: str) -> None:
     with pytest.raises(WireError, match="no message can hold"):
         encode(Rejected(reason=text))
 
 
 @pytest.mark.slow
-def test_largest_grant_of_the_longest_ids_fits_a_message() -> None:
+def test_largest_grant_fits_a_message() -> None:
     lease = Lease(
         episode_id=LONGEST_ID,
         group_id=LONGEST_ID,
@@ -136,7 +136,7 @@ def test_largest_grant_of_the_longest_ids_fits_a_message() -> None:
 
 
 @pytest.mark.slow
-def test_offer_of_a_hundred_thousand_tensors_fits_a_message() -> None:
+def test_offer_of_100000_tensors_fits_a_message() -> None:
     tensor = TensorSpec(
         name="model.layers.60.mlp.experts.255.down_proj.weight",
         shape=[7168, 2048],

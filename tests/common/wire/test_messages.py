@@ -1,4 +1,4 @@
-"""The protocol holds nothing that nobody sends or nobody reads."""
+"""The protocol has no message or field without a sender and a reader."""
 
 import ast
 import dataclasses
@@ -15,14 +15,14 @@ from common.wire.messages import EpisodeIdentity
 
 PACKAGES = ("actor", "common", "envhub", "learner")
 DEFINED_IN = [ROOT / "common" / "wire" / name for name in ("messages.py", "weight_messages.py")]
-PASSED_ON = {  # read by others than those who handle the message, like what is nested
+PASSED_ON = {  # Read outside the handler, like nested messages.
     "Trajectory",  # journal, batches, reports and offline training read it
     "LeaseGrant",  # the actor's loop reads what its client received
 }
 
 
 class Uses:
-    """Where messages are made, named otherwise (so handled), and what is read there."""
+    """Places that construct or handle messages, and the fields that are read there."""
 
     def __init__(self) -> None:
         self.written: dict[str, set[str]] = defaultdict(set)  # message -> fields set by keyword
@@ -111,12 +111,12 @@ def uses() -> Uses:
     return Uses()
 
 
-def test_every_message_is_sent_and_handled_by_somebody(uses: Uses) -> None:
+def test_every_message_is_sent_and_handled(uses: Uses) -> None:
     assert set(MESSAGES) - uses.made == set()
     assert set(MESSAGES) - uses.handled - _nested() == set()
 
 
-def test_every_field_of_a_message_is_written_and_read_by_somebody(uses: Uses) -> None:
+def test_every_message_field_is_written_and_read(uses: Uses) -> None:
     unwritten: set[str] = set()
     unread: set[str] = set()
     for name, cls in MESSAGES.items():

@@ -19,7 +19,7 @@ from common.wire.rendezvous.server import MAX_GROUP_BYTES, MAX_GROUPS, StorePlac
 from tests.common.wire.meeting import HOST, Meeting
 
 
-def test_a_key_is_waited_for_and_counted_and_forgotten() -> None:
+def test_store_keys_are_awaited_counted_and_deleted() -> None:
     meeting = Meeting()
     ours, theirs = meeting.store(), meeting.store(timeout_s=0.2)
     threading.Timer(0.2, lambda: ours.set("here", b"\0value")).start()
@@ -35,7 +35,7 @@ def test_a_key_is_waited_for_and_counted_and_forgotten() -> None:
     meeting.close()
 
 
-def test_who_has_no_key_and_who_is_in_no_group_reads_and_writes_nothing() -> None:
+def test_rendezvous_requires_key_and_group_membership() -> None:
     meeting = Meeting()
     member, place = meeting.store(), meeting.server.place
     member.set("rank_0", b"address")
@@ -50,7 +50,7 @@ def test_who_has_no_key_and_who_is_in_no_group_reads_and_writes_nothing() -> Non
     meeting.close()
 
 
-def test_a_group_has_bounded_room_and_old_groups_are_forgotten() -> None:
+def test_group_storage_is_bounded_and_expires() -> None:
     meeting = Meeting()
     store, block = meeting.store(), b"x" * (2 << 20)
     num = MAX_GROUP_BYTES // len(block) - 1  # with their keys
@@ -66,7 +66,7 @@ def test_a_group_has_bounded_room_and_old_groups_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("how", ["left", "server closed"])
-def test_who_waits_in_a_process_group_that_nobody_completes_is_freed_at_once(how: str) -> None:
+def test_leaving_frees_an_incomplete_process_group_immediately(how: str) -> None:
     """A thread that comes back from torch while the interpreter ends aborts the process."""
     meeting = Meeting()
     store = meeting.store(timeout_s=30.0)
@@ -86,7 +86,7 @@ def test_who_waits_in_a_process_group_that_nobody_completes_is_freed_at_once(how
 SECRET = b"\x07weights" * 8_192
 
 
-def test_garbage_on_its_port_does_not_keep_members_from_meeting() -> None:
+def test_garbage_on_the_port_disturbs_no_rendezvous() -> None:
     meeting = Meeting()
     noise = [socket.create_connection((HOST, meeting.server.port), timeout=5) for _ in range(50)]
     for each in noise:
@@ -100,8 +100,8 @@ def test_garbage_on_its_port_does_not_keep_members_from_meeting() -> None:
 
 
 @pytest.mark.slow
-def test_who_takes_a_members_place_at_gloos_port_reads_and_writes_nothing() -> None:
-    """gloo takes whoever connects first and says a number: then this transfer fails."""
+def test_gloo_impostor_reads_and_writes_nothing() -> None:
+    """gloo accepts the first connection that sends a number: then this transfer fails."""
     meeting, before = Meeting(), listening()
     for epoch in range(1, 3):
         with ThreadPoolExecutor(2) as pool:
@@ -128,7 +128,7 @@ def listening() -> set[int]:
 
 
 def impostor(port: int, number: int) -> socket.socket:
-    """Connect as gloo's pairs do: the first eight bytes say which pair it is."""
+    """Connect like gloo's pairs: the first eight bytes identify the pair."""
     connection = socket.create_connection((HOST, port), timeout=5)
     connection.sendall(struct.pack("<q", number))
     return connection

@@ -14,7 +14,7 @@ from common.wire.join_messages import FileRequest, JoinRequest
 from common.wire.security import create_keys, load_keys, own_keys
 
 
-def test_keys_are_made_once_and_read_by_others(tmp_path: Path) -> None:
+def test_keys_are_created_once_and_loadable(tmp_path: Path) -> None:
     made = create_keys(tmp_path / "keys")
     assert create_keys(tmp_path / "keys") == made
     assert load_keys(tmp_path / "keys") == made
@@ -35,14 +35,14 @@ def test_keys_are_readable_by_their_owner_only(umask: int, tmp_path: Path) -> No
     assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
 
 
-def test_a_missing_key_is_named(tmp_path: Path) -> None:
+def test_missing_key_is_named(tmp_path: Path) -> None:
     create_keys(tmp_path)
     (tmp_path / "client_secret").unlink()
     with pytest.raises(ConfigError, match="client_secret"):
         load_keys(tmp_path)
 
 
-def test_who_was_given_a_key_by_name_may_join_by_that_name_only() -> None:
+def test_named_key_allows_only_its_own_name() -> None:
     actor, hub = Identity("actor-3", "actor", "p"), Identity("hub-1", "envhub", "q")
     asks = JoinRequest(role="actor", product="1", name="actor-3", public_key="p")
     assert actor.why_not(asks) == ""
@@ -53,9 +53,7 @@ def test_who_was_given_a_key_by_name_may_join_by_that_name_only() -> None:
     assert Identity(NODE, NODE, "n").why_not(asks) == ""  # the key that is for asking
 
 
-def test_keys_of_actors_that_begin_again_for_months_stay_a_line_for_each_name(
-    tmp_path: Path,
-) -> None:
+def test_peer_file_keeps_one_line_per_name(tmp_path: Path) -> None:
     keys = create_keys(tmp_path)
     along = keys.known()
     own_keys(tmp_path, role="actor", name="gone")
@@ -65,7 +63,7 @@ def test_keys_of_actors_that_begin_again_for_months_stay_a_line_for_each_name(
         add_identity(tmp_path, public)
     last = own_keys(tmp_path, role="actor", name="actor-0")
     assert (tmp_path / PEERS).stat().st_size < 100_000
-    for known in (along, keys.known()):  # also of who has read it from its beginning
+    for known in (along, keys.known()):  # Also an instance that read it from the start.
         known.refresh()
         found = known.find(last.client_public)
         assert found is not None

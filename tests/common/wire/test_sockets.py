@@ -59,7 +59,7 @@ def receive_until(router: Router, num: int) -> list[Received]:
     return received
 
 
-def test_a_router_answers_each_sender(router: Router, connect: Connect) -> None:
+def test_router_answers_each_sender(router: Router, connect: Connect) -> None:
     dealers = [connect() for _ in range(2)]
     for number, dealer in enumerate(dealers):
         dealer.send_multipart(encode(Rejected(reason=str(number))))
@@ -70,7 +70,7 @@ def test_a_router_answers_each_sender(router: Router, connect: Connect) -> None:
     assert answers == ["0", "1"]
 
 
-def test_a_client_with_a_foreign_key_gets_nothing_through(
+def test_router_rejects_messages_under_a_foreign_key(
     router: Router, keys: RunKeys, connect: Connect, tmp_path: Path
 ) -> None:
     foreign = create_keys(tmp_path / "foreign")
@@ -83,7 +83,7 @@ def test_a_client_with_a_foreign_key_gets_nothing_through(
     )
     stranger = connect(own_keys=mixed)
     stranger.setsockopt(zmq.SNDTIMEO, 0)
-    with contextlib.suppress(zmq.Again):  # it may be refused before it has said anything
+    with contextlib.suppress(zmq.Again):  # The router may refuse it earlier.
         stranger.send_multipart(encode(Rejected(reason="stranger")))
     deadline = time.monotonic() + 5.0
     while not router.num_refused("data").get("data/strangers/key"):
@@ -95,9 +95,7 @@ def test_a_client_with_a_foreign_key_gets_nothing_through(
     assert router.receive_all(timeout_s=0.1) == []
 
 
-def test_an_invalid_message_is_counted_answered_and_disturbs_nobody(
-    router: Router, connect: Connect
-) -> None:
+def test_invalid_message_is_counted_and_answered_alone(router: Router, connect: Connect) -> None:
     bad, good = connect(), connect()
     bad.send_multipart([b"\xc1 rubbish"])
     assert router.receive_all(timeout_s=5.0) == []
@@ -112,14 +110,12 @@ def test_an_invalid_message_is_counted_answered_and_disturbs_nobody(
     assert router.num_invalid == 1
 
 
-def test_a_port_in_use_is_a_config_error(router: Router, keys: RunKeys) -> None:
+def test_port_in_use_is_a_config_error(router: Router, keys: RunKeys) -> None:
     with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{router.port}"):
         Router(keys, host="127.0.0.1", port=router.port)
 
 
-def test_a_batch_of_answers_reaches_each_and_names_those_that_are_gone(
-    router: Router, connect: Connect
-) -> None:
+def test_batch_send_reports_missing_peers(router: Router, connect: Connect) -> None:
     dealers = [connect() for _ in range(3)]
     for number, dealer in enumerate(dealers):
         dealer.send_multipart(encode(Rejected(reason=str(number))))
@@ -132,11 +128,11 @@ def test_a_batch_of_answers_reaches_each_and_names_those_that_are_gone(
     assert answers == ["shared", "own", "shared"]
 
 
-def test_sending_to_nobody_returns_false(router: Router) -> None:
+def test_sending_to_an_absent_peer_returns_false(router: Router) -> None:
     assert not router.send(b"nobody", Rejected(reason=""))
 
 
-def test_a_new_connection_takes_over_its_identity(router: Router, connect: Connect) -> None:
+def test_new_connection_takes_over_its_identity(router: Router, connect: Connect) -> None:
     first = connect(identity="actor-0")
     first.send_multipart(encode(Rejected(reason="first")))
     receive_until(router, 1)
@@ -160,7 +156,7 @@ def test_receiving_stops_at_its_limit(router: Router, connect: Connect) -> None:
     assert names == ["0", "1", "2"]
 
 
-def test_a_router_listens_on_an_address_of_version_6_as_well(keys: RunKeys) -> None:
+def test_router_listens_on_ipv6_addresses(keys: RunKeys) -> None:
     try:
         router = Router(keys, host="::1", port=0)
     except ConfigError as error:
@@ -175,9 +171,7 @@ def test_a_router_listens_on_an_address_of_version_6_as_well(keys: RunKeys) -> N
 
 
 @pytest.mark.slow
-def test_a_thousand_peers_that_connect_at_once_are_all_heard_at_once(
-    router: Router, keys: RunKeys
-) -> None:
+def test_router_hears_a_thousand_simultaneous_peers(router: Router, keys: RunKeys) -> None:
     num, context = 1_000, zmq.Context()
     context.set(zmq.MAX_SOCKETS, 2 * num)
     address = f"tcp://127.0.0.1:{router.port}"

@@ -55,7 +55,7 @@ def connections_to(port: int) -> set[int]:
     return {one.laddr.port for one in connections if one.raddr and one.raddr.port == port}
 
 
-def test_a_new_group_goes_over_the_connections_of_the_one_before() -> None:
+def test_new_group_reuses_the_store_connections() -> None:
     store = Meeting()
     sender, receiver = WeightGroup(), WeightGroup()
     assert transfer(sender, receiver, offer_of(store, epoch=1, rank=0), 7) == 7
@@ -67,7 +67,7 @@ def test_a_new_group_goes_over_the_connections_of_the_one_before() -> None:
     receiver.leave()
 
 
-def test_a_place_follows_the_learner_to_another_store() -> None:
+def test_weight_group_follows_learner_to_another_store() -> None:
     sender, receiver = WeightGroup(), WeightGroup()
     for value in (7, 8):
         store = Meeting()
@@ -75,12 +75,12 @@ def test_a_place_follows_the_learner_to_another_store() -> None:
         store.close()  # the learner is gone; the next one counts its epochs from the start
 
 
-def test_a_cancelled_offer_is_not_waited_for_and_the_next_one_is_taken() -> None:
+def test_cancelled_offer_is_abandoned_and_next_accepted() -> None:
     store = Meeting()
     sender, receiver = WeightGroup(), WeightGroup()
     came, is_told = torch.zeros(8, dtype=torch.uint8), threading.Event()
     offer = offer_of(store, epoch=1, rank=1)
     threading.Timer(0.2, is_told.set).start()
-    with pytest.raises(TransferCancelled, match="epoch=1"):  # nobody else comes to this group
+    with pytest.raises(TransferCancelled, match="epoch=1"):  # No other member joins.
         receiver.receive(came, CPU, offer, is_cancelled=is_told.is_set)
     assert transfer(sender, receiver, offer_of(store, epoch=2, rank=0), 9) == 9

@@ -48,7 +48,7 @@ async def recorded(table: Table, num_turns: int) -> Recorded:
     )
 
 
-def test_episode_is_played_by_hand_by_a_policy_and_again_for_its_pictures() -> None:
+def test_seat_accepts_manual_and_policy_turns() -> None:
     async def work(table: Table) -> None:
         assert "DoubleT" in (await table.environments())["maze"]["subsets"]
         first = await table.open("maze", ITEM)
@@ -100,7 +100,7 @@ def replace_in(episode: Recorded, **changes: Any) -> Recorded:
     return Recorded(**{**episode, **changes})  # type: ignore[typeddict-item]
 
 
-def test_episodes_are_limited_and_end_with_what_fails_or_when_nobody_plays() -> None:
+def test_seats_are_limited_and_idle_ones_close() -> None:
     async def work(table: Table) -> None:
         with pytest.raises(ConfigError, match="no such environment"):
             await table.open("chess", "a-train-0")

@@ -64,7 +64,7 @@ def wait_for(
     timeout_s: float = 150.0,
     others: Callable[[], object] = lambda: None,
 ) -> None:
-    """Wait for something that Ray does. Raises: AssertionError: it did not come; tells `others`."""
+    """Wait for an event in Ray. Raises: AssertionError: it did not happen; shows `others`."""
     deadline = time.monotonic() + timeout_s
     while not happened():
         assert time.monotonic() < deadline, f"waited in vain: {others()}"

@@ -43,7 +43,7 @@ def write(sleep_s: float, pid: str = "/dev/null") -> list[str]:
     return ["-c", WRITE, "{here}/a.json", str(sleep_s), pid]
 
 
-def test_command_waits_for_room_as_long_as_another_of_ours_has_it(ray: Any) -> None:
+def test_command_waits_for_room_held_by_another(ray: Any) -> None:
     from common.launch.ray.jobs import Jobs
 
     jobs = Jobs(stop=threading.Event(), place_timeout_s=10.0)
@@ -58,7 +58,7 @@ def test_command_without_room_or_time_is_named(ray: Any) -> None:
 
     from common.launch.ray.jobs import Jobs
 
-    others = placement_group([{"CPU": 1.0}])  # somebody else's work, which takes the CPU
+    others = placement_group([{"CPU": 1.0}])  # Another job takes the CPU.
     assert others.wait(60)
     jobs = Jobs(stop=threading.Event(), place_timeout_s=2.0)
     with pytest.raises(LongstrideError, match="no node has had a free CPU for 2 s"):
@@ -69,7 +69,7 @@ def test_command_without_room_or_time_is_named(ray: Any) -> None:
         jobs.perform(write(60.0), keep="*", timeout_s=1.0)
 
 
-def test_command_ends_with_the_study_that_is_stopped(ray: Any, tmp_path: Path) -> None:
+def test_stopped_study_ends_its_command(ray: Any, tmp_path: Path) -> None:
     from common.launch.ray.jobs import Jobs
 
     stop, path = threading.Event(), tmp_path / "pid"

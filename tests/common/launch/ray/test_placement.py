@@ -22,7 +22,7 @@ def config(repository: Path, *overrides: str) -> RunConfig:
     return load_config("smoke", ["launcher=ray", *device, *overrides], root=repository)
 
 
-def test_engines_take_gpus_by_their_width_and_the_learner_one_per_rank(repository: Path) -> None:
+def test_engines_and_learner_request_their_gpu_counts(repository: Path) -> None:
     overrides = ("learner.num_ranks=2", "actor.num_actors=9", "actor.tensor_parallel_size=2")
     wanted = place(config(repository, *overrides), [HEAD, GPU, CPU])
     assert (wanted.learner.num_gpus, wanted.learner.is_home) == (2, True)
@@ -33,16 +33,14 @@ def test_engines_take_gpus_by_their_width_and_the_learner_one_per_rank(repositor
     assert "3 of 9 actors fit now; the others start when a node appears" in wanted.lines([HEAD])[-1]
 
 
-def test_engines_on_cpus_are_counted_by_cpus_beside_the_learner(repository: Path) -> None:
+def test_cpu_engines_are_counted_beside_the_learner(repository: Path) -> None:
     overrides = ("actor.num_actors=50", "ray.actor_cpus=0.5", "ray.learner_cpus=3")
     wanted = place(config(repository, *overrides), [LAPTOP])
     assert (wanted.num_fitting, wanted.actor.num_gpus) == (2, 0)
 
 
 @pytest.mark.parametrize("placement", ["colocated", "auto"])
-def test_colocated_engines_share_the_gpus_that_a_single_machine_would_give_them(
-    repository: Path, placement: str
-) -> None:
+def test_colocated_engines_share_gpus_as_locally(repository: Path, placement: str) -> None:
     ranks = 4 if placement == "auto" else 2  # auto shares only where nothing else is left
     overrides = (
         f"learner.num_ranks={ranks}",
@@ -71,7 +69,7 @@ def test_colocated_engines_share_the_gpus_that_a_single_machine_would_give_them(
         (["ray.learner_cpus=32"], [LAPTOP], "lower ray.learner_cpus"),
     ],
 )
-def test_what_no_node_has_is_refused_with_what_the_cluster_has(
+def test_unsatisfiable_placement_is_refused_with_cluster_resources(
     repository: Path, overrides: list[str], nodes: list[Node], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -88,6 +86,6 @@ def test_labels_select_nodes_as_ray_does(repository: Path, label: str, num: int)
 
 
 @pytest.mark.parametrize("override", ["ray.address=here", "ray.actor_labels=[h100]"])
-def test_address_and_labels_have_a_form(repository: Path, override: str) -> None:
+def test_malformed_address_and_labels_are_refused(repository: Path, override: str) -> None:
     with pytest.raises(ConfigError, match=r"HOST:PORT|key=value"):
         config(repository, override)

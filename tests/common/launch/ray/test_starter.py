@@ -92,7 +92,7 @@ def log_of(tmp_path: Path, name: str) -> str:
     return (tmp_path / "logs" / f"{name}.log").read_text(encoding="utf-8")
 
 
-def test_roles_see_their_own_gpus_and_their_logs_come_to_the_run_directory(
+def test_roles_see_only_their_own_gpus(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MARK", "of the launcher")
@@ -109,7 +109,7 @@ def test_roles_see_their_own_gpus_and_their_logs_come_to_the_run_directory(
     visible = {log_of(tmp_path, name).split()[0] for name in ("actor-0", "actor-1")}
     assert visible == {"0,1", "2,3"}
     assert log_of(tmp_path, "envhub") == " of the launcher\n"  # on the node without GPUs
-    # The third engine has no GPUs left: it waits, and the run goes on without it.
+    # The third engine finds no free GPUs: it waits, and the run continues without it.
     needed = "a node with 1 CPU, 2 GPU and kind=gpu"
     assert states[-1].waiting == {} or states[-1].waiting == {"actor-2": needed}
     assert any(state.waiting.get("actor-2") == needed for state in states)
@@ -117,9 +117,7 @@ def test_roles_see_their_own_gpus_and_their_logs_come_to_the_run_directory(
     assert log_of(tmp_path, "actor-2") == ""
 
 
-def test_role_that_is_killed_starts_again_and_a_failing_one_ends_the_run_with_its_last_words(
-    nodes: Nodes, tmp_path: Path
-) -> None:
+def test_failing_role_ends_run_but_killed_restarts(nodes: Nodes, tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     stay = "import os, signal, sys; open(sys.argv[1], 'a').write(f'{os.getpid()} '); signal.pause()"
     fail = "import sys; print('early'); raise RuntimeError('no such device')"
@@ -157,7 +155,7 @@ def test_role_that_is_killed_starts_again_and_a_failing_one_ends_the_run_with_it
     assert ending.reason.startswith("actor-0 cannot start: no such kernel; two starts failed alike")
 
 
-def test_signal_stops_the_roles_in_order_and_leaves_nothing(nodes: Nodes, tmp_path: Path) -> None:
+def test_signal_stops_roles_in_order_without_remains(nodes: Nodes, tmp_path: Path) -> None:
     notes, pids = tmp_path / "notes", tmp_path / "pids"
     names = ["envhub", "scheduler", "learner"]
     ranks = {"envhub": 2, "scheduler": 1}
@@ -170,9 +168,7 @@ def test_signal_stops_the_roles_in_order_and_leaves_nothing(nodes: Nodes, tmp_pa
     assert all(is_gone(int(pid)) for pid in pids.read_text(encoding="utf-8").split())
 
 
-def test_killed_launcher_takes_its_roles_and_its_own_cluster_along(
-    tmp_path: Path, repository: Path
-) -> None:
+def test_killed_launcher_ends_its_roles_and_cluster(tmp_path: Path, repository: Path) -> None:
     pids = tmp_path / "pids"
     code = (
         "import sys\nfrom pathlib import Path\n"
@@ -214,7 +210,7 @@ def test_killed_launcher_takes_its_roles_and_its_own_cluster_along(
     launcher.wait()
     wait_for(lambda: is_gone(int(pids.read_text(encoding="utf-8"))))
     left = lambda: commands_of(marked(tmp_path))  # noqa: E731
-    wait_for(lambda: left() == [], others=left)  # Ray's agents look every 10 s
+    wait_for(lambda: left() == [], others=left)  # Ray's agents poll every 10 s.
     short.cleanup()
     assert addresses <= {"127.0.0.1", "[::ffff:127.0.0.1]", "[::1]"}
 
@@ -239,7 +235,7 @@ def marked(folder: Path) -> list[int]:
     return found
 
 
-def test_role_of_a_killed_node_waits_for_another_and_goes_on_there(
+def test_role_of_killed_node_restarts_on_another(
     nodes: Nodes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     doomed = nodes.add(num_cpus=1, labels={"kind": "spot"})
@@ -275,7 +271,7 @@ def test_role_of_a_killed_node_waits_for_another_and_goes_on_there(
     assert caplog.text.count("started role=learner") == 1
 
 
-def test_cluster_that_does_not_answer_or_is_too_small_is_refused_at_once(
+def test_silent_or_small_cluster_is_refused_immediately(
     nodes: Nodes, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -330,9 +326,7 @@ with beacon_of(RunDir(root=Path(sys.argv[2])) if is_home else None, sys.argv[1],
 """
 
 
-def test_report_of_a_stall_has_the_stacks_of_roles_and_their_helpers_on_other_nodes(
-    nodes: Nodes, tmp_path: Path
-) -> None:
+def test_stall_report_includes_stacks_from_other_nodes(nodes: Nodes, tmp_path: Path) -> None:
     names = ["learner", "actor-0"]
     specs = [role(tmp_path, name, HANGS, name, tmp_path, "run.py") for name in names]
     stalls = RunDir(root=tmp_path).stalls

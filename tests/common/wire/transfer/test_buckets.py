@@ -1,4 +1,4 @@
-"""Laws of buckets: what is filled arrives, checked, over every channel a CPU has."""
+"""Laws of buckets: their bytes arrive, verified, over every channel of a CPU."""
 
 import threading
 import time
@@ -38,7 +38,7 @@ class Now:
 
 
 class Line:
-    """A channel within one thread: what is sent is kept, with the fault it is given."""
+    """A channel within one thread: it stores the sent parts and applies the given fault."""
 
     device = CPU
 
@@ -66,7 +66,7 @@ def random_bytes() -> Tensor:
 
 
 @pytest.mark.parametrize("bucket_bytes", [16, BUCKET, TOTAL, 10 * TOTAL])
-def test_what_is_sent_arrives_whatever_the_size_of_a_bucket(bucket_bytes: int) -> None:
+def test_weights_arrive_with_any_bucket_size(bucket_bytes: int) -> None:
     sent, came, line = random_bytes(), torch.zeros(TOTAL, dtype=torch.uint8), Line()
     cut = Cut(TOTAL, bucket_bytes)
     send_buckets(line, cut, slots_of(cut), lambda at, part: part.copy_(sent[at : at + len(part)]))
@@ -80,7 +80,7 @@ def test_what_is_sent_arrives_whatever_the_size_of_a_bucket(bucket_bytes: int) -
 @pytest.mark.parametrize(
     ("damage", "words"), [(1, r"bucket 1 of 4 \(first to first\)"), (3, r"second to second")]
 )
-def test_a_damaged_bucket_is_named_with_its_tensors(damage: int, words: str) -> None:
+def test_damaged_bucket_is_named_with_its_tensors(damage: int, words: str) -> None:
     cut, line = Cut(TOTAL, BUCKET), Line(damage)
     send_buckets(line, cut, slots_of(cut), lambda at, part: part.fill_(7))
     with pytest.raises(BucketDamaged, match=words):
@@ -115,7 +115,7 @@ def test_three_receivers_get_two_versions_in_turn(transport: str, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
+def test_unshared_folder_is_named(tmp_path: Path) -> None:
     store = Meeting()
     sender, receiver, gone = WeightGroup(), WeightGroup(), threading.Event()
     offer = replace(offer_of(store, 1, "file", str(tmp_path)), world_size=2)
@@ -135,7 +135,7 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
-def test_a_full_disk_holds_a_version_up_until_there_is_room_or_it_is_given_up(
+def test_full_disk_delays_version_until_space_frees(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_given_up: bool
 ) -> None:
     store, gone = Meeting(), threading.Event()

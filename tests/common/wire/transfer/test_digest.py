@@ -25,7 +25,7 @@ on_both = pytest.mark.parametrize("of", [checksum, sums], ids=["cpu", "gpu"])
 
 @on_both
 @pytest.mark.parametrize("num_bytes", [1, 16, 1_000, MATRIX_BYTES, 3 * MATRIX_BYTES + 24])
-def test_a_flipped_bit_is_seen_wherever_it_is(of, num_bytes: int) -> None:
+def test_flipped_bit_changes_the_digest_anywhere(of, num_bytes: int) -> None:
     buffer = random_bytes(num_bytes)
     before = of(buffer)
     for place in {0, num_bytes // 2, num_bytes - 1}:
@@ -41,7 +41,7 @@ def test_a_flipped_bit_is_seen_wherever_it_is(of, num_bytes: int) -> None:
 @pytest.mark.parametrize(
     "places", [(0, 1), (0, ROW_WORDS), (5, ROW_WORDS + 5), (7, 2 * ROW_WORDS + 2)]
 )
-def test_two_swapped_words_are_seen(of, places: tuple[int, int]) -> None:
+def test_swapped_words_change_the_digest(of, places: tuple[int, int]) -> None:
     words = torch.zeros(2 * ROW_WORDS + 4, dtype=torch.int64)
     words[list(places)] = torch.tensor([3, -7])
     before = of(words.view(torch.uint8))
@@ -49,13 +49,13 @@ def test_two_swapped_words_are_seen(of, places: tuple[int, int]) -> None:
     assert of(words.view(torch.uint8)) != before
 
 
-def test_word_sums_are_plain_and_by_position() -> None:
+def test_word_sums_include_plain_and_positional_parts() -> None:
     words = torch.arange(2 * ROW_WORDS + 3)
     row, column = words // ROW_WORDS + 1, words % ROW_WORDS + 1
     expected = [int(words.sum()), int((words * (row * ROW_WORDS + column)).sum())]
     assert word_sums(words.view(torch.uint8)).tolist() == expected
 
 
-def test_the_digest_of_a_buffer_larger_than_what_is_hashed_at_a_time_is_that_of_the_whole() -> None:
+def test_large_buffer_digest_equals_the_whole_hash() -> None:
     buffer = random_bytes((4 << 20) + 5)
     assert bytes(digest(buffer).tolist()) == xxhash.xxh3_128(buffer.numpy().tobytes()).digest()
