@@ -102,7 +102,7 @@ def seen_elsewhere(folder: Path, hash_seed: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_folders_read_the_same_in_any_order_process_and_hash_seed(tmp_path: Path) -> None:
+def test_folder_contents_do_not_depend_on_directory_order(tmp_path: Path) -> None:
     forth = write(tmp_path / "forth", is_reversed=False)
     back = write(tmp_path / "back", is_reversed=True)
     listed = [[path.name for path in os.scandir(each / "recipes")] for each in (forth, back)]

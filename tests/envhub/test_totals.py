@@ -43,7 +43,7 @@ def spec(make: object, reward: Reward = Reward.SUM) -> EnvSpec:
     )
 
 
-def test_ten_tenths_are_one_and_end_solved_where_nobody_says_otherwise():
+def test_ten_tenths_sum_to_one_and_count_as_solved():
     env = cast(Env, spec(Shares).make(Style.COMPACT))
     env.reset("any-train-0", 0)
     results = [env.step("say nothing") for _ in range(10)]
@@ -51,7 +51,7 @@ def test_ten_tenths_are_one_and_end_solved_where_nobody_says_otherwise():
     assert [result.is_success for result in results] == [False] * 9 + [True]
 
 
-def test_success_that_is_told_counts_whatever_the_sum_is():
+def test_explicit_success_overrides_the_sum():
     env = cast(Env, spec(Shares).make(Style.COMPACT))
     env.reset("any-train-0", 0)
     results = [env.step("go") for _ in range(10)]
@@ -84,7 +84,7 @@ def test_last_reward_is_left_alone():
 
 
 @pytest.mark.slow
-def test_hub_tells_the_sum_of_an_environment_outside_the_package(serve_hubs, tmp_path: Path):
+def test_hub_sums_rewards_of_outside_environment(serve_hubs, tmp_path: Path):
     text = SORT.read_text(encoding="utf-8").replace("Reward.LAST", "Reward.SUM")
     path = tmp_path / "shares.py"
     path.write_text(

@@ -73,7 +73,7 @@ def replay(name: str, raw: Raw, episode: dict[str, Any]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSCRIPTS)
-def test_recorded_play_on_agentgyms_servers_is_answered_alike_here(name: str, tmp_path: Path):
+def test_recorded_agentgym_plays_get_same_answers(name: str, tmp_path: Path):
     episodes = TRANSCRIPTS[name][:: EVERY.get(name, 1)]
     assert sum(len(episode["steps"]) for episode in episodes) >= 15
     with retriever() as url, served(name, tmp_path, url) as raw:
