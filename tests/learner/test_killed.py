@@ -238,7 +238,7 @@ def weights(root: Path) -> dict[str, torch.Tensor]:
     return dict(read_weights(newest / TENSORS, "model"))
 
 
-def test_learner_killed_at_every_point_trains_each_episode_once_to_the_same_weights(
+def test_killed_learner_trains_each_episode_once_with_equal_weights(
     tmp_path: Path, lives: Lives
 ) -> None:
     whole = play(tmp_path / "whole", lives, [])

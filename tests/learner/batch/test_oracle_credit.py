@@ -82,9 +82,7 @@ def test_advantages_are_those_of_the_paper(name: str) -> None:
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_gigpo_adds_to_the_episodes_advantage_that_of_its_steps_among_equal_states(
-    is_scaled: bool,
-) -> None:
+def test_gigpo_adds_the_step_advantage_among_equal_states(is_scaled: bool) -> None:
     """arXiv:2505.10978, equations 4 to 8, by dictionaries: discount 0.95, undiscounted outcome."""
     expected: list[float] = []
     for group in groups():

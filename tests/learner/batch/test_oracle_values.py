@@ -86,7 +86,7 @@ def test_gae_and_its_targets_are_their_definition(step: Timestep, level: CreditL
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.2])
-def test_value_loss_and_its_gradient_are_those_by_hand(clip: float) -> None:
+def test_value_loss_and_gradient_match_hand_computed_numbers(clip: float) -> None:
     rng = np.random.default_rng(1)
     now, target, old = (rng.normal(size=9) for _ in range(3))
     marks = np.array([1, 0, 1, 1, 0, 0, 1, 1, 1]) / 6

@@ -68,7 +68,7 @@ def scored(model: PreTrainedModel, lengths: list[int], layout: Layout) -> Tensor
 
 @pytest.mark.parametrize("layout", [Layout.PADDED, Layout.PACKED])
 @pytest.mark.parametrize("max_tokens", [ORIGINAL, LONGEST, None])
-def test_longrope_scores_a_sequence_alike_beside_a_longer_one(
+def test_longrope_scores_do_not_depend_on_longer_neighbours(
     max_tokens: int | None, layout: Layout, tmp_path: Path
 ) -> None:
     model = load(save(tmp_path, "longrope"), max_tokens)
@@ -78,7 +78,7 @@ def test_longrope_scores_a_sequence_alike_beside_a_longer_one(
 
 
 @pytest.mark.parametrize(("max_tokens", "factor"), [(ORIGINAL, 1), (LONGEST, 4), (None, 4)])
-def test_longrope_is_long_where_the_engine_may_exceed_the_original_context(
+def test_longrope_is_long_beyond_original_context(
     max_tokens: int | None, factor: int, tmp_path: Path
 ) -> None:
     model: Any = load(save(tmp_path, "longrope"), max_tokens)
@@ -88,7 +88,7 @@ def test_longrope_is_long_where_the_engine_may_exceed_the_original_context(
     torch.testing.assert_close(found, plain / factor)
 
 
-def test_longrope_of_short_contexts_is_that_of_transformers(tmp_path: Path) -> None:
+def test_longrope_of_short_contexts_equals_transformers(tmp_path: Path) -> None:
     path = save(tmp_path, "longrope")
     ids = torch.arange(20)[None]
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_longrope_of_short_contexts_is_that_of_transformers(tmp_path: Path) -> N
     torch.testing.assert_close(found, expected)
 
 
-def test_dynamic_rope_is_refused_beyond_the_length_where_it_changes(tmp_path: Path) -> None:
+def test_dynamic_rope_is_refused_beyond_its_original_length(tmp_path: Path) -> None:
     path = save(tmp_path, "dynamic")
     said = r"rope_type=dynamic changes its frequencies beyond 32 tokens, .*max_model_len=33"
     with pytest.raises(ConfigError, match=said):

@@ -84,7 +84,7 @@ class LongRun:
 
 
 @pytest.mark.slow
-def test_a_long_run_stays_within_bounds_and_can_be_resumed(
+def test_long_run_stays_bounded_and_resumable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics_module, "MAX_BYTES", 20_000)
@@ -110,9 +110,7 @@ def test_a_long_run_stays_within_bounds_and_can_be_resumed(
         each.close()
 
 
-def test_what_became_of_episodes_stays_within_bounds_by_whole_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outcome_file_drops_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "MAX_OUTCOMES_BYTES", 2_000)
     news: list[list[str]] = []
     core = SimpleNamespace(lifecycle=SimpleNamespace(news=news), version=3)

@@ -163,9 +163,7 @@ def play(root: Path, case: Case, given: list[list[Group]], *, is_killed: bool) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_learner_killed_again_and_again_ends_as_one_that_lived(
-    case: Case, tmp_path: Path
-) -> None:
+def test_repeatedly_killed_learner_ends_bit_identical(case: Case, tmp_path: Path) -> None:
     given = batches(trainer_of(case, 0))
     whole = play(tmp_path / "whole", case, given, is_killed=False)
     killed = play(tmp_path / "killed", case, given, is_killed=True)

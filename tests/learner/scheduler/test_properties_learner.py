@@ -372,7 +372,7 @@ TestTwoSidesHold.settings = settings(max_examples=150, stateful_step_count=80)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_group_that_was_called_stale_before_a_restart_is_not_trained_on_after_it(seed: int) -> None:
+def test_group_stale_before_a_restart_is_not_trained_after(seed: int) -> None:
     run = TwoSidesMachine()
     run.play("actor-0", random.Random(seed), 0)
     for _ in range(3):

@@ -310,7 +310,7 @@ def effect_of(leaf: str) -> Effect:
     "leaf",
     [leaf for leaf in LEAVES if leaf not in ELSEWHERE and leaf not in {x for x, _ in MEMBERS}],
 )
-def test_every_number_and_switch_of_learning_changes_something(leaf: str) -> None:
+def test_every_knob_of_learning_has_an_effect(leaf: str) -> None:
     before, after = pair(leaf)
     effect = effect_of(leaf)
     assert effect(*before) != effect(*after)
@@ -339,7 +339,7 @@ def test_block_sizes_change_no_number(leaf: str) -> None:
     assert small == pytest.approx(large, rel=1e-5)
 
 
-def test_what_shows_elsewhere_is_still_a_setting() -> None:
+def test_settings_tested_elsewhere_exist() -> None:
     assert set(ELSEWHERE) <= set(LEAVES)
     for leaf, where in ELSEWHERE.items():
         if where.endswith(".py"):

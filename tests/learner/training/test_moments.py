@@ -77,7 +77,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 @pytest.mark.parametrize("moments", list(Moments))
-def test_moments_take_what_the_memory_plan_says(moments: Moments) -> None:
+def test_moments_take_the_planned_memory(moments: Moments) -> None:
     model: Any = wide_model(width=256)
     optimizer = make_optimizer(model, LearnerSection(moments=moments))
     for parameter in model.parameters():
@@ -139,7 +139,7 @@ def local_values(trainer: Trainer) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", ["plain", "lora", "critic"])
-def test_a_resumed_run_goes_on_bit_for_bit(case: str, tmp_path: Path) -> None:
+def test_resumed_run_continues_bit_for_bit(case: str, tmp_path: Path) -> None:
     cfg = make_cfg(tmp_path, case)
     first = make(cfg)
     for step in range(2):
@@ -185,9 +185,7 @@ def give_moments(model: Any, *, seed: int) -> list[torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_codes_and_scales_of_one_rank_are_read_by_each_of_several(
-    size: int, tmp_path: Path
-) -> None:
+def test_several_ranks_read_the_moments_of_one(size: int, tmp_path: Path) -> None:
     model = wide_model(seed=1, width=256)
     written = live_tensors({"model": model}, give_moments(model, seed=3))
     written = {name: each.detach() for name, each in written.items()}
@@ -215,7 +213,7 @@ def test_codes_and_scales_of_one_rank_are_read_by_each_of_several(
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_and_their_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+def test_two_ranks_train_like_one(tmp_path: Path) -> None:
     wide_model(width=256).save_pretrained(tmp_path / "policy")  # whose halves are blocks, too
     cfg = make_cfg(tmp_path, "plain", num_ranks=2)
     AutoTokenizer.from_pretrained(ROOT / "configs/policies/tiny").save_pretrained(

@@ -30,12 +30,12 @@ def test_rate_warms_up_stays_and_decays() -> None:
     assert scales == pytest.approx([0.25, 0.5, 1.0, 1.0, 0.6, 0.2])
 
 
-def test_rate_is_constant_by_default_after_warm_up() -> None:
+def test_rate_is_constant_after_warm_up_by_default() -> None:
     cfg = LearnerSection(warmup_steps=0)
     assert [lr_scale(step, 10, cfg) for step in (0, 5, 10, 11)] == [1.0] * 4
 
 
-def test_rate_stays_at_its_minimum_beyond_the_last_step() -> None:
+def test_rate_stays_at_minimum_beyond_end() -> None:
     cfg = LearnerSection(warmup_steps=0, decay_start_frac=0.0, min_lr_frac=0.1)
     assert lr_scale(99, 10, cfg) == pytest.approx(0.1)
 
@@ -81,7 +81,7 @@ def test_rates_are_scaled_together() -> None:
     assert optimizer.optimizers[1].param_groups[0]["lr"] == pytest.approx(2e-3)
 
 
-def test_muon_on_a_cpu_is_torchs_without_its_rounding() -> None:
+def test_muon_on_cpu_equals_torchs() -> None:
     torch.manual_seed(0)
     start = [torch.randn(6, 24), torch.randn(24, 6), torch.randn(8, 8)]
     ours, theirs = ([torch.nn.Parameter(each.clone()) for each in start] for _ in range(2))
@@ -141,7 +141,7 @@ def test_muon_orthogonalises_each_expert_alone(caplog: pytest.LogCaptureFixture)
         assert 0.6 < values.min() < values.max() < 1.3
 
 
-def test_biases_of_experts_and_convolutions_stay_with_adamw() -> None:
+def test_biases_and_convolutions_use_adamw() -> None:
     stack = torch.zeros(4, 8, 8)
     plain = torch.nn.Module()
     assert _muon_part("experts.down_proj", stack, plain) == "experts [out, in]"

@@ -63,7 +63,7 @@ def load_small(name: str, folder: Path, overrides: tuple[str, ...]) -> RunConfig
 
 
 @pytest.mark.parametrize(("name", "overrides"), CASES, ids=str)
-def test_preset_trains_a_small_model_of_its_architecture(
+def test_preset_trains_small_model_of_architecture(
     name: str, overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     cfg = load_small(name, tmp_path / "policy", overrides)

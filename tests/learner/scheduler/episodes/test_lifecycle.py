@@ -13,7 +13,7 @@ OWN_NAMES = {
 SHARED_NAMES = {"state", "actor", "incarnation"}  # of members and groups, too
 
 
-def test_nothing_but_the_lifecycle_writes_the_state_of_an_episode() -> None:
+def test_only_the_lifecycle_writes_episode_state() -> None:
     written: dict[str, list[str]] = {}
     for path in (ROOT / "learner" / "scheduler").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
