@@ -1,4 +1,4 @@
-"""Laws of what a policy may say: any text is an action, in each environment and bridge."""
+"""Law of the policy's texts: any text is an action, in each environment and bridge."""
 
 import asyncio
 import io
@@ -74,7 +74,7 @@ async def _answers_each(base: str, env: str) -> None:
     async with aiohttp.ClientSession(timeout=timeout) as http:
 
         async def ask(verb: str, body: object) -> Any:
-            sent = io.BytesIO(json.dumps(body).encode())  # as AgentGym's clients write it
+            sent = io.BytesIO(json.dumps(body).encode())  # The encoding of AgentGym's clients.
             headers = {"Content-Type": "application/json"}
             async with http.post(f"{base}/{verb}", data=sent, headers=headers) as answer:
                 assert answer.status == 200, (verb, answer.status, await answer.text())

@@ -134,7 +134,7 @@ def test_hub_answers_a_running_step_before_it_stops(serve):
 
     thread = threading.Thread(target=step)
     thread.start()
-    time.sleep(0.05)  # the step takes 0.2 s; nothing tells when it has begun
+    time.sleep(0.05)  # The step takes 0.2 s; its start is not observable.
     served.process.send_signal(signal.SIGTERM)
     thread.join(timeout=5)
     assert answers[0].status_code == 200

@@ -1,4 +1,4 @@
-"""Laws of environments whose steps pay shares: the hub tells the sum so far."""
+"""Laws of environments with per-step rewards: the hub returns their running sum."""
 
 from pathlib import Path
 from typing import cast
@@ -15,7 +15,7 @@ SUBSETS = {"any": SubsetSpec(num_train=1, num_test=1, max_turns=20)}
 
 
 class Shares:
-    """Pays a tenth for each of ten steps; says nothing of success."""
+    """Pays a tenth for each of ten steps; reports no success."""
 
     def __init__(self, _: Style) -> None:
         self.left = 10

@@ -189,7 +189,7 @@ def test_full_pool_queues_clients_and_times_out_with_a_remedy():
         await instances.close(first[0])
         await waiting[0]  # the first to ask; its place is kept for its reset
         assert not waiting[1].done()
-        clock.now_s = 11.0  # nobody asked for the others
+        clock.now_s = 11.0  # The waiting clients are gone.
         await asyncio.gather(*waiting)
         assert len(instances) == 2, "what nobody asked for is closed"
         assert sessions.num_live["maze"] == 0
@@ -288,7 +288,7 @@ def test_clients_without_close_fail_no_step_of_any_environment(name):
             steps = (instances.step(each, action, refuses_after_done=False) for each in numbers)
             told = await asyncio.gather(*steps)
             assert all(result.observation for _, result in told)
-            for number in numbers[:3]:  # as long as theirs were put aside
+            for number in numbers[:3]:  # Their steps waited for the suspended sessions.
                 _, result = await instances.step(number, action, refuses_after_done=False)
                 assert result.observation
         finally:

@@ -71,7 +71,7 @@ def test_sciworld_splits_hold_every_task_and_the_test_variations():
     found = numbers("sciworld", num_train=200)
     assert min(found["train"]) < 30  # boiling
     assert max(found["train"]) > 4_490  # life spans
-    assert numbers("sciworld")["test"][0] == 21  # of boiling: variations 0 to 29
+    assert numbers("sciworld")["test"][0] == 21  # Boiling has variations 0 to 29.
 
 
 @pytest.mark.parametrize("num", [0, 1, 7, 100, -1])

@@ -98,7 +98,7 @@ def test_each_request_opens_a_new_connection():
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         await writer.drain()
         await reader.read(1000)
-        writer.transport.abort()  # though the answer did not say so
+        writer.transport.abort()  # The answer did not announce the close.
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
         mine.set()

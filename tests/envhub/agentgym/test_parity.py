@@ -1,4 +1,4 @@
-"""Laws of equality with AgentGym's servers: what they answered, recorded, is what ours answer."""
+"""Laws of equality with AgentGym's servers: our answers equal their recorded answers."""
 
 import json
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def served(name: str, folder: Path, retriever_url: str) -> Iterator[Raw]:
 
 
 def replay(name: str, raw: Raw, episode: dict[str, Any]) -> list[str]:
-    """Return what is answered otherwise than it was recorded."""
+    """Return the answers that differ from the recording."""
     item = episode["item"]
     mark, is_fault = episode["reset"]
     begun = raw.reset(item)

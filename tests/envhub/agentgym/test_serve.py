@@ -37,7 +37,7 @@ def play_with_twin(name: str, hub: str, index: int) -> None:
     """Play an item as AgentGym's client and as a native session, side by side, to success."""
     best = BEST_SCORES.get(name, 1)
     client = make_client(name, hub)
-    make_client(name, hub)  # another, that nobody ever uses
+    make_client(name, hub)  # A second client that stays unused.
     with httpx.Client(base_url=hub, **DIRECT) as native:
         item_id = native_item(name, index)
         body = {"env": native_name(name), "item_id": item_id, "style": "agentgym"}

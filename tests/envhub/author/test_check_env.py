@@ -17,7 +17,7 @@ PAID = "reward=float(done),"
 
 
 def found(path: Path, *, num: int = 6) -> list[Finding]:
-    """Return what is said of the environment in a file."""
+    """Return the findings of `check-env` for the environment in a file."""
     name = f"{path}:make_spec"
     with Driver(spec_of(name, []), Style.COMPACT) as driver:
         return list(findings(driver, name, num, [], root=ROOT))
@@ -78,7 +78,7 @@ def test_example_passes_and_reports_reward_and_success_rules():
     ],
 )
 def test_fault_of_an_environment_is_named(tmp_path, changes: list[tuple[str, str]], words: str):
-    if "among the valid" in words:  # it says that any digit will do, and takes what is left
+    if "among the valid" in words:  # It lists all digits but accepts remaining ones only.
         changes = [
             *changes,
             ("is_valid = word in", "is_valid = word in map(str, self.left) and word in"),

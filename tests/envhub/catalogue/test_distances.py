@@ -1,4 +1,4 @@
-"""Laws of the distance dial: what the hub says of the expert's turns is what the expert needs."""
+"""Laws of the distance dial: the reported turns equal the expert's turns."""
 
 import asyncio
 from collections import Counter

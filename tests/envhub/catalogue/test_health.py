@@ -19,7 +19,7 @@ from envhub.command import examine_environments, missing_for
 
 @pytest.fixture
 def nobody() -> str:
-    """Return an address at which nobody listens."""
+    """Return an address without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -49,7 +49,7 @@ def test_every_silent_site_and_retriever_is_named(nobody: str) -> None:
         "envs.webarena.gitlab",
         "envs.webarena.reddit",
     ]
-    assert servers_of(["babyai"], cfg.envs, cfg.env) == []  # what is not played is not asked
+    assert servers_of(["babyai"], cfg.envs, cfg.env) == []  # Unused servers are not probed.
 
 
 def test_hub_elsewhere_must_answer_as_a_hub(serve_hub, nobody: str) -> None:
@@ -67,7 +67,7 @@ def test_remote_hub_must_accept_the_token_and_offer_tasks(serve_hub, tmp_path: P
     fresh = f"run.dir={tmp_path}"
     (line,) = missing_for(configured(there, fresh))
     assert line.startswith(f"envhub.token: the hub at {url} wants a token; give the one")
-    (tmp_path / "smoke" / "keys").mkdir(parents=True)  # of which one may be the hub's
+    (tmp_path / "smoke" / "keys").mkdir(parents=True)  # The hub may own one of them.
     assert missing_for(configured(there, fresh)) == []
     (line,) = missing_for(configured(there, fresh, "envhub.token=secrets"))
     assert line == (
@@ -114,7 +114,7 @@ def test_start_and_dry_run_refuse_subsets_without_training_items(
         "tasks=[{env: held, subset: Carry}]",
         f"envhub.envs=[{tmp_path / 'held.py'}:make_spec]",
     ]
-    model = f"model.path={ROOT}/configs/policies/tiny"  # of the preset there are no weights here
+    model = f"model.path={ROOT}/configs/policies/tiny"  # The preset's weights are absent here.
     own = [model, f"run.dir={tmp_path / 'runs'}"]
     if flags and config != "smoke":
         own = []

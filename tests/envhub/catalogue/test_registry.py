@@ -1,4 +1,4 @@
-"""Laws of finding environments and of saying what they lack."""
+"""Laws of the registry: it finds environments and names missing requirements."""
 
 import textwrap
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_remote_dialect_is_offered_under_its_name():
 
 @pytest.fixture
 def needy():
-    """An environment whose requirements a test may set."""
+    """An environment with configurable requirements."""
     LOADERS["needy"] = "tests.envhub.inside.faulty"
     yield lambda *needs: REQUIREMENTS.update(needy=needs)
     del LOADERS["needy"], REQUIREMENTS["needy"]

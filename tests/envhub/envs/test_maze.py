@@ -1,4 +1,4 @@
-"""Laws of the maze: where its walls are, how they are told, and when an episode ends."""
+"""Laws of the maze: its walls, its observations and the end of an episode."""
 
 import pytest
 
@@ -145,7 +145,7 @@ def test_fingerprints_of_starts_differ():
 
 def test_task_lists_the_items():
     (task,) = make_spec(EnvsSection()).tasks.values()
-    assert [*task.train, "DoubleT-train-20", *task.test] == ITEMS  # but not where one wins at once
+    assert [*task.train, "DoubleT-train-20", *task.test] == ITEMS  # Winning starts are excluded.
 
 
 @pytest.mark.parametrize("text", ["MOVE LEFT", "left", "move  left", "Move left", "move left."])

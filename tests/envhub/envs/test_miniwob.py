@@ -88,7 +88,7 @@ def test_expert_solves_every_page_that_it_supports(rig: EnvRig):
                 item = f"{pages.subset_name(page)}-test-7"
                 return page, (await play(rig.spec, item, style))[1]
 
-        styles = cycle(Style)  # which only puts the same commands into other words
+        styles = cycle(Style)  # Both styles encode the same commands.
         alternately = zip(experts.BY_PAGE, styles, strict=False)
         return await asyncio.gather(*[one(page, style) for page, style in alternately])
 

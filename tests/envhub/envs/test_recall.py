@@ -1,4 +1,4 @@
-"""Laws of Recall: the way is told at every third crossing, and nowhere else."""
+"""Laws of Recall: the goal is shown at every third crossing only."""
 
 from typing import cast
 

@@ -40,7 +40,7 @@ def jvm_of(env: SciWorldEnv) -> int:
 
 
 def transcript(item_id: str, machines: Machines) -> list[str]:
-    """Return what an episode says on the expert's way and beside it."""
+    """Return the observations of an episode on the expert's path and beside it."""
     env = SciWorldEnv(Style.AGENTGYM, machines)
     said = [env.reset(item_id, 0), *env.valid_actions()[:50]]
     for action in ("open door", "0", "objects", "wait1", "look around", "banana"):

@@ -15,7 +15,7 @@ CATALOGUE = our_catalogue()
 
 
 def started_with(style: Style, goal: str) -> TextCraftEnv:
-    """Return an episode whose goal is `goal`."""
+    """Return an episode with the given goal."""
     depth = the_book().depths[goal]
     split = "train" if goal in CATALOGUE.goals(depth, "train") else "test"
     env = TextCraftEnv(style)

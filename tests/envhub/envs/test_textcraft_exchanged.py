@@ -17,7 +17,7 @@ STYLES = [Style.COMPACT, Style.AGENTGYM]
 
 
 def made(style: Style, *, frac: float) -> Env:
-    """Return an environment whose training items are exchanged so often."""
+    """Return an environment that exchanges this share of its training items."""
     options = replace(EnvsSection(), textcraft=TextcraftOptions(exchanged_frac=frac))
     return new_episode(make_spec(options), style)
 
@@ -87,7 +87,7 @@ def test_an_item_keeps_its_depth():
     env = made(Style.COMPACT, frac=1.0)
     env.reset("depth2-train-3", 0)
     crafts = {text for text in iter(env.expert_action, None) if env.step(text) and text[0] == "c"}
-    assert len(crafts) >= 2  # of something, and of the goal
+    assert len(crafts) >= 2  # An ingredient and the goal are crafted.
 
 
 def test_exchanged_item_leaves_the_book_unchanged():

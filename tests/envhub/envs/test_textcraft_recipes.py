@@ -1,4 +1,4 @@
-"""Laws of folders of Minecraft recipe files: what is read, what is left out, and the ids."""
+"""Laws of folders of Minecraft recipe files: kept recipes, omitted recipes and item ids."""
 
 import json
 from pathlib import Path
@@ -158,7 +158,7 @@ def test_recipe_that_closes_cycle_is_omitted(tmp_path):
     book = book_of(tmp_path, METAL)
     assert "iron nugget" not in book.recipes
     assert book.is_gettable("iron nugget")
-    # by the names of the files, whatever order they were written in: here the nugget comes first
+    # Files are sorted by name and not by the order of writing: here the nugget comes first.
     renamed = {"a_nugget": METAL["iron_nugget"], "b_ingot": METAL["iron_ingot_from_nuggets"]}
     assert list(book_of(tmp_path / "renamed", renamed).recipes) == ["iron nugget"]
 

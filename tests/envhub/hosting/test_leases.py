@@ -1,4 +1,4 @@
-"""Laws of leases: what nobody asks for ends, and what is asked for lives on."""
+"""Laws of leases: unused entries expire, and use renews them."""
 
 from envhub.hosting.leases import LeaseTable
 
@@ -25,7 +25,7 @@ def test_used_lease_is_renewed_and_unused_entry_expires() -> None:
     clock.now_s = 8.0
     assert leases.find("a") == "first"
     clock.now_s = 10.0
-    assert leases.find("b") is None  # expired, though nobody has taken it out yet
+    assert leases.find("b") is None  # The entry is expired but not yet removed.
     assert leases.pop_expired() == ["second"]
     assert list(leases) == ["first"]
     clock.now_s = 18.0

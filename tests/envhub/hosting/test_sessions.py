@@ -257,7 +257,7 @@ def test_slow_environment_moves_to_worker_processes(caplog):
     async def episode(sessions):
         old, began = await sessions.create("lingering", "any-train-0")
         assert str(os.getpid()) in began
-        for seq in (1, 2, 3):  # each holds up everybody for 0.15 s
+        for seq in (1, 2, 3):  # Each step blocks the event loop for 0.15 s.
             assert await longest_rest_s(sessions.step(old, "slow", seq)) > 0.1
         assert await longest_rest_s(sessions.step(old, "slow", 4)) < 0.1
         both = await asyncio.gather(*(sessions.step(old, "go", 5) for _ in range(2)))
@@ -274,7 +274,7 @@ def test_slow_environment_moves_to_worker_processes(caplog):
 
 
 async def longest_rest_s(work):
-    """Return how long the event loop stood still at most while something was done."""
+    """Return the longest pause of the event loop during a call."""
     task, longest_s, seen_s = asyncio.ensure_future(work), 0.0, time.monotonic()
     while not task.done():
         await asyncio.sleep(0.005)

@@ -258,7 +258,7 @@ def test_suspended_hub_kills_no_worker_with_a_pending_answer():
             ]
             step = asyncio.create_task(sessions.step(stepping, "slow", 1))
             await asyncio.sleep(0.05)
-            time.sleep(4.0)  # as a process that is stopped
+            time.sleep(4.0)  # The process is suspended.
             assert (await step).observation == "step 1"
             assert (await sessions.step(beside, "go", 1)).observation == "step 1"
             assert await sessions.expire() == 0

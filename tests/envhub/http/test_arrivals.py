@@ -12,7 +12,7 @@ from envhub.http.known_heads import KnownHeads
 
 
 class Wire:
-    """A transport that keeps what is written."""
+    """A transport that records the written bytes."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
@@ -28,7 +28,7 @@ class Wire:
 
 
 class Link:
-    """A connection that notes what it is to take, and fails at what is bad."""
+    """A connection that records its requests and fails on bad ones."""
 
     answered_at = 0.0
 
@@ -44,14 +44,14 @@ class Link:
 
 
 class Known(KnownHeads):
-    """Knows what begins with a k."""
+    """Treats requests that begin with a k as known."""
 
     def answer(self, request: bytes, now_s: float) -> bytes | None:
         return request.upper() if request.startswith(b"k") else None
 
 
 def taken_in_one_turn(*come: tuple[Link, bytes], known: KnownHeads | None = None) -> list[Any]:
-    """Return the failures that the loop was told of."""
+    """Return the failures that reached the event loop."""
     failures: list[Any] = []
 
     async def turn() -> None:

@@ -1,4 +1,4 @@
-"""Laws of requests whose head is known: the same answers as by the ordinary way, and no more."""
+"""Laws of cached request heads: their answers equal those of the ordinary path."""
 
 import json
 import socket

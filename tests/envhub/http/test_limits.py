@@ -1,4 +1,4 @@
-"""Laws of connections to the hub before anybody has looked at a token, over real HTTP."""
+"""Laws of connections to the hub before their token is checked, over real HTTP."""
 
 import contextlib
 import socket

@@ -257,7 +257,7 @@ def test_batch_step_isolates_each_failure(hub):
     assert "a bug in the environment" in answers[1]["detail"]
 
 
-@pytest.mark.parametrize("env", ["faulty", "fragile"])  # in the hub's own process, in a worker
+@pytest.mark.parametrize("env", ["faulty", "fragile"])  # In the hub's process and in a worker.
 def test_every_route_marks_a_truncated_end(serve_hub, env):
     hub = serve_hub("make_worker")
     for action, is_truncated in (("cut off", True), ("end", False)):

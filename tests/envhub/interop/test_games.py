@@ -57,7 +57,7 @@ print(json.dumps(told))
 
 
 class Doors(gymnasium.Env[str, str]):
-    """Say the door that the seed chose; each try costs a tenth."""
+    """Find the door of the seed; each try costs a tenth."""
 
     action_space = gymnasium.spaces.Text(8, charset="abcdefgh")
     observation_space = gymnasium.spaces.Text(64, charset=string.printable)

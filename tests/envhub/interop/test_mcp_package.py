@@ -119,7 +119,7 @@ def described(folder: Path, **options: object) -> str:
 
 
 def play(reference: str, *episodes: tuple[str, list[str]], root: Path) -> tuple[list[Any], int]:
-    """Return what the episodes were told, and how many items are for testing."""
+    """Return the observations of the episodes and the number of test items."""
     done = subprocess.run(
         [python_with(MCP, sees_ours=True), "-c", PLAY, reference, json.dumps(episodes)],
         cwd=root,
@@ -256,7 +256,7 @@ def test_restarted_server_is_used_again(tmp_path: Path, repository: Path) -> Non
         stack.callback(player.kill)
         assert player.stdout is not None
         assert player.stdout.readline() == "sum 5 of 1\n"
-        server.close()  # killed while nobody waits for an answer
+        server.close()  # The server is killed without a pending answer.
         stack.enter_context(http_server(tmp_path, port=urlsplit(url).port or 0))
         told, _ = player.communicate("\n\n\n", timeout=60)
     assert told.splitlines()[0].startswith(f"MCP server {url}: tool 'add': MCPError: Session")

@@ -1,4 +1,4 @@
-"""Laws of driving OpenEnv servers: our own hub, and one whose behaviour a test chooses."""
+"""Laws of driving OpenEnv servers: our own hub and a scripted server."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ Answer = Callable[[WebSocket, dict[str, Any]], Awaitable[None]]
 
 
 def server_of(answer: Answer, schema: dict[str, Any] = TEXT) -> FastAPI:
-    """Return an OpenEnv server without a task list that answers steps as it is told."""
+    """Return an OpenEnv server without a task list; `answer` answers its steps."""
     app = FastAPI()
 
     @app.get("/schema")
@@ -190,7 +190,7 @@ def test_pings_are_answered_while_the_policy_generates() -> None:
     async def play(spec: EnvSpec) -> None:
         env = made(spec)
         await env.reset("all-train-0", 0)
-        await asyncio.sleep(2.5)  # many pings, nobody asks
+        await asyncio.sleep(2.5)  # Many pings pass without a request.
         assert (await env.step("x")).observation == "on"
         await env.close()
 
@@ -217,14 +217,14 @@ def test_missed_pings_end_episode_by_name() -> None:
 
 def test_silent_server_fails_episode_in_time() -> None:
     async def never(ws: WebSocket, _: dict[str, Any]) -> None:
-        await ws.receive()  # until the client has gone
+        await ws.receive()  # It returns when the client has disconnected.
 
     with pytest.raises(OpenEnvFailure, match=r"a step: no answer within 0\.2 s"):
         play_steps(server_of(never), "x", timeout_s=0.2)
 
 
 def rewarded(*rewards: Any, **more: Any) -> FastAPI:
-    """Return a server whose steps pay these, and whose last one ends the episode."""
+    """Return a server with these rewards; the last step ends the episode."""
     left = [*rewards]
 
     async def answer(ws: WebSocket, _: dict[str, Any]) -> None:
@@ -254,7 +254,7 @@ def test_reward_sum_is_exact_and_bounded_before_the_end() -> None:
     assert (last.reward, last.is_success) == (1.0, True)
     ninth = {"reward": "sum", "max_reward": 1 / 9}
     assert play_steps(rewarded(*[1 / 81] * 9), *["a"] * 9, **ninth)[-1].reward == 1.0
-    with pytest.raises(EnvFailure, match="pays 2"):  # where a horizon would have cut it
+    with pytest.raises(EnvFailure, match="pays 2"):  # A horizon would have truncated it.
         play_steps(rewarded(1, 1, 1, 0), "a", "b", reward="sum")
 
 

@@ -243,7 +243,7 @@ def test_client_that_misses_pings_keeps_session() -> None:
 
         async def play(line: Line) -> None:
             await line.ask("reset", seed=1)
-            await asyncio.sleep(0.3)  # generating; nobody reads the socket
+            await asyncio.sleep(0.3)  # The model generates and the socket is not read.
             assert (await line.ask("step", message="inventory"))["type"] == "observation"
 
         talk(hub, play)

@@ -109,6 +109,6 @@ def serving(program: Path) -> list[psutil.Process]:
     """Return the processes that run a server's program."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended meanwhile
+        with suppress(psutil.Error):  # The process may have ended already.
             found += [process] if str(program) in process.cmdline() else []
     return found

@@ -107,7 +107,7 @@ def described(folder: Path, taskset: str, *, first: int = 0, **options: object) 
 
 
 def play(spec: EnvSpec, episodes: dict[str, list[str]]) -> dict[str, list[Any]]:
-    """Return what each item's episode was told, one after the other; an error ends it."""
+    """Return each item's observations in order; an error ends them."""
 
     async def all_of() -> dict[str, list[Any]]:
         told: dict[str, list[Any]] = {}
@@ -179,7 +179,7 @@ def test_taskset_environment_has_turns_tools_and_its_own_process(tmp_path: Path)
     assert then.observation == "And after that?"
     assert figures(end) == (1.0, True, True, True)
     assert "its process has ended with exit code 9" in told["all-train-1"][2]
-    assert figures(told["all-test-0"][2]) == (0.0, True, True, False)  # in another process
+    assert figures(told["all-test-0"][2]) == (0.0, True, True, False)  # It runs in another process.
 
 
 @pytest.mark.slow

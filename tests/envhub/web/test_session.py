@@ -28,7 +28,7 @@ async def act(session: WebSession, text: str) -> Snapshot:
     return await session.look()
 
 
-# A page of one box that tells what the mouse did in it, and of one field that does so of the keys.
+# A page with a box that reports mouse events and a field that reports key events.
 PAD = """() => {
   document.body.innerHTML = '<div id="pad" style="position:fixed;left:0;top:0;width:300px;'
     + 'height:200px"></div><input style="position:fixed;top:300px"><p id="told"></p>';
@@ -236,7 +236,7 @@ async def test_sessions_share_no_tabs(rig: Rig) -> None:
 
 
 def is_browser(process: psutil.Process) -> bool:
-    """Tell a browser's main process from its helpers and from those that are already dead."""
+    """Return whether a process is a browser's main process and alive."""
     try:
         words = process.cmdline()
     except psutil.Error:

@@ -24,7 +24,7 @@ def started(item_id: str) -> AgentGymBabyAiEnv:
 
 
 def door_ahead(subset: str) -> tuple[AgentGymBabyAiEnv, str]:
-    """An episode whose mission is to open the door that its agent has just gone to."""
+    """An episode with the mission to open the door in front of its agent."""
     for index in range(60):
         env = started(f"{subset}-train-{index}")
         doors = [name for name in env.valid_actions() if "closed door" in name]
@@ -70,7 +70,7 @@ def test_late_success_pays_repeatedly_and_continues_the_episode():
     env = started("GoToLocal-train-0")
     plain = BabyAiEnv(Style.AGENTGYM)
     plain.reset("GoToLocal-train-0", 0)
-    for _ in range(40):  # of 64 steps, after which success pays less than half
+    for _ in range(40):  # Success pays less than half after 32 of 64 steps.
         env.step("turn left")
     late = env.step("go to green ball 1")
     assert not late.done
@@ -96,7 +96,7 @@ def test_solved_episode_is_a_success_at_any_reward():
     late = started("GoToLocal-train-0")
     for _ in range(40):
         late.step("turn left")
-    assert not late.step("go to green ball 1").is_success  # it goes on, as at AgentGym's
+    assert not late.step("go to green ball 1").is_success  # The episode continues, as in AgentGym.
 
 
 def test_reward_falls_with_steps_like_minigrids():
@@ -154,4 +154,4 @@ def test_one_switch_turns_every_rule_on(repository: Path):
     assert isinstance(again, searchqa.SearchqaEnv)
     assert isinstance(once, searchqa.SearchqaEnv)
     assert (again._shared.options.retry, once._shared.options.retry) == (True, False)
-    assert not cfg.envs.babyai.agentgym_rules  # what the user wrote stays as it is
+    assert not cfg.envs.babyai.agentgym_rules  # The user's configuration is unchanged.

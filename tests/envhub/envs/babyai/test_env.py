@@ -215,7 +215,7 @@ def test_expert_closes_a_door_before_it_must_open_it():
     "item_id",
     [
         "SynthS5R2-test-7",  # both cells beside the door are taken
-        "SynthS5R2-train-25",  # what blocks the way must not be put down on the way back
+        "SynthS5R2-train-25",  # The obstacle must not be dropped on the way back.
         "MiniBossLevel-train-35",  # two things to be moved, in any order
         "Unlock-test-4",  # one of two doors is locked, the other is only far away
         "Unlock-train-249",  # a key lies behind its own door, another like it elsewhere
@@ -337,7 +337,7 @@ def test_agentgym_goal_hides_order_of_parts():
 
 
 def test_wrong_object_does_not_end_the_episode():
-    env = started("PickupDistDebug-train-36")  # what is wanted lies behind other things
+    env = started("PickupDistDebug-train-36")  # The goal lies behind other objects.
     result = env.step("pickup grey box 1")
     assert (result.reward, result.done, result.is_valid) == (0.0, False, True)
     assert played_by_expert("PickupDistDebug-train-36") == 1.0

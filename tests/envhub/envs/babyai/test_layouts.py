@@ -1,4 +1,4 @@
-"""Laws of BabyAI's layouts: whoever plays can solve them, and the others are drawn anew."""
+"""Laws of BabyAI's layouts: all are solvable, since unsolvable ones are redrawn."""
 
 from common.config.envs import BabyaiOptions
 from envhub.env import Style

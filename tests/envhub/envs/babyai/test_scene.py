@@ -1,4 +1,4 @@
-"""Laws of the view: what is seen, and which ways it offers."""
+"""Laws of the view: visible objects and offered actions."""
 
 import random
 

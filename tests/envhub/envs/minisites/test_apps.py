@@ -1,4 +1,4 @@
-"""The self-hosted sites: sessions, escaping, and what they do with nonsense."""
+"""The self-hosted sites: sessions, escaping and invalid input."""
 
 import re
 import time
@@ -164,7 +164,7 @@ def test_visitor_text_is_escaped(client: TestClient) -> None:
 
 
 OTHERS_PROJECT = "SELECT '/' || owner || '/' || slug FROM projects WHERE owner_id <> 1"
-REFUSED = [  # database, SELECT of an address, what is sent below it, where that leads, notice
+REFUSED = [  # Database, SELECT of an address, path below it, form, redirect, notice.
     ("gitlab", OTHERS_PROJECT, "/-/issues/new", {"title": "A", "label": "none"},
      "/-/issues/new", "An issue needs a title and a label."),
     ("gitlab", OTHERS_PROJECT, "/-/issues/1/assign", {"username": "nobody"},

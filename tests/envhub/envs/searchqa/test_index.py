@@ -1,4 +1,4 @@
-"""Laws of the built-in retriever: what it finds, in which order, and when it builds an index."""
+"""Laws of the built-in retriever: results, their order and the build of its index."""
 
 import json
 import math

@@ -17,7 +17,7 @@ DOCUMENT = {"id": "7", "contents": '"Apple"\napple pie'}
 
 
 class Server(ThreadingHTTPServer):
-    """Answers every request with what the test wants; keeps what was asked."""
+    """Gives every request a fixed answer and records the requests."""
 
     daemon_threads = True
 
@@ -42,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(self.server.body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 Serve = Callable[..., tuple[str, Server]]

@@ -1,4 +1,4 @@
-"""Laws of the generated world and of the question files, whose form is the same."""
+"""Laws of the generated world and of question files in the same format."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from tests.envhub.envs.playing import elsewhere
 
 
 def digest() -> str:
-    """Return a hash of everything that the world says."""
+    """Return a hash of the whole world."""
     world = the_world()
     rows = [world.rows(subset, split) for subset in DATASETS for split in SPLITS]
     facts = [[one.title, one.text] for one in world.passages()]

@@ -1,4 +1,4 @@
-"""Laws of the SQL environment's items: what is asked, told and numbered, and what is missing."""
+"""Laws of the SQL environment's items: questions, observations, numbers and missing files."""
 
 import pytest
 

@@ -17,7 +17,7 @@ from envhub.envs.sqlgym.questions import questions
 from tests.configs import edited
 from tests.envhub.envs.sqlgym.pets import answered, played
 
-HELD_S = 120.0  # at most
+HELD_S = 120.0  # The longest wait of a test.
 GREEDY = (
     "CREATE TEMP TABLE t AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
     "SELECT hex(zeroblob(90000)) FROM n"
@@ -68,7 +68,7 @@ def is_waiting(future: Future) -> bool:
 @pytest.mark.parametrize("is_known", [True, False])
 def test_session_without_memory_waits_for_the_running_statement(spec, is_known):
     played(spec, "easy-test-0", Style.COMPACT)
-    if not is_known:  # as the first item of a split that a worker plays
+    if not is_known:  # The worker plays its first item of a split.
         questions.cache_clear()
         database.image.cache_clear()
     with ThreadPoolExecutor(3) as threads, filled_by_another(threads) as may_end:

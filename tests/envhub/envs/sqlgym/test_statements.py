@@ -1,4 +1,4 @@
-"""Laws of the SQL environment's statements: what is run, judged, refused and cut short."""
+"""Laws of the SQL environment's statements: execution, grading, refusal and limits."""
 
 import sqlite3
 import time

@@ -1,4 +1,4 @@
-"""WebArena's tasks on sites elsewhere, in a real browser, and what it needs to be served."""
+"""WebArena's tasks on remote sites in a real browser, and the requirements of serving them."""
 
 from collections.abc import Iterator
 from typing import cast

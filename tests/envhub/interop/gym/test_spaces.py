@@ -142,8 +142,8 @@ def test_parsed_array_has_its_spaces_shape_and_type(
 @pytest.mark.parametrize(
     ("space", "text"),
     [
-        (Box(0, 255, (1,), np.uint8), "[256]"),  # which would be 0 in 8 bits
-        (Box(0, 255, (1,), np.uint8), "[-1]"),  # and this 255
+        (Box(0, 255, (1,), np.uint8), "[256]"),  # It would be 0 in 8 bits.
+        (Box(0, 255, (1,), np.uint8), "[-1]"),  # It would be 255 in 8 bits.
         (Box(-np.inf, np.inf, (1,)), "[1e39]"),  # infinite in 32 bits
         (Box(-1, 1, (2,)), "[0]"),
         (Box(-1, 1, (2,)), "[[0, 0]]"),
