@@ -27,7 +27,7 @@ from tests.learner.builders import make_model, make_trajectory
 
 
 class Neighbour:
-    """Every part of a learner that the law does not look at: it has nothing to say."""
+    """A stub for the unused parts of a learner."""
 
     num_canary_alarms = 0
 
@@ -95,7 +95,7 @@ def test_checkpoint_seconds_appear_in_the_next_steps_metrics(tmp_path: Path) -> 
 
 
 class Waiting(Neighbour):
-    """A buffer that has no batch for a while, and what a learner may say meanwhile."""
+    """A buffer without a batch for a while, and the learner's status calls."""
 
     has_no_room = False
 

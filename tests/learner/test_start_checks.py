@@ -1,4 +1,4 @@
-"""Laws of what is refused before a command starts anything."""
+"""Laws of the checks before a command starts."""
 
 from pathlib import Path
 from typing import Any

@@ -70,7 +70,7 @@ def test_turn_discount_prefers_the_shorter_solution() -> None:
 
 
 def scored(number: int, scores: list[float], *, tokens: int = 1) -> Trajectory:
-    """Build a member whose score stood at `scores` after its turns."""
+    """Build a member with the score `scores` after its turns."""
     trajectory = turns(number, scores[-1], [False] * len(scores), tokens=tokens)
     return replace(trajectory, turn_scores=np.array(scores, dtype=np.float32))
 
@@ -239,6 +239,6 @@ def test_normalisation_per_environment_equalises_advantage_scales() -> None:
 
 
 def test_baseline_covers_survivors_of_damaged_group() -> None:
-    survivors = [member(0, 1.0), member(3, 0.0)]  # of four
+    survivors = [member(0, 1.0), member(3, 0.0)]  # Two of four members survive.
     samples = samples_of([Group(group_id="a", members=survivors)], AlgorithmSection())
     assert [s.advantage for s in samples] == [1.0, -1.0]

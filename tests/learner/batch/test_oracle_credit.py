@@ -12,7 +12,7 @@ from learner.batch.credit import samples_of
 from tests.learner.objective.ragged import groups
 
 Members = list[Trajectory]
-EPSILON = 1e-6  # of deviations
+EPSILON = 1e-6  # Added to deviations.
 PLAIN: dict[str, Any] = {"baseline": Baseline.GROUP_MEAN, "advantage": Advantage.GRPO}
 
 
@@ -30,7 +30,7 @@ def dr_grpo(members: Members) -> list[float]:
 
 
 def rloo(members: Members) -> list[float]:
-    """arXiv:2402.14740: less the mean of the others; nothing for who has none."""
+    """arXiv:2402.14740: less the mean of the other members; zero for a single member."""
     found: list[float] = []
     for at, member in enumerate(members):
         others = [m.reward for k, m in enumerate(members) if k != at]

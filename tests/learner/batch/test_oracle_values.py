@@ -35,7 +35,7 @@ def definition(
     turns = e.turn_ids[e.loss_mask].tolist()
     present = sorted(set(turns))
     firsts = [turns.index(t) for t in present] if step is Timestep.TURN else [*range(len(turns))]
-    paid = np.zeros(len(turns))  # on the last token of the turn that earned it, or of one before
+    paid = np.zeros(len(turns))  # The reward lies on the last token of its turn or before.
     scores = [e.start_score, *e.turn_scores.tolist()]
     is_cut = e.end_reason == "horizon"
     for turn in range(e.num_turns):

@@ -65,7 +65,7 @@ OF_ACTIONS = [1 / 18, 1 / 18, -1 / 18, -1 / 18]
     "changes_of",
     [
         lambda action: {"turn_actions": np.array([action], dtype=np.int32)},
-        lambda _: {"asides": np.array([1, 2, Aside.PLAN], dtype=np.int32)},  # of older records
+        lambda _: {"asides": np.array([1, 2, Aside.PLAN], dtype=np.int32)},  # An older record.
     ],
 )
 def test_ecpo_compares_actions_and_ignores_thoughts(

@@ -104,9 +104,9 @@ PENALTY = AlgorithmSection(invalid_action_penalty=0.2)
     [
         # The level 0.6 is reached. At episode level a value is of the level at the end.
         (AlgorithmSection(), 0.7, 0.7),  # not 1.3
-        (AlgorithmSection(), 0.1, 0.6),  # what is reached is not taken back
+        (AlgorithmSection(), 0.1, 0.6),  # A reached score is kept.
         (AlgorithmSection(), 5.0, 1.0),  # no more than can be reached
-        (AlgorithmSection(turn_discount=0.5), 0.8, 0.5 * 0.8),  # what is paid later, is paid once
+        (AlgorithmSection(turn_discount=0.5), 0.8, 0.5 * 0.8),  # A later reward counts once.
         # At turn level it is of the rises that are still to come.
         (TURN, 0.3, 0.9),
         (TURN, 5.0, 1.0),
@@ -174,7 +174,7 @@ def test_perfect_critic_reproduces_its_values_for_cut_episodes(trace: float, tra
 def test_last_turns_reward_counts_once_without_its_observation(
     trailing: int, discount: float
 ) -> None:
-    """Each turn pays 0.1, five more turns would; values are what is still paid, from each on."""
+    """Each turn pays 0.1 and five more turns would; a value is the remaining reward."""
     algorithm = AlgorithmSection(reward_level=CreditLevel.TURN, turn_discount=discount)
     worth = [sum(0.1 * discount**k for k in range(left)) for left in (8, 7, 6, 5)]
     scores = np.array([0.1, 0.2, 0.3], dtype=np.float32)

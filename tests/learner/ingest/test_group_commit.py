@@ -11,7 +11,7 @@ TIMEOUT_S = 5.0
 
 
 class Disk:
-    """A disk whose syncs begin and end when told."""
+    """A disk with syncs that the test starts and ends."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Semaphore(0), threading.Semaphore(0)

@@ -68,7 +68,7 @@ def test_concurrent_trajectories_are_judged_singly(running: Setup) -> None:
 
 def test_acceptances_of_one_sender_share_acknowledgements(running: Setup) -> None:
     running.journal.gate.clear()
-    running.actor.send_multipart(encode(member(0)))  # at the disk while the others come
+    running.actor.send_multipart(encode(member(0)))  # It waits for the disk while more arrive.
     for number in range(1, 3):
         running.actor.send_multipart(encode(member(number)))
     with running.other_actor() as other:
@@ -106,7 +106,7 @@ def test_unleased_episode_is_refused_without_report(tmp_path: Path) -> None:
     leased = replace(own, lease_mac=lease_mac(own, own.actor, key))
     forged = [
         own,  # never leased
-        replace(leased, actor="actor-9"),  # to another one
+        replace(leased, actor="actor-9"),  # The lease belongs to another actor.
         replace(leased, horizon=own.horizon + 1),
         replace(leased, seed=own.seed + 1),
         replace(leased, episode_id="g/1", member=1),
@@ -236,7 +236,7 @@ def test_replay_point_precedes_episode_in_intake(running: Setup) -> None:
     running.journal.gate.clear()
     running.actor.send_multipart(encode(member(0, group_id="g0000001")))
     assert running.journal.is_syncing.wait(5.0)
-    assert running.journal.position > end  # appended, and not yet promised to anybody
+    assert running.journal.position > end  # It is appended but not acknowledged.
     assert running.buffer.replay_point(version=0).position == end
     running.journal.gate.set()
     assert decode(running.actor.recv_multipart()).is_accepted
@@ -265,7 +265,7 @@ def test_full_disk_pauses_the_intake_and_loses_nothing(
 
 
 def test_batch_timeout_starts_with_first_engine(setup: Setup) -> None:
-    """Nobody can play before: an engine of a large model takes long to start."""
+    """No actor can play before: the engine of a large model starts slowly."""
     began, patience_s, starting_s = time.monotonic(), 0.2, 0.8
 
     def hear() -> None:

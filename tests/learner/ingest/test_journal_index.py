@@ -25,7 +25,7 @@ def at(offset: int) -> JournalPosition:
 
 
 def make_index(*episodes: Trajectory) -> JournalIndex:
-    """An index of a journal with records at 0, 10, 20 ..., told of in messages 1, 2, 3 ..."""
+    """An index of a journal with records at 0, 10, 20 ..., reported in messages 1, 2, 3 ..."""
     index = JournalIndex(end=JOURNAL_START)
     for i, each in enumerate(episodes):
         index.know(each)

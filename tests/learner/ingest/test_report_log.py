@@ -64,7 +64,7 @@ def test_saved_reports_are_dropped_and_unsaved_ones_resent() -> None:
 
 
 def test_acknowledgement_within_a_message_drops_nothing() -> None:
-    """What was taken together is forgotten together: the numbers in between are not kept."""
+    """Reports of one message are dropped together: numbers in between are not kept."""
     log = make_log(outcomes("a"), step(1))
     log.take_unsent()
     log.acknowledge(1)

@@ -1,4 +1,4 @@
-"""Laws of what the scheduler is told, and of what the intake hears from it."""
+"""Laws of the messages between intake and scheduler."""
 
 import socket
 import threading

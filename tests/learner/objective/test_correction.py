@@ -92,7 +92,7 @@ def test_weights_carry_no_gradient(correction: Correction) -> None:
 
 
 def microbatch(log_rho: list[float], advantages: list[float] | None = None) -> MicroBatch:
-    """Build one sequence whose tokens the sampler gave log-probability -3."""
+    """Build one sequence with sampler log-probability -3 for each token."""
     trajectory = make_trajectory(
         [1] * (len(log_rho) + 1), [0] + [1] * len(log_rho), logprobs=[-3.0] * len(log_rho)
     )
@@ -166,7 +166,7 @@ def test_gspo_at_the_sampler_is_capped_by_sequence() -> None:
         ({"correction": Correction.NONE}, [0.5, 1.28, 1.28, 1.28]),
         ({"tis_cap": 1.1}, [0.5, 1.1, 1.1, 1.1]),
         ({"correction": Correction.ICEPOP}, [0.5, 1.28, 1.28, 0.0]),  # 40 is above mask_high
-        ({"correction": Correction.SEQUENCE_TIS}, [1.28] * 4),  # of the product 120
+        ({"correction": Correction.SEQUENCE_TIS}, [1.28] * 4),  # The product is 120.
     ],
 )
 def test_cispo_bounds_weight_for_any_ratio(settings: dict, expected: list[float]) -> None:

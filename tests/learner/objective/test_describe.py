@@ -178,7 +178,7 @@ def test_combinations_that_do_nothing_are_named() -> None:
     assert dead(policy_loss=cispo, correction=Correction.NONE) == ["algorithm.correction"]
     assert dead(policy_loss=cispo, tis_cap=1.1) == []
     assert dead(policy_loss=cispo, tis_cap=5.0, kl_coef=0.1) == []  # there it cuts the KL's weight
-    assert dead(tis_cap=4.0) == []  # beyond dual_clip=3: it switches off what tis_cap=2 does
+    assert dead(tis_cap=4.0) == []  # A cap beyond dual_clip=3 disables that of tis_cap=2.
     assert dead(tis_cap=4.0, dual_clip=1.5) == ["algorithm.tis_cap"]
     token = LearnerSection(critic=CriticSection(timestep=Timestep.TOKEN))
     assert dead(token, turn_discount=0.9, **PPO) == ["algorithm.turn_discount"]

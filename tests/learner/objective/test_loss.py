@@ -48,7 +48,7 @@ def loss_of(
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient"),
     [
-        (1.0, 2.0, -2.0, -2.0),  # on the anchor: plain policy gradient
+        (1.0, 2.0, -2.0, -2.0),  # At the anchor it is the plain policy gradient.
         (1.2, 1.0, -1.2, -1.2),  # inside the bounds
         (1.5, 1.0, -1.28, 0.0),  # good and already likelier: held
         (0.5, 1.0, -0.5, -0.5),  # good but less likely: pushed back up

@@ -1,4 +1,4 @@
-"""Laws of AgentEvol: what is played, what is kept, and where it goes on."""
+"""Laws of AgentEvol: played items, kept episodes and the next iteration's policy."""
 
 from collections import Counter
 from dataclasses import replace
@@ -50,7 +50,7 @@ def cfg(tmp_path: Path) -> RunConfig:
 
 
 class Player:
-    """Writes one success and one failure per iteration; remembers who played."""
+    """Writes one success and one failure per iteration; records its policies."""
 
     def __init__(self, *, success: float = 1.0, is_solved: bool = True) -> None:
         self.calls: list[tuple[str, int]] = []

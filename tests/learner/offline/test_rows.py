@@ -1,4 +1,4 @@
-"""Laws of token rows: what is learnt, from journals and from conversations."""
+"""Laws of token rows: the trained tokens of journals and conversations."""
 
 import json
 from dataclasses import replace

@@ -210,7 +210,7 @@ def test_adapters_are_merged_into_written_policy(tmp_path: Path) -> None:
     learner = LearnerSection(device="cpu", lora=LoraSection(rank=4))
     adapted, _ = load_start(str(tmp_path / "base"), learner)
     losses = sft.train(adapted, rows_of(*CORPUS), TINY, learner, seed=0)
-    assert losses[-1] < losses[0] - 0.3  # of a random head that stays as it is
+    assert losses[-1] < losses[0] - 0.3  # The random head stays frozen.
     folder = save_policy(tmp_path / "policy", adapted, TOKENIZER)
     plain = load_policy(str(folder), device="cpu", gradient_checkpointing=False)
     ids = torch.arange(9)[None]

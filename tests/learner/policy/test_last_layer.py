@@ -1,4 +1,4 @@
-"""Laws of rows that nobody reads."""
+"""Laws of unread rows."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -15,7 +15,7 @@ from learner.policy.kernels.last_layer import skip_unread_rows
 from learner.policy.model import flat_hidden
 from tests.learner.builders import VOCAB, make_model
 
-LENGTHS, NUM_SCORED = (12, 7, 9), 2  # of each sequence the last two are scored
+LENGTHS, NUM_SCORED = (12, 7, 9), 2  # The last two tokens of each sequence are scored.
 
 
 def batch() -> TokenBatch:
@@ -25,7 +25,7 @@ def batch() -> TokenBatch:
 
 
 def rows_computed(part: nn.Module) -> list[int]:
-    """Return a list that is told how many rows each call of a module computes."""
+    """Return a list that receives the number of rows of each call of a module."""
     seen: list[int] = []
     part.register_forward_hook(lambda _, args, found: seen.append(found.shape[1]))
     return seen

@@ -105,7 +105,7 @@ def test_weights_of_another_model_are_refused_by_name(
 
 @contextmanager
 def rank_of(size: int) -> Iterator[Any]:
-    """Yield the mesh of the first of so many ranks, whose others are not there."""
+    """Yield the mesh of the first of several ranks; the other ranks do not exist."""
     distributed: Any = dist
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
@@ -115,9 +115,9 @@ def rank_of(size: int) -> Iterator[Any]:
 
 
 def peak_of(load: Callable[[], object]) -> int:
-    """Return by how many bytes this process grows at most meanwhile."""
+    """Return the peak growth of this process in bytes."""
     trim_heap()
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak is what there is now
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # Resets the peak memory.
     before = _status("VmRSS")
     kept = load()
     grown = _status("VmHWM") - before
@@ -156,7 +156,7 @@ def test_loading_takes_the_memory_of_a_part(tmp_path: Path) -> None:
         return network
 
     with rank_of(4) as mesh:
-        load_part(tmp_path / "small")  # what it imports is no memory of weights
+        load_part(tmp_path / "small")  # Imports do not count as memory of weights.
         part = peak_of(lambda: load_part(tmp_path))
     whole_load = peak_of(lambda: load_policy(str(tmp_path), **how))
     assert num_bytes > 100 << 20

@@ -1,4 +1,4 @@
-"""Laws of adapters: what they add, what is trained, and what is written of them."""
+"""Laws of adapters: their effect, their training and their files."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def test_adapters_are_the_same_on_every_rank(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     states = []
     for _ in range(2):
-        torch.manual_seed(7)  # as every rank does before it loads
+        torch.manual_seed(7)  # Every rank sets this seed before it loads.
         states.append(trained_state(loaded(tmp_path, rank=4)))
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 

@@ -56,7 +56,7 @@ def load(path: str, max_tokens: int | None) -> PreTrainedModel:
 
 
 def scored(model: PreTrainedModel, lengths: list[int], layout: Layout) -> Tensor:
-    """Return the log-probabilities of the first sequence, whose tokens are always the same."""
+    """Return the log-probabilities of the first sequence, which is always the same."""
     is_packed = use_attention([model], "cpu", layout, Attention.AUTO)
     sequences = [np.random.default_rng(n).integers(1, 50, n) for n in lengths]
     masks = [np.arange(n) > 0 for n in lengths]
@@ -84,7 +84,7 @@ def test_longrope_is_long_beyond_original_context(
     model: Any = load(save(tmp_path, "longrope"), max_tokens)
     scored(model, [20], Layout.PADDED)
     found = model.model.rotary_emb.inv_freq
-    plain = 10000.0 ** (-torch.arange(0, 16, 2) / 16)  # of heads of 16
+    plain = 10000.0 ** (-torch.arange(0, 16, 2) / 16)  # The size of a head is 16.
     torch.testing.assert_close(found, plain / factor)
 
 

@@ -86,7 +86,7 @@ def test_repeated_scoring_gives_equal_logits(
     model = load(path, gradient_checkpointing=checkpointing)
     first, second = logits_twice(model)
     assert torch.equal(first, second)
-    with torch.no_grad():  # as the sampler computes them
+    with torch.no_grad():  # The sampler computes them in this way.
         expected = AutoModelForCausalLM.from_pretrained(path).eval()(torch.arange(12)[None]).logits
     torch.testing.assert_close(first.detach(), expected, atol=1e-5, rtol=1e-5)
 
@@ -140,7 +140,7 @@ def test_head_that_changes_input_is_refused() -> None:
 
 
 def nemotron(folder: Path) -> PreTrainedModel:
-    """Load a family whose attention does not take the packing, and which does not say so."""
+    """Load a family with an attention that silently ignores packing."""
     return load(save(NemotronConfig(**SMALL), folder))  # pyright: ignore
 
 

@@ -71,7 +71,7 @@ def test_fastest_configuration_overrides_the_rules(
     file = tmp_path / "precision.json"
     assert settle(file, clock) == Way(precision, layout, attention)
     slower = Clock(**dict.fromkeys((precision.value, layout.value, attention.value), 9.0))
-    assert settle(file, slower) == Way(precision, layout, attention)  # as the run began
+    assert settle(file, slower) == Way(precision, layout, attention)  # The run keeps its choice.
     assert not slower.asked
 
 
@@ -135,7 +135,7 @@ def test_timing_respects_budget_and_preserves_model() -> None:
 
 
 def timed_by(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> list[int]:
-    """Let the passes cost what `seconds` says; return how many threads each of them had."""
+    """Let the passes take `seconds`; return the number of threads of each."""
     left, threads = iter(seconds), list[int]()
 
     def time_pass(*_: object) -> Timed:

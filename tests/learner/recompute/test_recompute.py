@@ -25,7 +25,7 @@ CRITIC = (
 
 
 def computed(root: Path, *words: str, steps: str | None = None) -> tuple[int, list[str]]:
-    """Return the exit code of the command and what it says."""
+    """Return the exit code of the command and its output."""
     said: list[str] = []
     request = Request(
         command="recompute",
@@ -76,7 +76,7 @@ def test_recompute_reproduces_the_learner_over_restarts(
 ) -> None:
     root = tmp_path / "r"
     live(root, config(*settings), range(5), skipped=[1], nan=[3], saved=[2])
-    # What it repeats now is not what it was the first time.
+    # The restart does not repeat the first settings.
     live(root, config(*settings, "learner.lr=3e-4", "train.num_steps=9"), range(5, 8), saved=[6])
     live(root, config(*settings, "learner.lr=3e-4", "train.num_steps=9"), range(8, 9))
     assert len(read_checksums(root / "checksums.jsonl").starts) == 3
@@ -95,13 +95,13 @@ def test_recompute_reproduces_killed_ranks(tmp_path: Path) -> None:
     cfg = config(*running, "algorithm.correction=second_moment", "algorithm.m2_threshold=0.3")
     live(root, cfg, range(4), skipped=[1], nan=[2], saved=[0])
     live(root, cfg, range(4, 5))
-    code, said = computed(root)  # from the first weights on, without a restart
+    code, said = computed(root)  # It starts from the first weights without a restart.
     assert code == 0, said
     assert result(root)["equal_checksums"] == 5
 
 
 def test_recompute_finds_a_flipped_journal_bit_at_its_step(run: RunDir) -> None:
-    flip(run, "g0000010/1")  # of batch 5, which is step 5
+    flip(run, "g0000010/1")  # Batch 5 is step 5.
     code, said = computed(run.root)
     assert code == 1
     assert said[-1].startswith("step 5 differs: batch: episode g0000010/1")
@@ -145,7 +145,7 @@ def test_recompute_reports_different_start_weights_and_machine(run: RunDir) -> N
 
 def test_running_run_is_recomputed_up_to_its_last_record(run: RunDir) -> None:
     whole = run.checksums.read_bytes()
-    run.checksums.write_bytes(whole[:-20])  # in the middle of the last line
+    run.checksums.write_bytes(whole[:-20])  # Cut within the last line.
     with run.steps.open("ab") as steps:
         steps.write(b'{"version":7,"gro')
     code, said = computed(run.root)
@@ -170,7 +170,7 @@ def test_pruned_range_is_refused_by_name(run: RunDir) -> None:
 
 def test_steps_pruned_from_the_log_are_refused_by_name(run: RunDir) -> None:
     steps, size = list(read_steps(run.steps)), run.steps.stat().st_size
-    before = steps[2].segment  # of step 2, behind a step and a batch that was skipped
+    before = steps[2].segment  # Step 2 comes after a step and a skipped batch.
     prune(run.journal, before=before, may_go=lambda *_: True)
     log, sums = StepLog(run.steps, look_bytes=0), ChecksumLog(run.checksums, version=6)
     assert log.prune(before=before, needed=size)

@@ -1,4 +1,4 @@
-"""Laws of a run that goes on for months: its directory does not grow, and a restart still works."""
+"""Laws of a run of months: its directory is bounded, and a restart still works."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ LIMITS = Limits(keep_bytes=80_000)
 
 
 class LongRun:
-    """Writes what a learner writes; stands for its checkpoints, its buffer and its upkeep."""
+    """Writes a learner's files; replaces its checkpoints, its buffer and its upkeep."""
 
     def __init__(self, root: Path) -> None:
         self.run_dir = RunDir(root=root)

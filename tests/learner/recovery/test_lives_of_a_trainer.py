@@ -27,7 +27,7 @@ from learner.training.trainer import Trainer
 from tests.learner.builders import make_model, make_model_with_adapters, make_trajectory
 
 KINDS = ("good", "far", "good", "nan", "far", "nan", "short", "far", "good")
-KILLED_BEFORE = (2, 4, 6, 8)  # that batch
+KILLED_BEFORE = (2, 4, 6, 8)  # Kill before these batches.
 SAVED_AFTER = (2, 5)  # batches; the second checkpoint lies between two that are not finite
 
 

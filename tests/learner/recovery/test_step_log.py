@@ -89,7 +89,7 @@ def test_steps_after_a_checkpoint_follow_its_batch_number(tmp_path: Path) -> Non
     assert since(1, 1) == [2, 3, 4]  # saved at once after step 1
     assert since(1, 2) == [3, 4]  # stopped, and saved, after the first batch that was skipped
     assert since(2, 4) == []
-    assert since(1, 0) == [2, 3, 4]  # of a version that did not count
+    assert since(1, 0) == [2, 3, 4]  # The version was not counted.
 
 
 def test_restart_reads_the_log_from_the_first_needed_line(tmp_path: Path) -> None:

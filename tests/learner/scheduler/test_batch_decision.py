@@ -1,4 +1,4 @@
-"""What is a batch: the scheduler decides, the learner takes; the real classes on both sides."""
+"""Laws of the batch: the scheduler decides it and the learner takes it; both are real."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ class TwoSides:
         self.table.hello("actor-0")
 
     def start_learner(self) -> None:
-        """A new process: what was settled lies before its replay point, so it is not read."""
+        """A new process: settled records precede its replay point and are not read."""
         self.groups = GroupAssembly(
             self.cfg.groups,
             AlgorithmSection(),
@@ -87,7 +87,7 @@ def test_restarted_learner_takes_the_short_batch_after_filtering(mode: TrainMode
 
 @pytest.mark.parametrize("mode", list(TrainMode))
 def test_restarted_learner_completes_a_group_without_its_refused_member(mode: TrainMode) -> None:
-    """What was refused is in no journal: the scheduler alone knows that it will never come."""
+    """A refused episode is in no journal: only the scheduler has its outcome."""
     sides = TwoSides(_config(mode))
     leases = sides.ask()
     ready = [lease.group_id for lease in leases[::3]]

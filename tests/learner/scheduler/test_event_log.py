@@ -21,7 +21,7 @@ from tests.learner.scheduler.builders import CATALOGUE, Table, make_config
 
 
 class LoggedCore(SchedulerCore):
-    """A core whose messages are logged as the loop does it."""
+    """A core that logs its messages like the event loop."""
 
     def __init__(self, folder: Path) -> None:
         self.now = LoopClock(100.0)

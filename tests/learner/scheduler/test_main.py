@@ -49,7 +49,7 @@ from tests.learner.scheduler.builders import (
 )
 
 TIMEOUT_S = 5.0
-START_S = 60.0  # of a process
+START_S = 60.0  # The start of a process.
 
 
 class Role:

@@ -100,7 +100,7 @@ def test_long_tail_makes_async_twice_as_fast_as_sync() -> None:
 
 
 def test_lease_sizes_never_limit_equal_actors() -> None:
-    """As with one actor two batches are in flight; nobody else would play them sooner."""
+    """As with one actor, two batches are in flight; no other actor would play them sooner."""
     cfg = make_simulated(num_steps=60, num_actors=2)
     workload = Constant(wall_s=100.0, busy_s=1.0)
     assert _run(cfg, workload).steps_per_h == pytest.approx(72.0, rel=0.03)

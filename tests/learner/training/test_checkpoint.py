@@ -20,7 +20,7 @@ from tests.full_disk import no_room_beyond
 
 
 class Saved:
-    """Stands for a model or a tokenizer: writes one file."""
+    """Replaces a model or a tokenizer: writes one file."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -38,7 +38,7 @@ class Unsaveable:
 
 
 class Trained:
-    """A trainer of two numbers; `may_end` holds back what is written."""
+    """A trainer of two numbers; `may_end` delays its files."""
 
     def __init__(self, version: int, *, may_end: threading.Event | None = None) -> None:
         self.tensor = torch.full((2,), float(version))
@@ -182,7 +182,7 @@ def test_full_disk_costs_a_checkpoint_but_not_the_run(tmp_path: Path) -> None:
     checkpoints.wait()
     assert checkpoints.poll() is None
     assert not checkpoints.has(2)
-    assert names(tmp_path) == ["step-000001"]  # what was written of it is given back
+    assert names(tmp_path) == ["step-000001"]  # The partial files are removed.
     disk.is_full = False
     begin(checkpoints, 2, model=disk)
     checkpoints.wait()
@@ -225,7 +225,7 @@ def test_a_failed_save_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no space"):
         checkpoints.poll()
     assert newest_checkpoint(tmp_path) == tmp_path / "step-000001"
-    save(make(tmp_path), 2)  # of the learner that is started again
+    save(make(tmp_path), 2)  # The restarted learner saves again.
     assert names(tmp_path) == ["step-000001", "step-000002"]
 
 
@@ -264,7 +264,7 @@ def test_version_is_written_once_per_process(tmp_path: Path) -> None:
 
 def test_old_checkpoint_counts_until_its_replacement_is_complete(tmp_path: Path) -> None:
     folder = save(make(tmp_path), 1)
-    aside = folder.rename(tmp_path / "step-000001.old")  # as a crash between two renames leaves it
+    aside = folder.rename(tmp_path / "step-000001.old")  # A crash between two renames leaves it.
     assert newest_checkpoint(tmp_path) == aside
     assert load_values(aside)["version"] == 1
     save(make(tmp_path), 1)
@@ -303,7 +303,7 @@ def test_training_continues_during_a_save_without_changing_it(tmp_path: Path) ->
     took_s = checkpoints.poll()
     assert took_s is not None
     assert took_s < 30
-    assert checkpoints.poll() is None  # told once
+    assert checkpoints.poll() is None  # It is reported once.
     assert newest_checkpoint(tmp_path) == folder
     ((_, tensor),) = read_weights(folder / TENSORS, "model")
     assert tensor.tolist() == [1.0, 1.0]
@@ -326,6 +326,6 @@ def test_next_checkpoint_waits_for_current_one(tmp_path: Path) -> None:
 def test_single_file_checkpoint_is_refused_with_a_remedy(tmp_path: Path) -> None:
     folder = save(make(tmp_path), 1)
     (folder / "trainer.json").unlink()
-    (folder / "trainer.pt").touch()  # as versions before wrote it
+    (folder / "trainer.pt").touch()  # Older versions wrote this file.
     with pytest.raises(ConfigError, match=r"older version.*model\.path=.*step-000001"):
         load_values(folder)

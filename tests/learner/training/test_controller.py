@@ -59,7 +59,7 @@ def test_broken_policy_leaves_the_controller_unchanged() -> None:
     got = decide(controller, math.nan, weight_mean=math.nan)
     assert got == Decision(lr_scale=1.0, is_skipped=False, max_ahead_steps=0)
     assert controller.state_dict() == before
-    decide(controller, math.nan, must_train=True)  # when it is repeated
+    decide(controller, math.nan, must_train=True)  # The step is repeated.
     assert controller.state_dict() == before
 
 
@@ -92,7 +92,7 @@ def test_repeated_decisions_restore_the_controller() -> None:
     first, again = (Controller(cfg, max_ahead_steps=3) for _ in range(2))
     for ess_frac in (0.4, 0.95, 0.4, 0.4, 0.4, 0.4):  # the fifth is trained on: enough were skipped
         is_skipped = decide(first, ess_frac).is_skipped
-        noisy = 0.6 - ess_frac if is_skipped else ess_frac  # as another machine may round it
+        noisy = 0.6 - ess_frac if is_skipped else ess_frac  # Another machine may round it so.
         decide(again, noisy, must_train=not is_skipped, must_skip=is_skipped)
         assert again.state_dict() == first.state_dict()
 

@@ -132,7 +132,7 @@ A = AlgorithmSection
 L = LearnerSection
 PPO = {"advantage": Advantage.PPO}
 SHARED = {"reward_level": CreditLevel.TURN}  # turns of one state then have unlike returns
-# Settings whose effect shows elsewhere than in a training step; each is read where named here.
+# Settings without an effect on a training step; each is read in the file named here.
 ELSEWHERE = {
     "learner.host": "learner/build.py",
     "learner.advertise": "learner/build.py",
@@ -146,7 +146,7 @@ ELSEWHERE = {
     "learner.weights_transport": "learner/build.py",
     "learner.rank_timeout_s": "learner/training/rank_workers.py",
     "learner.gradient_checkpointing": "learner/training/build.py",
-    "learner.offload": "learner/policy/forward.py",  # where all lies, see test_offload.py
+    "learner.offload": "learner/policy/forward.py",  # See test_offload.py for its effect.
     "learner.moments": "learner/training/optimizers/optimizer.py",  # see test_moments.py
     "learner.max_lag_steps": "learner/main.py",
     "learner.hold_back_steps": "common/config/run_config.py",

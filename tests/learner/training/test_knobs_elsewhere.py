@@ -1,4 +1,4 @@
-"""Law: settings of learning that change no training step change what they are for."""
+"""Law: settings of learning without an effect on a training step have their own effect."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -30,7 +30,7 @@ from tests.learner.training.test_rank_workers import ranks_of, weights_after
 
 
 def wide_model(*, seed: int = 0, width: int = 64) -> Qwen3ForCausalLM:
-    """Build a Qwen3 whose matrices are of whole blocks; the tables are not."""
+    """Build a Qwen3 with matrices of whole blocks; its tables are not."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -196,7 +196,7 @@ def test_several_ranks_read_the_moments_of_one(size: int, tmp_path: Path) -> Non
         assert sum(map(has_whole_blocks, other.parameters())) >= 14
         cfg = LearnerSection(lr=1e-2, moments=Moments.INT8)
         optimizers = make_optimizer(other, cfg).optimizers
-        if size == 4:  # of whose parts of the tables the last is too small
+        if size == 4:  # The last part of its tables is too small.
             assert {name for name in written if "embed" in name and name.endswith("codes")}
             with pytest.raises(ConfigError, match=r"8bit: and its learner\.num_ranks"):
                 restore(tmp_path / "state", {"model": other}, optimizers)
@@ -214,7 +214,7 @@ def test_several_ranks_read_the_moments_of_one(size: int, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_two_ranks_train_like_one(tmp_path: Path) -> None:
-    wide_model(width=256).save_pretrained(tmp_path / "policy")  # whose halves are blocks, too
+    wide_model(width=256).save_pretrained(tmp_path / "policy")  # Its halves are whole blocks, too.
     cfg = make_cfg(tmp_path, "plain", num_ranks=2)
     AutoTokenizer.from_pretrained(ROOT / "configs/policies/tiny").save_pretrained(
         tmp_path / "policy"
@@ -227,7 +227,7 @@ def test_two_ranks_train_like_one(tmp_path: Path) -> None:
         kept = local_values(trainer)
         onward = weights_after(trainer, num_steps=1)
     assert sum(name.endswith(".codes") for name in kept) == 2 * (2 + 14)  # tables and layers
-    assert (found - expected).abs().max() < 2e-3  # of three updates of at most 1e-3 each
+    assert (found - expected).abs().max() < 2e-3  # Three updates change at most 1e-3 each.
     assert (found - expected).abs().mean() < 2e-5
     with ranks_of(cfg, folder) as (trainer, _):
         again = local_values(trainer)

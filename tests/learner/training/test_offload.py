@@ -95,7 +95,7 @@ def test_offloaded_parts_stay_in_host_memory_on_a_gpu_mesh() -> None:
         for name, part in parts.items():
             assert isinstance(part, DTensor)
             own = getattr(kept, name.removeprefix("moment."))
-            assert part.to_local().data_ptr() == own.data_ptr()  # what is read into it arrives
+            assert part.to_local().data_ptr() == own.data_ptr()  # Reads fill the kept tensor.
         copies = StateWriter(Ranks()).stage(parts)
         assert {each.device.type for each in copies.values()} == {"cpu"}
     finally:

@@ -76,7 +76,7 @@ def test_rates_are_scaled_together() -> None:
     cfg = LearnerSection(optimizer=OptimizerKind.MUON, lr=1e-3, muon_lr=2e-2)
     optimizer = make_optimizer(make_model(), cfg)
     optimizer.set_lr_scale(0.5)
-    optimizer.set_lr_scale(0.1)  # of the configured rate, not of the last one
+    optimizer.set_lr_scale(0.1)  # Scales the configured rate, not the last one.
     assert optimizer.lr == pytest.approx(1e-4)
     assert optimizer.optimizers[1].param_groups[0]["lr"] == pytest.approx(2e-3)
 
@@ -135,7 +135,7 @@ def test_muon_orthogonalises_each_expert_alone(caplog: pytest.LogCaptureFixture)
     stack.grad = torch.randn(stack.shape, generator=generator)
     optimizer.step()
     for old, new, gradient in zip(before, stack.detach(), stack.grad, strict=True):
-        expected = orthogonalised(gradient) * 0.1 * 2**0.5  # of 32 rows to 16 columns
+        expected = orthogonalised(gradient) * 0.1 * 2**0.5  # The matrix has 32 rows and 16 columns.
         torch.testing.assert_close(old - new, expected, atol=1e-5, rtol=1e-4)
         values = torch.linalg.svdvals((old - new) / (0.1 * 2**0.5))
         assert 0.6 < values.min() < values.max() < 1.3

@@ -73,7 +73,7 @@ def networks_of(
         torch.nn.init.normal_(values.head.weight, generator=torch.Generator().manual_seed(3))
     for each in (model, trunk):
         for weight in [] if each is None else each.parameters():
-            weight.data.mul_(0.5)  # of a common size, so that rounding is, too
+            weight.data.mul_(0.5)  # Equal magnitudes give equal rounding.
         if is_checkpointed and each is not None:
             each.gradient_checkpointing_enable(  # pyright: ignore
                 gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -191,7 +191,7 @@ def test_no_block_recompiles_after_first_kernels(
     name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def backend(graph: torch.fx.GraphModule, _: object) -> Any:
-        return graph.forward  # what is made is not the question, but when
+        return graph.forward  # Only the time of compilation matters.
 
     monkeypatch.setattr(compiling, "_compiled", {})
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))

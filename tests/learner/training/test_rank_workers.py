@@ -109,12 +109,12 @@ def test_checkpoint_of_two_ranks_resumes_on_one_or_two(cfg: RunConfig, tmp_path:
         weights_after(trainer, num_steps=2)
         checkpoints = Checkpoints(tmp_path / "checkpoints", cfg.learner)
         folder = checkpoints.save(2, model=trainer._model, tokenizer=tokenizer, trainer=trainer)
-        expected = weights_after(trainer, num_steps=1)  # while it is written
+        expected = weights_after(trainer, num_steps=1)  # It trains during the write.
         checkpoints.wait()
         spoilt = next(each for each in trainer.tensors().values() if isinstance(each, DTensor))
         cast(DTensor, spoilt.detach()).to_local().view(-1)[0] = torch.inf
         with pytest.raises(WeightsNotFinite, match=r"model.* no checkpoint is made of them"):
-            trainer.save(tmp_path / "bad")  # both ranks know, so that none waits for the other
+            trainer.save(tmp_path / "bad")  # Both ranks fail, so that neither waits.
     for num_ranks, offload in ((1, Offload.NONE), (2, Offload.OPTIMIZER)):
         learner = replace(cfg.learner, num_ranks=num_ranks, offload=offload, device="auto")
         again = replace(cfg, learner=learner)

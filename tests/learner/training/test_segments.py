@@ -91,7 +91,7 @@ def cut(whole: Trajectory, *turns: int) -> Trajectory:
 
 
 def groups(is_cut: bool) -> list[Group]:
-    """Return two groups, one of whose members have several segments if `is_cut`."""
+    """Return two groups; with `is_cut` one has members of several segments."""
     failed = {"reward": 0.0, "is_success": False, "turn_scores": np.zeros(2, dtype=np.float32)}
     open_end = {"end_reason": EndReason.HORIZON, "reward": 0.25}
     members = [
@@ -136,12 +136,12 @@ def test_segmented_episode_has_the_same_gradient(name: str, max_tokens: int) -> 
     whole = gradient_step(samples_of(groups(False), algorithm), algorithm)
     in_rows = gradient_step(samples_of(groups(True), algorithm), algorithm, max_tokens=max_tokens)
     assert whole.abs().max() > 1e-3
-    assert (whole - in_rows).abs().max() < 1e-5  # of weights that moved by 1e-1
+    assert (whole - in_rows).abs().max() < 1e-5  # The weights moved by 1e-1.
 
 
 def test_credit_passes_between_segments() -> None:
     # Two turns in two segments, paid 1 at the end; V = 0.5, then 0.75; lambda 1:
-    # delta = 0.75 - 0.5 and 1 - 0.75, so A = 0.5 and 0.25; the first row's end has no say.
+    # delta = 0.75 - 0.5 and 1 - 0.75, so A = 0.5 and 0.25; the first row's end is unused.
     sample = Sample(trajectory=cut(played(0, 2), 1), advantage=0.0)
     scored = Scored(
         values=np.array([0.5, 9, 0.75, 9], dtype=np.float32),
@@ -253,11 +253,11 @@ def test_replay_shows_each_segments_prompt_and_repeats_its_actions() -> None:
     ]
     actions = recorded_of(episode, Numbers(), style="compact")["actions"]
     assert actions == recorded_of(whole, Numbers(), style="compact")["actions"]
-    # What turn 1 sampled before its segment, a summary say, is no part of what it did.
+    # Tokens that turn 1 sampled before its segment, such as a summary, are not in its action.
     summary = replace(episode, turn_ids=np.array([1] * 12, dtype=np.int32))
     summary = replace(summary, turn_ids=np.where(np.arange(12) < 2, 0, 1).astype(np.int32))
     assert recorded_of(summary, Numbers(), style="compact")["actions"][1] == actions[1]
-    # Nor what it sampled before in the same segment: what opened a branch.
+    # Earlier samples of the same segment, such as a call of a branch, are not either.
     called = replace(whole, turn_ids=np.array([1] * 8, dtype=np.int32))
     assert recorded_of(called, Numbers(), style="compact")["actions"][1] == actions[1]
 

@@ -92,7 +92,7 @@ def test_recomputed_anchor_is_the_policy_before_the_first_update() -> None:
     torch.testing.assert_close(got.is_weights, rho.clamp(max=2.0))
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])  # for a reference all is scored before
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])  # A reference needs all scores before.
 def test_reused_anchor_is_the_policy_at_a_samples_first_update(kl_coef: float) -> None:
     step = Step(proximal=Proximal.REUSED, kl_coef=kl_coef)
     step.update_on(FIRST)
@@ -183,7 +183,7 @@ def test_ess_covers_all_ranks() -> None:
 
 
 def _gradient_of(step: Step, part: list[int]) -> tuple[dict[str, float], Tensor, set[int]]:
-    """Return the metrics, the gradient and who was computed."""
+    """Return the metrics, the gradient and the computed samples."""
     step.model.zero_grad()
     found = step.gradients.accumulate(step.batch, part)
     flat = [each.grad.flatten() for each in step.model.parameters() if each.grad is not None]
@@ -213,7 +213,7 @@ def test_zero_advantage_samples_count_without_computation(
     torch.testing.assert_close(gradient, share * expected, rtol=1e-5, atol=1e-6)
     assert expected.abs().max() > 1e-3
     assert sums["loss/policy"] == pytest.approx(share * alone["loss/policy"], rel=1e-5)
-    for name in ("entropy", "clipped_frac", "masked_frac", "weight_mean"):  # of those computed
+    for name in ("entropy", "clipped_frac", "masked_frac", "weight_mean"):  # Computed samples only.
         assert sums[f"policy/{name}"] == pytest.approx(alone[f"policy/{name}"], rel=1e-5)
 
 

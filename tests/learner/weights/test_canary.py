@@ -9,7 +9,7 @@ from learner.weights.canary import Canary
 from learner.weights.snapshot import snapshot
 
 CANARIES = [[1, 2, 3] * 20, [4, 5] * 15]
-NOISE = 0.005  # nats, of an engine's arithmetic: a tenth of what is allowed
+NOISE = 0.005  # nats: the engine's rounding, a tenth of the limit
 RNG = np.random.default_rng(0)
 
 

@@ -1,4 +1,4 @@
-"""Laws of engines that hang, are slow or are cut off: the others' pace stays what it is."""
+"""Laws of engines that hang, are slow or are cut off: other engines keep their pace."""
 
 import os
 import signal
@@ -32,11 +32,11 @@ __all__ = ["keys", "publisher", "start_actor", "start_process", "timeout_s"]  # 
 
 pytestmark = [pytest.mark.slow, pytest.mark.punctual]  # each waits for missing heartbeats
 
-QUICK_S = 2.5  # for what waits for nobody: less than PATIENCE_S
+QUICK_S = 2.5  # The limit without a wait: less than PATIENCE_S.
 
 
 def publish(publisher: Publisher, version: int) -> float:
-    """Publish as async training does; return the seconds until it could go on."""
+    """Publish like async training; return the seconds until training can continue."""
     started = time.monotonic()
     publisher.begin(make_weights(version))
     publisher.wait_done()
@@ -102,7 +102,7 @@ def test_messages_lost_with_connection_are_resent(
 
 
 class Cable:
-    """A TCP proxy to a port, whose connections can be reset or carry nothing any more."""
+    """A TCP proxy to a port with connections that can be reset or cut."""
 
     def __init__(self, port: int) -> None:
         self._to = port
@@ -182,7 +182,7 @@ def test_cut_off_engine_rejoins(
     assert publish(publisher, 2) < QUICK_S
     assert far.loaded == [0]
     cable.is_cut.clear()
-    cable.reset()  # half of what was on its way is lost, so this connection is of no use
+    cable.reset()  # Half of the bytes in flight are lost, so this connection is unusable.
     assert far.wait_for(2) == 2.0
     assert good.loaded == [0, 1, 2]
 

@@ -58,7 +58,7 @@ def test_slow_readers_are_aborted_by_timeout_or_stop() -> None:
             time.sleep(0.001)
         assert reading.must_end
         reading.end()
-        reading.end()  # as often as one likes
+        reading.end()  # Repeated calls are allowed.
         thread.join(LONG_S)
         assert not thread.is_alive()
         assert not reading.begin()

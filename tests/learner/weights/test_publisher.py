@@ -31,8 +31,8 @@ pytestmark = pytest.mark.punctual
 
 TIMEOUT_S = 60.0  # a transfer's deadline that no test may wait for
 SHORT_S = 2.0  # the deadline of those that are about it
-SILENCE_S = 2.0  # after which the scheduler knows that an actor is silent
-PATIENCE_S = 3.0  # of the learner with who is not heard, or does not do its part
+SILENCE_S = 2.0  # The scheduler marks an actor as silent after this time.
+PATIENCE_S = 3.0  # The learner's limit for silent or stuck engines.
 
 
 def make_weights(version: int, *, num: int = 8) -> PublishedWeights:
@@ -275,7 +275,7 @@ def test_killed_or_stopped_process_costs_a_few_heartbeats(
 def publish_while_silent(
     publisher: Publisher, weights: PublishedWeights, incarnation: str
 ) -> float:
-    """Publish; the scheduler tells of the silence a little later. Return the seconds it took."""
+    """Publish; the scheduler reports the silence later. Return the seconds it took."""
     word = threading.Timer(SILENCE_S, publisher.mark_silent, [[incarnation]])
     word.start()
     started = time.monotonic()

@@ -27,7 +27,7 @@ SETTINGS = PublishSettings(host=HOST, timeout_s=TIMEOUT_S, max_canary_delta=0.05
 
 
 class Held(LiveWeights):
-    """Live weights whose reading waits for a test's word."""
+    """Live weights with reads that wait for the test."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__([("w", weight)], torch.float32)

@@ -1,4 +1,4 @@
-"""Laws of routes: which transport goes where, and who receives together."""
+"""Laws of routes: the transport of each engine and the broadcast groups."""
 
 import pytest
 

@@ -47,7 +47,7 @@ def watch(
 
 
 def look_on(watch: EngineWatch, recent: RecentPrompts, actors: Sequence[str], *, for_s: float):
-    """Look for a while, as a wait for a batch does, while all groups are worth nothing."""
+    """Check for a while, like a wait for a batch, while no group has signal."""
     never = threading.Event()
     for _ in range(int(for_s / 0.02)):
         for actor in actors:

@@ -1,4 +1,4 @@
-"""The curriculum of several environments, and what it counts."""
+"""The curriculum of several environments and its counts."""
 
 import json
 
@@ -152,9 +152,9 @@ def test_subset_with_its_own_horizon_advances_by_its_episodes() -> None:
     [
         (EndReason.DONE, "long", 0),
         (EndReason.CONTEXT_FULL, "long", 0),
-        (EndReason.TRUNCATED, "long", 0),  # by the environment: a longer horizon changes nothing
+        (EndReason.TRUNCATED, "long", 0),  # A longer horizon has no effect on a truncation.
         (EndReason.HORIZON, "short", 0),  # more turns than 4 the environment does not give
-        (EndReason.HORIZON, "long", 1),  # of another stage
+        (EndReason.HORIZON, "long", 1),  # The episode belongs to another stage.
     ],
 )
 def test_gated_horizon_ignores_other_end_reasons(

@@ -183,7 +183,7 @@ def test_gated_distance_backs_off_on_entropy_collapse() -> None:
     assert curriculum.report(5)["distances"]["maze"]["moves"][-1]["cause"] == "solved"
     assert step(6, is_solved=True) == 1
     assert step(7, is_solved=True, entropy=0.01) == 0
-    assert step(8, is_solved=True, opened_at=0) == 0  # of the visit before: says nothing
+    assert step(8, is_solved=True, opened_at=0) == 0  # It belongs to the previous visit.
     assert step(9, is_solved=True, opened_at=0) == 0
 
 

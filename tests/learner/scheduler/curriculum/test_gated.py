@@ -83,7 +83,7 @@ def test_gated_horizon_stays_when(truncated, solved) -> None:
 
 def test_gated_horizon_needs_a_full_window_of_its_stage() -> None:
     gated = make_gated(GatedSection(window_steps=4, min_steps=4, max_gain=0.1, backoff_steps=2))
-    versions = [1, 2, 3, 9, 10]  # as after a hole: at 9 there are four steps of the stage
+    versions = [1, 2, 3, 9, 10]  # Versions are missing: at 9 the stage has four steps.
     assert stages_of(gated, [seen(v) for v in versions]) == [0, 0, 0, 1, 1]
 
 

@@ -55,7 +55,7 @@ def test_pool_averages_all_episodes_first_and_then_forgets() -> None:
     assert pool.success("a", min_episodes=6) is None
     pool.add("b", seen(is_success=True))
     pool.add("a", seen(is_success=True))
-    pool.add("c", seen(is_success=True))  # b was not heard of for longest
+    pool.add("c", seen(is_success=True))  # b has the oldest report.
     assert (pool.success("b"), pool.success("c")) == (None, 1.0)
 
 

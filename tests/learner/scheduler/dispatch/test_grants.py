@@ -1,4 +1,4 @@
-"""Laws of who is granted what, where not every hub is there."""
+"""Laws of grants while some hubs are unreachable."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ SUBSETS = CATALOGUE.envs["maze"]
 
 
 def core_of_two(mode: TrainMode = TrainMode.ASYNC, *, evaluates: bool = False) -> SchedulerCore:
-    """One that hands out two environments, to an actor that has said hello."""
+    """A scheduler core with two environments and one actor."""
     tasks = [TaskSection(env="maze", subset="easy"), TaskSection(env="cave", subset="easy")]
     evaluation = EvalSection(before=evaluates, after=False, num_items=6, baselines=False)
     cfg = replace(make_config(mode=mode, per_step=8, evaluation=evaluation), tasks=tasks)

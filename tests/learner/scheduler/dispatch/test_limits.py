@@ -53,7 +53,7 @@ def test_pace_is_a_high_quantile_of_episode_time() -> None:
     assert pace.episode_s("maze", 10) is None  # 19 are too few
     pace.add_episode("maze", 10, 20.0)
     assert pace.episode_s("maze", 10) == 19.0
-    assert pace.episode_s("maze", 30) == 57.0  # in proportion to a horizon never seen
+    assert pace.episode_s("maze", 30) == 57.0  # The time of an unseen horizon is proportional.
     assert pace.episode_s("maze", 5) == 19.0
     assert pace.episode_s("other", 10) is None
 

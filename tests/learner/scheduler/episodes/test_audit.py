@@ -1,4 +1,4 @@
-"""Who is dropped: counted once, compared, warned about."""
+"""Selection audit: each drop is counted once, compared and warned about."""
 
 import json
 import logging
@@ -42,7 +42,7 @@ def test_z_is_that_of_two_proportions() -> None:
 @pytest.mark.parametrize(
     ("long", "short"),
     [
-        ((70, 30), (70, 30)),  # as often
+        ((70, 30), (70, 30)),  # Both are dropped equally often.
         ((90, 10), (70, 30)),  # the other way
         ((20, 20), (990, 10)),  # too few long ones
         ((990, 10), (1000, 0)),  # one in a hundred is no matter

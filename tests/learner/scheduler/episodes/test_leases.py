@@ -111,7 +111,7 @@ def test_actor_must_abandon_episodes_reissued_to_another() -> None:
 
 
 def test_no_lease_is_reissued_while_the_learner_is_silent() -> None:
-    """What an actor delivers it lists no more, and only the learner knows that it came."""
+    """An actor stops listing a delivered episode, and only the learner has it."""
     table = joined("actor-0", "learner-0")
     delivered, lost = table.ask("actor-0", 2).leases
     for _ in range(40):

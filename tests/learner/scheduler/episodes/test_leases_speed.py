@@ -1,4 +1,4 @@
-"""Actors of different speeds share the work by what they can finish."""
+"""Actors of different speeds share the work by their capacity."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_slow_actor_does_not_hoard_and_late_actor_gets_work() -> None:
     fleet.run(200.0)
     done = [actor.num_finished - num for actor, num in zip(fleet.actors, before, strict=True)]
     assert fleet.max_held["actor-slow"] <= 6
-    assert done[1] > 30  # it is used all the same
+    assert done[1] > 30  # The slow actor still contributes.
     assert done[0] / done[2] == pytest.approx(1.0, abs=0.25)
     assert fleet.stale_frac("actor-slow", max_lag_steps=4) < 0.05
     assert fleet.stale_frac("actor-fast", max_lag_steps=4) == 0.0
@@ -67,7 +67,7 @@ def test_fast_actors_need_narrow_gate_only() -> None:
     limits = fleet.table.core.status()["limits"]
     assert limits["needed_ahead_steps"] == 1
     lag_mean = sum(lag * num for (_, lag), num in fleet.lags.items()) / fleet.lags.total()
-    assert lag_mean < 1.3  # with three batches in flight it would be 2
+    assert lag_mean < 1.3  # Three batches in flight would give 2.
 
 
 def test_grant_reports_speed_or_gate_as_its_bound() -> None:
@@ -75,7 +75,7 @@ def test_grant_reports_speed_or_gate_as_its_bound() -> None:
     for name in ("actor-0", "actor-1"):
         table.hello(name)
     table.core.parts.pace.step_period_s = 1.0
-    grant = table.ask("actor-0", 12)  # of unknown speed: two groups
+    grant = table.ask("actor-0", 12)  # Its speed is unknown: two groups.
     assert (len(grant.leases), grant.reason[:6]) == (8, "speed:")
     table.ask("actor-1", 16)
     table.core.parts.pace.step_period_s = None

@@ -22,7 +22,7 @@ def _table(*, factor: float = 3.0, max_attempts: int = 3) -> tuple[Table, list[L
 
 
 def _wait(table: Table, seconds: float, **running: Any) -> dict[str, list[str]]:
-    """Let time pass with heartbeats of all; return what the actors are told to abandon."""
+    """Let time pass with all heartbeats; return the revoked episodes of each actor."""
     table.clock.now += seconds
     table.beat("learner-0", [])
     return {name: table.beat(f"actor-{name[1:]}", held).revoked for name, held in running.items()}

@@ -1,4 +1,4 @@
-"""Every issued episode ends in exactly one outcome, whoever says so first."""
+"""Every issued episode has exactly one outcome, independent of the first reporter."""
 
 import pytest
 
@@ -157,7 +157,7 @@ def test_restarted_learner_receives_missing_members_of_closed_groups() -> None:
     table.hello("actor-0", incarnation="new")  # the first is given up
     table.finish_group("g0000000", Outcome.FILTERED)
     assert table.beat("learner-1", []).revoked == []
-    table.hello("learner-2", incarnation="i1")  # has the journal, not what was given up
+    table.hello("learner-2", incarnation="i1")  # It has the journal but not the abandoned members.
     assert table.beat("learner-2", ["g0000000"]).revoked == ["g0000000/0"]
     assert table.beat("learner-2", ["g0000099"]).revoked == []  # never opened
 

@@ -10,7 +10,7 @@ OWN_NAMES = {
     *("num_issues", "num_turns", "lease_number", "is_revoked", "settled"),
     *("granted_at", "deadline", "listed_at", "num_missed", "num_settled"),
 }
-SHARED_NAMES = {"state", "actor", "incarnation"}  # of members and groups, too
+SHARED_NAMES = {"state", "actor", "incarnation"}  # Members and groups share these names.
 
 
 def test_only_the_lifecycle_writes_episode_state() -> None:

@@ -1,4 +1,4 @@
-"""Who leaves is known at once, and who falls silent soon: nobody waits for either."""
+"""Departed members are known at once and silent members soon: no role waits for them."""
 
 from common.wire.messages import Goodbye
 from tests.configs import edited
@@ -74,7 +74,7 @@ def test_dead_and_replaced_processes_are_reported_as_silent() -> None:
 
 
 def test_step_answer_lists_the_silent_actors() -> None:
-    """A publisher that is about to send must not wait for a heartbeat to know."""
+    """The publisher must have the list of silent actors before it sends."""
     table = _table()
     _leave(table, "actor-0", "life of actor-0")
     assert table.step(1).silent == ["life of actor-0"]
@@ -103,7 +103,7 @@ def test_spare_replaces_a_silent_actor_and_swaps_roles() -> None:
 
 
 def test_suspended_scheduler_extends_its_deadlines() -> None:
-    """Of 10 s of silence it was asleep for 90: what came meanwhile lies in its queue."""
+    """The scheduler was suspended for 90 s: its queue holds the messages of that time."""
     table = _table()
     held = table.ask("actor-0", 6).leases
     table.clock.now += 90.0

@@ -1,4 +1,4 @@
-"""Laws of a run whose hubs join: a real scheduler, real hub registrations, real sockets."""
+"""Laws of a run with joining hubs: a real scheduler, real registrations, real sockets."""
 
 import json
 import threading
@@ -65,7 +65,7 @@ def test_run_awaits_hubs_for_every_task(tmp_path: Path) -> None:
         running(tmp_path, cfg) as run,
     ):
         hubs = [run.hub("a", a, ["maze"])]
-        time.sleep(0.2)  # in which nothing may begin
+        time.sleep(0.2)  # The run must not begin here.
         assert not (tmp_path / "scheduler.json").exists()
         hubs.append(run.hub("b", b, ["chess"]))
         told = run.ask_directory()
@@ -98,7 +98,7 @@ def test_restarted_scheduler_restores_its_hub_if_it_answers() -> None:
         number = second.directory.number
         place = HubPlace(url=url, token="t", envs=["maze"])
         second.hear_hub(HubHello(name="here", incarnation="1", place=place), b"x", 0.0)
-        assert second.directory.number == number  # nobody is told anew
+        assert second.directory.number == number  # No new directory is sent.
 
 
 def test_missing_hub_raises_error_with_tasks(tmp_path: Path) -> None:

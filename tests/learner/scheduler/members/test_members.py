@@ -1,4 +1,4 @@
-"""Who is there, how fast each is, and what it costs to ask."""
+"""Laws of members: their presence, their speed and the cost of a lookup."""
 
 import time
 
@@ -22,7 +22,7 @@ def test_episodes_of_one_report_are_concurrent() -> None:
     table.arrive(table.ask("actor-0", 8).leases)
     member = table.core.members.by_name["actor-0"]
     assert (member.num_finished, member.held_mean) == (8, 8.0)
-    assert member.episodes_per_s == 8.0  # of one second each
+    assert member.episodes_per_s == 8.0  # Each takes one second.
     table.ask("actor-0", 8)
     assert table.core.members.by_name["actor-0"].held_mean == 8.0
 
