@@ -1,4 +1,4 @@
-"""Laws of the engine of plain torch: a row of many is what it would be alone."""
+"""Laws of the engine of plain torch: a batched row equals a row alone."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

@@ -126,7 +126,7 @@ def test_actor_is_back_after_a_report_since_the_fault(tmp_path: Path) -> None:
         return watch.is_back(Role.ACTOR, since=since, num_steps=0)
 
     assert is_back(actor, after_s=2.0)
-    assert not is_back(actor, after_s=0.5)  # what it said was before
+    assert not is_back(actor, after_s=0.5)  # Its report precedes the fault.
     assert not is_back(actor | {"tokens_per_s": 0.0}, after_s=2.0)
     assert not is_back(actor, actor | {"last_seen_s": 3.0}, after_s=2.0)  # one of two
     assert is_back(actor, actor | {"last_seen_s": 9.0, "is_dead": True}, after_s=2.0)

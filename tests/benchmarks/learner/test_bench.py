@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 SHAPE = BatchShape(num_groups=2, group_size=2, max_turns=3, observation_tokens=3, action_tokens=2)
 FP32 = LearnerSection(device="cpu", precision=Precision.FP32, warmup_steps=0, lr=1e-3)
 SMALL = {**MODELS["wide"], "vocab_size": 16_384, "hidden_size": 32, "head_dim": 16}
-ENGINE_SIZED = {**SMALL, "hidden_size": 64, "head_dim": 32}  # it knows no smaller heads
+ENGINE_SIZED = {**SMALL, "hidden_size": 64, "head_dim": 32}  # The engine supports no smaller heads.
 SIZES = bench_gpu.Sizes(
     model=ENGINE_SIZED,
     full=ENGINE_SIZED,
@@ -201,7 +201,7 @@ def test_peak_counts_simultaneously_live_memory() -> None:
         second = second + 1.0  # two times 2 MB for a moment
 
     assert peak_bytes(run, CPU) == pytest.approx(4_000_000, abs=1_000)
-    kept = torch.empty(2_000_000)  # from before: not counted
+    kept = torch.empty(2_000_000)  # Older memory does not count.
     assert peak_bytes(lambda: kept[:1].clone(), CPU) < 1_000
 
 

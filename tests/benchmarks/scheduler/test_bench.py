@@ -1,4 +1,4 @@
-"""The scheduler's measurements measure what they say, here with few actors."""
+"""Laws of the scheduler's measurements, with few actors."""
 
 from dataclasses import replace
 from pathlib import Path

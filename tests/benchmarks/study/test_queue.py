@@ -1,4 +1,4 @@
-"""Laws of the queue of a study: what is done stays done, what is the same is made once."""
+"""Laws of a study's queue: finished runs are kept and equal runs are made once."""
 
 import io
 import json
@@ -34,7 +34,7 @@ def outcome_of(run: Run) -> Outcome:
 
 
 class Recorder:
-    """Makes runs of no length; those it is told to fail do."""
+    """Makes runs of no length; the runs in `fails` fail."""
 
     def __init__(self, *, fails: str = "", has_acted: bool = True) -> None:
         self.made: list[str] = []

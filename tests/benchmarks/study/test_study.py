@@ -1,4 +1,4 @@
-"""Laws of studies: what a run's files say, and what is made of it."""
+"""Laws of studies: the files of a run and their evaluation."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Laws of the tables of studies: what the default loses, what is the same, plans before runs."""
+"""Laws of the tables of studies: losses of the default, equal arms and plans."""
 
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace

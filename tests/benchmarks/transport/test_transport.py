@@ -1,4 +1,4 @@
-"""The suite of the trajectory plane measures what it says, here for half a second."""
+"""Laws of the suite of the trajectory plane, measured for half a second."""
 
 from pathlib import Path
 
