@@ -18,7 +18,7 @@ from benchmarks.table import BenchTable
         (lambda table: table.fail("a", "not measured"), 1, "NOT KEPT: a"),
     ],
 )
-def test_the_last_line_says_of_promises_what_was_measured(
+def test_last_line_summarises_the_measured_promises(
     write: Callable[[BenchTable], None], code: int, said: str
 ) -> None:
     out = io.StringIO()

@@ -89,7 +89,7 @@ TEXTS = {
     "keys": f"press [{'ctrl+' * 1000}a]",
     "points": f"mouse_drag {'[1,1] ' * 10_000}",
 }
-WAYS: dict[str, Callable[[str], str]] = {  # from an action that is executed to a text like it
+WAYS: dict[str, Callable[[str], str]] = {  # Variants of a valid action's text.
     "spaces behind": lambda action: action + " " * LONG + "x",
     "spaces before": lambda action: "\n" + " " * LONG + action + "x",
     "spaces between": lambda action: action.replace(" ", " " * (LONG // 4)) + "x",

@@ -24,7 +24,7 @@ meeting: list["FaultyEnv"] = []
 
 
 class FaultyEnv:
-    """Counts its steps and does what the action says."""
+    """Counts its steps and obeys the action."""
 
     def __init__(self, style: Style) -> None:
         self.num_steps = 0
@@ -145,7 +145,7 @@ def make_spec() -> EnvSpec:
 
 
 def make_misnamed() -> EnvSpec:
-    """Return an environment whose subset no message can carry."""
+    """Return an environment with an invalid subset name."""
     return replace(make_spec(), subsets={"half \ud83d": SUBSETS["any"]})
 
 

@@ -1,4 +1,4 @@
-"""Laws of what a policy may say: any text is an action, in each environment and bridge."""
+"""Law of the policy's texts: any text is an action, in each environment and bridge."""
 
 import asyncio
 import io
@@ -74,7 +74,7 @@ async def _answers_each(base: str, env: str) -> None:
     async with aiohttp.ClientSession(timeout=timeout) as http:
 
         async def ask(verb: str, body: object) -> Any:
-            sent = io.BytesIO(json.dumps(body).encode())  # as AgentGym's clients write it
+            sent = io.BytesIO(json.dumps(body).encode())  # The encoding of AgentGym's clients.
             headers = {"Content-Type": "application/json"}
             async with http.post(f"{base}/{verb}", data=sent, headers=headers) as answer:
                 assert answer.status == 200, (verb, answer.status, await answer.text())
@@ -88,7 +88,7 @@ async def _answers_each(base: str, env: str) -> None:
             assert dialect.observation_key in told, (name, told)
 
 
-def test_an_action_above_the_limit_is_invalid_on_each_route() -> None:
+def test_oversized_action_is_invalid_on_each_route() -> None:
     async def play(url: str) -> None:
         async with HubClient(url, token=None, timeout_s=TIMEOUT_S) as hub:
             for is_quick in (False, True):
@@ -108,7 +108,7 @@ def test_an_action_above_the_limit_is_invalid_on_each_route() -> None:
         asyncio.run(play(url))
 
 
-def test_large_actions_at_the_same_time_go_in_several_requests() -> None:
+def test_large_concurrent_actions_split_into_several_requests() -> None:
     async def play(url: str) -> None:
         async with HubClient(url, token=None, timeout_s=TIMEOUT_S) as hub:
             opening = (
@@ -123,7 +123,7 @@ def test_large_actions_at_the_same_time_go_in_several_requests() -> None:
         asyncio.run(play(url))
 
 
-def test_half_a_character_is_an_action_of_each_route() -> None:
+def test_lone_surrogate_is_an_action_of_each_route() -> None:
     async def play(url: str) -> None:
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         async with aiohttp.ClientSession(url, timeout=timeout) as http:

@@ -30,7 +30,7 @@ def test_short_keys_are_those_of_the_hub():
     ]
 
 
-def test_section_of_the_same_name_is_left_alone():
+def test_section_with_same_name_is_unchanged():
     assert spell_out(["env.url=http://h", "env.dialect=maze"]) == [
         "env.url=http://h",
         "env.dialect=maze",
@@ -50,7 +50,7 @@ def test_section_of_the_same_name_is_left_alone():
         (["--config", "smoke", "envhub.envs=[no.such:make]"], "No module named 'no'"),
     ],
 )
-def test_wrong_request_ends_at_once_with_one_line(argv: list[str], words: str):
+def test_wrong_request_ends_with_one_line(argv: list[str], words: str):
     done = run_cli(*argv)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
@@ -58,7 +58,7 @@ def test_wrong_request_ends_at_once_with_one_line(argv: list[str], words: str):
     assert words in done.stderr
 
 
-def test_missing_program_is_told_at_once_with_the_remedy(tmp_path: Path):
+def test_missing_program_is_reported_at_once_with_a_remedy(tmp_path: Path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = run_cli("envhub", "env=textcraft,sciworld", path=str(tmp_path))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -69,7 +69,7 @@ def test_missing_program_is_told_at_once_with_the_remedy(tmp_path: Path):
     assert done.stderr.count("\n") == 1
 
 
-def test_list_says_what_can_run_and_what_is_missing(tmp_path: Path):
+def test_list_shows_runnable_tasks_and_missing_requirements(tmp_path: Path):
     done = run_cli("envs", "env=textcraft,sciworld", path=str(tmp_path))
     assert done.returncode == 0
     lines = done.stdout.splitlines()
@@ -85,7 +85,7 @@ def test_list_has_the_sizes_of_a_task():
 
 
 @pytest.mark.slow
-def test_doctor_names_optional_parts_and_does_not_fail_for_them(tmp_path: Path):
+def test_doctor_lists_optional_parts_without_failing(tmp_path: Path):
     done = run_cli("doctor", "--config", "smoke", path=str(tmp_path))
     assert "opt  env sciworld" in done.stdout
     assert "-> sciworld needs Java: apt install" in done.stdout

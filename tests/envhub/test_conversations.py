@@ -53,7 +53,7 @@ def test_our_environments_begin_as_agentgyms_clients_do(name: str):
     assert Style.COMPACT not in spec.acknowledgement
 
 
-def test_first_observations_of_maze_and_wordle_are_their_clients_and_the_servers_are_bare():
+def test_maze_and_wordle_first_observations_are_their_clients():
     with serve_envs("maze", "wordle") as url, httpx.Client(base_url=url, **DIRECT) as native:
         for name, item, start in (
             ("maze", "DoubleT-test-0", "The goal is at position 8, 6."),
@@ -70,7 +70,7 @@ def test_first_observations_of_maze_and_wordle_are_their_clients_and_the_servers
             assert len(first) > 1000
 
 
-def test_question_is_put_as_agentgyms_server_puts_it(tmp_path: Path):
+def test_question_has_agentgyms_wording(tmp_path: Path):
     row = {"question": "who wrote it", "golden_answers": ["me"]}
     (tmp_path / "nq_test.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     corpus = tmp_path / "corpus.jsonl"
@@ -91,7 +91,7 @@ def test_question_is_put_as_agentgyms_server_puts_it(tmp_path: Path):
         assert first.endswith("Follow this process every time.\n\n Question: who wrote it?")
 
 
-def test_database_is_described_as_by_the_package_sqlgym():
+def test_database_description_equals_sqlgyms():
     from envhub.envs.sqlgym.problems import SchemaView
     from envhub.envs.sqlgym.text import _told
 

@@ -1,4 +1,4 @@
-"""Law: what is read from folders reads the same in every process and in every directory order."""
+"""Law: folders read the same in every process and in every directory order."""
 
 import json
 import os
@@ -102,11 +102,11 @@ def seen_elsewhere(folder: Path, hash_seed: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_folders_read_the_same_in_any_order_process_and_hash_seed(tmp_path: Path) -> None:
+def test_folder_contents_do_not_depend_on_directory_order(tmp_path: Path) -> None:
     forth = write(tmp_path / "forth", is_reversed=False)
     back = write(tmp_path / "back", is_reversed=True)
     listed = [[path.name for path in os.scandir(each / "recipes")] for each in (forth, back)]
-    assert any(names != sorted(names) for names in listed)  # or the law would say nothing
+    assert any(names != sorted(names) for names in listed)  # The test needs an unsorted folder.
     here = transcripts(forth)
     assert transcripts(back) == here
     assert seen_elsewhere(forth, "1") == here

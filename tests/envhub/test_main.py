@@ -43,7 +43,7 @@ def test_hub_refuses_an_empty_token():
         built(host="0.0.0.0", token=" ")
 
 
-def test_hub_of_a_run_serves_its_tasks_and_what_is_named():
+def test_hub_of_a_run_serves_its_tasks_and_named_environments():
     task = TaskSection(env="babyai", subset="GoToLocal")
     cfg = RunConfig(tasks=[task], envhub=EnvhubSection(envs=["textcraft", "babyai"]))
     assert envs_of_run(cfg) == ["babyai", "textcraft"]
@@ -101,7 +101,7 @@ def test_hub_alone_needs_no_run_and_no_token(serve):
 
 
 @pytest.mark.slow
-def test_hub_alone_asks_for_the_token_it_was_given(serve):
+def test_hub_alone_requires_its_given_token(serve):
     served = serve("env=textcraft", "token=secret")
     assert served.client.get("/v1/envs").status_code == 401
     headers = {"Authorization": "Bearer secret"}
@@ -110,7 +110,7 @@ def test_hub_alone_asks_for_the_token_it_was_given(serve):
 
 @pytest.mark.slow
 @pytest.mark.punctual
-def test_hub_stops_on_sigterm_within_three_seconds_with_its_workers(serve):
+def test_sigterm_stops_hub_and_workers_within_three_seconds(serve):
     served = serve("env=tests.envhub.outside:make_worker")
     body = {"env": "fragile", "item_id": "any-train-0"}
     assert served.client.post("/v1/sessions", json=body).status_code == 201
@@ -123,7 +123,7 @@ def test_hub_stops_on_sigterm_within_three_seconds_with_its_workers(serve):
 
 @pytest.mark.slow
 @pytest.mark.punctual
-def test_running_step_is_answered_before_the_hub_stops(serve):
+def test_hub_answers_a_running_step_before_it_stops(serve):
     served = serve("env=tests.envhub.outside:make_async_worker")
     body = {"env": "async", "item_id": "any-train-0"}
     session_id = served.client.post("/v1/sessions", json=body).json()["session_id"]
@@ -135,7 +135,7 @@ def test_running_step_is_answered_before_the_hub_stops(serve):
 
     thread = threading.Thread(target=step)
     thread.start()
-    time.sleep(0.05)  # the step takes 0.2 s; nothing tells when it has begun
+    time.sleep(0.05)  # The step takes 0.2 s; its start is not observable.
     served.process.send_signal(signal.SIGTERM)
     thread.join(timeout=5)
     assert answers[0].status_code == 200
@@ -143,7 +143,7 @@ def test_running_step_is_answered_before_the_hub_stops(serve):
 
 
 @pytest.mark.slow
-def test_metrics_of_a_killed_worker_say_so(serve):
+def test_metrics_count_a_killed_worker(serve):
     served = serve("env=tests.envhub.outside:make_worker")
     body = {"env": "fragile", "item_id": "any-train-0"}
     served.client.post("/v1/sessions", content=json.dumps(body))

@@ -1,4 +1,4 @@
-"""Laws of environments whose steps pay shares: the hub tells the sum so far."""
+"""Laws of environments with per-step rewards: the hub returns their running sum."""
 
 from pathlib import Path
 from typing import cast
@@ -15,7 +15,7 @@ SUBSETS = {"any": SubsetSpec(num_train=1, num_test=1, max_turns=20)}
 
 
 class Shares:
-    """Pays a tenth for each of ten steps; says nothing of success."""
+    """Pays a tenth for each of ten steps; reports no success."""
 
     def __init__(self, _: Style) -> None:
         self.left = 10
@@ -43,7 +43,7 @@ def spec(make: object, reward: Reward = Reward.SUM) -> EnvSpec:
     )
 
 
-def test_ten_tenths_are_one_and_end_solved_where_nobody_says_otherwise():
+def test_ten_tenths_sum_to_one_and_count_as_solved():
     env = cast(Env, spec(Shares).make(Style.COMPACT))
     env.reset("any-train-0", 0)
     results = [env.step("say nothing") for _ in range(10)]
@@ -51,7 +51,7 @@ def test_ten_tenths_are_one_and_end_solved_where_nobody_says_otherwise():
     assert [result.is_success for result in results] == [False] * 9 + [True]
 
 
-def test_success_that_is_told_counts_whatever_the_sum_is():
+def test_explicit_success_overrides_the_sum():
     env = cast(Env, spec(Shares).make(Style.COMPACT))
     env.reset("any-train-0", 0)
     results = [env.step("go") for _ in range(10)]
@@ -84,7 +84,7 @@ def test_last_reward_is_left_alone():
 
 
 @pytest.mark.slow
-def test_hub_tells_the_sum_of_an_environment_outside_the_package(serve_hubs, tmp_path: Path):
+def test_hub_sums_rewards_of_outside_environment(serve_hubs, tmp_path: Path):
     text = SORT.read_text(encoding="utf-8").replace("Reward.LAST", "Reward.SUM")
     path = tmp_path / "shares.py"
     path.write_text(

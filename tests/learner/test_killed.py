@@ -49,7 +49,7 @@ KILLS = [
     ("between acknowledgement and training", 1),
     ("before a checkpoint has its tensors", 1),
     ("after a skipped batch is logged", 1),
-    ("between acknowledgement and training", 4),  # after what is repeated
+    ("between acknowledgement and training", 4),  # The kill comes after the repeated steps.
     ("after a skipped batch is logged", 1),
     ("before a checkpoint has its name", 1),
     ("after a step is logged", 1),
@@ -196,7 +196,7 @@ class Neighbours:
 
 
 def play(root: Path, lives: Lives, kills: list[tuple[str, int]]) -> Neighbours:
-    """Run one learner to its end, killed so many times, and return what it leaves."""
+    """Run one learner to its end with the given kills and return its results."""
     run, left = Neighbours(root), [*kills, ("", 0)]
     ended = lives.start(root, *left.pop(0))
     deadline, sent_at, sent_to = time.monotonic() + 280, 0.0, -1
@@ -223,7 +223,7 @@ def play(root: Path, lives: Lives, kills: list[tuple[str, int]]) -> Neighbours:
 
 
 def wait_for_acks(run: Neighbours) -> None:
-    """Read what the learner said last: it may still be on its way here."""
+    """Read the learner's last messages: they may still be in flight."""
     consumed = {name for step in run.steps() for ids in step.groups for name in ids}
     deadline = time.monotonic() + 30
     while not consumed <= run.acked:
@@ -238,7 +238,7 @@ def weights(root: Path) -> dict[str, torch.Tensor]:
     return dict(read_weights(newest / TENSORS, "model"))
 
 
-def test_learner_killed_at_every_point_trains_each_episode_once_to_the_same_weights(
+def test_killed_learner_trains_each_episode_once_with_equal_weights(
     tmp_path: Path, lives: Lives
 ) -> None:
     whole = play(tmp_path / "whole", lives, [])

@@ -27,7 +27,7 @@ from tests.learner.builders import make_model, make_trajectory
 
 
 class Neighbour:
-    """Every part of a learner that the law does not look at: it has nothing to say."""
+    """A stub for the unused parts of a learner."""
 
     num_canary_alarms = 0
 
@@ -78,7 +78,7 @@ def make_learner(root: Path, neighbour: Any) -> Learner:
     return Learner(**given)
 
 
-def test_seconds_of_the_last_checkpoint_are_a_metric_of_the_steps_after_it(tmp_path: Path) -> None:
+def test_checkpoint_seconds_appear_in_the_next_steps_metrics(tmp_path: Path) -> None:
     neighbour = Neighbour()
     loop = Loop(RunConfig(), make_learner(tmp_path, neighbour), threading.Event())
     members = [make_trajectory([1, 2], [0, 1])]
@@ -95,7 +95,7 @@ def test_seconds_of_the_last_checkpoint_are_a_metric_of_the_steps_after_it(tmp_p
 
 
 class Waiting(Neighbour):
-    """A buffer that has no batch for a while, and what a learner may say meanwhile."""
+    """A buffer without a batch for a while, and the learner's status calls."""
 
     has_no_room = False
 
@@ -110,7 +110,7 @@ class Waiting(Neighbour):
         return [], []
 
 
-def test_learner_without_a_batch_says_so_and_waits_on_unless_a_stall_is_to_stop_the_run(
+def test_learner_without_batch_warns_and_waits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for policy in (OnStall.WARN, OnStall.RESTART):

@@ -1,4 +1,4 @@
-"""Laws of what is refused before a command starts anything."""
+"""Laws of the checks before a command starts."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def refusal(capsys: pytest.CaptureFixture[str], folder: Path, argv: list[str], *
 
 
 @pytest.mark.parametrize("argv", COMMANDS)
-def test_layout_that_a_model_cannot_have_starts_nothing(
+def test_impossible_layout_is_refused_before_start(
     argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refusal(capsys, tmp_path, [*argv, "learner.layout=packed"], **WINDOWED)
@@ -45,7 +45,7 @@ def test_layout_that_a_model_cannot_have_starts_nothing(
 
 
 @pytest.mark.parametrize("argv", [SFT, DRY])
-def test_compilation_of_a_model_without_parts_starts_nothing(
+def test_compilation_without_parts_is_refused_before_the_start(
     argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refusal(capsys, tmp_path, [*argv, "learner.compile=true"], **NO_PARTS)
@@ -63,7 +63,7 @@ def test_adapters_of_unknown_layers_start_nothing(
     assert "learner.lora.targets=nothing" in error
 
 
-def test_adapters_of_a_policy_from_scratch_are_refused_before_demonstrations(
+def test_adapters_from_scratch_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["sft", "--config", "smoke", "learner.lora.rank=4", "learner.optimizer=adamw"]
@@ -80,7 +80,7 @@ def test_adapters_of_a_policy_from_scratch_are_refused_before_demonstrations(
         (["evolve"], "subagent"),
     ],
 )
-def test_context_too_small_for_its_kind_starts_nothing(
+def test_too_small_context_is_refused_before_the_start(
     argv: list[str], context: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [*argv, "--config", "smoke", f"actor.context={context}", "actor.max_turn_tokens=24"]

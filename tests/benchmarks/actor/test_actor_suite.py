@@ -6,7 +6,7 @@ from benchmarks.actor.suite import turns_of
 from tests.learner.builders import make_trajectory
 
 
-def test_turns_of_an_episode_hold_what_was_observed_and_how_much_was_sampled() -> None:
+def test_turns_of_an_episode_split_observations_and_sampled_counts() -> None:
     turn_ids = np.array([0, 0, 0, 0, 1, 1], dtype=np.int32)
     episode = make_trajectory(
         [7, 8, 1, 2, 9, 3], [0, 0, 1, 1, 0, 1], turn_ids=turn_ids, num_turns=2

@@ -1,4 +1,4 @@
-"""Laws of the engine of plain torch: a row of many is what it would be alone."""
+"""Laws of the engine of plain torch: a batched row equals a row alone."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ def play(
     return turns
 
 
-def test_row_of_many_is_what_it_would_be_alone_over_turns() -> None:
+def test_batched_row_equals_a_row_alone_over_turns() -> None:
     engine, renderer = make_engine()
     texts = dict(zip("abc", TEXTS, strict=True))
     together = play(engine, renderer, texts)
@@ -58,7 +58,7 @@ def test_row_of_many_is_what_it_would_be_alone_over_turns() -> None:
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-def test_logprobs_are_those_of_the_whole_conversation_and_labels_those_of_the_weights() -> None:
+def test_logprobs_and_versions_match_loaded_weights() -> None:
     engine, renderer = make_engine()
     model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
     engine.load(model.state_dict(), version=5)
@@ -74,7 +74,7 @@ def test_logprobs_are_those_of_the_whole_conversation_and_labels_those_of_the_we
     assert turn.is_stopped == (turn.token_ids[-1] in renderer.end_of_turn_ids)
 
 
-def test_a_row_that_begins_a_new_segment_is_what_it_would_be_alone() -> None:
+def test_row_with_a_new_segment_equals_a_row_alone() -> None:
     engine, renderer = make_engine()
     first, other = (renderer.first_prompt(text) for text in TEXTS[:2])
 
@@ -100,7 +100,7 @@ class Wrong(Guesses):
         return [7, 8, 9][:most]
 
 
-def test_tokens_are_those_of_the_draws_whatever_was_guessed() -> None:
+def test_guesses_never_change_the_sampled_tokens() -> None:
     engine, renderer = make_engine()
     texts = dict(zip("abc", TEXTS, strict=True))
     without = play(engine, renderer, texts)  # nothing is known yet
@@ -114,7 +114,7 @@ def test_tokens_are_those_of_the_draws_whatever_was_guessed() -> None:
                 assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
 
 
-def test_guesses_are_what_followed_mostly_and_never_an_end() -> None:
+def test_guesses_are_frequent_continuations_without_an_end() -> None:
     guesses = Guesses([3])
     for colour in (40, 41, 42, 40):
         guesses.learn([10, 11, colour, 12, 3])

@@ -51,7 +51,7 @@ def read_line(child: subprocess.Popen[str]) -> str:
     return child.stdout.readline().strip()
 
 
-def test_every_fault_comes_once_before_any_comes_again() -> None:
+def test_every_fault_comes_once_per_round() -> None:
     first, second = (list(itertools.islice(deal(ALL_FAULTS, seed=s), 40)) for s in (0, 1))
     deck = len(ALL_FAULTS)
     assert set(first[:deck]) == set(ALL_FAULTS)
@@ -60,7 +60,7 @@ def test_every_fault_comes_once_before_any_comes_again() -> None:
     assert first != second
 
 
-def test_what_is_left_alone_takes_no_room_on_the_small_disk(
+def test_undisturbed_run_uses_no_space_of_the_small_disk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders: list[Path] = []
@@ -88,7 +88,7 @@ def test_every_role_is_killed_and_stopped() -> None:
         assert {fault.role for fault in ALL_FAULTS if fault.kind is kind} == set(Role)
 
 
-def test_a_fault_costs_what_the_undisturbed_steps_leave_of_the_time() -> None:
+def test_fault_cost_excludes_undisturbed_step_time() -> None:
     killed = Suffered(fault=Fault(Kind.KILL, Role.LEARNER), began_s=4.5, ended_s=4.5, step_s=6.5)
     story = Story(suffered=[killed], step_times=[0.0, 2.0, 4.0, 11.0, 13.0, 15.0])
     assert story.quiet_step_s == 2.0
@@ -100,7 +100,7 @@ def test_quantiles_are_of_values_that_were_measured() -> None:
     assert quantile(list(map(float, range(100))), 0.95) == 94.0
 
 
-def test_steps_that_a_learner_writes_again_are_counted_once(tmp_path: Path) -> None:
+def test_steps_rewritten_by_learner_count_once(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     watch = Watch(run_dir)
     assert watch.look() == 0
@@ -115,7 +115,7 @@ def test_steps_that_a_learner_writes_again_are_counted_once(tmp_path: Path) -> N
     assert write(1, 2, 3, 4) == 4
 
 
-def test_an_actor_is_back_when_it_has_said_so_since_the_fault(tmp_path: Path) -> None:
+def test_actor_is_back_after_a_report_since_the_fault(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     watch = Watch(run_dir)
     actor = {"is_dead": False, "last_seen_s": 1.0, "tokens_per_s": 9.0}
@@ -126,14 +126,14 @@ def test_an_actor_is_back_when_it_has_said_so_since_the_fault(tmp_path: Path) ->
         return watch.is_back(Role.ACTOR, since=since, num_steps=0)
 
     assert is_back(actor, after_s=2.0)
-    assert not is_back(actor, after_s=0.5)  # what it said was before
+    assert not is_back(actor, after_s=0.5)  # Its report precedes the fault.
     assert not is_back(actor | {"tokens_per_s": 0.0}, after_s=2.0)
     assert not is_back(actor, actor | {"last_seen_s": 3.0}, after_s=2.0)  # one of two
     assert is_back(actor, actor | {"last_seen_s": 9.0, "is_dead": True}, after_s=2.0)
     assert not is_back(actor | {"is_dead": True}, after_s=2.0)
 
 
-def test_a_reset_is_seen_at_both_ends_and_by_no_other_connection() -> None:
+def test_reset_reaches_both_ends_of_one_connection_only() -> None:
     code = (
         "import socket, sys; port = int(sys.stdin.readline());"
         "s = socket.create_connection(('127.0.0.1', port)); print('connected', flush=True);\n"
@@ -161,7 +161,7 @@ def test_a_reset_is_seen_at_both_ends_and_by_no_other_connection() -> None:
                 assert accepted.recv(1) == b"x"
 
 
-def test_a_clock_that_jumps_does_so_in_the_run_and_waits_there_go_on(tmp_path: Path) -> None:
+def test_clock_jump_affects_the_run_but_not_its_waits(tmp_path: Path) -> None:
     clock = make_clock(tmp_path)
     if clock is None:
         pytest.skip("no C compiler here")
@@ -186,7 +186,7 @@ def test_a_clock_that_jumps_does_so_in_the_run_and_waits_there_go_on(tmp_path: P
         assert abs(ahead_s() + 7_200) < 10
 
 
-def test_half_characters_come_only_while_they_are_asked_for(tmp_path: Path) -> None:
+def test_half_characters_appear_only_while_requested(tmp_path: Path) -> None:
     flag = tmp_path / "halves"
     env = make_spec(EnvsSection(plugins={"halves": str(flag)})).make(Style.COMPACT)
     whole = env.reset("GoToLocal-train-0", 0)
@@ -199,7 +199,7 @@ def test_half_characters_come_only_while_they_are_asked_for(tmp_path: Path) -> N
         result.observation.encode()
 
 
-def test_who_does_not_run_cannot_be_hit(tmp_path: Path) -> None:
+def test_missing_process_cannot_be_hit(tmp_path: Path) -> None:
     assert find_victims(NOBODY, Role.LEARNER) == []
     scene = Scene(supervisor_pid=NOBODY, run_dir=RunDir(root=tmp_path), disk=None)
     with pytest.raises(NotPossible, match="no learner runs"):
@@ -211,7 +211,7 @@ def test_who_does_not_run_cannot_be_hit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [SHORT, USUAL, LONG], ids=["short", "usual", "long"])
-def test_no_size_says_a_setting_twice(size: Size) -> None:
+def test_no_size_gives_a_setting_twice(size: Size) -> None:
     """A run refuses a key that is given twice, after the suite has waited for it."""
     keys = [setting.partition("=")[0] for setting in (*size.settings, "train.num_steps=1")]
     assert len(keys) == len(set(keys))

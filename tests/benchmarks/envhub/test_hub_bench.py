@@ -21,7 +21,7 @@ def measured(num_steps: int, *, slowest_ms: float) -> Measured:
     return Measured(num_done=num_steps, duration_s=4.0, latencies_ms=latencies_ms)
 
 
-def test_percentile_is_the_latency_that_the_share_of_requests_did_not_exceed() -> None:
+def test_percentile_bounds_its_share_of_latencies() -> None:
     hundred = Measured(num_done=100, duration_s=2.0, latencies_ms=[float(n) for n in range(100)])
     assert hundred.per_s == 50.0
     assert hundred.percentile_ms(0.5) == 50.0
@@ -32,9 +32,7 @@ def test_percentile_is_the_latency_that_the_share_of_requests_did_not_exceed() -
 @pytest.mark.parametrize(
     ("num_steps", "slowest_ms", "exit_code"), [(6000, 250.0, 0), (5999, 250.0, 1), (6000, 250.1, 1)]
 )
-def test_promise_is_judged_by_speed_and_by_its_slowest_hundredth(
-    num_steps: int, slowest_ms: float, exit_code: int
-) -> None:
+def test_promise_covers_speed_and_p99(num_steps: int, slowest_ms: float, exit_code: int) -> None:
     out = io.StringIO()
     table = BenchTable(out=out)
     bench.judge(table, measured(num_steps, slowest_ms=slowest_ms))
@@ -42,17 +40,17 @@ def test_promise_is_judged_by_speed_and_by_its_slowest_hundredth(
     assert out.getvalue().endswith("every promise kept\n") == (exit_code == 0)
 
 
-def test_growth_compares_the_last_third_with_the_one_before() -> None:
+def test_growth_compares_the_last_third_with_its_predecessor() -> None:
     soak = Soak(hub_bytes=[50, 60, 100, 100, 110, 120], worker_bytes=[0, 0, 100, 100, 110, 120])
     assert soak.growth_frac() == pytest.approx(230 / 200 - 1)
 
 
-def test_growth_of_abandoned_sessions_is_what_stays_over_the_start() -> None:
+def test_abandoned_session_growth_is_memory_left_after_the_end() -> None:
     left = Abandoned(num_sessions=5, start_bytes=100, peak_bytes=300, end_bytes=109, took_s=1.0)
     assert left.growth_frac == pytest.approx(0.09)
 
 
-def test_sample_is_half_test_items_distinct_and_always_the_same() -> None:
+def test_sample_is_half_test_items_distinct_and_deterministic() -> None:
     subset = Subset(env="e", name="s", num_train=1000, num_test=50, max_turns=5)
     items = sample_items(subset, 20)
     assert items == sample_items(subset, 20)
@@ -78,7 +76,7 @@ def test_tally_counts_the_items_with_a_fault() -> None:
 
 
 @pytest.mark.slow
-def test_load_counts_steps_of_the_hub_and_of_the_reference_server() -> None:
+def test_load_counts_steps_of_hub_and_reference_server() -> None:
     with (
         hub_process(["textcraft", "babyai"]) as hub,
         module_process("benchmarks.envhub.reference") as usual,
@@ -129,6 +127,6 @@ async def _status_without_token(target: Target) -> int:
 
 
 @pytest.mark.slow
-def test_hub_that_does_not_start_is_reported_with_its_last_words() -> None:
+def test_failed_hub_start_reports_last_output() -> None:
     with pytest.raises(ChildFailed, match="no environment 'nosuch'"), hub_process(["nosuch"]):
         pass

@@ -13,7 +13,7 @@ from envhub.env import Style
 OPTIONS = {"median_s": "0.3", "sigma": "0.4", "tail_frac": "0.02", "tail_factor": "10"}
 
 
-def test_delays_are_log_normal_and_one_in_fifty_is_ten_times_as_long():
+def test_delays_are_log_normal_with_a_two_percent_tail():
     plain = OPTIONS | {"tail_frac": "0"}
     delays = [turn_s(f"wait-train-{i}", 7, options=OPTIONS) for i in range(20_000)]
     short = [turn_s(f"wait-train-{i}", 7, options=plain) for i in range(20_000)]
@@ -24,7 +24,7 @@ def test_delays_are_log_normal_and_one_in_fifty_is_ten_times_as_long():
     assert statistics.median(short) == pytest.approx(0.3, rel=0.03)
 
 
-def test_delay_and_worth_depend_on_item_and_seed_only():
+def test_delay_and_reward_depend_on_item_and_seed():
     first = [turn_s("wait-train-3", seed, options=OPTIONS) for seed in range(8)]
     assert first == [turn_s("wait-train-3", seed, options=OPTIONS) for seed in range(8)]
     assert len(set(first)) == 8
@@ -32,7 +32,7 @@ def test_delay_and_worth_depend_on_item_and_seed_only():
     assert 150 < sum(won) < 250
 
 
-def test_steps_take_their_time_beside_each_other_and_end_after_the_turns():
+def test_slow_steps_run_concurrently_and_end_after_the_turns():
     spec = make_spec(EnvsSection(plugins={"median_s": "0.05", "sigma": "0", "num_turns": "2"}))
 
     async def play(index):

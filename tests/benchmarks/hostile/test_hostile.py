@@ -18,7 +18,7 @@ def measured() -> BenchTable:
 
 @pytest.mark.slow
 @pytest.mark.punctual
-def test_attacks_on_every_listener_are_counted_of_their_sender_and_hold_nobody_up() -> None:
+def test_attacks_are_counted_and_block_no_listener() -> None:
     table = measured()
     if table.failed and all(name.endswith(WAITING) for name in table.failed):
         table = measured()  # a machine may stand still for a second; then all must hold at once

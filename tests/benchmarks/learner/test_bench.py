@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 SHAPE = BatchShape(num_groups=2, group_size=2, max_turns=3, observation_tokens=3, action_tokens=2)
 FP32 = LearnerSection(device="cpu", precision=Precision.FP32, warmup_steps=0, lr=1e-3)
 SMALL = {**MODELS["wide"], "vocab_size": 16_384, "hidden_size": 32, "head_dim": 16}
-ENGINE_SIZED = {**SMALL, "hidden_size": 64, "head_dim": 32}  # it knows no smaller heads
+ENGINE_SIZED = {**SMALL, "hidden_size": 64, "head_dim": 32}  # The engine supports no smaller heads.
 SIZES = bench_gpu.Sizes(
     model=ENGINE_SIZED,
     full=ENGINE_SIZED,
@@ -97,7 +97,7 @@ def test_figure_is_kept_up_to_its_bound(
     assert table.failed == ([] if is_kept else ["speed"])
 
 
-def test_table_fails_by_name_when_one_figure_is_out_of_bounds() -> None:
+def test_table_fails_by_name_for_a_figure_out_of_bounds() -> None:
     table = make_table()
     table.at_least("speed", 3.0, "GB/s", 2.0)
     assert table.finish() == 0
@@ -108,7 +108,7 @@ def test_table_fails_by_name_when_one_figure_is_out_of_bounds() -> None:
     assert lines[-1] == "NOT KEPT: speed"
 
 
-def test_figure_beside_a_limit_is_judged_by_the_ratio_of_both() -> None:
+def test_figure_with_a_reference_is_judged_by_their_ratio() -> None:
     table = make_table()
     table.compare("weights", 0.9, 1.0, "GB/s", against="raw collective", at_least=0.8)
     table.compare("weights late", 0.7, 1.0, "GB/s", against="raw collective", at_least=0.8)
@@ -120,7 +120,7 @@ def test_figure_beside_a_limit_is_judged_by_the_ratio_of_both() -> None:
     assert "0.9 x raw collective (1 GB/s)" in written(table).splitlines()[0]
 
 
-def test_figures_are_saved_with_what_they_were_measured_on(tmp_path: Path) -> None:
+def test_figures_are_saved_with_their_machine(tmp_path: Path) -> None:
     table = make_table()
     table.compare("weights", 0.9, 1.0, "GB/s", against="raw collective", at_least=0.8)
     table.figure("nothing", math.nan, "s")
@@ -143,7 +143,7 @@ def test_figures_are_saved_with_what_they_were_measured_on(tmp_path: Path) -> No
     assert saved["machine"]["memory_bytes"] > 0
 
 
-def test_table_goes_on_after_a_check_that_raises() -> None:
+def test_table_continues_after_check_that_raises() -> None:
     table = make_table()
 
     def broken() -> None:
@@ -157,7 +157,7 @@ def test_table_goes_on_after_a_check_that_raises() -> None:
     assert "kept  speed" in text
 
 
-def test_contenders_take_turns_and_warm_ups_are_not_counted() -> None:
+def test_contenders_alternate_and_warm_ups_do_not_count() -> None:
     order: list[str] = []
     moments = iter(range(100))
     seconds = alternate(
@@ -169,7 +169,7 @@ def test_contenders_take_turns_and_warm_ups_are_not_counted() -> None:
     assert seconds == {"a": [1.0] * 3, "b": [1.0] * 3}
 
 
-def test_ratio_is_the_median_of_what_each_round_says() -> None:
+def test_ratio_is_the_median_over_rounds() -> None:
     seconds = {BARE: [1.0, 2.0, 4.0], "step": [1.5, 2.2, 4.0]}
     cost = StepCost(seconds=seconds, num_tokens=10)
     assert cost.ratios("step") == pytest.approx([1.5, 1.1, 1.0])
@@ -193,7 +193,7 @@ def test_memory_promise_is_judged_by_its_share(chunked_bytes: int, exit_code: in
     assert table.finish() == exit_code
 
 
-def test_peak_counts_what_is_alive_at_once() -> None:
+def test_peak_counts_simultaneously_live_memory() -> None:
     def run() -> None:
         first = torch.empty(1_000_000)  # 4 MB, gone before the next
         del first
@@ -201,7 +201,7 @@ def test_peak_counts_what_is_alive_at_once() -> None:
         second = second + 1.0  # two times 2 MB for a moment
 
     assert peak_bytes(run, CPU) == pytest.approx(4_000_000, abs=1_000)
-    kept = torch.empty(2_000_000)  # from before: not counted
+    kept = torch.empty(2_000_000)  # Older memory does not count.
     assert peak_bytes(lambda: kept[:1].clone(), CPU) < 1_000
 
 
@@ -215,7 +215,7 @@ def test_whole_and_chunked_scores_are_the_same() -> None:
     assert whole.tolist() == pytest.approx(chunked.tolist(), abs=1e-5)
 
 
-def test_random_batch_has_the_shape_that_was_asked_for() -> None:
+def test_random_batch_has_the_requested_shape() -> None:
     samples = make_batch(SHAPE, vocab_size=VOCAB, seed=0)
     assert [s.trajectory.group_id for s in samples] == ["g0", "g0", "g1", "g1"]
     for sample in samples:
@@ -242,7 +242,7 @@ def test_both_aggregations_are_measured_against_the_bare_step() -> None:
     assert cost.ratio("grpo, token") > 0.0
 
 
-def test_step_that_skips_its_update_is_not_measured() -> None:
+def test_step_without_update_is_not_measured() -> None:
     model = make_model()
     model.lm_head.weight.data[0, 0] = math.nan
     with pytest.raises(ValueError, match="left out its update"):
@@ -261,14 +261,14 @@ def test_measuring_leaves_the_model_alone() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_repeated_step_is_the_same_bit_for_bit_on_cpu() -> None:
+def test_repeated_step_is_identical_on_cpu() -> None:
     samples = make_batch(SHAPE, vocab_size=VOCAB, seed=0)
     twice = repeat_step(FP32, AlgorithmSection(), make_model(), samples, engine_dtype="float32")
     assert twice.is_identical
     assert twice.distance == 0.0
 
 
-def test_canary_delta_is_the_distance_of_the_scores() -> None:
+def test_canary_delta_is_distance_of_scores() -> None:
     model = make_model()
     trainer = make_trainer(FP32, AlgorithmSection(), model, engine_dtype="float32")
     sequences = [[1, 2, 3], [4, 5]]
@@ -280,7 +280,7 @@ def test_canary_delta_is_the_distance_of_the_scores() -> None:
     assert canary_delta(moved, model, sequences) == pytest.approx(0.3, abs=1e-5)
 
 
-def test_chunk_sizes_agree_and_smaller_ones_need_less() -> None:
+def test_smaller_chunks_need_less_memory() -> None:
     small = {"vocab_size": 4_000, "hidden_size": 16, "intermediate_size": 16}
     layers = {"num_hidden_layers": 1, "num_attention_heads": 1}
     model = make_random_model({**SIZES.model, **small, **layers}, device=CPU)
@@ -293,7 +293,7 @@ def test_chunk_sizes_agree_and_smaller_ones_need_less() -> None:
 
 
 @pytest.mark.slow
-def test_sending_says_why_a_receiver_failed() -> None:
+def test_sending_reports_the_receivers_error() -> None:
     source = LiveWeights([("weights", torch.ones(1_000))], torch.bfloat16)
     cut = Cut(source.total_bytes, 512)
     with pytest.raises(WeightSyncError, match=r"(?s)receiver:.*nowhere"):
@@ -301,7 +301,7 @@ def test_sending_says_why_a_receiver_failed() -> None:
 
 
 @pytest.mark.slow
-def test_sender_takes_two_buckets_beside_the_weights_however_large_these_are() -> None:
+def test_sender_needs_two_buckets() -> None:
     source = LiveWeights([("weights", torch.ones(40 << 20))], torch.bfloat16)
     cut = Cut(source.total_bytes, 16 << 20)
     assert cut.num == 5
@@ -311,7 +311,7 @@ def test_sender_takes_two_buckets_beside_the_weights_however_large_these_are() -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["weights", "adapters sent", "engine", "engine, adapters"])
-def test_gpu_check_with_a_second_process_runs_small_on_the_cpu(name: str) -> None:
+def test_multiprocess_gpu_check_runs_on_cpu(name: str) -> None:
     table = make_table()
     if name.startswith("engine") and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
@@ -321,7 +321,7 @@ def test_gpu_check_with_a_second_process_runs_small_on_the_cpu(name: str) -> Non
 
 
 @pytest.mark.slow
-def test_engine_that_does_not_start_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+def test_failed_engine_start_reports_last_output(tmp_path: Path) -> None:
     model = make_model()
     trainer = make_trainer(FP32, AlgorithmSection(), model, engine_dtype="float32")
     with pytest.raises(EngineError, match="engine ended: exit code 1"):
@@ -335,7 +335,7 @@ def test_engine_that_does_not_start_is_an_error_with_its_last_words(tmp_path: Pa
         )
 
 
-def test_gpu_suite_says_that_there_is_no_cuda() -> None:
+def test_gpu_suite_without_cuda_raises_error() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     with pytest.raises(ConfigError, match="no CUDA device here"):
@@ -359,7 +359,7 @@ def test_gpu_check_runs_small_on_the_cpu(name: str) -> None:
     assert unkept == []
 
 
-def test_arithmetic_of_a_step_is_that_of_its_matrices() -> None:
+def test_step_flops_match_its_matrices() -> None:
     model = make_model()
     config = model.config
     of_layer = 2 * (4 + 2) * 8 * 32 + 3 * 32 * 64  # q, o, k, v; gate, up, down

@@ -33,7 +33,7 @@ def test_rate_leaves_the_first_steps_out(tmp_path: Path) -> None:
     assert trained_per_h(tmp_path) == pytest.approx(3600.0 * GROUP_SIZE * 21 / 30.0)
 
 
-def test_runs_of_the_suite_are_valid_and_use_the_environment_that_waits(repository: Path) -> None:
+def test_suite_runs_are_valid_and_use_the_slow_environment(repository: Path) -> None:
     cfg = load_config("quickstart", [*BASE, *SLOW_ENV], root=repository)
     assert cfg.envhub.envs == ["benchmarks.envhub.slow:make_spec"]
     assert cfg.envs.plugins["tail_factor"] == "10"
@@ -41,7 +41,7 @@ def test_runs_of_the_suite_are_valid_and_use_the_environment_that_waits(reposito
 
 
 @pytest.mark.slow
-def test_long_tail_of_the_suite_makes_async_twice_as_fast_in_the_simulator() -> None:
+def test_async_is_twice_as_fast_in_the_simulated_tail() -> None:
     out = io.StringIO()
     table = BenchTable(out=out)
     add_simulated(table)

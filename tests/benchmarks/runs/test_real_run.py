@@ -16,7 +16,7 @@ from common.launch.guardian import MARKS, find_marked, kill_marked
 from common.repository import ROOT
 
 
-def test_processor_time_is_told_by_the_role_that_a_command_names(tmp_path: Path) -> None:
+def test_processor_time_is_assigned_by_role(tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text("print(sum(range(10**6)), flush=True); input()", encoding="utf-8")
     argv = [sys.executable, str(script), "actor"]
@@ -28,9 +28,7 @@ def test_processor_time_is_told_by_the_role_that_a_command_names(tmp_path: Path)
     assert used["actor"] > 0
 
 
-def test_episodes_are_counted_between_two_steps_and_evaluations_are_no_steps(
-    tmp_path: Path,
-) -> None:
+def test_window_counts_episodes_without_evaluations(tmp_path: Path) -> None:
     steps = [
         {"step": n, "wait/batch_s": 0.5, "episodes/arrived": float(n), "time_s": 2.0 * n}
         for n in range(LAST_STEP + 1)

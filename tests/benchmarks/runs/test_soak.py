@@ -17,17 +17,17 @@ def judged(sizes: Sizes) -> set[str]:
     return {row.name for row in table.rows if not row.kept}
 
 
-def test_memory_that_grows_on_is_a_leak_and_caches_that_fill_are_none() -> None:
+def test_growing_memory_is_a_leak_and_filling_caches_are_not() -> None:
     assert growth_frac([100.0 + i for i in range(60)]) > 0.05
     assert abs(growth_frac([100.0 + min(i, 15) + i % 3 for i in range(60)])) < 0.05
 
 
-def test_descriptors_that_come_and_go_are_no_leak() -> None:
+def test_fluctuating_descriptors_are_no_leak() -> None:
     assert floor_growth([20.0 + 5 * (i % 4 == 3) for i in range(30)]) == 0
     assert floor_growth([20.0 + i // 10 for i in range(30)]) == 1
 
 
-def test_a_role_that_was_restarted_leaks_or_was_never_seen_keeps_no_promise() -> None:
+def test_restarted_leaking_or_unseen_role_breaks_its_promise() -> None:
     flat = [5.0] * 9
     assert judged(Sizes({1}, flat, flat, flat)) == set()
     assert judged(Sizes({1, 2}, flat, flat, flat)) == {"learner, restarts"}

@@ -1,4 +1,4 @@
-"""The scheduler's measurements measure what they say, here with few actors."""
+"""Laws of the scheduler's measurements, with few actors."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from common.wire.messages import Outcomes, StepDone
 from tests.learner.scheduler.builders import Table, make_config
 
 
-def test_learner_of_the_bench_closes_its_books_with_the_scheduler() -> None:
+def test_benchmark_learner_balances_books_with_scheduler() -> None:
     """Groups of 4, two a step: eight episodes are one step, the ninth is in flight."""
     table = Table(make_config(per_step=2, size=4))
     table.hello("learner-0")

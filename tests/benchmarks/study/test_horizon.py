@@ -50,19 +50,19 @@ RUNS = [
 ]
 
 
-def test_interquartile_mean_leaves_out_the_lowest_and_highest_quarter() -> None:
+def test_interquartile_mean_drops_the_outer_quarters() -> None:
     assert iqm(np.array([9.0, 1.0, 2.0, 3.0, -50.0])) == pytest.approx(2.0)
     assert iqm(np.array([0.2])) == pytest.approx(0.2)
 
 
-def test_interval_over_seeds_holds_the_mean_and_is_none_for_equal_runs() -> None:
+def test_interval_over_seeds_contains_the_mean() -> None:
     mean, low, high = over_seeds(np.array([[0.1, 0.2, 0.3, 0.4, 0.9], [0.5] * 5]))
     assert mean == pytest.approx([0.3, 0.5])
     assert low[0] < mean[0] < high[0]
     assert (low[1], high[1]) == pytest.approx((0.5, 0.5))
 
 
-def test_gap_between_two_arms_is_zero_only_where_its_interval_says_so() -> None:
+def test_gap_is_zero_only_within_its_interval() -> None:
     low, (least, most) = gap([0.5, 0.5, 0.5], [0.4, 0.4, 0.4])
     assert (low, least, most) == pytest.approx((0.1, 0.1, 0.1))
     nothing, (least, most) = gap([0.1, 0.5, 0.9], [0.2, 0.5, 0.8])
@@ -70,14 +70,14 @@ def test_gap_between_two_arms_is_zero_only_where_its_interval_says_so() -> None:
     assert least < -0.1 < 0.1 < most
 
 
-def test_arms_are_compared_where_all_of_them_have_spent_as_much() -> None:
+def test_arms_are_compared_at_equal_spending() -> None:
     assert budget_of(RUNS, "tokens") == 2000
     assert budget_of(RUNS, "episodes") == 80
     assert success_at(RUNS[5], "tokens", 2000) == pytest.approx(0.1 + 0.2 * 2 / 3)
     assert success_at(RUNS[5], "seconds", 10.0) == pytest.approx(0.8)
 
 
-def test_collapsed_runs_are_those_that_end_below_half_of_their_best() -> None:
+def test_collapsed_runs_end_below_half_of_their_best() -> None:
     assert [has_collapsed(each) for each in RUNS] == [False] * 9 + [True]
     assert not has_collapsed(run("luck", 0, 0.02, 0.06, 0.0))
     text = horizon_table(RUNS)
@@ -85,7 +85,7 @@ def test_collapsed_runs_are_those_that_end_below_half_of_their_best() -> None:
     assert "at 2,000 tokens" in text
 
 
-def test_success_by_distance_counts_the_items_of_rooms_by_their_turns() -> None:
+def test_success_by_distance_counts_room_items_by_turns() -> None:
     made = make_trajectory([5, 6], [0, 1])
     told = ((0, True), (4, False), (3, True), (7, True), (2, False))  # 4, 3, 32, 31, 16 turns
     played = [
@@ -96,7 +96,7 @@ def test_success_by_distance_counts_the_items_of_rooms_by_their_turns() -> None:
     assert by_distance([made]) == ()
 
 
-def test_distance_at_which_an_arm_differs_from_the_longest_horizon_is_marked() -> None:
+def test_significant_difference_at_distance_is_marked() -> None:
     def shifted(seed: int, solved: int) -> Outcome:
         plain = run("fixed-short", seed, 0.1, 0.2)
         points = [
@@ -113,7 +113,7 @@ def test_distance_at_which_an_arm_differs_from_the_longest_horizon_is_marked() -
     assert "**" not in "".join(others)
 
 
-def test_picture_has_a_line_in_a_band_for_every_arm() -> None:
+def test_picture_has_a_line_per_arm() -> None:
     drawn = ElementTree.fromstring(success_svg(RUNS, "tokens"))
     tags = [each.tag.rpartition("}")[2] for each in drawn]
     assert tags.count("polyline") == tags.count("polygon") == 2

@@ -37,7 +37,7 @@ def made(*overrides: str) -> tuple[Outcome, bool, InProcessRun]:
     return *run.run(arm="a"), run
 
 
-def test_same_seed_makes_the_same_run_and_lag_is_as_told() -> None:
+def test_same_seed_gives_the_same_run_and_lag() -> None:
     lagging = ("learner.hold_back_steps=2", "scheduler.max_ahead_steps=2")
     first, _, _ = made(*lagging)
     again, _, _ = made(*lagging)
@@ -57,7 +57,7 @@ def test_batch_after_a_skipped_one_is_fresh() -> None:
     assert run.trainer.max_ahead_steps == 0  # the gate closed, so the lag is 0 from there on
 
 
-def test_gate_closes_where_the_clip_to_the_sampler_binds_and_not_where_it_bounds_the_step() -> None:
+def test_gate_closes_only_where_the_sampler_clip_binds() -> None:
     told = (
         *("learner.hold_back_steps=2", "scheduler.max_ahead_steps=2", "train.num_steps=4"),
         *("learner.lr=0.01", "learner.muon_lr=0.03", "learner.controller.clip_gate=0"),
@@ -70,7 +70,7 @@ def test_gate_closes_where_the_clip_to_the_sampler_binds_and_not_where_it_bounds
     assert run.trainer.max_ahead_steps == 2
 
 
-def test_run_is_evaluated_before_and_on_the_way_with_what_it_had_spent() -> None:
+def test_run_is_evaluated_with_its_spending() -> None:
     outcome, _, _ = made("eval.every_steps=2", "algorithm.filter_zero_variance=false")
     assert [point.step for point in outcome.points] == [0, 2, 3]
     assert [point.num_episodes for point in outcome.points] == [0, 16, 24]
@@ -83,7 +83,7 @@ def test_run_is_evaluated_before_and_on_the_way_with_what_it_had_spent() -> None
     assert outcome.points[1].num_tokens > 16
 
 
-def test_gate_decides_on_the_episodes_of_its_run() -> None:
+def test_gate_decides_on_episodes_of_run() -> None:
     _, _, run = made(
         *("horizon.kind=gated", "horizon.stages=[1,3]", "horizon.gated.window_steps=2"),
         *("horizon.gated.min_steps=2", "horizon.gated.max_gain=1", "eval.before=false"),
@@ -96,7 +96,7 @@ def test_gate_decides_on_the_episodes_of_its_run() -> None:
     assert all(step.num_episodes and 0 < step.ess_frac <= 1 for step in gate.steps)
 
 
-def test_distance_grows_with_the_steps_and_evaluation_has_every_distance() -> None:
+def test_distance_grows_with_steps_and_evaluation_covers_all() -> None:
     distances = ("curriculum.kind=distance", "curriculum.distance.every_steps=1")
     cfg = load_config("quickstart", merged(SMALL, (*ROOMS, *distances)), root=ROOT)
     run = InProcessRun(cfg, make_playing)
@@ -110,7 +110,7 @@ def test_distance_grows_with_the_steps_and_evaluation_has_every_distance() -> No
     assert by_distance(run.evaluate(weights)) == ((1, 0), (1, 0), (1, 0), (1, 0))
 
 
-def test_at_lag_zero_every_correction_of_one_update_has_the_same_gradient() -> None:
+def test_corrections_at_lag_zero_have_the_same_gradient() -> None:
     study = read_study("staleness")
     arms = {arm.name: arm for arm in study.arms}
     start = InProcessRun(load_config("quickstart", SMALL, root=ROOT), make_playing)

@@ -22,29 +22,29 @@ def side(*courses: Course) -> Side:
     return Side(name="a", courses=list(courses))
 
 
-def test_seconds_of_a_step_are_those_between_two_of_the_same_horizon() -> None:
+def test_step_seconds_are_within_one_horizon() -> None:
     assert side(course()).per_step(6) == pytest.approx((1.0, 2.0))
     assert math.isnan(side(course()).per_step(16)[0])
 
 
-def test_success_is_reached_between_two_policies_that_were_kept() -> None:
+def test_success_time_is_interpolated_between_policies() -> None:
     assert cpu_s_to(0.7, course(0.4, 0.6, 0.8).curve()) == pytest.approx(25.0)
     assert math.isinf(cpu_s_to(0.7, course(0.4, 0.6).curve()))
 
 
-def test_success_of_several_seeds_is_reached_by_their_mean_as_far_as_all_go() -> None:
+def test_success_time_uses_mean_over_seeds() -> None:
     both = side(course(0.4, 0.6, 0.8), course(0.2, 0.4, seed=1, cpu_s=4.0))
     assert both.curve() == [pytest.approx((5, 15, 0.3)), pytest.approx((10, 30, 0.5))]
     assert cpu_s_to(0.4, both.curve()) == pytest.approx(22.5)
     assert math.isinf(cpu_s_to(0.7, both.curve()))
 
 
-def test_a_step_of_several_seeds_costs_the_mean_of_all() -> None:
+def test_step_cost_is_mean_over_seeds() -> None:
     both = side(course(), course(seed=1, cpu_s=4.0))
     assert both.per_step(6) == pytest.approx((1.0, 3.0))
 
 
-def test_first_step_of_a_run_counts_as_long_as_the_others_and_foreign_load_does_not() -> None:
+def test_first_step_counts_like_the_rest_without_foreign_load() -> None:
     lines = [
         {
             "step": n,
@@ -63,7 +63,7 @@ def test_first_step_of_a_run_counts_as_long_as_the_others_and_foreign_load_does_
     assert {each.horizon for each in steps} == {10}
 
 
-def test_table_has_a_row_for_each_side_with_both_clocks_and_one_for_each_of_several_seeds() -> None:
+def test_table_has_rows_per_side_and_seed() -> None:
     sides = [side(course(0.4, 0.6)), side(course(0.5), course(0.7, seed=1))]
     rows = comparison(sides, horizons=(6, 10, 16)).splitlines()
     assert rows[2] == "| a | 1.0 / 1.0 / - s | 2.0 / 2.0 / - | 0.400 at 5, 0.600 at 10 |"

@@ -1,4 +1,4 @@
-"""Laws of the queue of a study: what is done stays done, what is the same is made once."""
+"""Laws of a study's queue: finished runs are kept and equal runs are made once."""
 
 import io
 import json
@@ -34,7 +34,7 @@ def outcome_of(run: Run) -> Outcome:
 
 
 class Recorder:
-    """Makes runs of no length; those it is told to fail do."""
+    """Makes runs of no length; the runs in `fails` fail."""
 
     def __init__(self, *, fails: str = "", has_acted: bool = True) -> None:
         self.made: list[str] = []
@@ -55,7 +55,7 @@ def make_queue(folder: Path, recorder: Recorder, study: Study | None = None) -> 
     return queue
 
 
-def test_study_that_was_stopped_goes_on_with_what_is_not_done(tmp_path: Path) -> None:
+def test_stopped_study_resumes_its_unfinished_runs(tmp_path: Path) -> None:
     first = Recorder()
     queue = make_queue(tmp_path, first)
     queue.section = replace(queue.section, only=["1", "2-seed1"])
@@ -67,7 +67,7 @@ def test_study_that_was_stopped_goes_on_with_what_is_not_done(tmp_path: Path) ->
     assert make_queue(tmp_path, second).todo() == []
 
 
-def test_failed_run_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+def test_failed_run_is_named_and_other_runs_continue(tmp_path: Path) -> None:
     recorder = Recorder(fails="1-seed0")
     queue = make_queue(tmp_path, recorder)
     queue.work()
@@ -76,7 +76,7 @@ def test_failed_run_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     assert [run.name for run in make_queue(tmp_path, recorder).todo()] == ["1-seed0"]
 
 
-def test_processor_seconds_that_nobody_measured_are_not_told_as_none(tmp_path: Path) -> None:
+def test_unmeasured_processor_seconds_are_not_shown_as_zero(tmp_path: Path) -> None:
     def measured(run: Run, _: Path) -> tuple[Outcome, bool]:
         return replace(outcome_of(run), cpu_s=61.4 * run.seed), True
 
@@ -99,9 +99,7 @@ def test_arms_with_equal_overrides_are_one_run(tmp_path: Path) -> None:
     assert [each and each.arm for each in found] == ["a", "b"]
 
 
-def test_run_without_a_controller_is_made_only_if_with_it_the_controller_acted(
-    tmp_path: Path,
-) -> None:
+def test_uncontrolled_run_is_skipped_if_its_controller_never_acted(tmp_path: Path) -> None:
     for has_acted in (False, True):
         recorder = Recorder(has_acted=has_acted)
         study = Study(name="s", arms=tuple(lag_arms(LAGS)), seeds=(0,))
@@ -113,15 +111,13 @@ def test_run_without_a_controller_is_made_only_if_with_it_the_controller_acted(
         assert queue.todo() == []
 
 
-def test_at_lag_zero_only_corrections_of_several_updates_are_runs_of_their_own() -> None:
+def test_single_update_corrections_share_one_run_at_lag_zero() -> None:
     study = Study(name="s", arms=tuple(lag_arms(LAGS)), seeds=(0,))
     at_zero = {new for name, new in study.firsts().items() if "lag0" in name}
     assert at_zero == {"1x-lag0-none-on-seed0", "1x-lag0-decoupled-on-seed0"}
 
 
-def test_staleness_of_some_arms_has_its_table_and_a_worker_of_some_runs_has_none(
-    tmp_path: Path,
-) -> None:
+def test_staleness_table_is_written_for_arms_not_single_runs(tmp_path: Path) -> None:
     arms = ["1x-lag0-default-on", "1x-lag4-default-on", "1x-lag4-none-on"]
     for only, has_table in ((["1x-lag0-none-on-seed0"], False), (arms, True)):
         queue = make_queue(tmp_path, Recorder(), read_study("staleness"))
@@ -138,7 +134,7 @@ def test_staleness_of_some_arms_has_its_table_and_a_worker_of_some_runs_has_none
     assert (tmp_path / "lag-1x-on.svg").exists()
 
 
-def test_results_of_other_settings_are_not_taken_for_a_studys_own(tmp_path: Path) -> None:
+def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
     make_queue(tmp_path, Recorder()).work()
     queue = make_queue(tmp_path, Recorder())
     queue.study = replace(queue.study, overrides=("train.num_steps=7",))
@@ -156,7 +152,7 @@ def test_unknown_run_and_broken_result_are_named(tmp_path: Path) -> None:
         make_queue(tmp_path, Recorder()).work()
 
 
-def test_larger_study_multiplies_what_counts_steps_and_nothing_else() -> None:
+def test_larger_study_scales_step_counts_only() -> None:
     study = read_study("horizon", StudySection(size=5, num_seeds=2))
     run = next(run for run in study.runs() if run.arm.name == "gated")
     assert len(study.seeds) == 2
@@ -164,7 +160,7 @@ def test_larger_study_multiplies_what_counts_steps_and_nothing_else() -> None:
     assert "groups.per_step=4" in run.overrides
 
 
-def test_users_override_is_above_the_studys_and_below_an_arms() -> None:
+def test_users_override_outranks_the_studys() -> None:
     given = ["train.num_steps=7", "algorithm.advantage=grpo", "study.workers=3"]
     runs = {run.arm.name: run.overrides for run in read_study("algorithms", given=given).runs()}
     assert "train.num_steps=7" in runs["ppo"]
@@ -174,9 +170,7 @@ def test_users_override_is_above_the_studys_and_below_an_arms() -> None:
         read_study("algorithms", given=["run.seed=3"])
 
 
-def test_policy_that_all_runs_begin_with_is_made_once_and_never_in_place_of_the_users(
-    tmp_path: Path,
-) -> None:
+def test_common_start_policy_is_made_once_unless_given(tmp_path: Path) -> None:
     made: list[list[str]] = []
 
     class Commanded(Queue):
@@ -196,9 +190,7 @@ def test_policy_that_all_runs_begin_with_is_made_once_and_never_in_place_of_the_
     assert _starts(Commanded(study=given, folder=tmp_path, section=StudySection())) == {"a": []}
 
 
-def test_arms_that_begin_with_policies_of_their_own_are_no_same_run_and_each_is_made_once(
-    tmp_path: Path,
-) -> None:
+def test_arms_with_own_start_policies_differ_and_start_once(tmp_path: Path) -> None:
     made: list[list[str]] = []
 
     class Commanded(Queue):
@@ -220,7 +212,7 @@ def test_arms_that_begin_with_policies_of_their_own_are_no_same_run_and_each_is_
     assert len(set(study.firsts().values())) == len(study.runs())
 
 
-def test_stopped_study_stops_the_run_that_goes_on(tmp_path: Path) -> None:
+def test_stopped_study_stops_its_current_run(tmp_path: Path) -> None:
     queue = make_queue(tmp_path, Recorder())
     queue.stop.set()
     with pytest.raises(Stopped):
@@ -228,15 +220,13 @@ def test_stopped_study_stops_the_run_that_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_shipped_size_of_a_study_takes_two_hours_of_two_cores_at_most(name: str) -> None:
+def test_shipped_study_takes_at_most_two_hours_on_two_cores(name: str) -> None:
     study = read_study(name)
     num = len(set(study.firsts().values()))
     assert 0 < study.cpu_s * num <= 2 * 2 * 3600
 
 
-def test_a_run_goes_on_with_the_settings_that_it_was_begun_with_or_not_at_all(
-    tmp_path: Path,
-) -> None:
+def test_run_resumes_only_with_original_settings(tmp_path: Path) -> None:
     made = tmp_path / "1-seed0"
     made.mkdir()
     (made / "report.json").write_text("{}", encoding="utf-8")

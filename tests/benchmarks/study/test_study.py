@@ -1,4 +1,4 @@
-"""Laws of studies: what a run's files say, and what is made of it."""
+"""Laws of studies: the files of a run and their evaluation."""
 
 import json
 from dataclasses import replace
@@ -36,9 +36,7 @@ def make_outcome(arm: str, *points: tuple[int, float, int]) -> Outcome:
     )
 
 
-def test_outcome_of_a_run_counts_every_generated_token_until_each_evaluation(
-    tmp_path: Path,
-) -> None:
+def test_outcome_counts_generated_tokens_until_each_evaluation(tmp_path: Path) -> None:
     made = make_trajectory([5, 6, 7, 8], [0, 1, 1, 0])
     sampled = int(made.loss_mask.sum())
 
@@ -99,7 +97,7 @@ def test_outcome_of_a_run_counts_every_generated_token_until_each_evaluation(
     assert [p.step for p in read_outcome(tmp_path, arm="x", seed=3).points] == [1, 2]
 
 
-def test_credit_study_holds_all_seeds_of_an_arm_together() -> None:
+def test_credit_study_pools_all_seeds_of_an_arm() -> None:
     rows = credit_table([make_outcome("a", (0, 0.4, 0)), make_outcome("a", (0, 0.4, 0))])
     assert "| a | 0.600, 0.600 | 0.600 [0.531, 0.665] | 0.500 [0.465, 0.535] |" in rows
 
@@ -110,7 +108,7 @@ def test_success_at_tokens_is_linear_between_evaluations() -> None:
     assert success_at_tokens(outcome, 2000) == pytest.approx(0.65)
 
 
-def test_equal_tokens_are_those_of_the_run_that_generated_least() -> None:
+def test_equal_tokens_are_those_of_the_smallest_run() -> None:
     short = make_outcome("short", (0, 0.4, 0), (10, 0.5, 1000))
     long = make_outcome("long", (0, 0.4, 0), (10, 0.8, 4000))
     table = curriculum_table([short, long])
@@ -118,5 +116,5 @@ def test_equal_tokens_are_those_of_the_run_that_generated_least() -> None:
     assert table.splitlines()[3].split(" | ")[-1] == "0.500 |"  # 0.4 + 0.4 / 4
 
 
-def test_key_of_an_arm_replaces_that_of_the_study() -> None:
+def test_arm_override_replaces_the_studys() -> None:
     assert merged(("a.b=1", "c=2"), ("a.b=[3,4]",)) == ["a.b=[3,4]", "c=2"]

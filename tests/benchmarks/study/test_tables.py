@@ -1,4 +1,4 @@
-"""Laws of the tables of studies: what the default loses, what is the same, plans before runs."""
+"""Laws of the tables of studies: losses of the default, equal arms and plans."""
 
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -45,13 +45,13 @@ LAGGED = [
 ]
 
 
-def test_name_of_a_lagged_arm_says_what_it_is() -> None:
+def test_lagged_arm_name_encodes_its_settings() -> None:
     arm = LagArm.of("3x-lag16-per-turn-off")
     assert arm == LagArm("3x", 16, "per-turn", False)
     assert arm.name == "3x-lag16-per-turn-off"
 
 
-def test_default_is_held_against_its_own_lag_zero_and_against_none() -> None:
+def test_default_is_compared_with_both_baselines() -> None:
     found = losses({LagArm.of(name): runs for name, runs in by_arm(LAGGED).items()})
     lost, low, high, ahead = found[LagArm("1x", 4, "default", True)]
     assert (lost, low, high) == pytest.approx((0.03, 0.03, 0.03))
@@ -60,21 +60,21 @@ def test_default_is_held_against_its_own_lag_zero_and_against_none() -> None:
     assert "| 1x | 4 | on | +3.0 [3.0, 3.0] | 2 | +37.0 |" in text
 
 
-def test_every_rate_has_a_picture_with_a_line_for_every_correction() -> None:
+def test_every_rate_has_a_picture_of_all_corrections() -> None:
     pictures = staleness_svgs(LAGGED)
     assert sorted(pictures) == ["lag-1x-on", "lag-3x-on"]
     tags = [each.tag.rpartition("}")[2] for each in ElementTree.fromstring(pictures["lag-1x-on"])]
     assert tags.count("polyline") == tags.count("polygon") == 2
 
 
-def test_algorithms_and_recipes_have_a_row_for_every_arm_with_an_interval_over_seeds() -> None:
+def test_tables_have_a_row_per_arm_with_seed_intervals() -> None:
     runs = [run(arm, seed, 0.1, 0.4 + seed / 50) for arm in ("ppo", "rloo") for seed in range(5)]
     row = algorithms_table(runs).splitlines()[2]
     assert row.startswith("| ppo | 5 | 0.100 [0.100, 0.100] | 0.440 [")
     assert recipes_table(runs).splitlines()[3].startswith("| rloo | 5 | 0.440 [")
 
 
-def test_contexts_have_a_row_each_of_all_seeds_together_before_and_after() -> None:
+def test_context_table_pools_all_seeds() -> None:
     runs = [replace(run("window-1", seed, 0.0, 0.5), num_after=100, cpu_s=12.0) for seed in (0, 1)]
     (row,) = context_table(runs).splitlines()[2:]
     # Wilson: 0 and 100 of 200.
@@ -84,7 +84,7 @@ def test_contexts_have_a_row_each_of_all_seeds_together_before_and_after() -> No
     assert branches_table(runs).splitlines()[2:] == [f"| window-1 | {both} | 2.5 | 100 | 12 |"]
 
 
-def test_plan_counts_what_is_to_do_and_what_it_takes(tmp_path: Path) -> None:
+def test_plan_counts_remaining_runs_and_cost(tmp_path: Path) -> None:
     study = read_study("staleness")
     text = plan_text(Queue(study=study, folder=tmp_path, section=StudySection()))
     assert "432 runs, of which 60 are the same as others; 0 done, 372 to do" in text
@@ -93,7 +93,7 @@ def test_plan_counts_what_is_to_do_and_what_it_takes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("study", [read_study(name) for name in names()], ids=names())
-def test_every_run_of_every_study_has_a_configuration_that_loads(study: Study) -> None:
+def test_every_run_has_a_valid_configuration(study: Study) -> None:
     for one in study.runs()[: len(study.arms)]:
         is_far = (
             "lag" in one.arm.name and "1x-lag4" not in one.arm.name

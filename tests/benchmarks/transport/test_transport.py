@@ -1,4 +1,4 @@
-"""The suite of the trajectory plane measures what it says, here for half a second."""
+"""Laws of the suite of the trajectory plane, measured for half a second."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from common.wire.codec import decode
 from learner.ingest.admission import refusal
 
 
-def test_encoded_trajectories_are_whole_groups_that_the_intake_accepts() -> None:
+def test_encoded_trajectories_are_whole_accepted_groups() -> None:
     made = [decode(frames) for frames in encoded(5, 2 * GROUP_SIZE)]
     assert len({each.episode_id for each in made}) == 2 * GROUP_SIZE
     assert [each.group_id for each in made] == ["g0000005"] * GROUP_SIZE + ["g0000006"] * GROUP_SIZE
@@ -21,19 +21,19 @@ def test_encoded_trajectories_are_whole_groups_that_the_intake_accepts() -> None
     assert set(whys) == {""}
 
 
-def test_disk_is_measured_by_what_it_has_written(tmp_path: Path) -> None:
+def test_disk_speed_counts_written_bytes(tmp_path: Path) -> None:
     assert disk_bytes_per_s(tmp_path, 1_000, seconds=0.01) > 0
     assert (tmp_path / "disk").stat().st_size % 64_000 == 0
 
 
-def test_each_check_of_the_intake_is_measured_as_one_that_lets_the_trajectory_in() -> None:
+def test_intake_check_costs_are_measured_on_accepted_trajectories() -> None:
     costs = guards_s()
     assert list(costs) == ["sender", "lease", "bounds", "record"]
     assert all(0.0 < cost < 0.001 for cost in costs.values())
 
 
 @pytest.mark.slow
-def test_what_senders_have_acknowledged_is_counted_and_in_the_journal(tmp_path: Path) -> None:
+def test_acknowledged_trajectories_are_counted_and_journaled(tmp_path: Path) -> None:
     flow = measure("intake", tmp_path, measured_s=0.5)
     assert flow.per_s > 0
     assert flow.cpu_s > 0

@@ -74,7 +74,7 @@ class Wire:
     def __init__(self, base: str, key: str) -> None:
         self.base = base
         self.key = key
-        self.number: Any = None  # of the instance, as the server gave it
+        self.number: Any = None  # The instance number from the server.
 
     def post(self, verb: str, body: dict[str, Any] | None = None) -> Any:
         if body is not None and self.number is not None:

@@ -23,7 +23,7 @@ class Stub:
         self.steps: list[dict[str, Any]] = []
         self.fault = ""
         self.is_gone = False  # WebArena's browser
-        self.told = ""  # what BabyAI's steps answer
+        self.told = ""  # BabyAI's step answers.
         self.app = FastAPI()
         if dialect == "alfworld":
             self._add_alfworld()

@@ -54,5 +54,5 @@ def test_text_without_one_action_is_complained_about(name, text, complaint):
         ("sqlgym", "get 2 oak log"),
     ],
 )
-def test_bare_text_is_the_action_in_the_compact_style(name, action):
+def test_bare_text_is_an_action_in_compact_style(name, action):
     assert extract(DIALECTS[name], "get 2 oak log\n", Style.COMPACT).action == action

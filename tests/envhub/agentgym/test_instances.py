@@ -48,7 +48,7 @@ def with_instances(play, *, lease_s: float = 10.0, queue_s: float = 0.0, capacit
     return asyncio.run(run())
 
 
-def test_lease_is_renewed_by_use_and_ends_without():
+def test_use_renews_a_lease_and_disuse_ends_it():
     async def play(instances, sessions, clock):
         used, unused = instances.add(), instances.add()
         clock.now_s = 9.0
@@ -66,7 +66,7 @@ def test_lease_is_renewed_by_use_and_ends_without():
     with_instances(play)
 
 
-def test_reset_ends_the_previous_session_and_close_the_last():
+def test_instance_holds_one_session_until_it_closes():
     async def play(instances, sessions, clock):
         number = instances.add()
         for index in range(3):
@@ -79,7 +79,7 @@ def test_reset_ends_the_previous_session_and_close_the_last():
     with_instances(play)
 
 
-def test_session_whose_own_lease_ran_out_ends_the_episode():
+def test_expired_session_ends_episode_until_reset():
     async def play(instances, sessions, clock):
         number = instances.add()
         instance = await instances.reset(number, 0)
@@ -94,7 +94,7 @@ def test_session_whose_own_lease_ran_out_ends_the_episode():
     with_instances(play)
 
 
-def test_concurrent_steps_of_an_instance_are_all_performed():
+def test_concurrent_steps_of_instance_all_run():
     async def play(instances, sessions, clock):
         number = instances.add()
         await instances.reset(number, 0)
@@ -148,7 +148,7 @@ def slow_instances() -> tuple[Instances, SlowSessions]:
     return Instances(spec, cast(Sessions, sessions), patience=Patience(lease_s=10.0)), sessions
 
 
-def test_instance_closed_during_its_reset_leaves_no_session():
+def test_instance_closed_during_reset_leaves_no_session():
     async def play():
         instances, sessions = slow_instances()
         number = instances.add()
@@ -165,7 +165,7 @@ def test_instance_closed_during_its_reset_leaves_no_session():
     asyncio.run(play())
 
 
-def test_second_of_two_last_steps_is_not_performed():
+def test_step_after_a_concurrent_last_step_never_runs():
     async def play():
         instances, sessions = slow_instances()
         sessions.may_answer.set()
@@ -178,7 +178,7 @@ def test_second_of_two_last_steps_is_not_performed():
     asyncio.run(play())
 
 
-def test_who_finds_no_session_free_waits_in_turn_and_is_told_the_remedy_when_in_vain():
+def test_full_pool_queues_clients_and_times_out_with_a_remedy():
     async def play(instances, sessions, clock):
         first = [await instances.add_in_turn() for _ in range(4)]
         for number in first:
@@ -189,7 +189,7 @@ def test_who_finds_no_session_free_waits_in_turn_and_is_told_the_remedy_when_in_
         await instances.close(first[0])
         await waiting[0]  # the first to ask; its place is kept for its reset
         assert not waiting[1].done()
-        clock.now_s = 11.0  # nobody asked for the others
+        clock.now_s = 11.0  # The waiting clients are gone.
         await asyncio.gather(*waiting)
         assert len(instances) == 2, "what nobody asked for is closed"
         assert sessions.num_live["maze"] == 0
@@ -205,7 +205,7 @@ def test_who_finds_no_session_free_waits_in_turn_and_is_told_the_remedy_when_in_
     with_instances(wait_in_vain, queue_s=0.2)
 
 
-def test_episode_put_aside_is_where_it_was_when_it_comes_back():
+def test_suspended_episode_resumes_in_same_state():
     async def play():
         registry = Registry(["tests.envhub.outside:make_worker"])
         spec = replace(
@@ -239,7 +239,7 @@ def test_episode_put_aside_is_where_it_was_when_it_comes_back():
     asyncio.run(play())
 
 
-def test_episode_that_has_ended_gives_its_session_to_who_waits_and_its_last_answer_stands():
+def test_ended_episode_frees_its_session_and_keeps_its_answer():
     async def play(instances, sessions, clock):
         numbers = [await instances.add_in_turn() for _ in range(4)]
         for number in numbers:
@@ -272,7 +272,7 @@ SERVED = {  # how many clients, options that leave little, and an action
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
-def test_a_batch_of_clients_that_never_close_fails_no_step_in_any_environment(name):
+def test_clients_without_close_fail_no_step_of_any_environment(name):
     num_clients, changes, action = SERVED[name]
     options = edited(EnvsSection(), changes)
 
@@ -288,7 +288,7 @@ def test_a_batch_of_clients_that_never_close_fails_no_step_in_any_environment(na
             steps = (instances.step(each, action, refuses_after_done=False) for each in numbers)
             told = await asyncio.gather(*steps)
             assert all(result.observation for _, result in told)
-            for number in numbers[:3]:  # as long as theirs were put aside
+            for number in numbers[:3]:  # Their steps waited for the suspended sessions.
                 _, result = await instances.step(number, action, refuses_after_done=False)
                 assert result.observation
         finally:
@@ -298,7 +298,7 @@ def test_a_batch_of_clients_that_never_close_fails_no_step_in_any_environment(na
 
 
 @pytest.mark.slow
-def test_rollouts_of_128_clients_that_never_close_fail_no_step():
+def test_rollouts_of_128_clients_without_close_fail_no_step():
     async def play(instances, sessions, clock):
         async def roll_out(index):
             for _ in range(2):  # batches

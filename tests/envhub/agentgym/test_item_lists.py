@@ -39,7 +39,7 @@ def listed(path: Path, *entries: object) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(DIALECTS))
-def test_no_item_of_a_server_is_both_a_training_and_a_test_item(name: str):
+def test_training_and_test_items_of_a_server_are_disjoint(name: str):
     found = numbers(name)
     held_out = {*found["test"]}
     assert held_out
@@ -51,7 +51,7 @@ def test_no_item_of_a_server_is_both_a_training_and_a_test_item(name: str):
     )
 
 
-def test_search_trains_on_the_training_questions_and_tests_on_all_seven_sets():
+def test_search_splits_hold_training_questions_and_all_test_sets():
     found = numbers("searchqa", num_train=500, num_test=350)
     assert min(found["train"]) >= 51_713
 
@@ -67,11 +67,11 @@ def test_search_trains_on_the_training_questions_and_tests_on_all_seven_sets():
     assert len(sets("test")) >= 6
 
 
-def test_science_trains_on_every_kind_of_task_and_tests_on_the_simulators_test_variations():
+def test_sciworld_splits_hold_every_task_and_the_test_variations():
     found = numbers("sciworld", num_train=200)
     assert min(found["train"]) < 30  # boiling
     assert max(found["train"]) > 4_490  # life spans
-    assert numbers("sciworld")["test"][0] == 21  # of boiling: variations 0 to 29
+    assert numbers("sciworld")["test"][0] == 21  # Boiling has variations 0 to 29.
 
 
 @pytest.mark.parametrize("num", [0, 1, 7, 100, -1])
@@ -81,7 +81,7 @@ def test_items_are_taken_at_even_distances(num: int):
     assert len({*found}) == len(found)
 
 
-def test_files_of_the_three_published_forms_are_read_as_they_are(tmp_path: Path):
+def test_item_lists_load_in_all_published_forms(tmp_path: Path):
     plain = listed(tmp_path / "a.json", {"item_id": "textcraft_533"}, {"item_id": "textcraft_0"})
     trajectories = {"conversations": None, "item_id": "textcraft_140"}
     folder = tmp_path / "textcraft"
@@ -107,7 +107,7 @@ def test_files_of_the_three_published_forms_are_read_as_they_are(tmp_path: Path)
         (["pick-and-place-trial_T2019_043461"], "names no data index"),
     ],
 )
-def test_list_that_is_none_is_refused_by_name(tmp_path: Path, entries: list[Any], told: str):
+def test_malformed_list_is_refused_by_name(tmp_path: Path, entries: list[Any], told: str):
     path = listed(tmp_path / "list.json", *entries)
     with pytest.raises(ConfigError, match=told) as refused:
         read_list(path, DIALECTS["textcraft"])
@@ -119,7 +119,7 @@ def test_missing_list_is_refused_before_anything_starts():
         make_spec(RemoteOptions(dialect="maze", url="http://h", test_items="nowhere.json"))
 
 
-def test_items_of_a_named_test_list_are_no_training_items(tmp_path: Path):
+def test_listed_test_items_are_excluded_from_training(tmp_path: Path):
     tests = listed(tmp_path / "t.json", *(f"sciworld_{i}" for i in range(0, 4639, 50)))
     found = numbers("sciworld", test_items=tests)
     assert [*found["test"]] == list(range(0, 4639, 50))
@@ -127,7 +127,7 @@ def test_items_of_a_named_test_list_are_no_training_items(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["maze", "babyai", "textcraft", "wordle"])
-def test_published_list_is_a_subset_of_an_environment_of_ours(tmp_path: Path, name: str):
+def test_published_list_becomes_a_subset_of_our_environment(tmp_path: Path, name: str):
     path = listed(tmp_path / "list.json", *(f"{name}_{i}" for i in (7, 3, 11)))
     options = EnvsSection()
     section = replace(getattr(options, name), test_items=path)
@@ -143,7 +143,7 @@ def test_published_list_is_a_subset_of_an_environment_of_ours(tmp_path: Path, na
         env.close()
 
 
-def test_environment_without_a_list_is_as_it_was():
+def test_environment_without_a_list_has_no_agentgym_subset():
     spec = Registry(["maze"], EnvsSection(maze=ItemFiles())).spec("maze")
     assert "agentgym" not in spec.subsets
     assert asyncio.iscoroutinefunction(spec.make(Style.AGENTGYM).reset) is False

@@ -13,7 +13,7 @@ from tests.envhub.agentgym.agentgym_stubs import Counted, Stub
 from tests.envhub.agentgym.driving import drive, made, opened, spec_of, stop
 
 
-def test_episode_ends_in_a_failure_when_its_instance_goes_to_another_on_a_server_started_anew():
+def test_episode_fails_when_a_restarted_server_reassigns_its_instance():
     server = Counted()
 
     async def play(spec: EnvSpec) -> None:
@@ -30,7 +30,7 @@ def test_episode_ends_in_a_failure_when_its_instance_goes_to_another_on_a_server
     assert server.items == {}
 
 
-def test_instances_are_used_again_on_a_server_that_turns_out_to_know_no_close():
+def test_instances_are_reused_on_a_server_without_close():
     server = Counted(has_close=False)
 
     async def play(spec: EnvSpec) -> None:
@@ -44,7 +44,7 @@ def test_instances_are_used_again_on_a_server_that_turns_out_to_know_no_close():
 
 
 @pytest.mark.slow
-def test_instance_made_too_late_for_its_episode_goes_to_the_next():
+def test_late_instance_is_kept_for_the_next_episode():
     server = Counted()
     server.create_s = 1.8
 
@@ -60,7 +60,7 @@ def test_instance_made_too_late_for_its_episode_goes_to_the_next():
 
 
 @pytest.mark.parametrize(("dialect", "max_at_once"), [("webshop", 1), ("sqlgym", 3)])
-def test_instances_are_asked_for_one_by_one_where_a_create_halts_the_server(dialect, max_at_once):
+def test_instances_are_created_serially_where_create_blocks_the_server(dialect, max_at_once):
     server = Counted()
     server.create_s = 0.05
 
@@ -71,7 +71,7 @@ def test_instances_are_asked_for_one_by_one_where_a_create_halts_the_server(dial
     assert (server.num_asked, server.max_at_once) == (3, max_at_once)
 
 
-def test_full_server_is_asked_until_it_gives_out_an_instance_that_is_free():
+def test_create_repeats_until_a_full_server_frees_an_instance():
     server = Counted(max_instances=8)
 
     async def play(spec: EnvSpec) -> None:
@@ -87,7 +87,7 @@ def test_full_server_is_asked_until_it_gives_out_an_instance_that_is_free():
     drive(server.app, "sqlgym", play)
 
 
-def test_no_request_goes_out_on_a_connection_that_had_one():
+def test_each_request_opens_a_new_connection():
     ended: list[asyncio.Event] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -98,7 +98,7 @@ def test_no_request_goes_out_on_a_connection_that_had_one():
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         await writer.drain()
         await reader.read(1000)
-        writer.transport.abort()  # though the answer did not say so
+        writer.transport.abort()  # The answer did not announce the close.
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
         mine.set()
@@ -117,7 +117,7 @@ def test_no_request_goes_out_on_a_connection_that_had_one():
     assert len(ended) == 3  # create, reset, observation
 
 
-def test_item_that_the_server_lacks_costs_no_instance():
+def test_missing_item_costs_no_instance():
     stub = Stub("alfworld")
 
     async def play(spec: EnvSpec) -> None:
@@ -134,7 +134,7 @@ def test_item_that_the_server_lacks_costs_no_instance():
     assert stub.num_created == 1
 
 
-def test_each_kept_instance_that_the_server_has_forgotten_is_replaced_by_a_new_one():
+def test_forgotten_idle_instances_are_each_replaced():
     stub = Stub("alfworld")
 
     async def play(spec: EnvSpec) -> None:
@@ -150,7 +150,7 @@ def test_each_kept_instance_that_the_server_has_forgotten_is_replaced_by_a_new_o
     assert stub.num_created == 3
 
 
-def test_webarena_action_that_its_server_cannot_read_is_an_observation():
+def test_unreadable_webarena_action_becomes_an_observation():
     stub = Stub("webarena")
 
     async def play(spec: EnvSpec) -> None:
@@ -165,7 +165,7 @@ def test_webarena_action_that_its_server_cannot_read_is_an_observation():
 
 
 @pytest.mark.parametrize(("stop_timeout_s", "is_ended"), [(0.02, False), (5.0, True)])
-def test_stop_of_an_environment_may_take_as_long_as_it_says(stop_timeout_s, is_ended):
+def test_environment_stop_takes_up_to_its_own_timeout(stop_timeout_s, is_ended):
     ended: list[bool] = []
 
     async def take_time() -> None:
@@ -191,14 +191,14 @@ def test_stop_of_an_environment_may_take_as_long_as_it_says(stop_timeout_s, is_e
     assert bool(ended) is is_ended
 
 
-def test_webarena_is_given_the_time_that_its_close_takes():
+def test_webarena_timeouts_cover_its_slow_close():
     spec = spec_of("webarena", "http://127.0.0.1:9", timeout_s=60.0)
     assert spec.stop_timeout_s > 30  # its server gives up after 30 s, and needs 5 s at least
     assert spec.step_timeout_s is not None
     assert spec.step_timeout_s > 90
 
 
-def test_reset_that_fails_costs_none_of_the_kept_instances():
+def test_failed_reset_closes_no_idle_instance():
     stub = Stub("webarena")
 
     async def play(spec: EnvSpec) -> None:

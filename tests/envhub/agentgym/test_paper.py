@@ -72,7 +72,7 @@ def test_babyai_is_the_papers_to_the_item():
     assert found == meant
 
 
-def test_sets_of_our_own_tasks_say_so_and_published_files_are_not_marked(tmp_path: Path):
+def test_own_test_sets_are_marked_and_published_files_are_not(tmp_path: Path):
     assert paper_of("textcraft").note == own_tasks("textcraft", EnvsSection()) != ""
     assert "envs.sciworld.test_items" in paper_of("sciworld").note
     file = tmp_path / "sciworld_test.json"
@@ -86,7 +86,7 @@ def test_sets_of_our_own_tasks_say_so_and_published_files_are_not_marked(tmp_pat
     assert list(paper.items) == ["Measure", "all"]
 
 
-def test_search_set_is_found_in_the_question_files_and_what_lacks_is_told(tmp_path: Path):
+def test_search_set_loads_from_question_files_and_reports_gaps(tmp_path: Path):
     row = json.dumps({"question": "who?", "golden_answers": ["me"]})
     (tmp_path / "bamboogle_test.jsonl").write_text(f"{row}\n" * 125, encoding="utf-8")
     options = EnvsSection(searchqa=SearchqaOptions(questions_dir=str(tmp_path)))
@@ -106,7 +106,7 @@ def test_config_of_the_tables_plays_every_set(repository: Path):
     assert subsets == {(name, subset) for name in names for subset in PAPER[name]["sizes"]}
 
 
-def test_room_of_level_three_is_agentgyms_by_its_numbers_and_rules():
+def test_babyai_level_three_matches_agentgyms_numbers_and_rules():
     item = levels.from_agentgym(3 + 40 * 7)
     assert item == "GoToObjS4-train-7"
     assert levels.make_level("GoToObjS4").room_size == 4
@@ -117,7 +117,7 @@ def test_room_of_level_three_is_agentgyms_by_its_numbers_and_rules():
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_no_two_items_of_a_crafting_task_are_the_same_but_for_an_order(split: str):
+def test_crafting_items_of_a_task_differ_in_more_than_order(split: str):
     spec = Registry(["textcraft"]).spec("textcraft")
     env = spec.make(Style.AGENTGYM)
     for task in spec.tasks.values():

@@ -1,4 +1,4 @@
-"""Laws of equality with AgentGym's servers: what they answered, recorded, is what ours answer."""
+"""Laws of equality with AgentGym's servers: our answers equal their recorded answers."""
 
 import json
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def served(name: str, folder: Path, retriever_url: str) -> Iterator[Raw]:
 
 
 def replay(name: str, raw: Raw, episode: dict[str, Any]) -> list[str]:
-    """Return what is answered otherwise than it was recorded."""
+    """Return the answers that differ from the recording."""
     item = episode["item"]
     mark, is_fault = episode["reset"]
     begun = raw.reset(item)
@@ -73,7 +73,7 @@ def replay(name: str, raw: Raw, episode: dict[str, Any]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSCRIPTS)
-def test_recorded_play_on_agentgyms_servers_is_answered_alike_here(name: str, tmp_path: Path):
+def test_recorded_agentgym_plays_get_same_answers(name: str, tmp_path: Path):
     episodes = TRANSCRIPTS[name][:: EVERY.get(name, 1)]
     assert sum(len(episode["steps"]) for episode in episodes) >= 15
     with retriever() as url, served(name, tmp_path, url) as raw:

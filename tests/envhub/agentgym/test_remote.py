@@ -85,12 +85,12 @@ def test_remote_plays_our_own_routes_to_success(hub, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sqlgym", "searchqa", "sciworld", "webarena"])
-def test_remote_plays_our_own_routes_to_success_in_a_worker(name):
+def test_remote_plays_our_routes_to_success_in_a_worker(name):
     with serve_envs(name) as hub:
         play_round_trip(name, hub)
 
 
-def test_remote_serves_as_an_environment_of_a_hub(hub):
+def test_remote_server_works_as_an_environment_of_a_hub(hub):
     remote = RemoteOptions(dialect="maze", url=f"{hub}/agentgym/maze", num_train=20, num_test=5)
     with serve_envs(remote=remote) as outer, httpx.Client(base_url=outer, **DIRECT) as client:
         catalogue = client.get("/v1/envs").json()["maze"]
@@ -104,14 +104,14 @@ def test_remote_serves_as_an_environment_of_a_hub(hub):
         assert client.post("/agentgym/maze/create").status_code == 404
 
 
-def test_lost_maze_pays_nothing_instead_of_a_penalty(hub):
+def test_lost_maze_pays_zero_instead_of_a_penalty(hub):
     _, results = asyncio.run(
         driven("maze", f"{hub}/agentgym/maze", *["Action: jump"] * 51, item="all-train-4")
     )
     assert (results[-1].reward, results[-1].done) == (0.0, True)
 
 
-def test_several_actions_are_refused_without_asking_the_server(hub):
+def test_several_actions_are_refused_without_request(hub):
     text = "Action: turn left\nAction: turn right"
     _, (result,) = asyncio.run(driven("babyai", f"{hub}/agentgym/babyai", text))
     assert not result.is_valid
@@ -135,7 +135,7 @@ def test_babyai_seeing_nothing_is_no_refusal(text, is_valid):
 
 
 @pytest.mark.parametrize(("dialect", "is_success"), [("babyai", True), ("sciworld", False)])
-def test_success_is_what_the_dialect_means_by_it(dialect: str, is_success: bool):
+def test_each_dialect_defines_its_own_success(dialect: str, is_success: bool):
     spec = spec_of(dialect, "http://127.0.0.1:9")
     env = made(spec)
     lost = {"observation": "on", "reward": 0, "score": 0, "done": True}
@@ -160,7 +160,7 @@ def test_alfworld_first_observation_lists_the_actions():
     ]
 
 
-def test_webshop_first_observation_is_asked_for():
+def test_webshop_first_observation_is_requested_from_the_server():
     stub = Stub("webshop")
     with serve_app(stub.app) as url:
         first, results = asyncio.run(driven("webshop", url, "I buy.\nAction: click[good]"))
@@ -202,7 +202,7 @@ def test_webarena_pays_only_at_the_end():
     assert (stub.num_created, stub.num_closed) == (1, 1)
 
 
-def test_webarena_failures_within_status_200_are_infrastructure_errors():
+def test_webarena_failures_under_status_200_are_infrastructure_errors():
     stub = Stub("webarena")
     with serve_app(stub.app) as url:
         with pytest.raises(EnvFailure, match="cannot reset item 13"):
@@ -213,7 +213,7 @@ def test_webarena_failures_within_status_200_are_infrastructure_errors():
 
 
 @pytest.mark.parametrize("fault", ["status", "error", "text"])
-def test_failing_step_is_an_infrastructure_error_that_names_the_server(fault):
+def test_failing_step_raises_an_error_that_names_the_server(fault):
     stub = Stub("alfworld")
     stub.fault = fault
     with serve_app(stub.app) as url, pytest.raises(EnvFailure) as failure:
@@ -251,7 +251,7 @@ def test_absent_server_is_an_infrastructure_error():
         asyncio.run(driven("sqlgym", "http://user:secret@127.0.0.1:9"))
 
 
-def test_instances_that_cannot_be_closed_are_used_again():
+def test_instances_without_close_are_reused():
     stub = Stub("weather")
 
     async def play(spec: EnvSpec) -> None:
@@ -279,7 +279,7 @@ def test_forgotten_instance_is_replaced():
     assert [each["game"] for each in stub.resets] == [0, 1]
 
 
-def test_server_with_one_account_holds_one_episode_at_a_time():
+def test_server_with_one_account_runs_one_episode_at_once():
     stub = Stub("todo")
 
     async def play(spec: EnvSpec) -> list[str]:
@@ -311,13 +311,13 @@ def test_split_without_items_is_called_empty():
 
 
 @pytest.mark.parametrize("name", sorted(DIALECTS))
-def test_every_dialect_has_an_instruction_in_both_styles(name):
+def test_every_dialect_has_instructions_in_both_styles(name):
     spec = spec_of(name, "http://127.0.0.1:9")
     assert spec.name == name
     assert all(len(spec.instruction[style]) > 20 for style in Style)
 
 
-def test_check_names_the_nearest_dialect_and_the_form_of_a_url():
+def test_check_names_the_nearest_dialect_and_the_url_form():
     lines = check(RemoteOptions(dialect="textkraft", url="10.0.0.5:36001"))
     assert "the nearest is 'textcraft'" in lines[0]
     assert "http://10.0.0.5:36001" in lines[1]

@@ -37,7 +37,7 @@ def play_with_twin(name: str, hub: str, index: int) -> None:
     """Play an item as AgentGym's client and as a native session, side by side, to success."""
     best = BEST_SCORES.get(name, 1)
     client = make_client(name, hub)
-    make_client(name, hub)  # another, that nobody ever uses
+    make_client(name, hub)  # A second client that stays unused.
     with httpx.Client(base_url=hub, **DIRECT) as native:
         item_id = native_item(name, index)
         body = {"env": native_name(name), "item_id": item_id, "style": "agentgym"}
@@ -70,7 +70,7 @@ def test_clients_play_an_episode_to_success(hub, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sqlgym", "searchqa", "sciworld", "webarena"])
-def test_clients_play_an_episode_to_success_in_a_worker(name):
+def test_clients_in_a_worker_play_an_episode_to_success(name):
     with serve_envs(name) as hub:
         play_with_twin(name, hub, INDICES.get(name, 0))
 
@@ -82,7 +82,7 @@ def test_instances_are_large_numbers_that_differ(hub):
     assert max(numbers) > 2**40
 
 
-def test_step_after_the_end_is_an_error_within_status_200(hub):
+def test_step_after_the_end_is_an_error_with_status_200(hub):
     client = make_client("maze", hub)
     client.reset(4)
     steps = [client.wire.post("step", {"action": "move up"}) for _ in range(52)]
@@ -92,7 +92,7 @@ def test_step_after_the_end_is_an_error_within_status_200(hub):
     assert steps[-1] == {"error": text}
 
 
-def test_look_after_the_end_is_an_error_within_status_200_until_the_reset(hub):
+def test_observation_after_the_end_is_an_error_until_reset(hub):
     client = make_client("wordle", hub)
     first = client.reset(0)
     for _ in range(6):
@@ -105,19 +105,19 @@ def test_look_after_the_end_is_an_error_within_status_200_until_the_reset(hub):
     assert client.wire.get("observation") == first
 
 
-def test_look_before_the_first_reset_is_an_error_within_status_200(hub):
+def test_observation_before_reset_is_an_error_with_status_200(hub):
     client = make_client("maze", hub)
     assert client.wire.get("observation") == {"error": "'observation'"}
 
 
-def test_webarena_says_closed_of_any_instance():
+def test_webarena_close_succeeds_for_any_instance():
     with serve_envs("webarena") as hub:
         client = make_client("webarena", hub)
         client.close()
         client.close()
 
 
-def test_reset_of_webarena_answers_the_page_without_the_rest_of_the_prompt():
+def test_webarena_reset_returns_page_without_prompt():
     first = "OBSERVATION:\nTab 0 (current): Shop\n\n[1] link 'URL: /'\nURL: http://shop.test/\n"
     first += "OBJECTIVE: Find the shop.\nPREVIOUS ACTION: None"
     instance = Instance(item_id="Shopping-test-0", first_observation=first)
@@ -137,7 +137,7 @@ def test_reset_of_sciworld_names_task_and_variation():
     assert (reply["task_description"], reply["observation"]) == ("Measure.", "A room.")
 
 
-def test_unknown_and_unreset_instances_are_errors_within_status_200(hub):
+def test_unknown_and_unreset_instances_return_errors_with_status_200(hub):
     client = IdClient("babyai", f"{hub}/agentgym/babyai")
     number = str(client.wire.number)
     assert client.wire.post("step", {"action": "turn left"}) == {"error": number}
@@ -150,7 +150,7 @@ def test_unknown_and_unreset_instances_are_errors_within_status_200(hub):
     assert client.wire.post("close", {}) is False
 
 
-def test_item_out_of_range_is_an_error_and_the_instance_lives_on(hub):
+def test_item_out_of_range_fails_and_keeps_the_instance(hub):
     client = make_client("maze", hub)
     assert "error" in client.wire.post("reset", {"game": 26})
     assert client.reset(0).startswith("The goal is at position 8, 6.")
@@ -194,7 +194,7 @@ def test_greeting_names_the_environment(hub):
     assert answer.json() == "This is environment TextCraft."
 
 
-def test_create_is_refused_when_the_hub_is_full():
+def test_full_hub_refuses_a_create():
     with serve_envs("maze", capacity=2) as hub:
         clients = [make_client("maze", hub) for _ in range(2)]
         full = httpx.post(f"{hub}/agentgym/maze/create", **DIRECT)
@@ -229,7 +229,7 @@ def test_routes_of_agentgyms_pages_answer(hub):
 
 
 @pytest.mark.slow
-def test_page_of_scienceworld_is_told_what_it_asks_for():
+def test_scienceworld_page_gets_every_detail_it_requests():
     with serve_envs("sciworld") as url:
         client = make_client("sciworld", url)
         assert "error" in client.wire.get("goals")
@@ -247,7 +247,7 @@ def test_page_of_scienceworld_is_told_what_it_asks_for():
         client.close()
 
 
-def test_malformed_bodies_are_told_as_fastapi_tells_them(hub):
+def test_malformed_bodies_get_fastapi_error_details(hub):
     answer = httpx.post(f"{hub}/agentgym/maze/reset", json={"id": "x"}, **DIRECT)
     assert answer.status_code == 422
     detail = answer.json()["detail"]

@@ -17,7 +17,7 @@ PAID = "reward=float(done),"
 
 
 def found(path: Path, *, num: int = 6) -> list[Finding]:
-    """Return what is said of the environment in a file."""
+    """Return the findings of `check-env` for the environment in a file."""
     name = f"{path}:make_spec"
     with Driver(spec_of(name, []), Style.COMPACT) as driver:
         return list(findings(driver, name, num, [], root=ROOT))
@@ -38,7 +38,7 @@ def said(all_found: list[Finding], grade: Grade) -> Iterator[str]:
     return (f"{each.name}: {each.text}" for each in all_found if each.grade is grade)
 
 
-def test_example_is_sound_and_says_what_reward_and_success_mean():
+def test_example_passes_and_reports_reward_and_success_rules():
     all_found = found(EXAMPLE)
     assert {each.grade for each in all_found} == {Grade.OK}
     told = {each.name: each.text for each in all_found}
@@ -78,7 +78,7 @@ def test_example_is_sound_and_says_what_reward_and_success_mean():
     ],
 )
 def test_fault_of_an_environment_is_named(tmp_path, changes: list[tuple[str, str]], words: str):
-    if "among the valid" in words:  # it says that any digit will do, and takes what is left
+    if "among the valid" in words:  # It lists all digits but accepts remaining ones only.
         changes = [
             *changes,
             ("is_valid = word in", "is_valid = word in map(str, self.left) and word in"),
@@ -87,19 +87,19 @@ def test_fault_of_an_environment_is_named(tmp_path, changes: list[tuple[str, str
     assert any(words in failure for failure in failures), failures
 
 
-def test_pay_that_only_the_last_step_counts_of_is_noticed(tmp_path):
+def test_check_notes_rewards_that_only_the_last_step_keeps(tmp_path):
     path = changed(tmp_path, (PAID, "reward=0.25 * (is_valid and not done),"))
     notes = list(said(found(path), Grade.NOTE))
     assert any("reward=Reward.SUM in the EnvSpec" in note for note in notes)
 
 
-def test_items_that_are_the_same_task_across_the_splits_are_noticed(tmp_path):
+def test_check_notes_items_shared_across_splits(tmp_path):
     path = changed(tmp_path, ("(4000 if item", "(0 if item"))
     notes = list(said(found(path), Grade.NOTE))
     assert any("four-train-0 is four-test-0, which is held out" in note for note in notes)
 
 
-def test_environment_without_signal_is_told_what_helps(tmp_path):
+def test_check_suggests_warm_start_without_signal(tmp_path):
     path = changed(tmp_path, ("self.left.remove(int(word))", "pass"))
     notes = list(said(found(path), Grade.NOTE))
     assert any("warm-start with `sft`" in note for note in notes)

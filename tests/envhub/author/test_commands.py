@@ -26,7 +26,7 @@ def run_cli(*argv: str, lines: str = "") -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_scaffold_of_forty_lines_is_sound_as_it_is_written(tmp_path: Path):
+def test_scaffold_of_forty_lines_passes_check_env(tmp_path: Path):
     made = run_cli("new-env", "my_game", f"to={tmp_path}")
     assert made.returncode == 0, made.stderr
     path, config = tmp_path / "my_game.py", tmp_path / "my_game.yaml"
@@ -57,7 +57,7 @@ def test_scaffold_of_forty_lines_is_sound_as_it_is_written(tmp_path: Path):
         (["play", "textcraft", "item=depth9-train-0"], "no subset 'depth9'"),
     ],
 )
-def test_wrong_request_of_an_author_ends_with_one_line(argv: list[str], words: str):
+def test_wrong_author_command_ends_with_one_line(argv: list[str], words: str):
     done = run_cli(*argv)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith("error: ")
@@ -65,7 +65,7 @@ def test_wrong_request_of_an_author_ends_with_one_line(argv: list[str], words: s
 
 
 @pytest.mark.slow
-def test_environment_is_played_by_lines_of_a_pipe():
+def test_play_reads_actions_from_a_pipe():
     lines = "?\n!\n*\nnonsense\n" + "".join(f"{number}\n" for number in range(10))
     done = run_cli("play", f"{EXAMPLE}:make_spec", "item=four-train-0", lines=lines)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Laws of the distance dial: what the hub says of the expert's turns is what the expert needs."""
+"""Laws of the distance dial: the reported turns equal the expert's turns."""
 
 import asyncio
 from collections import Counter
@@ -42,9 +42,7 @@ def turns_of(env_name: str, item_id: str) -> int:
 
 
 @pytest.mark.parametrize(("env", "subset"), list(RANGES))
-def test_items_at_a_distance_are_those_that_take_the_expert_so_many_turns(
-    env: str, subset: str
-) -> None:
+def test_items_at_a_distance_take_the_expert_that_long(env: str, subset: str) -> None:
     low, high = RANGES[env, subset]
     name = subset_at(subset, low, high)
     registry = Registry([env])
@@ -76,7 +74,7 @@ def test_items_at_a_distance_are_those_that_take_the_expert_so_many_turns(
     assert entry["subsets"][name]["max_turns"] == entry["subsets"][subset]["max_turns"]
 
 
-def test_session_of_an_item_at_a_distance_is_that_of_its_plain_id() -> None:
+def test_item_at_distance_equals_plain_id() -> None:
     async def first_observations() -> tuple[str, str]:
         sessions = Sessions(Registry(["maze"]), lease_s=9.0, capacity=9, step_timeout_s=9.0)
         plain = await sessions.distances.plain("maze", "DoubleT@3..9-test-0")
@@ -89,7 +87,7 @@ def test_session_of_an_item_at_a_distance_is_that_of_its_plain_id() -> None:
     assert far == plain
 
 
-def test_distances_are_measured_once_and_read_from_disk_until_something_changes(
+def test_distances_are_cached_on_disk_until_something_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = load_spec("rooms", EnvsSection(), RemoteOptions())
@@ -106,7 +104,7 @@ def test_distances_are_measured_once_and_read_from_disk_until_something_changes(
     assert len(measured(spec, "Carry", EnvsSection())["train"]) == len(asked) - 61 == 61
 
 
-def test_rooms_need_exactly_as_many_turns_as_there_are_rooms_and_end_after_twice_as_many() -> None:
+def test_rooms_item_ends_after_twice_its_expert_turns() -> None:
     env = cast(Env, load_spec("rooms", EnvsSection(), RemoteOptions()).make(Style.COMPACT))
     first = env.reset("Carry-train-5", 0)
     assert first.startswith("goal: open the door of your key\n")

@@ -19,7 +19,7 @@ from envhub.command import examine_environments, missing_for
 
 @pytest.fixture
 def nobody() -> str:
-    """Return an address at which nobody listens."""
+    """Return an address without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -28,7 +28,7 @@ def configured(*overrides: str) -> RunConfig:
     return load_config("smoke", ["model.path=unset", *overrides], root=ROOT)
 
 
-def test_agentgym_server_that_does_not_answer_is_named(nobody: str) -> None:
+def test_silent_agentgym_server_is_named(nobody: str) -> None:
     url = nobody.replace("://", "://any:secret@")
     cfg = configured(f"env.url={url}", "env.dialect=alfworld")
     (line,) = missing_for(cfg)
@@ -49,7 +49,7 @@ def test_every_silent_site_and_retriever_is_named(nobody: str) -> None:
         "envs.webarena.gitlab",
         "envs.webarena.reddit",
     ]
-    assert servers_of(["babyai"], cfg.envs, cfg.env) == []  # what is not played is not asked
+    assert servers_of(["babyai"], cfg.envs, cfg.env) == []  # Unused servers are not probed.
 
 
 def test_hub_elsewhere_must_answer_as_a_hub(serve_hub, nobody: str) -> None:
@@ -60,14 +60,14 @@ def test_hub_elsewhere_must_answer_as_a_hub(serve_hub, nobody: str) -> None:
     assert line.startswith(f"envhub.url={nobody}: no answer (Connection refused); start it with")
 
 
-def test_hub_elsewhere_must_take_the_token_and_have_the_tasks(serve_hub, tmp_path: Path) -> None:
+def test_remote_hub_must_accept_the_token_and_offer_tasks(serve_hub, tmp_path: Path) -> None:
     url = str(serve_hub(token="secret").client.base_url)
     there, token = f"envhub.url={url}", "envhub.token=secret"
     assert missing_for(configured(there, token)) == []
     fresh = f"run.dir={tmp_path}"
     (line,) = missing_for(configured(there, fresh))
     assert line.startswith(f"envhub.token: the hub at {url} wants a token; give the one")
-    (tmp_path / "smoke" / "keys").mkdir(parents=True)  # of which one may be the hub's
+    (tmp_path / "smoke" / "keys").mkdir(parents=True)  # The hub may own one of them.
     assert missing_for(configured(there, fresh)) == []
     (line,) = missing_for(configured(there, fresh, "envhub.token=secrets"))
     assert line == (
@@ -91,9 +91,7 @@ def make_spec(options):
 """
 
 
-def test_subset_without_training_items_is_named_before_a_run_and_can_be_evaluated(
-    serve_hub, tmp_path: Path
-) -> None:
+def test_subset_without_training_items_serves_evaluation_only(serve_hub, tmp_path: Path) -> None:
     (tmp_path / "held.py").write_text(HELD_OUT, encoding="utf-8")
     reference = f"{tmp_path / 'held.py'}:make_spec"
     (subset, *_) = Registry([reference]).spec("held").subsets
@@ -108,7 +106,7 @@ def test_subset_without_training_items_is_named_before_a_run_and_can_be_evaluate
 
 @pytest.mark.parametrize("config", ["smoke", "textcraft-qwen7b"])
 @pytest.mark.parametrize("flags", [["--dry-run"], []])
-def test_start_and_dry_run_refuse_a_subset_without_training_items(
+def test_start_and_dry_run_refuse_subsets_without_training_items(
     config: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "held.py").write_text(HELD_OUT, encoding="utf-8")
@@ -116,7 +114,7 @@ def test_start_and_dry_run_refuse_a_subset_without_training_items(
         "tasks=[{env: held, subset: Carry}]",
         f"envhub.envs=[{tmp_path / 'held.py'}:make_spec]",
     ]
-    model = f"model.path={ROOT}/configs/policies/tiny"  # of the preset there are no weights here
+    model = f"model.path={ROOT}/configs/policies/tiny"  # The preset's weights are absent here.
     own = [model, f"run.dir={tmp_path / 'runs'}"]
     if flags and config != "smoke":
         own = []
@@ -125,7 +123,7 @@ def test_start_and_dry_run_refuse_a_subset_without_training_items(
     assert not (tmp_path / "runs").exists()
 
 
-def test_server_that_answers_with_any_status_is_there(serve_hub) -> None:
+def test_server_with_any_status_counts_as_reachable(serve_hub) -> None:
     url = str(serve_hub(token="secret").client.base_url)  # 401 on every path
     cfg = configured(f"env.url={url}/agentgym/maze", "env.dialect=maze")
     assert missing_for(cfg) == []
@@ -139,7 +137,9 @@ def test_address_that_is_none_is_named(url: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "eval", "doctor", "envhub"])
-def test_every_command_tells_at_its_start(command: str, nobody: str, tmp_path: Path) -> None:
+def test_every_command_reports_a_silent_server_at_start(
+    command: str, nobody: str, tmp_path: Path
+) -> None:
     argv = [sys.executable, "run.py", command]
     argv += [f"env.url={nobody}", "env.dialect=alfworld"]
     if command != "envhub":

@@ -1,4 +1,4 @@
-"""Laws of finding environments and of saying what they lack."""
+"""Laws of the registry: it finds environments and names missing requirements."""
 
 import textwrap
 from pathlib import Path
@@ -30,14 +30,14 @@ def test_environment_that_is_not_offered_is_unknown():
         Registry(["textcraft"]).spec("babyai")
 
 
-def test_outside_environment_has_its_own_name_and_lives_in_a_worker():
+def test_outside_environment_keeps_its_name_and_runs_in_workers():
     registry = Registry(["textcraft", "tests.envhub.outside:make_spec"])
     assert registry.names == ("faulty", "textcraft")
     spec = registry.spec("faulty")
     assert (spec.isolation, spec.sessions_per_worker) == (Isolation.WORKER, 64)
 
 
-def test_outside_environment_keeps_the_worker_that_it_asks_for():
+def test_outside_environment_keeps_its_own_worker_settings():
     spec = Registry(["tests.envhub.outside:make_worker"]).spec("fragile")
     assert (spec.isolation, spec.sessions_per_worker) == (Isolation.WORKER, 2)
 
@@ -61,7 +61,7 @@ def test_file_is_an_outside_environment(tmp_path: Path):
         ("platform:node", "returns str, not EnvSpec"),
     ],
 )
-def test_broken_reference_says_what_is_missing(reference: str, words: str):
+def test_broken_reference_names_the_missing_part(reference: str, words: str):
     with pytest.raises(UnknownEnv, match=words):
         Registry([reference])
 
@@ -76,14 +76,14 @@ def test_worker_gets_the_options_of_the_hub():
     assert parse_options(order["options"]) == (options, remote)
 
 
-def test_dialect_of_a_remote_server_is_offered_under_its_name():
+def test_remote_dialect_is_offered_under_its_name():
     remote = RemoteOptions(url="http://h:1", dialect="alfworld")
     assert Registry(["textcraft"], None, remote).names == ("alfworld", "textcraft")
 
 
 @pytest.fixture
 def needy():
-    """An environment whose requirements a test may set."""
+    """An environment with configurable requirements."""
     LOADERS["needy"] = "tests.envhub.inside.faulty"
     yield lambda *needs: REQUIREMENTS.update(needy=needs)
     del LOADERS["needy"], REQUIREMENTS["needy"]
@@ -104,7 +104,7 @@ def test_one_of_several_programs_is_enough(needy):
     assert missing_requirements(["needy"]) == []
 
 
-def test_program_given_by_an_option_counts_instead_of_the_path(needy):
+def test_configured_program_replaces_the_path(needy):
     needs = Requirement(
         what="a browser",
         binaries=("no-such-binary",),
@@ -118,7 +118,7 @@ def test_program_given_by_an_option_counts_instead_of_the_path(needy):
     assert missing_requirements(["needy"], wrong) == ["needy needs a browser: install it"]
 
 
-def test_environments_own_check_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_registry_runs_the_environments_own_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     code = """
         def check(options):
             return [] if options.textcraft.recipes_dir else ["envs.textcraft.recipes_dir is unset"]
@@ -133,7 +133,7 @@ def test_environments_own_check_is_asked(tmp_path: Path, monkeypatch: pytest.Mon
     assert missing_requirements(["checked"], options) == []
 
 
-def test_local_requirements_do_not_matter_for_a_remote_environment(needy):
+def test_local_requirements_do_not_apply_to_remote_environments(needy):
     needy(Requirement(what="a moon", binaries=("no-such-binary",), remedy="apt install moon"))
     remote = RemoteOptions(url="http://h:1", dialect="needy")
     assert missing_requirements(["needy"], None, remote) == []

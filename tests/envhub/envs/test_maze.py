@@ -1,4 +1,4 @@
-"""Laws of the maze: where its walls are, how they are told, and when an episode ends."""
+"""Laws of the maze: its walls, its observations and the end of an episode."""
 
 import pytest
 
@@ -76,7 +76,7 @@ def test_game_number_names_the_start():
         ((5, 6), "There is a wall above you."),
     ],
 )
-def test_agentgym_observation_tells_goal_place_and_walls(cell, walls):
+def test_agentgym_observation_gives_goal_position_and_walls(cell, walls):
     observation = MazeEnv(Style.AGENTGYM).reset(item_of(*cell), 0)
     assert CONVERSATIONS["maze"].server_text(observation) == (
         "The goal is at position 8, 6. "
@@ -94,7 +94,7 @@ def test_compact_observation_is_short():
 @pytest.mark.parametrize(
     "text", ["move up", "sing", "", "move", "move up down", "x" * 60_000, "\0"]
 )
-def test_text_that_moves_nobody_changes_nothing(text):
+def test_unparsed_action_changes_nothing(text):
     for style in Style:
         env = started(style=style)
         result = env.step(text)
@@ -126,26 +126,26 @@ def test_episode_ends_without_reward_after_fifty_moves():
         env.step("move right")
 
 
-def test_success_is_said_as_agentgym_says_it():
+def test_agentgym_success_has_agentgyms_text():
     env = started(item_of(7, 6), Style.AGENTGYM)
     result = env.step("move down")
     assert (result.observation, result.reward, result.done) == ("Success\n", 1.0, True)
 
 
-def test_valid_actions_are_the_moves_without_a_wall():
+def test_valid_actions_are_the_unblocked_moves():
     env = started(item_of(5, 6))
     assert env.valid_actions() == ["move right", "move left", "move down"]
     for action in env.valid_actions():
         assert started(item_of(5, 6)).step(action).is_valid
 
 
-def test_fingerprint_tells_starts_apart():
+def test_fingerprints_of_starts_differ():
     assert len({started(item_id).fingerprint() for item_id in ITEMS}) == 26
 
 
 def test_task_lists_the_items():
     (task,) = make_spec(EnvsSection()).tasks.values()
-    assert [*task.train, "DoubleT-train-20", *task.test] == ITEMS  # but not where one wins at once
+    assert [*task.train, "DoubleT-train-20", *task.test] == ITEMS  # Winning starts are excluded.
 
 
 @pytest.mark.parametrize("text", ["MOVE LEFT", "left", "move  left", "Move left", "move left."])
@@ -158,7 +158,7 @@ def test_agentgyms_style_takes_agentgyms_four_actions_alone(text: str):
     assert compact.step(text).is_valid is (text != "move left.")
 
 
-def test_a_state_is_the_same_text_whichever_way_led_there():
+def test_state_text_does_not_depend_on_the_path():
     env = started()
     start, (there, *_) = env.state_text(), env.valid_actions()
     back = {"up": "down", "down": "up", "left": "right", "right": "left"}
@@ -167,7 +167,7 @@ def test_a_state_is_the_same_text_whichever_way_led_there():
     assert env.step(f"move {back[there.removeprefix('move ')]}").state == start
 
 
-def test_picture_is_the_map_with_the_agent_where_it_stands():
+def test_picture_shows_map_and_agents_position():
     env = started(item_of(1, 1))
     before = env.detail("picture")["map"]
     env.step("move right")

@@ -33,14 +33,14 @@ def test_pages_are_those_of_the_package():
     assert sorted(path.stem for path in (folder / "miniwob").glob("*.html")) == list(pages.PAGES)
 
 
-def test_subsets_hold_one_page_each_and_two_pools():
+def test_subsets_are_single_pages_and_two_pools():
     assert len(miniwob.SUBSETS) == 130 + 2
     assert miniwob.POOLS["click_tab_2"] == ("click-tab-2",)
     assert set(miniwob.POOLS["first_steps"]) <= set(miniwob.POOLS["all"])
     assert miniwob.SUBSETS["click_tab_2"].num_test == 100
 
 
-def test_every_page_has_an_expert_or_a_reason_why_not():
+def test_every_page_has_an_expert_or_a_documented_reason():
     assert set(experts.BY_PAGE) | set(pages.UNSOLVABLE) == set(pages.PAGES)
     assert not set(experts.BY_PAGE) & set(pages.UNSOLVABLE)
     asking = {page for page, facts in pages.PAGES.items() if "inside" in facts}
@@ -50,14 +50,14 @@ def test_every_page_has_an_expert_or_a_reason_why_not():
     assert all(f"`{page}` {reason}" in told for page, reason in pages.UNSOLVABLE.items())
 
 
-def test_tasks_hold_no_page_that_cannot_be_solved():
+def test_tasks_hold_only_solvable_pages():
     tasks = miniwob.make_spec(EnvsSection()).tasks
     items = [parse_item(i, miniwob.SUBSETS) for t in tasks.values() for i in (*t.train, *t.test)]
     found = {pages.page_and_seed(item, miniwob.POOLS[item.subset])[0] for item in items}
     assert found == set(experts.BY_PAGE)
 
 
-def test_page_and_seed_of_a_pool_take_pages_in_turn():
+def test_pool_items_alternate_over_its_pages():
     pool = ("a-b", "c")
     items = [ItemId(subset="x", split="test", index=i) for i in range(3)]
     assert [pages.page_and_seed(item, pool) for item in items] == [
@@ -79,7 +79,7 @@ def rig() -> Iterator[EnvRig]:
 
 @browser
 @pytest.mark.slow
-def test_expert_solves_every_page_it_is_there_for(rig: EnvRig):
+def test_expert_solves_every_page_that_it_supports(rig: EnvRig):
     async def all_pages():
         gate = asyncio.Semaphore(4)
 
@@ -88,7 +88,7 @@ def test_expert_solves_every_page_it_is_there_for(rig: EnvRig):
                 item = f"{pages.subset_name(page)}-test-7"
                 return page, (await play(rig.spec, item, style))[1]
 
-        styles = cycle(Style)  # which only puts the same commands into other words
+        styles = cycle(Style)  # Both styles encode the same commands.
         alternately = zip(experts.BY_PAGE, styles, strict=False)
         return await asyncio.gather(*[one(page, style) for page, style in alternately])
 
@@ -110,7 +110,7 @@ def test_observations_are_the_same_in_another_browser(rig: EnvRig):
 
 @browser
 @pytest.mark.slow
-def test_wrong_click_fails_and_a_fresh_reset_starts_anew(rig: EnvRig):
+def test_wrong_click_fails_and_reset_restores_the_page(rig: EnvRig):
     async def episode():
         env = cast(AsyncEnv, rig.spec.make(Style.COMPACT))
         first = await env.reset("click_test_2-train-0", 0)
@@ -131,7 +131,7 @@ def test_wrong_click_fails_and_a_fresh_reset_starts_anew(rig: EnvRig):
 
 @browser
 @pytest.mark.slow
-def test_bad_actions_are_told_of_and_end_nothing(rig: EnvRig):
+def test_bad_actions_are_reported_and_end_no_episode(rig: EnvRig):
     async def episode():
         env = cast(AsyncEnv, rig.spec.make(Style.AGENTGYM))
         await env.reset("click_test-train-0", 0)
@@ -148,7 +148,7 @@ def test_bad_actions_are_told_of_and_end_nothing(rig: EnvRig):
 
 @browser
 @pytest.mark.slow
-def test_what_a_page_only_paints_is_told(rig: EnvRig):
+def test_painted_content_appears_in_the_observation(rig: EnvRig):
     async def first(item: str) -> str:
         env = cast(AsyncEnv, rig.spec.make(Style.COMPACT))
         try:
@@ -170,7 +170,7 @@ def test_what_a_page_only_paints_is_told(rig: EnvRig):
 
 @browser
 @pytest.mark.slow
-def test_every_flash_is_seen_before_the_buttons_are_pushed(rig: EnvRig):
+def test_observation_holds_every_flash_before_buttons(rig: EnvRig):
     async def episode():
         seen, reward = await play(rig.spec, "simon_says-test-7")
         lines = [line for text in seen for line in text.splitlines() if "push'" in line]
@@ -187,20 +187,20 @@ def test_every_flash_is_seen_before_the_buttons_are_pushed(rig: EnvRig):
 @browser
 @pytest.mark.slow
 @pytest.mark.parametrize("item", ["click_pie_nodelay-train-104", "terminal-train-209"])
-def test_items_that_faults_of_their_pages_made_hopeless_can_be_solved(rig: EnvRig, item: str):
+def test_items_of_repaired_pages_can_be_solved(rig: EnvRig, item: str):
     assert rig.run(play(rig.spec, item))[1] == 1.0
 
 
 @browser
 @pytest.mark.slow
 @pytest.mark.parametrize("item", ["drag_box-test-18", "drag_box-train-440"])
-def test_box_that_lies_over_the_middle_of_another_is_dragged_there(rig: EnvRig, item: str):
+def test_box_can_be_dragged_over_another(rig: EnvRig, item: str):
     assert rig.run(play(rig.spec, item))[1] == 1.0
 
 
 @browser
 @pytest.mark.slow
-def test_game_is_won_by_the_moves_that_chance_allows(rig: EnvRig):
+def test_expert_wins_tic_tac_toe_against_random_moves(rig: EnvRig):
     async def games():
         return [(await play(rig.spec, f"tic_tac_toe-test-{i}"))[1] for i in range(8)]
 

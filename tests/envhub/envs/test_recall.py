@@ -1,4 +1,4 @@
-"""Laws of Recall: the way is told at every third crossing, and nowhere else."""
+"""Laws of Recall: the goal is shown at every third crossing only."""
 
 from typing import cast
 
@@ -14,7 +14,7 @@ def begun(item_id: str = ITEM) -> tuple[Env, str]:
     return env, env.reset(item_id, 0)
 
 
-def test_the_way_is_told_at_every_third_crossing_only() -> None:
+def test_goal_is_shown_at_every_third_crossing_only() -> None:
     env, first = begun()
     results = [env.step(action) for action in iter(env.expert_action, None)]
     seen = [first, *(each.observation for each in results)]
@@ -25,7 +25,7 @@ def test_the_way_is_told_at_every_third_crossing_only() -> None:
     assert (results[-1].done, results[-1].is_success) == (True, True)
 
 
-def test_a_wrong_way_loses_a_turn_and_there_are_twelve_to_lose() -> None:
+def test_wrong_turn_costs_one_of_twelve_spare_turns() -> None:
     env, first = begun()
     for _ in range(12):
         (wrong, *_) = [each for each in env.valid_actions() if each != env.expert_action()]
@@ -37,7 +37,7 @@ def test_a_wrong_way_loses_a_turn_and_there_are_twelve_to_lose() -> None:
     assert (results[-1].reward, results[-1].done, results[-1].is_success) == (11 / 12, True, False)
 
 
-def test_halls_tell_the_way_at_every_fourth_crossing_and_show_32_words_at_odd_ones() -> None:
+def test_halls_show_the_goal_at_every_fourth_crossing() -> None:
     env, first = begun("Halls-test-0")
     results = [env.step(action) for action in iter(env.expert_action, None)]
     seen = [first, *(each.observation for each in results)]
@@ -52,7 +52,7 @@ def test_halls_tell_the_way_at_every_fourth_crossing_and_show_32_words_at_odd_on
     assert [env.step(wrong).done for _ in range(36)] == [False] * 35 + [True]
 
 
-def test_a_wrong_way_shows_a_sign_again_and_a_hall_once() -> None:
+def test_wrong_turn_repeats_a_sign_but_not_a_hall() -> None:
     env, first = begun("Halls-test-1")
     (wrong, *_) = [each for each in env.valid_actions() if each != env.expert_action()]
     assert env.step(wrong).observation == first

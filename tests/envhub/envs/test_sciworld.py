@@ -40,7 +40,7 @@ def jvm_of(env: SciWorldEnv) -> int:
 
 
 def transcript(item_id: str, machines: Machines) -> list[str]:
-    """Return what an episode says on the expert's way and beside it."""
+    """Return the observations of an episode on the expert's path and beside it."""
     env = SciWorldEnv(Style.AGENTGYM, machines)
     said = [env.reset(item_id, 0), *env.valid_actions()[:50]]
     for action in ("open door", "0", "objects", "wait1", "look around", "banana"):
@@ -56,7 +56,7 @@ def transcript(item_id: str, machines: Machines) -> list[str]:
 
 
 @pytest.mark.parametrize("first_action", ["task", "help", "objects"])
-def test_first_action_is_not_scored_as_the_episode_before_ended(machines, first_action):
+def test_first_action_ignores_the_previous_episodes_score(machines, first_action):
     for item_id in ("Find-test-8", "ChemMix-train-18"):
         env = SciWorldEnv(Style.AGENTGYM, machines)
         env.reset(item_id, 0)
@@ -69,7 +69,7 @@ def test_first_action_is_not_scored_as_the_episode_before_ended(machines, first_
         env.close()
 
 
-def test_agentgym_style_tells_the_simulators_text_as_it_is(machines):
+def test_agentgym_style_keeps_the_simulators_text(machines):
     env = SciWorldEnv(Style.AGENTGYM, machines)
     env.reset("Find-test-8", 0)
     assert env.step("open door").observation.endswith("\n")
@@ -94,7 +94,7 @@ def test_gold_path_reaches_reward_one(machines, item_id, style):
     assert max(rewards[:-1]) < 1.0
 
 
-def test_gold_step_that_the_simulator_rejects_is_passed_over(machines):
+def test_expert_skips_gold_steps_that_the_simulator_rejects(machines):
     env = SciWorldEnv(Style.COMPACT, machines)
     env.reset("TestCond-test-150", 0)  # its gold path names terminals that a wood block lacks
     seen = [env.step(action) for _ in range(60) if (action := env.expert_action()) is not None]
@@ -103,7 +103,7 @@ def test_gold_step_that_the_simulator_rejects_is_passed_over(machines):
     assert seen[-1].reward == 1.0
 
 
-def test_first_observation_tells_task_and_room(env, machines):
+def test_first_observation_shows_task_and_room(env, machines):
     task, room = env.reset("Lifespan-test-0", 0).split("\n")
     assert task.startswith("Your task is to find the animal with the longest life span.")
     assert room.startswith("greenhouse: bee hive.")
@@ -135,7 +135,7 @@ def test_compact_action_follows_an_unanswered_question(env):
     assert env.step("1").observation == "The door is now open"
 
 
-def test_agentgym_question_swallows_what_is_no_number(machines):
+def test_agentgym_question_rejects_non_numeric_answers(machines):
     env = SciWorldEnv(Style.AGENTGYM, machines)
     env.reset("Find-test-8", 0)
     assert env.step("open door").observation.startswith("Ambiguous request: Please enter")
@@ -164,7 +164,7 @@ def test_every_kind_of_valid_action_is_understood(env):
         assert env.step(action).is_valid
 
 
-def test_expert_ignores_a_look_but_gives_up_off_its_path(env):
+def test_expert_ignores_free_actions_but_stops_off_its_path(env):
     env.reset("Lifespan-test-0", 0)
     first = env.expert_action()
     env.step("look around")
@@ -195,7 +195,7 @@ def test_jvm_is_reused_and_remembers_nothing(machines):
     again.close()
 
 
-def test_dead_jvm_fails_its_episode_at_once_and_the_next_gets_a_new_one(machines):
+def test_dead_jvm_fails_one_episode_and_is_replaced(machines):
     env = SciWorldEnv(Style.COMPACT, machines)
     first = env.reset("Find-test-8", 0)
     pid = jvm_of(env)
@@ -213,7 +213,7 @@ def test_dead_jvm_fails_its_episode_at_once_and_the_next_gets_a_new_one(machines
     again.close()
 
 
-def test_missing_java_is_a_failure_that_says_so(monkeypatch):
+def test_missing_java_is_named_in_failure(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     env = SciWorldEnv(Style.COMPACT, Machines(SciworldOptions()))
     with pytest.raises(EnvFailure, match="no java on the PATH"):
@@ -228,7 +228,7 @@ def test_episodes_read_the_same_in_every_process(machines):
 
 
 @pytest.mark.slow
-def test_agentgyms_rules_end_with_the_moves_and_tell_agentgyms_scores(machines: Machines):
+def test_agentgym_rules_limit_moves_and_return_raw_scores(machines: Machines):
     env = SciWorldEnv(Style.AGENTGYM, machines, has_rules=True)
     env.reset("all-train-0")  # boiling water
     ends = [env.step("wait1").done for _ in range(51)]  # two moves each

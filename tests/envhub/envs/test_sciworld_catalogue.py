@@ -47,7 +47,7 @@ def test_agentgyms_numbers_lead_to_its_variations():
         assert loaded(catalogue.from_agentgym(index)) == variation
 
 
-def test_agentgyms_numbers_name_every_item_of_all_once():
+def test_agentgym_numbers_name_each_item_once():
     named = {loaded(catalogue.from_agentgym(index)) for index in range(4639)}
     assert len(named) == 4639
     everything = catalogue.SUBSETS["all"]
@@ -65,7 +65,7 @@ def test_train_and_test_share_no_variation():
         assert not set(catalogue.ITEMS[subset, "train"]) & set(catalogue.ITEMS[subset, "test"])
 
 
-def test_paper_tasks_have_the_papers_test_sizes_and_existing_items():
+def test_tasks_have_the_papers_sizes_and_existing_items():
     tasks = make_spec(EnvsSection()).tasks
     sizes = {name: len(task.test) for name, task in tasks.items()}
     assert sizes == {"Measure": 53, "Test-Cond": 83, "Find": 44, "Chem-Mix": 5, "Lifespan": 15}
@@ -83,7 +83,7 @@ def test_check_names_an_unknown_simplification():
     assert any("openDors" in line for line in check(options))
 
 
-def test_compact_room_is_one_line_without_what_is_always_there():
+def test_compact_room_is_one_line_without_constant_objects():
     assert text.compact(ROOM) == (
         "hallway: unknown substance A; chair. On the chair is: nothing; "
         "ways: door to the art studio closed; door to the kitchen open"

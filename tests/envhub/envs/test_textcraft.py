@@ -15,7 +15,7 @@ CATALOGUE = our_catalogue()
 
 
 def started_with(style: Style, goal: str) -> TextCraftEnv:
-    """Return an episode whose goal is `goal`."""
+    """Return an episode with the given goal."""
     depth = the_book().depths[goal]
     split = "train" if goal in CATALOGUE.goals(depth, "train") else "test"
     env = TextCraftEnv(style)
@@ -36,7 +36,7 @@ def transcript(item_id: str) -> list[str]:
     return [*lines, env.fingerprint()]
 
 
-def test_results_that_say_the_same_are_not_one_result():
+def test_equal_observations_may_have_different_states():
     one, other = (started_with(Style.AGENTGYM, "stick") for _ in range(2))
     first = one.step("get 1 oak log")
     other.step("get 2 cobblestone")
@@ -114,7 +114,7 @@ def test_observation_shows_commands_then_goal():
     )
 
 
-def test_tasks_list_existing_items_and_no_goal_of_train_in_test():
+def test_tasks_list_existing_items_with_disjoint_goals():
     spec = make_spec(EnvsSection())
     assert [task.subset for task in spec.tasks.values()] == ["depth1", "depth2", "depth3", "depth4"]
     for task, at_least in zip(spec.tasks.values(), (31, 41, 25, 3), strict=True):
@@ -128,7 +128,7 @@ def test_tasks_list_existing_items_and_no_goal_of_train_in_test():
     assert check(EnvsSection()) == []
 
 
-def test_data_index_counts_the_goals_by_depth_and_runs_in_a_ring():
+def test_data_index_orders_goals_by_depth_and_wraps():
     spec = make_spec(EnvsSection())
     num_goals = sum(len(the_book().goals(depth)) for depth in MAX_TURNS)
 
@@ -159,7 +159,7 @@ def assert_said(env: TextCraftEnv, answers: list[tuple[str, str]]) -> None:
         assert said(env, action) == answer, action
 
 
-def test_engine_says_agentgyms_sentences():
+def test_engine_answers_with_agentgyms_sentences():
     enough = "Could not find enough items to craft "
     assert_said(
         started_with(Style.AGENTGYM, "oak sign"),
@@ -189,7 +189,7 @@ def test_engine_says_agentgyms_sentences():
     )
 
 
-def test_ingredient_given_in_two_parts_matches_no_recipe():
+def test_duplicated_ingredient_matches_no_recipe():
     env = started_with(Style.AGENTGYM, "stick")
     said(env, "get 1 oak log", "craft 4 oak planks using 1 oak log")
     no_recipe = "Could not find a valid recipe for ItemTagWithCount(item_tag=ItemTag("
@@ -203,7 +203,7 @@ def test_ingredient_given_in_two_parts_matches_no_recipe():
     assert said(env, "craft 1 stick using 2 oak planks") == "Crafted 4 minecraft:stick"
 
 
-def test_engine_says_short_lower_case_sentences_when_compact():
+def test_compact_engine_answers_in_short_lower_case():
     assert_said(
         started_with(Style.COMPACT, "oak sign"),
         [
@@ -246,7 +246,7 @@ def test_item_is_the_same_in_every_process():
     assert told == [transcript(item) for item in items]
 
 
-def test_picture_is_what_is_held_and_the_tree_of_what_the_goal_is_made_of():
+def test_picture_shows_inventory_and_recipe_tree():
     env = started_with(Style.COMPACT, "iron chestplate")
     said(env, "get 3 iron ingot")
     picture = env.detail("picture")

@@ -17,12 +17,12 @@ STYLES = [Style.COMPACT, Style.AGENTGYM]
 
 
 def made(style: Style, *, frac: float) -> Env:
-    """Return an environment whose training items are exchanged so often."""
+    """Return an environment that exchanges this share of its training items."""
     options = replace(EnvsSection(), textcraft=TextcraftOptions(exchanged_frac=frac))
     return new_episode(make_spec(options), style)
 
 
-def test_words_are_exchanged_one_for_one_and_back():
+def test_word_exchange_is_a_bijection():
     words = ["oak", "log", "iron", "dye", "planks"]
     exchange = Exchange(words, "seed")
     text = "craft 4 oak planks using 1 oak log, 2 iron dye"
@@ -34,7 +34,7 @@ def test_words_are_exchanged_one_for_one_and_back():
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_exchanged_training_item_is_solved_as_it_is_shown(style: Style):
+def test_expert_solves_exchanged_training_items(style: Style):
     plain, exchanged = made(style, frac=0.0), made(style, frac=1.0)
     for depth in (1, 2, 3):
         item = f"depth{depth}-train-7"
@@ -47,7 +47,7 @@ def test_exchanged_training_item_is_solved_as_it_is_shown(style: Style):
         assert all(each.is_valid for each in results)
 
 
-def test_an_exchanged_goal_is_among_the_commands_and_what_the_plain_words_mean_is_not():
+def test_exchanged_goal_is_craftable_and_plain_commands_are_invalid():
     plain, exchanged = made(Style.COMPACT, frac=0.0), made(Style.COMPACT, frac=1.0)
     for number in range(20):
         item = f"depth1-train-{number}"
@@ -58,7 +58,7 @@ def test_an_exchanged_goal_is_among_the_commands_and_what_the_plain_words_mean_i
         assert not exchanged.step(crafts[-1]).is_valid
 
 
-def test_numbers_are_drawn_anew_and_nothing_is_left_to_know_a_recipe_by():
+def test_exchanged_items_have_redrawn_numbers():
     plain, exchanged = made(Style.COMPACT, frac=0.0), made(Style.COMPACT, frac=1.0)
     num_kept = num_all = 0
     for number in range(60):
@@ -74,7 +74,7 @@ def test_numbers_are_drawn_anew_and_nothing_is_left_to_know_a_recipe_by():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_redrawn_items_are_solved_within_the_limit_on_turns(depth: int):
+def test_redrawn_items_are_solvable_within_the_turn_limit(depth: int):
     env = made(Style.COMPACT, frac=1.0)
     for number in range(100):
         env.reset(f"depth{depth}-train-{number * 11}", 0)
@@ -87,10 +87,10 @@ def test_an_item_keeps_its_depth():
     env = made(Style.COMPACT, frac=1.0)
     env.reset("depth2-train-3", 0)
     crafts = {text for text in iter(env.expert_action, None) if env.step(text) and text[0] == "c"}
-    assert len(crafts) >= 2  # of something, and of the goal
+    assert len(crafts) >= 2  # An ingredient and the goal are crafted.
 
 
-def test_the_book_is_as_it_was_for_the_item_that_comes_next():
+def test_exchanged_item_leaves_the_book_unchanged():
     plain, exchanged = made(Style.COMPACT, frac=0.0), made(Style.COMPACT, frac=1.0)
 
     def played(env: Env, item: str) -> list[str]:
@@ -104,7 +104,7 @@ def test_the_book_is_as_it_was_for_the_item_that_comes_next():
         assert played(exchanged, items[1]) == played(plain, items[1])
 
 
-def test_items_held_out_are_as_they_are_and_a_share_of_the_others_is_not():
+def test_exchange_changes_a_share_of_training_items_only():
     plain, half = made(Style.COMPACT, frac=0.0), made(Style.COMPACT, frac=0.5)
 
     def num_changed(split: str) -> int:
@@ -115,7 +115,7 @@ def test_items_held_out_are_as_they_are_and_a_share_of_the_others_is_not():
     assert 70 <= num_changed("train") <= 130
 
 
-def test_as_many_distractors_are_shown_as_are_allowed_and_needed_recipes_always():
+def test_distractor_limit_never_removes_needed_recipes():
     def num_shown(most: int) -> list[int]:
         options = TextcraftOptions(exchanged_frac=0.5, max_distractors=most)
         env = new_episode(make_spec(replace(EnvsSection(), textcraft=options)), Style.COMPACT)
@@ -131,7 +131,7 @@ def test_as_many_distractors_are_shown_as_are_allowed_and_needed_recipes_always(
     assert max(c - a for a, c in zip(none, usual, strict=True)) == 5
 
 
-def test_a_picture_and_valid_actions_are_in_the_words_that_are_shown():
+def test_picture_and_valid_actions_use_the_exchanged_words():
     env = ExchangedEnv(Style.COMPACT, catalogue=our_catalogue(), frac=1.0)
     shown = env.reset("depth2-train-3", 0)
     actions = env.valid_actions()

@@ -1,4 +1,4 @@
-"""Laws of folders of Minecraft recipe files: what is read, what is left out, and the ids."""
+"""Laws of folders of Minecraft recipe files: kept recipes, omitted recipes and item ids."""
 
 import json
 from pathlib import Path
@@ -78,13 +78,13 @@ def options(folder: str) -> EnvsSection:
     return EnvsSection(textcraft=TextcraftOptions(recipes_dir=folder))
 
 
-def test_shaped_recipe_counts_the_symbols_of_its_pattern(tmp_path):
+def test_shaped_recipe_counts_its_pattern_symbols(tmp_path):
     book = book_of(tmp_path, WOOD)
     assert commands(book, "ladder") == ["craft 3 ladder using 7 stick"]
     assert commands(book, "sign") == ["craft 1 sign using 6 planks, 1 stick"]
 
 
-def test_shapeless_recipe_sums_equal_ingredients_and_makes_one_by_default(tmp_path):
+def test_shapeless_recipe_sums_ingredients_and_yields_one_by_default(tmp_path):
     recipe = shapeless("book", [item("paper"), item("paper"), item("leather"), item("paper")])
     del recipe["result"]["count"]
     assert commands(book_of(tmp_path, {"book": recipe}), "book") == [
@@ -92,26 +92,26 @@ def test_shapeless_recipe_sums_equal_ingredients_and_makes_one_by_default(tmp_pa
     ]
 
 
-def test_only_the_first_alternative_of_an_ingredient_counts(tmp_path):
+def test_ingredient_uses_its_first_alternative_only(tmp_path):
     torch = shaped("torch", ["c", "s"], {"c": [item("coal"), item("charcoal")], "s": item("stick")})
     book = book_of(tmp_path, {"torch": torch})
     assert commands(book, "torch") == ["craft 1 torch using 1 coal, 1 stick"]
     assert not book.is_gettable("charcoal")
 
 
-def test_group_makes_its_outputs_members_of_the_tag_of_that_name(tmp_path):
+def test_recipe_group_becomes_tag_of_outputs(tmp_path):
     book = book_of(tmp_path, WOOD)
     assert book.tags == {"planks": ("birch planks", "oak planks"), "sticks": ("stick",)}
     assert (book.depths["planks"], book.depths["stick"], book.depths["ladder"]) == (1, 2, 3)
 
 
-def test_command_names_the_ingredients_in_the_order_of_the_key(tmp_path):
+def test_command_lists_ingredients_in_key_order(tmp_path):
     key = {"q": item("quartz"), "g": item("glass"), "w": tag("slabs")}
     book = book_of(tmp_path, {"sensor": shaped("sensor", ["ggg", "qqq", "www"], key)})
     assert commands(book, "sensor") == ["craft 1 sensor using 3 quartz, 3 glass, 3 slabs"]
 
 
-def test_item_whose_recipes_are_all_left_out_can_be_got(tmp_path):
+def test_item_without_kept_recipes_is_gettable(tmp_path):
     pillar = shaped("quartz_pillar", ["#", "#"], {"#": item("quartz_block")})
     book = book_of(tmp_path, WOOD | {"quartz_pillar": pillar})
     assert book.is_gettable("quartz pillar")
@@ -119,7 +119,7 @@ def test_item_whose_recipes_are_all_left_out_can_be_got(tmp_path):
     assert not book.is_gettable("planks")
 
 
-def test_depth_is_that_of_the_deepest_ingredient_of_the_shallowest_way(tmp_path):
+def test_depth_is_the_shallowest_recipes_deepest_ingredient(tmp_path):
     recipes = {
         **WOOD,
         "lamp": shapeless("lamp", [item("ladder"), item("coal")]),
@@ -132,20 +132,20 @@ def test_depth_is_that_of_the_deepest_ingredient_of_the_shallowest_way(tmp_path)
     assert (depths["lamp"], depths["coarse rug"], depths["rugs"], depths["tent"]) == (3, 4, 1, 2)
 
 
-def test_result_may_be_the_bare_name_of_an_item(tmp_path):
+def test_result_may_be_bare_item_name(tmp_path):
     recipe = shapeless("book", [item("paper")]) | {"result": "minecraft:book"}
     book = book_of(tmp_path, {"book": recipe})
     assert commands(book, "book") == ["craft 1 book using 1 paper"]
 
 
-def test_tag_without_a_craftable_member_is_an_item_that_can_be_got(tmp_path):
+def test_tag_without_craftable_members_is_gettable(tmp_path):
     book = book_of(tmp_path, WOOD)
     assert commands(book, "oak planks") == ["craft 4 oak planks using 1 oak logs"]
     assert book.is_gettable("oak logs")
     assert not book.is_gettable("planks")
 
 
-def test_recipe_from_one_kind_of_block_is_left_out(tmp_path):
+def test_recipe_from_one_block_is_omitted(tmp_path):
     recipes = {
         "slime_ball": shapeless("slime_ball", [item("slime_block")], count=9),
         "quartz": shaped("quartz", ["##"], {"#": item("quartz_block")}),
@@ -154,16 +154,16 @@ def test_recipe_from_one_kind_of_block_is_left_out(tmp_path):
     assert list(book_of(tmp_path, recipes).recipes) == ["piston"]
 
 
-def test_recipe_that_closes_a_cycle_with_earlier_files_is_left_out(tmp_path):
+def test_recipe_that_closes_cycle_is_omitted(tmp_path):
     book = book_of(tmp_path, METAL)
     assert "iron nugget" not in book.recipes
     assert book.is_gettable("iron nugget")
-    # by the names of the files, whatever order they were written in: here the nugget comes first
+    # Files are sorted by name and not by the order of writing: here the nugget comes first.
     renamed = {"a_nugget": METAL["iron_nugget"], "b_ingot": METAL["iron_ingot_from_nuggets"]}
     assert list(book_of(tmp_path / "renamed", renamed).recipes) == ["iron nugget"]
 
 
-def test_recipe_that_closes_a_cycle_through_a_tag_is_left_out(tmp_path):
+def test_recipe_that_closes_a_tag_cycle_is_omitted(tmp_path):
     cyclic = {
         "a_stick": WOOD["stick"],
         "b_bundle": shapeless("bundle", [item("stick")]),
@@ -179,7 +179,7 @@ def test_recipe_of_another_type_is_left_out(tmp_path):
     assert "glass" not in book_of(tmp_path, METAL).recipes
 
 
-def test_tag_named_like_an_item_has_a_name_of_its_own(tmp_path):
+def test_tag_named_like_item_is_renamed(tmp_path):
     recipes = {
         "bed": shapeless("bed", [tag("wool")]),
         "rug": shapeless("rug", [item("wool")]),
@@ -198,7 +198,7 @@ def test_newer_notation_is_read_as_well(tmp_path):
     assert commands(book, "stick") == ["craft 4 stick using 2 planks"]
 
 
-def test_data_index_follows_depth_then_the_names_of_the_files(tmp_path):
+def test_data_index_follows_depth_then_file_names(tmp_path):
     spec = make_spec(options(written(tmp_path, {**WOOD, **METAL})))
     catalogue = folder_catalogue(str(tmp_path))
 
@@ -215,7 +215,7 @@ def test_data_index_follows_depth_then_the_names_of_the_files(tmp_path):
     assert goal(-1) == "sign"
 
 
-def test_every_item_of_a_folder_is_solved_by_the_expert(tmp_path):
+def test_expert_solves_every_item_of_folder(tmp_path):
     spec = make_spec(options(written(tmp_path, {**WOOD, **METAL})))
     assert list(spec.subsets) == ["depth1", "depth2", "depth3"]
     for subset, sizes in spec.subsets.items():
@@ -228,7 +228,7 @@ def test_every_item_of_a_folder_is_solved_by_the_expert(tmp_path):
                 assert len(results) <= sizes.max_turns
 
 
-def test_two_slots_of_one_kind_need_both_pieces(tmp_path):
+def test_two_slots_of_one_kind_consume_two_pieces(tmp_path):
     peg = {"peg": shapeless("peg", [item("oak_planks")] * 3)}
     crate = {"crate": shapeless("crate", [item("oak_planks"), tag("planks")])}
     spec = make_spec(options(written(tmp_path, WOOD | peg | crate)))
@@ -250,7 +250,7 @@ def test_two_slots_of_one_kind_need_both_pieces(tmp_path):
     assert said("inventory") == "inventory: 3 oak planks, 1 peg, 1 crate"
 
 
-def test_observation_of_a_folder_shows_every_member_of_a_tag(tmp_path):
+def test_observation_shows_every_member_of_tag(tmp_path):
     spec = make_spec(options(written(tmp_path, WOOD)))
     item_ids = [item_of(spec, number) for number in range(5)]
     item_id = next(each for each in item_ids if each.startswith("depth2"))
@@ -260,7 +260,7 @@ def test_observation_of_a_folder_shows_every_member_of_a_tag(tmp_path):
         assert command in shown.split("\n")
 
 
-def test_tasks_of_a_folder_name_items_that_exist(tmp_path):
+def test_folder_tasks_name_existing_items(tmp_path):
     spec = make_spec(options(written(tmp_path, {**WOOD, **METAL})))
     for task in spec.tasks.values():
         assert task.test

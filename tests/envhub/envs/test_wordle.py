@@ -51,7 +51,7 @@ def test_vocabulary_is_forty_words_of_five_letters():
         ("glass", "house", "bbbgy"),
     ],
 )
-def test_marks_say_place_presence_or_absence(guess, hidden, expected):
+def test_marks_encode_place_presence_and_absence(guess, hidden, expected):
     assert marks(guess, hidden) == expected
 
 
@@ -110,7 +110,7 @@ def test_word_is_drawn_anew_with_every_guess():
     assert contradicted >= 20
 
 
-def test_win_leaves_only_the_word_that_was_found():
+def test_win_leaves_one_possible_word():
     env = started()
     played = []
     while (action := env.expert_action()) is not None:
@@ -156,7 +156,7 @@ def test_item_is_the_same_in_every_process():
         assert told == transcript("Common-train-9")
 
 
-def test_agentgyms_style_takes_small_letters_with_spaces_and_nothing_else():
+def test_agentgym_style_accepts_spaced_lower_case_words_only():
     word = VOCABULARY[0]
     spaced = " ".join(word)
     for text, is_valid in {

@@ -1,4 +1,4 @@
-"""Laws of leases: what nobody asks for ends, and what is asked for lives on."""
+"""Laws of leases: unused entries expire, and use renews them."""
 
 from envhub.hosting.leases import LeaseTable
 
@@ -20,12 +20,12 @@ def table() -> tuple[LeaseTable[str, str], Clock]:
     return leases, clock
 
 
-def test_use_renews_a_lease_and_the_unused_entry_expires() -> None:
+def test_used_lease_is_renewed_and_unused_entry_expires() -> None:
     leases, clock = table()
     clock.now_s = 8.0
     assert leases.find("a") == "first"
     clock.now_s = 10.0
-    assert leases.find("b") is None  # expired, though nobody has taken it out yet
+    assert leases.find("b") is None  # The entry is expired but not yet removed.
     assert leases.pop_expired() == ["second"]
     assert list(leases) == ["first"]
     clock.now_s = 18.0
@@ -33,7 +33,7 @@ def test_use_renews_a_lease_and_the_unused_entry_expires() -> None:
     assert len(leases) == 0
 
 
-def test_lease_of_a_grain_is_renewed_to_within_it() -> None:
+def test_lease_renewal_is_exact_to_grain() -> None:
     clock = Clock()
     leases: LeaseTable[str, str] = LeaseTable(10.0, clock, grain_s=1.0)
     leases.put("a", "first")
@@ -43,7 +43,7 @@ def test_lease_of_a_grain_is_renewed_to_within_it() -> None:
     assert leases.pop_expired() == ["first"]
 
 
-def test_kept_entry_outlives_its_lease_until_it_is_not_kept_any_more() -> None:
+def test_kept_entry_outlives_lease_until_released() -> None:
     leases, clock = table()
     clock.now_s = 10.0
     assert leases.pop_expired(keeps=lambda entry: entry == "first") == ["second"]

@@ -30,7 +30,7 @@ def play(episode, *, envs=("waiting", "faulty"), **changes):
     return asyncio.run(run())
 
 
-def test_step_without_a_number_is_the_next_one():
+def test_step_without_a_number_is_the_next():
     async def episode(sessions):
         session_id, _ = await sessions.create("faulty", "any-train-0")
         await sessions.step(session_id, "go")
@@ -40,7 +40,7 @@ def test_step_without_a_number_is_the_next_one():
     assert play(episode) == "step 3"
 
 
-def test_task_that_waits_too_long_is_ended_and_its_session_with_it():
+def test_overdue_call_ends_its_session():
     async def episode(sessions):
         session_id, _ = await sessions.create("waiting", "any-train-0")
         with pytest.raises(EnvTimeout, match=r"waiting: no answer; a call may take 0\.1 s"):
@@ -52,7 +52,7 @@ def test_task_that_waits_too_long_is_ended_and_its_session_with_it():
     assert play(episode) == (0, 0, 1)
 
 
-def test_waiting_task_holds_nobody_up():
+def test_waiting_call_does_not_block_other_sessions():
     async def episode(sessions):
         slow, _ = await sessions.create("waiting", "any-train-0")
         quick, _ = await sessions.create("waiting", "any-train-0")
@@ -65,7 +65,7 @@ def test_waiting_task_holds_nobody_up():
     assert play(episode, step_timeout_s=5.0) == "step 1"
 
 
-def test_calls_of_one_session_come_one_at_a_time():
+def test_calls_of_one_session_run_serially():
     async def episode(sessions):
         session_id, _ = await sessions.create("waiting", "any-train-0")
         steps = [sessions.step(session_id, "pause", seq) for seq in (1, 2)]
@@ -79,7 +79,7 @@ def test_calls_of_one_session_come_one_at_a_time():
     assert play(episode, step_timeout_s=5.0) == ("step 1", "step 2", None, 0)
 
 
-def test_step_that_waited_for_a_deleted_session_finds_none():
+def test_step_queued_behind_a_delete_finds_no_session():
     async def episode(sessions):
         session_id, _ = await sessions.create("waiting", "any-train-0")
         calls = [sessions.step(session_id, "pause", 1), sessions.delete(session_id)]
@@ -91,7 +91,7 @@ def test_step_that_waited_for_a_deleted_session_finds_none():
     assert play(episode, step_timeout_s=5.0) is SessionUnknown
 
 
-def test_session_with_a_call_under_way_does_not_expire():
+def test_running_call_prevents_session_expiry():
     now_s = [0.0]
 
     async def episode(sessions):
@@ -133,7 +133,7 @@ def test_failed_creation_takes_no_place():
     assert outside.closed == ["", "", ""]
 
 
-def test_drain_waits_for_running_calls_and_refuses_new_sessions():
+def test_drain_waits_for_calls_and_refuses_new_sessions():
     async def episode(sessions):
         session_id, _ = await sessions.create("waiting", "any-train-0")
         step = asyncio.create_task(sessions.step(session_id, "pause", 1))
@@ -161,7 +161,7 @@ def test_drain_is_bounded():
     play(episode, step_timeout_s=30.0)
 
 
-def test_environments_in_the_hub_are_told_when_it_stops():
+def test_hub_stop_reaches_its_own_environments():
     async def episode(sessions):
         await sessions.create("waiting", "any-train-0")
 
@@ -196,7 +196,7 @@ def test_abandoned_sessions_leave_nothing_behind():
 
 
 @pytest.mark.parametrize("env", ["faulty", "waiting", "fragile"])
-def test_half_a_character_is_replaced_and_counted_wherever_an_episode_lives(env):
+def test_lone_surrogate_is_replaced_and_counted_everywhere(env):
     async def episode(sessions):
         session_id, _ = await sessions.create(env, "any-train-0")
         said = (await sessions.step(session_id, "half")).observation
@@ -208,7 +208,7 @@ def test_half_a_character_is_replaced_and_counted_wherever_an_episode_lives(env)
     assert play(episode, envs=envs, step_timeout_s=20.0) == ("step 1 \ufffd", 1)
 
 
-def test_step_in_one_go_obeys_the_laws_of_one_that_is_awaited():
+def test_synchronous_step_follows_the_laws_of_awaited_steps():
     async def episode(sessions):
         async def begun(env="faulty"):
             return (await sessions.create(env, "any-train-0"))[0]
@@ -234,7 +234,7 @@ def test_step_in_one_go_obeys_the_laws_of_one_that_is_awaited():
     assert play(episode) == (1, [2, 1, 1, 1])
 
 
-def test_steps_in_one_go_keep_a_session_alive_and_end_with_it():
+def test_synchronous_steps_renew_and_end_with_their_session():
     now_s = [0.0]
 
     async def episode(sessions):
@@ -253,11 +253,11 @@ def test_steps_in_one_go_keep_a_session_alive_and_end_with_it():
     assert play(episode, now_s=lambda: now_s[0]) == (0, 4)
 
 
-def test_steps_over_their_budget_leave_the_servers_thread_and_new_sessions_its_process(caplog):
+def test_slow_environment_moves_to_worker_processes(caplog):
     async def episode(sessions):
         old, began = await sessions.create("lingering", "any-train-0")
         assert str(os.getpid()) in began
-        for seq in (1, 2, 3):  # each holds up everybody for 0.15 s
+        for seq in (1, 2, 3):  # Each step blocks the event loop for 0.15 s.
             assert await longest_rest_s(sessions.step(old, "slow", seq)) > 0.1
         assert await longest_rest_s(sessions.step(old, "slow", 4)) < 0.1
         both = await asyncio.gather(*(sessions.step(old, "go", 5) for _ in range(2)))
@@ -274,7 +274,7 @@ def test_steps_over_their_budget_leave_the_servers_thread_and_new_sessions_its_p
 
 
 async def longest_rest_s(work):
-    """Return how long the event loop stood still at most while something was done."""
+    """Return the longest pause of the event loop during a call."""
     task, longest_s, seen_s = asyncio.ensure_future(work), 0.0, time.monotonic()
     while not task.done():
         await asyncio.sleep(0.005)
@@ -283,7 +283,7 @@ async def longest_rest_s(work):
     return longest_s
 
 
-def test_a_token_holds_as_many_sessions_as_it_may_over_all_environments():
+def test_token_limits_sessions_over_all_environments():
     async def episode(sessions):
         held = [await sessions.create(env, "any-train-0") for env in ("faulty", "waiting")]
         with pytest.raises(CapacityFull, match="this token holds all the 2 sessions"):

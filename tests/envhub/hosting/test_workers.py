@@ -47,7 +47,7 @@ def live(hub, name: str) -> int:
     return hub.sessions.num_live[name]
 
 
-def test_episode_in_a_worker_is_played_like_any_other(hub):
+def test_worker_plays_episode_like_hub(hub):
     path = hub.open("fragile")
     assert hub.step(path, "go", 1).json() == {
         "observation": "step 1",
@@ -66,7 +66,7 @@ def test_episode_in_a_worker_is_played_like_any_other(hub):
     assert live(hub, "fragile") == 0
 
 
-def test_workers_start_on_demand_and_are_used_again(hub):
+def test_workers_start_on_demand_and_are_reused(hub):
     assert worker_pids(hub) == []
     first, second = hub.open("fragile"), hub.open("fragile")
     assert len(worker_pids(hub)) == 1  # two places each
@@ -89,7 +89,7 @@ def test_places_of_all_workers_are_the_capacity(hub):
     assert hub.client.post("/v1/sessions", json=body).status_code == 201
 
 
-def test_unknown_item_keeps_the_worker_and_its_place(hub):
+def test_unknown_item_keeps_worker_and_slot(hub):
     body = {"env": "fragile", "item_id": "any-train-99"}
     for _ in range(5):
         answer = hub.client.post("/v1/sessions", json=body)
@@ -107,7 +107,7 @@ def test_unknown_item_keeps_the_worker_and_its_place(hub):
         ("overpay", "reward 2.0 is not in [0, 1]"),
     ],
 )
-def test_failing_step_ends_its_session_and_not_the_worker(hub, action, words):
+def test_failing_step_ends_its_session_only(hub, action, words):
     failing, other = hub.open("fragile"), hub.open("fragile")
     failed = hub.step(failing, action, 1)
     assert (failed.status_code, words in failed.json()["detail"]) == (500, True)
@@ -116,7 +116,7 @@ def test_failing_step_ends_its_session_and_not_the_worker(hub, action, words):
     assert len(worker_pids(hub)) == 1
 
 
-def test_answer_that_is_no_json_is_told_at_once_and_keeps_the_worker(hub):
+def test_answer_that_is_no_json_fails_and_keeps_the_worker(hub):
     odd, other = hub.open("fragile"), hub.open("fragile")
     hub.step(odd, "be odd", 1)
     told = hub.client.get(f"{odd}/hint")
@@ -125,7 +125,7 @@ def test_answer_that_is_no_json_is_told_at_once_and_keeps_the_worker(hub):
     assert hub.step(other, "go", 1).status_code == 200
 
 
-def test_hanging_step_kills_its_worker_and_only_its_sessions_end(hub):
+def test_hanging_step_ends_only_workers_sessions(hub):
     hanging, beside, elsewhere = (hub.open("fragile") for _ in range(3))
     first, second = worker_pids(hub)
     hung = hub.step(hanging, "hang", 1)
@@ -144,7 +144,7 @@ def test_hanging_step_kills_its_worker_and_only_its_sessions_end(hub):
     assert hub.client.post("/v1/sessions", json={"env": "fragile", "item_id": "any-train-0"})
 
 
-def test_call_under_way_in_a_worker_that_is_lost_ends_at_once(hub):
+def test_running_calls_of_a_lost_worker_fail_at_once(hub):
     hanging, waiting = hub.open("async"), hub.open("async")
     with ThreadPoolExecutor() as threads:
         first = threads.submit(hub.step, hanging, "wait", 1)
@@ -156,7 +156,7 @@ def test_call_under_way_in_a_worker_that_is_lost_ends_at_once(hub):
 
 
 @pytest.mark.parametrize("env", ["async", "fragile"])
-def test_sessions_of_one_worker_run_side_by_side(hub, env):
+def test_sessions_of_one_worker_run_concurrently(hub, env):
     paths = [hub.open(env) for _ in range(2)]
     entries = [
         {"session_id": path.rpartition("/")[2], "action": "meet", "seq": 1} for path in paths
@@ -165,7 +165,7 @@ def test_sessions_of_one_worker_run_side_by_side(hub, env):
     assert [each["status"] for each in answers] == [200, 200]
 
 
-def test_killed_worker_is_replaced_within_two_seconds_and_others_go_on(hub):
+def test_killed_worker_is_replaced_within_two_seconds(hub):
     paths = [hub.open("fragile") for _ in range(3)]
     first, _ = worker_pids(hub)
     hub.run(asyncio.sleep(1.0))  # a worker that dies at once is not replaced before it is needed
@@ -185,7 +185,7 @@ def test_killed_worker_is_replaced_within_two_seconds_and_others_go_on(hub):
     assert opened_in(hub, hub.open("fragile")) != first
 
 
-def test_worker_that_exits_in_a_step_says_so(hub):
+def test_worker_exit_is_reported_with_code(hub):
     path = hub.open("fragile")
     ended = hub.step(path, "exit", 1)
     assert ended.status_code == 500
@@ -193,7 +193,7 @@ def test_worker_that_exits_in_a_step_says_so(hub):
     assert hub.step(hub.open("fragile"), "go", 1).status_code == 200
 
 
-def test_worker_above_its_memory_limit_is_replaced_when_its_sessions_have_ended(hub):
+def test_worker_above_its_memory_limit_drains_and_restarts(hub):
     path = hub.open("growing")
     (pid,) = worker_pids(hub)
     assert hub.step(path, "grow", 1).status_code == 200
@@ -207,7 +207,7 @@ def test_worker_above_its_memory_limit_is_replaced_when_its_sessions_have_ended(
     assert hub.sessions.placement.num_lost == {("growing", "memory"): 1}
 
 
-def test_worker_far_above_its_memory_limit_is_killed_with_its_sessions(hub):
+def test_worker_far_above_its_memory_limit_is_killed(hub):
     growing, beside = hub.open("growing"), hub.open("growing")
     for path in (growing, beside):
         assert hub.step(path, "grow", 1).status_code == 200
@@ -217,7 +217,7 @@ def test_worker_far_above_its_memory_limit_is_killed_with_its_sessions(hub):
     assert "its limit is 160 MiB" in told.json()["detail"]
 
 
-def test_identical_retries_at_the_same_time_execute_once(hub):
+def test_concurrent_identical_retries_execute_once(hub):
     path = hub.open("async")
     with ThreadPoolExecutor() as threads:
         answers = list(threads.map(lambda _: hub.step(path, "pause", 1), range(2)))
@@ -236,7 +236,7 @@ def test_expired_session_gives_its_place_back(hub):
     assert hub.step(hub.open("fragile"), "go", 1).status_code == 200
 
 
-def test_worker_that_cannot_load_is_a_clear_failure(serve_hub):
+def test_worker_load_failure_reports_its_cause(serve_hub):
     hub = serve_hub("make_unloadable")
     body = {"env": "unloadable", "item_id": "any-train-0"}
     for _ in range(2):
@@ -248,7 +248,7 @@ def test_worker_that_cannot_load_is_a_clear_failure(serve_hub):
     assert worker_pids(hub) == []
 
 
-def test_hub_that_stood_still_kills_no_worker_for_an_answer_that_is_there():
+def test_suspended_hub_kills_no_worker_with_a_pending_answer():
     async def main():
         registry = Registry(["tests.envhub.outside:make_worker"])
         sessions = Sessions(registry, lease_s=3.5, capacity=9, step_timeout_s=0.5)
@@ -258,7 +258,7 @@ def test_hub_that_stood_still_kills_no_worker_for_an_answer_that_is_there():
             ]
             step = asyncio.create_task(sessions.step(stepping, "slow", 1))
             await asyncio.sleep(0.05)
-            time.sleep(4.0)  # as a process that is stopped
+            time.sleep(4.0)  # The process is suspended.
             assert (await step).observation == "step 1"
             assert (await sessions.step(beside, "go", 1)).observation == "step 1"
             assert await sessions.expire() == 0
@@ -285,7 +285,7 @@ asyncio.run(main())
 """
 
 
-def test_workers_die_with_a_hub_that_is_killed():
+def test_workers_die_with_a_killed_hub():
     process = subprocess.Popen(
         [sys.executable, "-c", CODE], cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8"
     )

@@ -12,7 +12,7 @@ from envhub.http.known_heads import KnownHeads
 
 
 class Wire:
-    """A transport that keeps what is written."""
+    """A transport that records the written bytes."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
@@ -28,7 +28,7 @@ class Wire:
 
 
 class Link:
-    """A connection that notes what it is to take, and fails at what is bad."""
+    """A connection that records its requests and fails on bad ones."""
 
     answered_at = 0.0
 
@@ -44,14 +44,14 @@ class Link:
 
 
 class Known(KnownHeads):
-    """Knows what begins with a k."""
+    """Treats requests that begin with a k as known."""
 
     def answer(self, request: bytes, now_s: float) -> bytes | None:
         return request.upper() if request.startswith(b"k") else None
 
 
 def taken_in_one_turn(*come: tuple[Link, bytes], known: KnownHeads | None = None) -> list[Any]:
-    """Return the failures that the loop was told of."""
+    """Return the failures that reached the event loop."""
     failures: list[Any] = []
 
     async def turn() -> None:
@@ -71,7 +71,7 @@ def taken_in_one_turn(*come: tuple[Link, bytes], known: KnownHeads | None = None
     return failures
 
 
-def test_known_requests_are_answered_and_others_are_taken_in_their_order() -> None:
+def test_known_requests_are_answered_and_the_rest_queue_in_order() -> None:
     quick, slow = Link(is_quick=True), Link(is_quick=False)
     come = [(quick, b"k1"), (slow, b"k2"), (quick, b"k3"), (quick, b"other"), (slow, b"x")]
     assert taken_in_one_turn(*come) == []
@@ -80,7 +80,7 @@ def test_known_requests_are_answered_and_others_are_taken_in_their_order() -> No
     assert quick.answered_at > 0.0
 
 
-def test_known_request_does_not_overtake_an_unknown_one_of_its_connection() -> None:
+def test_known_request_never_overtakes_an_earlier_unknown_one() -> None:
     link, beside = Link(is_quick=True), Link(is_quick=True)
     come = [(link, b"k1"), (link, b"other"), (beside, b"k2"), (link, b"k3")]
     assert taken_in_one_turn(*come) == []
@@ -88,7 +88,7 @@ def test_known_request_does_not_overtake_an_unknown_one_of_its_connection() -> N
     assert (beside.wire.written, beside.taken) == ([b"K2"], [])
 
 
-def test_answers_do_not_wait_for_slow_ones_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_answers_do_not_wait_for_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "MAX_WAIT_S", 0.0)
     first, second = Link(is_quick=True), Link(is_quick=True)
     seen: list[int] = []
@@ -103,7 +103,7 @@ def test_answers_do_not_wait_for_slow_ones_behind_them(monkeypatch: pytest.Monke
     assert (seen, first.wire.written, second.wire.written) == ([0, 1, 1], [b"K1", b"K3"], [b"K2"])
 
 
-def test_connection_that_cannot_be_written_to_ends_alone() -> None:
+def test_unwritable_connection_ends_alone() -> None:
     closed, waits = Link(is_quick=True), Link(is_quick=True)
     closed.wire.is_closed = True
     failures = taken_in_one_turn((closed, b"k1"), (waits, b"k2"), (waits, b"x"))
@@ -112,7 +112,7 @@ def test_connection_that_cannot_be_written_to_ends_alone() -> None:
     assert (closed.wire.is_aborted, waits.wire.is_aborted) == (True, False)
 
 
-def test_connection_that_fails_ends_alone_and_the_loop_is_told() -> None:
+def test_failing_connection_ends_alone_and_is_reported() -> None:
     fails, waits = Link(is_quick=False), Link(is_quick=True)
     failures = taken_in_one_turn((waits, b"k1"), (fails, b"bad"), (waits, b"k2"), (waits, b"x"))
     assert [type(each) for each in failures] == [KeyError]

@@ -1,4 +1,4 @@
-"""Laws of requests whose head is known: the same answers as by the ordinary way, and no more."""
+"""Laws of cached request heads: their answers equal those of the ordinary path."""
 
 import json
 import socket
@@ -88,7 +88,7 @@ def ask(connection: socket.socket, *pieces: bytes) -> tuple[int, Any]:
     return read(connection)
 
 
-def test_both_ways_answer_alike_also_what_is_wrong(hub: Hub) -> None:
+def test_fast_and_ordinary_paths_answer_alike(hub: Hub) -> None:
     with hub.connect() as connection:
         number = ask(connection, request("/create", {}))[1]["id"]
         actions = ["Action: inventory", "Action: get 1 nosuch", "Action: craft 1 x using 1 y"]
@@ -106,7 +106,7 @@ def test_both_ways_answer_alike_also_what_is_wrong(hub: Hub) -> None:
             assert (status, "oak log" in told["observation"]) == (200, True)
 
 
-def test_a_head_is_known_by_every_byte_of_it(hub: Hub) -> None:
+def test_cached_head_matches_on_every_byte(hub: Hub) -> None:
     with hub.connect() as connection:
         number = ask(connection, request("/create", {}))[1]["id"]
         step = {"id": number, "action": "inventory"}
@@ -120,7 +120,7 @@ def test_a_head_is_known_by_every_byte_of_it(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("more", ["connection: keep-alive\r\n", "expect: x\r\n", "te: x\r\n"])
-def test_what_is_not_plain_goes_the_ordinary_way(hub: Hub, more: str) -> None:
+def test_unusual_request_takes_the_ordinary_path(hub: Hub, more: str) -> None:
     with hub.connect() as connection:
         number = ask(connection, request("/create", {}))[1]["id"]
         for _ in range(2):
@@ -129,7 +129,7 @@ def test_what_is_not_plain_goes_the_ordinary_way(hub: Hub, more: str) -> None:
     assert hub.answered == []
 
 
-def test_requests_in_pieces_and_several_at_once_are_answered_in_their_order(hub: Hub) -> None:
+def test_split_and_pipelined_requests_are_answered_in_order(hub: Hub) -> None:
     with hub.connect() as connection:
         number = ask(connection, request("/create", {}))[1]["id"]
         got = [request("/step", {"id": number, "action": f"get {n} oak log"}) for n in range(1, 6)]
@@ -142,7 +142,7 @@ def test_requests_in_pieces_and_several_at_once_are_answered_in_their_order(hub:
         assert "Got 5" in ask(connection, got[4])[1]["observation"]
 
 
-def test_a_request_cut_at_any_byte_is_answered_like_a_whole_one(hub: Hub) -> None:
+def test_request_split_at_any_byte_gets_the_same_answer(hub: Hub) -> None:
     with hub.connect() as connection:
         number = ask(connection, request("/create", {}))[1]["id"]
         step = request("/step", {"id": number, "action": "inventory"})
@@ -152,7 +152,7 @@ def test_a_request_cut_at_any_byte_is_answered_like_a_whole_one(hub: Hub) -> Non
 
 
 @pytest.mark.parametrize("is_one_write", [True, False])
-def test_known_and_other_requests_sent_ahead_are_answered_in_their_order(
+def test_known_and_unknown_pipelined_requests_are_answered_in_order(
     hub: Hub, is_one_write: bool
 ) -> None:
     with hub.connect() as connection:
@@ -180,9 +180,7 @@ def read_one(connection: socket.socket) -> str:
     return received.decode()
 
 
-def test_idle_heads_are_forgotten_before_they_fill_anything(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_head_cache_is_bounded(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_heads, "MAX_HEADS", 3)
     with hub.connect() as connection:
         number = ask(connection, request("/create", {}))[1]["id"]
@@ -192,9 +190,7 @@ def test_idle_heads_are_forgotten_before_they_fill_anything(
             assert len(hub.known._heads) <= 3
 
 
-def test_a_response_that_was_made_before_is_one_that_would_be_made_again(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_response_equals_a_fresh_one(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "MAX_KEPT", 3)
     actions = ["get 7 oak log", "inventory", "craft 4 oak planks using 1 oak log"] * 3  # no test's
     told: list[list[tuple[int, Any]]] = []

@@ -1,4 +1,4 @@
-"""Laws of connections to the hub before anybody has looked at a token, over real HTTP."""
+"""Laws of connections to the hub before their token is checked, over real HTTP."""
 
 import contextlib
 import socket
@@ -46,7 +46,7 @@ def health(port: int) -> dict[str, object]:
     return httpx.get(f"http://{HOST}:{port}/healthz", timeout=20.0).json()
 
 
-def test_endless_headers_are_refused_before_they_fill_anything(port: int) -> None:
+def test_endless_headers_are_refused_in_bounded_memory(port: int) -> None:
     memory_before = psutil.Process().memory_info().rss
     with socket.create_connection((HOST, port)) as stranger:
         stranger.settimeout(5.0)
@@ -63,7 +63,7 @@ def test_endless_headers_are_refused_before_they_fill_anything(port: int) -> Non
     assert health(port)["num_large_headers"] == 1
 
 
-def test_a_request_that_does_not_end_is_ended(port: int) -> None:
+def test_unfinished_request_times_out(port: int) -> None:
     began = time.monotonic()
     with socket.create_connection((HOST, port)) as silent:
         silent.settimeout(5.0)
@@ -77,7 +77,7 @@ def test_a_request_that_does_not_end_is_ended(port: int) -> None:
     assert health(port)["num_slow"] == 2
 
 
-def test_idle_connections_keep_nobody_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_block_no_client(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "REQUEST_S", 30.0)  # it is their number that is too large
     with contextlib.ExitStack() as stack:
         for _ in range(300):
@@ -88,7 +88,7 @@ def test_idle_connections_keep_nobody_out(port: int, monkeypatch: pytest.MonkeyP
         assert health(port)["status"] == "ok"
 
 
-def test_what_is_refused_is_counted_of_its_sender_by_reason(port: int) -> None:
+def test_refusals_are_counted_by_sender_and_reason(port: int) -> None:
     url, own = f"http://{HOST}:{port}", {"Authorization": "Bearer t"}
     for _ in range(3):
         assert httpx.get(f"{url}/v1/envs", headers={"Authorization": "Bearer no"}).is_error

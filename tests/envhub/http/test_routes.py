@@ -76,7 +76,7 @@ def test_repeated_seq_is_answered_from_memory(hub):
     assert hub.client.get(f"{path}/render").json() == {"text": "2 steps", "fingerprint": "same"}
 
 
-def test_last_step_of_an_episode_may_be_repeated(hub):
+def test_last_step_of_episode_can_repeat(hub):
     path = hub.open()
     last = hub.step(path, "end", 1).json()
     assert last["done"]
@@ -108,7 +108,7 @@ def test_session_expires_when_its_lease_runs_out(hub):
     assert len(hub.sessions) == 1
 
 
-def test_failing_session_is_dropped_and_leaves_others_unharmed(hub):
+def test_failing_session_is_dropped_alone(hub):
     failing, other = hub.open(), hub.open()
     failed = hub.step(failing, "raise", 1)
     assert failed.status_code == 500
@@ -123,7 +123,7 @@ def test_overrunning_session_is_dropped_with_504(hub):
     assert hub.step(path, "slow", 1).status_code == 404
 
 
-def test_full_environment_answers_429_until_a_session_ends(serve_hub):
+def test_full_environment_returns_429_until_a_session_ends(serve_hub):
     hub = serve_hub(capacity=2)
     first, _ = hub.open(), hub.open()
     body = {"env": "faulty", "item_id": "any-train-0"}
@@ -145,7 +145,7 @@ def test_token_is_demanded_everywhere_but_healthz(serve_hub):
     assert hub.client.get("/v1/envs", headers=right).status_code == 200
 
 
-def test_token_may_stand_in_the_url_for_clients_that_know_of_none(serve_hub):
+def test_token_is_accepted_in_the_url(serve_hub):
     hub = serve_hub(token="right")
     assert hub.client.get("/v1/envs", auth=("anybody", "right")).status_code == 200
     assert hub.client.get("/v1/envs", auth=("right", "wrong")).status_code == 401
@@ -185,7 +185,7 @@ def test_bad_body_is_unprocessable(hub, body):
     assert hub.client.post("/v1/sessions", json=body).status_code == 422
 
 
-def test_bad_step_body_is_unprocessable_and_keeps_the_session(hub):
+def test_bad_step_body_returns_422_and_keeps_the_session(hub):
     path = hub.open()
     headers = {"Content-Type": "application/json"}
     broken = hub.client.post(f"{path}/step", content=b"{", headers=headers)
@@ -213,14 +213,14 @@ def test_session_ids_cannot_be_guessed(hub):
     assert all(len(session_id) >= 24 for session_id in ids)
 
 
-def test_failure_of_the_machinery_ends_the_session_with_its_text(hub):
+def test_environment_failure_ends_session_with_text(hub):
     path = hub.open()
     failed = hub.step(path, "fail", 1)
     assert failed.status_code == 500
     assert failed.json()["detail"] == "faulty: EnvFailure: the machine behind it is down"
 
 
-def test_batch_opens_sessions_and_one_failure_touches_no_other(hub):
+def test_batch_open_isolates_each_failure(hub):
     entries = [
         {"env": "faulty", "item_id": "any-train-0"},
         {"env": "faulty", "item_id": "any-train-99"},
@@ -235,7 +235,7 @@ def test_batch_opens_sessions_and_one_failure_touches_no_other(hub):
     assert len(hub.sessions) == 2
 
 
-def test_batch_steps_and_one_failure_touches_no_other(hub):
+def test_batch_step_isolates_each_failure(hub):
     ids = [hub.open().rpartition("/")[2] for _ in range(4)]
     actions = ["go", "raise", "end", "go"]
     entries = [{"session_id": i, "action": a, "seq": 1} for i, a in zip(ids, actions, strict=True)]
@@ -257,8 +257,8 @@ def test_batch_steps_and_one_failure_touches_no_other(hub):
     assert "a bug in the environment" in answers[1]["detail"]
 
 
-@pytest.mark.parametrize("env", ["faulty", "fragile"])  # in the hub's own process, in a worker
-def test_a_truncated_end_is_told_from_an_end_on_every_route(serve_hub, env):
+@pytest.mark.parametrize("env", ["faulty", "fragile"])  # In the hub's process and in a worker.
+def test_every_route_marks_a_truncated_end(serve_hub, env):
     hub = serve_hub("make_worker")
     for action, is_truncated in (("cut off", True), ("end", False)):
         alone = hub.step(hub.open(env), action, 1).json()
@@ -269,14 +269,14 @@ def test_a_truncated_end_is_told_from_an_end_on_every_route(serve_hub, env):
             assert answer["is_success"] is not is_truncated
 
 
-def test_batch_runs_steps_of_one_session_in_their_order(hub):
+def test_batch_runs_steps_of_one_session_in_order(hub):
     session_id = hub.open().rpartition("/")[2]
     entries = [{"session_id": session_id, "action": "go", "seq": i} for i in (1, 2, 2, 3)]
     answers = hub.client.post("/v1/step/batch", json=entries).json()
     assert [each["observation"] for each in answers] == ["step 1", "step 2", "step 2", "step 3"]
 
 
-def test_batch_closes_sessions_and_one_that_is_gone_touches_no_other(hub):
+def test_batch_close_isolates_missing_sessions(hub):
     ids = [hub.open().rpartition("/")[2] for _ in range(3)]
     entries = [{"session_id": each} for each in (ids[0], "none", ids[2])]
     answers = hub.client.post("/v1/close/batch", json=[*entries, {"session": ids[1]}]).json()
@@ -290,14 +290,14 @@ def test_batch_beyond_the_bound_is_refused(hub):
     assert len(hub.sessions) == 0
 
 
-def test_batch_refuses_what_is_beyond_capacity_entry_by_entry(serve_hub):
+def test_batch_refuses_entries_beyond_capacity_singly(serve_hub):
     hub = serve_hub(capacity=2)
     entries = [{"env": "faulty", "item_id": "any-train-0"}] * 3
     answers = hub.client.post("/v1/sessions/batch", json=entries).json()
     assert [each["status"] for each in answers] == [201, 201, 429]
 
 
-def test_draining_hub_takes_no_new_sessions_and_serves_the_old(hub):
+def test_draining_hub_refuses_new_sessions_and_serves_old(hub):
     path = hub.open()
     hub.run(hub.sessions.drain(1.0))
     refused = hub.client.post("/v1/sessions", json={"env": "faulty", "item_id": "any-train-0"})
@@ -384,7 +384,7 @@ def test_odd_session_id_is_unknown(served, session_id):
     assert served.client.delete(f"/v1/sessions/{session_id}").status_code in (404, 405)
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_body_leaves_no_traceback(hub, caplog):
+def test_client_disconnect_within_a_body_logs_no_traceback(hub, caplog):
     address = hub.client.base_url
     head = b"POST /v1/sessions HTTP/1.1\r\nHost: hub\r\nContent-Length: 500\r\n\r\n{"
     with socket.create_connection((address.host, address.port), timeout=5) as client:
@@ -395,7 +395,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_body_leaves_no_traceback(hub, c
 
 
 @pytest.mark.slow
-def test_sessions_of_an_owner_end_when_the_last_connection_that_stays_for_it_breaks(hub):
+def test_sessions_end_with_their_owners_last_connection(hub):
     """What a killed actor had open: the kernel closes its connections, and nothing else."""
     mine = {"env": "faulty", "item_id": "any-train-0", "owner": "a1"}
     assert hub.client.post("/v1/sessions", json=mine).status_code == 201

@@ -35,15 +35,15 @@ def check_apart(python: str, reference: str, env: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_any_text_is_an_action_of_a_server_of_tools(tmp_path: Path) -> None:
+def test_any_text_is_an_action_of_an_mcp_server(tmp_path: Path) -> None:
     check_apart(python_with(MCP, sees_ours=True), described(tmp_path), "tools")
 
 
-def test_any_text_is_an_action_of_a_game_of_textarena() -> None:
+def test_any_text_is_an_action_of_a_textarena_game() -> None:
     python = python_with(PACKAGES["textarena"], sees_ours=True)
     check_apart(python, "textarena:GuessTheNumber-v0", "GuessTheNumber-v0")
 
 
-def test_any_text_is_an_action_of_a_taskset(tmp_path: Path) -> None:
+def test_any_text_is_an_action_of_a_verifiers_taskset(tmp_path: Path) -> None:
     with serving(tasksets.described(tmp_path, "tiny_words")) as url:
         asyncio.run(check_texts(url, "tasks"))

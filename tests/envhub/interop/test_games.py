@@ -57,7 +57,7 @@ print(json.dumps(told))
 
 
 class Doors(gymnasium.Env[str, str]):
-    """Say the door that the seed chose; each try costs a tenth."""
+    """Find the door of the seed; each try costs a tenth."""
 
     action_space = gymnasium.spaces.Text(8, charset="abcdefgh")
     observation_space = gymnasium.spaces.Text(64, charset=string.printable)
@@ -82,7 +82,7 @@ def registered() -> None:
     )
 
 
-def test_gymnasium_text_environment_pays_the_sum_and_repeats_itself() -> None:
+def test_gymnasium_environment_pays_the_sum_and_is_deterministic() -> None:
     spec = make_spec("gymnasium:Doors-v0?min_reward=-1&max_reward=1&num_train=7")
     assert (spec.name, spec.subsets["all"].num_train) == ("Doors-v0", 7)
     env: Any = spec.make(Style.COMPACT)
@@ -101,7 +101,7 @@ def test_gymnasium_text_environment_pays_the_sum_and_repeats_itself() -> None:
     assert not refused.is_valid
 
 
-def test_gymnasium_numbers_are_actions_and_an_unsaid_range_is_named() -> None:
+def test_gymnasium_action_is_a_number_and_range_is_checked() -> None:
     env: Any = make_spec("gymnasium:Cliff-v0?min_reward=-1000&max_reward=0").make(Style.COMPACT)
     env.reset("all-train-0", 0)
     assert not env.step("up").is_valid
@@ -118,7 +118,7 @@ def try_all(env: Any) -> None:
         env.step(door)
 
 
-def test_a_missing_package_is_named_as_the_project_s_extras_have_it(repository: Path) -> None:
+def test_missing_package_is_named_as_in_the_extras(repository: Path) -> None:
     extras = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     known = {name: extras["optional-dependencies"][name] for name in PACKAGES}
     assert {name: shlex.split(text) for name, text in PACKAGES.items()} == known
@@ -138,13 +138,13 @@ def test_a_missing_package_is_named_as_the_project_s_extras_have_it(repository: 
         ),
     ],
 )
-def test_a_game_that_cannot_be_is_refused_by_name(reference: str, why: str) -> None:
+def test_impossible_game_is_refused_by_name(reference: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Registry([reference])
 
 
 @pytest.mark.slow
-def test_an_invalid_last_move_pays_the_ranges_lower_end(repository: Path) -> None:
+def test_invalid_last_move_pays_lower_bound(repository: Path) -> None:
     python = python_with("textarena==0.7.4", sees_ours=True)
     done = subprocess.run(
         [python, "-c", INVALID], cwd=repository, capture_output=True, encoding="utf-8", timeout=120
@@ -159,7 +159,7 @@ def test_an_invalid_last_move_pays_the_ranges_lower_end(repository: Path) -> Non
 
 
 @pytest.mark.slow
-def test_textarena_game_is_played_with_its_own_package(repository: Path) -> None:
+def test_textarena_game_runs_with_own_package(repository: Path) -> None:
     python = python_with("textarena==0.7.4", sees_ours=True)
     done = subprocess.run(
         [python, "-c", TEXTARENA],

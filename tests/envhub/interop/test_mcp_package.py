@@ -119,7 +119,7 @@ def described(folder: Path, **options: object) -> str:
 
 
 def play(reference: str, *episodes: tuple[str, list[str]], root: Path) -> tuple[list[Any], int]:
-    """Return what the episodes were told, and how many items are for testing."""
+    """Return the observations of the episodes and the number of test items."""
     done = subprocess.run(
         [python_with(MCP, sees_ours=True), "-c", PLAY, reference, json.dumps(episodes)],
         cwd=root,
@@ -157,7 +157,7 @@ def http_server(folder: Path, *, text: str = SERVER, port: int = 0) -> Iterator[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("revision", ["2025-11-25", "2026-07-28"])
-def test_tools_on_pipes_are_played_in_both_revisions(
+def test_stdio_tools_are_played_in_both_revisions(
     revision: str, tmp_path: Path, repository: Path
 ) -> None:
     reference = described(tmp_path, revision=revision, max_chars=100, num_test=1, hidden=["begin"])
@@ -207,9 +207,7 @@ asyncio.run(play())
 
 
 @pytest.mark.slow
-def test_episodes_that_begin_at_once_share_the_server_of_their_sessions(
-    tmp_path: Path, repository: Path
-) -> None:
+def test_concurrent_episodes_share_their_sessions_server(tmp_path: Path, repository: Path) -> None:
     reference = described(tmp_path, session="session")
     python = python_with(MCP, sees_ours=True)
     done = subprocess.run(
@@ -246,9 +244,7 @@ asyncio.run(all_of_them())
 
 
 @pytest.mark.slow
-def test_a_server_that_has_started_again_between_two_calls_is_used_again(
-    tmp_path: Path, repository: Path
-) -> None:
+def test_restarted_server_is_used_again(tmp_path: Path, repository: Path) -> None:
     argv = [python_with(MCP, sees_ours=True), "-c", MCP_AGAIN]
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(contextlib.ExitStack())
@@ -260,7 +256,7 @@ def test_a_server_that_has_started_again_between_two_calls_is_used_again(
         stack.callback(player.kill)
         assert player.stdout is not None
         assert player.stdout.readline() == "sum 5 of 1\n"
-        server.close()  # killed while nobody waits for an answer
+        server.close()  # The server is killed without a pending answer.
         stack.enter_context(http_server(tmp_path, port=urlsplit(url).port or 0))
         told, _ = player.communicate("\n\n\n", timeout=60)
     assert told.splitlines()[0].startswith(f"MCP server {url}: tool 'add': MCPError: Session")
@@ -268,9 +264,7 @@ def test_a_server_that_has_started_again_between_two_calls_is_used_again(
 
 
 @pytest.mark.slow
-def test_session_is_an_argument_and_a_check_of_the_server_pays(
-    tmp_path: Path, repository: Path
-) -> None:
+def test_session_is_an_argument_and_a_server_check_pays(tmp_path: Path, repository: Path) -> None:
     check = {"tool": "grade", "arguments": {"right": 8}}
     items = [{"prompt": "Say 8.", "check": check, "split": s} for s in ("train", "test")]
     with http_server(tmp_path) as url:
@@ -284,7 +278,7 @@ def test_session_is_an_argument_and_a_check_of_the_server_pays(
 
 
 @pytest.mark.slow
-def test_a_paying_tool_may_cut_short_succeed_and_pay_below_zero(
+def test_paying_tool_may_truncate_succeed_and_pay_negative(
     tmp_path: Path, repository: Path
 ) -> None:
     reference = described(tmp_path, submit="judge", min_reward=-1.0)
@@ -301,7 +295,7 @@ def test_a_paying_tool_may_cut_short_succeed_and_pay_below_zero(
 
 
 @pytest.mark.slow
-def test_server_here_takes_no_proxy_and_one_elsewhere_names_it(
+def test_local_server_bypasses_the_proxy(
     tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("no_proxy", raising=False)
@@ -323,9 +317,7 @@ def test_server_here_takes_no_proxy_and_one_elsewhere_names_it(
 
 
 @pytest.mark.slow
-def test_server_that_dies_hangs_or_talks_nonsense_fails_the_episode_by_its_name(
-    tmp_path: Path, repository: Path
-) -> None:
+def test_faulty_server_fails_episode_by_name(tmp_path: Path, repository: Path) -> None:
     options = {"items": "tool:listed", "timeout_s": 8.0, "session": "session", "begin": "begin"}
     reference = described(tmp_path, **options)
     ends = [("all-train-0", [call("tell", how=how)]) for how in ("die", "sleep", "odd")]
@@ -339,9 +331,7 @@ def test_server_that_dies_hangs_or_talks_nonsense_fails_the_episode_by_its_name(
 
 
 @pytest.mark.slow
-def test_a_function_call_of_its_tools_is_sent_as_the_server_s(
-    tmp_path: Path, repository: Path
-) -> None:
+def test_function_call_of_tool_reaches_server(tmp_path: Path, repository: Path) -> None:
     reference = described(tmp_path, hidden=["tell", "listed", "begin", "length"])
     told = "import json, sys; from envhub.catalogue.registry import Registry; print(json.dumps("
     told += "Registry([sys.argv[1]]).catalogue()['tools']))"
@@ -410,7 +400,7 @@ def test_example_is_sound_by_its_own_words(repository: Path) -> None:
         ("command: [b]", r"mcp: the Python package is missing.*pip install jsonschema 'mcp>=2\.3"),
     ],
 )
-def test_a_server_that_cannot_be_is_refused_by_name(text: str, why: str, tmp_path: Path) -> None:
+def test_impossible_mcp_server_is_refused_by_name(text: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "tools.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"(?s){why}"):
         Registry([f"mcp:{tmp_path / 'tools.yaml'}"])

@@ -1,4 +1,4 @@
-"""Laws of driving OpenEnv servers: our own hub, and one whose behaviour a test chooses."""
+"""Laws of driving OpenEnv servers: our own hub and a scripted server."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ Answer = Callable[[WebSocket, dict[str, Any]], Awaitable[None]]
 
 
 def server_of(answer: Answer, schema: dict[str, Any] = TEXT) -> FastAPI:
-    """Return an OpenEnv server without a task list that answers steps as it is told."""
+    """Return an OpenEnv server without a task list; `answer` answers its steps."""
     app = FastAPI()
 
     @app.get("/schema")
@@ -91,7 +91,7 @@ def play_steps(app: FastAPI, *actions: str, **changes: Any) -> list[Any]:
         return drive(url, play, **changes)
 
 
-def test_our_own_hub_is_played_to_success_as_natively(hub: str) -> None:
+def test_openenv_client_plays_our_hub_like_the_native_environment(hub: str) -> None:
     async def play(spec: EnvSpec) -> None:
         listed = [i for t in native_spec("textcraft").tasks.values() for i in t.test]
         assert spec.subsets["all"].num_test == len(listed)
@@ -111,7 +111,7 @@ def test_our_own_hub_is_played_to_success_as_natively(hub: str) -> None:
     drive(hub, play)
 
 
-def test_it_serves_as_an_environment_of_a_hub_and_a_place_is_waited_for(hub: str) -> None:
+def test_hub_serves_an_openenv_server_and_waits_for_capacity(hub: str) -> None:
     remote = RemoteOptions(url=hub, dialect="openenv", num_train=20, num_test=5, timeout_s=10.0)
     body = {"env": "openenv", "item_id": "all-test-0"}
     with serve_envs(remote=remote) as outer, httpx.Client(base_url=outer, **DIRECT) as client:
@@ -130,7 +130,7 @@ def test_it_serves_as_an_environment_of_a_hub_and_a_place_is_waited_for(hub: str
         assert asyncio.run(third_beside()).status_code == 201
 
 
-def test_a_server_that_closes_in_the_middle_is_named_counted_and_leaves_nothing() -> None:
+def test_socket_closed_by_the_server_is_named_and_counted() -> None:
     async def closes(ws: WebSocket, action: dict[str, Any]) -> None:
         if action["message"] == "close":
             await ws.close(1011, "keepalive ping timeout")
@@ -153,7 +153,7 @@ def test_a_server_that_closes_in_the_middle_is_named_counted_and_leaves_nothing(
             assert (health["num_failed"], health["num_sessions"]) == (2, 0)
 
 
-def test_a_server_that_starts_again_is_waited_for_as_long_as_an_answer_may_take() -> None:
+def test_restarting_server_is_awaited_within_the_answer_timeout() -> None:
     async def on(ws: WebSocket, _: dict[str, Any]) -> None:
         await reply(ws, {"text": "on"})
 
@@ -190,7 +190,7 @@ def test_pings_are_answered_while_the_policy_generates() -> None:
     async def play(spec: EnvSpec) -> None:
         env = made(spec)
         await env.reset("all-train-0", 0)
-        await asyncio.sleep(2.5)  # many pings, nobody asks
+        await asyncio.sleep(2.5)  # Many pings pass without a request.
         assert (await env.step("x")).observation == "on"
         await env.close()
 
@@ -198,7 +198,7 @@ def test_pings_are_answered_while_the_policy_generates() -> None:
         drive(url, play)
 
 
-def test_pings_missed_end_the_episode_with_a_name() -> None:
+def test_missed_pings_end_episode_by_name() -> None:
     async def on(ws: WebSocket, _: dict[str, Any]) -> None:
         await reply(ws, {"text": "on"})
 
@@ -215,16 +215,16 @@ def test_pings_missed_end_the_episode_with_a_name() -> None:
         drive(url, play)
 
 
-def test_a_silent_server_fails_the_episode_in_time() -> None:
+def test_silent_server_fails_episode_in_time() -> None:
     async def never(ws: WebSocket, _: dict[str, Any]) -> None:
-        await ws.receive()  # until the client has gone
+        await ws.receive()  # It returns when the client has disconnected.
 
     with pytest.raises(OpenEnvFailure, match=r"a step: no answer within 0\.2 s"):
         play_steps(server_of(never), "x", timeout_s=0.2)
 
 
 def rewarded(*rewards: Any, **more: Any) -> FastAPI:
-    """Return a server whose steps pay these, and whose last one ends the episode."""
+    """Return a server with these rewards; the last step ends the episode."""
     left = [*rewards]
 
     async def answer(ws: WebSocket, _: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ def paid(results: list[Any]) -> list[float]:
     return [round(result.reward, 3) for result in results[1:]]
 
 
-def test_rewards_are_the_last_one_or_their_sum_within_their_bounds() -> None:
+def test_reward_is_the_last_or_the_bounded_sum() -> None:
     three = ("a", "b", "c")
     assert paid(play_steps(rewarded(0.1, None, 0.5), *three)) == [0.1, 0.1, 0.5]
     assert paid(play_steps(rewarded(0.1, None, 0.5), *three, reward="sum")) == [0.1, 0.1, 0.6]
@@ -249,16 +249,16 @@ def test_rewards_are_the_last_one_or_their_sum_within_their_bounds() -> None:
             play_steps(rewarded(*wrong), *"abc"[: len(wrong)])
 
 
-def test_a_sum_is_whole_to_the_last_digit_and_its_bounds_hold_before_the_end_too() -> None:
+def test_reward_sum_is_exact_and_bounded_before_the_end() -> None:
     last = play_steps(rewarded(*[0.05] * 20), *["a"] * 20, reward="sum")[-1]
     assert (last.reward, last.is_success) == (1.0, True)
     ninth = {"reward": "sum", "max_reward": 1 / 9}
     assert play_steps(rewarded(*[1 / 81] * 9), *["a"] * 9, **ninth)[-1].reward == 1.0
-    with pytest.raises(EnvFailure, match="pays 2"):  # where a horizon would have cut it
+    with pytest.raises(EnvFailure, match="pays 2"):  # A horizon would have truncated it.
         play_steps(rewarded(1, 1, 1, 0), "a", "b", reward="sum")
 
 
-def test_success_is_what_the_server_says_else_the_whole_reward() -> None:
+def test_success_is_the_servers_or_the_full_reward() -> None:
     assert not play_steps(rewarded(0.9), "a")[1].is_success
     assert play_steps(rewarded(1.0), "a")[1].is_success
     assert play_steps(rewarded(0.9, metadata={"success": True}), "a")[1].is_success
@@ -266,13 +266,13 @@ def test_success_is_what_the_server_says_else_the_whole_reward() -> None:
 
 
 @pytest.mark.parametrize("key", ["truncated", "is_truncated"])
-def test_an_end_that_the_server_calls_truncated_is_cut_short(key: str) -> None:
+def test_truncated_end_of_the_server_is_a_truncation(key: str) -> None:
     _, on, end = play_steps(rewarded(0.5, 0.5, metadata={key: True}), "a", "b")
     assert [(each.done, each.is_truncated) for each in (on, end)] == [(False, False), (True, True)]
     assert not play_steps(rewarded(0.5), "a")[1].is_truncated
 
 
-def test_a_score_before_the_first_reward_is_raw_zero() -> None:
+def test_score_before_the_first_reward_is_raw_zero() -> None:
     between = {"min_reward": -1.0, "max_reward": 1.0}
     assert paid(play_steps(rewarded(None, -1.0), "a", "b", **between)) == [0.5, 0.0]
     told = server_of(echo, {"properties": {"n": {"type": "integer"}}, "required": ["n"]})
@@ -284,7 +284,7 @@ async def echo(ws: WebSocket, action: dict[str, Any]) -> None:
     await reply(ws, {"got": json.dumps(action), "length": 0, "metadata": {"a": 1}})
 
 
-def test_an_action_has_the_form_that_the_servers_schema_asks_for() -> None:
+def test_action_follows_the_servers_schema() -> None:
     number = {"properties": {"move": {"type": "integer"}, "metadata": {}}}
     bad, good = play_steps(server_of(echo, number), "left", "Action: 3", observation_field="got")[
         1:
@@ -300,7 +300,7 @@ def test_an_action_has_the_form_that_the_servers_schema_asks_for() -> None:
         play_steps(server_of(echo), "a", observation_field="told")
 
 
-def test_an_action_that_the_server_refuses_is_told_to_the_agent() -> None:
+def test_refused_action_is_reported_to_agent() -> None:
     async def refuse(ws: WebSocket, _: dict[str, Any]) -> None:
         problems = [{"loc": ["message"], "msg": "too long"}]
         data = {"message": "Invalid", "code": "VALIDATION_ERROR", "errors": problems}
@@ -311,7 +311,7 @@ def test_an_action_that_the_server_refuses_is_told_to_the_agent() -> None:
     assert result.observation == "Invalid; message: too long"
 
 
-def test_an_error_of_the_server_is_never_a_reward() -> None:
+def test_server_error_is_never_a_reward() -> None:
     async def fail(ws: WebSocket, _: dict[str, Any]) -> None:
         data = {"message": "no disk", "code": "EXECUTION_ERROR"}
         await ws.send_json({"type": "error", "data": data})
@@ -320,7 +320,7 @@ def test_an_error_of_the_server_is_never_a_reward() -> None:
         play_steps(server_of(fail), "a")
 
 
-def test_tools_of_a_server_are_listed_and_called() -> None:
+def test_server_tools_are_listed_and_called() -> None:
     async def tools(ws: WebSocket, action: dict[str, Any]) -> None:
         if action["type"] == "list_tools":
             about = {
@@ -341,7 +341,7 @@ def test_tools_of_a_server_are_listed_and_called() -> None:
     assert json.loads(right.observation) == expected
 
 
-def test_a_server_that_is_none_is_refused_before_anything_starts(hub: str) -> None:
+def test_non_openenv_server_is_refused_before_the_start(hub: str) -> None:
     with pytest.raises(ConfigError, match=r"env\.url=.*no answer"):
         drive("http://127.0.0.1:9", _nothing)
     with pytest.raises(ConfigError, match=r"env\.url=.*no OpenEnv server"):

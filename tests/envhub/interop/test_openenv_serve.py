@@ -94,7 +94,7 @@ def until(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
-def test_an_episode_over_a_socket_is_the_native_one(hub: Served) -> None:
+def test_socket_episode_equals_the_native_one(hub: Served) -> None:
     native = make_spec(EnvsSection()).make(Style.COMPACT)
     item = "depth2-test-1"
     first = native.reset(item, 0)
@@ -126,7 +126,7 @@ def test_an_episode_over_a_socket_is_the_native_one(hub: Served) -> None:
     until(lambda: len(hub.sessions) == 0)
 
 
-def test_bad_frames_are_named_and_the_socket_stays_open(hub: Served) -> None:
+def test_bad_frames_are_named_and_keep_the_socket_open(hub: Served) -> None:
     async def play(line: Line) -> None:
         await line.ws.send_str("{")
         assert (await line.ws.receive_json())["data"]["code"] == "INVALID_JSON"
@@ -144,7 +144,7 @@ def test_bad_frames_are_named_and_the_socket_stays_open(hub: Served) -> None:
     talk(hub, play)
 
 
-def test_same_seed_is_the_same_task_and_a_reset_replaces_the_episode(hub: Served) -> None:
+def test_same_seed_gives_the_same_task(hub: Served) -> None:
     async def play(line: Line) -> None:
         texts = [(await line.ask("reset", seed=s))["data"]["observation"] for s in (5, 5, 6)]
         assert texts[0] == texts[1] != texts[2]
@@ -153,7 +153,7 @@ def test_same_seed_is_the_same_task_and_a_reset_replaces_the_episode(hub: Served
     talk(hub, play)
 
 
-def test_full_hub_refuses_with_the_frame_and_closes(hub: Served) -> None:
+def test_full_hub_refuses_with_a_frame_and_closes(hub: Served) -> None:
     async def play(*lines: Line) -> None:
         for line in lines[:2]:
             await line.ask("reset", seed=1)
@@ -181,7 +181,7 @@ def test_session_ends_with_its_socket_and_is_counted(hub: Served) -> None:
     assert hub.sessions.counts["abandoned"] == before + 1
 
 
-def test_who_is_silent_for_a_lease_loses_session_and_socket() -> None:
+def test_silent_client_loses_session_and_socket_after_a_lease() -> None:
     with served(lease_s=0.3) as hub:
 
         async def play(line: Line) -> None:
@@ -195,7 +195,7 @@ def test_who_is_silent_for_a_lease_loses_session_and_socket() -> None:
         until(lambda: len(hub.sessions) == 0)
 
 
-def test_socket_wants_the_token_and_no_foreign_page(hub: Served) -> None:
+def test_socket_requires_token_and_local_origin(hub: Served) -> None:
     async def status(url: str, **headers: str) -> int:
         async with aiohttp.ClientSession() as session:
             try:
@@ -212,7 +212,7 @@ def test_socket_wants_the_token_and_no_foreign_page(hub: Served) -> None:
     assert asyncio.run(status(f"{hub.bare}/openenv/nosuch", **bearer)) in (403, 404)
 
 
-def test_task_routes_tell_our_splits(hub: Served) -> None:
+def test_task_routes_list_our_splits(hub: Served) -> None:
     with httpx.Client(base_url=f"{hub.url}/openenv/textcraft", trust_env=False) as client:
         assert client.get("/health").json() == {"status": "healthy"}
         assert client.get("/schema").json()["action"]["required"] == ["message"]
@@ -238,12 +238,12 @@ def test_task_routes_tell_our_splits(hub: Served) -> None:
         assert client.get("/metadata").json()["name"] == "textcraft"
 
 
-def test_a_client_that_misses_pings_keeps_its_session() -> None:
+def test_client_that_misses_pings_keeps_session() -> None:
     with served(ws_ping_interval=None) as hub:
 
         async def play(line: Line) -> None:
             await line.ask("reset", seed=1)
-            await asyncio.sleep(0.3)  # generating; nobody reads the socket
+            await asyncio.sleep(0.3)  # The model generates and the socket is not read.
             assert (await line.ask("step", message="inventory"))["type"] == "observation"
 
         talk(hub, play)

@@ -21,7 +21,7 @@ def test_start_score_is_raw_zero_in_the_range(least: float, most: float, score: 
     assert Rewards(rule).add(None, is_last=False) == score
 
 
-def test_nothing_paid_yet_is_neither_gain_nor_loss() -> None:
+def test_unpaid_episode_scores_raw_zero() -> None:
     spec = make_spec(f"{JUDGED}?min_reward=-1&max_reward=1")
     env: Any = spec.make(Style.COMPACT)
     env.reset("all-train-0", 0)
@@ -29,7 +29,7 @@ def test_nothing_paid_yet_is_neither_gain_nor_loss() -> None:
     assert (spec.start_score, rewards) == (0.5, [0.5, 0.5, 0.0])
 
 
-def test_hub_reports_the_start_score_of_each_new_session(serve_hub) -> None:
+def test_hub_reports_each_sessions_start_score(serve_hub) -> None:
     hub = serve_hub(f"{JUDGED}?min_reward=-1&max_reward=1")
     asked = [{"env": "Judged-v0", "item_id": "all-train-0"}, {"env": "textcraft"}]
     asked[1]["item_id"] = "depth1-train-0"

@@ -49,9 +49,7 @@ def at_step(run: Run, num: int, is_busy: Callable[[], bool]) -> None:
     run.wait_until(lambda: len(run.metrics()) >= num and is_busy())
 
 
-def test_openenv_server_killed_in_training_fails_what_it_held_and_is_waited_for(
-    tmp_path: Path,
-) -> None:
+def test_training_survives_a_killed_openenv_server(tmp_path: Path) -> None:
     command, url = echo_command(tmp_path)
     environment = tmp_path / "echo_env" / "server" / "echo_env_environment.py"
     begins = "        self._state.step_count += 1\n"
@@ -84,7 +82,7 @@ SLOW_SERVER = SERVER.replace("\nif __name__", SLOWLY)
 
 @pytest.mark.parametrize("revision", ["2025-11-25", "2026-07-28"])
 @pytest.mark.parametrize("is_on_pipes", [True, False], ids=["pipes", "http"])
-def test_mcp_server_killed_in_training_fails_what_it_held_and_is_used_again(
+def test_training_survives_a_killed_mcp_server(
     revision: str, is_on_pipes: bool, tmp_path: Path
 ) -> None:
     options: dict[str, object] = {"items": "tool:listed", "submit": "slowly", "begin": "begin"}
@@ -111,6 +109,6 @@ def serving(program: Path) -> list[psutil.Process]:
     """Return the processes that run a server's program."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended meanwhile
+        with suppress(psutil.Error):  # The process may have ended already.
             found += [process] if str(program) in process.cmdline() else []
     return found

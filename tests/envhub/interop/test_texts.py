@@ -19,23 +19,23 @@ def nested(levels: int) -> Any:
     [float("nan"), float("inf"), "\ud800", nested(64), nested(20_000), 10**309, "x" * (17 << 20)],
     ids=["nan", "infinite", "half", "deep", "deeper", "large number", "long"],
 )
-def test_what_others_cannot_read_is_a_bad_action(value: Any) -> None:
+def test_unsendable_value_is_a_bad_action(value: Any) -> None:
     with pytest.raises(BadAction, match="be sent"):
         check_sendable(value)
 
 
-def test_what_others_can_read_is_sent() -> None:
+def test_valid_json_is_sendable() -> None:
     check_sendable({"a": nested(62), "b": 10**308, "c": "\u5b57\0", "d": None})
 
 
 @pytest.mark.parametrize(
     "text", ["[" * 50_000, '{"a":' * 50_000, f'{{"a": {"9" * 5000}}}', '{"tool": [[1]]}', "{", ""]
 )
-def test_json_that_is_no_call_has_a_reason(text: str) -> None:
+def test_json_without_call_has_reason(text: str) -> None:
     with pytest.raises(BadAction):
         parse_tool_call(text, ["note"])
 
 
-def test_json_of_many_digits_is_a_bad_action() -> None:
+def test_json_with_many_digits_is_a_bad_action() -> None:
     with pytest.raises(BadAction, match="no JSON"):
         parse_json(f'{{"a": {"9" * 5000}}}')

@@ -30,7 +30,7 @@ def expert_actions(item_id: str) -> tuple[str, list[str]]:
 
 
 def expert_model() -> FastAPI:
-    """Return a chat model that solves the items, by what it is told first."""
+    """Return a chat model that solves the items from its first prompt."""
     known = dict(map(expert_actions, ITEMS))
     app = FastAPI()
 

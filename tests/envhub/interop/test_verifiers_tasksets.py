@@ -107,7 +107,7 @@ def described(folder: Path, taskset: str, *, first: int = 0, **options: object) 
 
 
 def play(spec: EnvSpec, episodes: dict[str, list[str]]) -> dict[str, list[Any]]:
-    """Return what each item's episode was told, one after the other; an error ends it."""
+    """Return each item's observations in order; an error ends them."""
 
     async def all_of() -> dict[str, list[Any]]:
         told: dict[str, list[Any]] = {}
@@ -133,7 +133,7 @@ def figures(result: StepResult) -> tuple[float, bool, bool, bool | None]:
 
 
 @pytest.mark.slow
-def test_a_task_is_scored_by_itself_and_its_failure_is_no_reward(tmp_path: Path) -> None:
+def test_task_scores_itself_and_its_failure_is_no_reward(tmp_path: Path) -> None:
     reference = described(tmp_path, "tiny_words", success="right", test={"first": 40})
     spec = Registry([reference]).spec("tasks")
     assert (spec.subsets["all"].num_train, spec.subsets["all"].num_test) == (20, 20)
@@ -158,9 +158,7 @@ def test_a_task_is_scored_by_itself_and_its_failure_is_no_reward(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_an_environment_of_its_own_has_turns_tools_and_a_process_that_may_die(
-    tmp_path: Path,
-) -> None:
+def test_taskset_environment_has_turns_tools_and_its_own_process(tmp_path: Path) -> None:
     reference = described(tmp_path, "tiny_talk", num_test=1, max_reward=2.0)
     spec = Registry([reference]).spec("tasks")
     assert (spec.subsets["all"].num_train, spec.subsets["all"].num_test) == (3, 1)
@@ -181,11 +179,11 @@ def test_an_environment_of_its_own_has_turns_tools_and_a_process_that_may_die(
     assert then.observation == "And after that?"
     assert figures(end) == (1.0, True, True, True)
     assert "its process has ended with exit code 9" in told["all-train-1"][2]
-    assert figures(told["all-test-0"][2]) == (0.0, True, True, False)  # in another process
+    assert figures(told["all-test-0"][2]) == (0.0, True, True, False)  # It runs in another process.
 
 
 @pytest.mark.slow
-def test_an_episode_that_a_limit_of_the_taskset_stops_is_cut_short(tmp_path: Path) -> None:
+def test_episode_at_taskset_limit_is_truncated(tmp_path: Path) -> None:
     limit = {"env": {"pupil": {"max_turns": 2}}, "min_reward": -2.0, "max_reward": 2.0}
     spec = Registry([described(tmp_path, "tiny_talk", **limit)]).spec("tasks")
     ring = json.dumps({"tool": "ring", "arguments": {"times": 1}})
@@ -214,7 +212,7 @@ def test_its_taskset_is_trained_and_evaluated_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_its_taskset_is_sound_but_that_any_text_is_an_answer(
+def test_check_env_fails_a_taskset_only_for_action_validity(
     tmp_path: Path, repository: Path
 ) -> None:
 
@@ -239,7 +237,7 @@ def test_its_taskset_is_sound_but_that_any_text_is_an_answer(
         ("taskset: {id: x}\nseats: a", "seats"),
     ],
 )
-def test_a_taskset_that_cannot_be_is_refused_by_name(text: str, why: str, tmp_path: Path) -> None:
+def test_impossible_taskset_is_refused_by_name(text: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "tasks.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=why):
         Registry([f"verifiers:{tmp_path / 'tasks.yaml'}"])

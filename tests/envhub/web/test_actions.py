@@ -57,7 +57,7 @@ def test_parse_reads_every_form(text, action):
      "press [Enter+a]", "scroll [left]", "goto []", "go_back [1]", "Click [1]", "[12]", "é" * 300,
      f"type [1] [{'x' * (MAX_TEXT_CHARS + 1)}]"],
 )  # fmt: skip
-def test_parse_refuses_what_is_no_action(text):
+def test_parse_refuses_malformed_actions(text):
     with pytest.raises(InvalidAction):
         parse(text)
 
@@ -72,7 +72,7 @@ def test_parse_refuses_what_is_no_action(text):
          Action(kind=Kind.MOUSE_DRAG, points=((1, 2), (3, 4), (5, 6)))),
     ],
 )  # fmt: skip
-def test_parse_knows_pointer_actions_only_where_they_are_offered(text, action):
+def test_parse_accepts_pointer_actions_only_when_offered(text, action):
     assert parse(text, POINTER_KINDS) == action
     with pytest.raises(InvalidAction):
         parse(text)
@@ -84,7 +84,7 @@ def test_parse_knows_pointer_actions_only_where_they_are_offered(text, action):
      "mouse_click [1,2] [3,4]", "mouse_move [1,99999]", "mouse_drag [1,2]",
      "mouse_drag " + "[1,2] " * 33],
 )  # fmt: skip
-def test_parse_refuses_what_is_no_point(text):
+def test_parse_refuses_malformed_points(text):
     with pytest.raises(InvalidAction):
         parse(text, POINTER_KINDS)
 
@@ -93,7 +93,7 @@ def test_fenced_returns_the_first_block():
     assert fenced("Let me see ```click [1]``` or ```click [2]```") == "click [1]"
 
 
-def test_fenced_asks_for_backticks_when_there_are_none():
+def test_fenced_requires_backticks():
     with pytest.raises(InvalidAction) as error:
         fenced("click [1]")
     assert str(error.value) == NO_FENCE
@@ -104,5 +104,5 @@ def test_fenced_asks_for_backticks_when_there_are_none():
     ["type [7] [a [b]] [0]", "click [3]", "stop []", "press [Tab]", "drag [3] [4]",
      "mouse_click [80,120]", "mouse_drag [1,2] [3,4]"],
 )  # fmt: skip
-def test_describe_writes_what_parse_reads(text):
+def test_describe_inverts_parse(text):
     assert describe(parse(text, frozenset(Kind))) == text

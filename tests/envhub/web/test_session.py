@@ -28,7 +28,7 @@ async def act(session: WebSession, text: str) -> Snapshot:
     return await session.look()
 
 
-# A page of one box that tells what the mouse did in it, and of one field that does so of the keys.
+# A page with a box that reports mouse events and a field that reports key events.
 PAD = """() => {
   document.body.innerHTML = '<div id="pad" style="position:fixed;left:0;top:0;width:300px;'
     + 'height:200px"></div><input style="position:fixed;top:300px"><p id="told"></p>';
@@ -43,7 +43,7 @@ PAD = """() => {
 }"""
 
 
-def test_check_browser_names_the_remedy_when_the_path_is_wrong():
+def test_check_browser_names_a_remedy_for_wrong_paths():
     options = BrowserOptions(executable="/nowhere/chromium")
     assert find_browser(options) == ""
     assert "envs.browser.executable='/nowhere/chromium'" in check_browser(options)[0]
@@ -55,7 +55,7 @@ def test_host_rules_reach_nothing_but_the_hosts():
 
 
 @on_session
-async def test_click_on_a_link_shows_the_page_it_leads_to_and_back(session: WebSession) -> None:
+async def test_click_on_link_opens_page(session: WebSession) -> None:
     home = await session.look()
     other = await act(session, f"click [{find(home, 'link', 'Other').id}]")
     assert (other.url, other.title) == ("http://site.test/other", "Other")
@@ -79,9 +79,7 @@ async def test_form_takes_text_choice_and_date(session: WebSession) -> None:
 
 
 @on_session
-async def test_new_tab_of_a_link_becomes_current_and_tabs_can_be_switched(
-    session: WebSession,
-) -> None:
+async def test_new_tab_becomes_current_and_tabs_can_switch(session: WebSession) -> None:
     page = await session.look()
     page = await act(session, f"click [{find(page, 'link', 'New tab').id}]")
     assert await session.tab_titles() == ["Home", "Other"]
@@ -94,7 +92,7 @@ async def test_new_tab_of_a_link_becomes_current_and_tabs_can_be_switched(
 
 
 @on_session
-async def test_goto_stays_on_the_sites_and_other_hosts_do_not_exist(session: WebSession) -> None:
+async def test_goto_opens_the_configured_sites_only(session: WebSession) -> None:
     page = await session.look()
     for url in ("http://elsewhere.test/", "file:///etc/passwd", "javascript:alert(1)"):
         with pytest.raises(InvalidAction, match="not among the sites"):
@@ -107,9 +105,7 @@ async def test_goto_stays_on_the_sites_and_other_hosts_do_not_exist(session: Web
 
 
 @on_session
-async def test_look_waits_for_what_the_page_fetches_and_dialogs_are_accepted(
-    session: WebSession,
-) -> None:
+async def test_session_waits_for_fetches_and_accepts_dialogs(session: WebSession) -> None:
     page = await session.look()
     page = await act(session, f"click [{find(page, 'button', 'Ask').id}]")
     assert (page.title, session.dialogs) == ("yes", ["confirm: Sure?"])
@@ -118,9 +114,7 @@ async def test_look_waits_for_what_the_page_fetches_and_dialogs_are_accepted(
 
 
 @on_session
-async def test_scroll_brings_what_is_below_into_view_and_click_scrolls_by_itself(
-    session: WebSession,
-) -> None:
+async def test_scroll_reveals_content_and_click_scrolls_by_itself(session: WebSession) -> None:
     page = await session.look()
     assert not find(page, "button", "Deep down").is_in_view
     for _ in range(5):
@@ -132,7 +126,7 @@ async def test_scroll_brings_what_is_below_into_view_and_click_scrolls_by_itself
 
 
 @on_session
-async def test_mouse_goes_to_points_and_holds_the_button_between_them(session: WebSession) -> None:
+async def test_mouse_drag_holds_button_between_points(session: WebSession) -> None:
     await session.run(PAD)
     seen = await act(session, "mouse_move [10,20]")
     assert seen.title == "move0:10,20"
@@ -149,7 +143,7 @@ async def test_mouse_goes_to_points_and_holds_the_button_between_them(session: W
 
 
 @on_session
-async def test_drag_onto_itself_moves_the_mouse_while_it_is_held(session: WebSession) -> None:
+async def test_drag_onto_itself_moves_held_mouse(session: WebSession) -> None:
     await session.run(PAD)
     seen = await session.look()
     await session.run("() => { document.getElementById('pad').tabIndex = 0; }")
@@ -175,7 +169,7 @@ HIDDEN = """left => {
 
 @pytest.mark.parametrize("left", [49, 51])
 @on_session
-async def test_click_reaches_an_element_of_which_one_pixel_shows(
+async def test_click_reaches_an_element_with_one_visible_pixel(
     session: WebSession, left: int
 ) -> None:
     await session.run(HIDDEN, left)
@@ -184,7 +178,7 @@ async def test_click_reaches_an_element_of_which_one_pixel_shows(
 
 
 @in_browser
-async def test_drag_meets_what_is_covered_and_what_is_empty_in_the_middle(rig: Rig) -> None:
+async def test_drag_reaches_covered_and_hollow_elements(rig: Rig) -> None:
     context = await rig.browser.open_context()
     session = WebSession(context, Look(deep=True), may_go=lambda _: False, action_timeout_s=5.0)
     await session.open("http://site.test/")
@@ -199,7 +193,7 @@ async def test_drag_meets_what_is_covered_and_what_is_empty_in_the_middle(rig: R
 
 
 @on_session
-async def test_field_that_listens_to_keys_gets_every_one(session: WebSession) -> None:
+async def test_field_receives_every_key_event(session: WebSession) -> None:
     await session.run(PAD)
     field = find(await session.look(), "textbox", "")
     seen = await act(session, f"type [{field.id}] [a.b] [1]")
@@ -208,7 +202,7 @@ async def test_field_that_listens_to_keys_gets_every_one(session: WebSession) ->
 
 
 @on_session
-async def test_look_tells_places_only_when_asked(session: WebSession) -> None:
+async def test_view_includes_coordinates_only_on_request(session: WebSession) -> None:
     await session.run(PAD)
     field = find(await session.look(), "textbox", "")
     assert "at:" not in field.states
@@ -242,7 +236,7 @@ async def test_sessions_share_no_tabs(rig: Rig) -> None:
 
 
 def is_browser(process: psutil.Process) -> bool:
-    """Tell a browser's main process from its helpers and from those that are already dead."""
+    """Return whether a process is a browser's main process and alive."""
     try:
         words = process.cmdline()
     except psutil.Error:
@@ -251,9 +245,7 @@ def is_browser(process: psutil.Process) -> bool:
 
 
 @in_browser
-async def test_sessions_of_a_killed_browser_fail_and_the_next_one_gets_a_new_browser(
-    rig: Rig,
-) -> None:
+async def test_killed_browser_fails_its_sessions_and_is_replaced(rig: Rig) -> None:
     session = await rig.session()
     num_starts = rig.browser.num_starts
     killed = [child for child in psutil.Process().children(recursive=True) if is_browser(child)]

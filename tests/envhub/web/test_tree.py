@@ -12,7 +12,7 @@ def nodes_of(*rows) -> tuple[Node, ...]:
     return read_snapshot(message).nodes
 
 
-def test_lines_give_id_role_name_and_states_indented_by_depth():
+def test_lines_show_id_role_name_and_indented_states():
     nodes = nodes_of(
         row(-1, 0, "navigation", "Main"),
         row(0, 1, "link", "Orders"),
@@ -26,7 +26,7 @@ def test_lines_give_id_role_name_and_states_indented_by_depth():
     ]
 
 
-def test_shown_nodes_leaves_out_what_is_out_of_view_when_asked():
+def test_shown_nodes_can_omit_nodes_out_of_view():
     nodes = nodes_of(row(-1, 0, "link", "Here"), row(-1, 0, "link", "Below", in_view=0))
     assert [n.name for n in shown_nodes(nodes, only_in_view=True)] == ["Here"]
     assert [n.name for n in shown_nodes(nodes, only_in_view=False)] == ["Here", "Below"]
@@ -62,7 +62,7 @@ def test_compact_lines_join_texts_of_one_block():
     assert compact_lines(shown, nodes, ids=True) == ["[0] Hello", "[1] world", "[2] Bye"]
 
 
-def test_compact_lines_drop_a_heading_that_its_link_repeats():
+def test_compact_lines_drop_headings_repeated_by_their_links():
     nodes = nodes_of(row(-1, 0, "heading", "Mug"), row(0, 1, "link", "Mug"))
     shown = shown_nodes(nodes, only_in_view=False)
     assert compact_lines(shown, nodes, ids=False) == ["[1] link 'Mug'"]

@@ -7,13 +7,13 @@ from common.config.learning import Baseline
 from learner.batch.advantage import group_advantages, has_signal, shaped_reward
 
 
-def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
+def test_leave_one_out_baseline_excludes_own_reward() -> None:
     rewards = torch.tensor([1.0, 0.0, 0.5])
     got = group_advantages(rewards, baseline=Baseline.LEAVE_ONE_OUT, normalize_std=False)
     torch.testing.assert_close(got, torch.tensor([0.75, -0.75, 0.0]))
 
 
-def test_group_mean_compares_with_the_mean_of_all() -> None:
+def test_group_mean_uses_the_mean_of_all_members() -> None:
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
     got = group_advantages(rewards, baseline=Baseline.GROUP_MEAN, normalize_std=False)
     torch.testing.assert_close(got, torch.tensor([0.75, -0.25, -0.25, -0.25]))
@@ -27,7 +27,7 @@ def test_normalized_advantages_have_unit_population_std() -> None:
 
 @pytest.mark.parametrize("baseline", list(Baseline))
 @pytest.mark.parametrize("normalize_std", [False, True])
-def test_equal_rewards_and_one_alone_get_exactly_zero(
+def test_equal_or_single_rewards_have_exactly_zero_advantage(
     baseline: Baseline, normalize_std: bool
 ) -> None:
     rewards = torch.full((7,), 0.1)
@@ -36,14 +36,14 @@ def test_equal_rewards_and_one_alone_get_exactly_zero(
         assert got.tolist() == [0.0] * len(group)
 
 
-def test_a_group_of_two_survivors_still_has_a_baseline() -> None:
+def test_group_of_two_survivors_keeps_baseline() -> None:
     rewards = torch.tensor([1.0, 0.0])
     got = group_advantages(rewards, baseline=Baseline.LEAVE_ONE_OUT, normalize_std=False)
     assert got.tolist() == [1.0, -1.0]
 
 
 @pytest.mark.parametrize("rewards", [[], [[1.0, 0.0]], [1.0, float("nan")]])
-def test_advantages_refuse_what_is_no_group(rewards: list) -> None:
+def test_advantages_refuse_malformed_groups(rewards: list) -> None:
     with pytest.raises(ValueError, match="rewards must be"):
         group_advantages(torch.tensor(rewards), baseline=Baseline.GROUP_MEAN, normalize_std=False)
 

@@ -18,7 +18,7 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_scored_tokens_are_predicted_from_the_position_before_them() -> None:
+def test_tokens_are_predicted_from_position_before() -> None:
     sequences = [np.array([5, 6, 7]), np.array([8, 9])]
     masks = [np.array([0, 1, 1], dtype=bool), np.array([0, 1], dtype=bool)]
     got = collate_tokens(sequences, masks, device="cpu")
@@ -32,18 +32,18 @@ def test_a_first_token_cannot_be_scored() -> None:
         collate_tokens([np.array([1, 2])], [np.array([True, True])], device="cpu")
 
 
-def test_plan_takes_every_sequence_once_and_keeps_the_budget_padding_included() -> None:
+def test_plan_covers_each_sequence_once_within_the_padded_budget() -> None:
     lengths = [3, 10, 4, 4, 9, 1, 2]
     plan = plan_microbatches(lengths, max_tokens=20)
     assert plan == [[1, 4], [2, 3, 0, 6, 5]]
     assert all(max(lengths[i] for i in block) * len(block) <= 20 for block in plan)
 
 
-def test_a_sequence_beyond_the_budget_gets_its_own_microbatch() -> None:
+def test_sequence_beyond_budget_gets_own_microbatch() -> None:
     assert plan_microbatches([3, 50, 3], max_tokens=10) == [[1], [0, 2]]
 
 
-def test_minibatches_hold_whole_groups_and_every_sample_once() -> None:
+def test_minibatches_hold_whole_groups_and_each_sample_once() -> None:
     samples = make_samples(num_groups=5, size=3)
     parts = make_minibatches(samples, 2, generator=generator())
     assert sorted(index for part in parts for index in part) == list(range(15))
@@ -52,7 +52,7 @@ def test_minibatches_hold_whole_groups_and_every_sample_once() -> None:
     assert groups[0].isdisjoint(groups[1])
 
 
-def test_minibatches_split_groups_only_when_there_are_too_few() -> None:
+def test_minibatches_split_groups_only_when_too_few() -> None:
     parts = make_minibatches(make_samples(num_groups=1, size=4), 2, generator=generator())
     assert sorted(len(part) for part in parts) == [2, 2]
 
@@ -74,7 +74,7 @@ def test_minibatches_of_nothing_are_refused() -> None:
         make_minibatches([], 1, generator=generator())
 
 
-def test_microbatch_carries_the_sampled_tokens_in_sample_order() -> None:
+def test_microbatch_keeps_tokens_in_sample_order() -> None:
     samples = [
         Sample(trajectory=make_trajectory([1, 2, 3], [0, 1, 0], logprobs=[-0.5]), advantage=2.0),
         Sample(
@@ -90,7 +90,7 @@ def test_microbatch_carries_the_sampled_tokens_in_sample_order() -> None:
     assert micro.num_tokens == 7
 
 
-def test_what_lies_at_unsampled_positions_never_reaches_the_microbatch() -> None:
+def test_microbatch_ignores_values_at_unsampled_positions() -> None:
     trajectory = make_trajectory([4, 5, 6, 7], [0, 1, 0, 1], logprobs=[-1.5, -2.5])
     before = Sample(trajectory=trajectory, advantage=1.0)
     (clean,) = make_microbatches([before], [0], max_tokens=9, device="cpu")

@@ -48,7 +48,7 @@ def turns(number: int, reward: float, invalid: list[bool], *, tokens: int = 1) -
     )
 
 
-def test_turn_penalty_lands_on_the_invalid_turns_and_sums_to_zero_over_the_group() -> None:
+def test_turn_penalty_applies_to_invalid_turns_and_sums_to_zero() -> None:
     cfg = AlgorithmSection(invalid_action_penalty=0.4, invalid_action_level=CreditLevel.TURN)
     group = Group(group_id="a", members=[turns(0, 1.0, [False, True]), turns(1, 0.0, [False] * 2)])
     first, second = samples_of([group], cfg)
@@ -56,7 +56,7 @@ def test_turn_penalty_lands_on_the_invalid_turns_and_sums_to_zero_over_the_group
     assert second.token_advantages().tolist() == pytest.approx([-1.0, -1.0 + 0.4])
 
 
-def test_turn_penalty_is_signal_where_rewards_are_equal() -> None:
+def test_turn_penalty_alone_gives_signal() -> None:
     cfg = AlgorithmSection(invalid_action_penalty=0.4, invalid_action_level=CreditLevel.TURN)
     assert group_has_signal([turns(0, 0.0, [True]), turns(1, 0.0, [False])], cfg)
     assert not group_has_signal([turns(0, 0.0, [True]), turns(1, 0.0, [True])], cfg)
@@ -70,12 +70,12 @@ def test_turn_discount_prefers_the_shorter_solution() -> None:
 
 
 def scored(number: int, scores: list[float], *, tokens: int = 1) -> Trajectory:
-    """Build a member whose score stood at `scores` after its turns."""
+    """Build a member with the score `scores` after its turns."""
     trajectory = turns(number, scores[-1], [False] * len(scores), tokens=tokens)
     return replace(trajectory, turn_scores=np.array(scores, dtype=np.float32))
 
 
-def test_rloo_is_leave_one_out_whatever_the_knobs_of_grpo_say() -> None:
+def test_rloo_ignores_the_knobs_of_grpo() -> None:
     group = Group(group_id="a", members=[member(0, 1.0), member(1, 0.0), member(2, 0.5)])
     cfg = AlgorithmSection(
         advantage=Advantage.RLOO, baseline=Baseline.GROUP_MEAN, normalize_std=True
@@ -83,7 +83,7 @@ def test_rloo_is_leave_one_out_whatever_the_knobs_of_grpo_say() -> None:
     assert [s.advantage for s in samples_of([group], cfg)] == [0.75, -0.75, 0.0]
 
 
-def test_reinforce_pp_whitens_over_the_tokens_of_the_batch() -> None:
+def test_reinforce_pp_whitens_over_batch_tokens() -> None:
     groups = [
         Group(group_id="a", members=[scored(0, [1.0], tokens=3), scored(1, [0.0])]),
         Group(group_id="b", members=[scored(0, [1.0]), scored(1, [1.0])]),
@@ -107,7 +107,7 @@ def test_reinforce_pp_baseline_centres_each_group_first() -> None:
     assert flat == pytest.approx([1.0, -1.0, 1.0, -1.0], abs=1e-4)
 
 
-def test_only_group_relative_algorithms_filter_groups_of_equal_members() -> None:
+def test_only_group_relative_algorithms_filter_equal_groups() -> None:
     members = [member(0, 1.0), member(1, 1.0)]
     has_signal = {
         kind: group_has_signal(members, AlgorithmSection(advantage=kind)) for kind in Advantage
@@ -119,7 +119,7 @@ def test_only_group_relative_algorithms_filter_groups_of_equal_members() -> None
     }
 
 
-def test_turn_level_reward_credits_what_follows_a_turn() -> None:
+def test_turn_level_reward_credits_later_rewards() -> None:
     cfg = AlgorithmSection(reward_level=CreditLevel.TURN, turn_discount=0.5)
     group = Group(group_id="a", members=[scored(0, [0.0, 1.0]), scored(1, [0.5, 0.5])])
     first, second = samples_of([group], cfg)
@@ -137,7 +137,7 @@ def test_turn_level_reward_credits_what_follows_a_turn() -> None:
         ({"advantage": Advantage.RLOO}, [[1.0, 0.5, 0.5, 0.5], [-0.5, 0.5], [-0.5]]),
     ],
 )
-def test_turn_level_baseline_is_of_turns_with_the_same_number(
+def test_turn_level_baseline_compares_turns_of_equal_number(
     settings: dict, expected: list[list[float]]
 ) -> None:
     cfg = AlgorithmSection(reward_level=CreditLevel.TURN, **settings)
@@ -168,7 +168,7 @@ def test_identical_members_have_no_signal_at_turn_level(
 
 
 @pytest.mark.parametrize("baseline", list(Baseline))
-def test_members_invalid_in_the_same_turns_have_no_signal(baseline: Baseline) -> None:
+def test_members_with_equal_invalid_turns_have_no_signal(baseline: Baseline) -> None:
     cfg = AlgorithmSection(
         invalid_action_penalty=0.4, invalid_action_level=CreditLevel.TURN, baseline=baseline
     )
@@ -178,12 +178,12 @@ def test_members_invalid_in_the_same_turns_have_no_signal(baseline: Baseline) ->
     assert not group_has_signal(members, cfg)
 
 
-def test_solutions_of_unlike_lengths_have_no_signal_at_turn_level() -> None:
+def test_solutions_of_different_lengths_have_no_signal_at_turn_level() -> None:
     members = [scored(number, [*[0.0] * number, 1.0]) for number in range(4)]
     assert not group_has_signal(members, AlgorithmSection(reward_level=CreditLevel.TURN))
 
 
-def test_penalty_of_a_turn_is_kept_where_others_have_ended() -> None:
+def test_turn_penalty_outlasts_other_members() -> None:
     cfg = AlgorithmSection(invalid_action_penalty=0.4, invalid_action_level=CreditLevel.TURN)
     group = Group(group_id="a", members=[turns(0, 0.0, [True]), turns(1, 0.0, [False, True])])
     first, second = samples_of([group], cfg)
@@ -191,7 +191,7 @@ def test_penalty_of_a_turn_is_kept_where_others_have_ended() -> None:
     assert second.token_advantages().tolist() == pytest.approx([0.4, -0.4])
 
 
-def test_a_member_alone_with_its_turns_learns_nothing_from_them() -> None:
+def test_member_without_peers_in_its_turns_has_zero_advantage() -> None:
     cfg = AlgorithmSection(reward_level=CreditLevel.TURN)
     empty = replace(turns(1, 0.0, []), turn_scores=np.zeros(0, dtype=np.float32))
     group = Group(group_id="a", members=[scored(0, [0.0, 0.5]), empty])
@@ -205,7 +205,7 @@ def test_turn_rewards_sum_to_the_final_score() -> None:
     assert turn_rewards(scored(0, [0.25, 0.75]), AlgorithmSection()).tolist() == [0.0, 0.75]
 
 
-def test_first_turns_pay_is_the_rise_over_the_start() -> None:
+def test_first_turn_is_paid_above_the_start() -> None:
     """Raw scores -1, -2, -3 in a range of -20..0: each turn is paid -1/20."""
     played = replace(scored(0, [0.95, 0.9, 0.85]), start_score=1.0)
     by_turn = turn_rewards(played, AlgorithmSection(reward_level=CreditLevel.TURN))
@@ -225,7 +225,7 @@ def test_discount_brings_a_cost_nearer_to_nothing() -> None:
     assert second.advantage == pytest.approx(-0.15 + 0.0375)
 
 
-def test_normalisation_per_environment_gives_each_the_same_size() -> None:
+def test_normalisation_per_environment_equalises_advantage_scales() -> None:
     groups = [
         Group(group_id="a", members=[scored(0, [1.0]), scored(1, [0.0])]),
         Group(
@@ -238,7 +238,7 @@ def test_normalisation_per_environment_gives_each_the_same_size() -> None:
     assert flat == pytest.approx([1.0, -1.0, 1.0, -1.0], abs=1e-3)
 
 
-def test_baseline_is_that_of_the_survivors_of_a_damaged_group() -> None:
-    survivors = [member(0, 1.0), member(3, 0.0)]  # of four
+def test_baseline_covers_survivors_of_damaged_group() -> None:
+    survivors = [member(0, 1.0), member(3, 0.0)]  # Two of four members survive.
     samples = samples_of([Group(group_id="a", members=survivors)], AlgorithmSection())
     assert [s.advantage for s in samples] == [1.0, -1.0]

@@ -45,20 +45,20 @@ def advantages(
     return [sample.token_advantages().tolist() for sample in found]
 
 
-def test_every_sample_gets_its_own_values_and_end() -> None:
+def test_each_sample_uses_its_own_values_and_bootstrap() -> None:
     first, second = advantages(whiten=False)
     assert first == pytest.approx([0.75, 0.75])  # 1 - 0.25; a true end has no bootstrap
     assert second == pytest.approx([-0.2])  # 0 + 0.3 - 0.5: cut, so what would have followed counts
 
 
-def test_whitening_is_over_the_tokens_of_the_batch() -> None:
+def test_whitening_covers_the_batchs_tokens() -> None:
     first, second = advantages()
     # 0.75 0.75 -0.2: mean 0.4333, deviation 0.95 * sqrt(2) / 3 = 0.4478
     assert first == pytest.approx([0.7071, 0.7071], abs=1e-3)
     assert second == pytest.approx([-1.4142], abs=1e-3)
 
 
-def test_each_environment_can_have_a_size_of_its_own() -> None:
+def test_normalize_per_env_scales_each_environment() -> None:
     got = advantages(AlgorithmSection(normalize_per_env=True), whiten=False)
     assert got[0] == pytest.approx([1.0, 1.0], abs=1e-4)
     assert got[1] == pytest.approx([-1.0], abs=1e-4)

@@ -12,7 +12,7 @@ from learner.batch.credit import samples_of
 from tests.learner.objective.ragged import groups
 
 Members = list[Trajectory]
-EPSILON = 1e-6  # of deviations
+EPSILON = 1e-6  # Added to deviations.
 PLAIN: dict[str, Any] = {"baseline": Baseline.GROUP_MEAN, "advantage": Advantage.GRPO}
 
 
@@ -30,7 +30,7 @@ def dr_grpo(members: Members) -> list[float]:
 
 
 def rloo(members: Members) -> list[float]:
-    """arXiv:2402.14740: less the mean of the others; nothing for who has none."""
+    """arXiv:2402.14740: less the mean of the other members; zero for a single member."""
     found: list[float] = []
     for at, member in enumerate(members):
         others = [m.reward for k, m in enumerate(members) if k != at]
@@ -82,9 +82,7 @@ def test_advantages_are_those_of_the_paper(name: str) -> None:
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_gigpo_adds_to_the_episodes_advantage_that_of_its_steps_among_equal_states(
-    is_scaled: bool,
-) -> None:
+def test_gigpo_adds_the_step_advantage_among_equal_states(is_scaled: bool) -> None:
     """arXiv:2505.10978, equations 4 to 8, by dictionaries: discount 0.95, undiscounted outcome."""
     expected: list[float] = []
     for group in groups():

@@ -35,7 +35,7 @@ def definition(
     turns = e.turn_ids[e.loss_mask].tolist()
     present = sorted(set(turns))
     firsts = [turns.index(t) for t in present] if step is Timestep.TURN else [*range(len(turns))]
-    paid = np.zeros(len(turns))  # on the last token of the turn that earned it, or of one before
+    paid = np.zeros(len(turns))  # The reward lies on the last token of its turn or before.
     scores = [e.start_score, *e.turn_scores.tolist()]
     is_cut = e.end_reason == "horizon"
     for turn in range(e.num_turns):
@@ -86,7 +86,7 @@ def test_gae_and_its_targets_are_their_definition(step: Timestep, level: CreditL
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.2])
-def test_value_loss_and_its_gradient_are_those_by_hand(clip: float) -> None:
+def test_value_loss_and_gradient_match_hand_computed_numbers(clip: float) -> None:
     rng = np.random.default_rng(1)
     now, target, old = (rng.normal(size=9) for _ in range(3))
     marks = np.array([1, 0, 1, 1, 0, 0, 1, 1, 1]) / 6

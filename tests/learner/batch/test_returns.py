@@ -9,7 +9,7 @@ REWARDS = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
 VALUES = torch.tensor([0.5, 1.5, 1.0], dtype=torch.float64)
 
 
-def test_returns_discount_what_follows() -> None:
+def test_returns_discount_later_rewards() -> None:
     got = discounted_returns(REWARDS, discount=0.5, bootstrap=4.0)
     assert got.tolist() == [1.5, 3.0, 4.0]  # 4 = 2 + 0.5 * 4
 

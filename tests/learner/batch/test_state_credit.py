@@ -23,7 +23,7 @@ STATES = np.array([0, 1, 0, 0, 2])
 RETURNS = np.array([1.0, 1.0, 0.0, 0.5, 0.5])
 
 
-def test_gigpo_compares_with_the_turns_in_the_same_state_and_leaves_a_state_met_once() -> None:
+def test_gigpo_compares_turns_within_same_state() -> None:
     mean, others = Baseline.GROUP_MEAN, Baseline.LEAVE_ONE_OUT
     credit = step_advantages(RETURNS, STATES, baseline=mean, normalize_std=False)
     assert credit.tolist() == [0.5, 0.0, -0.5, 0.0, 0.0]
@@ -41,7 +41,7 @@ def test_equal_returns_give_exactly_nothing() -> None:
     assert not np.concatenate(parts).any()
 
 
-def test_ecpo_trusts_an_action_by_its_visits_and_a_state_by_its_variance() -> None:
+def test_ecpo_shrinks_by_action_visits_and_state_variance() -> None:
     states, actions = np.zeros(3, dtype=int), np.array([0, 0, 1])
     credit = shrunk_advantages(np.array([1.0, 1.0, 0.0]), states, actions, prior_visits=1.0)
     assert credit.tolist() == pytest.approx([2 / 3 / 3, 2 / 3 / 3, -2 / 3 / 2])  # gate 1
@@ -65,10 +65,10 @@ OF_ACTIONS = [1 / 18, 1 / 18, -1 / 18, -1 / 18]
     "changes_of",
     [
         lambda action: {"turn_actions": np.array([action], dtype=np.int32)},
-        lambda _: {"asides": np.array([1, 2, Aside.PLAN], dtype=np.int32)},  # of older records
+        lambda _: {"asides": np.array([1, 2, Aside.PLAN], dtype=np.int32)},  # An older record.
     ],
 )
-def test_ecpo_compares_actions_whatever_was_thought_before(
+def test_ecpo_compares_actions_and_ignores_thoughts(
     changes_of: Callable[[int], dict[str, Any]],
 ) -> None:
     members = [thinking(i, a, paid, **changes_of(a)) for i, (a, paid) in enumerate(ACTIONS)]
@@ -78,7 +78,7 @@ def test_ecpo_compares_actions_whatever_was_thought_before(
     assert of_state == pytest.approx(OF_ACTIONS)
 
 
-def test_gagpo_gives_the_credit_to_the_turn_that_leaves_a_shared_state() -> None:
+def test_gagpo_credits_the_turn_that_leaves_a_shared_state() -> None:
     rewards = [np.array([0.0, 1.0]), np.array([0.0, 0.0])]
     states = [np.array([0, 1]), np.array([0, 2])]
     won, lost = grouped_gae(rewards, states, discount=1.0, trace=0.5)
@@ -89,7 +89,7 @@ def test_gagpo_gives_the_credit_to_the_turn_that_leaves_a_shared_state() -> None
     assert (none.size, one.tolist()) == (0, [0.0])
 
 
-def test_running_baseline_never_holds_the_reward_that_it_is_taken_from() -> None:
+def test_running_baseline_excludes_the_current_reward() -> None:
     baseline, how = RunningBaseline(), {"memory": 0.5, "prior": 1.0}
     assert baseline.advantages([1.0, 0.0], ["a", "b"], ["t", "t"], **how).tolist() == [1.0, -1.0]
     again = RunningBaseline()
@@ -99,7 +99,7 @@ def test_running_baseline_never_holds_the_reward_that_it_is_taken_from() -> None
         assert later.tolist() == [-0.25, 0.0, 0.0]  # (1 + .5) / 2; the task's .5; nothing known
 
 
-def test_second_moment_masks_the_fewest_outliers_until_the_rest_is_trusted() -> None:
+def test_second_moment_masks_the_fewest_outliers() -> None:
     ratios = torch.tensor([0.1, -0.2, 0.3, -1.0])
     kept = [second_moment_mask(ratios, threshold=t).tolist() for t in (0.3, 0.05, 0.001)]
     assert kept == [[True] * 4, [True, True, True, False], [True, False, False, False]]

@@ -48,19 +48,19 @@ def estimated(trajectory: Trajectory, values: list[float], **settings) -> Sample
     )
 
 
-def test_timesteps_are_turns_or_sampled_tokens_never_observations() -> None:
+def test_timesteps_are_turns_or_sampled_tokens() -> None:
     assert timesteps(episode(), Timestep.TURN).tolist() == [0, 0, 1, 1]
     assert timesteps(episode(), Timestep.TOKEN).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("trailing", [0, 1, 5])
-def test_reward_lies_on_the_last_action_token_whatever_follows_it(trailing: int) -> None:
+def test_reward_belongs_to_last_action_token(trailing: int) -> None:
     algorithm = AlgorithmSection()
     got = step_rewards(episode(trailing=trailing), algorithm, Timestep.TOKEN)
     assert got.tolist() == [0.0, 0.0, 0.0, 1.0]
 
 
-def test_turn_rewards_are_the_rises_of_the_score() -> None:
+def test_turn_rewards_are_rises_of_score() -> None:
     algorithm = AlgorithmSection(reward_level=CreditLevel.TURN)
     assert step_rewards(episode(), algorithm, Timestep.TURN).tolist() == [0.25, 0.75]
     assert step_rewards(episode(), algorithm, Timestep.TOKEN).tolist() == [0.0, 0.25, 0.0, 0.75]
@@ -86,7 +86,7 @@ def test_turn_estimates_match_hand_computed_numbers() -> None:
     assert listed(got.state_marks) == [1.0, 0.0, 1.0, 0.0]
 
 
-def test_only_an_episode_that_was_cut_short_is_bootstrapped() -> None:
+def test_only_truncated_episodes_are_bootstrapped() -> None:
     values = [0.0] * 4
     done = estimated(replace(episode(), reward=0.0), values, bootstrap=0.5)
     for end in (EndReason.HORIZON, EndReason.TRUNCATED, EndReason.CONTEXT_FULL):
@@ -104,9 +104,9 @@ PENALTY = AlgorithmSection(invalid_action_penalty=0.2)
     [
         # The level 0.6 is reached. At episode level a value is of the level at the end.
         (AlgorithmSection(), 0.7, 0.7),  # not 1.3
-        (AlgorithmSection(), 0.1, 0.6),  # what is reached is not taken back
+        (AlgorithmSection(), 0.1, 0.6),  # A reached score is kept.
         (AlgorithmSection(), 5.0, 1.0),  # no more than can be reached
-        (AlgorithmSection(turn_discount=0.5), 0.8, 0.5 * 0.8),  # what is paid later, is paid once
+        (AlgorithmSection(turn_discount=0.5), 0.8, 0.5 * 0.8),  # A later reward counts once.
         # At turn level it is of the rises that are still to come.
         (TURN, 0.3, 0.9),
         (TURN, 5.0, 1.0),
@@ -116,7 +116,7 @@ PENALTY = AlgorithmSection(invalid_action_penalty=0.2)
         (PENALTY, 0.2, 0.5),
     ],
 )
-def test_target_of_a_cut_episode_never_exceeds_the_largest_reward(
+def test_target_of_cut_episode_is_bounded(
     algorithm: AlgorithmSection, value: float, target: float
 ) -> None:
     played = episode(end=EndReason.HORIZON)
@@ -131,9 +131,7 @@ def test_target_of_a_cut_episode_never_exceeds_the_largest_reward(
 
 
 @pytest.mark.parametrize(("trailing", "target"), [(1, 0.8), (0, 0.3)])
-def test_without_its_last_observation_the_last_state_s_own_value_stands_in(
-    trailing: int, target: float
-) -> None:
+def test_bootstrap_falls_back_to_the_last_states_value(trailing: int, target: float) -> None:
     played = replace(episode(end=EndReason.CONTEXT_FULL, trailing=trailing), reward=0.0)
     got = estimated(played, [0.5, 9.0, 0.3, 9.0], bootstrap=0.8)
     assert listed(got.value_targets)[-1] == pytest.approx(target)
@@ -159,7 +157,7 @@ GAMMA = 0.9
 
 @pytest.mark.parametrize("trailing", [0, 1])
 @pytest.mark.parametrize("trace", [0.0, 0.5, 1.0])
-def test_perfect_critic_of_a_cut_episode_gets_its_own_values(trace: float, trailing: int) -> None:
+def test_perfect_critic_reproduces_its_values_for_cut_episodes(trace: float, trailing: int) -> None:
     """Cut at 0.6 after 3 turns; the task would have paid 0.7 in the sixth turn after that."""
     algorithm = AlgorithmSection(turn_discount=GAMMA)
     scores = np.array([0.2, 0.4, 0.6], dtype=np.float32)
@@ -173,8 +171,10 @@ def test_perfect_critic_of_a_cut_episode_gets_its_own_values(trace: float, trail
 
 @pytest.mark.parametrize("discount", [1.0, 0.5])
 @pytest.mark.parametrize("trailing", [0, 1])
-def test_last_turns_pay_counts_once_without_its_observation(trailing: int, discount: float) -> None:
-    """Each turn pays 0.1, five more turns would; values are what is still paid, from each on."""
+def test_last_turns_reward_counts_once_without_its_observation(
+    trailing: int, discount: float
+) -> None:
+    """Each turn pays 0.1 and five more turns would; a value is the remaining reward."""
     algorithm = AlgorithmSection(reward_level=CreditLevel.TURN, turn_discount=discount)
     worth = [sum(0.1 * discount**k for k in range(left)) for left in (8, 7, 6, 5)]
     scores = np.array([0.1, 0.2, 0.3], dtype=np.float32)
@@ -185,7 +185,7 @@ def test_last_turns_pay_counts_once_without_its_observation(trailing: int, disco
     assert listed(got.value_targets) == pytest.approx(worth[:3], abs=1e-6)
 
 
-def test_value_of_a_falling_score_is_not_held_at_what_it_was() -> None:
+def test_value_target_may_fall_with_score() -> None:
     # A raw score in -20..0 begins at 1.0 and is at 0.9. The critic expects it to end at 0.7: -0.3.
     scores = np.array([0.95, 0.9], dtype=np.float32)
     played = steady(2, trailing=1, reward=0.9, turn_scores=scores, start_score=1.0)
@@ -205,7 +205,7 @@ def test_vtrace_on_policy_equals_gae_with_full_trace() -> None:
     assert listed(corrected.value_targets) == listed(plain.value_targets)
 
 
-def test_vtrace_takes_the_ratio_of_the_whole_turn() -> None:
+def test_vtrace_uses_ratio_of_whole_turn() -> None:
     log_ratios = np.log(np.array([0.5, 0.5, 1.0, 1.0], dtype=np.float32))
     got = estimated(episode(), [0.0] * 4, targets=CriticTargets.VTRACE, log_ratios=log_ratios)
     assert listed(got.value_targets) == pytest.approx([0.25, 0.25, 1.0, 1.0])

@@ -18,6 +18,6 @@ def setup(tmp_path: Path) -> Iterator[Setup]:
 
 @pytest.fixture
 def running(setup: Setup) -> Setup:
-    """An intake whose thread runs."""
+    """A running intake."""
     setup.intake.start()
     return setup

@@ -62,11 +62,11 @@ class Scheduler:
         self.rejects = False
         self.told = ReportCursor()
         self.num_to_lose = 0  # numbered messages that never arrive
-        self.num_answers = 0  # to heartbeats
-        self.num_applied = 0  # of them, what the learner has acted on
+        self.num_answers = 0  # Answers to heartbeats.
+        self.num_applied = 0  # Answers that the learner has applied.
 
     def start(self, epoch: str, *, is_at_new_address: bool = True) -> None:
-        """Begin a new epoch that knows nothing."""
+        """Begin a new epoch without state."""
         self.epoch, self.heard = epoch, []
         if is_at_new_address:
             self.stop()
@@ -145,7 +145,7 @@ class Scheduler:
 
 
 class GatedJournal(JournalWriter):
-    """A disk whose sync takes until the gate is open."""
+    """A disk that syncs while the gate is open."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -221,7 +221,7 @@ class Setup:
         if self.intake.is_alive():
             self.intake.stop()
         assert not self.intake.is_alive()
-        if self.intake.ident is None:  # never started: nobody else closes its sockets
+        if self.intake.ident is None:  # An intake that never ran does not close its sockets.
             self.router.close()
             self.client.close()
         self.scheduler.stop()

@@ -75,7 +75,7 @@ def test_a_good_trajectory_is_not_refused() -> None:
         ({"action_chars": np.zeros((1, 1), np.int32)}, "action_chars is int32 (1, 1)"),
     ],
 )
-def test_a_bad_trajectory_is_refused_with_its_reason(changes: dict[str, Any], reason: str) -> None:
+def test_bad_trajectory_is_refused_with_reason(changes: dict[str, Any], reason: str) -> None:
     assert reason in judge(replace(GOOD, **changes))
     assert reason in judge(replace(GOOD, **changes), vocab_size=9)
 
@@ -86,12 +86,12 @@ def test_an_infrastructure_failure_may_be_empty() -> None:
     assert judge(replace(empty, end_reason=EndReason.DONE)) == "no sampled token"
 
 
-def test_the_lengths_of_an_infrastructure_failure_still_matter() -> None:
+def test_infrastructure_failure_needs_consistent_lengths() -> None:
     damaged = replace(GOOD, end_reason=EndReason.DEADLINE, versions=ints())
     assert "versions has shape (0,)" in judge(damaged)
 
 
-def test_an_evaluation_may_be_played_by_a_script_and_by_any_member() -> None:
+def test_evaluation_accepts_any_policy_and_member() -> None:
     scripted = replace(
         GOOD,
         kind=EpisodeKind.EVAL,
@@ -102,7 +102,7 @@ def test_an_evaluation_may_be_played_by_a_script_and_by_any_member() -> None:
     assert judge(scripted) == ""
 
 
-def test_what_was_not_sampled_may_have_any_logprob_and_turn() -> None:
+def test_unsampled_tokens_may_have_any_logprob_and_turn() -> None:
     assert judge(replace(GOOD, logprobs=floats(np.nan, -1, -1, 5))) == ""
     assert judge(replace(GOOD, turn_ids=ints(7, 0, 0, -3))) == ""
 
@@ -114,14 +114,12 @@ def test_turns_in_order_are_not_refused() -> None:
 @pytest.mark.parametrize(
     ("vocab_size", "reason"), [(9, ""), (8, "token id 8 of a vocabulary of 8"), (None, "")]
 )
-def test_a_token_beyond_the_vocabulary_is_refused_where_its_size_is_known(
-    vocab_size: int | None, reason: str
-) -> None:
+def test_token_beyond_known_vocabulary_is_refused(vocab_size: int | None, reason: str) -> None:
     judged = refusal(GOOD, learner_version=3, max_group_size=2, vocab_size=vocab_size)
     assert judged == reason
 
 
-def test_more_tokens_than_the_learner_computes_at_once_are_refused() -> None:
+def test_trajectory_beyond_microbatch_limit_is_refused() -> None:
     failed = replace(GOOD, end_reason=EndReason.ENV_ERROR)
     for trajectory in (GOOD, failed):
         limits = {"learner_version": 3, "max_group_size": 2}

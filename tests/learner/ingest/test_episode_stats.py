@@ -94,7 +94,7 @@ def test_every_task_is_counted_under_its_environment() -> None:
     assert {name: metrics[name] for name in expected} == expected
 
 
-def test_mix_of_horizons_names_the_share_of_each() -> None:
+def test_horizon_mix_reports_share_of_each() -> None:
     members = [replace(WON, env="maze", horizon=5, horizon_stage=0)] * 3
     members += [replace(WON, env="shop", horizon=20, horizon_stage=2)]
     assert horizon_mix(members) == {
@@ -110,7 +110,7 @@ def test_mix_of_horizons_names_the_share_of_each() -> None:
     }
 
 
-def test_an_infrastructure_failure_is_counted_and_in_no_mean() -> None:
+def test_infrastructure_failure_counts_outside_the_means() -> None:
     stats = EpisodeStats()
     stats.add(WON)
     stats.add(replace(LOST, end_reason=EndReason.ENV_TIMEOUT))

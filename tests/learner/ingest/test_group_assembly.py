@@ -62,7 +62,7 @@ def said(outcomes: list[EpisodeOutcome]) -> dict[str, tuple[str, str]]:
     return {o.episode_id: (o.outcome.value, o.cause) for o in outcomes}
 
 
-def test_a_group_is_ready_with_its_last_member_and_ordered_by_member() -> None:
+def test_group_is_ready_with_its_last_member_in_order() -> None:
     table = make_table(per_step=1)
     assert table.add(member("a", 2)) == ([], [])
     assert table.add(member("a", 0)) == ([], [])
@@ -119,7 +119,7 @@ def test_a_member_given_up_completes_its_group() -> None:
     assert table.num_ready == 1
 
 
-def test_giving_up_a_member_that_arrived_changes_nothing() -> None:
+def test_giving_up_arrived_member_changes_nothing() -> None:
     table = make_table()
     table.add(member("a", 0))
     assert table.give_up("a", 0) == ([], [])
@@ -127,7 +127,7 @@ def test_giving_up_a_member_that_arrived_changes_nothing() -> None:
     assert table.num_open == 1
 
 
-def test_a_member_that_comes_after_it_was_given_up_still_counts_while_the_group_is_open() -> None:
+def test_late_member_counts_while_its_group_is_open() -> None:
     table = make_table(per_step=1)
     table.give_up("a", 0)
     table.add(member("a", 0))
@@ -149,7 +149,7 @@ def test_nothing_reopens_a_completed_group() -> None:
     assert (table.num_open, table.num_ready) == (0, 1)
 
 
-def test_what_a_previous_learner_left_of_a_trained_group_has_failed() -> None:
+def test_leftover_members_of_trained_group_fail() -> None:
     table = make_table()
     table.add(failure("a", 1))
     outcomes, arrived = table.mark_completed("a")
@@ -175,7 +175,7 @@ def test_in_order_the_arrival_plays_no_role() -> None:
     assert ids(take(table, in_order=True)[0]) == ["a", "b"]
 
 
-def test_a_short_batch_is_taken_when_the_scheduler_says_so_and_for_that_version_only() -> None:
+def test_short_batch_decision_covers_one_version() -> None:
     table = make_table()
     fill(table, "a")
     assert not table.is_batch_ready(0)
@@ -190,7 +190,7 @@ def test_a_short_batch_is_taken_when_the_scheduler_says_so_and_for_that_version_
     assert ids(take(table, 1)[0]) == ["b"]
 
 
-def test_no_batch_is_ever_empty_whatever_the_scheduler_says() -> None:
+def test_no_batch_is_ever_empty() -> None:
     table = make_table()
     fill_equal(table, *"uvwxyz")
     table.decide(0, 1)
@@ -198,7 +198,7 @@ def test_no_batch_is_ever_empty_whatever_the_scheduler_says() -> None:
     assert take(table) == ([], [])
 
 
-def test_a_trajectory_is_as_old_as_its_oldest_sampled_token() -> None:
+def test_trajectory_age_is_that_of_its_oldest_sampled_token() -> None:
     trajectory = make_trajectory([1, 2, 3, 4], [0, 1, 1, 0])
     trajectory.versions[1:3] = [7, 4]
     assert oldest_version(trajectory) == 4
@@ -207,9 +207,7 @@ def test_a_trajectory_is_as_old_as_its_oldest_sampled_token() -> None:
 
 
 @pytest.mark.parametrize(("version", "is_taken"), [(5, True), (7, True), (8, False)])
-def test_a_group_is_trained_at_max_lag_and_stale_one_step_later(
-    version: int, is_taken: bool
-) -> None:
+def test_group_is_trained_at_max_lag_and_stale_after(version: int, is_taken: bool) -> None:
     table = make_table(per_step=1)
     fill(table, "a", version=5)
     groups, outcomes = take(table, version, max_lag_steps=2)
@@ -219,7 +217,7 @@ def test_a_group_is_trained_at_max_lag_and_stale_one_step_later(
     )
 
 
-def test_stale_members_are_dropped_and_the_rest_trains_if_enough_survive() -> None:
+def test_stale_members_are_dropped_and_the_survivors_train() -> None:
     table = make_table(per_step=1)
     for number, version in enumerate((4, 1, 4)):
         table.add(member("a", number, version=version))
@@ -228,7 +226,7 @@ def test_stale_members_are_dropped_and_the_rest_trains_if_enough_survive() -> No
     assert said(outcomes) == {"a/1": ("stale", "lag")}
 
 
-def test_a_group_with_too_few_fresh_members_is_stale_as_a_whole() -> None:
+def test_group_with_too_few_fresh_members_is_stale() -> None:
     table = make_table(per_step=1)
     for number, version in enumerate((4, 1, 1)):
         table.add(member("a", number, version=version))
@@ -242,7 +240,7 @@ def test_a_group_with_too_few_fresh_members_is_stale_as_a_whole() -> None:
     assert held_by(table) == []
 
 
-def test_the_fresh_stay_in_place_when_they_are_too_few_for_a_batch() -> None:
+def test_fresh_groups_wait_when_too_few_for_a_batch() -> None:
     table = make_table(per_step=3)
     fill(table, "a", "b", version=5)
     fill(table, "old", version=0)
@@ -269,7 +267,7 @@ def test_every_trajectory_leaves_exactly_once() -> None:
     assert held_by(table) == []
 
 
-def test_in_lockstep_no_batch_is_taken_before_the_scheduler_has_decided() -> None:
+def test_lockstep_batch_waits_for_schedulers_decision() -> None:
     table = make_table(is_lockstep=True)
     fill(table, "e", "f")
     assert not table.is_batch_ready(0)
@@ -282,7 +280,7 @@ def test_in_lockstep_no_batch_is_taken_before_the_scheduler_has_decided() -> Non
     assert not table.is_batch_ready(1), "the scheduler counts a group that is not here yet"
 
 
-def test_wider_bound_holds_for_the_horizon_it_was_given_for_only() -> None:
+def test_wider_lag_bound_applies_to_its_horizon_only() -> None:
     table = make_table(per_step=1)
     fill(table, "a", version=0)
     bounds = {("toy", 4): 5}
@@ -301,7 +299,7 @@ def test_groups_that_wait_for_members_are_named() -> None:
     assert table.open_ids == ["a"]
 
 
-def test_group_that_is_settled_for_good_is_not_trained_on() -> None:
+def test_settled_group_is_not_trained_on() -> None:
     table = make_table(per_step=1)
     fill(table, "g0000001", "g0000002")
     table.close_below(2)

@@ -11,7 +11,7 @@ TIMEOUT_S = 5.0
 
 
 class Disk:
-    """A disk whose syncs begin and end when told."""
+    """A disk with syncs that the test starts and ends."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
@@ -35,7 +35,7 @@ def start(disk: Disk) -> GroupCommit:
     return commit
 
 
-def test_what_comes_during_a_sync_shares_the_next_one() -> None:
+def test_submissions_during_a_sync_share_the_next_one() -> None:
     disk = Disk()
     commit = start(disk)
     commit.submit(batch(1))
@@ -54,7 +54,7 @@ def test_what_comes_during_a_sync_shares_the_next_one() -> None:
     assert not disk.may_end.acquire(blocking=False)
 
 
-def test_stop_syncs_what_was_submitted() -> None:
+def test_stop_syncs_all_submissions() -> None:
     disk = Disk()
     disk.may_end.release()
     commit = start(disk)
@@ -63,7 +63,7 @@ def test_stop_syncs_what_was_submitted() -> None:
     assert [each.end.offset for each in commit.take_done()] == [1]
 
 
-def test_sync_that_fails_acknowledges_nothing_and_is_told() -> None:
+def test_failed_sync_acknowledges_nothing_and_raises() -> None:
     disk = Disk()
     disk.error = OSError(5, "the disk is gone")
     disk.may_end.release()

@@ -26,7 +26,7 @@ from tests.full_disk import no_room_beyond
 from tests.learner.ingest.intake_rig import HELLO, VOCAB_SIZE, Setup, member
 
 
-def test_a_trajectory_is_acknowledged_only_when_it_is_on_disk(running: Setup) -> None:
+def test_acknowledged_trajectory_is_on_disk(running: Setup) -> None:
     running.journal.gate.clear()
     running.actor.send_multipart(encode(member(0)))
     assert not running.actor.poll(200), "acknowledged before the sync"
@@ -38,7 +38,7 @@ def test_a_trajectory_is_acknowledged_only_when_it_is_on_disk(running: Setup) ->
     assert record.token_ids.tolist() == [1, 2]
 
 
-def test_a_duplicate_is_acknowledged_counted_and_not_written_again(running: Setup) -> None:
+def test_duplicate_is_acknowledged_and_counted_but_not_rewritten(running: Setup) -> None:
     for _ in range(3):
         assert running.deliver(member(0)).is_accepted
     running.scheduler.pump_until(lambda: running.scheduler.num_duplicates == 2)
@@ -47,7 +47,7 @@ def test_a_duplicate_is_acknowledged_counted_and_not_written_again(running: Setu
     assert running.admission.counts()["admission/duplicates"] == 2
 
 
-def test_of_trajectories_that_come_at_once_each_is_judged_by_itself(running: Setup) -> None:
+def test_concurrent_trajectories_are_judged_singly(running: Setup) -> None:
     bad = replace(member(1), logprobs=np.array([0, np.nan], dtype=np.float32))
     running.journal.gate.clear()
     for each in (member(0), bad, member(0), member(2), bad):
@@ -66,9 +66,9 @@ def test_of_trajectories_that_come_at_once_each_is_judged_by_itself(running: Set
     assert running.scheduler.outcomes == {"g/1": ("failed", "refused")}
 
 
-def test_what_a_sender_had_accepted_at_once_is_acknowledged_at_once(running: Setup) -> None:
+def test_acceptances_of_one_sender_share_acknowledgements(running: Setup) -> None:
     running.journal.gate.clear()
-    running.actor.send_multipart(encode(member(0)))  # at the disk while the others come
+    running.actor.send_multipart(encode(member(0)))  # It waits for the disk while more arrive.
     for number in range(1, 3):
         running.actor.send_multipart(encode(member(number)))
     with running.other_actor() as other:
@@ -86,7 +86,7 @@ def test_what_a_sender_had_accepted_at_once_is_acknowledged_at_once(running: Set
         assert decode(other.recv_multipart()).episode_id == "h/0"
 
 
-def test_a_refused_trajectory_is_answered_with_its_reason_and_never_arrives(running: Setup) -> None:
+def test_refused_trajectory_gets_its_reason_and_is_not_journaled(running: Setup) -> None:
     bad = replace(member(2), logprobs=np.array([0, np.nan], dtype=np.float32))
     ack = running.deliver(bad)
     assert not ack.is_accepted
@@ -99,16 +99,14 @@ def test_a_refused_trajectory_is_answered_with_its_reason_and_never_arrives(runn
     assert running.admission.counts()["admission/refused"] == 1
 
 
-def test_an_episode_that_its_actor_was_not_leased_is_refused_and_tells_nothing_of_it(
-    tmp_path: Path,
-) -> None:
+def test_unleased_episode_is_refused_without_report(tmp_path: Path) -> None:
     key, own = b"of scheduler and learner", member(0)
     setup = Setup(tmp_path, lease_key=key)
     setup.intake.start()
     leased = replace(own, lease_mac=lease_mac(own, own.actor, key))
     forged = [
         own,  # never leased
-        replace(leased, actor="actor-9"),  # to another one
+        replace(leased, actor="actor-9"),  # The lease belongs to another actor.
         replace(leased, horizon=own.horizon + 1),
         replace(leased, seed=own.seed + 1),
         replace(leased, episode_id="g/1", member=1),
@@ -127,14 +125,14 @@ def test_an_episode_that_its_actor_was_not_leased_is_refused_and_tells_nothing_o
     setup.close()
 
 
-def test_a_token_that_the_policy_does_not_have_never_reaches_the_journal(running: Setup) -> None:
+def test_token_outside_vocabulary_never_reaches_journal(running: Setup) -> None:
     bad = replace(member(0), token_ids=np.array([1, VOCAB_SIZE], dtype=np.int32))
     ack = running.deliver(bad)
     assert ack.reason == "token id 100 of a vocabulary of 100"
     assert running.journaled() == []
 
 
-def test_late_episode_of_a_group_that_is_settled_for_good_is_a_duplicate(running: Setup) -> None:
+def test_late_episode_of_a_settled_group_is_a_duplicate(running: Setup) -> None:
     running.deliver(member(0, group_id="g0000003"))
     running.scheduler.told.save(closed_below=4)
     running.scheduler.pump_beats(2)
@@ -144,7 +142,7 @@ def test_late_episode_of_a_group_that_is_settled_for_good_is_a_duplicate(running
     assert running.journaled() == ["g0000003/0", "g0000004/1"]
 
 
-def test_members_that_the_scheduler_gave_up_complete_a_group(running: Setup) -> None:
+def test_members_given_up_by_the_scheduler_complete_a_group(running: Setup) -> None:
     for number in (0, 2):
         running.deliver(member(number))
     running.scheduler.revoked = ["g/1"]
@@ -157,7 +155,7 @@ def test_members_that_the_scheduler_gave_up_complete_a_group(running: Setup) -> 
     assert running.buffer.drain_stats()["groups/open"] == 0
 
 
-def test_an_evaluation_is_written_and_told_and_in_no_group(running: Setup) -> None:
+def test_evaluation_is_journaled_outside_groups(running: Setup) -> None:
     for number in range(3):
         running.deliver(replace(member(number), kind=EpisodeKind.EVAL))
     running.scheduler.pump_until(lambda: len(running.scheduler.seen) == 3)
@@ -173,16 +171,14 @@ def test_something_else_than_a_trajectory_is_rejected(running: Setup) -> None:
     assert running.deliver(member(0)).is_accepted
 
 
-def test_a_batch_that_does_not_come_is_an_error_that_says_what_there_is(running: Setup) -> None:
+def test_batch_timeout_reports_ready_groups(running: Setup) -> None:
     running.deliver(member(0))
     running.scheduler.pump_until(lambda: running.scheduler.seen == ["g/0"])
     with pytest.raises(TimeoutError, match="0 groups ready, 1 waiting"):
         running.next_batch(timeout_s=0.01)
 
 
-def test_what_grew_stale_before_a_timeout_is_told_and_comes_with_the_next_batch(
-    running: Setup,
-) -> None:
+def test_stale_episodes_before_a_timeout_come_with_the_next_batch(running: Setup) -> None:
     scheduler = running.scheduler
     for number in range(3):
         running.deliver(member(number, group_id="old"))
@@ -199,7 +195,7 @@ def test_what_grew_stale_before_a_timeout_is_told_and_comes_with_the_next_batch(
     assert [o.episode_id for o in stale] == ["old/0", "old/1", "old/2"]
 
 
-def test_adopted_episodes_are_known_and_go_where_they_belong(setup: Setup) -> None:
+def test_adopted_episodes_are_known_and_join_their_groups(setup: Setup) -> None:
     scheduler = setup.scheduler
     failed = replace(member(1, group_id="done"), end_reason=EndReason.ENV_ERROR)
     trained = EpisodeOutcome(episode_id="done/0", outcome=Outcome.TRAINED, cause="")
@@ -220,9 +216,7 @@ def test_adopted_episodes_are_known_and_go_where_they_belong(setup: Setup) -> No
     assert [group.group_id for group in groups] == ["open"]
 
 
-def test_replay_point_moves_to_the_end_when_all_that_was_taken_in_is_settled(
-    running: Setup,
-) -> None:
+def test_replay_point_moves_to_the_end_when_all_is_settled(running: Setup) -> None:
     for number in range(3):
         running.deliver(member(number, group_id="g0000000"))
     assert running.buffer.replay_point(version=0).position == JOURNAL_START
@@ -233,7 +227,7 @@ def test_replay_point_moves_to_the_end_when_all_that_was_taken_in_is_settled(
     assert replay_point.closed_below == 1
 
 
-def test_replay_point_lies_before_an_episode_that_is_still_being_taken_in(running: Setup) -> None:
+def test_replay_point_precedes_episode_in_intake(running: Setup) -> None:
     running.deliver(member(0, group_id="g0000000"))
     running.scheduler.told.save(closed_below=1)
     running.scheduler.pump_beats(2)
@@ -242,14 +236,14 @@ def test_replay_point_lies_before_an_episode_that_is_still_being_taken_in(runnin
     running.journal.gate.clear()
     running.actor.send_multipart(encode(member(0, group_id="g0000001")))
     assert running.journal.is_syncing.wait(5.0)
-    assert running.journal.position > end  # appended, and not yet promised to anybody
+    assert running.journal.position > end  # It is appended but not acknowledged.
     assert running.buffer.replay_point(version=0).position == end
     running.journal.gate.set()
     assert decode(running.actor.recv_multipart()).is_accepted
     assert running.buffer.replay_point(version=0).position == end
 
 
-def test_a_full_disk_pauses_the_intake_and_loses_nothing(
+def test_full_disk_pauses_the_intake_and_loses_nothing(
     running: Setup, caplog: pytest.LogCaptureFixture
 ) -> None:
     running.deliver(member(0))
@@ -270,8 +264,8 @@ def test_a_full_disk_pauses_the_intake_and_loses_nothing(
     assert running.deliver(member(2)).is_accepted
 
 
-def test_time_without_a_batch_begins_with_the_first_engine(setup: Setup) -> None:
-    """Nobody can play before: an engine of a large model takes long to start."""
+def test_batch_timeout_starts_with_first_engine(setup: Setup) -> None:
+    """No actor can play before: the engine of a large model starts slowly."""
     began, patience_s, starting_s = time.monotonic(), 0.2, 0.8
 
     def hear() -> None:
@@ -286,7 +280,7 @@ def test_time_without_a_batch_begins_with_the_first_engine(setup: Setup) -> None
     assert time.monotonic() - began > starting_s + patience_s - 0.05
 
 
-def test_episode_too_large_to_send_is_failed_by_its_cause(running: Setup) -> None:
+def test_oversized_episode_fails_with_its_cause(running: Setup) -> None:
     whole = np.zeros(MAX_FRAME_BYTES // 4 + 1, dtype=np.int32)
     _, frames = deliverable(replace(member(2), token_ids=whole))
     running.actor.send_multipart(frames)

@@ -25,7 +25,7 @@ def at(offset: int) -> JournalPosition:
 
 
 def make_index(*episodes: Trajectory) -> JournalIndex:
-    """An index of a journal with records at 0, 10, 20 ..., told of in messages 1, 2, 3 ..."""
+    """An index of a journal with records at 0, 10, 20 ..., reported in messages 1, 2, 3 ..."""
     index = JournalIndex(end=JOURNAL_START)
     for i, each in enumerate(episodes):
         index.know(each)
@@ -38,7 +38,7 @@ def position(index: JournalIndex, *, num_saved: int = 0, version: int = 0) -> Jo
     return index.replay_point(num_saved=num_saved, version=version).position
 
 
-def test_replay_point_is_the_first_record_of_the_first_group_that_is_not_settled() -> None:
+def test_replay_point_is_the_first_unsettled_groups_record() -> None:
     index = make_index(episode(0), episode(1), episode(0, 1), episode(2))
     assert position(index) == at(0)
     index.close_below(1)
@@ -47,14 +47,14 @@ def test_replay_point_is_the_first_record_of_the_first_group_that_is_not_settled
     assert position(index) == at(30)
 
 
-def test_replay_point_of_a_journal_that_is_settled_is_its_end() -> None:
+def test_replay_point_of_a_settled_journal_is_its_end() -> None:
     index = make_index(episode(0), episode(1))
     index.close_below(2)
     made = index.replay_point(num_saved=0, version=7)
     assert made == ReplayPoint(position=at(20), closed_below=2, version=7)
 
 
-def test_record_that_is_not_entered_yet_lies_behind_the_replay_point() -> None:
+def test_replay_point_precedes_a_pending_record() -> None:
     index = make_index(episode(0))
     index.close_below(1)
     index.know(episode(1))  # appended by another thread; the end is not moved before it is entered
@@ -64,7 +64,7 @@ def test_record_that_is_not_entered_yet_lies_behind_the_replay_point() -> None:
     assert position(index) == at(10)
 
 
-def test_replay_point_stays_while_a_checkpoint_is_older_than_the_step_of_a_group() -> None:
+def test_replay_point_waits_for_a_checkpoint_of_the_step() -> None:
     index = make_index(episode(0), episode(1))
     index.trained(["g0000000"], step=30)
     index.close_below(2)
@@ -72,13 +72,13 @@ def test_replay_point_stays_while_a_checkpoint_is_older_than_the_step_of_a_group
     assert position(index, version=30) == at(20)
 
 
-def test_evaluation_is_read_again_until_the_scheduler_cannot_forget_it() -> None:
+def test_evaluation_is_reread_until_the_scheduler_has_saved_it() -> None:
     index = make_index(evaluation(0), evaluation(0, 1), episode(0))
     assert position(index, num_saved=1) == at(0)
     assert position(index, num_saved=2) == at(20)
 
 
-def test_episode_is_known_by_name_and_when_settled_by_its_number() -> None:
+def test_episode_is_known_by_id_or_group() -> None:
     index = make_index(episode(3))
     assert episode(3) in index
     assert episode(3, 1) not in index
@@ -90,20 +90,20 @@ def test_episode_is_known_by_name_and_when_settled_by_its_number() -> None:
     assert len(index) == 0
 
 
-def test_failed_evaluation_is_taken_again_and_a_failed_training_episode_is_not() -> None:
+def test_failed_evaluation_may_repeat_but_failed_training_may_not() -> None:
     failed = {"end_reason": EndReason.ENV_ERROR}
     index = make_index(replace(evaluation(0), **failed), replace(episode(0), **failed))
     assert evaluation(0) not in index
     assert episode(0) in index
 
 
-def test_evaluation_with_the_number_of_a_settled_group_is_not_settled() -> None:
+def test_evaluation_never_counts_as_settled_by_group_number() -> None:
     index = make_index()
     index.close_below(9)
     assert replace(episode(3), kind=EpisodeKind.EVAL) not in index
 
 
-def test_memory_is_that_of_what_is_open_however_long_the_run() -> None:
+def test_memory_is_bounded_by_open_groups() -> None:
     index = make_index()
     for number in range(5_000):
         known = [episode(number, member) for member in range(2)]

@@ -15,7 +15,7 @@ from learner.ingest.replay_point import (
 POINT = ReplayPoint(position=JournalPosition(segment=2, offset=99), closed_below=40, version=25)
 
 
-def test_replay_point_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+def test_saved_replay_point_loads_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "replay_point.json"
     save_replay_point(path, FROM_THE_START)
     save_replay_point(path, POINT)
@@ -23,11 +23,11 @@ def test_replay_point_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["replay_point.json"]
 
 
-def test_run_without_a_replay_point_reads_from_the_start(tmp_path: Path) -> None:
+def test_missing_replay_point_reads_from_start(tmp_path: Path) -> None:
     assert load_replay_point(tmp_path / "replay_point.json", version=0) == FROM_THE_START
 
 
-def test_checkpoint_older_than_the_replay_point_reads_from_the_start(tmp_path: Path) -> None:
+def test_checkpoint_older_than_the_replay_point_reads_everything(tmp_path: Path) -> None:
     path = tmp_path / "replay_point.json"
     save_replay_point(path, POINT)
     assert load_replay_point(path, version=24) == FROM_THE_START

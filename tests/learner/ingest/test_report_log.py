@@ -37,7 +37,7 @@ def make_log(*reports: Report) -> ReportLog:
     return log
 
 
-def test_reports_are_numbered_in_order_and_outcomes_that_follow_each_other_are_one() -> None:
+def test_reports_are_numbered_and_outcomes_merge() -> None:
     log = make_log(outcomes("a"), outcomes("b", "c"), step(1), outcomes("d"))
     messages = log.take_unsent()
     assert told(messages) == [(1, ["a", "b", "c"]), (2, 1), (3, ["d"])]
@@ -48,7 +48,7 @@ def test_reports_are_numbered_in_order_and_outcomes_that_follow_each_other_are_o
     assert told(log.take_unsent()) == [(4, 2)]
 
 
-def test_what_the_scheduler_has_saved_is_forgotten_and_what_it_has_not_is_sent_again() -> None:
+def test_saved_reports_are_dropped_and_unsaved_ones_resent() -> None:
     log = make_log(outcomes("a"), outcomes("b"), step(1))
     log.take_unsent()
     log.queue(step(2))
@@ -63,8 +63,8 @@ def test_what_the_scheduler_has_saved_is_forgotten_and_what_it_has_not_is_sent_a
     assert log.take_unsent() == []
 
 
-def test_number_of_the_middle_of_what_was_sent_at_once_forgets_nothing() -> None:
-    """What was taken together is forgotten together: the numbers in between are not kept."""
+def test_acknowledgement_within_a_message_drops_nothing() -> None:
+    """Reports of one message are dropped together: numbers in between are not kept."""
     log = make_log(outcomes("a"), step(1))
     log.take_unsent()
     log.acknowledge(1)
@@ -73,7 +73,7 @@ def test_number_of_the_middle_of_what_was_sent_at_once_forgets_nothing() -> None
     assert told(log.take_unsent()) == [(1, ["a"]), (2, 1)]
 
 
-def test_report_that_was_queued_after_sending_is_sent_once_by_the_next_connection() -> None:
+def test_late_report_is_sent_once() -> None:
     log = make_log(step(1))
     log.take_unsent()
     log.queue(outcomes("a"))
@@ -81,7 +81,7 @@ def test_report_that_was_queued_after_sending_is_sent_once_by_the_next_connectio
     assert told(log.take_unsent()) == [(1, 1), (2, ["a"])]
 
 
-def test_acknowledgement_that_comes_twice_or_late_changes_nothing() -> None:
+def test_repeated_or_late_acknowledgement_changes_nothing() -> None:
     log = make_log(step(1))
     log.take_unsent()
     log.acknowledge(1)
@@ -95,7 +95,7 @@ def test_acknowledgement_that_comes_twice_or_late_changes_nothing() -> None:
     assert told(log.take_unsent()) == [(1, 2)]
 
 
-def test_message_holds_no_more_entries_than_the_wire_takes() -> None:
+def test_messages_respect_the_wires_entry_limit() -> None:
     each = "g0000012/3"
     log = make_log(*(outcomes(*[each] * 900) for _ in range(20)), step(1))
     log.queue(outcomes(*[each] * (2 * MAX_ENTRIES + 1)))
@@ -110,7 +110,7 @@ def test_message_holds_no_more_entries_than_the_wire_takes() -> None:
     assert log.num_saved == 22
 
 
-def test_fullest_message_of_the_longest_ids_fits_the_wire() -> None:
+def test_fullest_message_fits_the_wire() -> None:
     longest = "x" * ID_CHARS
     (message,) = make_log(outcomes(*[longest] * MAX_ENTRIES)).take_unsent()
     assert isinstance(message, Outcomes)

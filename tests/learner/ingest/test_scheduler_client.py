@@ -1,4 +1,4 @@
-"""Laws of what the scheduler is told, and of what the intake hears from it."""
+"""Laws of the messages between intake and scheduler."""
 
 import socket
 import threading
@@ -14,7 +14,7 @@ from tests.learner.ingest.intake_rig import HELLO, Setup, member
 SAID = replace(HELLO, node=socket.gethostname())  # it adds where it is
 
 
-def test_the_scheduler_is_told_of_what_was_seen_and_of_a_complete_group(running: Setup) -> None:
+def test_scheduler_receives_arrivals_and_complete_groups(running: Setup) -> None:
     for number in range(3):
         assert running.deliver(member(number)).is_accepted
     running.scheduler.pump_until(lambda: running.scheduler.groups == {"g": True})
@@ -25,7 +25,7 @@ def test_the_scheduler_is_told_of_what_was_seen_and_of_a_complete_group(running:
 
 
 @pytest.mark.parametrize("is_at_new_address", [True, False])
-def test_a_scheduler_that_comes_back_is_told_everything_again(
+def test_restarted_scheduler_receives_all_reports_again(
     running: Setup, is_at_new_address: bool
 ) -> None:
     scheduler = running.scheduler
@@ -44,7 +44,7 @@ def test_a_scheduler_that_comes_back_is_told_everything_again(
     assert len(scheduler.seen) == 4
 
 
-def test_nothing_is_told_twice_to_the_same_scheduler(running: Setup) -> None:
+def test_scheduler_receives_each_report_once(running: Setup) -> None:
     scheduler = running.scheduler
     for number in range(2):
         running.deliver(member(number))
@@ -54,7 +54,7 @@ def test_nothing_is_told_twice_to_the_same_scheduler(running: Setup) -> None:
     assert scheduler.seen == ["g/0", "g/1"]
 
 
-def test_what_a_scheduler_has_saved_is_not_told_to_the_one_that_follows(running: Setup) -> None:
+def test_reports_saved_by_a_scheduler_are_not_resent(running: Setup) -> None:
     scheduler = running.scheduler
     running.buffer.step_done(1, is_last=False, max_ahead_steps=1, signals={})
     running.deliver(member(0))
@@ -70,9 +70,7 @@ def test_what_a_scheduler_has_saved_is_not_told_to_the_one_that_follows(running:
     assert not any(isinstance(message, StepDone) for message in scheduler.heard)
 
 
-def test_message_that_was_lost_on_the_way_is_told_again_at_the_next_heartbeat(
-    running: Setup,
-) -> None:
+def test_lost_message_is_resent_at_the_next_heartbeat(running: Setup) -> None:
     """The silence after which a scheduler is gone, here 30 s, plays no role."""
     scheduler = running.scheduler
     scheduler.pump_beats(1)
@@ -86,7 +84,7 @@ def test_message_that_was_lost_on_the_way_is_told_again_at_the_next_heartbeat(
     assert scheduler.heard.count(SAID) == 2
 
 
-def test_scheduler_that_lost_its_memory_is_an_error_and_not_a_silent_wait(running: Setup) -> None:
+def test_scheduler_state_loss_raises_an_error(running: Setup) -> None:
     running.scheduler.told.save(closed_below=4)
     running.scheduler.pump_beats(2)
     running.scheduler.told.save(closed_below=2)
@@ -95,9 +93,7 @@ def test_scheduler_that_lost_its_memory_is_an_error_and_not_a_silent_wait(runnin
         running.next_batch()
 
 
-def test_slots_of_the_actors_are_a_metric_once_the_scheduler_has_said_how_many(
-    running: Setup,
-) -> None:
+def test_metrics_hold_schedulers_number_of_slots(running: Setup) -> None:
     assert "actor/concurrency" not in running.buffer.drain_stats()
     running.scheduler.num_slots = 48
 
@@ -107,7 +103,7 @@ def test_slots_of_the_actors_are_a_metric_once_the_scheduler_has_said_how_many(
     running.scheduler.pump_until(told)
 
 
-def test_a_failure_of_the_thread_is_raised_in_the_main_thread(running: Setup) -> None:
+def test_thread_failure_is_raised_in_the_main_thread(running: Setup) -> None:
     running.scheduler.rejects = True
     running.scheduler.pump_until(lambda: not running.intake.is_alive())
     with pytest.raises(LongstrideError, match="the scheduler refused a message: no"):
@@ -124,7 +120,7 @@ def test_the_end_of_the_run_is_heard(running: Setup) -> None:
     assert running.buffer.wait_finished(timeout_s=0.0)
 
 
-def test_a_learner_that_stops_reports_the_rest_and_says_goodbye(running: Setup) -> None:
+def test_stopping_learner_sends_reports_and_goodbye(running: Setup) -> None:
     running.scheduler.pump_beats(1)
     running.buffer.step_done(1, is_last=True, max_ahead_steps=1, signals={})
     running.intake.stop()
@@ -135,7 +131,7 @@ def test_a_learner_that_stops_reports_the_rest_and_says_goodbye(running: Setup) 
     assert any(isinstance(message, StepDone) for message in running.scheduler.heard)
 
 
-def test_a_learner_that_failed_says_no_goodbye(running: Setup) -> None:
+def test_failed_learner_sends_no_goodbye(running: Setup) -> None:
     running.scheduler.rejects = True
     running.scheduler.pump_until(lambda: not running.intake.is_alive())
     running.scheduler.rejects = False

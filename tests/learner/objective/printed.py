@@ -17,18 +17,18 @@ Groups = list[list[Trajectory]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What the names of the line stand for; all [tokens] float64, episode by episode."""
+    """The variables of the printed line; all are [tokens] float64, episode by episode."""
 
     pi: Tensor  # log-probabilities, with gradient
     mu: Tensor
-    prox: Tensor  # at the batch's beginning
-    first: Tensor  # at a sample's first update
+    prox: Tensor  # The policy at the beginning of the batch.
+    first: Tensor  # The policy at a sample's first update.
     reference: Tensor
     entropy: Tensor
     lag: Tensor
     episode: Tensor  # int64
     turn: Tensor  # int64, unlike in every turn of the batch
-    values: Tensor  # of the critic now, with gradient
+    values: Tensor  # The critic's current values, with gradient.
     old_values: Tensor  # before the step
     end_values: Tensor  # [episode] float64, of the state at the very end
 
@@ -45,7 +45,7 @@ def split_top(text: str, by: str) -> list[str]:
 
 
 def objective(line: str, tokens: Tokens, groups: Groups) -> Tensor:
-    """Return what the line says is maximised."""
+    """Evaluate the printed objective."""
     head, _, tail = line.removeprefix("maximise ").partition("; r=")
     laws = dict(part.split("=", 1) for part in split_top("r=" + tail, ", ") if "=" in part)
     t, num = tokens, len(tokens.pi)
@@ -168,7 +168,7 @@ def critic_of(text: str, groups: Groups, t: Tokens) -> list[tuple[np.ndarray, np
         num = step[-1] + 1
         pay = np.zeros(num)
         for turn, paid in enumerate(_paid(pay_text, e)):
-            before = [at for at in range(len(turns)) if turns[at] <= turn]  # else what comes first
+            before = [at for at in range(len(turns)) if turns[at] <= turn]  # Default: first turns.
             place = before[-1] if before else max(np.flatnonzero(turns == turns[0]))
             pay[step[place]] += paid
         v = np.array([values[step == k][0] for k in range(num)])
@@ -225,7 +225,7 @@ def advantages(text: str, groups: Groups, t: Tokens) -> np.ndarray:
 
 
 def _terms(text: str) -> list[str]:
-    """Return what is added up, with its sign: "-" in front of what is taken away."""
+    """Split a sum into its terms, each with its sign."""
     return [
         f"-{minus}" if number else minus
         for plus in split_top(text, " + ")
@@ -234,7 +234,7 @@ def _terms(text: str) -> list[str]:
 
 
 def running_mean(text: str, groups: Groups) -> dict[str, float]:
-    """Return what each episode is expected to be worth, by its id, from batches before this one."""
+    """Return each episode's expected reward from earlier batches, by its id."""
     memory, prior = number(r"memory=([\d.]+)", text), number(r"prior=([\d.]+)", text)
     credit = text.removeprefix("(").partition(" - running_mean")[0]
     worth = lambda e: float(np.append(_credit(credit, e), 0.0)[0])  # noqa: E731
@@ -330,7 +330,7 @@ def _returns(pay: np.ndarray, discount: float) -> np.ndarray:
 
 
 def _less(credit: list[np.ndarray], base: str) -> list[np.ndarray]:
-    """Return credit less its baseline over members, turn by turn where the line says so."""
+    """Return credit less its baseline over members, turn by turn if the line has turns."""
     if not base:
         return credit
     less = []

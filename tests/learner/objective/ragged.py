@@ -9,7 +9,7 @@ from common.wire.messages import EndReason, Trajectory
 from learner.ingest.group_assembly import Group
 from tests.learner.builders import make_trajectory
 
-VERSION = 3  # of the policy that is to be improved
+VERSION = 3  # The version of the trained policy.
 
 
 @cache

@@ -194,7 +194,7 @@ def trusted(num: int, algorithm: AlgorithmSection) -> list[Tensor]:
 TURN = CreditLevel.TURN
 GEOMETRIC = {"correction": Correction.GEOMETRIC, "geometric_low": 0.6, "geometric_high": 3.5}
 SECOND = {"correction": Correction.SECOND_MOMENT, "m2_threshold": 0.3}
-BOUNDED = (Correction.GEOMETRIC, Correction.SECOND_MOMENT)  # with bounds that the ratios reach
+BOUNDED = (Correction.GEOMETRIC, Correction.SECOND_MOMENT)  # Their bounds lie within the ratios.
 CONTEXTS: list[dict[str, Any]] = [
     *({"advantage": kind} for kind in Advantage),
     *({"policy_loss": kind} for kind in PolicyLoss),
@@ -242,7 +242,7 @@ def contexts(seed: int) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_every_knob_changes_a_gradient_or_is_named_in_pairs_and_triples_of_settings() -> None:
+def test_every_knob_changes_a_gradient_or_is_named() -> None:
     wrong: list[str] = []
     for context in contexts(seed=0):
         before = gradient(*configured(context))

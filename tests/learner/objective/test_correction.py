@@ -51,12 +51,12 @@ def test_weights_match_hand_computed_numbers(correction: Correction, expected: l
     torch.testing.assert_close(weights_of(correction, PI - MU), torch.tensor(expected))
 
 
-def test_icepop_masks_what_lies_outside_its_bounds() -> None:
+def test_icepop_masks_ratios_outside_its_bounds() -> None:
     got = weights_of(Correction.ICEPOP, torch.tensor([log(0.49), log(5.01), log(3.0)]))
     assert got.tolist() == pytest.approx([0.0, 0.0, 3.0])
 
 
-def test_geometric_mask_looks_at_the_whole_sequence() -> None:
+def test_geometric_mask_uses_the_whole_sequence() -> None:
     got = weights_of(Correction.GEOMETRIC, torch.tensor([0.3, -0.3, 0.02]))
     assert got.tolist() == [1.0, 1.0, 0.0]
 
@@ -64,14 +64,14 @@ def test_geometric_mask_looks_at_the_whole_sequence() -> None:
 @pytest.mark.parametrize(
     "correction", [Correction.TOKEN_TIS, Correction.SEQUENCE_TIS, Correction.ICEPOP]
 )
-def test_a_ratio_that_the_surrogate_holds_is_not_counted_twice(correction: Correction) -> None:
+def test_ratio_within_the_surrogate_is_not_counted_twice(correction: Correction) -> None:
     log_rho = PI - MU
     included = weights_of(correction, log_rho, is_ratio_included=True)
     torch.testing.assert_close(included * log_rho.exp(), weights_of(correction, log_rho))
 
 
 @pytest.mark.parametrize("correction", [Correction.NONE, Correction.GEOMETRIC])
-def test_what_only_masks_leaves_the_surrogates_ratio_alone(correction: Correction) -> None:
+def test_pure_mask_leaves_surrogates_ratio_unchanged(correction: Correction) -> None:
     log_rho = torch.tensor([0.001, 0.002, 0.0])
     assert weights_of(correction, log_rho, is_ratio_included=True).tolist() == [1.0, 1.0, 1.0]
 
@@ -92,7 +92,7 @@ def test_weights_carry_no_gradient(correction: Correction) -> None:
 
 
 def microbatch(log_rho: list[float], advantages: list[float] | None = None) -> MicroBatch:
-    """Build one sequence whose tokens the sampler gave log-probability -3."""
+    """Build one sequence with sampler log-probability -3 for each token."""
     trajectory = make_trajectory(
         [1] * (len(log_rho) + 1), [0] + [1] * len(log_rho), logprobs=[-3.0] * len(log_rho)
     )
@@ -143,7 +143,7 @@ FAR = [
         (Correction.GEOMETRIC, 0.0),
     ],
 )
-def test_gspo_at_the_sampler_divides_by_the_ratio_of_the_sequence(
+def test_gspo_at_the_sampler_divides_by_the_sequence_ratio(
     correction: Correction, expected: float
 ) -> None:
     cfg = AlgorithmSection(policy_loss=PolicyLoss.GSPO, correction=correction)
@@ -153,7 +153,7 @@ def test_gspo_at_the_sampler_divides_by_the_ratio_of_the_sequence(
     assert gradient.tolist() == pytest.approx([-expected] * 4, abs=1e-4)
 
 
-def test_gspo_at_the_sampler_is_cut_where_its_sequence_exceeds_the_cap() -> None:
+def test_gspo_at_the_sampler_is_capped_by_sequence() -> None:
     cfg = AlgorithmSection(policy_loss=PolicyLoss.GSPO)
     _, _, gradient = weighted_loss([log(2.0), log(3.125)], cfg, [-1.0, -1.0])  # s = 2.5, cap 2
     assert gradient.tolist() == pytest.approx([2.0, 2.0], rel=1e-5)
@@ -166,18 +166,16 @@ def test_gspo_at_the_sampler_is_cut_where_its_sequence_exceeds_the_cap() -> None
         ({"correction": Correction.NONE}, [0.5, 1.28, 1.28, 1.28]),
         ({"tis_cap": 1.1}, [0.5, 1.1, 1.1, 1.1]),
         ({"correction": Correction.ICEPOP}, [0.5, 1.28, 1.28, 0.0]),  # 40 is above mask_high
-        ({"correction": Correction.SEQUENCE_TIS}, [1.28] * 4),  # of the product 120
+        ({"correction": Correction.SEQUENCE_TIS}, [1.28] * 4),  # The product is 120.
     ],
 )
-def test_cispo_keeps_its_limited_ratio_however_large_the_ratio(
-    settings: dict, expected: list[float]
-) -> None:
+def test_cispo_bounds_weight_for_any_ratio(settings: dict, expected: list[float]) -> None:
     cfg = AlgorithmSection(policy_loss=PolicyLoss.CISPO, **settings)
     _, _, gradient = weighted_loss([log(0.5), log(2.0), log(3.0), log(40.0)], cfg)
     assert (-gradient).tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_kl_of_stale_tokens_is_weighted_as_their_surrogate() -> None:
+def test_kl_weights_follow_the_correction() -> None:
     new, micro = torch.tensor([log(0.5) - 3.0, log(5.0) - 3.0, -3.0]), microbatch([0.0] * 3)
 
     def of(correction: Correction) -> list[float]:
@@ -189,7 +187,7 @@ def test_the_kl_of_stale_tokens_is_weighted_as_their_surrogate() -> None:
     assert of(Correction.NONE) == [1.0] * 3
 
 
-def test_negative_mask_hides_bad_actions_of_episodes_that_left_the_policy() -> None:
+def test_negative_mask_hides_bad_actions_of_off_policy_episodes() -> None:
     log_rho = torch.tensor([-0.3, -0.1, -0.3])  # mean log(mu/pi): 0.2 and 0.3
     advantages = torch.tensor([-1.0, 1.0, -1.0])
     assert negative_mask(log_rho, advantages, ROWS, 2, delta=0.25).tolist() == [1.0, 1.0, 0.0]
@@ -197,7 +195,7 @@ def test_negative_mask_hides_bad_actions_of_episodes_that_left_the_policy() -> N
     assert negative_mask(log_rho, advantages, ROWS, 2, delta=0.0).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_interpolated_policy_moves_from_the_sampler_as_the_lag_grows() -> None:
+def test_interpolated_policy_moves_with_the_lag() -> None:
     versions = torch.tensor([7, 6, 4])  # lag 0, 1, 3
     got = interpolated_logprobs(PI, MU, versions, 7)
     expected = [log(0.5), (log(0.1) + log(0.5)) / 2, log(0.4)]
@@ -206,12 +204,12 @@ def test_interpolated_policy_moves_from_the_sampler_as_the_lag_grows() -> None:
     assert far.item() == pytest.approx(-1.0)  # three quarters of the way
 
 
-def test_sequence_mean_is_over_the_tokens_of_each_sequence() -> None:
+def test_sequence_mean_averages_each_sequences_tokens() -> None:
     got = sequence_mean(torch.tensor([1.0, 2.0, 5.0]), ROWS, 3)
     assert got.tolist() == [1.5, 5.0, 0.0]
 
 
-def test_log_ratio_is_bounded_so_that_its_exponential_is_finite() -> None:
+def test_log_ratio_is_bounded() -> None:
     got = log_ratio(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]))
     assert got.tolist() == [20.0, -20.0]
 
@@ -221,12 +219,12 @@ def test_log_ratio_refuses_to_broadcast() -> None:
         log_ratio(torch.zeros(3), torch.zeros(1))
 
 
-def test_effective_sample_size_is_that_of_the_hand_computed_sums() -> None:
+def test_ess_matches_hand_computed_sums() -> None:
     got = sample_size_of(weight_moments(torch.tensor([1.0, 3.0])))
     assert got.item() == pytest.approx(16 / 20)
 
 
-def test_effective_sample_size_is_one_nth_when_one_weight_dominates() -> None:
+def test_ess_is_one_nth_for_one_dominating_weight() -> None:
     weights = torch.tensor([5e8, 1e-9, 1e-9, 1e-9])
     assert sample_size_of(weight_moments(weights)).item() == pytest.approx(0.25)
 

@@ -25,7 +25,7 @@ PPO = {"advantage": Advantage.PPO}
 Effect = Callable[[AlgorithmSection, LearnerSection], Any]
 
 
-def test_ratio_is_taken_to_the_sampler_only_with_one_update_per_batch() -> None:
+def test_anchor_is_the_sampler_for_one_update_per_batch() -> None:
     def anchor(proximal: Proximal = Proximal.AUTO, **learner: Any) -> Proximal:
         return proximal_in_use(AlgorithmSection(proximal=proximal), LearnerSection(**learner))
 
@@ -92,11 +92,11 @@ def test_text_follows_the_anchor() -> None:
         (PPO, "VL=mean_turns [(V-target)^2/2, first token of each turn; max of it and (V_old+clip"),
     ],
 )
-def test_text_names_what_is_on(changes: dict, part: str) -> None:
+def test_text_names_every_active_part(changes: dict, part: str) -> None:
     assert part in objective_text(AlgorithmSection(**changes), LearnerSection())
 
 
-def test_settings_that_do_nothing_are_named_with_the_reason() -> None:
+def test_dead_settings_are_named_with_reason() -> None:
     algorithm = AlgorithmSection(
         advantage=Advantage.RLOO, baseline=Baseline.GROUP_MEAN, mask_low=0.4, constant_tokens=9
     )
@@ -110,7 +110,7 @@ def test_settings_that_do_nothing_are_named_with_the_reason() -> None:
     assert len(lines) == 5
 
 
-def test_settings_of_parts_that_are_off_are_named() -> None:
+def test_settings_of_inactive_parts_are_named() -> None:
     controller = ControllerSection(masked_warn_frac=0.2)
     learner = LearnerSection(lora=LoraSection(alpha=8.0), controller=controller)
     lines = dead_knobs(AlgorithmSection(), learner)
@@ -142,7 +142,7 @@ def test_a_clip_that_never_binds_is_named(algorithm: dict, learner: dict) -> Non
     assert line.startswith("algorithm.clip_low=0.1 has no effect: proximal=")
 
 
-def test_a_clip_that_binds_in_a_later_update_is_not_called_dead() -> None:
+def test_clip_that_binds_in_a_later_update_is_not_dead() -> None:
     for proximal, learner in (
         (Proximal.REUSED, LearnerSection(ppo_epochs=2)),
         (Proximal.RECOMPUTED, LearnerSection(num_minibatches=2)),
@@ -162,9 +162,7 @@ def test_a_clip_that_binds_in_a_later_update_is_not_called_dead() -> None:
         ({"policy_loss": PolicyLoss.CISPO}, "changes none of its gradients"),
     ],
 )
-def test_what_the_truncation_adds_to_a_clip_around_the_sampler_is_said(
-    changes: dict, line: str
-) -> None:
+def test_summary_notes_truncation_beside_sampler_clip(changes: dict, line: str) -> None:
     lines = summary_lines(AlgorithmSection(**changes), LearnerSection())
     assert line in lines[-1]
     assert lines[-1].startswith("note: correction=token_tis")
@@ -180,7 +178,7 @@ def test_combinations_that_do_nothing_are_named() -> None:
     assert dead(policy_loss=cispo, correction=Correction.NONE) == ["algorithm.correction"]
     assert dead(policy_loss=cispo, tis_cap=1.1) == []
     assert dead(policy_loss=cispo, tis_cap=5.0, kl_coef=0.1) == []  # there it cuts the KL's weight
-    assert dead(tis_cap=4.0) == []  # beyond dual_clip=3: it switches off what tis_cap=2 does
+    assert dead(tis_cap=4.0) == []  # A cap beyond dual_clip=3 disables that of tis_cap=2.
     assert dead(tis_cap=4.0, dual_clip=1.5) == ["algorithm.tis_cap"]
     token = LearnerSection(critic=CriticSection(timestep=Timestep.TOKEN))
     assert dead(token, turn_discount=0.9, **PPO) == ["algorithm.turn_discount"]

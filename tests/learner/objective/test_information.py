@@ -17,7 +17,7 @@ from learner.training.trainer import Trainer
 from tests.learner.builders import make_model, make_trajectory
 
 
-def test_estimate_is_its_definition_on_average_over_the_answers_of_a_channel() -> None:
+def test_mutual_information_estimate_is_unbiased() -> None:
     channel = np.array([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6], [0.25, 0.5, 0.25]])  # [prompt, answer]
     marginal = channel.mean(0)
     exact = sum(
@@ -33,7 +33,7 @@ def test_estimate_is_its_definition_on_average_over_the_answers_of_a_channel() -
     assert estimates == pytest.approx(exact, abs=1e-6)
 
 
-def test_answers_that_ignore_the_prompt_tell_nothing_and_those_that_name_it_tell_all() -> None:
+def test_mutual_information_is_zero_for_prompt_independent_answers() -> None:
     rng = np.random.default_rng(0)
     template = torch.from_numpy(np.tile(rng.normal(size=(4, 1)) - 20, (1, 4)))
     assert mutual_information(template) == {
@@ -49,7 +49,7 @@ def test_answers_that_ignore_the_prompt_tell_nothing_and_those_that_name_it_tell
         mutual_information(torch.zeros(1, 1))
 
 
-def test_pairs_are_the_first_turns_of_unlike_prompts_and_skip_what_has_none() -> None:
+def test_pairs_are_first_turns_of_prompts() -> None:
     def episode(ids: list[int], mask: list[int], turns: list[int]) -> Sample:
         own = make_trajectory(ids, mask)
         return Sample(
@@ -68,7 +68,7 @@ def test_pairs_are_the_first_turns_of_unlike_prompts_and_skip_what_has_none() ->
 
 
 @pytest.mark.parametrize("layout", [Layout.PADDED, Layout.PACKED])
-def test_a_step_tells_what_the_policy_before_it_gives_when_asked_one_by_one(layout: Layout) -> None:
+def test_step_reports_mutual_information_of_the_previous_policy(layout: Layout) -> None:
     rng = np.random.default_rng(3)
     samples = [
         Sample(

@@ -48,7 +48,7 @@ def loss_of(
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient"),
     [
-        (1.0, 2.0, -2.0, -2.0),  # on the anchor: plain policy gradient
+        (1.0, 2.0, -2.0, -2.0),  # At the anchor it is the plain policy gradient.
         (1.2, 1.0, -1.2, -1.2),  # inside the bounds
         (1.5, 1.0, -1.28, 0.0),  # good and already likelier: held
         (0.5, 1.0, -0.5, -0.5),  # good but less likely: pushed back up
@@ -72,7 +72,7 @@ def test_dual_clip_zero_leaves_negative_advantages_unbounded() -> None:
     assert grad.item() == pytest.approx(5.0)
 
 
-def test_gspo_clips_the_geometric_mean_of_the_sequence() -> None:
+def test_gspo_clips_geometric_mean_of_sequence() -> None:
     cfg = AlgorithmSection(policy_loss=PolicyLoss.GSPO)
     # s = sqrt(1.5 * 0.9) = 1.162 inside the bounds, although 1.5 alone is outside
     got, metrics, grad = loss_of([1.5, 0.9], [1.0, 1.0], cfg=cfg)
@@ -92,7 +92,7 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
     assert metrics["policy/clipped_frac"].item() == 1.0
 
 
-def test_dppo_masks_probabilities_that_moved_too_far_the_right_way() -> None:
+def test_dppo_masks_large_probability_moves() -> None:
     cfg = AlgorithmSection(policy_loss=PolicyLoss.DPPO, dppo_delta=0.05)
     # mu = exp(-2) = 0.135; ratio 1.5 moves it by 0.068, ratio 1.3 by 0.041, ratio 0.5 by -0.068
     _, metrics, grad = loss_of([1.5, 1.3, 0.5, 0.5], [1.0, 1.0, -1.0, 1.0], cfg=cfg)
@@ -101,12 +101,12 @@ def test_dppo_masks_probabilities_that_moved_too_far_the_right_way() -> None:
 
 
 @pytest.mark.parametrize("kind", list(PolicyLoss))
-def test_every_loss_has_the_plain_gradient_on_the_anchor(kind: PolicyLoss) -> None:
+def test_every_loss_has_the_plain_gradient_at_the_anchor(kind: PolicyLoss) -> None:
     _, _, grad = loss_of([1.0, 1.0], [2.0, -3.0], cfg=AlgorithmSection(policy_loss=kind))
     torch.testing.assert_close(grad, torch.tensor([-2.0, 3.0]))
 
 
-def test_weights_scale_each_token_and_zeros_are_counted_as_masked() -> None:
+def test_weights_scale_each_token_and_zeros_count_as_masked() -> None:
     got, metrics, grad = loss_of([1.0, 1.0, 1.0], [1.0, -1.0, 5.0], weights=[2.0, 0.5, 0.0])
     assert got.item() == pytest.approx(-2.0 + 0.5)
     assert grad.tolist() == pytest.approx([-2.0, 0.5, 0.0])
@@ -121,7 +121,7 @@ def test_weights_scale_each_token_and_zeros_are_counted_as_masked() -> None:
         (Aggregation.CONSTANT, [-1 / 20] * 4),
     ],
 )
-def test_aggregation_decides_what_weighs_the_same(
+def test_aggregation_sets_weight_of_each_token(
     aggregation: Aggregation, expected: list[float]
 ) -> None:
     cfg = AlgorithmSection(aggregation=aggregation, constant_tokens=10)
@@ -142,7 +142,7 @@ def test_denominator_is_not_lowered_by_masking() -> None:
     assert masked[0] == whole[0]
 
 
-def test_loss_of_microbatches_adds_up_to_loss_of_batch() -> None:
+def test_microbatch_losses_add_up_to_the_batch_loss() -> None:
     ratios, advantages = [0.5, 1.1, 1.5, 2.0, 4.0], [1.0, -0.5, 2.0, -1.0, -2.0]
     whole, metrics, grad = loss_of(ratios, advantages, num_global_tokens=5)
     parts = [
@@ -154,7 +154,7 @@ def test_loss_of_microbatches_adds_up_to_loss_of_batch() -> None:
         assert sum(part[1][name].item() for part in parts) == pytest.approx(value.item())
 
 
-def test_clipped_share_counts_tokens_whose_gradient_is_cut() -> None:
+def test_clipped_share_counts_tokens_with_a_cut_gradient() -> None:
     _, metrics, grad = loss_of(
         [1.5, 1.5, 0.5, 0.5, 5.0], [1.0, -1.0, 1.0, -1.0, -1.0], num_global_tokens=5
     )
@@ -204,7 +204,7 @@ def test_kl_estimators_match_hand_computed_numbers(
     assert new.grad.item() == pytest.approx(gradient, rel=1e-5)
 
 
-def test_kl_to_the_reference_enters_with_its_coefficient() -> None:
+def test_reference_kl_enters_with_its_coefficient() -> None:
     cfg = AlgorithmSection(kl_coef=0.1, kl_estimator=KlEstimator.K2)
     reference = torch.tensor([ANCHOR - 0.5])
     loss, metrics, grad = loss_of([1.0], [0.0], cfg=cfg, reference_logprobs=reference)
@@ -213,7 +213,7 @@ def test_kl_to_the_reference_enters_with_its_coefficient() -> None:
     assert grad.item() == pytest.approx(0.05)
 
 
-def test_kl_of_what_another_policy_sampled_is_weighted() -> None:
+def test_kl_of_stale_tokens_is_weighted() -> None:
     cfg = AlgorithmSection(kl_coef=0.1, kl_estimator=KlEstimator.K2)
     reference, stale = torch.tensor([ANCHOR - 0.5] * 2), torch.tensor([2.0, 0.5])
     loss, _, grad = loss_of(
@@ -229,7 +229,7 @@ def test_terms_without_their_input_are_refused(term: str) -> None:
         loss_of([1.0], [1.0], cfg=replace(AlgorithmSection(), **{term: 0.1}))
 
 
-def test_loss_refuses_to_broadcast_and_to_divide_by_nothing() -> None:
+def test_loss_refuses_broadcasting_and_empty_denominators() -> None:
     ones = torch.ones(3)
     with pytest.raises(ValueError, match="one \\[tokens\\] shape"):
         LossInputs(
@@ -245,7 +245,7 @@ def test_loss_refuses_to_broadcast_and_to_divide_by_nothing() -> None:
         Denominator(num_tokens=0, num_sequences=1)
 
 
-def test_value_loss_is_the_worse_of_the_free_and_the_held_error() -> None:
+def test_value_loss_takes_the_larger_of_both_errors() -> None:
     values = torch.tensor([1.0, 0.1], requires_grad=True)
     got = value_loss(
         values,

@@ -113,7 +113,7 @@ def averaged(terms: list[Tensor], micro: MicroBatch, how: Aggregation) -> Tensor
 
 @pytest.mark.parametrize("how", list(Aggregation))
 @pytest.mark.parametrize("kind", list(PolicyLoss))
-def test_loss_and_gradient_are_those_of_the_paper(kind: PolicyLoss, how: Aggregation) -> None:
+def test_loss_and_gradient_match_the_paper(kind: PolicyLoss, how: Aggregation) -> None:
     assert set(PAPERS) == set(PolicyLoss)
     micro, generator = batch(), torch.Generator().manual_seed(4)
     mu = micro.sampler_logprobs.double()
@@ -156,7 +156,7 @@ def test_loss_and_gradient_are_those_of_the_paper(kind: PolicyLoss, how: Aggrega
     torch.testing.assert_close(ours, gradient, atol=1e-6, rtol=0)
 
 
-def test_gspo_by_sequence_is_the_papers_own_form_where_an_episode_has_one_advantage() -> None:
+def test_gspo_by_sequence_matches_the_paper() -> None:
     """Equation 5 of arXiv:2507.18071: mean over sequences of min(s A, clip(s) A)."""
     micro = batch()
     mu = micro.sampler_logprobs.double()

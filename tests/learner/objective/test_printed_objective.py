@@ -225,7 +225,7 @@ def settings(
     return found if len(found) <= number else random.Random(7).sample(found, number)
 
 
-def test_every_setting_that_has_a_choice_is_walked() -> None:
+def test_walk_covers_every_setting_with_a_choice() -> None:
     elsewhere = {"reference_path", "filter_zero_variance"}
     assert set(VALUES) == {field.name for field in fields(AlgorithmSection)} - elsewhere
 
@@ -238,9 +238,7 @@ def test_gradient_is_that_of_the_printed_objective(size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", [Advantage.PPO, Advantage.RUNNING])
-def test_gradient_with_a_critic_or_running_means_is_that_of_the_printed_objective(
-    base: Advantage,
-) -> None:
+def test_printed_objective_matches_the_gradient_with_a_critic(base: Advantage) -> None:
     choices = WITH_CRITIC if base is Advantage.PPO else CHOICES
     given = [each for size in (1, 2, 3) for each in settings(size, 100, choices)]
     check([{"advantage": base} | each for each in given if "advantage" not in each])

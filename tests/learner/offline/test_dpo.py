@@ -36,7 +36,7 @@ def test_loss_matches_hand_computed_numbers() -> None:
     assert losses.tolist() == pytest.approx([log(1 + exp(-1)), log(2)])
 
 
-def test_chosen_episode_that_loses_likelihood_costs_margin_and_one_that_gains_does_not() -> None:
+def test_preference_loss_penalises_a_less_likely_chosen_episode() -> None:
     reference = torch.full((2, 2), -2.0)
     scores = torch.tensor([[-3.0, -6.0], [-1.0, -2.0]])  # the first pushed both down
     losses, margins = preference_loss(scores, reference, beta=0.5, keep_chosen=3.0)
@@ -44,14 +44,14 @@ def test_chosen_episode_that_loses_likelihood_costs_margin_and_one_that_gains_do
     assert losses.tolist() == pytest.approx([log(2), log(1 + exp(-0.5))])
 
 
-def test_pairs_are_of_one_item_with_a_gap_in_reward() -> None:
+def test_pairs_share_an_item_and_differ_in_reward() -> None:
     rows = [row("a", 1.0, [2]), row("a", 0.0, [3]), row("a", 0.9, [4]), row("b", 1.0, [5])]
     pairs = make_pairs(rows, DpoSection(min_gap=0.5), seed=0)
     assert len(pairs) == 1
     assert (pairs[0].chosen.reward, pairs[0].rejected.reward) == (1.0, 0.0)
 
 
-def test_pairs_of_an_item_are_bounded_and_use_different_episodes() -> None:
+def test_pairs_per_item_are_bounded_and_use_distinct_episodes() -> None:
     rows = [row("a", float(i % 2), [i]) for i in range(12)]
     pairs = make_pairs(rows, DpoSection(max_pairs_per_item=3), seed=0)
     assert len(pairs) == 3
@@ -73,7 +73,7 @@ def test_training_prefers_the_chosen_episodes(has_adapters: bool) -> None:
     assert epochs[-1]["accuracy"] == 1.0
 
 
-def test_a_policy_that_is_not_finite_is_not_trained_to_the_end() -> None:
+def test_dpo_stops_on_non_finite_policy() -> None:
     pairs = [Pair(chosen=row("a", 1.0, [2, 3, 4]), rejected=row("a", 0.0, [5, 6]))]
     model = make_model()
     model.model.norm.weight.data[0] = torch.nan
@@ -98,7 +98,7 @@ def test_only_the_agents_tokens_count() -> None:
     assert got[0, 1].item() == pytest.approx(rejected[0, 4].item(), rel=1e-4)
 
 
-def test_parts_of_a_batch_train_as_the_whole() -> None:
+def test_batch_parts_train_like_the_whole() -> None:
     pairs = [
         Pair(chosen=row("a", 1.0, [2, 3, 4]), rejected=row("a", 0.0, [5, 6])),
         Pair(chosen=row("b", 1.0, [7]), rejected=row("b", 0.0, [5, 8, 9, 9])),

@@ -1,4 +1,4 @@
-"""Laws of AgentEvol: what is played, what is kept, and where it goes on."""
+"""Laws of AgentEvol: played items, kept episodes and the next iteration's policy."""
 
 from collections import Counter
 from dataclasses import replace
@@ -50,7 +50,7 @@ def cfg(tmp_path: Path) -> RunConfig:
 
 
 class Player:
-    """Writes one success and one failure per iteration; remembers who played."""
+    """Writes one success and one failure per iteration; records its policies."""
 
     def __init__(self, *, success: float = 1.0, is_solved: bool = True) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -66,7 +66,7 @@ class Player:
         writer.close()
 
 
-def test_items_follow_the_weights_and_do_not_repeat_before_all_were_played(cfg: RunConfig) -> None:
+def test_items_follow_weights_without_early_repetition(cfg: RunConfig) -> None:
     played = [evolve.plan_episodes(cfg, CATALOGUE, i) for i in range(2)]
     assert [len(each) for each in played] == [18, 18]
     for each in played:
@@ -89,7 +89,7 @@ def test_every_iteration_plays_with_the_newest_policy(cfg: RunConfig, tmp_path: 
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_does_not_play_again_what_it_has(cfg: RunConfig, tmp_path: Path) -> None:
+def test_interrupted_run_does_not_replay_episodes(cfg: RunConfig, tmp_path: Path) -> None:
     first = Player()
     short = replace(cfg, evolve=replace(cfg.evolve, num_iterations=1))
     evolve.run(short, tmp_path / "run", play=first)
@@ -98,13 +98,13 @@ def test_an_interrupted_run_does_not_play_again_what_it_has(cfg: RunConfig, tmp_
     assert [iteration for _, iteration in again.calls] == [1]
 
 
-def test_without_a_success_it_stops_with_the_setting(cfg: RunConfig, tmp_path: Path) -> None:
+def test_iteration_without_success_names_the_setting(cfg: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"evolve\.min_reward=1: iteration 0 brought no"):
         evolve.run(cfg, tmp_path / "run", play=Player(success=0.5, is_solved=False))
 
 
 @pytest.mark.slow
-def test_what_was_solved_for_less_than_1_is_kept(cfg: RunConfig, tmp_path: Path) -> None:
+def test_solved_episode_with_a_low_reward_is_kept(cfg: RunConfig, tmp_path: Path) -> None:
     short = replace(cfg, evolve=replace(cfg.evolve, num_iterations=1))
     output = evolve.run(short, tmp_path / "run", play=Player(success=0.5))
     assert (output / "model.safetensors").exists()

@@ -1,4 +1,4 @@
-"""Laws of token rows: what is learnt, from journals and from conversations."""
+"""Laws of token rows: the trained tokens of journals and conversations."""
 
 import json
 from dataclasses import replace
@@ -37,7 +37,7 @@ def learnt(row) -> str:
     return cast(str, TOKENIZER.decode(row.token_ids[row.mask].tolist()))
 
 
-def test_the_agents_tokens_are_learnt_with_their_end() -> None:
+def test_agent_tokens_train_with_their_end() -> None:
     row = row_of_conversation(TOKENIZER, say(*TEXTS))
     expected = "<|user|>you see<|assistant|>go<|end|><|user|>a key<|assistant|>pick up<|end|>"
     assert TOKENIZER.decode(row.token_ids.tolist()) == expected
@@ -49,7 +49,7 @@ def test_a_message_without_loss_is_not_learnt() -> None:
     assert learnt(row) == "pick up<|end|>"
 
 
-def test_what_a_template_puts_behind_the_end_of_a_turn_is_not_learnt() -> None:
+def test_template_text_after_a_turn_is_not_trained() -> None:
     tokenizer = make_tokenizer(TEXTS * 4, vocab_size=300)
     tokenizer.chat_template = CHATML
     row = row_of_conversation(tokenizer, say(*TEXTS))
@@ -69,7 +69,7 @@ def test_the_ids_are_the_template_s_own() -> None:
     assert row_of_conversation(TOKENIZER, conversation).token_ids.tolist() == whole
 
 
-def test_control_tokens_that_a_message_spells_out_are_letters() -> None:
+def test_control_tokens_in_a_message_are_plain_text() -> None:
     special = TOKENIZER.all_special_ids
     framing = [i for i in row_of_conversation(TOKENIZER, say(*TEXTS)).token_ids if i in special]
     spelled = say("see <|end|><|assistant|>x", "go<|end|>", "<|user|>", "up")
@@ -79,13 +79,13 @@ def test_control_tokens_that_a_message_spells_out_are_letters() -> None:
     assert sum(row.token_ids[row.mask] == TOKENIZER.eos_token_id) == 2
 
 
-def test_two_messages_of_one_side_in_a_row_are_refused() -> None:
+def test_two_consecutive_messages_of_one_side_are_refused() -> None:
     twice = [Message(is_agent=False, is_trained=False, text=t) for t in ("a", "b")]
     with pytest.raises(ConfigError, match="rewrites earlier turns"):
         row_of_conversation(TOKENIZER, Conversation(item_id="x", messages=twice))
 
 
-def test_rows_are_cut_and_those_left_without_loss_are_left_out(tmp_path: Path) -> None:
+def test_rows_are_cut_and_rows_without_loss_omitted(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     records = [
         {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "go"}]}
@@ -99,7 +99,7 @@ def test_rows_are_cut_and_those_left_without_loss_are_left_out(tmp_path: Path) -
         read_rows(path, tokenizer=TOKENIZER, max_tokens=2, key="k")
 
 
-def test_a_journal_gives_what_the_policy_sampled_and_nothing_else(tmp_path: Path) -> None:
+def test_journal_rows_train_sampled_tokens_only(tmp_path: Path) -> None:
     good = make_trajectory([5, 6, 7], [0, 1, 1])
     writer = JournalWriter(tmp_path / "run" / "journal")
     for index, trajectory in enumerate(
@@ -119,7 +119,7 @@ def test_a_journal_gives_what_the_policy_sampled_and_nothing_else(tmp_path: Path
         assert (row.item_id, row.reward) == ("toy/toy-train-0", 1.0)
 
 
-def test_what_was_played_on_training_items_outside_a_run_is_learnt(tmp_path: Path) -> None:
+def test_training_items_played_outside_a_run_are_trained(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path)
     writer.append(replace(make_trajectory([5, 6, 7], [0, 1, 1]), kind=EpisodeKind.EVAL))
     writer.close()

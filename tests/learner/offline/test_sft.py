@@ -51,7 +51,7 @@ def rows_of(*conversations: Conversation) -> list[Row]:
     return [row_of_conversation(TOKENIZER, conversation) for conversation in conversations]
 
 
-def test_an_epoch_holds_every_row_once_within_its_token_limit() -> None:
+def test_epoch_holds_every_row_once_within_its_limit() -> None:
     rows = [
         Row(
             item_id="x",
@@ -68,14 +68,14 @@ def test_an_epoch_holds_every_row_once_within_its_token_limit() -> None:
         assert len(batch) == 1 or len(batch) * longest <= 32
 
 
-def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
+def test_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert sft._schedule(0.0) == pytest.approx(1e-3)
     assert sft._schedule(0.03) == pytest.approx(1.0, abs=0.01)
     assert sft._schedule(1.0) == pytest.approx(0.1)
     assert sft._schedule(1.5) == pytest.approx(0.1)
 
 
-def test_a_bad_batch_is_passed_over_and_only_so_many_in_a_row() -> None:
+def test_bad_batches_are_skipped_up_to_a_limit() -> None:
     rows, cfg = rows_of(*CORPUS), replace(TINY, batch_tokens=32, num_epochs=2)
     for num_bad in (1, 2):
         model = make_policy(TINY, TOKENIZER, seed=0)
@@ -95,7 +95,7 @@ def test_a_bad_batch_is_passed_over_and_only_so_many_in_a_row() -> None:
         assert all(torch.isfinite(each).all() for each in model.state_dict().values())
 
 
-def test_a_policy_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
+def test_non_finite_policy_is_not_written(tmp_path: Path) -> None:
     model = make_policy(TINY, TOKENIZER, seed=0)
     model.model.norm.weight.data[0] = torch.inf
     with pytest.raises(TrainingDiverged, match="has numbers that are NaN or infinite"):
@@ -108,7 +108,7 @@ def test_a_policy_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
     # Four rows for two epochs: longer than a batch, just over half of one, a quarter of one.
     [(48, 8), (20, 8), (8, 2)],
 )
-def test_the_rate_ends_at_a_tenth_at_the_last_step(length: int, num_steps: int) -> None:
+def test_rate_ends_at_a_tenth_in_the_last_step(length: int, num_steps: int) -> None:
     rows = [
         Row(item_id="", reward=1.0, token_ids=np.arange(length) % 9, mask=np.arange(length) > 0)
         for _ in range(4)
@@ -128,7 +128,7 @@ def test_the_rate_ends_at_a_tenth_at_the_last_step(length: int, num_steps: int) 
 
 
 @pytest.mark.slow
-def test_the_loss_falls_on_a_toy_corpus_and_what_is_not_trained_is_not_learnt() -> None:
+def test_loss_falls_on_trained_tokens_only() -> None:
     rows = rows_of(*CORPUS)
     model = make_policy(TINY, TOKENIZER, seed=0)
     losses = sft.train(model, rows, TINY, LearnerSection(warmup_steps=0), seed=0)
@@ -145,7 +145,7 @@ def test_the_loss_falls_on_a_toy_corpus_and_what_is_not_trained_is_not_learnt() 
 
 
 @pytest.mark.parametrize("prompt_coef", [0.0, 0.25, 1.0])
-def test_what_is_only_read_counts_by_its_weight(prompt_coef: float) -> None:
+def test_prompt_tokens_count_by_their_weight(prompt_coef: float) -> None:
     rows = rows_of(*CORPUS[:2])
     model = make_policy(TINY, TOKENIZER, seed=0)
     losses: list[Tensor] = []
@@ -165,7 +165,7 @@ def test_what_is_only_read_counts_by_its_weight(prompt_coef: float) -> None:
 
 
 @pytest.mark.parametrize("prompt_coef", [0.0, 0.3])
-def test_packed_rows_have_the_loss_and_gradient_of_padded_ones(prompt_coef: float) -> None:
+def test_packed_rows_have_the_padded_loss_and_gradient(prompt_coef: float) -> None:
     found: list[tuple[Tensor, Tensor]] = []
     for layout in (Layout.PADDED, Layout.PACKED):
         model = make_policy(TINY, TOKENIZER, seed=0)
@@ -181,7 +181,7 @@ def test_packed_rows_have_the_loss_and_gradient_of_padded_ones(prompt_coef: floa
 
 
 @pytest.mark.slow
-def test_a_policy_from_nothing_is_written_where_it_can_be_loaded(tmp_path: Path) -> None:
+def test_policy_from_scratch_is_written_in_a_loadable_form(tmp_path: Path) -> None:
     path = tmp_path / "demonstrations.jsonl"
     records = [
         {
@@ -204,13 +204,13 @@ def test_a_policy_from_nothing_is_written_where_it_can_be_loaded(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_adapters_to_a_policy_are_written_as_a_plain_one(tmp_path: Path) -> None:
+def test_adapters_are_merged_into_written_policy(tmp_path: Path) -> None:
     model = make_policy(TINY, TOKENIZER, seed=0)
     save_policy(tmp_path / "base", model, TOKENIZER)
     learner = LearnerSection(device="cpu", lora=LoraSection(rank=4))
     adapted, _ = load_start(str(tmp_path / "base"), learner)
     losses = sft.train(adapted, rows_of(*CORPUS), TINY, learner, seed=0)
-    assert losses[-1] < losses[0] - 0.3  # of a random head that stays as it is
+    assert losses[-1] < losses[0] - 0.3  # The random head stays frozen.
     folder = save_policy(tmp_path / "policy", adapted, TOKENIZER)
     plain = load_policy(str(folder), device="cpu", gradient_checkpointing=False)
     ids = torch.arange(9)[None]

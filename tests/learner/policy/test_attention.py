@@ -64,7 +64,7 @@ def run(kernel: Any, tensors: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_packed_kernels_equal_one_block_mask_forwards_and_backwards(name: str) -> None:
+def test_packed_kernels_equal_one_block_mask(name: str) -> None:
     ours, theirs = inputs(), inputs()
     weights = torch.linspace(-1, 1, sum(LENGTHS) * HEADS * SIZE, dtype=torch.float64)
     found, expected = run(KERNELS[name], ours), block_masked(*theirs)
@@ -76,7 +76,7 @@ def test_packed_kernels_equal_one_block_mask_forwards_and_backwards(name: str) -
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_round_no_more_in_bf16_than_the_model_own_attention(name: str) -> None:
+def test_kernels_round_no_more_than_the_models_attention(name: str) -> None:
     model = make_model()
     sequences = [np.arange(n) * 7 % VOCAB for n in (40, 3, 25)]
     masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
@@ -96,7 +96,7 @@ def test_kernels_round_no_more_in_bf16_than_the_model_own_attention(name: str) -
     assert 0 < ours < 1.3 * own
 
 
-def test_each_query_is_computed_once_and_short_sequences_together() -> None:
+def test_each_query_runs_once_and_short_sequences_share_blocks() -> None:
     blocks = packing_of(LENGTHS).blocks()
     asked = [
         block.queries.index if block.real is None else block.queries.index[block.real]
@@ -112,7 +112,7 @@ def test_each_query_is_computed_once_and_short_sequences_together() -> None:
     )
 
 
-def test_long_rows_have_few_sizes_and_what_fills_them_up_is_read_by_nobody() -> None:
+def test_long_rows_use_few_padded_sizes() -> None:
     sequences = [np.full(length, 7) for length in (300, 290)]
     masks = [np.arange(len(each)) >= len(each) - 5 for each in sequences]
     tokens = collate_tokens(sequences, masks, device="cpu", is_packed=True)
@@ -141,7 +141,7 @@ def test_no_sequence_sees_another_in_its_row() -> None:
     assert states(first).equal(states(other))
 
 
-def test_packing_is_refused_where_layers_see_less_than_everything_before() -> None:
+def test_packing_is_refused_for_sliding_attention() -> None:
     config = Gemma3TextConfig(
         vocab_size=VOCAB,
         hidden_size=16,
@@ -161,9 +161,7 @@ def test_packing_is_refused_where_layers_see_less_than_everything_before() -> No
 
 @pytest.mark.parametrize("window", [8, None])
 @pytest.mark.parametrize("family", ["mistral", "mixtral", "phi3", "starcoder2"])
-def test_sequences_are_packed_only_where_no_layer_has_a_window(
-    family: str, window: int | None
-) -> None:
+def test_sequences_are_packed_only_without_window(family: str, window: int | None) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
     config = AutoConfig.for_model(family, vocab_size=VOCAB, sliding_window=window, **sizes, **heads)
@@ -179,7 +177,7 @@ def test_sequences_are_packed_only_where_no_layer_has_a_window(
             use_attention([model], "cpu", Layout.PACKED, Attention.AUTO)
 
 
-def test_what_a_family_adds_to_attention_is_never_left_out() -> None:
+def test_unsupported_attention_arguments_are_refused() -> None:
     tensors = inputs(torch.float32)
     packing = packing_of(LENGTHS)
     more: dict[str, Any] = {"scaling": 1.0, "packing": packing, "s_aux": 1}
@@ -188,7 +186,7 @@ def test_what_a_family_adds_to_attention_is_never_left_out() -> None:
             kernel(torch.nn.Identity(), *tensors, None, **more)
 
 
-def test_models_with_learnt_positions_count_them_anew_in_each_sequence() -> None:
+def test_learnt_positions_restart_in_each_sequence() -> None:
     config = GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=16, n_layer=1, n_head=2)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ from learner.policy.critic import make_critic
 from tests.learner.builders import make_model
 
 
-def test_critic_of_its_own_starts_from_a_checkpoint(tmp_path: Path) -> None:
+def test_separate_critic_starts_from_a_checkpoint(tmp_path: Path) -> None:
     policy = make_model()
     policy.save_pretrained(tmp_path)
     cfg = CriticSection(kind=CriticKind.MODEL)

@@ -1,4 +1,4 @@
-"""Laws of rows that nobody reads."""
+"""Laws of unread rows."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -15,7 +15,7 @@ from learner.policy.kernels.last_layer import skip_unread_rows
 from learner.policy.model import flat_hidden
 from tests.learner.builders import VOCAB, make_model
 
-LENGTHS, NUM_SCORED = (12, 7, 9), 2  # of each sequence the last two are scored
+LENGTHS, NUM_SCORED = (12, 7, 9), 2  # The last two tokens of each sequence are scored.
 
 
 def batch() -> TokenBatch:
@@ -25,13 +25,13 @@ def batch() -> TokenBatch:
 
 
 def rows_computed(part: nn.Module) -> list[int]:
-    """Return a list that is told how many rows each call of a module computes."""
+    """Return a list that receives the number of rows of each call of a module."""
     seen: list[int] = []
     part.register_forward_hook(lambda _, args, found: seen.append(found.shape[1]))
     return seen
 
 
-def test_last_feed_forward_part_computes_what_is_read_and_the_others_everything() -> None:
+def test_last_feed_forward_part_computes_only_read_rows() -> None:
     model = make_model()
     use_attention([model], "cpu", Layout.PACKED, Attention.PRODUCTS)
     first, last = (rows_computed(layer.mlp.down_proj) for layer in cast(Any, model.model.layers))
@@ -40,7 +40,7 @@ def test_last_feed_forward_part_computes_what_is_read_and_the_others_everything(
     assert (first, last) == ([sum(LENGTHS)], [len(LENGTHS) * (NUM_SCORED + 1)])
 
 
-def test_what_is_read_and_all_gradients_are_those_of_every_row_computed() -> None:
+def test_skipping_unread_rows_changes_no_output_or_gradient() -> None:
     found: list[tuple[Tensor, list[Tensor | None]]] = []
     for is_whole in (True, False):
         model, tokens = make_model(), batch()
@@ -54,7 +54,7 @@ def test_what_is_read_and_all_gradients_are_those_of_every_row_computed() -> Non
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_mixture_of_experts_routes_what_is_read_as_it_routes_everything() -> None:
+def test_mixture_of_experts_routes_rows_unchanged() -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -80,7 +80,7 @@ def test_mixture_of_experts_routes_what_is_read_as_it_routes_everything() -> Non
     torch.testing.assert_close(states[0], states[1], atol=1e-6, rtol=0)
 
 
-def test_network_of_other_names_and_one_prepared_twice_are_left_alone() -> None:
+def test_prepared_or_unknown_network_is_unchanged() -> None:
     plain = nn.Linear(2, 2)
     model = make_model()
     model.base_model.layers = nn.ModuleList([plain])

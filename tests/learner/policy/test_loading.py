@@ -57,7 +57,7 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 4])
-def test_weights_read_part_by_part_are_those_of_a_whole_load(tmp_path: Path, rank: int) -> None:
+def test_sharded_loading_equals_a_whole_load(tmp_path: Path, rank: int) -> None:
     cfg = run_config_with_policy(
         tmp_path, lora=LoraSection(rank=rank), critic=OF_ITS_OWN, rank_timeout_s=60.0
     )
@@ -78,7 +78,7 @@ def test_weights_read_part_by_part_are_those_of_a_whole_load(tmp_path: Path, ran
         assert torch.equal(part, want), name
 
 
-def test_frozen_reference_is_kept_in_the_type_asked_for(tmp_path: Path) -> None:
+def test_frozen_reference_keeps_the_requested_dtype(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     how: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": False, "is_frozen": True}
     model = load_policy(str(tmp_path), base_dtype=torch.bfloat16, **how)
@@ -87,7 +87,9 @@ def test_frozen_reference_is_kept_in_the_type_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "said"), [("missing", "in none of its"), ("shape", "says")])
-def test_files_of_another_model_are_refused_by_name(tmp_path: Path, change: str, said: str) -> None:
+def test_weights_of_another_model_are_refused_by_name(
+    tmp_path: Path, change: str, said: str
+) -> None:
     make_model().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     key = "num_hidden_layers" if change == "missing" else "intermediate_size"
@@ -103,7 +105,7 @@ def test_files_of_another_model_are_refused_by_name(tmp_path: Path, change: str,
 
 @contextmanager
 def rank_of(size: int) -> Iterator[Any]:
-    """Yield the mesh of the first of so many ranks, whose others are not there."""
+    """Yield the mesh of the first of several ranks; the other ranks do not exist."""
     distributed: Any = dist
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
@@ -113,9 +115,9 @@ def rank_of(size: int) -> Iterator[Any]:
 
 
 def peak_of(load: Callable[[], object]) -> int:
-    """Return by how many bytes this process grows at most meanwhile."""
+    """Return the peak growth of this process in bytes."""
     trim_heap()
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak is what there is now
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # Resets the peak memory.
     before = _status("VmRSS")
     kept = load()
     grown = _status("VmHWM") - before
@@ -154,7 +156,7 @@ def test_loading_takes_the_memory_of_a_part(tmp_path: Path) -> None:
         return network
 
     with rank_of(4) as mesh:
-        load_part(tmp_path / "small")  # what it imports is no memory of weights
+        load_part(tmp_path / "small")  # Imports do not count as memory of weights.
         part = peak_of(lambda: load_part(tmp_path))
     whole_load = peak_of(lambda: load_policy(str(tmp_path), **how))
     assert num_bytes > 100 << 20

@@ -1,4 +1,4 @@
-"""Laws of adapters: what they add, what is trained, and what is written of them."""
+"""Laws of adapters: their effect, their training and their files."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def loaded(folder: Path, **lora: Any):
     )
 
 
-def test_new_adapters_change_nothing_and_are_all_that_is_trained(tmp_path: Path) -> None:
+def test_new_adapters_change_nothing_and_train(tmp_path: Path) -> None:
     base = make_model()
     base.save_pretrained(tmp_path)
     model = loaded(tmp_path, rank=4)
@@ -48,12 +48,12 @@ def test_adapters_are_the_same_on_every_rank(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     states = []
     for _ in range(2):
-        torch.manual_seed(7)  # as every rank does before it loads
+        torch.manual_seed(7)  # Every rank sets this seed before it loads.
         states.append(trained_state(loaded(tmp_path, rank=4)))
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_frozen_weights_may_be_bf16_beside_adapters_in_fp32(tmp_path: Path) -> None:
+def test_frozen_weights_may_be_bf16_beside_fp32_adapters(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     model = load_policy(
         str(tmp_path),
@@ -82,7 +82,7 @@ def test_adapters_without_a_layer_are_refused() -> None:
 
 
 @pytest.mark.parametrize("target", ["q_projection", "lm_head", "embed_tokens"])
-def test_a_target_that_is_no_inner_linear_layer_is_refused(tmp_path: Path, target: str) -> None:
+def test_target_outside_linear_layers_is_refused(tmp_path: Path, target: str) -> None:
     make_model().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"learner\.lora\.targets={target}.*o_proj"):
         loaded(tmp_path, rank=2, targets=["q_proj", target])
@@ -94,7 +94,7 @@ def test_muon_is_refused_for_adapters() -> None:
     assert not [*LearnerSection(optimizer=OptimizerKind.MUON).contradictions()]
 
 
-def test_without_its_adapters_a_policy_is_its_base_exactly() -> None:
+def test_policy_without_adapters_equals_base() -> None:
     model = make_model_with_adapters()
     after = logits_of(model)
     with adapters_off(model):
@@ -103,7 +103,7 @@ def test_without_its_adapters_a_policy_is_its_base_exactly() -> None:
     assert (after - logits_of(make_model())).abs().max() > 0.1
 
 
-def test_merged_policy_is_a_plain_one_that_computes_the_same(tmp_path: Path) -> None:
+def test_merged_policy_equals_the_adapted_one(tmp_path: Path) -> None:
     model = make_model_with_adapters()
     tokenizer: Any = AutoTokenizer.from_pretrained(ROOT / "configs/policies/tiny")
     save_policy(tmp_path, model, tokenizer)
@@ -123,7 +123,7 @@ def test_adapter_folder_is_one_that_peft_loads(tmp_path: Path) -> None:
     assert not any(each.requires_grad for each in theirs.parameters())
 
 
-def test_published_are_the_adapters_alone_by_the_names_of_their_file(tmp_path: Path) -> None:
+def test_published_tensors_are_those_of_the_adapter_file(tmp_path: Path) -> None:
     model = make_model_with_adapters()
     published = dict(published_tensors(model))
     save_adapter(tmp_path, model, trained_state(model))

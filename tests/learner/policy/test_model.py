@@ -51,7 +51,7 @@ def naive_logprobs(model, temperature: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
 @pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_chunked_logprobs_and_gradients_equal_the_naive_ones(
+def test_chunked_logprobs_and_gradients_equal_naive(
     chunk_tokens: int, is_checkpointed: bool
 ) -> None:
     model = make_model()

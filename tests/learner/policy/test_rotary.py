@@ -56,7 +56,7 @@ def load(path: str, max_tokens: int | None) -> PreTrainedModel:
 
 
 def scored(model: PreTrainedModel, lengths: list[int], layout: Layout) -> Tensor:
-    """Return the log-probabilities of the first sequence, whose tokens are always the same."""
+    """Return the log-probabilities of the first sequence, which is always the same."""
     is_packed = use_attention([model], "cpu", layout, Attention.AUTO)
     sequences = [np.random.default_rng(n).integers(1, 50, n) for n in lengths]
     masks = [np.arange(n) > 0 for n in lengths]
@@ -68,7 +68,7 @@ def scored(model: PreTrainedModel, lengths: list[int], layout: Layout) -> Tensor
 
 @pytest.mark.parametrize("layout", [Layout.PADDED, Layout.PACKED])
 @pytest.mark.parametrize("max_tokens", [ORIGINAL, LONGEST, None])
-def test_longrope_scores_a_sequence_alike_beside_a_longer_one(
+def test_longrope_scores_do_not_depend_on_longer_neighbours(
     max_tokens: int | None, layout: Layout, tmp_path: Path
 ) -> None:
     model = load(save(tmp_path, "longrope"), max_tokens)
@@ -78,17 +78,17 @@ def test_longrope_scores_a_sequence_alike_beside_a_longer_one(
 
 
 @pytest.mark.parametrize(("max_tokens", "factor"), [(ORIGINAL, 1), (LONGEST, 4), (None, 4)])
-def test_longrope_is_long_where_the_engine_may_exceed_the_original_context(
+def test_longrope_is_long_beyond_original_context(
     max_tokens: int | None, factor: int, tmp_path: Path
 ) -> None:
     model: Any = load(save(tmp_path, "longrope"), max_tokens)
     scored(model, [20], Layout.PADDED)
     found = model.model.rotary_emb.inv_freq
-    plain = 10000.0 ** (-torch.arange(0, 16, 2) / 16)  # of heads of 16
+    plain = 10000.0 ** (-torch.arange(0, 16, 2) / 16)  # The size of a head is 16.
     torch.testing.assert_close(found, plain / factor)
 
 
-def test_longrope_of_short_contexts_is_that_of_transformers(tmp_path: Path) -> None:
+def test_longrope_of_short_contexts_equals_transformers(tmp_path: Path) -> None:
     path = save(tmp_path, "longrope")
     ids = torch.arange(20)[None]
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_longrope_of_short_contexts_is_that_of_transformers(tmp_path: Path) -> N
     torch.testing.assert_close(found, expected)
 
 
-def test_dynamic_rope_is_refused_beyond_the_length_where_it_changes(tmp_path: Path) -> None:
+def test_dynamic_rope_is_refused_beyond_its_original_length(tmp_path: Path) -> None:
     path = save(tmp_path, "dynamic")
     said = r"rope_type=dynamic changes its frequencies beyond 32 tokens, .*max_model_len=33"
     with pytest.raises(ConfigError, match=said):

@@ -78,7 +78,7 @@ RANDOM = {
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", RANDOM)
-def test_two_scorings_of_the_same_tokens_are_equal(
+def test_repeated_scoring_gives_equal_logits(
     family: str, checkpointing: bool, tmp_path: Path
 ) -> None:
     config = AutoConfig.for_model(family, **(SMALL | RANDOM[family]))
@@ -86,7 +86,7 @@ def test_two_scorings_of_the_same_tokens_are_equal(
     model = load(path, gradient_checkpointing=checkpointing)
     first, second = logits_twice(model)
     assert torch.equal(first, second)
-    with torch.no_grad():  # as the sampler computes them
+    with torch.no_grad():  # The sampler computes them in this way.
         expected = AutoModelForCausalLM.from_pretrained(path).eval()(torch.arange(12)[None]).logits
     torch.testing.assert_close(first.detach(), expected, atol=1e-5, rtol=1e-5)
 
@@ -117,14 +117,14 @@ class Noisy(nn.Module):
         return states + 0.1 * torch.randn_like(states)
 
 
-def test_random_numbers_in_a_pass_are_refused_with_both_scores() -> None:
+def test_random_numbers_in_pass_are_refused() -> None:
     model = make_model().eval()
     model.model.norm = nn.Sequential(model.model.norm, Noisy())  # type: ignore[assignment]
     with pytest.raises(ScoresDiffer, match=r"same tokens by Qwen3.* differ: -\d.* and -\d.* nats"):
         check_policy(model, EXACT, is_packed=False)
 
 
-def test_logits_changed_behind_the_head_are_refused_by_name(tmp_path: Path) -> None:
+def test_logits_changed_behind_head_are_refused(tmp_path: Path) -> None:
     mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}
     mamba |= {"mamba_d_state": 8, "mamba_chunk_size": 16}
     config = FalconH1Config(**SMALL, **mamba, lm_head_multiplier=0.25)  # pyright: ignore
@@ -132,7 +132,7 @@ def test_logits_changed_behind_the_head_are_refused_by_name(tmp_path: Path) -> N
         load(save(config, tmp_path))
 
 
-def test_a_head_that_changes_its_input_is_refused_by_the_start_check() -> None:
+def test_head_that_changes_input_is_refused() -> None:
     model = make_model().eval()
     model.lm_head.register_forward_pre_hook(lambda _, args: (2 * args[0],))
     with pytest.raises(ScoresDiffer, match="are not those of its forward pass: -"):
@@ -140,11 +140,11 @@ def test_a_head_that_changes_its_input_is_refused_by_the_start_check() -> None:
 
 
 def nemotron(folder: Path) -> PreTrainedModel:
-    """Load a family whose attention does not take the packing, and which does not say so."""
+    """Load a family with an attention that silently ignores packing."""
     return load(save(NemotronConfig(**SMALL), folder))  # pyright: ignore
 
 
-def test_packing_is_refused_where_sequences_see_each_other(tmp_path: Path) -> None:
+def test_packing_is_refused_for_interacting_sequences(tmp_path: Path) -> None:
     model = nemotron(tmp_path)
     said = (
         r"packed: sequences of NemotronForCausalLM see each other: -\d.* and -\d.* nats .*=padded"
@@ -155,7 +155,7 @@ def test_packing_is_refused_where_sequences_see_each_other(tmp_path: Path) -> No
         settle_ways(model, LearnerSection(layout=Layout.PACKED))
 
 
-def test_auto_pads_sequences_that_would_see_each_other(
+def test_auto_layout_pads_interacting_sequences(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     learner = settle_ways(nemotron(tmp_path), LearnerSection())
@@ -168,7 +168,7 @@ def passes_of(model: Any, **learner: Any) -> Passes:
     return Passes(cfg, Networks(policy=model), temperature=0.7, engine_dtype="float32")
 
 
-def test_a_layout_found_wrong_after_loading_is_padded_or_refused(
+def test_layout_found_wrong_after_loading_is_padded_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nemotron(tmp_path)
@@ -190,7 +190,7 @@ def test_bf16_rounding_is_no_difference(layout: Layout) -> None:
     check_policy(model, replace(EXACT, autocast=True), is_packed=layout is Layout.PACKED)
 
 
-def test_the_learner_checks_critic_and_reference_at_its_start(tmp_path: Path) -> None:
+def test_start_check_covers_critic_and_reference(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     algorithm = AlgorithmSection(advantage=Advantage.PPO, kl_coef=0.1)
     learner = LearnerSection(device="cpu", critic=CriticSection(kind=CriticKind.MODEL))
@@ -296,7 +296,7 @@ PADDED = set(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_is_scored_right_or_refused_by_name(family: str, tmp_path: Path) -> None:
+def test_family_is_scored_right_or_refused(family: str, tmp_path: Path) -> None:
     name, more = SCALED.get(family, (family, {}))
     config = AutoConfig.for_model(name, **(SMALL | FAMILIES[family] | more))
     path = save(config, tmp_path)
@@ -313,6 +313,6 @@ def test_every_family_is_scored_right_or_refused_by_name(family: str, tmp_path: 
         check_policy(model, EXACT, is_packed=True)
 
 
-def test_networks_without_a_head_are_measured_by_their_states(tmp_path: Path) -> None:
+def test_networks_without_a_head_are_compared_by_states(tmp_path: Path) -> None:
     trunk = AutoModel.from_pretrained(save(NemotronConfig(**SMALL), tmp_path))  # pyright: ignore
     assert "NemotronModel see each other" in packing_problem(trunk)

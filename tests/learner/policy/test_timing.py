@@ -64,18 +64,18 @@ def settle(file: Path, clock: Clock, *, is_repeatable: bool = False, **keys: Any
 @pytest.mark.parametrize("precision", [BF16, FP32])
 @pytest.mark.parametrize("layout", [Layout.PACKED, Layout.PADDED])
 @pytest.mark.parametrize("attention", [Attention.PRODUCTS, Attention.FUSED])
-def test_the_fastest_is_taken_whatever_the_rules_say(
+def test_fastest_configuration_overrides_the_rules(
     tmp_path: Path, precision: Precision, layout: Layout, attention: Attention
 ) -> None:
     clock = Clock(**dict.fromkeys((precision.value, layout.value, attention.value), 0.1))
     file = tmp_path / "precision.json"
     assert settle(file, clock) == Way(precision, layout, attention)
     slower = Clock(**dict.fromkeys((precision.value, layout.value, attention.value), 9.0))
-    assert settle(file, slower) == Way(precision, layout, attention)  # as the run began
+    assert settle(file, slower) == Way(precision, layout, attention)  # The run keeps its choice.
     assert not slower.asked
 
 
-def test_what_is_configured_holds_and_is_not_timed(tmp_path: Path) -> None:
+def test_configured_values_hold_without_timing(tmp_path: Path) -> None:
     clock = Clock(fp32=9.0, padded=9.0)
     chosen = settle(tmp_path / "a.json", clock, precision=FP32, layout=Layout.PADDED)
     assert (chosen.precision, chosen.layout) == (FP32, Layout.PADDED)
@@ -87,20 +87,20 @@ def test_what_is_configured_holds_and_is_not_timed(tmp_path: Path) -> None:
     assert not fixed.asked
 
 
-def test_a_run_that_must_repeat_itself_follows_the_rules_and_times_nothing(tmp_path: Path) -> None:
+def test_repeatable_run_follows_rules_without_timing(tmp_path: Path) -> None:
     clock = Clock()
     found = settle(tmp_path / "precision.json", clock, is_repeatable=True)
     assert found == Way(precision_by_rule("cpu"), Layout.PACKED, Attention.PRODUCTS)
     assert not clock.asked
 
 
-def test_a_run_that_began_before_there_was_a_choice_goes_on_as_it_was(tmp_path: Path) -> None:
+def test_run_without_a_recorded_layout_keeps_the_old_one(tmp_path: Path) -> None:
     file = tmp_path / "precision.json"
     file.write_text(json.dumps({"precision": "bf16", "timings": None}), encoding="utf-8")
     assert settle(file, Clock(padded=9.0)) == Way(BF16, Layout.PADDED, Attention.PRODUCTS)
 
 
-def test_a_difference_that_may_be_noise_is_left_to_the_rule() -> None:
+def test_difference_within_noise_leaves_the_rule() -> None:
     for rule in (PLAIN, PACKED):
         for other in (0.85, 1.0, 1.19):
             timed = {PLAIN: Timed(1.0, SAID), PACKED: Timed(other, SAID)}
@@ -109,7 +109,7 @@ def test_a_difference_that_may_be_noise_is_left_to_the_rule() -> None:
     assert fastest(timed, rule=PLAIN, max_delta=0.05) is PACKED
 
 
-def test_a_way_that_computes_something_else_is_never_taken() -> None:
+def test_configuration_with_different_logprobs_is_never_chosen() -> None:
     timed = {
         PLAIN: Timed(3.0, SAID),
         PACKED: Timed(2.0, SAID + 0.07),
@@ -120,7 +120,7 @@ def test_a_way_that_computes_something_else_is_never_taken() -> None:
         assert fastest(timed, rule=rule, max_delta=0.05) is PACKED
 
 
-def test_timing_stays_within_its_budget_and_leaves_the_model_as_it_was() -> None:
+def test_timing_respects_budget_and_preserves_model() -> None:
     model = make_model()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     state = torch.get_rng_state()
@@ -135,7 +135,7 @@ def test_timing_stays_within_its_budget_and_leaves_the_model_as_it_was() -> None
 
 
 def timed_by(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> list[int]:
-    """Let the passes cost what `seconds` says; return how many threads each of them had."""
+    """Let the passes take `seconds`; return the number of threads of each."""
     left, threads = iter(seconds), list[int]()
 
     def time_pass(*_: object) -> Timed:
@@ -146,19 +146,19 @@ def timed_by(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> list[int]
     return threads
 
 
-def test_first_passes_that_make_the_kernels_do_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_ignores_passes_that_compile_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     timed_by(monkeypatch, [0.15, 0.07, 0.06, 0.08])
     timed = time_ways(make_model(), [PLAIN, PACKED], num_tokens=40, budget_s=0.1)
     assert [timed[way].seconds for way in (PLAIN, PACKED)] == [0.06, 0.08]
 
 
-def test_passes_of_a_large_model_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_of_a_large_model_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     timed_by(monkeypatch, [2.0, 3.0])
     timed = time_ways(make_model(), [PLAIN, PACKED], num_tokens=40)
     assert [timed[way].seconds for way in (PLAIN, PACKED)] == [2.0, 3.0]
 
 
-def test_passes_are_timed_with_one_thread_and_the_others_come_back(
+def test_timing_uses_one_thread_and_restores_the_thread_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = torch.get_num_threads()
@@ -182,7 +182,7 @@ def test_passes_are_timed_with_one_thread_and_the_others_come_back(
         ([], 1, 1),
     ],
 )
-def test_threads_are_doubled_while_that_helps_and_cores_are_spare(
+def test_threads_double_while_it_helps_and_cores_remain(
     monkeypatch: pytest.MonkeyPatch, by_threads: list[float], num_cores: int, expected: int
 ) -> None:
     before = torch.get_num_threads()
@@ -192,13 +192,13 @@ def test_threads_are_doubled_while_that_helps_and_cores_are_spare(
     assert torch.get_num_threads() == before
 
 
-def test_other_ranks_compute_as_the_first_has_settled() -> None:
+def test_all_ranks_use_one_configuration() -> None:
     keys = {"precision": BF16, "layout": Layout.PADDED, "attention": Attention.FUSED}
     learner = LearnerSection(num_threads=3, **keys)
     assert with_settled(LearnerSection(), json.loads(json.dumps(settled(learner)))) == learner
 
 
-def test_what_nobody_has_settled_follows_the_rule() -> None:
+def test_unsettled_precision_follows_the_rule() -> None:
     cpu = torch.device("cpu")
     assert uses_bf16(LearnerSection(precision=BF16), cpu)
     assert not uses_bf16(LearnerSection(precision=FP32), cpu)

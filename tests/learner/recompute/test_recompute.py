@@ -25,7 +25,7 @@ CRITIC = (
 
 
 def computed(root: Path, *words: str, steps: str | None = None) -> tuple[int, list[str]]:
-    """Return the exit code of the command and what it says."""
+    """Return the exit code of the command and its output."""
     said: list[str] = []
     request = Request(
         command="recompute",
@@ -71,12 +71,12 @@ def flip(run: RunDir, episode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [LORA, CRITIC, (*LORA, "learner.compile=true")])
-def test_learner_is_computed_again_bit_for_bit_over_restarts_with_other_settings(
+def test_recompute_reproduces_the_learner_over_restarts(
     tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     root = tmp_path / "r"
     live(root, config(*settings), range(5), skipped=[1], nan=[3], saved=[2])
-    # What it repeats now is not what it was the first time.
+    # The restart does not repeat the first settings.
     live(root, config(*settings, "learner.lr=3e-4", "train.num_steps=9"), range(5, 8), saved=[6])
     live(root, config(*settings, "learner.lr=3e-4", "train.num_steps=9"), range(8, 9))
     assert len(read_checksums(root / "checksums.jsonl").starts) == 3
@@ -89,19 +89,19 @@ def test_learner_is_computed_again_bit_for_bit_over_restarts_with_other_settings
 
 
 @pytest.mark.slow
-def test_ranks_that_were_killed_are_computed_again_as_if_they_had_lived(tmp_path: Path) -> None:
+def test_recompute_reproduces_killed_ranks(tmp_path: Path) -> None:
     running = ["algorithm.advantage=running", "learner.num_ranks=2", "learner.compile=true"]
     root = tmp_path / "r"
     cfg = config(*running, "algorithm.correction=second_moment", "algorithm.m2_threshold=0.3")
     live(root, cfg, range(4), skipped=[1], nan=[2], saved=[0])
     live(root, cfg, range(4, 5))
-    code, said = computed(root)  # from the first weights on, without a restart
+    code, said = computed(root)  # It starts from the first weights without a restart.
     assert code == 0, said
     assert result(root)["equal_checksums"] == 5
 
 
-def test_flipped_bit_of_the_journal_is_found_at_the_step_that_consumed_it(run: RunDir) -> None:
-    flip(run, "g0000010/1")  # of batch 5, which is step 5
+def test_recompute_finds_a_flipped_journal_bit_at_its_step(run: RunDir) -> None:
+    flip(run, "g0000010/1")  # Batch 5 is step 5.
     code, said = computed(run.root)
     assert code == 1
     assert said[-1].startswith("step 5 differs: batch: episode g0000010/1")
@@ -111,7 +111,7 @@ def test_flipped_bit_of_the_journal_is_found_at_the_step_that_consumed_it(run: R
     assert computed(run.root, steps=":4")[0] == 0
 
 
-def test_what_differs_first_is_named(run: RunDir) -> None:
+def test_recompute_names_the_first_difference(run: RunDir) -> None:
     lines = [json.loads(text) for text in run.checksums.read_text(encoding="utf-8").splitlines()]
     at = next(i for i, line in enumerate(lines) if line.get("version") == 3)
     for stage, name in (
@@ -132,7 +132,7 @@ def test_what_differs_first_is_named(run: RunDir) -> None:
         assert said[-1].startswith(f"step 3 differs: {name}"), said
 
 
-def test_other_weights_to_begin_with_and_another_machine_are_said_plainly(run: RunDir) -> None:
+def test_recompute_reports_different_start_weights_and_machine(run: RunDir) -> None:
     lines = [json.loads(text) for text in run.checksums.read_text(encoding="utf-8").splitlines()]
     lines[0]["start"]["weights"] = "0" * 32
     lines[0]["start"]["machine"]["cpu"] = "Some Other CPU"
@@ -143,9 +143,9 @@ def test_other_weights_to_begin_with_and_another_machine_are_said_plainly(run: R
     assert said[-1].startswith("step 0 differs: weights: those of configs/policies/tiny")
 
 
-def test_run_that_goes_on_is_computed_as_far_as_it_is_written(run: RunDir) -> None:
+def test_running_run_is_recomputed_up_to_its_last_record(run: RunDir) -> None:
     whole = run.checksums.read_bytes()
-    run.checksums.write_bytes(whole[:-20])  # in the middle of the last line
+    run.checksums.write_bytes(whole[:-20])  # Cut within the last line.
     with run.steps.open("ab") as steps:
         steps.write(b'{"version":7,"gro')
     code, said = computed(run.root)
@@ -168,9 +168,9 @@ def test_pruned_range_is_refused_by_name(run: RunDir) -> None:
         computed(run.root, steps="3:6")
 
 
-def test_steps_that_the_log_lost_with_the_journal_are_refused_by_name(run: RunDir) -> None:
+def test_steps_pruned_from_the_log_are_refused_by_name(run: RunDir) -> None:
     steps, size = list(read_steps(run.steps)), run.steps.stat().st_size
-    before = steps[2].segment  # of step 2, behind a step and a batch that was skipped
+    before = steps[2].segment  # Step 2 comes after a step and a skipped batch.
     prune(run.journal, before=before, may_go=lambda *_: True)
     log, sums = StepLog(run.steps, look_bytes=0), ChecksumLog(run.checksums, version=6)
     assert log.prune(before=before, needed=size)
@@ -185,7 +185,7 @@ def test_steps_that_the_log_lost_with_the_journal_are_refused_by_name(run: RunDi
     assert computed(run.root, steps="3:6")[0] == 0
 
 
-def test_other_settings_are_on_policy_at_first_and_counterfactual_then(run: RunDir) -> None:
+def test_overrides_are_counterfactual_after_the_first_step(run: RunDir) -> None:
     code, said = computed(run.root, "learner.lr=1e-2", "algorithm.correction=icepop")
     assert code == 0, said
     rows = result(run.root)["rows"]
@@ -199,9 +199,7 @@ def test_other_settings_are_on_policy_at_first_and_counterfactual_then(run: RunD
 
 
 @pytest.mark.slow
-def test_running_baseline_is_computed_again_and_remembers_what_a_counterfactual_saw(
-    tmp_path: Path,
-) -> None:
+def test_running_baseline_is_recomputed_for_overrides(tmp_path: Path) -> None:
     running = config("algorithm.advantage=running")
     live(tmp_path / "r", running, range(4), skipped=[1], nan=[2], saved=[2])
     live(tmp_path / "r", running, range(4, 6))
@@ -210,7 +208,7 @@ def test_running_baseline_is_computed_again_and_remembers_what_a_counterfactual_
     assert "the overrides change nothing on this data" in said
 
 
-def test_what_changes_nothing_is_said_and_what_cannot_is_refused(run: RunDir) -> None:
+def test_ineffective_overrides_are_reported_and_impossible_ones_refused(run: RunDir) -> None:
     _, said = computed(run.root, "algorithm.mask_low=0.4", steps="3:5")
     assert "the overrides change nothing on this data" in said
     _, said = computed(run.root, "horizon=1:2", steps="5:6")
@@ -227,7 +225,7 @@ def test_what_changes_nothing_is_said_and_what_cannot_is_refused(run: RunDir) ->
             computed(run.root, word)
 
 
-def test_restart_says_when_it_does_not_repeat_what_was(
+def test_restart_warns_when_it_does_not_repeat_its_past(
     run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = len(run.checksums.read_text(encoding="utf-8").splitlines())

@@ -1,4 +1,4 @@
-"""Laws of a run that goes on for months: its directory does not grow, and a restart still works."""
+"""Laws of a run of months: its directory is bounded, and a restart still works."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ LIMITS = Limits(keep_bytes=80_000)
 
 
 class LongRun:
-    """Writes what a learner writes; stands for its checkpoints, its buffer and its upkeep."""
+    """Writes a learner's files; replaces its checkpoints, its buffer and its upkeep."""
 
     def __init__(self, root: Path) -> None:
         self.run_dir = RunDir(root=root)
@@ -84,7 +84,7 @@ class LongRun:
 
 
 @pytest.mark.slow
-def test_a_long_run_stays_within_bounds_and_can_be_resumed(
+def test_long_run_stays_bounded_and_resumable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics_module, "MAX_BYTES", 20_000)
@@ -110,9 +110,7 @@ def test_a_long_run_stays_within_bounds_and_can_be_resumed(
         each.close()
 
 
-def test_what_became_of_episodes_stays_within_bounds_by_whole_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outcome_file_drops_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "MAX_OUTCOMES_BYTES", 2_000)
     news: list[list[str]] = []
     core = SimpleNamespace(lifecycle=SimpleNamespace(news=news), version=3)

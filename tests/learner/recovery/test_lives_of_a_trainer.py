@@ -27,7 +27,7 @@ from learner.training.trainer import Trainer
 from tests.learner.builders import make_model, make_model_with_adapters, make_trajectory
 
 KINDS = ("good", "far", "good", "nan", "far", "nan", "short", "far", "good")
-KILLED_BEFORE = (2, 4, 6, 8)  # that batch
+KILLED_BEFORE = (2, 4, 6, 8)  # Kill before these batches.
 SAVED_AFTER = (2, 5)  # batches; the second checkpoint lies between two that are not finite
 
 
@@ -163,9 +163,7 @@ def play(root: Path, case: Case, given: list[list[Group]], *, is_killed: bool) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_learner_killed_again_and_again_ends_as_one_that_lived(
-    case: Case, tmp_path: Path
-) -> None:
+def test_repeatedly_killed_learner_ends_bit_identical(case: Case, tmp_path: Path) -> None:
     given = batches(trainer_of(case, 0))
     whole = play(tmp_path / "whole", case, given, is_killed=False)
     killed = play(tmp_path / "killed", case, given, is_killed=True)

@@ -39,7 +39,7 @@ def test_steps_come_back_as_they_were_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tail", [b'{"version":3,"gro', b"\0\0\0\0", b"{", "ä".encode()[:1]])
-def test_a_torn_last_line_is_cut_off_and_the_rest_kept(tmp_path: Path, tail: bytes) -> None:
+def test_torn_last_line_is_cut_and_the_rest_kept(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "steps.jsonl"
     write(path, 1, 2)
     whole = path.read_bytes()
@@ -50,7 +50,7 @@ def test_a_torn_last_line_is_cut_off_and_the_rest_kept(tmp_path: Path, tail: byt
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"\0\xff", b"[]", b"5", b'{"version":1}', b"null"])
-def test_a_damaged_line_is_named_with_what_to_do(tmp_path: Path, line: bytes) -> None:
+def test_damaged_line_is_named_with_remedy(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "steps.jsonl"
     write(path, 1, 2)
     first, second = path.read_bytes().splitlines(keepends=True)
@@ -63,7 +63,7 @@ def test_a_damaged_line_is_named_with_what_to_do(tmp_path: Path, line: bytes) ->
 
 
 @pytest.mark.parametrize("num_left", [0, 1])
-def test_a_log_that_ends_before_the_checkpoint_is_refused(tmp_path: Path, num_left: int) -> None:
+def test_log_shorter_than_checkpoint_is_refused(tmp_path: Path, num_left: int) -> None:
     run_dir = RunDir(root=tmp_path)
     write(run_dir.steps, 1, 2)
     lines = run_dir.steps.read_bytes().splitlines(keepends=True)
@@ -75,7 +75,7 @@ def test_a_log_that_ends_before_the_checkpoint_is_refused(tmp_path: Path, num_le
         steps_since(run_dir, start=behind, version=2, num_batches=2)
 
 
-def test_what_a_checkpoint_lacks_is_told_by_the_numbers_of_batches(tmp_path: Path) -> None:
+def test_steps_after_a_checkpoint_follow_its_batch_number(tmp_path: Path) -> None:
     run_dir, log = RunDir(root=tmp_path), StepLog(tmp_path / "journal" / "steps.jsonl")
     for number, version, is_skipped in [(1, 1, False), (2, 1, True), (3, 1, True), (4, 2, False)]:
         log.append(replace(make_step(version), number=number, is_skipped=is_skipped))
@@ -89,10 +89,10 @@ def test_what_a_checkpoint_lacks_is_told_by_the_numbers_of_batches(tmp_path: Pat
     assert since(1, 1) == [2, 3, 4]  # saved at once after step 1
     assert since(1, 2) == [3, 4]  # stopped, and saved, after the first batch that was skipped
     assert since(2, 4) == []
-    assert since(1, 0) == [2, 3, 4]  # of a version that did not count
+    assert since(1, 0) == [2, 3, 4]  # The version was not counted.
 
 
-def test_a_restart_reads_the_log_from_the_first_line_that_it_needs(tmp_path: Path) -> None:
+def test_restart_reads_the_log_from_the_first_needed_line(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     log = StepLog(path)
     for version in (1, 2, 3):
@@ -112,7 +112,7 @@ def test_a_restart_reads_the_log_from_the_first_line_that_it_needs(tmp_path: Pat
     again.close()
 
 
-def test_a_step_is_on_disk_when_append_returns(tmp_path: Path) -> None:
+def test_append_returns_after_the_step_is_on_disk(tmp_path: Path) -> None:
     log = StepLog(tmp_path / "steps.jsonl")
     log.append(make_step(1))
     assert read(tmp_path / "steps.jsonl") == [make_step(1)]

@@ -76,7 +76,7 @@ def make_config(
 
 @dataclass
 class Clock:
-    """Time that only moves when told to."""
+    """A clock that the test advances."""
 
     now: float = 1000.0
 
@@ -105,7 +105,7 @@ class Table:
         return self.core.handle(name, beat_of(name, running, version=version))
 
     def report(self, **what: Any) -> Progress | None:
-        """Let the learner say `Outcomes(**what)`."""
+        """Send `Outcomes(**what)` from the learner."""
         return self.core.handle("learner", Outcomes(**what))
 
     def arrive(self, leases: list[Lease], *, end_reason: EndReason = EndReason.DONE) -> None:
@@ -128,7 +128,7 @@ class Table:
 
 
 def joined(*names: str, cfg: RunConfig | None = None) -> Table:
-    """A table whose roles have said hello; by default one actor."""
+    """A table with roles that have sent their hello; by default one actor."""
     table = Table(cfg) if cfg else Table()
     for name in names or ("actor-0",):
         table.hello(name)

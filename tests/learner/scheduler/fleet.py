@@ -17,10 +17,10 @@ RETRY_S = 0.1
 
 @dataclass
 class SimActor:
-    """Plays up to `num_slots` episodes at once; `wall_s` says how long one takes."""
+    """Plays up to `num_slots` episodes at once; each takes `wall_s`."""
 
     name: str
-    wall_s: Callable[[int], float]  # of an episode, by how many are played at once
+    wall_s: Callable[[int], float]  # Seconds of an episode by the number of concurrent ones.
     num_slots: int = 64
     joins_at_s: float = 0.0
     held: dict[str, Lease] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class SimActor:
 
 
 class Fleet:
-    """Drives a scheduler with its roles; what is measured is public."""
+    """Drives a scheduler with its roles; its measurements are public."""
 
     def __init__(self, cfg: RunConfig, actors: list[SimActor], *, busy_s: float) -> None:
         self.table = Table(cfg)
@@ -44,7 +44,7 @@ class Fleet:
         self._born: dict[str, tuple[str, int]] = {}  # episode -> (actor, version at its start)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
-        self._free_at = self.table.clock.now  # when the learner began to wait
+        self._free_at = self.table.clock.now  # The learner waits from here.
         self._is_busy = False
         self._started_at = self.table.clock.now
         self.table.hello("learner-0")

@@ -1,4 +1,4 @@
-"""What is a batch: the scheduler decides, the learner takes; the real classes on both sides."""
+"""Laws of the batch: the scheduler decides it and the learner takes it; both are real."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ class TwoSides:
         self.table.hello("actor-0")
 
     def start_learner(self) -> None:
-        """A new process: what was settled lies before its replay point, so it is not read."""
+        """A new process: settled records precede its replay point and are not read."""
         self.groups = GroupAssembly(
             self.cfg.groups,
             AlgorithmSection(),
@@ -72,9 +72,7 @@ def _config(mode: TrainMode) -> RunConfig:
 
 
 @pytest.mark.parametrize("mode", list(TrainMode))
-def test_restarted_learner_takes_the_short_batch_of_a_step_whose_groups_were_filtered(
-    mode: TrainMode,
-) -> None:
+def test_restarted_learner_takes_the_short_batch_after_filtering(mode: TrainMode) -> None:
     """Three of four groups carry no signal and are settled; the new learner sees the fourth."""
     sides = TwoSides(_config(mode))
     sides.arrive(sides.ask(), is_equal=True)
@@ -88,10 +86,8 @@ def test_restarted_learner_takes_the_short_batch_of_a_step_whose_groups_were_fil
 
 
 @pytest.mark.parametrize("mode", list(TrainMode))
-def test_restarted_learner_completes_the_group_of_which_the_one_before_refused_a_member(
-    mode: TrainMode,
-) -> None:
-    """What was refused is in no journal: the scheduler alone knows that it will never come."""
+def test_restarted_learner_completes_a_group_without_its_refused_member(mode: TrainMode) -> None:
+    """A refused episode is in no journal: only the scheduler has its outcome."""
     sides = TwoSides(_config(mode))
     leases = sides.ask()
     ready = [lease.group_id for lease in leases[::3]]
@@ -114,7 +110,7 @@ def test_restarted_learner_completes_the_group_of_which_the_one_before_refused_a
 
 
 @pytest.mark.parametrize("mode", list(TrainMode))
-def test_decision_on_one_batch_is_void_for_the_next(mode: TrainMode) -> None:
+def test_batch_decision_is_void_for_the_next_batch(mode: TrainMode) -> None:
     sides = TwoSides(_config(mode))
     sides.arrive(sides.ask(), is_equal=True)
     second = sides.ask()
@@ -130,7 +126,7 @@ def test_decision_on_one_batch_is_void_for_the_next(mode: TrainMode) -> None:
     assert len(sides.take()) == 2
 
 
-def test_sync_batch_is_the_same_in_whatever_order_its_groups_arrive() -> None:
+def test_sync_batch_does_not_depend_on_arrival_order() -> None:
     """Rounds: two filtered, two filtered (the bound is lifted), one ready and one to come."""
     taken: list[list[str]] = []
     for is_reversed in (False, True):
@@ -146,7 +142,7 @@ def test_sync_batch_is_the_same_in_whatever_order_its_groups_arrive() -> None:
     assert taken == [["g0000004", "g0000005"]] * 2
 
 
-def test_report_is_answered_when_it_changes_what_a_batch_is_and_only_then() -> None:
+def test_report_is_answered_only_when_it_changes_the_batch() -> None:
     sides = TwoSides(_config(TrainMode.SYNC))
     leases = sides.ask()
     ready = [lease.group_id for lease in leases[::3]]

@@ -13,7 +13,7 @@ from tests.configs import edited
 from tests.learner.scheduler.builders import CATALOGUE, Table, ids, make_config, train_ids
 
 
-def test_grant_keeps_the_members_of_a_group_together_with_one_actor() -> None:
+def test_grant_keeps_group_with_one_actor() -> None:
     table = Table()
     table.hello("actor-0")
     table.hello("actor-1")
@@ -22,7 +22,7 @@ def test_grant_keeps_the_members_of_a_group_together_with_one_actor() -> None:
     assert ids(table.ask("actor-0", 2).leases)[0] == "g0000000/3"
 
 
-def test_grant_gives_the_rest_of_a_group_away_when_nothing_else_is_left() -> None:
+def test_grant_splits_group_when_nothing_remains() -> None:
     table = Table(make_config(per_step=1, max_ahead_steps=0))
     table.hello("actor-0")
     table.hello("actor-1")
@@ -30,7 +30,7 @@ def test_grant_gives_the_rest_of_a_group_away_when_nothing_else_is_left() -> Non
     assert ids(table.ask("actor-1", 5).leases) == ["g0000000/3"]
 
 
-def test_grant_says_why_there_is_no_more() -> None:
+def test_grant_gives_reason_for_limit() -> None:
     table = Table()  # 2 groups a step, 1 step ahead, 4 members
     table.hello("actor-0")
     grant = table.ask("actor-0", 100)
@@ -40,7 +40,7 @@ def test_grant_says_why_there_is_no_more() -> None:
     assert table.ask("actor-7", 1).reason == "actor-7 is not known, say hello"
 
 
-def test_horizon_of_a_lease_is_the_stage_bounded_by_the_subset() -> None:
+def test_lease_horizon_is_the_stage_bounded_by_the_subset() -> None:
     table = Table(make_config(per_step=8))
     table.core.run.version = 2  # step 3: second stage, 10 turns; "easy" allows 8
     table.hello("actor-0", version=2)
@@ -50,7 +50,7 @@ def test_horizon_of_a_lease_is_the_stage_bounded_by_the_subset() -> None:
     assert {lease.horizon_stage for lease in leases} == {1}
 
 
-def test_members_of_a_group_share_everything_but_their_seed() -> None:
+def test_members_of_a_group_differ_in_their_seed_only() -> None:
     table = Table()
     table.hello("actor-0")
     leases = table.ask("actor-0", 4).leases
@@ -59,7 +59,7 @@ def test_members_of_a_group_share_everything_but_their_seed() -> None:
     assert len({lease.seed for lease in leases}) == 4
 
 
-def test_filtered_group_is_filled_up_and_a_ready_one_holds_its_place() -> None:
+def test_filtered_group_is_replaced_and_a_ready_one_counts() -> None:
     table = Table(make_config(per_step=2, max_ahead_steps=0))
     table.hello("actor-0")
     leases = table.ask("actor-0", 8).leases
@@ -69,7 +69,7 @@ def test_filtered_group_is_filled_up_and_a_ready_one_holds_its_place() -> None:
     assert train_ids(table.ask("actor-0", 99).leases) == {"g0000002"}
 
 
-def test_sync_batch_waits_for_the_step_and_for_the_engine_of_the_actor() -> None:
+def test_sync_batch_waits_for_the_step_and_the_engine() -> None:
     table = Table(make_config(mode=TrainMode.SYNC, per_step=2))
     table.hello("actor-0")
     leases = table.ask("actor-0", 99).leases
@@ -87,7 +87,7 @@ def test_sync_batch_waits_for_the_step_and_for_the_engine_of_the_actor() -> None
     assert len(second) == 8
 
 
-def test_sync_batch_opens_exactly_what_filtering_took_at_the_same_version() -> None:
+def test_sync_batch_replaces_exactly_the_filtered_groups() -> None:
     table = Table(make_config(mode=TrainMode.SYNC, per_step=3))
     table.hello("actor-0")
     table.arrive(table.ask("actor-0", 99).leases)
@@ -100,7 +100,7 @@ def test_sync_batch_opens_exactly_what_filtering_took_at_the_same_version() -> N
     assert {lease.opened_at_version for lease in again} == {0}
 
 
-def test_step_is_not_refilled_for_ever_when_groups_carry_no_signal() -> None:
+def test_step_without_signal_stops_its_refill() -> None:
     cfg = make_config(mode=TrainMode.SYNC, per_step=2, max_oversample=2.0)  # 4 groups a step
     table = Table(cfg)
     table.hello("actor-0")
@@ -116,7 +116,7 @@ def test_step_is_not_refilled_for_ever_when_groups_carry_no_signal() -> None:
     assert len(train_ids(table.ask("actor-0", 99, version=1).leases)) == 2
 
 
-def test_status_tells_what_a_display_needs() -> None:
+def test_status_holds_fields_of_display() -> None:
     table = Table()
     assert Status.model_validate_json(json.dumps(table.core.status())).learner == RoleView()
     table.hello("actor-0")
@@ -131,7 +131,7 @@ def test_status_tells_what_a_display_needs() -> None:
     assert set(status.success.values()) == {1.0}
 
 
-def test_heartbeats_without_news_are_answered_by_one_object() -> None:
+def test_heartbeats_without_news_share_one_answer() -> None:
     table = Table()
     for name in ("actor-0", "actor-1"):
         table.hello(name)
@@ -142,7 +142,7 @@ def test_heartbeats_without_news_are_answered_by_one_object() -> None:
     assert table.beat("actor-1", [lease.episode_id]).revoked == [lease.episode_id]
 
 
-def test_message_that_is_not_for_the_scheduler_is_rejected() -> None:
+def test_foreign_message_is_rejected() -> None:
     join = WeightsJoin(actor="a", incarnation="i", devices=[""], version=0)
     assert isinstance(Table().core.handle("actor-0", join), Rejected)
 
@@ -171,7 +171,7 @@ def test_scheduler_serves_five_thousand_leases_a_second() -> None:
     assert num / (time.process_time() - started) > 5_000
 
 
-def test_engine_that_holds_the_version_held_back_for_it_gets_work_in_sync_mode() -> None:
+def test_sync_engine_with_the_held_back_version_gets_work() -> None:
     cfg = make_config(per_step=1)
     cfg = edited(
         cfg, {"train.mode": TrainMode.SYNC, "train.num_steps": 10, "learner.hold_back_steps": 2}

@@ -8,7 +8,7 @@ from common.errors import ConfigError
 from tests.learner.scheduler.builders import Table, ids
 
 
-def test_restored_state_is_the_same_state_and_live_actors_keep_their_leases() -> None:
+def test_restored_state_is_equal_and_keeps_live_leases() -> None:
     table = Table()
     table.hello("actor-0")
     leases = table.ask("actor-0", 6).leases
@@ -24,7 +24,7 @@ def test_restored_state_is_the_same_state_and_live_actors_keep_their_leases() ->
     assert ids(other.ask("actor-0", 2).leases) == ["g0000001/2", "g0000001/3"]
 
 
-def test_restored_lease_is_issued_again_when_its_actor_does_not_come_back() -> None:
+def test_restored_lease_is_reissued_when_its_actor_stays_away() -> None:
     table = Table()
     table.hello("actor-0")
     leases = table.ask("actor-0", 4).leases

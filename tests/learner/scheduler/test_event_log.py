@@ -21,7 +21,7 @@ from tests.learner.scheduler.builders import CATALOGUE, Table, make_config
 
 
 class LoggedCore(SchedulerCore):
-    """A core whose messages are logged as the loop does it."""
+    """A core that logs its messages like the event loop."""
 
     def __init__(self, folder: Path) -> None:
         self.now = LoopClock(100.0)
@@ -91,16 +91,14 @@ def _live(core: LoggedCore, rng: random.Random, num: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_log_handled_again_gives_exactly_the_state_that_was_lost(
-    core: LoggedCore, tmp_path: Path, seed: int
-) -> None:
+def test_replayed_log_restores_the_exact_state(core: LoggedCore, tmp_path: Path, seed: int) -> None:
     _live(core, random.Random(seed), 150)
     core.log.flush()
     assert core.lifecycle.ledger.train.reissued > 0
     assert _resumed(tmp_path).snapshot() == core.snapshot()
 
 
-def test_log_cut_off_in_a_record_gives_what_came_before(core: LoggedCore, tmp_path: Path) -> None:
+def test_log_cut_within_a_record_restores_earlier_state(core: LoggedCore, tmp_path: Path) -> None:
     table = _table(core)
     table.hello("actor-0")
     table.ask("actor-0", 4)
@@ -121,9 +119,7 @@ def _say_much(core: LoggedCore) -> Path:
     return core.log.path
 
 
-def test_any_bit_that_flips_in_state_or_log_is_refused_with_file_and_place(
-    core: LoggedCore, tmp_path: Path
-) -> None:
+def test_flipped_bit_in_state_or_log_is_refused_by_place(core: LoggedCore, tmp_path: Path) -> None:
     path, rng = _say_much(core), random.Random(1)
     for damaged, where in ((path, r"\.log at offset \d+: "), (tmp_path / "scheduler.json", "json")):
         whole = damaged.read_bytes()
@@ -137,9 +133,7 @@ def test_any_bit_that_flips_in_state_or_log_is_refused_with_file_and_place(
     assert _resumed(tmp_path).snapshot() == core.snapshot()
 
 
-def test_log_whose_end_was_never_written_gives_what_came_before(
-    core: LoggedCore, tmp_path: Path
-) -> None:
+def test_log_with_an_unwritten_end_restores_earlier_state(core: LoggedCore, tmp_path: Path) -> None:
     path = _say_much(core)
     path.write_bytes(path.read_bytes() + bytes(512))  # a machine that lost its power
     assert _resumed(tmp_path).snapshot() == core.snapshot()
@@ -148,9 +142,7 @@ def test_log_whose_end_was_never_written_gives_what_came_before(
         _resumed(tmp_path)
 
 
-def test_state_and_log_of_a_version_without_checksums_are_taken_up(
-    core: LoggedCore, tmp_path: Path
-) -> None:
+def test_state_without_checksums_is_accepted(core: LoggedCore, tmp_path: Path) -> None:
     path, state_path = _say_much(core), tmp_path / "scheduler.json"
     state = json.loads(state_path.read_text(encoding="utf-8"))
     del state["checksum"]
@@ -164,9 +156,7 @@ def test_state_and_log_of_a_version_without_checksums_are_taken_up(
     assert _resumed(tmp_path).snapshot() == core.snapshot()
 
 
-def test_log_asks_for_a_saved_state_before_a_restart_would_take_long(
-    core: LoggedCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_log_requests_a_saved_state(core: LoggedCore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "MAX_EVENTS", 3)
     core.save()
     table = _table(core)
@@ -185,7 +175,7 @@ def test_save_leaves_one_state_and_one_log(core: LoggedCore, tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scheduler.3.log", "scheduler.json"]
 
 
-def test_resume_without_a_saved_state_starts_from_nothing(tmp_path: Path) -> None:
+def test_resume_without_saved_state_starts_empty(tmp_path: Path) -> None:
     clock = LoopClock(0.0)
     core = SchedulerCore(build_components(make_config(), CATALOGUE), clock=clock)
     before = core.snapshot()
@@ -202,7 +192,7 @@ def test_resume_without_a_saved_state_starts_from_nothing(tmp_path: Path) -> Non
         *[b'{"log": 1, "state": {"time_s": [], "port": 1, "core": {}}}'],
     ],
 )
-def test_damaged_state_is_named_with_what_to_do(
+def test_damaged_state_is_named_with_remedy(
     core: LoggedCore, tmp_path: Path, content: bytes
 ) -> None:
     (tmp_path / "scheduler.json").write_bytes(content)

@@ -49,7 +49,7 @@ from tests.learner.scheduler.builders import (
 )
 
 TIMEOUT_S = 5.0
-START_S = 60.0  # of a process
+START_S = 60.0  # The start of a process.
 
 
 class Role:
@@ -111,7 +111,7 @@ def _config(hub_url: str) -> RunConfig:
     return edited(make_config(num_steps=1, per_step=1), {"envhub.url": hub_url})
 
 
-def test_run_goes_from_hello_to_finished_over_real_sockets(hub_url: str, run_dir: RunDir) -> None:
+def test_run_completes_over_real_sockets(hub_url: str, run_dir: RunDir) -> None:
     with _serving(_config(hub_url), run_dir) as role:
         assert isinstance(role.ask(hello_of("actor-0")), Welcome)
         leases = role.ask(request_of("actor-0", 4)).leases
@@ -139,9 +139,7 @@ def test_run_goes_from_hello_to_finished_over_real_sockets(hub_url: str, run_dir
     assert (status["phase"], status["version"]) == ("done", 1)
 
 
-def test_scheduler_that_begins_after_the_end_tells_a_learner_that_was_killed_on_its_way_out(
-    hub_url: str, run_dir: RunDir
-) -> None:
+def test_late_scheduler_answers_a_learner_killed_at_the_end(hub_url: str, run_dir: RunDir) -> None:
     cfg = _config(hub_url)
     with _serving(cfg, run_dir) as role:
         role.ask(hello_of("actor-0"))
@@ -168,9 +166,7 @@ def test_scheduler_that_begins_after_the_end_tells_a_learner_that_was_killed_on_
         assert not role.scheduler.is_alive()
 
 
-def test_restarted_scheduler_keeps_leases_and_address_but_not_the_epoch(
-    hub_url: str, run_dir: RunDir
-) -> None:
+def test_restarted_scheduler_keeps_leases_and_address(hub_url: str, run_dir: RunDir) -> None:
     cfg = _config(hub_url)
     with _serving(cfg, run_dir) as role:
         first = role.ask(hello_of("actor-0"))
@@ -187,9 +183,7 @@ def test_restarted_scheduler_keeps_leases_and_address_but_not_the_epoch(
         assert not {lease.episode_id for lease in rest} & set(running)
 
 
-def test_second_scheduler_of_a_run_is_refused_while_the_first_lives(
-    hub_url: str, run_dir: RunDir
-) -> None:
+def test_second_scheduler_of_a_live_run_is_refused(hub_url: str, run_dir: RunDir) -> None:
     cfg = _config(hub_url)
     with _serving(cfg, run_dir) as role:
         address = (run_dir.addresses / "scheduler").read_text(encoding="utf-8")
@@ -199,7 +193,7 @@ def test_second_scheduler_of_a_run_is_refused_while_the_first_lives(
         assert isinstance(role.ask(hello_of("actor-0")), Welcome)
 
 
-def test_task_that_the_hub_does_not_have_stops_the_scheduler(hub_url: str, run_dir: RunDir) -> None:
+def test_unknown_task_stops_the_scheduler(hub_url: str, run_dir: RunDir) -> None:
     cfg = _config(hub_url)
     cfg = edited(cfg, {"tasks": [edited(cfg.tasks[0], {"subset": "esay"}), *cfg.tasks[1:]]})
     create_keys(run_dir.keys)
@@ -232,7 +226,7 @@ def _start(cfg: RunConfig, run_dir: RunDir) -> subprocess.Popen:
 
 @pytest.mark.slow
 @pytest.mark.punctual
-def test_killed_scheduler_forgets_no_lease_and_a_terminated_one_exits_0_within_2_s(
+def test_killed_scheduler_keeps_leases_and_terminates_in_two_seconds(
     hub_url: str, run_dir: RunDir
 ) -> None:
     cfg = _config(hub_url)
@@ -265,7 +259,7 @@ def test_killed_scheduler_forgets_no_lease_and_a_terminated_one_exits_0_within_2
     assert json.loads(run_dir.ledger.read_text(encoding="utf-8"))["in_flight"] == 4
 
 
-def test_a_full_disk_pauses_the_scheduler_which_is_silent_to_nobody_and_grants_nothing(
+def test_full_disk_pauses_grants_not_heartbeats(
     hub_url: str, run_dir: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
     with _serving(_config(hub_url), run_dir) as role:

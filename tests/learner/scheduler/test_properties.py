@@ -47,7 +47,7 @@ class RunMachine(RuleBasedStateMachine):
         self.table = Table(cfg)
         self.playing: dict[str, dict[str, Lease]] = {name: {} for name in ACTORS}
         self.incarnations: dict[str, int] = dict.fromkeys(ACTORS, 0)
-        self.finished: list[Lease] = []  # at the learner, perhaps more than once
+        self.finished: list[Lease] = []  # Episodes at the learner, with possible repeats.
         self.stamps: dict[str, tuple] = {}
         self.learner_words: dict[str, Outcome] = {}
         self.version = 0
@@ -109,7 +109,7 @@ class RunMachine(RuleBasedStateMachine):
 
     @rule(name=actors)
     def leave(self, name: str) -> None:
-        """It says goodbye; whatever it does next, it is there again."""
+        """Send a goodbye; the next message makes the actor present again."""
         self.playing[name] = {}
         incarnation = f"i{self.incarnations[name]}"
         self.core.handle(name, Goodbye(role="actor", name=name, incarnation=incarnation))
@@ -224,7 +224,7 @@ class RunMachine(RuleBasedStateMachine):
         ahead = 1 if self.mode is TrainMode.SYNC else self.cfg.scheduler.max_ahead_steps + 1
         assert table.num_open + table.num_ready <= ahead * self.cfg.groups.per_step
         num_filtered = self.core.lifecycle.num_filtered
-        if table.num_ready and num_filtered < self.max_groups:  # else it is lifted
+        if table.num_ready and num_filtered < self.max_groups:  # Otherwise the bound is lifted.
             num_drawn = table.num_open + table.num_ready + num_filtered
             assert num_drawn <= self.max_groups + self.cfg.groups.per_step - 1
 

@@ -50,7 +50,7 @@ picks = st.randoms(use_true_random=False)
 
 
 class TwoSidesMachine(RuleBasedStateMachine):
-    """Everybody may die at any time; what is on disk (journal, step log, state) remains."""
+    """Any role may die at any time; files (journal, step log, state) remain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
     def ask(self, name: str, num: int, is_lost: bool) -> None:
         held = {e.episode_id for other in ACTORS for e in self.core.lifecycle.leases.of(other)}
         for lease in self.table.ask(name, num, version=self.version).leases:
-            assert lease.episode_id not in held  # nobody else is on it
+            assert lease.episode_id not in held  # No other actor plays it.
             stamp = (lease.horizon, lease.horizon_stage, lease.item_id, lease.opened_at_version)
             assert self.stamps.setdefault(lease.group_id, stamp) == stamp
             if not is_lost:
@@ -218,7 +218,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
         self.stale += stale
         if not batch:
             return
-        if dies:  # with the batch in its hands
+        if dies:  # It dies with its batch.
             self.restart_learner()
             return
         for group in batch:
@@ -352,10 +352,10 @@ class TwoSidesMachine(RuleBasedStateMachine):
         assert waiting <= set(table.groups) | told
 
     def teardown(self) -> None:
-        """Whatever has happened: once everybody is well, a step is trained before long."""
+        """Liveness: once all roles are healthy, a step is trained soon."""
         version = self.version
         for number in range(60):
-            self.beat_of_learner()  # while it is not heard, nothing that it may have is lost
+            self.beat_of_learner()  # Leases are kept while the learner is silent.
             for name in ACTORS:
                 self.beat(name)
                 self.play(name, random.Random(number), 0)
@@ -372,13 +372,13 @@ TestTwoSidesHold.settings = settings(max_examples=150, stateful_step_count=80)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_group_that_was_called_stale_before_a_restart_is_not_trained_on_after_it(seed: int) -> None:
+def test_group_stale_before_a_restart_is_not_trained_after(seed: int) -> None:
     run = TwoSidesMachine()
     run.play("actor-0", random.Random(seed), 0)
     for _ in range(3):
         if run.groups.is_batch_ready(run.version):
             run.train(dies=False, seconds=1.0)
-    run.restart_learner()  # it has not written down what it called stale
+    run.restart_learner()  # Its stale outcomes are not yet on disk.
     run.save_scheduler()
     run.beat_of_learner()
     run.save_checkpoint(1)

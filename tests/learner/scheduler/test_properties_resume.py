@@ -1,4 +1,4 @@
-"""A scheduler that restarts, at whatever point, goes on as the one that never did."""
+"""A scheduler restarted at any point equals an uninterrupted one."""
 
 import json
 import random
@@ -30,7 +30,7 @@ ACTORS = ("actor-0", "actor-1", "actor-2")
 
 
 class Life:
-    """Roles that act by dice and by what they are told."""
+    """Roles that act by dice and by the answers they receive."""
 
     def __init__(self, seed: int, core: SchedulerCore) -> None:
         self.dice = random.Random(seed)
@@ -39,7 +39,7 @@ class Life:
         self.playing: dict[str, dict[str, Any]] = {name: {} for name in ACTORS}
 
     def next_message(self) -> tuple[str, Any]:
-        """Return (sender, message); the state is looked at as a learner would know it."""
+        """Return (sender, message); the learner reads the state."""
         name = self.dice.choice(ACTORS)
         match self.dice.randrange(9):
             case 0:
@@ -86,7 +86,7 @@ class Life:
         return done_of(self.version, ahead=ahead, busy_s=1.0, wait_s=wait_s)
 
     def hear(self, name: str, answer: Any) -> None:
-        """Take what an actor is told."""
+        """Apply the answer to an actor."""
         if isinstance(answer, LeaseGrant):
             self.playing[name].update({lease.episode_id: lease for lease in answer.leases})
         if isinstance(answer, Progress) and name in self.playing:

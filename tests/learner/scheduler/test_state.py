@@ -81,7 +81,7 @@ def _through_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def test_component_comes_back_as_it_was_and_volatile_fields_only_if_asked_for() -> None:
+def test_component_restores_exactly_and_volatile_fields_on_request() -> None:
     for with_volatile in (False, True):
         used, other = _used(), _new("a", "b")
         restore(other, _through_json(save(used, with_volatile=with_volatile)))
@@ -97,20 +97,20 @@ def test_component_comes_back_as_it_was_and_volatile_fields_only_if_asked_for() 
         assert save(other, with_volatile=with_volatile) == save(used, with_volatile=with_volatile)
 
 
-def test_restore_overwrites_what_was_there() -> None:
+def test_restore_overwrites_existing_values() -> None:
     other = _used()
     restore(other, _through_json(save(_new("a", "b"))))
     other.num_restored = 0
     assert other == _new("a", "b")
 
 
-def test_entries_that_the_configuration_lost_are_left_out_and_new_ones_begin() -> None:
+def test_restore_drops_removed_entries_and_starts_new_ones() -> None:
     other = _new("b", "c")
     restore(other, _through_json(save(_used())))
     assert {key: child.num for key, child in other.children.items()} == {"b": 0, "c": 0}
 
 
-def test_snapshot_shares_nothing_with_what_goes_on() -> None:
+def test_snapshot_shares_no_data_with_the_live_state() -> None:
     used = _used()
     saved = save(used)
     before = _through_json(saved)
@@ -121,7 +121,7 @@ def test_snapshot_shares_nothing_with_what_goes_on() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("format", 2), ("seed", 7)])
-def test_state_of_another_format_or_seed_is_refused_by_name(key: str, value: int) -> None:
+def test_state_of_another_format_or_seed_is_refused(key: str, value: int) -> None:
     table = Table()
     state = table.core.snapshot() | {key: value}
     with pytest.raises(ConfigError, match=f"scheduler.json: {key}={value}, not .*new run"):

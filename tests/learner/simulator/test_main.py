@@ -96,7 +96,7 @@ def test_run_without_training_episodes_is_refused(tmp_path: Path) -> None:
         run(make_simulated(from_run=str(tmp_path)), io.StringIO())
 
 
-def test_advice_wants_no_more_actors_than_the_learner_can_use() -> None:
+def test_advice_limits_actors_to_learners_speed() -> None:
     cfg = make_simulated(num_actors=16, turn_s=0.1, env_s=0.0, step_s=20.0, tail_frac=0.0)
     advice = advise(cfg, SampledWorkload(cfg.simulator))
     assert advice.num_actors == 1
@@ -105,14 +105,14 @@ def test_advice_wants_no_more_actors_than_the_learner_can_use() -> None:
     assert advice.groups_per_step == 2
 
 
-def test_advice_wants_more_in_flight_when_episodes_are_long() -> None:
+def test_advice_increases_steps_in_flight_for_long_episodes() -> None:
     cfg = make_simulated(num_actors=16, turn_s=5.0, step_s=1.0)
     advice = advise(cfg, SampledWorkload(cfg.simulator))
     assert advice.max_ahead_steps >= 4
     assert advice.max_lag_steps >= 4
 
 
-def test_sampled_episodes_have_the_configured_tail_and_are_cut() -> None:
+def test_sampled_episodes_have_the_configured_tail_and_cut() -> None:
     cfg = SimulatorSection(turn_sigma=0.0, num_turns_sigma=0.0, tail_frac=0.02, env_s=0.0)
     workload, rng = SampledWorkload(cfg), Random(0)
     plays = workload.group(rng, horizon=20, stage=0, version=0, size=20_000)
@@ -124,7 +124,7 @@ def test_sampled_episodes_have_the_configured_tail_and_are_cut() -> None:
     assert {play.num_turns for play in cut} == {5}
 
 
-def test_relative_error_is_positive_when_the_prediction_is_too_high() -> None:
+def test_relative_error_is_positive_above_reality() -> None:
     assert Compared(name="x", predicted=12.0, measured=10.0).relative_error == pytest.approx(0.2)
 
 

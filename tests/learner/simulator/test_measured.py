@@ -15,7 +15,7 @@ def _groups(stage: int, versions: range) -> dict[int, list[tuple[int, list]]]:
     return {stage: [(v, [make_play(wall_s=float(v), worth=i) for i in range(4)]) for v in versions]}
 
 
-def test_members_come_from_one_group_of_about_the_same_version() -> None:
+def test_members_come_from_one_group_of_similar_version() -> None:
     workload = MeasuredWorkload(_groups(0, range(1000)), [(1.0, 1.0), (2.0, 2.0)])
     rng = Random(0)
     for _ in range(50):
@@ -25,7 +25,7 @@ def test_members_come_from_one_group_of_about_the_same_version() -> None:
         assert 460 <= members[0].wall_s <= 540
 
 
-def test_stage_that_was_not_seen_is_the_nearest_one() -> None:
+def test_unseen_stage_uses_the_nearest_one() -> None:
     groups = _groups(0, range(5)) | _groups(2, range(100, 105))
     workload = MeasuredWorkload(groups, [(1.0, 1.0), (2.0, 2.0)])
     members = workload.group(Random(0), horizon=9, stage=3, version=1, size=8)
@@ -56,7 +56,7 @@ def _write_metrics(folder: Path, num_steps: int) -> None:
     )
 
 
-def test_pace_of_a_run_leaves_out_its_first_step(tmp_path: Path) -> None:
+def test_measured_pace_excludes_the_first_step(tmp_path: Path) -> None:
     _write_metrics(tmp_path, 12)
     measured = load_measured(tmp_path)
     assert measured.steps_per_h == pytest.approx(900.0)
@@ -64,7 +64,7 @@ def test_pace_of_a_run_leaves_out_its_first_step(tmp_path: Path) -> None:
     assert measured.learner_wait_frac == pytest.approx(0.25)
 
 
-def test_run_that_is_missing_or_short_is_refused(tmp_path: Path) -> None:
+def test_missing_or_short_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run is there"):
         load_measured(tmp_path)
     _write_metrics(tmp_path, 3)
@@ -72,7 +72,7 @@ def test_run_that_is_missing_or_short_is_refused(tmp_path: Path) -> None:
         load_measured(tmp_path)
 
 
-def test_step_seconds_are_those_of_about_the_same_version() -> None:
+def test_step_seconds_come_from_similar_versions() -> None:
     steps = [(100.0, 1.0)] * 200 + [(100.0, 9.0)] * 200
     workload = MeasuredWorkload(_groups(0, range(2)), steps)
     rng = Random(0)

@@ -34,14 +34,14 @@ def _run(cfg: RunConfig, workload: Any = None) -> Prediction:
     return World(cfg, workload or SampledWorkload(cfg.simulator)).run()
 
 
-def test_step_rate_is_the_learners_when_actors_are_fast() -> None:
+def test_learner_limits_the_step_rate_of_fast_actors() -> None:
     seen = _run(make_simulated(num_steps=40), Constant(wall_s=0.2, busy_s=10.0))
     assert seen.steps_per_h == pytest.approx(360.0, rel=0.01)
     assert seen.learner_wait_frac == pytest.approx(0.0, abs=0.01)
     assert seen.trained_per_h == pytest.approx(8 * 360.0, rel=0.01)
 
 
-def test_step_rate_is_the_gates_when_episodes_are_slow() -> None:
+def test_gate_limits_the_step_rate_of_slow_episodes() -> None:
     """Two batches are in flight, so two steps in every 100 s, and the delays between them."""
     cfg = make_simulated(num_steps=40, num_actors=1)
     seen = _run(cfg, Constant(wall_s=100.0, busy_s=1.0))
@@ -49,7 +49,7 @@ def test_step_rate_is_the_gates_when_episodes_are_slow() -> None:
     assert seen.learner_wait_frac > 0.9
 
 
-def test_sync_step_takes_episodes_and_training_one_after_the_other() -> None:
+def test_sync_step_alternates_episodes_and_training() -> None:
     cfg = make_simulated(num_steps=40)
     cfg = replace(cfg, train=replace(cfg.train, mode=TrainMode.SYNC))
     seen = _run(cfg, Constant(wall_s=8.0, busy_s=2.0))
@@ -58,14 +58,14 @@ def test_sync_step_takes_episodes_and_training_one_after_the_other() -> None:
     assert seen.actor_idle_frac > 0.15
 
 
-def test_same_seed_gives_the_same_prediction_and_another_one_does_not() -> None:
+def test_prediction_depends_on_the_seed_only() -> None:
     cfg = make_simulated(speed_sigma=0.3, mtbf_h=0.1, failed_frac=0.02)
     assert _run(cfg) == _run(cfg)
     other = replace(cfg, run=replace(cfg.run, seed=1))
     assert _run(cfg) != _run(other)
 
 
-def test_every_episode_has_one_outcome_when_actors_die_and_environments_fail() -> None:
+def test_every_simulated_episode_has_one_outcome() -> None:
     cfg = make_simulated(num_steps=60, num_actors=8, mtbf_h=0.05, restart_s=20.0, failed_frac=0.05)
     world = World(cfg, SampledWorkload(cfg.simulator))
     seen = world.run()
@@ -77,7 +77,7 @@ def test_every_episode_has_one_outcome_when_actors_die_and_environments_fail() -
     world._core.lifecycle.assert_balanced()
 
 
-def test_run_that_would_stop_says_why() -> None:
+def test_stopped_simulation_gives_its_reason() -> None:
     cfg = make_simulated(num_steps=200, failed_frac=0.6)
     cfg = edited(cfg, {"scheduler.max_failed_frac": 0.2})
     assert "max_failed_frac" in _run(cfg).stopped_by
@@ -92,15 +92,15 @@ def test_lag_at_consumption_stays_within_the_bound() -> None:
 
 
 @pytest.mark.slow
-def test_long_tail_makes_async_at_least_twice_as_fast_as_sync() -> None:
+def test_long_tail_makes_async_twice_as_fast_as_sync() -> None:
     cfg = make_simulated(hours=1.5, num_actors=4, turn_s=2.0, step_s=2.0)
     cfg = edited(cfg, {"groups.per_step": 8})
     slow = replace(cfg, train=replace(cfg.train, mode=TrainMode.SYNC))
     assert _run(cfg).trained_per_h >= 2 * _run(slow).trained_per_h
 
 
-def test_equal_actors_are_not_bound_by_what_each_of_them_holds() -> None:
-    """As with one actor two batches are in flight; nobody else would play them sooner."""
+def test_lease_sizes_never_limit_equal_actors() -> None:
+    """As with one actor, two batches are in flight; no other actor would play them sooner."""
     cfg = make_simulated(num_steps=60, num_actors=2)
     workload = Constant(wall_s=100.0, busy_s=1.0)
     assert _run(cfg, workload).steps_per_h == pytest.approx(72.0, rel=0.03)
@@ -108,7 +108,7 @@ def test_equal_actors_are_not_bound_by_what_each_of_them_holds() -> None:
     assert _run(cfg, workload).steps_per_h == pytest.approx(72.0, rel=0.03)
 
 
-def test_late_actors_speed_up_a_run_that_waits_for_them() -> None:
+def test_late_actors_speed_up_waiting_run() -> None:
     workload = Constant(wall_s=50.0, busy_s=0.5)
     cfg = make_simulated(num_steps=30, num_actors=8, max_ahead_steps=3)
     cfg = edited(cfg, {"actor.max_concurrent": 4, "scheduler.size_leases": False})
@@ -130,7 +130,7 @@ def test_mean_version_weights_each_by_its_time() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_actors_for_a_day_take_less_than_a_minute() -> None:
+def test_simulating_a_thousand_actors_for_a_day_takes_a_minute() -> None:
     """Measured on a quarter of both."""
     cfg = make_simulated(hours=6.0, num_actors=1000, mtbf_h=24.0, speed_sigma=0.3, join_s=600.0)
     cfg = edited(cfg, {"groups.size": 8, "groups.per_step": 8})
@@ -142,7 +142,7 @@ def test_a_thousand_actors_for_a_day_take_less_than_a_minute() -> None:
     )  # twice a quarter of a minute: cores may share their units
 
 
-def test_bound_on_lag_stretches_as_the_scheduler_says() -> None:
+def test_simulated_lag_bound_stretches_like_the_schedulers() -> None:
     cfg = make_simulated(num_steps=60, num_actors=6, max_ahead_steps=4, turn_s=10.0, step_s=2.0)
     cfg = edited(cfg, {"learner.max_lag_steps": 1, "scheduler.max_stretch": 3.0})
     assert 1 < max(_run(cfg).lag_counts) <= 3
@@ -155,7 +155,7 @@ class Uneven(Constant):
         return [make_play(wall_s=(1.0, 10.0)[i % 2], worth=i % 2) for i in range(size)]
 
 
-def test_sync_actor_asks_again_when_all_that_it_holds_is_played() -> None:
+def test_sync_actor_requests_leases_after_finishing_all() -> None:
     """Four slots for eight episodes: twice 10 s, then 1 s of training."""
     cfg = make_simulated(num_steps=40, num_actors=1)
     cfg = replace(cfg, train=replace(cfg.train, mode=TrainMode.SYNC))
@@ -185,7 +185,7 @@ class Jittered(Constant):
         return self.busy_s
 
 
-def test_an_actor_that_dies_for_ever_costs_the_other_nothing_after_ten_seconds() -> None:
+def test_dead_actor_slows_the_other_for_ten_seconds_at_most() -> None:
     """The gate holds both back, so that what the dead one held would be in the other's way."""
     cfg = make_simulated(num_steps=100_000, restart_s=1e9, hours=0.4)
     cfg = replace(cfg, actor=replace(cfg.actor, max_concurrent=12, min_concurrent=4))

@@ -9,7 +9,7 @@ from learner.training.bad_batch import KEPT, dump_batch
 from tests.learner.builders import make_samples
 
 
-def test_a_bad_batch_can_be_looked_at_afterwards(tmp_path: Path) -> None:
+def test_bad_batch_is_dumped_completely(tmp_path: Path) -> None:
     samples = make_samples(num_groups=1, size=2)
     samples[1].trajectory.logprobs[-1] = np.nan
     folder = dump_batch(tmp_path, 7, samples)
@@ -28,13 +28,13 @@ def test_a_bad_batch_can_be_looked_at_afterwards(tmp_path: Path) -> None:
             assert arrays["advantages"].tolist() == sample.token_advantages().tolist()
 
 
-def test_a_run_that_goes_on_failing_does_not_fill_the_disk(tmp_path: Path) -> None:
+def test_bad_batch_dumps_are_bounded(tmp_path: Path) -> None:
     samples = make_samples(num_groups=1)
     folders = [dump_batch(tmp_path, version, samples) for version in range(KEPT + 2)]
     assert folders[KEPT:] == [None, None]
     assert len(list((tmp_path / "bad_batches").iterdir())) == KEPT
 
 
-def test_a_repeated_step_does_not_write_its_batch_again(tmp_path: Path) -> None:
+def test_repeated_step_does_not_dump_its_batch_again(tmp_path: Path) -> None:
     assert dump_batch(tmp_path, 1, make_samples()) is not None
     assert dump_batch(tmp_path, 1, make_samples(seed=1)) is None

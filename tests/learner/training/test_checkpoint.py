@@ -20,7 +20,7 @@ from tests.full_disk import no_room_beyond
 
 
 class Saved:
-    """Stands for a model or a tokenizer: writes one file."""
+    """Replaces a model or a tokenizer: writes one file."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -38,7 +38,7 @@ class Unsaveable:
 
 
 class Trained:
-    """A trainer of two numbers; `may_end` holds back what is written."""
+    """A trainer of two numbers; `may_end` delays its files."""
 
     def __init__(self, version: int, *, may_end: threading.Event | None = None) -> None:
         self.tensor = torch.full((2,), float(version))
@@ -90,7 +90,7 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+def test_saved_checkpoint_loads_unchanged(tmp_path: Path) -> None:
     folder = save(make(tmp_path), 7)
     assert newest_checkpoint(tmp_path) == folder
     assert load_values(folder) == {"version": 7, "num_updates": 7}
@@ -100,7 +100,7 @@ def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert (folder / "tokenizer.json").exists()
 
 
-def test_the_newest_is_found_by_number_and_only_so_many_are_kept(tmp_path: Path) -> None:
+def test_newest_checkpoint_is_found_by_number_and_old_ones_removed(tmp_path: Path) -> None:
     checkpoints = make(tmp_path)
     for version in (2, 9, 10, 100):
         save(checkpoints, version)
@@ -110,7 +110,7 @@ def test_the_newest_is_found_by_number_and_only_so_many_are_kept(tmp_path: Path)
     assert load_values(newest)["version"] == 100
 
 
-def test_the_newest_is_the_newest_beyond_a_million_steps(tmp_path: Path) -> None:
+def test_newest_checkpoint_is_found_beyond_a_million_steps(tmp_path: Path) -> None:
     checkpoints = make(tmp_path)
     for version in (999_998, 999_999, 1_000_000, 1_000_001):
         save(checkpoints, version)
@@ -120,7 +120,7 @@ def test_the_newest_is_the_newest_beyond_a_million_steps(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["step-000001-best", "step-best", "best", "step-000001.bak"])
-def test_a_copy_of_the_users_is_left_alone_and_stops_nothing(tmp_path: Path, name: str) -> None:
+def test_users_copy_of_checkpoint_is_ignored(tmp_path: Path, name: str) -> None:
     checkpoints = make(tmp_path)
     shutil.copytree(save(checkpoints, 1), tmp_path / name)
     for version in (2, 3, 4):
@@ -130,14 +130,14 @@ def test_a_copy_of_the_users_is_left_alone_and_stops_nothing(tmp_path: Path, nam
     assert make(tmp_path).oldest_version == 3
 
 
-def test_what_a_crash_left_half_written_is_removed_by_the_next_start(tmp_path: Path) -> None:
+def test_partial_checkpoint_is_removed_at_the_next_start(tmp_path: Path) -> None:
     partial = tmp_path / ".step-000007.partial"
     (partial / TENSORS).mkdir(parents=True)
     make(tmp_path)
     assert names(tmp_path) == []
 
 
-def test_the_folder_is_synced_after_a_checkpoint_has_its_name(tmp_path: Path) -> None:
+def test_folder_is_synced_after_the_rename(tmp_path: Path) -> None:
     events: list[tuple[str, str]] = []
     is_listening = [True]
 
@@ -154,7 +154,7 @@ def test_the_folder_is_synced_after_a_checkpoint_has_its_name(tmp_path: Path) ->
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\0\xff\x80", b"[]", b"5", b'{"version":"a"}'])
 @pytest.mark.parametrize("file", ["COMPLETE", "trainer.json"])
-def test_a_damaged_file_of_a_checkpoint_is_named_with_what_to_do(
+def test_damaged_checkpoint_file_is_named_with_a_remedy(
     tmp_path: Path, file: str, content: bytes
 ) -> None:
     path = save(make(tmp_path), 1) / file
@@ -175,14 +175,14 @@ class Full:
             raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_costs_a_checkpoint_and_no_run(tmp_path: Path) -> None:
+def test_full_disk_costs_a_checkpoint_but_not_the_run(tmp_path: Path) -> None:
     checkpoints, disk = make(tmp_path), Full()
     save(checkpoints, 1)
     begin(checkpoints, 2, model=disk)
     checkpoints.wait()
     assert checkpoints.poll() is None
     assert not checkpoints.has(2)
-    assert names(tmp_path) == ["step-000001"]  # what was written of it is given back
+    assert names(tmp_path) == ["step-000001"]  # The partial files are removed.
     disk.is_full = False
     begin(checkpoints, 2, model=disk)
     checkpoints.wait()
@@ -190,7 +190,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_run(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000001", "step-000002"]
 
 
-def test_tensors_that_there_is_no_room_for_cost_a_checkpoint_and_no_run(tmp_path: Path) -> None:
+def test_tensors_beyond_disk_cost_checkpoint_only(tmp_path: Path) -> None:
     checkpoints, trainer = make(tmp_path), Trained(1)
     trainer.tensor = torch.zeros(100_000)
     parts: dict[str, Any] = {"model": Saved("model.bin"), "tokenizer": Saved("tokenizer.json")}
@@ -204,7 +204,7 @@ def test_tensors_that_there_is_no_room_for_cost_a_checkpoint_and_no_run(tmp_path
     assert names(tmp_path) == ["step-000001"]
 
 
-def test_an_incomplete_folder_is_never_read_and_never_counted(tmp_path: Path) -> None:
+def test_incomplete_folder_is_never_read(tmp_path: Path) -> None:
     checkpoints = make(tmp_path)
     save(checkpoints, 1)
     torn = tmp_path / "step-000002"
@@ -225,7 +225,7 @@ def test_a_failed_save_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no space"):
         checkpoints.poll()
     assert newest_checkpoint(tmp_path) == tmp_path / "step-000001"
-    save(make(tmp_path), 2)  # of the learner that is started again
+    save(make(tmp_path), 2)  # The restarted learner saves again.
     assert names(tmp_path) == ["step-000001", "step-000002"]
 
 
@@ -233,7 +233,7 @@ def test_no_checkpoint_is_none(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
 
 
-def test_a_save_is_due_by_steps_or_by_time_and_not_twice(tmp_path: Path) -> None:
+def test_save_is_due_by_steps_or_time_and_once(tmp_path: Path) -> None:
     checkpoints = make(tmp_path)
     assert [v for v in range(1, 31) if checkpoints.is_due(v)] == [10, 20, 30]
     save(checkpoints, 10)
@@ -241,9 +241,7 @@ def test_a_save_is_due_by_steps_or_by_time_and_not_twice(tmp_path: Path) -> None
     assert make(tmp_path, every_s=0.0).is_due(3)
 
 
-def test_few_seconds_of_steps_are_repeated_where_saving_is_cheap_and_one_more_is_kept(
-    tmp_path: Path,
-) -> None:
+def test_cheap_saves_are_frequent_and_keep_one_more_checkpoint(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, max_redo_s=1e-9)
     for version in (10, 20, 21, 23, 30, 31):
         for dear, is_due in ((1e6, version % 10 == 0), (0.0, True)):
@@ -254,9 +252,7 @@ def test_few_seconds_of_steps_are_repeated_where_saving_is_cheap_and_one_more_is
     assert make(tmp_path).oldest_version == 20
 
 
-def test_the_same_version_is_written_once_per_process_and_replaced_by_the_next(
-    tmp_path: Path,
-) -> None:
+def test_version_is_written_once_per_process(tmp_path: Path) -> None:
     checkpoints = make(tmp_path)
     folder = save(checkpoints, 1)
     (folder / "model.bin").write_text("mark", encoding="utf-8")
@@ -266,9 +262,9 @@ def test_the_same_version_is_written_once_per_process_and_replaced_by_the_next(
     assert (folder / "model.bin").read_text(encoding="utf-8") == "model.bin"
 
 
-def test_the_old_checkpoint_counts_until_its_replacement_is_in_place(tmp_path: Path) -> None:
+def test_old_checkpoint_counts_until_its_replacement_is_complete(tmp_path: Path) -> None:
     folder = save(make(tmp_path), 1)
-    aside = folder.rename(tmp_path / "step-000001.old")  # as a crash between two renames leaves it
+    aside = folder.rename(tmp_path / "step-000001.old")  # A crash between two renames leaves it.
     assert newest_checkpoint(tmp_path) == aside
     assert load_values(aside)["version"] == 1
     save(make(tmp_path), 1)
@@ -276,7 +272,7 @@ def test_the_old_checkpoint_counts_until_its_replacement_is_in_place(tmp_path: P
     assert names(tmp_path) == ["step-000001"]
 
 
-def test_a_replacement_wins_over_what_was_set_aside(tmp_path: Path) -> None:
+def test_replacement_supersedes_the_old_copy(tmp_path: Path) -> None:
     folder = save(make(tmp_path), 1)
     shutil.copytree(folder, tmp_path / "step-000001.old")
     assert newest_checkpoint(tmp_path) == folder
@@ -284,7 +280,7 @@ def test_a_replacement_wins_over_what_was_set_aside(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000001"]
 
 
-def test_a_save_that_cannot_set_the_old_checkpoint_aside_leaves_it(tmp_path: Path) -> None:
+def test_failed_replacement_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     folder = save(make(tmp_path), 1)
     (folder / "model.bin").write_text("mark", encoding="utf-8")
     (tmp_path / "step-000001.old").write_text("in the way", encoding="utf-8")
@@ -294,9 +290,7 @@ def test_a_save_that_cannot_set_the_old_checkpoint_aside_leaves_it(tmp_path: Pat
     assert (folder / "model.bin").read_text(encoding="utf-8") == "mark"
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
-    tmp_path: Path,
-) -> None:
+def test_training_continues_during_a_save_without_changing_it(tmp_path: Path) -> None:
     checkpoints, may_end = make(tmp_path), threading.Event()
     trainer = Trained(1, may_end=may_end)
     parts: dict[str, Any] = {"model": Saved("model.bin"), "tokenizer": Saved("tokenizer.json")}
@@ -309,13 +303,13 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
     took_s = checkpoints.poll()
     assert took_s is not None
     assert took_s < 30
-    assert checkpoints.poll() is None  # told once
+    assert checkpoints.poll() is None  # It is reported once.
     assert newest_checkpoint(tmp_path) == folder
     ((_, tensor),) = read_weights(folder / TENSORS, "model")
     assert tensor.tolist() == [1.0, 1.0]
 
 
-def test_the_next_checkpoint_waits_for_the_one_that_is_written(tmp_path: Path) -> None:
+def test_next_checkpoint_waits_for_current_one(tmp_path: Path) -> None:
     checkpoints, may_end = make(tmp_path), threading.Event()
     begin(checkpoints, 1, may_end=may_end)
     second = threading.Thread(target=begin, args=(checkpoints, 2))
@@ -329,9 +323,9 @@ def test_the_next_checkpoint_waits_for_the_one_that_is_written(tmp_path: Path) -
     assert names(tmp_path) == ["step-000001", "step-000002"]
 
 
-def test_a_checkpoint_of_one_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_single_file_checkpoint_is_refused_with_a_remedy(tmp_path: Path) -> None:
     folder = save(make(tmp_path), 1)
     (folder / "trainer.json").unlink()
-    (folder / "trainer.pt").touch()  # as versions before wrote it
+    (folder / "trainer.pt").touch()  # Older versions wrote this file.
     with pytest.raises(ConfigError, match=r"older version.*model\.path=.*step-000001"):
         load_values(folder)

@@ -96,9 +96,7 @@ def gradient_step(
 
 @pytest.mark.parametrize("has_adapters", [False, True])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_gradient_does_not_depend_on_the_size_of_microbatches(
-    name: str, has_adapters: bool
-) -> None:
+def test_gradient_does_not_depend_on_the_microbatch_size(name: str, has_adapters: bool) -> None:
     samples, algorithm = make_samples(), ALGORITHMS[name]
     whole = gradient_step(samples, algorithm, has_adapters=has_adapters)
     parts = gradient_step(samples, algorithm, max_tokens=13, has_adapters=has_adapters)
@@ -106,7 +104,7 @@ def test_gradient_does_not_depend_on_the_size_of_microbatches(
     assert (whole - parts).abs().max() < 1e-6
 
 
-def test_gradient_does_not_depend_on_the_order_of_samples() -> None:
+def test_gradient_does_not_depend_on_the_sample_order() -> None:
     samples = make_samples()
     whole = gradient_step(samples, AlgorithmSection())
     turned = gradient_step(samples[::-1], AlgorithmSection())
@@ -123,7 +121,7 @@ def test_activation_checkpointing_changes_no_gradient(has_adapters: bool) -> Non
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_is_masked_changes_no_gradient(name: str) -> None:
+def test_masked_values_change_no_gradient(name: str) -> None:
     samples = make_samples()
     changed = copy.deepcopy(samples)
     for sample in changed:

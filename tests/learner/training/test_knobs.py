@@ -132,7 +132,7 @@ A = AlgorithmSection
 L = LearnerSection
 PPO = {"advantage": Advantage.PPO}
 SHARED = {"reward_level": CreditLevel.TURN}  # turns of one state then have unlike returns
-# Settings whose effect shows elsewhere than in a training step; each is read where named here.
+# Settings without an effect on a training step; each is read in the file named here.
 ELSEWHERE = {
     "learner.host": "learner/build.py",
     "learner.advertise": "learner/build.py",
@@ -146,7 +146,7 @@ ELSEWHERE = {
     "learner.weights_transport": "learner/build.py",
     "learner.rank_timeout_s": "learner/training/rank_workers.py",
     "learner.gradient_checkpointing": "learner/training/build.py",
-    "learner.offload": "learner/policy/forward.py",  # where all lies, see test_offload.py
+    "learner.offload": "learner/policy/forward.py",  # See test_offload.py for its effect.
     "learner.moments": "learner/training/optimizers/optimizer.py",  # see test_moments.py
     "learner.max_lag_steps": "learner/main.py",
     "learner.hold_back_steps": "common/config/run_config.py",
@@ -310,7 +310,7 @@ def effect_of(leaf: str) -> Effect:
     "leaf",
     [leaf for leaf in LEAVES if leaf not in ELSEWHERE and leaf not in {x for x, _ in MEMBERS}],
 )
-def test_every_number_and_switch_of_learning_changes_something(leaf: str) -> None:
+def test_every_knob_of_learning_has_an_effect(leaf: str) -> None:
     before, after = pair(leaf)
     effect = effect_of(leaf)
     assert effect(*before) != effect(*after)
@@ -339,7 +339,7 @@ def test_block_sizes_change_no_number(leaf: str) -> None:
     assert small == pytest.approx(large, rel=1e-5)
 
 
-def test_what_shows_elsewhere_is_still_a_setting() -> None:
+def test_settings_tested_elsewhere_exist() -> None:
     assert set(ELSEWHERE) <= set(LEAVES)
     for leaf, where in ELSEWHERE.items():
         if where.endswith(".py"):

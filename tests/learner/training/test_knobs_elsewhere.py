@@ -1,4 +1,4 @@
-"""Law: settings of learning that change no training step change what they are for."""
+"""Law: settings of learning without an effect on a training step have their own effect."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,7 +80,7 @@ def due_after(cfg: RunConfig) -> list[bool]:
         (due_after, {"checkpoint_every_s": 1e-9}),
     ],
 )
-def test_a_setting_of_the_learner_does_what_it_is_for(
+def test_learner_setting_has_its_effect(
     cfg: RunConfig, seen: Callable[[RunConfig], Any], changes: dict[str, Any]
 ) -> None:
     threads = torch.get_num_threads()
@@ -90,9 +90,7 @@ def test_a_setting_of_the_learner_does_what_it_is_for(
         torch.set_num_threads(threads)
 
 
-def test_the_reference_is_loaded_from_its_path_and_only_if_it_is_used(
-    cfg: RunConfig, tmp_path: Path
-) -> None:
+def test_reference_is_loaded_from_its_path_only_if_used(cfg: RunConfig, tmp_path: Path) -> None:
     near = loss_of(algorithm(cfg, kl_coef=0.5))
     far = loss_of(algorithm(cfg, kl_coef=0.5, reference_path=str(tmp_path / "other")))
     assert near != far
@@ -102,7 +100,7 @@ def test_the_reference_is_loaded_from_its_path_and_only_if_it_is_used(
         loss_of(algorithm(cfg, kl_coef=0.5, reference_path=missing))
 
 
-def test_a_critic_of_its_own_is_loaded_from_its_path(cfg: RunConfig, tmp_path: Path) -> None:
+def test_separate_critic_is_loaded_from_path(cfg: RunConfig, tmp_path: Path) -> None:
     cfg = replace(cfg, algorithm=AlgorithmSection(advantage=Advantage.PPO))
 
     def trunk_of(critic: CriticSection) -> torch.Tensor:

@@ -56,7 +56,7 @@ def save(cfg: RunConfig, trainer: Trainer, model: Any, *, version: int) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_restored_learner_of_adapters_continues_bit_for_bit(tmp_path: Path, case: str) -> None:
+def test_restored_adapters_continue_bit_for_bit(tmp_path: Path, case: str) -> None:
     cfg = config(tmp_path, case)
     trainer, model = start(cfg)
     base = {name: each.clone() for name, each in make_model().named_parameters()}
@@ -72,7 +72,7 @@ def test_a_restored_learner_of_adapters_continues_bit_for_bit(tmp_path: Path, ca
         assert each.requires_grad or torch.equal(each, base[name.replace(".base_layer", "")])
 
 
-def test_a_checkpoint_of_adapters_does_not_hold_the_base(tmp_path: Path) -> None:
+def test_adapter_checkpoint_excludes_the_base(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     trainer, model = start(cfg)
     trainer.train_on(make_samples(), version=0)
@@ -85,7 +85,7 @@ def test_a_checkpoint_of_adapters_does_not_hold_the_base(tmp_path: Path) -> None
     assert not (folder / "model.safetensors").exists()
 
 
-def test_the_reference_is_the_base_and_no_second_network(tmp_path: Path) -> None:
+def test_reference_is_the_base_without_a_second_network(tmp_path: Path) -> None:
     cfg = config(tmp_path, "reference, checkpointed")
     trainer, _ = start(cfg)
     trainer.train_on(make_samples(), version=0)
@@ -108,7 +108,7 @@ def test_the_reference_is_the_base_and_no_second_network(tmp_path: Path) -> None
         ({"targets": ["q_proj"]}, "target_modules="),
     ],
 )
-def test_other_adapters_than_those_of_the_checkpoint_are_refused(
+def test_adapters_unlike_the_checkpoints_are_refused(
     tmp_path: Path, lora: dict[str, Any], said: str
 ) -> None:
     cfg = config(tmp_path)
@@ -119,7 +119,7 @@ def test_other_adapters_than_those_of_the_checkpoint_are_refused(
         start(replace(cfg, learner=replace(cfg.learner, lora=changed)), folder)
 
 
-def test_adapters_do_not_go_on_from_a_checkpoint_of_whole_weights(tmp_path: Path) -> None:
+def test_adapters_refuse_checkpoint_of_whole_weights(tmp_path: Path) -> None:
     cfg = config(tmp_path, rank=0)
     folder = save(cfg, *start(cfg), version=1)
     lora = replace(cfg.learner, lora=LoraSection(rank=4))
@@ -127,7 +127,7 @@ def test_adapters_do_not_go_on_from_a_checkpoint_of_whole_weights(tmp_path: Path
         start(replace(cfg, learner=lora), folder)
 
 
-def test_merged_policy_of_a_run_computes_what_the_learner_does(tmp_path: Path) -> None:
+def test_merged_policy_equals_the_learners(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     run_dir = RunDir(root=tmp_path / "run")
     with pytest.raises(ConfigError, match="has no adapters yet"):

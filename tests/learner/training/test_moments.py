@@ -30,7 +30,7 @@ from tests.learner.training.test_rank_workers import ranks_of, weights_after
 
 
 def wide_model(*, seed: int = 0, width: int = 64) -> Qwen3ForCausalLM:
-    """Build a Qwen3 whose matrices are of whole blocks; the tables are not."""
+    """Build a Qwen3 with matrices of whole blocks; its tables are not."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -77,7 +77,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 @pytest.mark.parametrize("moments", list(Moments))
-def test_moments_take_what_the_memory_plan_says(moments: Moments) -> None:
+def test_moments_take_the_planned_memory(moments: Moments) -> None:
     model: Any = wide_model(width=256)
     optimizer = make_optimizer(model, LearnerSection(moments=moments))
     for parameter in model.parameters():
@@ -139,7 +139,7 @@ def local_values(trainer: Trainer) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", ["plain", "lora", "critic"])
-def test_a_resumed_run_goes_on_bit_for_bit(case: str, tmp_path: Path) -> None:
+def test_resumed_run_continues_bit_for_bit(case: str, tmp_path: Path) -> None:
     cfg = make_cfg(tmp_path, case)
     first = make(cfg)
     for step in range(2):
@@ -185,9 +185,7 @@ def give_moments(model: Any, *, seed: int) -> list[torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_codes_and_scales_of_one_rank_are_read_by_each_of_several(
-    size: int, tmp_path: Path
-) -> None:
+def test_several_ranks_read_the_moments_of_one(size: int, tmp_path: Path) -> None:
     model = wide_model(seed=1, width=256)
     written = live_tensors({"model": model}, give_moments(model, seed=3))
     written = {name: each.detach() for name, each in written.items()}
@@ -198,7 +196,7 @@ def test_codes_and_scales_of_one_rank_are_read_by_each_of_several(
         assert sum(map(has_whole_blocks, other.parameters())) >= 14
         cfg = LearnerSection(lr=1e-2, moments=Moments.INT8)
         optimizers = make_optimizer(other, cfg).optimizers
-        if size == 4:  # of whose parts of the tables the last is too small
+        if size == 4:  # The last part of its tables is too small.
             assert {name for name in written if "embed" in name and name.endswith("codes")}
             with pytest.raises(ConfigError, match=r"8bit: and its learner\.num_ranks"):
                 restore(tmp_path / "state", {"model": other}, optimizers)
@@ -215,8 +213,8 @@ def test_codes_and_scales_of_one_rank_are_read_by_each_of_several(
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_and_their_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
-    wide_model(width=256).save_pretrained(tmp_path / "policy")  # whose halves are blocks, too
+def test_two_ranks_train_like_one(tmp_path: Path) -> None:
+    wide_model(width=256).save_pretrained(tmp_path / "policy")  # Its halves are whole blocks, too.
     cfg = make_cfg(tmp_path, "plain", num_ranks=2)
     AutoTokenizer.from_pretrained(ROOT / "configs/policies/tiny").save_pretrained(
         tmp_path / "policy"
@@ -229,7 +227,7 @@ def test_two_ranks_train_as_one_and_their_checkpoint_is_gone_on_from(tmp_path: P
         kept = local_values(trainer)
         onward = weights_after(trainer, num_steps=1)
     assert sum(name.endswith(".codes") for name in kept) == 2 * (2 + 14)  # tables and layers
-    assert (found - expected).abs().max() < 2e-3  # of three updates of at most 1e-3 each
+    assert (found - expected).abs().max() < 2e-3  # Three updates change at most 1e-3 each.
     assert (found - expected).abs().mean() < 2e-5
     with ranks_of(cfg, folder) as (trainer, _):
         again = local_values(trainer)

@@ -45,7 +45,9 @@ def policies_of(network: torch.nn.Module) -> set[type]:
 
 
 @pytest.mark.parametrize("case", ["plain", "lora", "critic"])
-def test_offloaded_run_trains_publishes_and_goes_on_as_another(case: str, tmp_path: Path) -> None:
+def test_offloaded_run_trains_publishes_and_resumes_like_a_plain_one(
+    case: str, tmp_path: Path
+) -> None:
     cfg = make_cfg(tmp_path, case)
     cfg = replace(cfg, learner=replace(cfg.learner, moments=Moments.FP32))
     plain = make(cfg)
@@ -76,7 +78,7 @@ def test_offloaded_run_trains_publishes_and_goes_on_as_another(case: str, tmp_pa
         assert torch.allclose(onward[name].float(), value.float(), atol=1e-6), name
 
 
-def test_parts_in_host_memory_stay_in_place_where_the_mesh_computes_on_gpus() -> None:
+def test_offloaded_parts_stay_in_host_memory_on_a_gpu_mesh() -> None:
     """As on a machine with GPUs, of which none is asked here."""
     from torchao.optim.subclass_8bit import OptimState8bit
 
@@ -93,7 +95,7 @@ def test_parts_in_host_memory_stay_in_place_where_the_mesh_computes_on_gpus() ->
         for name, part in parts.items():
             assert isinstance(part, DTensor)
             own = getattr(kept, name.removeprefix("moment."))
-            assert part.to_local().data_ptr() == own.data_ptr()  # what is read into it arrives
+            assert part.to_local().data_ptr() == own.data_ptr()  # Reads fill the kept tensor.
         copies = StateWriter(Ranks()).stage(parts)
         assert {each.device.type for each in copies.values()} == {"cpu"}
     finally:

@@ -30,12 +30,12 @@ def test_rate_warms_up_stays_and_decays() -> None:
     assert scales == pytest.approx([0.25, 0.5, 1.0, 1.0, 0.6, 0.2])
 
 
-def test_rate_is_constant_by_default_after_warm_up() -> None:
+def test_rate_is_constant_after_warm_up_by_default() -> None:
     cfg = LearnerSection(warmup_steps=0)
     assert [lr_scale(step, 10, cfg) for step in (0, 5, 10, 11)] == [1.0] * 4
 
 
-def test_rate_stays_at_its_minimum_beyond_the_last_step() -> None:
+def test_rate_stays_at_minimum_beyond_end() -> None:
     cfg = LearnerSection(warmup_steps=0, decay_start_frac=0.0, min_lr_frac=0.1)
     assert lr_scale(99, 10, cfg) == pytest.approx(0.1)
 
@@ -76,12 +76,12 @@ def test_rates_are_scaled_together() -> None:
     cfg = LearnerSection(optimizer=OptimizerKind.MUON, lr=1e-3, muon_lr=2e-2)
     optimizer = make_optimizer(make_model(), cfg)
     optimizer.set_lr_scale(0.5)
-    optimizer.set_lr_scale(0.1)  # of the configured rate, not of the last one
+    optimizer.set_lr_scale(0.1)  # Scales the configured rate, not the last one.
     assert optimizer.lr == pytest.approx(1e-4)
     assert optimizer.optimizers[1].param_groups[0]["lr"] == pytest.approx(2e-3)
 
 
-def test_muon_on_a_cpu_is_torchs_without_its_rounding() -> None:
+def test_muon_on_cpu_equals_torchs() -> None:
     torch.manual_seed(0)
     start = [torch.randn(6, 24), torch.randn(24, 6), torch.randn(8, 8)]
     ours, theirs = ([torch.nn.Parameter(each.clone()) for each in start] for _ in range(2))
@@ -135,13 +135,13 @@ def test_muon_orthogonalises_each_expert_alone(caplog: pytest.LogCaptureFixture)
     stack.grad = torch.randn(stack.shape, generator=generator)
     optimizer.step()
     for old, new, gradient in zip(before, stack.detach(), stack.grad, strict=True):
-        expected = orthogonalised(gradient) * 0.1 * 2**0.5  # of 32 rows to 16 columns
+        expected = orthogonalised(gradient) * 0.1 * 2**0.5  # The matrix has 32 rows and 16 columns.
         torch.testing.assert_close(old - new, expected, atol=1e-5, rtol=1e-4)
         values = torch.linalg.svdvals((old - new) / (0.1 * 2**0.5))
         assert 0.6 < values.min() < values.max() < 1.3
 
 
-def test_biases_of_experts_and_convolutions_stay_with_adamw() -> None:
+def test_biases_and_convolutions_use_adamw() -> None:
     stack = torch.zeros(4, 8, 8)
     plain = torch.nn.Module()
     assert _muon_part("experts.down_proj", stack, plain) == "experts [out, in]"

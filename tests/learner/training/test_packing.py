@@ -73,7 +73,7 @@ def networks_of(
         torch.nn.init.normal_(values.head.weight, generator=torch.Generator().manual_seed(3))
     for each in (model, trunk):
         for weight in [] if each is None else each.parameters():
-            weight.data.mul_(0.5)  # of a common size, so that rounding is, too
+            weight.data.mul_(0.5)  # Equal magnitudes give equal rounding.
         if is_checkpointed and each is not None:
             each.gradient_checkpointing_enable(  # pyright: ignore
                 gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -126,7 +126,7 @@ def computed(
 
 @pytest.mark.parametrize("attention", [Attention.FUSED, Attention.PRODUCTS])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_packed_sequences_have_the_loss_and_gradient_of_padded_ones(
+def test_packed_sequences_have_the_padded_loss_and_gradient(
     name: str, attention: Attention
 ) -> None:
     algorithm, kind = ALGORITHMS[name]
@@ -154,7 +154,7 @@ def test_packed_sequences_have_the_loss_and_gradient_of_padded_ones(
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [PADDED, PACKED])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_compiled_parts_have_the_loss_and_gradient_of_plain_ones(name: str, layout: Layout) -> None:
+def test_compiled_parts_have_the_plain_loss_and_gradient(name: str, layout: Layout) -> None:
     algorithm, kind = ALGORITHMS[name]
     for part in PARTS:
         outcomes = []
@@ -187,11 +187,11 @@ def test_compiler_that_fails_is_named() -> None:
 
 @pytest.mark.parametrize("layout", [PADDED, PACKED])
 @pytest.mark.parametrize("name", ["critic's own trunk", "adapters' base as reference"])
-def test_no_block_waits_for_kernels_once_they_are_made(
+def test_no_block_recompiles_after_first_kernels(
     name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def backend(graph: torch.fx.GraphModule, _: object) -> Any:
-        return graph.forward  # what is made is not the question, but when
+        return graph.forward  # Only the time of compilation matters.
 
     monkeypatch.setattr(compiling, "_compiled", {})
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
@@ -212,7 +212,7 @@ def test_no_block_waits_for_kernels_once_they_are_made(
 
 
 @pytest.mark.slow
-def test_copy_of_a_compiled_network_computes_with_its_own_weights() -> None:
+def test_copied_compiled_network_uses_own_weights() -> None:
     model, ids = make_model(), torch.arange(9)[None]
     compile_parts([model], fit="")
     before = model(ids).logits
@@ -224,7 +224,7 @@ def test_copy_of_a_compiled_network_computes_with_its_own_weights() -> None:
     assert model(ids).logits.equal(before)
 
 
-def test_a_prefix_is_laid_out_once_for_the_members_of_a_group_in_a_block() -> None:
+def test_shared_prefix_is_laid_out_once_per_block() -> None:
     samples = with_prompts(make_samples())
     own = [len(s.trajectory.token_ids) - 20 for s in samples]
     how: dict[str, Any] = {"device": "cpu", "is_packed": True, "shares_prefix": True}

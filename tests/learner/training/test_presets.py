@@ -63,7 +63,7 @@ def load_small(name: str, folder: Path, overrides: tuple[str, ...]) -> RunConfig
 
 
 @pytest.mark.parametrize(("name", "overrides"), CASES, ids=str)
-def test_preset_trains_a_small_model_of_its_architecture(
+def test_preset_trains_small_model_of_architecture(
     name: str, overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     cfg = load_small(name, tmp_path / "policy", overrides)
@@ -77,7 +77,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_learning(trainer: Trainer, cfg: RunConfig, *, is_lora: bool) -> None:
-    """Train two steps; what is to learn changes, for the better."""
+    """Train two steps; the trained tokens must improve."""
     model: Any = trainer._gradients._networks.policy
     assert "Qwen2ForCausalLM" in type(model).__name__
     assert model.is_gradient_checkpointing == cfg.learner.gradient_checkpointing
@@ -104,4 +104,4 @@ def check_learning(trainer: Trainer, cfg: RunConfig, *, is_lora: bool) -> None:
         (sum(now) - sum(then)) * sample.advantage
         for sample, now, then in zip(samples, trainer.score(tokens), start, strict=True)
     ]
-    assert sum(gains) > 0  # what was good is likelier, what was bad less so
+    assert sum(gains) > 0  # Good tokens are likelier, bad ones less likely.

@@ -78,7 +78,7 @@ def pid_of(workers: RankWorkers) -> int:
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_weights_of_one_after_three_steps_and_leave(cfg: RunConfig) -> None:
+def test_two_ranks_train_to_equal_weights(cfg: RunConfig) -> None:
     cfg = replace(cfg, algorithm=AlgorithmSection(advantage=Advantage.PPO, entropy_coef=0.01))
     of_one = replace(cfg, learner=replace(cfg.learner, num_ranks=1))
     model, _ = load_start(of_one, None, torch.device("cpu"))
@@ -103,20 +103,18 @@ def test_two_ranks_have_the_weights_of_one_after_three_steps_and_leave(cfg: RunC
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_one_and_by_two(
-    cfg: RunConfig, tmp_path: Path
-) -> None:
+def test_checkpoint_of_two_ranks_resumes_on_one_or_two(cfg: RunConfig, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
     with ranks_of(cfg) as (trainer, _):
         weights_after(trainer, num_steps=2)
         checkpoints = Checkpoints(tmp_path / "checkpoints", cfg.learner)
         folder = checkpoints.save(2, model=trainer._model, tokenizer=tokenizer, trainer=trainer)
-        expected = weights_after(trainer, num_steps=1)  # while it is written
+        expected = weights_after(trainer, num_steps=1)  # It trains during the write.
         checkpoints.wait()
         spoilt = next(each for each in trainer.tensors().values() if isinstance(each, DTensor))
         cast(DTensor, spoilt.detach()).to_local().view(-1)[0] = torch.inf
         with pytest.raises(WeightsNotFinite, match=r"model.* no checkpoint is made of them"):
-            trainer.save(tmp_path / "bad")  # both ranks know, so that none waits for the other
+            trainer.save(tmp_path / "bad")  # Both ranks fail, so that neither waits.
     for num_ranks, offload in ((1, Offload.NONE), (2, Offload.OPTIMIZER)):
         learner = replace(cfg.learner, num_ranks=num_ranks, offload=offload, device="auto")
         again = replace(cfg, learner=learner)
@@ -124,14 +122,14 @@ def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_one_and_by_two(
             assert (weights_after(trainer, num_steps=1) - expected).abs().max() < 1e-6
 
 
-def test_samples_are_dealt_by_what_they_cost() -> None:
+def test_samples_are_distributed_by_cost() -> None:
     assert deal([9, 1, 1, 7, 4, 4], 2) == [0, 1, 1, 1, 1, 0]  # 13 and 13
     assert deal([5, 5], 4) == [0, 1]
     assert deal([3, 1, 2], 1) == [0, 0, 0]
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_or_dies_is_named_and_does_not_hang_the_others(cfg: RunConfig) -> None:
+def test_hanging_or_dead_rank_is_named_and_blocks_no_rank(cfg: RunConfig) -> None:
     cfg = replace(cfg, learner=replace(cfg.learner, rank_timeout_s=5.0))
     with ranks_of(cfg) as (trainer, workers):
         trainer.train_on(make_samples(), version=0)
@@ -150,7 +148,7 @@ def test_a_rank_that_hangs_or_dies_is_named_and_does_not_hang_the_others(cfg: Ru
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_load_ends_the_start(cfg: RunConfig, tmp_path: Path) -> None:
+def test_rank_with_failed_load_ends_start(cfg: RunConfig, tmp_path: Path) -> None:
     workers = RankWorkers(cfg, tmp_path / "no-such-checkpoint")
     try:
         with pytest.raises(
@@ -161,7 +159,7 @@ def test_a_rank_that_cannot_load_ends_the_start(cfg: RunConfig, tmp_path: Path) 
         workers.stop()
 
 
-def test_one_rank_starts_nobody(cfg: RunConfig) -> None:
+def test_single_rank_starts_no_worker(cfg: RunConfig) -> None:
     workers = RankWorkers(replace(cfg, learner=replace(cfg.learner, num_ranks=1)), None)
     workers.wait_loaded()
     assert workers.join(LearnerSection()).size == 1

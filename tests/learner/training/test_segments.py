@@ -91,7 +91,7 @@ def cut(whole: Trajectory, *turns: int) -> Trajectory:
 
 
 def groups(is_cut: bool) -> list[Group]:
-    """Return two groups, one of whose members have several segments if `is_cut`."""
+    """Return two groups; with `is_cut` one has members of several segments."""
     failed = {"reward": 0.0, "is_success": False, "turn_scores": np.zeros(2, dtype=np.float32)}
     open_end = {"end_reason": EndReason.HORIZON, "reward": 0.25}
     members = [
@@ -131,19 +131,17 @@ ALGORITHMS = {
 
 @pytest.mark.parametrize("max_tokens", [10_000, 16])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_episode_in_segments_has_the_gradient_of_the_whole_one(
-    name: str, max_tokens: int
-) -> None:
+def test_segmented_episode_has_the_same_gradient(name: str, max_tokens: int) -> None:
     algorithm = ALGORITHMS[name]
     whole = gradient_step(samples_of(groups(False), algorithm), algorithm)
     in_rows = gradient_step(samples_of(groups(True), algorithm), algorithm, max_tokens=max_tokens)
     assert whole.abs().max() > 1e-3
-    assert (whole - in_rows).abs().max() < 1e-5  # of weights that moved by 1e-1
+    assert (whole - in_rows).abs().max() < 1e-5  # The weights moved by 1e-1.
 
 
-def test_credit_passes_from_one_segment_to_the_next() -> None:
+def test_credit_passes_between_segments() -> None:
     # Two turns in two segments, paid 1 at the end; V = 0.5, then 0.75; lambda 1:
-    # delta = 0.75 - 0.5 and 1 - 0.75, so A = 0.5 and 0.25; the first row's end has no say.
+    # delta = 0.75 - 0.5 and 1 - 0.75, so A = 0.5 and 0.25; the first row's end is unused.
     sample = Sample(trajectory=cut(played(0, 2), 1), advantage=0.0)
     scored = Scored(
         values=np.array([0.5, 9, 0.75, 9], dtype=np.float32),
@@ -178,7 +176,7 @@ def test_minibatches_do_not_part_an_episode(num: int) -> None:
     assert len(parts) == min(num, 4)
 
 
-def test_an_episode_of_segments_is_one_member_of_its_group() -> None:
+def test_segmented_episode_is_one_group_member() -> None:
     algorithm = AlgorithmSection(normalize_std=False)
     whole, in_rows = (samples_of(groups(is_cut), algorithm) for is_cut in (False, True))
     assert [s.advantage for s in whole] == [s.advantage for s in in_rows]
@@ -192,7 +190,7 @@ def test_an_episode_of_segments_is_one_member_of_its_group() -> None:
     assert metrics["reward/mean"] == (1.0 + 0.0 + 0.25 + 1.0) / 4
 
 
-def test_segments_survive_the_wire_the_journal_and_the_ranks() -> None:
+def test_segments_survive_wire_journal_and_ranks() -> None:
     episode = cut(played(0, 4), 1, 3)
     (sample,) = unpack_samples(pack_samples([Sample(trajectory=episode, advantage=1.0)]))
     for copy in (decode(encode(episode)), unpack_record(pack_record(episode)), sample.trajectory):
@@ -200,7 +198,7 @@ def test_segments_survive_the_wire_the_journal_and_the_ranks() -> None:
         assert [len(row.token_ids) for row in as_rows(copy)] == [4, 12, 16]
 
 
-def test_what_was_recorded_without_segments_is_one_and_has_its_old_digest() -> None:
+def test_episode_without_segments_is_one_segment() -> None:
     old = played(0, 2)
     frames = encode(old)
     known = unpack_record(pack_record(old))
@@ -243,7 +241,7 @@ class Numbers:
         return "".join(self.texts(token_ids))
 
 
-def test_a_replay_shows_each_segment_s_own_prompt_and_acts_with_what_was_acted() -> None:
+def test_replay_shows_each_segments_prompt_and_repeats_its_actions() -> None:
     whole = played(0, 2)
     episode = cut(whole, 1)
     shown = shown_segments(episode, Numbers())
@@ -255,16 +253,16 @@ def test_a_replay_shows_each_segment_s_own_prompt_and_acts_with_what_was_acted()
     ]
     actions = recorded_of(episode, Numbers(), style="compact")["actions"]
     assert actions == recorded_of(whole, Numbers(), style="compact")["actions"]
-    # What turn 1 sampled before its segment, a summary say, is no part of what it did.
+    # Tokens that turn 1 sampled before its segment, such as a summary, are not in its action.
     summary = replace(episode, turn_ids=np.array([1] * 12, dtype=np.int32))
     summary = replace(summary, turn_ids=np.where(np.arange(12) < 2, 0, 1).astype(np.int32))
     assert recorded_of(summary, Numbers(), style="compact")["actions"][1] == actions[1]
-    # Nor what it sampled before in the same segment: what opened a branch.
+    # Earlier samples of the same segment, such as a call of a branch, are not either.
     called = replace(whole, turn_ids=np.array([1] * 8, dtype=np.int32))
     assert recorded_of(called, Numbers(), style="compact")["actions"][1] == actions[1]
 
 
-def test_a_replay_names_what_no_environment_saw_and_does_not_act_with_it() -> None:
+def test_replay_labels_text_unseen_by_environment() -> None:
     whole = played(0, 2)  # sampled in [2, 4) and [6, 8)
     first, second = recorded_of(whole, Numbers(), style="compact")["actions"]
     kinds = [each["kind"] for each in shown_segments(whole, Numbers())]
@@ -283,7 +281,7 @@ def test_a_replay_names_what_no_environment_saw_and_does_not_act_with_it() -> No
     assert acted == ["", second.partition(">")[2]]
 
 
-def test_imitation_learns_each_segment_and_counts_the_episode_once(tmp_path: Path) -> None:
+def test_imitation_trains_each_segment_and_counts_one_episode(tmp_path: Path) -> None:
     with closing(JournalWriter(tmp_path / "journal")) as journal:
         journal.append(cut(played(0, 4), 1, 3))
         journal.append(replace(played(1, 2), reward=0.0, is_success=False))

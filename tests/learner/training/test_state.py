@@ -45,7 +45,7 @@ def train_once(optimizers: list[torch.optim.Optimizer]) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_one_rank_wrote_is_read_by_each_of_several(tmp_path: Path, size: int) -> None:
+def test_several_ranks_read_the_state_of_one(tmp_path: Path, size: int) -> None:
     modules, made = make_parts(tmp_path, seed=1)
     optimizers = optimizers_of(made)
     train_once(optimizers)

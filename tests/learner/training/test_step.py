@@ -79,7 +79,7 @@ class Step:
 FIRST, SECOND = [0, 1], [2, 3]
 
 
-def test_a_recomputed_anchor_is_the_policy_before_the_first_update() -> None:
+def test_recomputed_anchor_is_the_policy_before_the_first_update() -> None:
     step = Step(proximal=Proximal.RECOMPUTED)
     before = step.logprobs(step.micro(SECOND))
     step.update_on(FIRST)
@@ -92,8 +92,8 @@ def test_a_recomputed_anchor_is_the_policy_before_the_first_update() -> None:
     torch.testing.assert_close(got.is_weights, rho.clamp(max=2.0))
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])  # for a reference all is scored before
-def test_a_reused_anchor_is_the_policy_of_a_sample_s_first_update(kl_coef: float) -> None:
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])  # A reference needs all scores before.
+def test_reused_anchor_is_the_policy_at_a_samples_first_update(kl_coef: float) -> None:
     step = Step(proximal=Proximal.REUSED, kl_coef=kl_coef)
     step.update_on(FIRST)
     step.move()
@@ -115,21 +115,21 @@ def test_the_sampler_as_anchor_stays_the_sampler() -> None:
     torch.testing.assert_close(got.is_weights * ratio, ratio.clamp(max=2.0))
 
 
-def test_an_interpolated_anchor_lies_between_sampler_and_policy_by_the_lag() -> None:
+def test_interpolated_anchor_follows_the_lag() -> None:
     micro, got = Step(proximal=Proximal.INTERPOLATED, lag=2).inputs(FIRST)
     new, mu = got.new_logprobs.detach(), micro.sampler_logprobs
     torch.testing.assert_close(got.anchor_logprobs, mu / 3 + 2 * new / 3)
 
 
 @pytest.mark.parametrize("correction", [c for c in Correction if c is not Correction.SECOND_MOMENT])
-def test_without_lag_an_interpolated_anchor_needs_no_correction(correction: Correction) -> None:
+def test_interpolated_anchor_without_lag_needs_no_correction(correction: Correction) -> None:
     step = Step(proximal=Proximal.INTERPOLATED, correction=correction, lag=0)
     micro, got = step.inputs(FIRST)
     assert got.anchor_logprobs.equal(micro.sampler_logprobs)
     assert got.is_weights.tolist() == [1.0] * len(got.is_weights)
 
 
-def test_bad_episodes_are_masked_by_the_policy_before_the_step() -> None:
+def test_negative_mask_uses_policy_before_step() -> None:
     step = Step(proximal=Proximal.RECOMPUTED, negative_mask_delta=1e-9)
     micro = step.micro(FIRST)
     mu = step.logprobs(micro) + 0.1  # the sampler liked all of it more
@@ -148,7 +148,7 @@ def _parts(step: Step, flat: Tensor, micro: MicroBatch) -> list[np.ndarray]:
     return [by_index[i].numpy() for i in sorted(by_index)]
 
 
-def test_effective_sample_size_is_over_the_tokens_scored_so_far() -> None:
+def test_ess_covers_tokens_scored_so_far() -> None:
     step = Step(proximal=Proximal.REUSED)
     micro = step.micro(FIRST)
     step.update_on(FIRST)
@@ -170,7 +170,7 @@ class Halves(Ranks):
         return values + self._other
 
 
-def test_effective_sample_size_is_that_of_all_ranks_together() -> None:
+def test_ess_covers_all_ranks() -> None:
     theirs = torch.tensor([0.5, 4.0, 1.0], dtype=torch.float64)
     moments = torch.tensor([3.0, theirs.sum(), (theirs**2).sum()], dtype=torch.float64)
     step = Step(proximal=Proximal.REUSED, ranks=Halves(0, moments))
@@ -183,7 +183,7 @@ def test_effective_sample_size_is_that_of_all_ranks_together() -> None:
 
 
 def _gradient_of(step: Step, part: list[int]) -> tuple[dict[str, float], Tensor, set[int]]:
-    """Return the metrics, the gradient and who was computed."""
+    """Return the metrics, the gradient and the computed samples."""
     step.model.zero_grad()
     found = step.gradients.accumulate(step.batch, part)
     flat = [each.grad.flatten() for each in step.model.parameters() if each.grad is not None]
@@ -193,7 +193,7 @@ def _gradient_of(step: Step, part: list[int]) -> tuple[dict[str, float], Tensor,
 @pytest.mark.parametrize("aggregation", list(Aggregation))
 @pytest.mark.parametrize("policy_loss", list(PolicyLoss))
 @pytest.mark.parametrize("correction", list(Correction))
-def test_samples_without_advantage_count_in_the_mean_and_are_not_computed(
+def test_zero_advantage_samples_count_without_computation(
     correction: Correction, policy_loss: PolicyLoss, aggregation: Aggregation
 ) -> None:
     told = {"correction": correction, "policy_loss": policy_loss, "aggregation": aggregation}
@@ -213,14 +213,12 @@ def test_samples_without_advantage_count_in_the_mean_and_are_not_computed(
     torch.testing.assert_close(gradient, share * expected, rtol=1e-5, atol=1e-6)
     assert expected.abs().max() > 1e-3
     assert sums["loss/policy"] == pytest.approx(share * alone["loss/policy"], rel=1e-5)
-    for name in ("entropy", "clipped_frac", "masked_frac", "weight_mean"):  # of those computed
+    for name in ("entropy", "clipped_frac", "masked_frac", "weight_mean"):  # Computed samples only.
         assert sums[f"policy/{name}"] == pytest.approx(alone[f"policy/{name}"], rel=1e-5)
 
 
 @pytest.mark.parametrize("told", [{"entropy_coef": 0.1}, {"kl_coef": 0.1}, {"drift_coef": 0.1}])
-def test_samples_without_advantage_are_computed_where_they_have_a_gradient(
-    told: dict[str, Any],
-) -> None:
+def test_zero_advantage_samples_with_a_gradient_are_computed(told: dict[str, Any]) -> None:
     step = Step(**told)
     samples = [replace(each, advantage=0.0) for each in step.batch.samples[2:]]
     step.batch = step.gradients.prepare([*step.batch.samples[:2], *samples], VERSION)
@@ -231,7 +229,7 @@ def test_samples_without_advantage_are_computed_where_they_have_a_gradient(
     assert of_others.abs().max() > 0
 
 
-def test_a_batch_without_any_advantage_is_computed_and_has_no_gradient() -> None:
+def test_batch_without_advantage_is_computed_with_zero_gradient() -> None:
     step = Step()
     samples = [replace(each, advantage=0.0) for each in step.batch.samples]
     step.batch = step.gradients.prepare(samples, VERSION)

@@ -78,7 +78,7 @@ def test_microbatches_train_as_one_large_batch(anchoring: dict) -> None:
     assert difference(results[0][2], results[1][2]) < 2e-4
 
 
-def test_good_tokens_become_likelier_and_bad_ones_less_likely() -> None:
+def test_step_raises_good_tokens_and_lowers_bad_ones() -> None:
     model = make_model()
     samples = on_policy(
         [
@@ -95,7 +95,7 @@ def test_good_tokens_become_likelier_and_bad_ones_less_likely() -> None:
     assert sum(after[1]) < sum(before[1])
 
 
-def test_correction_is_the_identity_when_the_batch_is_on_policy() -> None:
+def test_correction_is_the_identity_on_policy() -> None:
     model = make_model()
     samples = on_policy(make_samples(), model)
     norms = []
@@ -112,7 +112,7 @@ def test_correction_is_the_identity_when_the_batch_is_on_policy() -> None:
     assert metrics["offpolicy/noise_abs_logprob"] == pytest.approx(0.0, abs=1e-5)
 
 
-def test_both_forms_have_the_same_first_gradient_inside_the_bounds() -> None:
+def test_both_anchors_have_the_same_first_gradient_inside_bounds() -> None:
     # With ratios to mu inside the clip range, clipping at mu or weighting by prox/mu is the same.
     model = make_model()
     samples = on_policy(make_samples(num_groups=1), model)
@@ -160,9 +160,7 @@ def test_non_finite_batch_changes_no_weight_and_is_counted() -> None:
     assert all(np.isfinite(value) for value in metrics.values())
 
 
-def test_a_gradient_that_is_not_finite_changes_no_weight_and_its_batch_is_kept(
-    tmp_path: Path,
-) -> None:
+def test_non_finite_gradient_changes_no_weight_and_is_dumped(tmp_path: Path) -> None:
     model = make_model()
     trainer = make_trainer(
         model, on_bad_batch=lambda version, samples: dump_batch(tmp_path, version, samples)
@@ -179,7 +177,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_its_batch_is_kept(
     assert not (tmp_path / "bad_batches" / "version-5").exists()
 
 
-def test_a_bad_minibatch_does_not_stop_the_good_one() -> None:
+def test_bad_minibatch_does_not_stop_the_good_one() -> None:
     trainer = make_trainer(num_minibatches=2)
     before = weights_of(trainer)
     metrics = trainer.train_on(poisoned(make_samples(num_groups=2)), version=0).metrics
@@ -190,7 +188,7 @@ def test_a_bad_minibatch_does_not_stop_the_good_one() -> None:
     assert all(torch.isfinite(tensor).all() for tensor in after.values())
 
 
-def test_training_stops_after_bad_steps_in_a_row_only() -> None:
+def test_only_consecutive_bad_steps_stop_training() -> None:
     trainer = make_trainer(max_bad_steps=2)
     good, bad = make_samples(), poisoned(make_samples())
     trainer.train_on(bad, version=0)
@@ -202,7 +200,7 @@ def test_training_stops_after_bad_steps_in_a_row_only() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_minibatches": 2}, {"ppo_epochs": 2}])
-def test_a_policy_whose_logprobs_are_nan_ends_the_run_and_changes_no_weight(settings: dict) -> None:
+def test_nan_policy_ends_the_run_and_changes_no_weight(settings: dict) -> None:
     model = make_model()
     trainer = make_trainer(model, controller=ControllerSection(), **settings)
     trainer.train_on(on_policy(make_samples(), model), version=0)
@@ -218,7 +216,7 @@ def test_a_policy_whose_logprobs_are_nan_ends_the_run_and_changes_no_weight(sett
     assert difference(before, weights_of(trainer)) == 0.0
 
 
-def test_a_batch_that_is_skipped_does_not_count_as_a_good_step() -> None:
+def test_skipped_batch_is_no_good_step() -> None:
     model = make_model()
     trainer = make_trainer(model, controller=ControllerSection(), max_bad_steps=2)
     trainer.train_on(poisoned(make_samples()), version=0)
@@ -235,7 +233,7 @@ def moved(samples: list[Sample], model, distance: float) -> list[Sample]:
     return samples
 
 
-def test_a_policy_that_has_left_alike_everywhere_is_not_trained_on_that_data() -> None:
+def test_batch_of_a_uniformly_shifted_policy_is_skipped() -> None:
     model = make_model()
     trainer = make_trainer(model, controller=ControllerSection())
     result = trainer.train_on(moved(make_samples(), model, 1.0), version=0)
@@ -245,7 +243,7 @@ def test_a_policy_that_has_left_alike_everywhere_is_not_trained_on_that_data() -
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_minibatches": 3}, {"ppo_epochs": 2}])
-def test_the_logged_sample_size_is_the_one_that_the_controller_saw(settings: dict) -> None:
+def test_logged_ess_equals_the_controllers(settings: dict) -> None:
     scaling = replace(PASSIVE, scale_lr=True, ess_target=1.0, min_lr_scale=1e-3)
     trainer = make_trainer(controller=scaling, **settings)
     metrics = trainer.train_on(make_samples(), version=0).metrics
@@ -253,7 +251,7 @@ def test_the_logged_sample_size_is_the_one_that_the_controller_saw(settings: dic
     assert metrics["controller/lr_scale"] == min(*seen, 1 / seen[1]) < 1.0
 
 
-def test_a_token_whose_logprob_is_exactly_zero_is_counted() -> None:
+def test_token_with_zero_logprob_is_counted() -> None:
     samples = [Sample(trajectory=make_trajectory([1, 2, 3], [0, 1, 1]), advantage=1.0)]
     before, known = torch.tensor([0.0, -1.0]), torch.tensor([True, True])
     metrics = offpolicy_metrics(samples, before, known, 0)  # ratios e and 1
@@ -263,7 +261,7 @@ def test_a_token_whose_logprob_is_exactly_zero_is_counted() -> None:
     assert unseen["offpolicy/num_same_version_tokens"] == 1.0
 
 
-def test_lag_counts_versions_and_noise_only_tokens_without_lag() -> None:
+def test_lag_counts_versions_and_noise_needs_zero_lag() -> None:
     model = make_model()
     samples = [
         Sample(trajectory=make_trajectory([1, 2, 3], [0, 1, 1], version=5), advantage=1.0),
@@ -300,7 +298,7 @@ def test_entropy_bonus_raises_the_entropy() -> None:
     assert entropies[0] < entropies[1] < entropies[2]
 
 
-def test_scores_come_back_in_order_and_match_the_model() -> None:
+def test_scores_keep_their_order_and_match_the_model() -> None:
     model = make_model()
     trainer = make_trainer(model, max_tokens_per_microbatch=6)
     sequences = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]
@@ -327,7 +325,7 @@ def test_restored_trainer_continues_bit_for_bit(kind: OptimizerKind, tmp_path: P
     assert restored.values()["num_updates"] == trainer.values()["num_updates"] == 4
 
 
-def test_what_is_not_finite_is_not_saved_and_is_named(tmp_path: Path) -> None:
+def test_non_finite_tensor_is_named_and_not_saved(tmp_path: Path) -> None:
     for part in ("model.", "optimizer."):
         trainer = make_trainer()
         trainer.train_on(make_samples(), version=0)

@@ -9,7 +9,7 @@ from learner.weights.canary import Canary
 from learner.weights.snapshot import snapshot
 
 CANARIES = [[1, 2, 3] * 20, [4, 5] * 15]
-NOISE = 0.005  # nats, of an engine's arithmetic: a tenth of what is allowed
+NOISE = 0.005  # nats: the engine's rounding, a tenth of the limit
 RNG = np.random.default_rng(0)
 
 
@@ -32,7 +32,7 @@ def answer(version: int, logprobs: list[np.ndarray]) -> CanaryScores:
 
 
 @pytest.mark.parametrize("change", [0.0, 1e-4, 0.002, 0.01, 0.04])
-def test_an_engine_that_took_a_version_alarms_nobody(change: float) -> None:
+def test_engine_with_the_current_version_raises_no_alarm(change: float) -> None:
     canary = Canary(max_delta=0.05)
     now = scores()
     for version in range(60):
@@ -43,7 +43,7 @@ def test_an_engine_that_took_a_version_alarms_nobody(change: float) -> None:
 
 
 @pytest.mark.parametrize("change", [0.01, 0.04])
-def test_an_engine_that_stays_a_version_behind_alarms_below_the_limit(change: float) -> None:
+def test_engine_one_version_behind_alarms_below_the_limit(change: float) -> None:
     canary = Canary(max_delta=0.05)
     before, num_steps = scores(), 5
     canary.expect(published(0, before))
@@ -57,7 +57,7 @@ def test_an_engine_that_stays_a_version_behind_alarms_below_the_limit(change: fl
     assert measured < 0.05
 
 
-def test_new_prompts_are_not_compared_with_the_scores_of_others() -> None:
+def test_new_prompts_are_compared_with_their_own_scores() -> None:
     canary = Canary(max_delta=0.05)
     before = scores()
     canary.expect(published(1, before))

@@ -1,4 +1,4 @@
-"""Laws of engines that hang, are slow or are cut off: the others' pace stays what it is."""
+"""Laws of engines that hang, are slow or are cut off: other engines keep their pace."""
 
 import os
 import signal
@@ -32,11 +32,11 @@ __all__ = ["keys", "publisher", "start_actor", "start_process", "timeout_s"]  # 
 
 pytestmark = [pytest.mark.slow, pytest.mark.punctual]  # each waits for missing heartbeats
 
-QUICK_S = 2.5  # for what waits for nobody: less than PATIENCE_S
+QUICK_S = 2.5  # The limit without a wait: less than PATIENCE_S.
 
 
 def publish(publisher: Publisher, version: int) -> float:
-    """Publish as async training does; return the seconds until it could go on."""
+    """Publish like async training; return the seconds until training can continue."""
     started = time.monotonic()
     publisher.begin(make_weights(version))
     publisher.wait_done()
@@ -44,7 +44,7 @@ def publish(publisher: Publisher, version: int) -> float:
 
 
 @pytest.mark.parametrize("habit", ["mute", "busy", "quiet", "silent"])
-def test_an_engine_that_hangs_costs_its_neighbours_one_version_a_few_heartbeats(
+def test_hanging_engine_delays_one_version_by_heartbeats(
     publisher: Publisher, start_actor: Start, habit: str
 ) -> None:
     publisher.publish(make_weights(0))
@@ -56,9 +56,7 @@ def test_an_engine_that_hangs_costs_its_neighbours_one_version_a_few_heartbeats(
     assert good.loaded == [0, 1, 2, 3, 4]
 
 
-def test_engines_that_hang_one_after_the_other_end_nothing(
-    publisher: Publisher, start_actor: Start
-) -> None:
+def test_successively_hanging_engines_end_no_run(publisher: Publisher, start_actor: Start) -> None:
     publisher.publish(make_weights(0))
     for number in (1, 2, 3):
         start_actor(f"bad-{number}", habit="busy", odd_from=number)
@@ -69,7 +67,7 @@ def test_engines_that_hang_one_after_the_other_end_nothing(
     assert good.loaded == [0, 1, 2, 3, 4]
 
 
-def test_an_engine_that_loads_slowly_holds_nobody_up_and_gets_the_newest_version(
+def test_slow_engine_delays_no_version_and_gets_the_newest(
     publisher: Publisher, start_actor: Start
 ) -> None:
     publisher.publish(make_weights(0))
@@ -81,9 +79,7 @@ def test_an_engine_that_loads_slowly_holds_nobody_up_and_gets_the_newest_version
     assert slow.wait_for(2) == 2.0
 
 
-def test_lockstep_waits_for_an_engine_that_loads_slowly(
-    publisher: Publisher, start_actor: Start
-) -> None:
+def test_lockstep_waits_for_a_slow_engine(publisher: Publisher, start_actor: Start) -> None:
     publisher.publish(make_weights(0))
     slow = start_actor("slow", habit="slow")
     started = time.monotonic()
@@ -93,7 +89,7 @@ def test_lockstep_waits_for_an_engine_that_loads_slowly(
 
 
 @pytest.mark.parametrize("habit", ["reconnect", "lose"])
-def test_what_is_lost_with_a_connection_is_said_again_and_fails_nothing(
+def test_messages_lost_with_connection_are_resent(
     publisher: Publisher, start_actor: Start, habit: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher.publish(make_weights(0))
@@ -106,7 +102,7 @@ def test_what_is_lost_with_a_connection_is_said_again_and_fails_nothing(
 
 
 class Cable:
-    """A TCP proxy to a port, whose connections can be reset or carry nothing any more."""
+    """A TCP proxy to a port with connections that can be reset or cut."""
 
     def __init__(self, port: int) -> None:
         self._to = port
@@ -166,7 +162,7 @@ def far(publisher: Publisher, cable: Cable, keys: RunKeys) -> Iterator[Actor]:
     far.stop()
 
 
-def test_an_engine_whose_connection_is_reset_is_back_by_itself(
+def test_engine_reconnects_after_a_reset(
     publisher: Publisher, start_actor: Start, far: Actor, cable: Cable
 ) -> None:
     good = start_actor("good")
@@ -177,7 +173,7 @@ def test_an_engine_whose_connection_is_reset_is_back_by_itself(
     assert good.loaded == [0, 1, 2]
 
 
-def test_an_engine_that_is_cut_off_is_left_out_and_back_when_the_link_is(
+def test_cut_off_engine_rejoins(
     publisher: Publisher, start_actor: Start, far: Actor, cable: Cable
 ) -> None:
     good = start_actor("good")
@@ -186,12 +182,12 @@ def test_an_engine_that_is_cut_off_is_left_out_and_back_when_the_link_is(
     assert publish(publisher, 2) < QUICK_S
     assert far.loaded == [0]
     cable.is_cut.clear()
-    cable.reset()  # half of what was on its way is lost, so this connection is of no use
+    cable.reset()  # Half of the bytes in flight are lost, so this connection is unusable.
     assert far.wait_for(2) == 2.0
     assert good.loaded == [0, 1, 2]
 
 
-def test_a_process_that_was_stopped_and_goes_on_has_the_newest_version_soon(
+def test_resumed_process_soon_has_newest_version(
     publisher: Publisher, start_actor: Start, start_process: Launch
 ) -> None:
     publisher.publish(make_weights(0))
@@ -211,7 +207,7 @@ def member(name: str) -> Member:
     return Member(sender=name.encode(), actor=name, incarnation=f"{name}-1", devices=("",))
 
 
-def test_a_learner_that_was_stopped_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspended_learner_removes_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     members = Membership(silent_after_s=5.0)

@@ -17,7 +17,7 @@ def closing(gate: Gate) -> threading.Thread:
     return thread
 
 
-def test_nobody_reads_before_the_first_version_or_after_an_update_began() -> None:
+def test_gate_admits_readers_only_for_a_stable_version() -> None:
     gate = Gate(timeout_s=LONG_S)
     assert not gate.enter()
     gate.open()
@@ -27,7 +27,7 @@ def test_nobody_reads_before_the_first_version_or_after_an_update_began() -> Non
     assert not gate.enter()
 
 
-def test_an_update_waits_for_every_reader_and_keeps_new_ones_out() -> None:
+def test_update_waits_for_readers_and_blocks_new_ones() -> None:
     gate = Gate(timeout_s=LONG_S)
     gate.open()
     assert gate.enter()
@@ -45,7 +45,7 @@ def test_an_update_waits_for_every_reader_and_keeps_new_ones_out() -> None:
     assert gate.drain_waited_s() == 0.0
 
 
-def test_readers_that_take_too_long_or_a_stop_are_told_to_give_up() -> None:
+def test_slow_readers_are_aborted_by_timeout_or_stop() -> None:
     for timeout_s, is_stopping in ((0.01, False), (LONG_S, True)):
         gate = Gate(timeout_s=timeout_s)
         gate.is_stopping = lambda is_stopping=is_stopping: is_stopping
@@ -58,14 +58,14 @@ def test_readers_that_take_too_long_or_a_stop_are_told_to_give_up() -> None:
             time.sleep(0.001)
         assert reading.must_end
         reading.end()
-        reading.end()  # as often as one likes
+        reading.end()  # Repeated calls are allowed.
         thread.join(LONG_S)
         assert not thread.is_alive()
         assert not reading.begin()
         assert reading.is_lost
 
 
-def test_who_came_late_gives_way_at_once_and_a_copy_needs_no_gate() -> None:
+def test_late_reader_yields_and_a_copy_needs_no_gate() -> None:
     gate = Gate(timeout_s=LONG_S)
     gate.open()
     late = Reading(gate, is_live=True, is_held=False, is_optional=True)

@@ -31,8 +31,8 @@ pytestmark = pytest.mark.punctual
 
 TIMEOUT_S = 60.0  # a transfer's deadline that no test may wait for
 SHORT_S = 2.0  # the deadline of those that are about it
-SILENCE_S = 2.0  # after which the scheduler knows that an actor is silent
-PATIENCE_S = 3.0  # of the learner with who is not heard, or does not do its part
+SILENCE_S = 2.0  # The scheduler marks an actor as silent after this time.
+PATIENCE_S = 3.0  # The learner's limit for silent or stuck engines.
 
 
 def make_weights(version: int, *, num: int = 8) -> PublishedWeights:
@@ -105,7 +105,7 @@ def eventually(condition: Callable[[], bool], *, within_s: float = 5.0) -> bool:
     return True
 
 
-def test_what_is_kept_for_canaries_is_not_the_weights() -> None:
+def test_canary_does_not_retain_the_weights() -> None:
     canary, weights = Canary(max_delta=0.1), make_weights(0)
     buffer = weakref.ref(weights.source)
     canary.expect(weights)
@@ -115,14 +115,14 @@ def test_what_is_kept_for_canaries_is_not_the_weights() -> None:
     assert canary.drain_metrics()["weights/canary_abs_logprob"] == 0.0
 
 
-def test_publishing_to_nobody_returns_at_once(publisher: Publisher) -> None:
+def test_publishing_without_members_returns_at_once(publisher: Publisher) -> None:
     started = time.monotonic()
     publisher.publish(make_weights(0))
     assert time.monotonic() - started < SHORT_S
     assert publisher.drain_metrics()["weights/members"] == 0
 
 
-def test_every_version_reaches_every_actor_and_a_late_joiner_gets_the_current_one(
+def test_every_version_reaches_every_actor_and_late_joiners(
     publisher: Publisher, start_actor: Start, keys: RunKeys
 ) -> None:
     publisher.publish(make_weights(0))
@@ -151,7 +151,7 @@ with_an_odd_actor = pytest.mark.parametrize(
 @pytest.mark.slow
 @with_short_deadline
 @with_an_odd_actor
-def test_an_actor_that_dies_costs_bounded_time_and_the_other_gets_the_version(
+def test_dying_actor_costs_bounded_time_once(
     publisher: Publisher, start_actor: Start, habit: str, odd_from: int
 ) -> None:
     publisher.publish(make_weights(0))
@@ -171,7 +171,7 @@ def test_an_actor_that_dies_costs_bounded_time_and_the_other_gets_the_version(
 
 @pytest.mark.slow
 @with_short_deadline
-def test_several_actors_that_vanish_at_once_cost_no_more_than_one(
+def test_several_vanishing_actors_cost_no_more_than_one(
     publisher: Publisher, start_actor: Start
 ) -> None:
     publisher.publish(make_weights(0))
@@ -185,9 +185,7 @@ def test_several_actors_that_vanish_at_once_cost_no_more_than_one(
     assert publisher.drain_metrics()["weights/members"] == 1
 
 
-def test_an_actor_that_left_politely_is_not_waited_for(
-    publisher: Publisher, start_actor: Start
-) -> None:
+def test_publisher_ignores_departed_actors(publisher: Publisher, start_actor: Start) -> None:
     publisher.publish(make_weights(0))
     leaver, good = start_actor("leaver"), start_actor("good")
     publisher.publish(make_weights(1))
@@ -200,7 +198,7 @@ def test_an_actor_that_left_politely_is_not_waited_for(
 
 
 @with_an_odd_actor
-def test_a_silent_actor_is_waited_for_until_it_is_known_and_the_other_loads(
+def test_publisher_waits_for_a_silent_actor_until_marked(
     publisher: Publisher, start_actor: Start, habit: str, odd_from: int
 ) -> None:
     publisher.publish(make_weights(0))
@@ -214,7 +212,7 @@ def test_a_silent_actor_is_waited_for_until_it_is_known_and_the_other_loads(
     assert publisher.drain_metrics()["weights/members"] == 1
 
 
-def test_an_actor_that_is_heard_again_joins_again(publisher: Publisher, start_actor: Start) -> None:
+def test_silent_actor_rejoins_after_it_answers(publisher: Publisher, start_actor: Start) -> None:
     publisher.publish(make_weights(0))
     actor = start_actor("a")
     publisher.mark_silent(["a-1"])
@@ -252,7 +250,7 @@ def start_process(keys: RunKeys, publisher: Publisher, tmp_path: Path) -> Iterat
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["between_versions", "between_ready_and_broadcast"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_process_that_is_killed_or_stopped_costs_a_few_heartbeats_and_the_other_loads(
+def test_killed_or_stopped_process_costs_a_few_heartbeats(
     publisher: Publisher, start_actor: Start, start_process: Launch, moment: str, number: int
 ) -> None:
     publisher.publish(make_weights(0))
@@ -277,7 +275,7 @@ def test_a_process_that_is_killed_or_stopped_costs_a_few_heartbeats_and_the_othe
 def publish_while_silent(
     publisher: Publisher, weights: PublishedWeights, incarnation: str
 ) -> float:
-    """Publish; the scheduler tells of the silence a little later. Return the seconds it took."""
+    """Publish; the scheduler reports the silence later. Return the seconds it took."""
     word = threading.Timer(SILENCE_S, publisher.mark_silent, [[incarnation]])
     word.start()
     started = time.monotonic()
@@ -287,9 +285,7 @@ def publish_while_silent(
     return took_s
 
 
-def test_an_actor_that_loads_other_bytes_is_dropped(
-    publisher: Publisher, start_actor: Start
-) -> None:
+def test_actor_with_different_bytes_is_removed(publisher: Publisher, start_actor: Start) -> None:
     publisher.publish(make_weights(0))
     bad, good = start_actor("bad", habit="damage"), start_actor("good")
     publisher.publish(make_weights(1))
@@ -311,9 +307,7 @@ def test_canaries_that_differ_raise_the_alarm(
     assert eventually(lambda: publisher.num_canary_alarms == 2)
 
 
-def test_a_good_engine_does_not_silence_the_alarm_of_a_bad_one(
-    publisher: Publisher, start_actor: Start
-) -> None:
+def test_good_engine_resets_no_foreign_alarm(publisher: Publisher, start_actor: Start) -> None:
     publisher.publish(make_weights(0))
     start_actor("bad", scores=[[-1.5, -2.0]])
     start_actor("good")
@@ -336,9 +330,7 @@ def test_canaries_within_the_limit_are_no_alarm(publisher: Publisher, start_acto
     assert publisher.num_canary_alarms == 0
 
 
-def test_a_message_that_is_not_about_weights_is_rejected(
-    publisher: Publisher, keys: RunKeys
-) -> None:
+def test_message_unrelated_to_weights_is_rejected(publisher: Publisher, keys: RunKeys) -> None:
     context = zmq.Context()
     address = f"tcp://{HOST}:{publisher.port}"
     dealer = connect_dealer(context, keys, address=address, timeout_s=5.0)

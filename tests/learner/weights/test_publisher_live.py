@@ -27,7 +27,7 @@ SETTINGS = PublishSettings(host=HOST, timeout_s=TIMEOUT_S, max_canary_delta=0.05
 
 
 class Held(LiveWeights):
-    """Live weights whose reading waits for a test's word."""
+    """Live weights with reads that wait for the test."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__([("w", weight)], torch.float32)
@@ -93,7 +93,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def test_training_goes_on_while_a_version_travels_and_only_the_update_waits(tmp_path: Path) -> None:
+def test_training_continues_during_transfer_until_update(tmp_path: Path) -> None:
     with bench_of(tmp_path) as bench:
         bench.begin(0)
         actor = bench.start("a")
@@ -123,9 +123,7 @@ def test_training_goes_on_while_a_version_travels_and_only_the_update_waits(tmp_
         assert 0 < metrics["publish/transfer_s"] < metrics["publish/transfer_s_per_gb"]
 
 
-def test_who_joins_while_weights_change_is_given_the_next_version_and_never_a_mixture(
-    tmp_path: Path,
-) -> None:
+def test_late_joiner_never_receives_mixed_weights(tmp_path: Path) -> None:
     with bench_of(tmp_path) as bench:
         bench.begin(0)
         assert bench.publisher.wait_done()
@@ -139,9 +137,7 @@ def test_who_joins_while_weights_change_is_given_the_next_version_and_never_a_mi
         assert actor.loaded == [1]
 
 
-def test_a_transfer_that_takes_too_long_is_given_up_and_the_next_version_arrives(
-    tmp_path: Path,
-) -> None:
+def test_overlong_transfer_is_aborted_and_the_next_version_arrives(tmp_path: Path) -> None:
     with bench_of(tmp_path) as bench:
         bench.gate._timeout_s = 0.2
         bench.begin(0)
@@ -161,7 +157,7 @@ def test_a_transfer_that_takes_too_long_is_given_up_and_the_next_version_arrives
         assert actor.loaded == [0, 2]
 
 
-def test_weights_that_are_not_finite_are_served_to_nobody_and_end_the_run(tmp_path: Path) -> None:
+def test_non_finite_weights_are_not_sent_and_end_the_run(tmp_path: Path) -> None:
     with bench_of(tmp_path) as bench:
         bench.begin(0)
         actor = bench.start("a")
@@ -176,7 +172,7 @@ def test_weights_that_are_not_finite_are_served_to_nobody_and_end_the_run(tmp_pa
 
 @pytest.mark.parametrize("transport", [WeightsTransport.AUTO, WeightsTransport.FILE])
 @pytest.mark.parametrize("num_parts", [1, 2, 3])
-def test_every_worker_of_every_engine_in_every_part_of_the_fleet_receives(
+def test_every_worker_in_every_fleet_part_receives_weights(
     tmp_path: Path, transport: WeightsTransport, num_parts: int
 ) -> None:
     options = {"transport": transport, "num_parts": num_parts, "folder": str(tmp_path)}
@@ -196,7 +192,7 @@ def test_every_worker_of_every_engine_in_every_part_of_the_fleet_receives(
         assert bench.done == [0, 1, 2]
 
 
-def test_an_engine_that_the_chosen_transport_cannot_reach_is_told_so(tmp_path: Path) -> None:
+def test_unreachable_engine_receives_the_transports_refusal(tmp_path: Path) -> None:
     with bench_of(tmp_path, transport=WeightsTransport.NCCL) as bench:
         bench.begin(0)
         assert bench.publisher.wait_done()

@@ -1,4 +1,4 @@
-"""Laws of routes: which transport goes where, and who receives together."""
+"""Laws of routes: the transport of each engine and the broadcast groups."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def member(name: str, *devices: str) -> Member:
         ("MIG-1", ["MIG-1"], "ipc"),
     ],
 )
-def test_auto_is_ipc_on_one_gpu_nccl_between_gpus_and_gloo_everywhere_else(
+def test_auto_transport_is_ipc_nccl_or_gloo_by_location(
     own: str, devices: list[str], transport: str
 ) -> None:
     assert transport_of(member("a", *devices), own, Choice.AUTO) == transport
@@ -45,13 +45,13 @@ def test_auto_is_ipc_on_one_gpu_nccl_between_gpus_and_gloo_everywhere_else(
         (Choice.FILE, "", "", "file"),
     ],
 )
-def test_a_transport_that_was_chosen_is_taken_or_refused(
+def test_chosen_transport_is_used_or_refused(
     choice: Choice, own: str, device: str, transport: str
 ) -> None:
     assert transport_of(member("a", device), own, choice) == transport
 
 
-def test_members_of_one_transport_receive_together_and_no_other_holds_them_up() -> None:
+def test_members_of_one_transport_receive_together() -> None:
     near, far, other, cpu = (
         member("near", "GPU-0"),
         member("far", "GPU-1"),
@@ -62,7 +62,7 @@ def test_members_of_one_transport_receive_together_and_no_other_holds_them_up() 
     assert found == [Wave("gloo", (cpu,)), Wave("ipc", (near,)), Wave("nccl", (far, other))]
 
 
-def test_engines_that_share_a_gpu_with_each_other_go_by_gloo() -> None:
+def test_engines_that_share_gpu_use_gloo() -> None:
     first, second, third = member("1", "GPU-1"), member("2", "GPU-1"), member("3", "GPU-3")
     found = waves([first, second, third], "GPU-0", Choice.AUTO, num_parts=1)
     assert found == [Wave("gloo", (first, second)), Wave("nccl", (third,))]
@@ -71,9 +71,7 @@ def test_engines_that_share_a_gpu_with_each_other_go_by_gloo() -> None:
 @pytest.mark.parametrize(
     ("num_parts", "sizes"), [(1, [5]), (2, [3, 2]), (3, [2, 2, 1]), (9, [1] * 5)]
 )
-def test_a_fleet_in_parts_is_cut_evenly_and_nobody_is_left_out(
-    num_parts: int, sizes: list[int]
-) -> None:
+def test_fleet_parts_are_even_and_complete(num_parts: int, sizes: list[int]) -> None:
     members = [member(str(number), "") for number in range(5)]
     found = waves(members, "", Choice.AUTO, num_parts=num_parts)
     assert [len(wave.members) for wave in found] == sizes

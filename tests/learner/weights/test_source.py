@@ -39,7 +39,7 @@ def test_every_cut_gives_the_same_tensors_cast_once(
         assert torch.equal(found[name], wanted)
 
 
-def test_what_is_read_is_what_is_there_now_and_a_copy_is_what_was() -> None:
+def test_live_source_follows_the_weights_and_a_copy_does_not() -> None:
     weight = torch.zeros(4)
     live = LiveWeights([("w", weight)], torch.float32)
     copy = copied(live)
@@ -52,9 +52,7 @@ def test_what_is_read_is_what_is_there_now_and_a_copy_is_what_was() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6])
 @pytest.mark.parametrize("bucket_bytes", [16, 48, 1_000_000])
-def test_weights_that_are_not_finite_as_they_are_sent_are_named(
-    bad: float, bucket_bytes: int
-) -> None:
+def test_non_finite_weights_are_named(bad: float, bucket_bytes: int) -> None:
     weight = torch.randn(7, 5)
     weight[3, 2] = bad
     source = LiveWeights([("good", torch.randn(9)), ("bad", weight)], torch.float16)
@@ -64,7 +62,7 @@ def test_weights_that_are_not_finite_as_they_are_sent_are_named(
         copied(source)
 
 
-def test_filling_a_part_takes_no_memory_of_its_own() -> None:
+def test_filling_a_part_allocates_no_memory() -> None:
     weight = torch.zeros(1 << 20)
     source = LiveWeights([("w", weight)], torch.bfloat16)
     part = torch.zeros(1 << 20, dtype=torch.uint8)

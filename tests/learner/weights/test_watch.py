@@ -47,7 +47,7 @@ def watch(
 
 
 def look_on(watch: EngineWatch, recent: RecentPrompts, actors: Sequence[str], *, for_s: float):
-    """Look for a while, as a wait for a batch does, while all groups are worth nothing."""
+    """Check for a while, like a wait for a batch, while no group has signal."""
     never = threading.Event()
     for _ in range(int(for_s / 0.02)):
         for actor in actors:
@@ -56,7 +56,7 @@ def look_on(watch: EngineWatch, recent: RecentPrompts, actors: Sequence[str], *,
         never.wait(0.02)
 
 
-def test_an_engine_that_samples_nonsense_is_found_without_a_version(
+def test_wrong_engine_scores_raise_without_publishing(
     publisher: Publisher, start_actor: Start, watch: EngineWatch, recent: RecentPrompts
 ) -> None:
     weights = make_weights(0)
@@ -67,7 +67,7 @@ def test_an_engine_that_samples_nonsense_is_found_without_a_version(
         look_on(watch, recent, ["nonsense"], for_s=5.0)
 
 
-def test_good_engines_are_asked_and_raise_no_alarm(
+def test_good_engines_are_checked_and_raise_no_alarm(
     publisher: Publisher, start_actor: Start, watch: EngineWatch, recent: RecentPrompts
 ) -> None:
     publisher.publish(make_weights(0))
@@ -81,7 +81,7 @@ def test_good_engines_are_asked_and_raise_no_alarm(
     assert publisher.num_canary_alarms == 0
 
 
-def test_an_answer_that_nobody_asked_for_any_more_counts_for_nothing() -> None:
+def test_outdated_canary_answer_is_ignored() -> None:
     from common.wire.weight_messages import CanaryScores
 
     canary = Canary(max_delta=0.05)
@@ -96,7 +96,7 @@ def test_an_answer_that_nobody_asked_for_any_more_counts_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("num_prompt", [1, 50, 95, 96, 500, LATEST_TOKENS])
-def test_a_prompt_of_any_length_is_kept_with_sampled_tokens_to_compare(num_prompt: int) -> None:
+def test_prompt_of_any_length_keeps_samples(num_prompt: int) -> None:
     length = num_prompt + 200
     mask = [0] * num_prompt + [1] * 200
     episode = make_trajectory(list(range(length)), mask)
@@ -107,7 +107,7 @@ def test_a_prompt_of_any_length_is_kept_with_sampled_tokens_to_compare(num_promp
     assert prompts_of([make_trajectory([1, 2], [0, 0])]).token_ids == []
 
 
-def test_a_learner_that_no_engine_takes_weights_from_says_so_and_acts(
+def test_learner_without_receivers_warns_or_stops(
     publisher: Publisher, start_actor: Start, recent: RecentPrompts
 ) -> None:
     run = RunSection(stall_s=5.0)

@@ -117,7 +117,7 @@ class Actor(threading.Thread):
         return socket
 
     def _pump(self, socket: zmq.Socket) -> None:
-        """Take in what comes within 20 ms, and beat."""
+        """Handle the messages of 20 ms and send a heartbeat."""
         if socket.poll(20):
             message = decode(socket.recv_multipart())
             match message:
@@ -175,7 +175,7 @@ class Actor(threading.Thread):
             self._quiet_since = time.monotonic()
             return ""
         if habit == "stop":
-            time.sleep(0.2)  # for the socket's own thread, which has no event for "it is sent"
+            time.sleep(0.2)  # The socket's own thread has no event for a sent message.
             os.kill(os.getpid(), signal.SIGSTOP)
         buffers = [torch.zeros(offer.total_bytes, dtype=torch.uint8) for _ in self._groups]
         error = self._receive_all(socket, buffers, offer)
@@ -243,11 +243,11 @@ class Actor(threading.Thread):
         return self._refusal
 
     def join_again(self) -> None:
-        """Say hello once more."""
+        """Send the hello again."""
         self._is_asked_to_join.set()
 
     def leave(self) -> None:
-        """Say that it takes no weights any more, and end."""
+        """Send a refusal of weights and stop."""
         self._is_polite = True
         self.stop()
 

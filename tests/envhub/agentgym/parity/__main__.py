@@ -56,7 +56,7 @@ uvicorn.run(sys.argv[1], host="127.0.0.1", port=int(sys.argv[2]), log_level="war
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Original:
-    """How a server of AgentGym is started, what is played on it, and how freely."""
+    """How an AgentGym server is started and played, and its tolerated differences."""
 
     folder: str
     app: str
@@ -132,7 +132,7 @@ ORIGINALS = {
 
 @dataclass(slots=True)
 class Tally:
-    """What was found of one environment under one setting of the rules."""
+    """The findings for one environment under one setting of the rules."""
 
     steps: int = 0
     equal: int = 0
@@ -140,7 +140,7 @@ class Tally:
     examples: list[str] = field(default_factory=list[str])
 
     def count(self, name: str, theirs: Told, ours: Told, where: str, *, is_first: bool) -> bool:
-        """Count one answer; return whether play can go on from it on both."""
+        """Count one answer; return whether both sides can continue."""
         self.steps += 1
         found = [
             cause
@@ -184,7 +184,7 @@ def play(
         return told
     for turn in range(original.turns):
         action = pick(rng, guide, original)
-        if name == "sqlgym" and "```sql" in action:  # as the client takes it out of a reply
+        if name == "sqlgym" and "```sql" in action:  # The client extracts it in this way.
             action = extract(DIALECTS[name], action, Style.AGENTGYM).action
         before = guide.step(action)
         answer = theirs.step(action)

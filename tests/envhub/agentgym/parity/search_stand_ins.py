@@ -38,7 +38,7 @@ def stand_in(name, **members):
     sys.modules[name] = module
 
 
-logging.disable(logging.INFO)  # it tells of every search
+logging.disable(logging.INFO)  # The library logs every search.
 stand_in("datasets", load_dataset=load_dataset)
 stand_in("transformers", AutoConfig=None, AutoModel=None, AutoTokenizer=None)
 stand_in("agentenv_searchqa.retriever", get_retriever=lambda _: Asking())

@@ -1,4 +1,4 @@
-"""A server of AgentGym's wire, theirs or ours, by one raw client; and what of its texts varies."""
+"""An AgentGym server, theirs or ours, behind one raw client; normalises varying texts."""
 
 import hashlib
 import http.client

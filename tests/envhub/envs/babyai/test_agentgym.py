@@ -24,7 +24,7 @@ def started(item_id: str) -> AgentGymBabyAiEnv:
 
 
 def door_ahead(subset: str) -> tuple[AgentGymBabyAiEnv, str]:
-    """An episode whose mission is to open the door that its agent has just gone to."""
+    """An episode with the mission to open the door in front of its agent."""
     for index in range(60):
         env = started(f"{subset}-train-{index}")
         doors = [name for name in env.valid_actions() if "closed door" in name]
@@ -35,7 +35,7 @@ def door_ahead(subset: str) -> tuple[AgentGymBabyAiEnv, str]:
     pytest.fail("no door in sight of any item")
 
 
-def test_action_without_effect_is_listed_and_changes_nothing():
+def test_ineffective_action_is_listed_and_changes_nothing():
     env, _ = door_ahead("OpenRedDoor")
     assert "go to red closed door 1" in env.valid_actions()
     result = env.step("go to red closed door 1")
@@ -43,7 +43,7 @@ def test_action_without_effect_is_listed_and_changes_nothing():
     assert result.is_valid
 
 
-def test_ball_is_no_barrier_though_nobody_can_walk_into_it():
+def test_move_forward_into_a_ball_is_valid_without_effect():
     for index in range(20):
         env = started(f"PickupLoc-train-{index}")
         balls = [n for n in env.valid_actions() if n.startswith("go to") and "ball" in n]
@@ -55,7 +55,7 @@ def test_ball_is_no_barrier_though_nobody_can_walk_into_it():
     pytest.fail("no ball in sight of any item")
 
 
-def test_success_before_the_last_primitive_of_an_action_is_lost():
+def test_success_before_an_actions_last_primitive_is_lost():
     env, through = door_ahead("OpenRedDoor")
     result = env.step(through)
     assert (result.reward, result.done) == (0.0, False)
@@ -66,11 +66,11 @@ def test_success_before_the_last_primitive_of_an_action_is_lost():
     assert "\n The task is completed.\nAvailable actions: [" in result.observation
 
 
-def test_late_success_pays_again_and_again_and_does_not_end_the_episode():
+def test_late_success_pays_repeatedly_and_continues_the_episode():
     env = started("GoToLocal-train-0")
     plain = BabyAiEnv(Style.AGENTGYM)
     plain.reset("GoToLocal-train-0", 0)
-    for _ in range(40):  # of 64 steps, after which success pays less than half
+    for _ in range(40):  # Success pays less than half after 32 of 64 steps.
         env.step("turn left")
     late = env.step("go to green ball 1")
     assert not late.done
@@ -82,7 +82,7 @@ def test_late_success_pays_again_and_again_and_does_not_end_the_episode():
     assert plain.step("go to green ball 1").reward == 1.0
 
 
-def test_solved_episode_is_a_success_whatever_it_pays():
+def test_solved_episode_is_a_success_at_any_reward():
     env = started("GoToLocal-train-0")
     env.step("turn left")
     result = env.step("go to green ball 1")
@@ -96,10 +96,10 @@ def test_solved_episode_is_a_success_whatever_it_pays():
     late = started("GoToLocal-train-0")
     for _ in range(40):
         late.step("turn left")
-    assert not late.step("go to green ball 1").is_success  # it goes on, as at AgentGym's
+    assert not late.step("go to green ball 1").is_success  # The episode continues, as in AgentGym.
 
 
-def test_reward_is_minigrids_and_falls_with_the_steps():
+def test_reward_falls_with_steps_like_minigrids():
     env = started("GoToLocal-train-0")
     env.step("turn left")
     env.step("turn right")
@@ -108,7 +108,7 @@ def test_reward_is_minigrids_and_falls_with_the_steps():
 
 
 @pytest.mark.parametrize("word", ["check", "check available actions", "please check"])
-def test_every_text_with_check_in_it_lists_the_actions(word: str):
+def test_text_containing_check_lists_the_actions(word: str):
     env = started("GoToLocal-train-0")
     listed = ", ".join([*env.valid_actions(), "check available actions"])
     asked = env.step(word)
@@ -116,7 +116,7 @@ def test_every_text_with_check_in_it_lists_the_actions(word: str):
     assert asked.is_valid
 
 
-def test_refusals_say_why():
+def test_refusals_give_their_reasons():
     env = started("GoToLocal-train-0")
     told = {text: env.step(text).observation.split("\n")[0] for text in ("", "sing", "drop")}
     assert told == {
@@ -154,4 +154,4 @@ def test_one_switch_turns_every_rule_on(repository: Path):
     assert isinstance(again, searchqa.SearchqaEnv)
     assert isinstance(once, searchqa.SearchqaEnv)
     assert (again._shared.options.retry, once._shared.options.retry) == (True, False)
-    assert not cfg.envs.babyai.agentgym_rules  # what the user wrote stays as it is
+    assert not cfg.envs.babyai.agentgym_rules  # The user's configuration is unchanged.

@@ -74,7 +74,7 @@ def test_agentgym_observation_lists_actions_and_positions():
     assert listed == [*env.valid_actions(), "check available actions"]
 
 
-def test_env_rewards_one_and_ends_when_mission_is_met():
+def test_env_pays_one_and_ends_at_the_mission():
     env = started("GoToLocal-train-0")
     result = env.step("go to green ball 1")
     assert (result.reward, result.done, result.is_valid) == (1.0, True, True)
@@ -83,7 +83,7 @@ def test_env_rewards_one_and_ends_when_mission_is_met():
         env.step("turn left")
 
 
-def test_env_counts_success_in_the_middle_of_toggle_and_go_through():
+def test_env_counts_success_inside_toggle_and_go_through():
     for index in range(40):
         env = started(f"OpenDoor-train-{index}")
         expert = env.expert_action()
@@ -93,7 +93,7 @@ def test_env_counts_success_in_the_middle_of_toggle_and_go_through():
     pytest.fail("no item whose first action is to toggle and go through")
 
 
-def test_env_rewards_success_beyond_minigrids_own_step_limit():
+def test_env_rewards_success_beyond_minigrids_step_limit():
     env = started("GoToLocal-train-0")
     for _ in range(4 * 25):  # four quarter turns give the first pose again; minigrid's limit is 64
         assert not env.step("turn left").done
@@ -122,7 +122,7 @@ def test_env_accepts_wordings_of_pickup(text):
     assert result.is_valid
 
 
-def test_agentgym_refusals_say_why():
+def test_agentgym_refusals_give_their_reasons():
     env = started("GoToLocal-train-0", Style.AGENTGYM)
     answers = {
         "": "No change in state.",
@@ -137,7 +137,7 @@ def test_agentgym_refusals_say_why():
     assert said == f"You can take the following actions: {listed}"
 
 
-def test_agentgym_end_is_told_before_the_actions():
+def test_agentgym_observation_reports_the_end_before_the_actions():
     env = started("GoToLocal-train-0", Style.AGENTGYM)
     view, end, actions = env.step("go to green ball 1").observation.split("\n")
     assert view.endswith("You are not carrying anything.")
@@ -157,7 +157,7 @@ def test_every_valid_action_is_executed(level):
                 break
 
 
-def test_numbers_in_the_view_are_those_of_the_actions():
+def test_view_and_actions_number_objects_alike():
     env = BabyAiEnv(Style.COMPACT)
     for index in range(30):
         view = env.reset(f"GoToDoor-train-{index}", 0).split("\n")[1]
@@ -176,11 +176,11 @@ def test_expert_solves_the_quickstart_mixture():
 
 
 @pytest.mark.parametrize("level", ["UnlockToUnlock", "BlockedUnlockPickup", "PutNextLocalS6N4"])
-def test_expert_fetches_keys_clears_ways_and_puts_things_down(level):
+def test_expert_fetches_keys_clears_paths_and_drops_things(level):
     assert sum(played_by_expert(f"{level}-test-{i}") for i in range(5)) == 5
 
 
-def test_expert_opens_the_box_that_holds_the_key():
+def test_expert_opens_box_with_key():
     env = started("KeyInBox-test-0")
     played = []
     while (action := env.expert_action()) is not None:
@@ -202,7 +202,7 @@ def test_box_cannot_be_toggled_in_other_levels():
     pytest.fail("no item with a box in reach")
 
 
-def test_expert_closes_a_door_that_it_passed_before_it_had_to_open_it():
+def test_expert_closes_a_door_before_it_must_open_it():
     env = started("MiniBossLevel-test-11")  # "open a door ..., then open the red door ..."
     results = []
     while (action := env.expert_action()) is not None:
@@ -215,7 +215,7 @@ def test_expert_closes_a_door_that_it_passed_before_it_had_to_open_it():
     "item_id",
     [
         "SynthS5R2-test-7",  # both cells beside the door are taken
-        "SynthS5R2-train-25",  # what blocks the way must not be put down on the way back
+        "SynthS5R2-train-25",  # The obstacle must not be dropped on the way back.
         "MiniBossLevel-train-35",  # two things to be moved, in any order
         "Unlock-test-4",  # one of two doors is locked, the other is only far away
         "Unlock-train-249",  # a key lies behind its own door, another like it elsewhere
@@ -240,14 +240,14 @@ def test_every_level_resets_and_offers_actions():
         assert "turn left" in env.valid_actions()
 
 
-def test_reset_ends_where_minigrid_would_look_for_a_start_for_ever():
+def test_reset_terminates_where_minigrid_searches_forever():
     for seed in (1741, 2678):
         env = started(f"SynthS5R2-train-{seed}")
         assert env.fingerprint() == started(f"SynthS5R2-train-{seed}").fingerprint()
         assert env.valid_actions()
 
 
-def test_turn_limits_follow_the_rooms_that_must_be_searched():
+def test_turn_limits_follow_the_number_of_rooms():
     in_first_room = {"ActionObjDoor", "OpenDoor", "GoToDoor", "GoToObjDoor"}
     for level, max_turns in levels.MAX_TURNS.items():
         grid = levels.make_level(level)
@@ -266,7 +266,7 @@ def test_agentgym_numbering_has_forty_levels():
     assert set(map(levels.subset_of, levels.AGENTGYM_LEVELS)) <= set(SUBSETS)
 
 
-def test_agentgyms_data_index_names_the_level_and_the_seed():
+def test_agentgym_index_determines_level_and_seed():
     spec = make_spec(EnvsSection())
     for index in (0, 16, 39, 40, 1804, 123_456):
         item = parse_item(item_of(spec, index), spec.subsets)
@@ -278,7 +278,7 @@ def test_agentgyms_data_index_names_the_level_and_the_seed():
             item_of(spec, index)
 
 
-def test_tasks_pool_agentgyms_levels_with_its_train_and_test_seeds():
+def test_tasks_pool_agentgyms_levels_and_seeds():
     spec = make_spec(EnvsSection())
     sizes = {name: (len(task.train), len(task.test)) for name, task in spec.tasks.items()}
     assert sizes == {
@@ -298,7 +298,7 @@ def test_tasks_pool_agentgyms_levels_with_its_train_and_test_seeds():
     assert len(places["test"]) == 90
 
 
-def test_task_seeds_of_train_and_test_never_meet():
+def test_train_and_test_seeds_of_a_task_are_disjoint():
     for index in range(11 * 60):
         item = parse_item(f"GoTo-train-{index}", SUBSETS)
         assert not 45 <= levels.locate(item)[1] < 245
@@ -306,12 +306,12 @@ def test_task_seeds_of_train_and_test_never_meet():
     assert levels.locate(last) == ("GoToObjDoor", 244)
 
 
-def test_level_whose_name_a_task_took_has_another_name():
+def test_level_shadowed_by_a_task_gets_another_name():
     assert levels.locate(parse_item("PickupLevel-train-7", SUBSETS)) == ("Pickup", 7)
     assert levels.locate(parse_item("Pickup-train-7", SUBSETS)) == ("PickupDistDebug", 2)
 
 
-def test_reward_is_minigrids_when_asked_for():
+def test_shaped_reward_equals_minigrids():
     env = BabyAiEnv(Style.COMPACT, options=BabyaiOptions(shaped_reward=True))
     env.reset("GoToLocal-train-0", 0)
     for _ in range(4):
@@ -324,7 +324,7 @@ def test_reward_is_minigrids_when_asked_for():
     assert env.step("go to green ball 1").reward == 0.0  # never negative
 
 
-def test_goal_hides_the_order_of_its_parts_when_worded_as_by_agentgym():
+def test_agentgym_goal_hides_order_of_parts():
     options = BabyaiOptions(agentgym_goals=True)
     goals = {}
     for style in Style:
@@ -337,13 +337,13 @@ def test_goal_hides_the_order_of_its_parts_when_worded_as_by_agentgym():
 
 
 def test_wrong_object_does_not_end_the_episode():
-    env = started("PickupDistDebug-train-36")  # what is wanted lies behind other things
+    env = started("PickupDistDebug-train-36")  # The goal lies behind other objects.
     result = env.step("pickup grey box 1")
     assert (result.reward, result.done, result.is_valid) == (0.0, False, True)
     assert played_by_expert("PickupDistDebug-train-36") == 1.0
 
 
-def test_train_and_test_share_no_initial_state_on_a_sample():
+def test_train_and_test_samples_share_no_initial_state():
     for level in ONE_ROOM:
         train = {started(f"{level}-train-{i}").fingerprint() for i in range(100)}
         test = {started(f"{level}-test-{i}").fingerprint() for i in range(100)}
@@ -374,12 +374,12 @@ def test_env_is_the_same_in_every_process():
         ("GoToLocal-train--1", "not <subset>-<split>-<index>"),
     ],
 )
-def test_unknown_item_says_what_would_do(item_id, reason):
+def test_unknown_item_suggests_valid_ones(item_id, reason):
     with pytest.raises(UnknownItem, match=reason):
         BabyAiEnv(Style.COMPACT).reset(item_id, 0)
 
 
-def test_states_differ_by_pose_and_carried_thing_and_return():
+def test_state_text_depends_only_on_pose_and_load():
     env = started("PickupLoc-train-0")
     start = env.state_text()
     turned = env.step("turn left").state

@@ -1,4 +1,4 @@
-"""Laws of BabyAI's layouts: whoever plays can solve them, and the others are drawn anew."""
+"""Laws of BabyAI's layouts: all are solvable, since unsolvable ones are redrawn."""
 
 from common.config.envs import BabyaiOptions
 from envhub.env import Style
@@ -13,11 +13,11 @@ LOCKED_AWAY = (
 )
 
 
-def test_layout_that_nobody_could_solve_is_drawn_anew():
+def test_unsolvable_layout_is_redrawn():
     assert [played_by_expert(item_id) for item_id in LOCKED_AWAY] == [1.0] * 4
 
 
-def test_layout_that_nobody_can_solve_is_kept_when_agentgyms_are_asked_for():
+def test_unsolvable_layout_is_kept_for_agentgym_layouts():
     env = BabyAiEnv(Style.COMPACT, options=BabyaiOptions(agentgym_layouts=True))
     for item_id in LOCKED_AWAY:
         env.reset(item_id, 0)
@@ -25,14 +25,14 @@ def test_layout_that_nobody_can_solve_is_kept_when_agentgyms_are_asked_for():
         assert env.fingerprint() != started(item_id).fingerprint()
 
 
-def test_layout_that_can_be_solved_is_minigrids_own():
+def test_solvable_layout_equals_minigrids():
     env = BabyAiEnv(Style.COMPACT, options=BabyaiOptions(agentgym_layouts=True))
     for item_id in ("Unlock-test-0", "GoToImpUnlock-train-7", "KeyInBox-test-0", "SynthLoc-test-1"):
         env.reset(item_id, 0)
         assert env.fingerprint() == started(item_id).fingerprint()
 
 
-def test_layout_drawn_anew_is_the_same_after_an_episode_that_ended_with_any_key_in_hand():
+def test_redrawn_layout_ignores_the_key_of_the_last_episode():
     env = BabyAiEnv(Style.COMPACT)
     for seed in (0, 4, 7, 15, 16, 37):  # a key of each colour
         env.reset(f"Unlock-train-{seed}", 0)

@@ -1,4 +1,4 @@
-"""Laws of the view: what is seen, and which ways it offers."""
+"""Laws of the view: visible objects and offered actions."""
 
 import random
 
@@ -38,18 +38,18 @@ def action_names(scene: Scene) -> set[str]:
     return {action.name for action in list_actions(scene, sc.see(scene)[0])}
 
 
-def test_view_counts_like_named_objects_from_the_nearest():
+def test_view_numbers_like_named_objects_from_the_nearest():
     scene = drawn("#####", "#r..#", "#..r#", "#^..#", "#####")
     assert described(scene) == "red ball 1 ahead 2, red ball 2 ahead 1 right 2, wall 3"
 
 
-def test_view_calls_an_object_blocked_when_nothing_in_sight_leads_to_it():
+def test_view_marks_unreachable_object_as_blocked():
     scene = drawn("#####", "#r#.#", "#bb.#", "#^b.#", "#####")
     assert "red ball 1 ahead 2 blocked" in described(scene)
     assert "go to red ball 1" not in action_names(scene)
 
 
-def test_view_ends_at_a_closed_door_and_not_at_an_open_one():
+def test_view_ends_at_closed_doors_only():
     closed = drawn("##r##", "##D##", "#.^.#", "#####")
     opened = drawn("##r##", "##O##", "#.^.#", "#####")
     assert described(closed) == "grey closed door 1 ahead 1"
@@ -59,7 +59,7 @@ def test_view_ends_at_a_closed_door_and_not_at_an_open_one():
     assert "move forward" not in action_names(closed)
 
 
-def test_view_tells_what_is_carried_and_pickup_needs_a_free_hand():
+def test_view_shows_the_load_and_pickup_needs_free_hands():
     rows = ("#####", "#.r.#", "#.^.#", "#####")
     carrying = drawn(*rows, carrying=("blue", "key"))
     assert described(carrying) == "red ball 1 ahead 1, wall 2, carrying blue key"
@@ -67,11 +67,11 @@ def test_view_tells_what_is_carried_and_pickup_needs_a_free_hand():
     assert not {"pickup red ball 1", "drop"} & action_names(carrying)
 
 
-def test_action_to_an_object_already_faced_is_not_offered():
+def test_go_to_is_not_offered_for_a_faced_object():
     assert "go to red ball 1" not in action_names(drawn("####", "#r.#", "#^.#", "####"))
 
 
-def test_actions_are_offered_by_kind_in_agentgyms_order():
+def test_actions_come_by_kind_in_agentgyms_order():
     free = drawn("#####", "#r.b#", "#.D.#", "#.^.#", "#####")
     assert [a.name for a in list_actions(free, sc.see(free)[0])] == [
         *("turn left", "turn right", "pickup red ball 1", "pickup blue box 1"),
@@ -85,7 +85,7 @@ def test_actions_are_offered_by_kind_in_agentgyms_order():
     ]
 
 
-def test_agentgym_sentences_count_walls_among_what_is_seen():
+def test_agentgym_view_counts_walls_as_seen_objects():
     walled, open_floor = drawn("###", "#^#", "###"), drawn(*["." * 17] * 8, "." * 8 + "^" + "." * 8)
     for scene, seen in (
         (walled, "In front of you in this room, you can see several objects: The room has "),

@@ -64,7 +64,7 @@ class _Parser(HTMLParser):
 
 
 def parse(text: str) -> Node:
-    """Return the tree of a page whose tags must be well nested."""
+    """Parse a page into a tree; its tags must be well nested."""
     parser = _Parser()
     parser.feed(text)
     assert parser.top is parser.root

@@ -292,7 +292,7 @@ def answer_tasks(subset: str) -> Iterator[Task]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("subset", SUBSETS)
-def test_answer_is_what_plain_python_finds_in_the_rows(subset: str) -> None:
+def test_answer_equals_a_plain_python_query_of_the_rows(subset: str) -> None:
     seen = set()
     for task in answer_tasks(subset):
         function, pattern = BY_NAME[task.template]

@@ -1,4 +1,4 @@
-"""The self-hosted sites: sessions, escaping, and what they do with nonsense."""
+"""The self-hosted sites: sessions, escaping and invalid input."""
 
 import re
 import time
@@ -79,7 +79,7 @@ def test_reset_restores_the_seeded_world(client: TestClient) -> None:
     assert browser.goto("http://shopping.test/wishlist") == before
 
 
-def test_dropped_session_is_gone_and_says_so(client: TestClient) -> None:
+def test_dropped_session_returns_status_410(client: TestClient) -> None:
     start(client, "one")
     assert client.post("/__drop__", json={"session": "one"}).json() == {"dropped": True}
     assert client.post("/__drop__", json={"session": "one"}).json() == {"dropped": False}
@@ -87,7 +87,7 @@ def test_dropped_session_is_gone_and_says_so(client: TestClient) -> None:
     assert client.get("/", headers=headers).status_code == 410
 
 
-def test_same_seed_gives_the_same_pages_and_another_gives_others(client: TestClient) -> None:
+def test_pages_depend_only_on_the_seed(client: TestClient) -> None:
     for host in SITES:
         first, second, other = (
             start(client, "a", 3).goto(f"http://{host}/"),
@@ -99,7 +99,7 @@ def test_same_seed_gives_the_same_pages_and_another_gives_others(client: TestCli
             assert first != other
 
 
-def test_edit_in_the_administration_shows_in_the_shop(client: TestClient) -> None:
+def test_price_edited_in_administration_appears_in_the_shop(client: TestClient) -> None:
     browser = start(client, "one")
     row = master("shop", 0).execute("SELECT * FROM product WHERE id = 1").fetchone()
     browser.goto("http://cms.test/products/1")
@@ -108,13 +108,13 @@ def test_edit_in_the_administration_shows_in_the_shop(client: TestClient) -> Non
     assert browser.text_of("price") == "$1,234.50"
 
 
-def test_host_is_recognised_with_any_port_and_strangers_are_not(client: TestClient) -> None:
+def test_site_accepts_any_port_and_refuses_foreign_hosts(client: TestClient) -> None:
     assert "Citygrid" in client.get("/", headers={"Host": "maps.test:8123"}).text
     assert client.get("/", headers={"Host": "elsewhere.test"}).status_code == 404
 
 
 @pytest.mark.parametrize("host", SITES)
-def test_page_is_whole_and_needs_nothing_from_outside(client: TestClient, host: str) -> None:
+def test_page_is_well_formed_and_loads_nothing_external(client: TestClient, host: str) -> None:
     browser = start(client, "one")
     for url in crawl(browser, host, most=25):
         source = browser.goto(url)
@@ -145,7 +145,7 @@ def test_page_stays_standing_when_addresses_are_nonsense(client: TestClient, hos
             assert reply.status_code in (200, 405, 404), url
 
 
-def test_text_of_a_visitor_is_shown_and_never_taken_for_markup(client: TestClient) -> None:
+def test_visitor_text_is_escaped(client: TestClient) -> None:
     browser = start(client, "one")
     browser.goto("http://shopping.test/")
     search = {"do": "type", "role": "searchbox", "name": "Search products", "enter": True}
@@ -164,7 +164,7 @@ def test_text_of_a_visitor_is_shown_and_never_taken_for_markup(client: TestClien
 
 
 OTHERS_PROJECT = "SELECT '/' || owner || '/' || slug FROM projects WHERE owner_id <> 1"
-REFUSED = [  # database, SELECT of an address, what is sent below it, where that leads, notice
+REFUSED = [  # Database, SELECT of an address, path below it, form, redirect, notice.
     ("gitlab", OTHERS_PROJECT, "/-/issues/new", {"title": "A", "label": "none"},
      "/-/issues/new", "An issue needs a title and a label."),
     ("gitlab", OTHERS_PROJECT, "/-/issues/1/assign", {"username": "nobody"},
@@ -183,7 +183,7 @@ REFUSED = [  # database, SELECT of an address, what is sent below it, where that
 
 
 @pytest.mark.parametrize(("database", "select", "below", "form", "back", "notice"), REFUSED)
-def test_form_that_is_refused_changes_nothing_and_says_why(
+def test_refused_form_shows_its_reason_and_changes_nothing(
     client: TestClient,
     database: str,
     select: str,
@@ -204,7 +204,7 @@ def test_form_that_is_refused_changes_nothing_and_says_why(
     assert list(db.iterdump()) == before
 
 
-def test_member_is_added_only_by_the_owner_and_only_in_a_known_role(client: TestClient) -> None:
+def test_only_the_owner_adds_members_in_known_roles(client: TestClient) -> None:
     headers = start(client, "one").headers
     db = client.app.state.store.session("one").database("gitlab")  # type: ignore[attr-defined]
     projects = "SELECT '/' || owner || '/' || slug || '/-/members' FROM projects WHERE owner_id"
@@ -239,12 +239,12 @@ def test_form_that_is_too_large_is_refused(client: TestClient) -> None:
     assert reply.status_code == 413
 
 
-def test_reset_wants_a_name_and_a_small_seed(client: TestClient) -> None:
+def test_reset_requires_name_and_small_seed(client: TestClient) -> None:
     for body in ({"session": "", "seed": 1}, {"session": "a", "seed": -1}, {"seed": 1}):
         assert client.post("/__reset__", json=body).status_code == 422
 
 
-def test_seeded_databases_hold_what_was_promised() -> None:
+def test_seeded_databases_hold_the_documented_numbers_of_rows() -> None:
     def count(database: str, table: str) -> int:
         return master(database, 1).execute(f"SELECT count(*) FROM {table}").fetchone()[0]
 
@@ -256,7 +256,7 @@ def test_seeded_databases_hold_what_was_promised() -> None:
 
 
 @pytest.mark.slow
-def test_hundred_sessions_are_reset_in_a_few_milliseconds_each(client: TestClient) -> None:
+def test_hundred_sessions_reset_in_milliseconds_each(client: TestClient) -> None:
     for name in FILLERS:
         master(name, 0)
     started = time.perf_counter()
@@ -268,6 +268,6 @@ def test_hundred_sessions_are_reset_in_a_few_milliseconds_each(client: TestClien
     assert took_ms < 250  # five pages and four copied databases, on a busy machine
 
 
-def test_parser_of_these_tests_refuses_badly_nested_tags() -> None:
+def test_html_parser_refuses_badly_nested_tags() -> None:
     with pytest.raises(AssertionError):
         parse("<p><b>x</p></b>")

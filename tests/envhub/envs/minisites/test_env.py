@@ -33,7 +33,7 @@ def test_tasks_name_items_that_exist():
         assert task.train == tuple(f"{name}-train-{i}" for i in range(size.num_train))
 
 
-def test_lists_tell_minisites_from_webarena():
+def test_lists_mark_minisites_as_not_webarena():
     rows = list_rows(["minisites"], EnvsSection(), RemoteOptions(), is_short=False)
     titles = {row.task for row in rows if row.env == "minisites"}
     assert titles == {f"{name} (minisites, not WebArena)" for name in DOMAINS}
@@ -41,7 +41,7 @@ def test_lists_tell_minisites_from_webarena():
     assert {task["note"] for task in tasks.values()} == {"minisites, not WebArena"}
 
 
-def test_from_agentgym_gives_every_webarena_number_an_item():
+def test_every_webarena_number_maps_to_item():
     items = [minisites.from_agentgym(number) for number in range(812)]
     assert items[:6] == [
         "Shopping-train-0", "CMS-train-0", "Maps-train-0", "GitLab-train-0", "Reddit-train-0",
@@ -70,7 +70,7 @@ def test_expert_solves_tasks_of_every_domain(sites: EnvRig, style: Style):
 
 @needs_browser
 @pytest.mark.slow
-def test_observations_are_the_same_in_another_process_and_order(sites: EnvRig):
+def test_observations_repeat_in_another_process_and_order(sites: EnvRig):
     items = [f"{domain}-train-3" for domain in DOMAINS]
 
     first = assert_played_alike_elsewhere(sites, minisites.make_spec, items)
@@ -98,7 +98,7 @@ def test_stopping_with_nothing_done_earns_nothing(sites: EnvRig):
 
 @needs_browser
 @pytest.mark.slow
-def test_previous_action_is_told_with_the_line_of_its_element_to_the_end(sites: EnvRig):
+def test_previous_action_is_shown_with_element(sites: EnvRig):
     async def episode():
         env = cast(AsyncEnv, sites.spec.make(Style.AGENTGYM))
         seen = await env.reset("Shopping-test-0", 0)

@@ -45,7 +45,7 @@ def walk(client: TestClient, subset: str, split: str, index: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("subset", SUBSETS)
-def test_every_template_has_a_solution_that_satisfies_its_check_and_nothing_less_does(
+def test_every_template_has_a_minimal_solution_of_its_check(
     client: TestClient, subset: str
 ) -> None:
     for split in ("train", "test"):
@@ -58,15 +58,13 @@ def test_every_template_has_a_solution_that_satisfies_its_check_and_nothing_less
 
 
 @pytest.mark.slow
-def test_solution_of_a_sampled_task_satisfies_its_check_and_nothing_less_does(
-    client: TestClient,
-) -> None:
+def test_sampled_tasks_have_minimal_solutions_of_their_checks(client: TestClient) -> None:
     for subset, split, index in SAMPLE:
         walk(client, subset, split, index)
 
 
 @pytest.mark.parametrize("subset", SUBSETS)
-def test_subset_has_eight_templates_and_the_three_kinds_of_check(subset: str) -> None:
+def test_subset_has_eight_templates_and_three_check_kinds(subset: str) -> None:
     spec = SUBSETS[subset]
     assert spec.num_train >= 200
     assert spec.num_test >= 50
@@ -80,7 +78,7 @@ def test_subset_has_eight_templates_and_the_three_kinds_of_check(subset: str) ->
 
 
 @pytest.mark.parametrize("subset", SUBSETS)
-def test_splits_have_no_intent_twice_and_none_in_common(subset: str) -> None:
+def test_intents_are_unique_within_and_across_splits(subset: str) -> None:
     train = [task.draft.intent for task in split_tasks(subset, "train")]
     test = [task.draft.intent for task in split_tasks(subset, "test")]
     assert len(train) == len(set(train)) == SUBSETS[subset].num_train
@@ -94,7 +92,7 @@ def test_index_out_of_range_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_tasks_are_the_same_whatever_the_hash_seed() -> None:
+def test_tasks_do_not_depend_on_the_hash_seed() -> None:
     code = (
         "import hashlib, json\n"
         "from envhub.envs.minisites.tasks import SUBSETS, make_task\n"

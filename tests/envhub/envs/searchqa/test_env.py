@@ -61,7 +61,7 @@ def test_wrong_answer_ends_the_episode_by_default(one_question: dict[str, Any]) 
     assert ended.is_valid
 
 
-def test_wrong_answer_may_be_tried_again_when_asked_for(one_question: dict[str, Any]) -> None:
+def test_retry_option_continues_after_wrong_answer(one_question: dict[str, Any]) -> None:
     env = make_env(Style.AGENTGYM, retry=True, **one_question)
     env.reset("nq-test-0")
     wrong = env.step("<answer>Bob</answer>")
@@ -89,7 +89,7 @@ def test_text_without_an_action_is_invalid(one_question: dict[str, Any], text: s
     assert not result.is_valid
 
 
-def test_search_without_results_says_so(one_question: dict[str, Any]) -> None:
+def test_empty_search_reports_no_results(one_question: dict[str, Any]) -> None:
     env = make_env(**one_question)
     env.reset("nq-test-0")
     result = env.step("<search>zeppelin</search>")
@@ -97,7 +97,7 @@ def test_search_without_results_says_so(one_question: dict[str, Any]) -> None:
     assert result.is_valid
 
 
-def test_first_observation_in_agentgyms_style_holds_rules_and_question() -> None:
+def test_agentgym_first_observation_holds_rules_and_question() -> None:
     env = make_env(Style.AGENTGYM)
     observation = env.reset("nq-test-0")
     assert observation.endswith(
@@ -107,9 +107,7 @@ def test_first_observation_in_agentgyms_style_holds_rules_and_question() -> None
         assert tag in observation
 
 
-def test_expert_without_hops_searches_the_question_and_answers_what_it_sees(
-    one_question: dict[str, Any],
-) -> None:
+def test_expert_without_hops_searches_once_and_answers(one_question: dict[str, Any]) -> None:
     env = make_env(**one_question)
     env.reset("nq-test-0")
     assert env.expert_action() == "<search>who baked the pie?</search>"
@@ -117,9 +115,7 @@ def test_expert_without_hops_searches_the_question_and_answers_what_it_sees(
     assert env.expert_action() == "<answer>Ann Lee</answer>"
 
 
-def test_expert_gives_up_when_its_query_does_not_find_the_fact(
-    one_question: dict[str, Any],
-) -> None:
+def test_expert_gives_up_when_search_misses(one_question: dict[str, Any]) -> None:
     env = make_env(num_passages=1, **one_question)
     env.reset("nq-test-0")
     path = Path(one_question["questions_dir"]) / "nq_test.jsonl"
@@ -162,9 +158,7 @@ def test_folder_without_questions_is_refused_at_start(tmp_path: Path) -> None:
         make_spec(EnvsSection(searchqa=given))
 
 
-def test_spec_asks_for_a_worker_and_for_time_to_build_an_index(
-    one_question: dict[str, Any],
-) -> None:
+def test_spec_requests_a_worker_and_time_for_the_index(one_question: dict[str, Any]) -> None:
     spec = make_spec(EnvsSection(searchqa=SearchqaOptions(**one_question)))
     assert (spec.isolation, spec.sessions_per_worker, spec.max_workers) == (
         Isolation.WORKER,
@@ -178,7 +172,7 @@ def test_spec_asks_for_a_worker_and_for_time_to_build_an_index(
     assert make_spec(EnvsSection()).step_timeout_s is None
 
 
-def test_fingerprints_differ_between_items_and_not_between_episodes() -> None:
+def test_fingerprints_differ_between_items_only() -> None:
     env, other = make_env(), make_env(Style.AGENTGYM)
     prints = []
     for item in ("nq-test-0", "nq-test-1"):

@@ -63,7 +63,7 @@ def test_first_closed_tag_decides_the_action(text: str, action: Action | None) -
     assert parse(text) == action
 
 
-def test_parsing_takes_linear_time_when_tags_never_close() -> None:
+def test_parse_takes_linear_time_for_unclosed_tags() -> None:
     start_s = time.monotonic()
     assert parse("<search>" * 200_000 + "<answer>" * 200_000) is None
     assert time.monotonic() - start_s < 0.5

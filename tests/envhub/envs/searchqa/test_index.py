@@ -1,4 +1,4 @@
-"""Laws of the built-in retriever: what it finds, in which order, and when it builds an index."""
+"""Laws of the built-in retriever: results, their order and the build of its index."""
 
 import json
 import math
@@ -44,21 +44,21 @@ def test_scores_are_those_computed_by_hand() -> None:
     assert [score for _, score in found] == pytest.approx([first, second], rel=1e-6)
 
 
-def test_equal_scores_are_in_the_order_of_the_corpus() -> None:
+def test_equal_scores_keep_order_of_corpus() -> None:
     same = [Passage("Fig", f"fig number{n}") for n in range(20)]
     assert [number for number, _ in bm25_of(same).find("fig", 5)] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("query", ["", "the of and", "zebra", "?!", "a"])
-def test_search_finds_nothing_when_no_word_is_in_the_corpus(query: str) -> None:
+def test_search_for_unknown_words_finds_nothing(query: str) -> None:
     assert MemoryRetriever(FRUIT).search(query, 3) == []
 
 
-def test_search_leaves_out_passages_without_a_word_of_the_query() -> None:
+def test_search_omits_passages_without_query_word() -> None:
     assert MemoryRetriever(FRUIT).search("plum", 3) == [FRUIT[2]]
 
 
-def test_search_returns_all_that_fits_when_more_is_wanted_than_there_is() -> None:
+def test_search_returns_at_most_all_passages() -> None:
     assert len(MemoryRetriever(FRUIT).search("apple plum", 99)) == 3
 
 
@@ -69,7 +69,7 @@ def test_file_is_searched_as_memory_is(tmp_path: Path) -> None:
         assert retriever.search(query, 3) == MemoryRetriever(FRUIT).search(query, 3)
 
 
-def test_index_is_built_once_and_again_when_the_corpus_changes(tmp_path: Path) -> None:
+def test_index_is_built_once_for_each_corpus_version(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "fruit.jsonl", FRUIT)
     folder = tmp_path / "index"
     first = build_index(corpus, folder)
@@ -81,7 +81,7 @@ def test_index_is_built_once_and_again_when_the_corpus_changes(tmp_path: Path) -
     assert not first.exists()
 
 
-def test_index_is_built_again_when_only_the_time_of_change_differs(tmp_path: Path) -> None:
+def test_index_is_rebuilt_when_only_the_mtime_differs(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "fruit.jsonl", FRUIT)
     first = build_index(corpus, tmp_path / "index")
     os.utime(corpus, ns=(1, 1))
@@ -106,12 +106,12 @@ def test_half_built_index_is_never_used(tmp_path: Path) -> None:
     assert not partial.exists()
 
 
-def test_missing_corpus_is_a_failure_that_names_it(tmp_path: Path) -> None:
+def test_missing_corpus_raises_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(EnvFailure, match=r"corpus .*none\.jsonl cannot be indexed"):
         FileRetriever(tmp_path / "none.jsonl", tmp_path / "index")
 
 
-def test_corpus_that_shrinks_while_open_is_a_failure(tmp_path: Path) -> None:
+def test_corpus_truncated_while_open_raises(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "fruit.jsonl", FRUIT)
     retriever = FileRetriever(corpus, tmp_path / "index")
     corpus.write_text("", encoding="utf-8")
@@ -119,7 +119,7 @@ def test_corpus_that_shrinks_while_open_is_a_failure(tmp_path: Path) -> None:
         retriever.search("plum", 1)
 
 
-def test_threads_get_what_one_thread_gets() -> None:
+def test_concurrent_searches_equal_sequential_ones() -> None:
     passages = [
         Passage(f"Thing{n}", f"word{n % 7} word{n % 11} running apples") for n in range(300)
     ]
@@ -142,7 +142,7 @@ def test_passage_is_read_from_either_form(row: dict[str, object]) -> None:
     assert make_passage(row) == Passage("Apple", "apple\npie")
 
 
-def test_passages_are_worded_as_the_protocol_says() -> None:
+def test_passages_follow_wording_of_protocol() -> None:
     agentgym = worded(FRUIT[:2], Style.AGENTGYM)
     assert agentgym == (
         "<information>Doc 1(Title: Apple) apple pie\n"

@@ -17,7 +17,7 @@ DOCUMENT = {"id": "7", "contents": '"Apple"\napple pie'}
 
 
 class Server(ThreadingHTTPServer):
-    """Answers every request with what the test wants; keeps what was asked."""
+    """Gives every request a fixed answer and records the requests."""
 
     daemon_threads = True
 
@@ -42,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(self.server.body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 Serve = Callable[..., tuple[str, Server]]
@@ -78,7 +78,7 @@ def search(url: str, timeout_s: float = 5.0) -> list[Passage]:
 
 
 @pytest.mark.parametrize("one", [{"document": DOCUMENT, "score": 0.5}, DOCUMENT])
-def test_search_asks_and_reads_as_the_protocol_says(serve: Serve, one: dict[str, object]) -> None:
+def test_search_follows_the_protocol(serve: Serve, one: dict[str, object]) -> None:
     url, server = serve({"result": [[one, one, one]]})
     assert search(url) == [Passage('"Apple"', "apple pie")] * 2
     asked = {"queries": ["apple"], "topk": 2, "return_scores": True}
@@ -104,7 +104,7 @@ def test_path_of_the_url_is_kept(serve: Serve) -> None:
         (b"", 200, "Expecting value"),
     ],
 )
-def test_wrong_answer_is_a_failure_that_names_the_server(
+def test_wrong_answer_raises_an_error_that_names_the_server(
     serve: Serve, body: object, status: int, reason: str
 ) -> None:
     url, _ = serve(body, status=status)
@@ -125,7 +125,7 @@ def test_silence_is_a_failure_at_the_deadline(serve: Serve) -> None:
         search(url, timeout_s=0.1)
 
 
-def test_nobody_there_is_a_failure() -> None:
+def test_refused_connection_is_a_failure() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(EnvFailure, match="refused"):
@@ -138,6 +138,6 @@ def test_url_must_be_http(url: str) -> None:
         parse_url(url)
 
 
-def test_reply_may_hold_bare_documents_of_the_other_form() -> None:
+def test_reply_may_hold_bare_documents() -> None:
     reply = json.dumps({"result": [[{"title": "Pear", "text": "tart"}]]}).encode()
     assert read_reply(reply) == [Passage("Pear", "tart")]

@@ -1,4 +1,4 @@
-"""Laws of the generated world and of the question files, whose form is the same."""
+"""Laws of the generated world and of question files in the same format."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from tests.envhub.envs.playing import elsewhere
 
 
 def digest() -> str:
-    """Return a hash of everything that the world says."""
+    """Return a hash of the whole world."""
     world = the_world()
     rows = [world.rows(subset, split) for subset in DATASETS for split in SPLITS]
     facts = [[one.title, one.text] for one in world.passages()]
@@ -43,13 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_world_has_a_passage_of_its_own_for_each_title() -> None:
+def test_world_titles_are_unique() -> None:
     passages = the_world().passages()
     assert len(passages) >= 2000
     assert len({passage.title for passage in passages}) == len(passages)
 
 
-def test_train_and_test_questions_share_no_question_and_no_starting_point() -> None:
+def test_splits_share_no_question_and_no_start() -> None:
     starts: dict[str, set[str]] = {split: set() for split in SPLITS}
     texts: dict[str, set[str]] = {split: set() for split in SPLITS}
     for subset in DATASETS:
@@ -62,7 +62,7 @@ def test_train_and_test_questions_share_no_question_and_no_starting_point() -> N
     assert not starts["train"] & starts["test"]
 
 
-def test_every_hop_of_every_question_is_found_by_its_query() -> None:
+def test_query_of_every_hop_finds_passage() -> None:
     retriever = MemoryRetriever(the_world().passages())
     hops = {
         hop
@@ -86,12 +86,12 @@ def test_every_hop_of_every_question_is_found_by_its_query() -> None:
     ("subset", "num_hops"),
     [("nq", {1}), ("popqa", {1}), ("bamboogle", {2}), ("musique", {2, 3, 4}), ("2wiki", {2, 4})],
 )
-def test_subset_has_questions_of_its_numbers_of_hops(subset: str, num_hops: set[int]) -> None:
+def test_subset_has_its_number_of_hops(subset: str, num_hops: set[int]) -> None:
     rows = the_world().rows(subset, "test")
     assert {len(make_question(row).hops) for row in rows} == num_hops
 
 
-def test_yes_and_no_are_answers_about_as_often() -> None:
+def test_yes_and_no_answers_are_balanced() -> None:
     answers = [make_question(row).golden_answers for row in the_world().rows("hotpotqa", "train")]
     num_yes, num_no = answers.count(("yes",)), answers.count(("no",))
     assert min(num_yes, num_no) > 100
@@ -99,11 +99,11 @@ def test_yes_and_no_are_answers_about_as_often() -> None:
 
 
 @pytest.mark.slow
-def test_world_is_the_same_under_another_hash_seed() -> None:
+def test_world_does_not_depend_on_the_hash_seed() -> None:
     assert elsewhere(__name__, "digest()", hash_seed=77) == digest()
 
 
-def test_files_of_the_world_hold_the_same_questions(folder: Path) -> None:
+def test_exported_question_files_equal_the_world(folder: Path) -> None:
     bank = QuestionFiles(folder)
     assert bank.subsets() == WORLD_SUBSETS
     for subset in DATASETS:
@@ -139,7 +139,7 @@ def test_row_without_question_or_answer_is_refused(row: object) -> None:
         make_question(row)
 
 
-def test_bad_row_is_a_failure_that_names_file_and_question(tmp_path: Path) -> None:
+def test_bad_row_raises_an_error_with_file_and_question(tmp_path: Path) -> None:
     (tmp_path / "nq_train.jsonl").write_text(
         '\n{"question": "a?", "answer": 5}\n\n{"x": 1}\n', encoding="utf-8"
     )
@@ -162,7 +162,7 @@ def test_bad_row_is_a_failure_that_names_file_and_question(tmp_path: Path) -> No
         (221327, "hotpotqa-train-446"),
     ],
 )
-def test_agentgym_index_means_a_question_of_its_dataset(index: int, item_id: str) -> None:
+def test_agentgym_index_maps_to_a_question_of_its_dataset(index: int, item_id: str) -> None:
     assert agentgym_item(index, WORLD_SUBSETS, wrap=True) == item_id
 
 
@@ -196,7 +196,7 @@ def test_check_finds_nothing_when_all_is_there(folder: Path) -> None:
         ({"questions_dir": "{folder}", "retriever_url": "ftp://h"}, "http://HOST:PORT"),
     ],
 )
-def test_check_names_what_is_wrong_in_one_line(
+def test_check_names_each_fault_in_one_line(
     given: dict[str, str], words: str, folder: Path, tmp_path: Path
 ) -> None:
     filled = {key: value.format(folder=folder, empty=tmp_path) for key, value in given.items()}
@@ -206,14 +206,14 @@ def test_check_names_what_is_wrong_in_one_line(
     assert "\n" not in lines[0]
 
 
-def test_tasks_are_the_seven_with_the_papers_test_sizes() -> None:
+def test_tasks_have_the_papers_test_sizes() -> None:
     spec = make_spec(options())
     sizes = {task.subset: len(task.test) for task in spec.tasks.values()}
     assert sizes == {name: 100 if name == "musique" else 50 for name in DATASETS}
     assert all(len(set(task.train)) == 500 for task in spec.tasks.values())
 
 
-def test_tasks_leave_out_what_the_files_do_not_have(tmp_path: Path) -> None:
+def test_tasks_omit_datasets_without_files(tmp_path: Path) -> None:
     row = json.dumps({"question": "a?", "golden_answers": ["b"]}) + "\n"
     (tmp_path / "popqa_test.jsonl").write_text(row * 3, encoding="utf-8")
     spec = make_spec(options(questions_dir=str(tmp_path), retriever_url="http://h:1"))

@@ -1,4 +1,4 @@
-"""Laws of the SQL environment's items: what is asked, told and numbered, and what is missing."""
+"""Laws of the SQL environment's items: questions, observations, numbers and missing files."""
 
 import pytest
 
@@ -19,13 +19,13 @@ def test_gold_statement_solves_every_item(spec, difficulty):
     assert sum(played(spec, item, Style.COMPACT) for item in items) == len(items)
 
 
-def test_no_question_is_asked_twice_nor_in_both_splits():
+def test_questions_are_unique_across_both_splits():
     for difficulty in ("easy", "medium", "hard"):
         asked = [q.text for split in ("train", "test") for q in questions(difficulty, split)]
         assert len(set(asked)) == len(asked) == 300
 
 
-def test_first_observation_tells_the_tables_and_the_question(spec):
+def test_first_observation_lists_tables_and_question(spec):
     env = new_episode(spec)
     lines = env.reset("easy-train-0", 0).split("\n")
     env.close()
@@ -34,7 +34,7 @@ def test_first_observation_tells_the_tables_and_the_question(spec):
     assert lines[3].startswith("question: How many ")
 
 
-def test_bird_observation_tells_names_keys_and_references(bird_dir):
+def test_bird_observation_lists_columns_keys_and_references(bird_dir):
     env = new_episode(bird_spec(bird_dir), Style.AGENTGYM)
     told, question = env.reset("bird-test-0", 0).split("\n\n")
     env.close()
@@ -46,7 +46,7 @@ def test_bird_observation_tells_names_keys_and_references(bird_dir):
     )
 
 
-def test_bird_evidence_is_told_in_the_compact_style_only(bird_dir):
+def test_bird_evidence_appears_in_the_compact_style_only(bird_dir):
     env = new_episode(bird_spec(bird_dir))
     assert env.reset("bird-test-0", 0) == (
         "owner(id, nm)\npet(id, owner_id -> owner, n)\n"
@@ -55,7 +55,7 @@ def test_bird_evidence_is_told_in_the_compact_style_only(bird_dir):
     env.close()
 
 
-def test_bird_numbers_are_agentgyms_whatever_the_folder_has(bird_dir):
+def test_bird_numbers_equal_agentgyms_for_any_folder(bird_dir):
     spec = bird_spec(bird_dir)
     assert item_of(spec, 2) == "bird-train-2"
     assert item_of(spec, 9428) == "bird-test-0"
@@ -73,7 +73,7 @@ def test_generated_numbers_count_train_then_test(spec):
             item_of(spec, index)
 
 
-def test_missing_database_is_a_failure_not_a_reward(bird_dir):
+def test_missing_database_raises_instead_of_paying_zero(bird_dir):
     spec = bird_spec(bird_dir)
     broken = answered(spec, "bird-train-1", "SELECT 1")  # BIRD's own is wrong
     assert (broken.reward, broken.done) == (0.0, True)
@@ -84,7 +84,7 @@ def test_missing_database_is_a_failure_not_a_reward(bird_dir):
         answered(spec, "bird-test-0", "SELECT 1")
 
 
-def test_check_names_what_the_bird_folder_lacks(bird_dir):
+def test_check_names_missing_files_of_the_bird_folder(bird_dir):
     options = edited(EnvsSection(), {"sqlgym.bird_dir": str(bird_dir)})
     assert check(options) == []
     (bird_dir / "dev" / "dev_tables.json").unlink()

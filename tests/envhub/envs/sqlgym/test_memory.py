@@ -17,7 +17,7 @@ from envhub.envs.sqlgym.questions import questions
 from tests.configs import edited
 from tests.envhub.envs.sqlgym.pets import answered, played
 
-HELD_S = 120.0  # at most
+HELD_S = 120.0  # The longest wait of a test.
 GREEDY = (
     "CREATE TEMP TABLE t AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
     "SELECT hex(zeroblob(90000)) FROM n"
@@ -66,9 +66,9 @@ def is_waiting(future: Future) -> bool:
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_session_without_memory_waits_for_the_statement_that_holds_it(spec, is_known):
+def test_session_without_memory_waits_for_the_running_statement(spec, is_known):
     played(spec, "easy-test-0", Style.COMPACT)
-    if not is_known:  # as the first item of a split that a worker plays
+    if not is_known:  # The worker plays its first item of a split.
         questions.cache_clear()
         database.image.cache_clear()
     with ThreadPoolExecutor(3) as threads, filled_by_another(threads) as may_end:
@@ -78,7 +78,7 @@ def test_session_without_memory_waits_for_the_statement_that_holds_it(spec, is_k
         assert opened.result(HELD_S) == 1.0
 
 
-def test_statement_without_memory_waits_and_is_judged_alone():
+def test_statement_out_of_memory_reruns_alone():
     spec = make_spec(edited(EnvsSection(), {"sqlgym.query_timeout_s": 30.0}))
     played(spec, "easy-test-0", Style.COMPACT)
     with ThreadPoolExecutor(4) as threads, filled_by_another(threads) as may_end:
@@ -91,7 +91,7 @@ def test_statement_without_memory_waits_and_is_judged_alone():
         assert modest.result(HELD_S).observation == "[(1,)]"
 
 
-def test_who_waits_too_long_for_others_fails_by_name_and_the_next_one_does_not():
+def test_memory_wait_times_out_once_by_name():
     memory, is_used, may_end = SharedMemory(wait_s=0.2), threading.Event(), threading.Event()
 
     def lacking() -> None:
@@ -110,7 +110,7 @@ def test_who_waits_too_long_for_others_fails_by_name_and_the_next_one_does_not()
     assert memory.used(lambda: 7) == 7
 
 
-def test_last_statement_takes_along_what_it_made():
+def test_last_statement_discards_its_tables():
     connection, limits = an_empty_one(), Limits(timeout_s=1.0, max_rows=1)
     assert rows_of(connection, "SELECT 1", limits) == [(1,)]
     assert rows_of(connection, "CREATE TEMP TABLE t AS SELECT 1", limits, is_last=True) == []

@@ -1,4 +1,4 @@
-"""Laws of the SQL environment's statements: what is run, judged, refused and cut short."""
+"""Laws of the SQL environment's statements: execution, grading, refusal and limits."""
 
 import sqlite3
 import time
@@ -83,7 +83,7 @@ def test_reward_compares_sets_of_rows(bird_dir):
         "SELECT '\ud800'",
     ],
 )
-def test_what_is_no_plain_reading_is_refused(bird_dir, statement):
+def test_writing_statement_is_refused(bird_dir, statement):
     path = bird_dir / "train" / "train_databases" / "pets" / "pets.sqlite"
     before = path.read_bytes()
     result = answered(bird_spec(bird_dir), "bird-train-0", statement)
@@ -93,7 +93,7 @@ def test_what_is_no_plain_reading_is_refused(bird_dir, statement):
     assert [p.name for p in path.parent.iterdir()] == ["pets.sqlite"]
 
 
-def test_agentgym_style_tells_an_error_bare():
+def test_agentgym_error_has_no_prefix():
     wrong = "SELECT * FROM nowhere"
     result = answered(make_spec(EnvsSection()), "easy-train-0", wrong, Style.AGENTGYM)
     assert result.observation == "no such table: nowhere"
@@ -137,7 +137,7 @@ def test_costly_statement_ends_soon(spec, statement):
         "SELECT trim('  a '), trim('a', NULL), trim(121, 1), trim('a', ''), trim(x'6162', 'b')",
     ],
 )
-def test_bounded_functions_return_what_sqlite_does(spec, statement):
+def test_bounded_functions_equal_sqlites(spec, statement):
     plain = sqlite3.connect(":memory:")
     expected = str(plain.execute(statement).fetchall())
     plain.close()
@@ -150,12 +150,12 @@ def test_result_beyond_its_bytes_is_refused(spec):
     assert result.observation == f"Error: more than {16 << 20} bytes"
 
 
-def test_endless_statement_is_told_its_time_limit(spec):
+def test_endless_statement_reports_its_time_limit(spec):
     result = answered(spec, "easy-test-0", ENDLESS)
     assert result.observation == "Error: the query took more than 0.2 s"
 
 
-def test_endless_statements_of_one_session_leave_others_alone(spec):
+def test_endless_statements_do_not_delay_other_sessions(spec):
     with ThreadPoolExecutor(4) as threads:
         slow = [threads.submit(answered, spec, "easy-test-0", ENDLESS) for _ in range(2)]
         items = [f"medium-test-{i}" for i in range(20)]
@@ -165,7 +165,7 @@ def test_endless_statements_of_one_session_leave_others_alone(spec):
 
 
 @pytest.mark.slow
-def test_many_hostile_statements_leave_the_other_sessions_alone():
+def test_many_hostile_statements_do_not_affect_other_sessions():
     spec = make_spec(edited(EnvsSection(), {"sqlgym.query_timeout_s": 0.05}))
     hostile = [
         ENDLESS,
@@ -197,7 +197,7 @@ def test_second_statement_is_refused(spec):
     env.close()
 
 
-def test_rows_count_once_and_looking_at_the_design_is_reading(bird_dir):
+def test_duplicate_rows_count_once_and_pragmas_may_read(bird_dir):
     spec = bird_spec(bird_dir)
     gold = "SELECT n FROM pet WHERE owner_id = 1"
     many = "WITH RECURSIVE k(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM k WHERE i < 3000) "
@@ -221,7 +221,7 @@ def test_rows_count_once_and_looking_at_the_design_is_reading(bird_dir):
         ("SELECT name FROM pragma_table_info('owner')", "[('id',), ('nm',)]"),
     ],
 )
-def test_what_stays_in_a_session_runs_as_at_agentgyms(bird_dir, statement, told):
+def test_temporary_changes_run_within_their_session(bird_dir, statement, told):
     path = bird_dir / "dev" / "dev_databases" / "pets" / "pets.sqlite"
     before, spec = path.read_bytes(), bird_spec(bird_dir)
     result = answered(spec, "bird-test-0", statement)

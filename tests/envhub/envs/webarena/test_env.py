@@ -1,4 +1,4 @@
-"""WebArena's tasks on sites elsewhere, in a real browser, and what it needs to be served."""
+"""WebArena's tasks on remote sites in a real browser, and the requirements of serving them."""
 
 from collections.abc import Iterator
 from typing import cast
@@ -42,7 +42,7 @@ def remote_spec(url: str, checks: dict) -> tuple[EnvSpec, RemoteWorld]:
 
 @needs_browser
 @pytest.mark.slow
-def test_remote_sites_show_public_names_and_are_graded_by_page_and_url(foreign: Rig):
+def test_remote_sites_show_public_names_and_are_graded(foreign: Rig):
     url = f"http://{foreign.site.address}"
     shows_hi = {"exact_match": "You said hi"}
     target = {"url": f"{url}/other?said=hi", "locator": "document.querySelector('p').outerText",
@@ -73,7 +73,7 @@ def test_remote_sites_show_public_names_and_are_graded_by_page_and_url(foreign: 
 
 @needs_browser
 @pytest.mark.slow
-def test_reset_fails_when_a_site_does_not_answer(foreign: Rig):
+def test_reset_fails_when_site_is_unreachable(foreign: Rig):
     async def episode():
         spec, world = remote_spec("http://127.0.0.1:9", {"eval_types": []})
         env = cast(AsyncEnv, spec.make(Style.COMPACT))
@@ -95,7 +95,7 @@ def test_check_names_missing_browser_and_bad_site():
     assert "envs.webarena.gitlab" in lines
 
 
-def test_without_any_address_it_is_refused_with_the_remedy():
+def test_missing_addresses_are_refused_with_remedy():
     (line,) = missing_requirements(["webarena"], EnvsSection())
     assert "envs.webarena.shopping=http://HOST:7770" in line
     assert "env=minisites" in line

@@ -40,7 +40,7 @@ def tasks_path(tmp_path):
 SITES = {"shopping": "http://10.0.0.1:7770", "shopping_admin": "http://10.0.0.1:7780/admin"}
 
 
-def test_read_tasks_keeps_tasks_of_configured_sites_and_says_why_not_others(tasks_path):
+def test_read_tasks_keeps_configured_sites_and_explains_omissions(tasks_path):
     table = read_tasks(tasks_path, SITES)
     sizes = {name: (spec.num_train, spec.num_test) for name, spec in table.subsets.items()}
     assert sizes == {"Shopping": (5, 2), "CMS": (0, 1)}
@@ -68,14 +68,14 @@ def test_public_names_translate_both_ways():
     assert names.local("http://onestopmarket.company/") == "http://onestopmarket.company/"
 
 
-def test_check_urls_names_a_bad_address_and_a_missing_folder():
+def test_check_urls_names_bad_addresses_and_missing_folders():
     options = WebarenaOptions(shopping="10.0.0.1:7770", auth_dir="/nowhere/at/all")
     first, second = check_urls(options)
     assert "envs.webarena.shopping" in first
     assert "envs.webarena.auth_dir" in second
 
 
-def test_login_state_is_the_file_of_all_accounts(tmp_path):
+def test_login_state_is_the_file_for_all_accounts(tmp_path):
     (tmp_path / "gitlab.reddit_state.json").write_text("{}", encoding="utf-8")
     options = WebarenaOptions(gitlab="http://g", reddit="http://r/", auth_dir=str(tmp_path))
     assert options.sites == {"reddit": "http://r", "gitlab": "http://g"}

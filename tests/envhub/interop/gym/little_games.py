@@ -121,7 +121,7 @@ class Old(Walk):
 
 
 LIMITS = {"Endless": 3}  # steps
-UNCHECKED = ("Numpy", "Old")  # of which gymnasium's own checker warns
+UNCHECKED = ("Numpy", "Old")  # Gymnasium's own checker warns about these.
 for made in (Walk, Endless, Judged, Numpy, Push, Lights, Wired, Old):
     name = made.__name__
     gymnasium.register(

@@ -23,7 +23,7 @@ def played(name: str, *actions: str, options: str = "") -> list[StepResult]:
     return [env.step(action) for action in actions]
 
 
-def test_numbers_below_zero_are_asked_for_and_played() -> None:
+def test_negative_actions_are_requested_and_played() -> None:
     refused, up, down, end = played("Walk", "2", "Action: 1", "-01", "Action: -1")
     assert "a whole number from -1 to 1" in spec_of("Walk").instruction[Style.COMPACT]
     assert "a whole number from -1 to 1" in refused.observation
@@ -43,18 +43,18 @@ def test_actions_offered_are_all_legal() -> None:
     assert env.valid_actions() == ["-1", "0", "1"]
 
 
-def test_a_time_limit_is_a_truncation_and_an_end_is_none() -> None:
+def test_time_limit_is_a_truncation_and_an_end_is_not() -> None:
     cut = played("Endless", *"000", options="?max_reward=10")[-1]
     assert (cut.done, cut.is_truncated, cut.is_success, cut.reward) == (True, True, False, 0.3)
     end = played("Walk", "-1")[-1]
     assert (end.done, end.is_truncated) == (True, False)
 
 
-def test_a_truncated_episode_that_paid_everything_is_solved() -> None:
+def test_truncated_episode_with_full_reward_is_solved() -> None:
     assert played("Endless", *"000", options="?max_reward=3")[-1].is_success
 
 
-def test_values_of_numpy_are_read_as_plain_ones() -> None:
+def test_numpy_values_are_read_as_plain_ones() -> None:
     env: Any = spec_of("Numpy").make(Style.COMPACT)
     assert env.reset("all-train-0", 0) == '{"at": [0, 0], "left": 3}'
     (right,) = played("Numpy", "1")
@@ -74,12 +74,12 @@ def test_arrays_are_played_as_json(name: str, text: str, reward: float) -> None:
     assert (right.is_valid, right.reward) == (True, reward)
 
 
-def test_actions_without_a_text_form_are_refused_with_a_remedy() -> None:
+def test_unsupported_action_space_is_refused_with_a_remedy() -> None:
     with pytest.raises(ConfigError, match=r"actions: a Graph has no text form; register it with"):
         spec_of("Wired")
 
 
-def test_an_environment_of_the_gym_before_is_played() -> None:
+def test_environment_of_old_gym_is_played() -> None:
     env: Any = spec_of("Old").make(Style.COMPACT)
     drawn = int(np.random.default_rng(5).integers(100))
     assert env.reset("all-train-5", 0) == f"Drawn: {drawn}."
@@ -88,7 +88,7 @@ def test_an_environment_of_the_gym_before_is_played() -> None:
     assert [(each.done, each.is_truncated) for each in (cut, end)] == [(True, True), (True, False)]
 
 
-def test_success_is_the_first_key_that_says_it() -> None:
+def test_first_known_key_decides_success() -> None:
     assert SUCCESS_KEYS[:3] == ("is_success", "success", "episode_success")
     assert said_by({"success": True, "is_success": False}, SUCCESS_KEYS) is False
     assert said_by({"is_success": None, "success": np.bool_(True)}, SUCCESS_KEYS) is True
@@ -98,7 +98,7 @@ def test_success_is_the_first_key_that_says_it() -> None:
         assert said_by(silent, SUCCESS_KEYS) is None
 
 
-def test_success_without_a_key_is_the_whole_reward() -> None:
+def test_full_reward_is_success_without_key() -> None:
     assert played("Judged", "1")[-1].is_success
     assert not played("Judged", "0")[-1].is_success
     assert not played("Judged", "2", options="?min_reward=-1")[-1].is_success

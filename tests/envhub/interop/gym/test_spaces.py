@@ -54,7 +54,7 @@ SPACES: list[Space[Any]] = [
 
 
 @pytest.mark.parametrize("space", SPACES, ids=repr)
-def test_every_legal_action_of_a_space_can_be_written(space: Space[Any]) -> None:
+def test_every_legal_action_has_a_text(space: Space[Any]) -> None:
     check_actions(space)
     space.seed(7)
     for _ in range(50):
@@ -105,20 +105,20 @@ def test_a_hostile_text_is_a_bad_action(space: Space[Any], text: str) -> None:
         *(("0" * 5_000 + "3", 3), ("\u0663", 3), ("\uff11", 1), ("\u22122", -2)),
     ],
 )
-def test_whole_numbers_are_read_alike_however_they_are_spelled(text: str, number: int) -> None:
+def test_spellings_of_whole_number_parse_alike(text: str, number: int) -> None:
     assert parse_whole(text) == number
 
 
 @pytest.mark.parametrize(
     "text", ["", "-", "--1", "1.5", "1_0", "0x1", "\u00b2", "1e3", "one", "1 2", ".", "\u2160"]
 )
-def test_what_is_no_whole_number_is_a_bad_action(text: str) -> None:
+def test_malformed_whole_number_is_refused(text: str) -> None:
     with pytest.raises(BadAction, match="is not a whole number"):
         parse_whole(text)
 
 
 @pytest.mark.parametrize("text", ["2", "one", "9" * 5_000])
-def test_a_refused_number_is_answered_with_the_range(text: str) -> None:
+def test_number_out_of_range_is_answered_with_the_range(text: str) -> None:
     with pytest.raises(BadAction, match="must be a whole number from -1 to 1"):
         parse_action(text, Discrete(3, start=-1))
 
@@ -132,7 +132,7 @@ def test_a_refused_number_is_answered_with_the_range(text: str) -> None:
         (MultiBinary(2), "[true, 0]", np.array([1, 0], np.int8)),
     ],
 )
-def test_an_array_has_the_shape_and_type_of_its_space(
+def test_parsed_array_has_its_spaces_shape_and_type(
     space: Space[Any], text: str, action: np.ndarray
 ) -> None:
     played = parse_action(text, space)
@@ -142,8 +142,8 @@ def test_an_array_has_the_shape_and_type_of_its_space(
 @pytest.mark.parametrize(
     ("space", "text"),
     [
-        (Box(0, 255, (1,), np.uint8), "[256]"),  # which would be 0 in 8 bits
-        (Box(0, 255, (1,), np.uint8), "[-1]"),  # and this 255
+        (Box(0, 255, (1,), np.uint8), "[256]"),  # It would be 0 in 8 bits.
+        (Box(0, 255, (1,), np.uint8), "[-1]"),  # It would be 255 in 8 bits.
         (Box(-np.inf, np.inf, (1,)), "[1e39]"),  # infinite in 32 bits
         (Box(-1, 1, (2,)), "[0]"),
         (Box(-1, 1, (2,)), "[[0, 0]]"),
@@ -153,12 +153,12 @@ def test_an_array_has_the_shape_and_type_of_its_space(
         (OneOf([Discrete(2)]), "[-1, 0]"),
     ],
 )
-def test_a_value_beyond_its_space_is_a_bad_action(space: Space[Any], text: str) -> None:
+def test_value_beyond_its_space_is_refused(space: Space[Any], text: str) -> None:
     with pytest.raises(BadAction):
         parse_action(text, space)
 
 
-def test_a_text_may_begin_with_a_space_or_hold_the_marker() -> None:
+def test_text_action_may_hold_spaces_or_the_marker() -> None:
     space = Text(20, charset=string.printable)
     for action in (" a", "a\n", '"a"', "Action: b", "x Action: "):
         assert parse_action(action_text(write_action(action, space)), space) == action
@@ -174,7 +174,7 @@ def test_a_text_may_begin_with_a_space_or_hold_the_marker() -> None:
     ],
     ids=repr,
 )
-def test_a_space_without_a_text_form_is_named(space: Space[Any]) -> None:
+def test_space_without_text_form_is_named(space: Space[Any]) -> None:
     with pytest.raises(NoText, match=r"(Graph|stack=True) has no text form"):
         check_actions(space)
 
@@ -194,7 +194,7 @@ def test_an_observation_is_shown_whole(observation: Any, text: str) -> None:
     assert observation_text(observation) == text
 
 
-def test_an_observation_that_shows_only_its_address_is_named() -> None:
+def test_observation_without_text_form_is_named() -> None:
     class Board:
         pass
 

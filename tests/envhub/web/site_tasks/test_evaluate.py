@@ -62,7 +62,7 @@ def test_url_matches_host_path_and_query(reference, url, ok):
         ({"must_include": ["yes |OR| sure", "x"]}, "no, x", False),
     ],
 )
-def test_contents_match_what_is_required(required, text, ok):
+def test_contents_match_the_required_text(required, text, ok):
     assert contents_match(required, text) is ok
 
 

@@ -16,7 +16,7 @@ def test_click_names_the_element_of_the_page():
     assert following(step).next(NODES, only_in_view=True) == Action(kind=Kind.CLICK, element=0)
 
 
-def test_what_is_out_of_view_is_scrolled_to_when_only_the_view_is_shown():
+def test_expert_scrolls_to_an_element_out_of_view():
     step = {"do": "type", "role": "textbox", "name": "Search", "text": "mug", "enter": True}
     solution = following(step)
     scroll = solution.next(NODES, only_in_view=True)
@@ -27,7 +27,7 @@ def test_what_is_out_of_view_is_scrolled_to_when_only_the_view_is_shown():
     assert solution.next(NODES, only_in_view=False) == expected
 
 
-def test_steps_follow_each_other_and_the_last_is_the_answer():
+def test_steps_run_in_order_and_end_with_the_answer():
     click = {"do": "click", "role": "link", "name": "Orders"}
     solution = following(click, {"do": "stop", "answer": "42"})
     first = Action(kind=Kind.CLICK, element=0)
@@ -36,7 +36,7 @@ def test_steps_follow_each_other_and_the_last_is_the_answer():
     assert solution.next(NODES, only_in_view=False) == Action(kind=Kind.STOP, text="42")
 
 
-def test_expert_knows_no_way_once_it_has_been_left():
+def test_expert_stops_once_it_leaves_path():
     solution = following({"do": "click", "role": "link", "name": "Orders"})
     expected = solution.next(NODES, only_in_view=False)
     assert expected is not None
@@ -46,7 +46,7 @@ def test_expert_knows_no_way_once_it_has_been_left():
     assert solution.next(NODES, only_in_view=False) is None
 
 
-def test_expert_knows_no_way_when_the_element_is_not_there():
+def test_expert_stops_at_a_missing_element():
     step = {"do": "click", "role": "link", "name": "Invoices"}
     assert following(step).next(NODES, only_in_view=False) is None
     assert following().next(NODES, only_in_view=False) is None

@@ -44,16 +44,16 @@ def hub_url() -> Iterator[str]:
         yield url
 
 
-def test_fetch_returns_the_typed_catalogue_to_the_bearer(hub_url: str) -> None:
+def test_fetch_returns_typed_catalogue_for_token(hub_url: str) -> None:
     assert fetch_catalogue(hub_url, token="secret", timeout_s=5.0) == PARSED
 
 
-def test_fetch_does_not_wait_when_the_token_is_refused(hub_url: str) -> None:
+def test_fetch_fails_at_once_for_a_refused_token(hub_url: str) -> None:
     with pytest.raises(ConfigError, match=r"/v1/envs refused the token: set envhub\.token"):
         fetch_catalogue(hub_url, token="wrong", timeout_s=60.0)
 
 
-def test_fetch_names_the_address_when_nobody_answers_in_time() -> None:
+def test_fetch_timeout_names_the_address() -> None:
     with pytest.raises(EnvError, match=r"no catalogue from http://127\.0\.0\.1:9/v1/envs within"):
         fetch_catalogue("http://127.0.0.1:9", token="", timeout_s=0.1)
 
@@ -61,7 +61,7 @@ def test_fetch_names_the_address_when_nobody_answers_in_time() -> None:
 @pytest.mark.parametrize(
     "body", [[], {"a": {}}, {"a": {"subsets": {"s": {"num_train": 1, "num_test": "x"}}}}]
 )
-def test_parse_refuses_what_is_no_catalogue(body: object) -> None:
+def test_parse_refuses_malformed_catalogues(body: object) -> None:
     with pytest.raises(EnvError):
         parse_catalogue(body)
 
@@ -80,7 +80,7 @@ def test_validate_names_key_value_and_nearest_env() -> None:
         validate_tasks([TaskSection(env="babyia", subset="PickupLoc")], PARSED)
 
 
-def test_validate_refuses_a_task_named_twice_and_none_at_all() -> None:
+def test_validate_refuses_duplicate_and_missing_tasks() -> None:
     task = TaskSection(env="babyai", subset="PickupLoc")
     with pytest.raises(ConfigError, match="named twice"):
         validate_tasks([task, task], PARSED)
@@ -88,7 +88,7 @@ def test_validate_refuses_a_task_named_twice_and_none_at_all() -> None:
         validate_tasks([], PARSED)
 
 
-def test_task_whose_items_fit_no_lease_is_refused_by_name() -> None:
+def test_task_with_too_long_item_ids_is_refused() -> None:
     longest = "x" * MAX_SUBSET_CHARS
     entry = SubsetEntry(num_train=10**9, num_test=1, max_turns=5)
     catalogue = Catalogue(envs={"maze": {longest: entry, f"{longest}y": entry}})

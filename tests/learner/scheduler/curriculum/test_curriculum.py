@@ -1,4 +1,4 @@
-"""The curriculum of several environments, and what it counts."""
+"""The curriculum of several environments and its counts."""
 
 import json
 
@@ -122,7 +122,7 @@ def test_every_environment_has_its_own_horizon() -> None:
     assert curriculum.report(3)["horizons"]["shop"]["moves"][0]["version"] == 2
 
 
-def test_subset_with_a_horizon_of_its_own_advances_by_its_own_episodes() -> None:
+def test_subset_with_its_own_horizon_advances_by_its_episodes() -> None:
     """shop/long is gated [5, 9] and inherits that it is; the rest of shop stays where it is."""
     curriculum = make_curriculum(subsets={"shop/long": HorizonOverride(stages=[5, 9])})
 
@@ -152,12 +152,12 @@ def test_subset_with_a_horizon_of_its_own_advances_by_its_own_episodes() -> None
     [
         (EndReason.DONE, "long", 0),
         (EndReason.CONTEXT_FULL, "long", 0),
-        (EndReason.TRUNCATED, "long", 0),  # by the environment: a longer horizon changes nothing
+        (EndReason.TRUNCATED, "long", 0),  # A longer horizon has no effect on a truncation.
         (EndReason.HORIZON, "short", 0),  # more turns than 4 the environment does not give
-        (EndReason.HORIZON, "long", 1),  # of another stage
+        (EndReason.HORIZON, "long", 1),  # The episode belongs to another stage.
     ],
 )
-def test_gated_horizon_stays_when_the_horizon_is_not_what_cuts(
+def test_gated_horizon_ignores_other_end_reasons(
     end_reason: EndReason, subset: str, stage: int
 ) -> None:
     curriculum = make_curriculum()
@@ -167,7 +167,7 @@ def test_gated_horizon_stays_when_the_horizon_is_not_what_cuts(
     assert curriculum.stamp("shop", 8).horizon == 4
 
 
-def test_groups_of_an_earlier_visit_to_a_stage_do_not_count() -> None:
+def test_groups_of_an_earlier_stage_visit_do_not_count() -> None:
     curriculum = make_curriculum()
     for version in (1, 2):
         play(curriculum, EndReason.HORIZON)
@@ -185,7 +185,7 @@ def test_groups_of_an_earlier_visit_to_a_stage_do_not_count() -> None:
     assert curriculum.stamp("shop", 10).stage == 1
 
 
-def test_a_step_told_twice_counts_once() -> None:
+def test_repeated_step_report_counts_once() -> None:
     once, twice = make_curriculum(), make_curriculum()
     for curriculum, num in ((once, 1), (twice, 2)):
         for _ in range(num):
@@ -193,7 +193,7 @@ def test_a_step_told_twice_counts_once() -> None:
     assert save(once) == save(twice)
 
 
-def test_restored_curriculum_decides_as_the_one_that_was_saved() -> None:
+def test_restored_curriculum_decides_like_the_original() -> None:
     whole, first, second = make_curriculum(), make_curriculum(), make_curriculum()
 
     def tell(curriculum: Curriculum, version: int) -> None:
@@ -217,7 +217,7 @@ def test_restored_curriculum_decides_as_the_one_that_was_saved() -> None:
     ]
 
 
-def test_a_new_stage_forgets_which_items_were_too_hard() -> None:
+def test_new_stage_resets_known_item_difficulties() -> None:
     mixture = MixtureSection(kind=MixtureKind.ADAPTIVE)
     curriculum = make_curriculum(mixture=mixture)
     play(curriculum, EndReason.DONE, env="maze", subset="easy")
@@ -228,7 +228,7 @@ def test_a_new_stage_forgets_which_items_were_too_hard() -> None:
     assert keys == ["shop/long-train-0"]
 
 
-def test_open_group_keeps_its_horizon_through_a_change_of_stage() -> None:
+def test_open_group_keeps_horizon_across_stages() -> None:
     table = Table(cfg=make_config())  # stages 5, 10, 20 every two steps
     table.hello("actor-0")
     table.hello("learner")
@@ -244,7 +244,7 @@ def test_open_group_keeps_its_horizon_through_a_change_of_stage() -> None:
     assert {lease.horizon_stage for lease in late if lease.opened_at_version == 2} == {1}
 
 
-def test_gated_horizon_advances_through_the_scheduler_and_survives_its_restart() -> None:
+def test_gated_horizon_advances_and_survives_a_scheduler_restart() -> None:
     cfg = make_config(num_steps=50)
     cfg = edited(
         cfg, {"horizon": HorizonSection(kind=HorizonKind.GATED, stages=[5, 10], gated=GATED)}

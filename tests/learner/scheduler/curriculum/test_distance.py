@@ -93,7 +93,7 @@ def stamps(lease: Lease) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("kind", "unit", "mode"), list(product(KINDS, UNITS, TrainMode)), ids=lambda each: each.value
 )
-def test_open_group_keeps_item_and_stamp_while_both_curricula_move(
+def test_open_group_keeps_item_and_stamp_while_curricula_move(
     kind: CurriculumKind, unit: HorizonUnit, mode: TrainMode
 ) -> None:
     cfg = config(kind, unit=unit, mode=mode)
@@ -121,7 +121,7 @@ def test_open_group_keeps_item_and_stamp_while_both_curricula_move(
     list(product(KINDS, HorizonKind, [MixtureKind.WEIGHTS, MixtureKind.ADAPTIVE])),
     ids=lambda each: each.value,
 )
-def test_scheduler_restarted_at_any_step_draws_the_same_items_at_the_same_distances(
+def test_restarted_scheduler_draws_the_same_items_and_distances(
     kind: CurriculumKind, how: HorizonKind, mixture: MixtureKind
 ) -> None:
     cfg = config(kind, how=how, mixture=mixture)
@@ -164,7 +164,7 @@ def seen(episode_id: str, *, is_success: bool = True) -> EpisodeSeen:
     )
 
 
-def test_gated_distance_goes_back_when_entropy_collapses_and_counts_its_own_stage_only() -> None:
+def test_gated_distance_backs_off_on_entropy_collapse() -> None:
     curriculum = core_of(config(CurriculumKind.DISTANCE, how=HorizonKind.GATED)).parts.curriculum
     number = iter(range(1000))
 
@@ -183,11 +183,11 @@ def test_gated_distance_goes_back_when_entropy_collapses_and_counts_its_own_stag
     assert curriculum.report(5)["distances"]["maze"]["moves"][-1]["cause"] == "solved"
     assert step(6, is_solved=True) == 1
     assert step(7, is_solved=True, entropy=0.01) == 0
-    assert step(8, is_solved=True, opened_at=0) == 0  # of the visit before: says nothing
+    assert step(8, is_solved=True, opened_at=0) == 0  # It belongs to the previous visit.
     assert step(9, is_solved=True, opened_at=0) == 0
 
 
-def test_held_out_items_are_those_of_the_whole_range_at_every_stage() -> None:
+def test_held_out_items_cover_the_whole_range_at_every_stage() -> None:
     cfg = config(CurriculumKind.BOTH)
     cfg = replace(cfg, eval=replace(cfg.eval, before=True, baselines=False, num_items=6))
     core = core_of(cfg)
@@ -198,7 +198,7 @@ def test_held_out_items_are_those_of_the_whole_range_at_every_stage() -> None:
     assert all(lease.horizon_unit is HorizonUnit.TURNS for lease in items.values())
 
 
-def test_range_without_items_is_refused_with_the_lengths_that_there_are() -> None:
+def test_range_without_items_is_refused_with_existing_lengths() -> None:
     task = TaskSection(env="maze", subset="easy", distance=[40, 50])
     entry = SubsetEntry(num_train=9, num_test=1, max_turns=30)
     catalogue = Catalogue(
@@ -233,7 +233,7 @@ def test_curriculum_that_would_do_nothing_is_refused(change: dict, named: str) -
         replace(config(CurriculumKind.BOTH), **change)
 
 
-def test_tasks_of_one_subset_stand_side_by_side_if_their_distances_do_not_meet() -> None:
+def test_tasks_of_a_subset_need_disjoint_distances() -> None:
     near, far = (TaskSection(env="m", subset="s", distance=each) for each in ([1, 4], [5, 9]))
     assert run_of(near, far).tasks == [near, far]
     with pytest.raises(ConfigError, match="is there twice"):
@@ -244,6 +244,6 @@ def run_of(*tasks: TaskSection) -> RunConfig:
     return replace(make_config(), tasks=list(tasks))
 
 
-def test_name_of_items_at_a_distance_says_which() -> None:
+def test_item_name_includes_its_distance() -> None:
     assert distance_of(TaskSection(env="m", subset="s", distance=[4, 9]).items(6)) == ("s", 4, 6)
     assert distance_of("s") is None

@@ -41,7 +41,7 @@ def stages_of(gated: GatedHorizon, steps: list[StepSeen]) -> list[int]:
     return stages
 
 
-def test_gain_is_the_slope_of_the_weighted_line_times_the_span() -> None:
+def test_gain_is_weighted_slope_times_span() -> None:
     # success 0.2, 0.3, 0.4, 0.5 over versions 1-4: slope 0.1, span 3
     steps = [seen(v, num_solved=v + 1) for v in (1, 2, 3, 4)]
     assert success_gain(steps) == pytest.approx(0.3)
@@ -59,7 +59,7 @@ def test_gain_is_the_slope_of_the_weighted_line_times_the_span() -> None:
     assert success_gain([seen(1)]) is None
 
 
-def test_gated_horizon_advances_when_many_are_cut_and_success_is_flat_after_min_steps() -> None:
+def test_gated_horizon_advances_when_truncated_and_flat() -> None:
     gated = make_gated()
     # stage 0 for 6 steps, stage 1 for 6 more, stage 2 for ever
     assert stages_of(gated, [seen(v) for v in range(1, 21)]) == [0] * 5 + [1] * 6 + [2] * 9
@@ -81,9 +81,9 @@ def test_gated_horizon_stays_when(truncated, solved) -> None:
     assert set(stages_of(make_gated(), steps)) == {0}
 
 
-def test_gated_horizon_needs_a_whole_window_of_the_present_stage() -> None:
+def test_gated_horizon_needs_a_full_window_of_its_stage() -> None:
     gated = make_gated(GatedSection(window_steps=4, min_steps=4, max_gain=0.1, backoff_steps=2))
-    versions = [1, 2, 3, 9, 10]  # as after a hole: at 9 there are four steps of the stage
+    versions = [1, 2, 3, 9, 10]  # Versions are missing: at 9 the stage has four steps.
     assert stages_of(gated, [seen(v) for v in versions]) == [0, 0, 0, 1, 1]
 
 
@@ -99,7 +99,7 @@ def test_gated_horizon_backs_off_one_stage_when_entropy_collapses() -> None:
     assert stages_of(gated, [seen(v) for v in range(9, 15)]) == [0] * 5 + [1]
 
 
-def test_gated_horizon_backs_off_when_the_effective_sample_size_collapses() -> None:
+def test_gated_horizon_backs_off_on_low_ess() -> None:
     gated = make_gated()
     stages_of(gated, [seen(v) for v in range(1, 7)])
     steps = [seen(7, ess_frac=0.1), seen(8, ess_frac=0.4)]  # mean 0.25 < 0.3
@@ -107,14 +107,14 @@ def test_gated_horizon_backs_off_when_the_effective_sample_size_collapses() -> N
     assert (gated.moves[-1].cause, gated.moves[-1].ess_frac) == ("ess", pytest.approx(0.25))
 
 
-def test_gated_horizon_has_nothing_below_its_first_stage() -> None:
+def test_gated_horizon_never_backs_off_from_its_first_stage() -> None:
     gated = make_gated()
     steps = [seen(v, ess_frac=0.0, num_truncated=0) for v in range(1, 9)]
     assert stages_of(gated, steps) == [0] * 8
     assert not gated.moves
 
 
-def test_gated_horizon_never_backs_off_when_the_signals_are_unknown_or_switched_off() -> None:
+def test_gated_horizon_ignores_unknown_or_disabled_signals() -> None:
     off = replace(GATED, entropy_frac=0.0, ess_frac=0.0)
     for gated, entropy, ess in ((make_gated(), UNKNOWN, UNKNOWN), (make_gated(off), 0.0, 0.0)):
         stages_of(gated, [seen(v) for v in range(1, 7)])
@@ -148,9 +148,7 @@ _STEPS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(_STEPS, st.integers(0, 60))
-def test_gated_horizon_restored_at_any_step_goes_on_as_if_nothing_happened(
-    steps: list[dict[str, float]], cut: int
-) -> None:
+def test_restored_gated_horizon_moves_as_before(steps: list[dict[str, float]], cut: int) -> None:
     events = [seen(v, **step) for v, step in enumerate(steps, 1)]
     whole, first, second = make_gated(), make_gated(), make_gated()
     expected = stages_of(whole, events)
@@ -162,9 +160,7 @@ def test_gated_horizon_restored_at_any_step_goes_on_as_if_nothing_happened(
 
 @settings(max_examples=60, deadline=None)
 @given(_STEPS)
-def test_gated_horizon_moves_by_one_stage_and_advances_only_after_min_steps(
-    steps: list[dict[str, float]],
-) -> None:
+def test_gated_horizon_moves_by_single_stages(steps: list[dict[str, float]]) -> None:
     gated = make_gated()
     stages = [0, *stages_of(gated, [seen(v, **s) for v, s in enumerate(steps, 1)])]
     assert all(abs(b - a) <= 1 for a, b in pairwise(stages))

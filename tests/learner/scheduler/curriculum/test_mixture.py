@@ -40,12 +40,12 @@ def tell(mixture: Mixture, subset: str, item_id: str, *, is_success: bool, num: 
         mixture.see(episode, Item(env="maze", subset=subset, item_id=item_id))
 
 
-def test_worth_is_largest_at_one_half_and_never_below_the_floor() -> None:
+def test_worth_peaks_at_one_half_and_has_a_floor() -> None:
     cases = {0.5: 1.0, 0.25: 0.75, 0.9: 0.36, 0.95: 0.19, 0.0: 0.1, 1.0: 0.1}
     assert {p: worth(p, floor=0.1) for p in cases} == pytest.approx(cases)
 
 
-def test_pool_averages_all_at_first_and_then_forgets() -> None:
+def test_pool_averages_all_episodes_first_and_then_forgets() -> None:
     pool = SuccessPool(memory_episodes=4, max_keys=2)
     for is_success in (True, False, True, True):
         pool.add("a", seen(is_success=is_success))
@@ -55,18 +55,18 @@ def test_pool_averages_all_at_first_and_then_forgets() -> None:
     assert pool.success("a", min_episodes=6) is None
     pool.add("b", seen(is_success=True))
     pool.add("a", seen(is_success=True))
-    pool.add("c", seen(is_success=True))  # b was not heard of for longest
+    pool.add("c", seen(is_success=True))  # b has the oldest report.
     assert (pool.success("b"), pool.success("c")) == (None, 1.0)
 
 
-def test_weights_mixture_draws_what_the_sampler_draws() -> None:
+def test_weights_mixture_draws_like_the_sampler() -> None:
     tasks, catalogue = tasks_of(a=1, b=3), catalogue_of(a=20, b=20)
     mixture = make_mixture(MixtureSection(), tasks, catalogue)
     sampler = Sampler(tasks, catalogue, seed=3)
     assert [mixture.item(n) for n in range(50)] == [sampler.item(n) for n in range(50)]
 
 
-def test_temper_raises_the_weights_to_one_over_the_temperature() -> None:
+def test_temper_raises_weights_to_one_over_the_temperature() -> None:
     # weights 1 and 9 at T = 2: 1 and 3
     weights = [task.weight for task in temper(tasks_of(a=1, b=9, c=0), 2.0)]
     assert weights == pytest.approx([0.25, 0.75, 0.0])
@@ -89,7 +89,7 @@ def test_adaptive_mixture_starts_with_the_weights() -> None:
     assert counts["a"] == pytest.approx(100, abs=4)
 
 
-def test_adaptive_mixture_prefers_the_task_nearest_to_one_half() -> None:
+def test_adaptive_mixture_prefers_middling_tasks() -> None:
     mixture = make_mixture(ADAPTIVE, tasks_of(a=1, b=1, c=1), catalogue_of(a=50, b=50, c=50))
     for i in range(MIN_TASK_EPISODES):
         tell(mixture, "a", f"a-train-{i}", is_success=i % 2 == 0)  # 0.5: worth 1
@@ -103,7 +103,7 @@ def test_adaptive_mixture_prefers_the_task_nearest_to_one_half() -> None:
         assert counts[name] == pytest.approx(1000 * expected[f"maze/{name}"], abs=25)
 
 
-def test_adaptive_mixture_believes_a_task_only_after_some_episodes() -> None:
+def test_adaptive_mixture_needs_minimum_of_episodes() -> None:
     mixture = make_mixture(ADAPTIVE, tasks_of(a=1, b=1), catalogue_of(a=50, b=50))
     tell(mixture, "a", "a-train-0", is_success=False, num=MIN_TASK_EPISODES - 1)
     assert mixture.shares()["maze/a"] == 0.5
@@ -111,7 +111,7 @@ def test_adaptive_mixture_believes_a_task_only_after_some_episodes() -> None:
     assert mixture.shares()["maze/a"] == pytest.approx(0.1 / 1.1)
 
 
-def test_adaptive_mixture_draws_no_item_twice_in_an_epoch() -> None:
+def test_adaptive_mixture_draws_each_item_once_per_epoch() -> None:
     mixture = make_mixture(ADAPTIVE, tasks_of(a=1), catalogue_of(a=30))
     for epoch in range(3):
         drawn = [mixture.item(epoch * 30 + i).item_id for i in range(30)]
@@ -133,7 +133,7 @@ def test_adaptive_mixture_mostly_skips_items_without_signal() -> None:
     assert sum(i >= 50 for i in drawn) > 40
 
 
-def test_adaptive_mixture_finds_an_item_when_all_are_solved() -> None:
+def test_adaptive_mixture_still_draws_when_all_items_are_solved() -> None:
     mixture = make_mixture(ADAPTIVE, tasks_of(a=1), catalogue_of(a=3))
     for i in range(3):
         tell(mixture, "a", f"a-train-{i}", is_success=True, num=8)
@@ -144,7 +144,7 @@ def test_adaptive_mixture_finds_an_item_when_all_are_solved() -> None:
     }
 
 
-def test_adaptive_mixture_restored_goes_on_with_the_same_items() -> None:
+def test_restored_adaptive_mixture_continues_its_draws() -> None:
     def play(mixture: Mixture, numbers: range) -> list[Item]:
         items: list[Item] = []
         for number in numbers:

@@ -31,7 +31,7 @@ def test_permute_is_a_bijection(size: int, key: int) -> None:
     assert sorted(permute(i, size, key=key) for i in range(size)) == list(range(size))
 
 
-def test_sampler_visits_every_item_of_a_subset_once_per_epoch() -> None:
+def test_sampler_visits_items_once_per_epoch() -> None:
     sampler = Sampler(tasks_of(a=1, b=2), catalogue_of(a=7, b=11), seed=3)
     visits: dict[str, list[str]] = {"a": [], "b": []}
     for number in range(0, 8 * 20):  # whole blocks, so that ranks are complete
@@ -46,7 +46,7 @@ def test_sampler_visits_every_item_of_a_subset_once_per_epoch() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 12345])
-def test_sampler_keeps_the_shares_of_every_window_near_the_weights(seed: int) -> None:
+def test_sampler_keeps_window_shares_near_weights(seed: int) -> None:
     sampler = Sampler(tasks_of(a=1, b=3, c=6), catalogue_of(a=50, b=50, c=50), seed=seed)
     subsets = [sampler.item(number).subset for number in range(600)]
     for width in (20, 50, 100):
@@ -56,7 +56,7 @@ def test_sampler_keeps_the_shares_of_every_window_near_the_weights(seed: int) ->
                 assert abs(counts[name] - share * width) <= 6
 
 
-def test_sampler_shuffles_so_that_no_short_pattern_repeats() -> None:
+def test_sampler_repeats_no_short_pattern() -> None:
     sampler = Sampler(tasks_of(a=1, b=1), catalogue_of(a=50, b=50), seed=0)
     text = "".join(sampler.item(number).subset for number in range(160))
     blocks = [text[i : i + 8] for i in range(0, 160, 8)]
@@ -74,7 +74,7 @@ def test_sampler_is_a_pure_function_of_seed_and_number() -> None:
     assert first.item(0).item_id == again.item(0).item_id
 
 
-def test_sampler_needs_no_memory_for_a_million_items_and_a_million_groups() -> None:
+def test_sampler_scales_to_a_million_items_without_memory() -> None:
     sampler = Sampler(tasks_of(a=1), catalogue_of(a=1_000_000), seed=0)
     drawn = {sampler.item(number).item_id for number in range(1_000_000, 1_000_800)}
     assert len(drawn) == 800
@@ -85,7 +85,7 @@ def test_sampler_never_draws_a_task_of_weight_zero() -> None:
     assert {sampler.item(number).subset for number in range(50)} == {"b"}
 
 
-def test_member_seed_differs_between_members_and_fits_32_bits() -> None:
+def test_member_seeds_differ_and_fit_31_bits() -> None:
     seeds = {member_seed(0, number, member) for number in range(50) for member in range(8)}
     assert len(seeds) == 400
     assert all(0 <= seed < 2**31 for seed in seeds)
@@ -96,12 +96,12 @@ def test_spread_gives_the_largest_remainders_the_rest() -> None:
     assert spread(10, weights=[1, 2, 4], caps=[100] * 3) == [1, 3, 6]
 
 
-def test_spread_passes_on_what_a_cap_cuts() -> None:
+def test_spread_redistributes_capped_shares() -> None:
     assert spread(10, weights=[1, 1], caps=[2, 100]) == [2, 8]
     assert spread(10, weights=[1, 1], caps=[2, 3]) == [2, 3]
     assert spread(0, weights=[1, 1], caps=[2, 3]) == [0, 0]
 
 
-def test_eval_items_are_the_first_test_items_spread_by_weight() -> None:
+def test_eval_items_are_first_test_items_spread_by_weight() -> None:
     items = eval_items(tasks_of(a=2, b=1), catalogue_of(a=9, b=9), 3)
     assert [item.item_id for item in items] == ["a-test-0", "a-test-1", "b-test-0"]

@@ -22,19 +22,19 @@ def _state(**changes: int) -> GateState:
     return replace(STATE, **changes)
 
 
-def test_async_gate_allows_the_current_batch_and_those_ahead() -> None:
+def test_async_gate_allows_the_current_and_next_batches() -> None:
     cfg = make_config(per_step=16, max_ahead_steps=2, num_steps=100)
     assert _gate(cfg).allowed(_state()).num_allowed == 48
     assert _gate(cfg).allowed(_state(num_open=30, num_ready=10)).num_allowed == 8
 
 
-def test_gate_follows_a_learner_that_asks_for_fresher_data_but_never_opens_wider() -> None:
+def test_learner_can_tighten_the_gate_but_not_widen_it() -> None:
     cfg = make_config(per_step=16, max_ahead_steps=2, num_steps=100)
     assert _gate(cfg).allowed(_state(max_ahead_steps=0)).num_allowed == 16
     assert _gate(cfg).allowed(_state(max_ahead_steps=5)).num_allowed == 48
 
 
-def test_gate_opens_what_the_measured_pace_needs_within_the_bound_and_the_learner_s_wish() -> None:
+def test_gate_opens_the_needed_steps_within_both_bounds() -> None:
     cfg = make_config(per_step=16, max_ahead_steps=2, num_steps=100)
     assert _gate(cfg).allowed(_state(needed_ahead_steps=1, num_open=4)).num_allowed == 28
     assert _gate(cfg).allowed(_state(needed_ahead_steps=9)).num_allowed == 48
@@ -42,19 +42,19 @@ def test_gate_opens_what_the_measured_pace_needs_within_the_bound_and_the_learne
     assert _gate(cfg).allowed(_state(needed_ahead_steps=1, max_ahead_steps=0)).num_allowed == 16
 
 
-def test_async_gate_names_how_far_the_actors_are_ahead() -> None:
+def test_async_gate_reports_the_actors_lead() -> None:
     cfg = make_config(per_step=16, max_ahead_steps=1, num_steps=100)
     verdict = _gate(cfg).allowed(_state(num_open=20, num_ready=12))
     assert (verdict.num_allowed, verdict.reason) == (0, "gate: 32 groups ahead of the learner")
 
 
-def test_async_gate_opens_no_more_than_the_rest_of_the_run_needs() -> None:
+def test_async_gate_opens_only_the_rest_of_the_run() -> None:
     cfg = make_config(per_step=4, max_ahead_steps=3, num_steps=10)
     assert _gate(cfg).allowed(_state(version=8)).num_allowed == 8
     assert _gate(cfg).allowed(_state(version=9)).num_allowed == 4
 
 
-def test_sync_gate_opens_what_the_step_misses_once_no_group_is_open() -> None:
+def test_sync_gate_refills_a_step_after_its_open_groups() -> None:
     cfg = make_config(mode=TrainMode.SYNC, per_step=4)
     assert _gate(cfg).allowed(_state()).num_allowed == 4
     assert _gate(cfg).allowed(_state(num_open=1)).num_allowed == 0
@@ -62,7 +62,7 @@ def test_sync_gate_opens_what_the_step_misses_once_no_group_is_open() -> None:
     assert _gate(cfg).allowed(_state(num_ready=4)).num_allowed == 0
 
 
-def test_sync_gate_draws_at_most_max_oversample_batches_for_a_step() -> None:
+def test_sync_gate_draws_at_most_max_oversample_batches() -> None:
     cfg = make_config(mode=TrainMode.SYNC, per_step=4, max_oversample=2.0)  # 8 groups
     assert _gate(cfg).allowed(_state(num_ready=1, num_filtered=6)).num_allowed == 1
     state = _state(num_ready=1, num_filtered=7)
@@ -70,7 +70,7 @@ def test_sync_gate_draws_at_most_max_oversample_batches_for_a_step() -> None:
     assert _gate(cfg).allowed(state).num_allowed == 0
 
 
-def test_gate_lifts_the_bound_when_the_learner_has_nothing_to_train_on() -> None:
+def test_gate_lifts_its_bound_when_no_group_is_ready() -> None:
     cfg = make_config(mode=TrainMode.SYNC, per_step=4, max_oversample=2.0)
     state = _state(num_filtered=8)
     assert not _gate(cfg).is_oversampled(state)
@@ -80,9 +80,7 @@ def test_gate_lifts_the_bound_when_the_learner_has_nothing_to_train_on() -> None
 @pytest.mark.parametrize(
     ("num_filtered", "num_groups"), [(0, 4), (4, 4), (5, 3), (7, 1), (8, 1), (99, 1)]
 )
-def test_async_batch_is_short_when_the_oversampling_bound_is_reached(
-    num_filtered: int, num_groups: int
-) -> None:
+def test_async_batch_is_short_at_the_oversampling_bound(num_filtered: int, num_groups: int) -> None:
     cfg = make_config(per_step=4, max_oversample=2.0)  # 8 groups
     state = _state(num_filtered=num_filtered, num_open=3, num_ready=1)
     assert _gate(cfg).num_batch_groups(state) == num_groups
@@ -100,7 +98,7 @@ def test_sync_batch_waits_for_the_end_of_its_round() -> None:
 @pytest.mark.parametrize("mode", list(TrainMode))
 @pytest.mark.parametrize("num_ready", range(5))
 @pytest.mark.parametrize("num_filtered", range(12))
-def test_either_the_gate_opens_or_there_is_a_batch_once_no_group_is_open(
+def test_gate_or_batch_is_available_without_open_groups(
     mode: TrainMode, num_ready: int, num_filtered: int
 ) -> None:
     """Both refusing would be a wait for ever."""

@@ -1,4 +1,4 @@
-"""Laws of who is granted what, where not every hub is there."""
+"""Laws of grants while some hubs are unreachable."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ SUBSETS = CATALOGUE.envs["maze"]
 
 
 def core_of_two(mode: TrainMode = TrainMode.ASYNC, *, evaluates: bool = False) -> SchedulerCore:
-    """One that hands out two environments, to an actor that has said hello."""
+    """A scheduler core with two environments and one actor."""
     tasks = [TaskSection(env="maze", subset="easy"), TaskSection(env="cave", subset="easy")]
     evaluation = EvalSection(before=evaluates, after=False, num_items=6, baselines=False)
     cfg = replace(make_config(mode=mode, per_step=8, evaluation=evaluation), tasks=tasks)
@@ -32,13 +32,13 @@ def ask(core: SchedulerCore, num: int, *absent: str) -> list[Lease]:
     return core.handle("actor-0", request).leases
 
 
-def test_groups_are_drawn_of_environments_that_somebody_serves_and_of_all_again_later() -> None:
+def test_groups_are_drawn_from_reachable_environments_only() -> None:
     core = core_of_two()
     assert {lease.env for lease in ask(core, 32, "cave")} == {"maze"}
     assert {lease.env for lease in ask(core, 32)} == {"maze", "cave"}
 
 
-def test_members_of_a_group_whose_hub_is_gone_wait_in_their_order_for_one_who_reaches_it() -> None:
+def test_waiting_group_members_keep_their_order_until_reachable() -> None:
     core = core_of_two()
     some = ask(core, 1)
     while some[-1].env == "maze":  # a group of the other environment is begun
@@ -49,7 +49,7 @@ def test_members_of_a_group_whose_hub_is_gone_wait_in_their_order_for_one_who_re
     assert left == [1, 2, 3]
 
 
-def test_an_evaluation_goes_on_with_the_environments_that_are_there() -> None:
+def test_evaluation_continues_on_reachable_environments() -> None:
     core = core_of_two(evaluates=True)
     there = ask(core, 100, "cave")
     assert {lease.env for lease in there} == {"maze"}
@@ -60,7 +60,7 @@ def test_an_evaluation_goes_on_with_the_environments_that_are_there() -> None:
 
 
 @pytest.mark.parametrize("absent", [(), ("cave",)])
-def test_rounds_of_the_lockstep_do_not_depend_on_who_is_there(absent: tuple[str, ...]) -> None:
+def test_lockstep_rounds_do_not_depend_on_reachable_hubs(absent: tuple[str, ...]) -> None:
     core, other = core_of_two(TrainMode.SYNC), core_of_two(TrainMode.SYNC)
     ask(core, 100, *absent)
     ask(other, 100)
@@ -70,7 +70,7 @@ def test_rounds_of_the_lockstep_do_not_depend_on_who_is_there(absent: tuple[str,
     assert drawn == expected
 
 
-def test_one_grant_holds_no_more_leases_than_a_message() -> None:
+def test_grant_is_bounded_by_one_message() -> None:
     mode = TrainMode.ASYNC
     cfg = make_config(mode=mode, per_step=MAX_LEASES)
     core = SchedulerCore(build_components(cfg, CATALOGUE), clock=Clock())

@@ -20,7 +20,7 @@ def _bound(episode_s: float | None, *, max_stretch: float = 2.0) -> int:
 @pytest.mark.parametrize(
     ("episode_s", "bound"), [(None, 4), (1.0, 4), (30.0, 4), (31.0, 5), (50.0, 6), (999.0, 8)]
 )
-def test_lag_bound_follows_the_seconds_of_an_episode_between_the_bound_and_its_stretch(
+def test_lag_bound_follows_the_episode_time_within_limits(
     episode_s: float | None, bound: int
 ) -> None:
     assert _bound(episode_s) == bound
@@ -34,31 +34,31 @@ def test_lag_bound_without_stretch_is_the_configured_one() -> None:
     ("busy_s", "group_s", "signal_frac", "num"),
     [(2.0, 3.0, 0.5, 5), (2.0, 3.0, 1.0, 3), (9.0, 3.0, 1.0, 1), (None, 3.0, 1.0, 0)],
 )
-def test_needed_steps_ahead_are_those_that_pass_while_a_batch_is_played(
+def test_needed_steps_ahead_cover_the_time_of_a_batch(
     busy_s: float | None, group_s: float, signal_frac: float, num: int
 ) -> None:
     needed = needed_ahead_steps(busy_s=busy_s, group_s=group_s, signal_frac=signal_frac, margin=1.5)
     assert needed == num
 
 
-def test_lease_cap_is_what_is_finished_in_time_and_one_at_least() -> None:
+def test_lease_cap_is_the_work_finished_in_time() -> None:
     assert lease_cap(episodes_per_s=0.5, step_period_s=2.0, num_steps=3) == 3
     assert lease_cap(episodes_per_s=0.01, step_period_s=2.0, num_steps=3) == 1
 
 
-def test_pace_knows_the_seconds_of_nearly_all_episodes_of_a_horizon() -> None:
+def test_pace_is_a_high_quantile_of_episode_time() -> None:
     pace = Pace()
     for second in range(1, 20):
         pace.add_episode("maze", 10, float(second))
     assert pace.episode_s("maze", 10) is None  # 19 are too few
     pace.add_episode("maze", 10, 20.0)
     assert pace.episode_s("maze", 10) == 19.0
-    assert pace.episode_s("maze", 30) == 57.0  # in proportion to a horizon never seen
+    assert pace.episode_s("maze", 30) == 57.0  # The time of an unseen horizon is proportional.
     assert pace.episode_s("maze", 5) == 19.0
     assert pace.episode_s("other", 10) is None
 
 
-def test_learner_that_waits_makes_the_gate_wider_and_one_that_does_not_narrower() -> None:
+def test_waiting_learner_widens_the_gate() -> None:
     pace = Pace()
     pace.add_step(0.0, busy_s=2.0, wait_s=0.2)
     assert pace.boost == 1.25
@@ -68,7 +68,7 @@ def test_learner_that_waits_makes_the_gate_wider_and_one_that_does_not_narrower(
     assert pace.steady_busy_s is None  # two steps are no measure
 
 
-def test_bounds_travel_to_the_learner_and_survive_a_restart() -> None:
+def test_lag_bounds_reach_the_learner_and_survive_a_restart() -> None:
     table = Table(make_config())
     table.hello("learner-0")
     table.hello("actor-0")
@@ -86,7 +86,7 @@ def test_bounds_travel_to_the_learner_and_survive_a_restart() -> None:
     assert other.beat("learner-0", []).lag_bounds == bounds
 
 
-def test_gate_that_the_learner_tightened_is_tight_after_a_restart() -> None:
+def test_gate_tightened_by_learner_survives_restart() -> None:
     limits = _limits()
     limits.update(Pace(), max_ahead_steps=0)
     other = _limits()

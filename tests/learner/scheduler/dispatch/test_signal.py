@@ -29,7 +29,7 @@ def table() -> Table:
     return joined("actor-0", "learner")
 
 
-def test_a_minute_without_signal_is_told_with_what_helps(table, caplog):
+def test_minute_without_signal_gives_a_notice_with_remedies(table, caplog):
     finish(table, 3, Outcome.FILTERED, seconds=20.0)
     assert table.core.status()["notice"] == ""  # 40 s, three groups
     finish(table, 1, Outcome.FILTERED, seconds=21.0)
@@ -52,7 +52,7 @@ def test_one_group_with_signal_ends_the_notice(table):
     assert table.core.status()["notice"] == ""
 
 
-def test_groups_that_the_infrastructure_damaged_say_nothing_about_signal(table):
+def test_damaged_groups_do_not_count_as_lacking_signal(table):
     finish(table, 6, Outcome.FAILED, seconds=30.0)
     assert table.core.status()["notice"] == ""
 

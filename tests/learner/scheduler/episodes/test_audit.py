@@ -1,4 +1,4 @@
-"""Who is dropped: counted once, compared, warned about."""
+"""Selection audit: each drop is counted once, compared and warned about."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ def _filled(*, long: tuple[int, int], short: tuple[int, int]) -> SelectionAudit:
     return audit
 
 
-def test_bucket_is_the_quarter_of_the_horizon_that_the_turns_fall_into() -> None:
+def test_bucket_is_quarter_of_horizon() -> None:
     assert [bucket_of(turns, 10) for turns in range(11)] == [1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4]
     assert [turns_of(bucket, 10) for bucket in range(5)] == ["unknown", "1-2", "3-5", "6-7", "8-10"]
 
@@ -42,7 +42,7 @@ def test_z_is_that_of_two_proportions() -> None:
 @pytest.mark.parametrize(
     ("long", "short"),
     [
-        ((70, 30), (70, 30)),  # as often
+        ((70, 30), (70, 30)),  # Both are dropped equally often.
         ((90, 10), (70, 30)),  # the other way
         ((20, 20), (990, 10)),  # too few long ones
         ((990, 10), (1000, 0)),  # one in a hundred is no matter
@@ -55,7 +55,7 @@ def test_no_warning_without_clear_evidence(
     assert caplog.records == []
 
 
-def test_long_episodes_dropped_more_often_are_warned_about_once(
+def test_frequent_drops_of_long_episodes_are_warned_about_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     audit = _filled(long=(70, 30), short=(95, 5))
@@ -66,7 +66,7 @@ def test_long_episodes_dropped_more_often_are_warned_about_once(
     assert "env=maze horizon=20 dropped_long=30/100 dropped_short=5/100" in record.getMessage()
 
 
-def test_rows_say_the_share_that_was_dropped_without_those_of_the_run_s_end() -> None:
+def test_rows_give_the_dropped_share_without_run_end_episodes() -> None:
     audit = _filled(long=(6, 3), short=(1, 0))
     audit.add(LONG, Outcome.FAILED, "deadline")
     audit.add(LONG, Outcome.STALE, "run_ended")
@@ -83,7 +83,7 @@ def test_rows_say_the_share_that_was_dropped_without_those_of_the_run_s_end() ->
     assert other.report() == audit.report()
 
 
-def test_every_settled_training_episode_is_in_the_cell_of_its_length() -> None:
+def test_every_settled_training_episode_is_counted_by_length() -> None:
     table = Table(make_config(max_attempts=1))
     table.hello("actor-0")
     leases = table.ask("actor-0", 8).leases
@@ -97,7 +97,7 @@ def test_every_settled_training_episode_is_in_the_cell_of_its_length() -> None:
     ]
 
 
-def test_word_of_the_learner_moves_an_episode_in_the_audit_too() -> None:
+def test_learner_report_moves_episode_within_audit() -> None:
     table = Table(make_config(max_attempts=1))
     table.hello("actor-0")
     leases = table.ask("actor-0", 4).leases

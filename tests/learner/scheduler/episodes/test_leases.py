@@ -10,7 +10,7 @@ def let_die(table: Table) -> None:
     table.core.tick()
 
 
-def test_lease_of_a_dead_actor_is_issued_again_with_the_next_attempt() -> None:
+def test_dead_actors_lease_is_reissued_as_the_next_attempt() -> None:
     table = joined()
     first = table.ask("actor-0", 4).leases
     let_die(table)
@@ -20,7 +20,7 @@ def test_lease_of_a_dead_actor_is_issued_again_with_the_next_attempt() -> None:
     assert table.counts()["reissued"] == 4
 
 
-def test_rest_of_a_dead_actor_s_group_goes_to_the_next_one_that_asks() -> None:
+def test_dead_actors_remaining_members_go_to_the_next_actor() -> None:
     table = joined()
     leases = table.ask("actor-0", 2).leases
     table.arrive(leases)
@@ -28,7 +28,7 @@ def test_rest_of_a_dead_actor_s_group_goes_to_the_next_one_that_asks() -> None:
     assert ids(table.ask("actor-1", 2).leases) == ["g0000000/2", "g0000000/3"]
 
 
-def test_lease_of_a_restarted_actor_is_issued_again_at_once() -> None:
+def test_restarted_actors_lease_is_reissued() -> None:
     table = Table()
     table.hello("actor-0", incarnation="old")
     first = table.ask("actor-0", 2).leases
@@ -41,14 +41,14 @@ def test_lease_of_a_restarted_actor_is_issued_again_at_once() -> None:
     }
 
 
-def test_hello_of_the_same_process_keeps_its_leases() -> None:
+def test_repeated_hello_of_one_process_keeps_its_leases() -> None:
     table = joined()
     first = table.ask("actor-0", 4).leases
     table.hello("actor-0")
     assert set(ids(table.ask("actor-0", 4).leases)).isdisjoint(ids(first))
 
 
-def test_heartbeat_renews_what_it_lists() -> None:
+def test_heartbeat_renews_its_listed_leases() -> None:
     table = joined()
     leases = table.ask("actor-0", 4).leases
     for _ in range(500):  # 2500 s, beyond the 1810 s of a lease
@@ -70,7 +70,7 @@ def test_lease_past_its_deadline_is_issued_again() -> None:
     assert ids(table.ask("actor-0", 1).leases) == ids(first)
 
 
-def test_lease_that_two_heartbeats_do_not_list_is_lost() -> None:
+def test_lease_unlisted_twice_is_lost() -> None:
     table = joined()
     leases = table.ask("actor-0", 2).leases
     kept, missed = leases
@@ -81,7 +81,7 @@ def test_lease_that_two_heartbeats_do_not_list_is_lost() -> None:
     assert ids(table.ask("actor-0", 1).leases) == [missed.episode_id]
 
 
-def test_missed_lease_is_not_lost_when_the_next_heartbeat_lists_it() -> None:
+def test_lease_unlisted_once_is_kept() -> None:
     table = joined()
     leases = table.ask("actor-0", 1).leases
     for running in ([], ids(leases), [], ids(leases)):
@@ -90,7 +90,7 @@ def test_missed_lease_is_not_lost_when_the_next_heartbeat_lists_it() -> None:
     assert len(table.core.lifecycle.leases) == 1
 
 
-def test_actor_that_was_thought_dead_takes_its_episodes_back() -> None:
+def test_revived_actor_takes_its_episodes_back() -> None:
     table = joined()
     leases = table.ask("actor-0", 2).leases
     table.clock.now += 11
@@ -101,7 +101,7 @@ def test_actor_that_was_thought_dead_takes_its_episodes_back() -> None:
     assert table.counts()["reissued"] == 0
 
 
-def test_actor_is_told_to_abandon_what_another_one_plays_now() -> None:
+def test_actor_must_abandon_episodes_reissued_to_another() -> None:
     table = joined()
     leases = table.ask("actor-0", 2).leases
     let_die(table)
@@ -110,8 +110,8 @@ def test_actor_is_told_to_abandon_what_another_one_plays_now() -> None:
     assert table.beat("actor-0", ["g0099999/0", "nonsense"]).revoked == ["g0099999/0", "nonsense"]
 
 
-def test_nothing_is_played_again_while_the_learner_that_may_have_it_is_not_heard() -> None:
-    """What an actor delivers it lists no more, and only the learner knows that it came."""
+def test_no_lease_is_reissued_while_the_learner_is_silent() -> None:
+    """An actor stops listing a delivered episode, and only the learner has it."""
     table = joined("actor-0", "learner-0")
     delivered, lost = table.ask("actor-0", 2).leases
     for _ in range(40):

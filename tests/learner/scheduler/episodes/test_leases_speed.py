@@ -1,4 +1,4 @@
-"""Actors of different speeds share the work by what they can finish."""
+"""Actors of different speeds share the work by their capacity."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def _fleet(*, size_leases: bool) -> Fleet:
     return Fleet(cfg, actors, busy_s=1.0)
 
 
-def test_slow_actor_does_not_hoard_and_a_late_one_gets_its_share() -> None:
+def test_slow_actor_does_not_hoard_and_late_actor_gets_work() -> None:
     fleet = _fleet(size_leases=True)
     fast, slow, late = fleet.actors
     fleet.run(100.0)
@@ -33,14 +33,14 @@ def test_slow_actor_does_not_hoard_and_a_late_one_gets_its_share() -> None:
     fleet.run(200.0)
     done = [actor.num_finished - num for actor, num in zip(fleet.actors, before, strict=True)]
     assert fleet.max_held["actor-slow"] <= 6
-    assert done[1] > 30  # it is used all the same
+    assert done[1] > 30  # The slow actor still contributes.
     assert done[0] / done[2] == pytest.approx(1.0, abs=0.25)
     assert fleet.stale_frac("actor-slow", max_lag_steps=4) < 0.05
     assert fleet.stale_frac("actor-fast", max_lag_steps=4) == 0.0
     fleet.table.core.lifecycle.assert_balanced()
 
 
-def test_without_sized_leases_nothing_of_a_slow_actor_is_fresh() -> None:
+def test_unsized_leases_make_slow_actor_stale() -> None:
     fleet = _fleet(size_leases=False)
     fleet.run(100.0)
     fleet.lags.clear()
@@ -56,7 +56,7 @@ def test_actor_that_is_alone_may_have_all() -> None:
     assert fleet.max_held["actor-slow"] == 64
 
 
-def test_gate_of_fast_actors_is_narrow_and_the_learner_never_waits() -> None:
+def test_fast_actors_need_narrow_gate_only() -> None:
     cfg = make_config(num_steps=100_000, size=4, per_step=8, max_ahead_steps=2)
     fleet = Fleet(cfg, [SimActor("actor-0", lambda _: 0.5, num_slots=96)], busy_s=4.0)
     fleet.run(60.0)
@@ -67,15 +67,15 @@ def test_gate_of_fast_actors_is_narrow_and_the_learner_never_waits() -> None:
     limits = fleet.table.core.status()["limits"]
     assert limits["needed_ahead_steps"] == 1
     lag_mean = sum(lag * num for (_, lag), num in fleet.lags.items()) / fleet.lags.total()
-    assert lag_mean < 1.3  # with three batches in flight it would be 2
+    assert lag_mean < 1.3  # Three batches in flight would give 2.
 
 
-def test_grant_says_that_the_speed_is_the_bound_or_whose_turn_it_is() -> None:
+def test_grant_reports_speed_or_gate_as_its_bound() -> None:
     table = Table(make_config(per_step=2, size=4))
     for name in ("actor-0", "actor-1"):
         table.hello(name)
     table.core.parts.pace.step_period_s = 1.0
-    grant = table.ask("actor-0", 12)  # of unknown speed: two groups
+    grant = table.ask("actor-0", 12)  # Its speed is unknown: two groups.
     assert (len(grant.leases), grant.reason[:6]) == (8, "speed:")
     table.ask("actor-1", 16)
     table.core.parts.pace.step_period_s = None

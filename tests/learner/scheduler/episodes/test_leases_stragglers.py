@@ -22,19 +22,19 @@ def _table(*, factor: float = 3.0, max_attempts: int = 3) -> tuple[Table, list[L
 
 
 def _wait(table: Table, seconds: float, **running: Any) -> dict[str, list[str]]:
-    """Let time pass with heartbeats of all; return what the actors are told to abandon."""
+    """Let time pass with all heartbeats; return the revoked episodes of each actor."""
     table.clock.now += seconds
     table.beat("learner-0", [])
     return {name: table.beat(f"actor-{name[1:]}", held).revoked for name, held in running.items()}
 
 
-def test_straggler_is_taken_away_after_its_factor_and_not_before() -> None:
+def test_straggler_is_revoked_exactly_after_its_factor() -> None:
     table, leases = _table()
     assert _wait(table, 60.0, a0=ids(leases)) == {"a0": []}
     assert _wait(table, 0.5, a0=ids(leases)) == {"a0": ids(leases)}
 
 
-def test_straggler_is_issued_again_only_once_its_actor_has_let_go() -> None:
+def test_straggler_is_reissued_once_its_actor_drops_it() -> None:
     table, leases = _table()
     _wait(table, 61.0, a0=ids(leases))
     assert set(ids(table.ask("actor-1", 4).leases)).isdisjoint(ids(leases))
@@ -45,7 +45,7 @@ def test_straggler_is_issued_again_only_once_its_actor_has_let_go() -> None:
     assert {(x.horizon, x.horizon_stage) for x in again[:3]} == {(leases[0].horizon, 0)}
 
 
-def test_straggler_that_arrives_before_it_is_let_go_counts() -> None:
+def test_straggler_that_arrives_before_release_counts() -> None:
     table, leases = _table()
     _wait(table, 61.0, a0=ids(leases))
     table.arrive(leases)
@@ -54,7 +54,7 @@ def test_straggler_that_arrives_before_it_is_let_go_counts() -> None:
     assert table.counts()["reissued"] == 0
 
 
-def test_straggler_without_attempts_left_is_failed_and_the_group_goes_on_without_it() -> None:
+def test_straggler_without_attempts_fails_and_its_group_continues() -> None:
     table, leases = _table(max_attempts=1)
     table.arrive(leases[1:])
     _wait(table, 61.0, a0=ids(leases[:1]))
@@ -67,7 +67,7 @@ def test_straggler_without_attempts_left_is_failed_and_the_group_goes_on_without
     assert counts["causes"] == {"failed:straggler": 1}
 
 
-def test_nobody_is_a_straggler_when_switched_off_or_without_a_learner_to_take_episodes() -> None:
+def test_stragglers_need_a_positive_factor_and_a_live_learner() -> None:
     table, leases = _table(factor=0.0)
     assert _wait(table, 900.0, a0=ids(leases)) == {"a0": []}
     table, leases = _table()
@@ -78,7 +78,7 @@ def test_nobody_is_a_straggler_when_switched_off_or_without_a_learner_to_take_ep
     assert table.beat("actor-0", ids(leases)).revoked == []
 
 
-def test_time_of_a_failed_episode_does_not_make_others_late() -> None:
+def test_failed_episode_does_not_change_the_straggler_limit() -> None:
     table, leases = _table()
     before = save(table.core.parts.pace)
     table.arrive(leases, end_reason=EndReason.DEADLINE)

@@ -1,4 +1,4 @@
-"""Every issued episode ends in exactly one outcome, whoever says so first."""
+"""Every issued episode has exactly one outcome, independent of the first reporter."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from learner.scheduler.evaluation.phases import Phase
 from tests.learner.scheduler.builders import Table, ids, joined, make_config, outcome_of, seen_of
 
 
-def test_episode_is_failed_with_its_cause_after_max_attempts() -> None:
+def test_episode_fails_with_its_cause_after_max_attempts() -> None:
     table = Table(make_config(max_attempts=2))
     for incarnation in ("a", "b", "c"):
         table.hello("actor-0", incarnation=incarnation)
@@ -19,7 +19,7 @@ def test_episode_is_failed_with_its_cause_after_max_attempts() -> None:
     assert counts["lost"] == 0
 
 
-def test_learner_is_told_of_episodes_given_up_until_the_group_is_closed() -> None:
+def test_abandoned_episodes_are_reported_until_their_group_closes() -> None:
     table = joined("learner", "actor-0", cfg=make_config(max_attempts=1))
     leases = table.ask("actor-0", 4).leases
     table.arrive(leases[1:])
@@ -32,7 +32,7 @@ def test_learner_is_told_of_episodes_given_up_until_the_group_is_closed() -> Non
     assert table.beat("learner", []).revoked == []
 
 
-def test_learner_that_restarts_is_told_who_was_given_up_in_a_group_called_ready() -> None:
+def test_restarted_learner_receives_abandoned_members_of_ready_groups() -> None:
     table = joined("learner-1", "actor-0", cfg=make_config(max_attempts=1))
     leases = table.ask("actor-0", 4).leases
     table.arrive(leases[1:])
@@ -42,7 +42,7 @@ def test_learner_that_restarts_is_told_who_was_given_up_in_a_group_called_ready(
     assert table.beat("learner-2", []).revoked == ["g0000000/0"]
 
 
-def test_learner_s_word_replaces_that_of_the_scheduler() -> None:
+def test_learners_outcome_replaces_the_schedulers() -> None:
     table = joined(cfg=make_config(max_attempts=1))
     leases = table.ask("actor-0", 4).leases
     table.hello("actor-0", incarnation="new")  # all four given up
@@ -66,7 +66,7 @@ def test_late_arrival_of_an_earlier_attempt_is_accepted() -> None:
     assert table.counts()["trained"] == 1
 
 
-def test_repeated_outcome_is_ignored_and_another_one_is_counted_and_refused() -> None:
+def test_repeated_outcome_is_ignored_and_a_conflict_refused() -> None:
     table = joined()
     leases = table.ask("actor-0", 4).leases
     table.arrive(leases)
@@ -80,13 +80,13 @@ def test_repeated_outcome_is_ignored_and_another_one_is_counted_and_refused() ->
     table.core.lifecycle.assert_balanced()
 
 
-def test_report_of_an_episode_that_was_never_issued_is_counted_not_fatal() -> None:
+def test_report_of_unissued_episode_is_counted() -> None:
     table = Table()
     table.report(outcomes=[outcome_of("g0000099/0", Outcome.TRAINED)])
     assert table.counts()["unknown_reports"] == 1
 
 
-def test_run_ends_with_the_counts_when_too_many_episodes_fail_one_by_one() -> None:
+def test_too_many_single_failures_end_run() -> None:
     table = joined(cfg=make_config(per_step=50, max_failed_frac=0.2))
     leases = table.ask("actor-0", 60).leases
     table.arrive(leases[:39])
@@ -108,7 +108,7 @@ def _play_outage(table: Table) -> None:
     table.arrive(leases[178:])
 
 
-def test_outage_that_takes_most_episodes_with_it_counts_once() -> None:
+def test_outage_of_most_episodes_counts_once() -> None:
     table = joined(cfg=make_config(per_step=80, max_ahead_steps=1, max_failed_frac=0.2))
     _play_outage(table)
     assert table.core.tick()
@@ -116,7 +116,7 @@ def test_outage_that_takes_most_episodes_with_it_counts_once() -> None:
     assert (failures.causes.count("env_error"), len(failures.causes)) == (1, 143)
 
 
-def test_outage_that_does_not_end_ends_the_run_with_its_own_counts() -> None:
+def test_lasting_outage_ends_run_with_counts() -> None:
     table = joined(cfg=make_config(per_step=80, max_ahead_steps=1, max_failed_frac=0.2))
     leases = table.ask("actor-0", 260).leases
     for number, lease in enumerate(leases):
@@ -128,7 +128,7 @@ def test_outage_that_does_not_end_ends_the_run_with_its_own_counts() -> None:
         table.core.tick()
 
 
-def test_step_that_leaves_the_books_unbalanced_raises_with_the_difference() -> None:
+def test_unbalanced_ledger_raises_with_the_difference() -> None:
     table = joined()
     table.ask("actor-0", 4)
     table.core.lifecycle.ledger.train.issued += 3
@@ -136,7 +136,7 @@ def test_step_that_leaves_the_books_unbalanced_raises_with_the_difference() -> N
         table.step(1)
 
 
-def test_training_ends_with_the_last_step_and_what_was_not_played_is_stale() -> None:
+def test_last_step_ends_training_and_unplayed_episodes_are_stale() -> None:
     table = joined(cfg=make_config(num_steps=1))
     leases = table.ask("actor-0", 8).leases
     table.arrive(leases[:4])
@@ -150,20 +150,20 @@ def test_training_ends_with_the_last_step_and_what_was_not_played_is_stale() -> 
     assert counts["causes"] == {"stale:run_ended": 4}
 
 
-def test_learner_that_waits_for_a_group_closed_without_a_member_is_told_of_it() -> None:
+def test_restarted_learner_receives_missing_members_of_closed_groups() -> None:
     table = joined("learner-1", "actor-0", cfg=make_config(max_attempts=1))
     leases = table.ask("actor-0", 4).leases
     table.arrive(leases[1:])
     table.hello("actor-0", incarnation="new")  # the first is given up
     table.finish_group("g0000000", Outcome.FILTERED)
     assert table.beat("learner-1", []).revoked == []
-    table.hello("learner-2", incarnation="i1")  # has the journal, not what was given up
+    table.hello("learner-2", incarnation="i1")  # It has the journal but not the abandoned members.
     assert table.beat("learner-2", ["g0000000"]).revoked == ["g0000000/0"]
     assert table.beat("learner-2", ["g0000099"]).revoked == []  # never opened
 
 
 @pytest.mark.parametrize("before", [Outcome.STALE, Outcome.FAILED, Outcome.FILTERED])
-def test_what_was_not_trained_on_may_be_by_a_learner_that_restarted(before: Outcome) -> None:
+def test_restarted_learner_may_train_untrained_episodes(before: Outcome) -> None:
     """It finds members in its journal that came too late for its predecessor."""
     table = joined()
     leases = table.ask("actor-0", 4).leases
@@ -176,7 +176,7 @@ def test_what_was_not_trained_on_may_be_by_a_learner_that_restarted(before: Outc
     assert table.core.lifecycle.audit.total() == {"trained": 4}
 
 
-def test_step_names_the_account_and_all_its_counts_when_an_episode_is_missing() -> None:
+def test_ledger_error_names_account_and_counts() -> None:
     table = joined()
     table.arrive(table.ask("actor-0", 4).leases)
     table.finish_group("g0000000", Outcome.TRAINED)

@@ -10,10 +10,10 @@ OWN_NAMES = {
     *("num_issues", "num_turns", "lease_number", "is_revoked", "settled"),
     *("granted_at", "deadline", "listed_at", "num_missed", "num_settled"),
 }
-SHARED_NAMES = {"state", "actor", "incarnation"}  # of members and groups, too
+SHARED_NAMES = {"state", "actor", "incarnation"}  # Members and groups share these names.
 
 
-def test_nothing_but_the_lifecycle_writes_the_state_of_an_episode() -> None:
+def test_only_the_lifecycle_writes_episode_state() -> None:
     written: dict[str, list[str]] = {}
     for path in (ROOT / "learner" / "scheduler").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

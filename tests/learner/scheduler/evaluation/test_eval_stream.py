@@ -23,7 +23,7 @@ def _evals(leases: list[Lease]) -> list[Lease]:
     return [lease for lease in leases if lease.kind is EpisodeKind.EVAL]
 
 
-def test_evaluation_is_opened_every_so_many_steps_and_granted_before_training() -> None:
+def test_evaluation_opens_periodically_and_precedes_training() -> None:
     table = _table()
     table.step(1)
     assert _evals(table.ask("actor-0", 8, version=1).leases) == []
@@ -50,7 +50,7 @@ def test_engine_with_older_weights_gets_no_evaluation_episode() -> None:
     assert len(_evals(table.ask("actor-1", 8, version=2).leases)) == 4
 
 
-def test_training_goes_on_while_an_evaluation_is_played() -> None:
+def test_training_continues_during_an_evaluation() -> None:
     table = _table(every=2)
     table.step(2)
     _evals(table.ask("actor-0", 4, version=2).leases)
@@ -61,7 +61,7 @@ def test_training_goes_on_while_an_evaluation_is_played() -> None:
     }
 
 
-def test_versions_at_which_episodes_started_and_ended_are_told() -> None:
+def test_report_holds_the_versions_of_an_evaluations_episodes() -> None:
     table = _table()
     table.step(2)
     first = table.ask("actor-0", 2, version=2).leases
@@ -73,7 +73,7 @@ def test_versions_at_which_episodes_started_and_ended_are_told() -> None:
     assert (told["num"], told["num_failed"], told["success"]) == (4, 0, 1.0)
 
 
-def test_failed_episode_is_no_wrong_answer_of_the_evaluation() -> None:
+def test_failed_evaluation_episode_is_not_scored() -> None:
     table = _table()
     table.step(2)
     leases = table.ask("actor-0", 4, version=2).leases
@@ -88,7 +88,7 @@ def test_failed_episode_is_no_wrong_answer_of_the_evaluation() -> None:
     assert table.counts()["eval"]["in_flight"] == 0
 
 
-def test_evaluation_is_skipped_and_counted_while_another_is_played() -> None:
+def test_overlapping_evaluation_is_skipped_and_counted() -> None:
     table = _table()
     table.step(2)
     leases = table.ask("actor-0", 4, version=2).leases
@@ -99,14 +99,14 @@ def test_evaluation_is_skipped_and_counted_while_another_is_played() -> None:
     assert [each.step for each in table.core.parts.stream.evals] == [2, 6]
 
 
-def test_last_version_is_left_to_the_evaluation_after_training() -> None:
+def test_last_version_is_left_to_the_final_evaluation() -> None:
     table = _table(num_steps=2, after=True)
     table.step(2, is_last=True)
     assert table.core.phase is Phase.EVAL_AFTER
     assert table.core.parts.stream.evals == []
 
 
-def test_run_ends_only_when_its_last_evaluation_has_ended() -> None:
+def test_run_ends_after_its_last_evaluation() -> None:
     table = _table(num_steps=2)
     table.step(2, is_last=True)
     assert table.core.phase is Phase.EVAL_AFTER
@@ -116,7 +116,7 @@ def test_run_ends_only_when_its_last_evaluation_has_ended() -> None:
     assert table.counts()["eval"]["in_flight"] == 0
 
 
-def test_step_that_is_trained_again_is_not_evaluated_again() -> None:
+def test_repeated_step_is_not_evaluated_again() -> None:
     table = _table()
     table.step(2)
     table.arrive(table.ask("actor-0", 4, version=2).leases)
@@ -139,7 +139,7 @@ def test_restart_in_the_middle_equals_no_restart() -> None:
     assert [each.step for each in twin.core.parts.stream.evals] == [2, 4]
 
 
-def test_eval_file_has_a_line_for_each_evaluation_that_has_ended() -> None:
+def test_eval_file_has_a_line_per_finished_evaluation() -> None:
     table = _table()
     table.step(2)
     table.arrive(table.ask("actor-0", 4, version=2).leases)

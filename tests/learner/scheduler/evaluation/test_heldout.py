@@ -21,7 +21,7 @@ def _config(**fields: object) -> RunConfig:
     return make_config(evaluation=EvalSection(**fields))  # type: ignore[arg-type]
 
 
-def test_items_are_those_of_the_evaluations_of_a_run_at_the_full_horizon() -> None:
+def test_items_equal_those_of_run_evaluations_at_full_horizon() -> None:
     cfg = _config(num_items=4)
     items = _choose(cfg, {})
     known = eval_items(cfg.tasks, CATALOGUE, 4)
@@ -38,12 +38,12 @@ def test_seeds_depend_on_item_and_sample_alone() -> None:
     assert len({each.seed for each in many}) == len(many) == 48
 
 
-def test_task_items_are_the_lists_of_the_catalogue_in_their_order() -> None:
+def test_task_items_follow_the_catalogues_lists() -> None:
     items = _choose(_config(items=EvalItems.TASKS), LISTS)
     assert [item.item_id for item in items] == LISTS["maze"][:4]
 
 
-def test_fewer_task_items_keep_the_proportions_of_the_lists() -> None:
+def test_fewer_task_items_keep_lists_proportions() -> None:
     lists = {"maze": [f"easy-test-{i}" for i in range(6)] + ["hard-test-0", "hard-test-1"]}
     items = _choose(_config(items=EvalItems.TASKS, num_items=4), lists)
     assert [item.item_id for item in items] == [
@@ -54,14 +54,14 @@ def test_fewer_task_items_keep_the_proportions_of_the_lists() -> None:
     ]
 
 
-def test_all_items_are_played_where_their_number_is_left_open() -> None:
+def test_unset_number_plays_all_items() -> None:
     lists = {"maze": [f"easy-test-{i}" for i in range(6)] + ["hard-test-0", "hard-test-1"]}
     items = _choose(_config(items=EvalItems.TASKS, num_items=-1), lists)
     assert [item.item_id for item in items] == lists["maze"]
     assert len(_choose(_config(num_items=-1), {})) == 12
 
 
-def test_subset_that_belongs_to_no_task_is_refused_by_name() -> None:
+def test_subset_without_a_task_is_refused_by_name() -> None:
     cfg = _config(items=EvalItems.TASKS)
     cfg.tasks.append(TaskSection(env="maze", subset="odd"))
     with pytest.raises(ConfigError, match=r"eval\.items=tasks: 'odd' of maze belongs to no task"):

@@ -17,7 +17,7 @@ def _all(table: Table, version: int = 0) -> list[Lease]:
     return table.ask("actor-0", 100, version=version).leases
 
 
-def test_evaluation_before_training_plays_every_item_with_every_policy() -> None:
+def test_first_evaluation_plays_every_item_with_every_policy() -> None:
     table = _table(baselines=True)
     leases = _all(table)
     assert {lease.kind for lease in leases} == {EpisodeKind.EVAL}
@@ -29,7 +29,7 @@ def test_evaluation_before_training_plays_every_item_with_every_policy() -> None
     assert ids(by_policy[PolicyKind.EXPERT])[0] == "eval-before-expert/0"
 
 
-def test_evaluation_runs_at_the_full_horizon_of_the_subset() -> None:
+def test_evaluation_uses_full_horizon_of_subset() -> None:
     leases = _all(_table())  # the first training stage has 5 turns
     assert [lease.horizon for lease in leases] == [8, 8, 30, 30]
 
@@ -47,7 +47,7 @@ def test_phase_ends_when_every_evaluation_episode_has_arrived() -> None:
     assert table.core.status()["eval"]["before"] == 1.0
 
 
-def test_failed_evaluation_episode_is_played_again_then_counted_as_failed() -> None:
+def test_failed_evaluation_episode_is_retried() -> None:
     table = _table()
     leases = _all(table)
     table.arrive(leases[1:])
@@ -76,7 +76,7 @@ def test_evaluation_after_training_needs_the_final_weights() -> None:
     assert table.core.phase is Phase.DONE
 
 
-def test_items_and_seeds_are_the_same_before_and_after() -> None:
+def test_items_and_seeds_are_equal_before_and_after() -> None:
     table = _table()
     before = _all(table)
     table.arrive(before)
@@ -85,7 +85,7 @@ def test_items_and_seeds_are_the_same_before_and_after() -> None:
     assert [(x.item_id, x.seed) for x in before] == [(x.item_id, x.seed) for x in after]
 
 
-def test_last_step_reported_during_the_first_evaluation_does_not_cut_it_short() -> None:
+def test_last_step_does_not_cut_the_first_evaluation() -> None:
     evaluation = EvalSection(num_items=4, after=False, baselines=False)
     table = Table(make_config(num_steps=0, evaluation=evaluation))
     table.hello("actor-0")
@@ -96,7 +96,7 @@ def test_last_step_reported_during_the_first_evaluation_does_not_cut_it_short() 
     assert table.core.phase is Phase.DONE
 
 
-def test_evaluation_before_training_is_not_repeated_on_resume() -> None:
+def test_resume_skips_the_first_evaluation() -> None:
     table = _table()
     leases = _all(table)
     table.hello("learner", version=1)
@@ -106,11 +106,11 @@ def test_evaluation_before_training_is_not_repeated_on_resume() -> None:
     assert table.counts()["eval"]["lost"] == 0
 
 
-def test_nothing_is_evaluated_when_it_is_switched_off() -> None:
+def test_disabled_evaluation_plays_nothing() -> None:
     assert _table(before=False).core.phase is Phase.TRAIN
 
 
-def test_status_says_how_much_of_an_evaluation_is_played() -> None:
+def test_status_shows_progress_of_evaluation() -> None:
     evaluation = EvalSection(num_items=3, baselines=True, before=True, after=False)
     table = Table(make_config(evaluation=evaluation))
     table.hello("actor-0")

@@ -1,4 +1,4 @@
-"""A real scheduler in a thread, for a run whose hubs join, and who talks to it."""
+"""A real scheduler in a thread for a run with joining hubs, and its clients."""
 
 import contextlib
 import threading
@@ -25,7 +25,7 @@ WAIT_S = 5.0
 
 
 class Run:
-    """A scheduler in a thread, in a run whose hubs join."""
+    """A scheduler in a thread in a run with joining hubs."""
 
     def __init__(self, root: Path, cfg: RunConfig) -> None:
         self.run_dir = RunDir(root=root)
@@ -40,7 +40,7 @@ class Run:
     def _serve(self) -> None:
         try:
             serve(self.cfg, self.run_dir, self._stop)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+        except Exception as error:  # noqa: BLE001 - the test checks it
             self.error = error
 
     def hub(self, name: str, url: str, envs: list[str]) -> Registration:
@@ -52,7 +52,7 @@ class Run:
         return hub
 
     def ask_directory(self, name: str = "actor-0", *, known: int = 0) -> Directory:
-        """What the scheduler tells an actor that says hello until it is told."""
+        """Return the directory that an actor receives after its hello."""
         socket = self.connect(self.keys)
         try:
             assert isinstance(ask(socket, replace(hello_of(name), directory=known)), Welcome)

@@ -1,4 +1,4 @@
-"""Who leaves is known at once, and who falls silent soon: nobody waits for either."""
+"""Departed members are known at once and silent members soon: no role waits for them."""
 
 from common.wire.messages import Goodbye
 from tests.configs import edited
@@ -23,7 +23,7 @@ def _silent(table: Table) -> list[str]:
     return table.beat("learner-0", []).silent
 
 
-def test_leases_of_an_actor_that_leaves_are_issued_again_at_once() -> None:
+def test_leaving_actors_leases_are_reissued() -> None:
     table = _table()
     first = table.ask("actor-0", 6).leases
     _leave(table, "actor-0", "life of actor-0")
@@ -42,7 +42,7 @@ def test_goodbye_of_a_former_process_changes_nothing() -> None:
     assert _silent(table) == []
 
 
-def test_learner_is_told_at_once_of_an_actor_that_left_and_not_of_itself() -> None:
+def test_departed_actor_is_reported_to_the_learner_at_once() -> None:
     table = _table()
     _leave(table, "actor-0", "life of actor-0")
     assert _silent(table) == ["life of actor-0"]
@@ -50,7 +50,7 @@ def test_learner_is_told_at_once_of_an_actor_that_left_and_not_of_itself() -> No
     assert table.core.members.alive("learner") == []
 
 
-def test_learner_is_told_of_an_actor_that_missed_five_heartbeats_until_it_is_heard_again() -> None:
+def test_silent_actor_is_reported_after_five_missed_heartbeats() -> None:
     table = _table()
     table.clock.now += 5.0
     table.beat("actor-0", [])
@@ -62,7 +62,7 @@ def test_learner_is_told_of_an_actor_that_missed_five_heartbeats_until_it_is_hea
     assert _silent(table) == []
 
 
-def test_learner_is_told_of_the_dead_and_of_a_process_that_another_has_replaced() -> None:
+def test_dead_and_replaced_processes_are_reported_as_silent() -> None:
     table = _table()
     table.hello("actor-0", incarnation="another life")
     assert _silent(table) == ["life of actor-0"]
@@ -73,8 +73,8 @@ def test_learner_is_told_of_the_dead_and_of_a_process_that_another_has_replaced(
     assert sorted(_silent(table)) == ["life of actor-0", "life of actor-1"]
 
 
-def test_step_and_report_tell_of_the_silent_too() -> None:
-    """A publisher that is about to send must not wait for a heartbeat to know."""
+def test_step_answer_lists_the_silent_actors() -> None:
+    """The publisher must have the list of silent actors before it sends."""
     table = _table()
     _leave(table, "actor-0", "life of actor-0")
     assert table.step(1).silent == ["life of actor-0"]
@@ -88,7 +88,7 @@ def test_actor_that_left_may_come_back() -> None:
     assert len(table.ask("actor-0", 4).leases) == 4
 
 
-def test_spare_plays_once_an_actor_is_silent_and_who_comes_back_is_the_spare() -> None:
+def test_spare_replaces_a_silent_actor_and_swaps_roles() -> None:
     cfg = edited(make_config(), {"actor.num_actors": 1, "actor.num_spares": 1})
     table = joined("actor-0", "actor-1", "actor-host-7", cfg=cfg)
     assert table.ask("actor-0", 4).leases
@@ -102,8 +102,8 @@ def test_spare_plays_once_an_actor_is_silent_and_who_comes_back_is_the_spare() -
     assert table.ask("actor-1", 4).leases
 
 
-def test_scheduler_that_stood_still_calls_nobody_late_and_hears_who_really_is() -> None:
-    """Of 10 s of silence it was asleep for 90: what came meanwhile lies in its queue."""
+def test_suspended_scheduler_extends_its_deadlines() -> None:
+    """The scheduler was suspended for 90 s: its queue holds the messages of that time."""
     table = _table()
     held = table.ask("actor-0", 6).leases
     table.clock.now += 90.0

@@ -1,4 +1,4 @@
-"""Laws of a run whose hubs join: a real scheduler, real hub registrations, real sockets."""
+"""Laws of a run with joining hubs: a real scheduler, real registrations, real sockets."""
 
 import json
 import threading
@@ -27,7 +27,7 @@ def of(*envs: str) -> Catalogue:
     return Catalogue(envs={env: CATALOGUE.envs["maze"] for env in envs})
 
 
-def test_a_node_cannot_pose_as_the_learner_by_its_key(tmp_path: Path) -> None:
+def test_node_key_cannot_impersonate_the_learner(tmp_path: Path) -> None:
     with serve_catalogue(of("maze")) as url, running(tmp_path, make_config()) as run:
         hub = run.hub("a", url, ["maze"])
         by_role = run.connect(run.keys)
@@ -56,9 +56,7 @@ def test_a_node_cannot_pose_as_the_learner_by_its_key(tmp_path: Path) -> None:
         hub.stop(timeout_s=WAIT_S)
 
 
-def test_a_run_begins_when_its_hubs_together_serve_every_task_and_goes_on_without_one(
-    tmp_path: Path,
-) -> None:
+def test_run_awaits_hubs_for_every_task(tmp_path: Path) -> None:
     cfg = make_config(num_steps=1, per_step=1)
     cfg = edited(cfg, {"tasks": [cfg.tasks[0], edited(cfg.tasks[1], {"env": "chess"})]})
     with (
@@ -67,7 +65,7 @@ def test_a_run_begins_when_its_hubs_together_serve_every_task_and_goes_on_withou
         running(tmp_path, cfg) as run,
     ):
         hubs = [run.hub("a", a, ["maze"])]
-        time.sleep(0.2)  # in which nothing may begin
+        time.sleep(0.2)  # The run must not begin here.
         assert not (tmp_path / "scheduler.json").exists()
         hubs.append(run.hub("b", b, ["chess"]))
         told = run.ask_directory()
@@ -80,7 +78,7 @@ def test_a_run_begins_when_its_hubs_together_serve_every_task_and_goes_on_withou
         hubs[0].stop(timeout_s=WAIT_S)
 
 
-def test_a_restarted_scheduler_takes_its_own_hub_at_once_if_that_answers() -> None:
+def test_restarted_scheduler_restores_its_hub_if_it_answers() -> None:
     with serve_catalogue(of("maze")) as url:
         first, second = Registry(dead_after_s=9.0), Registry(dead_after_s=9.0)
         for name, where, token in (
@@ -100,10 +98,10 @@ def test_a_restarted_scheduler_takes_its_own_hub_at_once_if_that_answers() -> No
         number = second.directory.number
         place = HubPlace(url=url, token="t", envs=["maze"])
         second.hear_hub(HubHello(name="here", incarnation="1", place=place), b"x", 0.0)
-        assert second.directory.number == number  # nobody is told anew
+        assert second.directory.number == number  # No new directory is sent.
 
 
-def test_a_hub_that_never_comes_is_an_error_that_names_the_tasks(tmp_path: Path) -> None:
+def test_missing_hub_raises_error_with_tasks(tmp_path: Path) -> None:
     cfg = edited(make_config(num_steps=1, per_step=1), {"actor.start_timeout_s": 0.2})
     with running(tmp_path, cfg) as run:
         error = run.wait_failed()
@@ -111,7 +109,7 @@ def test_a_hub_that_never_comes_is_an_error_that_names_the_tasks(tmp_path: Path)
     assert "no hub for" in str(error)
 
 
-def test_a_second_scheduler_on_an_address_is_refused_and_names_it(tmp_path: Path) -> None:
+def test_second_scheduler_on_an_address_is_refused_by_name(tmp_path: Path) -> None:
     cfg = make_config(num_steps=1, per_step=1)
     with running(tmp_path / "a", cfg) as run:
         address = run.run_dir.wait_for_address("scheduler", timeout_s=WAIT_S)

@@ -1,4 +1,4 @@
-"""Who is there, how fast each is, and what it costs to ask."""
+"""Laws of members: their presence, their speed and the cost of a lookup."""
 
 import time
 
@@ -17,17 +17,17 @@ def _with_actors(num: int) -> Table:
     return table
 
 
-def test_all_that_one_report_names_were_played_at_once() -> None:
+def test_episodes_of_one_report_are_concurrent() -> None:
     table = _with_actors(1)
     table.arrive(table.ask("actor-0", 8).leases)
     member = table.core.members.by_name["actor-0"]
     assert (member.num_finished, member.held_mean) == (8, 8.0)
-    assert member.episodes_per_s == 8.0  # of one second each
+    assert member.episodes_per_s == 8.0  # Each takes one second.
     table.ask("actor-0", 8)
     assert table.core.members.by_name["actor-0"].held_mean == 8.0
 
 
-def test_episodes_still_played_count_among_those_at_once() -> None:
+def test_running_episodes_count_as_concurrent() -> None:
     table = _with_actors(1)
     leases = table.ask("actor-0", 8).leases
     table.arrive(leases[:2])
@@ -37,29 +37,27 @@ def test_episodes_still_played_count_among_those_at_once() -> None:
 
 
 @pytest.mark.parametrize(("wall_s", "is_slow"), [(9.0, False), (14.0, False), (16.0, True)])
-def test_actor_is_slow_if_its_episodes_take_half_as_long_again_as_usual(
-    wall_s: float, is_slow: bool
-) -> None:
+def test_actor_is_slow_above_one_and_a_half_usual_times(wall_s: float, is_slow: bool) -> None:
     members = _members()
     for _ in range(3):
         members.finished("actor-0", wall_s=wall_s, num_held=1, usual_s=10.0)
     assert members.by_name["actor-0"].is_slow is is_slow
 
 
-def test_one_episode_of_the_long_tail_does_not_make_an_actor_slow() -> None:
+def test_one_long_episode_marks_no_actor_slow() -> None:
     members = _members()
     for wall_s in (*[10.0] * 20, 100.0):
         members.finished("actor-0", wall_s=wall_s, num_held=1, usual_s=10.0)
     assert not members.by_name["actor-0"].is_slow
 
 
-def test_actor_whose_kind_of_episode_is_not_known_is_not_slow() -> None:
+def test_actor_with_unknown_episode_kinds_is_not_slow() -> None:
     members = _members()
     members.finished("actor-0", wall_s=1e6, num_held=1, usual_s=None)
     assert not members.by_name["actor-0"].is_slow
 
 
-def test_learners_are_found_without_looking_at_every_actor() -> None:
+def test_learner_lookup_scans_no_actors() -> None:
     """Beside 5,000 actors a report takes as long as beside five."""
 
     def least_s(table: Table) -> float:
@@ -75,7 +73,7 @@ def test_learners_are_found_without_looking_at_every_actor() -> None:
     assert least_s(many) < 4 * least_s(few)
 
 
-def test_learner_that_reports_is_alive_after_a_restart_of_the_scheduler_too() -> None:
+def test_reporting_learner_stays_alive_after_a_scheduler_restart() -> None:
     table = _with_actors(1)
     other = Table(table.cfg, clock=table.clock)
     other.core.restore(table.core.snapshot())
@@ -94,7 +92,7 @@ def _members() -> Members:
     return members
 
 
-def test_what_a_silent_actor_held_is_played_by_others_if_there_are_any() -> None:
+def test_silent_actors_work_moves_only_if_another_is_alive() -> None:
     members = Members(dead_after_s=60.0, silent_after_s=5.0)
     for name in ("a", "b"):
         members.hello(Hello(role="actor", name=name, incarnation=f"{name}-1", version=0), 0.0)

@@ -35,7 +35,7 @@ def beat(directory: int) -> Heartbeat:
     return Heartbeat(role="actor", name="actor", version=0, running=[], directory=directory)
 
 
-def test_who_knows_the_directory_is_not_told_again_until_something_moves() -> None:
+def test_directory_is_sent_only_after_change() -> None:
     registry = registry_with(HUB)
     first = registry.hear(hello("actor", directory=0))
     assert first is not None
@@ -53,14 +53,14 @@ def test_who_knows_the_directory_is_not_told_again_until_something_moves() -> No
     assert third.learner == "tcp://*:3"
 
 
-def test_who_does_not_ask_is_told_nothing() -> None:
+def test_member_without_directory_number_receives_none() -> None:
     registry = registry_with(HUB)
     assert registry.hear(hello("actor")) is None
     assert registry.hear(beat(-1)) is None
     assert registry.hear(Goodbye(role="actor", name="actor", incarnation="i")) is None
 
 
-def test_a_hub_that_leaves_or_falls_silent_is_in_the_directory_no_more() -> None:
+def test_departed_or_silent_hub_leaves_directory() -> None:
     registry = registry_with(HUB)
     for name in ("b", "c"):
         noted = registry.hear_hub(hub_hello(name, f"http://{name}"), b"1", 0.0)
@@ -77,7 +77,7 @@ def test_a_hub_that_leaves_or_falls_silent_is_in_the_directory_no_more() -> None
     assert urls(registry) == [HUB.url]
 
 
-def test_a_hub_that_restarts_elsewhere_takes_its_own_place() -> None:
+def test_restarted_hub_replaces_its_old_entry() -> None:
     registry = registry_with()
     registry.hear_hub(hub_hello("b", "http://b:1"), b"1", 0.0)
     before = registry.directory.number
@@ -89,9 +89,7 @@ def test_a_hub_that_restarts_elsewhere_takes_its_own_place() -> None:
     assert noted == HubNoted(is_finished=True)
 
 
-def test_hubs_are_reported_with_their_nodes_and_use_and_without_tokens_also_those_lately_gone() -> (
-    None
-):
+def test_report_lists_present_and_departed_hubs_without_tokens() -> None:
     registry = registry_with(HUB)
     use = HubUse(num_sessions=3, max_sessions=8, rss_bytes=5, cpu_s=1.5)
     here = replace(hub_hello("envhub", "http://*:1"), node="alpha", use=use)
