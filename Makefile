@@ -1,6 +1,6 @@
 # Longstride: every target makes the environment first, from a pinned lock file.
 #   make run [CONFIG=name] [ARGS="key=value ..."]   make smoke   make setup
-#   make test (all)   make test-fast (no engine, no runs)   make check
+#   make test   make test-fast (no engine, no runs)   make test-long (nightly)   make check
 PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed-$(shell (sha256sum $(LOCK) || shasum -a 256 $(LOCK))
 
 export PYTHONDONTWRITEBYTECODE :=  # every role and test would compile the product again
 
-.PHONY: run test test-fast check format smoke setup system clean
+.PHONY: run test test-fast test-long check format smoke setup system clean
 .DEFAULT_GOAL := run
 
 run: $(STAMP)
@@ -22,13 +22,17 @@ run: $(STAMP)
 
 test: $(STAMP) system
 ifeq ($(ARGS),)
-	@$(PYTEST) $(call AT_ONCE,1)
+	@$(PYTEST) $(call AT_ONCE,1) -m "not long"
 else
 	@$(PYTEST) $(ARGS)
 endif
 
 test-fast: $(STAMP)
 	@$(PYTEST) $(call AT_ONCE,2) --ignore tests/end_to_end -m "not slow and not gpu" $(ARGS)
+
+# Studies, fault campaigns, soaks and walks of many pages: for every night, not for every change.
+test-long: $(STAMP) system
+	@$(PYTEST) $(call AT_ONCE,1) -m long $(ARGS)
 
 check: $(STAMP)
 	@$(VENV)/bin/ruff format --check .
