@@ -65,7 +65,7 @@ class BareEngine:
 
 
 async def measure(run_dir: RunDir, window_s: float) -> dict[str, dict[str, float]]:
-    """Return the counters of the run's turns, and of long episodes with and without prefix reuse."""
+    """Return counters of the run's turns, and of long episodes with and without prefix reuse."""
     cfg = load_config(str(run_dir.config), [], root=ROOT)
     llm, _ = start_llm(cfg.model, cfg.actor, seed=cfg.run.seed, meter=None)
     engine = BareEngine(llm)
