@@ -88,7 +88,7 @@ class InProcessPlayer:
 
     async def _play(self, leases: Sequence[Lease]) -> list[Trajectory]:
         rounds = Rounds(
-            self._engine,  # type: ignore[arg-type] - asks of an engine what this one has
+            self._engine,  # type: ignore[arg-type] - It has all attributes that `Rounds` uses.
             max_tokens=self._cfg.actor.max_turn_tokens,
             exclusive=asyncio.Lock(),
         )

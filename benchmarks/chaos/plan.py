@@ -56,7 +56,7 @@ ALL_FAULTS = (
 
 
 def deal(faults: tuple[Fault, ...], *, seed: int) -> Iterator[Fault]:
-    """Yield faults for ever: each of them once in random order, then all again in a new order."""
+    """Yield an endless series: each fault once in random order, then all again in a new order."""
     draw = random.Random(seed)
     for _ in itertools.count():
         deck = list(faults)

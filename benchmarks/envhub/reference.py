@@ -3,8 +3,8 @@
 Run as `python -m benchmarks.envhub.reference PORT`.
 
 It is one FastAPI application with synchronous handlers in the framework's default thread pool. It
-has a dict of environments by counted ids, pydantic models for bodies and answers, and a handler
-that turns a failure into an answer. The environments are the hub's own.
+stores environments in a dict by counted ids. Bodies and answers are pydantic models, and a failure
+is returned as an answer. The environments are the hub's own.
 
 It has no expiry, authentication, limits or repeated steps.
 """

@@ -73,8 +73,8 @@ class Tally:
 def run_suite(table: BenchTable) -> None:
     """Solve a sample of every subset of the registry. The bound of each is MIN_SOLVED_FRAC.
 
-    The table gets a figure per subset, a line per item not solved, the subsets without an expert,
-    and the environments with missing requirements.
+    The table gets a figure per subset and a line per item not solved. It also lists the subsets
+    without an expert, and the environments with missing requirements.
     """
     without: list[str] = []
     for env in sorted(LOADERS):

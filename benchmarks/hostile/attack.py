@@ -26,7 +26,8 @@ from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseRequest, Outcom
 from common.wire.security import RunKeys
 from common.wire.sockets import connect_dealer
 
-FRAMES_PER_STRANGER = 6  # Each frame has its own connection; every ninth connection sends none.
+# Frames on each connection without a key; every ninth connection sends none.
+FRAMES_PER_STRANGER = 6
 # With a key. After 100 refused messages a listener mutes a connection for some time.
 FRAMES_PER_CONNECTION = 200
 MAX_OPEN = 1_000  # Number of open connections without a key; the oldest are closed first.
@@ -66,7 +67,7 @@ class Done:
 
 
 def hostile_messages(chance: random.Random, name: str) -> Iterator[list[bytes]]:
-    """Yield messages for ever that no actor may send, for any listener."""
+    """Yield an endless series of messages that no actor may send to any listener."""
     hello = encode(Hello(role="actor", name=name, incarnation="i", version=0))
     beat = Heartbeat(role="actor", name=name, version=0, running=[], unchanged_s=float("nan"))
     fixed = [
@@ -170,7 +171,7 @@ def _connected(place: tuple[str, int], content: bytes) -> socket.socket | None:
 
 
 def hostile_requests(told: Attack) -> Iterator[tuple[bytes, bool]]:
-    """Yield requests to a hub for ever, each with a flag whether it is ever complete."""
+    """Yield an endless series of requests to a hub, each with a flag: the request is complete."""
     chance = random.Random(told.seed)
     while True:
         for path in ("/v1/sessions", "/v1/sessions/none/step", "/v1/sessions/batch"):

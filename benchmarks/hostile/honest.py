@@ -37,7 +37,7 @@ from common.wire.weight_messages import WeightsJoin, WeightsLeave, WeightsOffer
 NAME = "honest"
 PAUSE_S = 0.05  # Time between an answer and the next request.
 ANSWER_S = 60.0
-MAX_LEASES = 16  # Number of leases to hold.
+MAX_LEASES = 16  # Number of unplayed leases at which requests stop.
 NUM_TOKENS, NUM_PROMPT = 40, 20
 
 

@@ -15,7 +15,7 @@ from learner.batch.batching import Sample
 from learner.batch.synthetic import synthetic_trajectory
 from learner.training.trainer import Trainer
 
-# Noise of the sampler's logprobs in nats: ratios are near one, and none equals it.
+# Noise of the sampler's logprobs in nats: ratios are close to one, and none equals it.
 SAMPLER_NOISE = 0.05
 MAX_SEQ_TOKENS = 16_384
 MAX_LAG = 3  # Maximum number of versions in a trajectory.

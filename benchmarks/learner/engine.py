@@ -44,9 +44,9 @@ class EngineRun:
 class EngineFigures:
     start_s: float
     tokens_per_s: float
-    # Tokens have as many logprobs and versions, no logprob is positive, all versions are 1.
+    # Each token has a logprob and a version, no logprob is positive, all versions are 1.
     is_sound: bool
-    canary_delta: float  # The largest of the reported versions, in nats.
+    canary_delta: float  # The largest delta of the reported versions, in nats.
     publish_s: float  # Time of version 1 from offer to loaded.
     transfer_s: float  # Time of version 1 to transfer the buckets.
     pause_s: float  # Longest pause of sampling while the engine loads a version.

@@ -1,7 +1,6 @@
 """The self-check of a CUDA machine: transfers, a step, memory, agreement, engine.
 
-Every check is a function of a device and of sizes, so that the same code also runs on a CPU with
-small sizes.
+Every check is a function of a device and of sizes. With small sizes the same code runs on a CPU.
 """
 
 import time

@@ -186,7 +186,10 @@ class InProcessRun:
             is_after_skip = True
 
     def _groups(self, version: int, weights: Mapping[str, Tensor]) -> list[Group]:
-        """Return a batch of groups with signal, or fewer after `MAX_ROUNDS` rounds."""
+        """Return a batch of groups with signal, or fewer after `MAX_ROUNDS` rounds.
+
+        Without any such group the result is the last round's groups.
+        """
         cfg, found, num, solved = self._cfg, [], 0, 0
         played: list[Group] = []
         for _ in range(MAX_ROUNDS):

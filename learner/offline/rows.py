@@ -160,10 +160,12 @@ def row_of_conversation(
     """Return a conversation as the tokenizer's chat template renders it.
 
     If a message contains a control token as text, it is encoded as ordinary characters. `control`
-    are the tokenizer's control tokens; None: they are determined here. The template renders growing
-    prefixes. The text that it adds for an agent's message is that message with its end-of-turn
-    token, and this is trained. Text after the end-of-turn token, such as a line feed, is not
-    trained, because a policy never samples it.
+    are the tokenizer's control tokens; None: they are determined here.
+
+    The template renders every prefix of the messages. The difference between two prefixes is the
+    text of one message. Of an agent's message the text up to the end-of-turn token is trained. Text
+    after the end-of-turn token, such as a line feed, is not trained, because a policy never samples
+    it.
 
     Raises:
         ConfigError: the template changes earlier turns when later ones are added.

@@ -112,7 +112,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self._rows: list[Redone] = []
-        self._file: IO[bytes] = TemporaryFile()  # noqa: SIM115 - `close` does
+        self._file: IO[bytes] = TemporaryFile()  # noqa: SIM115 - `close` closes it.
 
     def add(self, redone: Redone) -> None:
         """Add a batch with its log-probabilities."""

@@ -53,8 +53,8 @@ class Fleet:
 
     A real actor repeats its request every `RETRY_S`. Simulating every repeated request of a
     thousand refused actors would take most of the computing time. Therefore the queue is woken only
-    after an event that may have made work available, and continues as long as actors receive
-    leases. The delay before it equals the time until the next request of that many real actors.
+    after events that may make work available. It then serves actors until one is refused. A random
+    delay before that models the time until the next request of so many real actors.
     """
 
     def __init__(

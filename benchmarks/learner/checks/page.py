@@ -1,4 +1,4 @@
-"""The suite `dashboard`: its response times with a large journal, and its cost beside a run."""
+"""The suite `dashboard`: its response times with a large journal, and its cost during a run."""
 
 import json
 import sys
@@ -46,7 +46,7 @@ SAID = "dashboard: "
 
 
 def run_suite(table: BenchTable) -> None:
-    """Measure the server over 100,000 episodes, then beside a quickstart, in five minutes."""
+    """Measure the server over 100,000 episodes, then during a quickstart, in five minutes."""
     with tempfile.TemporaryDirectory(prefix="longstride-page-") as folder:
         table.title(f"{NUM_EPISODES:,} episodes of {NUM_TOKENS} tokens, one of {MOST_TOKENS:,}")
         table.attempt("a large journal", lambda: add_answers(table, Path(folder)))

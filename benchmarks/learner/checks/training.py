@@ -36,7 +36,8 @@ MIN_RATE_FRAC = 0.4
 # In fp32; on CUDA the order of additions in attention's backward pass varies.
 MAX_SHARD_DIFFERENCE = {"cpu": 1e-6, "cuda": 1e-4}
 GROUP_TIMEOUT = timedelta(seconds=120)
-# Bytes per weight: fp32 weights, moments and a copy; frozen weights. Bytes of working memory.
+# Bytes per trained weight (fp32, its moments, a copy) and per frozen weight; bytes of working
+# memory.
 TRAIN_BYTES, FROZEN_BYTES, WORK_BYTES = 18, 2, 6 << 30
 
 
@@ -135,7 +136,7 @@ def check_shards(
 ) -> None:
     """Compare one FSDP2 rank with none: its gradient in fp32, and the time of a step.
 
-    A second comparison keeps and updates the optimizer's state in the host's memory.
+    A second comparison stores and updates weights, gradients and moments in the host's memory.
     """
     model = make_random_model(shape, device=device, is_tied=True)
     samples = make_batch(batch, vocab_size=vocabulary_size(model), seed=table.seed)
