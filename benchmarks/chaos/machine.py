@@ -24,7 +24,7 @@ def isolate(folder: Path) -> str:
     """Give this thread and its children their own network and, below `folder`, their own disk.
 
     Returns: "" on success, for the rest of the process's life. Otherwise the reason; then nothing
-    has changed.
+        has changed.
     """
     if missing := [tool for tool in ("ip", "tc", "mount") if shutil.which(tool) is None]:
         return f"{', '.join(missing)} not installed"

@@ -75,8 +75,7 @@ def settle_ways(model: PreTrainedModel, learner: LearnerSection) -> LearnerSecti
     own forward pass.
 
     Raises: ConfigError: packing is configured and not possible; scores differ by more than
-    rounding;
-        compilation is configured and not available.
+        rounding; compilation is configured and not available.
     """
     make_deterministic(model)
     is_packed = use_attention([model], model.device.type, learner.layout, learner.attention)

@@ -51,7 +51,7 @@ def make_plan(run_dir: RunDir, steps: str | None) -> Plan:
     """Return the plan for a range of steps "a:b", both included; None is all.
 
     Raises: ConfigError: the range does not exist, or its data was pruned; names the available
-    steps.
+        steps.
     """
     if not run_dir.steps.is_file():
         raise ConfigError(f"{run_dir.root}: no run with a step log is there ({run_dir.steps})")
