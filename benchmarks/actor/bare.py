@@ -37,7 +37,7 @@ class BareEngine:
         self.tokens = {"prompt": 0, "cached": 0, "sampled": 0}
 
     async def sample(self, prompt_ids: list[int], num_tokens: int, *, salt: str) -> list[int]:
-        """Return exactly so many sampled tokens. Cached prefixes of another salt are not reused."""
+        """Return `num_tokens` sampled tokens. Cached prefixes of another salt are not reused."""
         params = SamplingParams(
             max_tokens=num_tokens,
             logprobs=0,
@@ -89,7 +89,7 @@ def _difference(before: dict[str, float], after: dict[str, float]) -> dict[str, 
 async def _replay(
     engine: BareEngine, episodes: list[list[Any]], num_concurrent: int, window_s: float
 ) -> dict[str, float]:
-    """Play so many episodes at once. The environment's answers take no time."""
+    """Play `num_concurrent` episodes at once. The environment's answers take no time."""
     numbered = enumerate(itertools.cycle(episodes))
 
     async def play() -> None:

@@ -141,7 +141,7 @@ async def _beat(
 
 
 def main(folder: str, number: str, num_slots: str, token_s: str = str(TOKEN_S)) -> None:
-    """Run as one actor of a run, with so many concurrent episodes."""
+    """Run as one actor of a run, with `num_slots` concurrent episodes."""
     slots = (f"actor.max_concurrent={num_slots}", f"actor.min_concurrent={num_slots}")
     run_dir = RunDir(root=Path(folder))
     cfg = load_config(str(run_dir.config), slots, root=ROOT)

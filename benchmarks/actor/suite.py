@@ -124,7 +124,7 @@ def arrived(run_dir: Path, begin: JournalPosition, end: JournalPosition) -> list
 def measure_alone(run_dir: Path) -> dict[str, dict[str, float]]:
     """Return the counters of vLLM alone for a run's turns. Raises: LongstrideError."""
     argv = [sys.executable, "-m", "benchmarks.actor.bare", str(run_dir), str(WINDOW_S)]
-    env = {} if gpus() else ONE_THREAD  # The environment of the run.
+    env = {} if gpus() else ONE_THREAD  # The thread settings of the run.
     log = run_dir / "alone.log"
     child = ChildProcess("vLLM alone", argv, log_path=log, env=env, cwd=ROOT)
     try:

@@ -32,7 +32,7 @@ PATIENCE_S = 180.0  # Limit of the time to the next step. A run that exceeds it 
 START_S = 300.0
 TWIN_S = 3_600.0
 MINUTE_S = 60.0
-MIN_ETTR = 0.85  # At one fault a minute.
+MIN_ETTR = 0.85  # Minimum ETTR at one fault a minute.
 MEDIAN_S = {Role.SCHEDULER: 5.0, Role.HUB: 5.0, Role.LEARNER: 15.0, Role.ACTOR: 15.0}
 P95_FACTOR = 3.0
 LEGEND = (
@@ -251,7 +251,7 @@ def read_engines(run_dir: RunDir) -> list[float]:
 
 
 def _wait(child: ChildProcess, watch: Watch, num_steps: int, timeout_s: float) -> None:
-    """Wait until a run has made so many steps. Each step must stay within the limit."""
+    """Wait until a run has made `num_steps` steps, each within `timeout_s`."""
     deadline, seen = time.monotonic() + timeout_s, 0
     while (made := watch.look()) < num_steps and child.poll() is None:
         if made > seen:

@@ -24,7 +24,7 @@ class EventQueue:
         return self.clock_s - START_S
 
     def at(self, after_s: float, action: Callable[..., Any], *args: Any) -> None:
-        """Schedule `action(*args)` after so many seconds."""
+        """Schedule `action(*args)` after `after_s` seconds."""
         self._num_entered += 1
         heapq.heappush(self._events, (self.clock_s + after_s, self._num_entered, action, args))
 

@@ -32,7 +32,7 @@ class Workload(Protocol):
         ...
 
     def step_s(self, rng: Random, num_tokens: int, *, version: int) -> float:
-        """Return the seconds from a batch of so many tokens to its published weights."""
+        """Return the seconds from a batch of `num_tokens` to its published weights."""
         ...
 
 
