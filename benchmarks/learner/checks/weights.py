@@ -32,7 +32,8 @@ MAX_START_S = 120.0
 # proportionally smaller bounds.
 FULL_BYTES, MAX_UPDATE_S, MAX_PAUSE_S = 15.2e9, 1.0, 0.1
 SENT_BYTES = 6  # Bytes of memory for each weight: fp32 at the sender, bf16 at the receiver.
-SHARED_BYTES = 6  # Bytes in bf16 at the sender, in an engine and in transfer.
+# Bytes of memory for each weight in bf16: at the sender, in an engine and in transfer.
+SHARED_BYTES = 6
 WORK_BYTES = 8 << 30
 
 
