@@ -1,7 +1,7 @@
-"""The command line: parse it, look the command up, and run it.
+"""The command line: parse it, find the command, and run it.
 
-Each command is a plain function here. It imports its part when it is called, so that `--help`
-loads no heavy library.
+Each command is a plain function here. It imports its implementation when it is called, so that
+`--help` loads no heavy library.
 """
 
 import gc
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-# The libraries make a million objects that stay. Python's own threshold (700) would search them
-# for cycles so often that a start takes a fifth longer.
+# The libraries allocate a million objects that stay in use. With Python's own threshold (700) the
+# garbage collector would examine them so often that a start takes 20 % longer.
 gc.set_threshold(10_000)
 
 try:
@@ -137,7 +137,7 @@ def be_actor(cfg: RunConfig, run_dir: RunDir) -> int:
 
 
 def join_run(request: Request) -> int:
-    """Be an actor or a hub of a run whose directory is on another machine."""
+    """Run an actor or a hub of a run whose directory is on another machine."""
     if request.command == "actor":
         from actor import main as actor
         from actor.agents.agents import Agents
@@ -165,7 +165,7 @@ def check_train(cfg: RunConfig) -> None:
 
 
 def check_roles(cfg: RunConfig) -> None:
-    """Make the checks that an actor and the learner would otherwise make when they start."""
+    """Run the start checks of an actor and of the learner before these roles start."""
     from actor.formats.checks import check_rendering
     from learner.start_checks import check_networks
 
@@ -174,7 +174,10 @@ def check_roles(cfg: RunConfig) -> None:
 
 
 def check_train_dry(cfg: RunConfig) -> None:
-    """Check a run that may be meant for another machine, which has what this one lacks."""
+    """Check a run that may be intended for another machine.
+
+    Requirements that this machine lacks are then ignored.
+    """
     from common.checks import preflight
     from envhub.command import examine
 
@@ -243,8 +246,8 @@ class Command:
     check_dry: Callable[[RunConfig], None] | None = None  # The check of `--dry-run`, if different.
     has_plan: bool = False  # `--dry-run` prints the memory plan.
     log_name: str = ""  # Name in the log; empty for a command that configures its own logging.
-    # All prompts name one date, which the run directory keeps (True) or not. None: no prompts, or
-    # the command fixes the date itself.
+    # The date in all prompts. True: the run directory stores it. False: it is not stored. None: the
+    # command has no prompts, or it fixes the date itself.
     keeps_date: bool | None = None
 
 

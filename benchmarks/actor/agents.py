@@ -1,8 +1,9 @@
-"""The suite `agents`: episodes per second of agents that own their loop, against our own loop.
+"""The suite `agents`: episodes per second of external agents, compared with our own loop.
 
-One engine and one hub; the quickstart's policy plays its tasks by turns with our own loop and with
-long-lived agents that do the same to the token: `docs/examples/agent_many.py`, of the standard
-library, and `docs/examples/agent.py` with the package `openai`.
+One engine and one hub serve all. The quickstart's policy plays its tasks alternately with our own
+loop and with long-lived agents that sample the same tokens. The agents are
+`docs/examples/agent_many.py`, which uses the standard library only, and `docs/examples/agent.py`,
+which uses the package `openai`.
 """
 
 import os
@@ -37,16 +38,16 @@ from common.store.journal import read_journal
 from common.store.run_dir import RunDir
 from common.wire.planned import PlannedEpisode
 
-NUM_ROUNDS = 2  # of each, in turn; one more before, which counts nowhere
+NUM_ROUNDS = 2  # Rounds of each, in turn. One warm-up round before them is not counted.
 NUM_EPISODES = 384
-HORIZON = 6  # turns, as the quickstart begins
+HORIZON = 6  # Number of turns, as at the start of the quickstart.
 MIN_RATIO = 0.90
 OWN = "our own loop"
 AGENTS = {"plain": ["agent_many.py", "128"], "openai": ["agent.py"]}
 
 
 def run_suite(table: BenchTable) -> None:
-    """Play with each by turns, in a few minutes."""
+    """Play with each loop in turn, in a few minutes."""
     table.title(f"quickstart's policy and tasks, {NUM_ROUNDS} x {NUM_EPISODES} episodes of each")
     with tempfile.TemporaryDirectory(prefix="longstride-agents-") as folder:
         table.attempt("agents", lambda: add_agents(table, Path(folder)))
@@ -54,7 +55,7 @@ def run_suite(table: BenchTable) -> None:
 
 def add_agents(table: BenchTable, folder: Path) -> None:
     if not gpus():
-        os.environ.update(ONE_THREAD)  # of the engine, as in a run
+        os.environ.update(ONE_THREAD)  # Thread settings of the engine, as in a run.
     cfg = load_config("quickstart", [f"run.dir={folder}", "run.name=hub"], root=ROOT)
     with serve_hub(cfg, RunDir(root=folder / "hub"), root=ROOT) as (url, token):
         done = uvloop.run(_measure(cfg, make_job(cfg, [], url, token, folder / "journal")))
@@ -117,7 +118,7 @@ def _agents(cfg: RunConfig, command: Sequence[str], renderer: Renderer) -> Agent
 
 
 def _plans(cfg: RunConfig, prefix: str) -> list[PlannedEpisode]:
-    """Return the same episodes for every player, under names of their own."""
+    """Return the same episodes for every player, with ids of their own."""
     plans: list[PlannedEpisode] = []
     for number in range(NUM_EPISODES):
         task = cfg.tasks[number % len(cfg.tasks)]

@@ -23,13 +23,13 @@ from common.config.load import load_config
 from common.repository import ROOT
 from common.store.run_dir import RunDir, write_atomically
 
-NUM_WARM_UP = 64  # episodes before the clock starts
-# Long episodes, as if new weights came every few turns:
+NUM_WARM_UP = 64  # Number of episodes before the measurement starts.
+# Long episodes; new weights arrive every few turns.
 NUM_LONG, LONG_TURNS, TURNS_PER_UPDATE, NUM_OBSERVED, NUM_SAMPLED = 16, 32, 4, 48, 12
 
 
 class BareEngine:
-    """`AsyncLLM` with an actor's arguments, and what it has done so far."""
+    """`AsyncLLM` with an actor's arguments, and counters of its work."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -37,7 +37,7 @@ class BareEngine:
         self.tokens = {"prompt": 0, "cached": 0, "sampled": 0}
 
     async def sample(self, prompt_ids: list[int], num_tokens: int, *, salt: str) -> list[int]:
-        """Return exactly so many sampled tokens; what another salt computed is not reused."""
+        """Return `num_tokens` sampled tokens. Cached prefixes of another salt are not reused."""
         params = SamplingParams(
             max_tokens=num_tokens,
             logprobs=0,
@@ -65,7 +65,7 @@ class BareEngine:
 
 
 async def measure(run_dir: RunDir, window_s: float) -> dict[str, dict[str, float]]:
-    """Return what was done: the run's turns, and long episodes with prefixes kept and dropped."""
+    """Return counters of the run's turns, and of long episodes with and without prefix reuse."""
     cfg = load_config(str(run_dir.config), [], root=ROOT)
     llm, _ = start_llm(cfg.model, cfg.actor, seed=cfg.run.seed, meter=None)
     engine = BareEngine(llm)
@@ -89,7 +89,7 @@ def _difference(before: dict[str, float], after: dict[str, float]) -> dict[str, 
 async def _replay(
     engine: BareEngine, episodes: list[list[Any]], num_concurrent: int, window_s: float
 ) -> dict[str, float]:
-    """Play episodes, so many at once, like an environment that answers at once."""
+    """Play `num_concurrent` episodes at once. The environment's answers take no time."""
     numbered = enumerate(itertools.cycle(episodes))
 
     async def play() -> None:

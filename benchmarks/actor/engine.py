@@ -27,13 +27,13 @@ NUM_VERSIONS = 2
 
 
 async def measure(run_dir: RunDir, settings: dict[str, Any]) -> dict[str, float]:
-    """Return what starting, loading and sampling took.
+    """Return the durations of start, loading and sampling.
 
     Args:
         run_dir: the learner publishes its address and keys there.
-        settings: model_path, and what the learner's `EngineRun` says.
+        settings: model_path, and the fields of the learner's `EngineRun`.
 
-    Raises: EngineError: the versions did not come in time.
+    Raises: EngineError: the versions did not arrive in time.
     """
     started = time.monotonic()
     cfg = ActorSection(

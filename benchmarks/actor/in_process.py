@@ -1,4 +1,4 @@
-"""Plays episodes in this very process: no hub, no vLLM, the same episodes and environments."""
+"""Plays the same episodes and environments in this process, without hub or vLLM."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ PlainId = Callable[[str, str], Awaitable[str]]
 
 
 class LocalSession:
-    """One episode of an environment that lives in this process."""
+    """One episode of an environment in this process."""
 
     def __init__(self, env: Any, item_id: str, seed: int, *, start_score: float = 0.0) -> None:
         self._env = env
@@ -46,7 +46,7 @@ class LocalSession:
 
 
 class InProcessPlayer:
-    """Plays leases with the weights it was given last."""
+    """Plays leases with the most recently loaded weights."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class InProcessPlayer:
 
         Args:
             specs: environment -> its catalogue entry (`envhub.env.EnvSpec`).
-            plain: (environment, item id) -> the id by which it knows an item at a distance.
-            engine: what samples, with `version` and `generate_together` of `TorchEngine`; None:
-                one of these.
+            plain: (environment, item id) -> the environment's own id of an item at a distance.
+            engine: samples with `version` and `generate_together`, as `TorchEngine`; None: a new
+                `TorchEngine`.
         """
         path = cfg.model.path
         self._renderer = load_renderer(path, cfg.actor.format)
@@ -70,13 +70,13 @@ class InProcessPlayer:
         self._has_critic = cfg.algorithm.advantage is Advantage.PPO
 
     def load(self, weights: Mapping[str, Tensor], *, version: int) -> None:
-        """Take other weights for what is played from now on."""
+        """Load other weights for all later episodes."""
         self._engine.load(weights, version=version)
 
     def play(self, leases: Sequence[Lease]) -> list[Trajectory]:
         """Return the episodes of the leases, in their order.
 
-        Raises: EnvError: an environment failed, which is no result of any policy.
+        Raises: EnvError: an environment failed, so the episode is not a result of the policy.
         """
         played: list[Trajectory] = []
         for start in range(0, len(leases), MAX_AT_ONCE):
@@ -88,7 +88,7 @@ class InProcessPlayer:
 
     async def _play(self, leases: Sequence[Lease]) -> list[Trajectory]:
         rounds = Rounds(
-            self._engine,  # type: ignore[arg-type] - asks of an engine what this one has
+            self._engine,  # type: ignore[arg-type] - It has all attributes that `Rounds` uses.
             max_tokens=self._cfg.actor.max_turn_tokens,
             exclusive=asyncio.Lock(),
         )

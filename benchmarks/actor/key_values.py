@@ -1,4 +1,4 @@
-"""Attention of rows of unlike lengths to what is stored of them, all rows' new tokens at once."""
+"""Attention with a cache of keys and values, for rows of different lengths without padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,21 +11,21 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 NAME = "stored"
-FIRST_POSITIONS = 256  # there is room for; doubled when a row has more
+FIRST_POSITIONS = 256  # Initial capacity in positions. It is doubled when a row needs more.
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Which tokens of which rows are computed."""
+    """The new tokens to compute, by row."""
 
-    rows: Tensor  # [token]
-    columns: Tensor  # [token] among its row's new ones
-    positions: Tensor  # [token] in its row
+    rows: Tensor  # [token] index of the row
+    columns: Tensor  # [token] index among the new tokens of its row
+    positions: Tensor  # [token] position in its row
     mask: Tensor  # [row, 1, column, key] 0 or -inf
 
     @classmethod
     def of(cls, counts: Sequence[int], lengths: np.ndarray) -> "Block":
-        """Return the block of so many new tokens of each row, after those that it has."""
+        """Return the block of `counts[row]` new tokens after the `lengths[row]` stored ones."""
         rows = np.repeat(np.arange(len(counts)), counts)
         columns = np.concatenate([np.arange(num) for num in counts])
         last = lengths[:, None] + np.arange(max(counts))  # [row, column]
@@ -38,7 +38,7 @@ class Block:
 class KeyValues:
     """Keys and values of the tokens of each row, by layer: [row, head, position, size].
 
-    A row's tokens stand at its own positions 0, 1, ...; beyond `lengths` is what nobody reads.
+    A row's tokens are at its own positions 0, 1, ... Entries beyond `lengths` are never read.
     """
 
     num_rows: int
@@ -49,7 +49,7 @@ class KeyValues:
         self.lengths = np.zeros(self.num_rows, dtype=np.int64)
 
     def drop(self, row: int) -> None:
-        """Forget a row; the last one takes its place."""
+        """Remove a row and move the last one to its place."""
         self.num_rows -= 1
         for pair in self.layers.values():
             for each in pair:
@@ -83,10 +83,11 @@ def _attention(
     block: Block,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return attention [1, token, head, size] of the block's tokens to all before them.
+    """Return attention [1, token, head, size] of the block's tokens to all earlier ones.
 
     Args:
-        query: [1, head, token, size]; key and value with fewer heads, each for several of these.
+        query: [1, head, token, size]; key and value have fewer heads, each shared by several of
+            these.
     """
     _, num_heads, _, size = query.shape
     num_kept = key.shape[1]
@@ -97,7 +98,7 @@ def _attention(
     num_rows, _, width, span = block.mask.shape
     asked = query.new_zeros(num_rows, width, num_heads, size)
     asked[block.rows, block.columns] = query[0].transpose(0, 1)
-    # Heads that share keys stand one after the other, as further queries of these.
+    # Query heads that share a key head are appended to its query dimension.
     share = num_heads // num_kept
     folded = asked.view(num_rows, width, num_kept, share, size).permute(0, 2, 3, 1, 4)
     mask = block.mask[:, :, None].expand(-1, -1, share, -1, -1)

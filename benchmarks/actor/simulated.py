@@ -1,10 +1,10 @@
-"""An actor whose engine is a clock.
+"""An actor with a simulated engine.
 
 Run as `python -m benchmarks.actor.simulated RUN_DIR NUMBER NUM_SLOTS`.
 
 Leases, heartbeats, hub sessions, trajectories and their delivery are those of a real actor. A turn
-takes the time that an engine takes for it and its tokens are random, so what is measured is
-everything but the engine.
+takes the time that an engine takes for it, and its tokens are random. The measurement therefore
+covers everything but the engine.
 """
 
 import asyncio
@@ -32,29 +32,29 @@ from common.wire.addresses import AddressBook
 from common.wire.messages import Heartbeat, Hello
 from common.wire.security import load_keys
 
-if TYPE_CHECKING:  # it takes seconds to import
+if TYPE_CHECKING:  # The import takes seconds.
     from actor.engine.engine import Engine
 
-# As of an engine that samples 50 tokens a second for each of its episodes, 75 of them for a turn;
-# the range is wide, so that the actors' episodes do not end together.
+# Rates of an engine that samples 50 tokens a second for each episode, 75 per turn on average. The
+# range is wide, so that the actors' episodes do not end at the same time.
 TOKEN_S = 0.02
 MIN_TOKENS, MAX_TOKENS = 10, 140
 START_S = 60.0
 
 
 class TokenClock:
-    """Stands where the engine does; as many requests as there are take no longer than one."""
+    """A replacement of the engine. Concurrent requests take no longer than a single one."""
 
     def __init__(self, *, vocab_size: int, token_s: float) -> None:
         self._token_s = token_s
         self._vocab_size = vocab_size
         self.version = 0
-        self.frozen_s = 0.0  # no weights are loaded
+        self.frozen_s = 0.0  # Always 0, because no weights are loaded.
 
     async def generate(
         self, prompt_ids: list[int], *, request_id: str, max_tokens: int, salt: str, seed: int
     ) -> Turn:
-        """Return random tokens after the time that they take; arguments as of the engine."""
+        """Return random tokens after a simulated sampling time. Arguments are as of the engine."""
         chance = random.Random(seed)
         num_timed = chance.randint(MIN_TOKENS, MAX_TOKENS)
         await asyncio.sleep(num_timed * self._token_s)
@@ -115,7 +115,7 @@ async def play(cfg: RunConfig, run_dir: RunDir, *, number: int, token_s: float) 
 
 
 async def _take_leases(scheduler: SchedulerClient, hubs: Hubs, episodes: Episodes) -> None:
-    """Ask for work whenever there is room, and a hub."""
+    """Request leases whenever a slot is free and a hub is available."""
     while True:
         await hubs.wait_for()
         episodes.slot_freed.clear()
@@ -141,7 +141,7 @@ async def _beat(
 
 
 def main(folder: str, number: str, num_slots: str, token_s: str = str(TOKEN_S)) -> None:
-    """Be one of the actors of a run, with so many episodes at once."""
+    """Run as one actor of a run, with `num_slots` concurrent episodes."""
     slots = (f"actor.max_concurrent={num_slots}", f"actor.min_concurrent={num_slots}")
     run_dir = RunDir(root=Path(folder))
     cfg = load_config(str(run_dir.config), slots, root=ROOT)

@@ -1,8 +1,8 @@
-"""The suite `actor`: tokens that a run samples per second, against vLLM alone.
+"""The suite `actor`: tokens that a run samples per second, compared with vLLM alone.
 
-The run is real: scheduler, hub, an actor with its engine, a learner that takes the episodes in and
-writes its journal. Only it makes no step, so that what is measured is generation. Then vLLM alone
-samples turns of the same lengths, as many episodes at once, with nobody to wait for.
+The run is real: scheduler, hub, an actor with its engine, and a learner that accepts episodes and
+writes its journal. The learner makes no step, so that only generation is measured. Afterwards vLLM
+alone samples turns of the same lengths with the same concurrency and without environments.
 """
 
 import json
@@ -23,14 +23,15 @@ from common.store.journal import read_journal
 from common.store.segments import JournalPosition, synced_end
 from common.wire.messages import Trajectory
 
-NUM_ROUNDS = 2  # of both, in turn
+NUM_ROUNDS = 2  # Rounds of both, in turn.
 WINDOW_S = 15.0
-NUM_WARM_UP = 256  # episodes, until as many begin as end
-TIMEOUT_S = 600.0  # of a start and what follows
+NUM_WARM_UP = 256  # Number of episodes until starts and ends are balanced.
+TIMEOUT_S = 600.0  # Limit of a start or a whole measurement.
 POLL_S = 0.2
 MIN_RATIO = 0.90
 SETTINGS = (
-    *("groups.per_step=10000", "train.num_steps=1"),  # the first step never comes
+    # A batch never fills, so the first step never starts.
+    *("groups.per_step=10000", "train.num_steps=1"),
     "actor.max_model_len=2048",
     *TRAINING_ALONE,
 )
@@ -81,7 +82,7 @@ def hits(ours: Counter[str], peer: Counter[str]) -> str:
 
 
 def measure_run(name: str, *, folder: Path) -> dict[str, float]:
-    """Return tokens, processor seconds by role and seconds of a window; leave its turns behind.
+    """Return tokens, processor seconds by role and seconds of a window, and write its turns.
 
     Raises: LongstrideError: the run failed, or does not generate.
     """
@@ -115,15 +116,15 @@ def measure_run(name: str, *, folder: Path) -> dict[str, float]:
 
 
 def arrived(run_dir: Path, begin: JournalPosition, end: JournalPosition) -> list[Trajectory]:
-    """Return the episodes of a stretch of the journal."""
+    """Return the episodes between two positions of the journal."""
     found = read_journal(run_dir / "journal", start=begin)
     return [episode for where, episode in found if where < end]
 
 
 def measure_alone(run_dir: Path) -> dict[str, dict[str, float]]:
-    """Return what vLLM alone does with a run's turns. Raises: LongstrideError."""
+    """Return the counters of vLLM alone for a run's turns. Raises: LongstrideError."""
     argv = [sys.executable, "-m", "benchmarks.actor.bare", str(run_dir), str(WINDOW_S)]
-    env = {} if gpus() else ONE_THREAD  # as in the run
+    env = {} if gpus() else ONE_THREAD  # The thread settings of the run.
     log = run_dir / "alone.log"
     child = ChildProcess("vLLM alone", argv, log_path=log, env=env, cwd=ROOT)
     try:
@@ -136,7 +137,7 @@ def measure_alone(run_dir: Path) -> dict[str, dict[str, float]]:
 
 
 def turns_of(episode: Trajectory) -> list[tuple[list[int], int]]:
-    """Return the token ids that were observed, and how many were then sampled, turn by turn."""
+    """Return the observed token ids and the number of sampled tokens, turn by turn."""
     turns: list[tuple[list[int], int]] = []
     for turn in range(episode.num_turns):
         is_of_turn = episode.turn_ids == turn

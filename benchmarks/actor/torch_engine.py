@@ -1,6 +1,6 @@
-"""An engine of plain torch for policies of a few million weights: starts in no time, holds no CPU.
+"""An engine in plain torch for policies of a few million weights. It starts without delay.
 
-For studies of hundreds of short runs, each of which would wait longer for vLLM than it trains.
+It is used by studies of hundreds of short runs, which are shorter than the start of vLLM.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,15 @@ from transformers import PreTrainedModel
 from actor.rollout.episode import Turn
 from benchmarks.actor.key_values import NAME, Block, KeyValues
 
-MAX_BEGINNINGS = 50_000  # of turns that are remembered
+MAX_BEGINNINGS = 50_000  # Limit of the remembered beginnings of turns.
 SURE, SUREST = 2, 3
 
 
 @dataclass(slots=True)
 class _Row:
-    """An episode whose turn is sampled."""
+    """An episode whose turn is being sampled."""
 
-    new: list[int]  # tokens whose keys are not stored yet; the next is sampled after the last
+    new: list[int]  # Tokens without stored keys; the next token is sampled after the last one.
     draws: Tensor  # [max_tokens] in [0, 1)
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -34,17 +34,18 @@ class _Row:
 
 
 class Guesses:
-    """What followed the beginning of a turn when it was sampled last, where that holds mostly.
+    """Predicts the rest of a turn from its beginning, as in earlier turns.
 
-    A guess is checked, never believed: it only lets several tokens be computed at once.
+    Every guess is verified. A correct guess lets the engine compute several tokens at once.
     """
 
     def __init__(self, end_ids: Sequence[int]) -> None:
         self._end_ids = frozenset(end_ids)
-        self._next: dict[tuple[int, ...], tuple[int, int]] = {}  # beginning -> token, how sure
+        # Beginning -> next token and its confidence.
+        self._next: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def after(self, beginning: Sequence[int], most: int) -> list[int]:
-        """Return at most so many tokens that should follow, none of which ends the turn."""
+        """Return at most `most` tokens that probably follow; none of them ends the turn."""
         key, found = tuple(beginning), list[int]()
         while len(found) < most:
             token, sureness = self._next.get(key, (0, 0))
@@ -55,7 +56,7 @@ class Guesses:
         return found
 
     def learn(self, turn: Sequence[int]) -> None:
-        """Remember what a turn was."""
+        """Add a sampled turn."""
         if len(self._next) > MAX_BEGINNINGS:
             self._next.clear()
         for number, token in enumerate(turn):
@@ -68,15 +69,15 @@ class Guesses:
 
 
 class TorchEngine:
-    """Samples the turns of all episodes that ask, together; keeps keys and values between turns.
+    """Samples the turns of all requests together, and keeps keys and values between turns.
 
-    Each row is what it would be by itself. The tokens of all rows are computed as one sequence,
-    without padding; what a turn will probably be is computed with what comes before it, and taken
-    as far as the row's own draws lead there.
+    Each row is independent of the others. The tokens of all rows are computed as one sequence
+    without padding. The guessed continuation of a turn is computed together with the tokens before
+    it (speculative decoding). It is accepted as far as the row's own random draws agree with it.
 
-    Example: "open the red door" was sampled after "open the" and "blue door" after it by others.
-    An observation of 20 tokens and the guess "open the" are one pass; "red" is drawn. "red" and the
-    guess "door" are a second one: "door" is drawn, and the end of the turn.
+    Example: earlier turns were "open the red door" and "open the blue door". An observation of 20
+    tokens and the guess "open the" are one pass; "red" is drawn. "red" and the guess "door" are a
+    second pass: "door" is drawn, and the end of the turn.
     """
 
     def __init__(
@@ -96,14 +97,14 @@ class TorchEngine:
         self._forget()
 
     def load(self, weights: Mapping[str, Tensor], *, version: int) -> None:
-        """Take other weights, which label what is sampled from now on."""
+        """Load other weights. Later samples have this version."""
         self._model.load_state_dict(dict(weights))
         self.version = version
         self._forget()
 
     def _forget(self) -> None:
-        self._names: list[str] = []  # of the rows
-        self._fed: list[list[int]] = []  # tokens of each whose keys and values are stored
+        self._names: list[str] = []  # Episode names of the rows.
+        self._fed: list[list[int]] = []  # Tokens of each row whose keys and values are stored.
         self._stored = KeyValues(0)
 
     async def generate_together(
@@ -117,8 +118,8 @@ class TorchEngine:
         """Return the next turn of each request, "<anything>:<episode>".
 
         Args:
-            salt: of no meaning here; nothing is shared between versions.
-            seeds: of each request; a row's tokens depend on nothing but them and its own tokens.
+            salt: ignored; versions share no cached keys.
+            seeds: of each request; a row's tokens depend only on its seed and its own tokens.
         """
         requests = {request.partition(":")[2]: request for request in prompts}
         if not self._names or not requests.keys() <= set(self._names):
@@ -133,7 +134,8 @@ class TorchEngine:
         rows: list[_Row] = []
         for number, request in enumerate(requests[name] for name in self._names):
             prompt = prompts[request]
-            num = _num_shared(self._fed[number], prompt)  # fewer where a new segment begins
+            # Fewer tokens are shared if a new segment begins.
+            num = _num_shared(self._fed[number], prompt)
             self._stored.lengths[number], self._fed[number] = num, prompt[:num]
             draws = torch.from_numpy(_draws(seeds[request], max_tokens))
             rows.append(_Row(new=prompt[num:], draws=draws))
@@ -150,7 +152,7 @@ class TorchEngine:
         return Turn(row.tokens, row.logprobs, versions, is_stopped=row.is_stopped)
 
     def _sample(self, rows: Sequence[_Row]) -> None:
-        """Sample a token of every open row, and those after it that were guessed."""
+        """Sample the next token of every open row, and the guessed tokens after it."""
         guesses: list[list[int]] = []
         for row in rows:
             most = len(row.draws) - len(row.tokens) - 1
@@ -191,7 +193,7 @@ class TorchEngine:
         return out.last_hidden_state[0]
 
     def _pick(self, hidden: Tensor, draws: Tensor) -> tuple[list[int], list[float]]:
-        """Return the tokens that the draws [token] lead to, and their logprobs."""
+        """Return the tokens that the draws [token] select, and their logprobs."""
         assert self._head is not None
         logits = self._head(hidden)
         scores = torch.log_softmax(logits.float() / self._temperature, dim=-1)  # [token, vocab]
@@ -202,7 +204,7 @@ class TorchEngine:
 
 
 def _num_shared(known: list[int], prompt: list[int]) -> int:
-    """Return how many first tokens are equal, and leave at least one of the prompt."""
+    """Return the number of equal first tokens, at most the prompt's length less one."""
     most = min(len(known), len(prompt) - 1)
     if known[:most] == prompt[:most]:
         return most

@@ -1,7 +1,7 @@
-"""A wall clock that jumps for one run: a library that all its processes load before any other.
+"""A wall clock that can jump for the processes of one run, by a preloaded library.
 
-No namespace of Linux has a wall clock of its own, and the machine's belongs to others as well.
-Monotonic clocks go on as they are, and so do the times of files, as on a disk of another machine.
+Linux has no namespace for the wall clock, and other programs use the machine's clock. Monotonic
+clocks and the timestamps of files do not jump.
 """
 
 import shutil
@@ -78,7 +78,7 @@ int sem_timedwait(sem_t *restrict free, const struct timespec *restrict at) {
 class JumpingClock:
     """The wall clock of processes that are started with `environment`.
 
-    Example: clock = make_clock(folder); start(env=clock.environment); clock.jump(3600.0)
+    Example: clock = make_clock(folder); start(env=clock.environment); clock.set_ahead(3600)
     """
 
     def __init__(self, library: Path, ahead: Path) -> None:
@@ -87,14 +87,15 @@ class JumpingClock:
         self.set_ahead(0)
 
     def set_ahead(self, seconds: int) -> None:
-        """Let the clock be so much ahead of the machine's from now on; negative: behind it."""
-        mode = "r+b" if self._ahead.exists() else "wb"  # it is mapped: never cut, never replaced
+        """Set the clock this many seconds ahead of the machine's; negative: behind it."""
+        # Processes have mapped the file, so it must not be truncated or replaced.
+        mode = "r+b" if self._ahead.exists() else "wb"
         with self._ahead.open(mode, buffering=0) as file:
             file.write(struct.pack("=q", seconds))
 
 
 def make_clock(folder: Path) -> JumpingClock | None:
-    """Compile the library into a folder; None: there is no C compiler here."""
+    """Compile the library into a folder; return None if there is no C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         return None

@@ -1,4 +1,4 @@
-"""Breaks the TCP connections of another process as a router that reboots does: with a reset."""
+"""Resets the TCP connections of another process, as a rebooting router does."""
 
 import ctypes
 import os
@@ -7,16 +7,17 @@ from contextlib import suppress
 
 import psutil
 
-PIDFD_GETFD = 438  # the same number on all architectures
-UNSPECIFIED = struct.pack("H14x", 0)  # struct sockaddr of no family: it dissolves a connection
+PIDFD_GETFD = 438  # The number is the same on all architectures.
+# A struct sockaddr with AF_UNSPEC. Connecting to it dissolves a connection.
+UNSPECIFIED = struct.pack("H14x", 0)
 
 
 def reset_connections(process: psutil.Process) -> int:
-    """Reset the established TCP connections of a process; both ends see an error at once.
+    """Reset the established TCP connections of a process. Both ends get an error at once.
 
-    Returns: how many there were.
+    Returns: the number of reset connections.
 
-    Raises: OSError: this system, or its policy for tracing, does not allow it.
+    Raises: OSError: the system or its ptrace policy does not allow it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     with _closing(os.pidfd_open(process.pid)) as watched:
@@ -36,7 +37,7 @@ def reset_connections(process: psutil.Process) -> int:
 
 
 class _closing:
-    """Closes a file descriptor in the end."""
+    """Closes a file descriptor at the end of a block."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

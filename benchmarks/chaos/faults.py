@@ -1,4 +1,4 @@
-"""Makes faults happen to a run, and undoes those that pass."""
+"""Injects faults into a run, and ends those that are temporary."""
 
 import logging
 import os
@@ -26,34 +26,34 @@ from common.wire.sockets import connect_dealer
 
 logger = logging.getLogger(__name__)
 
-LASTS_S = 5.0  # of what passes
+LASTS_S = 5.0  # Duration of a temporary fault.
 NUM_KILLED_AGAIN = 3
-START_S = 30.0  # for a role to appear again
+START_S = 30.0  # Time limit for the restart of a role.
 POLL_S = 0.05
 NUM_CORRUPT = 200
-NUM_AGAIN = 20  # trajectories
-ROOM_BYTES = 16 << 20  # that a process without memory may still get
-AHEAD_S = 3_600  # of a clock that jumps
+NUM_AGAIN = 20  # Number of repeated trajectories.
+ROOM_BYTES = 16 << 20  # Address space that a process without memory may still allocate.
+AHEAD_S = 3_600  # Size of a clock jump.
 NETWORK = {Kind.SLOW_NETWORK: machine.slow_network, Kind.DROPPED: machine.drop_packets}
 
 
 class NotPossible(Exception):
-    """Nothing happened: the fault cannot be made on this machine, or there is nobody to meet."""
+    """The fault was not injected: the machine does not support it, or its target is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """The run that faults happen to."""
+    """The run that faults are injected into."""
 
     supervisor_pid: int
     run_dir: RunDir
-    disk: Path | None  # a folder on the run's own disk; None: it shares the machine's
-    clock: JumpingClock | None = None  # of the run; None: it has the machine's
-    halves: Path | None = None  # while it exists, observations end with half a character
+    disk: Path | None  # A folder on the run's own disk; None: the run uses the machine's disk.
+    clock: JumpingClock | None = None  # The run's own clock; None: it uses the machine's clock.
+    halves: Path | None = None  # While this file exists, observations end with half a character.
     lasts_s: float = LASTS_S
 
     def strike(self, fault: Fault) -> None:
-        """Make a fault happen; return once it is over, whatever it has broken.
+        """Inject a fault; return once it has ended. The run may still be recovering.
 
         Raises: NotPossible.
         """
@@ -84,7 +84,7 @@ class Scene:
         return found[-1]
 
     def _kill_again(self, role: Role) -> None:
-        """Kill a role, and each of its next lives as soon as it is there."""
+        """Kill a role, and repeatedly kill its restarted process."""
         for _ in range(NUM_KILLED_AGAIN):
             deadline = time.monotonic() + START_S
             while not (found := find_victims(self.supervisor_pid, role)):
@@ -98,7 +98,7 @@ class Scene:
 
     @contextmanager
     def _trouble(self, kind: Kind) -> Generator[None]:
-        """What happens to the machine, until the end of the block."""
+        """Inject a fault of the machine until the end of the block."""
         if kind is Kind.CLOCK:
             with _jumped(self.clock):
                 yield
@@ -123,7 +123,7 @@ class Scene:
                 filler.unlink(missing_ok=True)
 
     def _send_corrupt(self, role: Role) -> None:
-        """Send what is no message, with the key of an actor, wherever a role listens."""
+        """Send invalid messages with an actor's key to every port of a role."""
         with self._dealers(role) as dealers:
             for dealer in dealers:
                 for number in range(NUM_CORRUPT):
@@ -131,7 +131,7 @@ class Scene:
                     dealer.send_multipart(frames)
 
     def _send_again(self) -> None:
-        """Send trajectories that the journal holds already, as after a lost acknowledgement."""
+        """Send trajectories that the journal already contains, as after a lost acknowledgement."""
         last = [each for _, each in read_journal(self.run_dir.journal)][-NUM_AGAIN:]
         if not last:
             raise NotPossible("the journal is empty")
@@ -145,7 +145,7 @@ class Scene:
 
     @contextmanager
     def _dealers(self, role: Role) -> Generator[list[zmq.Socket[bytes]]]:
-        """Sockets with the key of the run's actors, connected to every port of a role."""
+        """Yield sockets with the key of the run's actors, connected to every port of a role."""
         keys = load_keys(self.run_dir.keys)
         found = self._victim(role).net_connections(kind="tcp")
         ports = [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN]
@@ -203,7 +203,7 @@ def _stopped(process: psutil.Process) -> Generator[None]:
 
 @contextmanager
 def _without_memory(process: psutil.Process) -> Generator[None]:
-    """Let a process have hardly any more address space than it has."""
+    """Limit the address space of a process to slightly more than it uses now."""
     before = resource.prlimit(process.pid, resource.RLIMIT_AS)
     room = process.memory_info().vms + ROOM_BYTES
     resource.prlimit(process.pid, resource.RLIMIT_AS, (room, before[1]))

@@ -1,7 +1,7 @@
-"""A machine within the machine: network and disk that only one run and what is asked here see.
+"""A separate network and disk for one run, so that their faults do not affect other programs.
 
-Needs the rights of an administrator; without them a run shares the real network and disk, and the
-faults of those are left out.
+This needs the rights of an administrator. Without them a run uses the real network and disk, and
+their faults are left out.
 """
 
 import ctypes
@@ -10,20 +10,21 @@ import shutil
 import subprocess
 from pathlib import Path
 
-NEW_MOUNTS, NEW_NETWORK = 0x00020000, 0x40000000  # CLONE_NEWNS, CLONE_NEWNET of Linux
-DISK_BYTES = 17 << 27  # a run wants two gigabytes to start with
-SLOW = ("rate", "16mbit", "burst", "16k", "limit", "32k")  # what does not fit the queue is dropped
+NEW_MOUNTS, NEW_NETWORK = 0x00020000, 0x40000000  # The flags CLONE_NEWNS and CLONE_NEWNET of Linux.
+DISK_BYTES = 17 << 27  # A run needs two gigabytes to start.
+SLOW = ("rate", "16mbit", "burst", "16k", "limit", "32k")  # Packets beyond the queue are dropped.
 FILL_BYTES = 1 << 20
-DROPPED_FRAC = 0.05  # of all packets, in either direction
-_LOAD, _AT_LEAST, _RETURN = 0x20, 0x35, 0x06  # of classic BPF
-_RANDOM = 0xFFFFF038  # address of the word that is a random number (SKF_AD_RANDOM)
-_PASS, _DROP = 0, 2  # TC_ACT_OK, TC_ACT_SHOT
+DROPPED_FRAC = 0.05  # Fraction of all packets, in either direction.
+_LOAD, _AT_LEAST, _RETURN = 0x20, 0x35, 0x06  # Opcodes of classic BPF.
+_RANDOM = 0xFFFFF038  # Address of the word with a random number (SKF_AD_RANDOM).
+_PASS, _DROP = 0, 2  # The values TC_ACT_OK and TC_ACT_SHOT.
 
 
 def isolate(folder: Path) -> str:
-    """Give this thread and what it starts a network and, below `folder`, a disk of their own.
+    """Give this thread and its children their own network and, below `folder`, their own disk.
 
-    Returns: "" or why not; this process stays as it was then, or has both for the rest of its life.
+    Returns: "" on success, for the rest of the process's life. Otherwise the reason; then nothing
+        has changed.
     """
     if missing := [tool for tool in ("ip", "tc", "mount") if shutil.which(tool) is None]:
         return f"{', '.join(missing)} not installed"
@@ -40,18 +41,18 @@ def isolate(folder: Path) -> str:
 
 
 def release(folder: Path) -> None:
-    """Give the disk back, with what is on it."""
+    """Release the disk and its content."""
     subprocess.run(("umount", "--lazy", str(folder)), check=True, capture_output=True, timeout=10)
 
 
 def slow_network() -> bool:
-    """Let few bytes through and drop what does not fit a short queue; False if not possible."""
+    """Limit the bandwidth and drop packets beyond a short queue; return False if not possible."""
     command = ("tc", "qdisc", "replace", "dev", "lo", "root", "tbf", *SLOW)
     return subprocess.run(command, capture_output=True, timeout=10, check=False).returncode == 0
 
 
 def drop_packets() -> bool:
-    """Let some packets vanish on their way, by chance; False if not possible."""
+    """Drop random packets; return False if not possible."""
     program = (
         (_LOAD, 0, 0, _RANDOM),
         (_AT_LEAST, 1, 0, round(DROPPED_FRAC * 2**32)),
@@ -72,15 +73,16 @@ def heal_network() -> None:
     """Undo `slow_network` and `drop_packets`."""
     for which in ("root", "clsact"):
         command = ("tc", "qdisc", "del", "dev", "lo", which)
-        subprocess.run(command, check=False, capture_output=True, timeout=10)  # one is not there
+        # One of the two does not exist.
+        subprocess.run(command, check=False, capture_output=True, timeout=10)
 
 
 def fill_disk(path: Path) -> None:
-    """Write a file until its disk is full; remove it to have the room again."""
+    """Write a file until its disk is full. Deleting it frees the room again."""
     chunk = bytes(FILL_BYTES)
     with path.open("ab", buffering=0) as handle:
         try:
             while handle.write(chunk):
                 pass
-        except OSError:  # full: what was wanted
+        except OSError:  # The disk is full, as intended.
             return

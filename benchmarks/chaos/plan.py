@@ -1,4 +1,4 @@
-"""What happens to whom: a deck of all faults, shuffled by a seed, again when it is through."""
+"""The fault schedule: a seeded shuffle of all faults, repeated in a new order."""
 
 import itertools
 import random
@@ -10,28 +10,28 @@ from benchmarks.chaos.victims import Role
 
 
 class Kind(StrEnum):
-    """What happens."""
+    """The type of a fault."""
 
     KILL = "kill -9"
-    STOP = "stopped"  # SIGSTOP, then SIGCONT: a machine that swaps, or moves
+    STOP = "stopped"  # SIGSTOP, then SIGCONT, as on a machine that swaps or migrates.
     RESET = "connections reset"
-    NO_MEMORY = "no memory"  # allocations fail for a while
+    NO_MEMORY = "no memory"  # Allocations fail for some time.
     KILL_AGAIN = "killed at each start"
     CORRUPT = "corrupt messages"
     DUPLICATE = "messages again"
     SLOW_NETWORK = "slow, lossy network"
     DROPPED = "packets dropped"
     DISK_FULL = "disk full"
-    CLOCK = "clock jumps"  # an hour ahead, and back
-    HALVES = "half characters"  # in every observation, as from scripts that cut a text
+    CLOCK = "clock jumps"  # An hour ahead, and back.
+    HALVES = "half characters"  # In every observation, as from scripts that cut a text.
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that happens."""
+    """One fault and its target."""
 
     kind: Kind
-    role: Role | None = None  # None: it happens to the machine
+    role: Role | None = None  # None: the fault affects the machine.
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ ALL_FAULTS = (
 
 
 def deal(faults: tuple[Fault, ...], *, seed: int) -> Iterator[Fault]:
-    """Yield faults for ever: each of them once in random order, then all again in another."""
+    """Yield an endless series: each fault once in random order, then all again in a new order."""
     draw = random.Random(seed)
     for _ in itertools.count():
         deck = list(faults)

@@ -1,4 +1,4 @@
-"""The suite `chaos`: faults on every role while the quickstart trains, and what they cost."""
+"""The suite `chaos`: faults on every role while the quickstart trains, and their cost."""
 
 import json
 import logging
@@ -26,13 +26,13 @@ from common.store.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
-HALVES = '"benchmarks.envhub.halves:make_spec"'  # the run's environment
-FIRST_STEPS = 3  # made before anything happens
-PATIENCE_S = 180.0  # for a run to make its next step; then it counts as hanging
+HALVES = '"benchmarks.envhub.halves:make_spec"'  # The run's environment.
+FIRST_STEPS = 3  # Steps before the first fault.
+PATIENCE_S = 180.0  # Limit of the time to the next step. A run that exceeds it counts as hanging.
 START_S = 300.0
 TWIN_S = 3_600.0
 MINUTE_S = 60.0
-MIN_ETTR = 0.85  # at one fault a minute
+MIN_ETTR = 0.85  # Minimum ETTR at one fault a minute.
 MEDIAN_S = {Role.SCHEDULER: 5.0, Role.HUB: 5.0, Role.LEARNER: 15.0, Role.ACTOR: 15.0}
 P95_FACTOR = 3.0
 LEGEND = (
@@ -44,28 +44,28 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much of it."""
+    """The extent of a campaign."""
 
     config: str
     num_steps: int
-    every_s: float  # from one fault to the next, unless a run needs longer to recover
+    every_s: float  # Seconds between two faults, unless the recovery takes longer.
     lasts_s: float = LASTS_S
     faults: tuple[Fault, ...] = ALL_FAULTS
     settings: tuple[str, ...] = TRAINING_ALONE
-    has_twin: bool = False  # the same run, undisturbed, is made first
+    has_twin: bool = False  # Run the same configuration without faults first.
 
 
 USUAL = Size(config="quickstart", num_steps=220, every_s=20.0)
 LONG = Size(
     config="quickstart",
-    num_steps=600,  # long enough for 200 faults
+    num_steps=600,  # Long enough for 200 faults.
     every_s=4.0,
     settings=tuple(each for each in TRAINING_ALONE if each != "eval.after=false"),
     has_twin=True,
 )
 SHORT = Size(
     config="smoke",
-    num_steps=100,  # on a slow machine faults take longer and steps go on
+    num_steps=100,  # On a slow machine faults take longer, while steps continue.
     every_s=3.0,
     lasts_s=2.0,
     faults=(
@@ -80,27 +80,27 @@ SHORT = Size(
 
 @dataclass(slots=True, kw_only=True)
 class Suffered:
-    """One fault that happened, in seconds."""
+    """One injected fault, in seconds."""
 
     fault: Fault
-    began_s: float  # monotonic
-    ended_s: float  # monotonic: of the fault
-    back_s: float = math.nan  # after `ended_s`: the role does its part again
-    engine_s: float = 0.0  # of them, for the start of an engine
-    step_s: float = math.nan  # after `ended_s`: the run makes its next step
+    began_s: float  # Monotonic time.
+    ended_s: float  # Monotonic time of the end of the fault.
+    back_s: float = math.nan  # Time from `ended_s` until the role works again.
+    engine_s: float = 0.0  # Part of `back_s` that an engine needs to start.
+    step_s: float = math.nan  # Time from `ended_s` until the run's next step.
 
 
 @dataclass(slots=True, kw_only=True)
 class Story:
-    """What happened in one run."""
+    """The faults and steps of one run."""
 
     suffered: list[Suffered] = field(default_factory=lambda: [])
-    left_out: dict[str, str] = field(default_factory=lambda: {})  # fault -> why
-    step_times: list[float] = field(default_factory=lambda: [])  # monotonic
+    left_out: dict[str, str] = field(default_factory=lambda: {})  # Reason, by fault.
+    step_times: list[float] = field(default_factory=lambda: [])  # Monotonic times.
 
     @property
     def quiet_step_s(self) -> float:
-        """Seconds from one step to the next where no fault was about: the median."""
+        """The median of seconds between two steps during which no fault was active."""
         pairs = zip(self.step_times, self.step_times[1:], strict=False)
         quiet = [b - a for a, b in pairs if not any(self._is_about(s, a, b) for s in self.suffered)]
         return statistics.median(quiet) if quiet else math.nan
@@ -111,29 +111,29 @@ class Story:
 
     @property
     def lost_s(self) -> float:
-        """Seconds that each fault cost, on average."""
+        """The mean of seconds lost per fault."""
         took_s = self.step_times[-1] - self.step_times[0]
         wanted_s = (len(self.step_times) - 1) * self.quiet_step_s
         return (took_s - wanted_s) / max(1, len(self.suffered))
 
 
 def run_suite(table: BenchTable) -> None:
-    """Disturb a quickstart of 220 steps every 20 seconds, in about a quarter of an hour."""
+    """Inject a fault into a quickstart of 220 steps every 20 seconds, in about 15 minutes."""
     measure(table, USUAL)
 
 
 def run_long(table: BenchTable) -> None:
-    """Leave a long quickstart alone, disturb another some 200 times, in an hour."""
+    """Run a long quickstart without faults, and another with about 200 faults, in an hour."""
     measure(table, LONG)
 
 
 def run_short(table: BenchTable) -> None:
-    """Disturb a small run for two minutes."""
+    """Inject faults into a small run for two minutes."""
     measure(table, SHORT)
 
 
 def measure(table: BenchTable, size: Size) -> None:
-    """Run, disturb, judge."""
+    """Run a training, inject faults and report the results."""
     table.title(LEGEND)
     with (
         tempfile.TemporaryDirectory(prefix="longstride-chaos-") as name,
@@ -156,7 +156,7 @@ def measure(table: BenchTable, size: Size) -> None:
 def _measure(
     table: BenchTable, size: Size, folder: Path, *, apart: Path, has_machine: bool
 ) -> None:
-    """Run in `folder`, whose disk is small; what is left alone runs `apart`."""
+    """Run with faults in `folder`, which has a small disk. The run without faults is in `apart`."""
     run_dir, halves, clock = RunDir(root=folder / "run"), folder / "halves", make_clock(folder)
     settings = (*size.settings, f"train.num_steps={size.num_steps}")
     settings = (*settings, f"envhub.envs=[{HALVES}]", f'envs.plugins={{halves: "{halves}"}}')
@@ -180,7 +180,7 @@ def _measure(
 
 
 def add_success(table: BenchTable, run_dir: RunDir, twin: RunDir) -> None:
-    """Write how well the disturbed policy plays, and whether the other's interval reaches it."""
+    """Compare the held-out success with the confidence interval of the run without faults."""
     ours, left_alone = (read_json(each.root / "report.json")["after"] for each in (run_dir, twin))
     low, high = left_alone["ci95"]
     note = f"an undisturbed run: {left_alone['success']:.3f} [{low:.3f}, {high:.3f}]"
@@ -188,7 +188,7 @@ def add_success(table: BenchTable, run_dir: RunDir, twin: RunDir) -> None:
 
 
 def disturb(child: ChildProcess, scene: Scene, size: Size, *, seed: int) -> Story:
-    """Let faults happen until the run has ended. Raises: LongstrideError: it failed, or hangs."""
+    """Inject faults until the run has ended. Raises: LongstrideError: it failed, or hangs."""
     story, watch = Story(), Watch(scene.run_dir)
     _wait(child, watch, FIRST_STEPS, START_S)
     for fault in deal(size.faults, seed=seed):
@@ -219,7 +219,7 @@ def disturb(child: ChildProcess, scene: Scene, size: Size, *, seed: int) -> Stor
 
 
 def _recover(child: ChildProcess, watch: Watch, suffered: Suffered) -> None:
-    """Wait until the role is back and the run has made a step, and note when that was."""
+    """Wait until the role works again and the run has made a step, and record both times."""
     num_steps, wall_s = watch.look(), time.time()
     role = suffered.fault.role
     engines = read_engines(watch.run_dir)
@@ -234,14 +234,14 @@ def _recover(child: ChildProcess, watch: Watch, suffered: Suffered) -> None:
             suffered.engine_s = sum(read_engines(watch.run_dir)[len(engines) :])
         if child.poll() is not None:
             check_end(child)
-            return  # it was over before
+            return  # The run has already ended.
         if passed_s > PATIENCE_S:
             raise LongstrideError(f"no step within {PATIENCE_S:g}s after {suffered.fault.name}")
         time.sleep(POLL_S)
 
 
 def read_engines(run_dir: RunDir) -> list[float]:
-    """Return the seconds that each engine's start took, as the actors' logs say."""
+    """Return the start duration of each engine, from the actors' logs."""
     found: list[float] = []
     for log in sorted(run_dir.logs.glob("actor-*.log")):
         for line in log.read_text(errors="replace", encoding="utf-8").splitlines():
@@ -251,7 +251,7 @@ def read_engines(run_dir: RunDir) -> list[float]:
 
 
 def _wait(child: ChildProcess, watch: Watch, num_steps: int, timeout_s: float) -> None:
-    """Wait until a run has made so many steps, each within the time."""
+    """Wait until a run has made `num_steps` steps, each within `timeout_s`."""
     deadline, seen = time.monotonic() + timeout_s, 0
     while (made := watch.look()) < num_steps and child.poll() is None:
         if made > seen:
@@ -269,7 +269,7 @@ def _wait_end(child: ChildProcess) -> None:
 
 
 def add_story(table: BenchTable, story: Story) -> None:
-    """Write what recovery took, by fault and by role, and the share of effective training time."""
+    """Write the recovery times by fault and by role, and the effective training time ratio."""
     by_name: defaultdict[str, list[Suffered]] = defaultdict(list)
     by_role: defaultdict[Role, list[float]] = defaultdict(list)
     for each in story.suffered:
@@ -303,13 +303,13 @@ def worst_step(suffered: Sequence[Suffered]) -> float:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that so large a share of the values does not exceed."""
+    """Return the smallest value that is not exceeded by the given fraction of the values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
 def add_end(table: BenchTable, run_dir: RunDir, *, num_steps: int, story: Story) -> None:
-    """Write what has become of the episodes: nothing is lost, nothing trained twice."""
+    """Write the final ledger: no episode may be lost or trained on twice."""
     ledger = read_json(run_dir.ledger)
     parts = ("trained", "filtered", "stale", "failed", "in_flight")
     unaccounted = abs(ledger["issued"] - sum(ledger[part] for part in parts))

@@ -1,4 +1,4 @@
-"""The processes of a run, by what they do in it."""
+"""Finds the processes of a run by their role."""
 
 import re
 from contextlib import suppress
@@ -11,7 +11,7 @@ ENGINE_TITLE = "EngineCore"
 
 
 class Role(StrEnum):
-    """Who may be hit; an engine is a process of its own below its actor."""
+    """A target of faults. An engine is a separate process below its actor."""
 
     SCHEDULER = "scheduler"
     LEARNER = "learner"
@@ -21,7 +21,7 @@ class Role(StrEnum):
 
 
 def find_victims(supervisor_pid: int, role: Role) -> list[psutil.Process]:
-    """Return the processes of a role that live below the supervisor, oldest first."""
+    """Return the processes of a role below the supervisor, oldest first."""
     found: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         for process in psutil.Process(supervisor_pid).children(recursive=True):
@@ -32,12 +32,13 @@ def find_victims(supervisor_pid: int, role: Role) -> list[psutil.Process]:
 
 
 def role_of(process: psutil.Process) -> Role | None:
-    """Return what a process does in a run, None if it only helps one that does something."""
+    """Return the role of a process in a run; None for auxiliary processes."""
     words = process.cmdline()
     if ENGINE_TITLE in " ".join(words):
         return Role.ENGINE
     parent = process.parent()
     named = _ROLE.search(" ".join(words))
-    if named is None or (parent is not None and parent.cmdline() == words):  # it is its fork
+    # The process is a fork of its parent.
+    if named is None or (parent is not None and parent.cmdline() == words):
         return None
     return Role(named[1]) if named[1] in set(Role) else None

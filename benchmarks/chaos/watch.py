@@ -1,4 +1,4 @@
-"""How a run fares, read from what it writes and says: steps, who is alive, the ledger."""
+"""Monitors a run by its files and its hub: steps, live roles and the ledger."""
 
 import json
 import os
@@ -11,21 +11,22 @@ from benchmarks.chaos.victims import Role
 from common.http.blocking import request
 from common.store.run_dir import RunDir
 
-ASK_S = 1.0  # for a hub's answer
+ASK_S = 1.0  # Time limit of a hub's answer.
 
 
 @dataclass(slots=True)
 class Watch:
-    """Looks at a run directory as often as it is asked to."""
+    """Polls a run directory on request."""
 
     run_dir: RunDir
-    step_times: list[float] = field(default_factory=lambda: [])  # monotonic: each step's end
+    # Monotonic time of each step's end.
+    step_times: list[float] = field(default_factory=lambda: [])
     _offset: int = 0
 
     def look(self) -> int:
-        """Take in the steps that were made; return how many there are in all.
+        """Read the new steps; return the total number.
 
-        A learner that came back writes the lines of the steps after its checkpoint anew.
+        A restarted learner writes the lines of the steps after its checkpoint again.
         """
         path = self.run_dir.metrics
         if path.exists():
@@ -41,11 +42,11 @@ class Watch:
         return len(self.step_times)
 
     def is_back(self, role: Role, *, since: float, num_steps: int) -> bool:
-        """Return whether a role does its part again.
+        """Return whether a role works again.
 
         Args:
-            since: wall-clock seconds at which the fault was over.
-            num_steps: made by then.
+            since: wall-clock seconds of the fault's end.
+            num_steps: number of steps at that time.
         """
         match role:
             case Role.LEARNER:
@@ -65,7 +66,7 @@ class Watch:
             return False
 
     def _actors_play(self, since: float) -> bool:
-        """Return whether all actors that are alive have said since then that they sample."""
+        """Return whether all live actors have reported since then that they sample."""
         written_s = _written_s(self.run_dir.status)
         actors = read_json(self.run_dir.status).get("actors", [])
         alive = [actor for actor in actors if not actor["is_dead"]]
@@ -74,7 +75,7 @@ class Watch:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return what a file holds, nothing if it is not there."""
+    """Return the content of a JSON file, {} if it does not exist."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""An HTTP client of a hub, one kept-alive connection each; it costs less than the hub's answer."""
+"""An HTTP client of a hub, one kept-alive connection each. It is cheaper than the hub's answer."""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ REQUEST_TIMEOUT_S = 60.0
 
 
 class HubAnswer(RuntimeError):
-    """The service answered with another status than was needed; holds both."""
+    """A service answered with an unexpected status. It holds status and body."""
 
     def __init__(self, status: int, body: bytes, *, request: str) -> None:
         super().__init__(f"{request} answered {status}: {body[:300].decode(errors='replace')}")
@@ -22,7 +22,7 @@ class HubAnswer(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a service listens and the token it wants (None: none)."""
+    """The URL of a service and its token; None: no token."""
 
     url: str
     token: str | None = None
@@ -34,7 +34,7 @@ class Target:
 
 
 class Client:
-    """JSON requests over one connection, which is opened again when the service closed it."""
+    """JSON requests over one connection, which is reopened if the service closed it."""
 
     def __init__(self, target: Target) -> None:
         self._http = open_session(

@@ -1,7 +1,7 @@
-"""What any Python server is bounded by: `python -m benchmarks.envhub.echo PORT` echoes bodies.
+"""An upper bound for Python servers: `python -m benchmarks.envhub.echo PORT` echoes bodies.
 
-The hub's loop and parser (uvloop, httptools), and nothing else: no routes, no token, no limits.
-It is told of bodies and ends of messages alone; what else the parser finds it does not look at.
+It uses the hub's loop and parser (uvloop, httptools), without routes, token or limits. Its only
+parser callbacks are those for bodies and for ends of messages.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ class Echo(asyncio.Protocol):
         self._parser.feed_data(data)
 
     def on_body(self, body: bytes) -> None:
-        """Take in a part of a body; called by the parser."""
+        """Append a part of a body; called by the parser."""
         self._body += body
 
     def on_message_complete(self) -> None:
-        """Answer; called by the parser."""
+        """Send the answer; called by the parser."""
         body, self._body = self._body, b""
         self._transport.write(HEAD % len(body) + body)
 

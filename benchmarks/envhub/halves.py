@@ -1,7 +1,7 @@
-"""BabyAI that sends half a character with every answer while a file exists: for faulty runs.
+"""BabyAI with half a character at the end of every observation, while a file exists.
 
-The key `envhub.envs=["benchmarks.envhub.halves:make_spec"]` names the environment. The key
-`envs.plugins={halves: PATH}` names the file.
+It tests runs with faults. The key `envhub.envs=["benchmarks.envhub.halves:make_spec"]` names the
+environment. The key `envs.plugins={halves: PATH}` names the file.
 """
 
 from dataclasses import replace
@@ -15,12 +15,13 @@ from envhub.env import EnvSpec, Isolation, StepResult, Style
 from envhub.envs.babyai import env as babyai
 from envhub.envs.babyai.episode import BabyAiEnv
 
-HALF = "\ud83d"  # of a pair of UTF-16, as scripts make them that cut a text: no UTF-8 has it
+# Half of a UTF-16 surrogate pair, as scripts that cut a text produce it. UTF-8 cannot encode it.
+HALF = "\ud83d"
 MAX_SESSIONS = 256
 
 
 class HalvesEnv(BabyAiEnv):
-    """One BabyAI episode, told with half an emoji in the end."""
+    """One BabyAI episode whose observations end with half an emoji."""
 
     def __init__(self, style: Style, *, options: BabyaiOptions, flag: Path) -> None:
         super().__init__(style, options=options)
@@ -38,7 +39,7 @@ class HalvesEnv(BabyAiEnv):
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:
-    """Return BabyAI's catalogue entry with other episodes. Raises: KeyError: no file is named."""
+    """Return BabyAI's catalogue entry with such episodes. Raises: KeyError: no file is named."""
     flag = Path(options.plugins["halves"])
     return replace(
         babyai.make_spec(options),

@@ -1,4 +1,4 @@
-"""Services that are measured run as processes of their own: a hub, or the reference server."""
+"""Runs the measured services as separate processes: a hub, or the reference server."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ STOP_TIMEOUT_S = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A running service: where it listens, and its process."""
+    """A running service: its target and its process."""
 
     target: Target
     process: ChildProcess
@@ -34,7 +34,7 @@ class Service:
         return psutil.Process(self.process.pid).memory_info().rss
 
     def worker_rss_bytes(self) -> int:
-        """Return the resident memory of all its children and their children."""
+        """Return the resident memory of all its descendants."""
         return resident_bytes([self.process.pid])[self.process.pid] - self.rss_bytes()
 
 
@@ -48,7 +48,7 @@ def hub_process(
         overrides: further settings, such as `envhub.session_lease_s=5`.
         environ: environment variables to add.
 
-    Raises: ChildFailed: it did not start, or did not stop when it was told to.
+    Raises: ChildFailed: it did not start, or did not stop after SIGTERM.
     """
     token = secrets.token_urlsafe(16)
     argv = ["run.py", "envhub", f"envhub.envs={json.dumps(list(envs))}", f"token={token}"]
@@ -60,7 +60,7 @@ def hub_process(
 
 
 def _said_address(process: ChildProcess) -> str:
-    """Return the address that a hub has told on its standard output, "" until then."""
+    """Return the address that a hub has printed on its standard output, "" before that."""
     told = [line for line in process.log_tail(max_lines=100) if line.startswith("hub: ")]
     return told[0].split()[1] if told else ""
 
@@ -89,9 +89,9 @@ def _running(argv: list[str], environ: Mapping[str, str] | None) -> Generator[Ch
 
 
 def _stop(child: ChildProcess) -> None:
-    """End a service, which has to end its own children.
+    """Stop a service, which must stop its own children.
 
-    Raises: ChildFailed: something had to be killed.
+    Raises: ChildFailed: some process did not end within the limit.
     """
     offspring: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):

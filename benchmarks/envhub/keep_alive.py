@@ -1,8 +1,8 @@
-"""Steps on AgentGym's routes by raw connections that are kept: the client is not the limit.
+"""Steps on AgentGym's routes over raw kept-alive connections, so that the client is no bottleneck.
 
-One process holds all of them: `python -m benchmarks.envhub.keep_alive` with a load on its stdin.
-Requests are bytes made beforehand; of a response no more is read than its length and that it
-tells of no fault.
+One process holds all connections: `python -m benchmarks.envhub.keep_alive` with a load on stdin.
+The bytes of all requests are prepared in advance. Of a response only the length and the success are
+checked.
 """
 
 import asyncio
@@ -26,25 +26,26 @@ END = b"\r\n\r\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Connections that step TextCraft, one instance each, as fast as they are answered."""
+    """Connections that step TextCraft without pause, one instance each."""
 
     target: Target
-    base: str  # path before /create, /reset and /step
-    reset_key: str = ""  # of the item in a reset, where a create does not begin an episode
-    is_echo: bool = False  # nothing is made or checked
-    pid: int | None = None  # of the server, if it runs here
+    base: str  # Path before /create, /reset and /step.
+    # Key of the item in a reset request; "": a create request starts an episode.
+    reset_key: str = ""
+    is_echo: bool = False  # Instances are not created and responses are not checked.
+    pid: int | None = None  # Process id of the server; None: it runs on another machine.
     num_clients: int = 128
-    warmup_s: float = 0.4  # before counting begins
-    duration_s: float = 1.5  # that counts
+    warmup_s: float = 0.4  # Time before the measurement.
+    duration_s: float = 1.5  # Time of the measurement.
 
 
 def measure_load(load: Load) -> Measured:
-    """Return what a client process of its own measured. Raises: RuntimeError: it failed."""
+    """Return the measurements of a separate client process. Raises: RuntimeError: it failed."""
     return Measured(**in_process(MODULE, asdict(load)))
 
 
 def request_bytes(load: Load, path: str, content: object) -> bytes:
-    """Return a whole request."""
+    """Return the bytes of a complete request."""
     body = json.dumps(content).encode()
     token = f"authorization: Bearer {load.target.token}\r\n" if load.target.token else ""
     head = f"POST {load.base}{path} HTTP/1.1\r\nhost: {load.target.address[0]}\r\n{token}"
@@ -53,7 +54,7 @@ def request_bytes(load: Load, path: str, content: object) -> bytes:
 
 
 class Stepper(asyncio.Protocol):
-    """One connection: the next request goes out when the last one is answered."""
+    """One connection. It sends the next request when the last one is answered."""
 
     def __init__(self, requests: list[bytes], load: Load, latencies_ms: list[float]) -> None:
         self._requests = cycle(requests)
@@ -103,7 +104,7 @@ def _is_whole(response: bytes) -> bool:
 
 
 async def run_load(load: Load) -> Measured:
-    """Return how many steps were answered, and how long each took."""
+    """Return the number of answered steps, and the latency of each."""
     latencies_ms: list[float] = []
     async with Client(load.target) as client:
         numbers = [await _instance(client, load, i) for i in range(load.num_clients)]
@@ -125,7 +126,7 @@ async def run_load(load: Load) -> Measured:
 
 
 async def _cpu_s(load: Load) -> float:
-    """Return the processor time of the server from when counting begins to when it ends."""
+    """Return the server's processor time during the measurement."""
     if load.pid is None:
         return 0.0
     process, marks = psutil.Process(load.pid), list[float]()
@@ -137,9 +138,9 @@ async def _cpu_s(load: Load) -> float:
 
 
 async def _instance(client: Client, load: Load, index: int) -> int:
-    """Return the number of an instance whose episode has begun."""
+    """Return the number of an instance with a started episode."""
     if load.is_echo:
-        return 2**52 + index  # as long as the hub's
+        return 2**52 + index  # The number has as many digits as the hub's.
     made = await client.want(200, "POST", f"{load.base}/create", {})
     if load.reset_key:
         item = f"depth2-train-{index % 100}"
@@ -150,7 +151,7 @@ async def _instance(client: Client, load: Load, index: int) -> int:
 
 
 def main() -> None:
-    """Run the load given on stdin and write what it measured to stdout."""
+    """Run the load given on stdin and write its measurements to stdout."""
     asked = json.load(sys.stdin)
     load = Load(**{**asked, "target": Target(**asked["target"])})
     json.dump(asdict(uvloop.run(run_load(load))), sys.stdout)

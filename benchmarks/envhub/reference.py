@@ -1,12 +1,12 @@
-"""The usual way to serve environments, as a baseline.
+"""A typical environment server as a baseline.
 
 Run as `python -m benchmarks.envhub.reference PORT`.
 
-One FastAPI application with synchronous handlers, which run in the framework's default thread pool,
-a dict of environments by counted ids, pydantic models for bodies and answers, and a handler
-that turns a failure into an answer. The environments are the hub's own.
+It is one FastAPI application with synchronous handlers in the framework's default thread pool. It
+stores environments in a dict by counted ids. Bodies and answers are pydantic models, and a failure
+is returned as an answer. The environments are the hub's own.
 
-It does not expire, authenticate, limit or repeat anything.
+It has no expiry, authentication, limits or repeated steps.
 """
 
 import os
@@ -90,8 +90,8 @@ def make_app() -> FastAPI:
 def main() -> None:
     """Serve on a port of loopback.
 
-    With LONGSTRIDE_BENCH_PLAIN=1 by what `pip install uvicorn` alone brings (asyncio's loop, h11);
-    else by the loop and the parser that the hub uses too.
+    With LONGSTRIDE_BENCH_PLAIN=1 the server uses the defaults of `pip install uvicorn` (asyncio's
+    loop, h11). Otherwise it uses the hub's loop and parser.
     """
     is_plain = os.environ.get("LONGSTRIDE_BENCH_PLAIN") == "1"
     uvicorn.run(

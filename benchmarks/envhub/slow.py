@@ -1,6 +1,6 @@
-"""An environment that takes its time: what runs are measured with when waiting is the point.
+"""An environment whose turns only wait, for measurements of waiting in runs.
 
-Named by `envhub.envs=["benchmarks.envhub.slow:make_spec"]`; its episodes do nothing but wait.
+The key `envhub.envs=["benchmarks.envhub.slow:make_spec"]` names it.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ SUBSETS = {"wait": SubsetSpec(num_train=100_000, num_test=100, max_turns=64)}
 
 
 def turn_s(item_id: str, seed: int, *, options: dict[str, str]) -> float:
-    """Return the seconds of every turn of an episode: log-normal, some of them a lot longer.
+    """Return the seconds of every turn of an episode: log-normal, with some long episodes.
 
-    They depend on nothing but the item, the seed and the options, so that runs in different modes
-    wait alike.
+    They depend only on the item, the seed and the options. Runs in different modes therefore have
+    the same waiting times.
 
     Args:
         options: `median_s` of a turn, `sigma` of its log, `tail_frac` of the episodes that take
@@ -35,7 +35,7 @@ def turn_s(item_id: str, seed: int, *, options: dict[str, str]) -> float:
 
 
 def is_won(item_id: str, seed: int) -> bool:
-    """Return whether the episode ends with success: half of them do, whatever the agent says."""
+    """Return whether the episode succeeds. Half of them do, independent of the actions."""
     return _digest(item_id, seed, "worth") % 2 == 0
 
 
@@ -45,7 +45,7 @@ def _digest(item_id: str, seed: int, what: str) -> int:
 
 
 class SlowEnv:
-    """`num_turns` turns of waiting, then a reward that nobody can influence."""
+    """`num_turns` turns of waiting, then a reward that is independent of the actions."""
 
     def __init__(self, style: Style, *, options: dict[str, str]) -> None:
         self._options = options
@@ -82,7 +82,7 @@ class SlowEnv:
         return f"{self._item_id} {self._turn_s}"
 
     async def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing, because the environment holds no resources."""
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:

@@ -1,4 +1,4 @@
-"""Whether a hub stays the same size: mixed load for minutes, and sessions that nobody ends."""
+"""The memory growth of a hub: mixed load for minutes, and sessions that are never closed."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ NUM_CLIENTS = 16
 LEASE_S = 5.0
 ABANDON_LEASE_S = 30.0
 MAX_GROWTH_FRAC = 0.10
-SETTLE_S = 15.0  # for giving memory back after the last session has expired
+SETTLE_S = 15.0  # Time to release memory after the last session has expired.
 NUM_SAMPLES = 60
 MAX_FAILURES_SHOWN = 10
 GARBAGE = ("", "fly", "get -1 oak log", "Action:", "\u2603" * 50, "x" * 3000, "a\n\0b", '{"a":1}')
@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 @dataclass(slots=True, kw_only=True)
 class Soak:
-    """What a mixed load met: answers by kind, and resident memory over time."""
+    """The result of a mixed load: answers by kind, and resident memory over time."""
 
     hub_bytes: list[int] = field(default_factory=list[int])
     worker_bytes: list[int] = field(default_factory=list[int])
@@ -39,7 +39,7 @@ class Soak:
     failures: list[str] = field(default_factory=list[str])
 
     def growth_frac(self) -> float:
-        """Return how much more memory the last third took than the one before it, hub and all."""
+        """Return the relative growth of hub and worker memory from the middle to the last third."""
         total = [a + b for a, b in zip(self.hub_bytes, self.worker_bytes, strict=True)]
         third = len(total) // 3
         before = statistics.median(total[third : 2 * third])
@@ -48,7 +48,7 @@ class Soak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abandoned:
-    """Resident memory before, with, and after sessions that were opened and left."""
+    """Resident memory before, with, and after sessions that were never closed."""
 
     num_sessions: int
     start_bytes: int
@@ -62,7 +62,7 @@ class Abandoned:
 
 
 def run_suite(table: BenchTable) -> None:
-    """Soak a hub and abandon sessions; memory must not grow and nothing fail."""
+    """Soak a hub and abandon sessions. Memory must not grow and no request may fail."""
     with hub_process(ENVS, overrides=[f"envhub.session_lease_s={LEASE_S:g}"]) as hub:
         soak = soak_hub(hub, duration_s=DURATION_S)
     counted = " ".join(f"{name}={num}" for name, num in sorted(soak.counts.items()))
@@ -85,7 +85,7 @@ def _mib(num_bytes: int) -> str:
 
 
 def soak_hub(hub: Service, *, duration_s: float) -> Soak:
-    """Put a mixed load on a running hub and return what it met."""
+    """Put a mixed load on a running hub and return its result."""
     return uvloop.run(_soak(hub, duration_s))
 
 
@@ -121,7 +121,7 @@ async def _keep_playing(
 async def _play(
     client: Client, subset: Subset, chance: random.Random, soak: Soak, end_s: float
 ) -> None:
-    """Play one episode badly: valid actions, garbage, repeats; end it, or leave it."""
+    """Play one episode with valid and invalid actions and repeated steps; close or abandon it."""
     item_id = f"{subset.name}-train-{chance.randrange(subset.num_train)}"
     session_id = await open_patiently(client, subset.env, item_id)
     soak.counts["opened"] += 1
@@ -149,9 +149,9 @@ async def _play(
 
 
 def abandon(*, num_sessions: int, lease_s: float = ABANDON_LEASE_S) -> Abandoned:
-    """Open sessions that nobody ends, wait for their lease, return the hub's memory.
+    """Open sessions that are never closed, wait for their lease, return the hub's memory.
 
-    The start is taken after 50 sessions of each environment, so that caches are filled.
+    The initial memory is measured after 50 sessions of each environment, so that caches are filled.
     """
     overrides = [f"envhub.session_lease_s={lease_s:g}", f"envhub.capacity={num_sessions}"]
     with hub_process(ENVS[:2], overrides=overrides) as hub:
@@ -193,7 +193,7 @@ def _one_of_each(subsets: list[Subset]) -> list[Subset]:
 
 
 async def _settled_bytes(hub: Service, enough_bytes: float) -> int:
-    """Return the resident memory once it is small enough, or what it is after SETTLE_S."""
+    """Return the resident memory once it is small enough, or after SETTLE_S."""
     deadline_s = time.monotonic() + SETTLE_S
     while hub.rss_bytes() > enough_bytes and time.monotonic() < deadline_s:
         await asyncio.sleep(0.5)

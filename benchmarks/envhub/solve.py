@@ -1,4 +1,4 @@
-"""Whether every item can be solved: the expert of /hint is followed to the end, over HTTP."""
+"""Checks that every item is solvable: clients play the actions of /hint to the end, over HTTP."""
 
 import asyncio
 import random
@@ -36,9 +36,9 @@ class Subset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How one item went; `fault` is empty when the expert solved it.
+    """The result of one item; `fault` is empty when the expert solved it.
 
-    `is_outage`: the hub failed, perhaps on account of another session in the same worker.
+    `is_outage`: the hub failed. Another session in the same worker may be the cause.
     """
 
     item_id: str
@@ -49,7 +49,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """All outcomes of one subset, the time they took, and how many needed a second try."""
+    """All outcomes of one subset, their time, and the number of repeated items."""
 
     subset: Subset
     outcomes: list[Outcome]
@@ -66,15 +66,15 @@ class Tally:
 
     @property
     def has_expert(self) -> bool:
-        """Whether the expert knew a first action of any item."""
+        """Whether the expert had a first action for any item."""
         return any(each.fault != NO_WAY or each.num_turns > 0 for each in self.outcomes)
 
 
 def run_suite(table: BenchTable) -> None:
-    """Solve a sample of every subset of the registry; each promises MIN_SOLVED_FRAC.
+    """Solve a sample of every subset of the registry. The bound of each is MIN_SOLVED_FRAC.
 
-    The table gets a figure per subset, a line per item not solved, the subsets without an expert,
-    and the environments whose needs are missing.
+    The table gets a figure per subset and a line per item not solved. It also lists the subsets
+    without an expert, and the environments with missing requirements.
     """
     without: list[str] = []
     for env in sorted(LOADERS):
@@ -130,7 +130,7 @@ def sample_items(subset: Subset, num_items: int) -> list[str]:
 async def solve_subset(target: Target, subset: Subset, *, num_items: int) -> Tally:
     """Follow the expert through a sample of a subset, NUM_CLIENTS episodes at a time.
 
-    Items that an outage ended are tried once more, alone, so that only those that cause one count.
+    Items that an outage ended run once more, alone. Then only items that cause an outage count.
     """
     left = iter(sample_items(subset, num_items))
     outcomes: list[Outcome] = []
@@ -174,7 +174,7 @@ async def solve_item(client: Client, subset: Subset, item_id: str) -> Outcome:
 
 
 async def open_patiently(client: Client, env: str, item_id: str) -> str:
-    """Return a new session's id; waits while the environment has all its sessions in use.
+    """Return a new session's id; wait while all sessions of the environment are in use.
 
     Raises: HubAnswer: it failed, or was still full after OPEN_TIMEOUT_S.
     """
@@ -189,6 +189,6 @@ async def open_patiently(client: Client, env: str, item_id: str) -> str:
 
 
 def solve_one_env(hub: Service, *, num_items: int) -> Iterator[Tally]:
-    """Yield a tally per subset of everything that a running hub serves."""
+    """Yield a tally for each subset of a running hub."""
     for subset in uvloop.run(list_subsets(hub.target)):
         yield uvloop.run(solve_subset(hub.target, subset, num_items=num_items))

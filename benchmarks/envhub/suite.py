@@ -1,4 +1,4 @@
-"""Suites that measure a hub on this machine: speed beside the usual server, soak, solvability."""
+"""Suites that measure a hub on this machine: speed, compared with a typical server, and an echo."""
 
 import os
 from dataclasses import replace
@@ -18,10 +18,11 @@ NUM_BATCHED = 128
 NUM_ROUNDS = 3
 NUM_ECHO_ROUNDS = 8
 ROUTES = "textcraft, AgentGym's routes, {} raw clients"
-MIN_STEPS_PER_S = 1500.0  # TextCraft, 128 clients
+MIN_STEPS_PER_S = 1500.0  # With TextCraft and 128 clients.
 MAX_P99_MS = 250.0
 MIN_OF_ECHO, MIN_OF_USUAL, MAX_P99_OF_USUAL = 0.6, 6.0, 0.2
-PEER = "LONGSTRIDE_BENCH_PEER"  # names the URL of AgentGym's own TextCraft server, if one runs
+# Variable with the URL of AgentGym's own TextCraft server, if one runs.
+PEER = "LONGSTRIDE_BENCH_PEER"
 REFERENCE, ECHO = "benchmarks.envhub.reference", "benchmarks.envhub.echo"
 LEGEND = (
     "hub: this project. usual: synchronous FastAPI handlers in the thread pool around the same\n"
@@ -31,7 +32,7 @@ LEGEND = (
 
 
 def run_suite(table: BenchTable) -> None:
-    """Measure the hub beside the usual way to serve, in about two minutes."""
+    """Compare the hub with a typical server, in about two minutes."""
     with (
         hub_process(ENVS) as hub,
         module_process(REFERENCE) as usual,
@@ -59,8 +60,8 @@ def _row(
 ) -> Measured:
     """Measure one load on each server, write the rows, return the hub's figures.
 
-    The servers take turns in several short rounds, so that other work on the machine, which comes
-    and goes, weighs on all of them alike.
+    The servers take turns in several short rounds, so that the varying load of other programs
+    affects all of them equally.
     """
     jobs = [
         Job(
@@ -85,9 +86,9 @@ def _row(
 
 
 def add_agentgym_rows(table: BenchTable, hub: Service, plain: Service, echo: Service) -> None:
-    """Measure steps on AgentGym's routes by raw connections, beside its way to serve and an echo.
+    """Measure steps on AgentGym's routes, compared with its kind of server and with an echo.
 
-    AgentGym's servers are FastAPI with synchronous handlers, on what uvicorn alone brings.
+    AgentGym's servers use FastAPI with synchronous handlers and uvicorn's defaults.
     """
     base, peer = "/agentgym/textcraft", os.environ.get(PEER, "")
     loads = [
@@ -112,9 +113,10 @@ def add_agentgym_rows(table: BenchTable, hub: Service, plain: Service, echo: Ser
 
 
 def add_echo_rows(table: BenchTable, hub: Service, echo: Service) -> None:
-    """Measure the same steps beside a bare echo of the same bytes, which take turns.
+    """Measure the same steps and a bare echo of the same bytes, in turn.
 
-    Medians of rounds: other programs come and go, and take the caches with them.
+    The figures are medians of rounds, because other programs temporarily occupy the processor's
+    caches.
     """
     base = "/agentgym/textcraft"
     same_bytes = replace(echo.target, token=hub.target.token)
@@ -135,7 +137,7 @@ def add_echo_rows(table: BenchTable, hub: Service, echo: Service) -> None:
 
 
 def run_echo(table: BenchTable) -> None:
-    """Measure steps on AgentGym's routes beside a bare echo, in less than a minute."""
+    """Measure steps on AgentGym's routes and a bare echo, in less than a minute."""
     with hub_process(ENVS) as hub, module_process(ECHO) as echo:
         add_echo_rows(table, hub, echo)
 
@@ -163,7 +165,7 @@ def _latencies(measured: Measured) -> str:
 
 
 def judge(table: BenchTable, measured: Measured) -> None:
-    """Write the promised figures."""
+    """Write the figures that have bounds."""
     name = f"TextCraft, {max(NUM_CLIENTS)} clients"
     table.at_least(f"{name}: steps", measured.per_s, "/s", MIN_STEPS_PER_S)
     table.at_most(f"{name}: p99 of a step", measured.percentile_ms(0.99), "ms", MAX_P99_MS)

@@ -1,4 +1,7 @@
-"""What strangers and peers that mean harm send, each attack a process: `-m ... '{"...": ...}'`."""
+"""Invalid and malicious messages to a listener, with or without a valid key.
+
+Each attack is a process: `-m ... '{"...": ...}'`.
+"""
 
 import asyncio
 import contextlib
@@ -23,12 +26,15 @@ from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseRequest, Outcom
 from common.wire.security import RunKeys
 from common.wire.sockets import connect_dealer
 
-FRAMES_PER_STRANGER = 6  # each on a connection of its own; of every ninth none
-FRAMES_PER_CONNECTION = 200  # with a key; 100 refused ones make a listener deaf to it for a while
-MAX_OPEN = 1_000  # connections of strangers that stay, the newest ones
-NUM_SLOW = 20  # that send a byte now and then meanwhile
-DEAF_FRAC = 0.1  # of the frames with a key: from one that reads nothing until it has asked all
-LINGER_S = 30  # for what was sent to be taken
+# Frames on each connection without a key; every ninth connection sends none.
+FRAMES_PER_STRANGER = 6
+# With a key. After 100 refused messages a listener mutes a connection for some time.
+FRAMES_PER_CONNECTION = 200
+MAX_OPEN = 1_000  # Number of open connections without a key; the oldest are closed first.
+NUM_SLOW = 20  # Connections that slowly send single bytes during the attack.
+# Fraction of the frames with a key that one connection sends before it reads any answer.
+DEAF_FRAC = 0.1
+LINGER_S = 30  # Time to transmit the remaining messages.
 NUM_SOCKETS = 64
 ANSWER_S = 30.0
 SLOW_EVERY_S = 0.5
@@ -38,30 +44,30 @@ AXES = b"\x93\x03\xaaTrajectory\x81\xa9token_ids\x93\x01\xa5int32\xdc\x4e\x20" +
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attack:
-    """What one process is told."""
+    """The arguments of one process."""
 
-    address: str  # of a ROUTER, or a hub's URL
-    result: str  # file for what it did
-    num_frames: int  # half of them with a key; of a hub: requests
-    num_connections: int = 0  # of strangers
-    keys: RunKeys | None = None  # of an actor; None: it is a hub that is asked
-    name: str = ""  # of that actor
-    token: str = ""  # of a hub
+    address: str  # Address of a ROUTER socket, or URL of a hub.
+    result: str  # File for the counters.
+    num_frames: int  # Half of them are sent with a key; for a hub: number of requests.
+    num_connections: int = 0  # Connections without a key.
+    keys: RunKeys | None = None  # Keys of an actor; None: the target is a hub.
+    name: str = ""  # Name of that actor.
+    token: str = ""  # Token of a hub.
     seed: int = 0
 
 
 @dataclass(slots=True)
 class Done:
-    """What it did."""
+    """The counters of an attack."""
 
-    num_with_key: int = 0  # messages, all of them to be refused
-    num_strangers: int = 0  # connections that were made
+    num_with_key: int = 0  # Messages with a key, all of which must be refused.
+    num_strangers: int = 0  # Connections without a key.
     num_stranger_frames: int = 0
-    answers: dict[str, int] = field(default_factory=dict[str, int])  # of a hub, by status
+    answers: dict[str, int] = field(default_factory=dict[str, int])  # Answers of a hub, by status.
 
 
 def hostile_messages(chance: random.Random, name: str) -> Iterator[list[bytes]]:
-    """Yield messages for ever that no actor may send, whatever the listener."""
+    """Yield an endless series of messages that no actor may send to any listener."""
     hello = encode(Hello(role="actor", name=name, incarnation="i", version=0))
     beat = Heartbeat(role="actor", name=name, version=0, running=[], unchanged_s=float("nan"))
     fixed = [
@@ -86,7 +92,7 @@ def hostile_messages(chance: random.Random, name: str) -> Iterator[list[bytes]]:
 
 
 def attack_with_key(told: Attack, done: Done) -> None:
-    """Send half of the frames as an actor that has a key, over connection after connection."""
+    """Send half of the frames with an actor's key, over a series of connections."""
     assert told.keys is not None
     context, num = zmq.Context(), told.num_frames // 2
     messages = hostile_messages(random.Random(told.seed), told.name)
@@ -98,14 +104,16 @@ def attack_with_key(told: Attack, done: Done) -> None:
             num_now = min(FRAMES_PER_CONNECTION, num - num_deaf - done.num_with_key)
             for _ in range(num_now):
                 peer.send_multipart(next(messages))
-            for _ in range(min(num_now, MAX_STRIKES)):  # TCP forgets what it has if any come late
+            # Closing with unread answers would make TCP discard sent data.
+            for _ in range(min(num_now, MAX_STRIKES)):
                 peer.recv_multipart()
             done.num_with_key += num_now
             peer.close(linger=LINGER_S * 1_000)
         for _ in range(num_deaf):
             deaf.send_multipart(next(messages))
             done.num_with_key += 1
-        for _ in range(min(num_deaf, MAX_STRIKES)):  # at last: who closes earlier takes frames back
+        # The answers are read last, because closing earlier discards sent frames.
+        for _ in range(min(num_deaf, MAX_STRIKES)):
             deaf.recv_multipart()
     finally:
         deaf.close(linger=LINGER_S * 1_000)
@@ -113,7 +121,7 @@ def attack_with_key(told: Attack, done: Done) -> None:
 
 
 def attack_as_strangers(told: Attack, done: Done) -> None:
-    """Connect again and again without a key, and send what nobody should before a handshake."""
+    """Connect repeatedly without a key, and send data that is invalid before a handshake."""
     where, chance = urlsplit(told.address), random.Random(told.seed)
     place = where.hostname or "", where.port or 0
     kept, slow = deque[socket.socket](), [_connected(place, b"") for _ in range(NUM_SLOW)]
@@ -142,17 +150,17 @@ def _stranger_frame(chance: random.Random) -> bytes:
     body = chance.randbytes(chance.choice((0, 5, 200)))
     return chance.choice(
         (
-            b"\x04" + bytes([len(body)]) + body,  # a command
-            b"\x00" + bytes([len(body)]) + body,  # a message
-            b"\x06" + (1 << 40).to_bytes(8, "big") + body,  # a command of a terabyte
-            b"\x04\xc8\x05HELLO\x01\x00" + bytes(192),  # CURVE's, with nothing in it
+            b"\x04" + bytes([len(body)]) + body,  # A command.
+            b"\x00" + bytes([len(body)]) + body,  # A message.
+            b"\x06" + (1 << 40).to_bytes(8, "big") + body,  # A command with a length of a terabyte.
+            b"\x04\xc8\x05HELLO\x01\x00" + bytes(192),  # A CURVE hello without content.
             b"GET / HTTP/1.1\r\n\r\n" + body,
         )
     )
 
 
 def _connected(place: tuple[str, int], content: bytes) -> socket.socket | None:
-    """Return a connection on which something was sent; None: it was ended already."""
+    """Return a connection after sending some content; None: the peer has closed it."""
     made = socket.create_connection(place, timeout=ANSWER_S)
     try:
         made.sendall(content)
@@ -163,7 +171,7 @@ def _connected(place: tuple[str, int], content: bytes) -> socket.socket | None:
 
 
 def hostile_requests(told: Attack) -> Iterator[tuple[bytes, bool]]:
-    """Yield requests to a hub for ever, each with whether it is one that will ever be whole."""
+    """Yield an endless series of requests to a hub, each with a flag: the request is complete."""
     chance = random.Random(told.seed)
     while True:
         for path in ("/v1/sessions", "/v1/sessions/none/step", "/v1/sessions/batch"):
@@ -185,7 +193,7 @@ def _request(path: str, body: bytes, token: str, *, extra: bytes = b"") -> bytes
 
 
 async def attack_hub(told: Attack, done: Done) -> None:
-    """Send all requests, each on a connection of its own; those that never end stay a while."""
+    """Send all requests on separate connections. Incomplete ones stay open for some time."""
     statuses, kept = Counter[str](), deque[asyncio.StreamWriter]()
     requests, where = hostile_requests(told), urlsplit(told.address)
 
@@ -212,7 +220,7 @@ async def attack_hub(told: Attack, done: Done) -> None:
 
 
 def main(text: str) -> None:
-    """Attack, and write down what was done."""
+    """Attack, and write the counters."""
     plain = json.loads(text)
     keys = plain.pop("keys")
     told, done = Attack(**plain, keys=RunKeys(**keys) if keys else None), Done()

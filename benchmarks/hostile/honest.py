@@ -1,4 +1,4 @@
-"""Peers that do as they should while others attack, and how long each answer takes."""
+"""Well-behaved peers during an attack, which measure the time of each answer."""
 
 import contextlib
 import json
@@ -35,18 +35,18 @@ from common.wire.sockets import connect_dealer
 from common.wire.weight_messages import WeightsJoin, WeightsLeave, WeightsOffer
 
 NAME = "honest"
-PAUSE_S = 0.05  # from an answer to the next question
+PAUSE_S = 0.05  # Time between an answer and the next request.
 ANSWER_S = 60.0
-MAX_LEASES = 16  # that wait to be played
+MAX_LEASES = 16  # Number of unplayed leases at which requests stop.
 NUM_TOKENS, NUM_PROMPT = 40, 20
 
 
 class Honest(threading.Thread):
-    """Asks one listener again and again.
+    """Sends requests to one listener repeatedly.
 
     Consumes: its answers.
     Waits for: each, `ANSWER_S` at most.
-    Unblocked by: the answer; `stop`, after it. A failure ends it and is kept.
+    Unblocked by: the answer; `stop` waits for it. An error ends the thread and is stored.
     """
 
     def __init__(self, name: str, ask: Callable[[], None]) -> None:
@@ -54,34 +54,35 @@ class Honest(threading.Thread):
         self._ask = ask
         self._ends = threading.Event()
         self.waits_s: list[float] = []
-        self._asked_s: float | None = None  # monotonic: it waits for an answer since then
+        # Monotonic time of the unanswered request; None: no request is active.
+        self._asked_s: float | None = None
         self.error: Exception | None = None
 
     def run(self) -> None:
-        """Ask until stopped."""
+        """Send requests until stopped."""
         try:
             while not self._ends.wait(PAUSE_S):
                 self._asked_s = began_s = time.monotonic()
                 self._ask()
                 self._asked_s = None
                 self.waits_s.append(time.monotonic() - began_s)
-        except Exception as error:  # noqa: BLE001 - kept for the main thread
+        except Exception as error:  # noqa: BLE001 - The main thread reports the error.
             self.error = error
 
     @property
     def pending_s(self) -> list[float]:
-        """How long it has waited for an answer that has not come, if it waits."""
+        """The seconds since the unanswered request, if there is one."""
         asked_s = self._asked_s
         return [] if asked_s is None else [time.monotonic() - asked_s]
 
     def stop(self) -> None:
-        """End it."""
+        """Stop the thread."""
         self._ends.set()
         self.join(2 * ANSWER_S)
 
 
 class Line:
-    """A connection to a ROUTER."""
+    """A connection to a ROUTER socket."""
 
     def __init__(self, context: Any, keys: RunKeys, address: str) -> None:
         self._socket = connect_dealer(context, keys, address=address, timeout_s=ANSWER_S)
@@ -105,15 +106,15 @@ class Line:
 
 
 class Actor:
-    """An actor whose engine guesses: leases, heartbeats, trajectories, the weights' offers.
+    """An actor with a simulated engine: leases, heartbeats, trajectories, offers of weights.
 
-    Each method is for a thread of its own.
+    Each method is for a separate thread.
     """
 
     def __init__(self, keys: RunKeys, scheduler: str) -> None:
-        """Connect to a scheduler, and say hello."""
+        """Connect to a scheduler and send a hello."""
         self._context, self._keys = zmq.Context(), keys
-        self.addresses = {"scheduler": scheduler}  # by listener
+        self.addresses = {"scheduler": scheduler}  # Addresses by listener.
         self._lines = {"scheduler": Line(self._context, keys, scheduler)}
         hello = Hello(role="actor", name=NAME, incarnation="life-0", version=0)
         self._lines["scheduler"].ask(hello, Welcome)
@@ -122,7 +123,7 @@ class Actor:
         self._num_lives = 0
 
     def finds_learner(self) -> bool:
-        """Ask where the learner is; connect to it once the scheduler knows."""
+        """Request the learner's address; once there is one, connect to it and return True."""
         beat = Heartbeat(role="actor", name=NAME, version=0, running=[], directory=0)
         found = self._lines["scheduler"].ask(beat, Directory)
         if found.learner:
@@ -133,7 +134,7 @@ class Actor:
         return bool(found.learner)
 
     def ask_scheduler(self) -> None:
-        """Ask for work, or say which is in hand."""
+        """Request leases if there is room, and send a heartbeat."""
         if self._leases.qsize() < MAX_LEASES:
             ask = LeaseRequest(actor=NAME, num_free_slots=4, version=0)
             grant = self._lines["scheduler"].ask(ask, LeaseGrant)
@@ -144,7 +145,7 @@ class Actor:
         self._lines["scheduler"].ask(beat, Progress)
 
     def ask_intake(self) -> None:
-        """Deliver an episode; without a lease the last one again."""
+        """Deliver an episode; without a lease repeat the last one."""
         with contextlib.suppress(queue.Empty):
             self._last = played(self._leases.get_nowait())
         if self._last is not None:
@@ -153,7 +154,7 @@ class Actor:
                 raise LongstrideError(f"an honest episode is refused: {ack.reason}")
 
     def ask_weights(self) -> None:
-        """Join, be offered the weights, and leave."""
+        """Join, receive an offer of the weights, and leave."""
         self._num_lives += 1
         line, life = self._lines["weights"], f"life-{self._num_lives}"
         join = WeightsJoin(actor=NAME, incarnation=life, devices=[""], version=-1)
@@ -166,7 +167,7 @@ class Actor:
 
 
 def played(lease: Lease) -> Trajectory:
-    """Return an episode of one turn; every second member of a group has won."""
+    """Return an episode of one turn; every second member of a group succeeds."""
     places = np.arange(NUM_TOKENS)
     mask = places >= NUM_PROMPT
     return Trajectory(
@@ -192,7 +193,7 @@ def played(lease: Lease) -> Trajectory:
 
 
 class HubClient:
-    """Opens a session, makes a step, ends it."""
+    """Opens a session, makes a step, closes it."""
 
     def __init__(self, url: str, token: str, *, env: str, item_id: str) -> None:
         self._http = own_connection(url, timeout_s=ANSWER_S)

@@ -1,4 +1,4 @@
-"""The suite `hostile`: strangers and evil peers at every listener of a run, while others work."""
+"""The suite `hostile`: attacks on every listener of a run during normal operation."""
 
 import contextlib
 import json
@@ -31,15 +31,16 @@ ATTACK = "benchmarks.hostile.attack"
 START_S, STOP_S = 180.0, 30.0
 ATTACK_S = 600.0
 WARM_UP_S = 5.0
-COUNTED_S = 60.0  # until the last of it stands in status and metrics
+COUNTED_S = 60.0  # Limit of the time until status and metrics contain all refusals.
 MAX_ANSWER_S = 1.0
 MAX_GROWTH_MIB = 64.0
 MIB = 1 << 20
 HUB = "hub"
-LISTENERS = {"scheduler": "scheduler", "trajectories": "learner", "weights": "learner"}  # -> role
+# Role by listener.
+LISTENERS = {"scheduler": "scheduler", "trajectories": "learner", "weights": "learner"}
 ENEMY = "enemy"
-HUB_REFUSED = "127.0.0.1"  # who is refused by a hub: an address
-REFUSALS = ("400", "401", "413", "422", "431")  # statuses that are counted as such
+HUB_REFUSED = "127.0.0.1"  # A hub counts refusals by address.
+REFUSALS = ("400", "401", "413", "422", "431")  # Statuses that count as refusals.
 KINDS = ("invalid", "forbidden", "dropped")
 PARTS = ("trained", "filtered", "stale", "failed", "in_flight")
 ENV, ITEM = "babyai", "GoToLocal-train-7"
@@ -58,11 +59,11 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much of it."""
+    """The extent of the attacks."""
 
-    num_frames: int = 100_000  # at each ROUTER
-    num_connections: int = 10_000  # of strangers, at each
-    num_requests: int = 20_000  # at the hub
+    num_frames: int = 100_000  # Frames for each ROUTER socket.
+    num_connections: int = 10_000  # Connections without a key for each ROUTER socket.
+    num_requests: int = 20_000  # Requests to the hub.
 
 
 SMALL = Size(num_frames=2_000, num_connections=200, num_requests=500)
@@ -74,7 +75,7 @@ def run_suite(table: BenchTable) -> None:
 
 
 def measure(table: BenchTable, size: Size) -> None:
-    """Start the roles, attack one listener after the other, judge."""
+    """Start the roles, attack one listener after the other, report the results."""
     table.title(LEGEND)
     with tempfile.TemporaryDirectory(prefix="longstride-hostile-") as folder:
         table.attempt("hostile", lambda: _measure(table, size, Path(folder)))
@@ -116,16 +117,16 @@ def _measure(table: BenchTable, size: Size, folder: Path) -> None:
 
 @dataclass(slots=True)
 class Scene:
-    """A run without a supervisor, and who works in it."""
+    """A run without a supervisor, and its well-behaved peers."""
 
     run_dir: RunDir
     roles: dict[str, ChildProcess]
-    addresses: dict[str, str]  # by listener
+    addresses: dict[str, str]  # Addresses by listener.
     token: str
     honest: dict[str, Honest] = field(default_factory=dict[str, Honest])
 
     def check(self) -> None:
-        """Raise LongstrideError if anybody has ended, or an honest peer was refused."""
+        """Raise LongstrideError if a role has ended, or a well-behaved peer was refused."""
         for role, child in self.roles.items():
             if (code := child.poll()) is not None:
                 last = " / ".join(child.log_tail(max_lines=3))
@@ -135,14 +136,14 @@ class Scene:
                 raise LongstrideError(f"{each.name}: {each.error!r}")
 
     def num_steps(self) -> float:
-        """Return the steps made so far."""
+        """Return the number of steps so far."""
         return max((line["step"] or 0.0 for line in read_metrics(self.run_dir.metrics)), default=0)
 
     def counted(self, name: str, *, what: str) -> float:
-        """Return how many refusals of a peer, or of strangers, are in status and in metrics.
+        """Return the number of refusals of a peer in both status and metrics.
 
         Args:
-            what: begins the peer's part of the name: "enemy", "strangers", an address.
+            what: first part of the counter's name: "enemy", "strangers", an address.
         """
         told = read_json(self.run_dir.status)["refused"]
         peers: dict[str, Any] = told["scheduler"]["peers"].get(what, {})
@@ -156,12 +157,12 @@ class Scene:
 
 
 def _sum(counts: Mapping[str, float | None], start: str) -> float:
-    """Return the sum of what was refused, without answers that were not taken."""
+    """Return the sum of the refusals, without answers that could not be sent."""
     return sum(n or 0 for k, n in counts.items() if k.startswith(start) and "unsent" not in k)
 
 
 def add_attack(table: BenchTable, scene: Scene, name: str, size: Size) -> None:
-    """Attack one listener, and write how its honest peer fared and what was counted."""
+    """Attack one listener; write the answer times of its well-behaved peer, and the counters."""
     role, honest = scene.roles[LISTENERS.get(name, "envhub")], scene.honest[name]
     process = psutil.Process(role.pid)
     rss_before, num_before = process.memory_info().rss, len(honest.waits_s)
@@ -193,7 +194,7 @@ def add_attack(table: BenchTable, scene: Scene, name: str, size: Size) -> None:
 
 
 def _settled(scene: Scene, name: str, wanted: dict[str, int]) -> dict[str, float]:
-    """Return what is counted once it is all, or after a while."""
+    """Return the counters once they are complete, or after `COUNTED_S`."""
     listener, deadline = (name if name != HUB else "envhub"), time.monotonic() + COUNTED_S
     while True:
         counted = {who: scene.counted(listener, what=who) for who in wanted}
@@ -203,7 +204,7 @@ def _settled(scene: Scene, name: str, wanted: dict[str, int]) -> dict[str, float
 
 
 def attack(scene: Scene, name: str, size: Size) -> dict[str, Any]:
-    """Let a process attack; return what it did. Raises: LongstrideError: it failed."""
+    """Run an attack in a process; return its counters. Raises: LongstrideError: it failed."""
     result = scene.run_dir.root / f"attack-{name}.json"
     own = name not in LISTENERS
     keys = None if own else own_keys(scene.run_dir.keys, role="actor", name=ENEMY)

@@ -1,4 +1,4 @@
-"""How far computations that should agree are apart: precisions, repetitions, chunk sizes."""
+"""Differences between computations that should agree: precisions, repetitions, chunk sizes."""
 
 import copy
 from collections.abc import Sequence
@@ -18,20 +18,20 @@ from learner.policy.model import Scoring, token_logprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """Two steps from the same weights on the same batch."""
+    """The difference of two steps from the same weights on the same batch."""
 
-    distance: float  # |update one - update two| / |update one|, 0 if nothing differs
-    is_identical: bool  # every bit
+    distance: float  # The value |update one - update two| / |update one|; 0 if nothing differs.
+    is_identical: bool  # All bits are equal.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkCost:
-    """Forward and backward pass at one size of chunk."""
+    """Cost of the forward and backward pass at one chunk size."""
 
     chunk_tokens: int
     tokens_per_s: float
     peak_bytes: int
-    mean_difference: float  # nats, from one chunk that holds everything
+    mean_difference: float  # In nats, compared with a single chunk.
 
 
 def canary_delta(
@@ -39,11 +39,11 @@ def canary_delta(
     engine_model: PreTrainedModel,
     sequences: Sequence[Sequence[int]],
 ) -> float:
-    """Return the mean |difference| in nats between known scores and a plain forward pass.
+    """Return the mean |difference| in nats between given scores and a plain forward pass.
 
     Args:
         known: [canary, seq-1] the trainer's scores: fp32 master weights, bf16 compute.
-        engine_model: the same weights as an engine holds them, in bf16.
+        engine_model: the same weights in bf16, as an engine has them.
         sequences: [canary, seq] token ids.
     """
     deltas: list[Tensor] = []
@@ -64,7 +64,7 @@ def repeat_step(
     *,
     engine_dtype: str,
 ) -> Repetition:
-    """Return how alike two steps are that ought to be the same. `model` is left as it is."""
+    """Return the difference of two steps that should be equal. `model` is not changed."""
     first, second = (_updated(cfg, algorithm, model, samples, engine_dtype) for _ in range(2))
     apart = moved = 0.0
     is_identical = True
@@ -118,7 +118,7 @@ def chunk_costs(
 
 
 def _score(model: PreTrainedModel, tokens: TokenBatch, size: int, *, autocast: bool) -> Tensor:
-    """Score and go backwards; return the log-probabilities [tokens]."""
+    """Run a forward and backward pass; return the log-probabilities [tokens]."""
     logprobs = token_logprobs(model, tokens, Scoring(chunk_tokens=size, autocast=autocast))
     (-logprobs.mean()).backward()
     model.zero_grad()

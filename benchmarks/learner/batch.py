@@ -1,4 +1,4 @@
-"""Random batches and models of realistic shapes, for measurements that need no environment."""
+"""Random batches and models of realistic shapes, for measurements without an environment."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,23 +15,24 @@ from learner.batch.batching import Sample
 from learner.batch.synthetic import synthetic_trajectory
 from learner.training.trainer import Trainer
 
-SAMPLER_NOISE = 0.05  # nats by which the sampler's logprobs differ: ratios near one, none equal
+# Noise of the sampler's logprobs in nats: ratios are close to one, and none equals it.
+SAMPLER_NOISE = 0.05
 MAX_SEQ_TOKENS = 16_384
-MAX_LAG = 3  # versions; tokens of a trajectory come from this many at most
+MAX_LAG = 3  # Maximum number of versions in a trajectory.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """How many episodes a step has, and how long they are."""
+    """Number and length of the episodes of a step."""
 
     num_groups: int
     group_size: int
-    max_turns: int  # turns are uniform in [1, max_turns]
-    observation_tokens: int  # before every turn
-    action_tokens: int  # sampled ones per turn
+    max_turns: int  # Turns are uniform in [1, max_turns].
+    observation_tokens: int  # Before every turn.
+    action_tokens: int  # Sampled tokens per turn.
 
 
-ModelShape = Mapping[str, int]  # of a Qwen3, in transformers' own names
+ModelShape = Mapping[str, int]  # Sizes of a Qwen3, with the names of transformers.
 _MODELS = Path(__file__).with_name("models.yaml")
 MODELS: dict[str, ModelShape] = yaml.safe_load(_MODELS.read_text(encoding="utf-8"))
 
@@ -39,16 +40,17 @@ MODELS: dict[str, ModelShape] = yaml.safe_load(_MODELS.read_text(encoding="utf-8
 QUICKSTART = BatchShape(
     num_groups=8, group_size=8, max_turns=9, observation_tokens=35, action_tokens=6
 )
-# Fewer and longer, for a model that needs more time for each token.
+# Fewer and longer episodes, for a model that needs more time for each token.
 LARGER = BatchShape(
     num_groups=2, group_size=4, max_turns=12, observation_tokens=30, action_tokens=20
 )
-# TextCraft with a language model: longer thoughts, every other token sampled.
+# TextCraft with a language model: longer reasoning, every other token sampled.
 LANGUAGE_MODEL = BatchShape(
     num_groups=4, group_size=4, max_turns=15, observation_tokens=100, action_tokens=100
 )
 
-# 16k tokens in one row: eight episodes of 128 to 4,096 tokens, every other token sampled.
+# A total of 16k tokens in one row: eight episodes of 128 to 4,096 tokens, every other token
+# sampled.
 PACKED = BatchShape(
     num_groups=1, group_size=8, max_turns=32, observation_tokens=64, action_tokens=64
 )
@@ -92,7 +94,7 @@ def _episode(
 def with_sampler_logprobs(
     samples: Sequence[Sample], trainer: Trainer, *, seed: int
 ) -> list[Sample]:
-    """Return the samples with what the trainer's policy thinks of them, and a little noise."""
+    """Return the samples with the trainer policy's logprobs and a little noise."""
     rng = np.random.default_rng(seed)
     scores = trainer.score([sample.trajectory.token_ids.tolist() for sample in samples])
     result: list[Sample] = []
@@ -120,10 +122,10 @@ def make_random_model(
         tie_word_embeddings=is_tied,
         use_cache=False,
     )
-    # The same choice as for a policy that is loaded.
+    # Loading a policy makes the same choice.
     config._attn_implementation = "sdpa" if device.type == "cuda" else "eager"
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # a large model is never there in two types
+    torch.set_default_dtype(dtype)  # A large model must not exist in two types at once.
     try:
         with device:
             model = Qwen3ForCausalLM(config)

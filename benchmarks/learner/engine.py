@@ -1,4 +1,4 @@
-"""The learner's half of measuring an engine: two versions, their transfers, their canaries."""
+"""The learner's part of measuring an engine: two versions, their transfers, their canaries."""
 
 import json
 import math
@@ -31,8 +31,9 @@ REPORT = "bench_engine.json"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
     dtype: str
-    has_weights: bool = True  # from disk; else random ones until version 0 comes
-    lora_rank: int = 0  # above 0, versions are of adapters alone
+    # Weights are read from disk; else the engine has random weights until version 0 arrives.
+    has_weights: bool = True
+    lora_rank: int = 0  # Above 0, versions contain adapters alone.
     gpu_memory_frac: float = 0.3
     num_prompts: int = 32
     max_tokens: int = 64
@@ -43,11 +44,12 @@ class EngineRun:
 class EngineFigures:
     start_s: float
     tokens_per_s: float
-    is_sound: bool  # as many logprobs and versions as tokens, none positive, all of version 1
-    canary_delta: float  # nats, the worst of the versions heard of
-    publish_s: float  # of version 1, offer to loaded
-    transfer_s: float  # of version 1, the buckets' way
-    pause_s: float  # the longest in which the engine loaded one and sampled nothing
+    # Each token has a logprob and a version, no logprob is positive, all versions are 1.
+    is_sound: bool
+    canary_delta: float  # The largest delta of the reported versions, in nats.
+    publish_s: float  # Time of version 1 from offer to loaded.
+    transfer_s: float  # Time of version 1 to transfer the buckets.
+    pause_s: float  # Longest pause of sampling while the engine loads a version.
     num_bytes: int
 
 
@@ -62,7 +64,7 @@ def measure_engine(
 ) -> EngineFigures:
     """Start an engine as an actor does, publish two versions to it, let it sample.
 
-    Versions go by what a run would choose: CUDA IPC on the learner's GPU, gloo on a CPU.
+    Versions use the transport of a run: CUDA IPC on the learner's GPU, gloo on a CPU.
 
     Args:
         trainer: of `model`; scores the canary.
@@ -70,7 +72,7 @@ def measure_engine(
         canary: [canary, seq] token ids that both sides score.
 
     Raises:
-        EngineError: the engine ended with an error, or did not end in time; holds its last words.
+        EngineError: the engine failed, or did not end in time; holds its last log lines.
     """
     run_dir = RunDir(root=folder)
     keys = create_keys(run_dir.keys)
@@ -86,8 +88,8 @@ def measure_engine(
         child.wait_until(
             lambda: publisher.drain_metrics()["weights/members"] > 0, timeout_s=run.timeout_s
         )
-        gate.close()  # when version 0 has left
-        publisher.drain_metrics()  # its transfer is not to be added to that of version 1
+        gate.close()  # Wait until version 0 has been sent.
+        publisher.drain_metrics()  # Exclude the transfer of version 0.
         _randomize(model)
         weights = _version(1, trainer, canary)
         publisher.publish(weights)
@@ -98,7 +100,7 @@ def measure_engine(
     except ChildFailed as error:
         raise EngineError(str(error)) from error
     finally:
-        child.clear_away()  # vLLM's own processes with it
+        child.clear_away()  # This also ends vLLM's own processes.
         publisher.stop()
     figures: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     return EngineFigures(
@@ -114,7 +116,7 @@ def measure_engine(
 
 
 def _save(path: Path, model: PreTrainedModel, tokenizer_path: str, *, has_weights: bool) -> None:
-    """Write what the engine loads: without weights in seconds, however large the model is."""
+    """Write the checkpoint for the engine. Without weights this is fast for any model size."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
     if has_weights:
         save_policy(path, model, tokenizer)
@@ -139,7 +141,7 @@ def _version(number: int, trainer: Trainer, canary: list[list[int]]) -> Publishe
 
 @torch.no_grad()
 def _randomize(model: PreTrainedModel) -> None:
-    """Replace what is trained: a version that did not arrive cannot pass for one that did."""
+    """Randomize the trained weights, so that the canary detects a version that did not arrive."""
     for parameter in model.parameters():
         if parameter.ndim > 1 and parameter.requires_grad:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5)

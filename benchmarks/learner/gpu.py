@@ -1,6 +1,6 @@
-"""The suite that a CUDA machine checks itself with: transfers, a step, memory, agreement, engine.
+"""The self-check of a CUDA machine: transfers, a step, memory, agreement, engine.
 
-Every check is a function of a device and of sizes, so that the same code runs small on a CPU.
+Every check is a function of a device and of sizes. With small sizes the same code runs on a CPU.
 """
 
 import time
@@ -43,14 +43,14 @@ MAX_SUITE_S = 480.0
 ENGINE_LORA_RANK = 8
 MIN_STEP_TOKENS_PER_S = 1_000.0
 MAX_CANARY_DELTA = LearnerSection().max_canary_delta
-MAX_CHUNK_DIFFERENCE = 0.005  # nats: bf16 logits round differently in other tilings
-MAX_REPETITION = 0.01  # attention's backward pass adds in no fixed order on CUDA
+MAX_CHUNK_DIFFERENCE = 0.005  # In nats; bf16 logits are rounded differently with other tilings.
+MAX_REPETITION = 0.01  # On CUDA the order of additions in attention's backward pass varies.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     model: ModelShape
-    full: ModelShape  # of what an update is promised
+    full: ModelShape  # Model size for the bounds of an update.
     shape: BatchShape
     learner: LearnerSection
     num_rounds: int
@@ -84,9 +84,9 @@ HALF_BILLION = Sizes(
 
 
 def run_suite(table: BenchTable) -> None:
-    """Check this CUDA machine, in some minutes; the engine's part runs if vLLM is installed.
+    """Check this CUDA machine in some minutes. The engine's part requires vLLM.
 
-    Raises: ConfigError: there is no CUDA here.
+    Raises: ConfigError: no CUDA device is available.
     """
     if not torch.cuda.is_available():
         raise ConfigError("no CUDA device here: nothing of this suite was measured")
@@ -108,10 +108,10 @@ def run_suite(table: BenchTable) -> None:
 def checks(
     table: BenchTable, sizes: Sizes, device: torch.device, peer_device: str
 ) -> list[tuple[str, Callable[[], None]]]:
-    """Return (name, check) of everything, to be run in this order. Each makes its own model.
+    """Return (name, check) of all checks in order. Each check makes its own model.
 
     Args:
-        peer_device: another GPU, or "cpu" where there is only one.
+        peer_device: another GPU, or "cpu" if there is only one.
     """
     learner = sizes.learner
     of_step = (sizes.model, sizes.shape, learner, device)
@@ -179,12 +179,13 @@ def check_memory(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
 
 
 def check_canary(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
-    """Hold the trainer's scores (fp32 master weights) against a forward pass in bf16."""
+    """Compare the trainer's scores (fp32 master weights) with a forward pass in bf16."""
     model = _model(sizes, device)
     trainer = make_trainer(sizes.learner, AlgorithmSection(), model, engine_dtype="bfloat16")
     sequences = _sequences(sizes, vocabulary_size(model))
     known = trainer.score(sequences)
-    nn.Module.to(model, torch.bfloat16)  # in place: the trainer has answered already
+    # This changes the trainer's own model in place, so its scores are computed before.
+    nn.Module.to(model, torch.bfloat16)
     delta = canary_delta(known, model, sequences)
     name = "canary: fp32 masters under autocast against bf16 weights"
     table.at_most(name, delta, "nats", MAX_CANARY_DELTA)

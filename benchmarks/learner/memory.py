@@ -1,4 +1,4 @@
-"""Peak memory of scoring tokens of a large vocabulary, beside the whole log-softmax at once."""
+"""Peak memory of chunked scoring with a large vocabulary, compared with a whole log-softmax."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ MEMORY_EVENT = "[memory]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringPeaks:
-    """What forward and backward pass allocated at most, above weights and gradients."""
+    """Peak allocations of forward and backward pass, in addition to weights and gradients."""
 
     chunked_bytes: int
     whole_bytes: int
-    mean_difference: float  # nats, between the log-probabilities of the two
+    mean_difference: float  # In nats, between the log-probabilities of the two.
 
     @property
     def frac(self) -> float:
@@ -34,12 +34,12 @@ def measure_scoring(
 ) -> ScoringPeaks:
     """Return the peaks of a forward and backward pass in bf16 over all tokens of one block.
 
-    Every token but the first of a sequence is scored, which is the worst case for the chunks:
-    they leave out what is not scored, and the whole log-softmax does not.
+    Every token but the first of a sequence is scored. This is the worst case for the chunks: they
+    skip tokens that are not scored, and the whole log-softmax does not.
 
     Args:
         model: with its head; copied, and its gradients are allocated beforehand.
-        chunk_tokens: rows of the vocabulary projection that are alive at once.
+        chunk_tokens: number of rows of the vocabulary projection in memory at once.
     """
     device = next(model.parameters()).device
     rng = np.random.default_rng(0)
@@ -72,7 +72,7 @@ def _peak_of(score: Callable[[], Tensor], device: torch.device) -> tuple[int, Te
 def whole_logprobs(model: PreTrainedModel, tokens: TokenBatch, *, autocast: bool) -> Tensor:
     """Return log-probabilities [tokens] by one fp32 log-softmax over [batch, seq, vocab]."""
     head = model.get_output_embeddings()
-    assert head is not None  # every causal language model has one
+    assert head is not None  # Every causal language model has a head.
     device_type = tokens.token_ids.device.type
     hidden = flat_hidden(model.base_model, tokens, autocast=autocast)
     with torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
@@ -82,11 +82,11 @@ def whole_logprobs(model: PreTrainedModel, tokens: TokenBatch, *, autocast: bool
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes that were allocated at once during `run`, above those before it.
+    """Return the peak of allocated bytes during `run`, minus the bytes allocated before.
 
-    On CUDA the allocator counts. On CPU the profiler hears of every allocation and release of
-    torch's allocator, in order; unlike the process's resident memory this does not depend on
-    what the C library keeps, and a freed block that is used again is not overlooked.
+    On CUDA the allocator counts. On a CPU the profiler records every allocation and release of
+    torch's allocator, in order. Unlike the process's resident memory this is independent of the C
+    library's own caching, and it counts reused blocks.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -98,7 +98,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()
-    profiler: Any = profile.profiler  # what it heard has no types
+    profiler: Any = profile.profiler  # The profiler's results have no type annotations.
     events = [event for event in profiler.kineto_results.events() if event.name() == MEMORY_EVENT]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -1,4 +1,4 @@
-"""The cost of a training step beside the bare arithmetic that it cannot do without."""
+"""The cost of a training step, compared with its bare arithmetic."""
 
 import copy
 import statistics
@@ -21,7 +21,7 @@ from learner.training.trainer import Trainer
 
 MAX_RATIO = 1.15
 NUM_WARM_UPS = 2
-STILL = 1e-9  # learning rate: the arithmetic of an update, but the policy stays where it is
+STILL = 1e-9  # Learning rate. The update is computed, but the weights hardly change.
 BARE = "bare"
 
 
@@ -30,10 +30,10 @@ class StepCost:
     """Seconds of each contender's runs; entry i of all belongs to one round."""
 
     seconds: dict[str, list[float]]
-    num_tokens: int  # of one step, padding not counted
+    num_tokens: int  # Tokens of one step without padding.
 
     def ratios(self, name: str) -> list[float]:
-        """Return, round by round, what `name` took over what the bare step took."""
+        """Return the ratios of `name` to the bare step, round by round."""
         return [a / b for a, b in zip(self.seconds[name], self.seconds[BARE], strict=True)]
 
     def ratio(self, name: str) -> float:
@@ -51,10 +51,10 @@ class StepCost:
 
 
 class BareStep:
-    """Forward, backward and optimizer over microbatches that were laid out beforehand.
+    """Forward, backward and optimizer over prepared microbatches.
 
-    The same networks, autocast, chunked head and optimizer as a training step. What it leaves out
-    is the rest: laying out the batch, the objective, importance weights, clipping, all metrics.
+    Networks, autocast, chunked head and optimizer are those of a training step. Not included are
+    the layout of the batch, the objective, importance weights, clipping, and all metrics.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ def measure_step(
     num_rounds: int,
     engine_dtype: str,
 ) -> StepCost:
-    """Return what steps of each algorithm and bare steps cost, taken in turn in one process.
+    """Return the cost of each algorithm's steps and of bare steps, in turn in one process.
 
     Args:
         model: copied for each contender.
@@ -123,8 +123,10 @@ def measure_step(
 
 
 def layouts_of(cfg: LearnerSection) -> dict[str, LearnerSection]:
-    """Return a section for each layout with each kernel, and for one that is compiled, too; the
-    first is padded products."""
+    """Return a section for each layout with each kernel, and for one compiled layout.
+
+    The first one is padded with the products kernel.
+    """
     ways = {
         f"{layout.value}, {kernel.value}": replace(cfg, layout=layout, attention=kernel)
         for layout in (Layout.PADDED, Layout.PACKED)
@@ -142,7 +144,7 @@ def measure_ways(
     num_rounds: int,
     engine_dtype: str,
 ) -> StepCost:
-    """Return what bare steps cost in ways that change no number; `BARE` is the first of them."""
+    """Return the cost of bare steps with equivalent settings; `BARE` is the first of them."""
     samples = make_batch(shape, vocab_size=vocabulary_size(model), seed=0)
     contenders: dict[str, Callable[[], object]] = {
         name if number else BARE: BareStep(
@@ -175,7 +177,7 @@ def make_trainer(
 
 
 def by_aggregation(algorithm: AlgorithmSection) -> dict[str, AlgorithmSection]:
-    """Return the algorithm with each token, and with each episode, weighing the same."""
+    """Return the algorithm with equal weights of tokens, and with equal weights of episodes."""
     return {
         f"{algorithm.advantage.value}, {kind.value}": replace(algorithm, aggregation=kind)
         for kind in (Aggregation.TOKEN, Aggregation.SEQUENCE)
@@ -194,8 +196,8 @@ def _step_of(trainer: Trainer, samples: list[Sample]) -> Callable[[], object]:
 def clock_of(device: torch.device) -> Callable[[], float]:
     """Return a clock [s] for work on `device`.
 
-    On CPU it is this process's CPU time, which other processes on the machine do not lengthen.
-    On CUDA it is wall time at which everything given to the device is done.
+    On a CPU it is this process's CPU time, which is independent of other processes. On CUDA it is
+    the wall time after the device has finished all its work.
     """
     if device.type != "cuda":
         return time.process_time
@@ -210,10 +212,10 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 def alternate(
     contenders: Mapping[str, Callable[[], object]], *, num_rounds: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """Run all contenders once per round, each round beginning with another; return the seconds.
+    """Run all contenders once per round, each round in a rotated order; return the seconds.
 
-    Neighbours in time share whatever else the machine does, so the rounds' ratios are steadier
-    than the times. The first rounds are not counted.
+    Consecutive runs have similar load from other programs, so the ratios of a round vary less than
+    the times. The first rounds are not counted.
     """
     names = list(contenders)
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -1,4 +1,4 @@
-"""The suite that measures a learner on this machine: what a step costs, and what it remembers."""
+"""The suite `learner`: the cost of a step and the peak memory of scoring, on this machine."""
 
 import torch
 from transformers import PreTrainedModel
@@ -22,7 +22,7 @@ from learner.policy.model import load_policy, parameter_count
 
 CPU = torch.device("cpu")
 NUM_ROUNDS = 12
-MAX_DIFFERENCE = 0.005  # nats: the two ways of scoring round differently
+MAX_DIFFERENCE = 0.005  # In nats; the two methods of scoring round differently.
 MEMORY_SEQUENCES = 4
 PLAIN = "padded, products"
 LEGEND = (
@@ -86,7 +86,7 @@ def add_step_cost(table: BenchTable, cost: StepCost, *, of: str) -> None:
 
 
 def add_ways(table: BenchTable, cost: StepCost, *, against: str) -> None:
-    """Write how fast bare steps are beside those of the way `against`."""
+    """Write the speed of bare steps, compared with those of the settings `against`."""
     plain = cost.tokens_per_s(BARE)
     for name in cost.seconds:
         if name != BARE:

@@ -1,4 +1,4 @@
-"""The suite of the long tail: how much faster async is than sync when some episodes are slow."""
+"""The suite `tail`: the speed-up of async over sync when some episodes are slow."""
 
 import json
 import tempfile
@@ -18,11 +18,11 @@ from learner.simulator.tally import Prediction
 from learner.simulator.workload import SampledWorkload
 from learner.simulator.world import World
 
-RUN_S = 1800.0  # for one run, its start included
+RUN_S = 1800.0  # Limit of one run, with its start.
 MODES = (TrainMode.ASYNC, TrainMode.SYNC)
 NUM_STEPS = 14
 GROUP_SIZE = 4
-WARM_UP_STEPS = 2  # that wait for engines and first episodes
+WARM_UP_STEPS = 2  # Steps that wait for engines and first episodes.
 MIN_SIMULATED_RATIO = 2.0
 MIN_RUN_RATIO = 1.6
 
@@ -54,7 +54,7 @@ def predict(mode: TrainMode) -> Prediction:
 
 
 def add_runs(table: BenchTable, folder: Path) -> None:
-    """Train in both modes with the environment that waits."""
+    """Train in both modes with the waiting environment."""
     for mode in MODES:
         overrides = [f"train.mode={mode.value}", *BASE, *SLOW_ENV]
         train(mode.value, overrides, folder=folder, timeout_s=RUN_S)
@@ -68,7 +68,7 @@ def _add(table: BenchTable, where: str, per_h: list[float], bound: float) -> Non
 
 
 def trained_per_h(run_dir: Path) -> float:
-    """Return the episodes that a run trained per hour, its first steps left out."""
+    """Return a run's trained episodes per hour, without its first steps."""
     lines = [
         json.loads(line)
         for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -1,8 +1,8 @@
-"""The suite `verdict`: is what a run says of its limit right, and does its advice help.
+"""The suite `verdict`: checks a run's verdict on its bottleneck, and the effect of its advice.
 
-Four runs with every role are each made slow at one place by settings alone; then each is made again
-with the first knob that its verdict names. `simulate` draws from the first run what the second
-should bring.
+Four runs with every role are each slowed down in one place by settings alone. Each is then repeated
+with the first setting that its verdict recommends. `simulate` predicts the second run from the
+episodes of the first.
 """
 
 import logging
@@ -26,9 +26,9 @@ from learner.simulator.world import World
 
 logger = logging.getLogger(__name__)
 
-RUN_S = 400.0  # for one run, its start included
-FIRST_STEP = 3  # those before wait for the engine
-MIN_RATIO = 1.1  # of episodes per second, after what was advised over before
+RUN_S = 400.0  # Limit of one run, with its start.
+FIRST_STEP = 3  # Earlier steps wait for the engine.
+MIN_RATIO = 1.1  # Ratio of episodes per second, after the advice over before.
 NOT_SIMULATED = ("learner.ppo_epochs", "learner.num_minibatches", "learner.num_ranks")
 SETTINGS = {
     "envhub.envs": '["benchmarks.envhub.slow:make_spec"]',
@@ -38,7 +38,7 @@ SETTINGS = {
     "actor.max_turn_tokens": "4",
     "scheduler.max_ahead_steps": "3",
     "learner.max_lag_steps": "8",
-    "learner.lr": "1e-7",  # nobody can learn anything here
+    "learner.lr": "1e-7",  # The environment is not learnable.
     "learner.muon_lr": "1e-7",
     "learner.checkpoint_every_steps": "1000",
 }
@@ -46,9 +46,9 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A run that is slow at one place."""
+    """A run that is slow in one place."""
 
-    turn_s: float  # of the environment
+    turn_s: float  # Turn time of the environment.
     settings: dict[str, str]
     bound: Bound
 
@@ -77,12 +77,12 @@ CASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a staged run said of itself, and what came of its advice."""
+    """The verdict of a staged run, and the effect of its advice."""
 
     verdict: Verdict
-    before_per_s: float  # trained episodes
+    before_per_s: float  # Trained episodes per second.
     after_per_s: float
-    simulated: float | None  # ratio of the two that `simulate` predicts; None: not its subject
+    simulated: float | None  # Ratio predicted by `simulate`; None: it does not model this setting.
 
 
 def run_suite(table: BenchTable) -> None:
@@ -110,7 +110,7 @@ def _add(table: BenchTable, name: str, case: Case, folder: Path) -> None:
 
 
 def stage(name: str, case: Case, *, folder: Path, num_steps: int) -> Finding:
-    """Run a case, then again with the first knob of its verdict."""
+    """Run a case, then again with the first setting that its verdict recommends."""
     word = name.replace(" ", "-")
     plugins = f'{{median_s: "{case.turn_s}", sigma: "0.2", num_turns: "3", tail_frac: "0"}}'
     settings = {**SETTINGS, **case.settings, "envs.plugins": plugins}
@@ -149,7 +149,7 @@ def rate(root: Path) -> float:
 
 
 def _simulated(root: Path, *overrides: str) -> float:
-    """Return what `simulate` predicts of a run's own episodes under a setting, per second."""
+    """Return the episodes per second that `simulate` predicts from a run with a changed setting."""
     cfg = load_config(str(RunDir(root=root).config), overrides, root=ROOT)
     with quiet_scheduler():
         return World(cfg, load_workload(root, cfg.algorithm)).run().trained_per_h / 3600.0

@@ -8,9 +8,9 @@ from benchmarks.runs.real_run import TRAINING_ALONE, train
 from benchmarks.table import BenchTable
 from common.config.run_config import TrainMode
 
-RUN_S = 900.0  # for one run, its start included
-NUM_ROUNDS = 2  # of both modes, in turn
-FIRST_STEP, LAST_STEP = 6, 20  # the first ones wait for engines and for kernels to be chosen
+RUN_S = 900.0  # Limit of one run, with its start.
+NUM_ROUNDS = 2  # Rounds of both modes, in turn.
+FIRST_STEP, LAST_STEP = 6, 20  # Earlier steps wait for engines and for the choice of kernels.
 MIN_RATIO = 1.6
 SETTINGS = (*TRAINING_ALONE, f"train.num_steps={LAST_STEP}")
 
@@ -33,8 +33,8 @@ def add_runs(table: BenchTable, folder: Path) -> None:
             for index, value in enumerate((LAST_STEP - FIRST_STEP, arrived, took_s)):
                 totals[index] += value
     sync, asynchronous = done.values()
-    # Both train the same number of episodes a step; those that arrive come in waves, and some of
-    # them carry no signal.
+    # Both modes train the same number of episodes per step. Arrivals vary over time and include
+    # episodes without signal.
     table.compare(
         "steps per second, asynchronous",
         asynchronous[0] / asynchronous[2],

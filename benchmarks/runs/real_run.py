@@ -1,4 +1,4 @@
-"""A training run as a user starts it, for measurements that need the whole machine."""
+"""A training run started as by a user, for measurements that need the whole machine."""
 
 import logging
 import re
@@ -17,7 +17,7 @@ from common.repository import ROOT
 
 logger = logging.getLogger(__name__)
 
-STOP_S = 60.0  # for a run that takes too long to save and leave
+STOP_S = 60.0  # Limit for a run to save and stop.
 TAIL_LINES = 5
 TRAINING_ALONE = (
     *("eval.before=false", "eval.after=false", "eval.baselines=false"),
@@ -34,9 +34,9 @@ def train(
     timeout_s: float,
     config: str = "quickstart",
 ) -> None:
-    """Run `train` below `folder`, in a process of its own, until it has ended.
+    """Run `train` below `folder` in a separate process until it has ended.
 
-    Raises: LongstrideError: it failed, or was not in time; holds its last words, names its log.
+    Raises: LongstrideError: it failed, or was not in time; holds the end of its log, names the log.
     """
     with running(name, overrides, folder=folder, config=config) as child:
         if not wait_until_ended([child], deadline=time.monotonic() + timeout_s):
@@ -56,11 +56,11 @@ def running(
     env: Mapping[str, str] | None = None,
     guardian: Guardian | None = None,
 ) -> Generator[ChildProcess]:
-    """Start `train` below `folder`, and stop it in the end if it still runs.
+    """Start `train` below `folder`; stop it at the end of the block if it still runs.
 
     Args:
-        env: variables on top of this process's own.
-        guardian: ends the run if this process dies without a word.
+        env: variables in addition to this process's own.
+        guardian: ends the run if this process is killed.
     """
     log = folder / f"{name}.log"
     logger.info("run name=%s log=%s", name, log)
@@ -74,7 +74,7 @@ def running(
 
 
 def check_end(child: ChildProcess) -> None:
-    """Raise LongstrideError, with its last words, if a run has ended with an error."""
+    """Raise LongstrideError, with its last log lines, if a run has ended with an error."""
     if code := child.poll():
         last = " / ".join(child.log_tail(max_lines=TAIL_LINES))
         ended = f"run {child.name} ended with {describe_exit(code)}"
@@ -82,9 +82,9 @@ def check_end(child: ChildProcess) -> None:
 
 
 def cpu_seconds(pid: int) -> dict[str, float]:
-    """Return the processor seconds that each role below a process has used; engines by themselves.
+    """Return the processor seconds of each role below a process; engines are separate roles.
 
-    What has no part in a run by its command line, such as the workers of a hub, is left out.
+    Processes without a role in their command line, such as the workers of a hub, are left out.
     """
     used: dict[str, float] = {}
     for process in psutil.Process(pid).children(recursive=True):

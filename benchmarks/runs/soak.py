@@ -1,4 +1,4 @@
-"""The suites `soak-run`: whether the roles of a run stay the same size while they work."""
+"""The suites `soak-run`: growth of the roles' memory, descriptors and threads during a run."""
 
 import statistics
 import tempfile
@@ -21,14 +21,14 @@ from common.store.run_dir import RunDir
 
 USUAL_S, LONG_S = 300.0, 3_600.0
 SAMPLE_S = 5.0
-FIRST_STEPS = 10  # made before anything is measured
+FIRST_STEPS = 10  # Steps before the measurement.
 START_S = 300.0
 MAX_GROWTH_FRAC = 0.05
-NUM_PARTS = 3  # of the samples; the first fills caches
+NUM_PARTS = 3  # Parts of the samples. Caches fill during the first.
 MIB = 1 << 20
 SETTINGS = (
     *(*TRAINING_ALONE, "train.num_steps=1000000"),
-    *("horizon.kind=fixed", "horizon.stages=[10]"),  # longer episodes take more memory
+    *("horizon.kind=fixed", "horizon.stages=[10]"),  # Longer episodes need more memory.
 )
 LEGEND = (
     "Of each role in three equal parts of the time: how much larger the median of resident memory\n"
@@ -39,7 +39,7 @@ LEGEND = (
 
 @dataclass(slots=True)
 class Sizes:
-    """A role over time."""
+    """The sizes of a role over time."""
 
     pids: set[int] = field(default_factory=set[int])
     rss_bytes: list[float] = field(default_factory=list[float])
@@ -47,7 +47,7 @@ class Sizes:
     threads: list[float] = field(default_factory=list[float])
 
     def add(self, process: psutil.Process) -> None:
-        """Take a sample; none of a process that has just ended."""
+        """Add a sample; do nothing if the process has just ended."""
         with suppress(psutil.NoSuchProcess), process.oneshot():
             sample = process.memory_info().rss, process.num_fds(), process.num_threads()
             self.pids.add(process.pid)
@@ -58,13 +58,13 @@ class Sizes:
 
 
 def parts(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the part before the last one, and the last one."""
+    """Return the second-last part, and the last one."""
     size = len(values) // NUM_PARTS
     return values[-2 * size : -size], values[-size:]
 
 
 def growth_frac(values: Sequence[float]) -> float:
-    """Return how much larger the last part's median is; NaN without enough samples."""
+    """Return the relative growth of the median in the last part; NaN without enough samples."""
     if len(values) < NUM_PARTS:
         return float("nan")
     before, last = parts(values)
@@ -72,7 +72,7 @@ def growth_frac(values: Sequence[float]) -> float:
 
 
 def floor_growth(values: Sequence[float]) -> float:
-    """Return by how much the least of the last part is larger; NaN without enough samples."""
+    """Return the growth of the minimum in the last part; NaN without enough samples."""
     if len(values) < NUM_PARTS:
         return float("nan")
     before, last = parts(values)
@@ -80,17 +80,17 @@ def floor_growth(values: Sequence[float]) -> float:
 
 
 def run_suite(table: BenchTable) -> None:
-    """Watch a quickstart for five minutes."""
+    """Measure a quickstart for five minutes."""
     soak(table, duration_s=USUAL_S)
 
 
 def run_long(table: BenchTable) -> None:
-    """Watch a quickstart for an hour."""
+    """Measure a quickstart for an hour."""
     soak(table, duration_s=LONG_S)
 
 
 def soak(table: BenchTable, *, duration_s: float) -> None:
-    """Train, sample, judge."""
+    """Train, sample the sizes and report the results."""
     table.title(LEGEND)
     with tempfile.TemporaryDirectory(prefix="longstride-soak-") as name:
         table.attempt("soak", lambda: _soak(table, Path(name), duration_s))
@@ -127,7 +127,7 @@ def _wait_for_steps(child: ChildProcess, watch: Watch) -> None:
 
 
 def add_role(table: BenchTable, role: Role, sizes: Sizes) -> None:
-    """Write how a role has grown; one that died in between is another, and keeps no promise."""
+    """Write the growth of a role. A role that was restarted violates its bound."""
     table.at_most(f"{role}, restarts", len(sizes.pids) - 1, "", 0)
     rss = sizes.rss_bytes
     note = f"{rss[0] / MIB:.0f} -> {rss[-1] / MIB:.0f} MiB" if rss else "never seen"

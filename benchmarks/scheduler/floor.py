@@ -1,9 +1,8 @@
-"""A server that does nothing but answer: what encrypted sockets alone cost.
+"""A server that only answers, to measure the cost of encrypted sockets alone.
 
-Run as `python -m benchmarks.scheduler.floor KEYS PORT_FILE`: a ROUTER with the run's keys that
-answers every message at once with an answer made beforehand, of the size of the scheduler's. It
-reads no message beyond its type, keeps nothing and writes nothing. It takes them in batches as the
-scheduler does.
+Run as `python -m benchmarks.scheduler.floor KEYS PORT_FILE`. It is a ROUTER socket with the run's
+keys. It answers every message at once with a prepared answer of the size of the scheduler's. It
+reads only the type of a message, and it receives messages in batches, as the scheduler does.
 """
 
 import sys
@@ -48,7 +47,8 @@ def main(keys_folder: str, port_file: str) -> None:
     while True:
         received = router.receive_frames(timeout_s=POLL_S)
         for sender, header in received:
-            name = header[3 : 3 + (header[2] & 0x1F)]  # of [schema, "name", ...: a short string
+            # The header begins with [schema, "name", ...; the name is a short string.
+            name = header[3 : 3 + (header[2] & 0x1F)]
             if name in encoded:
                 router.send_frames(sender, encoded[name])
         if received:

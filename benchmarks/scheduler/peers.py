@@ -32,14 +32,14 @@ from common.wire.sockets import connect_dealer
 
 LEARNER = "learner-0"
 BEAT_S = 1.0
-ANSWER_S = 0.02  # after which an answer is looked for
-REPORT_S = 0.05  # between two reports of the learner
+ANSWER_S = 0.02  # Time from a request to the first check for its answer.
+REPORT_S = 0.05  # Interval of the learner's reports.
 MAX_SOCKETS = 8_192
-JOIN_S = 60.0  # for all actors to be welcomed
+JOIN_S = 60.0  # Limit of the time until all actors are welcomed.
 
 
 class BenchLearner:
-    """Says what a learner says: episodes that came, groups that are complete, steps that are done.
+    """Sends a learner's reports: arrived episodes, complete groups, finished steps.
 
     Example (groups of 2, 1 a step): arrive(g/0), arrive(g/1) -> messages() reports both, calls g
     ready, trains on it and ends step 1.
@@ -49,14 +49,14 @@ class BenchLearner:
         self._group_size = group_size
         self._per_step = per_step
         self._seen: list[EpisodeSeen] = []
-        self._groups: defaultdict[str, list[str]] = defaultdict(list)  # arrived members
+        self._groups: defaultdict[str, list[str]] = defaultdict(list)  # Arrived members by group.
         self._ready: list[str] = []
         self._said_ready: list[str] = []
         self.version = 0
         self.num_arrived = 0
 
     def arrive(self, lease: Lease, *, wall_s: float) -> None:
-        """An episode is here."""
+        """Record the arrival of an episode."""
         self.num_arrived += 1
         self._seen.append(
             EpisodeSeen(
@@ -74,7 +74,7 @@ class BenchLearner:
             self._ready.append(lease.group_id)
 
     def messages(self) -> list[Any]:
-        """Return what there is to say since the last call."""
+        """Return the messages since the last call."""
         ready, self._ready = self._ready, []
         groups = [GroupArrived(group_id=each, is_ready=True) for each in ready]
         said: list[Any] = []
@@ -108,7 +108,7 @@ class _Peer:
 
 
 class Peers:
-    """Many actors and a learner, all in one thread, each with a socket of its own."""
+    """Many actors and a learner, all in one thread, each with its own socket."""
 
     def __init__(
         self,
@@ -129,10 +129,11 @@ class Peers:
         self._learner_peer, *self._peers = [
             _Peer(name, connect_dealer(self._context, keys, address=address)) for name in names
         ]
-        self.answer_s: list[float] = []  # from a request to its grant was found, since `reset`
+        # Times from a request to its detected grant, since the last reset.
+        self.answer_s: list[float] = []
 
     def join(self) -> None:
-        """Say hello with all of them and wait until all are welcome.
+        """Send the hello of all peers and wait until all are welcomed.
 
         Raises: LongstrideError: some were not.
         """
@@ -145,14 +146,14 @@ class Peers:
             for peer in missing:
                 peer.is_welcome = any(isinstance(each, Welcome) for each in _receive(peer.socket))
             time.sleep(ANSWER_S)
-        for i, peer in enumerate(self._peers):  # at another moment each, so that the load is even
+        for i, peer in enumerate(self._peers):  # The start times differ, so that the load is even.
             self._at(self._episode_s * i / len(self._peers), self._ask, peer)
             self._at(BEAT_S * i / len(self._peers), self._beat, peer)
         self._at(0.0, self._report)
         self._at(0.0, self._beat, self._learner_peer)
 
     def run(self, seconds: float) -> None:
-        """Let them play for so long."""
+        """Simulate the peers for this time."""
         end = time.monotonic() + seconds
         while (now := time.monotonic()) < end:
             due, _, action, arguments = self._events[0]
@@ -177,7 +178,7 @@ class Peers:
         self._at(ANSWER_S, self._look, peer)
 
     def _look(self, peer: _Peer) -> None:
-        """Take the grant if it is there; ask again where it was empty."""
+        """Read the grant if it has arrived; repeat the request if it was empty."""
         grants = [each for each in _receive(peer.socket) if isinstance(each, LeaseGrant)]
         if not grants:
             self._at(ANSWER_S, self._look, peer)
@@ -200,7 +201,7 @@ class Peers:
         self._at(BEAT_S, self._beat, peer)
 
     def _report(self) -> None:
-        _receive(self._learner_peer.socket)  # what it is answered changes nothing here
+        _receive(self._learner_peer.socket)  # The answers to the learner are not used.
         for message in self._learner.messages():
             _send(self._learner_peer.socket, message)
         self._at(REPORT_S, self._report)
@@ -213,7 +214,7 @@ class Peers:
 
 
 def hello(name: str) -> Hello:
-    """Return the first words of a role with a name like "actor-0"."""
+    """Return the hello of a role with a name like "actor-0"."""
     return Hello(role=name.partition("-")[0], name=name, incarnation="life-1", version=0)
 
 
@@ -222,7 +223,7 @@ def _send(socket: Any, message: Any) -> None:
 
 
 def _receive(socket: Any) -> list[Any]:
-    """Return what has come."""
+    """Return the messages that have arrived."""
     messages: list[Any] = []
     while True:
         try:

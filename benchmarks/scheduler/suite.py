@@ -1,4 +1,4 @@
-"""The suite of the scheduler: what it can serve on one core, with thousands of actors connected."""
+"""The suite `scheduler`: its capacity on one core, with thousands of connected actors."""
 
 import contextlib
 import http.server
@@ -30,10 +30,11 @@ from learner.simulator.settings import catalogue_of
 
 START_S, STOP_S = 120.0, 15.0
 NUM_PEERS = 2_000
-EPISODE_S = 4.0  # of every peer, one at a time: 500 episodes a second
+# Duration of an episode. Each peer plays one at a time, which gives 500 episodes a second.
+EPISODE_S = 4.0
 WARM_UP_S, MEASURED_S = 8.0, 15.0
 MIN_LEASES_PER_S = 5_000.0
-MAX_CPU_FRAC = 0.35  # of a core
+MAX_CPU_FRAC = 0.35  # Fraction of a core.
 NUM_CORE_ACTORS, NUM_CORE_STEPS = 1_000, 6
 PER_STEP = 64
 FLOOR = "benchmarks.scheduler.floor"
@@ -97,7 +98,7 @@ def measure_core(*, num_actors: int, num_steps: int) -> float:
 
 
 def _play(core: SchedulerCore, actor: str, version: int) -> list[Lease]:
-    """Ask, and say once that it is being played."""
+    """Request a lease, and list it once in a heartbeat."""
     request = LeaseRequest(actor=actor, num_free_slots=1, version=version)
     leases: list[Lease] = core.handle(actor, request).leases
     running = [lease.episode_id for lease in leases]
@@ -107,17 +108,17 @@ def _play(core: SchedulerCore, actor: str, version: int) -> list[Lease]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What a scheduler process did for its peers while it was measured."""
+    """The load of a scheduler process during the measurement."""
 
-    num_connected: int  # actors alive, by the scheduler's own status
+    num_connected: int  # Live actors by the scheduler's own status.
     episodes_per_s: float
-    cpu_s_per_episode: float  # with the heartbeats of that time
-    cpu_frac: float  # of a core
+    cpu_s_per_episode: float  # With the heartbeats of that time.
+    cpu_frac: float  # Fraction of a core.
     answer_p99_s: float
 
 
 def add_peers(table: BenchTable, cfg: RunConfig) -> None:
-    """Measure a scheduler process with many actors connected, and the sockets alone."""
+    """Measure a scheduler process with many connected actors, and the sockets alone."""
     play = Play(num_peers=NUM_PEERS, warm_up_s=WARM_UP_S, measured_s=MEASURED_S)
     floor, served = measure_floor(cfg, play), measure_peers(cfg, play)
     rate = NUM_PEERS / EPISODE_S
@@ -135,15 +136,15 @@ def add_peers(table: BenchTable, cfg: RunConfig) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """How many peers play, and for how long."""
+    """Number of peers and duration."""
 
     num_peers: int
     warm_up_s: float
-    measured_s: float  # after that
+    measured_s: float  # After the warm-up.
 
 
 def measure_floor(cfg: RunConfig, play: Play) -> Served:
-    """Return what the same peers cost a process that answers and does nothing else."""
+    """Return the cost of the same messages for a process that only answers."""
     run_dir = RunDir(root=Path(cfg.run.dir) / "floor")
     create_keys(run_dir.keys)
     port_file = run_dir.root / "port"
@@ -159,7 +160,7 @@ def measure_floor(cfg: RunConfig, play: Play) -> Served:
 
 
 def measure_peers(cfg: RunConfig, play: Play) -> Served:
-    """Start a scheduler and its peers, and measure once all play."""
+    """Start a scheduler and its peers, and measure once all of them play."""
     run_dir = RunDir(root=Path(cfg.run.dir) / cfg.run.name)
     create_keys(run_dir.keys)
     with serve_catalogue(catalogue_of(cfg)) as url:
@@ -199,7 +200,7 @@ def _measure(
     peers.run(seconds)
     took_s = time.monotonic() - started
     num, cpu_s = learner.num_arrived - num_before, _cpu_s(process) - cpu_before
-    is_scheduler = run_dir.status.exists()  # the floor has none
+    is_scheduler = run_dir.status.exists()  # The baseline has no status file.
     actors = (
         json.loads(run_dir.status.read_text(encoding="utf-8"))["actors"] if is_scheduler else []
     )
@@ -220,7 +221,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 @contextlib.contextmanager
 def scheduler_process(cfg: RunConfig, run_dir: RunDir) -> Generator[psutil.Process]:
-    """Yield a scheduler that is started as the launcher does it, with its log in the run's."""
+    """Yield a scheduler that is started as by the launcher, with its log in the run's folder."""
     where = (f"run.dir={cfg.run.dir}", f"run.name={cfg.run.name}")
     argv = [sys.executable, "run.py", "scheduler", *where]
     child = ChildProcess("scheduler", argv, log_path=run_dir.root / "scheduler.txt", cwd=ROOT)
@@ -232,7 +233,7 @@ def scheduler_process(cfg: RunConfig, run_dir: RunDir) -> Generator[psutil.Proce
 
 @contextlib.contextmanager
 def serve_catalogue(catalogue: Catalogue) -> Generator[str]:
-    """Yield the address of a hub that has nothing but a catalogue."""
+    """Yield the address of a hub that serves only a catalogue."""
     body = {
         env: {"subsets": {name: asdict(entry) for name, entry in subsets.items()}}
         for env, subsets in catalogue.envs.items()
@@ -245,7 +246,7 @@ def serve_catalogue(catalogue: Catalogue) -> Generator[str]:
             self.wfile.write(json.dumps(body).encode())
 
         def log_message(self, *_: object) -> None:
-            """Stay silent."""
+            """Write no log."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))

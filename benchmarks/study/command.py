@@ -1,4 +1,4 @@
-"""The suites of studies: plan, work off, tables and pictures."""
+"""The suites of studies: plan, runs, tables and pictures."""
 
 import asyncio
 import contextlib
@@ -22,21 +22,22 @@ from common.errors import LongstrideError
 from common.store.run_dir import write_atomically
 
 CONFIG = "quickstart"
-NUM_SHOWN = 5  # reasons of failed runs
-OF_SOME_ARMS = ("staleness",)  # studies whose table holds of some of their arms, too
+NUM_SHOWN = 5  # Number of error messages to show of failed runs.
+OF_SOME_ARMS = ("staleness",)  # Studies whose table may contain a part of their arms.
 NAN = float("nan")
 
 
 def measure(name: str, request: Request, table: BenchTable, *, root: Path) -> None:
     """Run the study `name` and add its figures and tables; a dry run prints the plan.
 
-    Raises: ConfigError: an override is wrong, or results of other settings are in the way.
+    Raises: ConfigError: an override is wrong, or the folder holds results of other settings.
     """
     cfg = load_config(CONFIG, request.overrides, root=root)
     queue = make_queue(name, cfg, request.overrides, root=root)
     for run, *_ in queue.study.chunks(queue.study.runs()):
         if run.arm.does is not Does.COMMANDS and run.seed == queue.study.seeds[0]:
-            load_config(CONFIG, run.overrides, root=root)  # a mistake is told before any starts
+            # Every arm is checked before the first run starts.
+            load_config(CONFIG, run.overrides, root=root)
     if request.is_dry:
         table.title(plan_text(queue))
         return
@@ -46,7 +47,7 @@ def measure(name: str, request: Request, table: BenchTable, *, root: Path) -> No
     table.title(plan_text(queue))
     with contextlib.ExitStack() as stack:
         if cfg.study.on_ray and queue.todo():
-            from common.launch.ray.cluster import open_cluster  # Ray takes seconds to import
+            from common.launch.ray.cluster import open_cluster  # The import of Ray takes seconds.
 
             stack.enter_context(open_cluster(cfg.ray, num_cpus=cfg.study.workers))
         queue.work()
@@ -62,7 +63,7 @@ def measure_peer(request: Request, table: BenchTable, *, root: Path) -> None:
 
 def _heldout(cfg: RunConfig, policy: Path) -> float:
     """Return the success of a policy on the held-out items."""
-    from benchmarks.study.in_process import InProcessRun  # torch takes seconds to import
+    from benchmarks.study.in_process import InProcessRun  # The import of torch takes seconds.
     from learner.policy.model import load_policy
 
     model = load_policy(str(policy), device="cpu", gradient_checkpointing=False)
@@ -71,7 +72,7 @@ def _heldout(cfg: RunConfig, policy: Path) -> float:
 
 
 def make_queue(name: str, cfg: RunConfig, overrides: Sequence[str], *, root: Path) -> Queue:
-    """Return the queue of a study in the folder that the configuration says."""
+    """Return the queue of a study, in the configured folder."""
     study = read_study(name, cfg.study, overrides)
     size = "" if cfg.study.size == 1 else f"-x{cfg.study.size:g}"
     folder = root / cfg.run.dir / (cfg.study.folder or f"study-{name}{size}")
@@ -80,7 +81,7 @@ def make_queue(name: str, cfg: RunConfig, overrides: Sequence[str], *, root: Pat
 
 
 def plan_text(queue: Queue) -> str:
-    """Return how many runs there are, how many are done, and what the others take."""
+    """Return the number of runs, of completed runs, and the time of the others."""
     study = queue.study
     runs, firsts, todo = study.runs(), study.firsts(), queue.todo()
     found = [queue.outcome_of(run) for run in runs if firsts[run.name] == run.name]
@@ -103,7 +104,7 @@ def plan_text(queue: Queue) -> str:
 
 
 def tell(queue: Queue, table: BenchTable) -> None:
-    """Add what was measured: figures, tables and pictures, of all runs that are done."""
+    """Add the figures, tables and pictures of all completed runs."""
     study = queue.study
     found = {run.name: queue.outcome_of(run) for run in study.runs()}
     outcomes = [each for each in found.values() if each is not None]
@@ -119,7 +120,8 @@ def tell(queue: Queue, table: BenchTable) -> None:
     by_arm = [arm.name for arm in study.arms]
     outcomes.sort(key=lambda each: by_arm.index(each.arm))
     only = set(queue.section.only)
-    is_by_arm = study.name in OF_SOME_ARMS and only <= {*by_arm}  # a worker is told its runs
+    # A worker process gets its runs in `study.only`.
+    is_by_arm = study.name in OF_SOME_ARMS and only <= {*by_arm}
     if not outcomes or (missing and only and not is_by_arm):
         return
     make_table, make_pictures = TABLES[study.name]
@@ -135,8 +137,8 @@ def tell(queue: Queue, table: BenchTable) -> None:
 
 
 def make_playing(cfg: RunConfig) -> tuple[Any, dict[str, Any]]:
-    """Return a player of episodes in this process, and the catalogue that a hub would offer."""
-    from benchmarks.actor.in_process import InProcessPlayer  # torch takes seconds to import
+    """Return a player of episodes in this process, and the catalogue as a hub would return it."""
+    from benchmarks.actor.in_process import InProcessPlayer  # The import of torch takes seconds.
     from envhub.catalogue.distances import Distances
     from envhub.catalogue.registry import Registry
 
@@ -148,7 +150,7 @@ def make_playing(cfg: RunConfig) -> tuple[Any, dict[str, Any]]:
 
 
 def _starts(queue: Queue) -> dict[str, list[str]]:
-    """Return of each arm the overrides that name the policy it begins with; make what is missing.
+    """Return for each arm the overrides that name its initial policy; make missing policies.
 
     Raises: LongstrideError: a command that makes one failed.
     """
@@ -171,23 +173,23 @@ def _starts(queue: Queue) -> dict[str, list[str]]:
 
 
 def _policy(study: Study) -> list[str]:
-    """Return the override that names the policy which all of a study goes on from."""
+    """Return the override with the initial policy of a study."""
     return [each for each in study.overrides if each.startswith("model.path=")]
 
 
 def _in_process(
     root: Path, starts: dict[str, list[str]], run: Run, _: Path
 ) -> tuple[Outcome, bool]:
-    from benchmarks.study.in_process import InProcessRun  # torch takes seconds to import
+    from benchmarks.study.in_process import InProcessRun  # The import of torch takes seconds.
 
     cfg = load_config(CONFIG, merged(run.overrides, starts[run.arm.name]), root=root)
     return InProcessRun(cfg, make_playing).run(arm=run.arm.name)
 
 
 def _commands(queue: Queue, run: Run, folder: Path) -> tuple[Outcome, bool]:
-    """Run an arm's commands in turn, evaluate the policy they leave, and compare it to the first.
+    """Run an arm's commands in turn, evaluate their policy, and compare it to the initial policy.
 
-    Raises: LongstrideError: one of them failed, or the run whose data they need did.
+    Raises: LongstrideError: a command failed, or the run with the required data is missing.
     """
     data = folder / f"data-seed{run.seed}"
     known = queue.outcome_of(replace(run, arm=queue.study.arms[0]))

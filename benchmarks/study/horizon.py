@@ -1,4 +1,4 @@
-"""What a study of horizons says: success at equal episodes, tokens and seconds, over seeds."""
+"""Results of a study of horizons: success at equal episodes, tokens and seconds, over seeds."""
 
 from collections.abc import Sequence
 
@@ -8,32 +8,33 @@ from benchmarks.study.intervals import by_arm, gap, over_seeds
 from benchmarks.study.outcome import BINS, Outcome, interval, markdown
 from benchmarks.study.plot import Line, lines_svg
 
-COLLAPSE_FRAC = 0.5  # of the best evaluation; a run whose last one is below has collapsed
-MIN_BEST = 0.1  # success below it is too little to lose
+# A run has collapsed if its last evaluation is below this fraction of its best.
+COLLAPSE_FRAC = 0.5
+MIN_BEST = 0.1  # A smaller success is too small for a collapse.
 AXES = {"episodes": "num_episodes", "tokens": "num_tokens", "seconds": "spent_s"}
-GRID = 24  # points of a curve
-BASE = "fixed-long"  # what an effect is measured against
+GRID = 24  # Points of a curve.
+BASE = "fixed-long"  # The baseline arm of an effect.
 
 
 def success_at(outcome: Outcome, axis: str, at: np.ndarray | float) -> np.ndarray:
-    """Return success where so much had been spent, linear between two evaluations."""
+    """Return the success at a given spending, interpolated linearly between two evaluations."""
     spent = [float(getattr(point, AXES[axis])) for point in outcome.points]
     return np.asarray(np.interp(at, spent, [point.success for point in outcome.points]))
 
 
 def budget_of(outcomes: Sequence[Outcome], axis: str) -> float:
-    """Return what every run has spent: the least of their ends."""
+    """Return the spending that every run has reached: the minimum of their totals."""
     return min(float(getattr(each.points[-1], AXES[axis])) for each in outcomes)
 
 
 def has_collapsed(outcome: Outcome) -> bool:
-    """Return whether the last evaluation is below half of the best one, which was no accident."""
+    """Return whether the last evaluation is below half of the best, which must be significant."""
     best = max(point.success for point in outcome.points)
     return best >= MIN_BEST and outcome.points[-1].success < COLLAPSE_FRAC * best
 
 
 def horizon_table(outcomes: list[Outcome]) -> str:
-    """Return a row for every arm: success at equal spending, the least fortunate run, collapses."""
+    """Return a row for every arm: success at equal spending, lowest final success, collapses."""
     budgets = {axis: budget_of(outcomes, axis) for axis in AXES}
     heads = [f"at {budget:,.0f} {axis} [95 %]" for axis, budget in budgets.items()]
     rows: list[list[str]] = []
@@ -50,9 +51,9 @@ def horizon_table(outcomes: list[Outcome]) -> str:
 
 
 def distance_tables(outcomes: Sequence[Outcome]) -> str:
-    """Return for every distance a table of success after so many steps, a row for every arm.
+    """Return for every distance a table of success by number of steps, with a row for every arm.
 
-    Bold is what differs from `BASE` after as many steps, with 95 % over seeds.
+    Bold cells differ from `BASE` at the same step, with 95 % confidence over seeds.
     """
     arms = by_arm([each for each in outcomes if each.points and each.points[0].by_distance])
     parts: list[str] = []
@@ -75,7 +76,7 @@ def distance_tables(outcomes: Sequence[Outcome]) -> str:
 
 
 def _along(runs: Sequence[Outcome], band: int) -> list[tuple[int, list[float]]]:
-    """Return (step, success of each run at a distance) of every evaluation that all have."""
+    """Return (step, success of each run at a distance) for every evaluation of all runs."""
     found: list[tuple[int, list[float]]] = []
     for points in zip(*(each.points for each in runs), strict=False):
         counts = [each.by_distance[band] for each in points]
@@ -84,7 +85,7 @@ def _along(runs: Sequence[Outcome], band: int) -> list[tuple[int, list[float]]]:
 
 
 def distance_svg(outcomes: Sequence[Outcome]) -> str:
-    """Return a picture of the last success against distance, of runs that tell it."""
+    """Return a picture of the final success by distance, for runs with this measurement."""
     lines: list[Line] = []
     for arm, runs in by_arm(outcomes).items():
         ends = [_along(runs, band)[-1][1] for band in range(len(BINS))]
@@ -93,7 +94,7 @@ def distance_svg(outcomes: Sequence[Outcome]) -> str:
 
 
 def success_svg(outcomes: Sequence[Outcome], axis: str = "tokens") -> str:
-    """Return a picture of success against what was spent: the mean of each arm in its interval."""
+    """Return a picture of success by spending: the mean of each arm with its interval."""
     lines: list[Line] = []
     for arm, runs in by_arm(outcomes).items():
         at = np.linspace(0, budget_of(runs, axis), GRID)

@@ -1,9 +1,9 @@
-"""A training run in one process, for studies of hundreds of short ones: nothing starts or waits.
+"""A training run in one process, for studies of hundreds of short runs, without startup or waits.
 
-What is measured is the learner's own: credit, objective, controller, optimizer. Episodes are the
-actor's and the environments'; only the engine is plain torch. The lag is exact: step v + 1 learns
-from episodes of version v - lag (the first steps from fresher ones). Where the controller closes
-its gate the lag shrinks with it, and after a skipped batch the next one is fresh.
+Credit, objective, controller and optimizer are those of the learner. Episodes are those of the
+actor and the environments; only the engine is plain torch. The lag is exact: step v + 1 trains on
+episodes of version v - lag (the first steps on newer ones). If the controller tightens its gate,
+the lag shrinks with it. After a skipped batch the next one is on-policy.
 """
 
 import copy
@@ -35,35 +35,38 @@ from learner.scheduler.evaluation.heldout import plan_heldout
 from learner.training.build import load_start, make_trainer
 from learner.training.controller import Decision
 
-MAX_ROUNDS = 4  # of groups, until a batch has as many with signal as it wants
-EPISODE_S = 3600.0  # nothing here hangs
+MAX_ROUNDS = 4  # Maximum number of attempts to fill a batch with groups that have signal.
+EPISODE_S = 3600.0  # A limit that no episode reaches.
 NAN = float("nan")
-SIGNALS = {"policy/entropy": "entropy", "offpolicy/ess_frac": "ess_frac"}  # to the curriculum
+# Metrics for the curriculum.
+SIGNALS = {"policy/entropy": "entropy", "offpolicy/ess_frac": "ess_frac"}
 
 
 class Player(Protocol):
-    """Plays with the weights it was given last; `benchmarks.actor.in_process.InProcessPlayer`."""
+    """Plays with the newest loaded weights, as `benchmarks.actor.in_process.InProcessPlayer`."""
 
     def load(self, weights: Mapping[str, Tensor], *, version: int) -> None: ...
     def play(self, leases: Sequence[Lease]) -> list[Trajectory]: ...
 
 
-MakePlayer = Callable[[RunConfig], tuple[Player, dict[str, Any]]]  # and what its hub would offer
+# The dict is the catalogue of a hub.
+MakePlayer = Callable[[RunConfig], tuple[Player, dict[str, Any]]]
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What the steps of a run came to."""
+    """The accumulated results of a run's steps."""
 
-    lags: list[tuple[float, float]] = field(default_factory=list)  # (steps, tokens)
+    # Tuples of lag in steps and number of tokens.
+    lags: list[tuple[float, float]] = field(default_factory=list)
     ess: list[float] = field(default_factory=list)
     arrived: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=LAST_STEPS))
-    has_acted: bool = False  # the controller changed something
+    has_acted: bool = False  # The controller has changed something.
     num_skipped: int = 0
     points: list[Point] = field(default_factory=list[Point])
-    num_episodes: int = 0  # played to train on, those without signal among them
-    num_tokens: int = 0  # sampled in them
-    spent_s: float = 0.0  # of the processor, evaluations left out
+    num_episodes: int = 0  # Training episodes, with those without signal.
+    num_tokens: int = 0  # Sampled tokens of these episodes.
+    spent_s: float = 0.0  # Processor seconds without evaluations.
 
     def lag_mean(self) -> float:
         lags, num_tokens = zip(*self.lags, strict=True)
@@ -83,7 +86,7 @@ class InProcessRun:
     def __init__(self, cfg: RunConfig, make_player: MakePlayer) -> None:
         """Load policy, trainer and player.
 
-        Raises: ConfigError: the tasks are not there.
+        Raises: ConfigError: a task does not exist.
         """
         self._cfg = cfg
         model, _ = load_start(cfg, None, torch.device("cpu"))
@@ -99,7 +102,7 @@ class InProcessRun:
         )
         self._num_opened = 0
         keep = cfg.learner.hold_back_steps + 1
-        self._kept: deque[dict[str, Tensor]] = deque(maxlen=keep)  # the newest version last
+        self._kept: deque[dict[str, Tensor]] = deque(maxlen=keep)  # The newest version is the last.
         self._seen = _Seen()
 
     def run(self, *, arm: str) -> tuple[Outcome, bool]:
@@ -145,7 +148,7 @@ class InProcessRun:
         return options.every_steps > 0 and version % options.every_steps == 0
 
     def _point(self, version: int) -> list[Trajectory]:
-        """Evaluate the newest version; write it down and return its episodes."""
+        """Evaluate the newest version, record the result and return its episodes."""
         seen, played = self._seen, self.evaluate(self._kept[-1], version=version)
         point = Point(
             step=version,
@@ -159,14 +162,14 @@ class InProcessRun:
         return played
 
     def weights(self) -> dict[str, Tensor]:
-        """Return a copy of the policy as it is now."""
+        """Return a copy of the current policy."""
         return copy.deepcopy(dict(self.model.state_dict()))
 
     def _keep(self) -> None:
         self._kept.append(self.weights())
 
     def _step(self, version: int) -> None:
-        """Make one step: again with fresh data while the controller skips."""
+        """Make one step. As long as the controller skips batches, repeat it with fresh data."""
         is_after_skip = False
         while True:
             allowed = 0 if is_after_skip else self.trainer.max_ahead_steps
@@ -183,7 +186,10 @@ class InProcessRun:
             is_after_skip = True
 
     def _groups(self, version: int, weights: Mapping[str, Tensor]) -> list[Group]:
-        """Return as many groups with signal as a batch has, or what some rounds of them give."""
+        """Return a batch of groups with signal, or fewer after `MAX_ROUNDS` rounds.
+
+        Without any such group the result is the last round's groups.
+        """
         cfg, found, num, solved = self._cfg, [], 0, 0
         played: list[Group] = []
         for _ in range(MAX_ROUNDS):

@@ -1,7 +1,7 @@
 """Means over seeds with their intervals.
 
 Intervals are percentiles of a bootstrap over the seeds of each arm, of the interquartile mean.
-Source: Agarwal et al., Deep RL at the Edge of the Statistical Precipice, arXiv 2108.13264, whose
+Source: Agarwal et al., Deep RL at the Edge of the Statistical Precipice, arXiv 2108.13264. Their
 strata are tasks; here each arm's runs are one stratum.
 """
 
@@ -33,7 +33,7 @@ def iqm(values: np.ndarray) -> np.ndarray:
 def over_seeds(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (interquartile mean, low, high) of [..., runs], 95 % by a bootstrap over runs.
 
-    Of one run alone low and high are its value.
+    For a single run low and high are its value.
     """
     rng = np.random.default_rng(0)
     draws = rng.integers(0, values.shape[-1], size=(NUM_DRAWS, values.shape[-1]))
@@ -49,9 +49,10 @@ def over_runs(values: Sequence[float]) -> tuple[float, tuple[float, float]]:
 
 
 def gap(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """Return ours less theirs, interquartile means over runs, and its interval.
+    """Return ours minus theirs, as interquartile means over runs, and the interval.
 
-    Runs of two arms are drawn apart: equal seeds draw equal items, but are no pair for long.
+    Runs of two arms are resampled independently. Equal seeds draw equal items, but their runs soon
+    differ, so they are not paired.
     """
     rng = np.random.default_rng(0)
     draws = [

@@ -1,4 +1,4 @@
-"""What one run of a study came to, from its files; kept as JSON."""
+"""The outcome of one run of a study, read from its files and stored as JSON."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -14,57 +14,59 @@ from common.store.journal import read_journal
 from common.store.run_dir import RunDir, write_atomically
 from common.wire.messages import EpisodeKind, Trajectory
 
-BINS = (4, 8, 16, 32)  # most turns that the expert needs; item i of `rooms` is of band i mod 4
-LAST_STEPS = 20  # over which training success is averaged
+BINS = (4, 8, 16, 32)  # Upper bounds of the expert's turns; item i of `rooms` is in band i mod 4.
+LAST_STEPS = 20  # Number of steps for the mean training success.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A held-out evaluation while training, and what had been generated until then."""
+    """A held-out evaluation during training, and the generated data so far."""
 
     step: int
     success: float
     num_episodes: int
-    num_tokens: int  # sampled
-    # Seconds of training: in one process the processor's, evaluations left out; of a whole run the
-    # clock's since the first step was made, evaluations beside it included.
+    num_tokens: int  # Sampled tokens.
+    # Seconds of training. In one process: processor seconds without evaluations. In a whole run:
+    # wall seconds since the end of the first step, with concurrent evaluations.
     spent_s: float = 0.0
-    by_distance: tuple[tuple[int, int], ...] = ()  # of `rooms`: (held-out items, solved), by BINS
+    # Tuples of (held-out items, solved) for `rooms`, by BINS.
+    by_distance: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     arm: str
     seed: int
-    before: float  # as the gain, NaN if the first policy was not evaluated
+    before: float  # Like the gain, NaN if the initial policy was not evaluated.
     after: float
     after_ci95: tuple[float, float]
-    num_after: int  # items
+    num_after: int  # Number of items.
     gain: float
-    gain_ci95: tuple[float, float]  # paired by item
-    trained: float  # success of the training episodes that arrived in the last `LAST_STEPS` steps
-    num_trained: int  # of those episodes
-    lag_mean: float  # steps, over the trained tokens
-    ess_min: float  # smallest effective sample size of a step, as a share of its tokens
-    points: tuple[Point, ...] = ()  # the first before training, the last the evaluation at the end
-    same_as: str = ""  # the run that it would have been, which was made
-    num_skipped: int = 0  # batches, by the controller
-    wall_s: float = 0.0  # from the first step to the last
-    cpu_s: float = 0.0  # of all its processes; 0: not measured
-    num_segments: float = 0.0  # mean of the held-out episodes at the end; 0: not measured
-    num_row_tokens: float = 0.0  # likewise: of all segments of an episode
+    gain_ci95: tuple[float, float]  # Paired by item.
+    trained: float  # Success of the training episodes that arrived in the last `LAST_STEPS` steps.
+    num_trained: int  # Number of these episodes.
+    lag_mean: float  # In steps, mean over the trained tokens.
+    ess_min: float  # Minimum effective sample size of a step, as a fraction of its tokens.
+    # The first is before training, the last the evaluation at the end.
+    points: tuple[Point, ...] = ()
+    same_as: str = ""  # Name of the identical run whose outcome was copied; "": none.
+    num_skipped: int = 0  # Number of batches that the controller skipped.
+    wall_s: float = 0.0  # Time from the first step to the last.
+    cpu_s: float = 0.0  # Processor seconds of all its processes; 0: not measured.
+    num_segments: float = 0.0  # Mean over the held-out episodes at the end; 0: not measured.
+    num_row_tokens: float = 0.0  # Mean tokens of all segments of such an episode; 0: not measured.
 
 
 def save_outcome(outcome: Outcome, path: Path, overrides: Sequence[str]) -> None:
-    """Write an outcome with what its run was told, for a study that goes on later."""
+    """Write an outcome with its run's overrides, so that a study can be resumed."""
     told = {"overrides": list(overrides), "outcome": asdict(outcome)}
     write_atomically(path, f"{json.dumps(told)}\n")
 
 
 def load_outcome(path: Path) -> tuple[Outcome, list[str]]:
-    """Return what `save_outcome` wrote: the outcome and the overrides.
+    """Return the outcome and the overrides that `save_outcome` wrote.
 
-    Raises: ConfigError: it is no such file.
+    Raises: ConfigError: the file is not an outcome.
     """
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
@@ -111,7 +113,7 @@ def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:
 
 
 def by_distance(played: Iterable[Trajectory]) -> tuple[tuple[int, int], ...]:
-    """Return (items, solved) of held-out episodes for each of `BINS`; () of other tasks."""
+    """Return (items, solved) of held-out episodes for each of `BINS`; () for other tasks."""
     counts = np.zeros((len(BINS), 2), dtype=int)
     for each in played:
         if each.env == "rooms":
@@ -144,9 +146,10 @@ def _points(
 
 
 def _generated(journal: Path, *, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return training episodes and their sampled tokens until each step, both [num_steps + 1].
+    """Return training episodes and their sampled tokens up to each step, both [num_steps + 1].
 
-    An episode counts at the version of its newest token: it ended while that was in the engine.
+    An episode counts at the version of its newest token, because the engine had this version when
+    the episode ended.
     """
     episodes = np.zeros(num_steps + 1, dtype=np.int64)
     tokens = np.zeros(num_steps + 1, dtype=np.int64)
@@ -163,7 +166,7 @@ def _generated(journal: Path, *, num_steps: int) -> tuple[np.ndarray, np.ndarray
 
 
 def success_at_tokens(outcome: Outcome, num_tokens: int) -> float:
-    """Return success after so many sampled tokens, linear between two evaluations."""
+    """Return the success at a number of sampled tokens, linear between two evaluations."""
     points = outcome.points
     return float(np.interp(num_tokens, [p.num_tokens for p in points], [p.success for p in points]))
 
@@ -174,7 +177,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def interval(value: float, ci95: tuple[float, float], *, is_gain: bool = False) -> str:
-    """Return a share with its interval: `.512 [.463, .561]`, or a gain in points."""
+    """Return a fraction with its interval: `.512 [.463, .561]`, or a gain in points."""
     if is_gain:
         low, high = (100 * bound for bound in ci95)
         return f"{100 * value:+.1f} [{low:.1f}, {high:.1f}]"
@@ -186,9 +189,9 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def is_begun(made: Path, overrides: Sequence[str]) -> bool:
-    """Return whether `begin` has noted a run there.
+    """Return whether `begin` has recorded a run at this path.
 
-    Raises: ConfigError: with other settings.
+    Raises: ConfigError: it was begun with other settings.
     """
     told = made.with_name(f"{made.name}.told")
     if not told.exists():
@@ -202,7 +205,7 @@ def is_begun(made: Path, overrides: Sequence[str]) -> bool:
 
 
 def begin(made: Path, overrides: Sequence[str]) -> None:
-    """Note with which settings a run is begun, so that it goes on with no others.
+    """Record the settings of a run, so that it is only resumed with the same ones.
 
     Raises: as `is_begun`.
     """

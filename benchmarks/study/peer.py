@@ -1,9 +1,9 @@
 """The suite `peer`: TRL and this project on the quickstart's tasks, one after the other.
 
-This project trains twice: in lockstep, as TRL does, and asynchronously. All begin with the same
-policy and draw the same training items at the same horizons. Clocks begin with the first step: what
-starts before is left out. Policies kept on the way are evaluated afterwards, by the same player.
-The first seed makes all steps, further ones as many as it takes to compare when success is there.
+This project trains twice: in lockstep like TRL, and asynchronously. All start from the same policy
+and draw the same training items at the same horizons. Clocks begin with the first step, so startup
+is left out. Saved policies are evaluated afterwards by the same player. The first seed makes all
+steps. Further seeds make only the steps needed to compare the time to a given success.
 """
 
 import json
@@ -35,12 +35,12 @@ SCRIPT = "docs/examples/trl_quickstart.py"
 KEEP_EVERY_STEPS = 40
 NUM_STEPS = 320
 NUM_SEEDS = 3
-FURTHER_SHARE = 0.625  # of those steps, by seeds after the first
-STEP_S = 60.0  # after which even a slow machine has made a step
-SIDE_S = 1800.0  # and for what comes before the first one
+FURTHER_SHARE = 0.625  # Fraction of `NUM_STEPS` for seeds after the first.
+STEP_S = 60.0  # Time limit of a step on a slow machine.
+SIDE_S = 1800.0  # Time limit before the first step.
 PIP_S = 900.0
 NOT_OURS = ("cpu/cores", "cpu/others_s", "cpu/per_trained_episode_s")
-# On the CPU, TRL's engine in its own process, one thread each as ours have.
+# On the CPU, TRL's engine runs in its own process with one thread, as in this project.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -49,16 +49,17 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 OVERRIDES = (
-    "model.path=configs/policies/tiny",  # the quickstart's own is past the bar after a few steps
-    # TRL's optimizer, schedule and batches: AdamW, linearly to nothing; all episodes of a step.
+    # The quickstart's own policy exceeds the bar after a few steps.
+    "model.path=configs/policies/tiny",
+    # Optimizer, schedule and batches of TRL: AdamW, linear decay to zero, all episodes of a step.
     *("learner.optimizer=adamw", "learner.decay_start_frac=0", "learner.min_lr_frac=0"),
     "algorithm.filter_zero_variance=false",
-    "model.dtype=bfloat16",  # of the engine, as vLLM chooses for TRL
+    "model.dtype=bfloat16",  # The engine's type, as vLLM chooses it for TRL.
     *(f"train.num_steps={NUM_STEPS}", "log.wandb=disabled", "eval.before=false"),
     *("eval.after=false", "eval.baselines=false", "eval.num_items=600"),
     *(f"learner.checkpoint_every_steps={KEEP_EVERY_STEPS}", "learner.keep_checkpoints=1000"),
 )
-OURS = {  # name in the table -> name of the run, and what is told to it alone
+OURS = {  # Name in the table -> name of the run, and its own overrides.
     "this project in lockstep": ("ours-lockstep", ["train.mode=sync"]),
     "this project": ("ours", []),
 }
@@ -67,7 +68,7 @@ OURS = {  # name in the table -> name of the run, and what is told to it alone
 def measure(
     request: Request, table: BenchTable, *, root: Path, evaluate: Callable[[RunConfig, Path], float]
 ) -> None:
-    """Train all sides below `runs/study-peer` and compare them; what is done is not done again.
+    """Train all sides below `runs/study-peer` and compare them. Completed runs are not repeated.
 
     Args:
         evaluate: (configuration, policy's folder) -> held-out success.
@@ -107,7 +108,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What all sides train with one seed: the first `length` of the steps of the overrides."""
+    """The training of all sides with one seed: the first `length` steps."""
 
     seed: int
     length: int
@@ -123,11 +124,11 @@ class _Plan:
         return SIDE_S + STEP_S * self.length
 
 
-Played = tuple[list[Step], dict[int, Path]]  # steps, policies by step
+Played = tuple[list[Step], dict[int, Path]]  # Steps, and policies by step.
 
 
 def _theirs(plan: _Plan) -> Played:
-    """Train with TRL unless that is done."""
+    """Train with TRL unless this is already done."""
     out = plan.folder / "trl"
     if not (out / "done").exists():
         python = peer_python(plan.folder.parent / "environment")
@@ -163,11 +164,11 @@ def _run(argv: list[str], log: Path, *, root: Path, timeout_s: float) -> None:
 
 
 def peer_python(folder: Path) -> Path:
-    """Return the interpreter of an environment with TRL beside this project's packages.
+    """Return the interpreter of an environment with TRL in addition to this project's packages.
 
-    It is made once; nothing is installed into the project's own.
+    The environment is made once. Nothing is installed into the project's own environment.
 
-    Raises: LongstrideError: pip failed; holds its last words.
+    Raises: LongstrideError: pip failed; holds the end of its output.
     """
     python = folder / "bin" / "python"
     if (folder / "whole").exists():
@@ -190,11 +191,12 @@ def peer_python(folder: Path) -> Path:
 
 
 def _ours(plan: _Plan, *, name: str) -> Played:
-    """Train with this project unless that is done."""
+    """Train with this project unless this is already done."""
     run_name, own = OURS[name]
     run, cfg = plan.folder / run_name, plan.config()
     if not (run / "report.json").exists():
-        least = 1 - plan.length / cfg.train.num_steps  # of the rate, where the line is cut off
+        # Learning rate at the last step of the shortened schedule, as a fraction.
+        least = 1 - plan.length / cfg.train.num_steps
         cut = [f"train.num_steps={plan.length}", f"learner.min_lr_frac={least}"]
         told = merged(plan.overrides, ["log.live=false", f"run.seed={plan.seed}", *cut, *own])
         train(run_name, told, folder=plan.folder, timeout_s=plan.timeout_s())
@@ -207,10 +209,12 @@ def _ours(plan: _Plan, *, name: str) -> Played:
 
 
 def steps_of(lines: Sequence[dict[str, Any]], stages: Sequence[int]) -> list[Step]:
-    """Return the clocks of a run's metrics, counted as if its first step took as long as others.
+    """Return the clocks of a run's metrics.
+
+    The first step counts as long as the mean of the others.
 
     Args:
-        stages: of the horizon; its mean over subsets, some of which are shorter, says no stage.
+        stages: of the horizon. The mean horizon over subsets may lie between two stages.
     """
     steps = [line for line in lines if line["step"]]
     used = [
@@ -243,7 +247,7 @@ def _scored(
     known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for step, policy in sorted(kept.items()):
         if str(step) not in known:
-            # Of all seeds with the same random numbers.
+            # Evaluations of all seeds use the same random numbers.
             known[str(step)] = evaluate(plan.config("run.seed=0"), policy)
             write_atomically(path, json.dumps(known))
     success = {int(k): v for k, v in known.items()}

@@ -1,4 +1,4 @@
-"""What a study compares: arms of overrides over seeds, and which of its runs are the same one."""
+"""The plan of a study: arms of overrides over seeds, and the detection of identical runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,16 +12,16 @@ from common.config.evaluation import StudySection
 from common.errors import ConfigError
 
 WRITTEN = Path(__file__).with_name("studies.yaml")
-OWN = ("study.", "run.dir=", "ray.")  # overrides of the study, not of its runs
+OWN = ("study.", "run.dir=", "ray.")  # Overrides of the study itself, not of its runs.
 CONTROLLER_OFF = tuple(
     f"learner.controller.{name}=false" for name in ("scale_lr", "tighten_gate", "skip_step")
 )
 
 
 class Does(StrEnum):
-    """What a run of an arm is.
+    """The type of an arm's runs.
 
-    train: a whole run. in_process: the same loop in one process. commands: those of the arm.
+    train: a whole run. in_process: the same loop in one process. commands: the arm's own commands.
     """
 
     TRAIN = "train"
@@ -35,9 +35,10 @@ class Arm:
     overrides: tuple[str, ...] = ()
     does: Does = Does.TRAIN
     commands: tuple[tuple[str, ...], ...] = ()
-    chunk: str = ""  # arms of a chunk are done one after the other; "": by themselves
-    twin: str = ""  # with the controller: the same run, unless that arm's controller acted
-    start: str = ""  # which of the study's `starts` it begins with; "": as the study says
+    chunk: str = ""  # Arms of a chunk run one after the other; "": the arm has its own chunk.
+    # Name of the arm with the controller. If that controller never acted, this run is identical.
+    twin: str = ""
+    start: str = ""  # Key of the initial policy in the study's `starts`; "": the study's default.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,21 +56,22 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """What is compared. All runs share overrides and number of steps."""
+    """All arms of a comparison. All runs share overrides and number of steps."""
 
     name: str
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
-    overrides: tuple[str, ...] = ()  # of every run
-    cpu_s: float = 0.0  # processor seconds that a run takes, about; 0: nobody knows
-    scaled: tuple[str, ...] = ()  # keys that a larger study multiplies
+    overrides: tuple[str, ...] = ()  # Overrides of every run.
+    cpu_s: float = 0.0  # Approximate processor seconds of a run; 0: unknown.
+    scaled: tuple[str, ...] = ()  # Keys that a larger study multiplies.
     size: float = 1.0
-    given: tuple[str, ...] = ()  # the user's, above the study's and below an arm's
-    start: tuple[str, ...] = ()  # command and overrides that make the policy all runs begin with
+    # The user's overrides, which replace the study's and are replaced by an arm's.
+    given: tuple[str, ...] = ()
+    start: tuple[str, ...] = ()  # Command and overrides that make the initial policy of all runs.
     starts: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
     def runs(self) -> list[Run]:
-        """Return every run, seed by seed, so that a study cut short has all arms of some seeds."""
+        """Return every run, seed by seed, so that a shortened study has all arms of some seeds."""
         return [self._run(arm, seed) for seed in self.seeds for arm in self.arms]
 
     def _run(self, arm: Arm, seed: int) -> Run:
@@ -84,7 +86,7 @@ class Study:
         return f"{key}={max(1, round(int(value) * self.size))}"
 
     def firsts(self) -> dict[str, str]:
-        """Return of each run's name that of the first one that is the same run, mostly itself."""
+        """Return for each run the name of the first identical run, which is usually itself."""
         first: dict[tuple[object, ...], str] = {}
         found: dict[str, str] = {}
         for run in self.runs():
@@ -93,7 +95,7 @@ class Study:
         return found
 
     def chunks(self, todo: Iterable[Run]) -> list[list[Run]]:
-        """Return the runs in parts, each of which one worker does in turn."""
+        """Return the runs in chunks. One worker executes a chunk in order."""
         parts: dict[tuple[str, int], list[Run]] = {}
         for run in todo:
             parts.setdefault((run.arm.chunk or run.arm.name, run.seed), []).append(run)
@@ -101,7 +103,7 @@ class Study:
 
 
 def merged(overrides: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Return all overrides, each key once: an arm's own value holds, and of two the later one."""
+    """Return all overrides with each key once; later values replace earlier ones."""
     by_key = {each.partition("=")[0]: each for each in (*overrides, *own)}
     return list(by_key.values())
 
@@ -112,10 +114,10 @@ def names() -> list[str]:
 
 
 def read_study(name: str, section: StudySection | None = None, given: Sequence[str] = ()) -> Study:
-    """Return a study as it ships, in the size that is asked for.
+    """Return a study from `studies.yaml`, in the requested size.
 
     Args:
-        given: the user's overrides, those of the study's own section among them.
+        given: the user's overrides, with those of the section `study`.
     """
     section = section or StudySection()
     written = _written()
@@ -139,7 +141,7 @@ def read_study(name: str, section: StudySection | None = None, given: Sequence[s
 
 
 def _flat(words: Iterable[Any]) -> Iterable[str]:
-    """Yield the words of a list, of which some may be lists themselves."""
+    """Yield the words of a nested list."""
     for each in words:
         yield from _flat(each) if isinstance(each, list) else (each,)
 
@@ -176,7 +178,7 @@ def _arms(own: dict[str, Any]) -> Iterable[Arm]:
 
 @dataclass(frozen=True, slots=True)
 class LagArm:
-    """What the name of an arm of forced lag says."""
+    """The parts of the name of an arm with forced lag."""
 
     rate: str
     lag: int
@@ -189,17 +191,18 @@ class LagArm:
 
     @classmethod
     def of(cls, name: str) -> "LagArm":
-        """Return what a name says; kinds may have hyphens themselves."""
+        """Return the parts of a name; a kind may contain hyphens."""
         rate, lag, rest = name.split("-", 2)
         kind, _, state = rest.rpartition("-")
         return cls(rate, int(lag.removeprefix("lag")), kind, state == "on")
 
 
 def lag_arms(own: dict[str, Any]) -> Iterable[Arm]:
-    """Yield rate x lag x correction x controller; with it first, since without may be the same.
+    """Yield rate x lag x correction x controller.
 
-    At lag 0 a batch of one update has ratios of 1: every correction but those of several updates
-    (`own_at_zero`) is the plain run, and no controller ever acts.
+    The arm with the controller comes first, because the arm without it may be identical. At lag 0 a
+    batch of one update has ratios of 1, and the controller never acts. Every correction is then
+    identical to the plain run, except those with several updates (`own_at_zero`).
     """
     for lag in own["lags"]:
         for rate, rates in own["rates"].items():

@@ -1,4 +1,4 @@
-"""Pictures of studies: lines in their intervals, as SVG that needs nothing to be looked at."""
+"""Pictures of studies: lines with intervals, as self-contained SVG."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Success, [points] each, in its interval."""
+    """Success with its interval, [points] each."""
 
     name: str
     at: np.ndarray = field(repr=False)
@@ -28,7 +28,7 @@ def lines_svg(
     """Return the lines with their intervals as bands, and names in their colours.
 
     Args:
-        ticks: values below which the axis has a mark; (): its two ends.
+        ticks: values with a mark on the axis; (): its two ends.
     """
     most = max(float(line.at[-1]) for line in lines) or 1.0
     marks = [*ticks] or [0.0, most]

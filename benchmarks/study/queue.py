@@ -1,7 +1,7 @@
-"""Works off the runs of a study: here, in processes beside this one, or on the nodes of Ray.
+"""Executes the runs of a study: in this process, in child processes, or on Ray nodes.
 
-What a run came to is kept as RUN.json in the study's folder, so a study that was stopped, by
-whatever, goes on with the runs that have none.
+The outcome of a run is stored as RUN.json in the study's folder. A stopped study can therefore be
+resumed with the runs that have no outcome.
 """
 
 import logging
@@ -34,27 +34,28 @@ from common.store.run_dir import write_atomically
 
 logger = logging.getLogger(__name__)
 
-RUN_S = 3600.0  # for one run of a study; of a larger one as much more
-LOOK_S = 0.5  # how soon a run hears that the study was stopped
+RUN_S = 3600.0  # Limit of one run; a larger study has a proportionally larger one.
+LOOK_S = 0.5  # Interval at which a run checks whether the study was stopped.
 STOP_S = 60.0
 
-Perform = Callable[[Run, Path], tuple[Outcome, bool]]  # and whether its controller ever acted
+# The bool is True if the controller ever acted.
+Perform = Callable[[Run, Path], tuple[Outcome, bool]]
 
 
 class Stopped(LongstrideError):
-    """The study was stopped while this run went on."""
+    """The study was stopped during this run."""
 
 
 @dataclass(slots=True)
 class Queue:
-    """The runs of a study that are not done, and what became of those that were tried."""
+    """The incomplete runs of a study, and the errors of failed ones."""
 
     study: Study
     folder: Path
     section: StudySection
-    place_timeout_s: float = 300.0  # for a run to find room on a Ray cluster
+    place_timeout_s: float = 300.0  # Time to wait for resources on a Ray cluster.
     perform: dict[Does, Perform] = field(default_factory=dict[Does, Perform])
-    failed: dict[str, str] = field(default_factory=dict[str, str])  # run -> why
+    failed: dict[str, str] = field(default_factory=dict[str, str])  # Error message by run.
     stop: threading.Event = field(default_factory=threading.Event)
     _known_firsts: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -66,7 +67,7 @@ class Queue:
         return self.folder / f"{name}.json"
 
     def outcome_of(self, run: Run) -> Outcome | None:
-        """Return what a run came to, under its own arm's name; None if it is not done.
+        """Return the outcome of a run, under its own arm's name; None if it is incomplete.
 
         Raises: ConfigError: it was made with other overrides.
         """
@@ -98,9 +99,9 @@ class Queue:
             )
 
     def todo(self) -> list[Run]:
-        """Return the runs that are to be made: no second time what is the same run.
+        """Return the runs to execute. Of identical runs only the first is returned.
 
-        Raises: ConfigError: `study.only` names nothing of the study; as `outcome_of`.
+        Raises: ConfigError: `study.only` names no run or arm of the study; as `outcome_of`.
         """
         only, runs, firsts = self.section.only, self.study.runs(), self._firsts()
         known = {run.name for run in runs} | {run.arm.name for run in runs}
@@ -110,7 +111,10 @@ class Queue:
         return [run for run in runs if run.name in wanted and self.outcome_of(run) is None]
 
     def work(self) -> None:
-        """Make all that is not done; what fails is noted in `failed`, and the rest goes on."""
+        """Execute all incomplete runs.
+
+        Failures are recorded in `failed`, and the other runs continue.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         chunks = self.study.chunks(self.todo())
         make = self._worker()
@@ -120,11 +124,11 @@ class Queue:
                 for future in futures:
                     future.result()
             finally:
-                self.stop.set()  # after an error or a signal; else there is nothing left to stop
+                self.stop.set()  # Needed after an error or a signal; otherwise all runs have ended.
 
     def _worker(self) -> Callable[[list[Run]], None]:
         if self.section.on_ray:
-            from common.launch.ray.jobs import Jobs  # Ray takes seconds to import
+            from common.launch.ray.jobs import Jobs  # The import of Ray takes seconds.
 
             jobs = Jobs(stop=self.stop, place_timeout_s=self.place_timeout_s)
             return partial(self._on_ray, jobs.perform)
@@ -145,11 +149,11 @@ class Queue:
             logger.error("failed run=%s: %s", missing[:1], error)
 
     def _here(self, chunk: list[Run]) -> None:
-        """Make the runs one after the other; one that fails does not keep the others from it."""
+        """Execute the runs one after the other; a failed run does not stop the others."""
         for run in chunk:
             if self.stop.is_set():
                 return
-            if self.path_of(run.name).exists():  # its twin's
+            if self.path_of(run.name).exists():  # The twin has written the outcome.
                 continue
             logger.info("run name=%s", run.name)
             try:
@@ -180,7 +184,7 @@ class Queue:
         return read_outcome(made, arm=run.arm.name, seed=run.seed), True
 
     def train(self, name: str, overrides: Sequence[str]) -> None:
-        """Make one whole run. Raises: Stopped; LongstrideError: it failed, or was not in time."""
+        """Execute a whole run. Raises: Stopped; LongstrideError: it failed, or was not in time."""
         timeout_s = RUN_S * max(1.0, self.study.size)
         own = ["log.live=false", *overrides]
         with (
@@ -215,7 +219,7 @@ class Queue:
         check_end(child)
 
     def command(self, chunk: Sequence[Run], *, folder: str, run_dir: str) -> list[str]:
-        """Return what makes a chunk in a process of its own, with its results in `folder`."""
+        """Return the command that executes a chunk in its own process, with results in `folder`."""
         section, only = self.section, ",".join(run.name for run in chunk)
         return [
             *("run.py", "bench", "--suite", self.study.name, "--json", f"{run_dir}/chunk.json"),
@@ -228,7 +232,7 @@ class Queue:
         return RUN_S * len(chunk) * max(1.0, self.study.size)
 
     def _beside(self, chunk: list[Run]) -> None:
-        """Make a chunk in a process of its own, which ends with this one."""
+        """Execute a chunk in a separate process, which ends with this one."""
         name = f"{chunk[0].arm.chunk or chunk[0].arm.name}-seed{chunk[0].seed}"
         run_dir = str(self.folder.parent.resolve())
         argv = [sys.executable, *self.command(chunk, folder=self.folder.name, run_dir=run_dir)]
@@ -243,7 +247,7 @@ class Queue:
                 child.stop(timeout_s=STOP_S)
 
     def _on_ray(self, perform: Callable[..., dict[str, str]], chunk: list[Run]) -> None:
-        """Make a chunk on a node that Ray chooses; its results come back as text."""
+        """Execute a chunk on a node that Ray chooses; its results are returned as text."""
         argv = self.command(chunk, folder="results", run_dir="{here}")
         told = {"keep": "results/*.json", "timeout_s": self._limit_s(chunk)}
         for name, text in perform(argv, **told).items():

@@ -1,4 +1,4 @@
-"""What was compared with a peer: the clocks of each side's steps, and when success was there."""
+"""Results of the comparison with a peer: the clocks of each side's steps, and time to success."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ import numpy as np
 from benchmarks.study.outcome import markdown
 from benchmarks.table import BenchTable
 
-BAR = 0.687  # held-out success, TRL's at the end of 320 steps where this was first measured
-MAX_RATIO = 1 / 3  # of processor seconds until then
+BAR = 0.687  # Held-out success of TRL after 320 steps, at the first measurement.
+MAX_RATIO = 1 / 3  # Limit of the ratio of processor seconds to `BAR`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The clocks at the end of a step, since the first one began."""
+    """The clocks at the end of a step, relative to the start of the first one."""
 
     step: int
     wall_s: float
@@ -29,10 +29,10 @@ class Course:
 
     seed: int
     steps: list[Step]
-    success: dict[int, float]  # by step, of the policies that were kept
+    success: dict[int, float]  # Success of the saved policies, by step.
 
     def curve(self) -> list[tuple[float, float, float]]:
-        """Return (wall seconds, processor seconds, success) of each policy that was kept."""
+        """Return (wall seconds, processor seconds, success) of each saved policy."""
         ends = {each.step: each for each in self.steps}
         found = ((ends[step], value) for step, value in sorted(self.success.items()))
         return [(end.wall_s, end.cpu_s, value) for end, value in found]
@@ -40,7 +40,7 @@ class Course:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of those compared, with all its seeds."""
+    """One compared side with all its seeds."""
 
     name: str
     courses: list[Course]
@@ -55,15 +55,15 @@ class Side:
         return float(wall), float(np.mean([b.cpu_s - a.cpu_s for a, b in own]))
 
     def curve(self) -> list[tuple[float, float, float]]:
-        """Return the curves' mean over the seeds, as far as all of them go."""
+        """Return the mean of the curves over the seeds, up to the shortest one."""
         together = zip(*(each.curve() for each in self.courses), strict=False)
         return [tuple(np.mean(points, axis=0).tolist()) for points in together]
 
 
 def cpu_s_to(success: float, curve: Sequence[tuple[float, float, float]]) -> float:
-    """Return the processor seconds until held-out success was there; infinite if it never was.
+    """Return the processor seconds until a held-out success is reached; infinite if it never is.
 
-    Linear between two policies that were kept.
+    The value is interpolated linearly between two saved policies.
     """
     before, reached = 0.0, 0.0
     for _, cpu_s, value in curve:
@@ -77,7 +77,7 @@ def cpu_s_to(success: float, curve: Sequence[tuple[float, float, float]]) -> flo
 def tell(
     table: BenchTable, theirs: Side, lockstep: Side, ours: Side, *, horizons: Sequence[int]
 ) -> None:
-    """Add the figures of all, and the promise: the processor seconds to `BAR`."""
+    """Add the figures of all sides, and the bounded one: the processor seconds to `BAR`."""
     places = [(i, side, h) for i in range(2) for side in (lockstep, ours) for h in horizons]
     for i, side, horizon in places:
         a, b = side.per_step(horizon)[i], theirs.per_step(horizon)[i]

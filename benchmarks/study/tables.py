@@ -20,9 +20,9 @@ from benchmarks.study.plot import Line, lines_svg
 from common.evaluation.intervals import wilson_interval
 
 Table = Callable[[list[Outcome]], str]
-Pictures = Callable[[list[Outcome]], dict[str, str]]  # by the file's name
+Pictures = Callable[[list[Outcome]], dict[str, str]]  # Pictures by file name.
 DEFAULT, NONE = "default", "none"
-BARS = {4: 0.02, 16: 0.05}  # lag -> success that the default may lose against lag 0
+BARS = {4: 0.02, 16: 0.05}  # Lag -> success that the default may lose against lag 0.
 
 
 def algorithms_table(outcomes: list[Outcome]) -> str:
@@ -43,7 +43,7 @@ def algorithms_table(outcomes: list[Outcome]) -> str:
 
 
 def recipes_table(outcomes: list[Outcome]) -> str:
-    """Return a row for every recipe: success after it, and its gain over the same first policy."""
+    """Return a row for every recipe: its success, and its gain over the same initial policy."""
     rows: list[list[str]] = []
     for arm, runs in by_arm(outcomes).items():
         gains = over_runs([each.gain for each in runs])
@@ -71,7 +71,7 @@ def credit_table(outcomes: list[Outcome]) -> str:
 
 
 def _pooled(shares: list[tuple[float, int]]) -> str:
-    """Return the share of all plays with Wilson's interval; it leaves out what seeds add to it."""
+    """Return the fraction of all episodes with Wilson's interval, without variance over seeds."""
     num = sum(n for _, n in shares)
     num_solved = round(sum(share * n for share, n in shares))
     return interval(num_solved / num, wilson_interval(num_solved, num))
@@ -83,7 +83,7 @@ def context_table(outcomes: list[Outcome]) -> str:
 
 
 def branches_table(outcomes: list[Outcome]) -> str:
-    """Return the same with what held-out episodes take at the end, in all their segments."""
+    """Return the table of contexts, with the final size of held-out episodes over all segments."""
     sizes = {"segments": "num_segments", "tokens": "num_row_tokens", "CPU s per run": "cpu_s"}
     return _contexts(outcomes, sizes)
 
@@ -104,7 +104,7 @@ def _contexts(outcomes: list[Outcome], sizes: dict[str, str]) -> str:
 
 
 def staleness_table(outcomes: list[Outcome]) -> str:
-    """Return a table for each rate, a row for every lag, with what the default loses to lag 0."""
+    """Return a table for each rate, with a row for every lag, and the default's loss to lag 0."""
     arms = {LagArm.of(name): runs for name, runs in by_arm(outcomes).items()}
     parts: list[str] = []
     for rate in dict.fromkeys(arm.rate for arm in arms):
@@ -126,7 +126,7 @@ def _state(is_on: bool) -> str:
 
 
 def _cell(runs: Sequence[Outcome]) -> str:
-    """Return success, the least effective sample size, and how many runs are another one's."""
+    """Return success, minimum effective sample size, and number of copied outcomes."""
     if not runs:
         return "-"
     same = sum(bool(each.same_as) for each in runs)
@@ -135,9 +135,10 @@ def _cell(runs: Sequence[Outcome]) -> str:
 
 
 def losses(arms: Mapping[LagArm, list[Outcome]]) -> dict[LagArm, tuple[float, ...]]:
-    """Return for every lag above 0 of the default what it loses: (against lag 0, low, high, none).
+    """Return for the default at every lag above 0 its loss: (against lag 0, low, high, none).
 
-    Shares of success; `none` is none's success less the default's, NaN without such an arm.
+    Losses are fractions of success. `none` is the success of the arm `none` minus the default's;
+    NaN without such an arm.
     """
     found: dict[LagArm, tuple[float, ...]] = {}
     for arm, runs in arms.items():
@@ -196,7 +197,7 @@ def staleness_svgs(outcomes: list[Outcome]) -> dict[str, str]:
 
 
 def curriculum_table(outcomes: list[Outcome]) -> str:
-    """Return success at equal episodes and at equal tokens, and then along the way."""
+    """Return success at equal episodes and at equal tokens, and then by step."""
     budget = min(each.points[-1].num_tokens for each in outcomes)
     header = ["horizon", "seed", "episodes", "tokens generated", "success at equal episodes [95 %]"]
     rows = [
@@ -230,7 +231,7 @@ def _along(outcome: Outcome, steps: list[int]) -> list[str]:
 
 
 def horizons_text(outcomes: list[Outcome]) -> str:
-    """Return success at equal spending, and by distance along the way."""
+    """Return success at equal spending, and by distance over the steps."""
     return horizon_table(outcomes) + distance_tables(outcomes)
 
 
@@ -240,7 +241,7 @@ def horizon_svgs(outcomes: list[Outcome]) -> dict[str, str]:
 
 
 def curves(outcomes: list[Outcome]) -> dict[str, str]:
-    """Return success against episodes, tokens and seconds, of runs that were evaluated twice."""
+    """Return success against episodes, tokens and seconds, for runs with several evaluations."""
     measured = [each for each in outcomes if len(each.points) > 1]
     return {axis: success_svg(measured, axis) for axis in AXES} if measured else {}
 

@@ -1,7 +1,7 @@
 """The two ends of the trajectory plane, each in its own process, for the suite `transport`.
 
-`python -m benchmarks.transport.ends intake|raw|sender FOLDER [NUMBER]`: the learner's intake as
-a run has it, a receiver that only answers, or a sender of trajectories that are encoded beforehand.
+`python -m benchmarks.transport.ends intake|raw|sender FOLDER [NUMBER]`: the learner's intake as in
+a run, a receiver that only answers, or a sender of trajectories that are encoded in advance.
 """
 
 import gc
@@ -14,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import zmq
-from numpy.random import default_rng  # now: an interrupt while it loads is lost
+
+# This is imported early, because an interrupt during a later import would be lost.
+from numpy.random import default_rng
 
 from common.config.load import load_config
 from common.repository import ROOT
@@ -44,10 +46,10 @@ from learner.ingest.scheduler_client import SchedulerClient
 
 HOST = "127.0.0.1"
 NUM_TOKENS = 2_000
-WINDOW = 128  # unacknowledged trajectories of a sender, as of an actor
+WINDOW = 128  # Unacknowledged trajectories of a sender, as of an actor.
 GROUP_SIZE = 8
 VOCAB_SIZE = 32_000
-ARRIVED = "arrived.json"  # of the intake: how many trajectories it has taken, as it goes
+ARRIVED = "arrived.json"  # File with the number of trajectories that the intake has received.
 ARRIVED_EVERY_S = 0.2
 GROUPS_PER_SENDER = 1_000_000
 NEVER_S = 1e9
@@ -55,7 +57,7 @@ POLL_MS = 100
 
 
 def trajectory(number: int, member: int) -> Trajectory:
-    """Return an episode of eight turns, each of 50 tokens to read and 200 sampled ones."""
+    """Return an episode of eight turns, each of 50 observed tokens and 200 sampled ones."""
     places = np.arange(NUM_TOKENS)
     mask = places % 250 >= 50
     num_turns = NUM_TOKENS // 250
@@ -93,7 +95,7 @@ def trajectory(number: int, member: int) -> Trajectory:
 
 
 def encoded(first_group: int, num: int) -> Iterator[list[bytes]]:
-    """Yield the frames of `num` trajectories, whole groups of one set of arrays."""
+    """Yield the frames of `num` trajectories in whole groups, which share one set of arrays."""
     like = trajectory(first_group, 0)
     arrays = encode(like)[1:]
     for i in range(num):
@@ -104,9 +106,9 @@ def encoded(first_group: int, num: int) -> Iterator[list[bytes]]:
 
 
 def send(folder: Path, number: int) -> None:
-    """Send with a window until `folder/stop` exists; write how many were acknowledged, and when.
+    """Send with a window until `folder/stop` exists; write the times of the acknowledgements.
 
-    It waits for `folder/go`, encoded trajectories at hand.
+    The trajectories are encoded first. Then the sender waits for `folder/go`.
     """
     asked = json.loads((folder / "ask.json").read_text(encoding="utf-8"))
     context = zmq.Context()
@@ -116,7 +118,7 @@ def send(folder: Path, number: int) -> None:
     (folder / f"ready-{number}").touch()
     while not (folder / "go").exists():
         time.sleep(0.005)
-    acked: list[float] = []  # seconds, on the monotonic clock of the machine
+    acked: list[float] = []  # Seconds on the machine's monotonic clock.
     num_sent = 0
     while not (folder / "stop").exists() and len(acked) < len(queue):
         while num_sent < len(queue) and num_sent - len(acked) < WINDOW:
@@ -132,7 +134,7 @@ def send(folder: Path, number: int) -> None:
 
 
 def receive_raw(folder: Path) -> None:
-    """Answer every message as the intake does, and do nothing else with it."""
+    """Answer every message as the intake does, without any other processing."""
     router = Router(load_keys(folder / "keys"), host=HOST, port=0)
     answer = encode(Ack(episode_id="g0000001/0", is_accepted=True, reason=""))
     write_atomically(folder / "address", f"tcp://{HOST}:{router.port}")
@@ -143,9 +145,9 @@ def receive_raw(folder: Path) -> None:
 
 
 def take_in(folder: Path) -> None:
-    """Be the learner's intake, with a main thread that takes batches and ends steps."""
+    """Run the learner's intake, with a main thread that takes batches and ends steps."""
     run_dir, keys = RunDir(root=folder), load_keys(folder / "keys")
-    is_run = run_dir.config.exists()  # else it is alone with its senders
+    is_run = run_dir.config.exists()  # Otherwise only senders are connected.
     cfg = load_config(str(run_dir.config) if is_run else "quickstart", [], root=ROOT)
     groups_cfg = replace(cfg.groups, size=GROUP_SIZE)
     journal = JournalWriter(run_dir.journal)
@@ -164,7 +166,8 @@ def take_in(folder: Path) -> None:
         name="learner-0",
         incarnation="life-1",
         version=0,
-        addresses={"learner": address, "weights": address},  # nobody asks for weights
+        # No actor connects to the weights address.
+        addresses={"learner": address, "weights": address},
     )
     intake = Intake(
         router,
@@ -179,7 +182,8 @@ def take_in(folder: Path) -> None:
     intake.start()
     write_atomically(folder / "address", address)
     num_arrived = version = 0
-    write_at = 0.0  # the disk is the journal's: as often as a learner writes metrics, not per batch
+    # The disk is needed for the journal, so this file is written as rarely as metrics.
+    write_at = 0.0
     ahead = cfg.scheduler.max_ahead_steps
     while not (folder / "stop").exists():
         num_arrived += int(buffer.drain_stats()["episodes/arrived"])
@@ -202,8 +206,8 @@ def take_in(folder: Path) -> None:
 
 
 def main(end: str, folder: str, number: str = "0") -> None:
-    """Be one end."""
-    gc.set_threshold(10_000)  # as `run.py` does for every role
+    """Run one end."""
+    gc.set_threshold(10_000)  # `run.py` sets the same threshold for every role.
     if end == "sender":
         send(Path(folder), int(number))
     elif end == "raw":

@@ -1,7 +1,7 @@
-"""What the intake's checks cost: who sends, whether it was leased, whether a record is whole.
+"""The cost of the intake's checks of sender, lease, bounds and record.
 
-Each check is timed by itself, on the suite's own trajectories; what the intake needs for one of
-them, checks and all, is measured beside it in the same run.
+Each check is timed separately on the suite's own trajectories. The total cost of the intake per
+trajectory, with its checks, is measured in the same run.
 """
 
 import tempfile
@@ -25,12 +25,13 @@ from common.wire.codec import encode
 from common.wire.messages import Trajectory
 from common.wire.security import create_keys
 
-NUM_CALLS, NUM_ROUNDS = 1_000, 9  # of each check; the fastest round is what it costs
+# Calls and rounds of each check; its cost is that of the fastest round.
+NUM_CALLS, NUM_ROUNDS = 1_000, 9
 MAX_FRAC = 0.05
 
 
 def add_guards(table: BenchTable, intake_cpu_s: float) -> None:
-    """Write what share of the intake's processor seconds for a trajectory its checks are."""
+    """Write the fraction of the intake's processor seconds per trajectory that its checks need."""
     costs = guards_s()
     told = ", ".join(f"{name} {1e6 * cost:.1f}" for name, cost in costs.items())
     table.compare(
@@ -45,7 +46,7 @@ def add_guards(table: BenchTable, intake_cpu_s: float) -> None:
 
 
 def guards_s() -> dict[str, float]:
-    """Return the processor seconds that each check takes of one trajectory."""
+    """Return the processor seconds of each check for one trajectory."""
     with tempfile.TemporaryDirectory(prefix="longstride-guards-") as folder:
         keys = create_keys(Path(folder))
         key, plain = lease_key(keys), trajectory(1, 0)
@@ -63,7 +64,7 @@ def guards_s() -> dict[str, float]:
 
 
 class _FirstFrame:
-    """What libzmq tells with a message: who sent it, by which connection, let in by which key."""
+    """The metadata of libzmq for a message: sender, connection, and key of the sender."""
 
     bytes = b"\0peer"
 
@@ -75,14 +76,14 @@ class _FirstFrame:
 
 
 def _is_heard(peers: Peers, frame: _FirstFrame, message: Trajectory, heard: set[int]) -> bool:
-    """Do what `Router.receive_all` does about the sender of each message."""
+    """Repeat the work of `Router.receive_all` for the sender of each message."""
     sender = peers.meet(frame.bytes, frame)
     heard.add(sender.descriptor)
     return peers.is_heard(sender) and not sender.identity.why_not(message)
 
 
 def _bounds_check(message: Trajectory) -> Callable[[], bool]:
-    """Return what decoding does about the bounds of a message that keeps them."""
+    """Return the bounds check of decoding, for a message within its bounds."""
     bounds = bounds_of(type(message)).items()
     ranges = [(name, b.low, b.high) for name, b in bounds if isinstance(b, Between)]
     sizes = [(name, b.num) for name, b in bounds if isinstance(b, AtMost)]
@@ -98,7 +99,7 @@ def _bounds_check(message: Trajectory) -> Callable[[], bool]:
 
 
 def _has_checksums(frames: list[bytes]) -> bool:
-    """Do what the journal does for a record that it would not do without its checksums."""
+    """Repeat the work of the journal for the checksums of a record."""
     digest = xxhash.xxh3_64()
     for frame in frames:
         digest.update(frame)

@@ -1,4 +1,4 @@
-"""From one actor to many: whether scheduler, hub and intake keep up, engines being clocks."""
+"""The scaling of scheduler, hub and intake from one actor to many, with simulated engines."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from common.wire.security import create_keys
 
 ACTOR, ENDS = "benchmarks.actor.simulated", "benchmarks.transport.ends"
 NUM_ACTORS, NUM_SLOTS = 8, 8
-HORIZON = 4  # turns of every episode
+HORIZON = 4  # Turns of every episode.
 WARM_UP_S, MEASURED_S = 12.0, 36.0
 START_S, STOP_S = 120.0, 15.0
 MIN_SPEEDUP = 7.2
@@ -51,7 +51,7 @@ def add_scaling(table: BenchTable) -> None:
 
 
 def episodes_per_s(folder: Path, num_actors: int, *, warm_up_s: float, measured_s: float) -> float:
-    """Return how many episodes a second come to be in the journal of a run with such actors."""
+    """Return the episodes per second that such actors add to a run's journal."""
     where = (f"run.dir={folder}", "run.name=r")
     cfg = load_config("quickstart", (*where, *OVERRIDES), root=ROOT)
     run_dir = RunDir(root=folder / "r")

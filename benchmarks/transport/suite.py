@@ -1,4 +1,4 @@
-"""The suite of the trajectory plane: the intake beside encrypted sockets and the disk."""
+"""The suite `transport`: the intake, compared with encrypted sockets and with the disk."""
 
 import contextlib
 import json
@@ -24,13 +24,13 @@ from common.wire.codec import encode
 from common.wire.security import create_keys
 
 ENDS = "benchmarks.transport.ends"
-SCHEDULER = "benchmarks.scheduler.floor"  # answers the intake's hello and heartbeats
+SCHEDULER = "benchmarks.scheduler.floor"  # It answers the intake's hello and heartbeats.
 NUM_SENDERS, NUM_ROUNDS = 2, 3
 WARM_UP_S, MEASURED_S = 1.0, 4.0
-MAX_PER_S = 5_000  # of one sender; it encodes as many beforehand
+MAX_PER_S = 5_000  # Limit of one sender, which encodes as many in advance.
 START_S, STOP_S = 60.0, 15.0
 MIN_PER_S, MIN_FRAC = 2_000.0, 0.6
-BATCH = 64  # trajectories that are synced at once, where the disk alone is measured
+BATCH = 64  # Number of trajectories per sync when the disk alone is measured.
 LEGEND = (
     f"{NUM_SENDERS} senders in processes of their own to the learner's intake: encryption,\n"
     "validation, journal synced before each acknowledgement, groups, reports. In turn with it, in\n"
@@ -40,10 +40,10 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """What one end took in."""
+    """The rate of one end."""
 
     per_s: float
-    cpu_s: float  # of the receiving process, for one trajectory
+    cpu_s: float  # Processor seconds of the receiving process for one trajectory.
 
 
 def run_suite(table: BenchTable) -> None:
@@ -81,7 +81,7 @@ def _median(flows: list[Flow]) -> Flow:
 
 
 def measure(end: str, folder: Path, *, measured_s: float) -> Flow:
-    """Let the senders loose on one receiver; count what is acknowledged after a warm-up."""
+    """Start the senders for one receiver; count the acknowledgements after a warm-up."""
     create_keys(folder / "keys")
     with contextlib.ExitStack() as children:
         if end == "intake":
@@ -124,7 +124,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 @contextlib.contextmanager
 def _module(folder: Path, module: str, *arguments: str) -> Generator[ChildProcess]:
-    """Yield a module that runs in a process of its own, and end it."""
+    """Yield a module in a separate process, and stop it at the end of the block."""
     name = "-".join([module.rpartition(".")[2], *arguments[:1], *arguments[2:]]).replace("/", "_")
     argv = [sys.executable, "-m", module, *arguments]
     child = ChildProcess(name, argv, log_path=folder / f"{name}.txt", cwd=ROOT)
@@ -135,7 +135,7 @@ def _module(folder: Path, module: str, *arguments: str) -> Generator[ChildProces
 
 
 def disk_bytes_per_s(folder: Path, num_bytes: int, *, seconds: float) -> float:
-    """Return how fast this disk takes records of this size, synced every BATCH of them."""
+    """Return the disk's rate for records of this size, synced every BATCH of them."""
     record, num_written = os.urandom(num_bytes), 0
     descriptor = os.open(folder / "disk", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:

@@ -1,6 +1,6 @@
 """A receiver of the suites, as a process: `-m benchmarks.weights.receiver "{...}"`.
 
-It imports little: several start at once.
+It has few imports, because several receivers start at once.
 """
 
 import json
@@ -22,9 +22,9 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receiver:
-    """What one side of some transfers is told; rank 0 sends."""
+    """The arguments of one side of some transfers; rank 0 sends."""
 
-    port: int  # of the rendezvous
+    port: int  # Port of the rendezvous.
     public: str
     secret: str
     group: str
@@ -32,18 +32,18 @@ class Receiver:
     world_size: int
     num_bytes: int
     bucket_bytes: int
-    plan: list[str]  # "raw" or "ours", in turn
-    transport: str = "gloo"  # as an offer names it
-    device: str = "cpu"  # of this side
-    folder: str = ""  # of the transport "file"
+    plan: list[str]  # "raw" or "ours" for each round.
+    transport: str = "gloo"  # As in an offer.
+    device: str = "cpu"  # Device of this side.
+    folder: str = ""  # Folder of the transport "file".
     timeout_s: float = TIMEOUT_S
 
 
 class Side:
-    """One side's connections: a gloo group for meeting, and what carries the buckets."""
+    """One side's connections: a gloo group for barriers, and the group for the buckets."""
 
     def __init__(self, store: GroupStore, told: Receiver) -> None:
-        """Meet the other sides. Raises: WeightSyncError: not all came in time."""
+        """Connect to the other sides. Raises: WeightSyncError: not all connected in time."""
         self._store = store
         self._told = told
         self._device = torch.device(told.device)
@@ -58,7 +58,7 @@ class Side:
         return BroadcastGroup(self._store, place, epoch=epoch)
 
     def channel(self, number: int) -> Channel:
-        """Return what carries the buckets of a round, made as for a version of a run."""
+        """Return the channel for the buckets of a round, made as for a version of a run."""
         told = self._told
         if told.transport not in ("ipc", "file"):
             return self.carrier
@@ -74,19 +74,19 @@ class Side:
         )
 
     def close(self) -> None:
-        """Let the connections go."""
+        """Close the connections."""
         for group in {self.meeting, self.carrier}:
             group.close()
 
 
 def meet(told: Receiver) -> GroupStore:
-    """Return a side's way to the rendezvous."""
+    """Return a side's connection to the rendezvous."""
     place = StorePlace(HOST, told.port, told.public, told.secret)
     return GroupStore(StoreLine(place), told.group, timeout_s=told.timeout_s)
 
 
 def receive(told: Receiver) -> None:
-    """Take part in all rounds of a plan, each bucket checked in those of ours."""
+    """Receive all rounds of a plan, and verify each bucket in rounds of kind "ours"."""
     torch.set_num_threads(1)
     lower_priority()
     store = meet(told)

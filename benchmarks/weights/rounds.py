@@ -1,4 +1,4 @@
-"""Versions sent to processes of their own, as to engines: how long, and in how much memory."""
+"""Versions sent to separate processes, as to engines: duration and memory of the transfers."""
 
 import json
 import sys
@@ -23,17 +23,17 @@ from common.wire.rendezvous.server import StoreServer
 from common.wire.transfer.buckets import NUM_SLOTS, Cut, send_buckets
 from learner.weights.source import WeightSource
 
-STOP_WATCH_S = 5.0  # for the thread that samples memory to end
-SAMPLE_S = 0.005  # between looks at memory
-BREATH_BYTES = 500_000  # stacks of threads and small objects that come and go beside a version
+STOP_WATCH_S = 5.0  # Time limit for the memory sampling thread to end.
+SAMPLE_S = 0.005  # Interval between two samples of memory.
+BREATH_BYTES = 500_000  # Allowance for thread stacks and small temporary objects.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """By what to whom."""
+    """The transport and the devices of a transfer."""
 
-    transport: str = "gloo"  # as an offer names it
-    device: str = "cpu"  # of the sender's side
+    transport: str = "gloo"  # As in an offer.
+    device: str = "cpu"  # Device of the sender.
     peer_device: str = "cpu"
     num_receivers: int = 1
     timeout_s: float = TIMEOUT_S
@@ -41,7 +41,7 @@ class Route:
 
 @dataclass(slots=True)
 class Sent:
-    """What rounds took: seconds by kind, and what this process grew by in those of ours."""
+    """Seconds of the rounds by kind, and this process's memory growth in rounds of kind "ours"."""
 
     took_s: dict[str, list[float]] = field(default_factory=lambda: {"raw": [], "ours": []})
     peak_bytes: int = 0
@@ -49,9 +49,9 @@ class Sent:
 
 @contextmanager
 def receivers(plan: list[str], *, cut: Cut, route: Route) -> Iterator[Side]:
-    """Yield the sender's side of a group with processes that receive what the plan says.
+    """Yield the sender's side of a group of processes that receive the plan's rounds.
 
-    Raises: WeightSyncError: a receiver failed, or found a bucket damaged; with its last words.
+    Raises: WeightSyncError: a receiver failed, or a bucket was damaged; holds the end of its log.
     """
     server = StoreServer(HOST)
     with tempfile.TemporaryDirectory(prefix="longstride-buckets-") as folder:
@@ -101,11 +101,11 @@ def _start(told: Receiver, log: Path) -> ChildProcess:
 
 
 def send_rounds(source: WeightSource, cut: Cut, plan: list[str], *, route: Route) -> Sent:
-    """Send a version, checked, or the same bytes by one broadcast, as the plan says.
+    """Send a verified version, or the same bytes by one broadcast, as the plan says.
 
-    Memory is touched in the first round of each kind.
+    The first round of each kind allocates the memory.
 
-    Raises: WeightSyncError: what came is not what was sent, or did not come.
+    Raises: WeightSyncError: the data was damaged or did not arrive.
     """
     sent = Sent()
     slots: list[Tensor] = []
@@ -122,7 +122,7 @@ def send_rounds(source: WeightSource, cut: Cut, plan: list[str], *, route: Route
                 else:
                     slots = slots or make_slots(cut, channel.device)
                     send_buckets(channel, cut, slots, source.fill)
-            side.meeting.barrier()  # all have checked what came
+            side.meeting.barrier()  # All receivers have verified the data.
             sent.took_s[kind].append(time.perf_counter() - started)
             if kind == "ours":
                 sent.peak_bytes = max(sent.peak_bytes, peak.grown_bytes)
@@ -130,25 +130,25 @@ def send_rounds(source: WeightSource, cut: Cut, plan: list[str], *, route: Route
 
 
 def make_slots(cut: Cut, device: torch.device) -> list[Tensor]:
-    """Return the buckets that a sender sends from."""
+    """Return the sender's buckets."""
     make = {"dtype": torch.uint8, "device": device}
     return [torch.zeros(cut.slot_bytes, **make) for _ in range(NUM_SLOTS)]
 
 
 class _Peak:
-    """The most memory that this process has grown by while something ran."""
+    """The peak memory growth of this process during a block."""
 
     def __enter__(self) -> "_Peak":
-        trim_heap()  # what was freed before is not there to be taken again
+        trim_heap()  # Memory that was freed before must not be available for reuse.
         self._process, self._is_over = psutil.Process(), threading.Event()
         self._before = self._own_bytes()
         self.grown_bytes = 0
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()  # last: it may sample at once
+        self._thread.start()  # The thread starts last, because it may sample at once.
         return self
 
     def _own_bytes(self) -> int:
-        """Return the process's memory without pages of files: code is not a version's memory."""
+        """Return the process's memory without pages of files, which hold code."""
         now = self._process.memory_info()
         return now.rss - now.shared
 
@@ -162,4 +162,5 @@ class _Peak:
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join(STOP_WATCH_S)
-        self._sample()  # however seldom the watcher got a turn, the buckets are still held
+        # A sample at the end, when the buckets are still allocated, even if the thread rarely ran.
+        self._sample()

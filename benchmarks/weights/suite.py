@@ -1,4 +1,4 @@
-"""The suite that measures versions on their way: beside the raw collective, a step, an engine."""
+"""The suite `weights`: transfers of versions, compared with a raw collective, a step, an engine."""
 
 import tempfile
 import threading
@@ -26,7 +26,7 @@ from learner.weights.gate import Gate
 from learner.weights.source import LiveWeights
 
 MIN_BROADCAST_FRAC, MAX_BUCKETS, MIN_STEP_FRAC, MAX_PAUSE_FRAC = 0.8, 2.0, 0.95, 0.35
-DEEP = {  # with the vocabulary of "larger" about 1 GB in bf16
+DEEP = {  # With the vocabulary of "larger" about 1 GB in bf16.
     **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 9},
     **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
 }
@@ -34,9 +34,9 @@ DEEP = {  # with the vocabulary of "larger" about 1 GB in bf16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much is sent."""
+    """The amount of data and the number of transfers."""
 
-    num_bytes: int = 1_000_000_000  # in bf16
+    num_bytes: int = 1_000_000_000  # In bf16.
     bucket_bytes: int = 256 << 20
     num_receivers: int = 4
     num_rounds: int = 3
@@ -51,7 +51,7 @@ def run_suite(table: BenchTable) -> None:
 
 
 def check_broadcast(table: BenchTable, size: Size) -> None:
-    """Send live fp32 weights as bf16, checked, and the same bytes by one broadcast, in turn."""
+    """Send live fp32 weights as verified bf16, and the same bytes by one broadcast, in turn."""
     weights = torch.randn(size.num_bytes // 2)
     source = LiveWeights([("weights", weights)], torch.bfloat16)
     cut = Cut(source.total_bytes, size.bucket_bytes)
@@ -76,7 +76,7 @@ def check_broadcast(table: BenchTable, size: Size) -> None:
 
 
 def check_step(table: BenchTable, *, num_rounds: int) -> None:
-    """Time training steps with and without a version on its way to one receiver, in turn."""
+    """Time training steps with and without a concurrent transfer to one receiver, in turn."""
     model = make_random_model(MODELS["larger"], device=CPU)
     gate = Gate(timeout_s=TIMEOUT_S)
     cfg = LearnerSection(precision=Precision.FP32)
@@ -120,7 +120,7 @@ def check_step(table: BenchTable, *, num_rounds: int) -> None:
 
 
 def check_pause(table: BenchTable, model_settings: dict[str, int]) -> None:
-    """Bring a version to a vLLM engine on a CPU: how long it travels, how long nobody samples."""
+    """Send a version to a vLLM engine on a CPU; measure the transfer and the pause of sampling."""
     cfg = load_config("quickstart", [], root=ROOT)
     model = make_random_model({**MODELS["larger"], **model_settings}, device=CPU)
     learner = LearnerSection(precision=Precision.FP32)

@@ -1,4 +1,4 @@
-"""The commands that train without a running actor: `sft`, `dpo`, `evolve`; items for `eval`."""
+"""The offline training commands `sft`, `dpo`, `evolve` and `merge`, and the items of `eval`."""
 
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -21,15 +21,15 @@ from learner.scheduler.curriculum.catalogue import Catalogue, fetch_catalogue, v
 from learner.scheduler.evaluation.heldout import plan_heldout
 from learner.training.checkpoint import newest_checkpoint
 
-# (config, hub's address, its token, where the episodes go)
+# Arguments: config, URL of the hub, its token, path for the episodes.
 Collect = Callable[[RunConfig, str, str, Path], None]
-# (config whose model plays, episodes, hub's address, its token, folder of the journal)
+# Arguments: config with the playing model, episodes, URL of the hub, its token, journal folder.
 PlayGiven = Callable[[RunConfig, Sequence[PlannedEpisode], str, str, Path], None]
 
 
 @contextmanager
 def _logged(cfg: RunConfig, run_dir: RunDir, job: str) -> Generator[Log]:
-    """Yield what hands the metrics of each optimizer step to wandb, in a run of the job's own."""
+    """Yield a function that logs an optimizer step's metrics to a separate wandb run of the job."""
     sink = WandbSink(run_dir, cfg, job=job)
     numbers = itertools.count(1)
     try:
@@ -39,7 +39,7 @@ def _logged(cfg: RunConfig, run_dir: RunDir, job: str) -> Generator[Log]:
 
 
 def make_policy(cfg: RunConfig, run_dir: RunDir, *, root: Path, collect: Collect) -> int:
-    """Collect demonstrations unless some are given, train on them; return the exit code."""
+    """Train on demonstrations, collected first if none are given; return the exit code."""
     output = cfg.sft.output or str(run_dir.root / "policy")
     cfg = replace(cfg, sft=replace(cfg.sft, output=output))
     path = Path(cfg.sft.demonstrations)
@@ -62,7 +62,7 @@ def prefer(cfg: RunConfig, run_dir: RunDir) -> int:
 def merge(cfg: RunConfig, run_dir: RunDir) -> int:
     """Write the newest adapters of a run, merged into their base; return the exit code.
 
-    Raises: ConfigError: the run has no checkpoint of adapters, or its base is not there.
+    Raises: ConfigError: the run has no checkpoint of adapters, or the base model is missing.
     """
     checkpoint = newest_checkpoint(run_dir.checkpoints)
     if checkpoint is None or not (checkpoint / ADAPTER_TENSORS).exists():
@@ -75,7 +75,7 @@ def merge(cfg: RunConfig, run_dir: RunDir) -> int:
 
 
 def play_and_imitate(cfg: RunConfig, run_dir: RunDir, *, root: Path, play: PlayGiven) -> int:
-    """Play, train on what succeeded, again and again; return the exit code."""
+    """Play episodes and train on the successful ones, in iterations; return the exit code."""
     with serve_hub(cfg, run_dir, root=root) as (url, token):
         catalogue = _catalogue_of(cfg, url, token)
 
@@ -91,13 +91,16 @@ def play_and_imitate(cfg: RunConfig, run_dir: RunDir, *, root: Path, play: PlayG
 def choose_held_out(
     cfg: RunConfig, url: str, token: str, lists: Mapping[str, list[str]], turns: Mapping[str, int]
 ) -> list[PlannedEpisode]:
-    """Return the held-out episodes that `eval` plays, of the hub's catalogue."""
+    """Return the held-out episodes of the hub's catalogue that `eval` plays."""
     catalogue = _catalogue_of(cfg, url, token)
     return plan_heldout(cfg.eval, cfg.tasks, catalogue, lists, turns)
 
 
 def _catalogue_of(cfg: RunConfig, url: str, token: str) -> Catalogue:
-    """Return what the hub has. Raises: ConfigError: not the tasks, or nothing at a distance."""
+    """Return the hub's catalogue.
+
+    Raises: ConfigError: it lacks a task or has no item at a distance.
+    """
     subsets, timeout_s = subsets_in_use(cfg.curriculum, cfg.tasks), cfg.actor.env_timeout_s
     catalogue = fetch_catalogue(url, token=token, timeout_s=timeout_s, subsets=subsets)
     validate_tasks(cfg.tasks, catalogue, cfg.curriculum)

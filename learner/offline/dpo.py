@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two episodes of one item, the first worth more than the second."""
+    """Two episodes of one item. The chosen one has the higher reward."""
 
     chosen: Row
     rejected: Row
@@ -50,7 +50,7 @@ def run(cfg: RunConfig, *, log: Log = ignore) -> Path:
     """Train `model.path` on the pairs found in `dpo.data`; return the new policy's folder.
 
     Raises:
-        ConfigError: no data, or no item with episodes of different worth.
+        ConfigError: no data, or no item with episodes of different reward.
     """
     if not cfg.dpo.data:
         raise ConfigError("dpo.data is not set: give a run directory or a file of episodes")
@@ -76,9 +76,10 @@ def run(cfg: RunConfig, *, log: Log = ignore) -> Path:
 def make_pairs(rows: Sequence[Row], cfg: DpoSection, *, seed: int) -> list[Pair]:
     """Return pairs of one item whose rewards differ by at least `min_gap`.
 
-    The largest gaps first, at most `max_pairs_per_item` of an item and `max_pairs` of all; the
-    rest in an order drawn from the seed. No episode is on the same side of two pairs of an item;
-    one of several segments is in none, for a segment alone was not what was rewarded.
+    Of each item the `max_pairs_per_item` pairs with the largest gaps are kept. Of all pairs,
+    `max_pairs` are drawn in a random order that depends on the seed. No episode is on the same side
+    of two pairs of an item. An episode of several segments is in no pair, because its reward does
+    not belong to a single segment.
     """
     chooser = random.Random(seed)
     by_item: dict[str, list[Row]] = defaultdict(list)
@@ -112,8 +113,8 @@ def train(
 ) -> list[dict[str, float]]:
     """Train in place; return the metrics of every epoch.
 
-    The reference is the model as it comes in. It scores all pairs once, before anything changes,
-    so no second network is held.
+    The reference is the initial model. It scores all pairs once, before the first update, so that
+    memory holds one network only.
     """
     learner = settle_ways(model, learner)
     reference = _score_pairs(model, pairs, cfg, learner)  # [pair, 2]
@@ -158,15 +159,16 @@ def preference_loss(
     Args:
         scores: [pair, 2] log-probabilities of the chosen and the rejected episode, in nats.
         reference: [pair, 2] the same under the reference.
-        beta: > 0; how much a nat of margin counts.
-        keep_chosen: how many nats of margin a nat is worth that the chosen episode loses.
+        beta: > 0; factor of the margin.
+        keep_chosen: >= 0; penalty in nats of margin for each nat that the chosen episode loses.
 
     Returns:
         Losses -log sigmoid(margin - beta * keep_chosen * chosen's loss), and margins
         beta * (chosen's gain - rejected's gain).
 
-    Source: arXiv:2305.18290; keep_chosen is lambda of DPO-Positive, arXiv:2402.13228: episodes of
-    one item share most of their tokens, so what pushes the rejected one down takes the other along.
+    Source: arXiv:2305.18290; keep_chosen is lambda of DPO-Positive, arXiv:2402.13228. Episodes of
+    one item share most of their tokens, so a lower probability of the rejected one also lowers the
+    chosen one.
     """
     gains = scores - reference
     margins = beta * (gains[:, 0] - gains[:, 1])
@@ -191,7 +193,7 @@ def _pair_scores(
 def _score_pairs(
     model: PreTrainedModel, pairs: Sequence[Pair], cfg: DpoSection, learner: LearnerSection
 ) -> Tensor:
-    """Return [pair, 2] log-probabilities under the model as it is."""
+    """Return [pair, 2] log-probabilities under the model's current weights."""
     scores = torch.zeros(len(pairs), 2)
     for part in _parts(pairs, range(len(pairs)), learner):
         with torch.no_grad():

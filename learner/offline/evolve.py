@@ -1,7 +1,7 @@
-"""AgentEvol: play training items, keep what succeeded, train on it, and again.
+"""AgentEvol: repeatedly play training items, keep the successful episodes and train on them.
 
-Each iteration plays with the newest policy. What it keeps joins everything kept before; the first
-policy is then trained on all of it (`evolve.from_base`), or the newest on the new part only.
+Each iteration plays with the newest policy. With `evolve.from_base` the base model is trained on
+all episodes kept so far. Otherwise the newest policy is trained on the new episodes only.
 """
 
 import json
@@ -26,14 +26,14 @@ from learner.scheduler.curriculum.sampling import hash_words, permute, spread
 
 logger = logging.getLogger(__name__)
 
-# (config whose model.path plays, iteration, folder for the journal of what was played)
+# Arguments: config whose model.path plays, iteration, folder of the journal.
 Play = Callable[[RunConfig, int, Path], None]
 
 
 def plan_episodes(cfg: RunConfig, catalogue: Catalogue, iteration: int) -> list[PlannedEpisode]:
-    """Return the episodes of an iteration, by the tasks' weights.
+    """Return the episodes of an iteration, distributed by the tasks' weights.
 
-    Within a task every training item comes once before any comes again.
+    Within a task every training item is used once before any item is used again.
     """
     active = [task for task in cfg.tasks if task.weight > 0]
     sizes = [catalogue.entry(task.env, task.items()).num_train for task in active]
@@ -61,14 +61,14 @@ def plan_episodes(cfg: RunConfig, catalogue: Catalogue, iteration: int) -> list[
 def run(cfg: RunConfig, run_root: Path, *, play: Play, log: Log = ignore) -> Path:
     """Run all iterations and return the folder of the last policy.
 
-    An iteration that is complete on disk is not repeated, so an interrupted run goes on.
+    An iteration that is complete on disk is not repeated, so an interrupted run can be resumed.
 
     Args:
-        run_root: where the iterations are kept, `iteration-<i>/` each.
+        run_root: folder of the iterations, each in `iteration-<i>/`.
         play: plays the items of an iteration into a journal.
 
     Raises:
-        ConfigError: an iteration brought no episode that is worth keeping.
+        ConfigError: no episode so far is good enough to be kept.
     """
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
     kept: list[Row] = []
@@ -104,12 +104,12 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play, log: Log = ignore) -> Pat
             sft.train(model, kept, cfg.sft, cfg.learner, seed=seed, log=log)
             save_policy(policy, model, tokenizer)
         newest = str(policy)
-    whole = replace(cfg.learner, lora=FULL)  # adapters are merged already
+    whole = replace(cfg.learner, lora=FULL)  # Adapters are already merged.
     return save_policy(Path(cfg.evolve.output), *load_start(newest, whole))
 
 
 def _write_summary(journal: Path, path: Path) -> None:
-    """Mark an iteration as played, with what came of it."""
+    """Mark an iteration as played, and write its number of episodes and successes."""
     solved = [t.is_success for _, t in read_journal(journal)]
     summary = {"episodes": len(solved), "successes": sum(solved)}
     path.write_text(json.dumps(summary) + "\n", encoding="utf-8")

@@ -21,37 +21,37 @@ from learner.batch.batching import TokenBatch, collate_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One episode, or a segment of it: tokens, which are the agent's, and what it was worth."""
+    """One episode or one segment of it: tokens, mask of the agent's tokens, and reward."""
 
     item_id: str
     reward: float
     token_ids: np.ndarray = field(repr=False)  # [seq] int32
-    mask: np.ndarray = field(repr=False)  # [seq] bool, True on tokens to learn
-    is_success: bool = False  # the environment said so, whatever it paid
-    segment: int = 0  # of the episode
-    num_segments: int = 1  # of it
-    episode: str = ""  # name of the episode, unlike in neighbouring episodes; "": not known
+    mask: np.ndarray = field(repr=False)  # [seq] bool, True on the trained tokens
+    is_success: bool = False  # The environment reported success, independent of the reward.
+    segment: int = 0  # Index within the episode.
+    num_segments: int = 1  # Number of segments of the episode.
+    episode: str = ""  # Episode id, different from that of neighbouring episodes; "": unknown.
 
     def is_worth(self, min_reward: float) -> bool:
-        """Return whether it paid that much; with 1, whether it did or was solved for less."""
+        """Return whether the reward reaches a minimum. A minimum of 1 also accepts any success."""
         return self.reward >= min_reward or (self.is_success and min_reward == 1.0)
 
 
 def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[Row]:
     """Return the episodes of a run directory, of its `journal/`, or of a file.
 
-    A file holds AgentTraj's records, messages or ATIF documents, as JSON lines or Parquet; tokens
-    that its records carry are taken as they are.
+    A file holds AgentTraj's records, messages or ATIF documents, as JSON lines or Parquet. If its
+    records contain token ids, these are used unchanged.
 
-    A journal's tokens are taken as they were sampled, in a row per segment. Failures of the
-    infrastructure, scripted play and evaluation on held-out items are left out. Rows are cut on
-    the right at `max_tokens`, and one without a token to learn is left out.
+    Tokens of a journal are used as they were sampled, one row per segment. Failures of the
+    infrastructure, scripted play and evaluation on held-out items are left out. Rows are truncated
+    on the right at `max_tokens`. A row without trained tokens is left out.
 
     Args:
-        key: the setting that named `path`, for messages.
+        key: the setting that named `path`, for error messages.
 
     Raises:
-        ConfigError: nothing of the kind is there, or it holds no episode.
+        ConfigError: the path does not exist, or it holds no usable episode.
     """
     folder = path / "journal" if (path / "journal").is_dir() else path
     if folder.is_dir():
@@ -85,7 +85,7 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
 
 
 def num_episodes(rows: Sequence[Row]) -> int:
-    """Return how many episodes the rows are of; any of an episode's rows may be absent."""
+    """Return the number of episodes in the rows. Some rows of an episode may be missing."""
     return len(_starts(rows))
 
 
@@ -98,8 +98,8 @@ def newest(rows: list[Row], max_episodes: int) -> list[Row]:
 def _starts(rows: Sequence[Row]) -> list[int]:
     """Return the index of the first row of each episode.
 
-    The rows of an episode are neighbours, and their segments are in order. The first segment may
-    be absent: a row without a token to learn is left out.
+    The rows of an episode are neighbours, and their segments are in order. The first segment may be
+    absent, because a row without trained tokens is left out.
     """
     pairs = zip([None, *rows], rows, strict=False)
     return [
@@ -116,7 +116,7 @@ def _is_continued(before: Row, row: Row) -> bool:
 
 
 def _rows_of_file(path: Path, tokenizer: Any) -> list[Row]:
-    """Return the tokens of a file whose records all carry them, else those of what was said."""
+    """Return the token ids of a file if all records have them; else tokenize its conversations."""
     found = [tokens_of(record, place) for place, record in read_records(path)]
     if not found or not all(found):
         control = ControlTokens(tokenizer)
@@ -159,12 +159,13 @@ def row_of_conversation(
 ) -> Row:
     """Return a conversation as the tokenizer's chat template renders it.
 
-    A control token that a message spells out is encoded as its letters; `control` are those of the
-    tokenizer, None: found out.
+    If a message contains a control token as text, it is encoded as ordinary characters. `control`
+    are the tokenizer's control tokens; None: they are determined here.
 
-    The template renders growing prefixes; what it adds for an agent's message is that message with
-    its end-of-turn token. That much is learnt; what a template puts behind the end-of-turn token
-    (a line feed, say) is nothing that a policy ever samples.
+    The template renders every prefix of the messages. The difference between two prefixes is the
+    text of one message. Of an agent's message the text up to the end-of-turn token is trained. Text
+    after the end-of-turn token, such as a line feed, is not trained, because a policy never samples
+    it.
 
     Raises:
         ConfigError: the template changes earlier turns when later ones are added.
@@ -197,7 +198,7 @@ def row_of_conversation(
 
 
 def token_batch(rows: list[Row], device: Any, *, is_packed: bool) -> TokenBatch:
-    """Return rows as one block whose scored tokens are those to learn."""
+    """Return rows as one batch that scores exactly the trained tokens."""
     masks = [row.mask & (np.arange(len(row.mask)) > 0) for row in rows]
     ids = [row.token_ids for row in rows]
     return collate_tokens(ids, masks, device=device, is_packed=is_packed)

@@ -1,4 +1,4 @@
-"""A policy made from nothing: a small Qwen3 with its own tokenizer and chat template."""
+"""A randomly initialised policy: a small Qwen3 with its own tokenizer and chat template."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +13,7 @@ from learner.policy.lora import has_adapters, merged_tensors, save_adapter, trai
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
 
-# Two tokens of framing per turn; a small model's time is better spent on the text itself.
+# Each turn has only two framing tokens, so that a small model spends its time on the text.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'assistant' -%}"
@@ -27,8 +27,8 @@ CHAT_TEMPLATE = (
 def make_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer trained on `texts`, at most `vocab_size` entries.
 
-    Every byte is in the vocabulary, so any text can be encoded; words of the texts become one
-    token each as far as the size allows.
+    Every byte is in the vocabulary, so any text can be encoded. Words of the texts become one token
+    each as far as the size allows.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,7 +56,7 @@ def make_policy(
 ) -> Qwen3ForCausalLM:
     """Return a randomly initialised Qwen3 of the configured size, fp32, untied head."""
     torch.manual_seed(seed)
-    vocab_size = -(-len(tokenizer) // 64) * 64  # a multiple of 64 suits every kernel
+    vocab_size = -(-len(tokenizer) // 64) * 64  # Kernels are efficient for multiples of 64.
     ids = tokenizer.get_vocab()
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -77,11 +77,11 @@ def make_policy(
 
 
 def save_policy(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """Write the checkpoint directory that every role loads by path, and return it.
+    """Write a checkpoint directory that every role can load by path, and return it.
 
-    Adapters are merged into the weights, and lie in its folder `adapter` alone.
+    Adapters are merged into the weights, and are also saved alone in the subfolder `adapter`.
 
-    Raises: TrainingDiverged: names a tensor with NaN or infinite numbers; nothing is written.
+    Raises: TrainingDiverged: a tensor has NaN or infinite numbers; names it. Nothing is written.
     """
     tensors = dict(merged_tensors(model, model.state_dict()))
     bad = next((name for name, each in tensors.items() if not is_finite(each)), None)

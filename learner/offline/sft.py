@@ -34,14 +34,14 @@ WARMUP_FRAC = 0.03
 
 
 def run(cfg: RunConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
-    """Train a policy on the demonstrations and return the folder it was written to.
+    """Train a policy on the demonstrations and return its folder.
 
-    With `sft.from_scratch` tokenizer and weights are made first; else `model.path` is the start.
-    Episodes worth less than `sft.min_reward` are left out, then all but the newest
-    `sft.max_episodes`.
+    With `sft.from_scratch` a new tokenizer and new weights are made; else `model.path` is the
+    start. Episodes with a reward below `sft.min_reward` are left out. Of the others the newest
+    `sft.max_episodes` are used.
 
     Raises:
-        ConfigError: there is nothing to learn from.
+        ConfigError: no episode can be used.
     """
     sft = cfg.sft
     if sft.from_scratch:
@@ -55,7 +55,7 @@ def run(cfg: RunConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
         texts = (m.text for c in conversations for m in c.messages)
         tokenizer = make_tokenizer(texts, vocab_size=sft.vocab_size)
         model: PreTrainedModel = make_policy(sft, tokenizer, seed=cfg.run.seed)
-        # In place; its own wrapper hides the type.
+        # `Module.to` moves the model in place. The wrapper of transformers hides its type.
         nn.Module.to(model, prepare_device(cfg.learner))
     else:
         model, tokenizer = load_start(
@@ -79,7 +79,8 @@ def batches(
 ) -> Iterator[list[Row]]:
     """Yield one epoch of batches of similar length, at most `batch_tokens` with padding."""
     order = torch.randperm(len(rows), generator=generator).tolist()
-    order.sort(key=lambda i: len(rows[i].token_ids) // 8)  # stable: random within a length
+    # The sort is stable, so rows of similar length stay in random order.
+    order.sort(key=lambda i: len(rows[i].token_ids) // 8)
     made: list[list[int]] = [[]]
     for i in order:
         longest = max(len(rows[j].token_ids) for j in (i, *made[-1]))
@@ -133,10 +134,10 @@ def train(
 def nll(
     model: PreTrainedModel, batch: Sequence[Row], learner: LearnerSection, *, prompt_coef: float
 ) -> tuple[Tensor, Sums]:
-    """Return the weighted mean loss of a batch, and the sums of the agent's tokens alone.
+    """Return the weighted mean loss of a batch, and the sums over the agent's tokens alone.
 
-    The agent's tokens weigh 1 and those that it only reads `prompt_coef`. Example: losses 2 and 4
-    of its own, 8 of one that it reads, with 0.5: (2 + 4 + 0.5 * 8) / 2.5 = 4.
+    The agent's tokens have weight 1, all other tokens `prompt_coef`. Example: losses 2 and 4 of the
+    agent's tokens, 8 of one prompt token, with 0.5: (2 + 4 + 0.5 * 8) / 2.5 = 4.
     """
     rows = [replace(row, mask=np.ones_like(row.mask)) for row in batch] if prompt_coef else batch
     logprobs = row_logprobs(model, list(rows), learner)
@@ -151,7 +152,7 @@ def nll(
 
 
 def _schedule(progress: float) -> float:
-    """Return the share of the peak rate: short warm-up, then a cosine to a tenth.
+    """Return the fraction of the peak rate: short warm-up, then a cosine decay to a tenth.
 
     Args:
         progress: (0, 1] of all steps, the current one included.

@@ -1,4 +1,4 @@
-"""What the offline methods share: the policy they start from, and the loop over epochs of rows."""
+"""Common parts of the offline methods: loading the initial policy, and the loop over epochs."""
 
 import logging
 import math
@@ -27,18 +27,18 @@ from learner.training.optimizers.optimizer import make_optimizer
 
 logger = logging.getLogger(__name__)
 
-Example = TypeVar("Example")  # what a method learns from: a row, or a pair of them
-Sums = dict[str, float]  # of an epoch; WEIGHT among them
-Log = Callable[[dict[str, float]], object]  # takes the metrics of an optimizer step
-WEIGHT = "weight"  # what the other sums are divided by
+Example = TypeVar("Example")  # Unit of training data: a row, or a pair of rows.
+Sums = dict[str, float]  # Sums over an epoch, including WEIGHT.
+Log = Callable[[dict[str, float]], object]  # Receives the metrics of an optimizer step.
+WEIGHT = "weight"  # Key of the denominator of the other sums.
 
 
 def ignore(_: dict[str, float]) -> None:
-    """Log nowhere."""
+    """Discard the metrics."""
 
 
 def prepare_device(learner: LearnerSection) -> torch.device:
-    """Return the device to train on, with the threads that the configuration gives it."""
+    """Return the device to train on, and set the configured number of threads."""
     device = pick_device(learner.device)
     if device.type == "cpu":
         torch.set_num_threads(max(1, learner.num_threads))
@@ -48,7 +48,9 @@ def prepare_device(learner: LearnerSection) -> torch.device:
 def load_start(
     path: str, learner: LearnerSection, *, max_tokens: int | None = None
 ) -> tuple[PreTrainedModel, Any]:
-    """Return the policy at `path` on its device, perhaps with new adapters, and its tokenizer.
+    """Return the policy at `path` and its tokenizer.
+
+    The policy is on its device and has new adapters if these are configured.
 
     Args:
         max_tokens: of the longest sequence that an engine may make; None: the model's own limit.
@@ -67,13 +69,13 @@ def load_start(
 
 
 def settle_ways(model: PreTrainedModel, learner: LearnerSection) -> LearnerSection:
-    """Let the model compute as the section says; return that with its layout, no auto any more.
+    """Configure the computation of the model; return the section with its layout resolved.
 
-    Its passes draw no random numbers from now on, and its scores are compared with those of its
+    From now on the model's passes draw no random numbers. Its scores are compared with those of its
     own forward pass.
 
-    Raises: ConfigError: sequences are to be packed, and cannot; scores differ by more than
-        rounding; kernels are to be compiled, and nothing here does that.
+    Raises: ConfigError: packing is configured and not possible; scores differ by more than
+        rounding; compilation is configured and not available.
     """
     make_deterministic(model)
     is_packed = use_attention([model], model.device.type, learner.layout, learner.attention)
@@ -84,7 +86,7 @@ def settle_ways(model: PreTrainedModel, learner: LearnerSection) -> LearnerSecti
 
 
 def row_logprobs(model: PreTrainedModel, rows: list[Row], learner: LearnerSection) -> Tensor:
-    """Return the log-probabilities of the tokens to learn, row after row: [token], in nats.
+    """Return the log-probabilities of the trained tokens, row after row: [token], in nats.
 
     Args:
         learner: as `settle_ways` has returned it.
@@ -110,19 +112,19 @@ def train_epochs(
     max_grad_norm: float,
     log: Log = ignore,
 ) -> list[dict[str, float]]:
-    """Train in place; return the metrics of every epoch, each a sum over `WEIGHT`.
+    """Train in place; return the metrics of every epoch, each a sum divided by `WEIGHT`.
 
     Args:
-        log: called with the metrics of each optimizer step that was taken.
-        batches: makes one epoch: for each optimizer step its parts, each small enough for memory.
-        loss_of: of a part and the number of examples in its whole batch: the loss, whose gradients
-            add up to the batch's, and the part's sums for the metrics.
-        lr_scale: of an optimizer step, the share of the peak learning rate.
+        log: called with the metrics of each completed optimizer step.
+        batches: makes one epoch; each optimizer step has parts that each fit into memory.
+        loss_of: maps a part and the number of examples in its whole batch to a loss and the part's
+            sums for the metrics. The gradients of the losses add up to the batch's gradient.
+        lr_scale: maps an optimizer step to its fraction of the peak learning rate.
 
     Raises:
-        ConfigError: kernels are to be compiled, and the compiler fails.
+        ConfigError: compilation is configured, and the compiler fails.
         TrainingDiverged: losses or gradients were not finite in `learner.max_bad_steps` steps in a
-            row, or in all of an epoch. A single such step changes nothing and is passed over.
+            row, or in all of an epoch. A single such step is skipped and changes nothing.
     """
     optimizer = make_optimizer(model, replace(learner, lr=cfg.lr, muon_lr=cfg.muon_lr))
     epochs: list[dict[str, float]] = []
@@ -162,7 +164,7 @@ def _gradient(
     loss_of: Callable[[Sequence[Example], int], tuple[Tensor, Sums]],
     max_grad_norm: float,
 ) -> tuple[Sums, bool]:
-    """Add up the gradient of a batch, clipped; return its sums and whether all of it is finite."""
+    """Accumulate a batch's clipped gradient; return its sums and whether all of it is finite."""
     sums: Sums = defaultdict(float)
     total = 0.0
     for part in parts:
@@ -176,7 +178,7 @@ def _gradient(
 
 
 def _check(step: int, num_bad: int, max_bad: int) -> None:
-    """Warn of a step that was passed over. Raises: TrainingDiverged: they were too many."""
+    """Warn about a skipped step. Raises: TrainingDiverged: too many were skipped in a row."""
     if num_bad:
         logger.warning("skipped update, not finite step=%d in_a_row=%d", step, num_bad)
     if num_bad >= max_bad:

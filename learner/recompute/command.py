@@ -1,4 +1,4 @@
-"""The command `recompute`: a run's learner once more, from what the run has kept."""
+"""The command `recompute`: repeats the training of a run from its recorded data."""
 
 import json
 import resource
@@ -26,9 +26,9 @@ SAY_EVERY_S = 30.0
 
 
 def recompute(request: Request, *, root: Path, say: Say) -> int:
-    """Compute a run again; return the exit code: 1 if a step differs, or cannot be read.
+    """Recompute a run; return the exit code: 1 if a step differs or cannot be read.
 
-    Raises: ConfigError: no such run or steps, what was pruned, or an override that changes nothing.
+    Raises: ConfigError: no such run or steps, pruned data, or an override without effect.
     """
     words = [word for word in request.overrides if not word.startswith("run.dir=")]
     if not words or "=" in words[0] or request.config is not None:
@@ -54,18 +54,18 @@ def recompute(request: Request, *, root: Path, say: Say) -> int:
 
 
 class _Check:
-    """Compares what is computed again with what the run has noted, batch by batch."""
+    """Compares the recomputed batches with the run's checksums, batch by batch."""
 
     def __init__(self, plan: Plan, say: Say) -> None:
         self._plan = plan
         self._say = say
         self._num_equal = self._num_unknown = 0
         self.problem = ""
-        self.step: int | None = None  # that differs first
+        self.step: int | None = None  # The first step that differs.
         self._said_at = time.monotonic()
 
     def run(self, again: Recomputation, path: Path) -> int:
-        """Do all of the plan, or up to the first step that differs; return the exit code."""
+        """Recompute the plan up to the first step that differs; return the exit code."""
         episodes = episodes_of(self._plan)
         try:
             self.begin(again.begin())
@@ -89,7 +89,7 @@ class _Check:
         return 1 if self.problem else 0
 
     def begin(self, rebuilt: Rebuilt) -> None:
-        """Say what is not as it was, and check the weights to begin with."""
+        """Report differences of machine and code, and check the initial weights."""
         plan = self._plan
         start = plan.start_of(plan.steps[0])
         now = machine_facts(pick_device(rebuilt.cfg.learner.device))
@@ -114,7 +114,7 @@ class _Check:
         self._num_equal += is_alike and not self.problem
 
     def _has_ranks_of(self, noted: list[Any], rebuilt: Rebuilt) -> bool:
-        """Return whether checksums, which go over each rank's part, can be compared."""
+        """Return whether the checksums are comparable: each covers the part of a single rank."""
         num_ranks = rebuilt.cfg.learner.num_ranks
         starts = self._plan.record.starts
         return any(
@@ -122,7 +122,7 @@ class _Check:
         )
 
     def take(self, redone: Redone) -> bool:
-        """Compare one batch; return whether to go on."""
+        """Compare one batch; return whether to continue."""
         step = redone.step
         line = self._plan.record.lines.get((step.version, step.number))
         if line is None or redone.digests is None:
@@ -140,7 +140,7 @@ class _Check:
         return True
 
     def finish(self, damage: list[str]) -> None:
-        """Say how it went."""
+        """Report the result."""
         if self.problem:
             self._say(f"step {self.step} differs: {self.problem}")
             return
@@ -157,7 +157,7 @@ class _Check:
 
 
 class _Counterfactual:
-    """The run's learner once more, then another one on the same data."""
+    """Recomputes the run's own learner, and then a learner with other settings on the same data."""
 
     def __init__(self, plan: Plan, overrides: list[str], only: Only, say: Say) -> None:
         self._plan = plan
@@ -197,7 +197,7 @@ class _Counterfactual:
         return 0
 
     def _compute_recorded(self, recorded: Recorded) -> str:
-        """Fill in what the run's own learner made of the batches; return where it differs."""
+        """Recompute the batches with the run's own settings; return the first difference."""
         check = _Check(self._plan, self._say)
         problem = ""
         with Recomputation(self._plan, [], is_counterfactual=False) as again:

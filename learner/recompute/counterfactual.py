@@ -1,4 +1,4 @@
-"""What a learner with other settings would have done with the same data."""
+"""The counterfactual: the same data trained by a learner with other settings."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,8 @@ from learner.recompute.rebuild import Only, Redone
 from learner.training.trainer import TrainingDiverged
 
 _OTHER_ROLES = ("horizon", "curriculum", "groups", "tasks", "mixture", "scheduler", "actor")
-_NO_LEARNING = {  # of `learner`: what moves data, weights and checkpoints about
+# Keys of `learner` that only concern the transport of data, weights and checkpoints.
+_NO_LEARNING = {
     *("host", "port", "advertise", "num_gpus", "rank_timeout_s", "max_lag_steps"),
     *("hold_back_steps", "batch_timeout_s", "publish_timeout_s", "publish_bucket_mb"),
     *("publish_parts", "weights_transport", "max_canary_delta", "max_canary_alarms"),
@@ -28,9 +29,9 @@ _COLUMNS = (("loss", "loss/policy"), ("grad_norm", "train/grad_norm"), ("lr", "t
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], Only]:
-    """Return the overrides among key=value words, and which episodes are trained on.
+    """Return the overrides among key=value words, and the selection of trained episodes.
 
-    Raises: ConfigError: a key that changes nothing of what is computed again.
+    Raises: ConfigError: a key has no effect on the recomputed training.
     """
     overrides: list[str] = []
     only: dict[str, Any] = {}
@@ -81,12 +82,12 @@ def _ends(word: str, value: str) -> frozenset[EndReason]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One batch as both have met it."""
+    """One batch of both learners."""
 
-    plain: dict[str, Any]  # for JSON
+    plain: dict[str, Any]  # Values for JSON.
 
     def text(self) -> str:
-        """Return it as a line of the table."""
+        """Return the batch as a row of the table."""
         p = self.plain
         numbers = [
             _number(p[side].get(name)) for _, name in _COLUMNS for side in ("metrics", "recorded")
@@ -107,23 +108,23 @@ def _number(value: float | None) -> str:
 
 
 class Recorded:
-    """What the recorded learner made of each batch; the log-probabilities lie in a file."""
+    """The recorded learner's result of each batch. A temporary file holds the log-probabilities."""
 
     def __init__(self) -> None:
         self._rows: list[Redone] = []
-        self._file: IO[bytes] = TemporaryFile()  # noqa: SIM115 - `close` does
+        self._file: IO[bytes] = TemporaryFile()  # noqa: SIM115 - `close` closes it.
 
     def add(self, redone: Redone) -> None:
-        """Take a batch, with its log-probabilities."""
+        """Add a batch with its log-probabilities."""
         assert redone.logprobs is not None
         np.save(self._file, redone.logprobs, allow_pickle=False)
         bare = Redone(step=redone.step, result=redone.result, digests=redone.digests)
         self._rows.append(bare)
 
     def compare(self, others: Iterator[Redone], *, first: int) -> Iterator[Row]:
-        """Yield a row for each batch from step `first` on, as the other learner meets it."""
+        """Yield a row for each batch from step `first` on, with the other learner's result."""
         self._file.seek(0)
-        is_same = True  # the weights, before the batch
+        is_same = True  # Whether both learners have the same weights before the batch.
         for recorded in self._rows:
             logprobs = np.load(self._file, allow_pickle=False)
             try:
@@ -139,14 +140,15 @@ class Recorded:
                 yield row
 
     def close(self) -> None:
-        """Remove the file."""
+        """Close and delete the file."""
         self._file.close()
 
 
 def _distance(ours: np.ndarray | None, theirs: np.ndarray) -> dict[str, float]:
-    """Return the sample size of pi / recorded over a batch, and k3's estimate of KL(recorded | pi).
+    """Return the effective sample size of pi / recorded over a batch, and the k3 estimate of KL.
 
-    Both are over the tokens that the recorded policies of some steps before have sampled.
+    The KL is KL(recorded | pi). Both are over the tokens that the recorded policies sampled some
+    steps earlier.
     """
     if ours is None or not ours.size:
         return {}

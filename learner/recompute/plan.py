@@ -1,4 +1,4 @@
-"""Which logged batches are computed again, and from which weights on."""
+"""Determines the logged batches to recompute, and the checkpoint to start from."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -18,14 +18,14 @@ from learner.training.checkpoint import complete_checkpoints, load_values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to be computed again."""
+    """The batches to recompute, and the data that this needs."""
 
     run_dir: RunDir
     record: Record
-    checkpoint: Path | None  # to begin with; None: the weights that the run began with
-    version: int  # of those weights
-    first: int  # step that was asked for; those before it are on the way to it
-    steps: list[LoggedStep]  # in order, skipped batches included
+    checkpoint: Path | None  # The checkpoint to start from; None: the initial weights of the run.
+    version: int  # Version of the weights to start from.
+    first: int  # First requested step. Earlier ones are computed only to reach it.
+    steps: list[LoggedStep]  # In order, with skipped batches.
 
     @property
     def last(self) -> int:
@@ -33,13 +33,13 @@ class Plan:
 
     @property
     def origin(self) -> str:
-        """Say where it begins."""
+        """Return a description of the starting weights."""
         return "the initial weights" if self.checkpoint is None else str(self.checkpoint)
 
     def start_of(self, step: LoggedStep) -> Start:
-        """Return the start of the learner whose computation of a batch counts.
+        """Return the start of the learner that last computed a batch.
 
-        That of a batch without a line is the last that began before it.
+        For a batch without a checksum it is the last start before the batch.
         """
         line = self.record.lines.get((step.version, step.number))
         if line is not None:
@@ -50,7 +50,8 @@ class Plan:
 def make_plan(run_dir: RunDir, steps: str | None) -> Plan:
     """Return the plan for a range of steps "a:b", both included; None is all.
 
-    Raises: ConfigError: there is no such range, or what it takes was pruned; names what is there.
+    Raises: ConfigError: the range does not exist, or its data was pruned; names the available
+        steps.
     """
     if not run_dir.steps.is_file():
         raise ConfigError(f"{run_dir.root}: no run with a step log is there ({run_dir.steps})")
@@ -96,7 +97,7 @@ def _following(logged: list[LoggedStep], version: int, folder: Path | None) -> l
 
 
 def _check_recorded(plan: Plan) -> None:
-    """Return if the run says what its batches were computed with. Raises: ConfigError."""
+    """Check that the settings of all batches are recorded. Raises: ConfigError: they are not."""
     starts, run_dir = plan.record.starts, plan.run_dir
     if not starts:
         raise ConfigError(
@@ -113,7 +114,7 @@ def _check_recorded(plan: Plan) -> None:
 
 
 def _check_kept(plan: Plan, versions: list[int], last_logged: int) -> None:
-    """Return if the journal still has what a plan takes. Raises: ConfigError: what was pruned."""
+    """Check that the journal has the plan's episodes. Raises: ConfigError: they were pruned."""
     folder = plan.run_dir.journal
     pruned, gone = load_pruned(folder), load_pruned_steps(plan.run_dir.steps)
     if plan.version < gone.version:
@@ -138,37 +139,37 @@ def _check_kept(plan: Plan, versions: list[int], last_logged: int) -> None:
 
 
 def _later(versions: list[int], gone: int, last_logged: int) -> str:
-    """Say which steps can be computed, of checkpoints that are there, where some are gone."""
+    """Return a hint with the steps that the remaining checkpoints can still recompute."""
     later = [version for version in versions if version >= gone]
     which = f"--steps={later[0] + 1}:{last_logged} can be" if later else "no later range can be"
     return f"{which} computed again from the checkpoints that are there"
 
 
 class EpisodesMissing(Exception):
-    """A step consumed what cannot be read."""
+    """A step consumed episodes that cannot be read."""
 
     def __init__(self, step: LoggedStep, names: list[str], damage: list[str]) -> None:
-        """Say which, and what of the journal is damaged."""
+        """Name the episodes, and the damaged parts of the journal."""
         where = "; ".join(damage[:3]) or "the journal does not have it"
         super().__init__(f"episode {', '.join(names[:3])}: {where}")
         self.step = step
 
 
 class Episodes:
-    """The episodes of logged batches, read from the journal as far as they are needed.
+    """The episodes of logged batches. They are read from the journal on demand.
 
-    Damaged records are passed over: they matter only to the step that consumed them.
+    Damaged records are skipped: they matter only to the step that consumed them.
     """
 
     def __init__(
         self, run_dir: RunDir, wanted: Collection[str], start: JournalPosition | None = None
     ) -> None:
-        """Begin at a position; None is the first record that is there."""
+        """Begin at a position; None is the first available record."""
         self._folder = run_dir.journal
         self._wanted = wanted
         self._start = start
         self._held: dict[str, Trajectory] = {}
-        self.damage: list[str] = []  # met so far, in words
+        self.damage: list[str] = []  # Descriptions of the damage found so far.
         self._rest = self._read()
 
     def take(self, step: LoggedStep) -> dict[str, Trajectory]:
@@ -179,13 +180,14 @@ class Episodes:
             self._held[found.episode_id] = found
             missing.discard(found.episode_id)
         if missing:
-            pruned = load_pruned(self._folder)  # perhaps meanwhile
+            # The journal may have been pruned since the plan was made.
+            pruned = load_pruned(self._folder)
             damage = [pruned.text(self._folder)] if pruned.before else self.damage
             raise EpisodesMissing(step, sorted(missing), damage)
         return {name: self._held.pop(name) for name in names}
 
     def names(self) -> set[str]:
-        """Return which of the wanted ones are there; reads all."""
+        """Return the wanted ids that the journal holds. This reads all of the journal."""
         return {each.episode_id for each in self._rest}
 
     def _read(self) -> Iterator[Trajectory]:
@@ -204,7 +206,7 @@ class Episodes:
 
 
 def episodes_of(plan: Plan) -> Episodes:
-    """Return the reader of what a plan takes, from where its checkpoint says that it lies."""
+    """Return the reader of a plan's episodes, from the replay point of its checkpoint on."""
     start = None
     if plan.checkpoint is not None:
         start = load_replay_point(plan.run_dir.replay_point, version=plan.version).position

@@ -1,4 +1,4 @@
-"""Makes a run's trainer anew and gives it the run's batches: no engine, environment, scheduler."""
+"""Rebuilds a run's trainer and replays its batches without engine, environment or scheduler."""
 
 import logging
 import shutil
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Only:
-    """Which episodes of a batch are trained on; by default all."""
+    """A filter of the episodes to train on. By default it keeps all."""
 
-    horizons: tuple[int, int] | None = None  # least and most turns that an episode may have had
-    dropped: frozenset[EndReason] = frozenset()  # ends of those that are left out
+    horizons: tuple[int, int] | None = None  # Minimum and maximum horizon of an episode.
+    dropped: frozenset[EndReason] = frozenset()  # End reasons of the episodes to leave out.
 
     def of(self, groups: Sequence[Group]) -> list[Group]:
-        """Return what is left of groups; one of whose members one alone is left goes, too."""
+        """Return the filtered groups. A group that is reduced to a single member is left out."""
         left: list[Group] = []
         for group in groups:
             members = [each for each in group.members if self._keeps(each)]
@@ -53,12 +53,13 @@ class Only:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redone:
-    """What became of one batch."""
+    """The result of one recomputed batch."""
 
     step: LoggedStep
-    result: StepResult | None  # None: nothing of it is left to be trained on
+    result: StepResult | None  # None if the filter has left no episode.
     digests: StepDigests | None
-    logprobs: np.ndarray | None = field(repr=False, default=None)  # [tokens] nats before it
+    # [tokens] nats before training on the batch
+    logprobs: np.ndarray | None = field(repr=False, default=None)
 
 
 class Rebuilt:
@@ -83,7 +84,7 @@ class Rebuilt:
             raise
 
     def save(self, folder: Path, version: int) -> Path:
-        """Write a checkpoint as the run did, and return it."""
+        """Write a checkpoint in the run's own format, and return it."""
         tokenizer = AutoTokenizer.from_pretrained(self._path, local_files_only=True)
         checkpoints = Checkpoints(folder, self.cfg.learner)
         made = checkpoints.save(
@@ -93,19 +94,22 @@ class Rebuilt:
         return made
 
     def close(self) -> None:
-        """End the other ranks."""
+        """Stop the other ranks."""
         self._workers.stop()
 
 
 class Recomputation:
-    """The batches of a plan, one after the other, each as the start that counts computed it.
+    """Recomputes the batches of a plan in order, each with the settings of the start that counts.
 
-    Example: steps 1 to 60 by a learner of rate 1e-3; it was stopped, and went on from the
-    checkpoint of 50 at 5e-4: after the 50th this saves, and goes on at 5e-4.
+    Example: a learner computed steps 1 to 60 with rate 1e-3. It was stopped and resumed from the
+    checkpoint of step 50 with rate 5e-4. After step 50 this class saves a checkpoint, and continues
+    from it with rate 5e-4.
     """
 
     def __init__(self, plan: Plan, overrides: list[str], *, is_counterfactual: bool) -> None:
-        """Prepare; counterfactual, the controller decides anew whether a batch is skipped.
+        """Prepare the recomputation.
+
+        In a counterfactual the controller decides anew whether to skip a batch.
 
         Raises: ConfigError: an override is wrong.
         """
@@ -114,7 +118,8 @@ class Recomputation:
         self._is_counterfactual = is_counterfactual
         self._start = plan.start_of(plan.steps[0])
         self._rebuilt: Rebuilt | None = None
-        self.cfg = config_of(plan.run_dir, self._start, overrides)  # raises now, not later
+        # A wrong override raises here, before any computation.
+        self.cfg = config_of(plan.run_dir, self._start, overrides)
         self._folder = Path(tempfile.mkdtemp(prefix="longstride-recompute-"))
 
     def __enter__(self) -> "Recomputation":
@@ -126,18 +131,18 @@ class Recomputation:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def begin(self) -> Rebuilt:
-        """Load what the plan begins with."""
+        """Load the starting weights of the plan."""
         self._rebuilt = Rebuilt(self.cfg, self._plan.checkpoint)
         return self._rebuilt
 
     def run(self, episodes: Episodes, only: Only, *, has_scores: bool) -> Iterator[Redone]:
-        """Yield what becomes of each batch.
+        """Yield the result of each batch.
 
         Args:
-            only: of what a counterfactual trains on, and of what is scored.
-            has_scores: tell the log-probabilities of each batch before it is trained on.
+            only: selects the episodes that a counterfactual trains on, and those that are scored.
+            has_scores: return the log-probabilities of each batch before it is trained on.
 
-        Raises: EpisodesMissing; what training raises.
+        Raises: EpisodesMissing, and all errors of training.
         """
         for step in self._plan.steps:
             rebuilt = self._as_computed(step)
@@ -170,7 +175,7 @@ class Recomputation:
 
 
 def _score(rebuilt: Rebuilt, groups: Sequence[Group]) -> np.ndarray:
-    """Return the log-probabilities [tokens] of what was sampled, at temperature 1."""
+    """Return the log-probabilities [tokens] of the sampled tokens, at temperature 1."""
     members = [member for group in groups for member in group.members]
     members = [row for each in members for row in as_rows(each) if row.loss_mask.any()]
     found = rebuilt.trainer.score([each.token_ids.tolist() for each in members])

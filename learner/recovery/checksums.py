@@ -1,7 +1,8 @@
-"""`checksums.jsonl`: what a run writes beside its metrics so that it can be computed again.
+"""The file `checksums.jsonl` of a run, with which its training can be recomputed and verified.
 
-One line for each start of the learner, of all that decides what it computes; after it one for each
-batch, trained on or skipped. A line that a later start wrote of the same batch takes its place.
+Each start of the learner writes one line with everything that determines its computation. A line
+per batch follows, whether the batch was trained on or skipped. If a later start computes the same
+batch again, its line replaces the earlier one.
 """
 
 import json
@@ -28,34 +29,35 @@ from learner.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[int, int]  # version and number of a batch in the step log
+Key = tuple[int, int]  # Version and batch number, as in the step log.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What one start of the learner computes with."""
+    """The settings and weights with which one start of the learner computes."""
 
-    version: int  # of the weights that it began with
-    number: int  # of batches behind them
-    weights: str  # their checksum
-    frozen: str  # of what is not trained: the base of adapters, the reference
-    code: str  # its revision
+    version: int  # Version of the initial weights.
+    number: int  # Number of batches before this start.
+    weights: str  # Checksum of the trained weights.
+    frozen: str  # Checksum of the frozen weights: the base of adapters and the reference policy.
+    code: str  # Revision of the code.
     machine: dict[str, Any]
-    settings: dict[str, dict[str, Any]]  # all that the trainer is told, what was chosen included
+    # All settings of the trainer, with automatic choices resolved.
+    settings: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """What was noted of one batch."""
+    """The record of one batch."""
 
     digests: StepDigests
-    start: int  # which one computed it, from 0
-    cpu_s: float  # of rank 0's process, since it began
+    start: int  # Index of the start that computed it, from 0.
+    cpu_s: float  # CPU-seconds of rank 0's process since it began.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A whole file."""
+    """The content of a whole file."""
 
     starts: list[Start] = field(default_factory=list[Start])
     lines: dict[Key, Line] = field(default_factory=dict[Key, Line])
@@ -67,7 +69,7 @@ class Record:
 
 
 def settings_of(cfg: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return for JSON the part of a configuration that decides what a trainer computes."""
+    """Return the settings that determine the computation of a trainer, as values for JSON."""
     sections = yaml.safe_load(sections_as_yaml(cfg, ("algorithm", "learner"), without={}))
     return sections | {
         "run": {"seed": cfg.run.seed},
@@ -79,7 +81,7 @@ def settings_of(cfg: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def start_of(cfg: RunConfig, run_dir: RunDir, trainer: Trainer, *, version: int) -> Start:
-    """Return what a learner begins with; `cfg` has nothing left open of how it computes."""
+    """Return the record of a learner's start. All automatic settings in `cfg` must be resolved."""
     weights, frozen = trainer.checksums()
     return Start(
         version=version,
@@ -95,7 +97,7 @@ def start_of(cfg: RunConfig, run_dir: RunDir, trainer: Trainer, *, version: int)
 def config_of(run_dir: RunDir, start: Start, overrides: list[str]) -> RunConfig:
     """Return the configuration of one start of a run, with overrides.
 
-    Raises: ConfigError: it cannot be read, or an override is wrong.
+    Raises: ConfigError: the file cannot be read, or an override is wrong.
     """
     if not run_dir.config.is_file():
         raise ConfigError(f"{run_dir.config} is missing: it says what the run is")
@@ -106,7 +108,7 @@ def config_of(run_dir: RunDir, start: Start, overrides: list[str]) -> RunConfig:
 
 
 def code_of(run_dir: RunDir) -> str:
-    """Return the code's revision as the run's configuration is headed with; "" without."""
+    """Return the code's revision from the first line of the run's configuration, or ""."""
     if not run_dir.config.is_file():
         return ""
     with run_dir.config.open(encoding="utf-8") as file:
@@ -115,24 +117,25 @@ def code_of(run_dir: RunDir) -> str:
 
 
 class ChecksumLog:
-    """Writes the file. Not synced: what a power cut takes, the next start computes again."""
+    """Writes the file without fsync. Lines lost in a power cut are recomputed by the next start."""
 
     def __init__(self, path: Path, *, version: int) -> None:
-        """Open the file at its end, without a torn line.
+        """Open the file for appending and remove a torn last line.
 
         Args:
-            version: of the weights to begin with: batches after them are repeated, and compared.
+            version: of the initial weights. Later batches are repeated and compared with the file.
         """
         self._file = AppendFile(path)
         self._file.truncate(whole_bytes(path))
-        self._start: Start | None = None  # not written yet
+        # The start that the next `log` writes; None once it is written.
+        self._start: Start | None = None
         self._known: dict[Key, StepDigests] = {}
         for found in _read(path, on_damage=lambda text: logger.warning("%s", text)):
             if isinstance(found, tuple) and found[0][0] >= version:
                 self._known[found[0]] = found[1]
 
     def begin(self, start: Start) -> None:
-        """Note a start of the learner, with its first batch."""
+        """Record a start of the learner. It is written together with its first batch."""
         self._start = start
 
     def log(
@@ -143,7 +146,9 @@ class ChecksumLog:
         is_repeated: bool = False,
         check: Callable[[], object] = lambda: None,
     ) -> None:
-        """Note a batch that is in the step log; one that was repeated and is equal stays as it is.
+        """Record a batch that is in the step log.
+
+        A repeated batch that is equal is not written again.
 
         Args:
             check: as in `StepLog.append`.
@@ -164,9 +169,9 @@ class ChecksumLog:
         self._start = None
 
     def prune(self, number: int) -> None:
-        """Remove the lines of batches up to a number, and starts that nothing else belongs to.
+        """Remove the lines of batches up to a number, and starts that have no batches left.
 
-        Raises: OSError: the log is as it was.
+        Raises: OSError: the file could not be rewritten; it is unchanged.
         """
         path, offset, start, has_gone = self._file.path, 0, b"", False
         with path.open("rb") as handle:
@@ -187,7 +192,7 @@ class ChecksumLog:
 
 
 def read_checksums(path: Path) -> Record:
-    """Return what a run has noted so far, also while it goes on; nothing if there is no file.
+    """Return the records of a run so far, also while it runs; an empty record without a file.
 
     Raises: ConfigError: a line is damaged; names file and line.
     """
@@ -209,13 +214,13 @@ def read_checksums(path: Path) -> Record:
 def _read(
     path: Path, *, on_damage: Callable[[str], object]
 ) -> Iterator[Start | tuple[Key, StepDigests, float]]:
-    """Yield what the whole lines say, each a start or a batch."""
+    """Yield the record of each complete line, a start or a batch."""
     if not path.exists():
         return
     with path.open("rb") as handle:
         for number, line in enumerate(handle, 1):
             if not line.endswith(b"\n"):
-                return  # being written, or torn by a crash
+                return  # The line is still being written, or a crash has cut it off.
             try:
                 plain: dict[str, Any] = json.loads(line)
                 if "start" in plain:

@@ -1,4 +1,4 @@
-"""What of a machine decides how a training step is rounded."""
+"""The properties of a machine that affect the rounding of a training step."""
 
 import os
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _WORDS = {"cpu": "CPU", "units": "vector units", "capability": "kernels", "torch
 
 
 def machine_facts(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """Return for JSON what decides rounding here."""
+    """Return the properties of this machine that affect rounding, as values for JSON."""
     lines = (
         cpuinfo.read_text(errors="replace", encoding="utf-8").splitlines()
         if cpuinfo.exists()
@@ -33,7 +33,7 @@ def machine_facts(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return in words what another machine had that this one has not, or has otherwise."""
+    """Return one sentence for each property that differs between two machines."""
     return [
         f"{_WORDS.get(name, name)}: was {was.get(name, 'not set')}, is {now.get(name, 'not set')}"
         for name in sorted(was.keys() | now.keys())

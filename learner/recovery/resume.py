@@ -1,4 +1,4 @@
-"""Takes a learner back to where a previous one stopped, from step log and journal."""
+"""Restores a learner to the state of the previous process, from the step log and the journal."""
 
 import logging
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def last_logged(run_dir: RunDir, stands_at: int) -> int:
-    """Return the last step whose metrics are still true: all up to where the run will stand."""
+    """Return the last step whose metrics are valid. `stands_at`: the version after resuming."""
     steps = (
         step for line, _ in iter_metrics(run_dir.metrics) if (step := line["step"]) is not None
     )
@@ -32,11 +32,12 @@ def last_logged(run_dir: RunDir, stands_at: int) -> int:
 def steps_since(
     run_dir: RunDir, *, start: ReplayPoint, version: int, num_batches: int
 ) -> list[LoggedStep]:
-    """Return the logged batches that are not in a checkpoint, trained on or skipped, in order.
+    """Return the logged batches that the checkpoint does not contain, trained or skipped, in order.
 
     Args:
         version: of the checkpoint, 0 for none.
-        num_batches: that it has behind it; 0: it is of a version that did not count them.
+        num_batches: before the checkpoint; 0: the checkpoint is from a release that did not count
+            them.
 
     Raises: ConfigError: the log is damaged, or lacks steps that the checkpoint has; names the file.
     """
@@ -80,10 +81,12 @@ def repeat_steps(
     metrics: MetricsWriter,
     checksums: ChecksumLog | None = None,
 ) -> None:
-    """Train again on the logged batches of steps that no checkpoint has; skip again what was.
+    """Train again on the logged batches that no checkpoint contains.
 
-    A step whose metrics were not written any more gets a line with what training alone tells.
-    `checksums`, if given, says if a batch is not what it was the first time.
+    Skipped batches are skipped again.
+
+    A step without a metrics line gets one with the training metrics alone. `checksums`, if given,
+    logs a warning if a repeated batch differs from its first computation.
 
     Raises:
         LongstrideError: the journal does not hold an episode that is needed.
@@ -111,7 +114,7 @@ def groups_of(step: LoggedStep, episodes: Mapping[str, Trajectory]) -> list[Grou
 def redo(
     trainer: Trainer, step: LoggedStep, groups: list[Group], algorithm: AlgorithmSection
 ) -> StepResult:
-    """Train on a logged batch as it was decided then: skip it again if it was skipped."""
+    """Train on a logged batch with the recorded decision: a skipped batch is skipped again."""
     samples = samples_of(groups, algorithm, trainer.baseline)
     if step.is_skipped:
         return trainer.train_on(samples, version=step.version, must_skip=True)
@@ -119,9 +122,9 @@ def redo(
 
 
 def readopt(buffer: TrajectoryBuffer, run_dir: RunDir, start: ReplayPoint) -> None:
-    """Report the journal's episodes again, and put those that no step consumed in their groups.
+    """Report the journal's episodes again, and add those that no step consumed to their groups.
 
-    What lies before the replay point is settled, and so is what belongs to groups closed by then.
+    Episodes before the replay point are settled. So are those of groups that were closed by then.
     """
     consumed: dict[str, int] = {}
     for step in read_steps(run_dir.steps, start=start.steps_offset):

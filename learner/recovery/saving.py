@@ -1,4 +1,4 @@
-"""Checkpoints of a learner that trains, and what may be forgotten behind them."""
+"""Saves checkpoints during training, and prunes the logs that a restart no longer needs."""
 
 import time
 from collections.abc import Callable
@@ -11,23 +11,26 @@ from learner.ingest.replay_point import save_replay_point
 
 
 class Saving:
-    """Saves while training goes on. For the learner's main thread.
+    """Saves checkpoints in the background. Only the learner's main thread may use it.
 
-    Example: save(50) copies the state and returns; once the checkpoint is whole, settle() writes
-    down where its reading begins, and lets journal and step log lose what nobody reads any more.
+    Example: save(50) copies the state and returns. Once the checkpoint is complete, settle() writes
+    its replay point, and then prunes the journal and the step log before that point.
     """
 
     def __init__(
         self, learner: Learner, *, set_status: Callable[..., None], check: Callable[[], object]
     ) -> None:
-        """`set_status` is told what is waited for; `check` ends a wait for room by raising."""
+        """`set_status` receives the reason of a wait.
+
+        `check` ends a wait for disk space by raising.
+        """
         self._learner = learner
         self._set_status = set_status
         self._check = check
-        self.metrics: dict[str, float] = {}  # of the last checkpoint
+        self.metrics: dict[str, float] = {}  # Metrics of the last checkpoint.
 
     def save(self, version: int) -> None:
-        """Begin a checkpoint of a version; what is being written is waited for first."""
+        """Begin a checkpoint of a version, after the previous checkpoint is complete."""
         learner, started = self._learner, time.monotonic()
         self.settle(must_wait=True)
         learner.checkpoints.save(
@@ -37,7 +40,7 @@ class Saving:
         self._set_status(waiting_for="")
 
     def save_last(self, version: int) -> None:
-        """Save what the run ends with, and wait for room if the disk is full."""
+        """Save the final checkpoint. If the disk is full, wait for room."""
         while True:
             self.save(version)
             self.settle(must_wait=True)
@@ -49,7 +52,7 @@ class Saving:
                 time.sleep(POLL_S)
 
     def settle(self, *, must_wait: bool = False) -> None:
-        """Once a checkpoint is whole, write down where its reading begins."""
+        """If a checkpoint is complete, write its replay point and prune the logs."""
         learner = self._learner
         if must_wait:
             self._set_status(waiting_for="disk: a checkpoint")
@@ -68,7 +71,7 @@ class Saving:
             if_room(lambda: self._forget(needed), steps)
 
     def _forget(self, needed: int) -> None:
-        """Let the logs of steps lose what the journal has lost."""
+        """Prune the step log and the checksums to the segments that the journal still has."""
         learner = self._learner
         before = load_pruned(learner.run_dir.journal).before
         if learner.step_log.prune(before=before, needed=needed):

@@ -1,9 +1,9 @@
-"""Which episodes each step consumed: with the journal, enough to redo steps after a checkpoint.
+"""The step log: the episodes that each step consumed, to repeat the steps after a checkpoint.
 
-A step is written here after it is computed and before anybody sees its weights; so is a batch that
-the controller skipped, before anybody is told. A learner that dies restores its checkpoint, repeats
-what is logged since from the journal, and is where it was: no episode is lost, none is trained
-twice, and the weights are the same.
+A step is logged after it is computed and before its weights are published. A batch that the
+controller skipped is logged before it is reported. A restarted learner restores its checkpoint and
+repeats the logged steps with episodes from the journal. It then has the same weights as before: no
+episode is lost, and none is trained on twice.
 """
 
 import json
@@ -20,58 +20,61 @@ from common.store.run_dir import cut_head
 from common.wire.messages import EpisodeOutcome, Outcome
 
 LOOK_BYTES = 16 << 20
-LOOK_FACTOR = 1.25  # by which a log grows from one look for what may go to the next
+LOOK_FACTOR = 1.25  # A pruned log must grow by this factor before it is examined again.
 PRUNED = b'{"pruned":'
 REMEDY = "restore it from a backup; without it the run cannot know what it has trained on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedStep:
-    """One step's batch and everything decided with it."""
+    """The batch of one step and all decisions about it."""
 
-    version: int  # after the step; of a skipped batch that of the weights, which stay
-    groups: list[list[str]]  # episode ids, in the order they were trained on
+    # Version after the step; for a skipped batch the version of the unchanged weights.
+    version: int
+    groups: list[list[str]]  # Episode ids, in the order of training.
     outcomes: list[EpisodeOutcome]
-    is_skipped: bool = False  # by the controller: nothing was learnt
-    number: int = 0  # of batches decided on, this one included; 0: from a version without numbers
-    segment: int = -1  # of the journal, the newest when this was logged; -1: not told
-    offset: int = field(default=0, compare=False)  # where its line begins, in bytes
+    is_skipped: bool = False  # The controller skipped the batch; the weights did not change.
+    # Number of batches so far, with this one; 0: logged by a release without numbers.
+    number: int = 0
+    segment: int = -1  # Newest segment of the journal at the time of logging; -1: unknown.
+    offset: int = field(default=0, compare=False)  # Byte offset of the line.
 
     @property
     def consumed_by(self) -> int:
-        """The first version whose checkpoint has this batch behind it for certain."""
+        """The first version whose checkpoint certainly contains this batch."""
         return self.version + self.is_skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunedSteps:
-    """The first lines of a log, that are gone; offsets count them still."""
+    """The pruned first lines of a log. Offsets still count their bytes."""
 
     num_bytes: int = 0
-    version: int = 0  # of the last of them
-    number: int = 0  # as well
+    version: int = 0  # Version of the last pruned line.
+    number: int = 0  # Batch number of the last pruned line.
 
 
 class StepLog:
-    """JSON lines, one per step, synced to disk. A torn last line is cut off on opening.
+    """A log of JSON lines, one per step, synced to disk. Opening it removes a torn last line.
 
-    Example: closed groups, old checkpoints -> `first_needed` moves on, and a restart need not read
-    the lines before it. The journal lost what they consumed -> `prune` removes them, and a first
-    line says so.
+    Example: once groups are closed and old checkpoints are deleted, `first_needed` increases, and a
+    restart does not read the lines before it. Once the journal has pruned the episodes of these
+    lines, `prune` removes the lines, and a new first line records this.
     """
 
     def __init__(self, path: Path, *, start: int = 0, look_bytes: int = LOOK_BYTES) -> None:
-        """Open a log at its end.
+        """Open a log for appending.
 
         Args:
             start: offset of the first line that may be needed.
-            look_bytes: `prune` leaves a smaller log alone.
+            look_bytes: `prune` ignores a log smaller than this.
 
         Raises: ConfigError: it is damaged; names file and line.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = AppendFile(path)
-        self._lines: deque[tuple[int, int, int]] = deque()  # offset, version, highest group number
+        # Tuples of offset, version and highest group number.
+        self._lines: deque[tuple[int, int, int]] = deque()
         self._least_bytes = self._look_bytes = look_bytes
         try:
             self._file.truncate(whole_bytes(path))
@@ -83,10 +86,10 @@ class StepLog:
             raise
 
     def append(self, step: LoggedStep, *, check: Callable[[], object] = lambda: None) -> None:
-        """Write a step and return when it is on disk; wait while that is full.
+        """Write a step and return once it is synced to disk. If the disk is full, wait for room.
 
         Args:
-            check: called while it waits; ends that by raising, and the step is not logged.
+            check: called during the wait; ends it by raising, and then the step is not logged.
         """
         line, size = _line(step), self._file.size
 
@@ -102,26 +105,26 @@ class StepLog:
         self._note(step, size + self._shift)
 
     def first_needed(self, *, version: int, closed_below: int) -> int:
-        """Return the offset of the first line that a restart needs, and forget those before.
+        """Return the offset of the first line that a restart needs. Drop earlier lines from memory.
 
         Args:
             version: of the oldest checkpoint that may be restored.
-            closed_below: training groups of smaller numbers are settled for good.
+            closed_below: training groups with smaller numbers are settled for good.
         """
         while self._lines and self._lines[0][1] <= version and self._lines[0][2] < closed_below:
             self._lines.popleft()
         return self._lines[0][0] if self._lines else self._file.size + self._shift
 
     def prune(self, *, before: int, needed: int) -> bool:
-        """Remove the first lines whose episodes the journal has lost, once the log has grown.
+        """Remove the first lines whose episodes the journal has pruned, if the log is large enough.
 
         Args:
             before: segments of smaller numbers were pruned.
-            needed: offset of the first line that a restart reads, as it is told on disk.
+            needed: offset of the first line that a restart reads, as in the saved replay point.
 
-        Returns: whether any are gone.
+        Returns: whether lines were removed.
 
-        Raises: OSError: the log is as it was.
+        Raises: OSError: the log could not be rewritten; it is unchanged.
         """
         if not before or self._file.size < self._look_bytes:
             return False
@@ -161,7 +164,7 @@ def _line(step: LoggedStep) -> bytes:
 
 
 def read_steps(path: Path, *, start: int = 0) -> Iterator[LoggedStep]:
-    """Yield the steps of a log in order, from the line at an offset on; 0: the first that is left.
+    """Yield the steps of a log in order, from an offset on; 0: from the first line left.
 
     Raises: ConfigError: a line is damaged, was pruned, or the file ends before `start`; names file
         and line.
@@ -206,12 +209,12 @@ def _parse(plain: dict[str, Any], offset: int) -> LoggedStep:
 
 
 def load_pruned_steps(path: Path) -> PrunedSteps:
-    """Return which steps are gone from a log. Raises: ConfigError: its first line is damaged."""
+    """Return the pruned part of a log. Raises: ConfigError: its first line is damaged."""
     return _pruned_of(path)[0]
 
 
 def _pruned_of(path: Path) -> tuple[PrunedSteps, int]:
-    """Return what is gone, and what to add to a place in the file for its offset."""
+    """Return the pruned part, and the difference between an offset and the position in the file."""
     with path.open("rb") as handle:
         first = handle.readline()
     if not first.startswith(PRUNED) or not first.endswith(b"\n"):
@@ -224,7 +227,7 @@ def _pruned_of(path: Path) -> tuple[PrunedSteps, int]:
 
 
 def whole_bytes(path: Path) -> int:
-    """Return how long the file is without what follows its last newline."""
+    """Return the size of the file up to and including its last newline."""
     size = path.stat().st_size
     with path.open("rb") as handle:
         for end in range(size, 0, -4096):

@@ -1,4 +1,4 @@
-"""The actors of a simulation: they ask, play what they get, deliver, die and come back."""
+"""The simulated actors: they request leases, play, deliver, fail and restart."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,21 +18,21 @@ from learner.scheduler.core import RETRY_S, SchedulerCore
 from learner.simulator.event_queue import EventQueue
 from learner.simulator.workload import Play, Workload
 
-GATHER_S = 0.02  # in which freed slots gather into one request
+GATHER_S = 0.02  # Freed slots are collected for this time before one request is sent.
 
 
 @dataclass(slots=True, kw_only=True)
 class SimActor:
-    """One actor; what it holds is lost when it dies."""
+    """One simulated actor. Its episodes are lost when it fails."""
 
     name: str
-    slowness: float  # factor on the seconds of an episode
+    slowness: float  # Factor on the seconds of an episode.
     num_lives: int = 0
     is_alive: bool = False
-    is_asking: bool = False  # a request is on its way
+    is_asking: bool = False  # A request is scheduled.
     held: dict[str, Lease] = field(default_factory=dict)
     busy_since_s: float = 0.0
-    busy_s: float = 0.0  # with at least one episode
+    busy_s: float = 0.0  # Seconds with at least one episode.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +45,16 @@ class Arrival:
     end_reason: EndReason
     started_s: float
     ended_s: float
-    version: int  # of the weights at its start
+    version: int  # Version of the weights at its start.
 
 
 class Fleet:
-    """All actors. One that is refused joins a queue; who is first is woken when there is work.
+    """All simulated actors. A refused actor joins a queue, and the queue is woken on new work.
 
-    A real actor asks again every `RETRY_S`. A thousand that are refused all day would be most of
-    the work, so here the queue is woken when something may have changed, as long as somebody gets
-    something, and after the delay that the next request of so many actors would take.
+    A real actor repeats its request every `RETRY_S`. Simulating every repeated request of a
+    thousand refused actors would take most of the computing time. Therefore the queue is woken only
+    after events that may make work available. It then serves actors until one is refused. A random
+    delay before that models the time until the next request of so many real actors.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Fleet:
         deliver: Callable[[Arrival], None],
         note_waiting: Callable[[str], None],
     ) -> None:
-        """Make actors that have not joined yet. `deliver` takes an episode that ended,
-        `note_waiting` tells the scheduler that an actor asks all the time.
+        """Create actors that have not joined yet.
+
+        `deliver` receives each finished episode. `note_waiting` reports to the scheduler that an
+        actor keeps requesting.
         """
         simulator = cfg.simulator
         self._cfg, self._core, self._workload = cfg, core, workload
@@ -76,8 +79,9 @@ class Fleet:
         self._deliver, self._note_waiting = deliver, note_waiting
         self._is_sync = cfg.train.mode is TrainMode.SYNC
         self._num_slots = cfg.actor.max_concurrent
-        self._plays: dict[str, list[Play]] = {}  # of groups that are not complete
-        self._waiting: dict[str, SimActor] = {}  # refused, in order
+        # Prepared episodes of incomplete groups, by group id.
+        self._plays: dict[str, list[Play]] = {}
+        self._waiting: dict[str, SimActor] = {}  # Refused actors, in order of refusal.
         self._is_waking = False
         self._max_wakes = 4 * cfg.groups.per_step + 8
         self.version = 0
@@ -114,7 +118,7 @@ class Fleet:
         self._events.at(self._cfg.simulator.restart_s, self._join, actor)
 
     def beat_and_list(self) -> list[str]:
-        """Return who is alive; those who hold episodes that may be revoked send a heartbeat."""
+        """Return the names of live actors. Those with revocable episodes send a heartbeat."""
         living = [actor for actor in self.actors if actor.is_alive]
         if self._cfg.groups.straggler_factor > 0:
             for actor in living:
@@ -145,7 +149,7 @@ class Fleet:
             self._events.at(GATHER_S, self._ask, actor)
 
     def _ask(self, actor: SimActor) -> LeaseGrant | None:
-        """Ask for all free slots; who did not get all of them joins the queue."""
+        """Request leases for all free slots. An actor that gets fewer joins the queue."""
         actor.is_asking = False
         num_free = self._num_slots - len(actor.held)
         if not actor.is_alive or num_free <= 0 or (self._is_sync and actor.held):
@@ -162,7 +166,7 @@ class Fleet:
         return grant
 
     def wake(self) -> None:
-        """Let actors that were refused ask again soon: there may be work."""
+        """Schedule new requests of the refused actors, because work may be available."""
         if self._waiting and not self._is_waking:
             self._is_waking = True
             delay_s = RETRY_S * self._rng.random() / len(self._waiting)
@@ -179,7 +183,8 @@ class Fleet:
                 continue
             if not grant.reason.startswith(("speed:", "turn:")):
                 break
-            self._waiting[actor.name] = self._waiting.pop(actor.name)  # let others try next time
+            # Move this actor to the end of the queue, so that the next attempt serves another one.
+            self._waiting[actor.name] = self._waiting.pop(actor.name)
 
     # --- playing ------------------------------------------------------------------------------
 
@@ -225,12 +230,12 @@ class Fleet:
         return plays[lease.member if is_train else 0]
 
     def forget(self, group_id: str) -> None:
-        """The group is complete: nobody plays it again."""
+        """Discard the prepared episodes of a complete group."""
         self._plays.pop(group_id, None)
 
     def _finish(self, actor: SimActor, arrival: Arrival) -> None:
         if actor.held.get(arrival.lease.episode_id) is not arrival.lease:
-            return  # revoked, or the actor died
+            return  # The lease was revoked, or the actor failed.
         del actor.held[arrival.lease.episode_id]
         self._note_idle(actor)
         self._deliver(arrival)
@@ -242,6 +247,6 @@ class Fleet:
             actor.busy_since_s = -1.0
 
     def busy_s(self) -> float:
-        """Return the seconds that all actors together had something to play."""
+        """Return the total seconds in which each actor had at least one episode."""
         now = self._events.now_s
         return sum(a.busy_s + (now - a.busy_since_s if a.held else 0.0) for a in self.actors)

@@ -20,12 +20,13 @@ BOTH = "both"
 
 
 def run(cfg: RunConfig, out: TextIO) -> int:
-    """Simulate, write the table to `out` and all of it to `simulator.output`; return the exit code.
+    """Simulate a run; return the exit code.
 
-    The same configuration and seed give the same answer. Exit code 1: a real run would have
-    ended by an error, which the table names.
+    The table is written to `out`, and all findings to `simulator.output`. The same configuration
+    and seed give the same result. Exit code 1: a real run would have ended with an error, which the
+    table shows.
 
-    Raises: ConfigError: no task is configured, or a run that is named is not there or too short.
+    Raises: ConfigError: no task is configured, or a named run is missing or too short.
     """
     if not cfg.tasks:
         raise ConfigError("tasks=[]: name at least one")
@@ -66,7 +67,7 @@ def run(cfg: RunConfig, out: TextIO) -> int:
 
 @contextmanager
 def quiet_scheduler() -> Iterator[None]:
-    """Leave out what the scheduler says about actors that do not exist."""
+    """Suppress the scheduler's warnings, because they concern simulated actors."""
     logger = logging.getLogger("learner.scheduler")
     level = logger.level
     logger.setLevel(logging.ERROR)

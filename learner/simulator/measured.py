@@ -1,4 +1,4 @@
-"""What a finished run measured: its episodes and steps to draw from, its pace to compare with."""
+"""Measurements of a finished run: episodes and steps to sample, and the pace to compare with."""
 
 import itertools
 import json
@@ -17,31 +17,31 @@ from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeKind, Trajectory
 from learner.simulator.workload import Play
 
-NEIGHBOURS = 32  # groups, or steps, on either side of the present version that are drawn from
+NEIGHBOURS = 32  # Number of groups or steps on either side of the current version to sample from.
 MIN_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The pace of a run, as the simulator predicts it."""
+    """The measured pace of a run, with the names of the simulator's predictions."""
 
     num_steps: int
     steps_per_h: float
-    lag_mean: float  # over tokens
-    learner_wait_frac: float  # of the time
+    lag_mean: float  # Mean over tokens.
+    learner_wait_frac: float  # Fraction of the time.
 
 
 class MeasuredWorkload:
-    """Draws whole groups of a run again, from about the same version and the same horizon stage.
+    """Resamples whole groups of a run, from about the same version and the same horizon stage.
 
-    A smaller group is some of the members. A larger one repeats members, which finds too little
-    signal; the seconds of an episode are those of the run's own machine and its load.
+    A smaller group is a random part of the members. A larger group repeats members and therefore
+    underestimates the signal. The seconds of an episode depend on the run's own machine and load.
     """
 
     def __init__(
         self, groups: dict[int, list[tuple[int, list[Play]]]], steps: list[tuple[float, float]]
     ) -> None:
-        """Sort what was measured.
+        """Sort the measurements.
 
         Args:
             groups: by horizon stage, (version at opening, members); none is empty.
@@ -70,19 +70,19 @@ class MeasuredWorkload:
         return [members[i % len(members)] for i in range(size)]
 
     def step_s(self, rng: Random, num_tokens: int, *, version: int) -> float:
-        """Return the seconds of such a step, beside its tokens those of one near this version."""
+        """Return the seconds of a step: a linear term in tokens plus the rest of a similar step."""
         rest_s = self._rest_s[_near(rng, version, len(self._rest_s))]
         return max(0.001, rest_s + self._s_per_token * num_tokens)
 
 
 def _near(rng: Random, at: int, num: int) -> int:
-    """Return a random index of `num` that is about `at`."""
+    """Return a random index below `num` that is close to `at`."""
     low = max(0, min(at, num - 1) - NEIGHBOURS)
     return rng.randrange(low, min(num, low + 2 * NEIGHBOURS))
 
 
 def load_workload(path: Path, algorithm: AlgorithmSection) -> MeasuredWorkload:
-    """Return what can be drawn from a run. Raises: ConfigError: none is there, or too short."""
+    """Return the workload of a run. Raises: ConfigError: the run is missing or too short."""
     lines = _metrics(path)
     steps = [
         (now["train/num_tokens"], now["time_s"] - before["time_s"] - now["wait/batch_s"])
@@ -117,9 +117,9 @@ def _play(trajectory: Trajectory, algorithm: AlgorithmSection) -> Play:
 
 
 def load_measured(path: Path) -> Measured:
-    """Return the pace of a run but for its first step, which waits for everybody to start.
+    """Return the pace of a run without its first step, which includes the start of all roles.
 
-    Raises: ConfigError: no run is there, or it is too short.
+    Raises: ConfigError: the run is missing or too short.
     """
     lines = _metrics(path)
     seconds = lines[-1]["time_s"] - lines[0]["time_s"]

@@ -1,4 +1,4 @@
-"""The simulator's findings as text for people and as JSON."""
+"""The simulator's findings as text and as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from learner.simulator.search import Advice, Trial
 from learner.simulator.tally import Prediction
 
 LABEL_WIDTH, WIDTH = 34, 14
-MAX_LAGS = 10  # rows of the histogram
+MAX_LAGS = 10  # Maximum number of rows of the histogram.
 BAR = 40
 
 
@@ -26,12 +26,12 @@ class Compared:
 
     @property
     def relative_error(self) -> float:
-        """Of the prediction, positive if it is too high; nan if nothing was measured."""
+        """The relative error, positive if the prediction is too high; nan without a measurement."""
         return self.predicted / self.measured - 1.0 if self.measured else float("nan")
 
 
 def compare(prediction: Prediction, measured: Measured) -> list[Compared]:
-    """Return what both know, side by side."""
+    """Return the figures that both have, side by side."""
     names = ("steps_per_h", "lag_mean", "learner_wait_frac")
     return [
         Compared(name=name, predicted=getattr(prediction, name), measured=getattr(measured, name))

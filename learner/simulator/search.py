@@ -1,4 +1,4 @@
-"""A small search: how far ahead, how stale, how many actors, how large groups."""
+"""A small search over lookahead, lag bound, number of actors and group size."""
 
 from dataclasses import dataclass, replace
 
@@ -11,9 +11,9 @@ from learner.simulator.world import World
 AHEAD_STEPS = (1, 2, 4, 8)
 ACTOR_FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 GROUP_SIZES = (4, 8, 16)
-ENOUGH_FRAC = 0.95  # of the best rate
-KEPT_FRAC = 0.99  # of the episodes that the bound on lag must let through
-MAX_EPISODES = 40_000  # of one trial
+ENOUGH_FRAC = 0.95  # Fraction of the best rate that is sufficient.
+KEPT_FRAC = 0.99  # Fraction of the episodes that the bound on lag must accept.
+MAX_EPISODES = 40_000  # Limit of one trial.
 MAX_HOURS = 48.0
 
 
@@ -27,7 +27,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What to set, and what else was tried; settings that were not varied are the run's."""
+    """The recommended settings and all trials. Settings that were not varied are the run's."""
 
     max_ahead_steps: int
     max_lag_steps: int
@@ -42,9 +42,10 @@ class Advice:
 def advise(cfg: RunConfig, workload: Workload) -> Advice:
     """Return the cheapest setting that trains nearly as much as the best, one axis at a time.
 
-    The bound on lag comes last of the first axis: of episodes that nobody discards, it is what
-    lets 99 % through. Then fewer actors if they do, then another group size if it trains more.
-    All trials are at the longest horizon, which a run that is long enough spends most time at.
+    The first axis is the lookahead, with a lag bound so high that few episodes are discarded. The
+    recommended lag bound accepts 99 % of these episodes. Then the search tries fewer actors, and
+    then other group sizes, which it takes if they train more. All trials use the longest horizon,
+    because a long run spends most of its time there.
     """
     cfg = at_longest_horizon(cfg)
     num_actors = cfg.simulator.num_actors or cfg.actor.num_actors

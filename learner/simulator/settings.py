@@ -1,4 +1,4 @@
-"""The configuration that is simulated, its variants, and a catalogue for it."""
+"""The simulated configuration, its variants, and a catalogue for it."""
 
 from dataclasses import replace
 
@@ -6,12 +6,15 @@ from common.config.curriculum import MAX_TURNS, HorizonKind, HorizonUnit
 from common.config.run_config import RunConfig
 from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
 
-NUM_ITEMS = 1000  # of each subset
+NUM_ITEMS = 1000  # Number of items in each subset.
 ENDLESS_STEPS = 1 << 30
 
 
 def for_simulation(cfg: RunConfig, *, is_endless: bool = False) -> RunConfig:
-    """Return the configuration as simulated: no evaluation but the stream's, no last step."""
+    """Return the configuration to simulate, without evaluation before and after the run.
+
+    With `is_endless` or a limit in hours it has no last step.
+    """
     evaluation = replace(cfg.eval, before=False, after=False)
     num_steps = ENDLESS_STEPS if is_endless or cfg.simulator.hours else cfg.train.num_steps
     return replace(cfg, eval=evaluation, train=replace(cfg.train, num_steps=num_steps))
@@ -31,7 +34,7 @@ def catalogue_of(cfg: RunConfig) -> Catalogue:
 
 
 def at_longest_horizon(cfg: RunConfig) -> RunConfig:
-    """Return the configuration whose episodes are all as long as the curriculum ends."""
+    """Return the configuration with the longest horizon of its curriculum for all episodes."""
     per_env = {
         env: replace(override, kind=HorizonKind.FIXED.value)
         for env, override in cfg.horizon.per_env.items()
@@ -41,7 +44,7 @@ def at_longest_horizon(cfg: RunConfig) -> RunConfig:
 
 
 def with_ahead(cfg: RunConfig, value: int, *, max_lag_steps: int) -> RunConfig:
-    """Return one whose groups are opened so many steps ahead."""
+    """Return a configuration that opens groups this many steps ahead."""
     scheduler = replace(cfg.scheduler, max_ahead_steps=value)
     return replace(
         cfg, scheduler=scheduler, learner=replace(cfg.learner, max_lag_steps=max_lag_steps)
@@ -53,7 +56,7 @@ def with_actors(cfg: RunConfig, value: int) -> RunConfig:
 
 
 def with_size(cfg: RunConfig, value: int) -> RunConfig:
-    """Return groups of this size, and so many that a step has as many episodes as before."""
+    """Return a configuration with groups of this size and about as many episodes per step."""
     groups = cfg.groups
     per_step = groups.per_step * groups.size // value
     min_size = max(2, round(groups.min_size * value / groups.size))

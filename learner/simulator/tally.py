@@ -1,36 +1,36 @@
-"""What a simulation counted, and the figures made of it."""
+"""The counters of a simulation, and the figures derived from them."""
 
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-WARM_UP_FRAC = 0.1  # of the steps, left out of rates
+WARM_UP_FRAC = 0.1  # Fraction of the steps that rates leave out.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What one simulation predicts. Rates leave the beginning out."""
+    """The prediction of one simulation. Rates leave the first steps out."""
 
     mode: str
     num_actors: int
     simulated_h: float
     num_steps: int
-    num_episodes: int  # that arrived
+    num_episodes: int  # Number of delivered episodes.
     steps_per_h: float
     episodes_per_s: float
-    trained_per_h: float  # episodes
-    lag_mean: float  # over turns
-    lag_counts: dict[int, int]  # of an episode's oldest turn, when it was consumed
-    learner_wait_frac: float  # of the time
-    actor_idle_frac: float  # of the time, without any episode
-    filtered_frac: float  # of the settled episodes, as the next two
+    trained_per_h: float  # Episodes per hour.
+    lag_mean: float  # Mean over turns.
+    lag_counts: dict[int, int]  # Lag of an episode's oldest turn at consumption, with counts.
+    learner_wait_frac: float  # Fraction of the time.
+    actor_idle_frac: float  # Fraction of the time without any episode.
+    filtered_frac: float  # Fraction of the settled episodes, like the next two.
     stale_frac: float
     failed_frac: float
     num_reissued: int
     num_deaths: int
-    short_batch_frac: float  # of the steps
-    stopped_by: str  # "" or why a real run would have ended here
+    short_batch_frac: float  # Fraction of the steps.
+    stopped_by: str  # Error that would have ended a real run, or "".
 
     def to_json(self) -> dict[str, Any]:
         counts = {str(lag): num for lag, num in sorted(self.lag_counts.items())}
@@ -41,22 +41,22 @@ class Prediction:
 class Step:
     ended_s: float
     wait_s: float
-    num_arrived: int  # episodes so far
-    num_trained: int  # of this step
-    lag_sum: float  # over the turns of this step
+    num_arrived: int  # Episodes since the start.
+    num_trained: int  # Episodes of this step.
+    lag_sum: float  # Sum over the turns of this step.
     num_turns: int
 
 
 @dataclass(slots=True)
 class Tally:
-    published_s: list[float] = field(default_factory=list)  # when version i + 1 was there
+    published_s: list[float] = field(default_factory=list)  # Publication time of version i + 1.
     steps: list[Step] = field(default_factory=list)
     lags: Counter[int] = field(default_factory=Counter)
     num_arrived: int = 0
-    num_short: int = 0  # batches
+    num_short: int = 0  # Number of incomplete batches.
 
     def mean_version(self, version: int, started_s: float, ended_s: float) -> float:
-        """Return the mean version over an episode's time; it started with `version`."""
+        """Return the time-averaged version over an episode that started with `version`."""
         last = bisect_right(self.published_s, ended_s)
         if last <= version or ended_s <= started_s:
             return float(version)
@@ -68,7 +68,7 @@ class Tally:
         self.steps.append(step)
 
     def rates(self) -> dict[str, float]:
-        """Return the means over the steps after the beginning; all 0 with fewer than two."""
+        """Return the means over the steps after the warm-up; all 0 with fewer than two."""
         first = max(0, int(WARM_UP_FRAC * len(self.steps)))
         if len(self.steps) - first < 2:
             names = ("steps_per_h", "episodes_per_s", "trained_per_h", "lag_mean")

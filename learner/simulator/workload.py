@@ -1,4 +1,4 @@
-"""What episodes and steps take: sampled from distributions, where no run was measured."""
+"""The duration of episodes and steps, sampled from distributions if no run was measured."""
 
 import math
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from common.wire.messages import EndReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """One episode as it will turn out, on an actor of speed 1."""
+    """The predetermined result of one episode, on an actor of speed 1."""
 
     num_turns: int
     wall_s: float
-    num_tokens: int  # for the learner
-    worth: float  # what a group's members are compared by
+    num_tokens: int  # Number of tokens that the learner trains on.
+    worth: float  # Reward that the members of a group are compared by.
     is_success: bool
     end_reason: EndReason
 
 
 class Workload(Protocol):
-    """How the members of a group turn out, and what a step costs."""
+    """A model of episodes and step times."""
 
     def group(
         self, rng: Random, *, horizon: int, stage: int, version: int, size: int
@@ -32,19 +32,22 @@ class Workload(Protocol):
         ...
 
     def step_s(self, rng: Random, num_tokens: int, *, version: int) -> float:
-        """Return the seconds from a batch of so many tokens to its published weights."""
+        """Return the seconds from a batch of `num_tokens` to its published weights."""
         ...
 
 
 class SampledWorkload:
-    """Log-normal seconds per turn and turns per episode; items of even difficulty.
+    """Log-normal seconds per turn and turns per episode.
 
-    Example: a turn of 3.5 s, 8 turns -> 28 s; one in fifty takes 280 s. An item that the policy
-    solves with probability 0.9 gives a group of eight without signal with 0.9^8 + 0.1^8.
+    Item difficulty follows a beta distribution.
+
+    Example: 8 turns of 3.5 s take 28 s; with `tail_frac` 0.02 and `tail_factor` 10 one episode in
+    fifty takes 280 s. If the policy solves an item with probability 0.9, a group of eight has no
+    signal with probability 0.9^8 + 0.1^8.
     """
 
     def __init__(self, cfg: SimulatorSection, *, unit: HorizonUnit = HorizonUnit.TURNS) -> None:
-        """Make one whose episodes are cut by a horizon in this unit."""
+        """Create a workload whose episodes are cut by a horizon in this unit."""
         self._cfg, self._unit = cfg, unit
         self._mean_log_turns = math.log(cfg.num_turns)
         self._mean_log_turn_s = math.log(cfg.turn_s + cfg.env_s)
@@ -54,7 +57,7 @@ class SampledWorkload:
     def group(
         self, rng: Random, *, horizon: int, stage: int, version: int, size: int
     ) -> list[Play]:
-        """Return the members; they share the item's difficulty, nothing else."""
+        """Return the members. They share only the item's difficulty."""
         solved_frac = rng.betavariate(self._alpha, self._beta)
         return [self._play(rng, horizon, solved_frac) for _ in range(size)]
 
@@ -79,7 +82,7 @@ class SampledWorkload:
         )
 
     def _most_turns(self, horizon: int, turn_s: float) -> int:
-        """Return the turns that a horizon lets begin; a turn's tokens count as all sampled."""
+        """Return the maximum number of turns in a horizon. A turn's tokens all count as sampled."""
         match self._unit:
             case HorizonUnit.TURNS:
                 return horizon
@@ -89,5 +92,5 @@ class SampledWorkload:
                 return math.ceil(horizon / turn_s)
 
     def step_s(self, rng: Random, num_tokens: int, *, version: int) -> float:
-        """Return a constant and the tokens at the learner's rate."""
+        """Return a constant plus the time for the tokens at the learner's rate."""
         return self._cfg.step_s + num_tokens / self._cfg.learner_tokens_per_s

@@ -31,20 +31,20 @@ from learner.simulator.tally import Prediction, Step, Tally
 from learner.simulator.workload import Workload
 
 LEARNER = "learner-0"
-MANY_ACTORS = 16  # beyond which heartbeats are as seldom as leaves nobody taken for dead
-MAX_HOURS = 24.0 * 365  # a run that does not come forward ends here
+MANY_ACTORS = 16  # With more actors, heartbeats are as rare as `dead_after_s` allows.
+MAX_HOURS = 24.0 * 365  # Limit for a run that makes no progress.
 
 
 class World:
-    """A run on virtual time. What it does not do: evaluation before and after, checkpoints.
+    """A run on virtual time. It does not simulate evaluation before and after, nor checkpoints.
 
-    Example: an episode ends, is with the learner `delivery_s` later, completes its group, and the
-    learner, which waited, trains for as long as the workload says. Then the version goes up, the
-    scheduler hears of the step, and the actors that were refused ask again.
+    Example: an episode ends, reaches the learner `delivery_s` later and completes its group. The
+    waiting learner then trains for the time that the workload gives. Afterwards the version
+    increases, the scheduler receives the step, and the refused actors repeat their requests.
     """
 
     def __init__(self, cfg: RunConfig, workload: Workload, *, max_steps: int = 0) -> None:
-        """Build everything. `max_steps`: end there, as if the run went on; 0: as configured."""
+        """Build everything. `max_steps`: stop there as in a longer run; 0: as configured."""
         self._cfg = for_simulation(cfg, is_endless=max_steps > 0)
         self._max_steps = max_steps or self._cfg.train.num_steps
         self._workload = workload
@@ -69,7 +69,7 @@ class World:
         )
         self._tally = Tally()
         self._arrivals: list[Arrival] = []
-        self._journal: dict[str, Arrival] = {}  # accepted and not consumed
+        self._journal: dict[str, Arrival] = {}  # Accepted episodes that are not consumed yet.
         self._known: set[str] = set()
         self._lag_bounds: dict[tuple[str, int], int] = {}
         self._is_training = False
@@ -82,7 +82,7 @@ class World:
         self._events.at(self._heartbeat_s, self._exchange_heartbeats)
 
     def run(self) -> Prediction:
-        """Let it happen until the hours, the steps or the episodes are used up."""
+        """Simulate until the limit of hours, steps or episodes is reached."""
         simulator = self._cfg.simulator
         end_s = 3600.0 * (simulator.hours or MAX_HOURS)
         try:
@@ -143,7 +143,7 @@ class World:
         self._tell(report)
 
     def _tell(self, message: Outcomes | StepDone | Heartbeat) -> Progress | None:
-        """Hand the scheduler a message; take its decision on the next batch."""
+        """Send the scheduler a message, and apply its decision on the next batch."""
         progress: Progress | None = self._core.handle(LEARNER, message)
         if progress is not None:
             self._table.decide(progress.learner_version, progress.num_batch_groups)
@@ -214,10 +214,10 @@ class World:
             )
         )
 
-    # --- who is there -------------------------------------------------------------------------
+    # --- heartbeats -------------------------------------------------------------------------
 
     def _exchange_heartbeats(self) -> None:
-        """Heartbeats of all at once: the living are touched, the dead are found."""
+        """Process the heartbeats of all live actors at once, and detect the dead ones."""
         now = self._events()
         members = self._core.members
         for name in self._fleet.beat_and_list():
@@ -267,7 +267,7 @@ def _has_signal(members: list[Trajectory]) -> bool:
 
 
 def _trajectory(arrival: Arrival) -> Trajectory:
-    """Return what group table and scheduler look at; the arrays hold one token."""
+    """Return the fields that group assembly and scheduler need. The arrays hold one token."""
     return synthetic_trajectory(
         [0],
         [1],

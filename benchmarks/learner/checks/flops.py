@@ -1,4 +1,4 @@
-"""The arithmetic that a training step needs, and how fast a device multiplies matrices."""
+"""The arithmetic of a training step, and the rate of matrix products on a device."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ NUM_PRODUCTS = 20
 
 
 def step_flops(model: PreTrainedModel, lengths: Sequence[int], num_scored: int) -> float:
-    """Return the floating-point operations that a forward and backward pass cannot do without.
+    """Return the minimum floating-point operations of a forward and backward pass.
 
-    Two per weight and token forwards; backwards two for the gradient of the inputs and, for what
-    is trained, two for that of the weights. The head is counted for scored tokens only, the
-    embedding not at all, attention for the pairs that causality allows. What is computed again
-    (checkpointing, chunks of the head) does not count.
+    The forward pass needs two operations per weight and token. The backward pass needs two for the
+    gradient of the inputs and, for trained weights, two for that of the weights. The head is
+    counted for scored tokens only, the embedding not at all, and attention for causal pairs.
+    Recomputation (checkpointing, chunks of the head) is not counted.
 
     Args:
         lengths: tokens of each sequence.
@@ -32,12 +32,12 @@ def step_flops(model: PreTrainedModel, lengths: Sequence[int], num_scored: int) 
         frozen += parameter.numel() * (not parameter.requires_grad)
     num_tokens = sum(lengths)
     head = model.get_output_embeddings()
-    assert head is not None  # every causal language model has one
+    assert head is not None  # Every causal language model has a head.
     weight = head.weight
     of_head = weight.numel() * num_scored * (6 if weight.requires_grad else 4)  # pyright: ignore
     config = model.config
     pairs = sum(length * (length + 1) / 2 for length in lengths)
-    of_pair = 2 * 2 * config.num_attention_heads * config.head_dim  # scores, weighted values
+    of_pair = 2 * 2 * config.num_attention_heads * config.head_dim  # Scores and weighted values.
     of_attention = 3 * config.num_hidden_layers * of_pair * pairs
     return float((6 * trained + 4 * frozen) * num_tokens + of_head + of_attention)
 
@@ -46,7 +46,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
     """Return the operations per second of a product of two [size, size] matrices, the best of 3."""
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     clock, best_s = clock_of(device), float("inf")
-    for _ in range(4):  # the first makes the kernels
+    for _ in range(4):  # The first run loads the kernels.
         started = clock()
         for _ in range(NUM_PRODUCTS):
             torch.mm(left, right)

@@ -1,4 +1,4 @@
-"""The suite `dashboard`: its answers over a large journal, and what it costs the run it shows."""
+"""The suite `dashboard`: its response times with a large journal, and its cost during a run."""
 
 import json
 import sys
@@ -25,7 +25,8 @@ from common.wire.messages import EndReason
 from learner.batch.synthetic import synthetic_trajectory
 
 NUM_EPISODES, NUM_TOKENS, MOST_TOKENS = 100_000, 60, 50_000
-NUM_TRIES = 5  # of each request; the fastest counts, as others compute here, too
+# Tries of each request. The fastest counts, because other programs also use the processor.
+NUM_TRIES = 5
 START_S = 60.0
 PAGE = ("", *(f"static/{each.relative_to(STATIC)}" for each in sorted(STATIC.rglob("*.[chjs]*s"))))
 LOOK = ("api/runs", "api/run/{run}", "api/run/{run}/metrics")
@@ -37,14 +38,15 @@ FILTERS: tuple[dict[str, str], ...] = (
 )
 MAX_FIRST_S, MAX_LIST_S, MAX_OPEN_S = 1.5, 0.3, 0.15
 MAX_RSS_MB, MAX_PAGE_KB, MAX_FRAC = 300.0, 300.0, 0.01
-FIRST_STEP, LAST_STEP = 4, 40  # while the page is open; before that engines start
+# The page is open between these steps; the engines start before them.
+FIRST_STEP, LAST_STEP = 4, 40
 RUN_S = 900.0
-EVERY_S = 5.0  # between two updates of an open page, as its script has it
+EVERY_S = 5.0  # Interval of an open page's updates, as in its script.
 SAID = "dashboard: "
 
 
 def run_suite(table: BenchTable) -> None:
-    """Measure the server over 100,000 episodes, then beside a quickstart, in five minutes."""
+    """Measure the server over 100,000 episodes, then during a quickstart, in five minutes."""
     with tempfile.TemporaryDirectory(prefix="longstride-page-") as folder:
         table.title(f"{NUM_EPISODES:,} episodes of {NUM_TOKENS} tokens, one of {MOST_TOKENS:,}")
         table.attempt("a large journal", lambda: add_answers(table, Path(folder)))
@@ -53,7 +55,7 @@ def run_suite(table: BenchTable) -> None:
 
 
 def add_answers(table: BenchTable, folder: Path, *, num: int = NUM_EPISODES) -> None:
-    """Write what a server answers over `num` episodes, how fast, and its memory."""
+    """Write the response times of a server over `num` episodes, and its memory."""
     write_run(folder / "large", num)
     words = ["dashboard", "large", f"run.dir={folder}", "port=0"]
     log = folder / "server.log"
@@ -115,7 +117,7 @@ def write_run(root: Path, num: int) -> None:
 
 
 def load(url: str, run: str) -> tuple[float, int]:
-    """Ask for all that a page asks for when it opens; return seconds, and bytes without data."""
+    """Send all requests of an opening page; return seconds, and bytes without data."""
     started = time.monotonic()
     num_bytes = sum(_size(url + path) for path in PAGE)
     for path in LOOK:
@@ -129,7 +131,7 @@ def _wait_until_read(url: str) -> float:
         answer = request(f"{url}api/runs", timeout_s=START_S, is_own=True)
         if json.loads(answer.body)[0]["indexed"] >= 1.0:
             return time.monotonic() - started
-        _size(f"{url}api/run/large")  # what nobody looks at is not read on
+        _size(f"{url}api/run/large")  # The server indexes only runs that are requested.
         time.sleep(0.1)
     raise LongstrideError(f"the journal is not read within {START_S:g}s")
 
@@ -144,7 +146,7 @@ def _fastest(url: str) -> float:
 
 
 def _size(url: str) -> int:
-    """Return the bytes of an answer as they are sent, which is what a browser asks for."""
+    """Return the number of compressed bytes of an answer, as a browser requests them."""
     headers = {"Accept-Encoding": "gzip"}
     answer = request(url, headers=headers, timeout_s=START_S, is_own=True)
     if not answer.is_ok:
@@ -164,7 +166,7 @@ def add_presence(table: BenchTable, folder: Path) -> None:
 
 
 def look_on(child: ChildProcess, run_dir: RunDir) -> tuple[tuple[float, float], int]:
-    """Look as an open page does; return (dashboard's, roles') CPU-s meanwhile, and looks.
+    """Send the requests of an open page; return (dashboard's, roles') CPU-s, and their number.
 
     Raises: LongstrideError: the run ended before its last step, or was not in time.
     """
@@ -188,7 +190,7 @@ def look_on(child: ChildProcess, run_dir: RunDir) -> tuple[tuple[float, float], 
 
 
 def used_by(launcher: int) -> tuple[float, float]:
-    """Return the processor seconds of the dashboard below a launcher, and of everybody else."""
+    """Return the processor seconds of the dashboard below a launcher, and of all others."""
     used = [0.0, 0.0]
     for process in [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]:
         try:

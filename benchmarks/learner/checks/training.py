@@ -31,11 +31,14 @@ from learner.training.step import Gradients, TrainerSettings
 from learner.training.trainer import Trainer
 
 SHARDED = "FSDP2 on one rank"
-MIN_RATE_FRAC = 0.4  # of the matrix rate; best published at 16k tokens: 0.15 to 0.23
-# In fp32; attention's backward pass adds in no fixed order on CUDA.
+# Fraction of the matrix rate; the best published values at 16k tokens are 0.15 to 0.23.
+MIN_RATE_FRAC = 0.4
+# In fp32; on CUDA the order of additions in attention's backward pass varies.
 MAX_SHARD_DIFFERENCE = {"cpu": 1e-6, "cuda": 1e-4}
 GROUP_TIMEOUT = timedelta(seconds=120)
-TRAIN_BYTES, FROZEN_BYTES, WORK_BYTES = 18, 2, 6 << 30  # of a weight: fp32, its moments, a copy
+# Bytes per trained weight (fp32, its moments, a copy) and per frozen weight; bytes of working
+# memory.
+TRAIN_BYTES, FROZEN_BYTES, WORK_BYTES = 18, 2, 6 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,7 @@ class PackedCase:
 def check_packed(
     table: BenchTable, cases: Sequence[PackedCase], device: torch.device, matrix_size: int
 ) -> None:
-    """Hold the arithmetic of whole training steps against bare matrix products in bf16."""
+    """Compare the arithmetic rate of whole training steps with bare matrix products in bf16."""
     rate = matrix_rate(device, torch.bfloat16, matrix_size) / 1e12
     for case in cases:
         num = num_weights(case.model)
@@ -68,7 +71,7 @@ def check_packed(
 
 
 def num_weights(shape: ModelShape) -> int:
-    """Return about how many weights a model has, its tables counted once."""
+    """Return the approximate number of weights of a model, with its tables counted once."""
     attention = 2 * (shape["num_attention_heads"] + shape["num_key_value_heads"])
     layer = shape["hidden_size"] * (attention * shape["head_dim"] + 3 * shape["intermediate_size"])
     return shape["num_hidden_layers"] * layer + shape["vocab_size"] * shape["hidden_size"]
@@ -115,7 +118,7 @@ def make_model(
     lora_rank: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Return random weights on a device, perhaps frozen in bf16 with adapters beside them."""
+    """Return random weights on a device; with adapters the base is frozen in bf16 on CUDA."""
     dtype = torch.bfloat16 if lora_rank and device.type == "cuda" else dtype
     model = make_random_model(shape, device=device, is_tied=lora_rank == 0, dtype=dtype)
     if lora_rank:
@@ -131,9 +134,9 @@ def check_shards(
     learner: LearnerSection,
     device: torch.device,
 ) -> None:
-    """Hold one FSDP2 rank against none: its gradient in fp32, and the time of a step.
+    """Compare one FSDP2 rank with none: its gradient in fp32, and the time of a step.
 
-    Once more with all that it keeps in the host's memory, where it is updated, too.
+    A second comparison stores and updates weights, gradients and moments in the host's memory.
     """
     model = make_random_model(shape, device=device, is_tied=True)
     samples = make_batch(batch, vocab_size=vocabulary_size(model), seed=table.seed)

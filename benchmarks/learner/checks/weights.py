@@ -1,4 +1,4 @@
-"""Checks of versions on one device: to another process there, in a group of one, into an engine."""
+"""Checks of weight transfers on one device: to another process, in a group of one, to an engine."""
 
 import importlib.util
 import tempfile
@@ -22,25 +22,27 @@ from learner.weights.source import LiveWeights, WeightSource
 TOKENIZER = ROOT / "configs" / "policies" / "tiny"
 TIMEOUT_S = 60.0
 BUCKET_BYTES = 256 << 20
-NUM_PIECES = 8  # of the weights that are sent as they are
-NUM_ROUNDS = 4  # of which the first opens memory
-MIN_NCCL_GB_PER_S = 5.0  # between two GPUs of one machine, over PCIe at the least
-MIN_GLOO_GB_PER_S = 0.2  # between two processes over the loopback
+NUM_PIECES = 8  # Number of equal pieces of the sent weights.
+NUM_ROUNDS = 4  # The first round allocates the memory.
+MIN_NCCL_GB_PER_S = 5.0  # Between two GPUs of one machine, at least over PCIe.
+MIN_GLOO_GB_PER_S = 0.2  # Between two processes over loopback.
 MIN_ENGINE_TOKENS_PER_S = 100.0
 MAX_START_S = 120.0
-# Of 7.6B weights in bf16 and an engine on the learner's GPU; less is to take so much less.
+# Bounds for 7.6B weights in bf16 and an engine on the learner's GPU. Fewer bytes have
+# proportionally smaller bounds.
 FULL_BYTES, MAX_UPDATE_S, MAX_PAUSE_S = 15.2e9, 1.0, 0.1
-SENT_BYTES = 6  # of memory for each weight: fp32 here, bf16 there
-SHARED_BYTES = 6  # in bf16 here, in an engine and on their way
+SENT_BYTES = 6  # Bytes of memory for each weight: fp32 at the sender, bf16 at the receiver.
+# Bytes of memory for each weight in bf16: at the sender, in an engine and in transfer.
+SHARED_BYTES = 6
 WORK_BYTES = 8 << 30
 
 
 def check_transfers(
     table: BenchTable, shape: ModelShape, device: torch.device, peer_device: str
 ) -> None:
-    """Send weights in fp32 as a version in bf16: on this device, alone, and to another device.
+    """Send fp32 weights as a bf16 version: on this device, alone, and to another device.
 
-    CUDA IPC carries them on a GPU; on a CPU files do, behind the same mailbox.
+    On a GPU the transport is CUDA IPC; on a CPU it is files behind the same mailbox.
     """
     is_cuda = device.type == "cuda"
     num = num_weights(_fitting(shape, device, SENT_BYTES))
@@ -83,7 +85,7 @@ def check_transfers(
 
 
 def _send(table: BenchTable, source: WeightSource, route: Route, limit: float, where: str) -> float:
-    """Return the seconds of the fastest round, which is checked by whoever receives."""
+    """Return the seconds of the fastest round. The receiver verifies every round."""
     cut = Cut(source.total_bytes, BUCKET_BYTES)
     sent = send_rounds(source, cut, ["ours"] * NUM_ROUNDS, route=route)
     took_s = min(sent.took_s["ours"][1:])
@@ -110,7 +112,7 @@ def _copy_rate(num_bytes: int, device: torch.device) -> float:
 
 
 def _fitting(shape: ModelShape, device: torch.device, bytes_each: int) -> ModelShape:
-    """Return a shape with as many of its layers as fit in what a GPU has free."""
+    """Return a shape with as many of its layers as fit into a GPU's free memory."""
     if device.type != "cuda":
         return shape
     torch.cuda.empty_cache()
@@ -126,7 +128,7 @@ def _fitting(shape: ModelShape, device: torch.device, bytes_each: int) -> ModelS
 def check_adapter_transfer(
     table: BenchTable, shape: ModelShape, device: torch.device, learner: LearnerSection
 ) -> None:
-    """Send a model's adapters to another process on the device, and nothing of its base."""
+    """Send only a model's adapters to another process on the device."""
     model = make_model(shape, device, lora_rank=8)
     trainer = make_trainer(learner, AlgorithmSection(), model, engine_dtype="bfloat16")
     source = trainer.live_weights()
@@ -154,11 +156,11 @@ def check_engine(
     canary: tuple[int, int],
     lora_rank: int = 0,
 ) -> None:
-    """Start a vLLM engine on the learner's device, bring it two versions, sample, compare scores.
+    """Start a vLLM engine on the learner's device, send two versions, sample, compare scores.
 
     Args:
-        canary: how many sequences of how many tokens both sides score.
-        lora_rank: above 0, versions are of adapters alone.
+        canary: number of sequences, and of tokens in each, that both sides score.
+        lora_rank: above 0, versions contain adapters alone.
     """
     name = "engine, adapters" if lora_rank else "engine"
     if importlib.util.find_spec("vllm") is None:
@@ -201,7 +203,7 @@ def check_engine(
 
 
 def _engine_share(num: int, device: torch.device) -> float:
-    """Return the part of a GPU that holds an engine's weights and a small cache."""
+    """Return the fraction of a GPU for an engine's weights and a small cache."""
     if device.type != "cuda":
         return 0.3
     return min(0.9, (2 * num + WORK_BYTES / 2) / torch.cuda.mem_get_info(device)[1])
