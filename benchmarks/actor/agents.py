@@ -140,9 +140,11 @@ async def _timed(job: Job, player: Player) -> dict[str, float]:
     Raises: LongstrideError: an episode failed.
     """
     shutil.rmtree(job.journal, ignore_errors=True)
-    started, before = time.monotonic(), family_cpu_s()
+    started = time.monotonic()
+    before = family_cpu_s()
     await play(job, player)
-    took_s, cpu_s = time.monotonic() - started, family_cpu_s() - before
+    took_s = time.monotonic() - started
+    cpu_s = family_cpu_s() - before
     episodes = [each for _, each in read_journal(job.journal)]
     turns = sum(each.num_turns for each in episodes)
     return {"episodes": len(episodes), "turns": turns, "time_s": took_s, "cpu_s": cpu_s}

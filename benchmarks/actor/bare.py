@@ -25,7 +25,11 @@ from common.store.run_dir import RunDir, write_atomically
 
 NUM_WARM_UP = 64  # Number of episodes before the measurement starts.
 # Long episodes; new weights arrive every few turns.
-NUM_LONG, LONG_TURNS, TURNS_PER_UPDATE, NUM_OBSERVED, NUM_SAMPLED = 16, 32, 4, 48, 12
+NUM_LONG = 16
+LONG_TURNS = 32
+TURNS_PER_UPDATE = 4
+NUM_OBSERVED = 48
+NUM_SAMPLED = 12
 
 
 class BareEngine:

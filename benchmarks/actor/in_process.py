@@ -38,7 +38,8 @@ class LocalSession:
         return StepResult(**self._env.step(action).told())
 
     async def hint(self) -> Hint:
-        valid, expert = self._env.valid_actions(), self._env.expert_action()
+        valid = self._env.valid_actions()
+        expert = self._env.expert_action()
         return Hint(valid_actions=valid, expert_action=expert)
 
     async def close(self) -> None:
@@ -66,7 +67,9 @@ class InProcessPlayer:
         path = cfg.model.path
         self._renderer = load_renderer(path, cfg.actor.format)
         self._engine = engine or _make_engine(cfg, self._renderer.end_of_turn_ids)
-        self._cfg, self._specs, self._plain = cfg, specs, plain
+        self._cfg = cfg
+        self._specs = specs
+        self._plain = plain
         self._has_critic = cfg.algorithm.advantage is Advantage.PPO
 
     def load(self, weights: Mapping[str, Tensor], *, version: int) -> None:
@@ -97,7 +100,8 @@ class InProcessPlayer:
         return await asyncio.gather(*(self._one(lease, rounds) for lease in leases))
 
     async def _one(self, lease: Lease, rounds: Rounds) -> Trajectory:
-        actor, spec = self._cfg.actor, self._specs[lease.env]
+        actor = self._cfg.actor
+        spec = self._specs[lease.env]
         style = next(each for each in spec.instruction if each.value == self._cfg.envhub.style)
 
         async def open_session() -> Session:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:  # The import takes seconds.
 # Rates of an engine that samples 50 tokens a second for each episode, 75 per turn on average. The
 # range is wide, so that the actors' episodes do not end at the same time.
 TOKEN_S = 0.02
-MIN_TOKENS, MAX_TOKENS = 10, 140
+MIN_TOKENS = 10
+MAX_TOKENS = 140
 START_S = 60.0
 
 

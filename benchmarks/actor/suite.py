@@ -31,7 +31,8 @@ POLL_S = 0.2
 MIN_RATIO = 0.90
 SETTINGS = (
     # A batch never fills, so the first step never starts.
-    *("groups.per_step=10000", "train.num_steps=1"),
+    "groups.per_step=10000",
+    "train.num_steps=1",
     "actor.max_model_len=2048",
     *TRAINING_ALONE,
 )
@@ -63,7 +64,8 @@ def add_speeds(table: BenchTable, folder: Path) -> None:
     )
     for role in ("engine", "actor"):
         add_cost(table, f"inside a run, {role}", role, ours, alone, "vLLM alone")
-    dropped, kept = peers["dropped"], peers["kept"]
+    dropped = peers["dropped"]
+    kept = peers["kept"]
     name = "long episodes, prefixes recomputed after updates, engine"
     add_cost(table, name, "engine", dropped, kept, "prefixes kept")
 
@@ -94,10 +96,12 @@ def measure_run(name: str, *, folder: Path) -> dict[str, float]:
             if time.monotonic() > deadline:
                 raise LongstrideError(f"run {name} generates nothing, see {child.log_path}")
             time.sleep(POLL_S)
-        begin, started = synced_end(run_dir / "journal"), time.monotonic()
+        begin = synced_end(run_dir / "journal")
+        started = time.monotonic()
         before = cpu_seconds(child.pid)
         time.sleep(WINDOW_S)
-        end, took_s = synced_end(run_dir / "journal"), time.monotonic() - started
+        end = synced_end(run_dir / "journal")
+        took_s = time.monotonic() - started
         after = cpu_seconds(child.pid)
         check_end(child)
     episodes = arrived(run_dir, begin, end)

@@ -15,7 +15,8 @@ from actor.rollout.episode import Turn
 from benchmarks.actor.key_values import NAME, Block, KeyValues
 
 MAX_BEGINNINGS = 50_000  # Limit of the remembered beginnings of turns.
-SURE, SUREST = 2, 3
+SURE = 2
+SUREST = 3
 
 
 @dataclass(slots=True)
@@ -46,7 +47,8 @@ class Guesses:
 
     def after(self, beginning: Sequence[int], most: int) -> list[int]:
         """Return at most `most` tokens that probably follow; none of them ends the turn."""
-        key, found = tuple(beginning), list[int]()
+        key = tuple(beginning)
+        found = list[int]()
         while len(found) < most:
             token, sureness = self._next.get(key, (0, 0))
             if sureness < SURE or token in self._end_ids:

@@ -99,7 +99,8 @@ def make_clock(folder: Path) -> JumpingClock | None:
     compiler = shutil.which("cc")
     if compiler is None:
         return None
-    source, library = folder / "clock.c", folder / "clock.so"
+    source = folder / "clock.c"
+    library = folder / "clock.so"
     source.write_text(SOURCE, encoding="utf-8")
     command = (compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl")
     subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)

@@ -10,14 +10,21 @@ import shutil
 import subprocess
 from pathlib import Path
 
-NEW_MOUNTS, NEW_NETWORK = 0x00020000, 0x40000000  # The flags CLONE_NEWNS and CLONE_NEWNET of Linux.
+# The flags CLONE_NEWNS and CLONE_NEWNET of Linux.
+NEW_MOUNTS = 0x00020000
+NEW_NETWORK = 0x40000000
 DISK_BYTES = 17 << 27  # A run needs two gigabytes to start.
 SLOW = ("rate", "16mbit", "burst", "16k", "limit", "32k")  # Packets beyond the queue are dropped.
 FILL_BYTES = 1 << 20
 DROPPED_FRAC = 0.05  # Fraction of all packets, in either direction.
-_LOAD, _AT_LEAST, _RETURN = 0x20, 0x35, 0x06  # Opcodes of classic BPF.
+# Opcodes of classic BPF.
+_LOAD = 0x20
+_AT_LEAST = 0x35
+_RETURN = 0x06
 _RANDOM = 0xFFFFF038  # Address of the word with a random number (SKF_AD_RANDOM).
-_PASS, _DROP = 0, 2  # The values TC_ACT_OK and TC_ACT_SHOT.
+# The values TC_ACT_OK and TC_ACT_SHOT.
+_PASS = 0
+_DROP = 2
 
 
 def isolate(folder: Path) -> str:

@@ -72,7 +72,8 @@ SHORT = Size(
         *(Fault(Kind.KILL, role) for role in (Role.SCHEDULER, Role.LEARNER, Role.HUB, Role.ACTOR)),
         *(Fault(Kind.RESET, role) for role in (Role.LEARNER, Role.ACTOR)),
         *(Fault(Kind.CORRUPT, role) for role in (Role.SCHEDULER, Role.LEARNER)),
-        *(Fault(Kind.STOP, Role.ACTOR), Fault(Kind.DUPLICATE, Role.LEARNER)),
+        Fault(Kind.STOP, Role.ACTOR),
+        Fault(Kind.DUPLICATE, Role.LEARNER),
         *(Fault(kind) for kind in (Kind.DISK_FULL, Kind.DROPPED, Kind.CLOCK, Kind.HALVES)),
     ),
 )
@@ -157,7 +158,9 @@ def _measure(
     table: BenchTable, size: Size, folder: Path, *, apart: Path, has_machine: bool
 ) -> None:
     """Run with faults in `folder`, which has a small disk. The run without faults is in `apart`."""
-    run_dir, halves, clock = RunDir(root=folder / "run"), folder / "halves", make_clock(folder)
+    run_dir = RunDir(root=folder / "run")
+    halves = folder / "halves"
+    clock = make_clock(folder)
     settings = (*size.settings, f"train.num_steps={size.num_steps}")
     settings = (*settings, f"envhub.envs=[{HALVES}]", f'envs.plugins={{halves: "{halves}"}}')
     if size.has_twin:
@@ -189,7 +192,8 @@ def add_success(table: BenchTable, run_dir: RunDir, twin: RunDir) -> None:
 
 def disturb(child: ChildProcess, scene: Scene, size: Size, *, seed: int) -> Story:
     """Inject faults until the run has ended. Raises: LongstrideError: it failed, or hangs."""
-    story, watch = Story(), Watch(scene.run_dir)
+    story = Story()
+    watch = Watch(scene.run_dir)
     _wait(child, watch, FIRST_STEPS, START_S)
     for fault in deal(size.faults, seed=seed):
         began_s = time.monotonic()
@@ -220,7 +224,8 @@ def disturb(child: ChildProcess, scene: Scene, size: Size, *, seed: int) -> Stor
 
 def _recover(child: ChildProcess, watch: Watch, suffered: Suffered) -> None:
     """Wait until the role works again and the run has made a step, and record both times."""
-    num_steps, wall_s = watch.look(), time.time()
+    num_steps = watch.look()
+    wall_s = time.time()
     role = suffered.fault.role
     engines = read_engines(watch.run_dir)
     while math.isnan(suffered.back_s) or math.isnan(suffered.step_s):
@@ -252,10 +257,12 @@ def read_engines(run_dir: RunDir) -> list[float]:
 
 def _wait(child: ChildProcess, watch: Watch, num_steps: int, timeout_s: float) -> None:
     """Wait until a run has made `num_steps` steps, each within `timeout_s`."""
-    deadline, seen = time.monotonic() + timeout_s, 0
+    deadline = time.monotonic() + timeout_s
+    seen = 0
     while (made := watch.look()) < num_steps and child.poll() is None:
         if made > seen:
-            deadline, seen = time.monotonic() + timeout_s, made
+            deadline = time.monotonic() + timeout_s
+            seen = made
         if time.monotonic() > deadline:
             raise LongstrideError(f"no step after {made} within {timeout_s:g}s")
         time.sleep(POLL_S)
@@ -277,7 +284,8 @@ def add_story(table: BenchTable, story: Story) -> None:
         if (role := each.fault.role) is not None and role in MEDIAN_S:
             by_role[role].append(each.back_s - each.engine_s)
     for name, all_of_it in sorted(by_name.items()):
-        back_s, step_s = (quantile([s.back_s for s in all_of_it], 0.5), worst_step(all_of_it))
+        back_s = quantile([s.back_s for s in all_of_it], 0.5)
+        step_s = worst_step(all_of_it)
         engine_s = quantile([s.engine_s for s in all_of_it], 0.5)
         note = f"{len(all_of_it)} times, next step after {step_s:.1f} s at most"
         note += f", {engine_s:.1f} s of it an engine's start" if engine_s else ""
@@ -326,6 +334,7 @@ def add_end(table: BenchTable, run_dir: RunDir, *, num_steps: int, story: Story)
     table.at_least("steps made", len(made), "", num_steps)
     redone = log.count("repeated step=")
     table.figure("steps repeated from the log", redone, "", "by learners that died")
-    done_again, issued = ledger["reissued"], ledger["issued"]
+    done_again = ledger["reissued"]
+    issued = ledger["issued"]
     table.figure("episodes issued again", done_again / max(1, issued), "of all", f"{issued} issued")
     table.figure("episodes failed", ledger["failed"] / max(1, issued), "of all")

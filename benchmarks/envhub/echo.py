@@ -31,7 +31,8 @@ class Echo(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Send the answer; called by the parser."""
-        body, self._body = self._body, b""
+        body = self._body
+        self._body = b""
         self._transport.write(HEAD % len(body) + body)
 
 

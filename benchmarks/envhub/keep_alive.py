@@ -96,7 +96,8 @@ class Stepper(asyncio.Protocol):
 
 
 def _is_whole(response: bytes) -> bool:
-    end, at = response.find(END), response.find(LENGTH)
+    end = response.find(END)
+    at = response.find(LENGTH)
     if end < 0 or not 0 <= at < end:
         return False
     num_bytes = int(response[at + len(LENGTH) : response.find(b"\r", at)])
@@ -129,7 +130,8 @@ async def _cpu_s(load: Load) -> float:
     """Return the server's processor time during the measurement."""
     if load.pid is None:
         return 0.0
-    process, marks = psutil.Process(load.pid), list[float]()
+    process = psutil.Process(load.pid)
+    marks = list[float]()
     for wait_s in (load.warmup_s, load.duration_s):
         await asyncio.sleep(wait_s)
         times = process.cpu_times()

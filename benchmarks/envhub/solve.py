@@ -153,7 +153,8 @@ async def solve_subset(target: Target, subset: Subset, *, num_items: int) -> Tal
 
 async def solve_item(client: Client, subset: Subset, item_id: str) -> Outcome:
     """Follow the expert from reset to the end of one item, at most `max_turns` turns."""
-    num_turns, fault = 0, f"no end in {subset.max_turns} turns"
+    num_turns = 0
+    fault = f"no end in {subset.max_turns} turns"
     try:
         session_id = await open_patiently(client, subset.env, item_id)
         while num_turns < subset.max_turns:

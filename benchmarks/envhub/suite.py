@@ -20,10 +20,13 @@ NUM_ECHO_ROUNDS = 8
 ROUTES = "textcraft, AgentGym's routes, {} raw clients"
 MIN_STEPS_PER_S = 1500.0  # With TextCraft and 128 clients.
 MAX_P99_MS = 250.0
-MIN_OF_ECHO, MIN_OF_USUAL, MAX_P99_OF_USUAL = 0.6, 6.0, 0.2
+MIN_OF_ECHO = 0.6
+MIN_OF_USUAL = 6.0
+MAX_P99_OF_USUAL = 0.2
 # Variable with the URL of AgentGym's own TextCraft server, if one runs.
 PEER = "LONGSTRIDE_BENCH_PEER"
-REFERENCE, ECHO = "benchmarks.envhub.reference", "benchmarks.envhub.echo"
+REFERENCE = "benchmarks.envhub.reference"
+ECHO = "benchmarks.envhub.echo"
 LEGEND = (
     "hub: this project. usual: synchronous FastAPI handlers in the thread pool around the same\n"
     "environments, by the same loop and parser (uvloop, httptools). plain: the same by what\n"
@@ -90,7 +93,8 @@ def add_agentgym_rows(table: BenchTable, hub: Service, plain: Service, echo: Ser
 
     AgentGym's servers use FastAPI with synchronous handlers and uvicorn's defaults.
     """
-    base, peer = "/agentgym/textcraft", os.environ.get(PEER, "")
+    base = "/agentgym/textcraft"
+    peer = os.environ.get(PEER, "")
     loads = [
         Load(target=hub.target, base=base),
         Load(target=plain.target, base="/textcraft", reset_key="item_id"),
@@ -101,11 +105,13 @@ def add_agentgym_rows(table: BenchTable, hub: Service, plain: Service, echo: Ser
     ours, *others = (_joined(list(each)) for each in zip(*rounds, strict=True))
     name = ROUTES.format(loads[0].num_clients)
     for against, theirs in zip(("as AgentGym serves", "AgentGym's server"), others, strict=False):
-        note, least = f"{_latencies(ours)}; theirs {_latencies(theirs)}", MIN_OF_USUAL
+        note = f"{_latencies(ours)}; theirs {_latencies(theirs)}"
+        least = MIN_OF_USUAL
         table.compare(
             name, ours.per_s, theirs.per_s, "/s", against=against, at_least=least, note=note
         )
-        p99, bound = ours.percentile_ms(0.99), MAX_P99_OF_USUAL * theirs.percentile_ms(0.99)
+        p99 = ours.percentile_ms(0.99)
+        bound = MAX_P99_OF_USUAL * theirs.percentile_ms(0.99)
         table.at_most(f"{name}: p99, of a fifth of theirs", p99, "ms", bound, note=against)
     if not peer:
         table.note("AgentGym's server", f"not measured: name the URL of its TextCraft in {PEER}")
@@ -125,7 +131,8 @@ def add_echo_rows(table: BenchTable, hub: Service, echo: Service) -> None:
         Load(target=same_bytes, base=base, is_echo=True, pid=echo.process.pid, duration_s=1.0),
     )
     rounds = [[measure_load(load) for load in loads] for _ in range(NUM_ECHO_ROUNDS)]
-    name, against = ROUTES.format(loads[0].num_clients), "a bare echo"
+    name = ROUTES.format(loads[0].num_clients)
+    against = "a bare echo"
     ours, bare = (median(each.per_s for each in side) for side in zip(*rounds, strict=True))
     table.compare(name, ours, bare, "/s", against=against)
     ours, bare = (

@@ -94,7 +94,8 @@ def hostile_messages(chance: random.Random, name: str) -> Iterator[list[bytes]]:
 def attack_with_key(told: Attack, done: Done) -> None:
     """Send half of the frames with an actor's key, over a series of connections."""
     assert told.keys is not None
-    context, num = zmq.Context(), told.num_frames // 2
+    context = zmq.Context()
+    num = told.num_frames // 2
     messages = hostile_messages(random.Random(told.seed), told.name)
     num_deaf = int(DEAF_FRAC * num)
     deaf = connect_dealer(context, told.keys, address=told.address, timeout_s=LINGER_S)
@@ -122,9 +123,11 @@ def attack_with_key(told: Attack, done: Done) -> None:
 
 def attack_as_strangers(told: Attack, done: Done) -> None:
     """Connect repeatedly without a key, and send data that is invalid before a handshake."""
-    where, chance = urlsplit(told.address), random.Random(told.seed)
+    where = urlsplit(told.address)
+    chance = random.Random(told.seed)
     place = where.hostname or "", where.port or 0
-    kept, slow = deque[socket.socket](), [_connected(place, b"") for _ in range(NUM_SLOW)]
+    kept = deque[socket.socket]()
+    slow = [_connected(place, b"") for _ in range(NUM_SLOW)]
     slow_at = 0.0
     for number in range(told.num_connections - NUM_SLOW):
         frames = [_stranger_frame(chance) for _ in range(FRAMES_PER_STRANGER)]
@@ -223,7 +226,8 @@ def main(text: str) -> None:
     """Attack, and write the counters."""
     plain = json.loads(text)
     keys = plain.pop("keys")
-    told, done = Attack(**plain, keys=RunKeys(**keys) if keys else None), Done()
+    told = Attack(**plain, keys=RunKeys(**keys) if keys else None)
+    done = Done()
     raise_file_limit()
     if told.keys is None:
         asyncio.run(attack_hub(told, done))

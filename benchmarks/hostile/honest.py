@@ -38,7 +38,8 @@ NAME = "honest"
 PAUSE_S = 0.05  # Time between an answer and the next request.
 ANSWER_S = 60.0
 MAX_LEASES = 16  # Number of unplayed leases at which requests stop.
-NUM_TOKENS, NUM_PROMPT = 40, 20
+NUM_TOKENS = 40
+NUM_PROMPT = 20
 
 
 class Honest(threading.Thread):
@@ -113,7 +114,8 @@ class Actor:
 
     def __init__(self, keys: RunKeys, scheduler: str) -> None:
         """Connect to a scheduler and send a hello."""
-        self._context, self._keys = zmq.Context(), keys
+        self._context = zmq.Context()
+        self._keys = keys
         self.addresses = {"scheduler": scheduler}  # Addresses by listener.
         self._lines = {"scheduler": Line(self._context, keys, scheduler)}
         hello = Hello(role="actor", name=NAME, incarnation="life-0", version=0)
@@ -156,7 +158,8 @@ class Actor:
     def ask_weights(self) -> None:
         """Join, receive an offer of the weights, and leave."""
         self._num_lives += 1
-        line, life = self._lines["weights"], f"life-{self._num_lives}"
+        line = self._lines["weights"]
+        life = f"life-{self._num_lives}"
         join = WeightsJoin(actor=NAME, incarnation=life, devices=[""], version=-1)
         line.ask(join, WeightsOffer)
         line.send(WeightsLeave(actor=NAME, incarnation=life))

@@ -28,7 +28,8 @@ from common.store.run_start import save_config
 from common.wire.security import create_keys, own_keys
 
 ATTACK = "benchmarks.hostile.attack"
-START_S, STOP_S = 180.0, 30.0
+START_S = 180.0
+STOP_S = 30.0
 ATTACK_S = 600.0
 WARM_UP_S = 5.0
 COUNTED_S = 60.0  # Limit of the time until status and metrics contain all refusals.
@@ -43,12 +44,19 @@ HUB_REFUSED = "127.0.0.1"  # A hub counts refusals by address.
 REFUSALS = ("400", "401", "413", "422", "431")  # Statuses that count as refusals.
 KINDS = ("invalid", "forbidden", "dropped")
 PARTS = ("trained", "filtered", "stale", "failed", "in_flight")
-ENV, ITEM = "babyai", "GoToLocal-train-7"
+ENV = "babyai"
+ITEM = "GoToLocal-train-7"
 SETTINGS = (
     *TRAINING_ALONE,
-    *("run.name=run", "train.num_steps=1000000", "log.level=WARNING"),
-    *("groups.size=2", "groups.min_size=2", "groups.per_step=4", "learner.warmup_steps=0"),
-    *("learner.controller.skip_step=false", "learner.max_canary_delta=1000"),
+    "run.name=run",
+    "train.num_steps=1000000",
+    "log.level=WARNING",
+    "groups.size=2",
+    "groups.min_size=2",
+    "groups.per_step=4",
+    "learner.warmup_steps=0",
+    "learner.controller.skip_step=false",
+    "learner.max_canary_delta=1000",
 )
 LEGEND = (
     "A scheduler, a learner and a hub as a run starts them, and an actor whose engine guesses.\n"
@@ -152,7 +160,8 @@ class Scene:
         flat |= {f"scheduler/{what}/{kind}": peers.get(kind, 0) for kind in KINDS}
         flat |= {f"scheduler/strangers/{cause}": num for cause, num in causes.items()}
         lines = read_metrics(self.run_dir.metrics)
-        start, last = f"{name}/{what}/", lines[-1] if lines else {}
+        start = f"{name}/{what}/"
+        last = lines[-1] if lines else {}
         return min(_sum(flat, start), _sum(last, f"refused/{start}"))
 
 
@@ -163,9 +172,11 @@ def _sum(counts: Mapping[str, float | None], start: str) -> float:
 
 def add_attack(table: BenchTable, scene: Scene, name: str, size: Size) -> None:
     """Attack one listener; write the answer times of its well-behaved peer, and the counters."""
-    role, honest = scene.roles[LISTENERS.get(name, "envhub")], scene.honest[name]
+    role = scene.roles[LISTENERS.get(name, "envhub")]
+    honest = scene.honest[name]
     process = psutil.Process(role.pid)
-    rss_before, num_before = process.memory_info().rss, len(honest.waits_s)
+    rss_before = process.memory_info().rss
+    num_before = len(honest.waits_s)
     began_s = time.monotonic()
     done = attack(scene, name, size)
     took_s = time.monotonic() - began_s
@@ -195,7 +206,8 @@ def add_attack(table: BenchTable, scene: Scene, name: str, size: Size) -> None:
 
 def _settled(scene: Scene, name: str, wanted: dict[str, int]) -> dict[str, float]:
     """Return the counters once they are complete, or after `COUNTED_S`."""
-    listener, deadline = (name if name != HUB else "envhub"), time.monotonic() + COUNTED_S
+    listener = name if name != HUB else "envhub"
+    deadline = time.monotonic() + COUNTED_S
     while True:
         counted = {who: scene.counted(listener, what=who) for who in wanted}
         if all(counted[who] >= num for who, num in wanted.items()) or time.monotonic() > deadline:

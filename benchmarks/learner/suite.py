@@ -63,7 +63,8 @@ def run_suite(table: BenchTable) -> None:
         )
         add_ways(table, layouts, against=PLAIN)
     del policy, sizes
-    wide, defaults = MODELS["wide"], LearnerSection()
+    wide = MODELS["wide"]
+    defaults = LearnerSection()
     rows_per_chunk = defaults.max_tokens_per_microbatch // defaults.logprob_chunk_tokens
     chunk_tokens = 64
     peaks = measure_scoring(

@@ -74,6 +74,7 @@ def trained_per_h(run_dir: Path) -> float:
         for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     steps = [line for line in lines if "wait/batch_s" in line]
-    before, later = steps[WARM_UP_STEPS - 1], steps[WARM_UP_STEPS:]
+    before = steps[WARM_UP_STEPS - 1]
+    later = steps[WARM_UP_STEPS:]
     num_groups = sum(line["groups/trained"] for line in later)
     return 3600.0 * GROUP_SIZE * num_groups / (later[-1]["time_s"] - before["time_s"])

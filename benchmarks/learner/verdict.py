@@ -141,7 +141,8 @@ def rate(root: Path) -> float:
     """Return the trained episodes per second of a run, without its first steps."""
     config = yaml.safe_load(RunDir(root=root).config.read_text(encoding="utf-8"))
     lines: list[MetricsLine] = read_metrics(RunDir(root=root).metrics)[FIRST_STEP:]
-    first, last = lines[0], lines[-1]
+    first = lines[0]
+    last = lines[-1]
     steps = (last["step"] or 0) - (first["step"] or 0)
     groups = config["groups"]
     seconds = (last["time_s"] or 0.0) - (first["time_s"] or 0.0)

@@ -10,7 +10,9 @@ from common.config.run_config import TrainMode
 
 RUN_S = 900.0  # Limit of one run, with its start.
 NUM_ROUNDS = 2  # Rounds of both modes, in turn.
-FIRST_STEP, LAST_STEP = 6, 20  # Earlier steps wait for engines and for the choice of kernels.
+# Earlier steps wait for engines and for the choice of kernels.
+FIRST_STEP = 6
+LAST_STEP = 20
 MIN_RATIO = 1.6
 SETTINGS = (*TRAINING_ALONE, f"train.num_steps={LAST_STEP}")
 

@@ -20,8 +20,11 @@ logger = logging.getLogger(__name__)
 STOP_S = 60.0  # Limit for a run to save and stop.
 TAIL_LINES = 5
 TRAINING_ALONE = (
-    *("eval.before=false", "eval.after=false", "eval.baselines=false"),
-    *("log.live=false", "log.wandb=disabled"),
+    "eval.before=false",
+    "eval.after=false",
+    "eval.baselines=false",
+    "log.live=false",
+    "log.wandb=disabled",
 )
 _ROLE = re.compile(r"run\.py (\w+)|EngineCore")
 

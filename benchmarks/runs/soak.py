@@ -19,7 +19,8 @@ from common.errors import LongstrideError
 from common.launch.process import ChildProcess
 from common.store.run_dir import RunDir
 
-USUAL_S, LONG_S = 300.0, 3_600.0
+USUAL_S = 300.0
+LONG_S = 3_600.0
 SAMPLE_S = 5.0
 FIRST_STEPS = 10  # Steps before the measurement.
 START_S = 300.0
@@ -27,8 +28,10 @@ MAX_GROWTH_FRAC = 0.05
 NUM_PARTS = 3  # Parts of the samples. Caches fill during the first.
 MIB = 1 << 20
 SETTINGS = (
-    *(*TRAINING_ALONE, "train.num_steps=1000000"),
-    *("horizon.kind=fixed", "horizon.stages=[10]"),  # Longer episodes need more memory.
+    *TRAINING_ALONE,
+    "train.num_steps=1000000",
+    "horizon.kind=fixed",
+    "horizon.stages=[10]",  # Longer episodes need more memory.
 )
 LEGEND = (
     "Of each role in three equal parts of the time: how much larger the median of resident memory\n"
@@ -101,7 +104,8 @@ def _soak(table: BenchTable, folder: Path, duration_s: float) -> None:
     sizes: dict[Role, Sizes] = defaultdict(Sizes)
     with running("run", SETTINGS, folder=folder) as child:
         _wait_for_steps(child, watch)
-        began_s, num_steps = time.monotonic(), watch.look()
+        began_s = time.monotonic()
+        num_steps = watch.look()
         while time.monotonic() < began_s + duration_s:
             if child.poll() is not None:
                 check_end(child)

@@ -75,7 +75,8 @@ class BenchLearner:
 
     def messages(self) -> list[Any]:
         """Return the messages since the last call."""
-        ready, self._ready = self._ready, []
+        ready = self._ready
+        self._ready = []
         groups = [GroupArrived(group_id=each, is_ready=True) for each in ready]
         said: list[Any] = []
         if self._seen or groups:
@@ -193,7 +194,8 @@ class Peers:
 
     def _beat(self, peer: _Peer) -> None:
         running = [peer.lease.episode_id] if peer.lease else []
-        role, version = peer.name.partition("-")[0], self._learner.version
+        role = peer.name.partition("-")[0]
+        version = self._learner.version
         _send(
             peer.socket,
             Heartbeat(role=role, name=peer.name, version=version, running=running, num_slots=1),

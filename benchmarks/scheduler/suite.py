@@ -28,14 +28,17 @@ from learner.scheduler.core import SchedulerCore
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.simulator.settings import catalogue_of
 
-START_S, STOP_S = 120.0, 15.0
+START_S = 120.0
+STOP_S = 15.0
 NUM_PEERS = 2_000
 # Duration of an episode. Each peer plays one at a time, which gives 500 episodes a second.
 EPISODE_S = 4.0
-WARM_UP_S, MEASURED_S = 8.0, 15.0
+WARM_UP_S = 8.0
+MEASURED_S = 15.0
 MIN_LEASES_PER_S = 5_000.0
 MAX_CPU_FRAC = 0.35  # Fraction of a core.
-NUM_CORE_ACTORS, NUM_CORE_STEPS = 1_000, 6
+NUM_CORE_ACTORS = 1_000
+NUM_CORE_STEPS = 6
 PER_STEP = 64
 FLOOR = "benchmarks.scheduler.floor"
 LEGEND = (
@@ -120,7 +123,8 @@ class Served:
 def add_peers(table: BenchTable, cfg: RunConfig) -> None:
     """Measure a scheduler process with many connected actors, and the sockets alone."""
     play = Play(num_peers=NUM_PEERS, warm_up_s=WARM_UP_S, measured_s=MEASURED_S)
-    floor, served = measure_floor(cfg, play), measure_peers(cfg, play)
+    floor = measure_floor(cfg, play)
+    served = measure_peers(cfg, play)
     rate = NUM_PEERS / EPISODE_S
     name = "actors connected, each by a socket of its own"
     note = f"p99 of an answer {served.answer_p99_s * 1e3:.0f} ms, looked for after"
@@ -195,11 +199,13 @@ def _measure(
     process: psutil.Process, peers: Peers, learner: BenchLearner, run_dir: RunDir, seconds: float
 ) -> Served:
     peers.answer_s.clear()
-    num_before, cpu_before = learner.num_arrived, _cpu_s(process)
+    num_before = learner.num_arrived
+    cpu_before = _cpu_s(process)
     started = time.monotonic()
     peers.run(seconds)
     took_s = time.monotonic() - started
-    num, cpu_s = learner.num_arrived - num_before, _cpu_s(process) - cpu_before
+    num = learner.num_arrived - num_before
+    cpu_s = _cpu_s(process) - cpu_before
     is_scheduler = run_dir.status.exists()  # The baseline has no status file.
     actors = (
         json.loads(run_dir.status.read_text(encoding="utf-8"))["actors"] if is_scheduler else []

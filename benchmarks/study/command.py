@@ -83,7 +83,9 @@ def make_queue(name: str, cfg: RunConfig, overrides: Sequence[str], *, root: Pat
 def plan_text(queue: Queue) -> str:
     """Return the number of runs, of completed runs, and the time of the others."""
     study = queue.study
-    runs, firsts, todo = study.runs(), study.firsts(), queue.todo()
+    runs = study.runs()
+    firsts = study.firsts()
+    todo = queue.todo()
     found = [queue.outcome_of(run) for run in runs if firsts[run.name] == run.name]
     done = [each for each in found if each is not None]
     taken = [each.cpu_s for each in done if each.cpu_s and not each.same_as]
@@ -154,7 +156,8 @@ def _starts(queue: Queue) -> dict[str, list[str]]:
 
     Raises: LongstrideError: a command that makes one failed.
     """
-    study, todo = queue.study, {run.arm.name for run in queue.todo()}
+    study = queue.study
+    todo = {run.arm.name for run in queue.todo()}
     if any(each.startswith("model.path=") for each in study.given):
         return {arm.name: [] for arm in study.arms}
     found: dict[str, list[str]] = {}

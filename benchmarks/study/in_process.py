@@ -95,7 +95,8 @@ class InProcessRun:
         self._player, offered = make_player(cfg)
         self._catalogue: Catalogue = parse_catalogue(offered)
         validate_tasks(cfg.tasks, self._catalogue, cfg.curriculum)
-        seed, size = cfg.run.seed, cfg.groups.size
+        seed = cfg.run.seed
+        size = cfg.groups.size
         mixture = Mixture(cfg.mixture, cfg.tasks, self._catalogue, seed=seed, group_size=size)
         self.curriculum = Curriculum(
             cfg.horizon, mixture, cfg.tasks, self._catalogue, cfg.curriculum
@@ -107,8 +108,11 @@ class InProcessRun:
 
     def run(self, *, arm: str) -> tuple[Outcome, bool]:
         """Train and evaluate; return the outcome and whether the controller ever acted."""
-        started, cpu = time.monotonic(), time.process_time()
-        cfg, seen, played = self._cfg, self._seen, list[Trajectory]()
+        started = time.monotonic()
+        cpu = time.process_time()
+        cfg = self._cfg
+        seen = self._seen
+        played = list[Trajectory]()
         for version in range(cfg.train.num_steps + 1):
             self._keep()
             if self._is_evaluated(version):
@@ -117,7 +121,8 @@ class InProcessRun:
                 begun = time.process_time()
                 self._step(version)
                 seen.spent_s += time.process_time() - begun
-        num_solved, nothing = sum(each.is_success for each in played), (NAN, NAN)
+        num_solved = sum(each.is_success for each in played)
+        nothing = (NAN, NAN)
         before = seen.points[0].success if cfg.eval.before else NAN
         arrived = sum(num for num, _ in seen.arrived)
         return Outcome(
@@ -142,14 +147,16 @@ class InProcessRun:
         ), seen.has_acted
 
     def _is_evaluated(self, version: int) -> bool:
-        options, last = self._cfg.eval, self._cfg.train.num_steps
+        options = self._cfg.eval
+        last = self._cfg.train.num_steps
         if version in (0, last):
             return version == last or options.before
         return options.every_steps > 0 and version % options.every_steps == 0
 
     def _point(self, version: int) -> list[Trajectory]:
         """Evaluate the newest version, record the result and return its episodes."""
-        seen, played = self._seen, self.evaluate(self._kept[-1], version=version)
+        seen = self._seen
+        played = self.evaluate(self._kept[-1], version=version)
         point = Point(
             step=version,
             success=sum(each.is_success for each in played) / len(played),
@@ -190,12 +197,16 @@ class InProcessRun:
 
         Without any such group the result is the last round's groups.
         """
-        cfg, found, num, solved = self._cfg, [], 0, 0
+        cfg = self._cfg
+        found = []
+        num = 0
+        solved = 0
         played: list[Group] = []
         for _ in range(MAX_ROUNDS):
             played = self.play(cfg.groups.per_step - len(found), version=version, weights=weights)
             members = [each for group in played for each in group.members]
-            num, solved = num + len(members), solved + sum(each.is_success for each in members)
+            num = num + len(members)
+            solved = solved + sum(each.is_success for each in members)
             self._seen.num_tokens += sum(int(each.loss_mask.sum()) for each in members)
             found += [
                 each
@@ -216,7 +227,8 @@ class InProcessRun:
         self._num_opened += num_groups
         groups = [self.curriculum.make_group(n, version=version, now=0.0) for n in numbers]
         played = self._player.play([each for group in groups for each in _leases_of(group)])
-        size, found = self._cfg.groups.size, list[Group]()
+        size = self._cfg.groups.size
+        found = list[Group]()
         for number, group in enumerate(groups):
             members = played[number * size : (number + 1) * size]
             for trajectory, episode in zip(members, group.episodes, strict=True):

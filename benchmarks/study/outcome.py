@@ -87,7 +87,8 @@ def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:
     report = json.loads((run / "report.json").read_text(encoding="utf-8"))
     steps = [line for line in _read_lines(run / "metrics.jsonl") if line["step"]]
     none = {"success": float("nan"), "ci95": [float("nan")] * 2}
-    before, gain = report["before"] or none, report["gain"] or none
+    before = report["before"] or none
+    gain = report["gain"] or none
     last = [line for line in steps[-LAST_STEPS:] if "reward/success" in line]
     arrived = [line["episodes/arrived"] for line in last]
     num_tokens = [line["train/num_sampled_tokens"] for line in steps]

@@ -52,12 +52,19 @@ OVERRIDES = (
     # The quickstart's own policy exceeds the bar after a few steps.
     "model.path=configs/policies/tiny",
     # Optimizer, schedule and batches of TRL: AdamW, linear decay to zero, all episodes of a step.
-    *("learner.optimizer=adamw", "learner.decay_start_frac=0", "learner.min_lr_frac=0"),
+    "learner.optimizer=adamw",
+    "learner.decay_start_frac=0",
+    "learner.min_lr_frac=0",
     "algorithm.filter_zero_variance=false",
     "model.dtype=bfloat16",  # The engine's type, as vLLM chooses it for TRL.
-    *(f"train.num_steps={NUM_STEPS}", "log.wandb=disabled", "eval.before=false"),
-    *("eval.after=false", "eval.baselines=false", "eval.num_items=600"),
-    *(f"learner.checkpoint_every_steps={KEEP_EVERY_STEPS}", "learner.keep_checkpoints=1000"),
+    f"train.num_steps={NUM_STEPS}",
+    "log.wandb=disabled",
+    "eval.before=false",
+    "eval.after=false",
+    "eval.baselines=false",
+    "eval.num_items=600",
+    f"learner.checkpoint_every_steps={KEEP_EVERY_STEPS}",
+    "learner.keep_checkpoints=1000",
 )
 OURS = {  # Name in the table -> name of the run, and its own overrides.
     "this project in lockstep": ("ours-lockstep", ["train.mode=sync"]),
@@ -193,7 +200,8 @@ def peer_python(folder: Path) -> Path:
 def _ours(plan: _Plan, *, name: str) -> Played:
     """Train with this project unless this is already done."""
     run_name, own = OURS[name]
-    run, cfg = plan.folder / run_name, plan.config()
+    run = plan.folder / run_name
+    cfg = plan.config()
     if not (run / "report.json").exists():
         # Learning rate at the last step of the shortened schedule, as a fraction.
         least = 1 - plan.length / cfg.train.num_steps

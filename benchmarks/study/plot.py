@@ -7,7 +7,9 @@ from html import escape
 import numpy as np
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2", "#97bbf5", "#9c6b4e")
-WIDTH, HEIGHT, MARGIN = 640, 360, 44
+WIDTH = 640
+HEIGHT = 360
+MARGIN = 44
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 

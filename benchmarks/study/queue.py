@@ -77,7 +77,8 @@ class Queue:
         return replace(known, arm=run.arm.name)
 
     def _known(self, name: str, run: Run) -> Outcome | None:
-        path, made = self.path_of(name), self.folder / name
+        path = self.path_of(name)
+        made = self.folder / name
         if path.exists():
             outcome, told = load_outcome(path)
             self._check(path, told, run)
@@ -103,7 +104,9 @@ class Queue:
 
         Raises: ConfigError: `study.only` names no run or arm of the study; as `outcome_of`.
         """
-        only, runs, firsts = self.section.only, self.study.runs(), self._firsts()
+        only = self.section.only
+        runs = self.study.runs()
+        firsts = self._firsts()
         known = {run.name for run in runs} | {run.arm.name for run in runs}
         if unknown := sorted(set(only) - known):
             raise ConfigError(f"study.only={unknown[0]}: no run or arm of {self.study.name}")
@@ -220,12 +223,22 @@ class Queue:
 
     def command(self, chunk: Sequence[Run], *, folder: str, run_dir: str) -> list[str]:
         """Return the command that executes a chunk in its own process, with results in `folder`."""
-        section, only = self.section, ",".join(run.name for run in chunk)
+        section = self.section
+        only = ",".join(run.name for run in chunk)
         return [
-            *("run.py", "bench", "--suite", self.study.name, "--json", f"{run_dir}/chunk.json"),
-            *(f"study.only=[{only}]", "study.workers=1", f"study.size={section.size}"),
-            *(f"study.num_seeds={section.num_seeds}", f"study.folder={folder}"),
-            *(f"run.dir={run_dir}", *self.study.given),
+            "run.py",
+            "bench",
+            "--suite",
+            self.study.name,
+            "--json",
+            f"{run_dir}/chunk.json",
+            f"study.only=[{only}]",
+            "study.workers=1",
+            f"study.size={section.size}",
+            f"study.num_seeds={section.num_seeds}",
+            f"study.folder={folder}",
+            f"run.dir={run_dir}",
+            *self.study.given,
         ]
 
     def _limit_s(self, chunk: Sequence[Run]) -> float:

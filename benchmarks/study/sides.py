@@ -65,12 +65,14 @@ def cpu_s_to(success: float, curve: Sequence[tuple[float, float, float]]) -> flo
 
     The value is interpolated linearly between two saved policies.
     """
-    before, reached = 0.0, 0.0
+    before = 0.0
+    reached = 0.0
     for _, cpu_s, value in curve:
         if value >= success:
             share = (success - reached) / max(value - reached, 1e-9) if reached else 1.0
             return before + share * (cpu_s - before)
-        before, reached = cpu_s, value
+        before = cpu_s
+        reached = value
     return float("inf")
 
 
@@ -80,7 +82,8 @@ def tell(
     """Add the figures of all sides, and the bounded one: the processor seconds to `BAR`."""
     places = [(i, side, h) for i in range(2) for side in (lockstep, ours) for h in horizons]
     for i, side, horizon in places:
-        a, b = side.per_step(horizon)[i], theirs.per_step(horizon)[i]
+        a = side.per_step(horizon)[i]
+        b = theirs.per_step(horizon)[i]
         name = f"{side.name}: {('wall', 'CPU')[i]} seconds of a step, horizon {horizon}"
         if np.isnan(a + b):
             table.note(name, "not two steps of it on both sides")

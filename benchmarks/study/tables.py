@@ -21,7 +21,8 @@ from common.evaluation.intervals import wilson_interval
 
 Table = Callable[[list[Outcome]], str]
 Pictures = Callable[[list[Outcome]], dict[str, str]]  # Pictures by file name.
-DEFAULT, NONE = "default", "none"
+DEFAULT = "default"
+NONE = "none"
 BARS = {4: 0.02, 16: 0.05}  # Lag -> success that the default may lose against lag 0.
 
 
@@ -155,7 +156,9 @@ def losses(arms: Mapping[LagArm, list[Outcome]]) -> dict[LagArm, tuple[float, ..
 def _losses(arms: Mapping[LagArm, list[Outcome]]) -> str:
     rows = [
         [
-            *(arm.rate, str(arm.lag), _state(arm.is_controlled)),
+            arm.rate,
+            str(arm.lag),
+            _state(arm.is_controlled),
             interval(lost, (low, high), is_gain=True),
             f"{100 * BARS[arm.lag]:.0f}" if arm.lag in BARS else "-",
             f"{-100 * ahead:+.1f}",

@@ -99,7 +99,8 @@ def encoded(first_group: int, num: int) -> Iterator[list[bytes]]:
     like = trajectory(first_group, 0)
     arrays = encode(like)[1:]
     for i in range(num):
-        number, member = first_group + i // GROUP_SIZE, i % GROUP_SIZE
+        number = first_group + i // GROUP_SIZE
+        member = i % GROUP_SIZE
         ids = {"episode_id": f"g{number:07d}/{member}", "group_id": f"g{number:07d}"}
         own = replace(like, **ids, member=member, reward=float(member % 2))
         yield [encode(own)[0], *arrays]

@@ -26,7 +26,8 @@ from common.wire.messages import Trajectory
 from common.wire.security import create_keys
 
 # Calls and rounds of each check; its cost is that of the fastest round.
-NUM_CALLS, NUM_ROUNDS = 1_000, 9
+NUM_CALLS = 1_000
+NUM_ROUNDS = 9
 MAX_FRAC = 0.05
 
 
@@ -49,10 +50,13 @@ def guards_s() -> dict[str, float]:
     """Return the processor seconds of each check for one trajectory."""
     with tempfile.TemporaryDirectory(prefix="longstride-guards-") as folder:
         keys = create_keys(Path(folder))
-        key, plain = lease_key(keys), trajectory(1, 0)
+        key = lease_key(keys)
+        plain = trajectory(1, 0)
         leased = replace(plain, lease_mac=lease_mac(plain, plain.actor, key))
-        frames, frame = encode(leased), _FirstFrame(keys.client_public)
-        peers, heard = Peers(keys.known()), set[int]()
+        frames = encode(leased)
+        frame = _FirstFrame(keys.client_public)
+        peers = Peers(keys.known())
+        heard = set[int]()
         checks: dict[str, Callable[[], bool]] = {
             "sender": partial(_is_heard, peers, frame, leased, heard),
             "lease": partial(is_leased, leased, key),

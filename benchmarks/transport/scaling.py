@@ -17,11 +17,15 @@ from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from common.wire.security import create_keys
 
-ACTOR, ENDS = "benchmarks.actor.simulated", "benchmarks.transport.ends"
-NUM_ACTORS, NUM_SLOTS = 8, 8
+ACTOR = "benchmarks.actor.simulated"
+ENDS = "benchmarks.transport.ends"
+NUM_ACTORS = 8
+NUM_SLOTS = 8
 HORIZON = 4  # Turns of every episode.
-WARM_UP_S, MEASURED_S = 12.0, 36.0
-START_S, STOP_S = 120.0, 15.0
+WARM_UP_S = 12.0
+MEASURED_S = 36.0
+START_S = 120.0
+STOP_S = 15.0
 MIN_SPEEDUP = 7.2
 OVERRIDES = (
     "train.num_steps=1000000",
@@ -46,7 +50,8 @@ def add_scaling(table: BenchTable) -> None:
             )
     one, many = rates
     name = f"episodes of {NUM_ACTORS} actors whose engines are clocks"
-    against, least = "one such actor", MIN_SPEEDUP
+    against = "one such actor"
+    least = MIN_SPEEDUP
     table.compare(name, many, one, "per s", against=against, at_least=least)
 
 

@@ -25,11 +25,15 @@ from common.wire.security import create_keys
 
 ENDS = "benchmarks.transport.ends"
 SCHEDULER = "benchmarks.scheduler.floor"  # It answers the intake's hello and heartbeats.
-NUM_SENDERS, NUM_ROUNDS = 2, 3
-WARM_UP_S, MEASURED_S = 1.0, 4.0
+NUM_SENDERS = 2
+NUM_ROUNDS = 3
+WARM_UP_S = 1.0
+MEASURED_S = 4.0
 MAX_PER_S = 5_000  # Limit of one sender, which encodes as many in advance.
-START_S, STOP_S = 60.0, 15.0
-MIN_PER_S, MIN_FRAC = 2_000.0, 0.6
+START_S = 60.0
+STOP_S = 15.0
+MIN_PER_S = 2_000.0
+MIN_FRAC = 0.6
 BATCH = 64  # Number of trajectories per sync when the disk alone is measured.
 LEGEND = (
     f"{NUM_SENDERS} senders in processes of their own to the learner's intake: encryption,\n"
@@ -104,9 +108,11 @@ def measure(end: str, folder: Path, *, measured_s: float) -> Flow:
         (folder / "go").touch()
         time.sleep(WARM_UP_S)
         process = psutil.Process(receiver.pid)
-        begin, cpu_before = time.monotonic(), _cpu_s(process)
+        begin = time.monotonic()
+        cpu_before = _cpu_s(process)
         time.sleep(measured_s)
-        finish, cpu_s = time.monotonic(), _cpu_s(process) - cpu_before
+        finish = time.monotonic()
+        cpu_s = _cpu_s(process) - cpu_before
         (folder / "stop").touch()
         acked: list[float] = []
         for i, sender in enumerate(senders):
@@ -136,7 +142,8 @@ def _module(folder: Path, module: str, *arguments: str) -> Generator[ChildProces
 
 def disk_bytes_per_s(folder: Path, num_bytes: int, *, seconds: float) -> float:
     """Return the disk's rate for records of this size, synced every BATCH of them."""
-    record, num_written = os.urandom(num_bytes), 0
+    record = os.urandom(num_bytes)
+    num_written = 0
     descriptor = os.open(folder / "disk", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         started = time.monotonic()

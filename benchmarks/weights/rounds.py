@@ -140,7 +140,8 @@ class _Peak:
 
     def __enter__(self) -> "_Peak":
         trim_heap()  # Memory that was freed before must not be available for reuse.
-        self._process, self._is_over = psutil.Process(), threading.Event()
+        self._process = psutil.Process()
+        self._is_over = threading.Event()
         self._before = self._own_bytes()
         self.grown_bytes = 0
         self._thread = threading.Thread(target=self._watch, daemon=True)

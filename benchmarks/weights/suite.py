@@ -25,7 +25,10 @@ from common.wire.weight_group import lower_priority
 from learner.weights.gate import Gate
 from learner.weights.source import LiveWeights
 
-MIN_BROADCAST_FRAC, MAX_BUCKETS, MIN_STEP_FRAC, MAX_PAUSE_FRAC = 0.8, 2.0, 0.95, 0.35
+MIN_BROADCAST_FRAC = 0.8
+MAX_BUCKETS = 2.0
+MIN_STEP_FRAC = 0.95
+MAX_PAUSE_FRAC = 0.35
 DEEP = {  # With the vocabulary of "larger" about 1 GB in bf16.
     **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 9},
     **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
@@ -60,7 +63,8 @@ def check_broadcast(table: BenchTable, size: Size) -> None:
     speeds = {kind: cut.total_bytes / 1e9 / median(each[1:]) for kind, each in sent.took_s.items()}
     table.compare(
         f"weights: {cut.total_bytes / 1e9:.2f} GB to {size.num_receivers}, cast and checked",
-        *(speeds["ours"], speeds["raw"]),
+        speeds["ours"],
+        speeds["raw"],
         "GB/s",
         against="raw collective",
         at_least=MIN_BROADCAST_FRAC,
@@ -68,7 +72,8 @@ def check_broadcast(table: BenchTable, size: Size) -> None:
     )
     table.compare(
         "weights: memory of the sender beside what it has",
-        *(sent.peak_bytes / 1e6, cut.slot_bytes / 1e6),
+        sent.peak_bytes / 1e6,
+        cut.slot_bytes / 1e6,
         "MB",
         against="a bucket",
         at_most=MAX_BUCKETS + BREATH_BYTES / cut.slot_bytes,
@@ -112,7 +117,8 @@ def check_step(table: BenchTable, *, num_rounds: int) -> None:
     alone, beside = (median(took_s[travels][1:]) for travels in (False, True))
     table.compare(
         f"step: while {cut.total_bytes / 1e6:.0f} MB travel",
-        *(1.0 / beside, 1.0 / alone),
+        1.0 / beside,
+        1.0 / alone,
         "steps/s",
         against="without",
         at_least=MIN_STEP_FRAC,
@@ -137,7 +143,8 @@ def check_pause(table: BenchTable, model_settings: dict[str, int]) -> None:
     size_gb = figures.num_bytes / 1e9
     table.compare(
         f"engine: pause of a version of {size_gb:.2f} GB",
-        *(figures.pause_s, figures.transfer_s),
+        figures.pause_s,
+        figures.transfer_s,
         "s",
         against="its transfer",
         at_most=MAX_PAUSE_FRAC,

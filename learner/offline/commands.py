@@ -101,7 +101,8 @@ def _catalogue_of(cfg: RunConfig, url: str, token: str) -> Catalogue:
 
     Raises: ConfigError: it lacks a task or has no item at a distance.
     """
-    subsets, timeout_s = subsets_in_use(cfg.curriculum, cfg.tasks), cfg.actor.env_timeout_s
+    subsets = subsets_in_use(cfg.curriculum, cfg.tasks)
+    timeout_s = cfg.actor.env_timeout_s
     catalogue = fetch_catalogue(url, token=token, timeout_s=timeout_s, subsets=subsets)
     validate_tasks(cfg.tasks, catalogue, cfg.curriculum)
     return catalogue

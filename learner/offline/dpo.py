@@ -67,7 +67,9 @@ def run(cfg: RunConfig, *, log: Log = ignore) -> Path:
     num_left = num_episodes([row for row in rows if row.num_segments > 1])
     logger.info(
         "pairs=%d of episodes=%d left_out_of_several_segments=%d",
-        *(len(pairs), num_episodes(rows), num_left),
+        len(pairs),
+        num_episodes(rows),
+        num_left,
     )
     train(model, pairs, cfg.dpo, cfg.learner, seed=cfg.run.seed, log=log)
     return save_policy(Path(cfg.dpo.output), model, tokenizer)

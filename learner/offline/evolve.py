@@ -75,7 +75,8 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play, log: Log = ignore) -> Pat
     newest = cfg.model.path
     for iteration in range(cfg.evolve.num_iterations):
         folder = run_root / f"iteration-{iteration}"
-        journal, policy = folder / "journal", folder / "policy"
+        journal = folder / "journal"
+        policy = folder / "policy"
         if not (folder / "played.json").exists():
             play(replace(cfg, model=replace(cfg.model, path=newest)), iteration, journal)
             _write_summary(journal, folder / "played.json")

@@ -11,7 +11,10 @@ from common.config.run_config import SftSection
 from learner.policy.finite import TrainingDiverged, is_finite
 from learner.policy.lora import has_adapters, merged_tensors, save_adapter, trained_state
 
-PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
+PAD = "<|pad|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
+END = "<|end|>"
 
 # Each turn has only two framing tokens, so that a small model spends its time on the text.
 CHAT_TEMPLATE = (

@@ -144,7 +144,9 @@ def train_epochs(
                 means = {name: value / here for name, value in found.items() if name != WEIGHT}
                 log({**means, "epoch": float(epoch + 1), "lr_scale": lr_scale(step)})
             optimizer.zero_grad()
-            step, num_good, num_bad = step + 1, num_good + is_good, 0 if is_good else num_bad + 1
+            step = step + 1
+            num_good = num_good + is_good
+            num_bad = 0 if is_good else num_bad + 1
             _check(step, num_bad, learner.max_bad_steps)
         if num_good == 0 and num_bad:
             raise TrainingDiverged(f"no loss or gradient of epoch {epoch + 1} was finite")

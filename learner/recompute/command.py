@@ -74,7 +74,8 @@ class _Check:
                     if not self.take(redone):
                         break
         except EpisodesMissing as error:
-            self.step, self.problem = error.step.version, f"batch: {error}"
+            self.step = error.step.version
+            self.problem = f"batch: {error}"
         self.finish(episodes.damage)
         found: dict[str, Any] = {
             "first": self._plan.first,
@@ -109,7 +110,8 @@ class _Check:
             where = rebuilt.cfg.model.path if plan.checkpoint is None else plan.checkpoint
             self.problem = f"weights: those of {where} are not what the run had"
         elif known is not None and frozen != known.frozen:
-            self.step, where = plan.version, rebuilt.cfg.model.path
+            self.step = plan.version
+            where = rebuilt.cfg.model.path
             self.problem = f"weights: what is not trained ({where}, or the reference) is another"
         self._num_equal += is_alike and not self.problem
 
@@ -167,7 +169,8 @@ class _Counterfactual:
 
     def run(self, path: Path, *, is_dry: bool) -> int:
         """Print the table and write it as JSON; return the exit code."""
-        plan, say = self._plan, self._say
+        plan = self._plan
+        say = self._say
         with Recomputation(plan, self._overrides, is_counterfactual=True) as other:
             for line in summary_lines(other.cfg.algorithm, other.cfg.learner):
                 say(line)

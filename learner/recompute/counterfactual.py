@@ -19,10 +19,23 @@ from learner.training.trainer import TrainingDiverged
 _OTHER_ROLES = ("horizon", "curriculum", "groups", "tasks", "mixture", "scheduler", "actor")
 # Keys of `learner` that only concern the transport of data, weights and checkpoints.
 _NO_LEARNING = {
-    *("host", "port", "advertise", "num_gpus", "rank_timeout_s", "max_lag_steps"),
-    *("hold_back_steps", "batch_timeout_s", "publish_timeout_s", "publish_bucket_mb"),
-    *("publish_parts", "weights_transport", "max_canary_delta", "max_canary_alarms"),
-    *("checkpoint_every_steps", "checkpoint_every_s", "keep_checkpoints"),
+    "host",
+    "port",
+    "advertise",
+    "num_gpus",
+    "rank_timeout_s",
+    "max_lag_steps",
+    "hold_back_steps",
+    "batch_timeout_s",
+    "publish_timeout_s",
+    "publish_bucket_mb",
+    "publish_parts",
+    "weights_transport",
+    "max_canary_delta",
+    "max_canary_alarms",
+    "checkpoint_every_steps",
+    "checkpoint_every_s",
+    "keep_checkpoints",
 }
 _HINT = "algorithm.* and what of learner.* is about training can be changed"
 _COLUMNS = (("loss", "loss/policy"), ("grad_norm", "train/grad_norm"), ("lr", "train/lr"))
@@ -160,7 +173,8 @@ def _plain(
     recorded: Redone, other: Redone | None, distance: dict[str, float], *, is_same: bool
 ) -> dict[str, Any]:
     result = None if other is None else other.result
-    was, now = recorded.step.is_skipped, result is not None and result.decision.is_skipped
+    was = recorded.step.is_skipped
+    now = result is not None and result.decision.is_skipped
     note = "skipped by both" if was and now else "skipped then" if was else "skipped" * now
     return {
         "step": recorded.step.version,

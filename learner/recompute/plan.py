@@ -82,7 +82,8 @@ def _range(steps: str | None, last_logged: int) -> tuple[int, int]:
     if found is None:
         raise ConfigError(f"--steps={steps}: expects a:b, two steps with both included")
     only = found[3]
-    first, last = int(only or found[1] or 1), int(only or found[2] or last_logged)
+    first = int(only or found[1] or 1)
+    last = int(only or found[2] or last_logged)
     if not 1 <= first <= last <= last_logged:
         raise ConfigError(f"--steps={steps}: the run has steps 1 to {last_logged} so far")
     return first, last
@@ -98,7 +99,8 @@ def _following(logged: list[LoggedStep], version: int, folder: Path | None) -> l
 
 def _check_recorded(plan: Plan) -> None:
     """Check that the settings of all batches are recorded. Raises: ConfigError: they are not."""
-    starts, run_dir = plan.record.starts, plan.run_dir
+    starts = plan.record.starts
+    run_dir = plan.run_dir
     if not starts:
         raise ConfigError(
             f"{run_dir.root}: no {run_dir.checksums.name}: the run is of a version of the product"
@@ -116,7 +118,8 @@ def _check_recorded(plan: Plan) -> None:
 def _check_kept(plan: Plan, versions: list[int], last_logged: int) -> None:
     """Check that the journal has the plan's episodes. Raises: ConfigError: they were pruned."""
     folder = plan.run_dir.journal
-    pruned, gone = load_pruned(folder), load_pruned_steps(plan.run_dir.steps)
+    pruned = load_pruned(folder)
+    gone = load_pruned_steps(plan.run_dir.steps)
     if plan.version < gone.version:
         raise ConfigError(
             f"--steps={plan.first}:{plan.last}: steps {plan.version + 1} to {gone.version} are no"

@@ -153,7 +153,8 @@ class Recomputation:
             if not self._is_counterfactual:
                 result = redo(rebuilt.trainer, step, groups, rebuilt.cfg.algorithm)
             elif kept:
-                trainer, version = rebuilt.trainer, step.version - (not step.is_skipped)
+                trainer = rebuilt.trainer
+                version = step.version - (not step.is_skipped)
                 samples = samples_of(kept, rebuilt.cfg.algorithm, trainer.baseline)
                 result = trainer.train_on(samples, version=version)
             digests = rebuilt.trainer.digests if result is not None else None

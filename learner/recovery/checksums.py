@@ -173,7 +173,10 @@ class ChecksumLog:
 
         Raises: OSError: the file could not be rewritten; it is unchanged.
         """
-        path, offset, start, has_gone = self._file.path, 0, b"", False
+        path = self._file.path
+        offset = 0
+        start = b""
+        has_gone = False
         with path.open("rb") as handle:
             for line in handle:
                 plain = json.loads(line)

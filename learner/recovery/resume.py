@@ -143,5 +143,5 @@ def readopt(buffer: TrajectoryBuffer, run_dir: RunDir, start: ReplayPoint) -> No
         num_open += trajectory.kind is EpisodeKind.TRAIN and step is None and not is_closed
     if num_episodes:
         logger.info(
-            "journal from=%s episodes=%d not_consumed=%d", *(start.position, num_episodes, num_open)
+            "journal from=%s episodes=%d not_consumed=%d", start.position, num_episodes, num_open
         )

@@ -31,7 +31,8 @@ class Saving:
 
     def save(self, version: int) -> None:
         """Begin a checkpoint of a version, after the previous checkpoint is complete."""
-        learner, started = self._learner, time.monotonic()
+        learner = self._learner
+        started = time.monotonic()
         self.settle(must_wait=True)
         learner.checkpoints.save(
             version, model=learner.model, tokenizer=learner.tokenizer, trainer=learner.trainer
@@ -61,7 +62,8 @@ class Saving:
         if took_s is None:
             return
         self.metrics["train/checkpoint_s"] = took_s
-        version, path = learner.checkpoints.oldest_version, learner.run_dir.replay_point
+        version = learner.checkpoints.oldest_version
+        path = learner.run_dir.replay_point
         point = learner.buffer.replay_point(version=version)
         needed = learner.step_log.first_needed(version=version, closed_below=point.closed_below)
         point = replace(point, steps_offset=needed)

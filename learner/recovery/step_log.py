@@ -91,7 +91,8 @@ class StepLog:
         Args:
             check: called during the wait; ends it by raising, and then the step is not logged.
         """
-        line, size = _line(step), self._file.size
+        line = _line(step)
+        size = self._file.size
 
         def write() -> None:
             self._file.append([line])
@@ -128,10 +129,13 @@ class StepLog:
         """
         if not before or self._file.size < self._look_bytes:
             return False
-        path, may_go, gone = self._file.path, None, PrunedSteps()
+        path = self._file.path
+        may_go = None
+        gone = PrunedSteps()
         for step in read_steps(path):
             if may_go is not None:
-                version, number = may_go.version, may_go.number
+                version = may_go.version
+                number = may_go.number
                 gone = PrunedSteps(num_bytes=step.offset, version=version, number=number)
             if step.offset >= needed or step.segment >= before:
                 break
@@ -190,7 +194,8 @@ def read_steps(path: Path, *, start: int = 0) -> Iterator[LoggedStep]:
 
 
 def _parse(plain: dict[str, Any], offset: int) -> LoggedStep:
-    groups, version = plain["groups"], plain["version"]
+    groups = plain["groups"]
+    version = plain["version"]
     is_right = isinstance(version, int) and isinstance(groups, list)
     if not is_right or not all(isinstance(name, str) for ids in groups for name in ids):
         raise ValueError("no version and episode ids")

@@ -74,9 +74,13 @@ class Fleet:
         actor keeps requesting.
         """
         simulator = cfg.simulator
-        self._cfg, self._core, self._workload = cfg, core, workload
-        self._events, self._rng = events, rng
-        self._deliver, self._note_waiting = deliver, note_waiting
+        self._cfg = cfg
+        self._core = core
+        self._workload = workload
+        self._events = events
+        self._rng = rng
+        self._deliver = deliver
+        self._note_waiting = note_waiting
         self._is_sync = cfg.train.mode is TrainMode.SYNC
         self._num_slots = cfg.actor.max_concurrent
         # Prepared episodes of incomplete groups, by group id.
@@ -189,18 +193,22 @@ class Fleet:
     # --- playing ------------------------------------------------------------------------------
 
     def _start(self, actor: SimActor, leases: list[Lease]) -> None:
-        simulator, now = self._cfg.simulator, self._events.now_s
+        simulator = self._cfg.simulator
+        now = self._events.now_s
         if not actor.held:
             actor.busy_since_s = now
         num_others = len(actor.held) + len(leases) - 1
         factor = actor.slowness * (1.0 + simulator.slot_slowdown * num_others)
         for lease in leases:
             play = self._play_of(lease)
-            seconds, end_reason = factor * play.wall_s, play.end_reason
+            seconds = factor * play.wall_s
+            end_reason = play.end_reason
             if simulator.failed_frac and self._rng.random() < simulator.failed_frac:
-                seconds, end_reason = seconds * self._rng.random(), EndReason.ENV_ERROR
+                seconds = seconds * self._rng.random()
+                end_reason = EndReason.ENV_ERROR
             elif seconds > lease.deadline_s:
-                seconds, end_reason = lease.deadline_s, EndReason.DEADLINE
+                seconds = lease.deadline_s
+                end_reason = EndReason.DEADLINE
             actor.held[lease.episode_id] = lease
             self.num_started += 1
             arrival = Arrival(

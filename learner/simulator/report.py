@@ -10,7 +10,8 @@ from learner.simulator.measured import Measured
 from learner.simulator.search import Advice, Trial
 from learner.simulator.tally import Prediction
 
-LABEL_WIDTH, WIDTH = 34, 14
+LABEL_WIDTH = 34
+WIDTH = 14
 MAX_LAGS = 10  # Maximum number of rows of the histogram.
 BAR = 40
 

@@ -73,7 +73,8 @@ class Tally:
         if len(self.steps) - first < 2:
             names = ("steps_per_h", "episodes_per_s", "trained_per_h", "lag_mean")
             return dict.fromkeys((*names, "learner_wait_frac"), 0.0)
-        before, later = self.steps[first], self.steps[first + 1 :]
+        before = self.steps[first]
+        later = self.steps[first + 1 :]
         seconds = later[-1].ended_s - before.ended_s
         num_turns = sum(step.num_turns for step in later)
         return {

@@ -48,7 +48,8 @@ class SampledWorkload:
 
     def __init__(self, cfg: SimulatorSection, *, unit: HorizonUnit = HorizonUnit.TURNS) -> None:
         """Create a workload whose episodes are cut by a horizon in this unit."""
-        self._cfg, self._unit = cfg, unit
+        self._cfg = cfg
+        self._unit = unit
         self._mean_log_turns = math.log(cfg.num_turns)
         self._mean_log_turn_s = math.log(cfg.turn_s + cfg.env_s)
         self._alpha = 2 * cfg.success

@@ -106,7 +106,8 @@ class World:
         self._arrivals.append(arrival)
 
     def _take_in(self) -> None:
-        arrivals, self._arrivals = self._arrivals, []
+        arrivals = self._arrivals
+        self._arrivals = []
         arrived: list[EpisodeSeen] = []
         outcomes: list[EpisodeOutcome] = []
         groups: list[GroupArrived] = []
@@ -172,7 +173,8 @@ class World:
         ids = [each.episode_id for group in groups for each in group.members]
         self._tally.num_short += len(groups) < self._cfg.groups.per_step
         arrivals = [self._journal[episode_id] for episode_id in ids]
-        lag_sum, num_turns = 0.0, 0
+        lag_sum = 0.0
+        num_turns = 0
         for each in arrivals:
             self._tally.lags[version - each.version] += 1
             mean = self._tally.mean_version(each.version, each.started_s, each.ended_s)
@@ -204,7 +206,8 @@ class World:
         self._maybe_train()
 
     def _report_step(self, *, signals: dict[str, float]) -> None:
-        cfg, version = self._cfg, self._fleet.version
+        cfg = self._cfg
+        version = self._fleet.version
         self._tell(
             StepDone(
                 version=version,
@@ -223,7 +226,8 @@ class World:
         for name in self._fleet.beat_and_list():
             members.touch(members.by_name[name], now)
         self._core.tick()
-        version, running = self._core.version, self._table.open_ids
+        version = self._core.version
+        running = self._table.open_ids
         progress = self._tell(
             Heartbeat(role="learner", name=LEARNER, version=version, running=running)
         )
@@ -239,7 +243,8 @@ class World:
         self._events.at(self._heartbeat_s, self._exchange_heartbeats)
 
     def _prediction(self) -> Prediction:
-        tally, fleet = self._tally, self._fleet
+        tally = self._tally
+        fleet = self._fleet
         account = self._core.lifecycle.ledger_report()
         settled = max(1, sum(account[outcome.value] for outcome in Outcome))
         now_s = max(self._events.now_s, 1e-9)

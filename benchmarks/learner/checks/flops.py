@@ -45,7 +45,8 @@ def step_flops(model: PreTrainedModel, lengths: Sequence[int], num_scored: int) 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
     """Return the operations per second of a product of two [size, size] matrices, the best of 3."""
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    clock, best_s = clock_of(device), float("inf")
+    clock = clock_of(device)
+    best_s = float("inf")
     for _ in range(4):  # The first run loads the kernels.
         started = clock()
         for _ in range(NUM_PRODUCTS):

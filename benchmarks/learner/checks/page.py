@@ -24,7 +24,9 @@ from common.store.run_dir import RunDir
 from common.wire.messages import EndReason
 from learner.batch.synthetic import synthetic_trajectory
 
-NUM_EPISODES, NUM_TOKENS, MOST_TOKENS = 100_000, 60, 50_000
+NUM_EPISODES = 100_000
+NUM_TOKENS = 60
+MOST_TOKENS = 50_000
 # Tries of each request. The fastest counts, because other programs also use the processor.
 NUM_TRIES = 5
 START_S = 60.0
@@ -36,10 +38,15 @@ FILTERS: tuple[dict[str, str], ...] = (
     {"text": "9", "sort": "surprising", "success": "1", "max_turns": "3"},
     {"group": "g0000077"},
 )
-MAX_FIRST_S, MAX_LIST_S, MAX_OPEN_S = 1.5, 0.3, 0.15
-MAX_RSS_MB, MAX_PAGE_KB, MAX_FRAC = 300.0, 300.0, 0.01
+MAX_FIRST_S = 1.5
+MAX_LIST_S = 0.3
+MAX_OPEN_S = 0.15
+MAX_RSS_MB = 300.0
+MAX_PAGE_KB = 300.0
+MAX_FRAC = 0.01
 # The page is open between these steps; the engines start before them.
-FIRST_STEP, LAST_STEP = 4, 40
+FIRST_STEP = 4
+LAST_STEP = 40
 RUN_S = 900.0
 EVERY_S = 5.0  # Interval of an open page's updates, as in its script.
 SAID = "dashboard: "
@@ -170,7 +177,8 @@ def look_on(child: ChildProcess, run_dir: RunDir) -> tuple[tuple[float, float], 
 
     Raises: LongstrideError: the run ended before its last step, or was not in time.
     """
-    began, num = time.monotonic(), 0
+    began = time.monotonic()
+    num = 0
     before: tuple[float, float] | None = None
     while time.monotonic() < began + RUN_S and child.poll() is None:
         lines = child.log_tail(max_lines=1000)

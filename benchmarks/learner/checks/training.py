@@ -38,7 +38,9 @@ MAX_SHARD_DIFFERENCE = {"cpu": 1e-6, "cuda": 1e-4}
 GROUP_TIMEOUT = timedelta(seconds=120)
 # Bytes per trained weight (fp32, its moments, a copy) and per frozen weight; bytes of working
 # memory.
-TRAIN_BYTES, FROZEN_BYTES, WORK_BYTES = 18, 2, 6 << 30
+TRAIN_BYTES = 18
+FROZEN_BYTES = 2
+WORK_BYTES = 6 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +157,8 @@ def check_shards(
             networks = Networks(policy=copy.deepcopy(model))
             steps[name] = _step_of(Trainer(_settings(own), networks, ranks=ranks), samples)
         seconds = alternate(steps, num_rounds=3, clock=clock_of(device))
-    size, plain_s = found["plain"].norm().item(), min(seconds["plain"])
+    size = found["plain"].norm().item()
+    plain_s = min(seconds["plain"])
     for name in list(found)[1:]:
         apart = (found[name] - found["plain"]).norm().item()
         what = f"{name}: |gradient - plain one| / |gradient|"

@@ -30,7 +30,9 @@ MIN_ENGINE_TOKENS_PER_S = 100.0
 MAX_START_S = 120.0
 # Bounds for 7.6B weights in bf16 and an engine on the learner's GPU. Fewer bytes have
 # proportionally smaller bounds.
-FULL_BYTES, MAX_UPDATE_S, MAX_PAUSE_S = 15.2e9, 1.0, 0.1
+FULL_BYTES = 15.2e9
+MAX_UPDATE_S = 1.0
+MAX_PAUSE_S = 0.1
 SENT_BYTES = 6  # Bytes of memory for each weight: fp32 at the sender, bf16 at the receiver.
 # Bytes of memory for each weight in bf16: at the sender, in an engine and in transfer.
 SHARED_BYTES = 6
@@ -103,7 +105,8 @@ def _send(table: BenchTable, source: WeightSource, route: Route, limit: float, w
 def _copy_rate(num_bytes: int, device: torch.device) -> float:
     """Return GB/s of plain copies on a device, of a bucket at a time."""
     part = torch.ones(min(num_bytes, BUCKET_BYTES), dtype=torch.uint8, device=device)
-    other, clock = torch.zeros_like(part), clock_of(device)
+    other = torch.zeros_like(part)
+    clock = clock_of(device)
     other.copy_(part)
     started = clock()
     for _ in range(8):
