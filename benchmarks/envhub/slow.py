@@ -35,7 +35,7 @@ def turn_s(item_id: str, seed: int, *, options: dict[str, str]) -> float:
 
 
 def is_won(item_id: str, seed: int) -> bool:
-    """Return whether the episode succeeds. Half of them do, independent of the actions."""
+    """Return whether the episode succeeds. Half of them do."""
     return _digest(item_id, seed, "worth") % 2 == 0
 
 
@@ -44,8 +44,16 @@ def _digest(item_id: str, seed: int, what: str) -> int:
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big")
 
 
+def own_seed(item_id: str, seed: int, action: str) -> int:
+    """Return the seed of the episode's delay and success.
+
+    Members of a group share item and seed. The first action makes their episodes differ.
+    """
+    return _digest(item_id, seed, f"action {action}")
+
+
 class SlowEnv:
-    """`num_turns` turns of waiting, then a reward that is independent of the actions."""
+    """`num_turns` turns of waiting, then a reward. A hash of the first action decides both."""
 
     def __init__(self, style: Style, *, options: dict[str, str]) -> None:
         self._options = options
@@ -54,15 +62,19 @@ class SlowEnv:
         self._turn_s = 0.0
         self._is_won = False
         self._item_id = ""
+        self._seed = 0
 
     async def reset(self, item_id: str, seed: int) -> str:
         parse_item(item_id, SUBSETS)
         self._item_id = item_id
-        self._turn_s = turn_s(item_id, seed, options=self._options)
-        self._is_won = is_won(item_id, seed)
+        self._seed = seed
         return "wait"
 
     async def step(self, action: str) -> StepResult:
+        if self._num_played == 0:
+            seed = own_seed(self._item_id, self._seed, action)
+            self._turn_s = turn_s(self._item_id, seed, options=self._options)
+            self._is_won = is_won(self._item_id, seed)
         await asyncio.sleep(self._turn_s)
         self._num_played += 1
         is_over = self._num_played >= self._num_turns
@@ -79,7 +91,7 @@ class SlowEnv:
         return f"{self._num_played} of {self._num_turns} turns of {self._turn_s:.2f} s"
 
     async def fingerprint(self) -> str:
-        return f"{self._item_id} {self._turn_s}"
+        return f"{self._item_id} {self._seed}"
 
     async def close(self) -> None:
         """Do nothing, because the environment holds no resources."""

@@ -9,7 +9,7 @@ import pytest
 
 from tests.end_to_end.runs import REPOSITORY
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 
 TIMEOUT_S = 1_200.0
 MIN_FAULTS = 8

@@ -9,7 +9,7 @@ from benchmarks.envhub.hub import hub_process
 from benchmarks.envhub.soak import ENVS, LEASE_S, MAX_GROWTH_FRAC, abandon, soak_hub
 from tests.end_to_end.hubs import amount, offline_envs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 
 DURATION_S = amount("LONGSTRIDE_SOAK_S", default=20)
 NUM_ABANDONED = amount("LONGSTRIDE_ABANDONED", default=2000)

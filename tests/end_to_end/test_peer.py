@@ -9,7 +9,11 @@ import pytest
 
 from tests.venvs import UNREACHABLE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # an environment is made, twice a run
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+]  # an environment is made, twice a run
 
 
 def test_all_sides_train_and_are_scored(tmp_path: Path, repository: Path) -> None:

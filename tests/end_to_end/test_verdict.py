@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.learner.verdict import CASES, MIN_RATIO, stage
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_verdict_advice_speeds_up_a_slow_environment(tmp_path: Path) -> None:

@@ -169,7 +169,8 @@ def test_hub_provides_item_lists_and_notes(tmp_path: Path) -> None:
 
 def test_mismatched_tokenizer_and_model_are_refused(repository: Path, tmp_path: Path) -> None:
     source = repository / "configs" / "policies" / "tiny"
-    for name in ("tokenizer.json", "model.safetensors"):
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors")
+    for name in names:
         (tmp_path / name).symlink_to(source / name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from benchmarks.envhub.slow import SlowEnv, is_won, make_spec, turn_s
+from benchmarks.envhub.slow import SlowEnv, is_won, make_spec, own_seed, turn_s
 from common.config.envs import EnvsSection
 from envhub.env import Style
 
@@ -30,6 +30,12 @@ def test_delay_and_reward_depend_on_item_and_seed():
     assert len(set(first)) == 8
     won = [is_won("wait-train-3", seed) for seed in range(400)]
     assert 150 < sum(won) < 250
+
+
+def test_members_of_a_group_differ_by_their_first_action():
+    seeds = [own_seed("wait-train-3", 7, action) for action in ("left", "right", "left")]
+    assert seeds[0] == seeds[2]
+    assert seeds[0] != seeds[1]
 
 
 def test_slow_steps_run_concurrently_and_end_after_the_turns():

@@ -17,6 +17,7 @@ def measured() -> BenchTable:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.punctual
 def test_attacks_are_counted_and_block_no_listener() -> None:
     table = measured()

@@ -41,6 +41,7 @@ def test_suite_runs_are_valid_and_use_the_slow_environment(repository: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_async_is_twice_as_fast_in_the_simulated_tail() -> None:
     out = io.StringIO()
     table = BenchTable(out=out)

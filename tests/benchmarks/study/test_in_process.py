@@ -16,7 +16,7 @@ from learner.policy.forward import Networks
 from learner.training.ranks import Ranks
 from learner.training.step import Gradients, TrainerSettings
 
-pytestmark = pytest.mark.slow  # torch takes seconds to import, and it samples
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SMALL = (
     "model.path=configs/policies/tiny",

@@ -37,6 +37,4 @@ def test_command_and_its_prompts_have_one_date(is_kept: bool, tmp_path: Path) ->
 
 def test_every_prompt_command_fixes_its_date() -> None:
     for name in (*KEPT, *ONCE):
-        command = command_line.COMMANDS[name].run
-        assert getattr(command, "func", None) is with_date, name
-        assert command.keywords == {"is_kept": name in KEPT}, name  # type: ignore[attr-defined]
+        assert command_line.COMMANDS[name].keeps_date is (name in KEPT), name
