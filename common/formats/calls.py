@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 NAME = "probe_of_a_name"
-KEYS = ("first_probed_key", "second_probed_key")
+KEYS: tuple[str, ...] = ("first_probed_key", "second_probed_key")
 VALUES = ("first probed value", "second one")
 ARGUMENTS = dict(zip(KEYS, VALUES, strict=True))
 JSON_BEGINS = re.compile(r"(?=\{)")

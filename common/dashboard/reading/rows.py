@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-INTS = (
+INTS: tuple[str, ...] = (
     "segment",
     "offset",
     "member",
@@ -23,7 +23,7 @@ INTS = (
     "success",
     "trained_at",
 )
-FLOATS = ("reward", "wall_s", "generate_s", "env_s", "logprob")
+FLOATS: tuple[str, ...] = ("reward", "wall_s", "generate_s", "env_s", "logprob")
 NAMES = ("env", "subset", "item", "group", "kind", "policy", "actor", "end", "outcome", "cause")
 FIRST_CAPACITY = 1024
 
