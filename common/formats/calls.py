@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 NAME = "probe_of_a_name"
-KEYS: tuple[str, ...] = ("first_probed_key", "second_probed_key")
+KEYS = ("first_probed_key", "second_probed_key")
 VALUES = ("first probed value", "second one")
-ARGUMENTS = dict(zip(KEYS, VALUES, strict=True))
+ARGUMENTS: dict[str, Any] = dict(zip(KEYS, VALUES, strict=True))
 JSON_BEGINS = re.compile(r"(?=\{)")
 NOTHING = re.compile("")
 SPACE = re.compile(r"\s*")
