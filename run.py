@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # The libraries allocate a million objects that stay in use. With Python's own threshold (700) the
 # garbage collector would examine them so often that a start takes 20 % longer.
@@ -36,6 +37,9 @@ except ModuleNotFoundError as error:
         f"error: {error.name} is not installed for {sys.executable}; `make setup` installs all "
         "that is needed, then it is .venv/bin/python run.py, or source .venv/bin/activate first"
     )
+
+if TYPE_CHECKING:
+    from common.join.enrol import Joined
 
 print_now = partial(print, flush=True)
 load_named = partial(requested.load_named, root=ROOT)
@@ -110,42 +114,47 @@ def simulate(cfg: RunConfig, run_dir: RunDir) -> int:
 # Roles that join a run.
 
 
-def be_envhub(cfg: RunConfig, run_dir: RunDir) -> int:
+def run_envhub(cfg: RunConfig, run_dir: RunDir) -> None:
     from envhub.main import run
 
-    return commands.be_role("envhub", run, cfg, run_dir)
+    run(cfg, run_dir)
 
 
-def be_scheduler(cfg: RunConfig, run_dir: RunDir) -> int:
+def run_scheduler(cfg: RunConfig, run_dir: RunDir) -> None:
     from learner.scheduler.main import run
 
-    return commands.be_role("scheduler", run, cfg, run_dir)
+    run(cfg, run_dir)
 
 
-def be_learner(cfg: RunConfig, run_dir: RunDir) -> int:
+def run_learner(cfg: RunConfig, run_dir: RunDir) -> None:
     from common.report.wandb_views import DashboardViews
     from learner.main import run
 
-    return commands.be_role("learner", partial(run, make_views=DashboardViews), cfg, run_dir)
+    run(cfg, run_dir, make_views=DashboardViews)
 
 
-def be_actor(cfg: RunConfig, run_dir: RunDir) -> int:
+def run_actor(cfg: RunConfig, run_dir: RunDir) -> None:
     from actor.agents.agents import Agents
     from actor.main import run
 
-    return commands.be_role("actor", partial(run, make_agents=Agents), cfg, run_dir)
+    run(cfg, run_dir, make_agents=Agents)
 
 
-def join_run(request: Request) -> int:
-    """Run an actor or a hub of a run whose directory is on another machine."""
-    if request.command == "actor":
-        from actor import main as actor
-        from actor.agents.agents import Agents
+def run_joined_actor(cfg: RunConfig, joined: "Joined") -> None:
+    from actor.agents.agents import Agents
+    from actor.main import run_joined
 
-        return commands.join_run(request, partial(actor.run_joined, make_agents=Agents), root=ROOT)
-    from envhub import main as envhub
+    run_joined(cfg, joined, make_agents=Agents)
 
-    return commands.join_run(request, envhub.run_joined, root=ROOT)
+
+def run_joined_envhub(cfg: RunConfig, joined: "Joined") -> None:
+    from envhub.main import run_joined
+
+    run_joined(cfg, joined)
+
+
+# A role imports its libraries after its checks, inside the guard that classifies a failed start.
+JOINED_ROLES = {"actor": run_joined_actor, "envhub": run_joined_envhub}
 
 
 # Checks that a command makes before anything starts.
@@ -265,10 +274,12 @@ COMMANDS = {
     "serve": Command(run=serve, check=check_engine, log_name="serve", keeps_date=False),
     "simulate": Command(run=simulate),
     "status": Command(run=status, load=load_any_version),
-    "envhub": Command(run=be_envhub, load=load_joined),
-    "scheduler": Command(run=be_scheduler, load=load_joined),
-    "learner": Command(run=be_learner, load=load_joined),
-    "actor": Command(run=be_actor, load=load_joined),
+    "envhub": Command(run=partial(commands.be_role, "envhub", run_envhub), load=load_joined),
+    "scheduler": Command(
+        run=partial(commands.be_role, "scheduler", run_scheduler), load=load_joined
+    ),
+    "learner": Command(run=partial(commands.be_role, "learner", run_learner), load=load_joined),
+    "actor": Command(run=partial(commands.be_role, "actor", run_actor), load=load_joined),
 }
 
 
@@ -393,7 +404,7 @@ def dispatch(request: Request) -> int:
         return STANDALONE[request.command](request)
     prepare_memory(request)
     if request.join is not None:
-        return join_run(request)
+        return commands.join_run(request, JOINED_ROLES[request.command], root=ROOT)
     if request.command == "envhub" and requested.belongs_to_no_run(request):
         from envhub.command import run_hub
 
