@@ -222,7 +222,7 @@ def test_adapters_are_merged_into_written_policy(tmp_path: Path) -> None:
 
 def test_adapters_need_a_base(tmp_path: Path) -> None:
     cfg = RunConfig(sft=TINY, learner=LearnerSection(lora=LoraSection(rank=4)))
-    with pytest.raises(ConfigError, match=r"^sft\.from_scratch=true: .*lora\.rank=0"):
+    with pytest.raises(ConfigError, match=r"^learner\.lora\.rank=4: .*sft\.from_scratch=false"):
         sft.run(cfg, tmp_path / "demonstrations.jsonl")
 
 
