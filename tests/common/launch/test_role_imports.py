@@ -1,4 +1,4 @@
-"""Law of a role's libraries: a failed import is a wrong installation, and no restart can mend it."""
+"""Law of a role's libraries: a failed import is a wrong installation. No restart can mend it."""
 
 import os
 import subprocess
