@@ -8,7 +8,7 @@ import pytest
 
 from common.repository import ROOT
 
-PACKAGES = ("actor", "common", "envhub", "learner")
+PACKAGES = ("actor", "common", "envhub", "learner", "benchmarks")
 WAITS = {
     *("wait", "wait_for", "join", "acquire", "get", "result", "barrier", "communicate"),
     *("recv", "recv_bytes", "recv_multipart", "drained"),
