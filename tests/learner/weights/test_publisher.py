@@ -227,7 +227,7 @@ def test_silent_actor_rejoins_after_it_answers(publisher: Publisher, start_actor
 
 @pytest.fixture
 def start_process(keys: RunKeys, publisher: Publisher, tmp_path: Path) -> Iterator[Launch]:
-    """Yields a function that starts an actor in a process of its own; it has version 0 then."""
+    """Yields a function that starts an actor in its own process; it returns once it has joined."""
     started: list[BaseProcess] = []
 
     def start(name: str, habit: str) -> BaseProcess:
