@@ -3,9 +3,9 @@
 An observation is plain text: a control token that it contains (`<|im_end|>`) is encoded as its
 letters.
 
-The chat template is rendered twice with marker texts. The text between the assistant's marker and
-the next user's marker is kept as a string. So any template works that appends turns one after
-another. A template that rewrites earlier turns is refused at start.
+The chat template is measured with marker texts (`common.formats.turns`). Only the text that it puts
+between turns is derived from it. The generation prompt of each turn, such as `<think>`, stays in
+the context together with the sampled answer.
 """
 
 from collections.abc import Sequence
@@ -17,18 +17,21 @@ from jinja2 import TemplateError
 from actor.rollout.context import least_prompt
 from actor.rollout.folding import least_of_branches
 from common.config.run_config import ActorSection
-from common.control_tokens import ControlTokens
+from common.control_tokens import ControlTokens, special_tokens
 from common.errors import ConfigError
-from common.formats.calls import ARGUMENTS, NAME, CallForm, as_call, each_text
-from common.formats.chat_template import render_chat
+from common.formats.call_turn import CallNames, CallTurn, measure_call
+from common.formats.calls import CallForm, as_call, each_text
+from common.formats.chat_template import render_chat, template_of
+from common.formats.sampled import SampledText, without_marks
+from common.formats.thoughts import measure_thoughts
+from common.formats.turn_ends import TurnEnd, configured_ends, find_end
+from common.formats.turns import ASSISTANT, NEXT, USER, Message, measure_turns
 
 # Size of the cache of encoded texts. Episodes of a group begin with the same text.
 NUM_KNOWN_TEXTS = 256
-Message = dict[str, Any]
 CALL_ID = "call{:05}"  # The format that the strictest template requires.
-USER = "\u2402user\u2403"
-ASSISTANT = "\u2402assistant\u2403"
-NEXT = "\u2402next\u2403"
+
+__all__ = ["ASSISTANT", "NEXT", "USER", "Message", "Renderer", "with_ids"]
 
 
 class Renderer:
@@ -41,78 +44,98 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        """Measure the tokenizer's chat template.
+
+        Raises: ConfigError: the template cannot be used; the message has the reason.
+        """
         self._tokenizer = tokenizer
         self._control = ControlTokens(tokenizer)
         self.num_tokens = len(tokenizer)
         self._known = lru_cache(NUM_KNOWN_TEXTS)(self._control.encode_between)
-        first = self._rendered([{"role": "user", "content": USER}])
-        self._before_first, _, self._after_user = first.partition(USER)
-        self._after_first = self._after_user
-        if USER not in first:
-            raise ConfigError("the chat template drops the user's text")
-        both = self._rendered(
-            [
-                {"role": "user", "content": USER},
-                {"role": "assistant", "content": ASSISTANT},
-                {"role": "user", "content": NEXT},
-            ]
-        )
-        head, _, tail = both.partition(ASSISTANT)
-        between, _, after_next = tail.partition(NEXT)
-        if head != first or NEXT not in tail or after_next != self._after_user:
-            raise ConfigError(
-                "the chat template rewrites earlier turns, so token ids cannot be kept; "
-                f"it renders {both!r} after {first!r}"
-            )
-        self.end_of_turn_ids = self._end_of_turn(between)
-        self._end_of_turn_text: str = tokenizer.decode(self.end_of_turn_ids[:1])
-        self._between = between.removeprefix(self._end_of_turn_text)
+        self._sampled = SampledText(tokenizer)
+        self._special = special_tokens(tokenizer)
+        self._turns = measure_turns(self._asking)
+        self._before_first = self._turns.before
+        self._after_first = self._turns.after_user
+        self.thoughts = measure_thoughts(self._asking, self._turns, self._sampled)
+        self._configured = configured_ends(tokenizer)
+        self._end = self._end_of_turn(self._turns.between, self._turns.ended)
+        self.end_of_turn_ids = self._stops()
 
-    def _rendered(self, messages: Sequence[Message], *, tools: list[Any] | None = None) -> str:
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise ConfigError("model.path: the tokenizer has no chat template")
-        return render_chat(self._tokenizer, with_ids(messages), tools=tools)
+    def _rendered(
+        self, messages: Sequence[Message], *, tools: list[Any] | None = None, is_asking: bool = True
+    ) -> str:
+        if not template_of(self._tokenizer):
+            raise ConfigError(
+                "model.path: the tokenizer has no chat template; give one (model.chat_template)"
+            )
+        return render_chat(
+            self._tokenizer, with_ids(messages), tools=tools, add_generation_prompt=is_asking
+        )
+
+    def _asking(self, messages: Sequence[Message], is_asking: bool) -> str:
+        return self._rendered(messages, is_asking=is_asking)
+
+    def _encoded(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _end_of_turn(self, after: str, last: str) -> TurnEnd:
+        """Return the end of an answer from the template's text behind it."""
+        found = find_end(
+            self._encoded(after),
+            self._encoded(last),
+            self._special,
+            lambda token_id: not self._tokenizer.decode([token_id]).strip(),
+        )
+        if found is None:
+            raise ConfigError(
+                "the chat template does not end a turn with a special token: it writes"
+                f" {after!r:.200} after an answer; give a template that does (model.chat_template)"
+            )
+        return found
+
+    def _stops(self) -> list[int]:
+        """Return the tokens that end a sampled turn, the template's own first.
+
+        A token that also separates the messages of one answer, as gpt-oss writes them, ends no
+        turn.
+        """
+        end = self._end
+        inner = self.thoughts.between
+        own = [each for each in end.run[:1] if self._sampled.marked([each]) not in inner]
+        return list(dict.fromkeys([*own, *end.last, *self._configured]))
 
     @cached_property
-    def calls(self) -> CallForm | str:
-        """The chat template's format of tool calls, or the reason why it supports no tools."""
+    def call_turn(self) -> CallTurn | str:
+        """The chat template's turn of a tool call, or the reason why it supports no tools."""
         try:
-            full = self._call_of(ARGUMENTS)
-            bare = self._call_of({})
-            return CallForm.of(*map(self._as_sampled, (full, bare)))
+            return self._measured_call()
         except (TemplateError, TypeError) as error:
             return f"the policy's chat template refuses tools: {error}"
         except ValueError as error:
             return f"the policy's chat template {error}"
 
-    def _call_of(self, arguments: dict[str, Any]) -> str:
-        """Return a tool call as the template writes it. Raises: ValueError: it cannot write one."""
-        told = {"name": "probe_tool", "description": "", "parameters": {"type": "object"}}
-        tools = [{"type": "function", "function": told}]
-        user = {"role": "user", "content": USER}
-        said = {"role": "assistant", "content": ASSISTANT, "tool_calls": [as_call(NAME, arguments)]}
-        first = self._rendered([user], tools=tools)
-        text = self._rendered([user, said, {"role": "tool", "content": NEXT}], tools=tools)
-        if "probe_tool" not in text or NAME not in text or NEXT not in text:
-            raise ValueError("has no tools, or no place for their calls and answers")
-        _, has_text, call = text.partition(ASSISTANT)  # Some templates drop the text beside calls.
-        if not (has_text or text.startswith(first)):
-            raise ValueError(f"shows calls otherwise than turns: {text!r:.1000}")
-        call, is_ended, _ = (call or text.removeprefix(first)).partition(self._end_of_turn_text)
-        if not is_ended:
-            raise ValueError(f"does not end a turn of calls: {text!r:.1000}")
-        return call
+    @property
+    def calls(self) -> CallForm | str:
+        """The chat template's format of tool calls, or the reason why it supports no tools."""
+        return self.call_turn if isinstance(self.call_turn, str) else self.call_turn.form
+
+    def _measured_call(self, **which: Any) -> CallTurn:
+        ends = [*self.end_of_turn_ids, *self._end.run[:1]]
+        names = CallNames(
+            special=list(self._special.values()),
+            ends=[self._special[each] for each in ends if each in self._special],
+        )
+        return measure_call(self._with_tools, self._turns, names, self._as_sampled, **which)
+
+    def _with_tools(
+        self, messages: Sequence[Message], tools: Sequence[Any], is_asking: bool
+    ) -> str:
+        return self._rendered(messages, tools=list(tools), is_asking=is_asking)
 
     def _as_sampled(self, said: str) -> str:
         """Return a text of the template as it reads when the policy has sampled it."""
-        return self.whole_text(self._tokenizer.encode(said, add_special_tokens=False))
-
-    def _end_of_turn(self, between: str) -> list[int]:
-        ids = self._tokenizer.encode(between, add_special_tokens=False)
-        if not ids or ids[0] not in self._tokenizer.all_special_ids:
-            raise ConfigError("the chat template does not end a turn with a special token")
-        eos = self._tokenizer.eos_token_id
-        return [ids[0]] if eos is None or eos == ids[0] else [ids[0], eos]
+        return self.whole_text(self._encoded(said))
 
     def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
         """Return the ids of the first user turn, up to the start of the assistant's turn.
@@ -121,7 +144,8 @@ class Renderer:
             before: an instruction and the assistant's answer to it, which come first.
         """
         if before is None:
-            return list(self._known(self._before_first, text, self._after_first))
+            shown = self._turns.shown(text)
+            return list(self._known(self._before_first, shown, self._after_first))
         return self.conversation([*before, text])
 
     def conversation(self, texts: Sequence[str]) -> list[int]:
@@ -130,24 +154,37 @@ class Renderer:
         Args:
             texts: an odd number of messages; the user's are first and last.
         """
-        ids = self.first_prompt(texts[0])
-        for answer, text in zip(texts[1::2], texts[2::2], strict=True):
-            ids += self._known("", answer, self._end_of_turn_text)
-            ids += self.after_turn(text, is_stopped=True)
+        turns = self._turns
+        past = self._after_first.removesuffix(turns.asked) + turns.answered
+        end = self._tokenizer.decode(self._end.run[:1])
+        num_answers = len(texts) // 2
+        after = self._after_first if num_answers == 0 else past
+        ids = list(self._known(self._before_first, turns.shown(texts[0]), after))
+        for number, (answer, text) in enumerate(zip(texts[1::2], texts[2::2], strict=True), 1):
+            after = turns.after_user if number == num_answers else turns.closed + turns.answered
+            ids += self._known("", answer, end)
+            ids += self._framed(self._end, turns.between, turns.shown(text), after, is_stopped=True)
         return ids
 
-    def after_turn(self, text: str, *, is_stopped: bool) -> list[int]:
+    def after_turn(self, text: str, *, is_stopped: bool, end: int | None = None) -> list[int]:
         """Return the ids between the sampled turn and the next one: a user message with `text`.
 
         Args:
-            is_stopped: the sampled turn ended with an end-of-turn token. If not, one is inserted
-                here. It was not sampled and is therefore never trained on.
+            is_stopped: the sampled turn ended with an end-of-turn token. If not, the template's end
+                is inserted here. It was not sampled and is therefore never trained on.
+            end: the token that ended the turn; None: the first of `end_of_turn_ids`. The template's
+                own end is inserted after another one.
         """
-        return self._framed(self._between, text, self._after_user, is_stopped=is_stopped)
+        turns = self._turns
+        shown = turns.shown(text)
+        how = {"is_stopped": is_stopped, "end": end}
+        return self._framed(self._end, turns.between, shown, turns.after_user, **how)
 
-    def after_action(self, observation: str, *, is_stopped: bool) -> list[int]:
+    def after_action(
+        self, observation: str, *, is_stopped: bool, end: int | None = None
+    ) -> list[int]:
         """Return the same ids for the environment's observation after an action."""
-        return self.after_turn(observation, is_stopped=is_stopped)
+        return self.after_turn(observation, is_stopped=is_stopped, end=end)
 
     def of(self, env: str, tools: Sequence[Message] = ()) -> "Renderer":
         """Return the renderer of an environment's episodes, whose actions may call `tools`."""
@@ -157,9 +194,19 @@ class Renderer:
         """Return the renderer of conversations without tools."""
         return self
 
-    def _framed(self, before: str, text: str, after: str, *, is_stopped: bool) -> list[int]:
-        lead = "" if is_stopped else self._end_of_turn_text
-        return list(self._known(lead + before, text, after))
+    def _framed(
+        self,
+        own: TurnEnd,
+        before: str,
+        text: str,
+        after: str,
+        *,
+        is_stopped: bool,
+        end: int | None = None,
+    ) -> list[int]:
+        """Return the ids of a message with the end of the answer before it, as far as needed."""
+        ids = self._known(before, text, after)
+        return list(ids[own.num_sampled(end, is_stopped=is_stopped) :])
 
     def of_messages(
         self, messages: list[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = ()
@@ -177,6 +224,7 @@ class Renderer:
         is_stopped: bool,
         has_calls: bool,
         tools: Sequence[dict[str, Any]],
+        end: int | None = None,
     ) -> list[int]:
         """Return the ids between an answer and the next one: `after_action` for any messages.
 
@@ -186,15 +234,21 @@ class Renderer:
 
         Raises: ValueError: the chat template refuses it; the message gives the reason.
         """
-        said: dict[str, Any] = {"role": "assistant", "content": ASSISTANT}
-        if has_calls:
-            said = {**said, "content": "", "tool_calls": [as_call(ASSISTANT, {})]}
+        said: Message = {"role": "assistant", "content": ASSISTANT}
+        ends = [self._end]
+        if has_calls and isinstance(self.call_turn, CallTurn):
+            said = {**said, "content": "", "tool_calls": [self.call_turn.call(ASSISTANT, {})]}
+            ends.append(self._end_of_turn(self.call_turn.between, self.call_turn.ended))
         whole = self._safely([{"role": "user", "content": USER}, said, *messages], tools)
-        _, _, tail = whole.partition(ASSISTANT)
-        _, end, after = tail.partition(self._end_of_turn_text)
-        if not end:
+        _, _, tail = whole.rpartition(ASSISTANT)
+        names = [self._tokenizer.decode(each.run[:1]) for each in ends]
+        found = [(tail.index(name), i) for i, name in enumerate(names) if name in tail]
+        if not found:
             raise ValueError("the chat template does not end the assistant's turn")
-        return self._control.encode(after if is_stopped else end + after)
+        at, which = min(found)
+        own = TurnEnd(num_lead=0, run=ends[which].run, last=ends[which].last)
+        ids = self._control.encode(tail[at:])
+        return ids[own.num_sampled(end, is_stopped=is_stopped) :]
 
     def _safely(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
         """Return a conversation as text for `ControlTokens.encode`. Raises: ValueError."""
@@ -236,8 +290,12 @@ class Renderer:
             )
 
     def action_text(self, token_ids: list[int]) -> str:
-        """Return the text of a sampled action without special tokens."""
-        return self.plain_text(token_ids).strip()
+        """Return the text of a sampled action without its thoughts and special tokens."""
+        return self.thoughts.text(self._sampled.marked(token_ids)).strip()
+
+    def thought_text(self, token_ids: list[int]) -> str:
+        """Return the thoughts of a sampled answer, "" for none."""
+        return self.thoughts.thoughts(self._sampled.marked(self._without_end(token_ids)))
 
     def plain_text(self, token_ids: list[int]) -> str:
         """Return the text of tokens without special tokens. Whitespace at its ends is kept."""
@@ -245,9 +303,12 @@ class Renderer:
 
     def whole_text(self, token_ids: list[int]) -> str:
         """Return the text of a sampled answer with its special tokens, except those that end it."""
+        return self._tokenizer.decode(self._without_end(token_ids))
+
+    def _without_end(self, token_ids: list[int]) -> list[int]:
         while token_ids and token_ids[-1] in self.end_of_turn_ids:
             token_ids = token_ids[:-1]
-        return self._tokenizer.decode(token_ids)
+        return token_ids
 
     def read_answer(
         self, token_ids: list[int], tools: Sequence[Message]
@@ -257,11 +318,21 @@ class Renderer:
         Raises: AssertionError: this chat template supports no tools.
         """
         assert isinstance(self.calls, CallForm)
-        said, calls = self.calls.read(self.whole_text(token_ids), tools)
+        said, calls = self.calls.read(self.call_text(token_ids), tools)
         if not calls:
             return self.action_text(token_ids), []
-        plain = self.action_text(self._tokenizer.encode(said, add_special_tokens=False))
-        return plain, [as_call(*each) for each in calls]
+        return self._said_beside(said), [as_call(*each) for each in calls]
+
+    def call_text(self, token_ids: list[int]) -> str:
+        """Return the text of a sampled answer that may hold calls: without thoughts and its end."""
+        marked = self._sampled.marked(self._without_end(token_ids))
+        spans = self.thoughts.spans(marked)
+        return without_marks("".join(marked[a:b] for a, b in spans))
+
+    def _said_beside(self, text: str) -> str:
+        """Return the text beside calls without special tokens and heads of messages."""
+        marked = self._sampled.encoded(text)
+        return self.thoughts.shown(marked).strip()
 
 
 def with_ids(messages: Sequence[Message]) -> list[Message]:
