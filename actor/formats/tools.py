@@ -15,6 +15,7 @@ from common.errors import ConfigError
 from common.formats.answers import ARGUMENT, NO_TOOLS, read_react, sent
 from common.formats.call_turn import CallTurn
 from common.formats.calls import NAME, CallForm
+from common.formats.turn_ends import TurnEnd
 from common.formats.turns import USER, Message
 
 Read = Callable[[list[int]], tuple[str, str | None]]
@@ -108,6 +109,14 @@ class ToolRenderer(Renderer):
             raise ConfigError(
                 f"actor.format=function_call: the chat template of model.path: {error}"
             ) from error
+
+    @property
+    def _past_header(self) -> str:
+        return self._called.answered
+
+    @property
+    def _past_turn_end(self) -> TurnEnd:
+        return self._call_end
 
     def of(self, env: str, tools: Sequence[Message] = ()) -> Renderer:
         """Return the renderer of an environment's episodes, whose actions may call `tools`."""

@@ -36,6 +36,7 @@ class CallTurn:
     form: CallForm
     between: str  # Text from the end of the call to the text of its result.
     after: str  # Text from a result to the next answer.
+    answered: str  # Text before a past call, behind the text that all prompts share.
     ended: str  # Text after a call that ends the conversation.
     is_json: bool  # The template writes a result as a JSON text.
     has_text: bool  # The template takes arguments as a JSON text only.
@@ -118,6 +119,7 @@ class _Probe:
             form=form,
             between=whole[end_at:result_at],
             after=whole[result_at + len(result) :],
+            answered=self._header(whole, form),
             ended=final[end_at:] if shares_start else "",
             is_json=result != QUOTED,
             has_text=self.has_text,
@@ -144,6 +146,12 @@ class _Probe:
         turn = [said] if is_final else [said, told]
         messages = [{"role": "user", "content": USER}, *(turn * num_calls)]
         return self.render(messages, self.tools, not is_final).partition(USER)[2]
+
+    def _header(self, whole: str, form: CallForm) -> str:
+        """Return the text between the end of the user's message and the call."""
+        text = whole.removeprefix(shared_start(whole, self.turns.closed))
+        found = form.begin.search(text)
+        return text[: found.start()] if found else ""
 
     def _strips(self) -> bool:
         """Return whether the template removes whitespace around a result."""
