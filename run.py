@@ -302,7 +302,11 @@ def doctor(request: Request) -> int:
     from envhub.command import examine_environments
 
     return checks.doctor(
-        request, root=ROOT, missing_for=missing_for, examine_environments=examine_environments
+        request,
+        root=ROOT,
+        missing_for=missing_for,
+        examine_environments=examine_environments,
+        show_conversation=conversation_lines,
     )
 
 
@@ -449,9 +453,17 @@ def show_config(cfg: RunConfig, *, has_plan: bool) -> int:
     lines = memory_lines(cfg) if has_plan else []
     lines += summary_lines(cfg.algorithm, cfg.learner)
     lines += cfg.curriculum.warnings(cfg.horizon)
+    lines += conversation_lines(cfg) if has_plan else []
     return commands.say(
         config_as_yaml(without_secrets(cfg)) + "".join(f"# {line}\n" for line in lines)
     )
+
+
+def conversation_lines(cfg: RunConfig) -> list[str]:
+    """Return a conversation with a tool call as the policy receives it, [] without a tokenizer."""
+    from actor.formats.preview import preview_lines
+
+    return preview_lines(cfg, ROOT)
 
 
 def memory_lines(cfg: RunConfig) -> list[str]:

@@ -59,6 +59,11 @@ def reader_of(render: Render, kind: AgentFormat, *, is_whole: bool) -> Read:
     return read
 
 
+def fault_of(render: Render, token_ids: list[int]) -> str:
+    """Return why an answer calls no tool, for the policy to read; "" without tools."""
+    return render.fault_of(token_ids) if isinstance(render, ToolRenderer) else ""
+
+
 def rendering(render: Render, env: str, tools: Sequence[Message]) -> Render:
     """Return the renderer of an environment's episodes; unchanged if it has no chat template."""
     return render.of(env, tools) if isinstance(render, Renderer) else render
@@ -142,6 +147,21 @@ class ToolRenderer(Renderer):
         assert isinstance(self.calls, CallForm)
         _, calls = self.calls.read(self.call_text(token_ids), self._tools)
         return sent(calls, self._names, has_one=not self._own)
+
+    def fault_of(self, token_ids: list[int]) -> str:
+        """Return why an answer is no valid call, for the policy to read; "" if it is one."""
+        assert isinstance(self.calls, CallForm)
+        text = self.call_text(token_ids)
+        if fault := self.calls.fault(text):
+            return f"the call cannot be read: {fault}"
+        _, calls = self.calls.read(text, self._tools)
+        if len(calls) != 1:
+            return f"the answer has {len(calls)} calls; give one"
+        name, _ = calls[0]
+        if name not in self._names:
+            return f"there is no tool {name[:40]!r}; the tools are {', '.join(self._names)}"
+        is_valid = self.called(token_ids) is not None
+        return "" if is_valid else f"the call has no text as its argument {ARGUMENT!r}"
 
     def _template(self, messages: Sequence[Message]) -> str:
         try:

@@ -48,9 +48,20 @@ def describe_policy(
         "max_model_len": actor.max_model_len,
         **({} if actor.context is ContextKind.FULL else context),
         **({"date": model.date} if names_date(Path(model.path)) else {}),
+        **_of_prompts(model, actor),
         **({"agent": list(actor.agent)} if actor.endpoint else {}),
         **actor.of_answers(),
     }
+
+
+def _of_prompts(model: ModelSection, actor: ActorSection) -> dict[str, Any]:
+    """Return the non-default settings of prompts."""
+    told = {
+        "chat_template": model.chat_template,
+        "chat_template_kwargs": model.chat_template_kwargs,
+        "keep_thinking": actor.keep_thinking.value,
+    }
+    return {name: value for name, value in told.items() if value and value != "all"}
 
 
 def digest_of(policy: dict[str, Any]) -> str:

@@ -358,6 +358,10 @@ class Renderer:
         """Return the text of tokens without special tokens. Whitespace at its ends is kept."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
+    def shown(self, token_ids: list[int]) -> str:
+        """Return the text of tokens with all special tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
     def whole_text(self, token_ids: list[int]) -> str:
         """Return the text of a sampled answer with its special tokens, except those that end it."""
         return self._tokenizer.decode(self._without_end(token_ids))

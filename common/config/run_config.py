@@ -6,6 +6,7 @@ It has no I/O, no environment variables and no device code. `common/config/load.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -100,6 +101,15 @@ class TrainSection:
     )
 
 
+# Arguments of `apply_chat_template` that are no variables of a template.
+RESERVED_VARIABLES = {
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_dict"),
+    *("return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    *("strftime_now", "date_string"),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
     """The policy: a directory with a transformers checkpoint."""
@@ -117,6 +127,17 @@ class ModelSection:
         form=DATE,
         also="",
     )
+    chat_template: str = knob(
+        "", "File with a chat template. Empty uses that of the tokenizer.", form=PATH, also=""
+    )
+    chat_template_kwargs: dict[str, Any] = knob(
+        {}, "Variables of the chat template, such as enable_thinking: false."
+    )
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        for name in sorted(RESERVED_VARIABLES & self.chat_template_kwargs.keys()):
+            law = "is set by the product; remove it"
+            yield f"chat_template_kwargs.{name}", self.chat_template_kwargs[name], law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -343,8 +343,8 @@ def _head_end(between: str) -> str:
 
 
 def _loosely(piece: str) -> str:
-    """Return a pattern of a text that matches any whitespace between its words."""
-    return r"\s*".join(map(re.escape, piece.split()))
+    """Return a pattern of a text that matches any whitespace between its words and tags."""
+    return r"\s*".join(map(re.escape, WORDS.findall(piece)))
 
 
 def _skip_space(text: str, at: int) -> int:

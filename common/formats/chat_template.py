@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from common.errors import ConfigError
 
@@ -19,6 +19,17 @@ CLOCK = "strftime_now"
 DATE = "date_string"
 # A template with its own default for `date_string` keeps it, as in other inference servers.
 _HAS_DEFAULT = re.compile(rf"\b{DATE}\s+is\s+(not\s+)?defined|\b{DATE}\s*\|\s*(default|d)\b")
+
+
+class PromptSettings(Protocol):
+    """The keys of `model` that change prompts."""
+
+    @property
+    def date(self) -> str: ...
+    @property
+    def chat_template(self) -> str: ...
+    @property
+    def chat_template_kwargs(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(slots=True)
@@ -45,6 +56,20 @@ def fix_date(day: str) -> None:
         day: `model.date`.
     """
     _process.date = day or _process.date
+
+
+def fix_prompts(model: PromptSettings, root: Path) -> None:
+    """Set the date, the chat template and its variables in all prompts of this process.
+
+    Raises: ConfigError: `model.chat_template` cannot be read.
+    """
+    fix_date(model.date)
+    fix_template(template_at(model, root), model.chat_template_kwargs)
+
+
+def template_at(model: PromptSettings, root: Path) -> Path | None:
+    """Return the file of `model.chat_template`; None: the tokenizer's own template is used."""
+    return root / model.chat_template if model.chat_template else None
 
 
 def fix_template(path: Path | None, variables: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from jinja2 import TemplateError
 
 from common.formats.calls import NAME, as_call
-from common.formats.sampled import SampledText, special_in, without_special
+from common.formats.sampled import SampledText, special_in, without_marks, without_special
 from common.formats.turns import ASSISTANT, USER, Message, RenderTurns, Turns
 from common.text import shared_start
 
@@ -67,6 +67,13 @@ class ThoughtForm:
         for mark in (self.opens, self.between, *(each for pair in self.blocks for each in pair)):
             found = found.replace(mark, "") if mark else found
         return without_special(found).strip()
+
+    def described(self) -> str:
+        """Return the form of thoughts as text."""
+        if self.between:
+            return without_marks(f"{self.opens} ... {self.between}")
+        opens, closes = self.blocks[0]
+        return without_marks(f"{opens} ... {closes}")
 
     def _messages(self, text: str) -> list[Span]:
         """Return the messages of an answer that hold no thoughts."""

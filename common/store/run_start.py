@@ -16,18 +16,23 @@ from common.store.run_dir import RunDir, read_json, write_atomically, write_json
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+OWN_TEMPLATE = "chat_template.jinja"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", OWN_TEMPLATE)
 # A resumed run must be the same experiment: these keys must have equal values.
 _SAME_KEYS = (
     "run.seed",
     "train.mode",
     "model.path",
     "model.dtype",
+    "model.chat_template",
+    "model.chat_template_kwargs",
+    "actor.keep_thinking",
     "tasks",
     "groups.size",
     "learner.optimizer",
     "envhub.style",
 )
+_NEWER_KEYS = ("model.chat_template", "model.chat_template_kwargs", "actor.keep_thinking")
 
 
 def mark_finished(run_dir: RunDir, *, version: int, result: str) -> None:
@@ -104,6 +109,9 @@ def keep_tokenizer(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> None:
             continue
         run_dir.tokenizer.mkdir(exist_ok=True)
         shutil.copyfile(source / name, run_dir.tokenizer / name)
+    if cfg.model.chat_template:
+        run_dir.tokenizer.mkdir(exist_ok=True)
+        shutil.copyfile(root / cfg.model.chat_template, run_dir.tokenizer / OWN_TEMPLATE)
 
 
 def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:
@@ -113,7 +121,8 @@ def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     for key in _SAME_KEYS:
         was = OmegaConf.select(old, key)
         now = OmegaConf.select(new, key)
-        if was != now:
+        is_older = was is None and key in _NEWER_KEYS  # The run is of a version without the key.
+        if was != now and not is_older:
             found.append("tasks differ" if key == "tasks" else f"{key}: was {was}, now {now}")
     return found
 
