@@ -55,7 +55,9 @@ class CallTurn:
 def as_text(call: Message) -> Message:
     """Return a call whose arguments are a JSON text."""
     function = call["function"]
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -196,7 +198,9 @@ class _Probe:
             call = text.removeprefix(shared_start(text, header))
         start = call.find(VALUES[-1]) if arguments else call.find(self.name)
         end = call.find(mark, max(start, 0))
-        if start < 0 or end < 0:
+        if start < 0:
+            raise ValueError(f"name and arguments are not found in {call!r:.300}")
+        if end < 0:
             raise ValueError(f"does not end a turn of calls: {text!r:.1000}")
         return call[:end]
 
