@@ -82,15 +82,15 @@ def measure_call(
         ValueError: the template has no tools or shows no calls.
         TemplateError, TypeError: the template refuses them.
     """
-    try:
-        return _Probe(render, turns, names, tools, name, False).turn(sampled, form)
-    except (TemplateError, TypeError, ValueError) as error:
+    refusals: list[TemplateError | TypeError | ValueError] = []
+    for has_text in (False, True):
         try:
-            return _Probe(render, turns, names, tools, name, True).turn(sampled, form)
-        except ValueError as other:  # It names the reason if objects were refused as such.
-            raise other if isinstance(error, TypeError) else error from error
-        except (TemplateError, TypeError):
-            raise error from None
+            return _Probe(render, turns, names, tools, name, has_text).turn(sampled, form)
+        except (TemplateError, TypeError, ValueError) as error:
+            refusals.append(error)
+    of_objects, of_texts = refusals
+    # A template that takes only texts refuses objects as a TypeError, which names no reason.
+    raise of_texts if isinstance(of_objects, TypeError) else of_objects
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ def test_own_template_replaces_that_of_the_tokenizer(tmp_path: Path) -> None:
 
 
 def test_unreadable_template_is_refused_by_key_and_path(tmp_path: Path) -> None:
-    (tmp_path / "empty.jinja").write_text(" \n")
+    (tmp_path / "empty.jinja").write_text(" \n", encoding="utf-8")
     (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe\xfa")
     for name, why in {
         "missing.jinja": "No such file",

@@ -21,7 +21,9 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eom|>"]
 
 def folder_with(path: Path, ends: object, *, template: str = CHATML) -> Path:
     byte_tokenizer(template, eos="<|endoftext|>", special=SPECIAL).save_pretrained(path)
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    (path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": ends}), encoding="utf-8"
+    )
     return path
 
 
