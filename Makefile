@@ -31,8 +31,10 @@ test-fast: $(STAMP)
 	@$(PYTEST) $(call AT_ONCE,2) --ignore tests/end_to_end -m "not slow and not gpu" $(ARGS)
 
 # Studies, fault campaigns, soaks and walks of many pages: for every night, not for every change.
+# Tests of seconds run last and alone, with their exact bounds; `make test` has generous ones.
 test-long: $(STAMP) system
-	@$(PYTEST) $(call AT_ONCE,1) -m long $(ARGS)
+	@$(PYTEST) $(call AT_ONCE,1) -m "long and not timed" $(ARGS)
+	@EXACT_TIMES=1 $(PYTEST) -m timed $(ARGS)
 
 check: $(STAMP)
 	@$(VENV)/bin/ruff format --check .
