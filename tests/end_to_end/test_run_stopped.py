@@ -13,7 +13,7 @@ from actor.play.table.seats import Table
 from common.repository import ROOT
 from tests.end_to_end.runs import Run, balances, unbounded
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 ENV_TIMEOUT_S = 4.0
