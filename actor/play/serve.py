@@ -223,7 +223,7 @@ async def _serve(cfg: RunConfig, key: str, place: socket.socket) -> None:
         renderer=renderer,
         actor=cfg.actor,
         key=key,
-        name=lambda _: f"{cfg.run.name}, {folder.name}",
+        name=lambda _: f"{cfg.run.name}, {cfg.model.label}",
         numbers=count(1),
     )
     ended = asyncio.Event()

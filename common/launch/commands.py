@@ -153,6 +153,7 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
         ConfigError: the key, the address, the version or a key of the configuration is wrong.
         NotStarted: the role failed before it began to work, see `StartGuard`.
     """
+    from common.checks.hub_models import resolve_models
     from common.formats.chat_template import fix_date
     from common.join.enrol import enrol, parse_address
     from common.launch.start_guard import StartGuard
@@ -176,6 +177,7 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
     configure_logging(role, "INFO")
     joined = enrol(address, key, question)
     cfg = load_told(joined.config, _with_defaults(role, overrides, joined), root=root)
+    cfg = resolve_models(cfg, root)
     if role == "actor":
         _check_weights(cfg, joined, root=root)
     configure_logging(role, cfg.log.level)
@@ -192,7 +194,7 @@ def _check_weights(cfg: RunConfig, joined: "Joined", *, root: Path) -> None:
     """
     from common.checks.preflight import check_model
 
-    if not joined.model_path:
+    if cfg.model.path != joined.model_path:
         check_model(cfg.model.path, root)
     elif rank := cfg.learner.lora.rank:
         raise ConfigError(
@@ -212,6 +214,8 @@ def _with_defaults(role: str, overrides: Sequence[str], joined: "Joined") -> lis
     The defaults are the folder of the received model and, for a hub, a reachable address.
     """
     own = {"model.path": joined.model_path or "."}
+    if role == "actor" and joined.sends_adapters and joined.source:
+        own["model.path"] = joined.source  # The base of the adapters, from this node's cache.
     if role == "envhub":
         own["envhub.host"] = "0.0.0.0"
     given = [f"{key}={v}" for key, v in own.items() if override_value(overrides, key) is None]
