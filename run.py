@@ -43,14 +43,8 @@ if TYPE_CHECKING:
 
 print_now = partial(print, flush=True)
 load_without_model = partial(requested.load_named, root=ROOT)
+load_named = partial(commands.load_with_model, root=ROOT)
 load_joined = partial(requested.load_joined, root=ROOT)
-
-
-def load_named(request: Request) -> RunConfig:
-    """Return the config of a request, with folders in place of the names of models."""
-    from common.checks.hub_models import resolve_models
-
-    return resolve_models(load_without_model(request), ROOT, is_dry=request.is_dry)
 
 
 # Commands that work on a run's configuration and directory.

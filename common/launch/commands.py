@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from common.config.command_line import Request
 from common.config.load import load_told, override_value
+from common.config.requested import load_named
 from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
 from common.launch.base import RoleStarter
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
     from common.join.enrol import Joined
 
 WITH_MODEL = ("learner", "actor")  # Roles that read the folder `model.path`.
+
+
+def load_with_model(request: Request, *, root: Path) -> RunConfig:
+    """Return the config of a request, with folders in place of the names of models."""
+    from common.checks.hub_models import resolve_models
+
+    return resolve_models(load_named(request, root=root), root, is_dry=request.is_dry)
 
 
 def train(cfg: RunConfig, run_dir: RunDir, *, root: Path, observer: RunObserver) -> int:
