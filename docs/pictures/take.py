@@ -64,20 +64,20 @@ def _nothing(page: Page) -> None:
 def _best(page: Page) -> None:
     _open(page, f"{page.url}&sort=longest&success=1&policy=model")
     page.locator("tbody a").first.click()
-    page.get_by_role("button", name="Show the environment").click()
+    page.get_by_role("button", name="Show pictures of the environment").click()
     page.locator(".env .drawn, .env .notes").first.wait_for()
 
 
 def _group(page: Page) -> None:
     _open(page, f"{page.url}&kind=train")  # a finished run ends with evaluations
     page.locator("tbody a").first.click()
-    page.get_by_role("link", name="its group side by side").click()
+    page.get_by_role("link", name="compare the episodes of this group").click()
     page.locator(".members").wait_for()
 
 
 def _play(page: Page) -> None:
     _open(page, f"{page.url}&env=babyai&subset=GoToLocal")
-    page.get_by_role("button", name="Begin").click()
+    page.get_by_role("button", name="Start").click()
     page.locator(".choices button").first.click()
     page.locator(".log li.action").first.wait_for()
 
