@@ -68,7 +68,9 @@ def judge(
         return Verdict(bound=Bound.UNKNOWN, sentence=str(notice), waits=measure(lines))
     waits = measure(lines)
     if waits is None:
-        text = f"too early to name the limit of the run: this takes {MIN_STEPS} steps with waits"
+        text = (
+            f"too early to name the run's limit: {MIN_STEPS} steps with measured waits are needed"
+        )
         return Verdict(bound=Bound.UNKNOWN, sentence=f"{_before(lines, status or {})}{text}")
     bound = bound_of(waits, is_sync=_get(config, "train", "mode", "async") == "sync")
     advice = sorted(_advice(bound, waits, config), key=lambda each: -each.gain)

@@ -98,7 +98,7 @@ export async function compareView({ run, runs, params, link }) {
     h("button", { type: "button", "aria-pressed": String(chosen.includes(each.name)), onclick: () => { location.hash = link("compare", { run: run.name, with: toggle(each.name).join(",") || "-" }); } }, each.name))));
   if (!chosen.length) return [picker, h("p", { class: "card dim" }, "Select the runs to compare.")];
   const found = await ask("api/compare", { runs: chosen.join(",") });
-  const pools = found.pools.map((names) => ({ names, title: names.length > 1 ? `${names[0]} and ${names.length - 1} more seeds` : names[0] }));
+  const pools = found.pools.map((names) => ({ names, title: names.length > 1 ? `mean of ${names.length} seeds of ${names[0]}` : names[0] }));
   const keys = Object.entries(found.config);
   return [picker,
     pooledCard(found),
