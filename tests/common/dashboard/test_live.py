@@ -106,7 +106,7 @@ def test_status_line_summarizes_progress_and_waits(tmp_path: Path) -> None:
     line = status_line(view_of(make_run(tmp_path)))
     assert line == (
         "step 12/100 success 0.61 horizon 10 (stage 2/3) lag 0.9 actor 3200 tok/s"
-        " learner 7400 tok/s groups 18 open 3 ready eta 2m56s; waiting: learner-77 <- actor-0"
+        " learner 7400 tok/s groups 18 open 3 ready eta 2m56s; learner-77 waits for actor-0"
     )
 
 
@@ -150,7 +150,9 @@ def test_status_line_lists_unplaced_roles_with_needs(tmp_path: Path) -> None:
     run_dir.launch.write_text(
         json.dumps({"began_at": 0, "started_at": {}, "waiting": needs}), encoding="utf-8"
     )
-    assert status_line(view_of(run_dir)).endswith("<- actor-0, 7 roles <- a node with 1 GPU")
+    assert status_line(view_of(run_dir)).endswith(
+        "waits for actor-0, 7 roles wait for a node with 1 GPU"
+    )
 
 
 def test_remote_hub_counts_as_started_with_scheduler(tmp_path: Path) -> None:
@@ -292,7 +294,7 @@ def test_display_shows_progress_ledger_roles_and_warnings(tmp_path: Path) -> Non
         "10 (stage 2/3)",
         "issued 100 = trained 60 + filtered 20 + stale 5 + failed 5 + in flight 10",
         "actor-0 2.00 GiB",
-        "learner-77 <- actor-0",
+        "learner-77 waits for actor-0",
         "v11",
         "answered [bold]429[/bold]",
     ):
