@@ -53,7 +53,7 @@ def test_interrupted_run_resumes_at_its_next_step(tmp_path: Path) -> None:
         assert run.wait() == 130, run.output
         assert run.left_over() == []
     num_steps = len(run.metrics())
-    assert f"saved at step {num_steps}; the same command goes on" in run.output
+    assert f"stopped with a checkpoint at step {num_steps}; the same command resumes" in run.output
     with Run(tmp_path, *overrides) as again:
         assert again.wait() == 0, again.output
     assert [line["step"] for line in again.metrics()] == [1, 2, 3, 4]
