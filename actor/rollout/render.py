@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 
 from actor.rollout.context import least_prompt
 from actor.rollout.folding import least_of_branches
+from actor.rollout.past_answers import PastAnswers, past_end
 from common.config.run_config import ActorSection
 from common.control_tokens import ControlTokens, special_tokens
 from common.errors import ConfigError
@@ -26,7 +27,6 @@ from common.formats.sampled import SampledText, without_marks
 from common.formats.thoughts import measure_thoughts
 from common.formats.turn_ends import TurnEnd, configured_ends, find_end
 from common.formats.turns import ASSISTANT, NEXT, USER, Message, measure_turns
-from common.text import shared_length
 
 # Size of the cache of encoded texts. Episodes of a group begin with the same text.
 NUM_KNOWN_TEXTS = 256
@@ -195,43 +195,11 @@ class Renderer:
             answer: the sampled tokens.
         """
         body = self._without_end(answer)
-        marked = self._sampled.marked(body)
-        kept = self._outside_thoughts(body, marked)
-        text = self._sampled.marked(kept)
-        has_head = bool(self.thoughts.between) and self.thoughts.head_end in text
-        return self._as_past(shown, has_head=has_head), [*kept, *self._past_end(answer)]
-
-    def _outside_thoughts(self, ids: list[int], marked: str) -> list[int]:
-        kept: list[int] = []
-        for first, last in self.thoughts.spans(marked):
-            space = len(marked[first:last]) - len(marked[first:last].lstrip())
-            is_body = not kept and not self.thoughts.between  # A head may begin with a space.
-            start = self._sampled.num_tokens(ids, first + space * is_body)
-            kept += ids[start : self._sampled.num_tokens(ids, last)]
-        return kept
-
-    def _as_past(self, shown: list[int], *, has_head: bool) -> list[int]:
-        """Return tokens before an answer with the template's header of a past answer.
-
-        Args:
-            has_head: the answer begins with its own header.
-        """
-        turns = self._turns
-        asked = self._encoded(turns.after_user)
-        past = self._encoded(turns.closed + ("" if has_head else self._past_header))
-        num_shared = shared_length(asked, past)
-        if shown[-len(asked) :] != asked:
-            return shown
-        return [*shown[: len(shown) - len(asked) + num_shared], *past[num_shared:]]
-
-    def _past_end(self, answer: list[int]) -> list[int]:
-        """Return the end of a past answer, after which `after_turn` continues."""
-        if not answer or answer[-1] not in self.end_of_turn_ids:
-            return []
-        own = self._past_turn_end
-        if answer[-1] in own.last and answer[-1] not in own.run:
-            return list(own.run)
-        return [answer[-1]] if answer[-1] in own.run else []
+        past = PastAnswers(self._sampled, self.thoughts, self._turns, self._past_header)
+        end = answer[-1] if len(body) < len(answer) else None
+        kept = past.without_thoughts(body)
+        before = past.with_header(shown, self._encoded, kept)
+        return before, [*kept, *past_end(end, self._past_turn_end)]
 
     @property
     def _past_header(self) -> str:
