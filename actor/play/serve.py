@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import web
 from transformers import AutoTokenizer
 
-from actor.play.doors import Door, door_path, remove_left
+from actor.play.doors import ChatEndpoint, endpoint_path, remove_left
 from actor.play.endpoint import read_key
 from actor.rollout.render import Renderer
 from common.config.compute import FULL, LoraSection
@@ -174,9 +174,9 @@ async def door_of(
         numbers=count(1),
     )
     remove_left(run_dir.root)
-    path = door_path(run_dir.root, name)
+    path = endpoint_path(run_dir.root, name)
     async with listening(chat) as url:
-        door = Door(url=url, key=key, host=socket.gethostname(), pid=os.getpid())
+        door = ChatEndpoint(url=url, key=key, host=socket.gethostname(), pid=os.getpid())
         write_private(path, door.as_text())
         try:
             yield

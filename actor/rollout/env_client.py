@@ -39,7 +39,7 @@ JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class HubStepResult:
     observation: str
     reward: float  # [0, 1]
     done: bool
@@ -51,7 +51,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hint:
+class ExpertHint:
     """The information that a scripted policy may use."""
 
     valid_actions: list[str]
@@ -267,7 +267,7 @@ class HubSession:
         self.first_state = ""  # "" if the environment reports no state.
         self.start_score = 0.0
 
-    async def step(self, action: str) -> StepResult:
+    async def step(self, action: str) -> HubStepResult:
         """Execute an action. An action that is too large for the hub is invalid.
 
         Raises: EnvError, EnvTimeout.
@@ -285,7 +285,7 @@ class HubSession:
         done = told(reply, "done", bool, path=path)
         reply.setdefault("is_success", done and reward >= 1.0)  # Third-party hubs may omit it.
         reply.setdefault("is_truncated", False)  # Third-party hubs may omit it.
-        return StepResult(
+        return HubStepResult(
             observation=told(reply, "observation", str, path=path),
             reward=reward,
             done=done,
@@ -300,13 +300,13 @@ class HubSession:
             return await self._hub.steps.ask({"session_id": self._session_id, **asked})
         return await self._hub.request("POST", path, asked)
 
-    async def hint(self) -> Hint:
+    async def hint(self) -> ExpertHint:
         """Return the information that a scripted policy may use. Raises: EnvError, EnvTimeout."""
         path = f"{self._path}/hint"
         reply = await self._hub.request("GET", path, None)
         actions = [valid_text(str(each)) for each in told(reply, "valid_actions", list, path=path)]
         expert = told(reply, "expert_action", str, type(None), path=path)
-        return Hint(valid_actions=actions, expert_action=expert and valid_text(expert))
+        return ExpertHint(valid_actions=actions, expert_action=expert and valid_text(expert))
 
     async def picture(self) -> Any:
         """Return a picture of the state for display, see `Env`. Raises: EnvError, EnvTimeout."""

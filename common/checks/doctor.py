@@ -17,7 +17,7 @@ from common.checks import machine
 from common.checks.machine import GIB
 from common.checks.memory_plan import lines_here, plan_here
 from common.checks.preflight import MIN_FREE_DISK_GIB, check, check_devices
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.load import list_configs, override_value
 from common.config.requested import DEFAULT_CONFIG, load_named
 from common.config.run_config import RunConfig
@@ -43,7 +43,7 @@ class Check:
 
 
 def doctor(
-    request: Request,
+    request: ParsedCommand,
     *,
     root: Path,
     missing_for: Callable[[RunConfig], list[str]],

@@ -17,7 +17,7 @@ def start_of(role: str, model: ModelSection) -> str:
     return f"{kind} {model.path} {model.dtype}"
 
 
-class Pace:
+class EtaEstimator:
     """Measures startup times and phase progress of a run, and supplies them to the displays."""
 
     def __init__(self, model: ModelSection, *, usual: StartupHistory | None = None) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.load import load_told, override_value
 from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
@@ -146,7 +146,9 @@ def be_role(
     return 0
 
 
-def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, root: Path) -> int:
+def join_run(
+    request: ParsedCommand, run: Callable[[RunConfig, "Joined"], None], *, root: Path
+) -> int:
     """Run a role of another machine's run in this process until it ends; return the exit code.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import EnvError
-from envhub.author.episodes import Driver, Episode, chance, expert
+from envhub.author.episodes import Driver, RecordedPlay, chance, expert
 from envhub.author.findings import Finding, Grade, Plays, graded
 from envhub.env import EnvSpec, StepResult, UnknownItem, split_item
 
@@ -136,7 +136,7 @@ def check_determinism(driver: Driver, plays: Plays) -> Iterator[Finding]:
     yield from graded("determinism", problems, f"{len(plays.all)} episodes repeated, all the same")
 
 
-def told(episode: Episode) -> list[object]:
+def told(episode: RecordedPlay) -> list[object]:
     """Return the part of an episode that is compared."""
     return [episode.first, *(result.told() for result in episode.results)]
 

@@ -44,7 +44,7 @@ _CHOICES: dict[str, Any] = {"precision": Precision, "layout": Layout, "attention
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ComputeConfig:
     """A compute configuration of a pass."""
 
     precision: Precision
@@ -73,10 +73,10 @@ class Timed:
     logprobs: Tensor = field(repr=False)  # [tokens] nats
 
 
-Measure = Callable[[PreTrainedModel, Sequence[Way]], Mapping[Way, Timed]]
+Measure = Callable[[PreTrainedModel, Sequence[ComputeConfig]], Mapping[ComputeConfig, Timed]]
 
 
-def settle_ways(
+def choose_compute(
     learner: LearnerSection,
     model: PreTrainedModel,
     file: Path,
@@ -110,13 +110,13 @@ def settle_ways(
         logger.info("as this run began: %s", _shown(settled(found), is_open))
         return found
     timings: dict[str, float] = {}
-    way, num_threads = way_by_rule(learner, model), max(1, learner.num_threads)
+    way, num_threads = config_by_rule(learner, model), max(1, learner.num_threads)
     is_open["layout"] &= not packing_problem(model)
     is_cpu = pick_device(learner.device).type == "cpu"
     # A network that is sharded later cannot be timed.
     if is_cpu and not is_repeatable and not is_unloaded(model):
         num_tokens = int(min(max(max_seq_tokens / 4, MIN_TOKENS), MAX_TOKENS))
-        timer = measure or (lambda model, ways: time_ways(model, ways, num_tokens=num_tokens))
+        timer = measure or (lambda model, ways: time_configs(model, ways, num_tokens=num_tokens))
         for stage in (_precisions, _kernels):
             ways = stage(way, is_open)
             if len(ways) > 1:
@@ -154,7 +154,7 @@ def _shown(plain: Mapping[str, Any], is_open: Mapping[str, bool]) -> str:
     return " ".join(f"{n}={value}{'' if is_open[n] else ' (set)'}" for n, value in plain.items())
 
 
-def way_by_rule(learner: LearnerSection, model: PreTrainedModel) -> Way:
+def config_by_rule(learner: LearnerSection, model: PreTrainedModel) -> ComputeConfig:
     """Return the configured values, and the device's rules in place of auto."""
     device_type = pick_device(learner.device).type
     precision = learner.precision
@@ -166,22 +166,26 @@ def way_by_rule(learner: LearnerSection, model: PreTrainedModel) -> Way:
         layout = Layout.PADDED if packing_problem(model) else Layout.PACKED
     if attention is Attention.AUTO:
         attention = attention_by_rule(device_type)
-    return Way(precision, layout, attention)
+    return ComputeConfig(precision, layout, attention)
 
 
-def _precisions(way: Way, is_open: Mapping[str, bool]) -> list[Way]:
+def _precisions(way: ComputeConfig, is_open: Mapping[str, bool]) -> list[ComputeConfig]:
     kinds = (Precision.BF16, Precision.FP32) if is_open["precision"] else (way.precision,)
     return [replace(way, precision=kind) for kind in kinds]
 
 
-def _kernels(way: Way, is_open: Mapping[str, bool]) -> list[Way]:
+def _kernels(way: ComputeConfig, is_open: Mapping[str, bool]) -> list[ComputeConfig]:
     layouts = (Layout.PACKED, Layout.PADDED) if is_open["layout"] else (way.layout,)
     both = (Attention.PRODUCTS, Attention.FUSED)
     kernels = both if is_open["attention"] else (way.attention,)
-    return [Way(way.precision, layout, kernel) for layout in layouts for kernel in kernels]
+    return [
+        ComputeConfig(way.precision, layout, kernel) for layout in layouts for kernel in kernels
+    ]
 
 
-def fastest(timed: Mapping[Way, Timed], *, rule: Way, max_delta: float) -> Way:
+def fastest(
+    timed: Mapping[ComputeConfig, Timed], *, rule: ComputeConfig, max_delta: float
+) -> ComputeConfig:
     """Return the fastest configuration that agrees; the rule's if it is about as fast.
 
     Args:
@@ -191,7 +195,7 @@ def fastest(timed: Mapping[Way, Timed], *, rule: Way, max_delta: float) -> Way:
     """
     plainest = timed[min(timed, key=lambda way: way.is_plainer)].logprobs
     max_delta *= max(1.0, plainest.abs().mean().item())
-    agreeing: dict[Way, float] = {}
+    agreeing: dict[ComputeConfig, float] = {}
     for way, each in timed.items():
         delta = (each.logprobs - plainest).abs().mean().item()
         if delta <= max_delta:
@@ -203,9 +207,13 @@ def fastest(timed: Mapping[Way, Timed], *, rule: Way, max_delta: float) -> Way:
     return rule if is_close else best
 
 
-def time_ways(
-    model: PreTrainedModel, ways: Sequence[Way], *, num_tokens: int, budget_s: float = BUDGET_S
-) -> dict[Way, Timed]:
+def time_configs(
+    model: PreTrainedModel,
+    ways: Sequence[ComputeConfig],
+    *,
+    num_tokens: int,
+    budget_s: float = BUDGET_S,
+) -> dict[ComputeConfig, Timed]:
     """Return the cost of small passes of this model, in CPU seconds of one thread.
 
     The timing uses CPU time and one thread because the other roles start at the same time, and
@@ -225,11 +233,11 @@ def time_ways(
 
 
 def _rounds(
-    model: PreTrainedModel, ways: Sequence[Way], num_tokens: int, budget_s: float
-) -> Iterator[dict[Way, Timed]]:
+    model: PreTrainedModel, ways: Sequence[ComputeConfig], num_tokens: int, budget_s: float
+) -> Iterator[dict[ComputeConfig, Timed]]:
     """Yield the first round of a large model; else at least one after it, within the budget."""
 
-    def one_round() -> dict[Way, Timed]:
+    def one_round() -> dict[ComputeConfig, Timed]:
         return {way: _time_pass(model, way, num_tokens, time.thread_time) for way in ways}
 
     warm = one_round()
@@ -246,7 +254,7 @@ def _rounds(
 
 
 def _time_pass(
-    model: PreTrainedModel, way: Way, num_tokens: int, clock: Callable[[], float]
+    model: PreTrainedModel, way: ComputeConfig, num_tokens: int, clock: Callable[[], float]
 ) -> Timed:
     tokens = _tokens(model, way, num_tokens)
     use_attention([model], model.device.type, way.layout, way.attention)
@@ -259,7 +267,7 @@ def _time_pass(
     return Timed(took_s, logprobs.detach())
 
 
-def _tokens(model: PreTrainedModel, way: Way, num_tokens: int) -> TokenBatch:
+def _tokens(model: PreTrainedModel, way: ComputeConfig, num_tokens: int) -> TokenBatch:
     longest = min(num_tokens, model.config.max_position_embeddings)
     lengths = [max(2, int(longest * share)) for share in LENGTHS]
     spread = [np.arange(n) * 7919 % vocabulary_size(model) for n in lengths]
@@ -268,7 +276,9 @@ def _tokens(model: PreTrainedModel, way: Way, num_tokens: int) -> TokenBatch:
     return collate_tokens(spread, masks, device=model.device, is_packed=is_packed)
 
 
-def best_threads(model: PreTrainedModel, way: Way, num_cores: int, *, num_tokens: int) -> int:
+def best_threads(
+    model: PreTrainedModel, way: ComputeConfig, num_cores: int, *, num_tokens: int
+) -> int:
     """Return the number of threads, doubled while wall-clock time improves by more than noise."""
     before = torch.get_num_threads()
     best = 1

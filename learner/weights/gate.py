@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.5  # Seconds between two checks whether the learner is stopping.
 
 
-class Gate:
+class WeightsLock:
     """A readers-writer lock: transfers read live weights between the updates of two steps.
 
     Consumes: nothing. The trainer closes the gate before the first update of a step; the
@@ -59,12 +59,12 @@ class Gate:
         return self._is_open and not self._is_wanted_back
 
     @property
-    def is_wanted_back(self) -> bool:
+    def writer_waiting(self) -> bool:
         """True if the trainer waits in `close`."""
         return self._is_wanted_back
 
     @property
-    def must_give_up(self) -> bool:
+    def readers_must_abort(self) -> bool:
         """True if readers must abort because `close` has waited too long."""
         return self._must_give_up
 
@@ -95,7 +95,7 @@ class Reading:
 
     def __init__(
         self,
-        gate: Gate,
+        gate: WeightsLock,
         *,
         is_live: bool,
         is_held: bool,
@@ -134,10 +134,10 @@ class Reading:
     @property
     def must_end(self) -> bool:
         """True if the transfer must abort because `close` has waited too long."""
-        return self._is_held and self._gate.must_give_up
+        return self._is_held and self._gate.readers_must_abort
 
     @property
     def must_not_wait(self) -> bool:
         """True if the transfer must stop waiting for engines before the first bucket."""
-        is_unwanted = self._is_optional and (self._gate.is_wanted_back or self.is_superseded())
+        is_unwanted = self._is_optional and (self._gate.writer_waiting or self.is_superseded())
         return self.must_end or is_unwanted

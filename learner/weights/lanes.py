@@ -11,12 +11,12 @@ from torch import Tensor
 from common.wire.transfer.buckets import NUM_SLOTS
 from common.wire.weight_group import WeightGroup
 from common.wire.weight_messages import WeightsOffer
-from learner.weights.membership import Member
-from learner.weights.routes import Wave
+from learner.weights.membership import EngineMember
+from learner.weights.routes import ReceiverGroup
 
 
 @dataclass(slots=True)
-class Lane:
+class TransferGroup:
     """The process group of a wave."""
 
     epoch: int
@@ -24,7 +24,7 @@ class Lane:
     group: WeightGroup = field(default_factory=WeightGroup)
 
 
-class Lanes:
+class TransferGroups:
     """One lane for each wave.
 
     An engine is in one group at a time: a new group ends its older ones.
@@ -33,13 +33,15 @@ class Lanes:
     def __init__(self, open_group: Callable[[], str]) -> None:
         """Start without lanes; `open_group` returns the secret name of a new group."""
         self._open_group = open_group
-        self._lanes: dict[Wave, Lane] = {}
+        self._lanes: dict[ReceiverGroup, TransferGroup] = {}
         self._left: list[WeightGroup] = []
         # Random, so that it differs from the epochs of an earlier learner.
         self._last_epoch = secrets.randbelow(1 << 31)
         self._slots: list[Tensor] = []  # Two buckets, on the device that sends.
 
-    def of(self, wave: Wave, *, is_present: Callable[[Member], bool]) -> Lane:
+    def of(
+        self, wave: ReceiverGroup, *, is_present: Callable[[EngineMember], bool]
+    ) -> TransferGroup:
         """Return the wave's lane.
 
         Groups that share a member with the wave, or that have a lost member, are closed.
@@ -50,10 +52,10 @@ class Lanes:
                 self.leave(other)
         if wave not in self._lanes:
             self._last_epoch += 1
-            self._lanes[wave] = Lane(self._last_epoch, self._open_group())
+            self._lanes[wave] = TransferGroup(self._last_epoch, self._open_group())
         return self._lanes[wave]
 
-    def leave(self, wave: Wave) -> None:
+    def leave(self, wave: ReceiverGroup) -> None:
         """Close the group of a wave; any thread that waits in it fails now."""
         lane = self._lanes.pop(wave, None)
         if lane is not None:

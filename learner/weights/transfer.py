@@ -32,10 +32,10 @@ from common.wire.weight_messages import (
 )
 from learner.weights.answers import Answers, Measures
 from learner.weights.canary import Canary
-from learner.weights.gate import Gate, Reading
-from learner.weights.lanes import Lanes, join_all
-from learner.weights.membership import Member, Membership
-from learner.weights.routes import PublishSettings, Wave, transport_of, waves
+from learner.weights.gate import Reading, WeightsLock
+from learner.weights.lanes import TransferGroups, join_all
+from learner.weights.membership import EngineMember, Membership
+from learner.weights.routes import PublishSettings, ReceiverGroup, receiver_groups, transport_of
 from learner.weights.snapshot import PublishedWeights
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ STOP_S = 2.0
 GB = 1e9
 
 
-class _Bringing(NamedTuple):
+class _BroadcastContext(NamedTuple):
     """Context shared by all attempts to send a version to a wave."""
 
     weights: PublishedWeights
@@ -66,7 +66,7 @@ class Transfers:
         canary: Canary,
         settings: PublishSettings,
         *,
-        gate: Gate,
+        gate: WeightsLock,
         stop_requested: threading.Event,
     ) -> None:
         self._router = router
@@ -76,7 +76,7 @@ class Transfers:
         self._gate = gate
         self._stop_requested = stop_requested
         self.rendezvous = StoreServer(settings.host)
-        self._lanes = Lanes(self.rendezvous.open_group)
+        self._lanes = TransferGroups(self.rendezvous.open_group)
         self._answers = Answers()
         self._measures = Measures()
         self._pinged_at = 0.0
@@ -117,7 +117,7 @@ class Transfers:
 
     def _hear(self, sender: bytes, join: WeightsJoin) -> None:
         """Process a heartbeat: the engine's identity, its version, and its current transfer."""
-        member = Member.of(sender, join)
+        member = EngineMember.of(sender, join)
         choice = self._settings.transport
         current = self.current
         if current is not None and not transport_of(member, self._own_device(), choice):
@@ -145,7 +145,7 @@ class Transfers:
         if join.quiet_s > self._settings.silent_after_s:
             self._fail(member, f"its engine has not answered for {join.quiet_s:.1f}s")
 
-    def _fail(self, member: Member, reason: str) -> None:
+    def _fail(self, member: EngineMember, reason: str) -> None:
         self.members.note_failed(member)
         self.members.remove(member, reason=reason)
 
@@ -173,7 +173,7 @@ class Transfers:
     def bring(
         self,
         weights: PublishedWeights,
-        members: list[Member],
+        members: list[EngineMember],
         *,
         is_held: bool = False,
         must_load: bool = False,
@@ -202,14 +202,14 @@ class Transfers:
         choice = self._settings.transport
         num_parts = self._settings.num_parts
         try:
-            todo = waves(members, self._own_device(), choice, num_parts=num_parts)
+            todo = receiver_groups(members, self._own_device(), choice, num_parts=num_parts)
             for number, wave in enumerate(todo, start=1):
                 is_last = number == len(todo)
-                self._bring_wave(wave, _Bringing(weights, reading, patience_s, is_last))
+                self._bring_wave(wave, _BroadcastContext(weights, reading, patience_s, is_last))
         finally:
             reading.end()
 
-    def _bring_wave(self, wave: Wave, way: _Bringing) -> None:
+    def _bring_wave(self, wave: ReceiverGroup, way: _BroadcastContext) -> None:
         num_broken = 0
         while wave.members and not self._stop_requested.is_set():
             error = self._attempt(wave, way)
@@ -223,7 +223,7 @@ class Transfers:
                 self._one_by_one(wave, way._replace(is_last=False))
                 return
 
-    def _one_by_one(self, wave: Wave, way: _Bringing) -> None:
+    def _one_by_one(self, wave: ReceiverGroup, way: _BroadcastContext) -> None:
         for member in wave.members:
             error = self._attempt(wave._replace(members=(member,)), way)
             if way.reading.is_lost or way.reading.must_not_wait:
@@ -231,7 +231,7 @@ class Transfers:
             if error is not None:
                 self._fail(member, f"version {way.weights.version}: {error}")
 
-    def _attempt(self, wave: Wave, way: _Bringing) -> WeightSyncError | None:
+    def _attempt(self, wave: ReceiverGroup, way: _BroadcastContext) -> WeightSyncError | None:
         """Transfer once; return an error if not all present members took part."""
         try:
             self._transfer_once(wave, way)
@@ -244,7 +244,9 @@ class Transfers:
         self._finish(wave, way)
         return None
 
-    def _give_up(self, weights: PublishedWeights, wave: Wave, error: LongstrideError) -> None:
+    def _give_up(
+        self, weights: PublishedWeights, wave: ReceiverGroup, error: LongstrideError
+    ) -> None:
         names = ", ".join(member.actor for member in wave.members)
         logger.error(
             "transfer failed version=%d actors=%s reason=%s", weights.version, names, error
@@ -256,7 +258,7 @@ class Transfers:
         self._lanes.drop_slots()
         self._lanes.leave(wave)
 
-    def _transfer_once(self, wave: Wave, way: _Bringing) -> None:
+    def _transfer_once(self, wave: ReceiverGroup, way: _BroadcastContext) -> None:
         """Send the offers, wait until all members are ready, send the buckets.
 
         Raises:
@@ -290,12 +292,14 @@ class Transfers:
         if way.is_last:
             reading.end()  # The next step may change the weights while engines load.
 
-    def _reach(self, member: Member, message: WeightsOffer | WeightsPing) -> None:
+    def _reach(self, member: EngineMember, message: WeightsOffer | WeightsPing) -> None:
         """Send a message to a member; remove the member if its connection is lost."""
         if not self._router.send(self.members.sender_of(member), message):
             self.members.remove(member, reason="unreachable")
 
-    def _offer(self, weights: PublishedWeights, wave: Wave, group_key: str) -> WeightsOffer:
+    def _offer(
+        self, weights: PublishedWeights, wave: ReceiverGroup, group_key: str
+    ) -> WeightsOffer:
         """Return the offer for rank 0, which is this process."""
         return WeightsOffer(
             version=weights.version,
@@ -318,7 +322,7 @@ class Transfers:
             canary_token_ids=weights.canary_token_ids,
         )
 
-    def _collect_ready(self, members: tuple[Member, ...], reading: Reading) -> None:
+    def _collect_ready(self, members: tuple[EngineMember, ...], reading: Reading) -> None:
         """Wait until every member receives; remove living members that do not start in time."""
         while not self._stop_requested.is_set():
             waiting = [member for member in members if not self._answers.is_ready(member)]
@@ -332,7 +336,7 @@ class Transfers:
             if not self._has_broken(members):
                 self.receive(WAIT_S)
 
-    def _ping(self, waiting: list[Member]) -> None:
+    def _ping(self, waiting: list[EngineMember]) -> None:
         """Ping members that owe an answer, at most every `WAIT_S`, to detect lost connections."""
         if time.monotonic() - self._pinged_at >= WAIT_S:
             self._pinged_at = time.monotonic()
@@ -340,7 +344,7 @@ class Transfers:
                 if self.members.has(member):
                     self._reach(member, WeightsPing(version=self._current_version))
 
-    def _finish(self, wave: Wave, way: _Bringing) -> None:
+    def _finish(self, wave: ReceiverGroup, way: _BroadcastContext) -> None:
         """Wait until all members have loaded the version; continue without slow ones."""
         sent_at = time.monotonic()
         deadline = sent_at + way.patience_s
@@ -362,7 +366,7 @@ class Transfers:
         if not all(self.members.has(member) for member in wave.members):
             self._lanes.leave(wave)
 
-    def _settle(self, weights: PublishedWeights, member: Member) -> None:
+    def _settle(self, weights: PublishedWeights, member: EngineMember) -> None:
         answer = self._answers.loaded(member)
         if answer is None:
             if self.members.has(member):
@@ -377,18 +381,18 @@ class Transfers:
     def _current_version(self) -> int:
         return -1 if self.current is None else self.current.version
 
-    def _has_broken(self, members: tuple[Member, ...]) -> bool:
+    def _has_broken(self, members: tuple[EngineMember, ...]) -> bool:
         """Return whether this group cannot start: a member is lost or has given up."""
         return any(
             not self.members.has(member) or self._answers.loaded(member) is not None
             for member in members
         )
 
-    def _is_cancelled(self, members: tuple[Member, ...], reading: Reading) -> bool:
+    def _is_cancelled(self, members: tuple[EngineMember, ...], reading: Reading) -> bool:
         self.receive(0.0)
         is_over = self._stop_requested.is_set() or reading.must_end
         return is_over or any(self._has_failed(m) for m in members)
 
-    def _has_failed(self, member: Member) -> bool:
+    def _has_failed(self, member: EngineMember) -> bool:
         answer = self._answers.loaded(member)
         return not self.members.has(member) or (answer is not None and not answer.is_ok)
