@@ -111,7 +111,7 @@ class Agents:
 
     async def _run_process(self, episode: AgentEpisode, guardian: Guardian) -> str:
         """Play the episode with a new process; return how the process failed, or ""."""
-        where = self.server.told(episode)
+        where = self.server.describe(episode)
         told = {
             "OPENAI_BASE_URL": where["base_url"],
             "OPENAI_API_KEY": where["api_key"],

@@ -115,7 +115,7 @@ class AgentServer:
     def _failed(self, request: AgentRequest, failure: BaseException) -> bytes:
         """Return an error in the API's format, and count it for the episode."""
         episode = self._episodes.get(request.key)
-        told = _told(request, failure, episode)
+        told = _error_for(request, failure, episode)
         self.refused[told.code] += 1
         if episode is not None:
             episode.refused[told.code] += 1
@@ -175,9 +175,13 @@ class AgentServer:
         if take is None:
             raise ApiError(401, "invalid_api_key", "this address is no running agent's")
         episode = await take(lambda: request.is_there)
-        return response(status=204) if episode is None else response(json.dumps(self.told(episode)))
+        return (
+            response(status=204)
+            if episode is None
+            else response(json.dumps(self.describe(episode)))
+        )
 
-    def told(self, episode: AgentEpisode) -> dict[str, object]:
+    def describe(self, episode: AgentEpisode) -> dict[str, object]:
         """Return the addresses and the key of an episode, and its task."""
         where = {"base_url": f"{self.url}/v1", "api_key": episode.key, "env_url": f"{self.url}/env"}
         where["anthropic_url"] = self.url  # Anthropic's package appends /v1.
@@ -191,7 +195,9 @@ def _json(request: AgentRequest) -> object:
         raise ApiError(400, "invalid_body", f"the body is not JSON: {error}") from error
 
 
-def _told(request: AgentRequest, error: BaseException, episode: AgentEpisode | None) -> ApiError:
+def _error_for(
+    request: AgentRequest, error: BaseException, episode: AgentEpisode | None
+) -> ApiError:
     """Return the error for the agent. Errors that it did not cause also fail its episode."""
     if isinstance(error, ApiError):
         return error

@@ -52,11 +52,11 @@ async def find_endpoint(root: Path) -> ChatEndpoint | None:
     """Return the first reachable chat endpoint of the run at `root`; None if there is none."""
     for path in sorted(endpoint_path(root, "").parent.glob("chat-*")):
         with contextlib.suppress(OSError, ValueError, TypeError, TimeoutError):
-            door = ChatEndpoint(**json.loads(path.read_text(encoding="utf-8")))
-            if door.host != socket.gethostname():
+            endpoint = ChatEndpoint(**json.loads(path.read_text(encoding="utf-8")))
+            if endpoint.host != socket.gethostname():
                 continue
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, writer = await asyncio.open_connection(loopback(), urlsplit(door.url).port)
+                _, writer = await asyncio.open_connection(loopback(), urlsplit(endpoint.url).port)
             writer.close()
-            return door
+            return endpoint
     return None

@@ -22,7 +22,6 @@ from actor.rollout.batches import (
     AnswerTooLarge,
     Batches,
     failure_of,
-    told,
 )
 from actor.rollout.presence import Signs, answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
@@ -124,8 +123,8 @@ class HubClient(BearerClient):
         reply = await self._opens.ask(body) if is_quick else None
         if reply is None:  # A request of its own, which waits until the hub has room.
             reply = await self._open_alone(body)
-        session_id = valid_text(told(reply, "session_id", str, path=path))
-        observation = told(reply, "observation", str, path=path)
+        session_id = valid_text(field_of(reply, "session_id", str, path=path))
+        observation = field_of(reply, "observation", str, path=path)
         session = HubSession(self, session_id, observation, is_quick=is_quick)
         session.first_state = str(reply.get("state") or "")
         session.start_score = score_of(reply, "start_score", path=path, absent=0.0)
@@ -237,7 +236,7 @@ def score_of(reply: Any, name: str, *, path: str, absent: float | None = None) -
     """Return a score of an answer, `absent` if it has none. Raises: EnvError: not in [0, 1]."""
     if absent is not None and isinstance(reply, dict) and name not in reply:
         return absent
-    score = told(reply, name, float, int, path=path)
+    score = field_of(reply, name, float, int, path=path)
     if not 0.0 <= score <= 1.0:
         raise EnvError(f"{path}: answers {name}={score!r:.100}, which is not in [0, 1]")
     return float(score)
@@ -282,17 +281,17 @@ class HubSession:
             told_of = {"action": "", "num_bytes": len(action.encode()), "seq": self._seq}
             reply = await self._ask(path, told_of)
         reward = score_of(reply, "reward", path=path)
-        done = told(reply, "done", bool, path=path)
+        done = field_of(reply, "done", bool, path=path)
         reply.setdefault("is_success", done and reward >= 1.0)  # Third-party hubs may omit it.
         reply.setdefault("is_truncated", False)  # Third-party hubs may omit it.
         return HubStepResult(
-            observation=told(reply, "observation", str, path=path),
+            observation=field_of(reply, "observation", str, path=path),
             reward=reward,
             done=done,
-            is_valid=told(reply, "is_valid", bool, path=path),
-            is_success=told(reply, "is_success", bool, path=path),
+            is_valid=field_of(reply, "is_valid", bool, path=path),
+            is_success=field_of(reply, "is_success", bool, path=path),
             state=str(reply.get("state") or ""),  # Third-party hubs may omit it.
-            is_truncated=done and told(reply, "is_truncated", bool, path=path),
+            is_truncated=done and field_of(reply, "is_truncated", bool, path=path),
         )
 
     async def _ask(self, path: str, asked: dict[str, Any]) -> Any:
@@ -304,8 +303,10 @@ class HubSession:
         """Return the information that a scripted policy may use. Raises: EnvError, EnvTimeout."""
         path = f"{self._path}/hint"
         reply = await self._hub.request("GET", path, None)
-        actions = [valid_text(str(each)) for each in told(reply, "valid_actions", list, path=path)]
-        expert = told(reply, "expert_action", str, type(None), path=path)
+        actions = [
+            valid_text(str(each)) for each in field_of(reply, "valid_actions", list, path=path)
+        ]
+        expert = field_of(reply, "expert_action", str, type(None), path=path)
         return ExpertHint(valid_actions=actions, expert_action=expert and valid_text(expert))
 
     async def picture(self) -> Any:
@@ -344,7 +345,7 @@ class Environments:
         if not isinstance(catalogue, dict):
             raise EnvError(f"{path}: answers {catalogue!r:.100}, not environments by name")
         texts = {
-            name: {k: str(v) for k, v in told(entry, "instruction", dict, path=path).items()}
+            name: {k: str(v) for k, v in field_of(entry, "instruction", dict, path=path).items()}
             for name, entry in catalogue.items()
         }
         answers = {

@@ -35,7 +35,7 @@ class LocalSession:
         self.start_score = start_score
 
     async def step(self, action: str) -> HubStepResult:
-        return HubStepResult(**self._env.step(action).told())
+        return HubStepResult(**self._env.step(action).as_dict())
 
     async def hint(self) -> ExpertHint:
         valid = self._env.valid_actions()

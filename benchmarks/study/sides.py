@@ -114,15 +114,15 @@ def comparison(sides: Sequence[StudyArm], *, horizons: Sequence[int]) -> str:
         each = [side.per_step(horizon) for horizon in horizons]
         walls, cpus = (" / ".join(_seconds(pair[i]) for pair in each) for i in range(2))
         mean = f"mean of {len(side.courses)}: " if side.courses[1:] else ""
-        rows.append([side.name, f"{walls} s", cpus, mean + _told(side.curve())])
+        rows.append([side.name, f"{walls} s", cpus, mean + _curve_text(side.curve())])
         if side.courses[1:]:
-            rows += [[f"seed {one.seed}", "", "", _told(one.curve())] for one in side.courses]
+            rows += [[f"seed {one.seed}", "", "", _curve_text(one.curve())] for one in side.courses]
     stages = " / ".join(map(str, horizons))
     heads = [f"wall per step, horizon {stages}", "CPU-seconds per step"]
     return markdown(["", *heads, "held-out success after s of training"], rows)
 
 
-def _told(curve: Sequence[tuple[float, float, float]]) -> str:
+def _curve_text(curve: Sequence[tuple[float, float, float]]) -> str:
     return ", ".join(f"{value:.3f} at {wall_s:,.0f}" for wall_s, _, value in curve)
 
 

@@ -45,7 +45,7 @@ class EtaEstimator:
             self._phase = phase
             self._began = (time.time(), view.status.num_done)
 
-    def told(self) -> Mapping[str, Any]:
+    def as_dict(self) -> Mapping[str, Any]:
         """Return the known fields of a `LaunchState`."""
         usual_s = {role: self._known[role] for role in self._starting if role in self._known}
         began, done = self._began

@@ -52,11 +52,11 @@ def _turn(episode: RecordedPlay, line: str, say: Callable[[str], None]) -> bool:
         case "*":
             say(plain(episode.call("render")))
         case _:
-            say(_told(episode.step(line)))
+            say(_result_text(episode.step(line)))
     return episode.is_over
 
 
-def _told(result: StepResult) -> str:
+def _result_text(result: StepResult) -> str:
     """Return an observation with its reward and flags."""
     notes = [f"reward {result.reward:g}"]
     notes += [] if result.is_valid else ["no action that could be executed"]

@@ -307,7 +307,7 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
 
 async def _step(sessions: Sessions, session_id: str, body: StepRequest) -> dict[str, Any]:
     result = await sessions.step(session_id, body.action, body.seq, num_bytes=body.num_bytes)
-    return result.told()
+    return result.as_dict()
 
 
 async def _entry(work: Coroutine[Any, Any, dict[str, Any]], *, status: int) -> dict[str, Any]:

@@ -266,7 +266,7 @@ def _parsed(raw: str | bytes) -> Any:
 
 
 def _stepped(result: StepResult) -> dict[str, Any]:
-    told = result.told()
+    told = result.as_dict()
     for name in ("observation", "reward", "done"):
         del told[name]
     return _observation(result.observation, result.reward, is_done=result.done, metadata=told)

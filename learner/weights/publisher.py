@@ -234,7 +234,7 @@ class Publisher(threading.Thread):
     def _send_wanted(self, weights: PublishedWeights) -> None:
         self._transfers.current = weights
         self._canary.expect(weights)
-        self._transfers.bring(
+        self._transfers.broadcast(
             weights,
             self._members.take_for_version(),
             is_held=weights.source.is_live,
@@ -252,7 +252,9 @@ class Publisher(threading.Thread):
         if weights.source.is_live and not self._gate.is_open:
             return
         newcomers = self._members.take_newcomers()
-        self._transfers.bring(weights, newcomers, is_superseded=lambda: self._wanted is not None)
+        self._transfers.broadcast(
+            weights, newcomers, is_superseded=lambda: self._wanted is not None
+        )
 
     def _ask_for_scores(self) -> None:
         with self._changed:

@@ -60,7 +60,7 @@ def transport_of(member: EngineMember, own_device: str, choice: WeightsTransport
 def receiver_groups(
     members: Iterable[EngineMember], own_device: str, choice: WeightsTransport, *, num_parts: int
 ) -> list[ReceiverGroup]:
-    """Return the engines that receive together, in order; each wave has one transport.
+    """Return the engines that receive together, in order; each group has one transport.
 
     Engines that share a GPU with each other use gloo, unless NCCL was chosen explicitly.
 
@@ -70,9 +70,9 @@ def receiver_groups(
     members = list(members)
     size = -(-len(members) // num_parts) or 1
     return [
-        wave
+        receivers
         for start in range(0, len(members), size)
-        for wave in _by_transport(members[start : start + size], own_device, choice)
+        for receivers in _by_transport(members[start : start + size], own_device, choice)
     ]
 
 

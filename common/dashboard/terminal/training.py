@@ -44,7 +44,7 @@ class TerminalObserver:
 
     def annotate(self, state: LaunchState) -> LaunchState:
         """Return the launcher's state with the usual durations of starts and phases."""
-        return replace(state, **self._pace.told())
+        return replace(state, **self._pace.as_dict())
 
     def refresh(self) -> None:
         """Show the newest state of the run."""

@@ -76,7 +76,7 @@ class VerifiersEpisode(RemoteEpisode):
         functions = [tool["function"] for tool in line["tools"]]
         self._tools = [function["name"] for function in functions]
         self._calls = [sample_call(each["name"], each.get("parameters", {})) for each in functions]
-        self._first = self._told(line)
+        self._first = self._messages_text(line)
         if functions:
             listed = [each | {"input_schema": each.get("parameters", {})} for each in functions]
             self._first = f"{TURN_FORM}\n{tools_text(listed)}\n{self._first}"
@@ -94,7 +94,7 @@ class VerifiersEpisode(RemoteEpisode):
         line = await self._player.answer(self._name, message)
         if "ask" in line:
             self._known.append(message)
-            return self._result(self._told(line), is_valid=True)
+            return self._result(self._messages_text(line), is_valid=True)
         paid = line["paid"]
         self._reward = Rewards(self._shared.rule).add(paid["reward"], is_last=True)
         self._is_done = True
@@ -124,7 +124,7 @@ class VerifiersEpisode(RemoteEpisode):
         check_sendable(message)
         return message
 
-    def _told(self, line: Mapping[str, Any]) -> str:
+    def _messages_text(self, line: Mapping[str, Any]) -> str:
         """Return the new messages of a request as text."""
         messages: list[Mapping[str, Any]] = line["ask"]
         start = len(self._known)

@@ -106,7 +106,7 @@ class SiteTaskEnv:
         is_valid = True
         try:
             taken = self._parse(action)
-            self._previous = self._told(taken)
+            self._previous = self._action_text(taken)
             if taken.kind is WebActionType.STOP:
                 told = ENDED if self._style is Style.COMPACT else await self._observation()
                 reward = await grade(self._task["eval"], session, taken.text)
@@ -135,7 +135,7 @@ class SiteTaskEnv:
             raise InvalidAction(NO_ELEMENT.format(action.kind, action.element))
         return action
 
-    def _told(self, action: WebAction) -> str:
+    def _action_text(self, action: WebAction) -> str:
         """Return the text of the previous action. AgentGym's style adds the line of its element."""
         said = describe(action)
         is_on_element = action.kind in (

@@ -191,7 +191,7 @@ def test_slow_phases_show_the_remaining_time(tmp_path: Path) -> None:
     write_json(run_dir.launch, asdict(state))
     pace = EtaEstimator(model, usual=usual)
     pace.look(view_of(run_dir))
-    state = replace(state, **pace.told())
+    state = replace(state, **pace.as_dict())
     assert state.usual_s == {"actor-0": 50.0}
     assert usual.seconds(start_of("learner", model)) is None  # it had started already
     write_json(run_dir.launch, asdict(replace(state, phase_began_at=time.time() - 20)))
