@@ -22,6 +22,7 @@ from actor.rollout.batches import (
     AnswerTooLarge,
     Batches,
     failure_of,
+    field_of,
 )
 from actor.rollout.presence import Signs, answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
