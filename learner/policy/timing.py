@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,7 @@ def choose_compute(
     # A network that is sharded later cannot be timed.
     if is_cpu and not is_repeatable and not is_unloaded(model):
         num_tokens = int(min(max(max_seq_tokens / 4, MIN_TOKENS), MAX_TOKENS))
-        timer = measure or (
-            lambda model, configs: time_configs(model, configs, num_tokens=num_tokens)
-        )
+        timer = measure or partial(time_configs, num_tokens=num_tokens)
         for stage in (_precisions, _kernels):
             configs = stage(config, is_open)
             if len(configs) > 1:
@@ -203,7 +202,9 @@ def fastest(
         if delta <= max_delta:
             agreeing[config] = each.seconds
         else:
-            logger.warning("%s is not taken: %.3f nats from the plain config", config.name, delta)
+            logger.warning(
+                "%s is not taken: %.3f nats from the plain configuration", config.name, delta
+            )
     best = min(agreeing, key=lambda config: agreeing[config])
     is_close = rule in agreeing and agreeing[rule] <= MARGIN * agreeing[best]
     return rule if is_close else best
