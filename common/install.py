@@ -23,7 +23,7 @@ _WHEEL = re.compile(
 _PRESENT = re.compile(r"Requirement already satisfied: (?P<name>[\w.-]+)==(?P<version>[\w.+]+)")
 
 
-class Progress:
+class InstallProgress:
     """Turns pip's output into one line per package."""
 
     def __init__(self, num_packages: int) -> None:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     """Install the lock file `argv[-1]` with the pip options before it; return pip's exit code."""
     *options, lock = argv
     folder = Path(sys.prefix)
-    progress = Progress(count_packages(Path(lock)))
+    progress = InstallProgress(count_packages(Path(lock)))
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
     started = time.monotonic()
     lines: list[str] = []

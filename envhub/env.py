@@ -105,7 +105,7 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
         if self.is_truncated and not self.done:
             raise ValueError("is_truncated=True with done=False: a truncated episode has ended")
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the result as JSON for clients of the hub's own routes."""
         return {
             "observation": self.observation,

@@ -8,10 +8,17 @@ from collections import Counter
 from typing import Any
 
 from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn
-from actor.api.requests import Answer, ApiError, Asked, Message, invalid, with_system
+from actor.api.requests import ApiError, Asked, Message, PolicyAnswer, invalid, with_system
 from actor.rollout.context import Turn
-from actor.rollout.env_client import StepResult
-from actor.rollout.episode import Act, ContextFull, Play, PolicyFailed, Session, first_text
+from actor.rollout.env_client import HubStepResult
+from actor.rollout.episode import (
+    Act,
+    ContextFull,
+    EnvSession,
+    EpisodeState,
+    PolicyFailed,
+    first_text,
+)
 from actor.rollout.render import Renderer
 from common.states import action_number
 from common.wire.messages import EndReason, Lease
@@ -34,9 +41,9 @@ class AgentEpisode:
         self,
         lease: Lease,
         *,
-        session: Session,
+        session: EnvSession,
         act: Act,
-        play: Play,
+        play: EpisodeState,
         renderer: Renderer,
         room: tuple[int, int],  # Maximum tokens of prompt and answer together, and of an answer.
         # Instruction of the environment, and the agent's answer to it or "".
@@ -80,7 +87,7 @@ class AgentEpisode:
         told = {"observation": observation, "instruction": instruction, "messages": messages}
         return {**told, "env": self._lease.env, "item_id": self._lease.item_id}
 
-    async def answer(self, asked: Asked) -> Answer:
+    async def answer(self, asked: Asked) -> PolicyAnswer:
         """Return the policy's answer. Raises: ApiError."""
         async with self._turn:
             self._check_open()
@@ -112,9 +119,11 @@ class AgentEpisode:
                 self._kept[f"resp_{answer.number}"] = self._said[first:]
             return answer
 
-    def _answer(self, asked: Asked, taken: Turn, stop: str | None, *, num_prompt: int) -> Answer:
+    def _answer(
+        self, asked: Asked, taken: Turn, stop: str | None, *, num_prompt: int
+    ) -> PolicyAnswer:
         text, calls = read_turn(self._renderer, taken.token_ids, asked, stop)
-        return Answer(
+        return PolicyAnswer(
             number=secrets.token_hex(12),
             text=text,
             calls=calls,
@@ -129,7 +138,7 @@ class AgentEpisode:
         async with self._turn:
             self._check_open()
             started = time.monotonic()
-            result: StepResult = await self._session.step(action)
+            result: HubStepResult = await self._session.step(action)
             self._play.answered(action, result, time.monotonic() - started)
             is_over = result.done or not self._play.may_go_on(self._lease, self._turn_tokens)
             is_done = result.done and not result.is_truncated

@@ -28,7 +28,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class AgentRequest:
     """A request that has arrived completely, or the error to answer it with."""
 
     transport: asyncio.Transport
@@ -72,23 +72,25 @@ def response(content: str = "", *, status: int = 200, kind: str = JSON) -> bytes
 class Answering:
     """The handlers that all connections share."""
 
-    answer: Callable[[Request], Coroutine[None, None, bytes]]
+    answer: Callable[[AgentRequest], Coroutine[None, None, bytes]]
     # Returns the answer to a request whose handler raised.
-    failed: Callable[[Request, BaseException], bytes]
-    connections: set["Connection"] = field(default_factory=set["Connection"])
+    failed: Callable[[AgentRequest, BaseException], bytes]
+    connections: set["AgentConnection"] = field(default_factory=set["AgentConnection"])
 
 
-class Connection(asyncio.Protocol):
+class AgentConnection(asyncio.Protocol):
     """One agent's connection. An invalid request is answered with an error, never ignored."""
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
-        self._request: Request | None = None  # The request that is arriving.
+        self._request: AgentRequest | None = None  # The request that is arriving.
         self._timer: asyncio.TimerHandle | None = None  # Timeout of the arriving request.
         self._num_head = 0  # Bytes of its head so far; -1 once the head is complete.
-        self._waiting: deque[Request] = deque()  # Requests to answer. The first one is in progress.
+        self._waiting: deque[AgentRequest] = (
+            deque()
+        )  # Requests to answer. The first one is in progress.
         self._task: asyncio.Task[bytes] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -132,7 +134,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """Begin a request. The parser calls this method and the ones below."""
-        self._request = Request(self._transport)
+        self._request = AgentRequest(self._transport)
         self._num_head = 0
 
     def on_url(self, url: bytes) -> None:
@@ -177,7 +179,7 @@ class Connection(asyncio.Protocol):
             self._request.is_last = is_old or not self._parser.should_keep_alive()
             self._arrived(self._request)
 
-    def _arrived(self, request: Request) -> None:
+    def _arrived(self, request: AgentRequest) -> None:
         self._request = None
         if self._timer is not None:
             self._timer.cancel()

@@ -25,7 +25,7 @@ LAST_PAUSE_S = 30.0  # Longest pause in seconds before a restart after such exit
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class _AgentWorker:
     """One agent process and the episodes that it has taken."""
 
     process: AgentProcess
@@ -59,7 +59,7 @@ class LongLived:
         self._guardian = guardian
         self._offers: deque[AgentEpisode] = deque()  # Episodes that no agent has taken.
         self._offered = asyncio.Condition()
-        self._workers: list[_Worker] = []
+        self._workers: list[_AgentWorker] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._num_fruitless = 0
 
@@ -107,7 +107,7 @@ class LongLived:
     async def _run(self) -> None:
         url = self._server.url
         key = secrets.token_urlsafe(24)
-        worker = _Worker(
+        worker = _AgentWorker(
             await AgentProcess.start(
                 self._cfg.agent, {"LONGSTRIDE_EPISODES": f"{url}/episodes/{key}"}, self._guardian
             )
@@ -134,7 +134,9 @@ class LongLived:
         while self._offers:
             self._offers.popleft().fail(PolicyFailed(how))
 
-    async def _take(self, worker: _Worker, is_there: Callable[[], bool]) -> AgentEpisode | None:
+    async def _take(
+        self, worker: _AgentWorker, is_there: Callable[[], bool]
+    ) -> AgentEpisode | None:
         """Return the next episode; None if none arrives within `ASK_S`."""
         worker.num_asking += 1
         try:

@@ -73,7 +73,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PolicyAnswer:
     """The policy's answer, as it is reported to the agent."""
 
     number: str  # Unique number of the answer.
@@ -107,7 +107,7 @@ class Api:
     """One of the APIs that agents can use."""
 
     read: Callable[[dict[str, Any]], Asked]  # Raises: ApiError
-    reply: Callable[[Asked, Answer], dict[str, Any]]
+    reply: Callable[[Asked, PolicyAnswer], dict[str, Any]]
     events: Callable[[Asked, dict[str, Any]], list[Event]]  # The reply as events of a stream.
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from actor.play.play import lease_of
 from actor.rollout.context import Turn
 from actor.rollout.env_client import Environments
-from actor.rollout.episode import Session, run_episode
+from actor.rollout.episode import EnvSession, run_episode
 from actor.rollout.folding import CALL, RETURN
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.config.evaluation import AgentFormat, AgentOptions
@@ -79,7 +79,7 @@ class BranchingPolicy:
         self._latest = ""
         self._num_left = -1  # Turns left in the branch; -1: in no branch.
 
-    async def act(self, ids: list[int], session: Session) -> Turn:
+    async def act(self, ids: list[int], session: EnvSession) -> Turn:
         """Return the next action, or the call or return of a branch. Raises: EnvError."""
         if self._num_left == 0:
             self._num_left = -1

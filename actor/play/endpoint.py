@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from actor.rollout.env_client import BearerClient, retry_after_s
-from actor.rollout.episode import ContextFull, PolicyFailed, Session, Turn
+from actor.rollout.episode import ContextFull, EnvSession, PolicyFailed, Turn
 from common.config.evaluation import PolicySection
 from common.errors import ConfigError
 from common.http.proxies import ProxyFailed, route_note
@@ -178,7 +178,7 @@ class TextEpisode:
     def action_text(self, token_ids: list[int]) -> str:
         return bytes(token_ids).decode(errors="replace").strip()
 
-    async def act(self, _: list[int], session: Session) -> Turn:
+    async def act(self, _: list[int], session: EnvSession) -> Turn:
         """Request the next message. Raises: ContextFull, PolicyFailed, ConfigError."""
         reply = await self._endpoint.complete(self._messages)
         self._messages.append({"role": "assistant", "content": reply.text})

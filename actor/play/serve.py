@@ -20,16 +20,16 @@ from transformers import AutoTokenizer
 from actor.api.chat_api import CHAT_API, choices_reply
 from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn
 from actor.api.requests import (
-    Answer,
     ApiError,
     Asked,
+    PolicyAnswer,
     event_text,
     invalid,
     openai_error,
     read_limit,
     unsupported,
 )
-from actor.play.doors import Door, door_path, remove_left
+from actor.play.doors import ChatEndpoint, endpoint_path, remove_left
 from actor.play.endpoint import read_key
 from actor.rollout.render import Renderer
 from common.config.compute import FULL, LoraSection
@@ -135,7 +135,7 @@ class Chat:
 
     async def _answer(
         self, asked: Asked, how: Sampling, ids: list[int], choice: int
-    ) -> tuple[Answer, int]:
+    ) -> tuple[PolicyAnswer, int]:
         """Return one answer, and the version that sampled its last token."""
         number = f"chat:{next(self.numbers)}"
         turn = await self.engine.generate(
@@ -149,7 +149,7 @@ class Chat:
         cut = cut_answer(self.renderer.plain_text, turn.token_ids, asked)
         taken = turn.token_ids[: cut.num_tokens]
         text, calls = read_turn(self.renderer, taken, asked, cut.stop)
-        answer = Answer(
+        answer = PolicyAnswer(
             number=number,
             text=text,
             calls=calls,
@@ -277,9 +277,9 @@ async def door_of(
         numbers=count(1),
     )
     remove_left(run_dir.root)
-    path = door_path(run_dir.root, name)
+    path = endpoint_path(run_dir.root, name)
     async with listening(chat) as url:
-        door = Door(url=url, key=key, host=socket.gethostname(), pid=os.getpid())
+        door = ChatEndpoint(url=url, key=key, host=socket.gethostname(), pid=os.getpid())
         write_private(path, door.as_text())
         try:
             yield

@@ -15,7 +15,7 @@ from common.checks.hub_models import resolve_models
 from common.checks.machine import GIB
 from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
 from common.checks.preflight import check_agent, check_engine, check_model
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.load import override_value
 from common.config.requested import load_named
 from common.config.run_config import RunConfig
@@ -26,7 +26,7 @@ MAX_MODEL_LEN = 16_384  # Tokens. A longer context needs more cache than most ma
 MAX_TURN_TOKENS = 512  # Room for a thought and an action.
 
 
-def load_evaluation(request: Request, *, root: Path) -> RunConfig:
+def load_evaluation(request: ParsedCommand, *, root: Path) -> RunConfig:
     """Return the config of an evaluation.
 
     Without `--config`, a `model.path` of another shape than the configured policy's gets a context
@@ -105,11 +105,11 @@ def _key(override: str) -> str:
     return override.partition("=")[0]
 
 
-def _gives(request: Request, key: str) -> bool:
+def _gives(request: ParsedCommand, key: str) -> bool:
     return override_value(request.overrides, key) is not None
 
 
-def _fitting(cfg: RunConfig, request: Request, root: Path) -> list[str]:
+def _fitting(cfg: RunConfig, request: ParsedCommand, root: Path) -> list[str]:
     """Return overrides that fit the model; [] if it has the shape of the configured policy."""
     check_model(cfg.model.path, root)
     shape = read_shape(root / cfg.model.path)

@@ -29,7 +29,7 @@ MAX_VANISHED = 3  # Number of times that a reachable hub may lose an episode's s
 MAX_LOST = 20
 
 
-class Episodes:
+class EpisodePool:
     """The running episodes. A slot is freed when its trajectory is handed to delivery.
 
     Consumes: leases (`start`), the engine's load (`adapt`), revocations.

@@ -18,7 +18,7 @@ from common.checks.hub_models import resolve_models
 from common.checks.machine import GIB
 from common.checks.memory_plan import lines_here, plan_here
 from common.checks.preflight import MIN_FREE_DISK_GIB, check, check_devices, check_dry
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.load import list_configs, override_value
 from common.config.requested import DEFAULT_CONFIG, load_named
 from common.config.run_config import RunConfig
@@ -44,7 +44,7 @@ class Check:
 
 
 def doctor(
-    request: Request,
+    request: ParsedCommand,
     *,
     root: Path,
     missing_for: Callable[[RunConfig], list[str]],

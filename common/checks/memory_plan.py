@@ -34,7 +34,7 @@ HOST_REMEDY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MemoryBudget:
     """The memory of one GPU or host, and the parts in it."""
 
     name: str
@@ -54,7 +54,7 @@ def _total(parts: Sequence[Part]) -> int:
 
 def make_plan(
     cfg: RunConfig, shape: ModelShape, *, on: Sequence[Gpu], host_bytes: int, num_nodes: int = 1
-) -> list[Place]:
+) -> list[MemoryBudget]:
     """Return the memory use of each used GPU and of each node's host.
 
     Args:
@@ -73,12 +73,12 @@ def make_plan(
         host = of_learner
         host += times(cpu_engine_parts(cfg, shape), cfg.actor.num_engines, "actors")
         host.append(_programs(cfg.learner.num_ranks, cfg.actor.num_engines, width))
-        return [Place("host", host, host_bytes, HOST_REMEDY)]
+        return [MemoryBudget("host", host, host_bytes, HOST_REMEDY)]
     num_gpus = len(on) or max(cfg.learner.num_ranks, cfg.actor.tensor_parallel_size)
     seats = seat(cfg, num_gpus=num_gpus)
     per_node = num_gpus // num_nodes
     _check_nodes(cfg, seats, per_node)
-    places: list[Place] = []
+    places: list[MemoryBudget] = []
     for i in sorted({*seats.learner, *(gpu for own in seats.actors for gpu in own)}):
         capacity = on[i].memory_bytes if i < len(on) else 0
         parts: list[Part] = []
@@ -92,14 +92,14 @@ def make_plan(
         if i in seats.learner:
             rank = seats.learner.index(i)
             remedy += _offload_remedy(cfg, shape, parts, rank, capacity, host_bytes)
-        places.append(Place(name, parts, capacity, remedy))
+        places.append(MemoryBudget(name, parts, capacity, remedy))
     for node in range(num_nodes):
         is_first = node == 0
         host = list(of_learner) if is_first else []
         num_actors = sum(own[0] // per_node == node for own in seats.actors)
         host.append(_programs(cfg.learner.num_ranks if is_first else 0, num_actors, width))
         name = f"node {node}, host" if num_nodes > 1 else "host"
-        places.append(Place(name, host, host_bytes, HOST_REMEDY))
+        places.append(MemoryBudget(name, host, host_bytes, HOST_REMEDY))
     return places
 
 
@@ -158,7 +158,7 @@ def is_elsewhere(cfg: RunConfig) -> bool:
     return cfg.machine.num_gpus > 0 and cfg.learner.device != "cpu" and not gpus()
 
 
-def plan_here(cfg: RunConfig, root: Path) -> list[Place]:
+def plan_here(cfg: RunConfig, root: Path) -> list[MemoryBudget]:
     """Return the plan for this machine, or for the config's machine (see `is_elsewhere`).
 
     Raises: ConfigError: there are too few GPUs.
@@ -181,7 +181,7 @@ def plan_here(cfg: RunConfig, root: Path) -> list[Place]:
         ) from error
 
 
-def plan_named(cfg: RunConfig, shape: ModelShape) -> list[Place]:
+def plan_named(cfg: RunConfig, shape: ModelShape) -> list[MemoryBudget]:
     """Return the plan for the machine that the config describes."""
     machine = cfg.machine
     gpu = Gpu(name="", memory_bytes=int(machine.gpu_memory_gib * GIB))
@@ -194,7 +194,7 @@ def plan_named(cfg: RunConfig, shape: ModelShape) -> list[Place]:
     )
 
 
-def plan_lines(places: Sequence[Place]) -> list[str]:
+def plan_lines(places: Sequence[MemoryBudget]) -> list[str]:
     """Return the plan as a table. Equal neighbours are merged into one entry."""
     lines: list[str] = []
     for alike in _alike(places):
@@ -207,7 +207,7 @@ def plan_lines(places: Sequence[Place]) -> list[str]:
     return lines
 
 
-def _alike(places: Sequence[Place]) -> Iterator[list[Place]]:
+def _alike(places: Sequence[MemoryBudget]) -> Iterator[list[MemoryBudget]]:
     for _, alike in groupby(places, key=lambda p: (p.parts, p.capacity_bytes, p.remedy)):
         yield list(alike)
 
@@ -220,7 +220,7 @@ def lines_here(cfg: RunConfig, root: Path) -> list[str]:
     return places
 
 
-def check_memory(cfg: RunConfig, places: Sequence[Place], shape: ModelShape) -> None:
+def check_memory(cfg: RunConfig, places: Sequence[MemoryBudget], shape: ModelShape) -> None:
     """Check that the plan fits in this machine's memory; unknown sizes are skipped.
 
     Raises: ConfigError: a memory is too small, or the engine's cache cannot hold one episode.
@@ -236,7 +236,7 @@ def check_memory(cfg: RunConfig, places: Sequence[Place], shape: ModelShape) -> 
         _check_cache(cfg, place, shape)
 
 
-def _check_cache(cfg: RunConfig, place: Place, shape: ModelShape) -> None:
+def _check_cache(cfg: RunConfig, place: MemoryBudget, shape: ModelShape) -> None:
     """Refuse a cache that is too small for one longest episode; vLLM would refuse it later."""
     each = shape.kv_bytes_per_token(cfg.model.dtype) // cfg.actor.tensor_parallel_size
     needed = each * cfg.actor.max_model_len

@@ -17,7 +17,7 @@ from common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class CommandHelp:
     """The help of one command."""
 
     text: str
@@ -26,7 +26,7 @@ class Command:
 
 
 COMMANDS = {
-    name: Command(**each)
+    name: CommandHelp(**each)
     for name, each in yaml.safe_load(
         Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8")
     ).items()
@@ -56,7 +56,7 @@ JOINING = ("actor", "envhub")  # Roles that can join from another machine.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ParsedCommand:
     """The parsed command line."""
 
     command: str
@@ -78,7 +78,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see run.py --help)")
 
 
-def parse(argv: Sequence[str], *, root: Path) -> Request:
+def parse(argv: Sequence[str], *, root: Path) -> ParsedCommand:
     """Return the parsed command line; `--help` and `--version` print and exit.
 
     Raises: ConfigError: an unknown flag or command.
@@ -121,7 +121,7 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
             f"--join: only {' and '.join(JOINING)} join, and the run gives their configuration:"
             " no --config, no --dry-run"
         )
-    return Request(
+    return ParsedCommand(
         command=command,
         config=asked.config,
         overrides=words,

@@ -14,7 +14,7 @@ from omegaconf import MISSING
 
 from common.config.command_line import COMMANDS, command_help
 from common.config.keys import declared, describe_kind, field_kinds
-from common.config.knobs import TEXT, Law
+from common.config.knobs import TEXT, Constraint
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 
@@ -85,7 +85,7 @@ def _key(key: str, kind: Any, field: Field[Any]) -> str:
 
 def _rule(kind: Any, field: Field[Any]) -> str:
     """Return a key's constraint as text; "" if its type is the only constraint."""
-    law: Law = field.metadata["law"]
+    law: Constraint = field.metadata["law"]
     leaf = get_args(kind)[-1] if get_args(kind) else kind
     return law.phrase if leaf in (int, float, str) and law.form is not TEXT else ""
 

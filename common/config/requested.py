@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.knobs import FILE_NAME, PATH
 from common.config.load import find_config, load_config, override_value
 from common.config.run_config import RunConfig
@@ -13,14 +13,14 @@ from common.errors import ConfigError
 DEFAULT_CONFIG = "quickstart"
 
 
-def belongs_to_no_run(request: Request) -> bool:
+def belongs_to_no_run(request: ParsedCommand) -> bool:
     """Return whether the request names neither a config nor a run."""
     keys = ("run.name", "run.dir")
     named = [key for key in keys if override_value(request.overrides, key) is not None]
     return request.config is None and not named
 
 
-def load_named(request: Request, *, root: Path, defaults: Sequence[str] = ()) -> RunConfig:
+def load_named(request: ParsedCommand, *, root: Path, defaults: Sequence[str] = ()) -> RunConfig:
     """Return the config of a request: overrides come after `defaults`; a named run uses its own."""
     overrides = [*defaults, *request.overrides]
     if request.config is None and (name := override_value(overrides, "run.name")) is not None:
@@ -31,7 +31,7 @@ def load_named(request: Request, *, root: Path, defaults: Sequence[str] = ()) ->
     return load_config(named, overrides, root=root, is_dry=request.is_dry)
 
 
-def load_joined(request: Request, *, root: Path) -> RunConfig:
+def load_joined(request: ParsedCommand, *, root: Path) -> RunConfig:
     """Return the config of the run that a role joins, or that a command reads.
 
     Without `run.name` it is the run that `--config` names, or the latest one.

@@ -12,7 +12,7 @@ ABSENT = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ScenarioColumns:
     """Columns of one scenario's table, each with its name and the subsets that it pools."""
 
     title: str
@@ -20,7 +20,7 @@ class Layout:
 
 
 LAYOUTS = {  # Layout of the paper's table, by environment.
-    env: Layout(**each)
+    env: ScenarioColumns(**each)
     for env, each in json.loads(
         Path(__file__).with_name("layouts.json").read_text(encoding="utf-8")
     ).items()
@@ -28,15 +28,15 @@ LAYOUTS = {  # Layout of the paper's table, by environment.
 Entry = Mapping[str, Any]  # One evaluated policy of eval.json.
 
 
-def layout_of(env: str, subsets: Sequence[str]) -> Layout:
+def layout_of(env: str, subsets: Sequence[str]) -> ScenarioColumns:
     """Return the columns for the played subsets.
 
     They are the scenario's columns if these contain all subsets, otherwise one for each subset.
     """
-    layout = LAYOUTS.get(env) or Layout(title=env, columns={})
+    layout = LAYOUTS.get(env) or ScenarioColumns(title=env, columns={})
     if set(subsets) <= {subset for pooled in layout.columns.values() for subset in pooled}:
         return layout
-    return Layout(title=layout.title, columns={subset: [subset] for subset in subsets})
+    return ScenarioColumns(title=layout.title, columns={subset: [subset] for subset in subsets})
 
 
 def as_markdown(entries: Sequence[Entry]) -> str:

@@ -18,7 +18,7 @@ class BadAnswer(OSError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class HttpResponse:
     """An answer with any status."""
 
     status: int
@@ -52,7 +52,7 @@ def request(
     timeout_s: float,
     max_bytes: int = MAX_ANSWER_BYTES,
     is_own: bool = False,
-) -> Answer:
+) -> HttpResponse:
     """Return the answer to a request. Redirects are not followed.
 
     Args:
@@ -136,7 +136,7 @@ def _login(header: str, parts: SplitResult) -> dict[str, str]:
 
 def _read(
     connection: HTTPConnection, deadline_s: float, max_bytes: int, proxy: Proxy | None
-) -> Answer:
+) -> HttpResponse:
     transport = connection.sock
     transport.settimeout(_left_s(deadline_s))
     response = connection.getresponse()
@@ -148,7 +148,9 @@ def _read(
         transport.settimeout(_left_s(deadline_s))
     if response.length:
         raise BadAnswer(f"the answer breaks off, {response.length} bytes are missing")
-    return Answer(status=response.status, reason=response.reason, body=bytes(content), proxy=proxy)
+    return HttpResponse(
+        status=response.status, reason=response.reason, body=bytes(content), proxy=proxy
+    )
 
 
 def _left_s(deadline_s: float) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
@@ -15,10 +15,10 @@ MAX_LINES = 20
 
 
 def revoke_key(
-    request: Request,
+    request: ParsedCommand,
     *,
     root: Path,
-    load: Callable[[Request], RunConfig],
+    load: Callable[[ParsedCommand], RunConfig],
     say: Callable[[str], object],
 ) -> int:
     """Revoke the key of the member that the request names; return the exit code.

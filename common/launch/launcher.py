@@ -21,7 +21,7 @@ from common.launch.base import (
     RoleProcess,
     RoleSpec,
     RoleStarter,
-    Watch,
+    StallDetector,
 )
 from common.launch.process import ERROR, TAIL_LINES, describe_exit, find_error
 
@@ -34,7 +34,7 @@ MAX_LAST_CHARS = 300  # Longest part of a role's last log line in the launcher's
 AT_ONCE_FRAC = 0.1  # Shortest delay / first backoff; the role's descendants end within it.
 
 
-class Launcher:
+class RoleSupervisor:
     """Supervises roles. Use it in the main thread, because it handles SIGINT and SIGTERM.
 
     Example:
@@ -53,7 +53,7 @@ class Launcher:
         finish_grace_s: float = 10.0,
         first_backoff_s: float = 1.0,
         on_poll_every_s: float = 0.5,
-        watch: Watch | None = None,
+        watch: StallDetector | None = None,
     ) -> None:
         """Start no role yet.
 
@@ -209,7 +209,12 @@ class _Role:
     """A spec, its current process, and the time of its next start."""
 
     def __init__(
-        self, spec: RoleSpec, starter: RoleStarter, *, first_backoff_s: float, watch: Watch | None
+        self,
+        spec: RoleSpec,
+        starter: RoleStarter,
+        *,
+        first_backoff_s: float,
+        watch: StallDetector | None,
     ) -> None:
         self.spec = spec
         self._watch = watch

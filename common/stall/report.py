@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from common.stall.beacon import Line, boot_id
+from common.stall.beacon import MonitoredWork, boot_id
 from common.store.run_dir import RunDir
 from common.store.status.members import hub_text
 
@@ -24,7 +24,7 @@ class Told:
     boot_id: str  # Boot id of its machine.
     began_at: float  # Unix time.
     written_at: float  # Monotonic seconds.
-    lines: dict[str, Line] = field(default_factory=dict[str, Line])
+    lines: dict[str, MonitoredWork] = field(default_factory=dict[str, MonitoredWork])
 
 
 _TOLD = TypeAdapter(Told)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.run_config import OnStall, RunSection
-from common.launch.base import RoleProcess, Verdict
+from common.launch.base import RoleProcess, StallVerdict
 from common.launch.process import ChildProcess
 from common.stall.asking import ask_role, cut_stacks, stacks_since
 from common.stall.report import Told, culprits, describe, read_told, waits
@@ -80,7 +80,7 @@ class StallWatch:
         """Return whether the scheduler has reported the end of the run."""
         return self._status().get("phase") == "done"
 
-    def look(self, processes: Mapping[str, RoleProcess]) -> Verdict | None:
+    def look(self, processes: Mapping[str, RoleProcess]) -> StallVerdict | None:
         """Return the action against a stall; None without a stall. Frequent calls are cheap."""
         now = time.monotonic()
         slept_s = now - self._looked_at
@@ -218,7 +218,7 @@ class StallWatch:
         is_missing = any(not stacks_since(*asked) for asked in case.asked.values())
         return waited_s >= (FAR_STACKS_S if is_missing else STACKS_S)
 
-    def _close(self, processes: Mapping[str, RoleProcess], case: _Case) -> Verdict:
+    def _close(self, processes: Mapping[str, RoleProcess], case: _Case) -> StallVerdict:
         """Write the report; return the action against the stall."""
         self._case = None
         parts = [case.text, "to blame: " + (", ".join(case.culprits) or "nobody that is known")]
@@ -238,15 +238,15 @@ class StallWatch:
         summary = case.text.partition("\n")[0]
         self._num_attempts += 1
         if policy is OnStall.WARN:
-            return Verdict(report=summary)
+            return StallVerdict(report=summary)
         is_hopeless = self._num_attempts > MAX_ATTEMPTS and "hangs" not in summary
         if policy is OnStall.STOP or is_hopeless:
-            return Verdict(report=f"{summary}; the report: {path}", is_stop=True)
+            return StallVerdict(report=f"{summary}; the report: {path}", is_stop=True)
         self._progress = (self._progress[0], self._awake_s)
         to_restart = case.culprits if self._num_attempts == 1 else list(processes)
         if len(case.culprits) == 1 and "hangs" in summary:
             to_restart = case.culprits
-        return Verdict(report=summary, restart=to_restart)
+        return StallVerdict(report=summary, restart=to_restart)
 
     def _is_old(self, now: float) -> bool:
         """Return whether the status file has not been written recently."""

@@ -12,7 +12,14 @@ from typing import IO
 
 from common.errors import ConfigError, WireError
 from common.store.disk import MAX_BUFFERS, AppendFile, is_no_room, with_room
-from common.store.records import MAGIC, PACKED_SUFFIX, REMEDY, Record, Segment, record_buffers
+from common.store.records import (
+    MAGIC,
+    PACKED_SUFFIX,
+    REMEDY,
+    JournalRecord,
+    Segment,
+    record_buffers,
+)
 from common.store.run_dir import sync_folder
 from common.store.segments import (
     JOURNAL_START,
@@ -258,7 +265,7 @@ def read_journal(
 
 def _records(
     folder: Path, segment: Segment, number: int, offset: int
-) -> Iterator[tuple[int, Record]]:
+) -> Iterator[tuple[int, JournalRecord]]:
     is_sealed = False
     while True:
         # Checked before the read: a segment is complete if its successor existed by then.

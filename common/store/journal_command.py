@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.errors import ConfigError
 from common.exchange.writing import FORMATS, load_framing, write
 from common.store.journal import read_journal
 from common.store.records import PACKED_SUFFIX
 from common.store.run_dir import RunDir, read_json
 from common.store.segments import list_segments, load_pruned, read_around_damage, synced_end
-from common.store.upkeep import DAY_S, GB, Limits, prune_old
+from common.store.upkeep import DAY_S, GB, RetentionLimits, prune_old
 
 Say = Callable[[str], None]
 USAGE = (
@@ -29,7 +29,7 @@ USAGE = (
 )
 
 
-def journal(request: Request, *, root: Path, say: Say) -> int:
+def journal(request: ParsedCommand, *, root: Path, say: Say) -> int:
     """Run one of the actions; return the exit code: 1 if `verify` finds damage.
 
     Raises: ConfigError: an unknown run or action, or an invalid option. WireError: the journal is
@@ -182,7 +182,7 @@ def _prune(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
     if not options:
         raise ConfigError(f"prune needs keep_gb=N or keep_days=N; run.py {USAGE}")
     given = {key: _number(key, value) for key, value in options.items()}
-    limits = Limits(
+    limits = RetentionLimits(
         keep_bytes=given["keep_gb"] * GB if "keep_gb" in given else None,
         keep_s=given["keep_days"] * DAY_S if "keep_days" in given else None,
     )

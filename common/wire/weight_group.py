@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.errors import LongstrideError, WeightSyncError
 from common.wire.addresses import local_address_towards
-from common.wire.collective import BroadcastGroup, Place
+from common.wire.collective import BroadcastGroup, CollectiveMember
 from common.wire.rendezvous.client import GroupStore, StoreLine
 from common.wire.rendezvous.server import StorePlace
 from common.wire.transfer.buckets import Channel, Cut, receive_buckets, send_buckets
@@ -93,7 +93,7 @@ class _Attempt(threading.Thread):
             bind_host = local_address_towards(offer.store_host)
             epoch = offer.group_epoch
             given = (offer.rank, offer.world_size, offer.transport, offer.timeout_s)
-            self.group = BroadcastGroup(store, Place(*given, bind_host), epoch=epoch)
+            self.group = BroadcastGroup(store, CollectiveMember(*given, bind_host), epoch=epoch)
         return self.group
 
     def _check_wanted(self) -> None:

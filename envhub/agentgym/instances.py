@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from envhub.agentgym.instance import EpisodeOver, Instance, InstanceUnknown, NotReset
+from envhub.agentgym.instance import EpisodeOver, InstanceUnknown, NotReset, ServedInstance
 from envhub.env import EnvSpec, Isolation, StepResult, Style, UnknownItem
 from envhub.errors import CapacityFull, EnvRaised, SessionUnknown
 from envhub.hosting.leases import LeaseTable, grain_of
@@ -55,7 +55,9 @@ class Instances:
         now_s = sessions.now_s
         # The order selects the episode to suspend.
         grain_s = 0.0 if self._puts_aside else grain_of(lease_s)
-        self._instances: LeaseTable[int, Instance] = LeaseTable(lease_s, now_s, grain_s=grain_s)
+        self._instances: LeaseTable[int, ServedInstance] = LeaseTable(
+            lease_s, now_s, grain_s=grain_s
+        )
 
     def __len__(self) -> int:
         return len(self._instances)
@@ -76,7 +78,7 @@ class Instances:
         if num_used >= capacity:
             raise CapacityFull(f"{self._spec.name} has all its {capacity} sessions in use")
         number = secrets.randbits(ID_BITS)
-        self._instances.put(number, Instance())
+        self._instances.put(number, ServedInstance())
         return number
 
     async def add_in_turn(self) -> int:
@@ -133,7 +135,7 @@ class Instances:
                 return True
         return False
 
-    async def _bring_back(self, instance: Instance) -> str:
+    async def _bring_back(self, instance: ServedInstance) -> str:
         """Resume a suspended episode by repeating its actions; return its session.
 
         Raises: CapacityFull; EnvRaised: the repetition gave other results.
@@ -174,14 +176,14 @@ class Instances:
             f" envhub.agentgym_lease_s={patience.lease_s:g}, after which a silent one is closed"
         )
 
-    def find(self, number: int) -> Instance:
+    def find(self, number: int) -> ServedInstance:
         """Return an instance and renew its lease. Raises: InstanceUnknown."""
         instance = self._instances.find(number)
         if instance is None:
             raise InstanceUnknown(f"The id {number} is not valid.")
         return instance
 
-    async def reset(self, number: int, index: int) -> Instance:
+    async def reset(self, number: int, index: int) -> ServedInstance:
         """Start the episode of AgentGym's data index and return its instance.
 
         Raises: InstanceUnknown, UnknownItem, and the errors of `Sessions.create`.
@@ -203,7 +205,7 @@ class Instances:
 
     async def step(
         self, number: int, action: str, *, refuses_after_done: bool
-    ) -> tuple[Instance, StepResult]:
+    ) -> tuple[ServedInstance, StepResult]:
         """Perform a step and return its result; after the end, return the last result again.
 
         Raises: InstanceUnknown, NotReset, EpisodeOver, and the errors of `Sessions.step`.
@@ -226,13 +228,13 @@ class Instances:
                     instance.performed = None
             return instance, result
 
-    async def _session_of(self, instance: Instance) -> str:
+    async def _session_of(self, instance: ServedInstance) -> str:
         """Return the session of an instance that the caller holds. Raises: NotReset."""
         if not instance.item_id:
             raise NotReset
         return instance.session_id or await self._bring_back(instance)
 
-    def step_at_once(self, number: int, action: str, now_s: float) -> Instance | None:
+    def step_at_once(self, number: int, action: str, now_s: float) -> ServedInstance | None:
         """Perform `step` synchronously; None: it must wait or refuse, and no step was performed.
 
         `now_s` is the current time of the leases' clock.
@@ -254,7 +256,7 @@ class Instances:
         instance.answer = result
         return instance
 
-    async def detail(self, instance: Instance, what: str) -> Any:
+    async def detail(self, instance: ServedInstance, what: str) -> Any:
         """Return additional data of an environment for AgentGym's pages; None if it has none.
 
         Raises: NotReset: there is no episode.
@@ -279,7 +281,7 @@ class Instances:
         if gone:
             await self._sessions.expire()  # Sessions whose own lease expired at the same time.
 
-    async def _end_session(self, instance: Instance) -> None:
+    async def _end_session(self, instance: ServedInstance) -> None:
         if instance.session_id is None:
             return
         session_id, instance.session_id = instance.session_id, None

@@ -21,7 +21,7 @@ SUBSET = "agentgym"  # Subset of a built-in environment with the items of the co
 SPLITS = ("train", "test")
 
 
-class Numbers(Sequence[int]):
+class JoinedRanges(Sequence[int]):
     """The numbers of several consecutive ranges, computed on demand."""
 
     def __init__(self, ranges: Sequence[range]) -> None:
@@ -67,7 +67,7 @@ def own_numbers(dialect: Dialect) -> dict[str, Sequence[int]]:
     if not trains and dialect.num_items:
         held_out = frozenset(number for each in tests for number in each)
         trains = _runs([n for n in range(dialect.num_items) if n not in held_out])
-    return {"train": Numbers(trains), "test": Numbers(tests)}
+    return {"train": JoinedRanges(trains), "test": JoinedRanges(tests)}
 
 
 def _of_sciworld() -> dict[str, Sequence[int]]:
@@ -75,8 +75,8 @@ def _of_sciworld() -> dict[str, Sequence[int]]:
     firsts = [0, *accumulate(task.num_variations for task in TASKS)]
     pairs = list(zip(firsts, TASKS, strict=False))
     return {
-        "train": Numbers([range(at, at + task.first_test) for at, task in pairs]),
-        "test": Numbers([range(at + t.first_test, at + t.num_variations) for at, t in pairs]),
+        "train": JoinedRanges([range(at, at + task.first_test) for at, task in pairs]),
+        "test": JoinedRanges([range(at + t.first_test, at + t.num_variations) for at, t in pairs]),
     }
 
 
@@ -160,7 +160,7 @@ def with_lists(spec: EnvSpec, options: EnvsSection) -> EnvSpec:
     task = TaskSpec(scenario=scenario, subset=SUBSET, train=train, test=test)
 
     def make(style: Style) -> Any:
-        return _Listed(spec.make(style), subset, items)
+        return _ItemIdMapper(spec.make(style), subset, items)
 
     subsets = {**spec.subsets, SUBSET: subset}
     return replace(spec, subsets=subsets, make=make, tasks={**spec.tasks, "AgentGym": task})
@@ -188,7 +188,7 @@ def _items(spec: EnvSpec, path: str, dialect: Dialect) -> list[str]:
     return found
 
 
-class _Listed:
+class _ItemIdMapper:
     """An episode that maps items of `SUBSET` to the environment's own item ids."""
 
     def __init__(

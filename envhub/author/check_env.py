@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.errors import ConfigError, EnvError
 from envhub.author import checks, judged
-from envhub.author.episodes import Driver, Episode, spec_of
+from envhub.author.episodes import Driver, RecordedPlay, spec_of
 from envhub.author.findings import Finding, Grade, Plays
 from envhub.env import Style, UnknownItem
 
@@ -20,7 +20,7 @@ OTHER_PROCESS_S = 120.0
 USAGE = "check-env NAME|FILE.py:FUNCTION [items=N] [style=compact|agentgym] [key=value ...]"
 
 
-def check_env(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
+def check_env(request: ParsedCommand, *, root: Path, say: Callable[[str], None]) -> int:
     """Print a line for each finding; return the exit code: 1 if a check fails.
 
     Raises: ConfigError: no such environment, or a wrong option.
@@ -36,7 +36,7 @@ def check_env(request: Request, *, root: Path, say: Callable[[str], None]) -> in
     return 1 if failed else 0
 
 
-def options_of(request: Request, usage: str) -> tuple[str, Style, int, list[str]]:
+def options_of(request: ParsedCommand, usage: str) -> tuple[str, Style, int, list[str]]:
     """Return the environment, the style, the number of items, and keys of the configuration."""
     words = [word for word in request.overrides if "=" not in word]
     given = dict(word.split("=", 1) for word in request.overrides if "=" in word)
@@ -115,9 +115,11 @@ def _elsewhere(
         yield Finding(Grade.OK, "determinism", "the same in another process")
 
 
-def digest(episode: Episode) -> str:
+def digest(episode: RecordedPlay) -> str:
     """Return a hash of all observations and results of an episode."""
-    return hashlib.sha256(json.dumps(checks.told(episode), default=str).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(checks.compared_part(episode), default=str).encode()
+    ).hexdigest()
 
 
 def main(argv: list[str]) -> None:

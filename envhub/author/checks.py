@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import EnvError
-from envhub.author.episodes import Driver, Episode, chance, expert
+from envhub.author.episodes import Driver, RecordedPlay, chance, expert
 from envhub.author.findings import Finding, Grade, Plays, graded
 from envhub.env import EnvSpec, StepResult, UnknownItem, split_item
 
@@ -129,16 +129,18 @@ def check_determinism(driver: Driver, plays: Plays) -> Iterator[Finding]:
         with driver.open(played.item_id) as again:
             actions = iter(played.actions)
             again.play(lambda _, a=actions: next(a, None), max_turns=len(played.actions))
-        for turn, (one, two) in enumerate(zip(told(played), told(again), strict=False)):
+        for turn, (one, two) in enumerate(
+            zip(compared_part(played), compared_part(again), strict=False)
+        ):
             if one != two:
                 problems.append(f"{played.item_id}, turn {turn}: {one!r:.80}, then {two!r:.80}")
                 break
     yield from graded("determinism", problems, f"{len(plays.all)} episodes repeated, all the same")
 
 
-def told(episode: Episode) -> list[object]:
+def compared_part(episode: RecordedPlay) -> list[object]:
     """Return the part of an episode that is compared."""
-    return [episode.first, *(result.told() for result in episode.results)]
+    return [episode.first, *(result.as_dict() for result in episode.results)]
 
 
 def check_actions(driver: Driver, items: list[str]) -> Iterator[Finding]:

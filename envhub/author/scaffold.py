@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.errors import ConfigError
 from envhub.catalogue.registry import LOADERS
 
@@ -20,7 +20,7 @@ python run.py --config {config}        train
 """.strip("\n")
 
 
-def new_env(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
+def new_env(request: ParsedCommand, *, root: Path, say: Callable[[str], None]) -> int:
     """Write `NAME.py` and `NAME.yaml` and print the next commands; return the exit code.
 
     Raises: ConfigError: an invalid name, or one of the files exists already.

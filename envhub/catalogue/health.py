@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.run_config import TaskSection
-from common.http.blocking import Answer, request
+from common.http.blocking import HttpResponse, request
 from common.http.proxies import without_login
 from envhub.env import nearest
 
@@ -17,7 +17,7 @@ MAX_AT_ONCE = 16
 MAX_BODY_BYTES = 16 << 20
 
 
-class Server(NamedTuple):
+class ServerAddress(NamedTuple):
     """A server address of the configuration, and the remedy if it does not answer."""
 
     key: str
@@ -30,35 +30,35 @@ class Server(NamedTuple):
 
 def servers_of(
     env_names: Sequence[str], options: EnvsSection, remote: RemoteOptions
-) -> list[Server]:
+) -> list[ServerAddress]:
     """Return the servers to which these environments send requests during episodes."""
-    found: list[Server] = []
+    found: list[ServerAddress] = []
     if remote.dialect in env_names:
         whose = "the OpenEnv" if remote.dialect == "openenv" else f"AgentGym's {remote.dialect}"
         remedy = f"start {whose} server, or give its address"
-        found.append(Server(key="env.url", url=remote.url, remedy=remedy))
+        found.append(ServerAddress(key="env.url", url=remote.url, remedy=remedy))
     if "searchqa" in env_names and options.searchqa.retriever_url:
         url = options.searchqa.retriever_url
         key = "envs.searchqa.retriever_url"
         remedy = "start the retriever, or give envs.searchqa.corpus instead"
-        found.append(Server(key=key, url=url, remedy=remedy))
+        found.append(ServerAddress(key=key, url=url, remedy=remedy))
     if "webarena" in env_names:
         remedy = "start this site of WebArena, or give its address"
         sites = options.webarena.sites.items()
         found += [
-            Server(key=f"envs.webarena.{name}", url=url, remedy=remedy, is_direct=True)
+            ServerAddress(key=f"envs.webarena.{name}", url=url, remedy=remedy, is_direct=True)
             for name, url in sites
         ]
     return found
 
 
-def hub_at(url: str) -> Server:
+def hub_at(url: str) -> ServerAddress:
     """Return the hub at `envhub.url`."""
     remedy = "start it with `python run.py envhub`, or unset envhub.url for a hub of the run's own"
-    return Server(key="envhub.url", url=url, remedy=remedy, is_hub=True)
+    return ServerAddress(key="envhub.url", url=url, remedy=remedy, is_hub=True)
 
 
-def silent(servers: Sequence[Server]) -> list[str]:
+def silent(servers: Sequence[ServerAddress]) -> list[str]:
     """Return a line with its remedy for each server that does not answer; runs in parallel."""
     with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
         problems = list(pool.map(_problem, servers))
@@ -69,7 +69,7 @@ def silent(servers: Sequence[Server]) -> list[str]:
     ]
 
 
-def _problem(server: Server) -> str:
+def _problem(server: ServerAddress) -> str:
     """Return why a server is unusable; "" if it answers."""
     try:
         url = f"{server.url.rstrip('/')}/healthz" if server.is_hub else server.url
@@ -133,7 +133,7 @@ def untrainable(number: int, task: TaskSection, num_train: int) -> list[str]:
     ]
 
 
-def _get(url: str, token: str, *, is_own: bool) -> Answer:
+def _get(url: str, token: str, *, is_own: bool) -> HttpResponse:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     return request(
         url, headers=headers, timeout_s=TIMEOUT_S, max_bytes=MAX_BODY_BYTES, is_own=is_own

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class CallLimits:
     """Time limits of one environment's synchronous calls.
 
     `note` is called with the duration of each call that exceeds `budget_s` or fails.
@@ -29,7 +29,7 @@ class Limits:
     note: Callable[[str, float], None]
 
 
-def call_at_once(work: Callable[[str], Any], text: str, limits: Limits) -> tuple[Any, float]:
+def call_at_once(work: Callable[[str], Any], text: str, limits: CallLimits) -> tuple[Any, float]:
     """Return the result of `work(text)` and its seconds. Raises as `call_environment`."""
     began_s = monotonic()
     try:

@@ -30,8 +30,8 @@ from envhub.errors import (
 from envhub.hosting.env_calls import call_at_once, done_at_once
 from envhub.hosting.inline import INLINE_STEP_S
 from envhub.hosting.leases import LeaseTable, grain_of
-from envhub.hosting.placement import Placement
-from envhub.hosting.session import QUICK_S, STEP_BUCKETS_S, Alone, Session, no_steps
+from envhub.hosting.placement import EpisodeFactory
+from envhub.hosting.session import QUICK_S, STEP_BUCKETS_S, Session, SessionLock, no_steps
 from envhub.hosting.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Sessions:
         self.num_live: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()  # Sessions and calls by outcome.
         self.steps = defaultdict[str, list[float]](no_steps)  # Step durations by environment.
-        self.placement = Placement(
+        self.placement = EpisodeFactory(
             registry,
             capacity=capacity,
             step_timeout_s=step_timeout_s,
@@ -379,9 +379,9 @@ class Sessions:
             raise WorkerLost(failure)
         raise SessionUnknown("no such session, or its lease has expired")
 
-    def _alone(self, session_id: str) -> Alone:
+    def _alone(self, session_id: str) -> SessionLock:
         """Return a lock that waits for other calls; the session may end during the wait."""
-        return Alone(self._find, self._live.renew, session_id)
+        return SessionLock(self._find, self._live.renew, session_id)
 
     async def _call(self, session: Session, call: Awaitable[T]) -> T:
         """Return the result of an episode's call; a failure or a timeout ends the session."""

@@ -49,7 +49,7 @@ from envhub.http.bodies import (
     parse_body,
     parse_entry,
 )
-from envhub.http.known_heads import KnownHeads
+from envhub.http.known_heads import HeaderCache
 from envhub.http.metrics import HubMetrics
 from envhub.http.parts import HubParts, Patience
 from envhub.http.refusals import Refusals
@@ -88,7 +88,7 @@ def make_app(
     requests the answer to an invalid action. `agentgym` None: the sessions' leases, and no queue.
     """
     app = FastAPI(title="Longstride environment hub", lifespan=_lifespan_of(sessions))
-    app.state.known_heads = known = KnownHeads(token, STATUS_CODES, now_s=sessions.now_s)
+    app.state.known_heads = known = HeaderCache(token, STATUS_CODES, now_s=sessions.now_s)
     app.state.refusals = refusals = Refusals()
     app.state.max_action_bytes = max_action_bytes
     app.add_middleware(
@@ -307,7 +307,7 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
 
 async def _step(sessions: Sessions, session_id: str, body: StepRequest) -> dict[str, Any]:
     result = await sessions.step(session_id, body.action, body.seq, num_bytes=body.num_bytes)
-    return result.told()
+    return result.as_dict()
 
 
 async def _entry(work: Coroutine[Any, Any, dict[str, Any]], *, status: int) -> dict[str, Any]:

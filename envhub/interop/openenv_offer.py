@@ -15,7 +15,7 @@ TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class ServerDescription:
     """The description that a server gives of itself.
 
     `splits` maps train and test to the server's split names and sizes; without them an item is a
@@ -30,7 +30,7 @@ class Offer:
     splits: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
 
 
-def look_at(options: RemoteOptions) -> Offer:
+def look_at(options: RemoteOptions) -> ServerDescription:
     """Return a server's description of itself.
 
     Raises: ConfigError: no answer, not an OpenEnv server, or a configured name is missing there.
@@ -51,7 +51,7 @@ def look_at(options: RemoteOptions) -> Offer:
         chosen = (required or known)[0]
     _, told = ask_server(url, "/metadata")
     described = told.get("description") if isinstance(told, dict) else None
-    return Offer(
+    return ServerDescription(
         description=str(described or ""),
         schema=schema,
         text_field=chosen,
@@ -85,7 +85,7 @@ def _splits(url: str, options: RemoteOptions) -> dict[str, tuple[str, int]]:
     return found
 
 
-def instruction_of(offer: Offer) -> str:
+def instruction_of(offer: ServerDescription) -> str:
     """Return the agent's instruction: the environment and the form of its actions."""
     form = 'Answer with one action. What follows "Action:" is sent.'
     if offer.has_tools:

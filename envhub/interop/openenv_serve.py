@@ -51,8 +51,10 @@ class TextObservation(BaseModel):
     text: str = Field(description="What the agent is told")
 
 
-class EpisodeState(BaseModel):
+class OpenEnvState(BaseModel):
     """The state of an episode."""
+
+    model_config = ConfigDict(title="EpisodeState")  # Title of the published schema.
 
     episode_id: str | None = None
     step_count: int = 0
@@ -96,7 +98,7 @@ def mount(hub: HubParts) -> None:
     @app.get(f"{base}/schema", tags=["openenv"])
     async def schema(env: str) -> Response:
         registry.spec(env)
-        told = {"action": TextAction, "observation": TextObservation, "state": EpisodeState}
+        told = {"action": TextAction, "observation": TextObservation, "state": OpenEnvState}
         return json_response({name: kind.model_json_schema() for name, kind in told.items()})
 
     @app.websocket(f"{base}/ws")
@@ -133,7 +135,7 @@ class _Player:
         self._sessions = sessions
         self._spec = spec
         self._session_id: str | None = None
-        self._state = EpisodeState()
+        self._state = OpenEnvState()
         self._is_over = True
 
     async def serve(self) -> None:
@@ -213,7 +215,7 @@ class _Player:
         except EnvError as error:
             raise _Refused("EXECUTION_ERROR", str(error)) from error
         self._is_over = False
-        self._state = EpisodeState(episode_id=wanted.episode_id, item_id=item_id)
+        self._state = OpenEnvState(episode_id=wanted.episode_id, item_id=item_id)
         told = {"item_id": item_id, "instruction": self._spec.instruction[wanted.style]}
         told["state"] = sessions.first_state(self._session_id)
         return _observation(text, None, is_done=False, metadata=told)
@@ -264,7 +266,7 @@ def _parsed(raw: str | bytes) -> Any:
 
 
 def _stepped(result: StepResult) -> dict[str, Any]:
-    told = result.told()
+    told = result.as_dict()
     for name in ("observation", "reward", "done"):
         del told[name]
     return _observation(result.observation, result.reward, is_done=result.done, metadata=told)

@@ -14,7 +14,7 @@ from playwright.async_api import Error as BrowserError
 from playwright.async_api import TimeoutError as BrowserTimeout
 
 from envhub.env import EnvFailure
-from envhub.web.actions import Action, InvalidAction, Kind
+from envhub.web.actions import InvalidAction, WebAction, WebActionType
 from envhub.web.browser import VIEWPORT, first_line
 from envhub.web.performing import act
 from envhub.web.tree import Snapshot, read_snapshot
@@ -212,7 +212,7 @@ class WebSession:
         except BrowserTimeout:
             logger.debug("page is slow url=%s", page.url)
 
-    async def perform(self, action: Action) -> None:
+    async def perform(self, action: WebAction) -> None:
         """Perform an action. The next snapshot contains its effect.
 
         Raises:
@@ -230,22 +230,22 @@ class WebSession:
                 return
             raise InvalidAction(f"The action failed: {first_line(error)}") from error
 
-    async def _act(self, action: Action) -> None:
+    async def _act(self, action: WebAction) -> None:
         match action.kind:
-            case Kind.NEW_TAB if len(self.tabs) >= MAX_TABS:
+            case WebActionType.NEW_TAB if len(self.tabs) >= MAX_TABS:
                 raise InvalidAction(f"There are {MAX_TABS} tabs already.")
-            case Kind.NEW_TAB:
+            case WebActionType.NEW_TAB:
                 await self.context.new_page()
-            case Kind.TAB_FOCUS if not 0 <= action.element < len(self.tabs):
+            case WebActionType.TAB_FOCUS if not 0 <= action.element < len(self.tabs):
                 raise InvalidAction(f"There is no tab {action.element}.")
-            case Kind.TAB_FOCUS:
+            case WebActionType.TAB_FOCUS:
                 self._current = self.tabs[action.element]
                 await self.page.bring_to_front()
-            case Kind.CLOSE_TAB if len(self.tabs) == 1:
+            case WebActionType.CLOSE_TAB if len(self.tabs) == 1:
                 raise InvalidAction("The last tab cannot be closed.")
-            case Kind.CLOSE_TAB:
+            case WebActionType.CLOSE_TAB:
                 await self.page.close()
-            case Kind.GOTO if not self._may_go(action.text):
+            case WebActionType.GOTO if not self._may_go(action.text):
                 url = action.text[:200]
                 raise InvalidAction(f'Invalid goto action: "{url}" is not among the sites here.')
             case _:

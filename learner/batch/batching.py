@@ -225,7 +225,7 @@ def plan_microbatches(
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class MicrobatchSamples:
     """The samples of one microbatch, in order."""
 
     indices: list[int]
@@ -239,7 +239,7 @@ def plan_blocks(
     max_tokens: int,
     is_packed: bool = False,
     shares_prefix: bool = False,
-) -> list[Block]:
+) -> list[MicrobatchSamples]:
     """Return the samples at `indices` in blocks of at most `max_tokens`, padding included.
 
     Members of a group that share a prefix are adjacent, as many as fit into a block.
@@ -249,7 +249,7 @@ def plan_blocks(
         planned = plan_microbatches(
             list(lengths.values()), max_tokens=max_tokens, is_packed=is_packed
         )
-        return [Block([indices[i] for i in block]) for block in planned]
+        return [MicrobatchSamples([indices[i] for i in block]) for block in planned]
     groups: dict[str, list[int]] = {}
     for index in indices:
         groups.setdefault(samples[index].trajectory.group_id, []).append(index)
@@ -271,7 +271,7 @@ def plan_blocks(
     planned = plan_microbatches(totals, max_tokens=max_tokens, is_packed=True)
     chosen = [[families[i] for i in block] for block in planned]
     return [
-        Block(
+        MicrobatchSamples(
             [index for members, _, _ in block for index in members],
             tuple((len(members), prefix) for members, prefix, _ in block),
         )
@@ -306,7 +306,7 @@ def make_microbatches(
 
 
 def _collate(
-    samples: Sequence[Sample], block: Block, device: torch.device | str, is_packed: bool
+    samples: Sequence[Sample], block: MicrobatchSamples, device: torch.device | str, is_packed: bool
 ) -> MicroBatch:
     chosen = [samples[index] for index in block.indices]
     trajectories = [sample.trajectory for sample in chosen]

@@ -26,7 +26,7 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class AdmissionDecision:
     """The decision on an arriving trajectory; by default it is journalled."""
 
     is_duplicate: bool = False  # True: acknowledged, but not journalled again.
@@ -64,15 +64,15 @@ class Admission:
         self._num_forged = 0
         self._num_duplicates = 0
 
-    def check(self, trajectory: Trajectory, *, learner_version: int) -> Verdict:
+    def check(self, trajectory: Trajectory, *, learner_version: int) -> AdmissionDecision:
         """Return the decision on a trajectory; `learner_version` as in `refusal`."""
         if self._lease_key is not None and not is_leased(trajectory, self._lease_key):
             self._num_forged += 1
             reason = f"{trajectory.episode_id} was not leased so to {trajectory.actor}"
-            return Verdict(is_forged=True, refusal=reason[:500])
+            return AdmissionDecision(is_forged=True, refusal=reason[:500])
         if trajectory in self._index:
             self._num_duplicates += 1
-            return Verdict(is_duplicate=True)
+            return AdmissionDecision(is_duplicate=True)
         reason = refusal(
             trajectory,
             learner_version=learner_version,
@@ -88,7 +88,7 @@ class Admission:
                 trajectory.actor,
                 reason,
             )
-        return Verdict(refusal=reason)
+        return AdmissionDecision(refusal=reason)
 
     def admit(self, trajectory: Trajectory) -> None:
         """Register a trajectory that will be journalled, so that later copies are duplicates."""

@@ -18,7 +18,7 @@ from learner.ingest.report_log import ReportLog
 logger = logging.getLogger(__name__)
 
 
-class SchedulerClient:
+class ReportClient:
     """Sends the report log to the current scheduler, also after a restart of it. For one thread.
 
     Example: pump() sends report 1. The scheduler saves it, receives report 2, dies, and restarts

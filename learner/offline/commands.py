@@ -17,7 +17,7 @@ from learner.offline import dpo, evolve, sft
 from learner.offline.scratch import save_policy
 from learner.offline.training import Log, load_start
 from learner.policy.lora import ADAPTER_TENSORS, check_resumable, load_adapter
-from learner.scheduler.curriculum.catalogue import Catalogue, fetch_catalogue, validate_tasks
+from learner.scheduler.curriculum.catalogue import HubCatalogue, fetch_catalogue, validate_tasks
 from learner.scheduler.evaluation.heldout import plan_heldout
 from learner.training.checkpoint import newest_checkpoint
 
@@ -96,7 +96,7 @@ def choose_held_out(
     return plan_heldout(cfg.eval, cfg.tasks, catalogue, lists, turns)
 
 
-def _catalogue_of(cfg: RunConfig, url: str, token: str) -> Catalogue:
+def _catalogue_of(cfg: RunConfig, url: str, token: str) -> HubCatalogue:
     """Return the hub's catalogue.
 
     Raises: ConfigError: it lacks a task or has no item at a distance.

@@ -28,10 +28,10 @@ from learner.offline.training import (
     WEIGHT,
     Log,
     Sums,
+    choose_offline_compute,
     ignore,
     load_start,
     row_logprobs,
-    settle_ways,
     train_epochs,
 )
 
@@ -118,7 +118,7 @@ def train(
     The reference is the initial model. It scores all pairs once, before the first update, so that
     memory holds one network only.
     """
-    learner = settle_ways(model, learner)
+    learner = choose_offline_compute(model, learner)
     reference = _score_pairs(model, pairs, cfg, learner)  # [pair, 2]
     generator = torch.Generator().manual_seed(seed)
 

@@ -21,7 +21,7 @@ from learner.offline import sft
 from learner.offline.rows import Row, num_episodes, read_rows
 from learner.offline.scratch import save_policy
 from learner.offline.training import Log, ignore, load_start
-from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.curriculum.sampling import hash_words, permute, spread
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 Play = Callable[[RunConfig, int, Path], None]
 
 
-def plan_episodes(cfg: RunConfig, catalogue: Catalogue, iteration: int) -> list[PlannedEpisode]:
+def plan_episodes(cfg: RunConfig, catalogue: HubCatalogue, iteration: int) -> list[PlannedEpisode]:
     """Return the episodes of an iteration, distributed by the tasks' weights.
 
     Within a task every training item is used once before any item is used again.

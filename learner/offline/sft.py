@@ -20,11 +20,11 @@ from learner.offline.training import (
     WEIGHT,
     Log,
     Sums,
+    choose_offline_compute,
     ignore,
     load_start,
     prepare_device,
     row_logprobs,
-    settle_ways,
     train_epochs,
 )
 from learner.start_checks import check_sft
@@ -101,7 +101,7 @@ def train(
     log: Log = ignore,
 ) -> list[float]:
     """Train in place; return the mean loss of every epoch (nats per trained token)."""
-    learner = settle_ways(model, learner)
+    learner = choose_offline_compute(model, learner)
     generator = torch.Generator().manual_seed(seed)
     # The schedule needs the number of steps, and an epoch's batches depend on its order.
     epochs = [

@@ -68,7 +68,7 @@ def load_start(
     return model, tokenizer
 
 
-def settle_ways(model: PreTrainedModel, learner: LearnerSection) -> LearnerSection:
+def choose_offline_compute(model: PreTrainedModel, learner: LearnerSection) -> LearnerSection:
     """Configure the computation of the model; return the section with its layout resolved.
 
     From now on the model's passes draw no random numbers. Its scores are compared with those of its
@@ -89,7 +89,7 @@ def row_logprobs(model: PreTrainedModel, rows: list[Row], learner: LearnerSectio
     """Return the log-probabilities of the trained tokens, row after row: [token], in nats.
 
     Args:
-        learner: as `settle_ways` has returned it.
+        learner: as `choose_offline_compute` has returned it.
     """
     tokens = token_batch(rows, model.device, is_packed=learner.layout is Layout.PACKED)
     return token_logprobs(model, tokens, _scoring(model, learner))

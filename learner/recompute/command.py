@@ -8,15 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.load import git_revision
 from common.errors import ConfigError
 from common.store.run_dir import RunDir, write_json
 from learner.objective.dead_settings import summary_lines
 from learner.policy.model import pick_device
-from learner.recompute.counterfactual import Recorded, header, split_options
+from learner.recompute.counterfactual import RecordedResults, header, split_options
 from learner.recompute.plan import EpisodesMissing, Plan, episodes_of, make_plan
-from learner.recompute.rebuild import Only, Rebuilt, Recomputation, Redone
+from learner.recompute.rebuild import Only, Rebuilt, Recomputation, RecomputedBatch
 from learner.recovery.machine import differences, machine_facts
 from learner.training.digests import first_difference
 
@@ -25,7 +25,7 @@ USAGE = "recompute RUN [--steps a:b] [--json FILE] [key=value ...]"
 SAY_EVERY_S = 30.0
 
 
-def recompute(request: Request, *, root: Path, say: Say) -> int:
+def recompute(request: ParsedCommand, *, root: Path, say: Say) -> int:
     """Recompute a run; return the exit code: 1 if a step differs or cannot be read.
 
     Raises: ConfigError: no such run or steps, pruned data, or an override without effect.
@@ -123,7 +123,7 @@ class _Check:
             starts[line.start].settings["learner"]["num_ranks"] == num_ranks for line in noted
         )
 
-    def take(self, redone: Redone) -> bool:
+    def take(self, redone: RecomputedBatch) -> bool:
         """Compare one batch; return whether to continue."""
         step = redone.step
         line = self._plan.record.lines.get((step.version, step.number))
@@ -176,7 +176,7 @@ class _Counterfactual:
                 say(line)
             if is_dry:
                 return 0
-            recorded = Recorded()
+            recorded = RecordedResults()
             try:
                 if problem := self._compute_recorded(recorded):
                     say(f"the recorded learner is not computed again bit for bit: {problem}")
@@ -199,7 +199,7 @@ class _Counterfactual:
         say(f"as JSON: {path}")
         return 0
 
-    def _compute_recorded(self, recorded: Recorded) -> str:
+    def _compute_recorded(self, recorded: RecordedResults) -> str:
         """Recompute the batches with the run's own settings; return the first difference."""
         check = _Check(self._plan, self._say)
         problem = ""

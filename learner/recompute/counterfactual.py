@@ -13,7 +13,7 @@ from common.config.keys import dotted
 from common.errors import ConfigError
 from common.wire.messages import EndReason
 from learner.objective.correction import ratio_statistics
-from learner.recompute.rebuild import Only, Redone
+from learner.recompute.rebuild import Only, RecomputedBatch
 from learner.training.trainer import TrainingDiverged
 
 _OTHER_ROLES = ("horizon", "curriculum", "groups", "tasks", "mixture", "scheduler", "actor")
@@ -94,7 +94,7 @@ def _ends(word: str, value: str) -> frozenset[EndReason]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BatchComparison:
     """One batch of both learners."""
 
     plain: dict[str, Any]  # Values for JSON.
@@ -120,21 +120,23 @@ def _number(value: float | None) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
 
 
-class Recorded:
+class RecordedResults:
     """The recorded learner's result of each batch. A temporary file holds the log-probabilities."""
 
     def __init__(self) -> None:
-        self._rows: list[Redone] = []
+        self._rows: list[RecomputedBatch] = []
         self._file: IO[bytes] = TemporaryFile()  # noqa: SIM115 - `close` closes it.
 
-    def add(self, redone: Redone) -> None:
+    def add(self, redone: RecomputedBatch) -> None:
         """Add a batch with its log-probabilities."""
         assert redone.logprobs is not None
         np.save(self._file, redone.logprobs, allow_pickle=False)
-        bare = Redone(step=redone.step, result=redone.result, digests=redone.digests)
+        bare = RecomputedBatch(step=redone.step, result=redone.result, digests=redone.digests)
         self._rows.append(bare)
 
-    def compare(self, others: Iterator[Redone], *, first: int) -> Iterator[Row]:
+    def compare(
+        self, others: Iterator[RecomputedBatch], *, first: int
+    ) -> Iterator[BatchComparison]:
         """Yield a row for each batch from step `first` on, with the other learner's result."""
         self._file.seek(0)
         is_same = True  # Whether both learners have the same weights before the batch.
@@ -143,10 +145,12 @@ class Recorded:
             try:
                 other = next(others)
             except TrainingDiverged as error:
-                yield Row(_plain(recorded, None, {}, is_same=is_same) | {"note": f"ended: {error}"})
+                yield BatchComparison(
+                    _plain(recorded, None, {}, is_same=is_same) | {"note": f"ended: {error}"}
+                )
                 return
             found = _distance(other.logprobs, logprobs)
-            row = Row(_plain(recorded, other, found, is_same=is_same))
+            row = BatchComparison(_plain(recorded, other, found, is_same=is_same))
             if other.digests is not None and recorded.digests is not None:
                 is_same = is_same and other.digests.weights == recorded.digests.weights
             if recorded.step.consumed_by >= first:
@@ -170,7 +174,11 @@ def _distance(ours: np.ndarray | None, theirs: np.ndarray) -> dict[str, float]:
 
 
 def _plain(
-    recorded: Redone, other: Redone | None, distance: dict[str, float], *, is_same: bool
+    recorded: RecomputedBatch,
+    other: RecomputedBatch | None,
+    distance: dict[str, float],
+    *,
+    is_same: bool,
 ) -> dict[str, Any]:
     result = None if other is None else other.result
     was = recorded.step.is_skipped

@@ -11,7 +11,7 @@ from common.store.run_dir import RunDir
 from common.store.segments import list_segments, load_pruned, read_around_damage
 from common.wire.messages import Trajectory
 from learner.ingest.replay_point import load_replay_point
-from learner.recovery.checksums import Record, Start, read_checksums
+from learner.recovery.checksums import ChecksumRecord, Start, read_checksums
 from learner.recovery.step_log import LoggedStep, load_pruned_steps, read_steps
 from learner.training.checkpoint import complete_checkpoints, load_values
 
@@ -21,7 +21,7 @@ class Plan:
     """The batches to recompute, and the data that this needs."""
 
     run_dir: RunDir
-    record: Record
+    record: ChecksumRecord
     checkpoint: Path | None  # The checkpoint to start from; None: the initial weights of the run.
     version: int  # Version of the weights to start from.
     first: int  # First requested step. Earlier ones are computed only to reach it.
@@ -129,7 +129,7 @@ def _check_kept(plan: Plan, versions: list[int], last_logged: int) -> None:
     if not pruned.before:
         return
     wanted = {name for step in plan.steps for ids in step.groups for name in ids}
-    left = Episodes(plan.run_dir, wanted).names()
+    left = JournalEpisodes(plan.run_dir, wanted).names()
     lost = [s for s in plan.steps if not left.issuperset(n for ids in s.groups for n in ids)]
     if not lost:
         return
@@ -158,7 +158,7 @@ class EpisodesMissing(Exception):
         self.step = step
 
 
-class Episodes:
+class JournalEpisodes:
     """The episodes of logged batches. They are read from the journal on demand.
 
     Damaged records are skipped: they matter only to the step that consumed them.
@@ -208,10 +208,10 @@ class Episodes:
                     yield found
 
 
-def episodes_of(plan: Plan) -> Episodes:
+def episodes_of(plan: Plan) -> JournalEpisodes:
     """Return the reader of a plan's episodes, from the replay point of its checkpoint on."""
     start = None
     if plan.checkpoint is not None:
         start = load_replay_point(plan.run_dir.replay_point, version=plan.version).position
     wanted = {name for step in plan.steps for ids in step.groups for name in ids}
-    return Episodes(plan.run_dir, wanted, start)
+    return JournalEpisodes(plan.run_dir, wanted, start)

@@ -47,7 +47,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class BatchChecksums:
     """The record of one batch."""
 
     digests: StepDigests
@@ -56,11 +56,11 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class ChecksumRecord:
     """The content of a whole file."""
 
     starts: list[Start] = field(default_factory=list[Start])
-    lines: dict[Key, Line] = field(default_factory=dict[Key, Line])
+    lines: dict[Key, BatchChecksums] = field(default_factory=dict[Key, BatchChecksums])
 
     def learner_cpu_s(self) -> float:
         """Return the CPU-seconds of all starts, each up to its last batch."""
@@ -194,12 +194,12 @@ class ChecksumLog:
         self._file.close()
 
 
-def read_checksums(path: Path) -> Record:
+def read_checksums(path: Path) -> ChecksumRecord:
     """Return the records of a run so far, also while it runs; an empty record without a file.
 
     Raises: ConfigError: a line is damaged; names file and line.
     """
-    record = Record()
+    record = ChecksumRecord()
 
     def refuse(text: str) -> None:
         raise ConfigError(f"{text}; restore it from a backup")
@@ -210,7 +210,7 @@ def read_checksums(path: Path) -> Record:
         else:
             key, digests, cpu_s = found
             start = len(record.starts) - 1
-            record.lines[key] = Line(digests=digests, start=start, cpu_s=cpu_s)
+            record.lines[key] = BatchChecksums(digests=digests, start=start, cpu_s=cpu_s)
     return record
 
 

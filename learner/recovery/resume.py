@@ -16,7 +16,7 @@ from learner.ingest.group_assembly import Group
 from learner.ingest.replay_point import ReplayPoint
 from learner.recovery.checksums import ChecksumLog
 from learner.recovery.step_log import REMEDY, LoggedStep, read_steps
-from learner.training.trainer import StepResult, Trainer
+from learner.training.trainer import Trainer, TrainResult
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def groups_of(step: LoggedStep, episodes: Mapping[str, Trajectory]) -> list[Grou
 
 def redo(
     trainer: Trainer, step: LoggedStep, groups: list[Group], algorithm: AlgorithmSection
-) -> StepResult:
+) -> TrainResult:
     """Train on a logged batch with the recorded decision: a skipped batch is skipped again."""
     samples = samples_of(groups, algorithm, trainer.baseline)
     if step.is_skipped:

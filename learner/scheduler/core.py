@@ -30,7 +30,7 @@ from common.wire.messages import (
 from learner.scheduler import reports
 from learner.scheduler.components import Components
 from learner.scheduler.dispatch import grants
-from learner.scheduler.episodes.table import EpisodeState
+from learner.scheduler.episodes.table import EpisodePhase
 from learner.scheduler.evaluation.phases import NEXT_PHASE, Phase
 from learner.scheduler.members import liveness
 from learner.scheduler.members.report_cursor import ReportCursor
@@ -249,7 +249,7 @@ class SchedulerCore:
         self.parts.stream.collect(self.lifecycle.table, self.parts.success, version=run.version)
         while run.phase is not Phase.DONE and self._is_phase_over():
             if run.phase is Phase.TRAIN:
-                unplayed = (EpisodeState.QUEUED, EpisodeState.LEASED)
+                unplayed = (EpisodePhase.QUEUED, EpisodePhase.LEASED)
                 self.lifecycle.end_training(states=unplayed)
             run.phase = NEXT_PHASE[run.phase]
             logger.info("phase=%s version=%d", run.phase, run.version)
@@ -264,7 +264,7 @@ class SchedulerCore:
 
     def _enter_phase(self) -> None:
         if self.phase is Phase.DONE:
-            self.lifecycle.end_training(states=(EpisodeState.ARRIVED,))
+            self.lifecycle.end_training(states=(EpisodePhase.ARRIVED,))
         for group in self.parts.phases.make(self.run.phase, version=self.run.version):
             self.lifecycle.open(group)
 

@@ -32,7 +32,7 @@ from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.event_log import EventLog
 from learner.scheduler.members.enrolment import Enrolments
 from learner.scheduler.members.hubs import Entrance, StoppedEarly, greet_known
-from learner.scheduler.members.registry import Registry
+from learner.scheduler.members.registry import AddressRegistry
 from learner.scheduler.status import others
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Serving:
     log: EventLog
     router: Router
     run_dir: RunDir
-    registry: Registry
+    registry: AddressRegistry
     enrolments: Enrolments
     disk: DiskWait
     hub_token: str  # Token of the run's own hubs.
@@ -157,7 +157,10 @@ def build(
     key_path = write_join_key(run_dir.keys, keys, run_name=cfg.run.name)
     run_dir.publish_address("scheduler", own_address(cfg, router.port))
     logger.info("other machines join: actor --join HOST:%d --key %s", router.port, key_path)
-    registry, enrolments = Registry(cfg.scheduler.dead_after_s), Enrolments(cfg, run_dir.keys)
+    registry, enrolments = (
+        AddressRegistry(cfg.scheduler.dead_after_s),
+        Enrolments(cfg, run_dir.keys),
+    )
     entrance = Entrance(cfg=cfg, router=router, registry=registry, enrolments=enrolments)
     greet_known(registry, (log.load() or {}).get("hubs", []), token=keys.hub_token)
     token = cfg.envhub.token or keys.hub_token

@@ -34,7 +34,7 @@ from common.wire.weight_group import lower_priority
 from learner.policy.model import pick_device
 from learner.policy.timing import settled, with_settled
 from learner.training.build import is_sharded, load_start, make_trainer
-from learner.training.ranks import Order, Ranks
+from learner.training.ranks import RankOperation, Ranks
 from learner.weights.source import LiveWeights
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ LOAD_S = 900.0  # Time limit for all ranks to load their models, in seconds.
 STOP_S = 5.0  # Time limit for a process to exit by itself, in seconds.
 
 
-class _Worker(NamedTuple):
+class _RankWorker(NamedTuple):
     rank: int
     process: BaseProcess
     pipe: Connection
@@ -68,7 +68,7 @@ class RankWorkers:
         """Start the processes. They load `checkpoint` or `model.path`, like rank 0."""
         self._cfg = cfg
         self._ranks = Ranks()
-        self._workers: list[_Worker] = []
+        self._workers: list[_RankWorker] = []
         self._device = pick_device(cfg.learner.device)
         num_ranks = cfg.learner.num_ranks
         self._meeting: Path | None = None
@@ -96,7 +96,7 @@ class RankWorkers:
             process.start()
             theirs.close()
             asked.close()
-            self._workers.append(_Worker(rank, process, ours, asking))
+            self._workers.append(_RankWorker(rank, process, ours, asking))
 
     def wait_loaded(self) -> None:
         """Wait until all ranks have loaded. Raises: LongstrideError: a rank ended or timed out."""
@@ -124,7 +124,7 @@ class RankWorkers:
         logger.info("ranks=%d pids=%s", self._ranks.size, [f.process.pid for f in self._workers])
         return self._ranks
 
-    def announce(self, order: Order) -> None:
+    def announce(self, order: RankOperation) -> None:
         """Send an order to the other ranks. Raises: LongstrideError: a rank ended."""
         self.check()
         header = json.dumps([*order[:-1], len(order.payload)])
@@ -145,7 +145,7 @@ class RankWorkers:
             except OSError as error:
                 raise LongstrideError(f"learner rank {worker.rank} is gone: {error}") from error
 
-    def _read_ready(self, worker: _Worker) -> None:
+    def _read_ready(self, worker: _RankWorker) -> None:
         try:
             worker.pipe.recv_bytes()
         except EOFError as error:
@@ -153,7 +153,7 @@ class RankWorkers:
             self.check()
             raise LongstrideError(f"learner rank {worker.rank} closed its pipe") from error
 
-    def _tell(self, worker: _Worker, message: bytes) -> None:
+    def _tell(self, worker: _RankWorker, message: bytes) -> None:
         try:
             worker.pipe.send_bytes(message)
         except OSError as error:
@@ -245,7 +245,7 @@ def _serve_rank(
         while True:
             kind, version, must_train, must_skip, num_bytes = json.loads(pipe.recv_bytes())
             payload = ranks.receive(num_bytes) if num_bytes else b""
-            trainer.carry_out(Order(kind, version, must_train, must_skip, payload))
+            trainer.carry_out(RankOperation(kind, version, must_train, must_skip, payload))
     except (EOFError, BrokenPipeError):  # Rank 0 has ended.
         leave(0)
     finally:  # Only an error leads here.

@@ -17,7 +17,7 @@ from common.errors import LongstrideError
 SAVE_TIMEOUT = timedelta(minutes=30)
 
 
-class Order(NamedTuple):
+class RankOperation(NamedTuple):
     """The next operation of all ranks, sent by rank 0."""
 
     kind: str  # "train", "score", "save", "checksums" or "warm_up", see `Trainer`

@@ -56,8 +56,8 @@ class Gathering(NamedTuple):
 class LiveWeights:
     """Reads named tensors, cast to the engine's dtype; it copies no more than one part.
 
-    The tensors must not change while a part is read; see `Gate`. With several ranks, rank 0 fills
-    the part, and the other ranks serve its requests.
+    The tensors must not change while a part is read; see `WeightsLock`. With several ranks, rank 0
+    fills the part, and the other ranks serve its requests.
     """
 
     is_live = True

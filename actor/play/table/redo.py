@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any, TypedDict
 
-from actor.rollout.env_client import HubClient, HubSession, StepResult
+from actor.rollout.env_client import HubClient, HubSession, HubStepResult
 from actor.rollout.observations import CUT_MARK
 from common.errors import EnvError
 from common.states import state_number
@@ -14,7 +14,7 @@ CUT_WORDS = 40  # Words before the cut that are compared if the observation was 
 SAME_SCORE = 1e-4
 
 
-class Recorded(TypedDict):
+class RecordedEpisode(TypedDict):
     """A journalled episode as texts."""
 
     env: str
@@ -26,21 +26,23 @@ class Recorded(TypedDict):
     states: list[int]  # State before each action, see `common.states`; [0]: unknown.
 
 
-class Redone(TypedDict):
+class ReplayPictures(TypedDict):
     """Pictures of the states before each action and after the last, up to the first `problem`."""
 
     pictures: list[Any]
     problem: str  # "" if all pictures are present.
 
 
-async def redo(client: HubClient, recorded: Recorded, *, limit_s: float = LIMIT_S) -> Redone:
+async def redo(
+    client: HubClient, recorded: RecordedEpisode, *, limit_s: float = LIMIT_S
+) -> ReplayPictures:
     """Replay an episode in a fresh environment, with a picture of each state.
 
     The replay stops with a `problem` when an observation, a state or a reward differs from the
     record: all later pictures would show another episode. It also stops at a failure or after
     `limit_s`.
     """
-    done: Redone = {"pictures": [], "problem": ""}
+    done: ReplayPictures = {"pictures": [], "problem": ""}
     try:
         async with asyncio.timeout(limit_s):
             session = await client.open(
@@ -57,7 +59,7 @@ async def redo(client: HubClient, recorded: Recorded, *, limit_s: float = LIMIT_
     return done
 
 
-async def _follow(session: HubSession, recorded: Recorded, pictures: list[Any]) -> str:
+async def _follow(session: HubSession, recorded: RecordedEpisode, pictures: list[Any]) -> str:
     """Append the pictures; return the reason for an early stop, "" at the end."""
     observation = session.first_observation
     state = session.first_state
@@ -74,7 +76,7 @@ async def _follow(session: HubSession, recorded: Recorded, pictures: list[Any]) 
     return ""
 
 
-def _difference(recorded: Recorded, turn: int, observation: str, state: str) -> str:
+def _difference(recorded: RecordedEpisode, turn: int, observation: str, state: str) -> str:
     """Return how the state before an action differs from the record; "" if it does not."""
     shown = recorded["shown"][turn] if turn < len(recorded["shown"]) else None
     if shown is not None and not _holds(shown, observation):
@@ -87,7 +89,7 @@ def _difference(recorded: Recorded, turn: int, observation: str, state: str) -> 
     return ""
 
 
-def _other_worth(recorded: Recorded, turn: int, result: StepResult) -> str:
+def _other_worth(recorded: RecordedEpisode, turn: int, result: HubStepResult) -> str:
     scores = recorded["scores"]
     if turn < len(scores) and abs(result.reward - scores[turn]) > SAME_SCORE:
         return f"turn {turn + 1} is worth {result.reward:g} now, not {scores[turn]:g}"

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actor.play.doors import open_door
+from actor.play.doors import find_endpoint
 from actor.play.endpoint import Endpoint
-from actor.play.table.redo import Recorded, Redone, redo
-from actor.play.table.service import START_S, TOKEN, Service, options_of
+from actor.play.table.redo import RecordedEpisode, ReplayPictures, redo
+from actor.play.table.service import START_S, TOKEN, ServiceCommand, options_of
 from actor.rollout.env_client import HubClient, HubSession
 from actor.rollout.episode import ContextFull, PolicyFailed, first_text
 from common.config.evaluation import AgentFormat, PolicySection
@@ -46,7 +46,7 @@ class Seat:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Table:
+class SeatTable:
     """All interactive episodes. Its methods belong to one event loop.
 
     A mistake of the user is a ConfigError. A failing environment is an EnvError, which ends its
@@ -59,7 +59,7 @@ class Table:
         self._idle_s = idle_s
         self._token = secrets.token_urlsafe(24)  # Token of the hubs.
         # kind of service -> the service, at most one for each kind
-        self._services: dict[str, Service] = {}
+        self._services: dict[str, ServiceCommand] = {}
         self._words: dict[str, list[str]] = {}
         self._changing = asyncio.Lock()
         self._clients: dict[str, HubClient] = {}  # address -> client
@@ -149,7 +149,7 @@ class Table:
             run: the run's folder.
         """
         root, self._seat(seat_id).used_at = Path(run), time.monotonic()
-        if door := await open_door(root):
+        if door := await find_endpoint(root):
             return await self.ask(seat_id, url=door.url, model=root.name, key=door.key)
         if not (root / "config.yaml").is_file():
             raise ConfigError(f"{root}/config.yaml is missing: its policy is not known")
@@ -166,7 +166,7 @@ class Table:
         if seat := self._seats.pop(seat_id, None):
             await seat.session.close()
 
-    async def redo(self, recorded: Recorded, config: Mapping[str, Any]) -> Redone:
+    async def redo(self, recorded: RecordedEpisode, config: Mapping[str, Any]) -> ReplayPictures:
         """Replay a recorded episode for its pictures; see `redo`."""
         return await redo(await self._hub(options_of(config)), recorded)
 
@@ -200,7 +200,7 @@ class Table:
                     await old.stop()
                 self._words[kind] = words
                 token = self._token
-                self._services[kind] = Service(
+                self._services[kind] = ServiceCommand(
                     self._root, words, token=token, says=says, start_s=start_s
                 )
             service = self._services[kind]

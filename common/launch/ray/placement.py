@@ -12,7 +12,7 @@ ON_RUN_NODE = "on the node of the run directory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class ClusterNode:
     """One node of a cluster."""
 
     node_id: str
@@ -47,7 +47,7 @@ class Needs:
         where = f" {ON_RUN_NODE}" if self.is_home else ""
         return f"a node with {self.num_cpus:g} CPU{gpus}{labels}{where}"
 
-    def num_fitting(self, node: Node) -> int:
+    def num_fitting(self, node: ClusterNode) -> int:
         """Return the number of such requests that fit on the otherwise empty node."""
         is_right = all(_selects(text, node.labels.get(k, "")) for k, text in self.labels.items())
         if not is_right or (self.is_home and not node.is_home):
@@ -58,7 +58,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class ClusterPlacement:
     """Resources that the roles of a run request."""
 
     learner: Needs
@@ -79,7 +79,7 @@ class Placement:
             return Needs(num_cpus=self.actor.num_cpus, is_home=True)
         return self.actor if role == "actor" else self.learner
 
-    def lines(self, nodes: Sequence[Node]) -> list[str]:
+    def lines(self, nodes: Sequence[ClusterNode]) -> list[str]:
         """Return the placement as text, one line per kind of role."""
         hub = [f"envhub: {self.envhub.text}"] if self.envhub else []
         apart = self.num_actors - len(self.shared)
@@ -103,7 +103,7 @@ def num_cpus_wanted(cfg: RunConfig) -> float:
     return ray.learner_cpus + has_hub * ray.envhub_cpus + cfg.actor.num_engines * ray.actor_cpus
 
 
-def place(cfg: RunConfig, nodes: Sequence[Node]) -> Placement:
+def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
     """Return the requests of all roles on a cluster of these nodes.
 
     With `actor.placement=auto` the engines are separate from the learner if at least one fits
@@ -146,7 +146,7 @@ def place(cfg: RunConfig, nodes: Sequence[Node]) -> Placement:
         envhub = Needs(num_cpus=cfg.ray.envhub_cpus, labels=selector(cfg.ray.envhub_labels))
         _check_fits("envhub", envhub, rest, remedy="see ray.envhub_labels, ray.envhub_cpus")
     num_actors = cfg.actor.num_engines
-    return Placement(
+    return ClusterPlacement(
         learner=learner,
         envhub=envhub,
         actor=actor,
@@ -168,14 +168,14 @@ def _shared_seats(cfg: RunConfig, num_actors: int) -> tuple[tuple[int, ...], ...
     return seat(replace(cfg, learner=learner, actor=actor), num_gpus=cfg.learner.num_ranks).actors
 
 
-def _less(node: Node, needs: Needs) -> Node:
+def _less(node: ClusterNode, needs: Needs) -> ClusterNode:
     """Return a node without the resources that a role takes from it."""
     return replace(
         node, num_cpus=node.num_cpus - needs.num_cpus, num_gpus=node.num_gpus - needs.num_gpus
     )
 
 
-def _check_fits(role: str, needs: Needs, nodes: Sequence[Node], *, remedy: str) -> None:
+def _check_fits(role: str, needs: Needs, nodes: Sequence[ClusterNode], *, remedy: str) -> None:
     if any(needs.num_fitting(node) for node in nodes):
         return
     beside = " beside the learner" if role != "learner" else ""

@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from common.launch.base import EXIT_CONFIG_ERROR
 from common.launch.process import KILLED_S, read_tail
-from common.launch.ray.host import News, Order, Place
+from common.launch.ray.host import News, WorkerAssignment, WorkerCommand
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class RayProcess:
         *,
         needs: str,
         log_path: Path,
-        make_order: Callable[[Place], Order | None],
+        make_order: Callable[[WorkerAssignment], WorkerCommand | None],
         place_timeout_s: float | None = None,
     ) -> None:
         """Take over a Ray worker (`RoleHost`) that Ray may not have placed yet.
@@ -53,7 +53,7 @@ class RayProcess:
         """
         self.name = name
         self.started_at: float | None = None
-        self.place: Place | None = None
+        self.place: WorkerAssignment | None = None
         self.memory_bytes = 0
         self._worker = worker
         self._needs = needs

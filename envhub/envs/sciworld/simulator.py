@@ -25,7 +25,7 @@ EXIT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SimulatorAnswer:
     """The simulator's answer to one line; `score` is -100 to 100, rounded."""
 
     observation: str
@@ -75,9 +75,9 @@ class Simulator:
         """Begin an episode. The variation must exist: the simulator does not check it."""
         self._call("load", variation.task, variation.index, simplifications, with_gold)
 
-    def act(self, line: str) -> Outcome:
+    def act(self, line: str) -> SimulatorAnswer:
         """Perform one line of any text."""
-        return Outcome(
+        return SimulatorAnswer(
             observation=self._text("step", line),
             score=round(100 * float(self._text("getScore"))),
             is_complete=bool(self._call("getCompleted")),

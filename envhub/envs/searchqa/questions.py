@@ -27,7 +27,7 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class SearchQuestion:
     """A question, all accepted answers, and the hops to them if known."""
 
     text: str
@@ -42,12 +42,12 @@ class QuestionBank(Protocol):
         """Return the subsets that have questions."""
         ...
 
-    def question(self, item: ItemId) -> Question:
+    def question(self, item: ItemId) -> SearchQuestion:
         """Return the question of an item. Raises EnvFailure if its file has changed."""
         ...
 
 
-def make_question(row: object) -> Question:
+def make_question(row: object) -> SearchQuestion:
     """Return the question of a row.
 
     The answers are in `golden_answers`, `answers` or `answer` (one or several), or in Search-R1's
@@ -65,7 +65,7 @@ def make_question(row: object) -> Question:
         raise ValueError("the question has no golden_answers")
     metadata = row.get("metadata")
     hops = metadata.get("hops", []) if isinstance(metadata, Mapping) else []
-    return Question(
+    return SearchQuestion(
         text if text.endswith("?") else text + "?",
         tuple(answers),
         tuple(Hop(hop["query"], hop["title"], hop["evidence"]) for hop in hops),
@@ -112,7 +112,7 @@ class QuestionFiles:
         path = question_path(self._folder, subset, split)
         return count_lines(path) if path.is_file() else 0
 
-    def question(self, item: ItemId) -> Question:
+    def question(self, item: ItemId) -> SearchQuestion:
         """See `QuestionBank.question`."""
         path = question_path(self._folder, item.subset, item.split)
         lines = self._open(path)

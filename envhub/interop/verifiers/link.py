@@ -51,7 +51,7 @@ class TasksetOptions:
         return f"verifiers taskset {self.taskset.get('id', '')!r}"
 
 
-class Player:
+class PlayerProcess:
     """One process and its episodes.
 
     Example: an episode waits for the result of its answer and the process dies. This and all other
@@ -67,7 +67,7 @@ class Player:
         self.is_lost = False
 
     @classmethod
-    async def start(cls, options: TasksetOptions, folder: Path) -> "Player":
+    async def start(cls, options: TasksetOptions, folder: Path) -> "PlayerProcess":
         """Return a process that is ready. Raises: VerifiersFailure: it does not start."""
         # Variables of this process that the player must not inherit.
         hidden = ("PYTHONPATH", "VIRTUAL_ENV")

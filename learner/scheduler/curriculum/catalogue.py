@@ -12,7 +12,7 @@ from pydantic import BaseModel, StrictInt, TypeAdapter, ValidationError
 
 from common.config.curriculum import CurriculumSection, TaskSection, subsets_in_use, why_not_far
 from common.errors import ConfigError, EnvError
-from common.http.blocking import Answer, request
+from common.http.blocking import HttpResponse, request
 from common.wire.access.bounds import ID_CHARS
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ Distances = dict[str, dict[str, dict[str, dict[int, int]]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Catalogue:
+class HubCatalogue:
     """Subsets and distances of all environments of a hub."""
 
     envs: dict[str, dict[str, SubsetEntry]]
@@ -58,7 +58,7 @@ class _Environment(BaseModel):
 _BODY = TypeAdapter(dict[str, _Environment])
 
 
-def parse_catalogue(body: object) -> Catalogue:
+def parse_catalogue(body: object) -> HubCatalogue:
     """Return the typed catalogue of a `GET /v1/envs` body.
 
     Raises: EnvError: the body has another form; names the place.
@@ -67,7 +67,7 @@ def parse_catalogue(body: object) -> Catalogue:
         envs = _BODY.validate_python(body)
     except ValidationError as error:
         raise EnvError(f"/v1/envs: {error}") from error
-    return Catalogue(
+    return HubCatalogue(
         envs={name: env.subsets for name, env in envs.items()},
         distances={name: env.distances for name, env in envs.items() if env.distances},
     )
@@ -75,7 +75,7 @@ def parse_catalogue(body: object) -> Catalogue:
 
 def fetch_catalogue(
     url: str, *, token: str, timeout_s: float, subsets: Sequence[str] = ()
-) -> Catalogue:
+) -> HubCatalogue:
     """Return the catalogue of the hub at `url`; wait until the hub is up.
 
     Args:
@@ -111,7 +111,7 @@ def fetch_catalogue(
         time.sleep(POLL_S)
 
 
-def _ask(address: str, token: str, remaining_s: float) -> Answer:
+def _ask(address: str, token: str, remaining_s: float) -> HttpResponse:
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"envhub.url={address!r}: must begin with http:// or https://")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -120,7 +120,7 @@ def _ask(address: str, token: str, remaining_s: float) -> Answer:
 
 
 def validate_tasks(
-    tasks: list[TaskSection], catalogue: Catalogue, curriculum: CurriculumSection | None = None
+    tasks: list[TaskSection], catalogue: HubCatalogue, curriculum: CurriculumSection | None = None
 ) -> None:
     """Check that every task exists, is named once, and has training items at each distance stage.
 

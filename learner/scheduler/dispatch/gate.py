@@ -27,7 +27,7 @@ class GateVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class StalenessThrottle:
     """Decides how many groups may be open and how many make a batch; the learner follows it.
 
     Groups without signal are replaced. `groups.max_oversample` bounds how many groups are drawn for

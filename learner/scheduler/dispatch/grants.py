@@ -7,7 +7,7 @@ from common.wire.messages import EpisodeKind, Lease, LeaseRequest, PolicyKind
 from learner.scheduler.components import Components
 from learner.scheduler.episodes.queue import Taken
 from learner.scheduler.episodes.table import EpisodeRecord, GroupRecord
-from learner.scheduler.members.members import Member
+from learner.scheduler.members.members import RunMember
 
 UNLIMITED = 1 << 30
 MAX_LEASES = 2_048  # Leases of one grant: with the longest ids they stay below the wire's limit.
@@ -39,7 +39,7 @@ def serve(parts: Components, request: LeaseRequest, now: float) -> tuple[Taken, 
     return taken, reason or "turn: an actor with fewer episodes is served first"
 
 
-def _num_by_speed(parts: Components, member: Member) -> int:
+def _num_by_speed(parts: Components, member: RunMember) -> int:
     """Return how many more episodes the actor may get by its speed. A sole actor has no limit."""
     limit = parts.limits.lease_limit(parts.pace, member)
     if limit is None or not parts.members.has_other_actor(member):

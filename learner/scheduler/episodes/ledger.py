@@ -21,7 +21,7 @@ EVAL_OUTCOMES = (EVALUATED, FAILED)
 
 
 @dataclass(slots=True)
-class Account:
+class EpisodeCounts:
     """Counts of one kind of episode.
 
     The number in flight is not stored here. The table of episodes counts it, so that the equation
@@ -66,8 +66,12 @@ class Account:
 class Ledger:
     """The account of training episodes and, separately, the account of evaluation episodes."""
 
-    train: Account = field(default_factory=lambda: Account(dict.fromkeys(TRAIN_OUTCOMES, 0)))
-    eval: Account = field(default_factory=lambda: Account(dict.fromkeys(EVAL_OUTCOMES, 0)))
+    train: EpisodeCounts = field(
+        default_factory=lambda: EpisodeCounts(dict.fromkeys(TRAIN_OUTCOMES, 0))
+    )
+    eval: EpisodeCounts = field(
+        default_factory=lambda: EpisodeCounts(dict.fromkeys(EVAL_OUTCOMES, 0))
+    )
     num_duplicates: int = 0  # Trajectories that the learner discarded.
     # Reports of episodes that were never issued, e.g. after a rollback, and reports that change the
     # outcome of a trained episode.

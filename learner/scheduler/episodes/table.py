@@ -15,7 +15,7 @@ from learner.scheduler.state import VOLATILE
 NOT_SEEN = -1  # Number of turns of an episode that has not arrived.
 
 
-class EpisodeState(StrEnum):
+class EpisodePhase(StrEnum):
     """queued -> leased -> arrived -> settled; a lost lease returns to queued."""
 
     QUEUED = "queued"
@@ -58,7 +58,7 @@ class EpisodeRecord:
     horizon: int  # Horizon in `horizon_unit`.
     horizon_unit: HorizonUnit = HorizonUnit.TURNS
     max_turns: int = 0  # As in `EpisodeIdentity`.
-    state: EpisodeState = EpisodeState.QUEUED
+    state: EpisodePhase = EpisodePhase.QUEUED
     num_issues: int = 0
     num_turns: int = NOT_SEEN  # Number of turns of an episode that has arrived.
     actor: str = ""

@@ -8,7 +8,7 @@ from common.config.evaluation import EvalItems, EvalSection
 from common.errors import ConfigError
 from common.ids import subset_of
 from common.wire.planned import PlannedEpisode
-from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.curriculum.sampling import Item, eval_items, hash_words, spread
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ NO_TURNS: Mapping[str, int] = {}
 def plan_heldout(
     cfg: EvalSection,
     tasks: list[TaskSection],
-    catalogue: Catalogue,
+    catalogue: HubCatalogue,
     lists: TaskLists,
     turns: Mapping[str, int] = NO_TURNS,
 ) -> list[PlannedEpisode]:

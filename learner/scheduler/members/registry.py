@@ -25,7 +25,7 @@ class _Hub:
 
 
 @dataclass(slots=True)
-class Registry:
+class AddressRegistry:
     """The only list of addresses. It is not saved: each role sends a hello to a new scheduler.
 
     Example: a learner's hello contains its addresses -> the directory has number 2. An actor's

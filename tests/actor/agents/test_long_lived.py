@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actor.agents.agents import Agents
-from actor.rollout.episode import Session
+from actor.rollout.episode import EnvSession
 from common.config.evaluation import AgentLifetime
 from common.repository import ROOT
 from common.wire.messages import EndReason, Lease, Trajectory
@@ -168,7 +168,7 @@ def test_idle_agent_is_reported_and_restarted(caplog: pytest.LogCaptureFixture) 
 
 
 def test_engine_failure_propagates_through_persistent_agents() -> None:
-    async def dead(_: list[int], __: Session) -> Any:
+    async def dead(_: list[int], __: EnvSession) -> Any:
         raise TimeoutError("engine hangs")
 
     async def run() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actor.rollout.env_client import StepResult
+from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import Turn
 from common.config.curriculum import HorizonUnit
 from common.wire.codec import pack_record, unpack_record
@@ -111,7 +111,7 @@ def test_seconds_horizon_excludes_waiting_time() -> None:
     times = iter([0.6, 0.6, 0.6])
 
     class Slow(Count):
-        async def step(self, action: str) -> StepResult:
+        async def step(self, action: str) -> HubStepResult:
             await asyncio.sleep(next(times))
             return await super().step(action)
 
@@ -121,7 +121,7 @@ def test_seconds_horizon_excludes_waiting_time() -> None:
 
 
 def test_truncated_episode_keeps_last_observation_for_critic() -> None:
-    steps: list[StepResult | Exception | float] = [
+    steps: list[HubStepResult | Exception | float] = [
         go_on(),
         go_on(reward=0.5, done=True, is_truncated=True),
     ]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.checks.machine import GIB, Gpu
-from common.checks.memory_plan import Place, check_memory, make_plan, plan_lines
+from common.checks.memory_plan import MemoryBudget, check_memory, make_plan, plan_lines
 from common.checks.model_shape import ModelShape, read_shape
 from common.checks.preflight import check_devices, check_dpo, check_evolve, check_sft
 from common.config.load import load_config
@@ -28,7 +28,7 @@ def configure(repository: Path, *overrides: str) -> RunConfig:
     return load_config("smoke", [*fixed, *overrides], root=repository)
 
 
-def sizes(place: Place) -> dict[str, int]:
+def sizes(place: MemoryBudget) -> dict[str, int]:
     return {part.label: part.num_bytes for part in place.parts}
 
 

@@ -25,8 +25,8 @@ from common.config.knobs import (
     TEXT,
     URL,
     WORD,
-    Form,
-    Law,
+    Constraint,
+    Pattern,
     check,
 )
 from common.config.load import load_config
@@ -42,7 +42,7 @@ BASE = RunConfig(
 )
 
 
-def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Law | None]]:
+def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Constraint | None]]:
     """Yield key, type, text and law of all that is no section, also of those in lists."""
     for field in fields(section):
         kind = field_kinds(section)[field.name]
@@ -93,7 +93,7 @@ def test_every_key_has_a_help_text(key: str, text: str | None) -> None:
 @pytest.mark.parametrize(
     ("key", "kind", "law"), [(key, kind, law) for key, kind, _, law in NUMBERS]
 )
-def test_number_out_of_bounds_is_refused(key: str, kind: Any, law: Law) -> None:
+def test_number_out_of_bounds_is_refused(key: str, kind: Any, law: Constraint) -> None:
     step = 1 if kind is not float else 1e-9
     low = law.ge - step if law.ge is not None else law.gt
     high = law.le + max(step, law.le * 1e-9) if law.le is not None else law.lt
@@ -110,7 +110,7 @@ WAITS = [(key, law) for key, _, _, law in NUMBERS if key.endswith("_s")]
 
 
 @pytest.mark.parametrize(("key", "law"), WAITS)
-def test_configured_wait_stays_within_library_limits(key: str, law: Law) -> None:
+def test_configured_wait_stays_within_library_limits(key: str, law: Constraint) -> None:
     assert key.startswith("simulator.") or (law.le is not None and law.le <= LONGEST_S)
 
 
@@ -125,13 +125,13 @@ def test_longest_and_shortest_waits_are_accepted() -> None:
 
 
 @pytest.mark.parametrize(("key", "kind", "law"), [(key, kind, law) for key, kind, _, law in TEXTS])
-def test_overlong_text_is_refused_by_its_key(key: str, kind: Any, law: Law) -> None:
+def test_overlong_text_is_refused_by_its_key(key: str, kind: Any, law: Constraint) -> None:
     message, _ = refusal(key, kind, "x" * 100_000)
     assert message.startswith(key)
 
 
 @pytest.mark.parametrize(("key", "kind", "law"), [(key, kind, law) for key, kind, _, law in TEXTS])
-def test_malformed_text_is_refused_by_its_key(key: str, kind: Any, law: Law) -> None:
+def test_malformed_text_is_refused_by_its_key(key: str, kind: Any, law: Constraint) -> None:
     for value in ("two\nlines", "nul\0", *(["banana"] if law.one_of else [])):
         message, told = refusal(key, kind, value)
         assert message == f"{told}{law.phrase}"
@@ -173,9 +173,9 @@ def test_wrong_type_is_refused_by_its_key(key: str, kind: Any) -> None:
     ],
 )
 def test_text_pattern_accepts_exactly_its_values(
-    form: Form, right: list[str], wrong: list[str]
+    form: Pattern, right: list[str], wrong: list[str]
 ) -> None:
-    law = Law(form=form)
+    law = Constraint(form=form)
     assert [text for text in right if not law.allows(text)] == []
     assert [text for text in wrong if law.allows(text)] == []
 

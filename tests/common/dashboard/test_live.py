@@ -15,7 +15,7 @@ from rich.console import Console
 from common.config.curriculum import HorizonKind, HorizonSection
 from common.config.run_config import ModelSection, TrainSection
 from common.dashboard.live import LiveDisplay
-from common.dashboard.pace import Pace, start_of
+from common.dashboard.pace import EtaEstimator, start_of
 from common.dashboard.run_state import state_line, stop_line
 from common.dashboard.run_view import RunView, view_run
 from common.dashboard.words import ledger_line, sparkline, status_line
@@ -191,9 +191,9 @@ def test_slow_phases_show_the_remaining_time(tmp_path: Path) -> None:
     run_dir.status.write_text(json.dumps({**told, "actors": []}), encoding="utf-8")
     state = LaunchState(began_at=time.time() - 90, started_at={"actor-0": time.time() - 34})
     write_json(run_dir.launch, asdict(state))
-    pace = Pace(model, usual=usual)
+    pace = EtaEstimator(model, usual=usual)
     pace.look(view_of(run_dir))
-    state = replace(state, **pace.told())
+    state = replace(state, **pace.as_dict())
     assert state.usual_s == {"actor-0": 50.0}
     assert usual.seconds(start_of("learner", model)) is None  # it had started already
     write_json(run_dir.launch, asdict(replace(state, phase_began_at=time.time() - 20)))

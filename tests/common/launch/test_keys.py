@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.requested import load_joined
 from common.config.run_config import ModelSection, RunConfig, RunSection
 from common.errors import ConfigError
@@ -17,8 +17,8 @@ from common.wire.access.identities import Identities
 from common.wire.security import create_keys, own_keys
 
 
-def ask(*words: str) -> Request:
-    return Request(
+def ask(*words: str) -> ParsedCommand:
+    return ParsedCommand(
         command="revoke", config=None, overrides=[*words], is_dry=False, suite=None, json=None
     )
 

@@ -13,9 +13,9 @@ import pytest
 
 from common.config.load import load_config
 from common.config.run_config import RunSection
-from common.launch.base import Ending, LaunchState, RoleSpec, Watch
+from common.launch.base import Ending, LaunchState, RoleSpec, StallDetector
 from common.launch.commands import reachable_at
-from common.launch.launcher import Launcher
+from common.launch.launcher import RoleSupervisor
 from common.launch.local import start_here
 from common.launch.roles import make_role_specs
 from common.launch.supervise import stop_timeout_s
@@ -76,7 +76,7 @@ def launch(
     stop_timeout_s: float = 5,
     quick_stop_s: float = 5,
     states: list[LaunchState] | None = None,
-    watch: Watch | None = None,
+    watch: StallDetector | None = None,
 ) -> Ending:
     deadline = time.monotonic() + 20.0
 
@@ -87,7 +87,7 @@ def launch(
         on_poll()
 
     with start_here() as starter:
-        launcher = Launcher(
+        launcher = RoleSupervisor(
             starter,
             stop_timeout_s=lambda: stop_timeout_s,
             quick_stop_s=min(stop_timeout_s, quick_stop_s),
@@ -458,7 +458,7 @@ def test_only_repeated_restarts_back_off(tmp_path: Path) -> None:
         "raise SystemExit(3)"
     )
     with start_here() as starter:
-        launcher = Launcher(starter, stop_timeout_s=lambda: 1.0, first_backoff_s=6.0)
+        launcher = RoleSupervisor(starter, stop_timeout_s=lambda: 1.0, first_backoff_s=6.0)
         spec = role(tmp_path, "learner", code, ends_run=True, max_restarts=2)
         assert launcher.run([spec], on_poll=lambda _: None).exit_code == 1
     first, second, third = map(float, path.read_text(encoding="utf-8").split())

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from common.config.run_config import OnStall, RunSection
-from common.launch.base import EXIT_FAILED, EXIT_FINISHED, LaunchState, RoleSpec, Verdict
-from common.launch.launcher import Launcher
+from common.launch.base import EXIT_FAILED, EXIT_FINISHED, LaunchState, RoleSpec, StallVerdict
+from common.launch.launcher import RoleSupervisor
 from common.launch.local import start_here
 from common.repository import ROOT
 from common.stall.beacon import boot_id
@@ -90,7 +90,7 @@ def test_hung_role_is_reported_and_restarted(tmp_path: Path, how: str) -> None:
         assert time.monotonic() < deadline, "nobody noticed"
 
     with start_here() as starter:
-        launcher = Launcher(
+        launcher = RoleSupervisor(
             starter,
             stop_timeout_s=lambda: 1.0,
             finish_grace_s=0.1,
@@ -201,7 +201,7 @@ class Standing:
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.watch = StallWatch(self.run_dir, RunSection(**policy), turn_s=300.0)
 
-    def verdict_within(self, seconds: float) -> Verdict | None:
+    def verdict_within(self, seconds: float) -> StallVerdict | None:
         """Return the first verdict within these seconds."""
         processes = {name: StoodProcess() for name in WAITING}
         ends = self.now + seconds
@@ -294,7 +294,7 @@ def test_repeated_deaths_end_run_only_without_progress(tmp_path: Path, has_progr
             os.kill(os.getpid(), signal.SIGTERM)
 
     with start_here() as starter:
-        launcher = Launcher(
+        launcher = RoleSupervisor(
             starter,
             stop_timeout_s=lambda: 1.0,
             first_backoff_s=0.01,

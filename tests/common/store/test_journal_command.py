@@ -13,7 +13,7 @@ from common.config.services import JournalSection
 from common.store.journal import JournalWriter, read_journal
 from common.store.run_dir import RunDir, write_json
 from common.store.segments import JournalPosition, list_segments, load_pruned
-from common.store.upkeep import Limits, Upkeep, prune_old
+from common.store.upkeep import RetentionLimits, Upkeep, prune_old
 from tests.common.store.test_journal import make_trajectory
 
 NUM = 5
@@ -114,14 +114,14 @@ def test_wrong_usage_error_shows_correct_usage(
 def test_oldest_segments_go_by_size_and_age(run_dir: RunDir) -> None:
     paths = list_segments(run_dir.journal)
     size = paths[0].stat().st_size
-    prune_old(run_dir.journal, Limits(), before=NUM)
+    prune_old(run_dir.journal, RetentionLimits(), before=NUM)
     assert len(list_segments(run_dir.journal)) == NUM
-    prune_old(run_dir.journal, Limits(keep_bytes=4.5 * size), before=NUM)
+    prune_old(run_dir.journal, RetentionLimits(keep_bytes=4.5 * size), before=NUM)
     assert list(list_segments(run_dir.journal)) == [1, 2, 3, 4]
     os.utime(paths[1], (time.time() - 100, time.time() - 100))
-    prune_old(run_dir.journal, Limits(keep_s=50), before=NUM)
+    prune_old(run_dir.journal, RetentionLimits(keep_s=50), before=NUM)
     assert list(list_segments(run_dir.journal)) == [2, 3, 4]
-    prune_old(run_dir.journal, Limits(keep_bytes=0), before=3)
+    prune_old(run_dir.journal, RetentionLimits(keep_bytes=0), before=3)
     assert list(list_segments(run_dir.journal)) == [3, 4]
     assert load_pruned(run_dir.journal).before == 3
 

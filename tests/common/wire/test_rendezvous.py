@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.errors import WeightSyncError
-from common.wire.collective import BroadcastGroup, Place
+from common.wire.collective import BroadcastGroup, CollectiveMember
 from common.wire.rendezvous.client import GroupStore, StoreLine
 from common.wire.rendezvous.server import MAX_GROUP_BYTES, MAX_GROUPS, StorePlace
 from tests.common.wire.meeting import HOST, Meeting
@@ -71,7 +71,7 @@ def test_leaving_frees_an_incomplete_process_group_immediately(how: str) -> None
     meeting = Meeting()
     store = meeting.store(timeout_s=30.0)
     with ThreadPoolExecutor(1) as pool:
-        place = Place(0, 2, "gloo", 30.0, HOST)
+        place = CollectiveMember(0, 2, "gloo", 30.0, HOST)
         joining = pool.submit(BroadcastGroup, store, place, epoch=1)
         with pytest.raises(TimeoutError):
             joining.result(timeout=0.5)
@@ -152,7 +152,9 @@ def outcome_of(taking: Future[bytes]) -> bytes:
 
 def take_part(meeting: Meeting, rank: int, *, epoch: int) -> bytes:
     """Send, or receive, a secret among two members; return what this one has then."""
-    group = BroadcastGroup(meeting.store(), Place(rank, 2, "gloo", 5.0, HOST), epoch=epoch)
+    group = BroadcastGroup(
+        meeting.store(), CollectiveMember(rank, 2, "gloo", 5.0, HOST), epoch=epoch
+    )
     content = bytes(len(SECRET)) if rank else SECRET
     buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     group.broadcast(buffer)

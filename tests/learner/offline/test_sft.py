@@ -20,7 +20,7 @@ from common.store.agent_traj import Conversation, Message
 from learner.offline import sft
 from learner.offline.rows import Row, row_of_conversation
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
-from learner.offline.training import load_start, settle_ways
+from learner.offline.training import choose_offline_compute, load_start
 from learner.policy.finite import TrainingDiverged
 from learner.policy.model import load_policy
 from tests.configs import edited
@@ -169,7 +169,9 @@ def test_packed_rows_have_the_padded_loss_and_gradient(prompt_coef: float) -> No
     found: list[tuple[Tensor, Tensor]] = []
     for layout in (Layout.PADDED, Layout.PACKED):
         model = make_policy(TINY, TOKENIZER, seed=0)
-        learner = settle_ways(model, LearnerSection(layout=layout, precision=Precision.FP32))
+        learner = choose_offline_compute(
+            model, LearnerSection(layout=layout, precision=Precision.FP32)
+        )
         assert learner.layout is layout
         loss, _ = sft.nll(model, rows_of(*CORPUS), learner, prompt_coef=prompt_coef)
         loss.backward()

@@ -21,7 +21,7 @@ from common.config.compute import Attention, CriticKind, CriticSection, Layout, 
 from common.config.learning import Advantage, AlgorithmSection, LearnerSection
 from common.config.run_config import ModelSection, RunConfig
 from common.errors import ConfigError
-from learner.offline.training import settle_ways
+from learner.offline.training import choose_offline_compute
 from learner.policy.critic import make_critic
 from learner.policy.forward import Networks, Passes
 from learner.policy.kernels.attention import packing_problem, use_attention
@@ -152,13 +152,13 @@ def test_packing_is_refused_for_interacting_sequences(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         use_attention([model], "cpu", Layout.PACKED, Attention.AUTO)
     with pytest.raises(ConfigError, match=said):
-        settle_ways(model, LearnerSection(layout=Layout.PACKED))
+        choose_offline_compute(model, LearnerSection(layout=Layout.PACKED))
 
 
 def test_auto_layout_pads_interacting_sequences(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    learner = settle_ways(nemotron(tmp_path), LearnerSection())
+    learner = choose_offline_compute(nemotron(tmp_path), LearnerSection())
     assert learner.layout is Layout.PADDED
     assert "NemotronForCausalLM see each other: -" in caplog.text
 

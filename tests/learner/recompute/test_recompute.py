@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
@@ -27,7 +27,7 @@ CRITIC = (
 def computed(root: Path, *words: str, steps: str | None = None) -> tuple[int, list[str]]:
     """Return the exit code of the command and its output."""
     said: list[str] = []
-    request = Request(
+    request = ParsedCommand(
         command="recompute",
         config=None,
         overrides=[str(root), *words],

@@ -15,7 +15,7 @@ from common.config.compute import WeightsTransport
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router
 from learner.policy.finite import WeightsNotFinite
-from learner.weights.gate import Gate
+from learner.weights.gate import WeightsLock
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
@@ -46,7 +46,7 @@ class Bench:
 
     def __init__(self, folder: Path, settings: PublishSettings) -> None:
         self.keys: RunKeys = create_keys(folder / "keys")
-        self.gate = Gate(timeout_s=TIMEOUT_S)
+        self.gate = WeightsLock(timeout_s=TIMEOUT_S)
         self.publisher = Publisher(Router(self.keys, host=HOST, port=0), settings, gate=self.gate)
         self.weight = torch.zeros(100)
         self.source = Held(self.weight)

@@ -21,7 +21,7 @@ OWN_HARNESS = "longstride_chat"
 TAKEN_OVER = ("", "bash", "null")  # Chat loops that are replaced by the one in this process.
 
 
-class Player:
+class TasksetPlayer:
     """The running episodes, and the model endpoint that they use."""
 
     def __init__(self, options: dict[str, Any], out: Any) -> None:
@@ -169,7 +169,7 @@ async def main() -> None:
     loop, lines = asyncio.get_running_loop(), asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     options = json.loads(await lines.readline())
-    await Player(options, out).serve(lines)
+    await TasksetPlayer(options, out).serve(lines)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ from common.checks.gpu_placement import seat
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.launch.ray.placement import Node, place
+from common.launch.ray.placement import ClusterNode, place
 
-HEAD = Node(node_id="h", host="10.0.0.1", num_cpus=8, num_gpus=4, is_home=True)
-GPU = Node(node_id="g", host="10.0.0.2", num_cpus=8, num_gpus=4, labels={"kind": "h100"})
-CPU = Node(node_id="c", host="10.0.0.3", num_cpus=16, num_gpus=0, labels={"kind": "cpu"})
-LAPTOP = Node(node_id="l", host="127.0.0.1", num_cpus=4, num_gpus=0, is_home=True)
+HEAD = ClusterNode(node_id="h", host="10.0.0.1", num_cpus=8, num_gpus=4, is_home=True)
+GPU = ClusterNode(node_id="g", host="10.0.0.2", num_cpus=8, num_gpus=4, labels={"kind": "h100"})
+CPU = ClusterNode(node_id="c", host="10.0.0.3", num_cpus=16, num_gpus=0, labels={"kind": "cpu"})
+LAPTOP = ClusterNode(node_id="l", host="127.0.0.1", num_cpus=4, num_gpus=0, is_home=True)
 
 
 def config(repository: Path, *overrides: str) -> RunConfig:
@@ -70,7 +70,7 @@ def test_colocated_engines_share_gpus_as_locally(repository: Path, placement: st
     ],
 )
 def test_unsatisfiable_placement_is_refused_with_cluster_resources(
-    repository: Path, overrides: list[str], nodes: list[Node], message: str
+    repository: Path, overrides: list[str], nodes: list[ClusterNode], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         place(config(repository, *overrides), nodes)

@@ -16,7 +16,7 @@ from common.config.load import load_config
 from common.config.run_config import OnStall, RunSection
 from common.errors import ConfigError
 from common.launch.base import Ending, LaunchState, RoleSpec
-from common.launch.launcher import Launcher
+from common.launch.launcher import RoleSupervisor
 from common.launch.ray.cluster import placement_lines, start_on_ray
 from common.stall.watch import StallWatch
 from common.store.run_dir import RunDir
@@ -77,7 +77,7 @@ def launch(
         on_poll()
 
     with start_on_ray(cfg, RunDir(root=tmp_path)) as starter:
-        launcher = Launcher(
+        launcher = RoleSupervisor(
             starter,
             stop_timeout_s=lambda: 5.0,
             finish_grace_s=0.3,

@@ -14,8 +14,8 @@ from envhub.envs.searchqa.index import MemoryRetriever
 from envhub.envs.searchqa.questions import (
     DATASETS,
     SPLITS,
-    Question,
     QuestionFiles,
+    SearchQuestion,
     agentgym_item,
     make_question,
 )
@@ -120,7 +120,7 @@ def test_exported_question_files_equal_the_world(folder: Path) -> None:
     ],
 )
 def test_row_of_either_form_is_read(row: dict[str, object]) -> None:
-    assert make_question(row) == Question("who is it?", ("A", "B"), ())
+    assert make_question(row) == SearchQuestion("who is it?", ("A", "B"), ())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from common.errors import ConfigError, EnvError
 from common.wire.access.bounds import ID_CHARS
 from learner.scheduler.curriculum.catalogue import (
     MAX_SUBSET_CHARS,
-    Catalogue,
+    HubCatalogue,
     SubsetEntry,
     fetch_catalogue,
     parse_catalogue,
@@ -24,7 +24,7 @@ BODY: dict[str, object] = {
         "instruction": {"compact": "", "agentgym": ""},
     }
 }
-PARSED = Catalogue(
+PARSED = HubCatalogue(
     envs={"babyai": {"PickupLoc": SubsetEntry(num_train=9, num_test=2, max_turns=20)}}
 )
 
@@ -91,7 +91,7 @@ def test_validate_refuses_duplicate_and_missing_tasks() -> None:
 def test_task_with_too_long_item_ids_is_refused() -> None:
     longest = "x" * MAX_SUBSET_CHARS
     entry = SubsetEntry(num_train=10**9, num_test=1, max_turns=5)
-    catalogue = Catalogue(envs={"maze": {longest: entry, f"{longest}y": entry}})
+    catalogue = HubCatalogue(envs={"maze": {longest: entry, f"{longest}y": entry}})
     validate_tasks([TaskSection(env="maze", subset=longest)], catalogue)
     assert len(f"{longest}-train-{10**9}") <= ID_CHARS
     with pytest.raises(ConfigError, match=r"tasks\[0\].*at most 300 and 270 characters"):

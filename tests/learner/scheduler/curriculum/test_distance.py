@@ -24,7 +24,7 @@ from common.ids import distance_of
 from common.wire.messages import EndReason, EpisodeSeen, Lease
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry, validate_tasks
+from learner.scheduler.curriculum.catalogue import HubCatalogue, SubsetEntry, validate_tasks
 from learner.simulator.settings import catalogue_of
 from tests.learner.scheduler.builders import Clock, done_of, hello_of, make_config, request_of
 
@@ -201,7 +201,7 @@ def test_held_out_items_cover_the_whole_range_at_every_stage() -> None:
 def test_range_without_items_is_refused_with_existing_lengths() -> None:
     task = TaskSection(env="maze", subset="easy", distance=[40, 50])
     entry = SubsetEntry(num_train=9, num_test=1, max_turns=30)
-    catalogue = Catalogue(
+    catalogue = HubCatalogue(
         envs={"maze": {"easy": entry, "easy@40..50": replace(entry, num_train=0)}},
         distances={"maze": {"easy": {"train": {2: 5, 7: 4}, "test": {2: 1}}}},
     )

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from common.config.run_config import RunConfig, TrainMode
-from learner.scheduler.dispatch.gate import Gate, GateState
+from learner.scheduler.dispatch.gate import GateState, StalenessThrottle
 from tests.learner.scheduler.builders import make_config
 
 
-def _gate(cfg: RunConfig) -> Gate:
-    return Gate(cfg.groups, cfg.scheduler, cfg.train)
+def _gate(cfg: RunConfig) -> StalenessThrottle:
+    return StalenessThrottle(cfg.groups, cfg.scheduler, cfg.train)
 
 
 STATE = GateState(
