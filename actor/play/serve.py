@@ -52,9 +52,9 @@ class Chat:
         """Answer one chat completion. A malformed request gets a 400."""
         told = request.headers.get("authorization", "").encode(errors="surrogateescape")
         if self.key and not hmac.compare_digest(told, f"Bearer {self.key}".encode()):
-            return _error(401, "wrong key")
+            return _error(401, "wrong API key")
         if not self.key and _is_of_a_page(request):
-            return _error(403, "without a key pages of others are not answered")
+            return _error(403, "requests from pages of other origins need an API key")
         try:
             body = await request.json()
             ids = self.encoded(body)
@@ -91,7 +91,10 @@ class Chat:
         messages = body["messages"]
         roles = [str(each["role"]) for each in messages]
         if len(roles) % 2 == 0 or roles != [ROLES[i % 2] for i in range(len(roles))]:
-            raise ValueError(f"messages: user and assistant in turn, not {json.dumps(roles)[:200]}")
+            raise ValueError(
+                "messages: roles must alternate between user and assistant, from user to user, not "
+                f"{json.dumps(roles)[:200]}"
+            )
         ids = self.renderer.conversation([str(each["content"]) for each in messages])
         room = self.actor.max_model_len - self.actor.max_turn_tokens
         if len(ids) > room:
@@ -105,7 +108,9 @@ def _temperature(body: dict[str, Any]) -> float | None:
     if told is None:
         return None
     if isinstance(told, bool) or not isinstance(told, int | float) or not 0 <= told <= MAX_HEAT:
-        raise ValueError(f"temperature: a number in [0, {MAX_HEAT:g}], not {json.dumps(told)[:50]}")
+        raise ValueError(
+            f"temperature: must be a number in [0, {MAX_HEAT:g}], not {json.dumps(told)[:50]}"
+        )
     return float(told)
 
 
@@ -115,7 +120,7 @@ def _seed(body: dict[str, Any]) -> int | None:
     if seed is None:
         return None
     if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) > MAX_SEED:
-        raise ValueError(f"seed: a whole number of 63 bits, not {json.dumps(seed)[:50]}")
+        raise ValueError(f"seed: must be an integer of 63 bits, not {json.dumps(seed)[:50]}")
     return seed % (MAX_SEED + 1)
 
 
@@ -248,6 +253,6 @@ def base_of(folder: Path) -> tuple[Path, LoraSection]:
     told = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
     base = told.get("base_model_name_or_path")
     if not base or not Path(base).is_dir():
-        raise ConfigError(f"{path}: adapters to {base}, which is not on this machine")
+        raise ConfigError(f"{path}: the adapters need the model {base}, which is not here")
     targets = sorted(told["target_modules"])
     return Path(base), LoraSection(rank=told["r"], alpha=told["lora_alpha"], targets=targets)

@@ -82,9 +82,9 @@ def test_served_conversation_matches_episode_and_requires_key() -> None:
         async with listening(chat(parrot)) as url:
             reply = await ask(url, "k", "goal: go", "look<|im_end|>", "a wall")
             assert (reply.text, reply.model) == ("turn left", "a, version 7")
-            with pytest.raises(ConfigError, match="wrong key"):
+            with pytest.raises(ConfigError, match="wrong API key"):
                 await ask(url, "other", "goal: go")
-            with pytest.raises(PolicyFailed, match="user and assistant in turn"):
+            with pytest.raises(PolicyFailed, match="roles must alternate"):
                 await ask(url, "k", "goal: go", "look")
             with pytest.raises(ContextFull):
                 await ask(url, "k", "far " * 20_000)
@@ -207,5 +207,5 @@ def test_adapters_are_served_with_their_base_weights(tmp_path: Path) -> None:
     base, lora = base_of(tmp_path)
     assert (base, lora.rank, lora.targets) == (ROOT, 4, ["q_proj", "v_proj"])
     path.write_text(json.dumps({**told, "base_model_name_or_path": "/gone"}), encoding="utf-8")
-    with pytest.raises(ConfigError, match="/gone, which is not on this machine"):
+    with pytest.raises(ConfigError, match="/gone, which is not here"):
         base_of(tmp_path)
