@@ -119,7 +119,7 @@ play(task)  # and exits, with 0
 def test_agent_start_failure_fails_waiting_episodes() -> None:
     captured = played("sys.exit('no such file')", leases(2))
     assert [each.end_reason for each in captured] == [EndReason.ABORTED] * 2
-    assert "exits with 1: no such file" in captured[0].error
+    assert "exited with code 1: no such file" in captured[0].error
 
 
 def test_agent_ends_episode_voluntarily_or_with_error() -> None:
