@@ -13,7 +13,7 @@ from envhub.env import StepResult, UnknownItem
 
 SHOWN = 12  # Maximum number of valid actions in a list.
 USAGE = "play NAME|FILE.py:FUNCTION [item=ID] [style=compact|agentgym] [key=value ...]"
-KEYS = "an action, or: ? for valid actions, ! for the expert's, * for the whole state, q to end"
+KEYS = "Enter an action, or ? (valid actions), ! (the expert's), * (the whole state), q (quit)"
 
 
 def play(request: Request, *, root: Path, say: Callable[[str], None], lines: Iterable[str]) -> int:
@@ -57,6 +57,6 @@ def _turn(episode: Episode, line: str, say: Callable[[str], None]) -> bool:
 def _told(result: StepResult) -> str:
     """Return an observation with its reward and flags."""
     notes = [f"reward {result.reward:g}"]
-    notes += [] if result.is_valid else ["no action that could be executed"]
+    notes += [] if result.is_valid else ["invalid action"]
     notes += [f"ended, {'solved' if result.is_success else 'not solved'}"] if result.done else []
     return plain(f"{result.observation}\n[{', '.join(notes)}]")

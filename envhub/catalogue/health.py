@@ -81,7 +81,7 @@ def _problem(server: Server) -> str:
     if answer.is_by_proxy:
         return f"the answer is {answer.shown}"
     is_fine = answer.status == HTTPStatus.OK or not server.is_hub
-    return "" if is_fine else f"/healthz answered {answer.status}, so this is no hub"
+    return "" if is_fine else f"/healthz answered {answer.status}, so this is not a hub"
 
 
 def not_served(
@@ -98,8 +98,8 @@ def not_served(
     try:
         answer = _get(f"{url.rstrip('/')}/v1/envs", token, is_own=True)
         if answer.status in (401, 403):
-            does = "refuses this token" if token else "wants a token"
-            words = f"the hub at {shown} {does}; give the one that it was started with"
+            does = "refuses this token" if token else "requires a token"
+            words = f"the hub at {shown} {does}; use the token with which it was started"
             return [] if may_be_own and not token else [f"envhub.token: {words}"]
         catalogue = json.loads(answer.body).items()
         envs = {
@@ -107,7 +107,7 @@ def not_served(
             for name, env in catalogue
         }
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return [f"envhub.url={shown}: /v1/envs is no catalogue of a hub: {error}"]
+        return [f"envhub.url={shown}: /v1/envs is not a hub's catalogue: {error}"]
     lines: list[str] = []
     for i, task in enumerate(tasks):
         known = envs.get(task.env)
@@ -128,7 +128,7 @@ def untrainable(number: int, task: TaskSection, num_train: int) -> list[str]:
     if num_train or task.weight <= 0:
         return []
     return [
-        f"tasks[{number}].subset={task.subset!r}: it has no training items in {task.env}; take"
+        f"tasks[{number}].subset={task.subset!r}: it has no training items in {task.env}; use"
         f" another one (`python run.py envs env={task.env}` lists them)"
     ]
 
