@@ -78,7 +78,7 @@ class SharedMemory:
 
     def _too_long(self) -> EnvFailure:
         return EnvFailure(
-            f"statements of other sessions have held the memory for {self._wait_s:g} s"
+            f"statements of other sessions occupied the memory for {self._wait_s:g} s"
         )
 
 

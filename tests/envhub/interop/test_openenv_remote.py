@@ -163,7 +163,7 @@ def test_restarting_server_is_awaited_within_the_answer_timeout() -> None:
 
     async def play() -> str:
         try:
-            with pytest.raises(OpenEnvFailure, match=rf"OpenEnv server {url}: no socket: "):
+            with pytest.raises(OpenEnvFailure, match=rf"OpenEnv server {url}: no WebSocket: "):
                 await made(gives_up).reset("all-train-3", 0)
             env = made(waits)
             begun = asyncio.create_task(env.reset("all-train-3", 0))
@@ -344,7 +344,7 @@ def test_server_tools_are_listed_and_called() -> None:
 def test_non_openenv_server_is_refused_before_the_start(hub: str) -> None:
     with pytest.raises(ConfigError, match=r"env\.url=.*no answer"):
         drive("http://127.0.0.1:9", _nothing)
-    with pytest.raises(ConfigError, match=r"env\.url=.*no OpenEnv server"):
+    with pytest.raises(ConfigError, match=r"env\.url=.*not an OpenEnv server"):
         drive(hub.rpartition("/openenv")[0], _nothing)
     with pytest.raises(ConfigError, match=r"env\.test_items='tset'.*splits are"):
         drive(hub, _nothing, test_items="tset")
