@@ -173,7 +173,7 @@ def test_agentgym_index_out_of_range_is_unknown(index: int) -> None:
 
 
 def test_agentgym_index_beyond_a_file_is_unknown() -> None:
-    with pytest.raises(UnknownItem, match="100 questions, no 100"):
+    with pytest.raises(UnknownItem, match="100 questions, so no 100"):
         agentgym_item(100, WORLD_SUBSETS, wrap=False)
 
 
