@@ -63,7 +63,7 @@ class AgentEpisode:
         self._kept: dict[str, list[Message]] = {}  # answer id -> the conversation up to that answer
         self._is_stopped = True  # The last answer ended with an end-of-turn token.
         self._is_left = False  # The agent has left.
-        self._complaint = ""  # The error of an agent that gave up.
+        self._complaint = ""  # The error that the agent reported.
         self._turn = asyncio.Lock()
         play.begin(session)
 
@@ -172,7 +172,7 @@ class AgentEpisode:
         return any(self._play.history.tape.loss_mask)
 
     def leave(self, death: str = "") -> None:
-        """Finish the episode after its agent has gone.
+        """Finish the episode after its agent has left.
 
         Args:
             death: how the agent failed; "": it did not.

@@ -46,7 +46,7 @@ def _turn(episode: Episode, line: str, say: Callable[[str], None]) -> bool:
             more = f" ... {len(actions) - SHOWN} more" if len(actions) > SHOWN else ""
             say(plain(f"valid: {' | '.join(actions[:SHOWN])}{more}"))
         case "!":
-            say(plain(f"expert: {episode.call('expert_action') or 'knows no way'}"))
+            say(plain(f"expert: {episode.call('expert_action') or 'no action'}"))
         case "*":
             say(plain(episode.call("render")))
         case _:

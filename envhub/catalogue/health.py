@@ -35,15 +35,15 @@ def servers_of(
     found: list[Server] = []
     if remote.dialect in env_names:
         whose = "the OpenEnv" if remote.dialect == "openenv" else f"AgentGym's {remote.dialect}"
-        remedy = f"start {whose} server, or give its address"
+        remedy = f"start {whose} server, or correct its address"
         found.append(Server(key="env.url", url=remote.url, remedy=remedy))
     if "searchqa" in env_names and options.searchqa.retriever_url:
         url = options.searchqa.retriever_url
         key = "envs.searchqa.retriever_url"
-        remedy = "start the retriever, or give envs.searchqa.corpus instead"
+        remedy = "start the retriever, or use envs.searchqa.corpus instead"
         found.append(Server(key=key, url=url, remedy=remedy))
     if "webarena" in env_names:
-        remedy = "start this site of WebArena, or give its address"
+        remedy = "start this site of WebArena, or correct its address"
         sites = options.webarena.sites.items()
         found += [
             Server(key=f"envs.webarena.{name}", url=url, remedy=remedy, is_direct=True)
@@ -54,7 +54,7 @@ def servers_of(
 
 def hub_at(url: str) -> Server:
     """Return the hub at `envhub.url`."""
-    remedy = "start it with `python run.py envhub`, or unset envhub.url for a hub of the run's own"
+    remedy = "start it with `python run.py envhub`, or unset envhub.url to use the run's own hub"
     return Server(key="envhub.url", url=url, remedy=remedy, is_hub=True)
 
 

@@ -192,7 +192,7 @@ class Table:
     async def _address(
         self, kind: str, words: list[str], *, says: str = "hub: ", start_s: float = START_S
     ) -> str:
-        """Return the address of a command. It replaces the one of its kind with other arguments."""
+        """Return the address of a server process; replace one of this kind with other arguments."""
         self._upkeep = self._upkeep or asyncio.create_task(self._close_idle())
         async with self._changing:  # Of two concurrent pages, the later request wins.
             if self._words.get(kind) != words:

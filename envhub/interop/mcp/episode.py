@@ -74,7 +74,7 @@ class McpEpisode:
             begun = await self._link.call(options.begin, dict(given))
             told = self._told(begun)
             if begun.is_error:
-                raise McpFailure(f"{options.shown}: {options.begin!r} answered {told:.500}")
+                raise McpFailure(f"{options.shown}: {options.begin!r} failed: {told:.500}")
             if options.session:
                 handle = _field(begun, options.session)
                 self._session = {options.session: told.strip() if handle is None else str(handle)}

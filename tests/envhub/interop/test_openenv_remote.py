@@ -254,7 +254,9 @@ def test_reward_sum_is_exact_and_bounded_before_the_end() -> None:
     assert (last.reward, last.is_success) == (1.0, True)
     ninth = {"reward": "sum", "max_reward": 1 / 9}
     assert play_steps(rewarded(*[1 / 81] * 9), *["a"] * 9, **ninth)[-1].reward == 1.0
-    with pytest.raises(EnvFailure, match="the return of the episode is 2"):  # A horizon would have truncated it.
+    with pytest.raises(
+        EnvFailure, match="the return of the episode is 2"
+    ):  # A horizon would have truncated it.
         play_steps(rewarded(1, 1, 1, 0), "a", "b", reward="sum")
 
 
