@@ -109,7 +109,7 @@ def _end_at_once(number: int, _: FrameType | None) -> None:
 
     The event loop cannot handle the signal, because vLLM blocks it during its start.
     """
-    logger.info("ends while starting signal=%s", signal.Signals(number).name)
+    logger.info("stopping during the start signal=%s", signal.Signals(number).name)
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()
@@ -216,7 +216,7 @@ async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event, beacon: Beaco
         for task in done:
             task.result()
         if not any(task in done for task in ends):
-            raise LongstrideError("a loop of the actor returned")
+            raise LongstrideError("a background task of the actor ended without an error")
         await parts.episodes.cancel_all()
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
@@ -247,7 +247,9 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
         parts.episodes.start(grant.leases)
         if grant.leases and not has_leases:
             has_leases = True
-            logger.info("first leases num=%d version=%d", len(grant.leases), parts.engine.version)
+            logger.info(
+                "received first leases num=%d version=%d", len(grant.leases), parts.engine.version
+            )
         if not grant.leases:
             await asyncio.sleep(grant.retry_after_s)
         elif len(grant.leases) < num_free:

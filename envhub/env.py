@@ -274,7 +274,9 @@ def parse_item(item_id: str, subsets: Mapping[str, SubsetSpec]) -> ItemId:
     item = split_item(item_id)
     if item is None:
         example = f"{next(iter(subsets))}-train-0"
-        raise UnknownItem(f"item id {item_id[:80]!r} is not <subset>-<split>-<index>, as {example}")
+        raise UnknownItem(
+            f"item id {item_id[:80]!r} is not <subset>-<split>-<index>, like {example}"
+        )
     spec = subsets.get(item.subset)
     if spec is None:
         known = nearest(item.subset, list(subsets))

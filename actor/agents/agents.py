@@ -44,7 +44,7 @@ class Agents:
             if self._guardian is None:
                 await self.server.start()
                 self._guardian = Guardian()
-                logger.info("agents are served url=%s", self.server.url)
+                logger.info("started agent server url=%s", self.server.url)
                 if self._cfg.agent_lifetime is AgentLifetime.RUN:
                     self._long_lived = LongLived(self._cfg, self.server, self._guardian)
                     self._long_lived.start()
@@ -93,7 +93,7 @@ class Agents:
             if session is not None:
                 await session.close()
         if play.end is EndReason.DEADLINE and episode is not None and not episode.is_taken:
-            play.error += ", and no agent has taken it"
+            play.error += "; no agent process requested the episode"
         return trajectory_of(lease, play, actor=self._actor, wall_s=time.monotonic() - started)
 
     async def _run(self, episode: AgentEpisode, guardian: Guardian) -> None:

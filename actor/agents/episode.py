@@ -69,7 +69,7 @@ class AgentEpisode:
         self._kept: dict[str, list[Message]] = {}  # answer id -> the conversation up to that answer
         self._is_stopped = True  # The last answer ended with an end-of-turn token.
         self._is_left = False  # The agent has left.
-        self._complaint = ""  # The error of an agent that gave up.
+        self._complaint = ""  # The error that the agent reported.
         self._turn = asyncio.Lock()
         play.begin(session)
 
@@ -102,8 +102,8 @@ class AgentEpisode:
             turn = self._play.num_turns
             self.is_full = len(ids) + self._turn_tokens > self._max_tokens
             if self.is_full:
-                text = f"{len(ids)} tokens and {self._turn_tokens} of an answer; the maximum"
-                told = f"{text} context length is {self._max_tokens}"
+                need = f"The prompt has {len(ids)} tokens, the answer up to {self._turn_tokens}"
+                told = f"{need}; the maximum context length is {self._max_tokens} tokens"
                 raise ApiError(400, "context_length_exceeded", told, "messages")
             tape.show(ids, turn)
             taken, stop = self._cut(await self._play.ask(self._act, self._session), asked)
@@ -175,7 +175,7 @@ class AgentEpisode:
         return any(self._play.history.tape.loss_mask)
 
     def leave(self, death: str = "") -> None:
-        """Finish the episode after its agent has gone.
+        """Finish the episode after its agent has left.
 
         Args:
             death: how the agent failed; "": it did not.
@@ -187,16 +187,18 @@ class AgentEpisode:
         if self.refused:
             refused = dict(self.refused)
             logger.warning(
-                "agent was refused episode=%s requests=%s", self._lease.episode_id, refused
+                "refused requests of an agent episode=%s requests=%s",
+                self._lease.episode_id,
+                refused,
             )
         if self.is_full and not self.is_over:  # Independent of the agent's reaction to that error.
             if self.has_sampled:
                 self._close_rows()
-            raise ContextFull("the agent's last request has no room")
+            raise ContextFull("the agent's last request exceeded the context length")
         if (death or self._complaint) and not self.is_over:
-            raise PolicyFailed(death or f"the agent gave up: {self._complaint}")
+            raise PolicyFailed(death or f"the agent reported an error: {self._complaint}")
         if not self.has_sampled:
-            raise PolicyFailed("the agent never asked the policy for anything")
+            raise PolicyFailed("the agent ended the episode without a request to the policy")
         if not self.is_over:
             play.end = EndReason.DONE  # The agent ended the episode itself.
         self._close_rows()
@@ -216,11 +218,11 @@ class AgentEpisode:
 
     def _check_open(self) -> None:
         if self.is_closed:
-            raise ApiError(410, "episode_ended", "this key's episode has ended")
+            raise ApiError(410, "episode_ended", "the episode of this API key has ended")
 
     def _before(self, asked: Asked) -> list[Message]:
         if asked.previous not in self._kept and asked.previous:
-            text = f"previous_response_id={asked.previous:.60}: no answer of this episode"
+            text = f"previous_response_id={asked.previous:.60}: not a response of this episode"
             raise ApiError(400, "previous_response_not_found", text, "previous_response_id")
         return self._kept.get(asked.previous, [])
 
@@ -253,7 +255,7 @@ class AgentEpisode:
         if isinstance(prompt, str):
             return self._renderer.completion(prompt)
         if min(prompt) < 0 or max(prompt) >= self._renderer.num_tokens:
-            text = f"prompt: token ids below {self._renderer.num_tokens}"
+            text = f"prompt: token ids must be >= 0 and < {self._renderer.num_tokens}"
             raise invalid(text, "prompt")
         return prompt
 

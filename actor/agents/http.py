@@ -99,7 +99,7 @@ class AgentConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._answering.connections.discard(self)
-        self._end(400, "incomplete_body", "the body is not whole")
+        self._end(400, "incomplete_body", "the request body is incomplete")
 
     def close(self) -> None:
         """Close the connection and cancel the answer in progress."""
@@ -115,14 +115,15 @@ class AgentConnection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.on_message_begin()
-            self._end(400, "invalid_request", f"this is no HTTP: {error}")
+            self._end(400, "invalid_request", f"the request is not valid HTTP: {error}")
         if self._request is None:
             return
         self._num_head += len(data) if self._num_head >= 0 else 0
         if self._num_head > MAX_HEAD_BYTES:
-            self._end(431, "request_header_fields_too_large", "the head is too large")
+            text = f"the request head has more than {MAX_HEAD_BYTES} bytes"
+            self._end(431, "request_header_fields_too_large", text)
         elif self._timer is None:
-            text = f"the body is not whole within {BODY_S:g} s"
+            text = f"the request body did not arrive within {BODY_S:g} s"
             self._timer = self._loop.call_later(BODY_S, self._end, 408, "request_timeout", text)
 
     def _end(self, status: int, code: str, text: str) -> None:
@@ -168,7 +169,7 @@ class AgentConnection(asyncio.Protocol):
         request.body += body
         if len(request.body) > MAX_BODY_BYTES:
             request.body.clear()
-            text = f"the body has more than {MAX_BODY_BYTES} bytes"
+            text = f"the request body has more than {MAX_BODY_BYTES} bytes"
             request.refuse(413, "request_entity_too_large", text)
 
     def on_message_complete(self) -> None:

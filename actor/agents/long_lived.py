@@ -126,7 +126,7 @@ class LongLived:
 
     def _exited(self, how: str, *, has_taken: bool) -> None:
         """Count an exit. After `MAX_FRUITLESS` exits without an episode, waiting episodes fail."""
-        logger.warning("an agent has exited, it is started again: %s", how)
+        logger.warning("restarting agent process reason=%s", how)
         self._num_fruitless = 0 if has_taken else self._num_fruitless + 1
         others = any(each.num_taken for each in self._workers if each.process.code is None)
         if self._num_fruitless < MAX_FRUITLESS or others:
@@ -172,7 +172,7 @@ class LongLived:
                 continue
             if not told:
                 logger.warning(
-                    "agents take no work: they do not ask LONGSTRIDE_EPISODES"
+                    "agent processes request no episodes from the URL in LONGSTRIDE_EPISODES"
                     " num_agents=%d num_waiting=%d",
                     len(quiet),
                     num_waiting,
@@ -180,5 +180,5 @@ class LongLived:
                 told = True
             for each in quiet:
                 if each.quiet_s > self._cfg.episode_timeout_s:
-                    logger.warning("an agent that takes no work is started again")
+                    logger.warning("restarting idle agent process idle_s=%.0f", each.quiet_s)
                     each.process.kill()

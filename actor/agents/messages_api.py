@@ -85,7 +85,7 @@ def _messages(given: dict[str, Any], place: str) -> list[Message]:
                 results.append({"role": "tool", "content": text})
             case _, kind:
                 raise invalid(
-                    f"{here}.type={kind!r:.40}: no part of a message of {role}", "messages"
+                    f"{here}.type={kind!r:.40}: not allowed in a message of role {role}", "messages"
                 )
     text = read_text(texts, place)
     if role == "assistant":

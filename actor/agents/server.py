@@ -108,7 +108,7 @@ class AgentServer:
             raise ApiError(404, "not_found", f"{request.method} {path}: Not Found")
         if request.method not in handlers:
             allowed = ", ".join(handlers)
-            text = f"{request.method} {path}: Method Not Allowed, but {allowed}"
+            text = f"{request.method} {path}: Method Not Allowed; use {allowed}"
             raise ApiError(405, "method_not_allowed", text)
         return await handlers[request.method](request)
 
@@ -127,19 +127,19 @@ class AgentServer:
         episode = self._episodes.get(key)
         if episode is None:
             if key in self._ended:
-                raise ApiError(410, "episode_ended", "this key's episode has ended")
-            raise ApiError(401, "invalid_api_key", "this key is no episode's")
+                raise ApiError(410, "episode_ended", "the episode of this API key has ended")
+            raise ApiError(401, "invalid_api_key", "this API key belongs to no episode")
         return episode
 
     async def _policy(self, api: Api, request: AgentRequest) -> bytes:
         episode = self._episode(request)
         body = _json(request)
         if not isinstance(body, dict):
-            raise ApiError(400, "invalid_body", "the body is not a JSON object")
+            raise ApiError(400, "invalid_body", "the request body is not a JSON object")
         try:
             asked: Asked = api.read(body)
         except RecursionError as error:
-            raise ApiError(400, "invalid_body", "the body is nested too deep") from error
+            raise ApiError(400, "invalid_body", "the request body is nested too deeply") from error
         reply = api.reply(asked, await episode.answer(asked))
         if not body.get("stream"):
             return response(json.dumps(reply))
@@ -173,7 +173,7 @@ class AgentServer:
     async def _next(self, request: AgentRequest) -> bytes:
         take = self.takers.get(request.path.removeprefix(EPISODES))
         if take is None:
-            raise ApiError(401, "invalid_api_key", "this address is no running agent's")
+            raise ApiError(401, "invalid_api_key", "this URL belongs to no running agent process")
         episode = await take(lambda: request.is_there)
         return (
             response(status=204)
@@ -192,7 +192,7 @@ def _json(request: AgentRequest) -> object:
     try:
         return json.loads(request.body)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, "invalid_body", f"the body is not JSON: {error}") from error
+        raise ApiError(400, "invalid_body", f"the request body is not JSON: {error}") from error
 
 
 def _error_for(

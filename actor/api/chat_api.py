@@ -96,7 +96,7 @@ def _prompt(given: object) -> str | list[int]:
         return valid_text(given)
     if isinstance(given, list) and given and all(type(each) is int for each in given):
         return given
-    raise invalid("prompt: one text, or one list of token ids", "prompt")
+    raise invalid("prompt: must be a text or a list of token ids", "prompt")
 
 
 def choices_reply(asked: Asked, answers: list[PolicyAnswer]) -> dict[str, Any]:

@@ -45,7 +45,9 @@ def reader_of(render: Render, kind: AgentFormat, *, is_whole: bool) -> Read:
     """
     if kind is AgentFormat.FUNCTION_CALL:
         if not isinstance(render, ToolRenderer):
-            raise ConfigError(f"actor.format={kind.value}: {type(render).__name__} calls no tools")
+            raise ConfigError(
+                f"actor.format={kind.value}: {type(render).__name__} cannot render tool calls"
+            )
         return lambda ids: (render.action_text(ids), render.called(ids))
     found: Callable[[str], str | None] = str
     if kind is AgentFormat.REACT:
@@ -105,8 +107,8 @@ class ToolRenderer(Renderer):
         self._before_told, has_told, self._after_told = rest.partition(shown)
         if not (whole.startswith(first) and is_ended and has_told):
             raise ConfigError(
-                "actor.format=function_call: the chat template of model.path shows calls and their"
-                f" answers otherwise than turns: {whole!r:.1000} after {first!r:.1000}"
+                "actor.format=function_call: the chat template of model.path does not render tool"
+                f" calls and results as turns: {whole!r:.1000} after {first!r:.1000}"
             )
         self._before_first, _, self._after_first = first.partition(USER)
 
@@ -139,5 +141,5 @@ class ToolRenderer(Renderer):
             return self._rendered(messages, tools=self._tools)
         except (TemplateError, TypeError) as error:
             raise ConfigError(
-                f"actor.format=function_call: the chat template of model.path: {error}"
+                f"actor.format=function_call: the chat template of model.path failed: {error}"
             ) from error

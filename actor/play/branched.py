@@ -114,7 +114,9 @@ async def play_in_branches(
     Raises: ConfigError: `branch_turns` is below 2; EnvError: the hub failed.
     """
     if options.branch_turns < 2:
-        raise ConfigError("actor.branch_turns=1: a branch that is demonstrated needs 2 at least")
+        raise ConfigError(
+            f"actor.branch_turns={options.branch_turns}: demonstrated branches need at least 2"
+        )
     render = MessageRender()
     scripted = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=render)
     policy = BranchingPolicy(scripted, render, options=options, unreturned=unreturned)

@@ -42,7 +42,7 @@ def read_key(cfg: PolicySection) -> str:
     """
     key = os.environ.get(cfg.api_key_env, "").strip() if cfg.api_key_env else ""
     if cfg.api_key_env and not key:
-        raise ConfigError(f"policy.api_key_env={cfg.api_key_env}: no such environment variable")
+        raise ConfigError(f"policy.api_key_env={cfg.api_key_env}: this variable is not set")
     return key
 
 
@@ -94,9 +94,11 @@ class Endpoint(BearerClient):
                 wait_s = min(self._cfg.max_backoff_s, asked_s or wait_s)
             if attempt + 1 < self._cfg.max_tries:
                 self.num_retries += 1
-                logger.debug("retry attempt=%d wait_s=%.1f reason=%s", attempt, wait_s, failure)
+                logger.debug(
+                    "retrying request attempt=%d wait_s=%.1f reason=%s", attempt, wait_s, failure
+                )
                 await asyncio.sleep(wait_s)
-        raise PolicyFailed(f"{self._url}: {failure}, {self._cfg.max_tries} tries")
+        raise PolicyFailed(f"{self._url}: {failure}, after {self._cfg.max_tries} tries")
 
     async def _post(self, messages: list[dict[str, str]]) -> tuple[int, float, str]:
         """Return (status, seconds in Retry-After or 0, body)."""
@@ -128,7 +130,7 @@ class Endpoint(BearerClient):
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             shown = self._redact(body[:300])
             raise PolicyFailed(
-                f"{self._url}: not a chat completion ({error!r}): {shown}"
+                f"{self._url}: the answer is not a chat completion ({error!r}): {shown}"
             ) from error
 
     def _refusal(self, status: int, failure: str, body: str) -> Exception:

@@ -117,7 +117,7 @@ def _take(listed: ItemListing, env: str, paper: Any) -> None:
     Raises: ConfigError: the environment has none.
     """
     if not paper:
-        raise ConfigError(f"eval.items=paper: no table of the paper has {env}")
+        raise ConfigError(f"eval.items=paper: the paper has no results for {env}")
     listed.items[env] = [item_id for items in paper["items"].values() for item_id in items]
     listed.turns[env] = paper["turns"]
     if paper["note"]:
@@ -186,7 +186,7 @@ def run(
     say(write_entry(run_dir, entry))
     num_failed = entry["overall"]["num_failed"]
     if not problem and num_failed > max_failed:
-        problem = f"{num_failed} of {len(plans)} episodes failed by infrastructure"
+        problem = f"{num_failed} of {len(plans)} episodes had infrastructure failures"
     if problem:
         logger.error("evaluation is not complete reason=%s", problem)
     return 1 if problem else 0
@@ -208,7 +208,7 @@ async def _play_at_endpoint(job: PlayJob, cfg: PolicySection, options: AgentOpti
         )
         await play(job, player)
         logger.info(
-            "endpoint prompt_tokens=%d sampled_tokens=%d retries=%d",
+            "endpoint usage prompt_tokens=%d sampled_tokens=%d retries=%d",
             endpoint.num_prompt_tokens,
             endpoint.num_sampled_tokens,
             endpoint.num_retries,

@@ -76,7 +76,9 @@ def play_in_own_process(job: PlayJob, cfg: RunConfig, *, make_agents: MakeAgents
             _end(process)
             kill_marked(mark)
     if (code := process.exitcode or 0) != 0:
-        raise EngineError(f"playing {len(job.plans)} episodes ended: {describe_exit(code)}")
+        raise EngineError(
+            f"the process that played {len(job.plans)} episodes failed: {describe_exit(code)}"
+        )
 
 
 def _end(process: BaseProcess) -> None:

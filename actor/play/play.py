@@ -94,7 +94,7 @@ async def _play_patiently(
         if not trajectory.end_reason.is_infrastructure_failure:
             break
         logger.warning(
-            "failed episode=%s attempt=%d end=%s reason=%s",
+            "episode failed episode=%s attempt=%d end=%s reason=%s",
             plan.episode_id,
             attempt,
             trajectory.end_reason,
@@ -164,6 +164,6 @@ class _Count:
             )
         if self.max_failed is not None and self.num_failed > self.max_failed:
             raise LongstrideError(
-                f"{self.num_failed} episodes failed by infrastructure, the last with "
+                f"{self.num_failed} episodes had infrastructure failures. The last one was "
                 f"{trajectory.end_reason}: {trajectory.error}"
             )

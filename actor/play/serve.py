@@ -164,11 +164,9 @@ class Chat:
         """Check the key of a request. Raises: ApiError."""
         told = request.headers.get("authorization", "").encode(errors="surrogateescape")
         if self.key and not hmac.compare_digest(told, f"Bearer {self.key}".encode()):
-            raise ApiError(401, "invalid_api_key", "wrong key")
+            raise ApiError(401, "invalid_api_key", "wrong API key")
         if not self.key and _is_of_a_page(request):
-            raise ApiError(
-                403, "forbidden", "a server without a key answers no web page of another site"
-            )
+            raise ApiError(403, "forbidden", "requests from pages of other origins need an API key")
 
 
 async def _read_body(request: web.Request) -> dict[str, Any]:

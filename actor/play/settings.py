@@ -71,13 +71,13 @@ def check_policy(cfg: RunConfig, root: Path) -> None:
             the model.
     """
     if not cfg.tasks:
-        raise ConfigError("tasks=[]: an evaluation needs at least one, as [{env: e, subset: s}]")
+        raise ConfigError("tasks=[]: add at least one task, such as tasks=[{env: e, subset: s}]")
     if cfg.eval.num_items == 0:
-        raise ConfigError("eval.num_items=0: leaves no held-out item; -1: all there are")
+        raise ConfigError("eval.num_items=0: must not be 0. Use -1 for all held-out items.")
     if cfg.policy.url:
         if cfg.actor.endpoint:
             raise ConfigError(
-                f"policy.url={cfg.policy.url}: actor.agent plays the checkpoint at model.path"
+                f"policy.url={cfg.policy.url}: actor.agent can only use the model at model.path"
             )
         read_key(cfg.policy)
         return
@@ -96,8 +96,8 @@ def _check_vocabulary(folder: Path, shown: str) -> None:
     largest = max(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values())
     if largest >= num_rows:
         raise ConfigError(
-            f"model.path={shown}: the tokenizer has token id {largest}, the model only the"
-            f" {num_rows} below {num_rows}; give the model its own tokenizer"
+            f"model.path={shown}: the tokenizer has token id {largest}, but the model's ids"
+            f" are below {num_rows}. Use the tokenizer of this model."
         )
 
 

@@ -149,7 +149,7 @@ class HubClient(BearerClient):
             except HubLost:
                 raise
             except EnvError as error:  # An older version of the hub has no route for batches.
-                logger.debug("not closed together reason=%s", error)
+                logger.debug("batched close failed reason=%s", error)
         await self._close_alone(entry)
 
     async def close_left(self) -> None:
@@ -197,7 +197,7 @@ class HubClient(BearerClient):
         except EnvTimeout:
             raise
         except TimeoutError as error:
-            failure = f"no answer within {self._timeout_s:g}s; {failure}"
+            failure = f"no answer within {self._timeout_s:g} s; {failure}"
             is_awake = not self._signs.are_missing(within_s=self._timeout_s)
             if await self.answers() and is_awake:
                 raise EnvTimeout(f"{method} {path}: {failure}") from error
@@ -218,7 +218,7 @@ class HubClient(BearerClient):
                 text += part
                 if len(text) > MAX_ANSWER_BYTES:
                     raise AnswerTooLarge(
-                        f"{method} {path}: answers more than {MAX_ANSWER_BYTES} bytes"
+                        f"{method} {path}: the answer has more than {MAX_ANSWER_BYTES} bytes"
                     )
             if response.status == 429:
                 wait_s = retry_after_s(response.headers, unsaid_s=1.0)
@@ -230,7 +230,7 @@ class HubClient(BearerClient):
             try:
                 return (json.loads(text) if text else {}) or {}  # None is reserved for a 429.
             except (ValueError, RecursionError) as error:
-                raise EnvError(f"{method} {path}: answers what is no JSON: {shown}") from error
+                raise EnvError(f"{method} {path}: the answer is not JSON: {shown}") from error
 
 
 def score_of(reply: Any, name: str, *, path: str, absent: float | None = None) -> float:
@@ -239,7 +239,7 @@ def score_of(reply: Any, name: str, *, path: str, absent: float | None = None) -
         return absent
     score = field_of(reply, name, float, int, path=path)
     if not 0.0 <= score <= 1.0:
-        raise EnvError(f"{path}: answers {name}={score!r:.100}, which is not in [0, 1]")
+        raise EnvError(f"{path}: the answer has {name}={score!r:.100}, which is not in [0, 1]")
     return float(score)
 
 
@@ -344,7 +344,8 @@ class Environments:
         path = "/v1/envs"
         catalogue = await hub.request("GET", path, None)
         if not isinstance(catalogue, dict):
-            raise EnvError(f"{path}: answers {catalogue!r:.100}, not environments by name")
+            shown = f"{catalogue!r:.100}"
+            raise EnvError(f"{path}: the answer is not an object of environments: {shown}")
         texts = {
             name: {k: str(v) for k, v in field_of(entry, "instruction", dict, path=path).items()}
             for name, entry in catalogue.items()

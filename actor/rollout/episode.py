@@ -189,7 +189,9 @@ async def run_episode(
             text, encode = _opening(render, session, told, acknowledgement)
             play.env_s = time.monotonic() - started
             if not await play.history.begin(text, encode, partial(play.ask, act, session)):
-                raise ContextFull("not even the first page's beginning fits")
+                raise ContextFull(
+                    "even the beginning of the first observation does not fit into the context"
+                )
             await _turns(lease, session, play, act, read, room)
     finally:
         if session is not None:
@@ -221,7 +223,10 @@ async def record_end_reason(
     except TimeoutError:
         if not deadline.expired():  # The engine timed out, not the lease.
             raise
-        play.end, play.error = EndReason.DEADLINE, f"not ended within {lease.deadline_s:g}s"
+        play.end, play.error = (
+            EndReason.DEADLINE,
+            f"the episode did not end within {lease.deadline_s:g} s",
+        )
 
 
 async def _turns(

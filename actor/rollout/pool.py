@@ -154,7 +154,7 @@ class EpisodePool:
             except HubLost as error:
                 num_lost += 1
                 num_vanished += not self._environments.is_lost(lease.env)
-                logger.info("played again episode=%s reason=%s", lease.episode_id, error)
+                logger.info("restarting episode=%s reason=%s", lease.episode_id, error)
             self._waiting.add(lease.episode_id)
             self.slot_freed.set()
             try:

@@ -49,7 +49,7 @@ class Renderer:
         self._before_first, _, self._after_user = first.partition(USER)
         self._after_first = self._after_user
         if USER not in first:
-            raise ConfigError("the chat template drops the user's text")
+            raise ConfigError("model.path: the chat template drops the user's text")
         both = self._rendered(
             [
                 {"role": "user", "content": USER},
@@ -61,8 +61,8 @@ class Renderer:
         between, _, after_next = tail.partition(NEXT)
         if head != first or NEXT not in tail or after_next != self._after_user:
             raise ConfigError(
-                "the chat template rewrites earlier turns, so token ids cannot be kept; "
-                f"it renders {both!r} after {first!r}"
+                "model.path: the chat template rewrites earlier turns, so token ids cannot be kept;"
+                f" it renders {both!r} after {first!r}"
             )
         self.end_of_turn_ids = self._end_of_turn(between)
         self._end_of_turn_text: str = tokenizer.decode(self.end_of_turn_ids[:1])
@@ -81,7 +81,7 @@ class Renderer:
             bare = self._call_of({})
             return CallForm.of(*map(self._as_sampled, (full, bare)))
         except (TemplateError, TypeError) as error:
-            return f"the policy's chat template refuses tools: {error}"
+            return f"the policy's chat template cannot render tools: {error}"
         except ValueError as error:
             return f"the policy's chat template {error}"
 
@@ -94,13 +94,13 @@ class Renderer:
         first = self._rendered([user], tools=tools)
         text = self._rendered([user, said, {"role": "tool", "content": NEXT}], tools=tools)
         if "probe_tool" not in text or NAME not in text or NEXT not in text:
-            raise ValueError("has no tools, or no place for their calls and answers")
+            raise ValueError("does not render tools, tool calls or tool results")
         _, has_text, call = text.partition(ASSISTANT)  # Some templates drop the text beside calls.
         if not (has_text or text.startswith(first)):
-            raise ValueError(f"shows calls otherwise than turns: {text!r:.1000}")
+            raise ValueError(f"does not render tool calls as turns: {text!r:.1000}")
         call, is_ended, _ = (call or text.removeprefix(first)).partition(self._end_of_turn_text)
         if not is_ended:
-            raise ValueError(f"does not end a turn of calls: {text!r:.1000}")
+            raise ValueError(f"does not end a turn with tool calls: {text!r:.1000}")
         return call
 
     def _as_sampled(self, said: str) -> str:
@@ -110,7 +110,9 @@ class Renderer:
     def _end_of_turn(self, between: str) -> list[int]:
         ids = self._tokenizer.encode(between, add_special_tokens=False)
         if not ids or ids[0] not in self._tokenizer.all_special_ids:
-            raise ConfigError("the chat template does not end a turn with a special token")
+            raise ConfigError(
+                "model.path: the chat template does not end a turn with a special token"
+            )
         eos = self._tokenizer.eos_token_id
         return [ids[0]] if eos is None or eos == ids[0] else [ids[0], eos]
 
@@ -207,7 +209,7 @@ class Renderer:
         try:
             return self._rendered(safe, tools=[each_text(each, broken) for each in tools] or None)
         except (TemplateError, TypeError, RecursionError) as error:
-            raise ValueError(f"the chat template: {error}") from error
+            raise ValueError(f"the chat template failed: {error}") from error
 
     def completion(self, text: str) -> list[int]:
         """Return the ids of a bare text. Control tokens in it are encoded as such."""
@@ -230,9 +232,9 @@ class Renderer:
             named = [f"actor.context={actor.context.value}"]
             named += [f"{key}={str(value).lower()}" for key, value in asides.items() if value]
             raise ConfigError(
-                f"actor.max_model_len={actor.max_model_len}: no page fits with {', '.join(named)}"
-                f" and actor.max_turn_tokens={turn_tokens}; the smallest that works is"
-                f" actor.max_model_len={needed}"
+                f"actor.max_model_len={actor.max_model_len}: no observation fits with"
+                f" {', '.join(named)} and actor.max_turn_tokens={turn_tokens};"
+                f" use at least actor.max_model_len={needed}"
             )
 
     def action_text(self, token_ids: list[int]) -> str:

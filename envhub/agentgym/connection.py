@@ -122,7 +122,7 @@ class AgentGymConnection:
     ) -> object:
         """Return the JSON of a POST for an instance. Raises RemoteFailure."""
         if instance.is_lost:
-            raise self.failure(f"instance {instance.number} is gone; the server was started anew")
+            raise self.failure(f"instance {instance.number} is lost; the server was restarted")
         body = dict(fields) | {self.dialect.instance_key: instance.number}
         return await self._request("POST", verb, body)
 
@@ -161,7 +161,7 @@ class AgentGymConnection:
             if not self.dialect.reuses_numbers:
                 self._used.pop(number).is_lost = True
                 return number
-        raise self.failure("gives out nothing but instances that are in use")
+        raise self.failure("the server returns only instances that are in use")
 
     async def _late_or_created(self) -> int:
         self._late = [task for task in self._late if not _has_failed(task)]
@@ -182,7 +182,7 @@ class AgentGymConnection:
         if isinstance(reply, dict):
             number = reply.get(self.dialect.instance_key)
         if not isinstance(number, int):
-            raise self.failure(f"POST create answered {_shown(reply)}, which has no number")
+            raise self.failure(f"the answer to POST create has no instance number: {_shown(reply)}")
         return number
 
     async def _close(self, number: int) -> None:
@@ -215,7 +215,7 @@ class AgentGymConnection:
             ) as response:
                 text = await response.text()
         except TimeoutError as error:
-            raise self.failure(f"{verb} had no answer within {limit_s:g} s") from error
+            raise self.failure(f"{verb}: no answer within {limit_s:g} s") from error
         except ProxyFailed as error:
             raise self.failure(f"{verb} failed: {error}") from error
         except (aiohttp.ClientError, UnicodeError) as error:
@@ -228,7 +228,9 @@ class AgentGymConnection:
         try:
             reply = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise self.failure(f"{verb} answered no JSON: {text[:MAX_SHOWN_CHARS]}") from error
+            raise self.failure(
+                f"{verb}: the answer is not JSON: {text[:MAX_SHOWN_CHARS]}"
+            ) from error
         is_told = self.dialect.faults is Faults.ERROR_KEY
         if is_told and isinstance(reply, dict) and "error" in reply:
             raise self.failure(f"{verb} answered the error {_shown(reply['error'])}")

@@ -76,7 +76,7 @@ class Instances:
             capacity = MAX_ASIDE
             num_used = len(self._instances)
         if num_used >= capacity:
-            raise CapacityFull(f"{self._spec.name} has all its {capacity} sessions in use")
+            raise CapacityFull(f"{self._spec.name}: all {capacity} sessions are in use")
         number = secrets.randbits(ID_BITS)
         self._instances.put(number, ServedInstance())
         return number
@@ -88,7 +88,7 @@ class Instances:
 
         async def add() -> int:
             if self._turns[0] is not turn:
-                raise CapacityFull(f"{self._spec.name}: others wait for a session already")
+                raise CapacityFull(f"{self._spec.name}: other requests already wait for a session")
             return self.add()
 
         try:
@@ -149,8 +149,8 @@ class Instances:
             if first != instance.first_observation or last != instance.answer:
                 instance.item_id = ""
                 raise EnvRaised(
-                    f"{self._spec.name}: an episode that was put aside for others did not repeat"
-                    f" itself: raise {self._key}, so that each has a session of its own"
+                    f"{self._spec.name}: the replay of a suspended episode had another result."
+                    f" Raise {self._key}, so that each episode keeps its session."
                 )
             undo.pop_all()
         instance.session_id = session_id
@@ -171,9 +171,9 @@ class Instances:
         patience = self._patience
         key = self._key
         return (
-            f", and none came free within envhub.agentgym_queue_s={patience.queue_s:g}:"
-            f" raise {key}, let clients close what they have done with, or lower"
-            f" envhub.agentgym_lease_s={patience.lease_s:g}, after which a silent one is closed"
+            f", and none was closed within envhub.agentgym_queue_s={patience.queue_s:g}."
+            f" Raise {key}, let clients close their finished instances, or lower"
+            f" envhub.agentgym_lease_s={patience.lease_s:g}, which closes idle instances."
         )
 
     def find(self, number: int) -> ServedInstance:
@@ -193,7 +193,7 @@ class Instances:
             await self._end_session(instance)
             instance.item_id = ""
             if self._spec.from_agentgym is None:
-                raise UnknownItem(f"{self._spec.name} has no items by AgentGym's numbers")
+                raise UnknownItem(f"{self._spec.name} does not support AgentGym's data indices")
             item_id = self._spec.from_agentgym(index)
             instance.session_id, instance.first_observation = await self._begin(item_id)
             instance.item_id, instance.performed = item_id, [] if self._puts_aside else None
@@ -220,7 +220,9 @@ class Instances:
                 result = await self._sessions.step(await self._session_of(instance), action)
             except SessionUnknown as error:
                 instance.session_id, instance.item_id = None, ""
-                raise InstanceUnknown(f"The episode of {number} is gone.") from error
+                raise InstanceUnknown(
+                    f"The episode of instance {number} no longer exists."
+                ) from error
             instance.answer = result
             if instance.performed is not None:
                 instance.performed.append(action)

@@ -111,16 +111,19 @@ def read_list(path: str, dialect: Dialect) -> list[int]:
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: no list of items: {error}") from error
+        raise ConfigError(f"{file}: cannot be read as a list of items: {error}") from error
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f'{file}: is no list of items such as {{"item_id": "{dialect.name}_0"}}')
+        example = f'{{"item_id": "{dialect.name}_0"}}'
+        raise ConfigError(f"{file}: must be a list of items such as {example}")
     numbers = [_number(entry, dialect, file) for entry in entries]
     known = [n for n in numbers if 0 <= n < (dialect.num_items or n + 1)]
     if not known:
-        raise ConfigError(f"{file}: {dialect.name} has none of its items")
+        raise ConfigError(f"{file}: {dialect.name} has no item of this list")
     if len(known) < len(numbers):
         num_unknown = len(numbers) - len(known)
-        logger.warning("items left out file=%s unknown=%d of=%d", file, num_unknown, len(numbers))
+        logger.warning(
+            "skipped unknown items file=%s unknown=%d of=%d", file, num_unknown, len(numbers)
+        )
     return known
 
 
@@ -136,7 +139,7 @@ def _number(entry: object, dialect: Dialect, file: Path) -> int:
     is_number = digits.isdecimal() and digits.isascii() and len(digits) < 10
     if not is_number or "-" in name:
         form = f"{dialect.name}_<number>"
-        raise ConfigError(f"{file}: {str(shown)[:80]!r} names no data index as {form} does")
+        raise ConfigError(f"{file}: {str(shown)[:80]!r} is not of the form {form}")
     return int(digits)
 
 
@@ -182,9 +185,9 @@ def _items(spec: EnvSpec, path: str, dialect: Dialect) -> list[str]:
             num_unknown = num_unknown + 1
             why = str(error)
     if num_unknown and not found:
-        raise ConfigError(f"{path}: {spec.name} has none of its items here: {why}")
+        raise ConfigError(f"{path}: {spec.name} has no item of this list: {why}")
     if num_unknown:
-        logger.warning("items left out file=%s unknown=%d reason=%s", path, num_unknown, why)
+        logger.warning("skipped unknown items file=%s unknown=%d reason=%s", path, num_unknown, why)
     return found
 
 

@@ -171,7 +171,9 @@ class RemoteEnv(RemoteEpisode):
         try:
             await self._connection.get("observation", instance.number)
         except RemoteFailure as error:
-            raise self._connection.failure(f"a step answered {observation[:200]!r}") from error
+            raise self._connection.failure(
+                f"the instance is lost after the answer {observation[:200]!r}"
+            ) from error
 
     def _read(self, reply: object, sent: str) -> StepResult:
         dialect = self._dialect
@@ -206,24 +208,24 @@ class RemoteEnv(RemoteEpisode):
         value = reply.get(key) if isinstance(reply, dict) else None
         if not isinstance(value, kind):
             shown = json.dumps(reply)[:200]
-            raise self._connection.failure(f"an answer lacks a proper {key!r}: {shown}")
+            raise self._connection.failure(f"an answer has no valid {key!r}: {shown}")
         return value
 
     def _score(self, reply: object) -> float:
         key = self._dialect.score_key
         value = reply.get(key) if isinstance(reply, dict) else None
         if not isinstance(value, int | float) or math.isnan(value):
-            raise self._connection.failure(f"a step answered {value!r} as its {key!r}")
+            raise self._connection.failure(f"a step has {key}={value!r}, which is not a number")
         return float(value)
 
     def _text(self, reply: object, what: str) -> str:
         if not isinstance(reply, str):
-            raise self._connection.failure(f"{what} is no text: {json.dumps(reply)[:200]}")
+            raise self._connection.failure(f"{what} is not a text: {json.dumps(reply)[:200]}")
         return reply
 
     def _texts(self, reply: object, what: str) -> list[str]:
         if not isinstance(reply, list):
-            raise self._connection.failure(f"{what} is no list: {json.dumps(reply)[:200]}")
+            raise self._connection.failure(f"{what} is not a list: {json.dumps(reply)[:200]}")
         return [self._text(each, what) for each in reply]
 
     @asynccontextmanager
@@ -243,7 +245,7 @@ def check(remote: RemoteOptions) -> list[str]:
         known = nearest(remote.dialect, list(DIALECTS))
         lines.append(f"env.dialect={remote.dialect!r} is unknown; the nearest is {known!r}")
     if not URL.fullmatch(remote.url):
-        lines.append(f"env.url={remote.url!r} is no URL; give one such as http://10.0.0.5:36001")
+        lines.append(f"env.url={remote.url!r} is not a URL; an example is http://10.0.0.5:36001")
     return lines
 
 

@@ -16,6 +16,7 @@ from envhub.author.findings import Finding, Grade, Plays
 from envhub.env import Style, UnknownItem
 
 NUM_ITEMS = 20
+MAX_ITEMS = 10**5
 OTHER_PROCESS_S = 120.0
 USAGE = "check-env NAME|FILE.py:FUNCTION [items=N] [style=compact|agentgym] [key=value ...]"
 
@@ -32,7 +33,7 @@ def check_env(request: ParsedCommand, *, root: Path, say: Callable[[str], None])
         for finding in findings(driver, name, num, overrides, root=root):
             failed = failed or finding.grade is Grade.FAIL
             say(f"{finding.grade.value:<5}{finding.name:<12}{finding.text}")
-    say("a run would stumble over what says FAIL" if failed else "nothing that stops a run")
+    say("Fix each line marked FAIL before a run." if failed else "No check failed.")
     return 1 if failed else 0
 
 
@@ -45,9 +46,9 @@ def options_of(request: ParsedCommand, usage: str) -> tuple[str, Style, int, lis
     if len(words) != 1:
         raise ConfigError(f"run.py {usage}")
     if style not in [*Style]:
-        raise ConfigError(f"style={style}: one of {', '.join(Style)}")
-    if not (num.isascii() and num.isdigit() and 0 < int(num) <= 10**5):
-        raise ConfigError(f"items={num}: a number of items")
+        raise ConfigError(f"style={style}: must be one of {', '.join(Style)}")
+    if not (num.isascii() and num.isdigit() and 0 < int(num) <= MAX_ITEMS):
+        raise ConfigError(f"items={num}: must be a number from 1 to {MAX_ITEMS}")
     return words[0], Style(style), int(num), [f"{key}={value}" for key, value in given.items()]
 
 
@@ -98,21 +99,21 @@ def _elsewhere(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        text = f"another process does not play it within {OTHER_PROCESS_S:g} s"
+        text = f"another process did not repeat the episodes within {OTHER_PROCESS_S:g} s"
         yield Finding(Grade.FAIL, "determinism", text)
         return
     here = [digest(each) for each in plays.all]
     there = found.stdout.split()
     if len(there) != len(here):
         why = " ".join(found.stderr.split()[-30:])
-        yield Finding(Grade.FAIL, "determinism", f"another process cannot play it: {why}")
+        yield Finding(Grade.FAIL, "determinism", f"another process cannot play the episodes: {why}")
         return
     other = [e.item_id for e, a, b in zip(plays.all, here, there, strict=True) if a != b]
     if other:
-        text = f"{other[0]} is another episode in another process (hash(), set order, the clock?)"
+        text = f"{other[0]} differs in another process (does it use hash(), set order or a clock?)"
         yield Finding(Grade.FAIL, "determinism", text)
     else:
-        yield Finding(Grade.OK, "determinism", "the same in another process")
+        yield Finding(Grade.OK, "determinism", "episodes are the same in another process")
 
 
 def digest(episode: RecordedPlay) -> str:

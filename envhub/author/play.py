@@ -13,7 +13,7 @@ from envhub.env import StepResult, UnknownItem
 
 SHOWN = 12  # Maximum number of valid actions in a list.
 USAGE = "play NAME|FILE.py:FUNCTION [item=ID] [style=compact|agentgym] [key=value ...]"
-KEYS = "an action, or: ? for valid actions, ! for the expert's, * for the whole state, q to end"
+KEYS = "Enter an action, or ? (valid actions), ! (the expert's), * (the whole state), q (quit)"
 
 
 def play(
@@ -48,7 +48,7 @@ def _turn(episode: RecordedPlay, line: str, say: Callable[[str], None]) -> bool:
             more = f" ... {len(actions) - SHOWN} more" if len(actions) > SHOWN else ""
             say(plain(f"valid: {' | '.join(actions[:SHOWN])}{more}"))
         case "!":
-            say(plain(f"expert: {episode.call('expert_action') or 'knows no way'}"))
+            say(plain(f"expert: {episode.call('expert_action') or 'no action'}"))
         case "*":
             say(plain(episode.call("render")))
         case _:
@@ -59,6 +59,6 @@ def _turn(episode: RecordedPlay, line: str, say: Callable[[str], None]) -> bool:
 def _result_text(result: StepResult) -> str:
     """Return an observation with its reward and flags."""
     notes = [f"reward {result.reward:g}"]
-    notes += [] if result.is_valid else ["no action that could be executed"]
+    notes += [] if result.is_valid else ["invalid action"]
     notes += [f"ended, {'solved' if result.is_success else 'not solved'}"] if result.done else []
     return plain(f"{result.observation}\n[{', '.join(notes)}]")

@@ -83,7 +83,7 @@ def _other_rows(spec: EnvSpec, *, is_short: bool) -> list[ListingRow]:
     in_task = {task.subset for task in spec.tasks.values()}
     others = {name: subset for name, subset in spec.subsets.items() if name not in in_task}
     if is_short and len(others) > MAX_OTHERS:
-        return [ListingRow(env=spec.name, task=f"({len(others)} subsets more: env={spec.name})")]
+        return [ListingRow(env=spec.name, task=f"({len(others)} more subsets: env={spec.name})")]
     return [
         ListingRow(env=spec.name, subset=name, **asdict(subset)) for name, subset in others.items()
     ]

@@ -57,7 +57,7 @@ class InlineBudget:
             text = f"a step took {took_s:.2f} s; envhub.inline_step_s={self.step_s:g}"
             # The move takes effect only after the current synchronous request has its answer.
             asyncio.get_running_loop().call_soon(self.moved.__setitem__, env_name, text)
-            logger.warning("moved to worker processes env=%s: %s", env_name, text)
+            logger.warning("moved to worker processes env=%s reason=%s", env_name, text)
 
     def aside(self, env_name: str, work: Callable[[], Any]) -> Callable[[], Awaitable[Any]]:
         """Return a function that runs the work in the environment's own thread."""

@@ -141,7 +141,7 @@ def _lifespan_of(sessions: Sessions) -> Callable[[FastAPI], AbstractAsyncContext
 
 def _log_end(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
-        logger.error("upkeep ended reason=%r", task.exception())
+        logger.error("maintenance task ended reason=%r", task.exception())
 
 
 def _add_catalogue_routes(
@@ -166,7 +166,7 @@ def _add_catalogue_routes(
     @app.get("/readyz", tags=["hub"], responses=_fails(503))
     async def readyz() -> Response:
         if sessions.is_draining:
-            raise HubDraining("the hub is about to stop and takes no new sessions")
+            raise HubDraining("the hub is stopping and accepts no new sessions")
         return json_response({"status": "ready"})
 
     @app.get("/metrics", tags=["hub"])

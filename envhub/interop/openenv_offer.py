@@ -40,13 +40,14 @@ def look_at(options: RemoteOptions) -> ServerDescription:
     schema = schemas.get("action") if isinstance(schemas, dict) else None
     if status != 200 or not isinstance(schema, dict):
         raise ConfigError(
-            f"env.url={without_login(url)}: /schema answered {status}: no OpenEnv server"
+            f"env.url={without_login(url)}: /schema answered {status}, so this is not an OpenEnv"
+            " server"
         )
     known = [name for name in schema.get("properties", {}) if name != "metadata"]
     required = [name for name in schema.get("required", []) if name in known]
     chosen = options.action_field
     if chosen and chosen not in known:
-        raise ConfigError(f"env.action_field={chosen!r}: the server's actions have {known}")
+        raise ConfigError(f"env.action_field={chosen!r}: the server's actions have only {known}")
     if not chosen and len(required or known) == 1:
         chosen = (required or known)[0]
     _, told = ask_server(url, "/metadata")

@@ -48,7 +48,7 @@ class TextObservation(BaseModel):
     done: bool = False
     reward: float | None = None
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
-    text: str = Field(description="What the agent is told")
+    text: str = Field(description="The observation")
 
 
 class OpenEnvState(BaseModel):
@@ -154,7 +154,7 @@ class _Player:
                 async with asyncio.timeout(self._sessions.lease_s):
                     received = await self._socket.receive()
             except TimeoutError:
-                text = f"nothing was heard for {self._sessions.lease_s:g} s: the lease has expired"
+                text = f"no message for {self._sessions.lease_s:g} s, so the lease has expired"
                 await self._send(_Refused("SESSION_ERROR", text).frame)
                 await self._socket.close(CLOSE_SILENT, "lease expired")
                 return
@@ -229,7 +229,7 @@ class _Player:
 
     async def _step(self, action: str) -> dict[str, Any]:
         if self._session_id is None:
-            raise _Refused("EXECUTION_ERROR", "no episode: reset first")
+            raise _Refused("EXECUTION_ERROR", "no episode is running; send a reset first")
         try:
             result = await self._sessions.step(self._session_id, action)
         except SessionConflict as error:

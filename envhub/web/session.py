@@ -195,7 +195,7 @@ class WebSession:
                 await self._opened()
             if page is self.page and not message["isLeaving"]:
                 return read_snapshot(message)
-        raise EnvFailure("the page does not come to rest")
+        raise EnvFailure(f"the page still changes after {MAX_RETRIES} attempts")
 
     async def _opened(self) -> None:
         """Wait for the tab that a page requested; the browser may refuse to open it."""
@@ -268,7 +268,7 @@ class WebSession:
         except BrowserError as error:
             browser = self.context.browser
             if browser is None or not browser.is_connected():
-                raise EnvFailure("the browser has died") from error
+                raise EnvFailure("the browser process has ended") from error
             raise
 
     async def close(self) -> None:
@@ -277,7 +277,7 @@ class WebSession:
             async with asyncio.timeout(GRACE_S):
                 await self.context.close()
         except (BrowserError, TimeoutError) as error:
-            logger.debug("context was gone error=%s", first_line(error))
+            logger.debug("failed to close context error=%s", first_line(error))
 
 
 def _is_leaving(error: BrowserError) -> bool:

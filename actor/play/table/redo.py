@@ -53,9 +53,9 @@ async def redo(
             finally:
                 await session.close()
     except EnvError as error:
-        done["problem"] = f"the environment cannot play it again: {error}"
+        done["problem"] = f"The environment failed during the replay: {error}"
     except TimeoutError:
-        done["problem"] = f"playing it again takes longer than {limit_s:g} s"
+        done["problem"] = f"The replay took longer than {limit_s:g} s."
     return done
 
 
@@ -82,19 +82,19 @@ def _difference(recorded: RecordedEpisode, turn: int, observation: str, state: s
     if shown is not None and not _holds(shown, observation):
         is_now = observation[:SHOWN_CHARS]
         was = shown.strip()[-SHOWN_CHARS:]
-        return f"before turn {turn + 1} the observation is another one: {is_now!r}, not {was!r}"
+        return f"The observation before turn {turn + 1} is {is_now!r}, but was {was!r}."
     states = recorded["states"]
     if turn < len(states) and states[turn] != state_number(state or observation):
-        return f"before turn {turn + 1} the environment is in another state than was recorded"
+        return f"The state of the environment before turn {turn + 1} differs from the record."
     return ""
 
 
 def _other_worth(recorded: RecordedEpisode, turn: int, result: HubStepResult) -> str:
     scores = recorded["scores"]
     if turn < len(scores) and abs(result.reward - scores[turn]) > SAME_SCORE:
-        return f"turn {turn + 1} is worth {result.reward:g} now, not {scores[turn]:g}"
+        return f"The reward of turn {turn + 1} is {result.reward:g}, but was {scores[turn]:g}."
     if result.done and turn + 1 < len(recorded["actions"]):
-        return f"it ends after turn {turn + 1} now, not after {len(recorded['actions'])}"
+        return f"The replay ended after turn {turn + 1}, not after {len(recorded['actions'])}."
     return ""
 
 

@@ -83,13 +83,13 @@ class SeatTable:
             format: format of the answers of a policy.
         """
         if len(self._seats) + self._opening >= MAX_SEATS:
-            raise ConfigError(f"{MAX_SEATS} episodes are being played; close one of them first")
+            raise ConfigError(f"{MAX_SEATS} episodes are open, the maximum; close one of them")
         self._opening += 1
         try:
             client = await self._hub(())
             entry = (await client.request("GET", "/v1/envs", None)).get(env)
             if entry is None:
-                raise ConfigError(f"{env:.100}: no such environment here")
+                raise ConfigError(f"{env:.100}: the hub has no such environment")
             session = await client.open(env, item, seed=0, style=style)
         finally:
             self._opening -= 1
@@ -120,10 +120,10 @@ class SeatTable:
 
         async def asked() -> dict[str, Any]:
             if seat.is_done:
-                raise ConfigError("the episode has ended; begin another one")
+                raise ConfigError("The episode has ended. Start another one.")
             if seat.format is AgentFormat.FUNCTION_CALL:
                 raise ConfigError(
-                    "its policy calls tools (actor.format); texts alone are asked here"
+                    "actor.format=function_call: only policies that answer with text can play here"
                 )
             try:
                 async with Endpoint(cfg, key=key) as endpoint:
@@ -152,7 +152,7 @@ class SeatTable:
         if door := await find_endpoint(root):
             return await self.ask(seat_id, url=door.url, model=root.name, key=door.key)
         if not (root / "config.yaml").is_file():
-            raise ConfigError(f"{root}/config.yaml is missing: its policy is not known")
+            raise ConfigError(f"{root}/config.yaml is missing, so the policy is unknown")
         words = ["serve", f"run.dir={root.parent}", f"run.name={root.name}"]
         words += ["policy.url=", f"policy.api_key_env={TOKEN}", *_newest(root)]
         try:
@@ -192,7 +192,7 @@ class SeatTable:
     async def _address(
         self, kind: str, words: list[str], *, says: str = "hub: ", start_s: float = START_S
     ) -> str:
-        """Return the address of a command. It replaces the one of its kind with other arguments."""
+        """Return the address of a server process; replace one of this kind with other arguments."""
         self._upkeep = self._upkeep or asyncio.create_task(self._close_idle())
         async with self._changing:  # Of two concurrent pages, the later request wins.
             if self._words.get(kind) != words:
@@ -209,7 +209,7 @@ class SeatTable:
     def _seat(self, seat_id: str) -> Seat:
         seat = self._seats.get(seat_id)
         if seat is None:
-            raise ConfigError("this episode is closed: it failed, or nobody touched it for long")
+            raise ConfigError("This episode is closed, because it failed or was idle for too long.")
         return seat
 
     async def _guarded(self, seat: Seat, work: Callable[[], Awaitable[T]]) -> T:
@@ -224,7 +224,7 @@ class SeatTable:
 
     async def _step(self, seat: Seat, action: str, *, said: str | None = None) -> dict[str, Any]:
         if seat.is_done:
-            raise ConfigError("the episode has ended; begin another one")
+            raise ConfigError("The episode has ended. Start another one.")
         result = await seat.session.step(action)
         seat.turn, seat.is_done = seat.turn + 1, result.done
         seat.messages += [

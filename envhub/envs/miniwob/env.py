@@ -78,7 +78,7 @@ class MiniwobEnv:
         )
         state = self._snapshot.state
         if state is None:
-            raise EnvFailure(f"the page {self._page} is gone")
+            raise EnvFailure(f"the browser has left the page {self._page}")
         self._goal = state["goal"] if not state["isDone"] else self._goal
         self._done = state["isDone"]
         self._reward = 1.0 if state["isDone"] and state["reward"] > 0 else 0.0

@@ -42,7 +42,7 @@ class Simulator:
         Raises: EnvFailure: Java is missing or does not start.
         """
         if shutil.which("java") is None:
-            raise EnvFailure("ScienceWorld's JVM did not start: there is no java on the PATH")
+            raise EnvFailure("ScienceWorld's JVM did not start: java is not on the PATH")
         try:
             port, token, self._process = launch_gateway(  # pyright: ignore
                 classpath=JAR_PATH,
@@ -105,7 +105,7 @@ class Simulator:
             problem = self._text("getObjectTree", folder)
             path = Path(folder) / "objectTree.json"
             if not path.is_file():
-                raise EnvFailure(f"ScienceWorld wrote no tree of objects: {problem}")
+                raise EnvFailure(f"ScienceWorld wrote no object tree: {problem}")
             return json.loads(path.read_text(encoding="utf-8"))
 
     def task_description(self) -> str:

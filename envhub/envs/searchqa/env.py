@@ -129,7 +129,9 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     shared = Library(replace(options.searchqa, retry=is_retry))
     subsets = shared.bank().subsets()
     if not subsets:
-        raise ConfigError(" ".join(library.faults(options.searchqa)) or "no questions")
+        raise ConfigError(
+            " ".join(library.faults(options.searchqa)) or "searchqa: there are no questions"
+        )
     return EnvSpec(
         name="searchqa",
         subsets=subsets,

@@ -56,7 +56,7 @@ def make_question(row: object) -> SearchQuestion:
     Raises: ValueError: no question, or no answer.
     """
     if not isinstance(row, Mapping) or not isinstance(row.get("question"), str):
-        raise ValueError("a question is {id, question, golden_answers}")
+        raise ValueError("a question must have the fields id, question and golden_answers")
     text = row["question"].strip()
     if not text:
         raise ValueError("the question is empty")
@@ -150,9 +150,11 @@ def agentgym_item(index: int, subsets: Mapping[str, SubsetSpec], *, wrap: bool) 
             num_items = 0 if spec is None else getattr(spec, f"num_{split}")
             place = (index - first) % num_items if wrap and num_items else index - first
             if place >= num_items:
-                raise UnknownItem(f"{subset}_{split}.jsonl has {num_items} questions, no {place}")
+                raise UnknownItem(
+                    f"{subset}_{split}.jsonl has {num_items} questions, so no {place}"
+                )
             return f"{subset}-{split}-{place}"
-    raise UnknownItem(f"no item {index}; AgentGym's are 0 to {AGENTGYM_RANGES[-1][1] - 1}")
+    raise UnknownItem(f"no item {index}; AgentGym's items are 0 to {AGENTGYM_RANGES[-1][1] - 1}")
 
 
 def question_files(folder: Path) -> list[Path]:

@@ -192,7 +192,7 @@ def check(options: EnvsSection) -> list[str]:
     """Return a line for each missing requirement of this machine, with its remedy."""
     missing = []
     if not hasattr(sqlite3.Connection, "deserialize"):
-        missing.append("sqlgym needs a Python whose sqlite3 has deserialize: sqlite 3.36 or newer")
+        missing.append("sqlgym needs a Python with sqlite 3.36 or newer (sqlite3 deserialize)")
     if options.sqlgym.bird_dir:
         missing += [
             f"envs.sqlgym.bird_dir: {path} is missing; unpack BIRD's train.zip and dev.zip there"

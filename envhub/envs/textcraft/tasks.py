@@ -188,5 +188,5 @@ def folder_catalogue(folder: str) -> CraftCatalogue:
         max_distractors=10,
     )
     if not catalogue.subsets:
-        raise RecipesError(f"{folder}: nothing in it can be crafted")
+        raise RecipesError(f"{folder}: none of its recipes can be crafted")
     return catalogue

@@ -13,7 +13,7 @@ from envhub.web.site_tasks.env import SiteCatalogue, site_tasks_spec
 
 NOT_CONFIGURED = (
     "webarena needs the addresses of WebArena's sites: set envs.webarena.shopping=http://HOST:7770 "
-    "and so on, or take env=minisites, small sites of our own that are not WebArena"
+    "and so on, or use env=minisites, small sites of this project that are not WebArena"
 )
 
 

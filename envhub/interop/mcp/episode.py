@@ -74,7 +74,7 @@ class McpEpisode:
             begun = await self._link.call(options.begin, dict(given))
             told = self._tool_text(begun)
             if begun.is_error:
-                raise McpFailure(f"{options.shown}: {options.begin!r} answered {told:.500}")
+                raise McpFailure(f"{options.shown}: {options.begin!r} failed: {told:.500}")
             if options.session:
                 handle = _field(begun, options.session)
                 self._session = {options.session: told.strip() if handle is None else str(handle)}
@@ -122,7 +122,7 @@ class McpEpisode:
         """Return the end of an episode; its reward is a number or JSON in the tool's result."""
         text = self._tool_text(result)
         if result.is_error:
-            raise McpFailure(f"{self._options.shown}: the tool that pays answered {text:.500}")
+            raise McpFailure(f"{self._options.shown}: the grading tool failed: {text:.500}")
         reward = _field(result, "reward")
         if reward is None:
             reward = _field(result, "result")  # The package wraps a plain number in this field.
@@ -131,8 +131,8 @@ class McpEpisode:
                 reward = float(text)
             except ValueError as error:
                 raise McpFailure(
-                    f"{self._options.shown}: no reward in {text:.200!r}: a number, or JSON with"
-                    ' "reward"'
+                    f"{self._options.shown}: no reward in {text:.200!r}; return a number, or JSON"
+                    ' with "reward"'
                 ) from error
         paid = Rewards(self._tasks.rule).add(reward, is_last=True)
         told = _content(result)

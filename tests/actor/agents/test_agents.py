@@ -113,8 +113,8 @@ def test_answers_without_step_count_toward_token_horizon() -> None:
     ("program", "end", "words"),
     [
         ("ask(messages); print('no such door'); sys.exit(3)", EndReason.ABORTED, "no such door"),
-        ("pass", EndReason.ABORTED, "never asked"),
-        ("ask(messages); import time; time.sleep(60)", EndReason.DEADLINE, "within 1s"),
+        ("pass", EndReason.ABORTED, "without a request"),
+        ("ask(messages); import time; time.sleep(60)", EndReason.DEADLINE, "within 1 s"),
     ],
 )
 def test_failing_agent_earns_no_reward(program: str, end: EndReason, words: str) -> None:
@@ -216,7 +216,7 @@ def test_oversized_first_message_ends_as_context_full() -> None:
     """The server refuses the agent's request, and the agent exits: this is not a failure."""
     got = played("ask([{'role': 'user', 'content': 'far ' * 2000}])")
     assert got.end_reason is EndReason.CONTEXT_FULL
-    assert "never asked" not in got.error
+    assert "without a request" not in got.error
 
 
 def test_environment_failure_ends_episode_as_env_error(tmp_path: Path) -> None:

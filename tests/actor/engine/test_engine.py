@@ -223,7 +223,7 @@ def test_partial_update_blocks_sampling_until_complete(rig: Rig) -> None:
                 await rig.publish_first(publisher, link, rig.forced_weights(1))
                 running = [rig.generate("torn", [5, 6], max_tokens=300)]
                 await rig.generate("clock", [5, 6], max_tokens=10)
-                with pytest.raises(WeightSyncError, match="version 2 is not loaded whole"):
+                with pytest.raises(WeightSyncError, match="version 2 was not loaded completely"):
                     await rig.engine.load(offer_of(rig.forced_weights(2), None))
                 assert not rig.engine.is_whole
                 running.append(rig.generate("later", [5, 6], max_tokens=5))

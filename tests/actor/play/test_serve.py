@@ -92,7 +92,7 @@ def test_served_conversation_matches_episode_and_requires_key() -> None:
         async with listening(chat(parrot)) as url:
             reply = await ask(url, "k", "goal: go", "look<|im_end|>", "a wall")
             assert (reply.text, reply.model) == ("turn left", "a, version 7")
-            with pytest.raises(ConfigError, match="wrong key"):
+            with pytest.raises(ConfigError, match="wrong API key"):
                 await ask(url, "other", "goal: go")
             with pytest.raises(PolicyFailed, match="the last is the assistant's"):
                 await ask(url, "k", "goal: go", "look")

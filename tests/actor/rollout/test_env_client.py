@@ -222,7 +222,7 @@ def test_hub_refusal_raises_without_retry(status: int, error: type[EnvError], te
 
 def test_silent_hub_raises_a_timeout() -> None:
     async def law(_: Hub, client: HubClient) -> None:
-        with pytest.raises(EnvTimeout, match=r"no answer within 0\.1s"):
+        with pytest.raises(EnvTimeout, match=r"no answer within 0\.1 s"):
             await client.open("toy", "toy-train-0", seed=0, style="compact")
 
     check(law, script=("hangs",), timeout_s=0.1)

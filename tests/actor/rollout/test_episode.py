@@ -111,7 +111,7 @@ def test_lease_deadline_ends_the_episode() -> None:
     session = Count([go_on(reward=1.0), 5.0])
     got = play(session, lease=replace(LEASE, deadline_s=0.05))
     assert (got.end_reason, got.reward) == (EndReason.DEADLINE, 0.0)
-    assert got.error == "not ended within 0.05s"
+    assert got.error == "the episode did not end within 0.05 s"
     assert session.num_closed == 1
 
 

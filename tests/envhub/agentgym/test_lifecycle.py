@@ -20,7 +20,7 @@ def test_episode_fails_when_a_restarted_server_reassigns_its_instance():
         before = await opened(spec, 1)
         server.start_anew()
         after = await opened(spec, 2)
-        with pytest.raises(EnvFailure, match="instance 0 is gone; the server was started anew"):
+        with pytest.raises(EnvFailure, match="instance 0 is lost; the server was restarted"):
             await before.step("Action: inventory")
         await before.close()
         assert (await after.step("Action: inventory")).observation == "0 plays 2"

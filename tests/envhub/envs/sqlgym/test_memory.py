@@ -100,7 +100,7 @@ def test_memory_wait_times_out_once_by_name():
     with ThreadPoolExecutor(1) as threads:
         holding = threads.submit(memory.used, lambda: is_used.set() or may_end.wait(HELD_S))
         assert is_used.wait(20)
-        with pytest.raises(EnvFailure, match="have held the memory"):
+        with pytest.raises(EnvFailure, match="occupied the memory"):
             memory.used(lacking)
         assert memory.used(lambda: 7) == 7
         may_end.set()
