@@ -16,11 +16,11 @@ MAX_STAGE = 8_000_000  # Largest stage in any unit; no message can hold an episo
 
 
 class HorizonKind(StrEnum):
-    """Schedule of the horizon over the run.
+    """Schedule of a horizon, or of the largest distance, over the run.
 
     fixed: always the last stage. stepwise: the next stage every `every_steps` steps. linear: from
-    the first stage to the last over `over_steps` steps. gated: the next stage if many episodes are
-    truncated and success stagnates; one stage back if entropy or effective sample size collapses.
+    the first stage to the last over `over_steps` steps. gated: the next stage under the conditions
+    of the keys `gated`; one stage back if entropy or effective sample size collapses.
     """
 
     FIXED = "fixed"
@@ -30,11 +30,11 @@ class HorizonKind(StrEnum):
 
 
 class HorizonUnit(StrEnum):
-    """Unit of a horizon. In every unit, a turn that has begun is completed.
+    """Unit of a horizon.
 
-    turns: turns. tokens: tokens that the policy sampled in the episode; a turn that could exceed
-    the horizon does not begin. seconds: duration of the turns, for generation and environment.
-    Session setup, waits in a synchronous round and waits for new weights do not count.
+    turns: actions of the policy. tokens: tokens that the policy sampled in the episode; a turn
+    that could exceed the horizon does not begin. seconds: time of generation and environment in
+    the turns. Session setup, waits in a synchronous round and waits for new weights do not count.
     """
 
     TURNS = "turns"
@@ -45,9 +45,9 @@ class HorizonUnit(StrEnum):
 class MixtureKind(StrEnum):
     """Probability with which a task is drawn.
 
-    weights: proportional to its weight. temperature: proportional to its weight to the power of
-    1 / `temperature`. adaptive: as temperature, times an estimate of the task's learning potential
-    from its recent success.
+    weights: in proportion to its weight. temperature: in proportion to its weight to the power of
+    1 / mixture.temperature. adaptive: as temperature, times the learning potential 4 p (1 - p) of
+    the task's recent success p.
     """
 
     WEIGHTS = "weights"
@@ -60,14 +60,16 @@ class TaskSection:
     """One part of the training mixture."""
 
     env: str = knob(
-        MISSING,
-        'Name of the environment. Of "a|b" the first configured one is used.',
-        form=ENV_NAME,
+        MISSING, 'Names the environment. Of "a|b" the first configured one is used.', form=ENV_NAME
     )
     subset: str = knob(MISSING, "Selects the subset of the environment's items.", form=NAME)
-    weight: float = knob(1.0, "Weight of the task relative to the other tasks.", ge=0)
+    weight: float = knob(1.0, "Sets the weight of the task relative to the other tasks.", ge=0)
     distance: list[int] = knob(
-        [], "Selects items by the turns their expert needs: [least, most].", ge=1, le=MAX_TURNS
+        [],
+        "Selects items by the number of turns that their expert needs: [least, most]. [] selects "
+        "all.",
+        ge=1,
+        le=MAX_TURNS,
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -95,19 +97,21 @@ class MixtureSection:
     )
     temperature: float = knob(
         1.0,
-        "Flattens the task weights: 1 keeps them, and a larger value makes them more even.",
+        "With kind=temperature or adaptive, flattens the task weights. 1 keeps them, and a larger "
+        "value makes them more even.",
         gt=0,
         le=1000,
     )
     floor: float = knob(
         0.1,
-        "With kind=adaptive, each task and item keeps at least this worth, of at most 1.",
+        "With kind=adaptive, sets the least learning potential of a task or item. The largest is "
+        "1.",
         gt=0,
         le=1,
     )
     memory_episodes: int = knob(
         256,
-        "With kind=adaptive, success of a task is averaged over this many episodes.",
+        "With kind=adaptive, averages the success of a task over this many episodes.",
         ge=1,
         le=10**6,
     )
@@ -123,36 +127,41 @@ class GatedSection:
     """Conditions of a gated horizon. All means are over the training steps of one stage."""
 
     window_steps: int = knob(
-        40, "The gate measures cut episodes and the slope of success over this many steps.", ge=2
+        40, "Measures truncated episodes and the slope of success over this many steps.", ge=2
     )
     min_steps: int = knob(
         40,
-        "A stage lasts at least this many steps before the gate may advance.",
+        "Keeps a stage for at least this many steps before the next stage may begin.",
         ge=2,
         must="be >= window_steps",
     )
     min_truncated_frac: float = knob(
         0.3,
-        "The gate advances only if at least this share of the episodes is cut by the horizon.",
+        "Requires that the horizon truncates at least this share of the episodes before the next "
+        "stage begins.",
         ge=0,
         le=1,
     )
     max_gain: float = knob(
         0.01,
-        "The gate advances only if mean success changed by at most this much over the window.",
+        "Requires that mean success rose by at most this much over the window before the next "
+        "stage begins.",
         ge=0,
     )
-    backoff_steps: int = knob(5, "The gate measures a collapse over this many steps.", ge=1)
+    backoff_steps: int = knob(
+        5, "Measures a collapse of entropy or effective sample size over this many steps.", ge=1
+    )
     entropy_frac: float = knob(
         0.3,
-        "The gate backs off if entropy falls below this share of the window before. 0 "
-        "turns it off.",
+        "Goes back one stage if entropy falls below this share of its mean over the window before."
+        " 0 turns it off.",
         ge=0,
         le=1,
     )
     ess_frac: float = knob(
         0.3,
-        "The gate backs off if the effective sample size falls below this share. 0 turns it off.",
+        "Goes back one stage if the effective sample size falls below this share of the tokens. 0 "
+        "turns it off.",
         ge=0,
         le=1,
     )
@@ -161,9 +170,9 @@ class GatedSection:
 class CurriculumKind(StrEnum):
     """Quantity that grows over the run.
 
-    horizon: the length of episodes, by `horizon`. distance: the distance of the goals, by
-    `curriculum.distance`, for tasks with a distance; the horizon is fixed at its last stage.
-    both: each by its own section.
+    horizon: the length of episodes, by the section `horizon`. distance: the distance of the items,
+    by the section `curriculum.distance`, for tasks with a distance; the horizon is fixed at its
+    last stage. both: each by its own section.
     """
 
     HORIZON = "horizon"
@@ -175,27 +184,33 @@ class CurriculumKind(StrEnum):
 class DistanceGatedSection:
     """Conditions of a gated distance. All means are over the training steps of one stage."""
 
-    window_steps: int = knob(20, "The gate measures success over this many steps.", ge=2)
+    window_steps: int = knob(20, "Measures success over this many steps.", ge=2)
     min_steps: int = knob(
         20,
-        "A stage lasts at least this many steps before the gate may advance.",
+        "Keeps a stage for at least this many steps before the next stage may begin.",
         ge=2,
         must="be >= window_steps",
     )
     min_success: float = knob(
-        0.6, "The gate advances only if at least this share of the episodes is solved.", ge=0, le=1
+        0.6,
+        "Requires that at least this share of the episodes is solved before the next stage begins.",
+        ge=0,
+        le=1,
     )
-    backoff_steps: int = knob(5, "The gate measures a collapse over this many steps.", ge=1)
+    backoff_steps: int = knob(
+        5, "Measures a collapse of entropy or effective sample size over this many steps.", ge=1
+    )
     entropy_frac: float = knob(
         0.3,
-        "The gate backs off if entropy falls below this share of the window before. 0 "
-        "turns it off.",
+        "Goes back one stage if entropy falls below this share of its mean over the window before."
+        " 0 turns it off.",
         ge=0,
         le=1,
     )
     ess_frac: float = knob(
         0.3,
-        "The gate backs off if the effective sample size falls below this share. 0 turns it off.",
+        "Goes back one stage if the effective sample size falls below this share of the tokens. 0 "
+        "turns it off.",
         ge=0,
         le=1,
     )
@@ -259,25 +274,22 @@ class HorizonSection:
 
     kind: HorizonKind = knob(HorizonKind.FIXED, "Selects how the horizon changes over the run.")
     unit: HorizonUnit = knob(
-        HorizonUnit.TURNS, "Selects the unit of the stages in training: turns, tokens or seconds."
+        HorizonUnit.TURNS,
+        "Selects the unit of the horizon in training. In every unit, a turn that has begun is "
+        "completed.",
     )
     stages: list[int] = knob(
-        [20],
-        "Lists the horizons of the stages, in the unit of the horizon. kind=fixed uses the last.",
-        ge=1,
-        le=MAX_STAGE,
+        [20], "Lists the horizons of the stages, in the unit of the horizon.", ge=1, le=MAX_STAGE
     )
     every_steps: int = knob(
-        100, "With kind=stepwise, each stage lasts this many optimizer steps.", ge=1
+        100, "With kind=stepwise, begins the next stage after this many optimizer steps.", ge=1
     )
     over_steps: int = knob(
-        200,
-        "With kind=linear, the horizon grows from the first stage to the last over these steps.",
-        ge=1,
+        200, "With kind=linear, reaches the last stage after this many optimizer steps.", ge=1
     )
     gated: GatedSection = field(default_factory=GatedSection)
     per_env: dict[str, HorizonOverride] = knob(
-        {}, "Overrides the horizon by environment, or by environment/subset."
+        {}, "Overrides the horizon of an environment, or of environment/subset."
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -342,20 +354,16 @@ class DistanceSection:
     """
 
     kind: HorizonKind = knob(
-        HorizonKind.STEPWISE, "Selects how the bound on the distance changes over the run."
+        HorizonKind.STEPWISE, "Selects how the largest distance changes over the run."
     )
     stages: list[int] = knob(
-        [4, 8, 16, 32],
-        "Lists the bounds of the stages, in turns of the expert. kind=fixed uses the last.",
-        ge=1,
+        [4, 8, 16, 32], "Lists the largest distances of the stages, in turns of the expert.", ge=1
     )
     every_steps: int = knob(
-        50, "With kind=stepwise, each stage lasts this many optimizer steps.", ge=1
+        50, "With kind=stepwise, begins the next stage after this many optimizer steps.", ge=1
     )
     over_steps: int = knob(
-        200,
-        "With kind=linear, the bound grows from the first stage to the last over these steps.",
-        ge=1,
+        200, "With kind=linear, reaches the last stage after this many optimizer steps.", ge=1
     )
     gated: DistanceGatedSection = field(default_factory=DistanceGatedSection)
 
@@ -381,10 +389,7 @@ class DistanceSection:
 class CurriculumSection:
     """The growing quantity during training: the horizon, the distance of the goals, or both."""
 
-    kind: CurriculumKind = knob(
-        CurriculumKind.HORIZON,
-        "Selects what grows over the run: the horizon or the distance of the items.",
-    )
+    kind: CurriculumKind = knob(CurriculumKind.HORIZON, "Selects what grows over the run.")
     distance: DistanceSection = field(default_factory=DistanceSection)
 
     @property

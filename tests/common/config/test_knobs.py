@@ -234,7 +234,7 @@ def test_absurd_value_is_refused_by_its_key(override: str, words: str, repositor
         ({"scheduler.dead_after_s": 1.0}, "scheduler.dead_after_s=1.0: must be > scheduler.heart"),
         ({"groups.min_size": 9}, "groups.min_size=9: must be at most groups.size=8"),
         ({"learner.hold_back_steps": 5}, "learner.hold_back_steps=5: must be at most learner.max"),
-        ({"learner.controller.ess_skip": 0.8}, "learner.controller.ess_target=0.9: ess_skip <="),
+        ({"learner.controller.ess_skip": 0.8}, "learner.controller.ess_target=0.9: must be >= ess_gate"),
         ({"horizon.gated.min_steps": 39}, "horizon.gated.min_steps=39: must be >= horizon.gated."),
         ({"horizon.stages": [5, 5]}, "horizon.stages=[5, 5]: positive turns, strictly increasing"),
         ({"horizon.stages": []}, "horizon.stages=[]: positive turns, strictly increasing"),
