@@ -118,7 +118,7 @@ class LoraSection:
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.rank and not self.targets:
-            yield "targets", "[]", "rank > 0 needs a layer to put adapters to"
+            yield "targets", "[]", "must name at least one layer if learner.lora.rank > 0"
 
 
 FULL = LoraSection()  # No adapters: all weights are trained.

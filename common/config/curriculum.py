@@ -74,7 +74,7 @@ class TaskSection:
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.distance and (len(self.distance) != 2 or self.distance[0] > self.distance[1]):
-            yield "distance", self.distance, "must be [least, most] turns, or [] for any"
+            yield "distance", self.distance, "must be [least, most] in turns, or [] for all items"
 
     def items(self, bound: int = 0) -> str:
         """Return the name of its items: the subset, or a range of distances like "GoTo@4..8".
@@ -298,12 +298,13 @@ class HorizonSection:
             key = f"per_env.{name}." if name else ""
             stages = list(policy.stages)
             if not stages or any(a >= b for a, b in itertools.pairwise(stages)):
-                yield f"{key}stages", stages, f"positive {self.unit.value}, strictly increasing"
+                law = f"must be positive, strictly increasing {self.unit.value}"
+                yield f"{key}stages", stages, law
             if self.unit is HorizonUnit.TURNS and max(stages, default=0) > MAX_TURNS:
-                law = f"horizon.unit=turns: must be in [1, {MAX_TURNS}]"
+                law = f"with horizon.unit=turns, each must be in [1, {MAX_TURNS}]"
                 yield f"{key}stages", stages, law
             if len(stages) < 2 and policy.kind in (HorizonKind.LINEAR, HorizonKind.GATED):
-                law = f"horizon.{key}kind={policy.kind.value} needs two or more"
+                law = f"horizon.{key}kind={policy.kind.value} needs two or more stages"
                 yield f"{key}stages", stages, law
 
     def contradictions_of_unit(self, actor: ActorLimits) -> Iterator[Contradiction]:
@@ -321,11 +322,15 @@ class HorizonSection:
             first = stages[0]
             last = stages[-1]
             if self.unit is HorizonUnit.TOKENS and not turn_tokens <= first <= last <= max_tokens:
-                law = f"actor.max_turn_tokens={turn_tokens}, actor.max_model_len={max_tokens}"
-                yield key, list(stages), f"horizon.unit=tokens: must be in [{law}]"
+                law = (
+                    f"with horizon.unit=tokens, each must be at least"
+                    f" actor.max_turn_tokens={turn_tokens} and at most"
+                    f" actor.max_model_len={max_tokens}"
+                )
+                yield key, list(stages), law
             if self.unit is HorizonUnit.SECONDS and last > max_s:
-                law = f"must be at most {max_s:g}, episode_timeout_s - turn_timeout_s of actor"
-                yield key, list(stages), f"horizon.unit=seconds: {law}"
+                law = f"actor.episode_timeout_s - actor.turn_timeout_s = {max_s:g}"
+                yield key, list(stages), f"with horizon.unit=seconds, each must be at most {law}"
 
     def name_of(self, env: str, subset: str) -> str:
         """Return the name of a subset's schedule: "environment/subset" or the environment."""
@@ -380,9 +385,10 @@ class DistanceSection:
 
     def contradictions(self) -> Iterator[Contradiction]:
         if not self.stages or any(a >= b for a, b in itertools.pairwise(self.stages)):
-            yield "stages", self.stages, "positive turns, strictly increasing"
+            yield "stages", self.stages, "must be positive, strictly increasing turns"
         if len(self.stages) < 2 and self.kind in (HorizonKind.LINEAR, HorizonKind.GATED):
-            yield "stages", self.stages, f"distance.kind={self.kind.value} needs two or more"
+            law = f"curriculum.distance.kind={self.kind.value} needs two or more stages"
+            yield "stages", self.stages, law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,7 +410,7 @@ class CurriculumSection:
 
     def warnings(self, horizon: "HorizonSection") -> list[str]:
         """Return a warning for each growing horizon that the curriculum keeps fixed."""
-        why = "has no effect: curriculum.kind=distance holds the horizon at its last stage"
+        why = "has no effect: curriculum.kind=distance fixes the horizon at its last stage"
         return [
             f"warning: horizon.{f'per_env.{name}.' if name else ''}kind={kind.value} {why}"
             for name in ("", *horizon.per_env)
@@ -419,17 +425,18 @@ class CurriculumSection:
         """Yield the reasons why the curriculum does not fit the tasks, or has no effect."""
         if not self.has_distance:
             if self.distance != DistanceSection():
-                law = "changes nothing of curriculum.kind=horizon; take distance or both"
+                law = "has no effect with curriculum.kind=horizon; use distance or both"
                 yield "curriculum.distance", self.distance.kind.value, law
             return
         far = [task for task in tasks if task.distance]
         if not far:
-            law = "needs a task with a distance, as {env: e, subset: s, distance: [4, 32]}"
+            law = "needs a task with a distance, such as {env: e, subset: s, distance: [4, 32]}"
             yield "curriculum.kind", self.kind.value, law
         for task in far:
             first = self.bounds()[0]
             if first < task.distance[0]:
-                law = f"must reach the least distance of {task.subset}, {task.distance[0]}"
+                law = f"the first stage must be at least {task.distance[0]}, the least distance of"
+                law += f" {task.subset}"
                 yield "curriculum.distance.stages", self.distance.stages, law
 
 
@@ -462,9 +469,9 @@ def why_not_far(task: TaskSection, known: Mapping[str, Mapping[int, int]], items
     if any(low <= turns <= high for turns in lengths):
         return ""
     if not lengths:
-        return f"nobody knows how far the goals of {task.env} are: no expert tells it here"
+        return f"the environment {task.env} has no expert, so its items have no distance"
     shown = ", ".join(f"{turns} ({num})" for turns, num in sorted(lengths.items()))
-    return f"no training item of {task.subset} needs so many turns; turns (items): {shown}"
+    return f"no training item of {task.subset} has this distance; turns (items): {shown}"
 
 
 def contradictions_of_tasks(
@@ -480,10 +487,10 @@ def contradictions_of_tasks(
     names = [f"{task.env}/{task.subset}" for task in tasks]
     for (name, one), (other, two) in itertools.combinations(zip(names, tasks, strict=True), 2):
         if name == other and not are_apart(one, two):
-            yield "tasks", name, "is there twice; add the weights up in one entry"
+            yield "tasks", name, "is listed twice; use one entry with the sum of the weights"
     envs = sorted({task.env for task in tasks})
     for name in horizon.per_env:
         what, known = ("subset", sorted(names)) if "/" in name else ("environment", envs)
         if name not in known:
-            law = f"no task is of this {what}; the tasks are of {known}"
+            law = f"no task has this {what}; the tasks have {known}"
             yield f"horizon.per_env.{name}", name, law

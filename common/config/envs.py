@@ -263,13 +263,13 @@ class RemoteOptions:
 
     def contradictions(self) -> Iterator[Contradiction]:
         if bool(self.url) != bool(self.dialect):
-            yield "url", self.url, "goes together with env.dialect=<name>"
+            yield "url", self.url, "env.url and env.dialect need each other; set both or neither"
         if self.min_reward >= self.max_reward:
             yield "max_reward", self.max_reward, "must be > env.min_reward"
         own = ("action_field", "observation_field", "reward", "min_reward", "max_reward")
         for each in fields(self) if self.dialect != "openenv" else ():
             if each.name in own and (value := getattr(self, each.name)) != each.default:
-                yield each.name, value, "goes together with env.dialect=openenv"
+                yield each.name, value, "has no effect without env.dialect=openenv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,10 +306,10 @@ def choose_env(name: str, envs: EnvsSection) -> str:
 def own_tasks(name: str, envs: EnvsSection) -> str:
     """Return a note for tables about an environment with this project's tasks; "" for others."""
     own = {
-        "textcraft": "" if envs.textcraft.recipes_dir else "recipes of our own, not Minecraft's",
-        "searchqa": "" if envs.searchqa.questions_dir else "questions on a world of our own",
-        "sqlgym": "" if envs.sqlgym.bird_dir else "generated databases, not BIRD",
-        "wordle": "" if envs.wordle.words else "words of our own",
+        "textcraft": "" if envs.textcraft.recipes_dir else "own recipes instead of Minecraft's",
+        "searchqa": "" if envs.searchqa.questions_dir else "questions about a generated world",
+        "sqlgym": "" if envs.sqlgym.bird_dir else "generated databases instead of BIRD",
+        "wordle": "" if envs.wordle.words else "own list of words",
         "minisites": "minisites, not WebArena",
     }
     return own.get(name, "")

@@ -158,7 +158,7 @@ class AgentOptions:
     def contradictions_of_agents(self) -> Iterator[Contradiction]:
         """Yield options that need an external agent, or that an external agent cannot support."""
         if self.endpoint != bool(self.agent):
-            law = "actor.endpoint=true and the command actor.agent go together"
+            law = "actor.agent and actor.endpoint=true need each other; set both or neither"
             yield "actor.agent", self.agent, law
         told = {
             "context": (self.context.value, "full"),
@@ -168,7 +168,7 @@ class AgentOptions:
             "reflect_on_invalid": (self.reflect_on_invalid, False),
         }
         for name, (value, only) in told.items() if self.endpoint else ():
-            law = f"must be {only} beside actor.endpoint=true: an agent manages its history itself"
+            law = f"must be {only} with actor.endpoint=true: an agent manages its own history"
             if value != only:
                 yield f"actor.{name}", value, law
 
@@ -181,18 +181,18 @@ class AgentOptions:
         """
         yield from self.contradictions_of_agents()
         if self.has_branches and (self.plan or self.reflects):
-            law = "must be full, window or summary beside actor.plan and actor.reflect_*"
+            law = "must be full, window or summary with actor.plan and actor.reflect_*"
             yield "actor.context", self.context.value, law
         if self.format is AgentFormat.FUNCTION_CALL:
-            law = "must be {} beside actor.format=function_call: {}"
+            law = "must be {} with actor.format=function_call: {}"
             if envhub.style != "compact":
-                why = "its instructions demand answers in ReAct's form"
+                why = "the instructions of this style demand answers in ReAct's format"
                 yield "envhub.style", envhub.style, law.format("compact", why)
             if policy.url:
                 yield (
                     "policy.url",
                     policy.url,
-                    law.format('""', "the chat template is the model's own"),
+                    law.format('""', "that format needs the model's own chat template"),
                 )
         found: list[tuple[str, object]] = []
         if algorithm.policy_loss is PolicyLoss.GSPO:
@@ -203,12 +203,12 @@ class AgentOptions:
             found.append(("algorithm.negative_mask_delta", algorithm.negative_mask_delta))
         where = "endpoint=true" if self.endpoint else f"context={self.context.value}"
         for key, value in found if self.has_segments else []:
-            law = "takes a ratio over a whole episode, whose segments are rows of their own here"
-            yield key, value, f"{law} (actor.{where})"
+            law = "computes a ratio over a whole episode, but an episode has several training rows"
+            yield key, value, f"{law} with actor.{where}"
         if algorithm.policy_loss is PolicyLoss.TURN and self.parts_turns:
-            law = "takes a ratio over a whole turn, which may be in several rows here"
-            key = "algorithm.policy_loss"
-            yield key, "turn", f"{law} (actor.{where}); take ppo, or context=full or window"
+            law = "computes a ratio over a whole turn, but a turn may have several training rows"
+            remedy = "use policy_loss=ppo, or actor.context=full or window"
+            yield "algorithm.policy_loss", "turn", f"{law} with actor.{where}; {remedy}"
 
 
 class EvalItems(StrEnum):
@@ -319,7 +319,7 @@ class PolicySection:
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.url and not self.model:
-            yield "model", self.model, "policy.url needs the name of a model of that endpoint"
+            yield "model", self.model, "must name a model of the endpoint policy.url"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

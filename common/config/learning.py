@@ -473,21 +473,22 @@ class LearnerSection:
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.num_gpus and self.device == "cpu":
-            yield "num_gpus", self.num_gpus, "learner.device=cpu uses none; give 0"
+            yield "num_gpus", self.num_gpus, "must be 0 with learner.device=cpu, which uses no GPU"
         if self.num_gpus not in (0, self.num_ranks):
-            law = f"learner.num_ranks={self.num_ranks} take a GPU each; give that, or 0"
+            law = f"must be 0 or learner.num_ranks={self.num_ranks}: each rank has one GPU"
             yield "num_gpus", self.num_gpus, law
         if self.offload is Offload.OPTIMIZER and self.device == "cpu":
-            yield "offload", "optimizer", "learner.device=cpu has it all in the host's; give none"
+            law = "must be none with learner.device=cpu, which uses host memory only"
+            yield "offload", "optimizer", law
         if self.offload is Offload.OPTIMIZER and self.optimizer is OptimizerKind.MUON:
-            law = "learner.optimizer=muon would multiply its matrices on the CPU; give adamw"
+            law = "needs learner.optimizer=adamw: muon would multiply its matrices on the CPU"
             yield "offload", "optimizer", law
         if self.offload is Offload.OPTIMIZER and self.moments is Moments.INT8:
-            law = "learner.offload=optimizer updates them 600 times slower on a CPU; give fp32, or"
-            yield "moments", "8bit", f"{law} offload=none"
+            law = "must be fp32 with learner.offload=optimizer: a CPU updates 8-bit moments 600"
+            yield "moments", "8bit", f"{law} times slower"
         if self.lora.rank and self.optimizer is OptimizerKind.MUON:
-            law = "learner.lora.rank > 0 needs adamw: muon is for whole updates, not their factors"
+            law = "must be adamw with learner.lora.rank > 0: muon is for whole weight matrices"
             yield "optimizer", "muon", law
         if self.moments is Moments.INT8 and self.optimizer is OptimizerKind.MUON:
-            law = "learner.optimizer=muon keeps one moment, in fp32; give fp32, or optimizer=adamw"
+            law = "must be fp32 with learner.optimizer=muon, which keeps one moment in fp32"
             yield "moments", "8bit", law

@@ -401,14 +401,14 @@ class ActorSection(AgentOptions):
             width = f"actor.tensor_parallel_size={self.tensor_parallel_size}"
             spares = f" + actor.num_spares={self.num_spares}" if self.num_spares else ""
             engines = f"actor.num_actors={self.num_actors}{spares}"
-            law = f"{engines} x {width} = {wanted}; give that, or 0"
+            law = f"must be 0 or ({engines}) x {width} = {wanted}"
             yield "num_gpus", self.num_gpus, law
         blocks_for = self.kv_cache_blocks * LARGEST_BLOCK_TOKENS
         if 0 < blocks_for < (longest := self.max_model_len):
-            law = f"no room for one episode of actor.max_model_len={longest} tokens"
+            law = f"too few blocks for one episode of actor.max_model_len={longest} tokens"
             yield "kv_cache_blocks", self.kv_cache_blocks, law
         if self.prefixes_at_update is AtUpdate.KEEP and self.kv_at_update is AtUpdate.DROP:
-            law = "must be drop where kv_at_update=drop, which empties the whole cache"
+            law = "must be drop with actor.kv_at_update=drop, which empties the whole cache"
             yield "prefixes_at_update", self.prefixes_at_update.value, law
 
 
@@ -454,8 +454,8 @@ class RunConfig:
         yield from self.actor.contradictions_of_rows(self.algorithm, self.envhub, self.policy)
         yield from self._contradictions_of_actions()
         if self.groups.min_size == 1 and self.algorithm.advantage.is_group_relative:
-            law = f"algorithm.advantage={self.algorithm.advantage.value} compares the members of a"
-            yield "groups.min_size", 1, f"{law} group; give 2 or more, or advantage=running or ppo"
+            law = f"must be at least 2 with algorithm.advantage={self.algorithm.advantage.value},"
+            yield "groups.min_size", 1, f"{law} which compares the members of a group"
 
     def _contradictions_of_actions(self) -> Iterator[Contradiction]:
         """Yield a limit on actions that is smaller than the text of one turn."""
@@ -465,9 +465,10 @@ class RunConfig:
             return
         law = f"actor.max_turn_tokens={turn_tokens} can sample {needed} MiB"
         if needed <= MOST_ACTION_MIB:
-            yield "envhub.max_action_mib", self.envhub.max_action_mib, f"{law}; give that"
+            text = f"must be at least {needed}: {law}"
+            yield "envhub.max_action_mib", self.envhub.max_action_mib, text
         else:
-            text = f"can sample {needed} MiB; an action has at most {MOST_ACTION_MIB} MiB"
+            text = f"can sample {needed} MiB, but an action has at most {MOST_ACTION_MIB} MiB"
             yield "actor.max_turn_tokens", turn_tokens, text
 
 
@@ -484,7 +485,7 @@ def check_training(cfg: RunConfig) -> None:
     lease_s = cfg.envhub.session_lease_s
     turn_s = cfg.actor.turn_timeout_s
     if not cfg.envhub.url and lease_s < turn_s:
-        law = f"must be >= actor.turn_timeout_s={turn_s:g}, for which a session may be silent"
+        law = f"must be >= actor.turn_timeout_s={turn_s:g}: a session is silent during a turn"
         raise ConfigError(f"envhub.session_lease_s={lease_s:g}: {law}")
 
 

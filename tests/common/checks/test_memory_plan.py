@@ -150,9 +150,13 @@ def test_small_gpu_is_refused_with_offload_estimate(shape: ModelShape, repositor
 @pytest.mark.parametrize(
     ("device", "more", "words"),
     [
-        ("auto", ["optimizer=muon"], "would multiply its matrices on the CPU; give adamw"),
-        ("auto", ["optimizer=adamw", "moments=8bit"], "600 times slower on a CPU; give fp32, or"),
-        ("cpu", [], "learner.device=cpu has it all in the host's; give none"),
+        ("auto", ["optimizer=muon"], "muon would multiply its matrices on the CPU"),
+        (
+            "auto",
+            ["optimizer=adamw", "moments=8bit"],
+            "must be fp32 with learner.offload=optimizer",
+        ),
+        ("cpu", [], "must be none with learner.device=cpu"),
     ],
 )
 def test_useless_offload_is_refused(

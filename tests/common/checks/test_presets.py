@@ -120,13 +120,13 @@ def test_gpu_count_of_a_role_sets_processes(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["learner.num_gpus=4", "learner.num_ranks=2"], "learner.num_ranks=2 take a GPU each"),
-        (["learner.num_gpus=1", "learner.device=cpu"], "learner.device=cpu uses none"),
+        (["learner.num_gpus=4", "learner.num_ranks=2"], "must be 0 or learner.num_ranks=2"),
+        (["learner.num_gpus=1", "learner.device=cpu"], "must be 0 with learner.device=cpu"),
         (
             ["actor.num_gpus=3", "actor.tensor_parallel_size=2"],
-            "actor.num_actors=1 x actor.tensor_parallel_size=2 = 2; give that, or 0",
+            "must be 0 or (actor.num_actors=1) x actor.tensor_parallel_size=2 = 2",
         ),
-        (["actor.num_gpus=3", "actor.num_actors=2"], "actor.num_actors=2 x actor.tensor_par"),
+        (["actor.num_gpus=3", "actor.num_actors=2"], "(actor.num_actors=2) x actor.tensor_par"),
     ],
 )
 def test_wrong_gpu_sum_is_refused_with_numbers(

@@ -80,17 +80,20 @@ def children_cpu_s() -> float:
         ),
         (
             ["--config", "smoke", "learner.optimizer=muon", "learner.moments=8bit"],
-            "learner.moments='8bit': learner.optimizer=muon keeps one moment",
+            "learner.moments='8bit': must be fp32 with learner.optimizer=muon",
         ),
-        (["actor", "--join", "h:1"], "--join HOST:PORT and --key FILE go together"),
-        (["train", "--join", "h:1", "--key", "k"], "--join: only actor and envhub join"),
+        (["actor", "--join", "h:1"], "--join HOST:PORT and --key FILE: each needs the other"),
+        (
+            ["train", "--join", "h:1", "--key", "k"],
+            "--join: only the commands actor and envhub can join",
+        ),
         (["actor", "--join", "h:1", "--key", "/nosuch"], "--key /nosuch: No such file"),
         (["actor", "--join", "h", "--key", "/nosuch"], "--join h: expects HOST:PORT"),
-        (["trian"], "trian: neither a command nor key=value; the nearest is train"),
+        (["trian"], "trian: neither a command nor key=value; the nearest command is train"),
         (["train", "oops"], "oops: an override is key=value"),
         (["--confg", "smoke"], "--confg"),
         *[
-            ([command, f"run.name={name}"], f"run.name={name!r:.100}: a plain file name")
+            ([command, f"run.name={name}"], f"run.name={name!r:.100}: must be a plain file name")
             for command in ("train", "status", "actor", "learner", "merge")
             for name in ("", ".", "..", "../a", "/a", "latest", "a\nb", "x" * 300)
         ],
@@ -131,7 +134,10 @@ def children_cpu_s() -> float:
             "envhub.url=http://127.0.0.1:9: no answer",
         ),
         (["sft", "sft.output=configs/policies/tiny"], "give sft.overwrite=true"),
-        (["train", "--json", "figures.json"], "--json: bench and recompute alone have it"),
+        (
+            ["train", "--json", "figures.json"],
+            "--json: only the commands bench and recompute accept it",
+        ),
         (["bench", "--suite", "tail", "--json", "run.py/a"], "--json=run.py/a: no file can be"),
         (["bench", "--suite", "nosuch"], f"--suite=nosuch: one of {SUITES}"),
         (["doctor", "model.path=a", "model.path=b"], "model.path is given twice"),
