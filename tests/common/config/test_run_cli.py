@@ -294,7 +294,7 @@ def test_doctor_examines_the_run_of_its_arguments(call: Call) -> None:
     assert "-> model.path=/nosuch: no such directory" in done.stdout
     right = call("doctor", "--config", "smoke")
     assert "config smoke" in right.stdout
-    assert "ready to start; needs about host" in right.stdout
+    assert "a run can start and needs memory: host" in right.stdout
     for line in ("ok   c++ compiler", "ok   cpu ", "ok   system "):
         assert line in right.stdout
 
@@ -303,7 +303,7 @@ def test_doctor_examines_the_run_of_its_arguments(call: Call) -> None:
 def test_preset_doctor_names_missing_value_and_continues(call: Call) -> None:
     done = call("doctor", "--config", "textcraft-qwen7b")
     assert "-> model.path is not set: give model.path=" in done.stdout
-    assert "on the machine that it is made for, 1 node with 8 GPUs of 79.6 GiB:" in done.stdout
+    assert "Plan for the target, 1 node with 8 GPUs of 79.6 GiB:" in done.stdout
     assert "env textcraft" in done.stdout
 
 
