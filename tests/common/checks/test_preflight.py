@@ -179,11 +179,13 @@ def test_missing_compiler_error_names_the_package(
             check(configure(model, repository), repository)
         no_engine = "actor.num_actors=0"
         check(configure(model, repository, no_engine), repository)
-        with pytest.raises(ConfigError, match=r"^learner\.compile=true compiles: .*g\+\+"):
+        with pytest.raises(ConfigError, match=r"^learner\.compile=true needs a compiler: .*g\+\+"):
             check(configure(model, repository, no_engine, "learner.compile=true"), repository)
         for check_offline in (check_sft, check_dpo):
             check_offline(configure(model, repository), repository)
-            with pytest.raises(ConfigError, match=r"^learner\.compile=true compiles: .*g\+\+"):
+            with pytest.raises(
+                ConfigError, match=r"^learner\.compile=true needs a compiler: .*g\+\+"
+            ):
                 check_offline(configure(model, repository, "learner.compile=true"), repository)
     finally:
         compiler_problem.cache_clear()
@@ -209,7 +211,7 @@ def test_shipped_policy_is_overwritten_only_on_request(repository: Path) -> None
 def test_run_directory_has_one_launcher(tmp_path: Path) -> None:
     with (
         hold_run(tmp_path, name="a"),
-        pytest.raises(ConfigError, match=r"run\.name=a: this run is going on"),
+        pytest.raises(ConfigError, match=r"run\.name=a: this run is already running"),
         hold_run(tmp_path, name="a"),
     ):
         pass

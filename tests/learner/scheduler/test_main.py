@@ -187,7 +187,9 @@ def test_second_scheduler_of_a_live_run_is_refused(hub_url: str, run_dir: RunDir
     cfg = _config(hub_url)
     with _serving(cfg, run_dir) as role:
         address = (run_dir.addresses / "scheduler").read_text(encoding="utf-8")
-        with pytest.raises(ConfigError, match=rf"this run has a scheduler \(process {os.getpid()}"):
+        with pytest.raises(
+            ConfigError, match=rf"this run already has a scheduler \(process {os.getpid()}"
+        ):
             serve(cfg, run_dir, threading.Event())
         assert (run_dir.addresses / "scheduler").read_text(encoding="utf-8") == address
         assert isinstance(role.ask(hello_of("actor-0")), Welcome)

@@ -30,7 +30,10 @@ def test_engines_and_learner_request_their_gpu_counts(repository: Path) -> None:
     assert wanted.of("envhub").num_gpus == wanted.of("scheduler").num_gpus == 0
     assert wanted.of("scheduler").is_home
     assert wanted.num_fitting == 3  # 2 GPUs are left beside the learner, 4 on the other node
-    assert "3 of 9 actors fit now; the others start when a node appears" in wanted.lines([HEAD])[-1]
+    assert (
+        "3 of 9 actors fit on the nodes; the others start when a node joins"
+        in wanted.lines([HEAD])[-1]
+    )
 
 
 def test_cpu_engines_are_counted_beside_the_learner(repository: Path) -> None:
