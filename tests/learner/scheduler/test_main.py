@@ -271,7 +271,7 @@ def test_full_disk_pauses_grants_not_heartbeats(
         with no_room_beyond(64):
             role.tell(beat_of("actor-0", [lease.episode_id]))  # it cannot be logged
             deadline = time.monotonic() + TIMEOUT_S
-            while "waiting for room, nothing is lost" not in caplog.text:
+            while "the writer waits and loses nothing" not in caplog.text:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             assert role.ask(beat_of("actor-0", [lease.episode_id])) == known

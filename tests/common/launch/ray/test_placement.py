@@ -63,8 +63,8 @@ def test_colocated_engines_share_gpus_as_locally(repository: Path, placement: st
     ("overrides", "nodes", "message"),
     [
         (["learner.num_ranks=8"], [HEAD, GPU], "learner needs a node with 1 CPU, 8 GPU on the"),
-        (["learner.device=cuda"], [LAPTOP], "has that (127.0.0.1: 4 CPU, 0 GPU); start run.py on"),
-        (["learner.device=cuda:1"], [HEAD], "Ray chooses the devices"),
+        (["learner.device=cuda"], [LAPTOP], "has it (127.0.0.1: 4 CPU, 0 GPU); start run.py on"),
+        (["learner.device=cuda:1"], [HEAD], "Ray chooses the GPUs"),
         (["actor.tensor_parallel_size=8"], [HEAD, GPU], "10.0.0.2: 8 CPU, 4 GPU, kind=h100"),
         (["ray.actor_labels=[kind=a100]"], [HEAD, GPU], "actor needs a node with 1 CPU and kind"),
         (["actor.placement=apart", "learner.num_ranks=4"], [HEAD], "10.0.0.1: 7 CPU, 0 GPU"),
