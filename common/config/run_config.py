@@ -92,7 +92,9 @@ class RunSection:
     seed: int = knob(0, "Sets the seed of all random draws.", ge=0, lt=2**32)
     resume: Resume = knob(Resume.AUTO, "Selects what happens if the run's directory is in use.")
     stop_timeout_s: float = seconds(
-        0.0, "Limits the seconds to save at a stop. 0 derives them from earlier saves.", ge=0
+        0.0,
+        "Limits the seconds to save at a stop. 0 derives them from recent steps and checkpoints.",
+        ge=0,
     )
     stall_s: float = seconds(
         120.0,
@@ -146,7 +148,7 @@ class MachineSection:
 
     num_nodes: int = knob(
         1,
-        "Sets the number of nodes. The learner is on the first, engines use the remaining GPUs.",
+        "Sets the number of nodes. The learner uses the first, engines use the rest.",
         ge=1,
         le=1000,
     )
@@ -385,9 +387,7 @@ class ActorSection(AgentOptions):
         300.0, "Limits the seconds in which the engine must start.", gt=0
     )
     delivery_window: int = knob(
-        256,
-        "Limits the trajectories that the learner has not acknowledged. Beyond it the actor waits.",
-        ge=1,
+        256, "Limits the unacknowledged trajectories. Beyond it the actor waits.", ge=1
     )
 
     @property

@@ -80,7 +80,7 @@ def test_horizon_override_may_have_another_kind(repository: Path, tmp_path: Path
             "horizon.per_env.babyai/GoTu.stages=[6]",
             "horizon.per_env.babyai/GoTu='babyai/GoTu': no task has this subset",
         ),
-        ("horizon.per_env=3", "horizon.per_env=3: expects names with sections of kind, stages"),
+        ("horizon.per_env=3", "horizon.per_env=3: expects a map from names to sections with"),
         ("horizon.kind=adaptive", "expects one of fixed, stepwise, linear, gated"),
         ("horizon.gated.min_steps=5", "horizon.gated.min_steps=5: must be >= horizon.gated.window"),
         ("horizon.gated.ess_frac=2", "horizon.gated.ess_frac=2.0: must be in [0, 1]"),

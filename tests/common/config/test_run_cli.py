@@ -106,7 +106,7 @@ def children_cpu_s() -> float:
         (["train", "--config", "smoke", "horizon.stages=" + "[" * 9000], "horizon.stages=[[["),
         (["train", "--config", "smoke", "tasks=${run.name}"], "tasks=${run.name}: expects"),
         (["train", "--config", "smoke", "envhub.envs=['os:system']"], "envhub.envs: environment"),
-        (["train", "--config", "smoke", "envhub.host=192.0.2.1"], "envhub.host=192.0.2.1: no add"),
+        (["train", "--config", "smoke", "envhub.host=192.0.2.1"], "envhub.host=192.0.2.1: not an"),
         (["--config", "smoke", "model.path=/nosuch"], "model.path=/nosuch: no such directory"),
         (
             ["--config", "smoke", "tasks=[{env: babyia, subset: GoToLocal}]"],
