@@ -118,16 +118,12 @@ def _check_context(cfg: RunConfig, shape: ModelShape) -> None:
 def check_agent(actor: ActorSection) -> None:
     """Check that this machine has the agent's program. Raises: ConfigError: it is missing."""
     if actor.endpoint and shutil.which(actor.agent[0]) is None:
-        raise ConfigError(
-            f"actor.agent={actor.agent}: the program {actor.agent[0]!r} is not on this machine"
-        )
+        raise ConfigError(f"actor.agent={actor.agent}: no program {actor.agent[0]!r} on the PATH")
 
 
 def _check_tasks(cfg: RunConfig) -> None:
     if not cfg.tasks:
-        raise ConfigError(
-            "tasks=[]: a run needs at least one task, such as tasks=[{env: e, subset: s}]"
-        )
+        raise ConfigError("tasks=[]: a run needs at least one task: tasks=[{env: e, subset: s}]")
     check_training(cfg)
 
 
@@ -295,9 +291,8 @@ def check_ports(cfg: RunConfig) -> None:
         users[port] = key
         problem = _bind_problem(host, port)
         if problem:
-            raise ConfigError(
-                f"{key}={port}: cannot bind {host}:{port} ({problem}); 0 chooses a free one"
-            )
+            law = f"cannot bind {host}:{port} ({problem}); 0 chooses a free one"
+            raise ConfigError(f"{key}={port}: {law}")
 
 
 def check_disk(run_dir: Path) -> None:

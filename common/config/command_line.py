@@ -92,15 +92,11 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
     command = words.pop(0) if is_named else "train"
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
-        raise ConfigError(
-            f"{command}: neither a command nor key=value; the nearest command is {near}"
-        )
+        raise ConfigError(f"{command}: not a command or key=value; the nearest command is {near}")
     if asked.help:
         _print_and_exit(command_help(command) if is_named else parser.format_help())
     if (asked.suite is None) == (command == "bench"):
-        raise ConfigError(
-            f"--suite: the command bench needs it, and only bench. Use one of {SUITES}"
-        )
+        raise ConfigError(f"--suite: only the command bench takes it and needs it: {SUITES}")
     if asked.json is not None and command not in ("bench", "recompute"):
         raise ConfigError("--json: only the commands bench and recompute accept it")
     if asked.steps is not None and command != "recompute":

@@ -111,7 +111,7 @@ class MixtureSection:
     )
     memory_episodes: int = knob(
         256,
-        "With kind=adaptive, averages the success of a task over this many episodes.",
+        "With kind=adaptive, averages a task's success over this many episodes.",
         ge=1,
         le=10**6,
     )

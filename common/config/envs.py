@@ -86,10 +86,7 @@ class SearchqaOptions(ItemFiles):
         "", "Names the folder that keeps the index of the corpus. Empty means beside the corpus."
     )
     retriever_url: str = knob(
-        "",
-        "Names the URL of a retrieval server that replaces the built-in index.",
-        form=URL,
-        also="",
+        "", "Names the URL of a server that replaces the built-in index.", form=URL, also=""
     )
     retriever_timeout_s: float = seconds(
         10.0, "Limits the seconds in which the retrieval server must answer.", gt=0
@@ -197,9 +194,7 @@ class SqlgymOptions(ItemFiles):
         30.0, "Limits the seconds of processor time of a reference statement.", gt=0
     )
     max_rows: int = knob(
-        1000,
-        "Limits the rows of a result. A reference result with more rows raises the limit.",
-        ge=1,
+        1000, "Limits the rows of a result, unless the reference result has more.", ge=1
     )
 
 
@@ -208,8 +203,7 @@ class WordleOptions(ItemFiles):
     """Wordle with a short word list."""
 
     words: str = knob(
-        "",
-        "Names a file of words, such as LMRL-Gym's tweet_words.txt. Empty uses the built-in list.",
+        "", "Names a file of words, such as tweet_words.txt of LMRL-Gym. Empty uses our list."
     )
 
 

@@ -72,14 +72,9 @@ class AgentOptions:
         False, "Adds a turn before the first action in which the policy writes a plan."
     )
     reflect_every: int = knob(
-        0,
-        "Adds a turn after this many actions in which the policy reflects. 0 adds none.",
-        ge=0,
-        le=1000,
+        0, "Adds a turn of reflection after this many actions. 0 adds none.", ge=0, le=1000
     )
-    reflect_on_invalid: bool = knob(
-        False, "Adds a turn after each invalid action in which the policy reflects."
-    )
+    reflect_on_invalid: bool = knob(False, "Adds a turn of reflection after each invalid action.")
     learn_plans: bool = knob(True, "Trains on the tokens of plans as on those of actions.")
     learn_reflections: bool = knob(
         True, "Trains on the tokens of reflections as on those of actions."
@@ -91,7 +86,7 @@ class AgentOptions:
     )
     context_turns: int = knob(
         4,
-        "With context=window, copies this many of the latest turns to a new segment.",
+        "With context=window, keeps this many of the latest turns in a new segment.",
         ge=1,
         le=1000,
     )
@@ -292,9 +287,7 @@ class PolicySection:
         1024, "Limits the sampled tokens of a turn, including hidden reasoning.", ge=1
     )
     limit_key: str = knob(
-        "max_tokens",
-        "Selects the request field that carries policy.max_turn_tokens.",
-        one_of=LIMIT_KEYS,
+        "max_tokens", "Selects the request field for policy.max_turn_tokens.", one_of=LIMIT_KEYS
     )
     max_concurrent: int = knob(
         16, "Limits the concurrent requests to the endpoint.", ge=1, le=10**5
@@ -312,9 +305,7 @@ class PolicySection:
         must="be at most max_backoff_s",
     )
     max_backoff_s: float = seconds(
-        60.0,
-        "Limits the seconds between two tries, even if the endpoint's Retry-After is longer.",
-        ge=0,
+        60.0, "Limits the seconds between two tries, even if Retry-After is longer.", ge=0
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -336,8 +327,5 @@ class StudySection:
         [], "Selects runs (ARM-seedN) or arms. [] selects all that are not finished."
     )
     folder: str = knob(
-        "",
-        "Names the folder of the study below run.dir. Empty means study-SUITE.",
-        form=PATH,
-        also="",
+        "", "Names the study's folder below run.dir. Empty means study-SUITE.", form=PATH, also=""
     )

@@ -197,10 +197,7 @@ class AlgorithmSection:
         le=1000,
     )
     state_discount: float = knob(
-        0.95,
-        "With state_credit, discounts the rewards after a turn by this factor per turn.",
-        gt=0,
-        le=1,
+        0.95, "With state_credit, discounts the rewards after a turn, per turn.", gt=0, le=1
     )
     state_prior: float = knob(
         1.0,
@@ -209,10 +206,7 @@ class AlgorithmSection:
         le=1000,
     )
     state_lambda: float = knob(
-        0.95,
-        "With state_credit=gagpo, sets lambda of generalised advantage estimation.",
-        ge=0,
-        le=1,
+        0.95, "With state_credit=gagpo, sets lambda of advantage estimation.", ge=0, le=1
     )
     running_memory: float = knob(
         0.9,
@@ -222,9 +216,7 @@ class AlgorithmSection:
         lt=1,
     )
     running_prior: float = knob(
-        2.0,
-        "With advantage=running, counts the mean of the task as this many rewards of an item.",
-        gt=0,
+        2.0, "With advantage=running, counts a task's mean as this many rewards of an item.", gt=0
     )
     invalid_action_penalty: float = knob(
         0.0,
@@ -240,27 +232,20 @@ class AlgorithmSection:
     )
     policy_loss: PolicyLoss = knob(PolicyLoss.PPO, "Selects the surrogate loss of the policy.")
     clip_low: float = knob(
-        0.2,
-        "With policy_loss=ppo, gspo or turn, clips the ratio at 1 minus this value.",
-        gt=0,
-        lt=1,
+        0.2, "With ppo, gspo or turn, clips the ratio at 1 minus this value.", gt=0, lt=1
     )
     clip_high: float = knob(
-        0.28,
-        "With policy_loss=ppo, gspo, turn or cispo, clips the ratio at 1 plus this value.",
-        gt=0,
+        0.28, "With ppo, gspo, turn or cispo, clips the ratio at 1 plus this value.", gt=0
     )
     dual_clip: float = knob(
         3.0,
-        "With policy_loss=ppo, gspo or turn, bounds the surrogate at this multiple of a negative "
-        "advantage. 0 turns it off.",
+        "Bounds the loss of negative advantages at this multiple (ppo, gspo, turn). 0 turns it "
+        "off.",
         also=0,
         gt=1,
     )
     dppo_delta: float = knob(
-        0.2,
-        "With policy_loss=dppo, masks a token whose probability changed by more than this.",
-        gt=0,
+        0.2, "With policy_loss=dppo, masks a token whose probability changed by more.", gt=0
     )
     correction: Correction = knob(
         Correction.TOKEN_TIS,
@@ -295,10 +280,7 @@ class AlgorithmSection:
         "arXiv:2110.00641).",
     )
     kl_coef: float = knob(
-        0.0,
-        "Sets the weight of KL(pi | reference) in the loss. 0 loads no reference.",
-        ge=0,
-        le=1000,
+        0.0, "Sets the weight of KL(pi | reference). 0 loads no reference.", ge=0, le=1000
     )
     kl_estimator: KlEstimator = knob(
         KlEstimator.K3, "Selects Schulman's estimator of KL(pi | reference) from samples."
@@ -386,8 +368,7 @@ class LearnerSection:
         "Selects the precision of the forward and backward passes. The master weights are fp32.",
     )
     layout: Layout = knob(
-        Layout.AUTO,
-        "Selects the memory layout of a microbatch. The gradient does not depend on it.",
+        Layout.AUTO, "Selects a microbatch's memory layout. The gradient does not depend on it."
     )
     attention: Attention = knob(Attention.AUTO, "Selects the attention kernels of the learner.")
     shared_prefix: bool = knob(
@@ -419,9 +400,7 @@ class LearnerSection:
         600.0, "Limits the seconds in which ranks must answer each other.", gt=0
     )
     max_lag_steps: int = knob(
-        4,
-        "Limits the lag of a trajectory's oldest token, in versions. Older trajectories are stale.",
-        ge=0,
+        4, "Limits the lag of a trajectory's oldest token. Older trajectories are stale.", ge=0
     )
     hold_back_steps: int = knob(
         0,
@@ -449,7 +428,7 @@ class LearnerSection:
     )
     max_canary_delta: float = knob(
         0.05,
-        "Raises an alarm if the mean |delta logprob| of the canary prompts is larger.",
+        "Raises an alarm if the canary prompts' mean |delta logprob| is larger.",
         gt=0,
         le=1000,
     )

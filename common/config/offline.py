@@ -33,10 +33,7 @@ class SftSection:
         0, "Trains on this many of the newest remaining episodes. 0 means all.", ge=0
     )
     random_frac: float = knob(
-        0.3,
-        "Sets the share of demonstrations that are random valid play over the mixture.",
-        ge=0,
-        le=1,
+        0.3, "Sets the share of demonstrations with random valid play over the mixture.", ge=0, le=1
     )
     slip_frac: float = knob(
         0.0,
@@ -109,8 +106,7 @@ class DpoSection:
     """Direct preference optimisation on pairs of episodes of one item (arXiv:2305.18290)."""
 
     data: str = knob(
-        "",
-        "Names a run directory whose journal is read, or a file in AgentTraj format with rewards.",
+        "", "Names a run directory with a journal, or a file in AgentTraj format with rewards."
     )
     output: str = knob("runs/dpo-policy", "Names the folder of the policy.", form=PATH)
     beta: float = knob(0.1, "Sets how strongly the reference holds the policy.", gt=0, le=1000)
@@ -188,10 +184,7 @@ class SimulatorSection:
     """
 
     hours: float = knob(
-        0.0,
-        "Simulates this many hours of virtual time. 0 simulates train.num_steps.",
-        ge=0,
-        le=10**6,
+        0.0, "Simulates this many virtual hours. 0 simulates train.num_steps.", ge=0, le=10**6
     )
     max_episodes: int = knob(
         500_000,
@@ -221,10 +214,7 @@ class SimulatorSection:
         0, "Sets the number of actors. 0 means actor.num_actors.", ge=0, le=10**4
     )
     speed_sigma: float = knob(
-        0.0,
-        "Sets the standard deviation, over actors, of the log of the seconds per turn.",
-        ge=0,
-        le=10,
+        0.0, "Sets the standard deviation of the log of an actor's seconds per turn.", ge=0, le=10
     )
     join_s: float = knob(0.0, "Lets the actors join evenly over this many seconds.", ge=0)
     mtbf_h: float = knob(
@@ -244,17 +234,12 @@ class SimulatorSection:
         le=1000,
     )
     delivery_s: float = knob(
-        0.05,
-        "Sets the seconds from the end of an episode to its arrival in the learner's groups.",
-        ge=0,
+        0.05, "Sets the seconds from an episode's end to its arrival at the learner.", ge=0
     )
 
     turn_s: float = knob(3.0, "Sets the median seconds of generation in a turn.", gt=0)
     turn_sigma: float = knob(
-        0.4,
-        "Sets the standard deviation, over episodes, of the log of the seconds per turn.",
-        ge=0,
-        le=10,
+        0.4, "Sets the standard deviation of the log of an episode's seconds per turn.", ge=0, le=10
     )
     num_turns: float = knob(
         8.0, "Sets the median number of turns of an episode that no horizon truncates.", ge=1

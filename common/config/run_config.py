@@ -92,9 +92,7 @@ class RunSection:
     seed: int = knob(0, "Sets the seed of all random draws.", ge=0, lt=2**32)
     resume: Resume = knob(Resume.AUTO, "Selects what happens if the run's directory is in use.")
     stop_timeout_s: float = seconds(
-        0.0,
-        "Limits the seconds to save at a stop. 0 derives them from recent steps and checkpoints.",
-        ge=0,
+        0.0, "Limits the seconds to save at a stop. 0 derives them from earlier steps.", ge=0
     )
     stall_s: float = seconds(
         120.0,
@@ -146,12 +144,7 @@ class ModelSection:
 class MachineSection:
     """The target machine of a preset, for the memory plan of a dry run without a GPU."""
 
-    num_nodes: int = knob(
-        1,
-        "Sets the number of nodes. The learner uses the first, engines use the rest.",
-        ge=1,
-        le=1000,
-    )
+    num_nodes: int = knob(1, "Sets the number of nodes. The first has the learner.", ge=1, le=1000)
     num_gpus: int = knob(
         0, "Sets the number of GPUs of each node. 0 plans for any machine.", ge=0, le=1000
     )
@@ -190,10 +183,7 @@ class GroupsSection:
         must="be at most size",
     )
     max_oversample: float = knob(
-        3.0,
-        "Draws at most this many times per_step groups, to replace groups without signal.",
-        ge=1,
-        le=1000,
+        3.0, "Draws at most this many times per_step groups for a step.", ge=1, le=1000
     )
     straggler_factor: float = knob(
         0.0,
@@ -351,12 +341,11 @@ class ActorSection(AgentOptions):
     )
     kv_at_update: AtUpdate = knob(
         AtUpdate.KEEP,
-        "Selects whether a running turn keeps its KV cache when new weights arrive, or recomputes "
-        "it.",
+        "Selects whether a running turn keeps its KV cache at new weights or recomputes it.",
     )
     prefixes_at_update: AtUpdate = knob(
         AtUpdate.DROP,
-        "Selects whether later turns reuse the KV cache of older weights, or recompute it.",
+        "Selects whether later turns reuse KV cache of older weights or recompute it.",
     )
     tensor_parallel_size: int = knob(1, "Sets the number of devices of one engine.", ge=1, le=64)
     num_gpus: int = knob(

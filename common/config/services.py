@@ -68,9 +68,7 @@ class EnvhubSection:
         le=MOST_ACTION_MIB,
     )
     inline_step_s: float = seconds(
-        0.2,
-        "Moves an environment to worker processes if its steps take longer than these seconds.",
-        gt=0,
+        0.2, "Moves an environment to worker processes if its steps take longer.", gt=0
     )
     agentgym_lease_s: float = seconds(
         0.0,
@@ -79,9 +77,7 @@ class EnvhubSection:
         ge=0,
     )
     agentgym_queue_s: float = seconds(
-        120.0,
-        "Limits the seconds that a create or reset on AgentGym's routes waits for a free session.",
-        ge=0,
+        120.0, "Limits the seconds that a create or reset on AgentGym's routes waits.", ge=0
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -94,16 +90,11 @@ class EnvhubSection:
 class LogSection:
     """Log levels, the terminal display, and the destination of metrics."""
 
-    wandb: WandbMode = knob(
-        WandbMode.AUTO,
-        "Selects how metrics are sent to Weights & Biases, in addition to metrics.jsonl.",
-    )
+    wandb: WandbMode = knob(WandbMode.AUTO, "Selects how metrics are sent to Weights & Biases.")
     wandb_project: str = knob("longstride", "Names the project of Weights & Biases.", form=WORD)
     level: str = knob("INFO", "Logs messages of this level and above.", one_of=LOG_LEVELS)
     max_mb: int = knob(
-        100,
-        "Limits a role's log file, in MB. A new file then begins, and one older file is kept.",
-        ge=1,
+        100, "Limits a role's log file, in MB. A new file then begins; one old file is kept.", ge=1
     )
     live: bool = knob(True, "Shows the live display if the output is a terminal.")
 
@@ -128,10 +119,7 @@ class JournalSection:
         le=1e6,
     )
     keep_days: float = knob(
-        0.0,
-        "Removes files whose last episode is older than this many days. 0 keeps all.",
-        ge=0,
-        le=1e5,
+        0.0, "Removes files whose last episode is older than these days. 0 keeps all.", ge=0, le=1e5
     )
 
 

@@ -89,7 +89,7 @@ def children_cpu_s() -> float:
         ),
         (["actor", "--join", "h:1", "--key", "/nosuch"], "--key /nosuch: No such file"),
         (["actor", "--join", "h", "--key", "/nosuch"], "--join h: expects HOST:PORT"),
-        (["trian"], "trian: neither a command nor key=value; the nearest command is train"),
+        (["trian"], "trian: not a command or key=value; the nearest command is train"),
         (["train", "oops"], "oops: an override is key=value"),
         (["--confg", "smoke"], "--confg"),
         *[
