@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     if pip.returncode != 0:
         kept = [line for line in lines if not line.startswith("WARNING: Location")]
         _say("".join(kept[-LOG_LINES:]).rstrip())
-        _say(f"pip failed; all that it said: {folder / 'install.log'}")
+        _say(f"pip failed; its whole output: {folder / 'install.log'}")
     else:
         _say(f"installed in {time.monotonic() - started:.0f} s")
     return pip.returncode
@@ -88,7 +88,7 @@ def _tell_unpacking(pip: subprocess.Popen[str], folder: Path) -> None:
     while True:
         now = len([*folder.glob("lib/python*/site-packages/*.dist-info")])
         if told not in (-1, now):
-            _say(f"  {now} unpacked")
+            _say(f"  {now} packages unpacked")
         told = now
         with contextlib.suppress(subprocess.TimeoutExpired):
             pip.wait(UNPACK_S)

@@ -74,9 +74,9 @@ def _check_order(listed: Sequence[_GpuEntry], entries: Sequence[str], order: str
     numbers = [entry for entry in entries if entry.isdigit() and int(entry) < len(listed)]
     if order == "FASTEST_FIRST" and len(kinds) > 1 and numbers:
         raise ConfigError(
-            f"CUDA_DEVICE_ORDER=FASTEST_FIRST: the GPUs are unlike ({', '.join(sorted(kinds))}),"
-            f" so it is not known which one CUDA_VISIBLE_DEVICES={','.join(entries)} means; unset"
-            " CUDA_DEVICE_ORDER, which gives the numbers of nvidia-smi, or name uuids"
+            f"CUDA_DEVICE_ORDER=FASTEST_FIRST: the GPUs differ ({', '.join(sorted(kinds))}), so the"
+            f" numbers in CUDA_VISIBLE_DEVICES={','.join(entries)} are ambiguous. Unset"
+            " CUDA_DEVICE_ORDER to use the numbers of nvidia-smi, or give the uuids of the GPUs"
         )
 
 

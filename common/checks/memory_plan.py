@@ -23,9 +23,9 @@ from common.errors import ConfigError
 
 PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured: 0.7-1.1 GiB per process.
 GPU_REMEDY = (
-    "give the learner more GPUs (learner.num_gpus), train adapters (learner.lora.rank=16), set"
+    "use more GPUs for the learner (learner.num_gpus), train adapters (learner.lora.rank=16), set"
     " learner.gradient_checkpointing=true or learner.moments=8bit, lower actor.gpu_memory_frac or"
-    " learner.max_tokens_per_microbatch, or take GPUs with more memory"
+    " learner.max_tokens_per_microbatch, or use GPUs with more memory"
 )
 HOST_REMEDY = (
     "lower learner.max_tokens_per_microbatch, actor.kv_cache_gib, actor.num_actors or"
@@ -125,8 +125,8 @@ def _offload_remedy(
     has = f", which has {shown(host_bytes)}" if host_bytes else ""
     exact = " learner.moments=fp32" if learner.moments is Moments.INT8 else ""
     return (
-        f"; learner.offload=optimizer{exact} would take about {shown(here)} of it and"
-        f" {shown(host)} of the host's memory{has}"
+        f"; learner.offload=optimizer{exact} would need about {shown(here)} of GPU memory and"
+        f" {shown(host)} of host memory{has}"
     )
 
 
@@ -134,22 +134,22 @@ def _check_nodes(cfg: RunConfig, seats: Seats, per_node: int) -> None:
     """Refuse a learner or an engine on GPUs of two nodes."""
     if seats.learner and seats.learner[-1] >= per_node:
         raise ConfigError(
-            f"learner.num_ranks={cfg.learner.num_ranks}: ranks are processes of one node, and one"
-            f" has {per_node} GPUs"
+            f"learner.num_ranks={cfg.learner.num_ranks}: all ranks run on one node, and a node has"
+            f" {per_node} GPUs"
         )
     for own in seats.actors:
         if len({gpu // per_node for gpu in own}) > 1:
             raise ConfigError(
-                f"actor.tensor_parallel_size={cfg.actor.tensor_parallel_size}: an engine would have"
-                f" GPUs of two nodes of {per_node}; give a number that divides what is left beside"
-                " the learner's"
+                f"actor.tensor_parallel_size={cfg.actor.tensor_parallel_size}: an engine would use"
+                f" GPUs of two nodes, which have {per_node} each. Use a divisor of the number of"
+                " GPUs that the learner leaves free"
             )
 
 
 def _programs(num_ranks: int, num_actors: int, width: int) -> Part:
     # A single worker runs in the engine's own process. Several workers have one process each.
     num = num_ranks + (2 if width == 1 else 2 + width) * num_actors
-    how = f"{num} processes x {shown(PROCESS_BYTES)}: learner, actors, their engines"
+    how = f"{num} processes of learner, actors and engines x {shown(PROCESS_BYTES)}"
     return Part("programs", num * PROCESS_BYTES, how)
 
 
@@ -175,9 +175,9 @@ def plan_here(cfg: RunConfig, root: Path) -> list[MemoryBudget]:
         needed = sum(each.total_bytes for each in plan_named(cfg, shape) if "gpu" in each.name)
         has = sum(gpu.memory_bytes for gpu in found)
         raise ConfigError(
-            f"{error}; this configuration is made for {cfg.machine.text} and takes about"
-            f" {shown(needed)} of them, and the GPUs here have {shown(has)}: see learner.num_gpus"
-            " and actor.num_gpus"
+            f"{error}. This configuration is made for {cfg.machine.text} and needs about"
+            f" {shown(needed)} of GPU memory; the GPUs of this machine have {shown(has)}. Change"
+            " learner.num_gpus and actor.num_gpus"
         ) from error
 
 
@@ -201,7 +201,7 @@ def plan_lines(places: Sequence[MemoryBudget]) -> list[str]:
         place = alike[0]
         more = len(alike) - 1
         of = f" of {shown(place.capacity_bytes)}" if place.capacity_bytes else ""
-        name = place.name + (f" and {more} more like it, up to {alike[-1].name}" if more else "")
+        name = place.name + (f" and {more} equal ones, up to {alike[-1].name}" if more else "")
         lines.append(f"memory, {name}: about {shown(place.total_bytes)}{of}")
         lines += [f"  {shown(p.num_bytes):>9}  {p.label:<27}  {p.how}" for p in place.parts]
     return lines
@@ -216,7 +216,7 @@ def lines_here(cfg: RunConfig, root: Path) -> list[str]:
     """Return the plan for this machine, or for the config's machine, as a table."""
     places = plan_lines(plan_here(cfg, root))
     if is_elsewhere(cfg):
-        places.insert(0, f"no GPU here; on the machine that it is made for, {cfg.machine.text}:")
+        places.insert(0, f"This machine has no GPU. Plan for the target, {cfg.machine.text}:")
     return places
 
 
@@ -231,7 +231,7 @@ def check_memory(cfg: RunConfig, places: Sequence[MemoryBudget], shape: ModelSha
             most = "; ".join(f"{p.label} {shown(p.num_bytes)} = {p.how}" for p in largest)
             raise ConfigError(
                 f"memory: the run needs about {shown(place.total_bytes)} on {place.name}, which"
-                f" has {shown(place.capacity_bytes)} ({most}); {place.remedy}"
+                f" has {shown(place.capacity_bytes)} ({most}). Remedies: {place.remedy}"
             )
         _check_cache(cfg, place, shape)
 
@@ -244,8 +244,8 @@ def _check_cache(cfg: RunConfig, place: MemoryBudget, shape: ModelShape) -> None
         found = part.num_bytes // part.times
         if part.label == "KV cache" and found < needed:
             raise ConfigError(
-                f"actor.max_model_len={cfg.actor.max_model_len}: one such episode needs"
-                f" {shown(needed)} of KV cache ({each:,} B a token) and the engine on"
-                f" {place.name} has {shown(found)}; lower it, or raise"
+                f"actor.max_model_len={cfg.actor.max_model_len}: an episode of this length needs"
+                f" {shown(needed)} of KV cache ({each:,} B per token), and the engine on"
+                f" {place.name} has {shown(found)}. Lower actor.max_model_len, or raise"
                 f" {'actor.gpu_memory_frac' if 'gpu' in place.name else 'actor.kv_cache_gib'}"
             )

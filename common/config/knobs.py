@@ -59,7 +59,7 @@ class Constraint:
         """Return the constraint as text."""
         if self.one_of or self.form:
             words = self.form.phrase if self.form else f"one of {', '.join(self.one_of)}"
-            return words if self.also is None else f'{words}, or "{self.also}"'
+            return f"must be {words}" if self.also is None else f'must be {words}, or "{self.also}"'
         low = _first(self.ge, self.gt)
         high = _first(self.le, self.lt)
         if low is not None and high is not None:
@@ -156,7 +156,8 @@ PEER_NAME = Pattern(
     "printable text of at most 200 characters", lambda text: text.isprintable() and len(text) <= 200
 )
 FILE_NAME = Pattern(
-    'a plain file name: up to 100 printable characters, no "/", no "." in front, not "latest"',
+    'a plain file name: up to 100 printable characters without "/", not "latest", no "." at the'
+    " beginning",
     _is_file_name,
 )
 HOST = Pattern("an address or a host name", _is_host)
@@ -171,8 +172,8 @@ DEVICE = Pattern(
     "auto, cpu, cuda or cuda:<number>", re.compile(r"auto|cpu|cuda(:\d{1,3})?").fullmatch
 )
 ENV_NAME = Pattern(
-    "an environment's name, module:function of one of yours, a game as textarena:Sudoku-v0, or"
-    " mcp:FILE.yaml, verifiers:FILE.yaml",
+    "an environment's name, MODULE:FUNCTION of your own, a game such as textarena:Sudoku-v0,"
+    " mcp:FILE.yaml or verifiers:FILE.yaml",
     re.compile(r"[\w-]+|[^\s:]+:\w+|(textarena|gymnasium|mcp|verifiers):[^\s,]+").fullmatch,
 )
 

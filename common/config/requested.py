@@ -54,24 +54,24 @@ def load_joined(request: ParsedCommand, *, root: Path) -> RunConfig:
         return load_config(request.config, overrides, root=root)
     # A wrong key is reported before a missing run.
     load_config(request.config or DEFAULT_CONFIG, overrides, root=root)
-    raise ConfigError(f"run.name={name}: no such run below {own.parents[1]}/{_nearest_run(own)}")
+    raise ConfigError(f"run.name={name}: no such run in {own.parents[1]}/{_nearest_run(own)}")
 
 
 def _folder(overrides: Sequence[str], *, root: Path) -> Path:
     folder = override_value(overrides, "run.dir")
     if folder is not None and not PATH.fits(folder):
-        raise ConfigError(f"run.dir={folder!r:.100}: {PATH.phrase}")
+        raise ConfigError(f"run.dir={folder!r:.100}: must be {PATH.phrase}")
     return root / (folder or "runs")
 
 
 def own_config(overrides: Sequence[str], name: str, *, root: Path) -> Path:
     """Return the path of a run's configuration. Raises: ConfigError: not a valid run name."""
     if not FILE_NAME.fits(name):  # The name becomes part of a path.
-        raise ConfigError(f"run.name={name!r:.100}: {FILE_NAME.phrase}")
+        raise ConfigError(f"run.name={name!r:.100}: must be {FILE_NAME.phrase}")
     return _folder(overrides, root=root) / name / "config.yaml"
 
 
 def _nearest_run(own: Path) -> str:
     known = sorted({path.parent.name for path in own.parents[1].glob("*/config.yaml")} - {"latest"})
     near = difflib.get_close_matches(own.parent.name, known, n=1, cutoff=0.0)
-    return f"; the nearest is {near[0]}" if near else ", nor any other; start one with `train`"
+    return f"; the nearest is {near[0]}" if near else ", which has no run; start one with `train`"

@@ -98,7 +98,7 @@ def own_connection(url: str, *, timeout_s: float) -> HTTPConnection:
 def _split(url: str) -> SplitResult:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("it is no address such as http://host:8080")
+        raise ValueError("not an address such as http://host:8080")
     return parts
 
 
@@ -144,10 +144,10 @@ def _read(
     while chunk := response.read1(READ_BYTES):
         content += chunk
         if len(content) > max_bytes:
-            raise ValueError(f"the answer is longer than {max_bytes} bytes")
+            raise ValueError(f"the answer has more than {max_bytes} bytes")
         transport.settimeout(_left_s(deadline_s))
     if response.length:
-        raise BadAnswer(f"the answer breaks off, {response.length} bytes are missing")
+        raise BadAnswer(f"the answer is incomplete, {response.length} bytes are missing")
     return HttpResponse(
         status=response.status, reason=response.reason, body=bytes(content), proxy=proxy
     )

@@ -208,8 +208,8 @@ def _check_weights(cfg: RunConfig, joined: "Joined", *, root: Path) -> None:
         check_model(cfg.model.path, root)
     elif rank := cfg.learner.lora.rank:
         raise ConfigError(
-            f"learner.lora.rank={rank}: this run sends adapters only, not the {joined.base} that"
-            " they are added to; give model.path=FOLDER with a copy of that model on this machine"
+            f"learner.lora.rank={rank}: this run sends only adapters, without their base model"
+            f" {joined.base}. Give model.path=FOLDER with a copy of the base model on this machine"
         )
 
 

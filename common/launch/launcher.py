@@ -166,7 +166,7 @@ class RoleSupervisor:
                     limits[role] = self._stop_timeout_s()
                     self._stop_deadline = time.time() + limits[role]
                     self._next_poll = 0.0  # The display shows it at once.
-                    text = "stopping: the %s may take %.0f s to save; Ctrl-C again stops at once"
+                    text = "stopping: the %s may save for %.0f s; a second Ctrl-C ends it at once"
                     logger.info(text, role.spec.name, limits[role])
                 if role.process is not None:
                     role.process.terminate()
@@ -306,8 +306,8 @@ class _Role:
     def _hopeless(self, ended: RoleProcess) -> Ending:
         last = _error_of(ended).removeprefix(ERROR)
         reason = (
-            f"{self.spec.name} cannot start: {last}; two starts failed alike, "
-            f"the whole log: {self.spec.log_path}"
+            f"{self.spec.name} cannot start: {last}. Two starts failed with this error. "
+            f"Log: {self.spec.log_path}"
         )
         return Ending(exit_code=EXIT_FAILED, reason=reason)
 
@@ -330,7 +330,7 @@ class _Role:
         self._restarts.append(now)
         self._start_again_at = now + wait_s
         if code == 0:  # Usually the run is over, and the learner is about to end, too.
-            logger.info("role left role=%s", self.spec.name)
+            logger.info("role exited normally role=%s", self.spec.name)
             return
         logger.warning(
             "role ended role=%s exit=%s restart=%d/%d in_s=%.1f last=%s",
@@ -348,7 +348,7 @@ class _Role:
         again = f" after {times} restarts" if times else ""
         reason = (
             f"{self.spec.name} failed{again}: {describe_exit(code)}\n{tail}\n"
-            f"the whole log: {self.spec.log_path}"
+            f"Log: {self.spec.log_path}"
         )
         return Ending(exit_code=EXIT_FAILED, reason=reason)
 

@@ -243,16 +243,16 @@ def read_journal(
     """
     pruned = load_pruned(folder)
     if start is not None and start.segment < pruned.before:
-        raise WireError(f"{pruned.text(folder)}, and {start} is needed; restore them from a backup")
+        raise WireError(f"{pruned.text(folder)}, but {start} is needed; restore them from a backup")
     if start is None and pruned.before:
-        logger.warning("%s; what is left is read", pruned.text(folder))
+        logger.warning("%s; the remaining segments are read", pruned.text(folder))
     first = start or JournalPosition(segment=pruned.before)
     number = first.segment
     offset = first.offset
     while (segment := open_segment(folder, number)) is not None:
         with segment:
             if offset > segment.size:
-                raise WireError(f"{segment.path}: no offset {offset}, the file is shorter")
+                raise WireError(f"{segment.path}: offset {offset} is beyond the end of the file")
             for here, record in _records(folder, segment, number, offset):
                 position = JournalPosition(segment=number, offset=here)
                 yield position, segment.message(record, here)
@@ -276,7 +276,8 @@ def _records(
             offset = record.end
         elif is_sealed and offset < segment.size:
             raise WireError(
-                f"{segment.path} at offset {offset}: torn record in a finished segment; {REMEDY}"
+                f"{segment.path} at offset {offset}: incomplete record in a finished segment;"
+                f" {REMEDY}"
             )
         elif is_sealed:
             return
@@ -301,8 +302,8 @@ def _acknowledged(segment: Segment, offset: int, synced: JournalPosition) -> Wir
     if synced.segment > number:
         lost = f"{segment_path(folder, number + 1)} is missing"
     return WireError(
-        f"{lost}, and acknowledged records go on to offset {synced.offset} of segment"
-        f" {synced.segment}; {REMEDY}, or remove {folder / 'synced'} to go on without them"
+        f"{lost}, but acknowledged records extend to offset {synced.offset} of segment"
+        f" {synced.segment}; {REMEDY}, or remove {folder / 'synced'} to continue without them"
     )
 
 
@@ -313,5 +314,5 @@ def _lock_folder(folder: Path) -> IO[bytes]:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()
-        raise ConfigError(f"another process is writing the journal in {folder}") from error
+        raise ConfigError(f"{folder}: another process writes this journal") from error
     return lock

@@ -31,7 +31,7 @@ _CHECK = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CHECK.size
 _OLD_HEAD = struct.Struct("<II")
 _OLD_PAYLOAD = re.compile(rb"[\x90-\x9f][\xc4-\xc6]")  # First bytes of a msgpack list of frames.
-REMEDY = "`run.py journal RUN verify` tells what can be read; restore the file from a backup"
+REMEDY = "`run.py journal RUN verify` lists the readable records; restore the file from a backup"
 
 
 class JournalRecord(NamedTuple):
@@ -50,7 +50,7 @@ def record_buffers(frames: Sequence[bytes]) -> list[bytes]:
     table = struct.pack(f"<{1 + len(sizes)}I", len(sizes), *sizes)
     num_bytes = len(table) + sum(sizes)
     if num_bytes > MAX_RECORD_BYTES:
-        raise WireError(f"{num_bytes} bytes is over the record limit")
+        raise WireError(f"a record of {num_bytes} bytes exceeds the limit of {MAX_RECORD_BYTES}")
     digest = xxhash.xxh3_64(table)
     for frame in frames:
         digest.update(frame)
@@ -112,7 +112,7 @@ class Segment:
             if start and find(rest, start):
                 raise WireError(
                     f"{self.path} at offset {offset}: the record is damaged (its checksum does not"
-                    f" match), and whole records follow from offset {offset + start} on; {REMEDY}"
+                    f" match), but valid records follow from offset {offset + start} on; {REMEDY}"
                 )
         return None
 

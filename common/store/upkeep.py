@@ -97,7 +97,7 @@ class Upkeep(threading.Thread):
                     self._pack_below(position.segment)
             except (OSError, WireError) as error:
                 text = "disk full" if is_no_room(error) else "failed"
-                logger.error("%s: the journal is not packed or pruned for now: %s", text, error)
+                logger.error("%s: cannot compress or prune the journal: %s", text, error)
             except _Stopped:
                 return
 
@@ -109,7 +109,7 @@ class Upkeep(threading.Thread):
                 freed = pack(self._folder, number, check=self._check)
                 took_s = time.monotonic() - started
                 logger.info(
-                    "packed segment=%d mb=%.1f to=%.1f took_s=%.1f",
+                    "compressed segment=%d mb=%.1f to=%.1f took_s=%.1f",
                     number,
                     before / 1e6,
                     (before - freed) / 1e6,

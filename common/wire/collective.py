@@ -128,7 +128,7 @@ class BroadcastGroup:
         Broadcast(work, timeout, self._failed).wait()
         for other, told in enumerate(came.view(size, PROOF_BYTES)):
             if not hmac.compare_digest(bytes(told.tolist()), _proof(secret, other, rank)):
-                raise WeightSyncError(f"a stranger is in the place of rank {other}")
+                raise WeightSyncError(f"a process outside the group connected as rank {other}")
 
     def broadcast(self, buffer: Tensor) -> None:
         """Send (rank 0) or receive `buffer` [num_bytes] uint8 in place."""

@@ -98,7 +98,7 @@ class _Attempt(threading.Thread):
 
     def _check_wanted(self) -> None:
         if self._is_left.is_set():
-            raise TransferCancelled("given up while the disk is full")
+            raise TransferCancelled("cancelled while the disk was full")
 
     def leave(self) -> None:
         """Abort the transfer. The thread ends at once or at the timeout of the group."""
@@ -168,7 +168,7 @@ class WeightGroup:
             def fill_for_us(start: int, part: Tensor) -> None:
                 fill(start, part)
                 if is_left.is_set():  # The source may have changed to the next version while read.
-                    raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
+                    raise TransferCancelled(f"transfer cancelled epoch={offer.group_epoch}")
 
             send_buckets(channel, cut, slots, fill_for_us)
 
@@ -198,7 +198,7 @@ class WeightGroup:
             receive_buckets(channel, cut, staging, offer.tensors)
 
         if is_cancelled():  # The offer was cancelled while it was queued.
-            raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
+            raise TransferCancelled(f"transfer cancelled epoch={offer.group_epoch}")
         return self._transfer(work, device, offer, is_cancelled)
 
     def _transfer(
@@ -222,9 +222,9 @@ class WeightGroup:
             if is_cancelled():
                 attempt.leave()
                 self._left = [each for each in [*self._left, attempt] if each.is_alive()]
-                raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
+                raise TransferCancelled(f"transfer cancelled epoch={offer.group_epoch}")
         if not attempt.is_ok:
-            raise attempt.error or WeightSyncError("the transfer failed, see the log")
+            raise attempt.error or WeightSyncError("the transfer failed; the log has the reason")
         self._group = attempt.group
         self._place = place
         self._line = attempt.line

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.learning import ControllerSection
+from common.config.controller import ControllerSection
 
 logger = logging.getLogger(__name__)
 

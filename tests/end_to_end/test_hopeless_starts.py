@@ -47,5 +47,5 @@ def test_two_identical_engine_failures_end_the_run(
     last = run.output.splitlines()[-1]
     assert last.startswith("error: actor-0 cannot start: EngineError: engine did not start: ")
     assert "; the cause is ValueError: Available memory" in last
-    assert "; two starts failed alike, the whole log: " in last
+    assert ". Two starts failed with this error. Log: " in last
     assert run.output.count("restart=") == 1

@@ -47,7 +47,7 @@ def test_run_stopped_mid_step_saves_and_resumes(tmp_path: Path) -> None:
     version = saved_version(run)
     assert version >= reached
     assert f"stopped with a checkpoint at step {version}; the same command resumes" in run.output
-    assert "Ctrl-C again stops at once" in run.output
+    assert "a second Ctrl-C ends it at once" in run.output
     assert "error" not in run.output.splitlines()[-1]
     with Run(tmp_path, *OVERRIDES) as again:
         again.wait_until(lambda: len(again.metrics()) >= version + 2)

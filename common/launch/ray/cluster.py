@@ -118,8 +118,8 @@ def open_cluster(section: RaySection, *, num_cpus: float) -> Generator[list[Clus
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if not address and loopback() == IPV6:
         raise ConfigError(
-            "launcher=ray: Ray listens on 127.0.0.1, and this machine has ::1 only; take"
-            " launcher=local, or `ip address add 127.0.0.1/8 dev lo`"
+            "launcher=ray: Ray listens on 127.0.0.1, and this machine has only ::1. Use"
+            " launcher=local, or run `ip address add 127.0.0.1/8 dev lo`"
         )
     if ":" in address:
         _check_answers(address)
@@ -174,13 +174,13 @@ def _nodes() -> list[ClusterNode]:
 def _check_answers(address: str) -> None:
     """Check that a server listens at HOST:PORT. Ray's own attempts would take minutes."""
     if "://" in address:
-        law = "expects HOST:PORT: run.py runs on a node of the cluster, not as a client of it"
+        law = "expects HOST:PORT: run.py must run on a node of the cluster, not as a Ray client"
         raise ConfigError(f"ray.address={address}: {law}")
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"ray.address={address}: no cluster answers ({error}); start one with `ray start"
-            " --head`, or leave the key out for one of this machine alone"
+            f"ray.address={address}: no cluster answers ({error}). Start one with `ray start"
+            " --head`, or leave out the key to start a cluster on this machine"
         ) from error

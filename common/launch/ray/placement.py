@@ -85,8 +85,8 @@ class ClusterPlacement:
         apart = self.num_actors - len(self.shared)
         shared = [f"{len(self.shared)} actors: on the learner's GPUs"] if self.shared else []
         actors = [f"{apart} actors, each: {self.actor.text}"] if apart else []
-        fit = f"{self.num_fitting} of {self.num_actors} actors fit now"
-        waiting = "; the others start when a node appears"
+        fit = f"{self.num_fitting} of {self.num_actors} actors fit on the nodes"
+        waiting = "; the others start when a node joins"
         return [
             *(f"ray node {node.text}{f', {ON_RUN_NODE}' * node.is_home}" for node in nodes),
             f"ray learner: {self.learner.text}",
@@ -120,13 +120,13 @@ def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
     is_cuda = trains_on_gpu(cfg, num_gpus=sum(node.num_gpus for node in nodes))
     if cfg.learner.device.partition(":")[2].strip("0"):
         raise ConfigError(
-            f"learner.device={cfg.learner.device}: Ray chooses the devices; learner.device=cuda"
+            f"learner.device={cfg.learner.device}: Ray chooses the GPUs. Use learner.device=cuda"
         )
     num_ranks = cfg.learner.num_ranks
     learner = Needs(
         num_cpus=cfg.ray.learner_cpus, num_gpus=num_ranks if is_cuda else 0, is_home=True
     )
-    remedy = "start run.py on a node that has them, or set learner.device=cpu" if is_cuda else ""
+    remedy = "start run.py on a node with these GPUs, or use learner.device=cpu" if is_cuda else ""
     _check_fits("learner", learner, [home], remedy=remedy or "lower ray.learner_cpus")
     actor = Needs(
         num_cpus=cfg.ray.actor_cpus, num_gpus=width if has_gpus or width > 1 else 0, labels=labels
@@ -140,11 +140,11 @@ def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
         num_shared = min(cfg.actor.num_engines, num_ranks // width)
         shared = _shared_seats(cfg, num_shared)
     elif cfg.actor.num_actors:
-        _check_fits("actor", actor, rest, remedy="see ray.actor_labels, ray.actor_cpus")
+        _check_fits("actor", actor, rest, remedy="change ray.actor_labels or ray.actor_cpus")
     envhub = None
     if not cfg.envhub.url:
         envhub = Needs(num_cpus=cfg.ray.envhub_cpus, labels=selector(cfg.ray.envhub_labels))
-        _check_fits("envhub", envhub, rest, remedy="see ray.envhub_labels, ray.envhub_cpus")
+        _check_fits("envhub", envhub, rest, remedy="change ray.envhub_labels or ray.envhub_cpus")
     num_actors = cfg.actor.num_engines
     return ClusterPlacement(
         learner=learner,
@@ -181,7 +181,7 @@ def _check_fits(role: str, needs: Needs, nodes: Sequence[ClusterNode], *, remedy
     beside = " beside the learner" if role != "learner" else ""
     has = "; ".join(node.text for node in nodes)
     raise ConfigError(
-        f"launcher=ray: {role} needs {needs.text}, and no node has that{beside} ({has}); {remedy}"
+        f"launcher=ray: {role} needs {needs.text}, and no node has it{beside} ({has}); {remedy}"
     )
 
 

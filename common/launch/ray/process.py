@@ -111,7 +111,7 @@ class RayProcess:
                 told = self._worker.clear_away.remote(self._num_read)
                 self._note(ray.get(told, timeout=2 * KILLED_S))
             except RayError as error:
-                logger.error("not cleared away role=%s: %s", self.name, _first_line(error))
+                logger.error("cannot kill processes role=%s: %s", self.name, _first_line(error))
         ray.kill(self._worker)
         self._code = LOST if self._code is None else self._code
 
@@ -156,7 +156,7 @@ class RayProcess:
 
     def _check_deadline(self) -> None:
         if self.place is None and time.monotonic() > self._deadline:
-            text = f"error: {self.name}: no room within ray.place_timeout_s for {self._needs}\n"
+            text = f"error: {self.name}: no node within ray.place_timeout_s for {self._needs}\n"
             self._write(text.encode())
             self._code = EXIT_CONFIG_ERROR
 

@@ -129,7 +129,7 @@ class Peers:
         sender.num_strikes += 1
         if sender.num_strikes >= MAX_STRIKES and not sender.muted_until:
             sender.muted_until = time.monotonic() + MUTED_S
-            logger.warning("not listening for_s=%g to peer=%s num=%d", MUTED_S, *self._say(sender))
+            logger.warning("muted for_s=%g peer=%s num=%d", MUTED_S, *self._say(sender))
 
     def _say(self, sender: Sender) -> tuple[str, int]:
         return shown(sender.identity.name), sender.account.num_refused

@@ -192,7 +192,9 @@ def test_damaged_bucket_leaves_the_old_weights_active(rig: Rig) -> None:
         weights = rig.forced_weights(2)
         offer = offer_of(weights, store)
         sending: list[asyncio.Future[None]] = []
-        with pytest.raises(WeightSyncError, match=r"bucket 1 of \d+ \(model.*1 damaged in all"):
+        with pytest.raises(
+            WeightSyncError, match=r"bucket 1 of \d+ \(model.*1 buckets are damaged"
+        ):
             await rig.engine.stage(
                 offer,
                 announce=lambda: sending.append(

@@ -181,7 +181,9 @@ def test_turn_ratio_is_refused_for_split_turns(actor: dict[str, Any], is_refused
     if not is_refused:
         RunConfig(algorithm=algorithm, actor=ActorSection(**actor))
         return
-    with pytest.raises(ConfigError, match=r"policy_loss='turn': takes a ratio over a whole turn"):
+    with pytest.raises(
+        ConfigError, match=r"policy_loss='turn': computes a ratio over a whole turn"
+    ):
         RunConfig(algorithm=algorithm, actor=ActorSection(**actor))
 
 

@@ -176,13 +176,13 @@ def test_cleanly_exited_role_restarts_only_after_grace(
     learner = role(tmp_path, "learner", ENDS_WITH, has_left, ends_run=True)
 
     def on_poll() -> None:
-        if "role left role=actor-0" in caplog.messages:
+        if "role exited normally role=actor-0" in caplog.messages:
             has_left.touch()
 
     with caplog.at_level("INFO", "common.launch"):
         assert launch([actor, learner], on_poll).exit_code == 0
     assert starts.read_text(encoding="utf-8") == "x"
-    assert "role left role=actor-0" in caplog.messages  # and no word of beginning again
+    assert "role exited normally role=actor-0" in caplog.messages  # and no word of beginning again
 
 
 class Told:
@@ -208,7 +208,7 @@ def test_exited_role_of_finished_run_stays_away(
     learner = role(tmp_path, "learner", ENDS_WITH, may_end, ends_run=True)
 
     def on_poll() -> None:
-        polls.extend([1] * ("role left role=scheduler" in caplog.messages))
+        polls.extend([1] * ("role exited normally role=scheduler" in caplog.messages))
         if len(polls) > 20:  # its backoff is over since long
             may_end.touch()
 
@@ -269,8 +269,8 @@ def test_two_identical_failed_starts_end_the_run(tmp_path: Path) -> None:
     assert starts.read_text(encoding="utf-8") == "xx"
     assert ending.exit_code == 1
     assert ending.reason == (
-        "actor-0 cannot start: EngineError: no room for 2 GiB; two starts failed alike, "
-        f"the whole log: {actor.log_path}"
+        "actor-0 cannot start: EngineError: no room for 2 GiB. Two starts failed with this error. "
+        f"Log: {actor.log_path}"
     )
 
 

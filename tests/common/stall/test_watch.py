@@ -228,7 +228,7 @@ def test_stalled_run_is_reported_and_restarted(
     assert verdict.restart == ["learner", "actor-0", "scheduler"]
     (report,) = run.run_dir.stalls.iterdir()
     text = report.read_text(encoding="utf-8")
-    assert "counted no episode and no step" in text
+    assert "finished no episode and no step" in text
     assert "learner (main): waits for actors: a batch, since" in text
     assert "actor-0 (main): waits for scheduler: leases" in text
     assert "groups 0 open, 4 ready, 9 filtered" in text

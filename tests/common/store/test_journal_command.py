@@ -46,7 +46,7 @@ def test_list_shows_segments_needed_by_a_restart(
     lines = text.splitlines()
     assert code == 0
     assert [line[:6] for line in lines[:NUM]] == [f"{i:06d}" for i in range(NUM)]
-    assert ["a restart reads it" in line for line in lines[:NUM]] == [False] * 3 + [True] * 2
+    assert ["needed by a restart" in line for line in lines[:NUM]] == [False] * 3 + [True] * 2
 
 
 def test_verify_reports_damage_and_continues(
@@ -61,8 +61,8 @@ def test_verify_reports_damage_and_continues(
     path.write_bytes(content)
     code, text = carry_out(run_dir, capsys, "verify")
     assert code == 1
-    assert "damaged: g0000000/0: a step consumed it, and the journal lacks it" in text
-    assert f"damaged: {path} from offset 0 on" in text
+    assert "damaged: g0000000/0: a step trained it, but the journal lacks it" in text
+    assert f"damaged: {path}: no valid record from offset 0" in text
     assert f"{NUM - 1} episodes" in text
 
 

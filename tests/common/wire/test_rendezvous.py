@@ -28,9 +28,9 @@ def test_store_keys_are_awaited_counted_and_deleted() -> None:
     assert ours.check(["here", "count"])
     assert ours.delete_key("here")
     assert not theirs.check(["here"])
-    with pytest.raises(WeightSyncError, match=r"nobody set \['here'\]"):
+    with pytest.raises(WeightSyncError, match=r"no process set \['here'\]"):
         theirs.get("here")
-    with pytest.raises(WeightSyncError, match="nobody set"):
+    with pytest.raises(WeightSyncError, match="no process set"):
         theirs.wait(["here"], timedelta(seconds=0.1))
     meeting.close()
 
@@ -44,7 +44,7 @@ def test_rendezvous_requires_key_and_group_membership() -> None:
         GroupStore(StoreLine(stranger, answer_s=0.1), meeting.group, timeout_s=0.1).get("rank_0")
     former = GroupStore(StoreLine(place), "a group that it left", timeout_s=1.0)
     for reach in (lambda: former.get("rank_0"), lambda: former.set("rank_0", b"mine")):
-        with pytest.raises(WeightSyncError, match="not open here"):
+        with pytest.raises(WeightSyncError, match="this group is not open"):
             reach()
     assert member.get("rank_0") == b"address"
     meeting.close()
@@ -56,11 +56,11 @@ def test_group_storage_is_bounded_and_expires() -> None:
     num = MAX_GROUP_BYTES // len(block) - 1  # with their keys
     for number in range(num):
         store.set(str(number), block)
-    with pytest.raises(WeightSyncError, match="no room for more"):
+    with pytest.raises(WeightSyncError, match="this group is full"):
         store.set(str(num), block)
     for _ in range(MAX_GROUPS):
         meeting.server.open_group()
-    with pytest.raises(WeightSyncError, match="not open here"):
+    with pytest.raises(WeightSyncError, match="this group is not open"):
         store.get("0")
     meeting.close()
 

@@ -132,7 +132,7 @@ def test_server_with_any_status_counts_as_reachable(serve_hub) -> None:
 
 @pytest.mark.parametrize("url", ["http://", "ftp://127.0.0.1/x", "http://127.0.0.1:port", "x"])
 def test_address_that_is_none_is_named(url: str) -> None:
-    with pytest.raises(ConfigError, match=f"^envhub.url='{url}': http://host"):
+    with pytest.raises(ConfigError, match=f"^envhub.url='{url}': must be http://host"):
         configured(f"envhub.url={url}")
 
 

@@ -69,9 +69,9 @@ def test_a_good_trajectory_is_not_refused() -> None:
         ({"turn_states": ints(1, 2)}, "turn_states int32 (2,) for 1 turns"),
         ({"turn_actions": ints(1, 2)}, "turn_actions int32 (2,) for 1 turns"),
         ({"policy": PolicyKind.EXPERT}, "expert play cannot be trained on"),
-        ({"action_chars": np.array([97], np.int32)}, "action_chars holds what is no text"),
-        ({"action_chars": np.array([-2, -1], np.int32)}, "action_chars holds what is no text"),
-        ({"action_chars": np.array([0x110000, -1], np.int32)}, "holds what is no text"),
+        ({"action_chars": np.array([97], np.int32)}, "action_chars is not a valid text"),
+        ({"action_chars": np.array([-2, -1], np.int32)}, "action_chars is not a valid text"),
+        ({"action_chars": np.array([0x110000, -1], np.int32)}, "is not a valid text"),
         ({"action_chars": np.zeros((1, 1), np.int32)}, "action_chars is int32 (1, 1)"),
     ],
 )

@@ -256,7 +256,7 @@ def test_full_disk_pauses_the_intake_and_loses_nothing(
         )
         assert not running.actor.poll(0), "acknowledged, and not on disk"
         assert running.journaled() == ["g/0"]
-        assert "waiting for room, nothing is lost" in caplog.text
+        assert "the writer waits and loses nothing" in caplog.text
     running.scheduler.pump_until(lambda: running.actor.poll(0) != 0)
     assert decode(running.actor.recv_multipart()).is_accepted
     assert running.journaled() == ["g/0", "g/1"]

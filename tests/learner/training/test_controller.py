@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from common.config.learning import ControllerSection
+from common.config.controller import ControllerSection
 from learner.training.controller import Controller, Decision
 
 

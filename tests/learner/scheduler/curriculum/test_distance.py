@@ -215,16 +215,16 @@ def test_range_without_items_is_refused_with_existing_lengths() -> None:
         ({"tasks": [TaskSection(env="m", subset="s")]}, "curriculum.kind='both': needs a task"),
         (
             {"tasks": [TaskSection(env="m", subset="s", distance=[9, 20])]},
-            r"curriculum.distance.stages=\[4, 8\]: must reach",
+            r"curriculum.distance.stages=\[4, 8\]: the first stage must be at least 9",
         ),
         ({"curriculum": CurriculumSection(distance=DistanceSection(stages=[4, 8]))}, "curriculum"),
         (
             {"horizon": HorizonSection(unit=HorizonUnit.TOKENS, stages=[3])},
-            r"horizon.stages=\[3\]: horizon.unit=tokens: must be in",
+            r"horizon.stages=\[3\]: with horizon.unit=tokens, each must be",
         ),
         (
             {"horizon": HorizonSection(unit=HorizonUnit.SECONDS, stages=[1600])},
-            r"horizon.stages=\[1600\]: horizon.unit=seconds: must be at most 1500",
+            r"horizon.stages=\[1600\]: with horizon.unit=seconds, each must be at most .* = 1500",
         ),
     ],
 )
@@ -236,7 +236,7 @@ def test_curriculum_that_would_do_nothing_is_refused(change: dict, named: str) -
 def test_tasks_of_a_subset_need_disjoint_distances() -> None:
     near, far = (TaskSection(env="m", subset="s", distance=each) for each in ([1, 4], [5, 9]))
     assert run_of(near, far).tasks == [near, far]
-    with pytest.raises(ConfigError, match="is there twice"):
+    with pytest.raises(ConfigError, match="is listed twice"):
         run_of(near, replace(far, distance=[4, 9]))
 
 
