@@ -241,7 +241,7 @@ class StallWatch:
             return StallVerdict(report=summary)
         is_hopeless = self._num_attempts > MAX_ATTEMPTS and "hangs" not in summary
         if policy is OnStall.STOP or is_hopeless:
-            return Verdict(report=f"{summary}; report: {path}", is_stop=True)
+            return StallVerdict(report=f"{summary}; report: {path}", is_stop=True)
         self._progress = (self._progress[0], self._awake_s)
         to_restart = case.culprits if self._num_attempts == 1 else list(processes)
         if len(case.culprits) == 1 and "hangs" in summary:
