@@ -29,7 +29,7 @@ from learner.policy.precision import precision_by_rule
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = "remove it, and this start chooses anew: steps that are repeated may differ by rounding"
+_REMEDY = "remove the file, and the learner chooses again; repeated steps may differ by rounding"
 
 BUDGET_S = 0.1  # Measured time of a stage in seconds, after one warm-up pass of each configuration.
 PATIENCE_S = 1.0  # Seconds of a first round above which the model is large and one round suffices.
@@ -107,7 +107,10 @@ def settle_ways(
             found = with_settled(learner, {n: kept[n] if is_open[n] else own[n] for n in own})
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{file}: damaged ({error}); {_REMEDY}") from error
-        logger.info("as this run began: %s", _shown(settled(found), is_open))
+        logger.info(
+            "using the compute settings of this run's first start: %s",
+            _shown(settled(found), is_open),
+        )
         return found
     timings: dict[str, float] = {}
     way, num_threads = way_by_rule(learner, model), max(1, learner.num_threads)
@@ -133,7 +136,8 @@ def settle_ways(
         num_threads=num_threads,
     )
     shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in timings.items())
-    logger.info("%s; %s", _shown(settled(found), is_open), shown or "nothing was timed")
+    summary = _shown(settled(found), is_open)
+    logger.info("chose compute settings: %s; timings: %s", summary, shown or "none")
     write_json(file, settled(found) | {"cpu_ms": timings})
     return found
 
@@ -197,7 +201,8 @@ def fastest(timed: Mapping[Way, Timed], *, rule: Way, max_delta: float) -> Way:
         if delta <= max_delta:
             agreeing[way] = each.seconds
         else:
-            logger.warning("%s is not taken: %.3f nats from the plain way", way.name, delta)
+            text = "rejected compute settings %s: their logprobs differ by %.3f nats"
+            logger.warning(text, way.name, delta)
     best = min(agreeing, key=lambda way: agreeing[way])
     is_close = rule in agreeing and agreeing[rule] <= MARGIN * agreeing[best]
     return rule if is_close else best

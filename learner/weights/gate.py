@@ -76,7 +76,7 @@ class Gate:
             while self._num_inside:
                 is_late = time.monotonic() - started > self._timeout_s
                 if (is_late or self.is_stopping()) and not self._must_give_up:
-                    logger.warning("weights are wanted back, giving the transfer up")
+                    logger.warning("aborting the weight transfer: the trainer needs the weights")
                     self._must_give_up = True
                 self._changed.wait(LOOK_S)
             self._is_open = self._is_wanted_back = self._must_give_up = False
