@@ -54,7 +54,7 @@ def test_fetch_fails_at_once_for_a_refused_token(hub_url: str) -> None:
 
 
 def test_fetch_timeout_names_the_address() -> None:
-    with pytest.raises(EnvError, match=r"no catalogue from http://127\.0\.0\.1:9/v1/envs within"):
+    with pytest.raises(EnvError, match=r"http://127\.0\.0\.1:9/v1/envs sent no catalogue within"):
         fetch_catalogue("http://127.0.0.1:9", token="", timeout_s=0.1)
 
 
@@ -82,7 +82,7 @@ def test_validate_names_key_value_and_nearest_env() -> None:
 
 def test_validate_refuses_duplicate_and_missing_tasks() -> None:
     task = TaskSection(env="babyai", subset="PickupLoc")
-    with pytest.raises(ConfigError, match="named twice"):
+    with pytest.raises(ConfigError, match="another task has the same subset"):
         validate_tasks([task, task], PARSED)
     with pytest.raises(ConfigError, match=r"tasks=\[\]"):
         validate_tasks([], PARSED)
