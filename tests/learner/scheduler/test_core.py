@@ -81,7 +81,7 @@ def test_sync_batch_waits_for_the_step_and_the_engine() -> None:
     for group_id in sorted(train_ids(leases)):
         table.finish_group(group_id, Outcome.TRAINED)
     table.step(1)
-    assert "holds version 0, 1 is needed" in table.ask("actor-0", 99, version=0).reason
+    assert "has version 0, version 1 is needed" in table.ask("actor-0", 99, version=0).reason
     second = table.ask("actor-0", 99, version=1).leases
     assert {lease.opened_at_version for lease in second} == {1}
     assert len(second) == 8

@@ -35,7 +35,7 @@ def test_minute_without_signal_gives_a_notice_with_remedies(table, caplog):
     finish(table, 1, Outcome.FILTERED, seconds=21.0)
     notice = table.core.status()["notice"]
     assert notice.startswith("No group had signal for 61 s: in 4 groups")
-    for remedy in ("warm-start with `sft`", "widen the horizon", "easier items"):
+    for remedy in ("Warm-start with `sft`", "widen the horizon", "easier items"):
         assert remedy in notice
     finish(table, 3, Outcome.FILTERED)
     assert sum(notice[:30] in each.message for each in caplog.records) == 1  # not again and again
