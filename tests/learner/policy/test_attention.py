@@ -184,7 +184,7 @@ def test_unsupported_attention_arguments_are_refused() -> None:
     packing = packing_of(LENGTHS)
     more: dict[str, Any] = {"scaling": 1.0, "packing": packing, "s_aux": 1}
     for kernel in (cast(Any, each) for each in KERNELS.values()):
-        with pytest.raises(ConfigError, match="Identity has s_aux"):
+        with pytest.raises(ConfigError, match="Identity uses s_aux"):
             kernel(torch.nn.Identity(), *tensors, None, **more)
 
 

@@ -221,7 +221,7 @@ def test_skipped_batch_is_no_good_step() -> None:
     trainer = make_trainer(model, controller=ControllerSection(), max_bad_steps=2)
     trainer.train_on(poisoned(make_samples()), version=0)
     assert trainer.train_on(moved(make_samples(), model, 1.0), version=1).decision.is_skipped
-    with pytest.raises(TrainingDiverged, match="2 steps in a row"):
+    with pytest.raises(TrainingDiverged, match="2 consecutive steps"):
         trainer.train_on(poisoned(make_samples()), version=1)
 
 
