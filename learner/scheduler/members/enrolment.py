@@ -116,7 +116,7 @@ class Enrolments:
         """Return a part of a listed file. No other file is read."""
         file = next((each for each in self._files if each.name == request.name), None)
         if file is None or not 0 <= request.offset_bytes < max(1, file.num_bytes):
-            return Rejected(reason=f"no file {request.name!r} with {request.offset_bytes} bytes")
+            return Rejected(reason=f"no file {request.name!r} at byte {request.offset_bytes}")
         with (Path(self._cfg.model.path) / file.name).open("rb") as source:
             source.seek(request.offset_bytes)
             content = source.read(min(PART_BYTES, file.num_bytes - request.offset_bytes))
