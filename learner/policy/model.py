@@ -75,12 +75,7 @@ def load_policy(
         attn_implementation="sdpa" if is_cuda else "eager",
         max_tokens=max_tokens,
     )
-    for name in UNSUPPORTED_LOGIT_SETTINGS:
-        if getattr(model.config, name, None) not in (None, 1, 1.0):
-            raise ConfigError(
-                f"model.path={path!r}: its config.json sets {name}, which is not supported. Choose"
-                " another model."
-            )
+    _check_logit_settings(model, path)
     if lora.rank:
         if is_skeleton:  # The memory is never used: peft puts adapters on the device of their base.
             give_memory(model, torch.device("cpu"))
@@ -97,6 +92,15 @@ def load_policy(
         nn.Module.to(model, torch.device(device))
         check_head(model, path)
     return model
+
+
+def _check_logit_settings(model: PreTrainedModel, path: str) -> None:
+    for name in UNSUPPORTED_LOGIT_SETTINGS:
+        if getattr(model.config, name, None) not in (None, 1, 1.0):
+            raise ConfigError(
+                f"model.path={path!r}: its config.json sets {name}, which is not supported. Choose"
+                " another model."
+            )
 
 
 def make_bare(path: str) -> PreTrainedModel:

@@ -98,20 +98,7 @@ def settle_ways(
     is_open = {name: getattr(learner, name).value == "auto" for name in _CHOICES}
     is_open["num_threads"] = learner.num_threads == 0
     if file.exists():
-        # A run of a version without this choice was padded and used the rule's kernels.
-        earlier = settled(replace(learner, layout=Layout.PADDED, num_threads=1))
-        earlier["attention"] = attention_by_rule(pick_device(learner.device).type).value
-        kept = earlier | read_json(file, {}, remedy=_REMEDY)
-        own = settled(learner)
-        try:
-            found = with_settled(learner, {n: kept[n] if is_open[n] else own[n] for n in own})
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{file}: damaged ({error}); {_REMEDY}") from error
-        logger.info(
-            "using the compute settings of this run's first start: %s",
-            _shown(settled(found), is_open),
-        )
-        return found
+        return _kept(learner, file, is_open)
     timings: dict[str, float] = {}
     way, num_threads = way_by_rule(learner, model), max(1, learner.num_threads)
     is_open["layout"] &= not packing_problem(model)
@@ -139,6 +126,22 @@ def settle_ways(
     summary = _shown(settled(found), is_open)
     logger.info("chose compute settings: %s; timings: %s", summary, shown or "none")
     write_json(file, settled(found) | {"cpu_ms": timings})
+    return found
+
+
+def _kept(learner: LearnerSection, file: Path, is_open: Mapping[str, bool]) -> LearnerSection:
+    """Return the section with the values of the run's first start."""
+    # A run of a version without this choice was padded and used the rule's kernels.
+    earlier = settled(replace(learner, layout=Layout.PADDED, num_threads=1))
+    earlier["attention"] = attention_by_rule(pick_device(learner.device).type).value
+    kept = earlier | read_json(file, {}, remedy=_REMEDY)
+    own = settled(learner)
+    try:
+        found = with_settled(learner, {n: kept[n] if is_open[n] else own[n] for n in own})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{file}: damaged ({error}); {_REMEDY}") from error
+    summary = _shown(settled(found), is_open)
+    logger.info("using the compute settings of this run's first start: %s", summary)
     return found
 
 
