@@ -39,7 +39,7 @@ def serve(parts: Components, request: LeaseRequest, now: float) -> tuple[Taken, 
         )
     if not parts.run.phase.is_eval and request.version >= parts.needed_version(parts.run.version):
         parts.members.refuse(name, now, has_some=bool(taken))
-    return taken, reason or "turn: an actor with fewer episodes is first"
+    return taken, reason or "turn: an actor with fewer episodes is served first"
 
 
 def _num_by_speed(parts: Components, member: Member) -> int:
