@@ -33,10 +33,7 @@ def serve(parts: Components, request: LeaseRequest, now: float) -> tuple[Taken, 
         return taken, ""
     if len(taken) == num_allowed:
         parts.members.satisfy(name)
-        return (
-            taken,
-            f"speed: {name} already has all episodes that it can finish before they are stale",
-        )
+        return taken, f"speed: {name} has all episodes that it can finish before they are stale"
     if not parts.run.phase.is_eval and request.version >= parts.needed_version(parts.run.version):
         parts.members.refuse(name, now, has_some=bool(taken))
     return taken, reason or "turn: an actor with fewer episodes is served first"
