@@ -34,8 +34,8 @@ try:
     from common.text import log_text
 except ModuleNotFoundError as error:
     sys.exit(
-        f"error: {error.name} is not installed for {sys.executable}; `make setup` installs all "
-        "that is needed, then it is .venv/bin/python run.py, or source .venv/bin/activate first"
+        f"error: {error.name} is not installed for {sys.executable}. `make setup` installs all"
+        " requirements. Then use .venv/bin/python run.py, or run source .venv/bin/activate first."
     )
 
 if TYPE_CHECKING:
@@ -290,8 +290,8 @@ COMMANDS = {
 def bench(request: ParsedCommand) -> int:
     if not (ROOT / "benchmarks").is_dir():
         raise ConfigError(
-            f"bench: {ROOT / 'benchmarks'} is missing; the benchmarks are not part of an"
-            " installation, so run this command from a checkout of the repository"
+            f"bench: {ROOT / 'benchmarks'} is missing. The benchmarks are not part of an"
+            " installation. Run this command from a checkout of the repository."
         )
     from benchmarks import command
 
@@ -483,14 +483,14 @@ def main(argv: list[str]) -> int:
         print(f"error: {log_text(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except NotStarted as error:
-        logging.exception("ended before it began to work")
+        logging.exception("the process ended before its start was complete")
         print(f"error: {error}", file=sys.stderr)
         return EXIT_NOT_STARTED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception:  # The only broad handler of a role: its log holds the traceback.
-        logging.exception("ended by an error")
+        logging.exception("the process ended with an error")
         return 1
 
 

@@ -192,7 +192,7 @@ class Loop:
                 if self._cfg.run.on_stall is OnStall.STOP and not self._learner.intake.has_no_room:
                     raise
                 waited_s = time.monotonic() - started
-                logger.error("waiting on after_s=%.0f: %s", waited_s, error)
+                logger.error("still waiting for a batch waited_s=%.0f: %s", waited_s, error)
         self._set_status(waiting_for="")
         return TrainBatch(groups=groups, stale=stale, waited_s=time.monotonic() - started)
 
@@ -375,4 +375,4 @@ class Loop:
         """Keep serving trajectories until the scheduler's last evaluation is complete."""
         self._set_status(waiting_for="actors: evaluation")
         if not self._learner.buffer.wait_finished(timeout_s=FINISH_S, check=self._check):
-            raise LongstrideError(f"evaluation not finished within {FINISH_S:g}s")
+            raise LongstrideError(f"The last evaluation did not finish within {FINISH_S:g} s.")

@@ -116,12 +116,16 @@ def collate_tokens(
             token, which has no predecessor.
     """
     if not sequences or len(sequences) != len(masks):
-        raise ValueError(f"need as many sequences as masks: {len(sequences)}, {len(masks)}")
+        raise ValueError(
+            f"expected at least one sequence and one mask for each, got {len(sequences)} sequences"
+            f" and {len(masks)} masks"
+        )
     for index, (sequence, mask) in enumerate(zip(sequences, masks, strict=True)):
         if len(sequence) == 0 or len(sequence) != len(mask) or mask[0]:
             raise ValueError(
-                f"sequence {index}: {len(sequence)} tokens, {len(mask)} mask entries; both must "
-                "agree, and the first token has no predecessor, so it cannot be scored"
+                f"sequence {index} has {len(sequence)} tokens and {len(mask)} mask entries. Both"
+                " numbers must be equal and positive. The first token must be masked, since it"
+                " has no predecessor."
             )
     rows, keys, shape = packed_rows(sequences, shared) if is_packed else _padded_rows(sequences)
     flat = np.full(shape[0] * shape[1], PADDING_ID, dtype=np.int64)  # [batch * seq]
@@ -168,7 +172,7 @@ def make_minibatches(
         ValueError: there is nothing to train on.
     """
     if not samples:
-        raise ValueError("there are no samples to train on")
+        raise ValueError("the batch has no samples to train on")
     units: dict[str | int, list[int]] = {}
     for index, sample in enumerate(samples):
         units.setdefault(sample.trajectory.group_id, []).append(index)

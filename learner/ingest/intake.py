@@ -132,7 +132,10 @@ class Intake(threading.Thread):
             trajectory = item.message
             if not isinstance(trajectory, Trajectory):
                 name = type(trajectory).__name__
-                self._router.send(item.sender, Rejected(reason=f"{name} is no trajectory"))
+                self._router.send(
+                    item.sender,
+                    Rejected(reason=f"the learner accepts trajectories here, not {name}"),
+                )
                 continue
             verdict = self._decide(trajectory, item.sender)
             if not (verdict.is_duplicate or verdict.refusal):

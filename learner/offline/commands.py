@@ -66,7 +66,10 @@ def merge(cfg: RunConfig, run_dir: RunDir) -> int:
     """
     checkpoint = newest_checkpoint(run_dir.checkpoints)
     if checkpoint is None or not (checkpoint / ADAPTER_TENSORS).exists():
-        raise ConfigError(f"run.name={cfg.run.name}: {run_dir.checkpoints} has no adapters yet")
+        raise ConfigError(
+            f"run.name={cfg.run.name}: {run_dir.checkpoints} has no checkpoint with adapters. Train"
+            " the run with learner.lora.rank above 0 first."
+        )
     model, tokenizer = load_start(cfg.model.path, replace(cfg.learner, device="cpu"))
     check_resumable(checkpoint, model, cfg.learner.lora)
     load_adapter(model, checkpoint)

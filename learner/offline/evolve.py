@@ -85,11 +85,13 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play, log: Log = ignore) -> Pat
         new = [row for row in rows if row.is_worth(cfg.evolve.min_reward)]
         kept = [*kept, *new] if cfg.evolve.from_base else new
         nums = {"kept": num_episodes(kept), "new": num_episodes(new), "all": num_episodes(rows)}
-        logger.info("iteration=%d kept=%d of_now=%d", iteration, nums["kept"], nums["new"])
+        logger.info(
+            "selected episodes iteration=%d kept=%d new=%d", iteration, nums["kept"], nums["new"]
+        )
         if not kept:
             raise ConfigError(
-                f"evolve.min_reward={cfg.evolve.min_reward:g}: iteration {iteration} brought no "
-                "such episode"
+                f"evolve.min_reward={cfg.evolve.min_reward:g}: no episode of iteration {iteration}"
+                " has this reward. Lower evolve.min_reward, or start from a better policy."
             )
         if not (policy / "config.json").exists():
             start = cfg.model.path if cfg.evolve.from_base else newest

@@ -30,7 +30,7 @@ from learner.policy.precision import precision_by_rule
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = "remove it, and this start chooses anew: steps that are repeated may differ by rounding"
+_REMEDY = "remove the file, and the learner chooses again; repeated steps may differ by rounding"
 
 BUDGET_S = 0.1  # Measured time of a stage in seconds, after one warm-up pass of each configuration.
 PATIENCE_S = 1.0  # Seconds of a first round above which the model is large and one round suffices.
@@ -99,17 +99,7 @@ def choose_compute(
     is_open = {name: getattr(learner, name).value == "auto" for name in _CHOICES}
     is_open["num_threads"] = learner.num_threads == 0
     if file.exists():
-        # A run of a version without this choice was padded and used the rule's kernels.
-        earlier = settled(replace(learner, layout=Layout.PADDED, num_threads=1))
-        earlier["attention"] = attention_by_rule(pick_device(learner.device).type).value
-        kept = earlier | read_json(file, {}, remedy=_REMEDY)
-        own = settled(learner)
-        try:
-            found = with_settled(learner, {n: kept[n] if is_open[n] else own[n] for n in own})
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{file}: damaged ({error}); {_REMEDY}") from error
-        logger.info("as this run began: %s", _shown(settled(found), is_open))
-        return found
+        return _kept(learner, file, is_open)
     timings: dict[str, float] = {}
     config, num_threads = config_by_rule(learner, model), max(1, learner.num_threads)
     is_open["layout"] &= not packing_problem(model)
@@ -134,8 +124,25 @@ def choose_compute(
         num_threads=num_threads,
     )
     shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in timings.items())
-    logger.info("%s; %s", _shown(settled(found), is_open), shown or "nothing was timed")
+    summary = _shown(settled(found), is_open)
+    logger.info("chose compute settings: %s; timings: %s", summary, shown or "none")
     write_json(file, settled(found) | {"cpu_ms": timings})
+    return found
+
+
+def _kept(learner: LearnerSection, file: Path, is_open: Mapping[str, bool]) -> LearnerSection:
+    """Return the section with the values of the run's first start."""
+    # A run of a version without this choice was padded and used the rule's kernels.
+    earlier = settled(replace(learner, layout=Layout.PADDED, num_threads=1))
+    earlier["attention"] = attention_by_rule(pick_device(learner.device).type).value
+    kept = earlier | read_json(file, {}, remedy=_REMEDY)
+    own = settled(learner)
+    try:
+        found = with_settled(learner, {n: kept[n] if is_open[n] else own[n] for n in own})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{file}: damaged ({error}); {_REMEDY}") from error
+    summary = _shown(settled(found), is_open)
+    logger.info("using the compute settings of this run's first start: %s", summary)
     return found
 
 
@@ -202,9 +209,8 @@ def fastest(
         if delta <= max_delta:
             agreeing[config] = each.seconds
         else:
-            logger.warning(
-                "%s is not taken: %.3f nats from the plain configuration", config.name, delta
-            )
+            text = "rejected compute settings %s: their logprobs differ by %.3f nats"
+            logger.warning(text, config.name, delta)
     best = min(agreeing, key=lambda config: agreeing[config])
     is_close = rule in agreeing and agreeing[rule] <= MARGIN * agreeing[best]
     return rule if is_close else best

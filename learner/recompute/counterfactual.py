@@ -37,7 +37,7 @@ _NO_LEARNING = {
     "checkpoint_every_s",
     "keep_checkpoints",
 }
-_HINT = "algorithm.* and what of learner.* is about training can be changed"
+_HINT = "Only algorithm.* and the learner.* keys that affect training can be changed."
 _COLUMNS = (("loss", "loss/policy"), ("grad_norm", "train/grad_norm"), ("lr", "train/lr"))
 
 
@@ -52,7 +52,7 @@ def split_options(words: Sequence[str]) -> tuple[list[str], Only]:
         key, equals, value = word.partition("=")
         name = dotted(key.strip())
         if not equals:
-            raise ConfigError(f"{word}: neither the only run nor key=value")
+            raise ConfigError(f"{word}: expects key=value after the name of the run")
         if name == "horizon":
             only["horizons"] = _horizons(word, value)
         elif name == "drop":
@@ -67,21 +67,22 @@ def _check_key(name: str, word: str) -> None:
     section, _, rest = name.partition(".")
     is_about_training = rest.partition(".")[0] not in _NO_LEARNING
     if name == "algorithm.filter_zero_variance":
-        why = "it decides which groups become batches, and those are recorded"
+        why = "this key decides which groups become batches, and the batches are recorded"
     elif section == "algorithm" or (name.startswith("learner.") and is_about_training):
         return
     elif section in _OTHER_ROLES:
-        why = "it decides how episodes are played and batched, and those are recorded"
-        why += "; horizon=a:b takes those of a horizon of a to b" * (section == "horizon")
+        why = "this key affects playing and batching, and the batches are recorded"
+        if section == "horizon":
+            why += "; horizon=a:b selects the episodes with a horizon of a to b turns"
     else:
-        why = "it changes nothing of what the recorded batches teach"
-    raise ConfigError(f"{word}: {why}; {_HINT}")
+        why = "this key does not affect training on the recorded batches"
+    raise ConfigError(f"{word}: {why}. {_HINT}")
 
 
 def _horizons(word: str, value: str) -> tuple[int, int]:
     low, colon, high = value.partition(":")
     if not (colon and low.isdigit() and high.isdigit() and int(low) <= int(high)):
-        raise ConfigError(f"{word}: expects a:b, least and most turns that episodes may have had")
+        raise ConfigError(f"{word}: expects a:b, the smallest and the largest horizon in turns")
     return int(low), int(high)
 
 
@@ -90,7 +91,9 @@ def _ends(word: str, value: str) -> frozenset[EndReason]:
         return frozenset(EndReason(each) for each in value.split(","))
     except ValueError as error:
         known = ", ".join(each.value for each in EndReason if not each.is_infrastructure_failure)
-        raise ConfigError(f"{word}: expects ends of episodes, with commas, of {known}") from error
+        raise ConfigError(
+            f"{word}: expects end reasons, separated by commas, out of {known}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,7 @@ def _plain(
     result = None if other is None else other.result
     was = recorded.step.is_skipped
     now = result is not None and result.decision.is_skipped
-    note = "skipped by both" if was and now else "skipped then" if was else "skipped" * now
+    note = "skipped by both" if was and now else "skipped by the run" if was else "skipped" * now
     return {
         "step": recorded.step.version,
         "batch": recorded.step.number,
@@ -192,5 +195,5 @@ def _plain(
         "kl": distance.get("kl"),
         "metrics": {} if result is None else result.metrics,
         "recorded": {} if recorded.result is None else recorded.result.metrics,
-        "note": note if result is not None else "no episode of it is left",
+        "note": note if result is not None else "no episode left",
     }

@@ -54,12 +54,12 @@ def make_plan(run_dir: RunDir, steps: str | None) -> Plan:
         steps.
     """
     if not run_dir.steps.is_file():
-        raise ConfigError(f"{run_dir.root}: no run with a step log is there ({run_dir.steps})")
+        raise ConfigError(f"{run_dir.root}: the run has no step log ({run_dir.steps})")
     logged = list(read_steps(run_dir.steps))
     record = read_checksums(run_dir.checksums)
     last_logged = max((step.version for step in logged), default=0)
     if not last_logged:
-        raise ConfigError(f"{run_dir.root}: the run has no step yet")
+        raise ConfigError(f"{run_dir.root}: the run has not logged a step yet")
     first, last = _range(steps, last_logged)
     begins = [(0, None), *complete_checkpoints(run_dir.checkpoints)]
     version, folder = [each for each in begins if each[0] < first][-1]
@@ -80,7 +80,7 @@ def make_plan(run_dir: RunDir, steps: str | None) -> Plan:
 def _range(steps: str | None, last_logged: int) -> tuple[int, int]:
     found = re.fullmatch(r"(\d*):(\d*)|(\d+)", steps or ":")
     if found is None:
-        raise ConfigError(f"--steps={steps}: expects a:b, two steps with both included")
+        raise ConfigError(f"--steps={steps}: expects a:b, the first and the last step")
     only = found[3]
     first = int(only or found[1] or 1)
     last = int(only or found[2] or last_logged)
@@ -103,15 +103,16 @@ def _check_recorded(plan: Plan) -> None:
     run_dir = plan.run_dir
     if not starts:
         raise ConfigError(
-            f"{run_dir.root}: no {run_dir.checksums.name}: the run is of a version of the product"
-            " that did not say what its steps were computed with, or has no whole step yet"
+            f"{run_dir.root}: {run_dir.checksums.name} is missing, so the settings of its steps"
+            " are unknown. An older version of the product made the run, or it has not finished a"
+            " step yet."
         )
     known = min(start.version for start in starts)
     if plan.version < known:
         raise ConfigError(
-            f"{run_dir.root}: nothing says what steps 1 to {known} were computed with, which an"
-            f" earlier version of the product made; later ones begin at a checkpoint:"
-            f" --steps={known + 1}:, if that of step {known} is still there"
+            f"{run_dir.root}: an older version of the product computed steps 1 to {known} and did"
+            f" not record their settings. If the checkpoint of step {known} still exists, use"
+            f" --steps={known + 1}:."
         )
 
 
@@ -123,7 +124,7 @@ def _check_kept(plan: Plan, versions: list[int], last_logged: int) -> None:
     if plan.version < gone.version:
         raise ConfigError(
             f"--steps={plan.first}:{plan.last}: steps {plan.version + 1} to {gone.version} are no"
-            f" longer in {plan.run_dir.steps}, as {pruned.text(folder)};"
+            f" longer in {plan.run_dir.steps}, since {pruned.text(folder)}."
             f" {_later(versions, gone.version, last_logged)}"
         )
     if not pruned.before:
@@ -136,16 +137,17 @@ def _check_kept(plan: Plan, versions: list[int], last_logged: int) -> None:
     names = (name for ids in lost[-1].groups for name in ids if name not in left)
     hint = _later(versions, lost[-1].consumed_by, last_logged)
     raise ConfigError(
-        f"--steps={plan.first}:{plan.last}: steps {lost[0].version} to {lost[-1].version} consumed"
-        f" episodes, {next(names)} the last, that are gone: {pruned.text(folder)}; {hint}"
+        f"--steps={plan.first}:{plan.last}: steps {lost[0].version} to {lost[-1].version} trained"
+        f" on episodes that are no longer in the journal, such as {next(names)}:"
+        f" {pruned.text(folder)}. {hint}"
     )
 
 
 def _later(versions: list[int], gone: int, last_logged: int) -> str:
     """Return a hint with the steps that the remaining checkpoints can still recompute."""
     later = [version for version in versions if version >= gone]
-    which = f"--steps={later[0] + 1}:{last_logged} can be" if later else "no later range can be"
-    return f"{which} computed again from the checkpoints that are there"
+    which = f"--steps={later[0] + 1}:{last_logged}" if later else "No later range"
+    return f"{which} can be recomputed from the remaining checkpoints."
 
 
 class EpisodesMissing(Exception):
@@ -153,7 +155,7 @@ class EpisodesMissing(Exception):
 
     def __init__(self, step: LoggedStep, names: list[str], damage: list[str]) -> None:
         """Name the episodes, and the damaged parts of the journal."""
-        where = "; ".join(damage[:3]) or "the journal does not have it"
+        where = "; ".join(damage[:3]) or "not found in the journal"
         super().__init__(f"episode {', '.join(names[:3])}: {where}")
         self.step = step
 

@@ -168,7 +168,7 @@ class Recomputation:
         start = self._plan.start_of(step)
         if start.settings != self._start.settings:
             version = step.version - (not step.is_skipped)
-            logger.info("from step=%d on with the settings of a later start", version + 1)
+            logger.info("changing to the settings of a later start step=%d", version + 1)
             cfg = config_of(self._plan.run_dir, start, self._overrides)
             saved = rebuilt.save(self._folder, version)
             rebuilt.close()

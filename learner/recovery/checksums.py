@@ -100,7 +100,9 @@ def config_of(run_dir: RunDir, start: Start, overrides: list[str]) -> RunConfig:
     Raises: ConfigError: the file cannot be read, or an override is wrong.
     """
     if not run_dir.config.is_file():
-        raise ConfigError(f"{run_dir.config} is missing: it says what the run is")
+        raise ConfigError(
+            f"{run_dir.config} is missing. It is the run's configuration. Restore it from a backup."
+        )
     tree = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))
     for name, values in start.settings.items():
         tree[name] = tree.get(name, {}) | values
@@ -159,7 +161,9 @@ class ChecksumLog:
         if known is not None and is_repeated:
             names = [name for ids in step.groups for name in ids]
             what = first_difference(known, digests, names)
-            logger.warning("repeated step=%d is not as it was: %s", step.version, what)
+            logger.warning(
+                "repeated step=%d differs from its first computation: %s", step.version, what
+            )
         line = {"version": step.version, "number": step.number, "digests": asdict(digests)}
         lines = [line | {"cpu_s": round(time.process_time(), 2)}]
         if self._start is not None:

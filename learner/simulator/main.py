@@ -29,7 +29,7 @@ def run(cfg: RunConfig, out: TextIO) -> int:
     Raises: ConfigError: no task is configured, or a named run is missing or too short.
     """
     if not cfg.tasks:
-        raise ConfigError("tasks=[]: name at least one")
+        raise ConfigError("tasks=[] is empty. Name at least one environment.")
     measured = load_measured(Path(cfg.simulator.compare)) if cfg.simulator.compare else None
     workload: Workload = SampledWorkload(cfg.simulator, unit=cfg.horizon.unit)
     if cfg.simulator.from_run:

@@ -102,7 +102,7 @@ def load_workload(path: Path, algorithm: AlgorithmSection) -> MeasuredWorkload:
     for stage, version, members in seen.values():
         groups.setdefault(stage, []).append((version, members))
     if not groups:
-        raise ConfigError(f"simulator.from_run={path}: the journal holds no training episode")
+        raise ConfigError(f"simulator.from_run={path}: the journal has no training episode")
     return MeasuredWorkload(groups, steps)
 
 
@@ -137,9 +137,11 @@ def load_measured(path: Path) -> MeasuredPace:
 def _metrics(path: Path) -> list[dict[str, Any]]:
     file = RunDir(root=path).metrics
     if not file.is_file():
-        raise ConfigError(f"{path}: no run is there, {file.name} is missing")
+        raise ConfigError(f"{path}: not a run directory, {file.name} is missing")
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if line.get("step", 0) >= 1 and "wait/batch_s" in line]
     if len(steps) < MIN_STEPS:
-        raise ConfigError(f"{path}: {len(steps)} steps, at least {MIN_STEPS} are needed")
+        raise ConfigError(
+            f"{path}: the run has {len(steps)} steps, at least {MIN_STEPS} are needed"
+        )
     return steps

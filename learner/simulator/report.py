@@ -48,7 +48,9 @@ def format_predictions(predictions: Sequence[Prediction]) -> str:
         + "".join(f"{form.format(getattr(each, name)):>{WIDTH}}" for each in predictions)
         for label, name, form in rows
     ]
-    lines += [f"would have stopped: {each.stopped_by}" for each in predictions if each.stopped_by]
+    lines += [
+        f"the run would have stopped: {each.stopped_by}" for each in predictions if each.stopped_by
+    ]
     return "\n".join([*lines, "", *_histogram(predictions[0].lag_counts)]) + "\n"
 
 
@@ -73,7 +75,7 @@ def format_comparison(compared: Sequence[Compared]) -> str:
 
 def format_advice(advice: Recommendation) -> str:
     lines = [
-        "recommended at the longest horizon, if every actor has a machine of its own:",
+        "recommended at the longest horizon, with one machine for each actor:",
         f"  actors {advice.num_actors}, scheduler.max_ahead_steps={advice.max_ahead_steps}"
         f" learner.max_lag_steps={advice.max_lag_steps} groups.size={advice.group_size}"
         f" groups.per_step={advice.groups_per_step}",

@@ -79,7 +79,7 @@ class RankWorkers:
             has = torch.cuda.device_count()
             raise ConfigError(
                 f"learner.num_ranks={num_ranks} from learner.device={cfg.learner.device}: {needed}"
-                f" CUDA devices are needed, and {has} are visible"
+                f" CUDA devices are needed, but {has} are visible"
             )
         meeting = Path(tempfile.mkdtemp(prefix="learner-ranks-"))  # A private folder on this host.
         self._meeting = meeting
@@ -106,7 +106,7 @@ class RankWorkers:
             found = wait([worker.pipe, worker.process.sentinel], remaining_s)
             if not found:
                 raise LongstrideError(
-                    f"learner rank {worker.rank} has not loaded its model within {LOAD_S:g}s"
+                    f"learner rank {worker.rank} did not load its model within {LOAD_S:g} s"
                 )
             if worker.pipe in found:
                 self._read_ready(worker)
@@ -131,7 +131,7 @@ class RankWorkers:
         for worker in self._workers:
             self._tell(worker, header.encode())
         if order.payload:
-            with self._ranks.in_touch("an order"):
+            with self._ranks.in_touch("the broadcast of an order"):
                 self._ranks.send(order.payload)
 
     def ask_for_part(self, request: bytes) -> None:
@@ -143,7 +143,7 @@ class RankWorkers:
             try:
                 worker.publish_pipe.send_bytes(request)
             except OSError as error:
-                raise LongstrideError(f"learner rank {worker.rank} is gone: {error}") from error
+                raise LongstrideError(f"learner rank {worker.rank} has ended: {error}") from error
 
     def _read_ready(self, worker: _RankWorker) -> None:
         try:
@@ -151,13 +151,15 @@ class RankWorkers:
         except EOFError as error:
             worker.process.join(STOP_S)
             self.check()
-            raise LongstrideError(f"learner rank {worker.rank} closed its pipe") from error
+            raise LongstrideError(
+                f"learner rank {worker.rank} closed its pipe during its start"
+            ) from error
 
     def _tell(self, worker: _RankWorker, message: bytes) -> None:
         try:
             worker.pipe.send_bytes(message)
         except OSError as error:
-            raise LongstrideError(f"learner rank {worker.rank} is gone: {error}") from error
+            raise LongstrideError(f"learner rank {worker.rank} has ended: {error}") from error
 
     def check(self) -> None:
         """Check that all ranks are alive. Raises: LongstrideError: names the rank that ended."""
@@ -165,8 +167,8 @@ class RankWorkers:
             code = worker.process.exitcode
             if code is not None:
                 raise LongstrideError(
-                    f"learner rank {worker.rank} ended with exit code {code}; its lines in this "
-                    f"log are those of learner-{worker.rank}"
+                    f"learner rank {worker.rank} ended with exit code {code}. The lines of"
+                    f" learner-{worker.rank} in this log have the cause."
                 )
 
     def stop(self) -> None:
@@ -209,7 +211,7 @@ def _meet(cfg: RunConfig, rank: int, meeting: Path, device: torch.device) -> Ran
         return Ranks(mesh, publish_group=group)
     except RuntimeError as error:
         raise LongstrideError(
-            f"learner rank {rank} of {num_ranks} found no group: {error}"
+            f"learner rank {rank} of {num_ranks} could not join the process group: {error}"
         ) from error
 
 
@@ -249,7 +251,7 @@ def _serve_rank(
     except (EOFError, BrokenPipeError):  # Rank 0 has ended.
         leave(0)
     finally:  # Only an error leads here.
-        logger.error("ended by an error", exc_info=True)
+        logger.error("this rank ended with an error", exc_info=True)
         leave(1)
 
 
@@ -262,5 +264,5 @@ def _serve_weights(weights: LiveWeights, pipe: Connection) -> None:
     except (EOFError, BrokenPipeError):  # Rank 0 has ended.
         return
     except LongstrideError:
-        logger.error("weights are not served any more", exc_info=True)
+        logger.error("this rank stopped serving weights", exc_info=True)
         leave(1)

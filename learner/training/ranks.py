@@ -90,8 +90,10 @@ class Ranks:
             if self.mesh is None:
                 raise
             reason = " ".join(str(error).split())[:300]
-            lost = f"rank {self.index} of {self.size} learner ranks lost another one in {what}"
-            raise LongstrideError(f"{lost}: {reason}") from error
+            rank = f"learner rank {self.index} of {self.size}"
+            raise LongstrideError(
+                f"{rank} lost the connection to another rank during {what}: {reason}"
+            ) from error
 
 
 def deal(costs: Sequence[int], num_ranks: int) -> list[int]:

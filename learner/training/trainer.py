@@ -188,7 +188,7 @@ class Trainer:
             case "warm_up":
                 self.warm_up()
             case _:
-                raise ValueError(f"no such order: {order.kind!r}")
+                raise ValueError(f"unknown kind of order: {order.kind!r}")
 
     def _tell(self, order: Callable[[], RankOperation]) -> None:
         if self._announce is not None and self._ranks.size > 1:
@@ -219,7 +219,7 @@ class Trainer:
         started_s = time.perf_counter()
         samples = [sample for sample in samples if sample.num_sampled_tokens > 0]
         if not samples:
-            raise ValueError("there is no sampled token to train on")
+            raise ValueError("the batch has no sampled token to train on")
         order = partial(RankOperation, "train", version, must_train, must_skip)
         self._tell(lambda: order(pack_samples(samples)))
         decide = partial(
@@ -325,7 +325,7 @@ class Trainer:
         self._num_bad_steps_in_a_row += 1
         in_a_row = self._num_bad_steps_in_a_row
         logger.warning(
-            "skipped updates, not finite version=%d num_bad=%d in_a_row=%d",
+            "skipped updates with NaN or infinite values version=%d num_bad=%d in_a_row=%d",
             batch.version,
             num_bad,
             in_a_row,
@@ -334,10 +334,10 @@ class Trainer:
             self._on_bad_batch(batch.version, batch.samples)
         if in_a_row >= self._cfg.max_bad_steps:
             raise TrainingDiverged(
-                f"losses or gradients were not finite in {in_a_row} steps in a row, the last one "
-                f"at version {batch.version} (learner.max_bad_steps={self._cfg.max_bad_steps});"
-                " what was not finite changed no weight, the newest checkpoint is good; see"
-                " bad_batches/, a lower learner.lr or learner.max_grad_norm may help"
+                f"Losses or gradients were NaN or infinite in {in_a_row} consecutive steps up to"
+                f" version {batch.version} (learner.max_bad_steps={self._cfg.max_bad_steps})."
+                " Such updates were skipped, so the newest checkpoint is good. The batches are in"
+                " bad_batches/. A lower learner.lr or learner.max_grad_norm may help."
             )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -372,7 +372,7 @@ class Trainer:
             found = self._ranks.sum(bad.int()).nonzero()
             if len(found):
                 name = list(tensors)[int(found[0])]
-                raise WeightsNotFinite(name, "no checkpoint is made of them")
+                raise WeightsNotFinite(name, "the checkpoint is not written")
             return self._writer.start(tensors, folder)
 
     def restore(self, folder: Path, values: dict[str, Any]) -> None:

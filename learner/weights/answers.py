@@ -74,7 +74,7 @@ class Answers:
                 version=self._version,
                 group_epoch=self.epoch,
                 is_ok=is_ok,
-                error="" if is_ok else f"it is free and holds version {join.version}",
+                error="" if is_ok else f"the engine is idle and has version {join.version}",
                 stage_s=0.0,
                 pause_s=0.0,
             )

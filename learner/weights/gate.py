@@ -76,7 +76,7 @@ class WeightsLock:
             while self._num_inside:
                 is_late = time.monotonic() - started > self._timeout_s
                 if (is_late or self.is_stopping()) and not self._readers_must_abort:
-                    logger.warning("the trainer needs the weights: the transfer is aborted")
+                    logger.warning("aborting the weight transfer: the trainer needs the weights")
                     self._readers_must_abort = True
                 self._changed.wait(STOP_POLL_S)
             self._is_open = self._writer_waiting = self._readers_must_abort = False

@@ -87,7 +87,9 @@ class Membership:
         standing = self._by_actor.get(member.actor)
         if standing is None or standing.member != member:
             if is_free:
-                logger.info("joined actor=%s incarnation=%s", member.actor, member.incarnation)
+                logger.info(
+                    "added engine actor=%s incarnation=%s", member.actor, member.incarnation
+                )
                 self._by_actor[member.actor] = _Standing(member, time.monotonic())
             return False
         has_moved = standing.member.sender != member.sender
@@ -140,7 +142,7 @@ class Membership:
             if standing.member.incarnation in self._silent:
                 self.remove(standing.member, reason="silent")
             elif silent_s > self._silent_after_s:
-                self.remove(standing.member, reason=f"not heard for {silent_s:.1f}s")
+                self.remove(standing.member, reason=f"no heartbeat for {silent_s:.1f} s")
 
     def take_for_version(self) -> list[EngineMember]:
         """Return the members for a new version's broadcast, and clear their requests."""
@@ -202,5 +204,5 @@ class Membership:
         """Remove a member that is lost."""
         standing = self._by_actor.get(member.actor)
         if standing is not None and standing.member == member:
-            logger.warning("removed actor=%s reason=%s", member.actor, reason)
+            logger.warning("removed engine actor=%s reason=%s", member.actor, reason)
             del self._by_actor[member.actor]

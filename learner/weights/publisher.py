@@ -160,7 +160,9 @@ class Publisher(threading.Thread):
         if isinstance(self._error, ConfigError):  # A restart would fail again.
             raise self._error
         if self._error is not None:
-            raise LongstrideError(f"publisher failed: {self._error}") from self._error
+            raise LongstrideError(
+                f"The publisher of weights failed: {self._error}"
+            ) from self._error
 
     def num_refused(self) -> dict[str, int]:
         """Return how many messages the weight plane's listeners refused, by peer."""

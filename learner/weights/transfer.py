@@ -105,13 +105,13 @@ class Transfers:
                 case WeightsLeave():
                     member = self.members.find(message.actor, message.incarnation)
                     if member is not None:
-                        self.members.remove(member, reason="it left")
+                        self.members.remove(member, reason="the engine left")
                 case CanaryScores():
                     self.canary.compare(message)
                 case WeightsReady() | WeightsLoaded():
                     self._note_answer(message)
                 case _:
-                    reason = f"{type(message).__name__} is not for weights"
+                    reason = f"the weight plane does not accept a {type(message).__name__}"
                     self._router.send(received.sender, Rejected(reason=reason))
         self.members.forget_silent()
 
@@ -124,7 +124,7 @@ class Transfers:
             devices = ", ".join(each or "the CPU" for each in join.devices)
             reason = (
                 f"learner.weights_transport={choice.value} cannot reach {join.actor} on {devices}"
-                f" from {self._own_device() or 'the CPU'}; use auto"
+                f" from {self._own_device() or 'the CPU'}; use learner.weights_transport=auto"
             )
             self._router.send(sender, Rejected(reason=reason))
             return
@@ -143,7 +143,7 @@ class Transfers:
         if lost is not None:
             self._router.send(sender, lost)
         if join.quiet_s > self._settings.silent_after_s:
-            self._fail(member, f"its engine has not answered for {join.quiet_s:.1f}s")
+            self._fail(member, f"the engine has not answered for {join.quiet_s:.1f} s")
 
     def _fail(self, member: EngineMember, reason: str) -> None:
         self.members.note_failed(member)
@@ -272,7 +272,7 @@ class Transfers:
         weights = context.weights
         reading = context.reading
         if not reading.begin():
-            raise TransferCancelled(f"version {weights.version} is no more")
+            raise TransferCancelled(f"version {weights.version} was replaced")
         transfer_group = self._groups.of(receivers, is_present=self.members.has)
         self._answers.begin(transfer_group.epoch, weights.version)
         offer = self._offer(weights, receivers, transfer_group.key)
@@ -285,7 +285,7 @@ class Transfers:
             rank += len(member.devices)
         self._collect_ready(members, reading)
         if reading.must_not_wait or self._has_broken(members):
-            raise TransferCancelled(f"not all are ready epoch={transfer_group.epoch}")
+            raise TransferCancelled(f"not all engines are ready epoch={transfer_group.epoch}")
         seconds = transfer_group.group.send(
             self._groups.slots(offer, weights.source.device),
             weights.source.fill,
@@ -335,7 +335,7 @@ class Transfers:
             for member in waiting:
                 patience_s = min(self.members.patience_s(member), self._settings.timeout_s)
                 if self._answers.waited_s(member) > patience_s:
-                    self._fail(member, f"not ready within {patience_s:g}s")
+                    self._fail(member, f"not ready within {patience_s:g} s")
             self._ping(waiting)
             if not self._has_broken(members):
                 self.receive(WAIT_S)
@@ -379,7 +379,7 @@ class Transfers:
         elif answer.is_ok:
             self.members.note_served([member])
         else:
-            self._fail(member, f"version {weights.version} is not loaded: {answer.error}")
+            self._fail(member, f"version {weights.version} was not loaded: {answer.error}")
 
     @property
     def _current_version(self) -> int:

@@ -55,4 +55,4 @@ def test_paper_tables_use_published_turns_and_layout(tmp_path: Path):
         "The tasks differ from the published ones: questions about a generated world."
         in done.stdout
     )
-    assert f"eval.num_items={NUM_ITEMS} leaves out 530 of the tasks' 590 items" in done.stderr
+    assert f"eval.num_items={NUM_ITEMS} skips 530 of the 590 held-out items" in done.stderr

@@ -121,7 +121,12 @@ def test_learner_without_batch_warns_and_waits(
         caplog.clear()
         assert loop._wait_for_batch().groups == []
         told = [record.getMessage() for record in caplog.records]
-        assert len([text for text in told if "waiting on" in text and "actor-0" in text]) == 3
+        assert (
+            len(
+                [text for text in told if "still waiting for a batch" in text and "actor-0" in text]
+            )
+            == 3
+        )
     (tmp_path / "stop").mkdir(exist_ok=True)
     stopping = make_learner(tmp_path / "stop", Waiting(1))
     loop = Loop(_config(OnStall.STOP), stopping, threading.Event())

@@ -141,11 +141,11 @@ class FailureWindow:
 
         Raises: LongstrideError: too many episodes failed; names the causes.
         """
-        self._judge(Counter(self.causes), f"of the last {len(self.causes)}")
+        self._judge(Counter(self.causes), f"of the last {len(self.causes)} episodes")
         lasted_s = self.failed_at - self.began_at
         if lasted_s >= OUTAGE_S:
             num = self.outage.total()
-            self._judge(self.outage, f"of {num} in an outage of {lasted_s:.0f}s")
+            self._judge(self.outage, f"of {num} episodes in an outage of {lasted_s:.0f} s")
 
     def _judge(self, counts: Counter[str], which: str) -> None:
         failed = {cause: num for cause, num in counts.items() if cause}
@@ -153,6 +153,6 @@ class FailureWindow:
         num_failed = sum(failed.values())
         if num >= MIN_WINDOW and num_failed > self.max_frac * num:
             raise LongstrideError(
-                f"{num_failed} {which} episodes failed by infrastructure, more than"
-                f" scheduler.max_failed_frac={self.max_frac:g}: {failed}"
+                f"{num_failed} {which} failed by infrastructure, more than"
+                f" scheduler.max_failed_frac={self.max_frac:g}. Causes: {failed}"
             )

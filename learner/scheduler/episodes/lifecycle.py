@@ -141,7 +141,7 @@ class EpisodeLifecycle:
         """End a lease without a result: queue the episode again, or give it up."""
         found = self.table.find(episode.episode_id)
         if found is None or found[1] is not episode:
-            raise LedgerError(f"lease of {episode.episode_id} without an episode in the table")
+            raise LedgerError(f"the lease of {episode.episode_id} has no episode in the table")
         is_last = episode.num_issues >= self.scheduler.max_attempts
         logger.warning(
             "lost episode=%s actor=%s cause=%s attempt=%d given_up=%s",
@@ -322,7 +322,7 @@ class EpisodeLifecycle:
             return
         self.ledger.num_unknown += 1
         if self.ledger.num_unknown <= 100:
-            logger.warning("report of an unknown episode=%s", shown(episode_id))
+            logger.warning("ignored the report of an unknown episode=%s", shown(episode_id))
 
     def assert_balanced(self) -> None:
         """Check the ledger. Raises: LedgerError: an episode is lost, or settled twice."""

@@ -130,7 +130,7 @@ class GroupTable:
     def add(self, group: GroupRecord) -> None:
         """Add a new group. Raises: LedgerError: it was opened before."""
         if group.group_id in self.groups or group.group_id in self.closed:
-            raise LedgerError(f"group {group.group_id} opened twice")
+            raise LedgerError(f"group {group.group_id} was opened twice")
         self.groups[group.group_id] = group
         self.next_number += group.is_train
         self._count(group, +1)

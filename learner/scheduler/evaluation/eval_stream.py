@@ -84,7 +84,9 @@ class EvalStream:
             return None
         if self.is_open:
             self.num_skipped += 1
-            logger.warning("evaluation skipped step=%d open=%s", step, self.evals[-1].group_id)
+            logger.warning(
+                "skipped evaluation step=%d unfinished=%s", step, self.evals[-1].group_id
+            )
             return None
         group_id = f"eval-step-{step}-{PolicyKind.MODEL.value}"
         self.evals.append(StreamEval(step=step, group_id=group_id))

@@ -74,7 +74,10 @@ class Entrance:
             if time.monotonic() > deadline:
                 served = sorted({env for each in known.values() for env in each.envs})
                 wanted = sorted({task.env for task in self.cfg.tasks})
-                raise EnvError(f"no hub for {wanted} within {timeout_s:g}s; served are {served}")
+                raise EnvError(
+                    f"the tasks need {wanted}, but the hubs serve only {served} after"
+                    f" {timeout_s:g} s"
+                )
             self._receive()
             for place in self.registry.directory.hubs:
                 if place.url not in known:
@@ -121,7 +124,11 @@ def greet_known(registry: AddressRegistry, saved: list[dict[str, Any]], *, token
         try:
             _catalogue_of(place, ANSWER_S)
         except (EnvError, ConfigError) as error:
-            logger.info("hub not back yet name=%s: %s", each["name"], error)
+            logger.info(
+                "a hub of the earlier scheduler does not answer yet name=%s: %s",
+                each["name"],
+                error,
+            )
             continue
         hello = HubHello(name=each["name"], incarnation=each["incarnation"], place=place)
         registry.hear_hub(hello, b"", time.monotonic())

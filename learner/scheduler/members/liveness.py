@@ -53,7 +53,9 @@ def heartbeat(parts: Components, message: Heartbeat, now: float) -> list[str]:
 def tick(parts: Components, now: float) -> None:
     """Reissue the episodes of dead and silent members and of overdue leases."""
     for member in parts.members.fall_silent(now):
-        logger.warning("silent role=%s name=%s: others play what it held", member.role, member.name)
+        logger.warning(
+            "silent role=%s name=%s: its episodes are issued again", member.role, member.name
+        )
         parts.lifecycle.lose_all(member.name, "actor_silent")
     for member in parts.members.expire(now):
         logger.warning("dead role=%s name=%s", member.role, member.name)

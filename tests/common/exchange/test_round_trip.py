@@ -162,7 +162,7 @@ def test_export_skips_expert_failed_and_evaluation_episodes(tmp_path):
         ({"steps": [], "extra": [1]}, "'extra' is list, not a map"),
         ({"steps": [{"metrics": [1]}]}, "'metrics' is list, not a map"),
         ({"steps": [{"metrics": LOGPROBS}]}, "completion_token_ids and logprobs must be"),
-        ({"token_ids": [1, 10**6], "loss_mask": [False, True]}, "another tokenizer wrote it"),
+        ({"token_ids": [1, 10**6], "loss_mask": [False, True]}, "written with another tokenizer"),
         (
             {
                 "steps": [

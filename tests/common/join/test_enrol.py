@@ -117,7 +117,7 @@ def test_node_with_its_own_model_receives_none(scheduler: Scheduler) -> None:
     ("request_", "words"),
     [
         (replace(REQUEST, product="0.0.1"), "install the same version on both machines"),
-        (replace(REQUEST, role="learner"), "one of actor, envhub may join"),
+        (replace(REQUEST, role="learner"), "cannot join; these roles can: actor, envhub"),
         (replace(REQUEST, is_remote=True), r"start it with learner\.host=0"),
     ],
 )

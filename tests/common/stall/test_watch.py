@@ -30,7 +30,7 @@ WAITING = {  # a filtered-out step: the scheduler draws no more, the learner has
 STATUS = {
     "phase": "train",
     "version": 7,
-    "gate": "gate: 4 groups ahead of the learner",
+    "gate": "gate: 4 groups are ahead of the learner",
     "groups": {"open": 0, "ready": 4, "filtered": 9, "opened": 40},
     "ledger": {"trained": 70, "filtered": 36, "stale": 0, "eval": {"evaluated": 0}},
     "actors": [{"name": "actor-0", "waiting_for": "scheduler: leases", "unchanged_s": 1e6}],
@@ -168,7 +168,7 @@ def test_exiting_role_hangs_only_beyond_its_limit(
 )
 def test_culprit_is_end_or_cycle_of_waits(waiting: dict[str, str], ends: list[str]) -> None:
     if waiting["actor-0"] == "scheduler: leases" and ends != ["learner"]:
-        waiting = waiting | {"scheduler": "learner: gate: 4 groups ahead of the learner"}
+        waiting = waiting | {"scheduler": "learner: gate: 4 groups are ahead of the learner"}
     assert culprits(waiting) == ends
 
 

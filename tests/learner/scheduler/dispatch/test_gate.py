@@ -45,7 +45,7 @@ def test_gate_opens_the_needed_steps_within_both_bounds() -> None:
 def test_async_gate_reports_the_actors_lead() -> None:
     cfg = make_config(per_step=16, max_ahead_steps=1, num_steps=100)
     verdict = _gate(cfg).allowed(_state(num_open=20, num_ready=12))
-    assert (verdict.num_allowed, verdict.reason) == (0, "gate: 32 groups ahead of the learner")
+    assert (verdict.num_allowed, verdict.reason) == (0, "gate: 32 groups are ahead of the learner")
 
 
 def test_async_gate_opens_only_the_rest_of_the_run() -> None:

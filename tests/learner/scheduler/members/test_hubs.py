@@ -106,7 +106,7 @@ def test_missing_hub_raises_error_with_tasks(tmp_path: Path) -> None:
     with running(tmp_path, cfg) as run:
         error = run.wait_failed()
     assert isinstance(error, EnvError)
-    assert "no hub for" in str(error)
+    assert "but the hubs serve only" in str(error)
 
 
 def test_second_scheduler_on_an_address_is_refused_by_name(tmp_path: Path) -> None:
