@@ -31,6 +31,7 @@ from actor.api.requests import (
 )
 from actor.play.doors import ChatEndpoint, endpoint_path, remove_left
 from actor.play.endpoint import read_key
+from actor.play.sampling import MAX_SEED, Sampling, read_sampling
 from actor.rollout.render import Renderer
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, RunConfig
@@ -44,29 +45,7 @@ if TYPE_CHECKING:
     from actor.engine.engine import Engine
 
 ADAPTERS = "adapter_config.json"
-MAX_SEED = 2**63 - 1
-MAX_TEMPERATURE = 2.0
-MAX_CHOICES = 128
 EVENTS = "text/event-stream"
-# Sampling fields that the engine is not given, with their values without effect.
-FIXED = {
-    "top_p": (None, 1, 1.0),
-    "top_k": (None, -1, 0),
-    "min_p": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the answers to one request are sampled."""
-
-    temperature: float | None  # None: that of the actor's configuration.
-    seed: int | None
-    num_choices: int
-    max_tokens: int  # Maximum tokens of an answer.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +65,7 @@ class Chat:
             self._check_access(request)
             body = await _read_body(request)
             asked = CHAT_API.read({**body, "n": None})
-            reply = await self._reply(asked, _read_sampling(body, self.actor))
+            reply = await self._reply(asked, read_sampling(body, self.actor))
         except ApiError as error:
             return web.json_response(openai_error(error), status=error.status)
         except EngineError as error:
@@ -178,49 +157,6 @@ async def _read_body(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_body", "the body is not a JSON object")
     return cast(dict[str, Any], body)
-
-
-def _read_sampling(body: dict[str, Any], actor: ActorSection) -> Sampling:
-    """Return how a request wants its answers sampled. Raises: ApiError: a value is invalid."""
-    for name, harmless in FIXED.items():
-        if body.get(name) not in harmless:
-            raise unsupported(name, body[name], "the policy samples without it")
-    limit = read_limit(body, "max_completion_tokens", "max_tokens")
-    return Sampling(
-        temperature=_temperature(body),
-        seed=_seed(body),
-        num_choices=_num_choices(body),
-        max_tokens=actor.max_turn_tokens if limit is None else limit,
-    )
-
-
-def _num_choices(body: dict[str, Any]) -> int:
-    num = body.get("n")
-    if num is None:
-        return 1
-    if type(num) is not int or not 1 <= num <= MAX_CHOICES:
-        raise invalid(f"n={num!r:.80}: a whole number from 1 to {MAX_CHOICES}", "n")
-    return num
-
-
-def _temperature(body: dict[str, Any]) -> float | None:
-    given = body.get("temperature")
-    if given is None:
-        return None
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not is_number or not 0 <= given <= MAX_TEMPERATURE:
-        text = f"temperature={given!r:.80}: a number in [0, {MAX_TEMPERATURE:g}]"
-        raise invalid(text, "temperature")
-    return float(given)
-
-
-def _seed(body: dict[str, Any]) -> int | None:
-    seed = body.get("seed")
-    if seed is None:
-        return None
-    if type(seed) is not int or abs(seed) > MAX_SEED:
-        raise invalid(f"seed={seed!r:.80}: a whole number of 63 bits", "seed")
-    return seed % (MAX_SEED + 1)
 
 
 def _is_of_a_page(request: web.Request) -> bool:

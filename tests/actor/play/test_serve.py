@@ -94,7 +94,9 @@ def test_served_conversation_matches_episode_and_requires_key() -> None:
             assert (reply.text, reply.model) == ("turn left", "a, version 7")
             with pytest.raises(ConfigError, match="wrong API key"):
                 await ask(url, "other", "goal: go")
-            with pytest.raises(PolicyFailed, match="the last is the assistant's"):
+            with pytest.raises(
+                PolicyFailed, match="must end with a message that is not of the assistant"
+            ):
                 await ask(url, "k", "goal: go", "look")
             with pytest.raises(ContextFull):
                 await ask(url, "k", "far " * 20_000)

@@ -226,7 +226,7 @@ def test_stop_shows_limit_and_skip_hint(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     state = {"began_at": time.time(), "started_at": {}, "stop_deadline": time.time() + 40.4}
     run_dir.launch.write_text(json.dumps(state), encoding="utf-8")
-    told = "the learner may take 40s to save; Ctrl-C again stops at once"
+    told = "the learner may take 40s to save; a second Ctrl-C ends it at once"
     assert f"stopping: {told}" in status_line(view_of(run_dir))
     assert told in show(run_dir)
 
