@@ -19,16 +19,7 @@ from transformers import AutoTokenizer
 
 from actor.api.chat_api import CHAT_API, choices_reply
 from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn
-from actor.api.requests import (
-    ApiError,
-    Asked,
-    PolicyAnswer,
-    event_text,
-    invalid,
-    openai_error,
-    read_limit,
-    unsupported,
-)
+from actor.api.requests import ApiError, Asked, PolicyAnswer, event_text, openai_error
 from actor.play.doors import ChatEndpoint, endpoint_path, remove_left
 from actor.play.endpoint import read_key
 from actor.play.sampling import MAX_SEED, Sampling, read_sampling

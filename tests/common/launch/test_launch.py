@@ -407,13 +407,15 @@ def test_roles_die_with_a_killed_launcher(tmp_path: Path, repository: Path) -> N
     pids = tmp_path / "pids"
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from common.launch.base import RoleSpec\nfrom common.launch.launcher import RoleSupervisor\n"
+        "from common.launch.base import RoleSpec\n"
+        "from common.launch.launcher import RoleSupervisor\n"
         "from common.launch.local import start_here\n"
         "pids, stay = sys.argv[1], sys.argv[2]\n"
         "argv = (sys.executable, '-S', '-c', stay, pids)\n"
         "spec = RoleSpec(name='a', argv=argv, log_path=Path(pids + '.log'))\n"
         "with start_here() as starter:\n"
-        "    RoleSupervisor(starter, stop_timeout_s=lambda: 5.0).run([spec], on_poll=lambda _: None)\n"
+        "    supervisor = RoleSupervisor(starter, stop_timeout_s=lambda: 5.0)\n"
+        "    supervisor.run([spec], on_poll=lambda _: None)\n"
     )
     stay = (
         "import os, signal, sys; open(sys.argv[1] + '.part', 'w').write(str(os.getpid()));"

@@ -173,7 +173,8 @@ def test_killed_launcher_ends_its_roles_and_cluster(tmp_path: Path, repository: 
     code = (
         "import sys\nfrom pathlib import Path\n"
         "from common.config.load import load_config\n"
-        "from common.launch.base import RoleSpec\nfrom common.launch.launcher import RoleSupervisor\n"
+        "from common.launch.base import RoleSpec\n"
+        "from common.launch.launcher import RoleSupervisor\n"
         "from common.launch.ray.cluster import start_on_ray\n"
         "from common.store.run_dir import RunDir\n"
         "folder, stay = Path(sys.argv[1]), sys.argv[2]\n"
@@ -181,7 +182,8 @@ def test_killed_launcher_ends_its_roles_and_cluster(tmp_path: Path, repository: 
         "spec = RoleSpec(name='learner', argv=argv, log_path=folder / 'log')\n"
         "cfg = load_config('smoke', ['launcher=ray'], root=Path.cwd())\n"
         "with start_on_ray(cfg, RunDir(root=folder)) as starter:\n"
-        "    RoleSupervisor(starter, stop_timeout_s=lambda: 5.0).run([spec], on_poll=lambda _: None)\n"
+        "    supervisor = RoleSupervisor(starter, stop_timeout_s=lambda: 5.0)\n"
+        "    supervisor.run([spec], on_poll=lambda _: None)\n"
     )
     stay = (
         "import os, signal, sys; open(sys.argv[1] + '.part', 'w').write(str(os.getpid()));"
