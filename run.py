@@ -20,7 +20,7 @@ gc.set_threshold(10_000)
 
 try:
     from common.config import requested
-    from common.config.command_line import Request, parse
+    from common.config.command_line import ParsedCommand, parse
     from common.config.load import config_as_yaml, without_secrets
     from common.config.run_config import RunConfig
     from common.errors import ConfigError, NotStarted
@@ -34,8 +34,8 @@ try:
     from common.text import log_text
 except ModuleNotFoundError as error:
     sys.exit(
-        f"error: {error.name} is not installed for {sys.executable}; `make setup` installs all "
-        "that is needed, then it is .venv/bin/python run.py, or source .venv/bin/activate first"
+        f"error: {error.name} is not installed for {sys.executable}. `make setup` installs all"
+        " requirements. Then use .venv/bin/python run.py, or run source .venv/bin/activate first."
     )
 
 if TYPE_CHECKING:
@@ -234,13 +234,13 @@ def check_engine(cfg: RunConfig) -> None:
     preflight.check_engine()
 
 
-def load_evaluation(request: Request) -> RunConfig:
+def load_evaluation(request: ParsedCommand) -> RunConfig:
     from actor.play import settings
 
     return settings.load_evaluation(request, root=ROOT)
 
 
-def load_any_version(request: Request) -> RunConfig:
+def load_any_version(request: ParsedCommand) -> RunConfig:
     from common.dashboard.terminal.any_version import load_of_any_version
 
     return load_of_any_version(request, root=ROOT, say=print)
@@ -251,7 +251,7 @@ class Command:
     """A command that works on a run's configuration and directory."""
 
     run: Callable[[RunConfig, RunDir], int]  # It returns the exit code.
-    load: Callable[[Request], RunConfig] = load_named
+    load: Callable[[ParsedCommand], RunConfig] = load_named
     check: Callable[[RunConfig], None] | None = None  # It raises ConfigError before the start.
     check_dry: Callable[[RunConfig], None] | None = None  # The check of `--dry-run`, if different.
     has_plan: bool = False  # `--dry-run` prints the memory plan.
@@ -287,18 +287,18 @@ COMMANDS = {
 # Commands that read the request themselves, because they belong to no run or to many.
 
 
-def bench(request: Request) -> int:
+def bench(request: ParsedCommand) -> int:
     if not (ROOT / "benchmarks").is_dir():
         raise ConfigError(
-            f"bench: {ROOT / 'benchmarks'} is missing; the benchmarks are not part of an"
-            " installation, so run this command from a checkout of the repository"
+            f"bench: {ROOT / 'benchmarks'} is missing. The benchmarks are not part of an"
+            " installation. Run this command from a checkout of the repository."
         )
     from benchmarks import command
 
     return command.bench(request, root=ROOT)
 
 
-def doctor(request: Request) -> int:
+def doctor(request: ParsedCommand) -> int:
     from actor.formats.preview import preview_lines
     from common.checks import doctor as checks
     from envhub.command import examine_environments
@@ -307,81 +307,81 @@ def doctor(request: Request) -> int:
     return checks.doctor(request, root=ROOT, preview=preview_lines, **own)
 
 
-def recompute(request: Request) -> int:
+def recompute(request: ParsedCommand) -> int:
     configure_logging("recompute", "WARNING")  # Libraries read the level when they are imported.
     from learner.recompute import command
 
     return command.recompute(request, root=ROOT, say=print_now)
 
 
-def journal(request: Request) -> int:
+def journal(request: ParsedCommand) -> int:
     from common.store import journal_command
 
     return journal_command.journal(request, root=ROOT, say=print)
 
 
-def dashboard(request: Request) -> int:
-    from actor.play.table.seats import Table
+def dashboard(request: ParsedCommand) -> int:
+    from actor.play.table.seats import SeatTable
     from common.dashboard.web import server
 
-    return server.dashboard(request, root=ROOT, say=print_now, make_table=Table)
+    return server.dashboard(request, root=ROOT, say=print_now, make_table=SeatTable)
 
 
-def show(request: Request) -> int:
+def show(request: ParsedCommand) -> int:
     from common.dashboard.terminal import commands as terminal
 
     return terminal.show(request, root=ROOT, say=print)
 
 
-def report(request: Request) -> int:
+def report(request: ParsedCommand) -> int:
     from common.report import command
 
     return command.report(request, root=ROOT, say=print)
 
 
-def replay(request: Request) -> int:
+def replay(request: ParsedCommand) -> int:
     from common.dashboard.terminal import commands as terminal
 
     return terminal.replay(request, root=ROOT, say=print)
 
 
-def envs(request: Request) -> int:
+def envs(request: ParsedCommand) -> int:
     from envhub.command import list_environments
 
     return list_environments(request.overrides, root=ROOT, say=print)
 
 
-def new_env(request: Request) -> int:
+def new_env(request: ParsedCommand) -> int:
     from envhub.author import scaffold
 
     return scaffold.new_env(request, root=ROOT, say=print)
 
 
-def check_env(request: Request) -> int:
+def check_env(request: ParsedCommand) -> int:
     from envhub.author import check_env as checks
 
     return checks.check_env(request, root=ROOT, say=print_now)
 
 
-def play(request: Request) -> int:
+def play(request: ParsedCommand) -> int:
     from envhub.author import play as player
 
     return player.play(request, root=ROOT, say=print_now, lines=sys.stdin)
 
 
-def revoke(request: Request) -> int:
+def revoke(request: ParsedCommand) -> int:
     from common.launch.keys import revoke_key
 
     return revoke_key(request, root=ROOT, load=load_joined, say=print)
 
 
-def help_on(request: Request) -> int:
+def help_on(request: ParsedCommand) -> int:
     from common.config.help import help_text
 
     return commands.say(help_text(request.overrides))
 
 
-STANDALONE: dict[str, Callable[[Request], int]] = {
+STANDALONE: dict[str, Callable[[ParsedCommand], int]] = {
     "bench": bench,
     "doctor": doctor,
     "recompute": recompute,
@@ -399,7 +399,7 @@ STANDALONE: dict[str, Callable[[Request], int]] = {
 }
 
 
-def dispatch(request: Request) -> int:
+def dispatch(request: ParsedCommand) -> int:
     """Run the command of a request and return the exit code."""
     if request.command in STANDALONE:
         return STANDALONE[request.command](request)
@@ -413,7 +413,7 @@ def dispatch(request: Request) -> int:
     return run_command(COMMANDS[request.command], request)
 
 
-def prepare_memory(request: Request) -> None:
+def prepare_memory(request: ParsedCommand) -> None:
     """Choose the allocators of a role, which must happen before it imports torch."""
     from common import memory
 
@@ -423,7 +423,7 @@ def prepare_memory(request: Request) -> None:
         memory.take_pinned_memory_exactly()
 
 
-def run_command(command: Command, request: Request) -> int:
+def run_command(command: Command, request: ParsedCommand) -> int:
     """Load the configuration, check it, and run the command or show it; return the exit code."""
     cfg = commands.on_loopback(command.load(request))
     check = command.check_dry if request.is_dry and command.check_dry else command.check
@@ -484,14 +484,14 @@ def main(argv: list[str]) -> int:
         print(f"error: {log_text(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except NotStarted as error:
-        logging.exception("ended before it began to work")
+        logging.exception("the process ended before its start was complete")
         print(f"error: {error}", file=sys.stderr)
         return EXIT_NOT_STARTED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception:  # The only broad handler of a role: its log holds the traceback.
-        logging.exception("ended by an error")
+        logging.exception("the process ended with an error")
         return 1
 
 

@@ -20,12 +20,12 @@ from actor.engine.weights import WeightLink
 from actor.formats.tools import load_renderer
 from actor.links.delivery import Delivery
 from actor.links.scheduler_client import SchedulerClient
-from actor.links.waiting import wait_aloud
+from actor.links.waiting import wait_with_warnings
 from actor.play.serve import door_of
 from actor.rollout.agent_runner import MakeAgents, make_runner
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
-from actor.rollout.pool import Episodes
+from actor.rollout.pool import EpisodePool
 from actor.rollout.render import Renderer
 from common.config.learning import Advantage
 from common.config.run_config import RunConfig
@@ -50,7 +50,7 @@ DRAIN_S = 5.0  # Seconds at shutdown for the acknowledgements of delivered traje
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class RunAccess:
     """The identity of an actor and its access to the run."""
 
     name: str  # Unique name of the actor in all messages.
@@ -72,7 +72,7 @@ class Parts:
     scheduler: SchedulerClient
     delivery: Delivery
     weights: WeightLink
-    episodes: Episodes
+    episodes: EpisodePool
 
 
 def run(cfg: RunConfig, run_dir: RunDir, *, make_agents: MakeAgents | None = None) -> None:
@@ -80,7 +80,7 @@ def run(cfg: RunConfig, run_dir: RunDir, *, make_agents: MakeAgents | None = Non
     book = AddressBook(lambda: run_dir.find_address("scheduler"))
     name = cfg.actor.name or f"actor-{socket.gethostname()}-{os.getpid()}"
     keys = own_keys(run_dir.keys, role="actor", name=name)
-    access = Access(name=name, keys=keys, book=book, run_dir=run_dir, make_agents=make_agents)
+    access = RunAccess(name=name, keys=keys, book=book, run_dir=run_dir, make_agents=make_agents)
     play(cfg, access)
 
 
@@ -88,13 +88,13 @@ def run_joined(cfg: RunConfig, joined: Joined, *, make_agents: MakeAgents | None
     """Run an actor that has only the scheduler's address and a key file; see `play`."""
     book = AddressBook(lambda: joined.address)
     name, keys = joined.key.name, joined.key.as_keys()
-    access = Access(
+    access = RunAccess(
         name=name, keys=keys, book=book, has_weights=not joined.model_path, make_agents=make_agents
     )
     play(cfg, access)
 
 
-def play(cfg: RunConfig, access: Access) -> None:
+def play(cfg: RunConfig, access: RunAccess) -> None:
     """Play episodes until the scheduler reports the end of the run, or until SIGTERM."""
     for number in STOP_SIGNALS:
         signal.signal(number, _end_at_once)
@@ -109,7 +109,7 @@ def _end_at_once(number: int, _: FrameType | None) -> None:
 
     The event loop cannot handle the signal, because vLLM blocks it during its start.
     """
-    logger.info("ends while starting signal=%s", signal.Signals(number).name)
+    logger.info("stopping during the start signal=%s", signal.Signals(number).name)
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()
@@ -117,7 +117,7 @@ def _end_at_once(number: int, _: FrameType | None) -> None:
     os._exit(0)
 
 
-async def _run(cfg: RunConfig, access: Access, beacon: Beacon) -> None:
+async def _run(cfg: RunConfig, access: RunAccess, beacon: Beacon) -> None:
     context = zmq.asyncio.Context()
     try:
         parts = await _build(cfg, access, context)
@@ -134,7 +134,7 @@ async def _run(cfg: RunConfig, access: Access, beacon: Beacon) -> None:
         context.destroy(linger=500)
 
 
-async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -> Parts:
+async def _build(cfg: RunConfig, access: RunAccess, context: zmq.asyncio.Context) -> Parts:
     """Start the engine, then connect: an actor that cannot generate never joins."""
     name = access.name
     keys = access.keys
@@ -181,7 +181,7 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
     )
     await weights.connect(timeout_s=start_s)
     rounds = Rounds(engine, max_tokens=cfg.actor.max_turn_tokens, exclusive=exclusive)
-    episodes = Episodes(
+    episodes = EpisodePool(
         cfg.actor,
         actor=name,
         engine=engine,
@@ -216,7 +216,7 @@ async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event, beacon: Beaco
         for task in done:
             task.result()
         if not any(task in done for task in ends):
-            raise LongstrideError("a loop of the actor returned")
+            raise LongstrideError("a background task of the actor ended without an error")
         await parts.episodes.cancel_all()
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
@@ -229,7 +229,7 @@ async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event, beacon: Beaco
 
 async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
     """Request leases whenever there is room: for single slots, or for whole batches in lockstep."""
-    await wait_aloud(parts.weights.version_loaded, waiting_for="learner: first weights")
+    await wait_with_warnings(parts.weights.version_loaded, waiting_for="learner: first weights")
     is_lockstep = cfg.train.mode == "sync"
     has_leases = False
     while True:
@@ -247,7 +247,9 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
         parts.episodes.start(grant.leases)
         if grant.leases and not has_leases:
             has_leases = True
-            logger.info("first leases num=%d version=%d", len(grant.leases), parts.engine.version)
+            logger.info(
+                "received first leases num=%d version=%d", len(grant.leases), parts.engine.version
+            )
         if not grant.leases:
             await asyncio.sleep(grant.retry_after_s)
         elif len(grant.leases) < num_free:

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from benchmarks.table import BenchTable
-from common.config.command_line import STUDIES, Request, version_text
+from common.config.command_line import STUDIES, ParsedCommand, version_text
 from common.errors import ConfigError
 from common.log import configure_logging
 
@@ -38,7 +38,7 @@ SUITES = {  # Name on the command line: module and function.
 }
 
 
-def bench(request: Request, *, root: Path) -> int:
+def bench(request: ParsedCommand, *, root: Path) -> int:
     """Run the suite of a request, write its figures, and return 0 if every bound holds.
 
     Raises: ConfigError: the suite, its overrides or the path of the figures are wrong.
@@ -57,7 +57,7 @@ def bench(request: Request, *, root: Path) -> int:
     return code
 
 
-def _find_suite(request: Request, root: Path) -> Suite:
+def _find_suite(request: ParsedCommand, root: Path) -> Suite:
     """Return the suite that a request names. Raises: ConfigError: there is no such suite."""
     name = request.suite or ""
     if name in STUDIES:
@@ -72,7 +72,7 @@ def _find_suite(request: Request, root: Path) -> Suite:
     return suite
 
 
-def _find_study(name: str, request: Request, root: Path) -> Suite:
+def _find_study(name: str, request: ParsedCommand, root: Path) -> Suite:
     from benchmarks.study.command import measure, measure_peer
 
     if name == "peer":

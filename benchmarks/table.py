@@ -34,7 +34,7 @@ MACHINE_ERRORS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class BenchmarkFigure:
     """One figure: our value, the compared value, their ratio, the bound and whether it holds."""
 
     name: str
@@ -62,7 +62,7 @@ class BenchTable:
 
     out: TextIO
     seed: int = 0  # Seed of all random choices in the suite.
-    rows: list[Row] = field(default_factory=lambda: [])
+    rows: list[BenchmarkFigure] = field(default_factory=lambda: [])
     notes: list[dict[str, str]] = field(default_factory=lambda: [])
     failed: list[str] = field(default_factory=lambda: [])
 
@@ -74,17 +74,25 @@ class BenchTable:
         """Write a figure with an upper bound. A NaN violates the bound."""
         promise = f"at most {bound:g}"
         is_kept = value <= bound
-        self._add(Row(name=name, value=value, unit=unit, bound=promise, kept=is_kept, note=note))
+        self._add(
+            BenchmarkFigure(
+                name=name, value=value, unit=unit, bound=promise, kept=is_kept, note=note
+            )
+        )
 
     def at_least(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
         """Write a figure with a lower bound. A NaN violates the bound."""
         promise = f"at least {bound:g}"
         is_kept = value >= bound
-        self._add(Row(name=name, value=value, unit=unit, bound=promise, kept=is_kept, note=note))
+        self._add(
+            BenchmarkFigure(
+                name=name, value=value, unit=unit, bound=promise, kept=is_kept, note=note
+            )
+        )
 
     def figure(self, name: str, value: float, unit: str, note: str = "") -> None:
         """Write a figure without a bound."""
-        self._add(Row(name=name, value=value, unit=unit, note=note))
+        self._add(BenchmarkFigure(name=name, value=value, unit=unit, note=note))
 
     def compare(
         self,
@@ -113,7 +121,7 @@ class BenchTable:
         if at_most is not None:
             bounds.append(f"at most {at_most:g}")
             is_kept = is_kept and ratio <= at_most
-        row = Row(
+        row = BenchmarkFigure(
             name=name,
             value=value,
             unit=unit,
@@ -126,7 +134,7 @@ class BenchTable:
         )
         self._add(row)
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: BenchmarkFigure) -> None:
         self.rows.append(row)
         note = row.note
         if row.limit is not None:
@@ -215,7 +223,7 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def _as_json(row: Row) -> dict[str, Any]:
+def _as_json(row: BenchmarkFigure) -> dict[str, Any]:
     """Return a row with null for numbers that are not finite, because JSON has none."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value

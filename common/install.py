@@ -23,7 +23,7 @@ _WHEEL = re.compile(
 _PRESENT = re.compile(r"Requirement already satisfied: (?P<name>[\w.-]+)==(?P<version>[\w.+]+)")
 
 
-class Progress:
+class InstallProgress:
     """Turns pip's output into one line per package."""
 
     def __init__(self, num_packages: int) -> None:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     """Install the lock file `argv[-1]` with the pip options before it; return pip's exit code."""
     *options, lock = argv
     folder = Path(sys.prefix)
-    progress = Progress(count_packages(Path(lock)))
+    progress = InstallProgress(count_packages(Path(lock)))
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
     started = time.monotonic()
     lines: list[str] = []
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     if pip.returncode != 0:
         kept = [line for line in lines if not line.startswith("WARNING: Location")]
         _say("".join(kept[-LOG_LINES:]).rstrip())
-        _say(f"pip failed; all that it said: {folder / 'install.log'}")
+        _say(f"pip failed; its whole output: {folder / 'install.log'}")
     else:
         _say(f"installed in {time.monotonic() - started:.0f} s")
     return pip.returncode
@@ -88,7 +88,7 @@ def _tell_unpacking(pip: subprocess.Popen[str], folder: Path) -> None:
     while True:
         now = len([*folder.glob("lib/python*/site-packages/*.dist-info")])
         if told not in (-1, now):
-            _say(f"  {now} unpacked")
+            _say(f"  {now} packages unpacked")
         told = now
         with contextlib.suppress(subprocess.TimeoutExpired):
             pip.wait(UNPACK_S)

@@ -83,7 +83,10 @@ def refusal_of_starts(trajectory: Trajectory) -> str:
     if starts.dtype != np.int32 or starts.ndim != 1:
         return f"segment_starts is {starts.dtype.name} {starts.shape}, not [num_segments] int32"
     if starts.size and (starts[0] != 0 or not (np.diff(starts, append=num_tokens) > 0).all()):
-        return f"segment_starts {starts.tolist()[:16]} of {num_tokens} tokens"
+        return (
+            f"segment_starts {starts.tolist()[:16]} must start at 0 and increase up to"
+            f" {num_tokens} tokens"
+        )
     return ""
 
 
@@ -97,9 +100,9 @@ def refusal_of_asides(trajectory: Trajectory) -> str:
     edges = asides.reshape(-1, 3)[:, :2].ravel()
     is_told = (firsts < ends).all() and (np.diff(edges) >= 0).all()
     if asides.size and not (is_told and edges[0] >= 0 and edges[-1] <= num_tokens):
-        return f"asides {asides.tolist()[:16]} of {num_tokens} tokens"
+        return f"asides {asides.tolist()[:16]} must be ordered spans within {num_tokens} tokens"
     if not set(kinds.tolist()) <= set(Aside):
-        return f"asides of kinds {sorted(set(kinds.tolist()))[:16]}"
+        return f"asides have unknown kinds: {sorted(set(kinds.tolist()))[:16]}"
     return ""
 
 

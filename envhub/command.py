@@ -106,7 +106,7 @@ def examine(cfg: RunConfig, *, is_to_train: bool = True) -> tuple[list[str], lis
     tasks = {task.env for task in cfg.tasks}
     references = [name for name in tasks if is_reference(name)]
     if references:
-        line = f"env: {references[0]}: put it in envhub.envs=[...] and use the name it has there"
+        line = f"env: {references[0]}: add it to envhub.envs=[...], and use its own name in tasks"
         return [], [line]
     names = _with_remote(sorted({*tasks, *cfg.envhub.envs}), cfg)
     lacking = _lacking(names, cfg)
@@ -198,7 +198,7 @@ def _with_remote(names: Sequence[str], cfg: RunConfig) -> list[str]:
 def _all_that_run(cfg: RunConfig, say: Callable[[str], None]) -> list[str]:
     missing = {name: _lacking([name], cfg) for name in LOADERS}
     for lines in filter(None, missing.values()):
-        say(f"left out: {'; '.join(lines)}")
+        say(f"not served: {'; '.join(lines)}")
     return [name for name, lines in missing.items() if not lines]
 
 

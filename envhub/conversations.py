@@ -15,7 +15,7 @@ PLACE = "{observation}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class ConversationTemplate:
     """The first two messages and the template of the third; PLACE marks the server's text."""
 
     instruction: str
@@ -33,7 +33,7 @@ class Conversation:
 
 
 CONVERSATIONS = {
-    name: Conversation(**texts)
+    name: ConversationTemplate(**texts)
     for name, texts in json.loads(read_text(__file__, "conversations.json")).items()
 }
 

@@ -105,7 +105,7 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
         if self.is_truncated and not self.done:
             raise ValueError("is_truncated=True with done=False: a truncated episode has ended")
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the result as JSON for clients of the hub's own routes."""
         return {
             "observation": self.observation,
@@ -274,7 +274,9 @@ def parse_item(item_id: str, subsets: Mapping[str, SubsetSpec]) -> ItemId:
     item = split_item(item_id)
     if item is None:
         example = f"{next(iter(subsets))}-train-0"
-        raise UnknownItem(f"item id {item_id[:80]!r} is not <subset>-<split>-<index>, as {example}")
+        raise UnknownItem(
+            f"item id {item_id[:80]!r} is not <subset>-<split>-<index>, like {example}"
+        )
     spec = subsets.get(item.subset)
     if spec is None:
         known = nearest(item.subset, list(subsets))

@@ -181,10 +181,11 @@ def build(
     """
     if token is None and not _is_loopback(section.host):
         raise ValueError(
-            f"envhub.host={section.host}: open to others: set envhub.token, or bind 127.0.0.1"
+            f"envhub.host={section.host}: other machines can reach the hub without a token."
+            " Set envhub.token, or use envhub.host=127.0.0.1."
         )
     if token is not None and not token.strip():
-        raise ValueError("envhub.token: the token is empty")
+        raise ValueError("envhub.token: the token is empty. Set another one.")
     missing = missing_requirements(env_names, options, remote)
     if missing:
         raise ValueError("; ".join(missing))

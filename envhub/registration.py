@@ -106,12 +106,12 @@ class Registration(threading.Thread):
             if isinstance(message, Rejected):
                 raise LongstrideError(f"the scheduler refused this hub: {message.reason}")
             if isinstance(message, HubNoted) and message.is_finished:
-                logger.info("the run is over")
+                logger.info("the run has ended")
                 return True
         if self._silence_s is not None and self._line.silent_s > self._silence_s:
             silent_s = self._line.silent_s
             where = self._line.address
-            raise LongstrideError(f"scheduler silent for {silent_s:.0f}s at {where}")
+            raise LongstrideError(f"no message from the scheduler at {where} for {silent_s:.0f} s")
         return self._stop_requested.is_set()
 
     def stop(self, *, timeout_s: float) -> None:

@@ -32,9 +32,9 @@ from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.replay_point import load_replay_point
 from learner.ingest.report_log import ReportLog
-from learner.ingest.scheduler_client import SchedulerClient
+from learner.ingest.scheduler_client import ReportClient
 from learner.policy.model import pick_device, vocabulary_size
-from learner.policy.timing import settle_ways
+from learner.policy.timing import choose_compute
 from learner.recovery.checksums import ChecksumLog, start_of
 from learner.recovery.resume import last_logged, readopt, repeat_steps, steps_since
 from learner.recovery.step_log import LoggedStep, StepLog
@@ -43,7 +43,7 @@ from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints, newest_checkpoint
 from learner.training.rank_workers import RankWorkers
 from learner.training.trainer import Trainer
-from learner.weights.gate import Gate
+from learner.weights.gate import WeightsLock
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 
@@ -63,7 +63,7 @@ class Learner:
     admission: Admission
     buffer: TrajectoryBuffer
     publisher: Publisher
-    gate: Gate
+    gate: WeightsLock
     checkpoints: Checkpoints
     journal: JournalWriter
     upkeep: Upkeep
@@ -105,7 +105,7 @@ def build(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = Non
     rank_workers = RankWorkers(cfg, folder)
     model, model_path = load_start(cfg, folder, pick_device(cfg.learner.device))
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-    gate = Gate(timeout_s=cfg.learner.publish_timeout_s)
+    gate = WeightsLock(timeout_s=cfg.learner.publish_timeout_s)
     settled = _settled(cfg, run_dir, model, rank_workers)
     may_pad = cfg.learner.layout is Layout.AUTO
     trainer, version = _trainer(settled, run_dir, model, folder, rank_workers, gate, may_pad)
@@ -204,7 +204,7 @@ def _settled(
 ) -> RunConfig:
     """Return the configuration with settled compute settings, once all ranks have loaded."""
     rank_workers.wait_loaded()  # Loading would distort the timings.
-    learner = settle_ways(
+    learner = choose_compute(
         cfg.learner,
         model,
         run_dir.precision,
@@ -221,7 +221,7 @@ def _trainer(
     model: PreTrainedModel,
     checkpoint: Path | None,
     rank_workers: RankWorkers,
-    gate: Gate,
+    gate: WeightsLock,
     may_pad: bool,
 ) -> tuple[Trainer, int]:
     """Return the trainer of all ranks and its version."""
@@ -250,7 +250,7 @@ def _spare_cores(cfg: RunConfig) -> int:
     return (num_cores() - cfg.actor.num_engines) // cfg.learner.num_ranks
 
 
-def _publisher(run: RunConfig, run_dir: RunDir, keys: RunKeys, gate: Gate) -> Publisher:
+def _publisher(run: RunConfig, run_dir: RunDir, keys: RunKeys, gate: WeightsLock) -> Publisher:
     cfg = run.learner
     folder = run_dir.root / "weights"
     if cfg.weights_transport is WeightsTransport.FILE:
@@ -277,7 +277,7 @@ def _scheduler_client(
     buffer: TrajectoryBuffer,
     publisher: Publisher,
     ports: dict[str, int],
-) -> SchedulerClient:
+) -> ReportClient:
     hello = Hello(
         role="learner",
         name=f"learner-{os.getpid()}",
@@ -293,7 +293,7 @@ def _scheduler_client(
         buffer.apply(progress)
         publisher.mark_silent(progress.silent)
 
-    client = SchedulerClient(
+    client = ReportClient(
         run_dir,
         keys,
         reports,

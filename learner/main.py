@@ -27,7 +27,7 @@ from learner.objective.dead_settings import log_summary
 from learner.recovery.saving import Saving
 from learner.recovery.step_log import LoggedStep
 from learner.training.rank_workers import LOAD_S
-from learner.training.trainer import StepResult
+from learner.training.trainer import TrainResult
 from learner.weights.prompts import Prompts, prompts_of
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.source import copied
@@ -49,7 +49,7 @@ class StopRequested(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class TrainBatch:
     """The groups that one step trains on."""
 
     groups: list[Group]
@@ -172,7 +172,7 @@ class Loop:
 
     # --- 1. Waiting for a batch --------------------------------------------------------------
 
-    def _wait_for_batch(self) -> Batch:
+    def _wait_for_batch(self) -> TrainBatch:
         started = time.monotonic()
         cfg = self._cfg.learner
         self._set_status(waiting_for="actors: a batch")
@@ -192,9 +192,9 @@ class Loop:
                 if self._cfg.run.on_stall is OnStall.STOP and not self._learner.intake.has_no_room:
                     raise
                 waited_s = time.monotonic() - started
-                logger.error("waiting on after_s=%.0f: %s", waited_s, error)
+                logger.error("still waiting for a batch waited_s=%.0f: %s", waited_s, error)
         self._set_status(waiting_for="")
-        return Batch(groups=groups, stale=stale, waited_s=time.monotonic() - started)
+        return TrainBatch(groups=groups, stale=stale, waited_s=time.monotonic() - started)
 
     def _check(self) -> None:
         """End a wait by an exception. Raises: StopRequested; LongstrideError: a rank ended."""
@@ -208,7 +208,7 @@ class Loop:
         if self._last_published == self.version:
             self._watch.look(self.version)
 
-    def _give_back(self, batch: Batch) -> None:
+    def _give_back(self, batch: TrainBatch) -> None:
         """Report the episodes of a skipped batch as stale; the next batch must be fresh.
 
         The step log records the skip before the scheduler receives it, so a restart skips the batch
@@ -223,14 +223,14 @@ class Loop:
 
     # --- 2. Logging the batch -------------------------------------------------------------------
 
-    def _log_consumed(self, batch: Batch) -> None:
+    def _log_consumed(self, batch: TrainBatch) -> None:
         """Log the batch before its weights are published."""
         self._write_down(batch, batch.outcomes(Outcome.TRAINED), is_skipped=False)
         if not self._canary.token_ids or self.version % CANARY_EVERY_STEPS == 0:
             self._canary = prompts_of(group.members[0] for group in batch.groups)
 
     def _write_down(
-        self, batch: Batch, outcomes: list[EpisodeOutcome], *, is_skipped: bool
+        self, batch: TrainBatch, outcomes: list[EpisodeOutcome], *, is_skipped: bool
     ) -> None:
         """Log a batch. From here on it is consumed, even if this process ends."""
         learner = self._learner
@@ -258,7 +258,7 @@ class Loop:
         if self._stop.is_set():
             raise DiskFull(f"stopped while the disk is full, after step {self.version}")
 
-    def _log_metrics(self, batch: Batch, result: StepResult) -> None:
+    def _log_metrics(self, batch: TrainBatch, result: TrainResult) -> None:
         learner = self._learner
         rss = self._process.memory_info().rss
         metrics = result.metrics | learner.buffer.drain_stats() | learner.admission.counts()
@@ -334,7 +334,7 @@ class Loop:
 
     # --- 4. Reports to the scheduler ------------------------------------------------------------
 
-    def _note_signals(self, batch: Batch, result: StepResult) -> None:
+    def _note_signals(self, batch: TrainBatch, result: TrainResult) -> None:
         """Store the metrics that the scheduler receives with the report of this step."""
         metrics = result.metrics
         self._signals = {key: metrics[name] for name, key in SIGNALS.items() if name in metrics}
@@ -375,4 +375,4 @@ class Loop:
         """Keep serving trajectories until the scheduler's last evaluation is complete."""
         self._set_status(waiting_for="actors: evaluation")
         if not self._learner.buffer.wait_finished(timeout_s=FINISH_S, check=self._check):
-            raise LongstrideError(f"evaluation not finished within {FINISH_S:g}s")
+            raise LongstrideError(f"The last evaluation did not finish within {FINISH_S:g} s.")

@@ -59,8 +59,8 @@ def check_sft(cfg: RunConfig, root: Path) -> None:
         check_networks(cfg, root, is_offline=True)
     elif cfg.learner.lora.rank:
         raise ConfigError(
-            f"learner.lora.rank={cfg.learner.lora.rank}: with sft.from_scratch=true a policy has no"
-            " base to put adapters to; give learner.lora.rank=0, or sft.from_scratch=false"
+            f"learner.lora.rank={cfg.learner.lora.rank}: sft.from_scratch=true makes a policy"
+            " without a base model for adapters. Set learner.lora.rank=0 or sft.from_scratch=false."
         )
 
 

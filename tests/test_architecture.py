@@ -244,6 +244,13 @@ def test_constructor_takes_at_most_9_arguments() -> None:
     assert {name: n for name, n in counts.items() if n > MAX_CONSTRUCTOR_ARGUMENTS} == {}
 
 
+def test_class_names_are_unique() -> None:
+    found = Counter(
+        node.name for path in SOURCES for node in _nodes(path) if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in found.items() if count > 1] == []
+
+
 def test_broad_excepts_are_few() -> None:
     def is_broad(node: ast.ExceptHandler) -> bool:
         names = [each.id for each in ast.walk(node.type or node) if isinstance(each, ast.Name)]

@@ -9,7 +9,7 @@ from actor.agents.long_lived import LongLived
 from actor.agents.process import AgentProcess
 from actor.agents.server import AgentServer
 from actor.rollout.context import History, Room
-from actor.rollout.episode import Act, OpenSession, Play, judged, trajectory_of
+from actor.rollout.episode import Act, EpisodeState, OpenSession, record_end_reason, trajectory_of
 from actor.rollout.render import Renderer
 from common.config.evaluation import AgentLifetime
 from common.config.run_config import ActorSection
@@ -44,7 +44,7 @@ class Agents:
             if self._guardian is None:
                 await self.server.start()
                 self._guardian = Guardian()
-                logger.info("agents are served url=%s", self.server.url)
+                logger.info("started agent server url=%s", self.server.url)
                 if self._cfg.agent_lifetime is AgentLifetime.RUN:
                     self._long_lived = LongLived(self._cfg, self.server, self._guardian)
                     self._long_lived.start()
@@ -73,10 +73,10 @@ class Agents:
         max_tokens = self._cfg.max_model_len
         turn_tokens = self._cfg.max_turn_tokens
         room = Room(max_tokens=max_tokens, turn_tokens=turn_tokens)
-        play = Play(keeps_last=False, history=History(self._renderer, room))
+        play = EpisodeState(keeps_last=False, history=History(self._renderer, room))
         session = episode = None
         try:
-            async with judged(play, lease, may_repeat=may_repeat):
+            async with record_end_reason(play, lease, may_repeat=may_repeat):
                 session = await open_session()
                 play.env_s = time.monotonic() - started
                 episode = AgentEpisode(
@@ -93,7 +93,7 @@ class Agents:
             if session is not None:
                 await session.close()
         if play.end is EndReason.DEADLINE and episode is not None and not episode.is_taken:
-            play.error += ", and no agent has taken it"
+            play.error += "; no agent process requested the episode"
         return trajectory_of(lease, play, actor=self._actor, wall_s=time.monotonic() - started)
 
     async def _run(self, episode: AgentEpisode, guardian: Guardian) -> None:
@@ -111,7 +111,7 @@ class Agents:
 
     async def _run_process(self, episode: AgentEpisode, guardian: Guardian) -> str:
         """Play the episode with a new process; return how the process failed, or ""."""
-        where = self.server.told(episode)
+        where = self.server.describe(episode)
         told = {
             "OPENAI_BASE_URL": where["base_url"],
             "OPENAI_API_KEY": where["api_key"],

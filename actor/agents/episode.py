@@ -8,10 +8,17 @@ from collections import Counter
 from typing import Any
 
 from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
-from actor.api.requests import Answer, ApiError, Asked, Message, invalid, with_system
+from actor.api.requests import ApiError, Asked, Message, PolicyAnswer, invalid, with_system
 from actor.rollout.context import Turn, ending
-from actor.rollout.env_client import StepResult
-from actor.rollout.episode import Act, ContextFull, Play, PolicyFailed, Session, first_text
+from actor.rollout.env_client import HubStepResult
+from actor.rollout.episode import (
+    Act,
+    ContextFull,
+    EnvSession,
+    EpisodeState,
+    PolicyFailed,
+    first_text,
+)
 from actor.rollout.render import Renderer
 from common.states import action_number
 from common.wire.messages import EndReason, Lease
@@ -34,9 +41,9 @@ class AgentEpisode:
         self,
         lease: Lease,
         *,
-        session: Session,
+        session: EnvSession,
         act: Act,
-        play: Play,
+        play: EpisodeState,
         renderer: Renderer,
         room: tuple[int, int],  # Maximum tokens of prompt and answer together, and of an answer.
         # Instruction of the environment, and the agent's answer to it or "".
@@ -62,7 +69,7 @@ class AgentEpisode:
         self._kept: dict[str, list[Message]] = {}  # answer id -> the conversation up to that answer
         self._taken: Turn | None = None  # The last answer.
         self._is_left = False  # The agent has left.
-        self._complaint = ""  # The error of an agent that gave up.
+        self._complaint = ""  # The error that the agent reported.
         self._turn = asyncio.Lock()
         play.begin(session)
 
@@ -80,7 +87,7 @@ class AgentEpisode:
         told = {"observation": observation, "instruction": instruction, "messages": messages}
         return {**told, "env": self._lease.env, "item_id": self._lease.item_id}
 
-    async def answer(self, asked: Asked) -> Answer:
+    async def answer(self, asked: Asked) -> PolicyAnswer:
         """Return the policy's answer. Raises: ApiError."""
         async with self._turn:
             self._check_open()
@@ -95,8 +102,8 @@ class AgentEpisode:
             turn = self._play.num_turns
             self.is_full = len(ids) + self._turn_tokens > self._max_tokens
             if self.is_full:
-                text = f"{len(ids)} tokens and {self._turn_tokens} of an answer; the maximum"
-                told = f"{text} context length is {self._max_tokens}"
+                need = f"The prompt has {len(ids)} tokens, the answer up to {self._turn_tokens}"
+                told = f"{need}; the maximum context length is {self._max_tokens} tokens"
                 raise ApiError(400, "context_length_exceeded", told, "messages")
             tape.show(ids, turn)
             taken, stop = self._cut(await self._play.ask(self._act, self._session), asked)
@@ -112,9 +119,11 @@ class AgentEpisode:
                 self._kept[f"resp_{answer.number}"] = self._said[first:]
             return answer
 
-    def _answer(self, asked: Asked, taken: Turn, stop: str | None, *, num_prompt: int) -> Answer:
+    def _answer(
+        self, asked: Asked, taken: Turn, stop: str | None, *, num_prompt: int
+    ) -> PolicyAnswer:
         text, calls = read_turn(self._renderer, taken.token_ids, asked, stop)
-        return Answer(
+        return PolicyAnswer(
             number=secrets.token_hex(12),
             text=text,
             calls=calls,
@@ -130,7 +139,7 @@ class AgentEpisode:
         async with self._turn:
             self._check_open()
             started = time.monotonic()
-            result: StepResult = await self._session.step(action)
+            result: HubStepResult = await self._session.step(action)
             self._play.answered(action, result, time.monotonic() - started)
             is_over = result.done or not self._play.may_go_on(self._lease, self._turn_tokens)
             is_done = result.done and not result.is_truncated
@@ -167,7 +176,7 @@ class AgentEpisode:
         return any(self._play.history.tape.loss_mask)
 
     def leave(self, death: str = "") -> None:
-        """Finish the episode after its agent has gone.
+        """Finish the episode after its agent has left.
 
         Args:
             death: how the agent failed; "": it did not.
@@ -179,16 +188,18 @@ class AgentEpisode:
         if self.refused:
             refused = dict(self.refused)
             logger.warning(
-                "agent was refused episode=%s requests=%s", self._lease.episode_id, refused
+                "refused requests of an agent episode=%s requests=%s",
+                self._lease.episode_id,
+                refused,
             )
         if self.is_full and not self.is_over:  # Independent of the agent's reaction to that error.
             if self.has_sampled:
                 self._close_rows()
-            raise ContextFull("the agent's last request has no room")
+            raise ContextFull("the agent's last request exceeded the context length")
         if (death or self._complaint) and not self.is_over:
-            raise PolicyFailed(death or f"the agent gave up: {self._complaint}")
+            raise PolicyFailed(death or f"the agent reported an error: {self._complaint}")
         if not self.has_sampled:
-            raise PolicyFailed("the agent never asked the policy for anything")
+            raise PolicyFailed("the agent ended the episode without a request to the policy")
         if not self.is_over:
             play.end = EndReason.DONE  # The agent ended the episode itself.
         self._close_rows()
@@ -208,11 +219,11 @@ class AgentEpisode:
 
     def _check_open(self) -> None:
         if self.is_closed:
-            raise ApiError(410, "episode_ended", "this key's episode has ended")
+            raise ApiError(410, "episode_ended", "the episode of this API key has ended")
 
     def _before(self, asked: Asked) -> list[Message]:
         if asked.previous not in self._kept and asked.previous:
-            text = f"previous_response_id={asked.previous:.60}: no answer of this episode"
+            text = f"previous_response_id={asked.previous:.60}: not a response of this episode"
             raise ApiError(400, "previous_response_not_found", text, "previous_response_id")
         return self._kept.get(asked.previous, [])
 
@@ -244,7 +255,7 @@ class AgentEpisode:
         if isinstance(prompt, str):
             return self._renderer.completion(prompt)
         if min(prompt) < 0 or max(prompt) >= self._renderer.num_tokens:
-            text = f"prompt: token ids below {self._renderer.num_tokens}"
+            text = f"prompt: token ids must be >= 0 and < {self._renderer.num_tokens}"
             raise invalid(text, "prompt")
         return prompt
 

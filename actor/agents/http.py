@@ -28,7 +28,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class AgentRequest:
     """A request that has arrived completely, or the error to answer it with."""
 
     transport: asyncio.Transport
@@ -72,23 +72,25 @@ def response(content: str = "", *, status: int = 200, kind: str = JSON) -> bytes
 class Answering:
     """The handlers that all connections share."""
 
-    answer: Callable[[Request], Coroutine[None, None, bytes]]
+    answer: Callable[[AgentRequest], Coroutine[None, None, bytes]]
     # Returns the answer to a request whose handler raised.
-    failed: Callable[[Request, BaseException], bytes]
-    connections: set["Connection"] = field(default_factory=set["Connection"])
+    failed: Callable[[AgentRequest, BaseException], bytes]
+    connections: set["AgentConnection"] = field(default_factory=set["AgentConnection"])
 
 
-class Connection(asyncio.Protocol):
+class AgentConnection(asyncio.Protocol):
     """One agent's connection. An invalid request is answered with an error, never ignored."""
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
-        self._request: Request | None = None  # The request that is arriving.
+        self._request: AgentRequest | None = None  # The request that is arriving.
         self._timer: asyncio.TimerHandle | None = None  # Timeout of the arriving request.
         self._num_head = 0  # Bytes of its head so far; -1 once the head is complete.
-        self._waiting: deque[Request] = deque()  # Requests to answer. The first one is in progress.
+        self._waiting: deque[AgentRequest] = (
+            deque()
+        )  # Requests to answer. The first one is in progress.
         self._task: asyncio.Task[bytes] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -97,7 +99,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._answering.connections.discard(self)
-        self._end(400, "incomplete_body", "the body is not whole")
+        self._end(400, "incomplete_body", "the request body is incomplete")
 
     def close(self) -> None:
         """Close the connection and cancel the answer in progress."""
@@ -113,14 +115,15 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.on_message_begin()
-            self._end(400, "invalid_request", f"this is no HTTP: {error}")
+            self._end(400, "invalid_request", f"the request is not valid HTTP: {error}")
         if self._request is None:
             return
         self._num_head += len(data) if self._num_head >= 0 else 0
         if self._num_head > MAX_HEAD_BYTES:
-            self._end(431, "request_header_fields_too_large", "the head is too large")
+            text = f"the request head has more than {MAX_HEAD_BYTES} bytes"
+            self._end(431, "request_header_fields_too_large", text)
         elif self._timer is None:
-            text = f"the body is not whole within {BODY_S:g} s"
+            text = f"the request body did not arrive within {BODY_S:g} s"
             self._timer = self._loop.call_later(BODY_S, self._end, 408, "request_timeout", text)
 
     def _end(self, status: int, code: str, text: str) -> None:
@@ -132,7 +135,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """Begin a request. The parser calls this method and the ones below."""
-        self._request = Request(self._transport)
+        self._request = AgentRequest(self._transport)
         self._num_head = 0
 
     def on_url(self, url: bytes) -> None:
@@ -166,7 +169,7 @@ class Connection(asyncio.Protocol):
         request.body += body
         if len(request.body) > MAX_BODY_BYTES:
             request.body.clear()
-            text = f"the body has more than {MAX_BODY_BYTES} bytes"
+            text = f"the request body has more than {MAX_BODY_BYTES} bytes"
             request.refuse(413, "request_entity_too_large", text)
 
     def on_message_complete(self) -> None:
@@ -177,7 +180,7 @@ class Connection(asyncio.Protocol):
             self._request.is_last = is_old or not self._parser.should_keep_alive()
             self._arrived(self._request)
 
-    def _arrived(self, request: Request) -> None:
+    def _arrived(self, request: AgentRequest) -> None:
         self._request = None
         if self._timer is not None:
             self._timer.cancel()

@@ -25,7 +25,7 @@ LAST_PAUSE_S = 30.0  # Longest pause in seconds before a restart after such exit
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class _AgentWorker:
     """One agent process and the episodes that it has taken."""
 
     process: AgentProcess
@@ -59,7 +59,7 @@ class LongLived:
         self._guardian = guardian
         self._offers: deque[AgentEpisode] = deque()  # Episodes that no agent has taken.
         self._offered = asyncio.Condition()
-        self._workers: list[_Worker] = []
+        self._workers: list[_AgentWorker] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._num_fruitless = 0
 
@@ -107,7 +107,7 @@ class LongLived:
     async def _run(self) -> None:
         url = self._server.url
         key = secrets.token_urlsafe(24)
-        worker = _Worker(
+        worker = _AgentWorker(
             await AgentProcess.start(
                 self._cfg.agent, {"LONGSTRIDE_EPISODES": f"{url}/episodes/{key}"}, self._guardian
             )
@@ -126,7 +126,7 @@ class LongLived:
 
     def _exited(self, how: str, *, has_taken: bool) -> None:
         """Count an exit. After `MAX_FRUITLESS` exits without an episode, waiting episodes fail."""
-        logger.warning("an agent has exited, it is started again: %s", how)
+        logger.warning("restarting agent process reason=%s", how)
         self._num_fruitless = 0 if has_taken else self._num_fruitless + 1
         others = any(each.num_taken for each in self._workers if each.process.code is None)
         if self._num_fruitless < MAX_FRUITLESS or others:
@@ -134,7 +134,9 @@ class LongLived:
         while self._offers:
             self._offers.popleft().fail(PolicyFailed(how))
 
-    async def _take(self, worker: _Worker, is_there: Callable[[], bool]) -> AgentEpisode | None:
+    async def _take(
+        self, worker: _AgentWorker, is_there: Callable[[], bool]
+    ) -> AgentEpisode | None:
         """Return the next episode; None if none arrives within `ASK_S`."""
         worker.num_asking += 1
         try:
@@ -170,7 +172,7 @@ class LongLived:
                 continue
             if not told:
                 logger.warning(
-                    "agents take no work: they do not ask LONGSTRIDE_EPISODES"
+                    "agent processes request no episodes from the URL in LONGSTRIDE_EPISODES"
                     " num_agents=%d num_waiting=%d",
                     len(quiet),
                     num_waiting,
@@ -178,5 +180,5 @@ class LongLived:
                 told = True
             for each in quiet:
                 if each.quiet_s > self._cfg.episode_timeout_s:
-                    logger.warning("an agent that takes no work is started again")
+                    logger.warning("restarting idle agent process idle_s=%.0f", each.quiet_s)
                     each.process.kill()

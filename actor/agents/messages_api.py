@@ -3,12 +3,12 @@
 from typing import Any
 
 from actor.api.requests import (
-    Answer,
     Api,
     ApiError,
     Asked,
     Event,
     Message,
+    PolicyAnswer,
     arguments_text,
     as_model,
     check_fields,
@@ -85,7 +85,7 @@ def _messages(given: dict[str, Any], place: str) -> list[Message]:
                 results.append({"role": "tool", "content": text})
             case _, kind:
                 raise invalid(
-                    f"{here}.type={kind!r:.40}: no part of a message of {role}", "messages"
+                    f"{here}.type={kind!r:.40}: not allowed in a message of role {role}", "messages"
                 )
     text = read_text(texts, place)
     if role == "assistant":
@@ -93,7 +93,7 @@ def _messages(given: dict[str, Any], place: str) -> list[Message]:
     return [*results, *([{"role": role, "content": text}] if texts else [])]
 
 
-def _reply(asked: Asked, answer: Answer) -> dict[str, Any]:
+def _reply(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
     content: list[dict[str, Any]] = []
     if answer.text or not answer.calls:
         content.append({"type": "text", "text": answer.text})

@@ -70,7 +70,7 @@ class AgentProcess:
     def death(self) -> str:
         """Exit code and last output of the process."""
         said = b"\n".join(self._lines).decode(errors="replace")[-NUM_SAID:]
-        return f"actor.agent exits with {self.code}: {said}"
+        return f"actor.agent: the process exited with code {self.code}: {said}"
 
     async def end(self) -> None:
         """Kill the process and its children, including those outside of its process group."""

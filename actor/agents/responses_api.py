@@ -3,11 +3,11 @@
 from typing import Any
 
 from actor.api.requests import (
-    Answer,
     Api,
     Asked,
     Event,
     Message,
+    PolicyAnswer,
     arguments_text,
     as_model,
     check_fields,
@@ -81,7 +81,7 @@ def _message(given: dict[str, Any], place: str) -> Message:
             raise invalid(f"{place}.type={kind!r:.40}: must be {known}", "input")
 
 
-def _reply(asked: Asked, answer: Answer) -> dict[str, Any]:
+def _reply(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
     state = answer.reason(calls="completed", stop="completed", length="incomplete")
     output: list[dict[str, Any]] = []
     if answer.text or not answer.calls:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from actor.agents.episode import AgentEpisode
-from actor.agents.http import EVENTS, Answering, Connection, Request, response
+from actor.agents.http import EVENTS, AgentConnection, AgentRequest, Answering, response
 from actor.agents.messages_api import MESSAGES_API, anthropic_error
 from actor.agents.responses_api import RESPONSES_API
 from actor.api.chat_api import BARE_API, CHAT_API
@@ -37,7 +37,7 @@ APIS = {
     ANTHROPIC: MESSAGES_API,
 }
 EPISODES = "/episodes/"
-Handler = Callable[[Request], Awaitable[bytes]]
+Handler = Callable[[AgentRequest], Awaitable[bytes]]
 
 # (whether the agent still waits) -> its next episode; None: there is none yet
 Take = Callable[[Callable[[], bool]], Awaitable[AgentEpisode | None]]
@@ -73,7 +73,7 @@ class AgentServer:
         """Listen on a free port of this machine."""
         loop = asyncio.get_running_loop()
         self._listening = await loop.create_server(
-            lambda: Connection(self._answering), loopback(), 0, backlog=1024
+            lambda: AgentConnection(self._answering), loopback(), 0, backlog=1024
         )
         port: int = self._listening.sockets[0].getsockname()[1]
         self.url = f"http://{bracketed(loopback())}:{port}"
@@ -97,7 +97,7 @@ class AgentServer:
             del self._episodes[episode.key]
             self._ended.append(episode.key)
 
-    async def _answer(self, request: Request) -> bytes:
+    async def _answer(self, request: AgentRequest) -> bytes:
         if request.refusal is not None:
             raise request.refusal
         path = request.path
@@ -108,52 +108,52 @@ class AgentServer:
             raise ApiError(404, "not_found", f"{request.method} {path}: Not Found")
         if request.method not in handlers:
             allowed = ", ".join(handlers)
-            text = f"{request.method} {path}: Method Not Allowed, but {allowed}"
+            text = f"{request.method} {path}: Method Not Allowed; use {allowed}"
             raise ApiError(405, "method_not_allowed", text)
         return await handlers[request.method](request)
 
-    def _failed(self, request: Request, failure: BaseException) -> bytes:
+    def _failed(self, request: AgentRequest, failure: BaseException) -> bytes:
         """Return an error in the API's format, and count it for the episode."""
         episode = self._episodes.get(request.key)
-        told = _told(request, failure, episode)
+        told = _error_for(request, failure, episode)
         self.refused[told.code] += 1
         if episode is not None:
             episode.refused[told.code] += 1
         shape = anthropic_error if request.path.startswith(ANTHROPIC) else openai_error
         return response(json.dumps(shape(told)), status=told.status)
 
-    def _episode(self, request: Request) -> AgentEpisode:
+    def _episode(self, request: AgentRequest) -> AgentEpisode:
         key = request.key
         episode = self._episodes.get(key)
         if episode is None:
             if key in self._ended:
-                raise ApiError(410, "episode_ended", "this key's episode has ended")
-            raise ApiError(401, "invalid_api_key", "this key is no episode's")
+                raise ApiError(410, "episode_ended", "the episode of this API key has ended")
+            raise ApiError(401, "invalid_api_key", "this API key belongs to no episode")
         return episode
 
-    async def _policy(self, api: Api, request: Request) -> bytes:
+    async def _policy(self, api: Api, request: AgentRequest) -> bytes:
         episode = self._episode(request)
         body = _json(request)
         if not isinstance(body, dict):
-            raise ApiError(400, "invalid_body", "the body is not a JSON object")
+            raise ApiError(400, "invalid_body", "the request body is not a JSON object")
         try:
             asked: Asked = api.read(body)
         except RecursionError as error:
-            raise ApiError(400, "invalid_body", "the body is nested too deep") from error
+            raise ApiError(400, "invalid_body", "the request body is nested too deeply") from error
         reply = api.reply(asked, await episode.answer(asked))
         if not body.get("stream"):
             return response(json.dumps(reply))
         return response("".join(map(event_text, api.events(asked, reply))), kind=EVENTS)
 
-    async def _models(self, request: Request) -> bytes:
+    async def _models(self, request: AgentRequest) -> bytes:
         self._episode(request)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "longstride"}
         return response(json.dumps({"object": "list", "data": [model]}))
 
-    async def _task(self, request: Request) -> bytes:
+    async def _task(self, request: AgentRequest) -> bytes:
         return response(json.dumps(self._episode(request).first()))
 
-    async def _step(self, request: Request) -> bytes:
+    async def _step(self, request: AgentRequest) -> bytes:
         episode = self._episode(request)
         body = _json(request)
         action = body.get("action") if isinstance(body, dict) else None
@@ -161,7 +161,7 @@ class AgentServer:
             raise invalid("action: must be a text", "action")
         return response(json.dumps(await episode.step(action)))
 
-    async def _end(self, request: Request) -> bytes:
+    async def _end(self, request: AgentRequest) -> bytes:
         episode = self._episode(request)
         body = _json(request) if request.body else {}
         error = body.get("error", "") if isinstance(body, dict) else None
@@ -170,28 +170,34 @@ class AgentServer:
         await episode.end(error)
         return response("{}")
 
-    async def _next(self, request: Request) -> bytes:
+    async def _next(self, request: AgentRequest) -> bytes:
         take = self.takers.get(request.path.removeprefix(EPISODES))
         if take is None:
-            raise ApiError(401, "invalid_api_key", "this address is no running agent's")
+            raise ApiError(401, "invalid_api_key", "this URL belongs to no running agent process")
         episode = await take(lambda: request.is_there)
-        return response(status=204) if episode is None else response(json.dumps(self.told(episode)))
+        return (
+            response(status=204)
+            if episode is None
+            else response(json.dumps(self.describe(episode)))
+        )
 
-    def told(self, episode: AgentEpisode) -> dict[str, object]:
+    def describe(self, episode: AgentEpisode) -> dict[str, object]:
         """Return the addresses and the key of an episode, and its task."""
         where = {"base_url": f"{self.url}/v1", "api_key": episode.key, "env_url": f"{self.url}/env"}
         where["anthropic_url"] = self.url  # Anthropic's package appends /v1.
         return {**where, "episode": episode.lease.episode_id, **episode.first()}
 
 
-def _json(request: Request) -> object:
+def _json(request: AgentRequest) -> object:
     try:
         return json.loads(request.body)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, "invalid_body", f"the body is not JSON: {error}") from error
+        raise ApiError(400, "invalid_body", f"the request body is not JSON: {error}") from error
 
 
-def _told(request: Request, error: BaseException, episode: AgentEpisode | None) -> ApiError:
+def _error_for(
+    request: AgentRequest, error: BaseException, episode: AgentEpisode | None
+) -> ApiError:
     """Return the error for the agent. Errors that it did not cause also fail its episode."""
     if isinstance(error, ApiError):
         return error

@@ -3,11 +3,11 @@
 from typing import Any
 
 from actor.api.requests import (
-    Answer,
     Api,
     Asked,
     Event,
     Message,
+    PolicyAnswer,
     arguments_text,
     as_model,
     check_fields,
@@ -96,10 +96,10 @@ def _prompt(given: object) -> str | list[int]:
         return valid_text(given)
     if isinstance(given, list) and given and all(type(each) is int for each in given):
         return given
-    raise invalid("prompt: one text, or one list of token ids", "prompt")
+    raise invalid("prompt: must be a text or a list of token ids", "prompt")
 
 
-def choices_reply(asked: Asked, answers: list[Answer]) -> dict[str, Any]:
+def choices_reply(asked: Asked, answers: list[PolicyAnswer]) -> dict[str, Any]:
     """Return the response with one choice for each of the answers to the same prompt."""
     replies = [_reply_chat(asked, answer) for answer in answers]
     choices = [{**reply["choices"][0], "index": i} for i, reply in enumerate(replies)]
@@ -113,7 +113,7 @@ def choices_reply(asked: Asked, answers: list[Answer]) -> dict[str, Any]:
     return {**replies[0], "choices": choices, "usage": usage}
 
 
-def _reply_chat(asked: Asked, answer: Answer) -> dict[str, Any]:
+def _reply_chat(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
     calls = [
         {"id": i, "type": "function", "function": {"name": name, "arguments": arguments_text(told)}}
         for i, name, told in answer.named_calls("call")
@@ -127,13 +127,13 @@ def _reply_chat(asked: Asked, answer: Answer) -> dict[str, Any]:
     return _reply(asked, answer, "chat.completion", f"chatcmpl-{answer.number}", choice)
 
 
-def _reply_bare(asked: Asked, answer: Answer) -> dict[str, Any]:
+def _reply_bare(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
     choice = {"index": 0, "text": answer.text, "logprobs": None}
     return _reply(asked, answer, "text_completion", f"cmpl-{answer.number}", choice)
 
 
 def _reply(
-    asked: Asked, answer: Answer, kind: str, name: str, choice: dict[str, Any]
+    asked: Asked, answer: PolicyAnswer, kind: str, name: str, choice: dict[str, Any]
 ) -> dict[str, Any]:
     reason = answer.reason(calls="tool_calls", stop="stop", length="length")
     usage = {

@@ -10,7 +10,7 @@ from actor.rollout.render import Renderer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class AnswerCut:
     """The part of a sampled answer that a request takes."""
 
     num_tokens: int
@@ -45,7 +45,7 @@ def encode_messages(
         raise invalid(str(error), "messages") from error
 
 
-def cut_answer(decode: Callable[[list[int]], str], ids: list[int], asked: Asked) -> Cut:
+def cut_answer(decode: Callable[[list[int]], str], ids: list[int], asked: Asked) -> AnswerCut:
     """Return how much of an answer a request takes: its limit of tokens and its stop texts.
 
     The whole answer was sampled. Its start equals a shorter answer, up to the token that completes
@@ -54,10 +54,10 @@ def cut_answer(decode: Callable[[list[int]], str], ids: list[int], asked: Asked)
     found = [first_with(decode, ids, text) for text in asked.stop]
     num = min((n for n in found if n is not None), default=len(ids))
     if asked.max_tokens is not None and asked.max_tokens < num:
-        return Cut(num_tokens=asked.max_tokens, stop=None)
+        return AnswerCut(num_tokens=asked.max_tokens, stop=None)
     text = decode(ids[:num])
     ending = [each for each in asked.stop if each in text]
-    return Cut(num_tokens=num, stop=min(ending, key=text.find, default=None))
+    return AnswerCut(num_tokens=num, stop=min(ending, key=text.find, default=None))
 
 
 def first_with(decode: Callable[[list[int]], str], ids: list[int], text: str) -> int | None:

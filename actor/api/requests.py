@@ -38,9 +38,9 @@ IGNORED = {  # The run's config sets the sampling. Labels have no effect.
     "stream_options",
 }
 WHY = {
-    "n": "an episode has one history; ask once more for another answer",
-    "tool_choice": "nothing makes the policy call a tool; auto or none",
-    "parallel_tool_calls": "nothing keeps the policy from several calls",
+    "n": "an episode has one history; send another request for another answer",
+    "tool_choice": "the policy cannot be forced to call a tool; use auto or none",
+    "parallel_tool_calls": "the policy cannot be limited to one call",
 }
 CHOICES = (None, "auto", "none", {"type": "auto"}, {"type": "none"})
 
@@ -73,7 +73,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PolicyAnswer:
     """The policy's answer, as it is reported to the agent."""
 
     number: str  # Unique number of the answer.
@@ -108,7 +108,7 @@ class Api:
     """One of the APIs that agents can use."""
 
     read: Callable[[dict[str, Any]], Asked]  # Raises: ApiError
-    reply: Callable[[Asked, Answer], dict[str, Any]]
+    reply: Callable[[Asked, PolicyAnswer], dict[str, Any]]
     events: Callable[[Asked, dict[str, Any]], list[Event]]  # The reply as events of a stream.
 
 
@@ -174,7 +174,7 @@ def read_stop(body: dict[str, Any], name: str) -> list[str]:
     given = body.get(name) or []
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise invalid(f"{name}: a text, or a list of texts", name)
+        raise invalid(f"{name}: must be a text or a list of texts", name)
     return list(map(valid_text, texts))
 
 
@@ -182,7 +182,7 @@ def read_items(body: dict[str, Any], name: str, *, least: int = 0) -> list[dict[
     """Return a list of objects. Raises: ApiError."""
     given = body.get(name) or []
     if not isinstance(given, list) or len(given) < least:
-        raise invalid(f"{name}: a list of at least {least}", name)
+        raise invalid(f"{name}: must be a list of at least {least} objects", name)
     for number, each in enumerate(given):
         if not isinstance(each, dict):
             raise invalid(f"{name}[{number}]: must be an object", name)
@@ -220,7 +220,7 @@ def read_tools(body: dict[str, Any], *, schema: str, inner: str = "") -> list[di
     found: list[dict[str, Any]] = []
     for number, each in enumerate(read_items(body, "tools")):
         if each.get("type", "custom") not in ("function", "custom"):
-            raise unsupported("tools", each.get("type"), "tools are functions of the agent's")
+            raise unsupported("tools", each.get("type"), "the type must be function or custom")
         told = each.get(inner) if inner else each
         name = told.get("name") if isinstance(told, dict) else None
         if not isinstance(told, dict) or not isinstance(name, str) or not name:
@@ -263,7 +263,7 @@ def joined(messages: list[Message]) -> list[Message]:
 def checked(messages: list[Message], param: str) -> list[Message]:
     """Return the messages if the policy can answer them. Raises: ApiError."""
     if not messages or messages[-1]["role"] == "assistant":
-        raise invalid(f"{param}: the last is the assistant's, or there is none", param)
+        raise invalid(f"{param}: must end with a message that is not of the assistant", param)
     return messages
 
 

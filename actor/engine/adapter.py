@@ -69,7 +69,9 @@ def load_adapter(
     places = {*manager.modules, *chain.from_iterable(manager.packed_modules.values())}
     strangers = sorted(adapter.loras.keys() - places)
     if strangers:
-        raise EngineError(f"learner.lora.targets: this engine adapts no {strangers[0]}")
+        raise EngineError(
+            f"learner.lora.targets: the engine (vLLM) cannot adapt {strangers[0]}; remove it"
+        )
     manager.remove_adapter(adapter.id)
     manager.add_adapter(adapter)
     manager.activate_adapter(adapter.id)

@@ -79,7 +79,7 @@ class Concurrency:
             self.limit = min(self._most, self.limit + self._increase)
         if self.limit != before:
             logger.info(
-                "concurrency=%d before=%d queued=%d kv_frac=%.2f preemptions=%d",
+                "changed concurrency limit=%d before=%d queued=%d kv_frac=%.2f preemptions=%d",
                 self.limit,
                 before,
                 load.num_queued,

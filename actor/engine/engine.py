@@ -98,8 +98,8 @@ class Engine:
         started = time.monotonic()
         usual = StartupHistory()
         what = f"engine {model.path} {model.dtype}"
-        takes = f", which takes about {s:.0f} s here" if (s := usual.seconds(what)) else ""
-        logger.info("engine is starting%s", takes)
+        usual_s = f" usual_s={s:.0f}" if (s := usual.seconds(what)) else ""
+        logger.info("starting engine%s", usual_s)
         meter = EngineLoad() if meters_load else None
         llm, watch = start_llm(
             model,
@@ -129,14 +129,14 @@ class Engine:
             async with asyncio.timeout(timeout_s):
                 await self.generate([0, 0], request_id="warm-up", max_tokens=2, salt="warm-up")
         except TimeoutError:
-            return f"no first token within {timeout_s:g}s"
+            return f"no first token within {timeout_s:g} s"
         except EngineError as error:
             return str(error)
         return ""
 
     async def device_ids(self) -> list[str]:
         """Return the names of the engine's GPUs, one per worker; "" for a CPU."""
-        async with self._bounded("naming its devices", self._cfg.turn_timeout_s):
+        async with self._bounded("the query of its devices", self._cfg.turn_timeout_s):
             return cast(list[str], await self._llm.collective_rpc("device_id"))
 
     @asynccontextmanager
@@ -146,7 +146,7 @@ class Engine:
             async with asyncio.timeout(timeout_s):
                 yield
         except TimeoutError:
-            raise EngineError(f"engine hangs: {doing} takes over {timeout_s:g}s") from None
+            raise EngineError(f"engine hangs: {doing} took more than {timeout_s:g} s") from None
         except EngineDeadError:
             raise EngineError(f"engine died: {await self._watch.describe_death()}") from None
 
@@ -235,7 +235,7 @@ class Engine:
         The engine's scheduler is paused while the requests are added. So the batches, and with them
         all rounding, do not depend on timing.
         """
-        async with self._bounded("a round", self._cfg.turn_timeout_s):
+        async with self._bounded("a round of turns", self._cfg.turn_timeout_s):
             await self._is_whole.wait()
             await self._llm.pause_generation(mode="keep", clear_cache=False)
             queues = {}
@@ -309,7 +309,9 @@ class Engine:
             if all(worker.is_done or worker.error for worker in workers):
                 break
             if is_given_up() or time.monotonic() - started > limit_s:
-                given_up = Staged(is_done=False, error="given up", is_cancelled=is_given_up())
+                is_cancelled = is_given_up()
+                why = "the transfer was cancelled" if is_cancelled else "the transfer timed out"
+                given_up = Staged(is_done=False, error=why, is_cancelled=is_cancelled)
                 failed = failed or [given_up]
                 break
             await asyncio.sleep(look_s)
@@ -371,7 +373,9 @@ class Engine:
         except EngineDeadError:
             raise
         except Exception as error:  # An error of a worker arrives without its type.
-            raise WeightSyncError(f"version {version} is not loaded whole: {error}") from error
+            raise WeightSyncError(
+                f"version {version} was not loaded completely: {error}"
+            ) from error
 
     async def score(self, sequences: list[list[int]], *, request_id: str) -> list[list[float]]:
         """Return the logprob [seq-1] of each token given its predecessors, without prefix caching.

@@ -118,7 +118,7 @@ class ProcessWatch:
             for process in self.processes
             if process.exitcode
         ]
-        return (", ".join(ends) or "no process of it has ended") + self.tail()
+        return (", ".join(ends) or "none of its processes has exited") + self.tail()
 
     def describe_failed_start(self, error: BaseException) -> str:
         """Return why the engine did not start: never empty, with names for signals."""

@@ -87,7 +87,7 @@ class Staging:
 
     def state(self) -> Staged:
         """Return the state of the current offer."""
-        nothing = Staged(is_done=True, error="nothing was offered")
+        nothing = Staged(is_done=True, error="no version was offered")
         return nothing if self._taken is None else self._taken.state
 
     def tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
@@ -103,12 +103,14 @@ class Staging:
         state = self.state()
         found = -1 if self._taken is None else self._taken.offer.version
         if found != version or not state.is_done or state.error:
-            raise WeightSyncError(f"version {version} is to be loaded, {found} is staged: {state}")
+            raise WeightSyncError(
+                f"version {version} cannot be loaded; the staged version is {found}: {state}"
+            )
 
     def _receive(self, taken: _Taken, before: threading.Thread | None) -> None:
         lower_priority()
         offer = taken.offer
-        state = Staged(is_done=True, error="staging ended with an error, see the engine's log")
+        state = Staged(is_done=True, error="staging failed; the engine's log contains the error")
         try:
             self._part_from(before)
             buffer = self._room(offer.total_bytes)[: offer.total_bytes]
@@ -131,7 +133,7 @@ class Staging:
         if before is not None:
             before.join(LEAVE_S)
         if before is not None and before.is_alive():
-            logger.warning("a transfer that was given up does not end, another connection is made")
+            logger.warning("abandoned cancelled transfer that does not end; reconnecting")
             self._group = WeightGroup()
             self._buffer = None
         elif self._group.is_busy:
@@ -147,7 +149,7 @@ class Staging:
         assert pages is not None
         for spec in offer.tensors:
             if taken.is_given_up.is_set():
-                raise TransferCancelled(f"version {offer.version} is no more wanted")
+                raise TransferCancelled(f"the transfer of version {offer.version} was cancelled")
             start = spec.offset_bytes
             stop = spec.offset_bytes + spec.num_bytes
             part = memoryview(pages)[start:stop]

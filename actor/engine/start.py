@@ -165,7 +165,7 @@ def _checked(arguments: AsyncEngineArgs) -> VllmConfig:
         return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
         raise ConfigError(
-            f"the engine refuses its arguments: {_reason(error)}; change the keys of actor or model"
+            f"vLLM refuses its arguments: {_reason(error)}. Change the keys of actor or model."
         ) from error
 
 

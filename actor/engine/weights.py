@@ -134,9 +134,11 @@ class WeightLink:
             case WeightsPing():
                 pass
             case Rejected():
-                raise LongstrideError(f"the learner refused: {message.reason}")
+                raise LongstrideError(f"the learner refused a message: {message.reason}")
             case _:
-                raise LongstrideError(f"unexpected {type(message).__name__} from the learner")
+                raise LongstrideError(
+                    f"unexpected message from the learner: {type(message).__name__}"
+                )
 
     async def _work(self) -> None:
         """Process the newest offer, one at a time."""
@@ -173,7 +175,7 @@ class WeightLink:
                     pause_s = await self._load(offer)
                 except WeightSyncError as error:
                     failure = error
-                    logger.error("weights not loaded: %s; nothing is sampled", error)
+                    logger.error("weights not loaded, sampling is paused reason=%s", error)
             loaded = WeightsLoaded(
                 **self._identity,
                 version=offer.version,
@@ -207,7 +209,9 @@ class WeightLink:
         # A cancelled transfer is not counted as this engine's failure.
         self._num_failures += not isinstance(failure, TransferCancelled)
         if self._num_failures >= MAX_FAILURES:
-            raise WeightSyncError(f"{self._num_failures} transfers failed in a row: {failure}")
+            raise WeightSyncError(
+                f"{self._num_failures} weight transfers failed in a row: {failure}"
+            )
         self._line.send(self._hello())
 
     def _ready(self, offer: WeightsOffer) -> None:

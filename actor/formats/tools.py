@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from actor.rollout.context import Render
-from actor.rollout.env_client import StepResult
+from actor.rollout.env_client import HubStepResult
 from actor.rollout.render import Renderer
 from common.config.evaluation import AgentFormat
 from common.errors import ConfigError
@@ -47,7 +47,9 @@ def reader_of(render: Render, kind: AgentFormat, *, is_whole: bool) -> Read:
     """
     if kind is AgentFormat.FUNCTION_CALL:
         if not isinstance(render, ToolRenderer):
-            raise ConfigError(f"actor.format={kind.value}: {type(render).__name__} calls no tools")
+            raise ConfigError(
+                f"actor.format={kind.value}: {type(render).__name__} cannot render tool calls"
+            )
         return lambda ids: (render.action_text(ids), render.called(ids))
     found: Callable[[str], str | None] = str
     if kind is AgentFormat.REACT:
@@ -65,7 +67,7 @@ def fault_of(render: Render, token_ids: list[int]) -> str:
     return render.fault_of(token_ids) if isinstance(render, ToolRenderer) else ""
 
 
-def explained(render: Render, token_ids: list[int], result: StepResult) -> str:
+def explained(render: Render, token_ids: list[int], result: HubStepResult) -> str:
     """Return the observation after an answer without an action, with the reason before it."""
     fault = fault_of(render, token_ids)
     return f"[invalid call: {fault}]\n{result.observation}" if fault else result.observation
@@ -175,5 +177,5 @@ class ToolRenderer(Renderer):
             return self._rendered(messages, tools=self._tools)
         except (TemplateError, TypeError) as error:
             raise ConfigError(
-                f"actor.format=function_call: the chat template of model.path: {error}"
+                f"actor.format=function_call: the chat template of model.path failed: {error}"
             ) from error

@@ -41,7 +41,9 @@ def deliverable(trajectory: Trajectory) -> tuple[Trajectory, list[bytes]]:
         decode(frames)
     except WireError as error:
         failed = _failure_of(trajectory, error)
-        logger.error("cannot be sent episode=%s reason=%s", trajectory.episode_id, failed.error)
+        logger.error(
+            "trajectory cannot be sent episode=%s reason=%s", trajectory.episode_id, failed.error
+        )
         return failed, encode(failed)
     return trajectory, frames
 
@@ -57,7 +59,7 @@ def _failure_of(trajectory: Trajectory, error: WireError) -> Trajectory:
         **trajectory.identity(),
         actor=trajectory.actor,
         end_reason=EndReason.TOO_LARGE if is_too_large else EndReason.ABORTED,
-        error=f"{num_tokens} tokens cannot be sent: {error}"[:1_000],
+        error=f"a trajectory of {num_tokens} tokens cannot be sent: {error}"[:1_000],
         reward=0.0,
         is_success=False,
         num_turns=0,
@@ -143,11 +145,15 @@ class Delivery:
 
     def _receive(self, message: Any) -> None:
         if isinstance(message, Rejected):
-            raise LongstrideError(f"the learner did not understand a trajectory: {message.reason}")
+            raise LongstrideError(f"the learner could not decode a trajectory: {message.reason}")
         if not isinstance(message, Ack):
-            raise LongstrideError(f"unexpected {type(message).__name__} from the learner")
+            raise LongstrideError(f"unexpected message from the learner: {type(message).__name__}")
         if not message.is_accepted:
-            logger.error("refused episode=%s reason=%s", message.episode_id, message.reason)
+            logger.error(
+                "learner refused trajectory episode=%s reason=%s",
+                message.episode_id,
+                message.reason,
+            )
         for episode_id in (message.episode_id, *message.others):
             if self._pending.pop(episode_id, None) is not None:
                 self._slots.release()

@@ -65,7 +65,9 @@ class SchedulerClient:
         while not self.book.is_complete:
             if time.monotonic() > deadline:
                 where = self._line.address
-                raise PeerMissing(f"no learner within {timeout_s:g}s: none told {where}")
+                raise PeerMissing(
+                    f"no learner registered with the scheduler at {where} within {timeout_s:g} s"
+                )
             self._line.follow()
             message = await self._line.next(timeout_s=FOLLOW_S)
             if message is None:
@@ -93,7 +95,9 @@ class SchedulerClient:
         """Send a heartbeat. Raises: PeerMissing: no message arrived for `silence_s`."""
         silent_s = self._line.silent_s
         if silent_s > self._silence_s:
-            raise PeerMissing(f"scheduler silent for {silent_s:.0f}s at {self._line.address}")
+            raise PeerMissing(
+                f"no message from the scheduler at {self._line.address} for {silent_s:.0f} s"
+            )
         self._line.send(replace(heartbeat, directory=self.book.number))
 
     async def run(self) -> None:
@@ -132,14 +136,16 @@ class SchedulerClient:
             case Rejected():
                 raise LongstrideError(f"the scheduler refused a message: {message.reason}")
             case _:
-                raise LongstrideError(f"unexpected {type(message).__name__} from the scheduler")
+                raise LongstrideError(
+                    f"unexpected message from the scheduler: {type(message).__name__}"
+                )
 
     def _take(self, grant: LeaseGrant) -> None:
         if self._grant is not None and not self._grant.done():
             self._grant.set_result(grant)
         elif grant.leases:
             num = len(grant.leases)
-            logger.warning("late grant dropped leases=%d: they will be issued again", num)
+            logger.warning("dropped late grant, its leases are issued again leases=%d", num)
 
     def close(self) -> None:
         """Deregister, so that the leases are issued again at once, and close."""

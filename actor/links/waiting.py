@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 WARN_EVERY_S = 10.0
 
 
-async def wait_aloud(
+async def wait_with_warnings(
     event: asyncio.Event, *, waiting_for: str, warn_every_s: float = WARN_EVERY_S
 ) -> None:
     """Wait for an event, and log a warning every `warn_every_s` until it is set.

@@ -12,7 +12,7 @@ from typing import Any
 from actor.play.play import lease_of
 from actor.rollout.context import Turn
 from actor.rollout.env_client import Environments
-from actor.rollout.episode import Session, run_episode
+from actor.rollout.episode import EnvSession, run_episode
 from actor.rollout.folding import CALL, RETURN
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.config.evaluation import AgentFormat, AgentOptions
@@ -81,7 +81,7 @@ class BranchingPolicy:
         self._latest = ""
         self._num_left = -1  # Turns left in the branch; -1: in no branch.
 
-    async def act(self, ids: list[int], session: Session) -> Turn:
+    async def act(self, ids: list[int], session: EnvSession) -> Turn:
         """Return the next action, or the call or return of a branch. Raises: EnvError."""
         if self._num_left == 0:
             self._num_left = -1
@@ -116,7 +116,9 @@ async def play_in_branches(
     Raises: ConfigError: `branch_turns` is below 2; EnvError: the hub failed.
     """
     if options.branch_turns < 2:
-        raise ConfigError("actor.branch_turns=1: a branch that is demonstrated needs 2 at least")
+        raise ConfigError(
+            f"actor.branch_turns={options.branch_turns}: demonstrated branches need at least 2"
+        )
     render = MessageRender()
     scripted = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=render)
     policy = BranchingPolicy(scripted, render, options=options, unreturned=unreturned)

@@ -52,13 +52,13 @@ def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
     """
     if cfg.actor.format is AgentFormat.FUNCTION_CALL:
         raise ConfigError(
-            f"actor.format={cfg.actor.format.value}: demonstrations are texts, without the chat"
-            " template's calls; show them with plain or react"
+            f"actor.format={cfg.actor.format.value}: demonstrations contain no tool calls."
+            " Use actor.format=plain or actor.format=react."
         )
     if cfg.sft.slip_frac and any(each.has_branches for each in _options(cfg)):
         raise ConfigError(
-            f"sft.slip_frac={cfg.sft.slip_frac:g}: nothing goes wrong in branches; give 0, or a"
-            " context without them"
+            f"sft.slip_frac={cfg.sft.slip_frac:g}: demonstrations with branches have no slips."
+            " Use sft.slip_frac=0, or no context fold or subagent."
         )
     played = asyncio.run(_play_all(cfg, url, token))
     records = [record for own, _ in played for record in own]
@@ -114,7 +114,7 @@ def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode
     ]
     for name in cfg.sft.expert_subsets:
         if all(task.subset != name for task in cfg.tasks):
-            raise ConfigError(f"sft.expert_subsets: {name!r} is not among the tasks' subsets")
+            raise ConfigError(f"sft.expert_subsets: {name!r} is not a subset of any task")
     random_tasks = [task for task in cfg.tasks if task.subset not in cfg.sft.expert_subsets]
     num_random = round(cfg.sft.num_demonstrations * cfg.sft.random_frac)
     num_played: dict[str, int] = {}
@@ -125,7 +125,7 @@ def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode
         items = task.items()
         spec = catalogue.get(task.env, {}).get("subsets", {}).get(items)
         if spec is None or not spec["num_train"]:
-            raise ConfigError(f"tasks: the hub has no item of {items!r} of {task.env!r}")
+            raise ConfigError(f"tasks: the hub has no training item {items!r} of {task.env!r}")
         index = FIRST_INDEX + num_played.get(items, 0)
         num_played[items] = index - FIRST_INDEX + 1
         yield PlannedEpisode(

@@ -12,11 +12,11 @@ import psutil
 
 from common.host.loopback import loopback
 
-KNOCK_S = 2.0
+CONNECT_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
+class ChatEndpoint:
     """Address and key of an actor's chat endpoint."""
 
     url: str
@@ -35,28 +35,28 @@ class Door:
         return json.dumps(asdict(self))
 
 
-def door_path(root: Path, name: str) -> Path:
+def endpoint_path(root: Path, name: str) -> Path:
     """Return the path of an actor's endpoint file, readable by the run's owner alone."""
     return root / "keys" / f"chat-{name}"
 
 
 def remove_left(root: Path) -> None:
     """Remove the endpoint files of killed actors of this machine."""
-    for path in door_path(root, "").parent.glob("chat-*"):
+    for path in endpoint_path(root, "").parent.glob("chat-*"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            if Door(**json.loads(path.read_text(encoding="utf-8"))).is_left:
+            if ChatEndpoint(**json.loads(path.read_text(encoding="utf-8"))).is_left:
                 path.unlink()
 
 
-async def open_door(root: Path) -> Door | None:
+async def find_endpoint(root: Path) -> ChatEndpoint | None:
     """Return the first reachable chat endpoint of the run at `root`; None if there is none."""
-    for path in sorted(door_path(root, "").parent.glob("chat-*")):
+    for path in sorted(endpoint_path(root, "").parent.glob("chat-*")):
         with contextlib.suppress(OSError, ValueError, TypeError, TimeoutError):
-            door = Door(**json.loads(path.read_text(encoding="utf-8")))
-            if door.host != socket.gethostname():
+            endpoint = ChatEndpoint(**json.loads(path.read_text(encoding="utf-8")))
+            if endpoint.host != socket.gethostname():
                 continue
-            async with asyncio.timeout(KNOCK_S):
-                _, writer = await asyncio.open_connection(loopback(), urlsplit(door.url).port)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(loopback(), urlsplit(endpoint.url).port)
             writer.close()
-            return door
+            return endpoint
     return None

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from actor.rollout.env_client import BearerClient, retry_after_s
-from actor.rollout.episode import ContextFull, PolicyFailed, Session, Turn
+from actor.rollout.episode import ContextFull, EnvSession, PolicyFailed, Turn
 from common.config.evaluation import PolicySection
 from common.errors import ConfigError
 from common.formats.thoughts import ThoughtForm
@@ -43,7 +43,7 @@ def read_key(cfg: PolicySection) -> str:
     """
     key = os.environ.get(cfg.api_key_env, "").strip() if cfg.api_key_env else ""
     if cfg.api_key_env and not key:
-        raise ConfigError(f"policy.api_key_env={cfg.api_key_env}: no such environment variable")
+        raise ConfigError(f"policy.api_key_env={cfg.api_key_env}: this variable is not set")
     return key
 
 
@@ -95,9 +95,11 @@ class Endpoint(BearerClient):
                 wait_s = min(self._cfg.max_backoff_s, asked_s or wait_s)
             if attempt + 1 < self._cfg.max_tries:
                 self.num_retries += 1
-                logger.debug("retry attempt=%d wait_s=%.1f reason=%s", attempt, wait_s, failure)
+                logger.debug(
+                    "retrying request attempt=%d wait_s=%.1f reason=%s", attempt, wait_s, failure
+                )
                 await asyncio.sleep(wait_s)
-        raise PolicyFailed(f"{self._url}: {failure}, {self._cfg.max_tries} tries")
+        raise PolicyFailed(f"{self._url}: {failure}, after {self._cfg.max_tries} tries")
 
     async def _post(self, messages: list[dict[str, str]]) -> tuple[int, float, str]:
         """Return (status, seconds in Retry-After or 0, body)."""
@@ -129,7 +131,7 @@ class Endpoint(BearerClient):
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             shown = self._redact(body[:300])
             raise PolicyFailed(
-                f"{self._url}: not a chat completion ({error!r}): {shown}"
+                f"{self._url}: the answer is not a chat completion ({error!r}): {shown}"
             ) from error
 
     def _refusal(self, status: int, failure: str, body: str) -> Exception:
@@ -181,7 +183,7 @@ class TextEpisode:
     def action_text(self, token_ids: list[int]) -> str:
         return ThoughtForm().text(bytes(token_ids).decode(errors="replace")).strip()
 
-    async def act(self, _: list[int], session: Session) -> Turn:
+    async def act(self, _: list[int], session: EnvSession) -> Turn:
         """Request the next message. Raises: ContextFull, PolicyFailed, ConfigError."""
         reply = await self._endpoint.complete(self._messages)
         self._messages.append({"role": "assistant", "content": reply.text})

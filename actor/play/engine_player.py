@@ -5,9 +5,9 @@ from itertools import count
 
 from actor.engine.engine import Engine
 from actor.formats.tools import load_renderer
-from actor.play.play import Job, Player, lease_of, play
+from actor.play.play import EpisodePlayer, PlayJob, lease_of, play
 from actor.rollout.agent_runner import MakeAgents, make_runner
-from actor.rollout.episode import Act, Render, Session, Turn
+from actor.rollout.episode import Act, EnvSession, Render, Turn
 from actor.rollout.render import Renderer
 from common.config.run_config import ActorSection, ModelSection
 from common.seeds import SamplingSeeds
@@ -15,7 +15,12 @@ from common.wire.planned import PlannedEpisode
 
 
 async def play_with_engine(
-    job: Job, model: ModelSection, actor: ActorSection, *, seed: int, make_agents: MakeAgents | None
+    job: PlayJob,
+    model: ModelSection,
+    actor: ActorSection,
+    *,
+    seed: int,
+    make_agents: MakeAgents | None,
 ) -> None:
     """Play the job. Raises: EngineError: the engine did not start or failed; and as `play`."""
     renderer = load_renderer(model.path, actor.format)
@@ -34,14 +39,14 @@ async def play_with_engine(
         engine.shut_down()
 
 
-def player_of(engine: Engine, renderer: Renderer, actor: ActorSection) -> Player:
+def player_of(engine: Engine, renderer: Renderer, actor: ActorSection) -> EpisodePlayer:
     """Return a player that samples from an engine in the built-in loop."""
     numbers = count(1)
 
     def policy(plan: PlannedEpisode) -> tuple[Act, Render]:
         seeds = SamplingSeeds(lease_of(plan, attempt=0, deadline_s=0.0))
 
-        async def act(ids: list[int], _: Session) -> Turn:
+        async def act(ids: list[int], _: EnvSession) -> Turn:
             return await engine.generate(
                 list(ids),
                 request_id=f"{plan.episode_id}:{next(numbers)}",
@@ -52,7 +57,7 @@ def player_of(engine: Engine, renderer: Renderer, actor: ActorSection) -> Player
 
         return act, renderer
 
-    return Player(
+    return EpisodePlayer(
         policy=policy,
         max_concurrent=actor.max_concurrent,
         max_tokens=actor.max_model_len,

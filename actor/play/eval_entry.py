@@ -136,7 +136,7 @@ def write_entry(run_dir: RunDir, entry: dict[str, Any]) -> str:
         try:
             entries = json.loads(path.read_text(encoding="utf-8"))["entries"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}: not an evaluation's ({error!r}); move it away") from error
+            raise ConfigError(f"{path}: not a file of evaluations ({error!r}); move it") from error
     digests = [known["digest"] for known in entries]
     if entry["digest"] in digests:
         entries[digests.index(entry["digest"])] = entry

@@ -18,7 +18,7 @@ from actor.play.eval_entry import (
     write_entry,
 )
 from actor.play.own_process import make_job, play_in_own_process
-from actor.play.play import Job, Player, play
+from actor.play.play import EpisodePlayer, PlayJob, play
 from actor.rollout.agent_runner import MakeAgents
 from actor.rollout.env_client import HubClient
 from actor.rollout.episode import Act, Render
@@ -42,7 +42,7 @@ ChooseItems = Callable[
 
 
 @dataclass(slots=True, kw_only=True)
-class Listed:
+class ItemListing:
     """The hub's data on each environment: listed test items, their turn limit, and a note."""
 
     items: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
@@ -84,12 +84,12 @@ def evaluate(
         )
 
 
-def fetch_listed(cfg: RunConfig, *, hub_url: str, token: str) -> Listed:
+def fetch_listed(cfg: RunConfig, *, hub_url: str, token: str) -> ItemListing:
     """Return the hub's items for `eval.items`, and its notes on the environments.
 
     Raises: ConfigError: the hub has no such lists.
     """
-    listed = Listed()
+    listed = ItemListing()
 
     async def fetch() -> None:
         async with HubClient(hub_url, token=token, timeout_s=cfg.actor.env_timeout_s) as hub:
@@ -111,13 +111,13 @@ def fetch_listed(cfg: RunConfig, *, hub_url: str, token: str) -> Listed:
     return listed
 
 
-def _take(listed: Listed, env: str, paper: Any) -> None:
+def _take(listed: ItemListing, env: str, paper: Any) -> None:
     """Add the test set that the paper's tables use for an environment.
 
     Raises: ConfigError: the environment has none.
     """
     if not paper:
-        raise ConfigError(f"eval.items=paper: no table of the paper has {env}")
+        raise ConfigError(f"eval.items=paper: the paper has no results for {env}")
     listed.items[env] = [item_id for items in paper["items"].values() for item_id in items]
     listed.turns[env] = paper["turns"]
     if paper["note"]:
@@ -186,20 +186,20 @@ def run(
     say(write_entry(run_dir, entry))
     num_failed = entry["overall"]["num_failed"]
     if not problem and num_failed > max_failed:
-        problem = f"{num_failed} of {len(plans)} episodes failed by infrastructure"
+        problem = f"{num_failed} of {len(plans)} episodes had infrastructure failures"
     if problem:
         logger.error("evaluation is not complete reason=%s", problem)
     return 1 if problem else 0
 
 
-async def _play_at_endpoint(job: Job, cfg: PolicySection, options: AgentOptions) -> None:
+async def _play_at_endpoint(job: PlayJob, cfg: PolicySection, options: AgentOptions) -> None:
     async with Endpoint(cfg) as endpoint:
 
         def policy(_: PlannedEpisode) -> tuple[Act, Render]:
             episode = TextEpisode(endpoint)
             return episode.act, episode
 
-        player = Player(
+        player = EpisodePlayer(
             policy=policy,
             max_concurrent=cfg.max_concurrent,
             max_tokens=NO_LIMIT,
@@ -208,7 +208,7 @@ async def _play_at_endpoint(job: Job, cfg: PolicySection, options: AgentOptions)
         )
         await play(job, player)
         logger.info(
-            "endpoint prompt_tokens=%d sampled_tokens=%d retries=%d",
+            "endpoint usage prompt_tokens=%d sampled_tokens=%d retries=%d",
             endpoint.num_prompt_tokens,
             endpoint.num_sampled_tokens,
             endpoint.num_retries,

@@ -11,7 +11,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from actor.play.play import Job
+from actor.play.play import PlayJob
 from actor.rollout.agent_runner import MakeAgents
 from common.config.run_config import ActorSection, ModelSection, RunConfig
 from common.errors import EngineError
@@ -40,9 +40,9 @@ def play_given(
 
 def make_job(
     cfg: RunConfig, plans: Sequence[PlannedEpisode], url: str, token: str, journal: Path
-) -> Job:
+) -> PlayJob:
     """Return the job of playing `plans` once at the hub at `url`."""
-    return Job(
+    return PlayJob(
         plans=plans,
         hub_url=url,
         token=token,
@@ -53,7 +53,7 @@ def make_job(
     )
 
 
-def play_in_own_process(job: Job, cfg: RunConfig, *, make_agents: MakeAgents | None) -> None:
+def play_in_own_process(job: PlayJob, cfg: RunConfig, *, make_agents: MakeAgents | None) -> None:
     """Play the job with the checkpoint at `model.path` in a separate process.
 
     An engine leaves state in its process (distributed groups, memory), which is freed only when the
@@ -77,7 +77,9 @@ def play_in_own_process(job: Job, cfg: RunConfig, *, make_agents: MakeAgents | N
             _end(process)
             kill_marked(mark)
     if (code := process.exitcode or 0) != 0:
-        raise EngineError(f"playing {len(job.plans)} episodes ended: {describe_exit(code)}")
+        raise EngineError(
+            f"the process that played {len(job.plans)} episodes failed: {describe_exit(code)}"
+        )
 
 
 def _end(process: BaseProcess) -> None:
@@ -91,7 +93,7 @@ def _end(process: BaseProcess) -> None:
 
 
 def _play_process(
-    job: Job,
+    job: PlayJob,
     model: ModelSection,
     actor: ActorSection,
     seed: int,

@@ -26,7 +26,7 @@ TOLD_EVERY = 0.1  # Share of the episodes between two log lines of progress.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Player:
+class EpisodePlayer:
     policy: Callable[[PlannedEpisode], tuple[Act, Render]]
     max_concurrent: int
     max_tokens: int  # Context limit, in the renderer's unit.
@@ -37,7 +37,7 @@ class Player:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class PlayJob:
     """The episodes to play, their hub, and the journal for the results."""
 
     plans: Sequence[PlannedEpisode]
@@ -52,7 +52,7 @@ class Job:
     max_failed: int | None = None
 
 
-async def play(job: Job, player: Player) -> None:
+async def play(job: PlayJob, player: EpisodePlayer) -> None:
     """Play all plans concurrently, and write each to the journal as it ends.
 
     An infrastructure failure is recorded only when it ends the last attempt of an episode.
@@ -86,7 +86,7 @@ async def play(job: Job, player: Player) -> None:
 
 
 async def _play_patiently(
-    plan: PlannedEpisode, environments: Environments, job: Job, player: Player
+    plan: PlannedEpisode, environments: Environments, job: PlayJob, player: EpisodePlayer
 ) -> Trajectory:
     for attempt in range(job.max_attempts):
         lease = lease_of(plan, attempt=attempt, deadline_s=job.episode_timeout_s)
@@ -94,7 +94,7 @@ async def _play_patiently(
         if not trajectory.end_reason.is_infrastructure_failure:
             break
         logger.warning(
-            "failed episode=%s attempt=%d end=%s reason=%s",
+            "episode failed episode=%s attempt=%d end=%s reason=%s",
             plan.episode_id,
             attempt,
             trajectory.end_reason,
@@ -104,7 +104,7 @@ async def _play_patiently(
 
 
 async def _play_once(
-    lease: Lease, plan: PlannedEpisode, environments: Environments, player: Player
+    lease: Lease, plan: PlannedEpisode, environments: Environments, player: EpisodePlayer
 ) -> Trajectory:
     act, render = player.policy(plan)
     render = rendering(render, plan.env, environments.tools.get(plan.env, []))
@@ -164,6 +164,6 @@ class _Count:
             )
         if self.max_failed is not None and self.num_failed > self.max_failed:
             raise LongstrideError(
-                f"{self.num_failed} episodes failed by infrastructure, the last with "
+                f"{self.num_failed} episodes had infrastructure failures. The last one was "
                 f"{trajectory.end_reason}: {trajectory.error}"
             )

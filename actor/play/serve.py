@@ -19,18 +19,10 @@ from transformers import AutoTokenizer
 
 from actor.api.chat_api import CHAT_API, choices_reply
 from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
-from actor.api.requests import (
-    Answer,
-    ApiError,
-    Asked,
-    event_text,
-    invalid,
-    openai_error,
-    read_limit,
-    unsupported,
-)
-from actor.play.doors import Door, door_path, remove_left
+from actor.api.requests import ApiError, Asked, PolicyAnswer, event_text, openai_error
+from actor.play.doors import ChatEndpoint, endpoint_path, remove_left
 from actor.play.endpoint import read_key
+from actor.play.sampling import MAX_SEED, Sampling, read_sampling
 from actor.rollout.render import Renderer
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, RunConfig
@@ -44,29 +36,7 @@ if TYPE_CHECKING:
     from actor.engine.engine import Engine
 
 ADAPTERS = "adapter_config.json"
-MAX_SEED = 2**63 - 1
-MAX_TEMPERATURE = 2.0
-MAX_CHOICES = 128
 EVENTS = "text/event-stream"
-# Sampling fields that the engine is not given, with their values without effect.
-FIXED = {
-    "top_p": (None, 1, 1.0),
-    "top_k": (None, -1, 0),
-    "min_p": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the answers to one request are sampled."""
-
-    temperature: float | None  # None: that of the actor's configuration.
-    seed: int | None
-    num_choices: int
-    max_tokens: int  # Maximum tokens of an answer.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +56,7 @@ class Chat:
             self._check_access(request)
             body = await _read_body(request)
             asked = CHAT_API.read({**body, "n": None})
-            reply = await self._reply(asked, _read_sampling(body, self.actor))
+            reply = await self._reply(asked, read_sampling(body, self.actor))
         except ApiError as error:
             return web.json_response(openai_error(error), status=error.status)
         except EngineError as error:
@@ -135,7 +105,7 @@ class Chat:
 
     async def _answer(
         self, asked: Asked, how: Sampling, ids: list[int], choice: int
-    ) -> tuple[Answer, int]:
+    ) -> tuple[PolicyAnswer, int]:
         """Return one answer, and the version that sampled its last token."""
         number = f"chat:{next(self.numbers)}"
         turn = await self.engine.generate(
@@ -149,7 +119,7 @@ class Chat:
         cut = cut_answer(self.renderer.plain_text, turn.token_ids, asked)
         taken = turn.token_ids[: cut.num_tokens]
         text, calls = read_turn(self.renderer, taken, asked, cut.stop)
-        answer = Answer(
+        answer = PolicyAnswer(
             number=number,
             text=text,
             calls=calls,
@@ -165,11 +135,9 @@ class Chat:
         """Check the key of a request. Raises: ApiError."""
         told = request.headers.get("authorization", "").encode(errors="surrogateescape")
         if self.key and not hmac.compare_digest(told, f"Bearer {self.key}".encode()):
-            raise ApiError(401, "invalid_api_key", "wrong key")
+            raise ApiError(401, "invalid_api_key", "wrong API key")
         if not self.key and _is_of_a_page(request):
-            raise ApiError(
-                403, "forbidden", "a server without a key answers no web page of another site"
-            )
+            raise ApiError(403, "forbidden", "requests from pages of other origins need an API key")
 
 
 async def _read_body(request: web.Request) -> dict[str, Any]:
@@ -181,49 +149,6 @@ async def _read_body(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_body", "the body is not a JSON object")
     return cast(dict[str, Any], body)
-
-
-def _read_sampling(body: dict[str, Any], actor: ActorSection) -> Sampling:
-    """Return how a request wants its answers sampled. Raises: ApiError: a value is invalid."""
-    for name, harmless in FIXED.items():
-        if body.get(name) not in harmless:
-            raise unsupported(name, body[name], "the policy samples without it")
-    limit = read_limit(body, "max_completion_tokens", "max_tokens")
-    return Sampling(
-        temperature=_temperature(body),
-        seed=_seed(body),
-        num_choices=_num_choices(body),
-        max_tokens=actor.max_turn_tokens if limit is None else limit,
-    )
-
-
-def _num_choices(body: dict[str, Any]) -> int:
-    num = body.get("n")
-    if num is None:
-        return 1
-    if type(num) is not int or not 1 <= num <= MAX_CHOICES:
-        raise invalid(f"n={num!r:.80}: a whole number from 1 to {MAX_CHOICES}", "n")
-    return num
-
-
-def _temperature(body: dict[str, Any]) -> float | None:
-    given = body.get("temperature")
-    if given is None:
-        return None
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not is_number or not 0 <= given <= MAX_TEMPERATURE:
-        text = f"temperature={given!r:.80}: a number in [0, {MAX_TEMPERATURE:g}]"
-        raise invalid(text, "temperature")
-    return float(given)
-
-
-def _seed(body: dict[str, Any]) -> int | None:
-    seed = body.get("seed")
-    if seed is None:
-        return None
-    if type(seed) is not int or abs(seed) > MAX_SEED:
-        raise invalid(f"seed={seed!r:.80}: a whole number of 63 bits", "seed")
-    return seed % (MAX_SEED + 1)
 
 
 def _is_of_a_page(request: web.Request) -> bool:
@@ -278,9 +203,9 @@ async def door_of(
         numbers=count(1),
     )
     remove_left(run_dir.root)
-    path = door_path(run_dir.root, name)
+    path = endpoint_path(run_dir.root, name)
     async with listening(chat) as url:
-        door = Door(url=url, key=key, host=socket.gethostname(), pid=os.getpid())
+        door = ChatEndpoint(url=url, key=key, host=socket.gethostname(), pid=os.getpid())
         write_private(path, door.as_text())
         try:
             yield

@@ -15,7 +15,7 @@ from common.checks.hub_models import resolve_models
 from common.checks.machine import GIB
 from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
 from common.checks.preflight import check_agent, check_engine, check_model
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.load import override_value
 from common.config.requested import load_named
 from common.config.run_config import RunConfig
@@ -27,7 +27,7 @@ MAX_MODEL_LEN = 16_384  # Tokens. A longer context needs more cache than most ma
 MAX_TURN_TOKENS = 512  # Room for a thought and an action.
 
 
-def load_evaluation(request: Request, *, root: Path) -> RunConfig:
+def load_evaluation(request: ParsedCommand, *, root: Path) -> RunConfig:
     """Return the config of an evaluation.
 
     Without `--config`, a `model.path` of another shape than the configured policy's gets a context
@@ -72,13 +72,13 @@ def check_policy(cfg: RunConfig, root: Path) -> None:
             the model.
     """
     if not cfg.tasks:
-        raise ConfigError("tasks=[]: an evaluation needs at least one, as [{env: e, subset: s}]")
+        raise ConfigError("tasks=[]: add at least one task, such as tasks=[{env: e, subset: s}]")
     if cfg.eval.num_items == 0:
-        raise ConfigError("eval.num_items=0: leaves no held-out item; -1: all there are")
+        raise ConfigError("eval.num_items=0: must not be 0. Use -1 for all held-out items.")
     if cfg.policy.url:
         if cfg.actor.endpoint:
             raise ConfigError(
-                f"policy.url={cfg.policy.url}: actor.agent plays the checkpoint at model.path"
+                f"policy.url={cfg.policy.url}: actor.agent can only use the model at model.path"
             )
         read_key(cfg.policy)
         return
@@ -97,8 +97,8 @@ def _check_vocabulary(folder: Path, shown: str) -> None:
     largest = max(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values())
     if largest >= num_rows:
         raise ConfigError(
-            f"model.path={shown}: the tokenizer has token id {largest}, the model only the"
-            f" {num_rows} below {num_rows}; give the model its own tokenizer"
+            f"model.path={shown}: the tokenizer has token id {largest}, but the model's ids"
+            f" are below {num_rows}. Use the tokenizer of this model."
         )
 
 
@@ -106,11 +106,11 @@ def _key(override: str) -> str:
     return override.partition("=")[0]
 
 
-def _gives(request: Request, key: str) -> bool:
+def _gives(request: ParsedCommand, key: str) -> bool:
     return override_value(request.overrides, key) is not None
 
 
-def _fitting(cfg: RunConfig, request: Request, root: Path) -> list[str]:
+def _fitting(cfg: RunConfig, request: ParsedCommand, root: Path) -> list[str]:
     """Return overrides that fit the model; [] if it has the shape of the configured policy."""
     check_model(cfg.model.path, root)
     shape = read_shape(root / cfg.model.path)

@@ -49,5 +49,5 @@ def make_runner(
     if not cfg.endpoint:
         return None
     if make_agents is None:
-        raise ValueError("actor.endpoint=true: this process has no runner of agents")
+        raise ValueError("actor.endpoint=true: this process cannot run agents")
     return make_agents(cfg, actor=actor, renderer=renderer)

@@ -160,8 +160,11 @@ class Batches:
         path = self._route.path
         replies = await self._request("POST", path, entries)
         if not isinstance(replies, list) or len(replies) != len(entries):
-            raise EnvError(f"POST {path}: answers {len(entries)} entries with {replies!r:.100}")
-        return [self._outcome(reply, told(reply, "status", int, path=path)) for reply in replies]
+            shown = f"{replies!r:.100}"
+            raise EnvError(f"POST {path}: the answer to {len(entries)} entries is {shown}")
+        return [
+            self._outcome(reply, field_of(reply, "status", int, path=path)) for reply in replies
+        ]
 
     def _outcome(self, reply: Any, status: int) -> Any:
         if status == FULL:
@@ -169,12 +172,12 @@ class Batches:
         return failure_of("POST", self._route.alone, status, str(reply.get("detail"))) or reply
 
 
-def told(reply: Any, name: str, *kinds: type, path: str) -> Any:
+def field_of(reply: Any, name: str, *kinds: type, path: str) -> Any:
     """Return a field of a hub's answer. Raises: EnvError: it is missing or has another type."""
     value = reply.get(name) if isinstance(reply, dict) else None
     if type(value) not in kinds:
         words = " or ".join(kind.__name__ for kind in kinds)
-        raise EnvError(f"{path}: answers {name}={value!r:.100}, not {words}")
+        raise EnvError(f"{path}: the answer has {name}={value!r:.100}, which is not {words}")
     return value
 
 

@@ -22,7 +22,7 @@ from actor.rollout.batches import (
     AnswerTooLarge,
     Batches,
     failure_of,
-    told,
+    field_of,
 )
 from actor.rollout.presence import Signs, answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
@@ -39,7 +39,7 @@ JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class HubStepResult:
     observation: str
     reward: float  # [0, 1]
     done: bool
@@ -51,7 +51,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hint:
+class ExpertHint:
     """The information that a scripted policy may use."""
 
     valid_actions: list[str]
@@ -124,8 +124,8 @@ class HubClient(BearerClient):
         reply = await self._opens.ask(body) if is_quick else None
         if reply is None:  # A request of its own, which waits until the hub has room.
             reply = await self._open_alone(body)
-        session_id = valid_text(told(reply, "session_id", str, path=path))
-        observation = told(reply, "observation", str, path=path)
+        session_id = valid_text(field_of(reply, "session_id", str, path=path))
+        observation = field_of(reply, "observation", str, path=path)
         session = HubSession(self, session_id, observation, is_quick=is_quick)
         session.first_state = str(reply.get("state") or "")
         session.start_score = score_of(reply, "start_score", path=path, absent=0.0)
@@ -149,7 +149,7 @@ class HubClient(BearerClient):
             except HubLost:
                 raise
             except EnvError as error:  # An older version of the hub has no route for batches.
-                logger.debug("not closed together reason=%s", error)
+                logger.debug("batched close failed reason=%s", error)
         await self._close_alone(entry)
 
     async def close_left(self) -> None:
@@ -197,7 +197,7 @@ class HubClient(BearerClient):
         except EnvTimeout:
             raise
         except TimeoutError as error:
-            failure = f"no answer within {self._timeout_s:g}s; {failure}"
+            failure = f"no answer within {self._timeout_s:g} s; {failure}"
             is_awake = not self._signs.are_missing(within_s=self._timeout_s)
             if await self.answers() and is_awake:
                 raise EnvTimeout(f"{method} {path}: {failure}") from error
@@ -218,7 +218,7 @@ class HubClient(BearerClient):
                 text += part
                 if len(text) > MAX_ANSWER_BYTES:
                     raise AnswerTooLarge(
-                        f"{method} {path}: answers more than {MAX_ANSWER_BYTES} bytes"
+                        f"{method} {path}: the answer has more than {MAX_ANSWER_BYTES} bytes"
                     )
             if response.status == 429:
                 wait_s = retry_after_s(response.headers, unsaid_s=1.0)
@@ -230,16 +230,16 @@ class HubClient(BearerClient):
             try:
                 return (json.loads(text) if text else {}) or {}  # None is reserved for a 429.
             except (ValueError, RecursionError) as error:
-                raise EnvError(f"{method} {path}: answers what is no JSON: {shown}") from error
+                raise EnvError(f"{method} {path}: the answer is not JSON: {shown}") from error
 
 
 def score_of(reply: Any, name: str, *, path: str, absent: float | None = None) -> float:
     """Return a score of an answer, `absent` if it has none. Raises: EnvError: not in [0, 1]."""
     if absent is not None and isinstance(reply, dict) and name not in reply:
         return absent
-    score = told(reply, name, float, int, path=path)
+    score = field_of(reply, name, float, int, path=path)
     if not 0.0 <= score <= 1.0:
-        raise EnvError(f"{path}: answers {name}={score!r:.100}, which is not in [0, 1]")
+        raise EnvError(f"{path}: the answer has {name}={score!r:.100}, which is not in [0, 1]")
     return float(score)
 
 
@@ -267,7 +267,7 @@ class HubSession:
         self.first_state = ""  # "" if the environment reports no state.
         self.start_score = 0.0
 
-    async def step(self, action: str) -> StepResult:
+    async def step(self, action: str) -> HubStepResult:
         """Execute an action. An action that is too large for the hub is invalid.
 
         Raises: EnvError, EnvTimeout.
@@ -282,17 +282,17 @@ class HubSession:
             told_of = {"action": "", "num_bytes": len(action.encode()), "seq": self._seq}
             reply = await self._ask(path, told_of)
         reward = score_of(reply, "reward", path=path)
-        done = told(reply, "done", bool, path=path)
+        done = field_of(reply, "done", bool, path=path)
         reply.setdefault("is_success", done and reward >= 1.0)  # Third-party hubs may omit it.
         reply.setdefault("is_truncated", False)  # Third-party hubs may omit it.
-        return StepResult(
-            observation=told(reply, "observation", str, path=path),
+        return HubStepResult(
+            observation=field_of(reply, "observation", str, path=path),
             reward=reward,
             done=done,
-            is_valid=told(reply, "is_valid", bool, path=path),
-            is_success=told(reply, "is_success", bool, path=path),
+            is_valid=field_of(reply, "is_valid", bool, path=path),
+            is_success=field_of(reply, "is_success", bool, path=path),
             state=str(reply.get("state") or ""),  # Third-party hubs may omit it.
-            is_truncated=done and told(reply, "is_truncated", bool, path=path),
+            is_truncated=done and field_of(reply, "is_truncated", bool, path=path),
         )
 
     async def _ask(self, path: str, asked: dict[str, Any]) -> Any:
@@ -300,13 +300,15 @@ class HubSession:
             return await self._hub.steps.ask({"session_id": self._session_id, **asked})
         return await self._hub.request("POST", path, asked)
 
-    async def hint(self) -> Hint:
+    async def hint(self) -> ExpertHint:
         """Return the information that a scripted policy may use. Raises: EnvError, EnvTimeout."""
         path = f"{self._path}/hint"
         reply = await self._hub.request("GET", path, None)
-        actions = [valid_text(str(each)) for each in told(reply, "valid_actions", list, path=path)]
-        expert = told(reply, "expert_action", str, type(None), path=path)
-        return Hint(valid_actions=actions, expert_action=expert and valid_text(expert))
+        actions = [
+            valid_text(str(each)) for each in field_of(reply, "valid_actions", list, path=path)
+        ]
+        expert = field_of(reply, "expert_action", str, type(None), path=path)
+        return ExpertHint(valid_actions=actions, expert_action=expert and valid_text(expert))
 
     async def picture(self) -> Any:
         """Return a picture of the state for display, see `Env`. Raises: EnvError, EnvTimeout."""
@@ -342,9 +344,10 @@ class Environments:
         path = "/v1/envs"
         catalogue = await hub.request("GET", path, None)
         if not isinstance(catalogue, dict):
-            raise EnvError(f"{path}: answers {catalogue!r:.100}, not environments by name")
+            shown = f"{catalogue!r:.100}"
+            raise EnvError(f"{path}: the answer is not an object of environments: {shown}")
         texts = {
-            name: {k: str(v) for k, v in told(entry, "instruction", dict, path=path).items()}
+            name: {k: str(v) for k, v in field_of(entry, "instruction", dict, path=path).items()}
             for name, entry in catalogue.items()
         }
         answers = {

@@ -12,7 +12,7 @@ import numpy as np
 
 from actor.formats.tools import Read, explained, reader_of
 from actor.rollout.context import History, Render, Room, Turn
-from actor.rollout.env_client import Hint, StepResult
+from actor.rollout.env_client import ExpertHint, HubStepResult
 from actor.rollout.folding import history_of
 from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentOptions
@@ -31,26 +31,26 @@ class PolicyFailed(Exception):
     """Raised by `Act`: a remote policy gave no answer. It does not count against the policy."""
 
 
-class Session(Protocol):
+class EnvSession(Protocol):
     """One episode of an environment; `actor.rollout.env_client.HubSession` is one."""
 
     first_observation: str
-    first_state: str  # See `StepResult.state`.
+    first_state: str  # See `HubStepResult.state`.
     start_score: float  # Score before the first step, in [0, 1].
 
-    async def step(self, action: str) -> StepResult: ...
-    async def hint(self) -> Hint: ...
+    async def step(self, action: str) -> HubStepResult: ...
+    async def hint(self) -> ExpertHint: ...
     async def close(self) -> None: ...
 
 
 WHOLE = AgentOptions()
 # (token ids of the conversation, session) -> the next turn
-Act = Callable[[list[int], Session], Awaitable[Turn]]
-OpenSession = Callable[[], Awaitable[Session]]
+Act = Callable[[list[int], EnvSession], Awaitable[Turn]]
+OpenSession = Callable[[], Awaitable[EnvSession]]
 
 
 @dataclass(slots=True)
-class Play:
+class EpisodeState:
     """The state of a running episode."""
 
     keeps_last: bool
@@ -73,7 +73,7 @@ class Play:
     turns_s: float = 0.0  # Seconds of all completed turns.
     num_sampled: int = 0
 
-    async def ask(self, act: Act, session: Session) -> Turn:
+    async def ask(self, act: Act, session: EnvSession) -> Turn:
         """Sample a turn of the policy for the current context, and record its cost."""
         asked = time.monotonic()
         taken = await act(self.history.tape.context, session)
@@ -85,14 +85,14 @@ class Play:
         self.num_cached_tokens += taken.num_cached
         return taken
 
-    def begin(self, session: Session) -> None:
+    def begin(self, session: EnvSession) -> None:
         """Record the environment's first state and its score."""
         self.states.append(state_number(session.first_state or session.first_observation))
         self.start_score = session.start_score
         self.reward = session.start_score
 
     def answered(
-        self, action: str, result: StepResult, took_s: float, *, is_read: bool = True
+        self, action: str, result: HubStepResult, took_s: float, *, is_read: bool = True
     ) -> None:
         """Record an action and its result. `is_read`: an action could be parsed from the answer."""
         self.actions.append(action_number(action))
@@ -134,7 +134,7 @@ def first_text(instruction: str, observation: str) -> str:
 
 
 def _opening(
-    render: Render, session: Session, instruction: str, acknowledgement: str
+    render: Render, session: EnvSession, instruction: str, acknowledgement: str
 ) -> tuple[str, Callable[[str], list[int]]]:
     """Return the message with the first observation, and its encoder."""
     if acknowledgement:
@@ -180,16 +180,18 @@ async def run_episode(
     told = worded(options.format, instruction)
     read = reader_of(render, options.format, is_whole=MARK in instruction)
     started = time.monotonic()
-    play = Play(keeps_last=keeps_last, history=history_of(render, room))
-    session: Session | None = None
+    play = EpisodeState(keeps_last=keeps_last, history=history_of(render, room))
+    session: EnvSession | None = None
     try:
-        async with judged(play, lease, may_repeat=may_repeat):
+        async with record_end_reason(play, lease, may_repeat=may_repeat):
             session = await open_session()
             play.begin(session)
             text, encode = _opening(render, session, told, acknowledgement)
             play.env_s = time.monotonic() - started
             if not await play.history.begin(text, encode, partial(play.ask, act, session)):
-                raise ContextFull("not even the first page's beginning fits")
+                raise ContextFull(
+                    "even the beginning of the first observation does not fit into the context"
+                )
             await _turns(lease, session, play, act, read, room, render)
     finally:
         if session is not None:
@@ -198,7 +200,9 @@ async def run_episode(
 
 
 @asynccontextmanager
-async def judged(play: Play, lease: Lease, *, may_repeat: bool) -> AsyncIterator[None]:
+async def record_end_reason(
+    play: EpisodeState, lease: Lease, *, may_repeat: bool
+) -> AsyncIterator[None]:
     """Limit an episode to its lease's time, and record why it ended early.
 
     Raises: HubLost: if `may_repeat`. Errors that are unrelated to the episode propagate.
@@ -219,11 +223,20 @@ async def judged(play: Play, lease: Lease, *, may_repeat: bool) -> AsyncIterator
     except TimeoutError:
         if not deadline.expired():  # The engine timed out, not the lease.
             raise
-        play.end, play.error = EndReason.DEADLINE, f"not ended within {lease.deadline_s:g}s"
+        play.end, play.error = (
+            EndReason.DEADLINE,
+            f"the episode did not end within {lease.deadline_s:g} s",
+        )
 
 
 async def _turns(
-    lease: Lease, session: Session, play: Play, act: Act, read: Read, room: Room, render: Render
+    lease: Lease,
+    session: EnvSession,
+    play: EpisodeState,
+    act: Act,
+    read: Read,
+    room: Room,
+    render: Render,
 ) -> None:
     history = play.history
     ask = partial(play.ask, act, session)
@@ -259,7 +272,7 @@ async def _turns(
     history.tape.end(play.num_turns - 1)
 
 
-def trajectory_of(lease: Lease, play: Play, *, actor: str, wall_s: float) -> Trajectory:
+def trajectory_of(lease: Lease, play: EpisodeState, *, actor: str, wall_s: float) -> Trajectory:
     """Return the trajectory of an episode that has ended."""
     tape = play.history.tape
     observations = play.history.observations

@@ -124,7 +124,9 @@ class Hubs:
             except EnvError as error:
                 failure = error
                 self._failed_at[place.url] = time.monotonic()
-                logger.warning("no session url=%s env=%s reason=%s", place.url, env, error)
+                logger.warning(
+                    "failed to open session url=%s env=%s reason=%s", place.url, env, error
+                )
         raise failure
 
     @property
@@ -133,7 +135,9 @@ class Hubs:
         places = self._places()
         if any(place.url not in self._lost for place in places):
             return ""
-        return f"envhub: {places[0].url} does not answer" if places else "envhub: there is none"
+        return (
+            f"envhub: {places[0].url} does not answer" if places else "envhub: no hub is registered"
+        )
 
     async def wait_for(self, env: str | None = None) -> None:
         """Wait until a hub that serves `env` answers; None: any hub. Return early if it `is_gone`.
@@ -197,7 +201,7 @@ class Hubs:
                 await known.hub.close_left()
         reason = self._lost.pop(place.url)
         lost_s = time.monotonic() - since
-        logger.warning("hub was gone url=%s for_s=%.1f reason=%s", place.url, lost_s, reason)
+        logger.warning("hub answers again url=%s lost_s=%.1f reason=%s", place.url, lost_s, reason)
 
     def _keep(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -219,7 +223,8 @@ class Hubs:
         serving = [place for place in self._places() if env in place.envs]
         is_known = bool(serving) or env in self._instructions
         if is_known and all(place.url in self._lost for place in serving):
-            raise HubLost(f"no hub that serves {env} answers: {self._lost or 'there is none'}")
+            why = self._lost or "no hub is registered"
+            raise HubLost(f"no hub that serves {env} answers: {why}")
         serving = [place for place in serving if place.url not in self._lost]
         return sorted(
             serving,

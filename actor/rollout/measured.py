@@ -70,7 +70,7 @@ class MeasuredTemplate:
         )
         if found is None:
             raise ConfigError(
-                "the chat template does not end a turn with a special token: it writes"
+                "model.path: the chat template does not end a turn with a special token: it writes"
                 f" {after!r:.200} after an answer; give a template that does (model.chat_template)"
             )
         return found
@@ -92,7 +92,7 @@ class MeasuredTemplate:
         try:
             return self._measured_call()
         except (TemplateError, TypeError) as error:
-            return f"the policy's chat template refuses tools: {error}"
+            return f"the policy's chat template cannot render tools: {error}"
         except ValueError as error:
             return f"the policy's chat template {error}"
 

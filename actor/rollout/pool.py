@@ -29,7 +29,7 @@ MAX_VANISHED = 3  # Number of times that a reachable hub may lose an episode's s
 MAX_LOST = 20
 
 
-class Episodes:
+class EpisodePool:
     """The running episodes. A slot is freed when its trajectory is handed to delivery.
 
     Consumes: leases (`start`), the engine's load (`adapt`), revocations.
@@ -154,7 +154,7 @@ class Episodes:
             except HubLost as error:
                 num_lost += 1
                 num_vanished += not self._environments.is_lost(lease.env)
-                logger.info("played again episode=%s reason=%s", lease.episode_id, error)
+                logger.info("restarting episode=%s reason=%s", lease.episode_id, error)
             self._waiting.add(lease.episode_id)
             self.slot_freed.set()
             try:

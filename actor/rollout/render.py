@@ -187,7 +187,7 @@ class Renderer(MeasuredTemplate):
         try:
             return self._rendered(safe, tools=[each_text(each, broken) for each in tools] or None)
         except (TemplateError, TypeError, RecursionError) as error:
-            raise ValueError(f"the chat template: {error}") from error
+            raise ValueError(f"the chat template failed: {error}") from error
 
     def _with_own_calls(self, message: Message) -> Message:
         """Return a message with its calls in the form that the template accepts."""
@@ -217,9 +217,9 @@ class Renderer(MeasuredTemplate):
             named = [f"actor.context={actor.context.value}"]
             named += [f"{key}={str(value).lower()}" for key, value in asides.items() if value]
             raise ConfigError(
-                f"actor.max_model_len={actor.max_model_len}: no page fits with {', '.join(named)}"
-                f" and actor.max_turn_tokens={turn_tokens}; the smallest that works is"
-                f" actor.max_model_len={needed}"
+                f"actor.max_model_len={actor.max_model_len}: no observation fits with"
+                f" {', '.join(named)} and actor.max_turn_tokens={turn_tokens};"
+                f" use at least actor.max_model_len={needed}"
             )
 
     def action_text(self, token_ids: list[int]) -> str:

@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from actor.rollout.episode import Render, Session, Turn
+from actor.rollout.episode import EnvSession, Render, Turn
 from common.formats.scripted import chars_of
 from common.wire.messages import PolicyKind, Trajectory
 
@@ -69,7 +69,7 @@ class ScriptedPolicy:
         self._so_far: dict[str, None] = {}  # Valid actions of all turns so far, in order.
         self.has_slipped = False  # Whether the latest turn was such a random action.
 
-    async def act(self, _: list[int], session: Session) -> Turn:
+    async def act(self, _: list[int], session: EnvSession) -> Turn:
         """Return the next action. Raises: EnvError."""
         hint = await session.hint()
         action = hint.expert_action if self._kind is PolicyKind.EXPERT else None

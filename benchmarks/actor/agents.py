@@ -23,7 +23,7 @@ from actor.agents.agents import Agents
 from actor.engine.engine import Engine
 from actor.play.engine_player import player_of
 from actor.play.own_process import make_job
-from actor.play.play import Job, Player, play
+from actor.play.play import EpisodePlayer, PlayJob, play
 from actor.rollout.render import Renderer
 from benchmarks.table import BenchTable
 from common.checks.machine import gpus
@@ -84,7 +84,7 @@ def add_agent(table: BenchTable, name: str, by_agent: Counter[str], own: Counter
     )
 
 
-async def _measure(cfg: RunConfig, job: Job) -> dict[str, Counter[str]]:
+async def _measure(cfg: RunConfig, job: PlayJob) -> dict[str, Counter[str]]:
     renderer = Renderer(AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True))
     engine = await Engine.start(
         cfg.model, cfg.actor, end_of_turn_ids=renderer.end_of_turn_ids, seed=cfg.run.seed
@@ -134,7 +134,7 @@ def _plans(cfg: RunConfig, prefix: str) -> list[PlannedEpisode]:
     return plans
 
 
-async def _timed(job: Job, player: Player) -> dict[str, float]:
+async def _timed(job: PlayJob, player: EpisodePlayer) -> dict[str, float]:
     """Return episodes, turns, seconds, and processor seconds of all processes.
 
     Raises: LongstrideError: an episode failed.

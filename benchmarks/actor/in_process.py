@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from actor.formats.tools import load_renderer
-from actor.rollout.env_client import Hint, StepResult
-from actor.rollout.episode import Act, Session, Turn, run_episode
+from actor.rollout.env_client import ExpertHint, HubStepResult
+from actor.rollout.episode import Act, EnvSession, Turn, run_episode
 from actor.rollout.lockstep import Rounds
 from benchmarks.actor.torch_engine import TorchEngine
 from common.config.learning import Advantage
@@ -34,13 +34,13 @@ class LocalSession:
         self.first_state: str = told() if told else ""
         self.start_score = start_score
 
-    async def step(self, action: str) -> StepResult:
-        return StepResult(**self._env.step(action).told())
+    async def step(self, action: str) -> HubStepResult:
+        return HubStepResult(**self._env.step(action).as_dict())
 
-    async def hint(self) -> Hint:
+    async def hint(self) -> ExpertHint:
         valid = self._env.valid_actions()
         expert = self._env.expert_action()
-        return Hint(valid_actions=valid, expert_action=expert)
+        return ExpertHint(valid_actions=valid, expert_action=expert)
 
     async def close(self) -> None:
         self._env.close()
@@ -104,7 +104,7 @@ class InProcessPlayer:
         spec = self._specs[lease.env]
         style = next(each for each in spec.instruction if each.value == self._cfg.envhub.style)
 
-        async def open_session() -> Session:
+        async def open_session() -> EnvSession:
             item_id = await self._plain(lease.env, lease.item_id) if self._plain else lease.item_id
             env = spec.make(style)
             seed = environment_seed(lease)
@@ -112,7 +112,7 @@ class InProcessPlayer:
 
         seeds = SamplingSeeds(lease)
 
-        async def act(ids: list[int], _: Session) -> Turn:
+        async def act(ids: list[int], _: EnvSession) -> Turn:
             return await rounds.act(lease.episode_id, list(ids), seed=seeds.next())
 
         play: Callable[..., Any] = partial(run_episode, lease, open_session=open_session)

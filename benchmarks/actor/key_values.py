@@ -15,7 +15,7 @@ FIRST_POSITIONS = 256  # Initial capacity in positions. It is doubled when a row
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TokenBlock:
     """The new tokens to compute, by row."""
 
     rows: Tensor  # [token] index of the row
@@ -24,7 +24,7 @@ class Block:
     mask: Tensor  # [row, 1, column, key] 0 or -inf
 
     @classmethod
-    def of(cls, counts: Sequence[int], lengths: np.ndarray) -> "Block":
+    def of(cls, counts: Sequence[int], lengths: np.ndarray) -> "TokenBlock":
         """Return the block of `counts[row]` new tokens after the `lengths[row]` stored ones."""
         rows = np.repeat(np.arange(len(counts)), counts)
         columns = np.concatenate([np.arange(num) for num in counts])
@@ -57,7 +57,7 @@ class KeyValues:
         self.lengths[row] = self.lengths[-1]
         self.lengths = self.lengths[:-1]
 
-    def put(self, layer: int, block: Block, new: tuple[Tensor, Tensor]) -> list[Tensor]:
+    def put(self, layer: int, block: TokenBlock, new: tuple[Tensor, Tensor]) -> list[Tensor]:
         """Store the block's keys and values [token, head, size]; return all that its mask spans."""
         span = block.mask.shape[-1]
         pair = self.layers.setdefault(layer, [])
@@ -80,7 +80,7 @@ def _attention(
     *,
     scaling: float,
     stored: KeyValues,
-    block: Block,
+    block: TokenBlock,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return attention [1, token, head, size] of the block's tokens to all earlier ones.

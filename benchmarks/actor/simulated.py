@@ -22,7 +22,7 @@ from actor.links.delivery import Delivery
 from actor.links.scheduler_client import SchedulerClient
 from actor.rollout.episode import Turn
 from actor.rollout.hubs import Hubs
-from actor.rollout.pool import Episodes
+from actor.rollout.pool import EpisodePool
 from actor.rollout.render import Renderer
 from common.config.load import load_config
 from common.config.run_config import RunConfig
@@ -85,7 +85,7 @@ async def play(cfg: RunConfig, run_dir: RunDir, *, number: int, token_s: float) 
     await delivery.connect(timeout_s=START_S)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
     clock = TokenClock(vocab_size=len(tokenizer), token_s=token_s)
-    episodes = Episodes(
+    episodes = EpisodePool(
         cfg.actor,
         actor=name,
         engine=cast("Engine", clock),
@@ -115,7 +115,7 @@ async def play(cfg: RunConfig, run_dir: RunDir, *, number: int, token_s: float) 
     context.destroy(linger=0)
 
 
-async def _take_leases(scheduler: SchedulerClient, hubs: Hubs, episodes: Episodes) -> None:
+async def _take_leases(scheduler: SchedulerClient, hubs: Hubs, episodes: EpisodePool) -> None:
     """Request leases whenever a slot is free and a hub is available."""
     while True:
         await hubs.wait_for()
@@ -130,7 +130,7 @@ async def _take_leases(scheduler: SchedulerClient, hubs: Hubs, episodes: Episode
 
 
 async def _beat(
-    cfg: RunConfig, name: str, scheduler: SchedulerClient, episodes: Episodes, delivery: Delivery
+    cfg: RunConfig, name: str, scheduler: SchedulerClient, episodes: EpisodePool, delivery: Delivery
 ) -> None:
     while True:
         running = [*episodes.running_ids, *delivery.pending_ids]

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actor.rollout.episode import Turn
-from benchmarks.actor.key_values import NAME, Block, KeyValues
+from benchmarks.actor.key_values import NAME, KeyValues, TokenBlock
 
 MAX_BEGINNINGS = 50_000  # Limit of the remembered beginnings of turns.
 SURE = 2
@@ -183,7 +183,7 @@ class TorchEngine:
 
     def _forward(self, fed: Sequence[Sequence[int]]) -> Tensor:
         """Return the last hidden states [token, size] of all rows' new tokens."""
-        block = Block.of([len(each) for each in fed], self._stored.lengths)
+        block = TokenBlock.of([len(each) for each in fed], self._stored.lengths)
         ids = torch.tensor([token for each in fed for token in each])
         out = self._model.base_model(
             input_ids=ids[None],

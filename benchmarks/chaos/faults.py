@@ -16,7 +16,7 @@ import zmq
 from benchmarks.chaos import machine
 from benchmarks.chaos.clock import JumpingClock
 from benchmarks.chaos.connections import reset_connections
-from benchmarks.chaos.plan import Fault, Kind
+from benchmarks.chaos.plan import Fault, FaultType
 from benchmarks.chaos.victims import Role, find_victims
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir
@@ -34,7 +34,7 @@ NUM_CORRUPT = 200
 NUM_AGAIN = 20  # Number of repeated trajectories.
 ROOM_BYTES = 16 << 20  # Address space that a process without memory may still allocate.
 AHEAD_S = 3_600  # Size of a clock jump.
-NETWORK = {Kind.SLOW_NETWORK: machine.slow_network, Kind.DROPPED: machine.drop_packets}
+NETWORK = {FaultType.SLOW_NETWORK: machine.slow_network, FaultType.DROPPED: machine.drop_packets}
 
 
 class NotPossible(Exception):
@@ -42,7 +42,7 @@ class NotPossible(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class FaultyRun:
     """The run that faults are injected into."""
 
     supervisor_pid: int
@@ -57,20 +57,20 @@ class Scene:
 
         Raises: NotPossible.
         """
-        passing: dict[Kind, Callable[[Role], object]] = {
-            Kind.KILL: lambda role: self._victim(role).kill(),
-            Kind.KILL_AGAIN: self._kill_again,
-            Kind.RESET: lambda role: _reset(self._victim(role)),
-            Kind.CORRUPT: self._send_corrupt,
-            Kind.DUPLICATE: lambda _: self._send_again(),
+        passing: dict[FaultType, Callable[[Role], object]] = {
+            FaultType.KILL: lambda role: self._victim(role).kill(),
+            FaultType.KILL_AGAIN: self._kill_again,
+            FaultType.RESET: lambda role: _reset(self._victim(role)),
+            FaultType.CORRUPT: self._send_corrupt,
+            FaultType.DUPLICATE: lambda _: self._send_again(),
         }
         with ExitStack() as stack:
             if fault.role is None:
                 stack.enter_context(self._trouble(fault.kind))
-            elif fault.kind in (Kind.STOP, Kind.NO_MEMORY):
+            elif fault.kind in (FaultType.STOP, FaultType.NO_MEMORY):
                 victim = self._victim(fault.role)
                 stack.enter_context(
-                    _stopped(victim) if fault.kind is Kind.STOP else _without_memory(victim)
+                    _stopped(victim) if fault.kind is FaultType.STOP else _without_memory(victim)
                 )
             else:
                 passing[fault.kind](fault.role)
@@ -97,12 +97,12 @@ class Scene:
                     victim.wait(START_S)
 
     @contextmanager
-    def _trouble(self, kind: Kind) -> Generator[None]:
+    def _trouble(self, kind: FaultType) -> Generator[None]:
         """Inject a fault of the machine until the end of the block."""
-        if kind is Kind.CLOCK:
+        if kind is FaultType.CLOCK:
             with _jumped(self.clock):
                 yield
-        elif kind is Kind.HALVES:
+        elif kind is FaultType.HALVES:
             with _present(self.halves):
                 yield
         elif self.disk is None:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from benchmarks.chaos.victims import Role
 
 
-class Kind(StrEnum):
+class FaultType(StrEnum):
     """The type of a fault."""
 
     KILL = "kill -9"
@@ -30,7 +30,7 @@ class Kind(StrEnum):
 class Fault:
     """One fault and its target."""
 
-    kind: Kind
+    kind: FaultType
     role: Role | None = None  # None: the fault affects the machine.
 
     @property
@@ -40,18 +40,18 @@ class Fault:
 
 CONNECTED = (Role.SCHEDULER, Role.LEARNER, Role.ACTOR, Role.HUB)
 ALL_FAULTS = (
-    *(Fault(Kind.KILL, role) for role in Role),
-    *(Fault(Kind.STOP, role) for role in Role),
-    *(Fault(Kind.RESET, role) for role in CONNECTED),
-    *(Fault(Kind.NO_MEMORY, role) for role in (Role.LEARNER, Role.ENGINE, Role.HUB)),
-    *(Fault(Kind.KILL_AGAIN, role) for role in (Role.SCHEDULER, Role.HUB)),
-    *(Fault(Kind.CORRUPT, role) for role in (Role.SCHEDULER, Role.LEARNER)),
-    Fault(Kind.DUPLICATE, Role.LEARNER),
-    Fault(Kind.SLOW_NETWORK),
-    Fault(Kind.DROPPED),
-    Fault(Kind.DISK_FULL),
-    Fault(Kind.CLOCK),
-    Fault(Kind.HALVES),
+    *(Fault(FaultType.KILL, role) for role in Role),
+    *(Fault(FaultType.STOP, role) for role in Role),
+    *(Fault(FaultType.RESET, role) for role in CONNECTED),
+    *(Fault(FaultType.NO_MEMORY, role) for role in (Role.LEARNER, Role.ENGINE, Role.HUB)),
+    *(Fault(FaultType.KILL_AGAIN, role) for role in (Role.SCHEDULER, Role.HUB)),
+    *(Fault(FaultType.CORRUPT, role) for role in (Role.SCHEDULER, Role.LEARNER)),
+    Fault(FaultType.DUPLICATE, Role.LEARNER),
+    Fault(FaultType.SLOW_NETWORK),
+    Fault(FaultType.DROPPED),
+    Fault(FaultType.DISK_FULL),
+    Fault(FaultType.CLOCK),
+    Fault(FaultType.HALVES),
 )
 
 

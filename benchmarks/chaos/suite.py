@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.chaos.clock import make_clock
-from benchmarks.chaos.faults import LASTS_S, NotPossible, Scene
+from benchmarks.chaos.faults import LASTS_S, FaultyRun, NotPossible
 from benchmarks.chaos.machine import isolate, release
-from benchmarks.chaos.plan import ALL_FAULTS, Fault, Kind, deal
+from benchmarks.chaos.plan import ALL_FAULTS, Fault, FaultType, deal
 from benchmarks.chaos.victims import Role
-from benchmarks.chaos.watch import Watch, read_json
+from benchmarks.chaos.watch import StepObserver, read_json
 from benchmarks.runs.real_run import TRAINING_ALONE, check_end, running, train
 from benchmarks.table import BenchTable
 from common.errors import LongstrideError
@@ -43,7 +43,7 @@ LEGEND = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class CampaignSize:
     """The extent of a campaign."""
 
     config: str
@@ -55,26 +55,32 @@ class Size:
     has_twin: bool = False  # Run the same configuration without faults first.
 
 
-USUAL = Size(config="quickstart", num_steps=220, every_s=20.0)
-LONG = Size(
+USUAL = CampaignSize(config="quickstart", num_steps=220, every_s=20.0)
+LONG = CampaignSize(
     config="quickstart",
     num_steps=600,  # Long enough for 200 faults.
     every_s=4.0,
     settings=tuple(each for each in TRAINING_ALONE if each != "eval.after=false"),
     has_twin=True,
 )
-SHORT = Size(
+SHORT = CampaignSize(
     config="smoke",
     num_steps=100,  # On a slow machine faults take longer, while steps continue.
     every_s=3.0,
     lasts_s=2.0,
     faults=(
-        *(Fault(Kind.KILL, role) for role in (Role.SCHEDULER, Role.LEARNER, Role.HUB, Role.ACTOR)),
-        *(Fault(Kind.RESET, role) for role in (Role.LEARNER, Role.ACTOR)),
-        *(Fault(Kind.CORRUPT, role) for role in (Role.SCHEDULER, Role.LEARNER)),
-        Fault(Kind.STOP, Role.ACTOR),
-        Fault(Kind.DUPLICATE, Role.LEARNER),
-        *(Fault(kind) for kind in (Kind.DISK_FULL, Kind.DROPPED, Kind.CLOCK, Kind.HALVES)),
+        *(
+            Fault(FaultType.KILL, role)
+            for role in (Role.SCHEDULER, Role.LEARNER, Role.HUB, Role.ACTOR)
+        ),
+        *(Fault(FaultType.RESET, role) for role in (Role.LEARNER, Role.ACTOR)),
+        *(Fault(FaultType.CORRUPT, role) for role in (Role.SCHEDULER, Role.LEARNER)),
+        Fault(FaultType.STOP, Role.ACTOR),
+        Fault(FaultType.DUPLICATE, Role.LEARNER),
+        *(
+            Fault(kind)
+            for kind in (FaultType.DISK_FULL, FaultType.DROPPED, FaultType.CLOCK, FaultType.HALVES)
+        ),
     ),
 )
 
@@ -133,7 +139,7 @@ def run_short(table: BenchTable) -> None:
     measure(table, SHORT)
 
 
-def measure(table: BenchTable, size: Size) -> None:
+def measure(table: BenchTable, size: CampaignSize) -> None:
     """Run a training, inject faults and report the results."""
     table.title(LEGEND)
     with (
@@ -155,7 +161,7 @@ def measure(table: BenchTable, size: Size) -> None:
 
 
 def _measure(
-    table: BenchTable, size: Size, folder: Path, *, apart: Path, has_machine: bool
+    table: BenchTable, size: CampaignSize, folder: Path, *, apart: Path, has_machine: bool
 ) -> None:
     """Run with faults in `folder`, which has a small disk. The run without faults is in `apart`."""
     run_dir = RunDir(root=folder / "run")
@@ -167,7 +173,7 @@ def _measure(
         train("twin", settings, folder=apart, timeout_s=TWIN_S, config=size.config)
     env = clock.environment if clock else {}
     with running("run", settings, folder=folder, config=size.config, env=env) as child:
-        scene = Scene(
+        scene = FaultyRun(
             supervisor_pid=child.pid,
             run_dir=run_dir,
             disk=folder if has_machine else None,
@@ -190,10 +196,10 @@ def add_success(table: BenchTable, run_dir: RunDir, twin: RunDir) -> None:
     table.at_least("held-out success", ours["success"], "", low, note)
 
 
-def disturb(child: ChildProcess, scene: Scene, size: Size, *, seed: int) -> Story:
+def disturb(child: ChildProcess, scene: FaultyRun, size: CampaignSize, *, seed: int) -> Story:
     """Inject faults until the run has ended. Raises: LongstrideError: it failed, or hangs."""
     story = Story()
-    watch = Watch(scene.run_dir)
+    watch = StepObserver(scene.run_dir)
     _wait(child, watch, FIRST_STEPS, START_S)
     for fault in deal(size.faults, seed=seed):
         began_s = time.monotonic()
@@ -222,7 +228,7 @@ def disturb(child: ChildProcess, scene: Scene, size: Size, *, seed: int) -> Stor
     return story
 
 
-def _recover(child: ChildProcess, watch: Watch, suffered: Suffered) -> None:
+def _recover(child: ChildProcess, watch: StepObserver, suffered: Suffered) -> None:
     """Wait until the role works again and the run has made a step, and record both times."""
     num_steps = watch.look()
     wall_s = time.time()
@@ -255,7 +261,7 @@ def read_engines(run_dir: RunDir) -> list[float]:
     return found
 
 
-def _wait(child: ChildProcess, watch: Watch, num_steps: int, timeout_s: float) -> None:
+def _wait(child: ChildProcess, watch: StepObserver, num_steps: int, timeout_s: float) -> None:
     """Wait until a run has made `num_steps` steps, each within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     seen = 0

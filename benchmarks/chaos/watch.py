@@ -15,7 +15,7 @@ ASK_S = 1.0  # Time limit of a hub's answer.
 
 
 @dataclass(slots=True)
-class Watch:
+class StepObserver:
     """Polls a run directory on request."""
 
     run_dir: RunDir

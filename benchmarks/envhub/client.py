@@ -21,7 +21,7 @@ class HubAnswer(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ServiceTarget:
     """The URL of a service and its token; None: no token."""
 
     url: str
@@ -36,7 +36,7 @@ class Target:
 class Client:
     """JSON requests over one connection, which is reopened if the service closed it."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ServiceTarget) -> None:
         self._http = open_session(
             target.url,
             is_own=True,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.envhub.client import Target
+from benchmarks.envhub.client import ServiceTarget
 from common.launch.process import ChildFailed, ChildProcess, wait_until_ended
 from common.memory import resident_bytes
 from common.repository import ROOT
@@ -23,10 +23,10 @@ STOP_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class ServiceProcess:
     """A running service: its target and its process."""
 
-    target: Target
+    target: ServiceTarget
     process: ChildProcess
 
     def rss_bytes(self) -> int:
@@ -41,7 +41,7 @@ class Service:
 @contextlib.contextmanager
 def hub_process(
     envs: Sequence[str], *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
-) -> Generator[Service]:
+) -> Generator[ServiceProcess]:
     """Yield a hub that serves `envs`, started by `python run.py envhub`.
 
     Args:
@@ -54,9 +54,9 @@ def hub_process(
     argv = ["run.py", "envhub", f"envhub.envs={json.dumps(list(envs))}", f"token={token}"]
     with _running([*argv, "log.level=WARNING", *overrides], environ) as process:
         process.wait_until(lambda: _said_address(process) != "", timeout_s=START_TIMEOUT_S)
-        target = Target(url=_said_address(process), token=token)
+        target = ServiceTarget(url=_said_address(process), token=token)
         process.wait_until(lambda: _accepts(target), timeout_s=START_TIMEOUT_S)
-        yield Service(target=target, process=process)
+        yield ServiceProcess(target=target, process=process)
 
 
 def _said_address(process: ChildProcess) -> str:
@@ -66,13 +66,15 @@ def _said_address(process: ChildProcess) -> str:
 
 
 @contextlib.contextmanager
-def module_process(module: str, *, environ: Mapping[str, str] | None = None) -> Generator[Service]:
+def module_process(
+    module: str, *, environ: Mapping[str, str] | None = None
+) -> Generator[ServiceProcess]:
     """Yield a service that is started by `python -m <module> <port>`. Raises ChildFailed."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        target = Target(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        target = ServiceTarget(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
     with _running(["-m", module, str(target.address[1])], environ) as process:
         process.wait_until(lambda: _accepts(target), timeout_s=START_TIMEOUT_S)
-        yield Service(target=target, process=process)
+        yield ServiceProcess(target=target, process=process)
 
 
 @contextlib.contextmanager
@@ -104,7 +106,7 @@ def _stop(child: ChildProcess) -> None:
         raise ChildFailed(f"not stopped within {STOP_TIMEOUT_S:g} s, left {len(left)} children")
 
 
-def _accepts(target: Target) -> bool:
+def _accepts(target: ServiceTarget) -> bool:
     try:
         with socket.create_connection(target.address, timeout=1.0) as connection:
             connection.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")

@@ -16,8 +16,8 @@ from typing import cast
 import psutil
 import uvloop
 
-from benchmarks.envhub.client import Client, Target
-from benchmarks.envhub.load import ACTIONS, Measured, in_process
+from benchmarks.envhub.client import Client, ServiceTarget
+from benchmarks.envhub.load import ACTIONS, LoadResult, in_process
 
 MODULE = "benchmarks.envhub.keep_alive"
 LENGTH = b"content-length: "
@@ -28,7 +28,7 @@ END = b"\r\n\r\n"
 class Load:
     """Connections that step TextCraft without pause, one instance each."""
 
-    target: Target
+    target: ServiceTarget
     base: str  # Path before /create, /reset and /step.
     # Key of the item in a reset request; "": a create request starts an episode.
     reset_key: str = ""
@@ -39,9 +39,9 @@ class Load:
     duration_s: float = 1.5  # Time of the measurement.
 
 
-def measure_load(load: Load) -> Measured:
+def measure_load(load: Load) -> LoadResult:
     """Return the measurements of a separate client process. Raises: RuntimeError: it failed."""
-    return Measured(**in_process(MODULE, asdict(load)))
+    return LoadResult(**in_process(MODULE, asdict(load)))
 
 
 def request_bytes(load: Load, path: str, content: object) -> bytes:
@@ -104,7 +104,7 @@ def _is_whole(response: bytes) -> bool:
     return len(response) >= end + len(END) + num_bytes
 
 
-async def run_load(load: Load) -> Measured:
+async def run_load(load: Load) -> LoadResult:
     """Return the number of answered steps, and the latency of each."""
     latencies_ms: list[float] = []
     async with Client(load.target) as client:
@@ -118,7 +118,7 @@ async def run_load(load: Load) -> Measured:
         await loop.create_connection(lambda s=stepper: s, *load.target.address)
     watching = asyncio.create_task(_cpu_s(load))
     await asyncio.gather(*(each.done for each in steppers))
-    return Measured(
+    return LoadResult(
         num_done=len(latencies_ms),
         duration_s=load.duration_s,
         latencies_ms=latencies_ms,
@@ -155,7 +155,7 @@ async def _instance(client: Client, load: Load, index: int) -> int:
 def main() -> None:
     """Run the load given on stdin and write its measurements to stdout."""
     asked = json.load(sys.stdin)
-    load = Load(**{**asked, "target": Target(**asked["target"])})
+    load = Load(**{**asked, "target": ServiceTarget(**asked["target"])})
     json.dump(asdict(uvloop.run(run_load(load))), sys.stdout)
 
 

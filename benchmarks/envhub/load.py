@@ -16,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.envhub.client import Client, HubAnswer, Target
+from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
 from common.repository import ROOT
 
 JOB_TIMEOUT_S = 300.0
@@ -30,14 +30,14 @@ NUM_ROUNDS = 3  # Rounds of opening, after one warm-up round.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class LoadJob:
     """One measurement of one client process.
 
     Its kind is step (single steps), open (creation and reset), batch or batch_open (the same by the
     batch routes, hub only). `open` counts whole rounds, independent of `duration_s`.
     """
 
-    target: Target
+    target: ServiceTarget
     kind: str
     is_reference: bool  # The target has the reference server's routes.
     env: str
@@ -48,7 +48,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class LoadResult:
     """The result of a job: number of operations, duration, and the latency of each request."""
 
     num_done: int
@@ -67,12 +67,12 @@ class Measured:
         return ordered[min(len(ordered) - 1, int(frac * len(ordered)))]
 
 
-def measure(job: Job) -> Measured:
+def measure(job: LoadJob) -> LoadResult:
     """Return the measurements of a separate client process.
 
     Raises: RuntimeError: it failed; holds the end of its stderr.
     """
-    return Measured(**in_process("benchmarks.envhub.load", asdict(job)))
+    return LoadResult(**in_process("benchmarks.envhub.load", asdict(job)))
 
 
 def in_process(module: str, told: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def in_process(module: str, told: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(slots=True, kw_only=True)
-class Episode:
+class LoadEpisode:
     session_id: str
     seq: int = 0  # Number of steps so far.
 
@@ -99,16 +99,16 @@ class HubRoutes:
     def __init__(self, env: str) -> None:
         self._env = env
 
-    async def open(self, client: Client, number: int) -> Episode:
+    async def open(self, client: Client, number: int) -> LoadEpisode:
         """Create and reset: one request."""
         session_id, _ = await client.open(self._env, _item(self._env, number))
-        return Episode(session_id=session_id)
+        return LoadEpisode(session_id=session_id)
 
-    async def step(self, client: Client, episode: Episode, action: str) -> dict[str, Any]:
+    async def step(self, client: Client, episode: LoadEpisode, action: str) -> dict[str, Any]:
         episode.seq += 1
         return await client.step(episode.session_id, action, episode.seq)
 
-    async def close(self, client: Client, episode: Episode) -> None:
+    async def close(self, client: Client, episode: LoadEpisode) -> None:
         await client.delete(episode.session_id)
 
 
@@ -122,17 +122,17 @@ class ReferenceRoutes:
             raise RuntimeError(answer["error"])
         return answer
 
-    async def open(self, client: Client, number: int) -> Episode:
+    async def open(self, client: Client, number: int) -> LoadEpisode:
         """Create and reset: two requests."""
         made = await self._want(client, "create")
         begun = {"id": made["id"], "item_id": _item(self._env, number)}
         await self._want(client, "reset", begun)
-        return Episode(session_id=str(made["id"]))
+        return LoadEpisode(session_id=str(made["id"]))
 
-    async def step(self, client: Client, episode: Episode, action: str) -> dict[str, Any]:
+    async def step(self, client: Client, episode: LoadEpisode, action: str) -> dict[str, Any]:
         return await self._want(client, "step", {"action": action, "id": int(episode.session_id)})
 
-    async def close(self, client: Client, episode: Episode) -> None:
+    async def close(self, client: Client, episode: LoadEpisode) -> None:
         await self._want(client, "close", {"id": int(episode.session_id)})
 
 
@@ -146,7 +146,7 @@ def _item(env: str, number: int) -> str:
 class Recorder:
     """Latencies of the requests that end within the measured time."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: LoadJob) -> None:
         self._job = job
         self._begin_s = time.perf_counter() + job.warmup_s
         self._end_s = self._begin_s + job.duration_s
@@ -159,32 +159,32 @@ class Recorder:
             self._latencies_ms.append((answered_s - sent_s) * 1e3)
         return answered_s < self._end_s
 
-    def measured(self, *, num_steps: int) -> Measured:
+    def measured(self, *, num_steps: int) -> LoadResult:
         """Return the measurements, with `num_steps` steps in a request."""
         num_done = num_steps * len(self._latencies_ms)
-        return Measured(
+        return LoadResult(
             num_done=num_done, duration_s=self._job.duration_s, latencies_ms=self._latencies_ms
         )
 
 
-async def run_job(job: Job) -> Measured:
+async def run_job(job: LoadJob) -> LoadResult:
     routes = ReferenceRoutes(job.env) if job.is_reference else HubRoutes(job.env)
     kinds = {"step": _measure_steps, "batch": _measure_batches}
     return await kinds.get(job.kind, _measure_opening)(job, routes)
 
 
 @asynccontextmanager
-async def _clients(job: Job) -> AsyncIterator[list[Client]]:
+async def _clients(job: LoadJob) -> AsyncIterator[list[Client]]:
     """Yield the connections of a job: one for batches, else one for each client."""
     async with AsyncExitStack() as stack:
         num = 1 if job.kind.startswith("batch") else job.num_clients
         yield [await stack.enter_async_context(Client(job.target)) for _ in range(num)]
 
 
-async def _measure_steps(job: Job, routes: Routes) -> Measured:
+async def _measure_steps(job: LoadJob, routes: Routes) -> LoadResult:
     numbers = count()
 
-    async def keep_stepping(client: Client, episode: Episode) -> None:
+    async def keep_stepping(client: Client, episode: LoadEpisode) -> None:
         for action in cycle(ACTIONS[job.env]):
             sent_s = time.perf_counter()
             answer = await routes.step(client, episode, action)
@@ -203,7 +203,7 @@ async def _measure_steps(job: Job, routes: Routes) -> Measured:
     return recorder.measured(num_steps=1)
 
 
-async def _measure_batches(job: Job, routes: Routes) -> Measured:
+async def _measure_batches(job: LoadJob, routes: Routes) -> LoadResult:
     """Step `num_clients` sessions of one connection with one request each time."""
     numbers = count()
     async with _clients(job) as (client,):
@@ -228,13 +228,13 @@ async def _measure_batches(job: Job, routes: Routes) -> Measured:
     return recorder.measured(num_steps=job.num_clients)
 
 
-async def _measure_opening(job: Job, routes: Routes) -> Measured:
+async def _measure_opening(job: LoadJob, routes: Routes) -> LoadResult:
     """Open `num_clients` episodes at once, several times; closing them is not counted."""
     numbers = count()
     latencies_ms: list[float] = []
     took_s = 0.0
 
-    async def open_some(client: Client) -> tuple[list[Episode], float]:
+    async def open_some(client: Client) -> tuple[list[LoadEpisode], float]:
         """Return the episodes of one request, and its milliseconds."""
         began_s = time.perf_counter()
         if job.kind == "batch_open":
@@ -254,14 +254,14 @@ async def _measure_opening(job: Job, routes: Routes) -> Measured:
                 for episode in episodes:
                     await routes.close(clients[0], episode)
     num_done = NUM_ROUNDS * job.num_clients
-    return Measured(num_done=num_done, duration_s=took_s, latencies_ms=latencies_ms)
+    return LoadResult(num_done=num_done, duration_s=took_s, latencies_ms=latencies_ms)
 
 
-async def _open_batch(job: Job, client: Client, numbers: Iterator[int]) -> list[Episode]:
+async def _open_batch(job: LoadJob, client: Client, numbers: Iterator[int]) -> list[LoadEpisode]:
     items = [_item(job.env, next(numbers)) for _ in range(job.num_clients)]
     asked = [{"env": job.env, "item_id": item_id} for item_id in items]
     entries = await _want_batch(client, "/v1/sessions/batch", asked, 201)
-    return [Episode(session_id=each["session_id"]) for each in entries]
+    return [LoadEpisode(session_id=each["session_id"]) for each in entries]
 
 
 async def _want_batch(
@@ -278,7 +278,7 @@ async def _want_batch(
 def main() -> None:
     """Run the job given on stdin and write its measurements to stdout."""
     asked = json.load(sys.stdin)
-    job = Job(**{**asked, "target": Target(**asked["target"])})
+    job = LoadJob(**{**asked, "target": ServiceTarget(**asked["target"])})
     json.dump(asdict(uvloop.run(run_job(job))), sys.stdout)
 
 

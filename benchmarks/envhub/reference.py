@@ -27,7 +27,7 @@ class Number(BaseModel):
     id: int
 
 
-class ResetBody(Number):
+class ReferenceResetBody(Number):
     item_id: str
 
 
@@ -60,7 +60,7 @@ class EnvTable:
         self._envs[number] = self._spec.make(Style.COMPACT)  # type: ignore[assignment]
         return Number(id=number)
 
-    def reset(self, body: ResetBody) -> State:
+    def reset(self, body: ReferenceResetBody) -> State:
         try:
             return State(observation=self._envs[body.id].reset(body.item_id, 0))
         except (LookupError, RuntimeError, ValueError) as error:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import uvloop
 
-from benchmarks.envhub.client import Client, HubAnswer, Target
-from benchmarks.envhub.hub import Service, hub_process
+from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
+from benchmarks.envhub.hub import ServiceProcess, hub_process
 from benchmarks.envhub.solve import Subset, list_subsets, open_patiently
 from benchmarks.table import BenchTable
 
@@ -84,12 +84,12 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.1f} MiB"
 
 
-def soak_hub(hub: Service, *, duration_s: float) -> Soak:
+def soak_hub(hub: ServiceProcess, *, duration_s: float) -> Soak:
     """Put a mixed load on a running hub and return its result."""
     return uvloop.run(_soak(hub, duration_s))
 
 
-async def _soak(hub: Service, duration_s: float) -> Soak:
+async def _soak(hub: ServiceProcess, duration_s: float) -> Soak:
     soak = Soak()
     subsets = await list_subsets(hub.target)
     end_s = time.monotonic() + duration_s
@@ -106,7 +106,7 @@ async def _soak(hub: Service, duration_s: float) -> Soak:
 
 
 async def _keep_playing(
-    target: Target, subsets: list[Subset], soak: Soak, number: int, end_s: float
+    target: ServiceTarget, subsets: list[Subset], soak: Soak, number: int, end_s: float
 ) -> None:
     chance = random.Random(number)
     async with Client(target) as client:
@@ -158,7 +158,7 @@ def abandon(*, num_sessions: int, lease_s: float = ABANDON_LEASE_S) -> Abandoned
         return uvloop.run(_abandon(hub, num_sessions, lease_s))
 
 
-async def _abandon(hub: Service, num_sessions: int, lease_s: float) -> Abandoned:
+async def _abandon(hub: ServiceProcess, num_sessions: int, lease_s: float) -> Abandoned:
     began_s = time.monotonic()
     async with Client(hub.target) as client:
         subsets = await list_subsets(hub.target)
@@ -192,7 +192,7 @@ def _one_of_each(subsets: list[Subset]) -> list[Subset]:
     return list(largest.values())
 
 
-async def _settled_bytes(hub: Service, enough_bytes: float) -> int:
+async def _settled_bytes(hub: ServiceProcess, enough_bytes: float) -> int:
     """Return the resident memory once it is small enough, or after SETTLE_S."""
     deadline_s = time.monotonic() + SETTLE_S
     while hub.rss_bytes() > enough_bytes and time.monotonic() < deadline_s:

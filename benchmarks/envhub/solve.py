@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import uvloop
 
-from benchmarks.envhub.client import Client, HubAnswer, Target
-from benchmarks.envhub.hub import Service, hub_process
+from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
+from benchmarks.envhub.hub import ServiceProcess, hub_process
 from benchmarks.table import BenchTable
 from envhub.catalogue.registry import LOADERS, missing_requirements
 
@@ -35,7 +35,7 @@ class Subset:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SolvedItem:
     """The result of one item; `fault` is empty when the expert solved it.
 
     `is_outage`: the hub failed. Another session in the same worker may be the cause.
@@ -48,16 +48,16 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class SubsetResult:
     """All outcomes of one subset, their time, and the number of repeated items."""
 
     subset: Subset
-    outcomes: list[Outcome]
+    outcomes: list[SolvedItem]
     took_s: float
     num_retried: int
 
     @property
-    def faults(self) -> list[Outcome]:
+    def faults(self) -> list[SolvedItem]:
         return [each for each in self.outcomes if each.fault]
 
     @property
@@ -92,7 +92,7 @@ def run_suite(table: BenchTable) -> None:
         table.note("without an expert", ", ".join(without))
 
 
-def _add_row(table: BenchTable, tally: Tally) -> None:
+def _add_row(table: BenchTable, tally: SubsetResult) -> None:
     num_turns = sum(each.num_turns for each in tally.outcomes)
     num_items = len(tally.outcomes)
     turn_ms = tally.took_s * 1e3 / max(1, num_turns)
@@ -106,7 +106,7 @@ def _add_row(table: BenchTable, tally: Tally) -> None:
         table.note(tally.subset.name, f"{len(tally.faults) - MAX_FAULTS_SHOWN} more")
 
 
-async def list_subsets(target: Target) -> list[Subset]:
+async def list_subsets(target: ServiceTarget) -> list[Subset]:
     async with Client(target) as client:
         catalogue = await client.want(200, "GET", "/v1/envs")
     return [
@@ -127,13 +127,13 @@ def sample_items(subset: Subset, num_items: int) -> list[str]:
     return ids + [f"{subset.name}-train-{index}" for index in sorted(train)]
 
 
-async def solve_subset(target: Target, subset: Subset, *, num_items: int) -> Tally:
+async def solve_subset(target: ServiceTarget, subset: Subset, *, num_items: int) -> SubsetResult:
     """Follow the expert through a sample of a subset, NUM_CLIENTS episodes at a time.
 
     Items that an outage ended run once more, alone. Then only items that cause an outage count.
     """
     left = iter(sample_items(subset, num_items))
-    outcomes: list[Outcome] = []
+    outcomes: list[SolvedItem] = []
 
     async def work() -> None:
         async with Client(target) as client:
@@ -148,10 +148,10 @@ async def solve_subset(target: Target, subset: Subset, *, num_items: int) -> Tal
         for each in retried:
             outcomes.remove(each)
             outcomes.append(await solve_item(client, subset, each.item_id))
-    return Tally(subset=subset, outcomes=outcomes, took_s=took_s, num_retried=len(retried))
+    return SubsetResult(subset=subset, outcomes=outcomes, took_s=took_s, num_retried=len(retried))
 
 
-async def solve_item(client: Client, subset: Subset, item_id: str) -> Outcome:
+async def solve_item(client: Client, subset: Subset, item_id: str) -> SolvedItem:
     """Follow the expert from reset to the end of one item, at most `max_turns` turns."""
     num_turns = 0
     fault = f"no end in {subset.max_turns} turns"
@@ -169,9 +169,9 @@ async def solve_item(client: Client, subset: Subset, item_id: str) -> Outcome:
                 break
     except (HubAnswer, OSError) as error:
         fault = str(error) or repr(error)
-        return Outcome(item_id=item_id, num_turns=num_turns, fault=fault, is_outage=True)
+        return SolvedItem(item_id=item_id, num_turns=num_turns, fault=fault, is_outage=True)
     await client.delete(session_id)
-    return Outcome(item_id=item_id, num_turns=num_turns, fault=fault)
+    return SolvedItem(item_id=item_id, num_turns=num_turns, fault=fault)
 
 
 async def open_patiently(client: Client, env: str, item_id: str) -> str:
@@ -189,7 +189,7 @@ async def open_patiently(client: Client, env: str, item_id: str) -> str:
         await asyncio.sleep(RETRY_S)
 
 
-def solve_one_env(hub: Service, *, num_items: int) -> Iterator[Tally]:
+def solve_one_env(hub: ServiceProcess, *, num_items: int) -> Iterator[SubsetResult]:
     """Yield a tally for each subset of a running hub."""
     for subset in uvloop.run(list_subsets(hub.target)):
         yield uvloop.run(solve_subset(hub.target, subset, num_items=num_items))

@@ -5,10 +5,10 @@ from dataclasses import replace
 from statistics import median
 from urllib.parse import urlsplit
 
-from benchmarks.envhub.client import Target
-from benchmarks.envhub.hub import Service, hub_process, module_process
+from benchmarks.envhub.client import ServiceTarget
+from benchmarks.envhub.hub import ServiceProcess, hub_process, module_process
 from benchmarks.envhub.keep_alive import Load, measure_load
-from benchmarks.envhub.load import Job, Measured, measure
+from benchmarks.envhub.load import LoadJob, LoadResult, measure
 from benchmarks.table import BenchTable
 
 ENVS = ("textcraft", "babyai")
@@ -44,7 +44,7 @@ def run_suite(table: BenchTable) -> None:
     ):
         servers = (hub, usual, plain)
         table.title(LEGEND.rstrip())
-        promised: Measured | None = None
+        promised: LoadResult | None = None
         for env in ENVS:
             for num_clients in NUM_CLIENTS:
                 row = _row(table, servers, env, "step", num_clients)
@@ -59,15 +59,15 @@ def run_suite(table: BenchTable) -> None:
 
 
 def _row(
-    table: BenchTable, servers: tuple[Service, ...], env: str, kind: str, num_clients: int
-) -> Measured:
+    table: BenchTable, servers: tuple[ServiceProcess, ...], env: str, kind: str, num_clients: int
+) -> LoadResult:
     """Measure one load on each server, write the rows, return the hub's figures.
 
     The servers take turns in several short rounds, so that the varying load of other programs
     affects all of them equally.
     """
     jobs = [
-        Job(
+        LoadJob(
             target=server.target,
             kind=kind,
             is_reference=server is not servers[0],
@@ -88,7 +88,9 @@ def _row(
     return hub
 
 
-def add_agentgym_rows(table: BenchTable, hub: Service, plain: Service, echo: Service) -> None:
+def add_agentgym_rows(
+    table: BenchTable, hub: ServiceProcess, plain: ServiceProcess, echo: ServiceProcess
+) -> None:
     """Measure steps on AgentGym's routes, compared with its kind of server and with an echo.
 
     AgentGym's servers use FastAPI with synchronous handlers and uvicorn's defaults.
@@ -100,7 +102,7 @@ def add_agentgym_rows(table: BenchTable, hub: Service, plain: Service, echo: Ser
         Load(target=plain.target, base="/textcraft", reset_key="item_id"),
     ]
     if peer:
-        loads.append(Load(target=Target(url=peer), base=urlsplit(peer).path.rstrip("/")))
+        loads.append(Load(target=ServiceTarget(url=peer), base=urlsplit(peer).path.rstrip("/")))
     rounds = [[measure_load(load) for load in loads] for _ in range(NUM_ROUNDS)]
     ours, *others = (_joined(list(each)) for each in zip(*rounds, strict=True))
     name = ROUTES.format(loads[0].num_clients)
@@ -118,7 +120,7 @@ def add_agentgym_rows(table: BenchTable, hub: Service, plain: Service, echo: Ser
     add_echo_rows(table, hub, echo)
 
 
-def add_echo_rows(table: BenchTable, hub: Service, echo: Service) -> None:
+def add_echo_rows(table: BenchTable, hub: ServiceProcess, echo: ServiceProcess) -> None:
     """Measure the same steps and a bare echo of the same bytes, in turn.
 
     The figures are medians of rounds, because other programs temporarily occupy the processor's
@@ -149,8 +151,8 @@ def run_echo(table: BenchTable) -> None:
         add_echo_rows(table, hub, echo)
 
 
-def _joined(rounds: list[Measured]) -> Measured:
-    return Measured(
+def _joined(rounds: list[LoadResult]) -> LoadResult:
+    return LoadResult(
         num_done=sum(each.num_done for each in rounds),
         duration_s=sum(each.duration_s for each in rounds),
         latencies_ms=[latency for each in rounds for latency in each.latencies_ms],
@@ -167,11 +169,11 @@ def _label(kind: str, num_clients: int) -> str:
     return f"batches of {num_clients} {noun}"
 
 
-def _latencies(measured: Measured) -> str:
+def _latencies(measured: LoadResult) -> str:
     return f"p50 {measured.percentile_ms(0.5):.2f} p99 {measured.percentile_ms(0.99):.2f} ms"
 
 
-def judge(table: BenchTable, measured: Measured) -> None:
+def judge(table: BenchTable, measured: LoadResult) -> None:
     """Write the figures that have bounds."""
     name = f"TextCraft, {max(NUM_CLIENTS)} clients"
     table.at_least(f"{name}: steps", measured.per_s, "/s", MIN_STEPS_PER_S)

@@ -82,7 +82,7 @@ class Honest(threading.Thread):
         self.join(2 * ANSWER_S)
 
 
-class Line:
+class RouterClient:
     """A connection to a ROUTER socket."""
 
     def __init__(self, context: Any, keys: RunKeys, address: str) -> None:
@@ -117,7 +117,7 @@ class Actor:
         self._context = zmq.Context()
         self._keys = keys
         self.addresses = {"scheduler": scheduler}  # Addresses by listener.
-        self._lines = {"scheduler": Line(self._context, keys, scheduler)}
+        self._lines = {"scheduler": RouterClient(self._context, keys, scheduler)}
         hello = Hello(role="actor", name=NAME, incarnation="life-0", version=0)
         self._lines["scheduler"].ask(hello, Welcome)
         self._leases: queue.Queue[Lease] = queue.Queue()
@@ -132,7 +132,7 @@ class Actor:
             for name, at in (("trajectories", found.learner), ("weights", found.weights)):
                 here = with_host(at, loopback()) if host_of(at) == SAME_MACHINE else at
                 self.addresses[name] = here
-                self._lines[name] = Line(self._context, self._keys, here)
+                self._lines[name] = RouterClient(self._context, self._keys, here)
         return bool(found.learner)
 
     def ask_scheduler(self) -> None:
@@ -195,7 +195,7 @@ def played(lease: Lease) -> Trajectory:
     )
 
 
-class HubClient:
+class HonestHubClient:
     """Opens a session, makes a step, closes it."""
 
     def __init__(self, url: str, token: str, *, env: str, item_id: str) -> None:

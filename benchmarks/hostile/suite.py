@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.chaos.watch import read_json
 from benchmarks.hostile.attack import Attack
-from benchmarks.hostile.honest import NAME, Actor, Honest, HubClient
+from benchmarks.hostile.honest import NAME, Actor, Honest, HonestHubClient
 from benchmarks.runs.real_run import TRAINING_ALONE
 from benchmarks.table import BenchTable
 from common.config.load import load_config
@@ -66,7 +66,7 @@ LEGEND = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class AttackVolume:
     """The extent of the attacks."""
 
     num_frames: int = 100_000  # Frames for each ROUTER socket.
@@ -74,22 +74,22 @@ class Size:
     num_requests: int = 20_000  # Requests to the hub.
 
 
-SMALL = Size(num_frames=2_000, num_connections=200, num_requests=500)
+SMALL = AttackVolume(num_frames=2_000, num_connections=200, num_requests=500)
 
 
 def run_suite(table: BenchTable) -> None:
     """Attack each listener, in two or three minutes."""
-    measure(table, Size())
+    measure(table, AttackVolume())
 
 
-def measure(table: BenchTable, size: Size) -> None:
+def measure(table: BenchTable, size: AttackVolume) -> None:
     """Start the roles, attack one listener after the other, report the results."""
     table.title(LEGEND)
     with tempfile.TemporaryDirectory(prefix="longstride-hostile-") as folder:
         table.attempt("hostile", lambda: _measure(table, size, Path(folder)))
 
 
-def _measure(table: BenchTable, size: Size, folder: Path) -> None:
+def _measure(table: BenchTable, size: AttackVolume, folder: Path) -> None:
     cfg = load_config("quickstart", (f"run.dir={folder}", *SETTINGS), root=ROOT)
     run_dir = RunDir(root=folder / cfg.run.name)
     keys = create_keys(run_dir.keys)
@@ -106,10 +106,10 @@ def _measure(table: BenchTable, size: Size, folder: Path) -> None:
         stack.callback(actor.close)
         roles["learner"].wait_until(actor.finds_learner, timeout_s=START_S)
         url = run_dir.wait_for_address("envhub", timeout_s=START_S)
-        client = HubClient(url, keys.hub_token, env=ENV, item_id=ITEM)
+        client = HonestHubClient(url, keys.hub_token, env=ENV, item_id=ITEM)
         stack.callback(client.close)
         asks = (actor.ask_scheduler, actor.ask_intake, actor.ask_weights, client.play)
-        scene = Scene(run_dir, roles, actor.addresses | {HUB: url}, keys.hub_token)
+        scene = AttackedRun(run_dir, roles, actor.addresses | {HUB: url}, keys.hub_token)
         for name, ask in zip((*LISTENERS, HUB), asks, strict=True):
             scene.honest[name] = Honest(name, ask)
             stack.callback(scene.honest[name].stop)
@@ -124,7 +124,7 @@ def _measure(table: BenchTable, size: Size, folder: Path) -> None:
 
 
 @dataclass(slots=True)
-class Scene:
+class AttackedRun:
     """A run without a supervisor, and its well-behaved peers."""
 
     run_dir: RunDir
@@ -170,7 +170,7 @@ def _sum(counts: Mapping[str, float | None], start: str) -> float:
     return sum(n or 0 for k, n in counts.items() if k.startswith(start) and "unsent" not in k)
 
 
-def add_attack(table: BenchTable, scene: Scene, name: str, size: Size) -> None:
+def add_attack(table: BenchTable, scene: AttackedRun, name: str, size: AttackVolume) -> None:
     """Attack one listener; write the answer times of its well-behaved peer, and the counters."""
     role = scene.roles[LISTENERS.get(name, "envhub")]
     honest = scene.honest[name]
@@ -204,7 +204,7 @@ def add_attack(table: BenchTable, scene: Scene, name: str, size: Size) -> None:
     table.at_most(f"{name}, growth of {role.name}'s memory", grown, "MiB", MAX_GROWTH_MIB, note)
 
 
-def _settled(scene: Scene, name: str, wanted: dict[str, int]) -> dict[str, float]:
+def _settled(scene: AttackedRun, name: str, wanted: dict[str, int]) -> dict[str, float]:
     """Return the counters once they are complete, or after `COUNTED_S`."""
     listener = name if name != HUB else "envhub"
     deadline = time.monotonic() + COUNTED_S
@@ -215,7 +215,7 @@ def _settled(scene: Scene, name: str, wanted: dict[str, int]) -> dict[str, float
         time.sleep(0.5)
 
 
-def attack(scene: Scene, name: str, size: Size) -> dict[str, Any]:
+def attack(scene: AttackedRun, name: str, size: AttackVolume) -> dict[str, Any]:
     """Run an attack in a process; return its counters. Raises: LongstrideError: it failed."""
     result = scene.run_dir.root / f"attack-{name}.json"
     own = name not in LISTENERS

@@ -18,7 +18,7 @@ from common.wire.security import create_keys
 from common.wire.sockets import Router
 from learner.offline.scratch import save_policy
 from learner.training.trainer import Trainer
-from learner.weights.gate import Gate
+from learner.weights.gate import WeightsLock
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
@@ -78,7 +78,7 @@ def measure_engine(
     keys = create_keys(run_dir.keys)
     path = folder / "policy"
     _save(path, model, tokenizer_path, has_weights=run.has_weights)
-    gate = Gate(timeout_s=run.timeout_s)
+    gate = WeightsLock(timeout_s=run.timeout_s)
     publisher = Publisher(Router(keys, host=HOST, port=0), _settings(run), gate=gate)
     run_dir.publish_address("weights", f"tcp://{HOST}:{publisher.port}")
     publisher.start()

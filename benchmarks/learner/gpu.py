@@ -48,7 +48,7 @@ MAX_REPETITION = 0.01  # On CUDA the order of additions in attention's backward 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class GpuWorkload:
     model: ModelShape
     full: ModelShape  # Model size for the bounds of an update.
     shape: BatchShape
@@ -63,7 +63,7 @@ class Sizes:
     matrix_size: int
 
 
-HALF_BILLION = Sizes(
+HALF_BILLION = GpuWorkload(
     model=MODELS["half_billion"],
     full=MODELS["seven_billion"],
     shape=LANGUAGE_MODEL,
@@ -106,7 +106,7 @@ def run_suite(table: BenchTable) -> None:
 
 
 def checks(
-    table: BenchTable, sizes: Sizes, device: torch.device, peer_device: str
+    table: BenchTable, sizes: GpuWorkload, device: torch.device, peer_device: str
 ) -> list[tuple[str, Callable[[], None]]]:
     """Return (name, check) of all checks in order. Each check makes its own model.
 
@@ -134,7 +134,7 @@ def checks(
     ]
 
 
-def check_step(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
+def check_step(table: BenchTable, sizes: GpuWorkload, device: torch.device) -> None:
     model = _model(sizes, device)
     size = f"{parameter_count(model) / 1e6:.0f}M weights"
     cost = measure_step(
@@ -151,7 +151,7 @@ def check_step(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
     table.at_least(f"step: {name}", cost.tokens_per_s(name), "tokens/s", bound)
 
 
-def check_compiled(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
+def check_compiled(table: BenchTable, sizes: GpuWorkload, device: torch.device) -> None:
     ways = {"plain": sizes.learner, "compiled": replace(sizes.learner, compile=True)}
     cost = measure_ways(
         ways,
@@ -163,7 +163,7 @@ def check_compiled(table: BenchTable, sizes: Sizes, device: torch.device) -> Non
     add_ways(table, cost, against="plain")
 
 
-def check_memory(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
+def check_memory(table: BenchTable, sizes: GpuWorkload, device: torch.device) -> None:
     num_tokens = sizes.memory_sequences * sizes.memory_seq_tokens
     defaults = LearnerSection()
     num_chunks = defaults.max_tokens_per_microbatch // defaults.logprob_chunk_tokens
@@ -178,7 +178,7 @@ def check_memory(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
     add_peaks(table, peaks, of=of)
 
 
-def check_canary(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
+def check_canary(table: BenchTable, sizes: GpuWorkload, device: torch.device) -> None:
     """Compare the trainer's scores (fp32 master weights) with a forward pass in bf16."""
     model = _model(sizes, device)
     trainer = make_trainer(sizes.learner, AlgorithmSection(), model, engine_dtype="bfloat16")
@@ -191,7 +191,7 @@ def check_canary(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
     table.at_most(name, delta, "nats", MAX_CANARY_DELTA)
 
 
-def check_repetition(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
+def check_repetition(table: BenchTable, sizes: GpuWorkload, device: torch.device) -> None:
     model = _model(sizes, device)
     samples = make_batch(sizes.shape, vocab_size=vocabulary_size(model), seed=0)
     twice = repeat_step(sizes.learner, AlgorithmSection(), model, samples, engine_dtype="bfloat16")
@@ -201,7 +201,7 @@ def check_repetition(table: BenchTable, sizes: Sizes, device: torch.device) -> N
     table.at_most(name, twice.distance, "", bound, note)
 
 
-def check_chunks(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
+def check_chunks(table: BenchTable, sizes: GpuWorkload, device: torch.device) -> None:
     model = _model(sizes, device, num_hidden_layers=2)
     rng = np.random.default_rng(0)
     shape = (sizes.memory_sequences, sizes.memory_seq_tokens)
@@ -218,10 +218,10 @@ def check_chunks(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
         )
 
 
-def _model(sizes: Sizes, device: torch.device, **changes: int) -> PreTrainedModel:
+def _model(sizes: GpuWorkload, device: torch.device, **changes: int) -> PreTrainedModel:
     return make_random_model({**sizes.model, **changes}, device=device, is_tied=True)
 
 
-def _sequences(sizes: Sizes, vocab_size: int) -> list[list[int]]:
+def _sequences(sizes: GpuWorkload, vocab_size: int) -> list[list[int]]:
     rng = np.random.default_rng(0)
     return rng.integers(0, vocab_size, size=(sizes.num_canaries, sizes.canary_tokens)).tolist()

@@ -16,7 +16,7 @@ from common.repository import ROOT
 from learner.simulator.main import quiet_scheduler
 from learner.simulator.tally import Prediction
 from learner.simulator.workload import SampledWorkload
-from learner.simulator.world import World
+from learner.simulator.world import SimulatedRun
 
 RUN_S = 1800.0  # Limit of one run, with its start.
 MODES = (TrainMode.ASYNC, TrainMode.SYNC)
@@ -50,7 +50,7 @@ def add_simulated(table: BenchTable) -> None:
 def predict(mode: TrainMode) -> Prediction:
     cfg = load_config("quickstart", [*BASE, *_WRITTEN["same_in_simulator"]], root=ROOT)
     cfg = replace(cfg, train=replace(cfg.train, mode=mode))
-    return World(cfg, SampledWorkload(cfg.simulator)).run()
+    return SimulatedRun(cfg, SampledWorkload(cfg.simulator)).run()
 
 
 def add_runs(table: BenchTable, folder: Path) -> None:

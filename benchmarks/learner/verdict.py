@@ -16,13 +16,13 @@ from benchmarks.runs.real_run import TRAINING_ALONE, train
 from benchmarks.table import BenchTable
 from common.config.load import load_config
 from common.dashboard.reading.sources import open_source
-from common.dashboard.verdict import Bound, Verdict
+from common.dashboard.verdict import Bound, ThroughputVerdict
 from common.repository import ROOT
 from common.store.metrics import MetricsLine, read_metrics
 from common.store.run_dir import RunDir
 from learner.simulator.main import quiet_scheduler
 from learner.simulator.measured import load_workload
-from learner.simulator.world import World
+from learner.simulator.world import SimulatedRun
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +76,10 @@ CASES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class AdviceEffect:
     """The verdict of a staged run, and the effect of its advice."""
 
-    verdict: Verdict
+    verdict: ThroughputVerdict
     before_per_s: float  # Trained episodes per second.
     after_per_s: float
     simulated: float | None  # Ratio predicted by `simulate`; None: it does not model this setting.
@@ -109,7 +109,7 @@ def _add(table: BenchTable, name: str, case: Case, folder: Path) -> None:
     )
 
 
-def stage(name: str, case: Case, *, folder: Path, num_steps: int) -> Finding:
+def stage(name: str, case: Case, *, folder: Path, num_steps: int) -> AdviceEffect:
     """Run a case, then again with the first setting that its verdict recommends."""
     word = name.replace(" ", "-")
     plugins = f'{{median_s: "{case.turn_s}", sigma: "0.2", num_turns: "3", tail_frac: "0"}}'
@@ -126,10 +126,12 @@ def stage(name: str, case: Case, *, folder: Path, num_steps: int) -> Finding:
             _simulated(folder / word, f"{k}={v}") for k, v in ((key, settings[key]), (key, value))
         ]
         simulated = pair[1] / pair[0]
-    return Finding(verdict=verdict, before_per_s=before, after_per_s=after, simulated=simulated)
+    return AdviceEffect(
+        verdict=verdict, before_per_s=before, after_per_s=after, simulated=simulated
+    )
 
 
-def _run(name: str, settings: dict[str, str], folder: Path) -> Verdict:
+def _run(name: str, settings: dict[str, str], folder: Path) -> ThroughputVerdict:
     overrides = (*TRAINING_ALONE, *(f"{key}={value}" for key, value in settings.items()))
     train(name, overrides, folder=folder, timeout_s=RUN_S, config="smoke")
     source = open_source(str(folder / name), runs=folder)
@@ -153,4 +155,4 @@ def _simulated(root: Path, *overrides: str) -> float:
     """Return the episodes per second that `simulate` predicts from a run with a changed setting."""
     cfg = load_config(str(RunDir(root=root).config), overrides, root=ROOT)
     with quiet_scheduler():
-        return World(cfg, load_workload(root, cfg.algorithm)).run().trained_per_h / 3600.0
+        return SimulatedRun(cfg, load_workload(root, cfg.algorithm)).run().trained_per_h / 3600.0

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.chaos.victims import Role, find_victims
-from benchmarks.chaos.watch import Watch
+from benchmarks.chaos.watch import StepObserver
 from benchmarks.runs.real_run import TRAINING_ALONE, check_end, running
 from benchmarks.table import BenchTable
 from common.errors import LongstrideError
@@ -41,7 +41,7 @@ LEGEND = (
 
 
 @dataclass(slots=True)
-class Sizes:
+class RoleFootprint:
     """The sizes of a role over time."""
 
     pids: set[int] = field(default_factory=set[int])
@@ -100,8 +100,8 @@ def soak(table: BenchTable, *, duration_s: float) -> None:
 
 
 def _soak(table: BenchTable, folder: Path, duration_s: float) -> None:
-    watch = Watch(RunDir(root=folder / "run"))
-    sizes: dict[Role, Sizes] = defaultdict(Sizes)
+    watch = StepObserver(RunDir(root=folder / "run"))
+    sizes: dict[Role, RoleFootprint] = defaultdict(RoleFootprint)
     with running("run", SETTINGS, folder=folder) as child:
         _wait_for_steps(child, watch)
         began_s = time.monotonic()
@@ -119,7 +119,7 @@ def _soak(table: BenchTable, folder: Path, duration_s: float) -> None:
         add_role(table, role, sizes[role])
 
 
-def _wait_for_steps(child: ChildProcess, watch: Watch) -> None:
+def _wait_for_steps(child: ChildProcess, watch: StepObserver) -> None:
     deadline = time.monotonic() + START_S
     while watch.look() < FIRST_STEPS:
         if child.poll() is not None:
@@ -130,7 +130,7 @@ def _wait_for_steps(child: ChildProcess, watch: Watch) -> None:
         time.sleep(SAMPLE_S / 10)
 
 
-def add_role(table: BenchTable, role: Role, sizes: Sizes) -> None:
+def add_role(table: BenchTable, role: Role, sizes: RoleFootprint) -> None:
     """Write the growth of a role. A role that was restarted violates its bound."""
     table.at_most(f"{role}, restarts", len(sizes.pids) - 1, "", 0)
     rss = sizes.rss_bytes

@@ -108,7 +108,7 @@ class _Peer:
     is_welcome: bool = False
 
 
-class Peers:
+class SimulatedPeers:
     """Many actors and a learner, all in one thread, each with its own socket."""
 
     def __init__(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.scheduler.peers import ANSWER_S, LEARNER, BenchLearner, Peers, hello
+from benchmarks.scheduler.peers import ANSWER_S, LEARNER, BenchLearner, SimulatedPeers, hello
 from benchmarks.table import BenchTable
 from common.config.load import load_config
 from common.config.run_config import RunConfig
@@ -25,7 +25,7 @@ from common.wire.messages import Heartbeat, Lease, LeaseRequest
 from common.wire.security import create_keys, load_keys
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.simulator.settings import catalogue_of
 
 START_S = 120.0
@@ -122,7 +122,7 @@ class Served:
 
 def add_peers(table: BenchTable, cfg: RunConfig) -> None:
     """Measure a scheduler process with many connected actors, and the sockets alone."""
-    play = Play(num_peers=NUM_PEERS, warm_up_s=WARM_UP_S, measured_s=MEASURED_S)
+    play = PeerLoad(num_peers=NUM_PEERS, warm_up_s=WARM_UP_S, measured_s=MEASURED_S)
     floor = measure_floor(cfg, play)
     served = measure_peers(cfg, play)
     rate = NUM_PEERS / EPISODE_S
@@ -139,7 +139,7 @@ def add_peers(table: BenchTable, cfg: RunConfig) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Play:
+class PeerLoad:
     """Number of peers and duration."""
 
     num_peers: int
@@ -147,7 +147,7 @@ class Play:
     measured_s: float  # After the warm-up.
 
 
-def measure_floor(cfg: RunConfig, play: Play) -> Served:
+def measure_floor(cfg: RunConfig, play: PeerLoad) -> Served:
     """Return the cost of the same messages for a process that only answers."""
     run_dir = RunDir(root=Path(cfg.run.dir) / "floor")
     create_keys(run_dir.keys)
@@ -163,7 +163,7 @@ def measure_floor(cfg: RunConfig, play: Play) -> Served:
         child.stop(timeout_s=STOP_S)
 
 
-def measure_peers(cfg: RunConfig, play: Play) -> Served:
+def measure_peers(cfg: RunConfig, play: PeerLoad) -> Served:
     """Start a scheduler and its peers, and measure once all of them play."""
     run_dir = RunDir(root=Path(cfg.run.dir) / cfg.run.name)
     create_keys(run_dir.keys)
@@ -176,11 +176,11 @@ def measure_peers(cfg: RunConfig, play: Play) -> Served:
 
 
 def _let_play(
-    cfg: RunConfig, play: Play, run_dir: RunDir, process: psutil.Process, address: str
+    cfg: RunConfig, play: PeerLoad, run_dir: RunDir, process: psutil.Process, address: str
 ) -> Served:
     """Connect the peers to a server and measure it."""
     learner = BenchLearner(group_size=cfg.groups.size, per_step=cfg.groups.per_step)
-    peers = Peers(
+    peers = SimulatedPeers(
         load_keys(run_dir.keys),
         address=address,
         num_peers=play.num_peers,
@@ -196,7 +196,11 @@ def _let_play(
 
 
 def _measure(
-    process: psutil.Process, peers: Peers, learner: BenchLearner, run_dir: RunDir, seconds: float
+    process: psutil.Process,
+    peers: SimulatedPeers,
+    learner: BenchLearner,
+    run_dir: RunDir,
+    seconds: float,
 ) -> Served:
     peers.answer_s.clear()
     num_before = learner.num_arrived
@@ -238,7 +242,7 @@ def scheduler_process(cfg: RunConfig, run_dir: RunDir) -> Generator[psutil.Proce
 
 
 @contextlib.contextmanager
-def serve_catalogue(catalogue: Catalogue) -> Generator[str]:
+def serve_catalogue(catalogue: HubCatalogue) -> Generator[str]:
     """Yield the address of a hub that serves only a catalogue."""
     body = {
         env: {"subsets": {name: asdict(entry) for name, entry in subsets.items()}}

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.outcome import Outcome
+from benchmarks.study.outcome import SeedResult
 from benchmarks.study.plan import Does, Run, Study, merged, read_study
 from benchmarks.study.queue import Queue
 from benchmarks.study.tables import TABLES
 from benchmarks.table import BenchTable
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.curriculum import subsets_in_use
 from common.config.load import load_config
 from common.config.run_config import RunConfig
@@ -27,7 +27,7 @@ OF_SOME_ARMS = ("staleness",)  # Studies whose table may contain a part of their
 NAN = float("nan")
 
 
-def measure(name: str, request: Request, table: BenchTable, *, root: Path) -> None:
+def measure(name: str, request: ParsedCommand, table: BenchTable, *, root: Path) -> None:
     """Run the study `name` and add its figures and tables; a dry run prints the plan.
 
     Raises: ConfigError: an override is wrong, or the folder holds results of other settings.
@@ -54,7 +54,7 @@ def measure(name: str, request: Request, table: BenchTable, *, root: Path) -> No
     tell(queue, table)
 
 
-def measure_peer(request: Request, table: BenchTable, *, root: Path) -> None:
+def measure_peer(request: ParsedCommand, table: BenchTable, *, root: Path) -> None:
     """Compare this project with TRL; the arguments are those of `measure`."""
     from benchmarks.study import peer
 
@@ -182,14 +182,14 @@ def _policy(study: Study) -> list[str]:
 
 def _in_process(
     root: Path, starts: dict[str, list[str]], run: Run, _: Path
-) -> tuple[Outcome, bool]:
+) -> tuple[SeedResult, bool]:
     from benchmarks.study.in_process import InProcessRun  # The import of torch takes seconds.
 
     cfg = load_config(CONFIG, merged(run.overrides, starts[run.arm.name]), root=root)
     return InProcessRun(cfg, make_playing).run(arm=run.arm.name)
 
 
-def _commands(queue: Queue, run: Run, folder: Path) -> tuple[Outcome, bool]:
+def _commands(queue: Queue, run: Run, folder: Path) -> tuple[SeedResult, bool]:
     """Run an arm's commands in turn, evaluate their policy, and compare it to the initial policy.
 
     Raises: LongstrideError: a command failed, or the run with the required data is missing.

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.study.intervals import by_arm, gap, over_seeds
-from benchmarks.study.outcome import BINS, Outcome, interval, markdown
-from benchmarks.study.plot import Line, lines_svg
+from benchmarks.study.outcome import BINS, SeedResult, interval, markdown
+from benchmarks.study.plot import SuccessCurve, lines_svg
 
 # A run has collapsed if its last evaluation is below this fraction of its best.
 COLLAPSE_FRAC = 0.5
@@ -16,24 +16,24 @@ GRID = 24  # Points of a curve.
 BASE = "fixed-long"  # The baseline arm of an effect.
 
 
-def success_at(outcome: Outcome, axis: str, at: np.ndarray | float) -> np.ndarray:
+def success_at(outcome: SeedResult, axis: str, at: np.ndarray | float) -> np.ndarray:
     """Return the success at a given spending, interpolated linearly between two evaluations."""
     spent = [float(getattr(point, AXES[axis])) for point in outcome.points]
     return np.asarray(np.interp(at, spent, [point.success for point in outcome.points]))
 
 
-def budget_of(outcomes: Sequence[Outcome], axis: str) -> float:
+def budget_of(outcomes: Sequence[SeedResult], axis: str) -> float:
     """Return the spending that every run has reached: the minimum of their totals."""
     return min(float(getattr(each.points[-1], AXES[axis])) for each in outcomes)
 
 
-def has_collapsed(outcome: Outcome) -> bool:
+def has_collapsed(outcome: SeedResult) -> bool:
     """Return whether the last evaluation is below half of the best, which must be significant."""
     best = max(point.success for point in outcome.points)
     return best >= MIN_BEST and outcome.points[-1].success < COLLAPSE_FRAC * best
 
 
-def horizon_table(outcomes: list[Outcome]) -> str:
+def horizon_table(outcomes: list[SeedResult]) -> str:
     """Return a row for every arm: success at equal spending, lowest final success, collapses."""
     budgets = {axis: budget_of(outcomes, axis) for axis in AXES}
     heads = [f"at {budget:,.0f} {axis} [95 %]" for axis, budget in budgets.items()]
@@ -50,7 +50,7 @@ def horizon_table(outcomes: list[Outcome]) -> str:
     return markdown(["arm", "seeds", *heads, "lowest run's end", "collapsed"], rows)
 
 
-def distance_tables(outcomes: Sequence[Outcome]) -> str:
+def distance_tables(outcomes: Sequence[SeedResult]) -> str:
     """Return for every distance a table of success by number of steps, with a row for every arm.
 
     Bold cells differ from `BASE` at the same step, with 95 % confidence over seeds.
@@ -75,7 +75,7 @@ def distance_tables(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(parts)
 
 
-def _along(runs: Sequence[Outcome], band: int) -> list[tuple[int, list[float]]]:
+def _along(runs: Sequence[SeedResult], band: int) -> list[tuple[int, list[float]]]:
     """Return (step, success of each run at a distance) for every evaluation of all runs."""
     found: list[tuple[int, list[float]]] = []
     for points in zip(*(each.points for each in runs), strict=False):
@@ -84,20 +84,20 @@ def _along(runs: Sequence[Outcome], band: int) -> list[tuple[int, list[float]]]:
     return found
 
 
-def distance_svg(outcomes: Sequence[Outcome]) -> str:
+def distance_svg(outcomes: Sequence[SeedResult]) -> str:
     """Return a picture of the final success by distance, for runs with this measurement."""
-    lines: list[Line] = []
+    lines: list[SuccessCurve] = []
     for arm, runs in by_arm(outcomes).items():
         ends = [_along(runs, band)[-1][1] for band in range(len(BINS))]
-        lines.append(Line(arm, np.array(BINS, dtype=float), *over_seeds(np.array(ends))))
+        lines.append(SuccessCurve(arm, np.array(BINS, dtype=float), *over_seeds(np.array(ends))))
     return lines_svg(lines, x_title="turns that the expert needs, at most", ticks=BINS)
 
 
-def success_svg(outcomes: Sequence[Outcome], axis: str = "tokens") -> str:
+def success_svg(outcomes: Sequence[SeedResult], axis: str = "tokens") -> str:
     """Return a picture of success by spending: the mean of each arm with its interval."""
-    lines: list[Line] = []
+    lines: list[SuccessCurve] = []
     for arm, runs in by_arm(outcomes).items():
         at = np.linspace(0, budget_of(runs, axis), GRID)
         values = np.stack([success_at(each, axis, at) for each in runs], axis=-1)  # [grid, runs]
-        lines.append(Line(arm, at, *over_seeds(values)))
+        lines.append(SuccessCurve(arm, at, *over_seeds(values)))
     return lines_svg(lines, x_title=axis)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.study.outcome import LAST_STEPS, Outcome, Point, by_distance
+from benchmarks.study.outcome import LAST_STEPS, Point, SeedResult, by_distance
 from common.config.run_config import RunConfig
 from common.evaluation.intervals import wilson_interval
 from common.ids import episode_id_of
@@ -26,7 +26,7 @@ from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 from learner.batch.credit import group_has_signal, samples_of
 from learner.ingest.buffer import seen_of
 from learner.ingest.group_assembly import Group
-from learner.scheduler.curriculum.catalogue import Catalogue, parse_catalogue, validate_tasks
+from learner.scheduler.curriculum.catalogue import HubCatalogue, parse_catalogue, validate_tasks
 from learner.scheduler.curriculum.curriculum import Curriculum
 from learner.scheduler.curriculum.mixture import Mixture
 from learner.scheduler.dispatch.grants import lease
@@ -42,7 +42,7 @@ NAN = float("nan")
 SIGNALS = {"policy/entropy": "entropy", "offpolicy/ess_frac": "ess_frac"}
 
 
-class Player(Protocol):
+class PolicyPlayer(Protocol):
     """Plays with the newest loaded weights, as `benchmarks.actor.in_process.InProcessPlayer`."""
 
     def load(self, weights: Mapping[str, Tensor], *, version: int) -> None: ...
@@ -50,7 +50,7 @@ class Player(Protocol):
 
 
 # The dict is the catalogue of a hub.
-MakePlayer = Callable[[RunConfig], tuple[Player, dict[str, Any]]]
+MakePlayer = Callable[[RunConfig], tuple[PolicyPlayer, dict[str, Any]]]
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class InProcessRun:
         self.model = model
         self.trainer, _ = make_trainer(cfg, model, None)
         self._player, offered = make_player(cfg)
-        self._catalogue: Catalogue = parse_catalogue(offered)
+        self._catalogue: HubCatalogue = parse_catalogue(offered)
         validate_tasks(cfg.tasks, self._catalogue, cfg.curriculum)
         seed = cfg.run.seed
         size = cfg.groups.size
@@ -106,7 +106,7 @@ class InProcessRun:
         self._kept: deque[dict[str, Tensor]] = deque(maxlen=keep)  # The newest version is the last.
         self._seen = _Seen()
 
-    def run(self, *, arm: str) -> tuple[Outcome, bool]:
+    def run(self, *, arm: str) -> tuple[SeedResult, bool]:
         """Train and evaluate; return the outcome and whether the controller ever acted."""
         started = time.monotonic()
         cpu = time.process_time()
@@ -125,7 +125,7 @@ class InProcessRun:
         nothing = (NAN, NAN)
         before = seen.points[0].success if cfg.eval.before else NAN
         arrived = sum(num for num, _ in seen.arrived)
-        return Outcome(
+        return SeedResult(
             arm=arm,
             seed=cfg.run.seed,
             before=before,

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.study.outcome import Outcome
+from benchmarks.study.outcome import SeedResult
 
 NUM_DRAWS = 2000
 
 
-def by_arm(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+def by_arm(outcomes: Sequence[SeedResult]) -> dict[str, list[SeedResult]]:
     """Return the runs of each arm, in the order of the study."""
-    arms: defaultdict[str, list[Outcome]] = defaultdict(list)
+    arms: defaultdict[str, list[SeedResult]] = defaultdict(list)
     for each in outcomes:
         arms[each.arm].append(each)
     return dict(arms)

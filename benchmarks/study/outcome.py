@@ -34,7 +34,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SeedResult:
     arm: str
     seed: int
     before: float  # Like the gain, NaN if the initial policy was not evaluated.
@@ -57,13 +57,13 @@ class Outcome:
     num_row_tokens: float = 0.0  # Mean tokens of all segments of such an episode; 0: not measured.
 
 
-def save_outcome(outcome: Outcome, path: Path, overrides: Sequence[str]) -> None:
+def save_outcome(outcome: SeedResult, path: Path, overrides: Sequence[str]) -> None:
     """Write an outcome with its run's overrides, so that a study can be resumed."""
     told = {"overrides": list(overrides), "outcome": asdict(outcome)}
     write_atomically(path, f"{json.dumps(told)}\n")
 
 
-def load_outcome(path: Path) -> tuple[Outcome, list[str]]:
+def load_outcome(path: Path) -> tuple[SeedResult, list[str]]:
     """Return the outcome and the overrides that `save_outcome` wrote.
 
     Raises: ConfigError: the file is not an outcome.
@@ -73,7 +73,7 @@ def load_outcome(path: Path) -> tuple[Outcome, list[str]]:
         plain: dict[str, Any] = told["outcome"]
         points = tuple(_point(each) for each in plain.pop("points"))
         pairs: dict[str, Any] = {n: tuple(plain.pop(n)) for n in ("after_ci95", "gain_ci95")}
-        return Outcome(**plain, **pairs, points=points), told["overrides"]
+        return SeedResult(**plain, **pairs, points=points), told["overrides"]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: no outcome of a run ({error}); remove it") from error
 
@@ -83,7 +83,7 @@ def _point(plain: dict[str, Any]) -> Point:
     return Point(**plain, by_distance=far)
 
 
-def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:
+def read_outcome(run: Path, *, arm: str, seed: int) -> SeedResult:
     report = json.loads((run / "report.json").read_text(encoding="utf-8"))
     steps = [line for line in _read_lines(run / "metrics.jsonl") if line["step"]]
     none = {"success": float("nan"), "ci95": [float("nan")] * 2}
@@ -93,7 +93,7 @@ def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:
     arrived = [line["episodes/arrived"] for line in last]
     num_tokens = [line["train/num_sampled_tokens"] for line in steps]
     lags = [line["offpolicy/lag_mean"] for line in steps]
-    return Outcome(
+    return SeedResult(
         arm=arm,
         seed=seed,
         before=before["success"],
@@ -166,7 +166,7 @@ def _generated(journal: Path, *, num_steps: int) -> tuple[np.ndarray, np.ndarray
     return episodes.cumsum(), tokens.cumsum()
 
 
-def success_at_tokens(outcome: Outcome, num_tokens: int) -> float:
+def success_at_tokens(outcome: SeedResult, num_tokens: int) -> float:
     """Return the success at a number of sampled tokens, linear between two evaluations."""
     points = outcome.points
     return float(np.interp(num_tokens, [p.num_tokens for p in points], [p.success for p in points]))

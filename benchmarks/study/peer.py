@@ -20,9 +20,9 @@ from typing import Any
 from benchmarks.runs.real_run import train
 from benchmarks.study.outcome import begin
 from benchmarks.study.plan import OWN, merged
-from benchmarks.study.sides import Course, Side, Step, comparison, tell
+from benchmarks.study.sides import Course, StepClocks, StudyArm, comparison, tell
 from benchmarks.table import BenchTable
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
@@ -73,7 +73,11 @@ OURS = {  # Name in the table -> name of the run, and its own overrides.
 
 
 def measure(
-    request: Request, table: BenchTable, *, root: Path, evaluate: Callable[[RunConfig, Path], float]
+    request: ParsedCommand,
+    table: BenchTable,
+    *,
+    root: Path,
+    evaluate: Callable[[RunConfig, Path], float],
 ) -> None:
     """Train all sides below `runs/study-peer` and compare them. Completed runs are not repeated.
 
@@ -100,7 +104,7 @@ def measure(
         return
     folder.mkdir(parents=True, exist_ok=True)
     begin(folder / "sides", overrides)
-    sides = {name: Side(name=name, courses=[]) for name in (REQUIREMENT, *OURS)}
+    sides = {name: StudyArm(name=name, courses=[]) for name in (REQUIREMENT, *OURS)}
     for seed, length in enumerate(lengths, start=cfg.run.seed):
         for name, side in sides.items():
             plan = _Plan(seed, length, tuple(overrides), folder / f"seed{seed}", root)
@@ -131,7 +135,7 @@ class _Plan:
         return SIDE_S + STEP_S * self.length
 
 
-Played = tuple[list[Step], dict[int, Path]]  # Steps, and policies by step.
+Played = tuple[list[StepClocks], dict[int, Path]]  # Steps, and policies by step.
 
 
 def _theirs(plan: _Plan) -> Played:
@@ -152,7 +156,7 @@ def _theirs(plan: _Plan) -> Played:
         json.loads(line) for line in (out / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     kept = {int(each.name.partition("-")[2]): each for each in out.glob("policy-*")}
-    return [Step(**line) for line in lines], kept
+    return [StepClocks(**line) for line in lines], kept
 
 
 def _run(argv: list[str], log: Path, *, root: Path, timeout_s: float) -> None:
@@ -216,7 +220,7 @@ def _ours(plan: _Plan, *, name: str) -> Played:
     return steps_of(lines, cfg.horizon.stages), kept
 
 
-def steps_of(lines: Sequence[dict[str, Any]], stages: Sequence[int]) -> list[Step]:
+def steps_of(lines: Sequence[dict[str, Any]], stages: Sequence[int]) -> list[StepClocks]:
     """Return the clocks of a run's metrics.
 
     The first step counts as long as the mean of the others.
@@ -233,7 +237,7 @@ def steps_of(lines: Sequence[dict[str, Any]], stages: Sequence[int]) -> list[Ste
     num = max(len(steps) - 1, 1)
     wall_0, cpu_0 = (each[0] - (each[-1] - each[0]) / num for each in (walls, used))
     return [
-        Step(
+        StepClocks(
             step=line["step"],
             wall_s=wall - wall_0,
             cpu_s=cpu - cpu_0,
@@ -246,7 +250,7 @@ def steps_of(lines: Sequence[dict[str, Any]], stages: Sequence[int]) -> list[Ste
 def _scored(
     plan: _Plan,
     name: str,
-    steps: list[Step],
+    steps: list[StepClocks],
     kept: dict[int, Path],
     *,
     evaluate: Callable[[RunConfig, Path], float],

@@ -14,7 +14,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SuccessCurve:
     """Success with its interval, [points] each."""
 
     name: str
@@ -25,7 +25,7 @@ class Line:
 
 
 def lines_svg(
-    lines: Sequence[Line], *, x_title: str, title: str = "", ticks: Sequence[float] = ()
+    lines: Sequence[SuccessCurve], *, x_title: str, title: str = "", ticks: Sequence[float] = ()
 ) -> str:
     """Return the lines with their intervals as bands, and names in their colours.
 

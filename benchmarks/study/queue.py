@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.runs.real_run import check_end, running
 from benchmarks.study.outcome import (
-    Outcome,
+    SeedResult,
     begin,
     is_begun,
     load_outcome,
@@ -39,7 +39,7 @@ LOOK_S = 0.5  # Interval at which a run checks whether the study was stopped.
 STOP_S = 60.0
 
 # The bool is True if the controller ever acted.
-Perform = Callable[[Run, Path], tuple[Outcome, bool]]
+Perform = Callable[[Run, Path], tuple[SeedResult, bool]]
 
 
 class Stopped(LongstrideError):
@@ -66,7 +66,7 @@ class Queue:
     def path_of(self, name: str) -> Path:
         return self.folder / f"{name}.json"
 
-    def outcome_of(self, run: Run) -> Outcome | None:
+    def outcome_of(self, run: Run) -> SeedResult | None:
         """Return the outcome of a run, under its own arm's name; None if it is incomplete.
 
         Raises: ConfigError: it was made with other overrides.
@@ -76,7 +76,7 @@ class Queue:
             return None
         return replace(known, arm=run.arm.name)
 
-    def _known(self, name: str, run: Run) -> Outcome | None:
+    def _known(self, name: str, run: Run) -> SeedResult | None:
         path = self.path_of(name)
         made = self.folder / name
         if path.exists():
@@ -178,7 +178,7 @@ class Queue:
                     replace(outcome, same_as=run.name), self.path_of(other.name), other.overrides
                 )
 
-    def _perform(self, run: Run) -> tuple[Outcome, bool]:
+    def _perform(self, run: Run) -> tuple[SeedResult, bool]:
         if run.arm.does in self.perform:
             return self.perform[run.arm.does](run, self.folder)
         begin(self.folder / run.name, run.overrides)

@@ -14,7 +14,7 @@ MAX_RATIO = 1 / 3  # Limit of the ratio of processor seconds to `BAR`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepClocks:
     """The clocks at the end of a step, relative to the start of the first one."""
 
     step: int
@@ -28,7 +28,7 @@ class Course:
     """The training of one side with one seed."""
 
     seed: int
-    steps: list[Step]
+    steps: list[StepClocks]
     success: dict[int, float]  # Success of the saved policies, by step.
 
     def curve(self) -> list[tuple[float, float, float]]:
@@ -39,7 +39,7 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class StudyArm:
     """One compared side with all its seeds."""
 
     name: str
@@ -77,7 +77,12 @@ def cpu_s_to(success: float, curve: Sequence[tuple[float, float, float]]) -> flo
 
 
 def tell(
-    table: BenchTable, theirs: Side, lockstep: Side, ours: Side, *, horizons: Sequence[int]
+    table: BenchTable,
+    theirs: StudyArm,
+    lockstep: StudyArm,
+    ours: StudyArm,
+    *,
+    horizons: Sequence[int],
 ) -> None:
     """Add the figures of all sides, and the bounded one: the processor seconds to `BAR`."""
     places = [(i, side, h) for i in range(2) for side in (lockstep, ours) for h in horizons]
@@ -102,22 +107,22 @@ def tell(
         table.compare(name, used, limit, "s", against=theirs.name, at_most=MAX_RATIO)
 
 
-def comparison(sides: Sequence[Side], *, horizons: Sequence[int]) -> str:
+def comparison(sides: Sequence[StudyArm], *, horizons: Sequence[int]) -> str:
     """Return the table: wall and processor seconds of a step, success after seconds of training."""
     rows: list[list[str]] = []
     for side in sides:
         each = [side.per_step(horizon) for horizon in horizons]
         walls, cpus = (" / ".join(_seconds(pair[i]) for pair in each) for i in range(2))
         mean = f"mean of {len(side.courses)}: " if side.courses[1:] else ""
-        rows.append([side.name, f"{walls} s", cpus, mean + _told(side.curve())])
+        rows.append([side.name, f"{walls} s", cpus, mean + _curve_text(side.curve())])
         if side.courses[1:]:
-            rows += [[f"seed {one.seed}", "", "", _told(one.curve())] for one in side.courses]
+            rows += [[f"seed {one.seed}", "", "", _curve_text(one.curve())] for one in side.courses]
     stages = " / ".join(map(str, horizons))
     heads = [f"wall per step, horizon {stages}", "CPU-seconds per step"]
     return markdown(["", *heads, "held-out success after s of training"], rows)
 
 
-def _told(curve: Sequence[tuple[float, float, float]]) -> str:
+def _curve_text(curve: Sequence[tuple[float, float, float]]) -> str:
     return ", ".join(f"{value:.3f} at {wall_s:,.0f}" for wall_s, _, value in curve)
 
 

@@ -14,19 +14,19 @@ from benchmarks.study.horizon import (
     success_svg,
 )
 from benchmarks.study.intervals import by_arm, gap, over_runs, over_seeds
-from benchmarks.study.outcome import Outcome, interval, markdown, success_at_tokens
+from benchmarks.study.outcome import SeedResult, interval, markdown, success_at_tokens
 from benchmarks.study.plan import LagArm
-from benchmarks.study.plot import Line, lines_svg
+from benchmarks.study.plot import SuccessCurve, lines_svg
 from common.evaluation.intervals import wilson_interval
 
-Table = Callable[[list[Outcome]], str]
-Pictures = Callable[[list[Outcome]], dict[str, str]]  # Pictures by file name.
+Table = Callable[[list[SeedResult]], str]
+Pictures = Callable[[list[SeedResult]], dict[str, str]]  # Pictures by file name.
 DEFAULT = "default"
 NONE = "none"
 BARS = {4: 0.02, 16: 0.05}  # Lag -> success that the default may lose against lag 0.
 
 
-def algorithms_table(outcomes: list[Outcome]) -> str:
+def algorithms_table(outcomes: list[SeedResult]) -> str:
     """Return a row for every arm: the mean over its seeds before and after, at equal spending."""
     budgets = {axis: budget_of(outcomes, axis) for axis in AXES}
     heads = [f"at {budget:,.0f} {axis} [95 %]" for axis, budget in budgets.items()]
@@ -43,7 +43,7 @@ def algorithms_table(outcomes: list[Outcome]) -> str:
     return markdown([*header, "CPU s per run"], rows)
 
 
-def recipes_table(outcomes: list[Outcome]) -> str:
+def recipes_table(outcomes: list[SeedResult]) -> str:
     """Return a row for every recipe: its success, and its gain over the same initial policy."""
     rows: list[list[str]] = []
     for arm, runs in by_arm(outcomes).items():
@@ -58,7 +58,7 @@ def _mean(values: Sequence[float]) -> str:
     return interval(*over_runs(values))
 
 
-def credit_table(outcomes: list[Outcome]) -> str:
+def credit_table(outcomes: list[SeedResult]) -> str:
     """Return a row for every arm: success of all seeds together, on training and held-out items."""
     header = ["credit", "training, last steps, by seed", "together [95 %]", "held out [95 %]"]
     rows: list[list[str]] = []
@@ -78,18 +78,18 @@ def _pooled(shares: list[tuple[float, int]]) -> str:
     return interval(num_solved / num, wilson_interval(num_solved, num))
 
 
-def context_table(outcomes: list[Outcome]) -> str:
+def context_table(outcomes: list[SeedResult]) -> str:
     """Return a row for every arm: success of all seeds together, before and after training."""
     return _contexts(outcomes, {"CPU s per run": "cpu_s"})
 
 
-def branches_table(outcomes: list[Outcome]) -> str:
+def branches_table(outcomes: list[SeedResult]) -> str:
     """Return the table of contexts, with the final size of held-out episodes over all segments."""
     sizes = {"segments": "num_segments", "tokens": "num_row_tokens", "CPU s per run": "cpu_s"}
     return _contexts(outcomes, sizes)
 
 
-def _contexts(outcomes: list[Outcome], sizes: dict[str, str]) -> str:
+def _contexts(outcomes: list[SeedResult], sizes: dict[str, str]) -> str:
     header = ["context", "before [95 %]", "after [95 %]", "after, by seed", *sizes]
     rows: list[list[str]] = []
     for arm, own in by_arm(outcomes).items():
@@ -104,7 +104,7 @@ def _contexts(outcomes: list[Outcome], sizes: dict[str, str]) -> str:
     return markdown(header, rows)
 
 
-def staleness_table(outcomes: list[Outcome]) -> str:
+def staleness_table(outcomes: list[SeedResult]) -> str:
     """Return a table for each rate, with a row for every lag, and the default's loss to lag 0."""
     arms = {LagArm.of(name): runs for name, runs in by_arm(outcomes).items()}
     parts: list[str] = []
@@ -126,7 +126,7 @@ def _state(is_on: bool) -> str:
     return "on" if is_on else "off"
 
 
-def _cell(runs: Sequence[Outcome]) -> str:
+def _cell(runs: Sequence[SeedResult]) -> str:
     """Return success, minimum effective sample size, and number of copied outcomes."""
     if not runs:
         return "-"
@@ -135,7 +135,7 @@ def _cell(runs: Sequence[Outcome]) -> str:
     return f"{_mean([each.after for each in runs])} ({least:.2f}{f', {same} =' if same else ''})"
 
 
-def losses(arms: Mapping[LagArm, list[Outcome]]) -> dict[LagArm, tuple[float, ...]]:
+def losses(arms: Mapping[LagArm, list[SeedResult]]) -> dict[LagArm, tuple[float, ...]]:
     """Return for the default at every lag above 0 its loss: (against lag 0, low, high, none).
 
     Losses are fractions of success. `none` is the success of the arm `none` minus the default's;
@@ -153,7 +153,7 @@ def losses(arms: Mapping[LagArm, list[Outcome]]) -> dict[LagArm, tuple[float, ..
     return found
 
 
-def _losses(arms: Mapping[LagArm, list[Outcome]]) -> str:
+def _losses(arms: Mapping[LagArm, list[SeedResult]]) -> str:
     rows = [
         [
             arm.rate,
@@ -169,7 +169,7 @@ def _losses(arms: Mapping[LagArm, list[Outcome]]) -> str:
     return markdown(["rates", "lag", "controller", *heads], rows)
 
 
-def _same_text(outcomes: Sequence[Outcome]) -> str:
+def _same_text(outcomes: Sequence[SeedResult]) -> str:
     num = sum(bool(each.same_as) for each in outcomes)
     return (
         "In brackets the least effective sample size of a step. `n =`: so many runs are those with"
@@ -179,19 +179,19 @@ def _same_text(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def staleness_svgs(outcomes: list[Outcome]) -> dict[str, str]:
+def staleness_svgs(outcomes: list[SeedResult]) -> dict[str, str]:
     """Return a picture of success against lag for each rate and state of the controller."""
     arms = {LagArm.of(name): runs for name, runs in by_arm(outcomes).items()}
     pictures: dict[str, str] = {}
     for rate, is_on in dict.fromkeys((arm.rate, arm.is_controlled) for arm in arms):
         own = {a: r for a, r in arms.items() if (a.rate, a.is_controlled) == (rate, is_on)}
         lags = np.array(sorted({arm.lag for arm in own}), dtype=float)
-        lines: list[Line] = []
+        lines: list[SuccessCurve] = []
         for kind in dict.fromkeys(arm.kind for arm in own):
             runs = [own.get(LagArm(rate, int(lag), kind, is_on), []) for lag in lags]
             if all(runs) and len({len(each) for each in runs}) == 1:
                 values = np.array([[each.after for each in some] for some in runs])
-                lines.append(Line(kind, lags, *over_seeds(values)))
+                lines.append(SuccessCurve(kind, lags, *over_seeds(values)))
         title = f"success after training, rates {rate}, controller {_state(is_on)}"
         if lines:
             name = f"lag-{rate}-{_state(is_on)}"
@@ -199,7 +199,7 @@ def staleness_svgs(outcomes: list[Outcome]) -> dict[str, str]:
     return pictures
 
 
-def curriculum_table(outcomes: list[Outcome]) -> str:
+def curriculum_table(outcomes: list[SeedResult]) -> str:
     """Return success at equal episodes and at equal tokens, and then by step."""
     budget = min(each.points[-1].num_tokens for each in outcomes)
     header = ["horizon", "seed", "episodes", "tokens generated", "success at equal episodes [95 %]"]
@@ -223,7 +223,7 @@ def curriculum_table(outcomes: list[Outcome]) -> str:
     )
 
 
-def _along(outcome: Outcome, steps: list[int]) -> list[str]:
+def _along(outcome: SeedResult, steps: list[int]) -> list[str]:
     points = {point.step: point for point in outcome.points}
     return [
         f"{points[step].success:.3f} ({points[step].num_tokens / 1e3:.0f})"
@@ -233,17 +233,17 @@ def _along(outcome: Outcome, steps: list[int]) -> list[str]:
     ]
 
 
-def horizons_text(outcomes: list[Outcome]) -> str:
+def horizons_text(outcomes: list[SeedResult]) -> str:
     """Return success at equal spending, and by distance over the steps."""
     return horizon_table(outcomes) + distance_tables(outcomes)
 
 
-def horizon_svgs(outcomes: list[Outcome]) -> dict[str, str]:
+def horizon_svgs(outcomes: list[SeedResult]) -> dict[str, str]:
     """Return the curves, and success by distance at the end."""
     return curves(outcomes) | {"distance": distance_svg(outcomes)}
 
 
-def curves(outcomes: list[Outcome]) -> dict[str, str]:
+def curves(outcomes: list[SeedResult]) -> dict[str, str]:
     """Return success against episodes, tokens and seconds, for runs with several evaluations."""
     measured = [each for each in outcomes if len(each.points) > 1]
     return {axis: success_svg(measured, axis) for axis in AXES} if measured else {}

@@ -42,7 +42,7 @@ from learner.ingest.group_assembly import GroupAssembly
 from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.report_log import ReportLog
-from learner.ingest.scheduler_client import SchedulerClient
+from learner.ingest.scheduler_client import ReportClient
 
 HOST = "127.0.0.1"
 NUM_TOKENS = 2_000
@@ -175,7 +175,7 @@ def take_in(folder: Path) -> None:
         journal,
         Admission(index, group_size=GROUP_SIZE, vocab_size=VOCAB_SIZE),
         buffer,
-        SchedulerClient(
+        ReportClient(
             run_dir, keys, reports, hello=hello, silence_s=NEVER_S, on_progress=lambda _: None
         ),
         heartbeat_s=cfg.scheduler.heartbeat_s,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.wire.collective import BroadcastGroup, Place
+from common.wire.collective import BroadcastGroup, CollectiveMember
 from common.wire.rendezvous.client import GroupStore, StoreLine
 from common.wire.rendezvous.server import StorePlace
 from common.wire.transfer.buckets import Channel, Cut, receive_buckets
@@ -39,7 +39,7 @@ class Receiver:
     timeout_s: float = TIMEOUT_S
 
 
-class Side:
+class TransferPeer:
     """One side's connections: a gloo group for barriers, and the group for the buckets."""
 
     def __init__(self, store: GroupStore, told: Receiver) -> None:
@@ -54,7 +54,7 @@ class Side:
 
     def _group(self, backend: str, epoch: int) -> BroadcastGroup:
         told = self._told
-        place = Place(told.rank, told.world_size, backend, told.timeout_s, HOST)
+        place = CollectiveMember(told.rank, told.world_size, backend, told.timeout_s, HOST)
         return BroadcastGroup(self._store, place, epoch=epoch)
 
     def channel(self, number: int) -> Channel:
@@ -91,7 +91,7 @@ def receive(told: Receiver) -> None:
     lower_priority()
     store = meet(told)
     staging = torch.zeros(told.num_bytes, dtype=torch.uint8, device=told.device)
-    side = Side(store, told)
+    side = TransferPeer(store, told)
     cut = Cut(told.num_bytes, told.bucket_bytes)
     for number, kind in enumerate(told.plan):
         side.meeting.barrier()

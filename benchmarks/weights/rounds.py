@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from benchmarks.weights.receiver import HOST, TIMEOUT_S, Receiver, Side, meet
+from benchmarks.weights.receiver import HOST, TIMEOUT_S, Receiver, TransferPeer, meet
 from common.errors import WeightSyncError
 from common.launch.process import ChildProcess, wait_until_ended
 from common.memory import trim_heap
@@ -29,7 +29,7 @@ BREATH_BYTES = 500_000  # Allowance for thread stacks and small temporary object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class TransferSetup:
     """The transport and the devices of a transfer."""
 
     transport: str = "gloo"  # As in an offer.
@@ -48,7 +48,7 @@ class Sent:
 
 
 @contextmanager
-def receivers(plan: list[str], *, cut: Cut, route: Route) -> Iterator[Side]:
+def receivers(plan: list[str], *, cut: Cut, route: TransferSetup) -> Iterator[TransferPeer]:
     """Yield the sender's side of a group of processes that receive the plan's rounds.
 
     Raises: WeightSyncError: a receiver failed, or a bucket was damaged; holds the end of its log.
@@ -76,7 +76,7 @@ def receivers(plan: list[str], *, cut: Cut, route: Route) -> Iterator[Side]:
             _start(replace(peers, rank=1 + index), log) for index in range(route.num_receivers)
         ]
         try:
-            side = Side(meet(told), told)
+            side = TransferPeer(meet(told), told)
             yield side
             is_in_time = wait_until_ended(processes, deadline=time.monotonic() + route.timeout_s)
             side.close()
@@ -100,7 +100,7 @@ def _start(told: Receiver, log: Path) -> ChildProcess:
     return ChildProcess(f"receiver-{told.rank}", command, log_path=log, cwd=ROOT)
 
 
-def send_rounds(source: WeightSource, cut: Cut, plan: list[str], *, route: Route) -> Sent:
+def send_rounds(source: WeightSource, cut: Cut, plan: list[str], *, route: TransferSetup) -> Sent:
     """Send a verified version, or the same bytes by one broadcast, as the plan says.
 
     The first round of each kind allocates the memory.

@@ -14,7 +14,13 @@ from benchmarks.learner.engine import EngineRun, measure_engine
 from benchmarks.learner.step import make_trainer
 from benchmarks.table import BenchTable
 from benchmarks.weights.receiver import TIMEOUT_S
-from benchmarks.weights.rounds import BREATH_BYTES, Route, make_slots, receivers, send_rounds
+from benchmarks.weights.rounds import (
+    BREATH_BYTES,
+    TransferSetup,
+    make_slots,
+    receivers,
+    send_rounds,
+)
 from common.config.compute import Precision
 from common.config.learning import AlgorithmSection, LearnerSection
 from common.config.load import load_config
@@ -22,7 +28,7 @@ from common.repository import ROOT
 from common.wire.collective import CPU
 from common.wire.transfer.buckets import Cut, send_buckets
 from common.wire.weight_group import lower_priority
-from learner.weights.gate import Gate
+from learner.weights.gate import WeightsLock
 from learner.weights.source import LiveWeights
 
 MIN_BROADCAST_FRAC = 0.8
@@ -36,7 +42,7 @@ DEEP = {  # With the vocabulary of "larger" about 1 GB in bf16.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class TransferVolume:
     """The amount of data and the number of transfers."""
 
     num_bytes: int = 1_000_000_000  # In bf16.
@@ -48,18 +54,18 @@ class Size:
 def run_suite(table: BenchTable) -> None:
     """Measure the weight plane on the CPUs of this machine in three minutes."""
     torch.set_num_threads(1)
-    table.attempt("broadcast", lambda: check_broadcast(table, Size()))
+    table.attempt("broadcast", lambda: check_broadcast(table, TransferVolume()))
     table.attempt("step", lambda: check_step(table, num_rounds=6))
     table.attempt("pause", lambda: check_pause(table, DEEP))
 
 
-def check_broadcast(table: BenchTable, size: Size) -> None:
+def check_broadcast(table: BenchTable, size: TransferVolume) -> None:
     """Send live fp32 weights as verified bf16, and the same bytes by one broadcast, in turn."""
     weights = torch.randn(size.num_bytes // 2)
     source = LiveWeights([("weights", weights)], torch.bfloat16)
     cut = Cut(source.total_bytes, size.bucket_bytes)
     plan = ["ours", "raw"] * (size.num_rounds + 1)
-    sent = send_rounds(source, cut, plan, route=Route(num_receivers=size.num_receivers))
+    sent = send_rounds(source, cut, plan, route=TransferSetup(num_receivers=size.num_receivers))
     speeds = {kind: cut.total_bytes / 1e9 / median(each[1:]) for kind, each in sent.took_s.items()}
     table.compare(
         f"weights: {cut.total_bytes / 1e9:.2f} GB to {size.num_receivers}, cast and checked",
@@ -83,7 +89,7 @@ def check_broadcast(table: BenchTable, size: Size) -> None:
 def check_step(table: BenchTable, *, num_rounds: int) -> None:
     """Time training steps with and without a concurrent transfer to one receiver, in turn."""
     model = make_random_model(MODELS["larger"], device=CPU)
-    gate = Gate(timeout_s=TIMEOUT_S)
+    gate = WeightsLock(timeout_s=TIMEOUT_S)
     cfg = LearnerSection(precision=Precision.FP32)
     trainer = make_trainer(
         cfg, AlgorithmSection(), model, engine_dtype="bfloat16", before_update=gate.close
@@ -93,7 +99,7 @@ def check_step(table: BenchTable, *, num_rounds: int) -> None:
     cut = Cut(source.total_bytes, max(16, source.total_bytes // 64 * 16))
     slots = make_slots(cut, CPU)
     took_s: dict[bool, list[float]] = {False: [], True: []}
-    with receivers(["ours"] * (num_rounds + 1), cut=cut, route=Route()) as side:
+    with receivers(["ours"] * (num_rounds + 1), cut=cut, route=TransferSetup()) as side:
 
         def send() -> None:
             lower_priority()

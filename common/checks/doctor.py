@@ -18,7 +18,7 @@ from common.checks.hub_models import resolve_models
 from common.checks.machine import GIB
 from common.checks.memory_plan import lines_here, plan_here
 from common.checks.preflight import MIN_FREE_DISK_GIB, check, check_devices, check_dry
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.load import list_configs, override_value
 from common.config.requested import DEFAULT_CONFIG, load_named
 from common.config.run_config import RunConfig
@@ -44,7 +44,7 @@ class Check:
 
 
 def doctor(
-    request: Request,
+    request: ParsedCommand,
     *,
     root: Path,
     missing_for: Callable[[RunConfig], list[str]],
@@ -69,7 +69,7 @@ def doctor(
         cfg = load_named(request, root=root, defaults=["model.path=unset"])
     missing = missing_for(cfg)
     checks = [*examine_machine(root), *examine_environments(cfg)]
-    found, lacking = ("all that they need is here", "") if not missing else ("", "; ".join(missing))
+    found, lacking = ("all requirements are met", "") if not missing else ("", "; ".join(missing))
     checks.append(Check(what="environments", found=found, remedy=lacking))
     name = request.config or cfg.run.name or DEFAULT_CONFIG
     checks.append(_examine_config(cfg, root, name=name, problem=problem, missing=missing))
@@ -101,9 +101,9 @@ def _examine_config(
         (check_dry if is_stand_in else check)(cfg, root, missing=missing)
         check_devices(cfg)
     except ConfigError as error:
-        return Check(what=what, found="cannot start", remedy=str(error))
+        return Check(what=what, found="a run cannot start", remedy=str(error))
     needs = "; ".join(f"{p.name} {p.total_bytes / GIB:.1f} GiB" for p in plan_here(cfg, root))
-    return Check(what=what, found=f"ready to start; needs about {needs} of memory", remedy="")
+    return Check(what=what, found=f"a run can start and needs memory: {needs}", remedy="")
 
 
 def examine_quickly(root: Path, overrides: Sequence[str]) -> list[Check]:
@@ -111,7 +111,7 @@ def examine_quickly(root: Path, overrides: Sequence[str]) -> list[Check]:
     cores = cores_here()
     load = os.getloadavg()[0]
     is_busy = load > MAX_LOAD * cores
-    remedy = "other programs want them: figures of a run will be low" if is_busy else ""
+    remedy = "stop other programs that use the cores; they slow down a run" if is_busy else ""
     found = f"{cores:g} cores, load {load:.1f}"
     busy = Check(what="cores", found=found, remedy=remedy, is_optional=True)
     folder = root / (override_value(overrides, "run.dir") or "runs")
@@ -132,9 +132,9 @@ def _examine_folder(folder: Path) -> Check:
         with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
-        remedy = f"give run.dir=FOLDER that can be written ({error.strerror})"
+        remedy = f"set run.dir to a writable folder ({error.strerror})"
         return Check(what="run folder", found=str(folder), remedy=remedy)
-    return Check(what="run folder", found=f"{folder} can be written", remedy="")
+    return Check(what="run folder", found=f"{folder} is writable", remedy="")
 
 
 def _examine_port() -> Check:
@@ -146,9 +146,12 @@ def _examine_port() -> Check:
                 listener.bind((loopback(), port))
             except OSError as error:
                 found = f"{bracketed(loopback())}:{port}: {error.strerror}"
-                free = "the dashboard takes the next free one" if port else "let programs listen"
+                free = "allow programs to listen at ports of this machine"
+                if port:
+                    free = "nothing to do: the dashboard uses the next free port"
                 return Check(what="ports", found=found, remedy=free, is_optional=port > 0)
-    return Check(what="ports", found=f"free, {DASHBOARD_PORT} of the dashboard too", remedy="")
+    found = f"programs can listen; {DASHBOARD_PORT}, the dashboard's port, is free"
+    return Check(what="ports", found=found, remedy="")
 
 
 def examine_machine(root: Path) -> list[Check]:
@@ -164,7 +167,7 @@ def _examine_versions() -> list[Check]:
     """Return the checks of the system, the packages and the GPUs."""
     system = f"{platform.system()} {platform.machine()}"
     python = platform.python_version()
-    on_linux = "" if platform.system() == "Linux" else "the engine (vLLM) runs on Linux only"
+    on_linux = "" if platform.system() == "Linux" else "use Linux: the engine (vLLM) needs it"
     is_new = sys.version_info >= (3, 11)
     checks = [
         Check(what="system", found=system, remedy=on_linux),
@@ -172,7 +175,7 @@ def _examine_versions() -> list[Check]:
     ]
     checks += [_examine_package(names.split("|")) for names in _PACKAGES]
     found = ", ".join(f"{g.name} {g.memory_bytes / GIB:.0f} GiB" for g in machine.gpus())
-    checks.append(Check(what="gpu", found=found or "none, runs on the CPU", remedy=""))
+    checks.append(Check(what="gpu", found=found or "none; a run uses the CPU", remedy=""))
     return checks
 
 
@@ -198,20 +201,20 @@ def _examine_package(names: Sequence[str]) -> Check:
 def _examine_compiler() -> Check:
     problem = machine.compiler_problem()
     remedy = f"install {machine.COMPILER_PACKAGES}" if problem else ""
-    found = problem or "compiles against Python's headers"
+    found = problem or "it compiles with Python's headers"
     return Check(what="c++ compiler", found=found, remedy=remedy, is_optional=machine.has_cuda())
 
 
 def _examine_cpu() -> list[Check]:
     units = machine.cpu_units()
     precision = "bf16" if machine.has_bf16_units() else "fp32 (no bf16 units)"
-    found = f"{', '.join(units) or 'no known units'}: the faster precision is probably {precision}"
+    found = f"{', '.join(units) or 'no known vector units'}; probably faster: {precision}"
     checks = [Check(what="cpu", found=found, remedy="")]
     if "amx_bf16" in units:
         # The permission is requested for this process only.
         is_granted = request_tiles() is not TilePermission.REFUSED
         remedy = "" if is_granted else "use Linux 5.16 or newer, or model.dtype=float32"
-        found = f"the kernel {'grants' if is_granted else 'refuses'} the permission to use tiles"
+        found = f"the Linux kernel {'grants' if is_granted else 'refuses'} the use of AMX tiles"
         checks.append(Check(what="amx", found=found, remedy=remedy, is_optional=True))
     return checks
 
@@ -220,12 +223,12 @@ def _examine_memory() -> Check:
     total, available = (size / GIB for size in machine.memory_bytes())
     if not total:
         return Check(what="memory", found="unknown", remedy="")
-    remedy = "" if available >= MIN_FREE_MEMORY_GIB else f"free {MIN_FREE_MEMORY_GIB} GiB"
+    remedy = "" if available >= MIN_FREE_MEMORY_GIB else f"a run needs {MIN_FREE_MEMORY_GIB} GiB"
     found = f"{available:.1f} GiB available of {total:.1f}"
     return Check(what="memory", found=found, remedy=remedy)
 
 
 def _examine_disk(root: Path) -> Check:
     free_gib = shutil.disk_usage(root).free / GIB
-    remedy = "" if free_gib >= MIN_FREE_DISK_GIB else f"free {MIN_FREE_DISK_GIB} GiB"
+    remedy = "" if free_gib >= MIN_FREE_DISK_GIB else f"a run needs {MIN_FREE_DISK_GIB} GiB"
     return Check(what="disk", found=f"{free_gib:.0f} GiB free at {root}", remedy=remedy)

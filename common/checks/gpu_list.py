@@ -29,7 +29,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Listed:
+class _GpuEntry:
     """A whole GPU and its slices."""
 
     gpu: Gpu
@@ -69,18 +69,18 @@ def shown_gpus(
     return tuple(shown)
 
 
-def _check_order(listed: Sequence[_Listed], entries: Sequence[str], order: str) -> None:
+def _check_order(listed: Sequence[_GpuEntry], entries: Sequence[str], order: str) -> None:
     kinds = {each.gpu.name for each in listed}
     numbers = [entry for entry in entries if entry.isdigit() and int(entry) < len(listed)]
     if order == "FASTEST_FIRST" and len(kinds) > 1 and numbers:
         raise ConfigError(
-            f"CUDA_DEVICE_ORDER=FASTEST_FIRST: the GPUs are unlike ({', '.join(sorted(kinds))}),"
-            f" so it is not known which one CUDA_VISIBLE_DEVICES={','.join(entries)} means; unset"
-            " CUDA_DEVICE_ORDER, which gives the numbers of nvidia-smi, or name uuids"
+            f"CUDA_DEVICE_ORDER=FASTEST_FIRST: the GPUs differ ({', '.join(sorted(kinds))}), so the"
+            f" numbers in CUDA_VISIBLE_DEVICES={','.join(entries)} are ambiguous. Unset"
+            " CUDA_DEVICE_ORDER to use the numbers of nvidia-smi, or give the uuids of the GPUs"
         )
 
 
-def _named(entry: str, listed: Sequence[_Listed]) -> Gpu | None:
+def _named(entry: str, listed: Sequence[_GpuEntry]) -> Gpu | None:
     """Return the GPU of one entry of CUDA_VISIBLE_DEVICES; None for an invalid entry."""
     if entry.isdigit():
         number = int(entry)
@@ -93,7 +93,7 @@ def _named(entry: str, listed: Sequence[_Listed]) -> Gpu | None:
     return found[0] if len(found) == 1 else None
 
 
-def _named_slice(entry: str, listed: Sequence[_Listed]) -> Gpu | None:
+def _named_slice(entry: str, listed: Sequence[_GpuEntry]) -> Gpu | None:
     """Return the slice with a name. Its size is 0 if nvidia-smi does not list the slice."""
     slices = [gpu for each in listed for gpu in each.slices]
     found = [gpu for gpu in slices if gpu.uuid.startswith(entry)]
@@ -110,9 +110,9 @@ def _named_slice(entry: str, listed: Sequence[_Listed]) -> Gpu | None:
     return Gpu(name=f"slice of {wholes[0].gpu.name}", memory_bytes=size, uuid=entry)
 
 
-def _read(lines: Sequence[str]) -> list[_Listed]:
+def _read(lines: Sequence[str]) -> list[_GpuEntry]:
     """Return the whole GPUs in nvidia-smi's lines, each with its slices."""
-    wholes: dict[str, _Listed] = {}
+    wholes: dict[str, _GpuEntry] = {}
     own = ""  # The uuid of the whole GPU whose slices follow.
     for line in lines:
         if found := _SLICE.match(line):
@@ -121,7 +121,7 @@ def _read(lines: Sequence[str]) -> list[_Listed]:
         elif found := _WHOLE.match(line):
             own = found[2]
         elif gpu := _whole(line):
-            wholes[gpu.uuid] = _Listed(gpu=gpu)
+            wholes[gpu.uuid] = _GpuEntry(gpu=gpu)
     return list(wholes.values())
 
 

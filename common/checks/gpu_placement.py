@@ -40,12 +40,12 @@ def seat(cfg: RunConfig, *, num_gpus: int) -> Seats:
         if learner[-1] >= num_gpus:
             raise ConfigError(
                 f"learner.num_ranks={num_ranks} with learner.device={cfg.learner.device}: each rank"
-                f" has a GPU of its own, up to number {learner[-1]}, and {num_gpus} answer"
+                f" needs its own GPU, up to number {learner[-1]}, and this machine has {num_gpus}"
             )
     if wanted and width > num_gpus:
         raise ConfigError(
-            f"actor.tensor_parallel_size={width}: one engine needs so many GPUs, and {num_gpus}"
-            " answer"
+            f"actor.tensor_parallel_size={width}: one engine needs this number of GPUs, and this"
+            f" machine has {num_gpus}"
         )
     free = [i for i in range(num_gpus) if i not in learner]
     if wanted <= len(free):
@@ -53,8 +53,9 @@ def seat(cfg: RunConfig, *, num_gpus: int) -> Seats:
     elif cfg.actor.placement is GpuPlacement.APART:
         raise ConfigError(
             f"actor.placement=apart: actor.num_actors={cfg.actor.num_engines} x"
-            f" actor.tensor_parallel_size={width} = {wanted} GPUs beside the learner's"
-            f" {len(learner)}, and {num_gpus} answer; actor.placement=colocated shares them"
+            f" actor.tensor_parallel_size={width} = {wanted} GPUs in addition to the learner's"
+            f" {len(learner)}, and this machine has {num_gpus}. Use actor.placement=colocated to"
+            " share GPUs"
         )
     else:
         order = [*free, *learner]
@@ -86,8 +87,9 @@ def check_slices(cfg: RunConfig, found: Sequence[Gpu]) -> None:
         if num > 1:
             value = cfg.learner.device if key == "learner.device" else num
             raise ConfigError(
-                f"{key}={value}: the GPUs here are slices ({names}), and CUDA shows a process one"
-                f" slice only; {'learner.device=cuda' if key == 'learner.device' else f'{key}=1'}"
+                f"{key}={value}: the GPUs of this machine are MIG slices ({names}), and CUDA shows"
+                " only one slice to a process. Use"
+                f" {'learner.device=cuda' if key == 'learner.device' else f'{key}=1'}"
             )
 
 

@@ -94,7 +94,7 @@ def compiler_problem() -> str:
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
-        return f"there is no C++ compiler {compiler!r}"
+        return f"the C++ compiler {compiler!r} is not installed"
     headers = sysconfig.get_path("include")
     source = "#include <cmath>\n#include <vector>\n#include <Python.h>\n"
     command = [compiler, "-fsyntax-only", "-x", "c++", "-I", headers, "-"]
@@ -108,7 +108,7 @@ def compiler_problem() -> str:
             timeout=_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{compiler} does not answer: {error}"
+        return f"{compiler} did not run: {error}"
     fatal = [line for line in done.stderr.splitlines() if "error" in line]
     return "" if done.returncode == 0 else (fatal or [f"{compiler} fails"])[0].strip()
 
@@ -116,4 +116,4 @@ def compiler_problem() -> str:
 def check_compiler(what: str) -> None:
     """Check that `what` can be compiled. Raises: ConfigError: it cannot; contains the remedy."""
     if problem := compiler_problem():
-        raise ConfigError(f"{what} compiles: {problem}; {COMPILER_PACKAGES}")
+        raise ConfigError(f"{what} needs a compiler: {problem}. Install {COMPILER_PACKAGES}")

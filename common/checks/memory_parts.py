@@ -50,7 +50,7 @@ def learner_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool, rank: int
         return parts
     version_bytes = shape.num_params * BYTES_OF[cfg.model.dtype]
     bucket_bytes = min(learner.publish_bucket_mb << 20, version_bytes)
-    how = f"{PUBLISH_BUCKETS} x learner.publish_bucket_mb={learner.publish_bucket_mb}, at most"
+    how = f"at most {PUBLISH_BUCKETS} x learner.publish_bucket_mb={learner.publish_bucket_mb}"
     parts.append(Part("publish buckets", PUBLISH_BUCKETS * bucket_bytes, how))
     return parts
 
@@ -70,7 +70,7 @@ def learner_host_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> l
     trained = [lora_params(learner.lora, shape) if learner.lora.rank else shape.num_params]
     trained += [shape.num_params] if _has_own_critic(cfg) else []
     each = 4 + adamw_part(learner.moments, 64).num_bytes / 64
-    how = f"{sum(trained) / 1e6:,.1f}M x {each:.4g} B (weights and moments, aside to be written)"
+    how = f"{sum(trained) / 1e6:,.1f}M x {each:.4g} B (weights and moments, while they are written)"
     parts.append(Part("checkpoint copies", int(each * sum(trained)), how))
     return [*parts, *_publish_copies(cfg, shape)]
 
@@ -194,7 +194,7 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
     if not is_cuda:
         layers = 1 if learner.gradient_checkpointing else shape.layers
         pairs = 3 * shape.heads * cfg.actor.max_model_len  # Scores, softmax, and its cast.
-        how = f"{tokens:,} tokens x {layers} layers x {pairs:,} x {width} B, of longest episodes"
+        how = f"{tokens:,} tokens x {layers} layers x {pairs:,} x {width} B, for longest episodes"
         size = tokens * layers * pairs * width
         parts.append(Part("attention scores, at most", size, how, is_peak=True))
     moves = is_offloaded(cfg, is_cuda)
@@ -202,11 +202,11 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
         tables = min(shape.num_params, 2 * shape.vocab * shape.hidden)
         block = (shape.num_params - tables) // shape.layers
         what = f" (tables {tables / 1e6:,.1f}M, two blocks {2 * block / 1e6:,.1f}M)"
-        parts.append(_weights("weights put together", tables + 2 * block, width, what))
+        parts.append(_weights("gathered weights", tables + 2 * block, width, what))
         if moves:  # fp32; a gradient also in compute precision, and its fp32 sum.
             each = frozen_bytes(learner, is_cuda) if learner.lora.rank else 8 + width
-            what = ", of the largest: there, or its gradient back"
-            parts.append(_weights("weights on their way", max(tables, block), each, what))
+            what = " (largest tensor to the GPU, or its gradient to the host)"
+            parts.append(_weights("weights in transfer", max(tables, block), each, what))
     elif is_bf16 and not (learner.lora.rank and is_cuda):
         parts.append(_weights("bf16 copies of the weights", shape.num_params, 2))
     return parts
@@ -241,7 +241,8 @@ def gpu_engine_parts(
         key = f"the rest of actor.gpu_memory_frac={actor.gpu_memory_frac:g}"
         parts.append(Part("engine work space", ENGINE_WORK_BYTES, "about"))
         parts.append(_cache_part(actor, shape, cfg.model.dtype, cache, key))
-    incoming = _weights("incoming weights", shape.num_params, width, ", else in pinned memory")
+    what = " (in pinned host memory if the GPU has no room)"
+    incoming = _weights("incoming weights", shape.num_params, width, what)
     return [*times(parts, num_engines, "actors"), replace(incoming, is_peak=True)]
 
 
@@ -252,7 +253,7 @@ def _cache_part(
     tokens = num_bytes // each
     how = (
         f"{key}: {tokens:,} tokens of {each:,} B,"
-        f" {tokens / actor.max_model_len:,.1f} episodes of {actor.max_model_len:,} at once"
+        f" {tokens / actor.max_model_len:,.1f} concurrent episodes of {actor.max_model_len:,}"
     )
     return Part("KV cache", num_bytes, how)
 

@@ -23,9 +23,9 @@ from common.errors import ConfigError
 
 PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured: 0.7-1.1 GiB per process.
 GPU_REMEDY = (
-    "give the learner more GPUs (learner.num_gpus), train adapters (learner.lora.rank=16), set"
+    "use more GPUs for the learner (learner.num_gpus), train adapters (learner.lora.rank=16), set"
     " learner.gradient_checkpointing=true or learner.moments=8bit, lower actor.gpu_memory_frac or"
-    " learner.max_tokens_per_microbatch, or take GPUs with more memory"
+    " learner.max_tokens_per_microbatch, or use GPUs with more memory"
 )
 HOST_REMEDY = (
     "lower learner.max_tokens_per_microbatch, actor.kv_cache_gib, actor.num_actors or"
@@ -34,7 +34,7 @@ HOST_REMEDY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MemoryBudget:
     """The memory of one GPU or host, and the parts in it."""
 
     name: str
@@ -54,7 +54,7 @@ def _total(parts: Sequence[Part]) -> int:
 
 def make_plan(
     cfg: RunConfig, shape: ModelShape, *, on: Sequence[Gpu], host_bytes: int, num_nodes: int = 1
-) -> list[Place]:
+) -> list[MemoryBudget]:
     """Return the memory use of each used GPU and of each node's host.
 
     Args:
@@ -73,12 +73,12 @@ def make_plan(
         host = of_learner
         host += times(cpu_engine_parts(cfg, shape), cfg.actor.num_engines, "actors")
         host.append(_programs(cfg.learner.num_ranks, cfg.actor.num_engines, width))
-        return [Place("host", host, host_bytes, HOST_REMEDY)]
+        return [MemoryBudget("host", host, host_bytes, HOST_REMEDY)]
     num_gpus = len(on) or max(cfg.learner.num_ranks, cfg.actor.tensor_parallel_size)
     seats = seat(cfg, num_gpus=num_gpus)
     per_node = num_gpus // num_nodes
     _check_nodes(cfg, seats, per_node)
-    places: list[Place] = []
+    places: list[MemoryBudget] = []
     for i in sorted({*seats.learner, *(gpu for own in seats.actors for gpu in own)}):
         capacity = on[i].memory_bytes if i < len(on) else 0
         parts: list[Part] = []
@@ -92,14 +92,14 @@ def make_plan(
         if i in seats.learner:
             rank = seats.learner.index(i)
             remedy += _offload_remedy(cfg, shape, parts, rank, capacity, host_bytes)
-        places.append(Place(name, parts, capacity, remedy))
+        places.append(MemoryBudget(name, parts, capacity, remedy))
     for node in range(num_nodes):
         is_first = node == 0
         host = list(of_learner) if is_first else []
         num_actors = sum(own[0] // per_node == node for own in seats.actors)
         host.append(_programs(cfg.learner.num_ranks if is_first else 0, num_actors, width))
         name = f"node {node}, host" if num_nodes > 1 else "host"
-        places.append(Place(name, host, host_bytes, HOST_REMEDY))
+        places.append(MemoryBudget(name, host, host_bytes, HOST_REMEDY))
     return places
 
 
@@ -125,8 +125,8 @@ def _offload_remedy(
     has = f", which has {shown(host_bytes)}" if host_bytes else ""
     exact = " learner.moments=fp32" if learner.moments is Moments.INT8 else ""
     return (
-        f"; learner.offload=optimizer{exact} would take about {shown(here)} of it and"
-        f" {shown(host)} of the host's memory{has}"
+        f"; learner.offload=optimizer{exact} would need about {shown(here)} of GPU memory and"
+        f" {shown(host)} of host memory{has}"
     )
 
 
@@ -134,22 +134,22 @@ def _check_nodes(cfg: RunConfig, seats: Seats, per_node: int) -> None:
     """Refuse a learner or an engine on GPUs of two nodes."""
     if seats.learner and seats.learner[-1] >= per_node:
         raise ConfigError(
-            f"learner.num_ranks={cfg.learner.num_ranks}: ranks are processes of one node, and one"
-            f" has {per_node} GPUs"
+            f"learner.num_ranks={cfg.learner.num_ranks}: all ranks run on one node, and a node has"
+            f" {per_node} GPUs"
         )
     for own in seats.actors:
         if len({gpu // per_node for gpu in own}) > 1:
             raise ConfigError(
-                f"actor.tensor_parallel_size={cfg.actor.tensor_parallel_size}: an engine would have"
-                f" GPUs of two nodes of {per_node}; give a number that divides what is left beside"
-                " the learner's"
+                f"actor.tensor_parallel_size={cfg.actor.tensor_parallel_size}: an engine would use"
+                f" GPUs of two nodes, which have {per_node} each. Use a divisor of the number of"
+                " GPUs that the learner leaves free"
             )
 
 
 def _programs(num_ranks: int, num_actors: int, width: int) -> Part:
     # A single worker runs in the engine's own process. Several workers have one process each.
     num = num_ranks + (2 if width == 1 else 2 + width) * num_actors
-    how = f"{num} processes x {shown(PROCESS_BYTES)}: learner, actors, their engines"
+    how = f"{num} processes of learner, actors and engines x {shown(PROCESS_BYTES)}"
     return Part("programs", num * PROCESS_BYTES, how)
 
 
@@ -158,7 +158,7 @@ def is_elsewhere(cfg: RunConfig) -> bool:
     return cfg.machine.num_gpus > 0 and cfg.learner.device != "cpu" and not gpus()
 
 
-def plan_here(cfg: RunConfig, root: Path) -> list[Place]:
+def plan_here(cfg: RunConfig, root: Path) -> list[MemoryBudget]:
     """Return the plan for this machine, or for the config's machine (see `is_elsewhere`).
 
     Raises: ConfigError: there are too few GPUs.
@@ -175,13 +175,13 @@ def plan_here(cfg: RunConfig, root: Path) -> list[Place]:
         needed = sum(each.total_bytes for each in plan_named(cfg, shape) if "gpu" in each.name)
         has = sum(gpu.memory_bytes for gpu in found)
         raise ConfigError(
-            f"{error}; this configuration is made for {cfg.machine.text} and takes about"
-            f" {shown(needed)} of them, and the GPUs here have {shown(has)}: see learner.num_gpus"
-            " and actor.num_gpus"
+            f"{error}. This configuration is made for {cfg.machine.text} and needs about"
+            f" {shown(needed)} of GPU memory; the GPUs of this machine have {shown(has)}. Change"
+            " learner.num_gpus and actor.num_gpus"
         ) from error
 
 
-def plan_named(cfg: RunConfig, shape: ModelShape) -> list[Place]:
+def plan_named(cfg: RunConfig, shape: ModelShape) -> list[MemoryBudget]:
     """Return the plan for the machine that the config describes."""
     machine = cfg.machine
     gpu = Gpu(name="", memory_bytes=int(machine.gpu_memory_gib * GIB))
@@ -194,20 +194,20 @@ def plan_named(cfg: RunConfig, shape: ModelShape) -> list[Place]:
     )
 
 
-def plan_lines(places: Sequence[Place]) -> list[str]:
+def plan_lines(places: Sequence[MemoryBudget]) -> list[str]:
     """Return the plan as a table. Equal neighbours are merged into one entry."""
     lines: list[str] = []
     for alike in _alike(places):
         place = alike[0]
         more = len(alike) - 1
         of = f" of {shown(place.capacity_bytes)}" if place.capacity_bytes else ""
-        name = place.name + (f" and {more} more like it, up to {alike[-1].name}" if more else "")
+        name = place.name + (f" and {more} equal ones, up to {alike[-1].name}" if more else "")
         lines.append(f"memory, {name}: about {shown(place.total_bytes)}{of}")
         lines += [f"  {shown(p.num_bytes):>9}  {p.label:<27}  {p.how}" for p in place.parts]
     return lines
 
 
-def _alike(places: Sequence[Place]) -> Iterator[list[Place]]:
+def _alike(places: Sequence[MemoryBudget]) -> Iterator[list[MemoryBudget]]:
     for _, alike in groupby(places, key=lambda p: (p.parts, p.capacity_bytes, p.remedy)):
         yield list(alike)
 
@@ -216,11 +216,11 @@ def lines_here(cfg: RunConfig, root: Path) -> list[str]:
     """Return the plan for this machine, or for the config's machine, as a table."""
     places = plan_lines(plan_here(cfg, root))
     if is_elsewhere(cfg):
-        places.insert(0, f"no GPU here; on the machine that it is made for, {cfg.machine.text}:")
+        places.insert(0, f"This machine has no GPU. Plan for the target, {cfg.machine.text}:")
     return places
 
 
-def check_memory(cfg: RunConfig, places: Sequence[Place], shape: ModelShape) -> None:
+def check_memory(cfg: RunConfig, places: Sequence[MemoryBudget], shape: ModelShape) -> None:
     """Check that the plan fits in this machine's memory; unknown sizes are skipped.
 
     Raises: ConfigError: a memory is too small, or the engine's cache cannot hold one episode.
@@ -231,12 +231,12 @@ def check_memory(cfg: RunConfig, places: Sequence[Place], shape: ModelShape) -> 
             most = "; ".join(f"{p.label} {shown(p.num_bytes)} = {p.how}" for p in largest)
             raise ConfigError(
                 f"memory: the run needs about {shown(place.total_bytes)} on {place.name}, which"
-                f" has {shown(place.capacity_bytes)} ({most}); {place.remedy}"
+                f" has {shown(place.capacity_bytes)} ({most}). Remedies: {place.remedy}"
             )
         _check_cache(cfg, place, shape)
 
 
-def _check_cache(cfg: RunConfig, place: Place, shape: ModelShape) -> None:
+def _check_cache(cfg: RunConfig, place: MemoryBudget, shape: ModelShape) -> None:
     """Refuse a cache that is too small for one longest episode; vLLM would refuse it later."""
     each = shape.kv_bytes_per_token(cfg.model.dtype) // cfg.actor.tensor_parallel_size
     needed = each * cfg.actor.max_model_len
@@ -244,8 +244,8 @@ def _check_cache(cfg: RunConfig, place: Place, shape: ModelShape) -> None:
         found = part.num_bytes // part.times
         if part.label == "KV cache" and found < needed:
             raise ConfigError(
-                f"actor.max_model_len={cfg.actor.max_model_len}: one such episode needs"
-                f" {shown(needed)} of KV cache ({each:,} B a token) and the engine on"
-                f" {place.name} has {shown(found)}; lower it, or raise"
+                f"actor.max_model_len={cfg.actor.max_model_len}: an episode of this length needs"
+                f" {shown(needed)} of KV cache ({each:,} B per token), and the engine on"
+                f" {place.name} has {shown(found)}. Lower actor.max_model_len, or raise"
                 f" {'actor.gpu_memory_frac' if 'gpu' in place.name else 'actor.kv_cache_gib'}"
             )

@@ -40,9 +40,10 @@ def check_heads(shape: ModelShape, path: str) -> None:
     """
     if shape.head_dim < CPU_HEADS[0]:
         raise ConfigError(
-            f"model.path={path}: attention heads of {shape.head_dim}; the engine (vLLM on a CPU)"
-            f" takes {', '.join(map(str, CPU_HEADS))}: fewer heads, such as sft.num_heads="
-            f"{max(1, shape.hidden // CPU_HEADS[0])} of sft.hidden_size={shape.hidden}, or a GPU"
+            f"model.path={path}: its attention heads have size {shape.head_dim}, and the engine"
+            f" (vLLM on a CPU) supports {', '.join(map(str, CPU_HEADS))}. Use a GPU, or a policy"
+            f" with fewer heads, such as sft.num_heads={max(1, shape.hidden // CPU_HEADS[0])} with"
+            f" sft.hidden_size={shape.hidden}"
         )
 
 
@@ -79,7 +80,7 @@ def read_shape(folder: Path) -> ModelShape:
             dtype=str(text.get("dtype") or text.get("torch_dtype") or "bfloat16"),
         )
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        message = f"model.path={folder}: not a checkpoint of a transformer ({error!r})"
+        message = f"model.path={folder}: its config.json describes no transformer ({error!r})"
         raise ConfigError(message) from error
 
 

@@ -48,7 +48,7 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     is_used = any((run_dir / name).exists() for name in ("journal", "checkpoints", "metrics.jsonl"))
     if cfg.run.resume is Resume.NEVER and is_used:
         raise ConfigError(
-            f"run.resume=never: {run_dir} is used; choose another run.name or run.resume=auto"
+            f"run.resume=never: {run_dir} contains a run. Use another run.name, or run.resume=auto"
         )
     check_disk(run_dir)
     check_mode(cfg.log, os.environ)
@@ -106,25 +106,25 @@ def _check_context(cfg: RunConfig, shape: ModelShape) -> None:
     actor = cfg.actor
     known = shape.context_tokens
     if 0 < known < actor.max_model_len:
-        law = f"the model knows {known} positions (max_position_embeddings)"
+        law = f"the model supports {known} positions (max_position_embeddings)"
         raise ConfigError(f"actor.max_model_len={actor.max_model_len}: {law}")
     least = (
         actor.kv_cache_blocks * SMALLEST_BLOCK_TOKENS * shape.kv_bytes_per_token(cfg.model.dtype)
     )
     if not has_cuda() and least > actor.kv_cache_gib * GIB:
-        law = f"take {least / GIB:.1f} GiB at least, actor.kv_cache_gib={actor.kv_cache_gib}"
+        law = f"they need at least {least / GIB:.1f} GiB; actor.kv_cache_gib={actor.kv_cache_gib}"
         raise ConfigError(f"actor.kv_cache_blocks={actor.kv_cache_blocks}: {law}")
 
 
 def check_agent(actor: ActorSection) -> None:
     """Check that this machine has the agent's program. Raises: ConfigError: it is missing."""
     if actor.endpoint and shutil.which(actor.agent[0]) is None:
-        raise ConfigError(f"actor.agent={actor.agent}: there is no program {actor.agent[0]!r} here")
+        raise ConfigError(f"actor.agent={actor.agent}: no program {actor.agent[0]!r} on the PATH")
 
 
 def _check_tasks(cfg: RunConfig) -> None:
     if not cfg.tasks:
-        raise ConfigError("tasks=[]: a run needs at least one, like tasks=[{env: e, subset: s}]")
+        raise ConfigError("tasks=[]: a run needs at least one task: tasks=[{env: e, subset: s}]")
     check_training(cfg)
 
 
@@ -150,18 +150,18 @@ def check_devices(cfg: RunConfig) -> Seats:
     for section, num in (("learner", cfg.learner.num_gpus), ("actor", cfg.actor.num_gpus)):
         if num:
             raise ConfigError(
-                f"{section}.num_gpus={num}: no NVIDIA GPU answers on this machine (see nvidia-smi);"
-                f" {section}.num_gpus=0 uses what is there"
+                f"{section}.num_gpus={num}: nvidia-smi lists no GPU on this machine. Use"
+                f" {section}.num_gpus=0 to run on the CPU"
             )
     if cfg.learner.offload is Offload.OPTIMIZER:
         raise ConfigError(
-            "learner.offload=optimizer: no NVIDIA GPU answers on this machine (see nvidia-smi), and"
-            " without one all is in the host's memory; learner.offload=none trains so"
+            "learner.offload=optimizer: nvidia-smi lists no GPU on this machine. Use"
+            " learner.offload=none: without a GPU everything is in host memory"
         )
     if cfg.learner.device.startswith("cuda"):
         raise ConfigError(
-            f"learner.device={cfg.learner.device}: no NVIDIA GPU answers on this machine (see"
-            " nvidia-smi); learner.device=cpu trains without"
+            f"learner.device={cfg.learner.device}: nvidia-smi lists no GPU on this machine. Use"
+            " learner.device=cpu"
         )
     return Seats((), ())
 
@@ -173,7 +173,7 @@ def check_engine() -> None:
         for CPU kernels.
     """
     if platform.system() != "Linux":
-        raise ConfigError(f"the engine (vLLM) runs on Linux only, and this is {platform.system()}")
+        raise ConfigError(f"the engine (vLLM) needs Linux; this system is {platform.system()}")
     check_temporary_room()
     check_caches()
     if not has_cuda():
@@ -197,8 +197,8 @@ def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> Non
     output = (root / cfg.sft.output).resolve() if cfg.sft.output else root
     if output.is_relative_to((root / SHIPPED_POLICIES).resolve()) and not cfg.sft.overwrite:
         raise ConfigError(
-            f"sft.output={cfg.sft.output}: the policies that ship with the project lie there;"
-            " give sft.overwrite=true to write over them, or another sft.output"
+            f"sft.output={cfg.sft.output}: this folder has policies that ship with the project."
+            " To overwrite them, give sft.overwrite=true; otherwise use another sft.output"
         )
     check_disk(root / cfg.run.dir / cfg.run.name)
 
@@ -220,8 +220,8 @@ def _check_offline(cfg: RunConfig) -> None:
     check_temporary_room()
     if cfg.learner.offload is Offload.OPTIMIZER:
         raise ConfigError(
-            "learner.offload=optimizer: sft, dpo and evolve train on one device alone; give"
-            " learner.offload=none and adapters (learner.lora.rank=16) or learner.moments=8bit"
+            "learner.offload=optimizer: sft, dpo and evolve do not support it. Use"
+            " learner.offload=none with adapters (learner.lora.rank=16) or learner.moments=8bit"
         )
     if cfg.learner.compile:
         check_compiler("learner.compile=true")
@@ -235,8 +235,8 @@ def _check_size_from_scratch(sft: SftSection) -> None:
     if 0 < total < needed:
         sizes = f"sft.num_layers={sft.num_layers}, intermediate_size={sft.intermediate_size}"
         raise ConfigError(
-            f"sft.hidden_size={sft.hidden_size}: with {sizes} and vocab_size={sft.vocab_size} it"
-            f" takes {needed / GIB:,.0f} GiB; this machine has {total / GIB:,.0f}"
+            f"sft.hidden_size={sft.hidden_size}: with {sizes} and vocab_size={sft.vocab_size}, the"
+            f" policy needs {needed / GIB:,.0f} GiB; this machine has {total / GIB:,.0f} GiB"
         )
 
 
@@ -252,13 +252,13 @@ def check_model(path: str, root: Path, *, key: str = "model.path", output: str =
         raise ConfigError(f"{key}={path}: no such directory; {remedy}")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         remedy = "`python run.py merge run.name=...` makes a policy of a run's adapters"
-        raise ConfigError(f"{key}={path}: holds adapters without their base; {remedy}")
+        raise ConfigError(f"{key}={path}: contains adapters without their base model; {remedy}")
     tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json")
     wanted = {"config.json": ("config.json",), "tokenizer files": tokenizers}
     wanted["*.safetensors"] = ("*.safetensors",)
     lacking = [n for n, globs in wanted.items() if not any(any(folder.glob(g)) for g in globs)]
     if lacking:
-        remedy = "give a directory written by save_pretrained of model and tokenizer"
+        remedy = "give a directory that save_pretrained of a model and its tokenizer wrote"
         raise ConfigError(f"{key}={path}: lacks {', '.join(lacking)}; {remedy}")
 
 
@@ -284,15 +284,16 @@ def check_ports(cfg: RunConfig) -> None:
         if port == 0:
             if problem := _bind_problem(host, port):
                 section = key.partition(".")[0]
-                law = f"no address of this machine to listen on ({problem})"
+                law = f"not an address of this machine ({problem})"
                 raise ConfigError(f"{section}.host={host}: {law}")
             continue
         if port in users:
-            raise ConfigError(f"{key}={port}: {users[port]} has the same port; 0 picks a free one")
+            raise ConfigError(f"{key}={port}: {users[port]} uses this port; 0 chooses a free one")
         users[port] = key
         problem = _bind_problem(host, port)
         if problem:
-            raise ConfigError(f"{key}={port}: cannot bind {host}:{port} ({problem}); 0: a free one")
+            law = f"cannot bind {host}:{port} ({problem}); 0 chooses a free one"
+            raise ConfigError(f"{key}={port}: {law}")
 
 
 def check_disk(run_dir: Path) -> None:
@@ -304,10 +305,13 @@ def check_disk(run_dir: Path) -> None:
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"run.dir: {folder} is not a writable directory; give another run.dir")
+        raise ConfigError(f"run.dir: {folder} is not a writable directory. Use another run.dir")
     free_gib = shutil.disk_usage(folder).free / GIB
     if free_gib < MIN_FREE_DISK_GIB:
-        raise ConfigError(f"run.dir: {free_gib:.1f} GiB free at {folder}; make room or move it")
+        raise ConfigError(
+            f"run.dir: {free_gib:.1f} GiB are free at {folder}, and a run needs"
+            f" {MIN_FREE_DISK_GIB} GiB. Free disk space, or use another run.dir"
+        )
 
 
 def _bind_problem(host: str, port: int) -> str:

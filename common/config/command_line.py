@@ -17,7 +17,7 @@ from common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class CommandHelp:
     """The help of one command."""
 
     text: str
@@ -26,7 +26,7 @@ class Command:
 
 
 COMMANDS = {
-    name: Command(**each)
+    name: CommandHelp(**each)
     for name, each in yaml.safe_load(
         Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8")
     ).items()
@@ -56,7 +56,7 @@ JOINING = ("actor", "envhub")  # Roles that can join from another machine.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ParsedCommand:
     """The parsed command line."""
 
     command: str
@@ -78,7 +78,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see run.py --help)")
 
 
-def parse(argv: Sequence[str], *, root: Path) -> Request:
+def parse(argv: Sequence[str], *, root: Path) -> ParsedCommand:
     """Return the parsed command line; `--help` and `--version` print and exit.
 
     Raises: ConfigError: an unknown flag or command.
@@ -92,36 +92,36 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
     command = words.pop(0) if is_named else "train"
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"{command}: neither a command nor key=value; the nearest is {near}")
+        raise ConfigError(f"{command}: not a command or key=value; the nearest command is {near}")
     if asked.help:
         _print_and_exit(command_help(command) if is_named else parser.format_help())
     if (asked.suite is None) == (command == "bench"):
-        raise ConfigError(f"--suite: bench needs it and nothing else has it, one of {SUITES}")
+        raise ConfigError(f"--suite: only the command bench takes it and needs it: {SUITES}")
     if asked.json is not None and command not in ("bench", "recompute"):
-        raise ConfigError("--json: bench and recompute alone have it")
+        raise ConfigError("--json: only the commands bench and recompute accept it")
     if asked.steps is not None and command != "recompute":
-        raise ConfigError("--steps: recompute alone has it")
+        raise ConfigError("--steps: only the command recompute accepts it")
     if asked.quick and command != "doctor":
-        raise ConfigError("--quick: doctor alone has it")
+        raise ConfigError("--quick: only the command doctor accepts it")
     if asked.probe is not None and command != "status":
-        raise ConfigError("--probe: status alone has it")
+        raise ConfigError("--probe: only the command status accepts it")
     if command == "status" and words and "=" not in words[0]:
         words[:1] = _run_words(words[0])
     if asked.format is not None:
         if command != "journal":
-            raise ConfigError("--format: journal alone has it")
+            raise ConfigError("--format: only the command journal accepts it")
         words.append(f"format={asked.format}")
     filters = _filters(asked)
     if filters and command != "show":
-        raise ConfigError("--item, --group, --failed and --best: show alone has them")
+        raise ConfigError("--item, --group, --failed, --best: only the command show accepts them")
     if (asked.join is None) != (asked.key is None):
-        raise ConfigError("--join HOST:PORT and --key FILE go together")
+        raise ConfigError("--join HOST:PORT and --key FILE: each needs the other")
     if asked.join is not None and (command not in JOINING or asked.config or asked.dry_run):
         raise ConfigError(
-            f"--join: only {' and '.join(JOINING)} join, and the run gives their configuration:"
-            " no --config, no --dry-run"
+            f"--join: only the commands {' and '.join(JOINING)} can join. The run sends their"
+            " configuration, so --config and --dry-run are not allowed"
         )
-    return Request(
+    return ParsedCommand(
         command=command,
         config=asked.config,
         overrides=words,
@@ -174,12 +174,14 @@ def command_help(name: str) -> str:
     lines = [f"usage: run.py {name} {arguments}", "", f"  {command.text}"]
     lines += [f"  suites: {SUITES}"] if name == "bench" else []
     if name == "status":
-        lines += ["  --probe live|ready: exit code 1 and the reason, if it is not"]
+        lines += [
+            "  --probe live|ready: exit code 1 and the reason if the run is not live or ready"
+        ]
     if name in JOINING:
         lines += [f"  from another machine: run.py {name} --join HOST:PORT --key FILE [key=value]"]
     lines += [f"  example: run.py {name} {command.example}"]
     if command.sections:
-        lines += [f"  its sections (run.py help SECTION): {', '.join(command.sections.split())}"]
+        lines += [f"  sections (run.py help SECTION): {', '.join(command.sections.split())}"]
     return "\n".join(lines) + "\n"
 
 
@@ -204,7 +206,7 @@ def _make_parser(root: Path) -> _Parser:
         description=f"Train language-model agents on long tasks.\n\ncommands:\n{commands}",
         epilog=(
             f"configs: {', '.join(list_configs(root))}\n"
-            "overrides: any key by its dotted name; `run.py help` lists them. Examples:\n"
+            "overrides: a key and its value; `run.py help` lists the sections. Examples:\n"
             "  run.py                                  train with --config quickstart\n"
             "  run.py --config quickstart run.name=a train.num_steps=20 learner.lr=3e-4\n"
             "  run.py horizon.stages=[5,10] tasks[0].weight=0.5 train.mode=sync\n"
@@ -216,28 +218,26 @@ def _make_parser(root: Path) -> _Parser:
         add_help=False,
     )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("-h", "--help", action="store_true", help="of a command, if one is named")
-    parser.add_argument("--version", action="store_true", help="print it, with the code's commit")
-    parser.add_argument("--config", metavar="NAME|FILE", help="a config by name, or a YAML file")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config, stop")
-    parser.add_argument("--join", metavar="HOST:PORT", help="be part of the run whose scheduler...")
-    parser.add_argument("--key", metavar="FILE", help="...listens there; its keys/join.key")
+    parser.add_argument("-h", "--help", action="store_true", help="print this help or a command's")
+    parser.add_argument("--version", action="store_true", help="print the version and the commit")
+    parser.add_argument("--config", metavar="NAME|FILE", help="a config's name, or a YAML file")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and exit")
+    parser.add_argument("--join", metavar="HOST:PORT", help="join the run of this scheduler")
+    parser.add_argument("--key", metavar="FILE", help="key to join with: the run's keys/join.key")
     parser.add_argument(
         "--probe",
         choices=("live", "ready"),
-        help="of status: exit code 1 if the run must be started again, or does no work now",
+        help="for status: exit code 1 if the run is not alive (live) or does no work (ready)",
     )
-    parser.add_argument("--quick", action="store_true", help="of doctor: the machine alone")
-    parser.add_argument("--item", metavar="ID", help="of show: episodes of this item")
-    parser.add_argument("--group", metavar="ID", help="of show: the members of this group")
-    parser.add_argument("--failed", action="store_true", help="of show: what was not solved")
-    parser.add_argument("--best", action="store_true", help="of show: the highest rewards first")
+    parser.add_argument("--quick", action="store_true", help="for doctor: check the machine only")
+    parser.add_argument("--item", metavar="ID", help="for show: episodes of this item")
+    parser.add_argument("--group", metavar="ID", help="for show: episodes of this group")
+    parser.add_argument("--failed", action="store_true", help="for show: unsolved episodes")
+    parser.add_argument("--best", action="store_true", help="for show: highest rewards first")
     parser.add_argument(
-        "--format", metavar="NAME", help="of journal export: json, agenttraj, sft, parquet, atif"
+        "--format", metavar="NAME", help="for journal export: json, agenttraj, sft, parquet, atif"
     )
-    parser.add_argument("--suite", metavar="NAME", help=f"of bench: {SUITES}")
-    parser.add_argument("--steps", metavar="A:B", help="of recompute: which, both included")
-    parser.add_argument(
-        "--json", metavar="FILE", help="of bench and recompute: where their figures go"
-    )
+    parser.add_argument("--suite", metavar="NAME", help=f"for bench: {SUITES}")
+    parser.add_argument("--steps", metavar="A:B", help="for recompute: steps A to B, both included")
+    parser.add_argument("--json", metavar="FILE", help="for bench and recompute: file of results")
     return parser

@@ -8,7 +8,10 @@ from common.config.knobs import WORD, Contradiction, knob
 
 
 class OptimizerKind(StrEnum):
-    """adamw: AdamW for all weights. muon: Muon for the hidden matrices, AdamW for the rest."""
+    """Optimizer of the policy.
+
+    adamw: AdamW for all weights. muon: Muon for the hidden matrices, AdamW for the rest.
+    """
 
     ADAMW = "adamw"
     MUON = "muon"
@@ -17,9 +20,9 @@ class OptimizerKind(StrEnum):
 class Moments(StrEnum):
     """Number format of AdamW's two moments of the gradient.
 
-    8bit: each block of 256 numbers has one scale. A weight needs 2.03 bytes instead of 8 bytes in
-    fp32. Weights without whole blocks on each rank keep fp32 moments. The implementation is
-    torchao's; arXiv:2110.02861.
+    fp32: 8 bytes for each weight. 8bit: each block of 256 numbers has one scale, which takes 2.03
+    bytes for each weight. Weights without whole blocks on each rank keep fp32 moments. The
+    implementation is torchao's; arXiv:2110.02861.
     """
 
     FP32 = "fp32"
@@ -29,9 +32,9 @@ class Moments(StrEnum):
 class Offload(StrEnum):
     """Location of a GPU learner's weights, gradients and moments.
 
-    optimizer: the host's pinned memory (FSDP2's CPUOffloadPolicy). Weights, gradients and moments
-    are stored there in fp32, and the optimizer step runs on the CPU. The GPU receives one block at
-    a time, in the precision of the computation. The critic and the reference are offloaded, too.
+    none: they stay on the GPU. optimizer: they are stored in pinned host memory in fp32, and the
+    optimizer step runs on the CPU (FSDP2's CPUOffloadPolicy). The GPU receives one block at a
+    time, in the precision of the computation. The critic and the reference are offloaded, too.
     """
 
     NONE = "none"
@@ -43,8 +46,8 @@ class Precision(StrEnum):
 
     auto: bf16 if the device has bf16 units, else fp32. On a CPU with one rank and
     train.mode=async, both are timed at the run's start (about 0.1 s). The faster one is then used
-    for the whole run if the difference exceeds 20 %. With train.mode=sync nothing is timed,
-    because such runs repeat bit for bit.
+    for the whole run if the difference exceeds 20 %. With train.mode=sync nothing is timed, so
+    that such runs repeat bit for bit.
     """
 
     AUTO = "auto"
@@ -53,11 +56,12 @@ class Precision(StrEnum):
 
 
 class Layout(StrEnum):
-    """Memory layout of a microbatch's sequences. The gradient does not depend on it.
+    """Memory layout of a microbatch's sequences.
 
-    padded: one row per sequence, as wide as the longest. packed: all sequences in one row, without
-    computation for padding. auto: packed, if the model's attention allows it (every layer attends
-    to all earlier tokens) and if, timed on a CPU at a run's start, it is not slower.
+    padded: one row for each sequence, as wide as the longest. packed: all sequences in one row,
+    without computation for padding. auto: packed if every layer of the model attends to all
+    earlier tokens, else padded. On a CPU both are timed at the run's start, and padded is used if
+    it is faster.
     """
 
     AUTO = "auto"
@@ -70,7 +74,8 @@ class Attention(StrEnum):
 
     fused: flash attention on CUDA (for packed sequences in bf16), else torch's scaled dot product
     attention. products: plain matrix products, which store the probabilities of all token pairs.
-    auto: fused on CUDA. On a CPU the faster one, timed as for `precision`; products if in doubt.
+    auto: fused on CUDA. On a CPU the faster one, timed as for learner.precision; products if the
+    difference is small.
     """
 
     AUTO = "auto"
@@ -81,9 +86,9 @@ class Attention(StrEnum):
 class WeightsTransport(StrEnum):
     """Transport of weight versions to the engines.
 
-    auto: CUDA IPC to an engine on the learner's GPU, NCCL between GPUs, else gloo. file: a folder
-    of the run directory that learner and actors share, for networks that block the other
-    transports.
+    auto: ipc to an engine on the learner's GPU, nccl between GPUs, else gloo. nccl: NCCL. ipc:
+    CUDA IPC, on one GPU. gloo: TCP. file: a folder of the run directory that learner and actors
+    share, for networks that block the other transports.
     """
 
     AUTO = "auto"
@@ -100,34 +105,41 @@ class LoraSection:
     There is no dropout, because the trained policy must be the sampling policy.
     """
 
-    rank: int = knob(0, "Rank of the LoRA adapters. 0 trains all weights.", ge=0, le=512)
+    rank: int = knob(0, "Sets the rank of the LoRA adapters. 0 trains all weights.", ge=0, le=512)
     alpha: float = knob(
-        32.0, "The output of an adapter is multiplied by alpha / rank.", gt=0, le=1e4
+        32.0, "Multiplies the output of an adapter by this value divided by the rank.", gt=0, le=1e4
     )
     targets: list[str] = knob(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        "Linear layers that get adapters, by the last part of their names. The head "
+        "Lists the linear layers that get adapters, by the last part of their names. The head "
         "never gets one.",
         form=WORD,
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.rank and not self.targets:
-            yield "targets", "[]", "rank > 0 needs a layer to put adapters to"
+            yield "targets", "[]", "must name at least one layer if learner.lora.rank > 0"
 
 
 FULL = LoraSection()  # No adapters: all weights are trained.
 
 
 class CriticKind(StrEnum):
-    """head: a value head on the policy's trunk. model: a separate network."""
+    """Network of the critic.
+
+    head: a value head on the policy's trunk. model: a separate network.
+    """
 
     HEAD = "head"
     MODEL = "model"
 
 
 class CriticTargets(StrEnum):
-    """gae: returns of the sampling policy. vtrace: corrected to the current one (1802.01561)."""
+    """Training targets of the critic.
+
+    gae: returns of the sampling policy. vtrace: returns corrected to the current policy (V-trace,
+    arXiv:1802.01561).
+    """
 
     GAE = "gae"
     VTRACE = "vtrace"
@@ -144,33 +156,28 @@ class Timestep(StrEnum):
 class CriticSection:
     """The value function of `algorithm.advantage=ppo`."""
 
-    kind: CriticKind = knob(
-        CriticKind.HEAD,
-        "Selects the network of the critic: a head on the policy, or a model of its own.",
-    )
+    kind: CriticKind = knob(CriticKind.HEAD, "Selects the network of the critic.")
     path: str = knob(
-        "", "Checkpoint from which a critic of kind=model starts. Empty means model.path."
+        "", "Names the checkpoint from which a critic of kind=model starts. Empty means model.path."
     )
-    lr: float = knob(1e-5, "Sets the learning rate of the critic.", gt=0, le=10)
+    lr: float = knob(
+        1e-5, "Sets the constant learning rate of the critic's own weights.", gt=0, le=10
+    )
     coef: float = knob(
-        0.5, "Weight of the value loss in the loss of a critic of kind=head.", ge=0, le=1000
+        0.5, "With kind=head, sets the weight of the value loss in the loss.", ge=0, le=1000
     )
-    clip: float = knob(
-        0.2,
-        "Limits how far a value may move from its value before the step. 0 sets no limit.",
-        ge=0,
-    )
-    warmup_steps: int = knob(0, "Number of first steps in which only the critic is trained.", ge=0)
+    clip: float = knob(0.2, "Limits how far a value may move in a step. 0 sets no limit.", ge=0)
+    warmup_steps: int = knob(0, "Trains only the critic in this many first steps of the run.", ge=0)
     gae_lambda: float = knob(1.0, "Sets lambda of generalised advantage estimation.", ge=0, le=1)
     timestep: Timestep = knob(
-        Timestep.TURN, "Selects the time step of the advantage estimator: a turn or a token."
+        Timestep.TURN, "Selects the time step of advantage estimation: a turn, or a sampled token."
     )
-    targets: CriticTargets = knob(
-        CriticTargets.GAE, "Selects the targets that the critic is trained on."
+    targets: CriticTargets = knob(CriticTargets.GAE, "Selects the training targets of the critic.")
+    vtrace_rho: float = knob(
+        1.0, "With targets=vtrace, caps the weight of a temporal difference.", gt=0
     )
-    vtrace_rho: float = knob(1.0, "Caps the V-trace weight of a temporal difference.", gt=0)
     vtrace_c: float = knob(
-        1.0, "Caps the V-trace weight that is passed back to earlier steps.", gt=0
+        1.0, "With targets=vtrace, caps the weight that is passed back to earlier steps.", gt=0
     )
     whiten: bool = knob(
         True, "Scales the advantages of a batch to mean 0 and standard deviation 1."

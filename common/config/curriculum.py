@@ -16,11 +16,11 @@ MAX_STAGE = 8_000_000  # Largest stage in any unit; no message can hold an episo
 
 
 class HorizonKind(StrEnum):
-    """Schedule of the horizon over the run.
+    """Schedule of a horizon, or of the largest distance, over the run.
 
     fixed: always the last stage. stepwise: the next stage every `every_steps` steps. linear: from
-    the first stage to the last over `over_steps` steps. gated: the next stage if many episodes are
-    truncated and success stagnates; one stage back if entropy or effective sample size collapses.
+    the first stage to the last over `over_steps` steps. gated: the next stage under the conditions
+    of the keys `gated`; one stage back if entropy or effective sample size collapses.
     """
 
     FIXED = "fixed"
@@ -30,11 +30,11 @@ class HorizonKind(StrEnum):
 
 
 class HorizonUnit(StrEnum):
-    """Unit of a horizon. In every unit, a turn that has begun is completed.
+    """Unit of a horizon.
 
-    turns: turns. tokens: tokens that the policy sampled in the episode; a turn that could exceed
-    the horizon does not begin. seconds: duration of the turns, for generation and environment.
-    Session setup, waits in a synchronous round and waits for new weights do not count.
+    turns: actions of the policy. tokens: tokens that the policy sampled in the episode; a turn
+    that could exceed the horizon does not begin. seconds: time of generation and environment in
+    the turns. Session setup, waits in a synchronous round and waits for new weights do not count.
     """
 
     TURNS = "turns"
@@ -45,9 +45,9 @@ class HorizonUnit(StrEnum):
 class MixtureKind(StrEnum):
     """Probability with which a task is drawn.
 
-    weights: proportional to its weight. temperature: proportional to its weight to the power of
-    1 / `temperature`. adaptive: as temperature, times an estimate of the task's learning potential
-    from its recent success.
+    weights: in proportion to its weight. temperature: in proportion to its weight to the power of
+    1 / mixture.temperature. adaptive: as temperature, times the learning potential 4 p (1 - p) of
+    the task's recent success p.
     """
 
     WEIGHTS = "weights"
@@ -60,19 +60,21 @@ class TaskSection:
     """One part of the training mixture."""
 
     env: str = knob(
-        MISSING,
-        'Name of the environment. Of "a|b" the first configured one is used.',
-        form=ENV_NAME,
+        MISSING, 'Names the environment. Of "a|b" the first configured one is used.', form=ENV_NAME
     )
     subset: str = knob(MISSING, "Selects the subset of the environment's items.", form=NAME)
-    weight: float = knob(1.0, "Weight of the task relative to the other tasks.", ge=0)
+    weight: float = knob(1.0, "Sets the weight of the task relative to the other tasks.", ge=0)
     distance: list[int] = knob(
-        [], "Selects items by the turns their expert needs: [least, most].", ge=1, le=MAX_TURNS
+        [],
+        "Selects items by the number of turns that their expert needs: [least, most]. [] selects "
+        "all.",
+        ge=1,
+        le=MAX_TURNS,
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.distance and (len(self.distance) != 2 or self.distance[0] > self.distance[1]):
-            yield "distance", self.distance, "must be [least, most] turns, or [] for any"
+            yield "distance", self.distance, "must be [least, most] in turns, or [] for all items"
 
     def items(self, bound: int = 0) -> str:
         """Return the name of its items: the subset, or a range of distances like "GoTo@4..8".
@@ -95,19 +97,21 @@ class MixtureSection:
     )
     temperature: float = knob(
         1.0,
-        "Flattens the task weights: 1 keeps them, and a larger value makes them more even.",
+        "With kind=temperature or adaptive, flattens the task weights. 1 keeps them, and a larger "
+        "value makes them more even.",
         gt=0,
         le=1000,
     )
     floor: float = knob(
         0.1,
-        "With kind=adaptive, each task and item keeps at least this worth, of at most 1.",
+        "With kind=adaptive, sets the least learning potential of a task or item. The largest is "
+        "1.",
         gt=0,
         le=1,
     )
     memory_episodes: int = knob(
         256,
-        "With kind=adaptive, success of a task is averaged over this many episodes.",
+        "With kind=adaptive, averages a task's success over this many episodes.",
         ge=1,
         le=10**6,
     )
@@ -123,36 +127,41 @@ class GatedSection:
     """Conditions of a gated horizon. All means are over the training steps of one stage."""
 
     window_steps: int = knob(
-        40, "The gate measures cut episodes and the slope of success over this many steps.", ge=2
+        40, "Measures truncated episodes and the slope of success over this many steps.", ge=2
     )
     min_steps: int = knob(
         40,
-        "A stage lasts at least this many steps before the gate may advance.",
+        "Keeps a stage for at least this many steps before the next stage may begin.",
         ge=2,
         must="be >= window_steps",
     )
     min_truncated_frac: float = knob(
         0.3,
-        "The gate advances only if at least this share of the episodes is cut by the horizon.",
+        "Requires that the horizon truncates at least this share of the episodes before the next "
+        "stage begins.",
         ge=0,
         le=1,
     )
     max_gain: float = knob(
         0.01,
-        "The gate advances only if mean success changed by at most this much over the window.",
+        "Requires that mean success rose by at most this much over the window before the next "
+        "stage begins.",
         ge=0,
     )
-    backoff_steps: int = knob(5, "The gate measures a collapse over this many steps.", ge=1)
+    backoff_steps: int = knob(
+        5, "Measures a collapse of entropy or effective sample size over this many steps.", ge=1
+    )
     entropy_frac: float = knob(
         0.3,
-        "The gate backs off if entropy falls below this share of the window before. 0 "
-        "turns it off.",
+        "Goes back one stage if entropy falls below this share of its mean over the window before."
+        " 0 turns it off.",
         ge=0,
         le=1,
     )
     ess_frac: float = knob(
         0.3,
-        "The gate backs off if the effective sample size falls below this share. 0 turns it off.",
+        "Goes back one stage if the effective sample size falls below this share of the tokens. 0 "
+        "turns it off.",
         ge=0,
         le=1,
     )
@@ -161,9 +170,9 @@ class GatedSection:
 class CurriculumKind(StrEnum):
     """Quantity that grows over the run.
 
-    horizon: the length of episodes, by `horizon`. distance: the distance of the goals, by
-    `curriculum.distance`, for tasks with a distance; the horizon is fixed at its last stage.
-    both: each by its own section.
+    horizon: the length of episodes, by the section `horizon`. distance: the distance of the items,
+    by the section `curriculum.distance`, for tasks with a distance; the horizon is fixed at its
+    last stage. both: each by its own section.
     """
 
     HORIZON = "horizon"
@@ -175,27 +184,33 @@ class CurriculumKind(StrEnum):
 class DistanceGatedSection:
     """Conditions of a gated distance. All means are over the training steps of one stage."""
 
-    window_steps: int = knob(20, "The gate measures success over this many steps.", ge=2)
+    window_steps: int = knob(20, "Measures success over this many steps.", ge=2)
     min_steps: int = knob(
         20,
-        "A stage lasts at least this many steps before the gate may advance.",
+        "Keeps a stage for at least this many steps before the next stage may begin.",
         ge=2,
         must="be >= window_steps",
     )
     min_success: float = knob(
-        0.6, "The gate advances only if at least this share of the episodes is solved.", ge=0, le=1
+        0.6,
+        "Requires that at least this share of the episodes is solved before the next stage begins.",
+        ge=0,
+        le=1,
     )
-    backoff_steps: int = knob(5, "The gate measures a collapse over this many steps.", ge=1)
+    backoff_steps: int = knob(
+        5, "Measures a collapse of entropy or effective sample size over this many steps.", ge=1
+    )
     entropy_frac: float = knob(
         0.3,
-        "The gate backs off if entropy falls below this share of the window before. 0 "
-        "turns it off.",
+        "Goes back one stage if entropy falls below this share of its mean over the window before."
+        " 0 turns it off.",
         ge=0,
         le=1,
     )
     ess_frac: float = knob(
         0.3,
-        "The gate backs off if the effective sample size falls below this share. 0 turns it off.",
+        "Goes back one stage if the effective sample size falls below this share of the tokens. 0 "
+        "turns it off.",
         ge=0,
         le=1,
     )
@@ -259,25 +274,22 @@ class HorizonSection:
 
     kind: HorizonKind = knob(HorizonKind.FIXED, "Selects how the horizon changes over the run.")
     unit: HorizonUnit = knob(
-        HorizonUnit.TURNS, "Selects the unit of the stages in training: turns, tokens or seconds."
+        HorizonUnit.TURNS,
+        "Selects the unit of the horizon in training. In every unit, a turn that has begun is "
+        "completed.",
     )
     stages: list[int] = knob(
-        [20],
-        "Lists the horizons of the stages, in the unit of the horizon. kind=fixed uses the last.",
-        ge=1,
-        le=MAX_STAGE,
+        [20], "Lists the horizons of the stages, in the unit of the horizon.", ge=1, le=MAX_STAGE
     )
     every_steps: int = knob(
-        100, "With kind=stepwise, each stage lasts this many optimizer steps.", ge=1
+        100, "With kind=stepwise, begins the next stage after this many optimizer steps.", ge=1
     )
     over_steps: int = knob(
-        200,
-        "With kind=linear, the horizon grows from the first stage to the last over these steps.",
-        ge=1,
+        200, "With kind=linear, reaches the last stage after this many optimizer steps.", ge=1
     )
     gated: GatedSection = field(default_factory=GatedSection)
     per_env: dict[str, HorizonOverride] = knob(
-        {}, "Overrides the horizon by environment, or by environment/subset."
+        {}, "Overrides the horizon of an environment, or of environment/subset."
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -286,12 +298,13 @@ class HorizonSection:
             key = f"per_env.{name}." if name else ""
             stages = list(policy.stages)
             if not stages or any(a >= b for a, b in itertools.pairwise(stages)):
-                yield f"{key}stages", stages, f"positive {self.unit.value}, strictly increasing"
+                law = f"must be positive, strictly increasing {self.unit.value}"
+                yield f"{key}stages", stages, law
             if self.unit is HorizonUnit.TURNS and max(stages, default=0) > MAX_TURNS:
-                law = f"horizon.unit=turns: must be in [1, {MAX_TURNS}]"
+                law = f"with horizon.unit=turns, each must be in [1, {MAX_TURNS}]"
                 yield f"{key}stages", stages, law
             if len(stages) < 2 and policy.kind in (HorizonKind.LINEAR, HorizonKind.GATED):
-                law = f"horizon.{key}kind={policy.kind.value} needs two or more"
+                law = f"horizon.{key}kind={policy.kind.value} needs two or more stages"
                 yield f"{key}stages", stages, law
 
     def contradictions_of_unit(self, actor: ActorLimits) -> Iterator[Contradiction]:
@@ -309,11 +322,15 @@ class HorizonSection:
             first = stages[0]
             last = stages[-1]
             if self.unit is HorizonUnit.TOKENS and not turn_tokens <= first <= last <= max_tokens:
-                law = f"actor.max_turn_tokens={turn_tokens}, actor.max_model_len={max_tokens}"
-                yield key, list(stages), f"horizon.unit=tokens: must be in [{law}]"
+                law = (
+                    f"with horizon.unit=tokens, each must be at least"
+                    f" actor.max_turn_tokens={turn_tokens} and at most"
+                    f" actor.max_model_len={max_tokens}"
+                )
+                yield key, list(stages), law
             if self.unit is HorizonUnit.SECONDS and last > max_s:
-                law = f"must be at most {max_s:g}, episode_timeout_s - turn_timeout_s of actor"
-                yield key, list(stages), f"horizon.unit=seconds: {law}"
+                law = f"actor.episode_timeout_s - actor.turn_timeout_s = {max_s:g}"
+                yield key, list(stages), f"with horizon.unit=seconds, each must be at most {law}"
 
     def name_of(self, env: str, subset: str) -> str:
         """Return the name of a subset's schedule: "environment/subset" or the environment."""
@@ -342,20 +359,16 @@ class DistanceSection:
     """
 
     kind: HorizonKind = knob(
-        HorizonKind.STEPWISE, "Selects how the bound on the distance changes over the run."
+        HorizonKind.STEPWISE, "Selects how the largest distance changes over the run."
     )
     stages: list[int] = knob(
-        [4, 8, 16, 32],
-        "Lists the bounds of the stages, in turns of the expert. kind=fixed uses the last.",
-        ge=1,
+        [4, 8, 16, 32], "Lists the largest distances of the stages, in turns of the expert.", ge=1
     )
     every_steps: int = knob(
-        50, "With kind=stepwise, each stage lasts this many optimizer steps.", ge=1
+        50, "With kind=stepwise, begins the next stage after this many optimizer steps.", ge=1
     )
     over_steps: int = knob(
-        200,
-        "With kind=linear, the bound grows from the first stage to the last over these steps.",
-        ge=1,
+        200, "With kind=linear, reaches the last stage after this many optimizer steps.", ge=1
     )
     gated: DistanceGatedSection = field(default_factory=DistanceGatedSection)
 
@@ -372,19 +385,17 @@ class DistanceSection:
 
     def contradictions(self) -> Iterator[Contradiction]:
         if not self.stages or any(a >= b for a, b in itertools.pairwise(self.stages)):
-            yield "stages", self.stages, "positive turns, strictly increasing"
+            yield "stages", self.stages, "must be positive, strictly increasing turns"
         if len(self.stages) < 2 and self.kind in (HorizonKind.LINEAR, HorizonKind.GATED):
-            yield "stages", self.stages, f"distance.kind={self.kind.value} needs two or more"
+            law = f"curriculum.distance.kind={self.kind.value} needs two or more stages"
+            yield "stages", self.stages, law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumSection:
     """The growing quantity during training: the horizon, the distance of the goals, or both."""
 
-    kind: CurriculumKind = knob(
-        CurriculumKind.HORIZON,
-        "Selects what grows over the run: the horizon or the distance of the items.",
-    )
+    kind: CurriculumKind = knob(CurriculumKind.HORIZON, "Selects what grows over the run.")
     distance: DistanceSection = field(default_factory=DistanceSection)
 
     @property
@@ -399,7 +410,7 @@ class CurriculumSection:
 
     def warnings(self, horizon: "HorizonSection") -> list[str]:
         """Return a warning for each growing horizon that the curriculum keeps fixed."""
-        why = "has no effect: curriculum.kind=distance holds the horizon at its last stage"
+        why = "has no effect: curriculum.kind=distance fixes the horizon at its last stage"
         return [
             f"warning: horizon.{f'per_env.{name}.' if name else ''}kind={kind.value} {why}"
             for name in ("", *horizon.per_env)
@@ -414,17 +425,18 @@ class CurriculumSection:
         """Yield the reasons why the curriculum does not fit the tasks, or has no effect."""
         if not self.has_distance:
             if self.distance != DistanceSection():
-                law = "changes nothing of curriculum.kind=horizon; take distance or both"
+                law = "has no effect with curriculum.kind=horizon; use distance or both"
                 yield "curriculum.distance", self.distance.kind.value, law
             return
         far = [task for task in tasks if task.distance]
         if not far:
-            law = "needs a task with a distance, as {env: e, subset: s, distance: [4, 32]}"
+            law = "needs a task with a distance, such as {env: e, subset: s, distance: [4, 32]}"
             yield "curriculum.kind", self.kind.value, law
         for task in far:
             first = self.bounds()[0]
             if first < task.distance[0]:
-                law = f"must reach the least distance of {task.subset}, {task.distance[0]}"
+                law = f"the first stage must be at least {task.distance[0]}, the least distance of"
+                law += f" {task.subset}"
                 yield "curriculum.distance.stages", self.distance.stages, law
 
 
@@ -457,9 +469,9 @@ def why_not_far(task: TaskSection, known: Mapping[str, Mapping[int, int]], items
     if any(low <= turns <= high for turns in lengths):
         return ""
     if not lengths:
-        return f"nobody knows how far the goals of {task.env} are: no expert tells it here"
+        return f"the environment {task.env} has no expert, so its items have no distance"
     shown = ", ".join(f"{turns} ({num})" for turns, num in sorted(lengths.items()))
-    return f"no training item of {task.subset} needs so many turns; turns (items): {shown}"
+    return f"no training item of {task.subset} has this distance; turns (items): {shown}"
 
 
 def contradictions_of_tasks(
@@ -475,10 +487,10 @@ def contradictions_of_tasks(
     names = [f"{task.env}/{task.subset}" for task in tasks]
     for (name, one), (other, two) in itertools.combinations(zip(names, tasks, strict=True), 2):
         if name == other and not are_apart(one, two):
-            yield "tasks", name, "is there twice; add the weights up in one entry"
+            yield "tasks", name, "is listed twice; use one entry with the sum of the weights"
     envs = sorted({task.env for task in tasks})
     for name in horizon.per_env:
         what, known = ("subset", sorted(names)) if "/" in name else ("environment", envs)
         if name not in known:
-            law = f"no task is of this {what}; the tasks are of {known}"
+            law = f"no task has this {what}; the tasks have {known}"
             yield f"horizon.per_env.{name}", name, law

@@ -19,14 +19,15 @@ class TextcraftOptions(ItemFiles):
     """Crafting from recipes."""
 
     recipes_dir: str = knob(
-        "", "Folder of recipe files in Minecraft's format. Empty uses the built-in recipes."
+        "", "Names a folder of recipe files in Minecraft's format. Empty uses the built-in recipes."
     )
     exchanged_frac: float = knob(
-        0.0, "Share of the training items whose words and numbers are randomised.", ge=0, le=1
+        0.0, "Randomises the words and numbers of this share of the training items.", ge=0, le=1
     )
     max_distractors: int = knob(
         -1,
-        "Shows at most this many needless recipes. -1 means 5, or 10 with recipes_dir.",
+        "Shows at most this many recipes that the goal does not need. -1 means 5, or 10 with "
+        "recipes_dir.",
         ge=-1,
         le=1_000,
     )
@@ -36,9 +37,11 @@ class TextcraftOptions(ItemFiles):
 class BabyaiOptions(ItemFiles):
     """Grid worlds of minigrid."""
 
-    shaped_reward: bool = knob(False, "Success pays 1 - 0.9 * steps / max_steps instead of 1.")
+    shaped_reward: bool = knob(
+        False, "Rewards success with 1 - 0.9 * steps / max_steps instead of 1."
+    )
     agentgym_goals: bool = knob(
-        False, 'Words goals as AgentGym does: "and" instead of "then" and "after you".'
+        False, 'Words goals as AgentGym does: "and" replaces "then" and "after you".'
     )
     agentgym_layouts: bool = knob(
         False, "Uses AgentGym's layouts, including the few that cannot be solved."
@@ -53,19 +56,19 @@ class SciworldOptions(ItemFiles):
     """ScienceWorld. Each live episode has its own small JVM."""
 
     max_jvms: int = knob(
-        8, "Limits the live episodes, each of which has a Java process.", ge=1, le=10**4
+        8, "Limits the live episodes. Each of them has a Java process.", ge=1, le=10**4
     )
     jvm_memory_mib: int = knob(
-        160, "MiB of heap that the Java process of an episode gets.", ge=16, le=10**6
+        160, "Limits the heap of an episode's Java process, in MiB.", ge=16, le=10**6
     )
     gold_memory_mib: int = knob(
-        512, "MiB of heap that the Java process which computes solutions gets.", ge=16, le=10**6
+        512, "Limits the heap of the Java process that computes solutions, in MiB.", ge=16, le=10**6
     )
     call_timeout_s: float = seconds(
-        60.0, "Seconds in which the simulator must answer a call.", gt=0
+        60.0, "Limits the seconds in which the simulator must answer a call.", gt=0
     )
     simplifications: str = knob(
-        "", 'ScienceWorld\'s own simplifications, separated by commas, such as "easy".'
+        "", "Lists ScienceWorld's own simplifications, separated by commas, such as `easy`."
     )
 
 
@@ -74,21 +77,21 @@ class SearchqaOptions(ItemFiles):
     """Deep search: question answering with a retriever."""
 
     questions_dir: str = knob(
-        "", "Folder of <dataset>_<train|test>.jsonl. Empty uses a generated world of facts."
+        "", "Names a folder of <dataset>_<train|test>.jsonl. Empty uses a generated world of facts."
     )
     corpus: str = knob(
-        "", "File of passages in JSON lines. Empty uses those of the generated world."
+        "", "Names a file of passages in JSON lines. Empty uses those of the generated world."
     )
     index_dir: str = knob(
-        "", "Folder that keeps the index of the corpus. Empty means beside the corpus."
+        "", "Names the folder that keeps the index of the corpus. Empty means beside the corpus."
     )
     retriever_url: str = knob(
-        "", "URL of a retrieval server that replaces the built-in index.", form=URL, also=""
+        "", "Names the URL of a server that replaces the built-in index.", form=URL, also=""
     )
     retriever_timeout_s: float = seconds(
-        10.0, "Seconds in which the retrieval server must answer.", gt=0
+        10.0, "Limits the seconds in which the retrieval server must answer.", gt=0
     )
-    num_passages: int = knob(3, "A search returns this many passages.", ge=1, le=1000)
+    num_passages: int = knob(3, "Returns this many passages from a search.", ge=1, le=1000)
     metric: str = knob(
         "em", "Selects how an answer is scored: exact match or word F1.", one_of=("em", "f1")
     )
@@ -100,11 +103,11 @@ class BrowserOptions:
     """The browser of the web environments."""
 
     executable: str = knob(
-        "", "Path of the browser. Empty searches the PATH for Chromium or Chrome."
+        "", "Names the path of the browser. Empty searches the PATH for Chromium or Chrome."
     )
-    max_sessions: int = knob(16, "Limits the contexts of the one browser.", ge=1)
+    max_sessions: int = knob(16, "Limits the live episodes. All share one browser.", ge=1)
     action_timeout_s: float = seconds(
-        5.0, "Seconds in which the browser must perform an action.", gt=0
+        5.0, "Limits the seconds in which the browser must perform an action.", gt=0
     )
 
 
@@ -112,19 +115,37 @@ class BrowserOptions:
 class WebarenaOptions(ItemFiles):
     """URLs of WebArena's sites. Tasks of a site without a URL are left out."""
 
-    shopping: str = knob("", "URL of the shop. Empty leaves its tasks out.", form=URL, also="")
-    shopping_admin: str = knob(
-        "", "URL of the shop's administration. Empty leaves its tasks out.", form=URL, also=""
+    shopping: str = knob(
+        "", "Names the URL of the shop. Empty leaves its tasks out.", form=URL, also=""
     )
-    reddit: str = knob("", "URL of the forum. Empty leaves its tasks out.", form=URL, also="")
-    gitlab: str = knob("", "URL of GitLab. Empty leaves its tasks out.", form=URL, also="")
-    map: str = knob("", "URL of OpenStreetMap. Empty leaves its tasks out.", form=URL, also="")
-    wikipedia: str = knob("", "URL of Wikipedia. Empty leaves its tasks out.", form=URL, also="")
+    shopping_admin: str = knob(
+        "",
+        "Names the URL of the shop's administration. Empty leaves its tasks out.",
+        form=URL,
+        also="",
+    )
+    reddit: str = knob(
+        "", "Names the URL of the forum. Empty leaves its tasks out.", form=URL, also=""
+    )
+    gitlab: str = knob(
+        "", "Names the URL of GitLab. Empty leaves its tasks out.", form=URL, also=""
+    )
+    map: str = knob(
+        "", "Names the URL of OpenStreetMap. Empty leaves its tasks out.", form=URL, also=""
+    )
+    wikipedia: str = knob(
+        "", "Names the URL of Wikipedia. Empty leaves its tasks out.", form=URL, also=""
+    )
     homepage: str = knob(
-        "", "URL of the page that lists the sites. Empty leaves it out.", form=URL, also=""
+        "",
+        "Names the URL of the page that lists the sites. Empty means that there is none.",
+        form=URL,
+        also="",
     )
     auth_dir: str = knob(
-        "", "Folder of Playwright's storage states of logged-in accounts, named <site>_state.json."
+        "",
+        "Names a folder with Playwright's storage states of logged-in accounts, <site>_state.json "
+        "each.",
     )
     observation_tokens: int = knob(
         4000, "Limits an observation (the accessibility tree) to this many words.", ge=1
@@ -163,14 +184,18 @@ class MinisitesOptions:
 class SqlgymOptions(ItemFiles):
     """Text to SQL on sqlite databases."""
 
-    bird_dir: str = knob("", "Folder of the BIRD dataset. Empty uses generated databases.")
+    bird_dir: str = knob(
+        "", "Names the folder of the BIRD dataset. Empty uses generated databases."
+    )
     query_timeout_s: float = seconds(
-        2.0, "Seconds of processor time that a statement may use.", gt=0
+        2.0, "Limits the seconds of processor time of a statement.", gt=0
     )
     gold_timeout_s: float = seconds(
-        30.0, "Seconds of processor time that a reference statement may use.", gt=0
+        30.0, "Limits the seconds of processor time of a reference statement.", gt=0
     )
-    max_rows: int = knob(1000, "Limits the rows of a result.", ge=1)
+    max_rows: int = knob(
+        1000, "Limits the rows of a result, unless the reference result has more.", ge=1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +203,7 @@ class WordleOptions(ItemFiles):
     """Wordle with a short word list."""
 
     words: str = knob(
-        "", "File of words, such as LMRL-Gym's tweet_words.txt. Empty uses the built-in list."
+        "", "Names a file of words, such as tweet_words.txt of LMRL-Gym. Empty uses our list."
     )
 
 
@@ -186,7 +211,9 @@ class WordleOptions(ItemFiles):
 class RemoteOptions:
     """A server of AgentGym or OpenEnv as an environment of the run, named by its dialect."""
 
-    url: str = knob("", "URL of the server, such as http://10.0.0.5:36001.", form=URL, also="")
+    url: str = knob(
+        "", "Names the URL of the server, such as http://10.0.0.5:36001.", form=URL, also=""
+    )
     dialect: str = knob(
         "",
         "Selects the protocol: openenv, or an environment of AgentGym such as textcraft.",
@@ -194,10 +221,10 @@ class RemoteOptions:
         also="",
     )
     train_items: str = knob(
-        "", "File of AgentGym-RL with the training items. With OpenEnv it names a split."
+        "", "Names a file of AgentGym-RL with the training items. With OpenEnv it names a split."
     )
     test_items: str = knob(
-        "", "File of AgentEval with the test items. With OpenEnv it names a split."
+        "", "Names a file of AgentEval with the test items. With OpenEnv it names a split."
     )
     num_train: int = knob(
         -1, "Uses this many of the training items, evenly spread. -1 uses all.", ge=-1, le=10**7
@@ -206,36 +233,37 @@ class RemoteOptions:
         -1, "Uses this many of the test items, evenly spread. -1 uses all.", ge=-1, le=10**7
     )
     max_turns: int = knob(30, "Limits the turns of an episode.", ge=1, le=10**5)
-    timeout_s: float = seconds(60.0, "Seconds in which the server must answer a request.", gt=0)
-    max_sessions: int = knob(64, "Limits the live episodes.", ge=1)
+    timeout_s: float = seconds(
+        60.0, "Limits the seconds in which the server must answer a request.", gt=0
+    )
+    max_sessions: int = knob(64, "Limits the live episodes of the server.", ge=1)
     action_field: str = knob(
-        "", "Field of an OpenEnv action that gets the agent's text. Empty sends the text as JSON."
+        "",
+        "Names the field of an OpenEnv action that receives the agent's text. Empty: the only "
+        "required field receives it, otherwise the agent writes JSON.",
     )
     observation_field: str = knob(
         "",
-        "Field of an OpenEnv observation that the agent reads. Empty shows the whole observation.",
+        "Names the field of an OpenEnv observation that the agent reads. Empty shows the whole "
+        "observation.",
     )
     reward: str = knob(
         "last",
-        "Reward of an OpenEnv episode: its last reward, or the sum of all.",
+        "Selects the reward of an OpenEnv episode: its last reward, or the sum of all.",
         one_of=("last", "sum"),
     )
-    min_reward: float = knob(
-        0.0, "Reward of an OpenEnv episode that is scaled to 0.", ge=-1e6, le=1e6
-    )
-    max_reward: float = knob(
-        1.0, "Reward of an OpenEnv episode that is scaled to 1.", ge=-1e6, le=1e6
-    )
+    min_reward: float = knob(0.0, "Scales this reward of an OpenEnv episode to 0.", ge=-1e6, le=1e6)
+    max_reward: float = knob(1.0, "Scales this reward of an OpenEnv episode to 1.", ge=-1e6, le=1e6)
 
     def contradictions(self) -> Iterator[Contradiction]:
         if bool(self.url) != bool(self.dialect):
-            yield "url", self.url, "goes together with env.dialect=<name>"
+            yield "url", self.url, "env.url and env.dialect need each other; set both or neither"
         if self.min_reward >= self.max_reward:
             yield "max_reward", self.max_reward, "must be > env.min_reward"
         own = ("action_field", "observation_field", "reward", "min_reward", "max_reward")
         for each in fields(self) if self.dialect != "openenv" else ():
             if each.name in own and (value := getattr(self, each.name)) != each.default:
-                yield each.name, value, "goes together with env.dialect=openenv"
+                yield each.name, value, "has no effect without env.dialect=openenv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +271,9 @@ class EnvsSection:
     """Options of all environments. Options of environments that are not served have no effect."""
 
     agentgym_rules: bool = knob(
-        False, "Plays BabyAI and SearchQA by the rules of AgentGym's servers, for comparisons."
+        False,
+        "Plays BabyAI, ScienceWorld and SearchQA by the rules of AgentGym's servers, for "
+        "comparisons.",
     )
     textcraft: TextcraftOptions = field(default_factory=TextcraftOptions)
     babyai: BabyaiOptions = field(default_factory=BabyaiOptions)
@@ -255,7 +285,9 @@ class EnvsSection:
     sqlgym: SqlgymOptions = field(default_factory=SqlgymOptions)
     maze: ItemFiles = field(default_factory=ItemFiles)
     wordle: WordleOptions = field(default_factory=WordleOptions)
-    plugins: dict[str, str] = knob({}, "Options of environments outside the package, by name.")
+    plugins: dict[str, str] = knob(
+        {}, "Sets options of environments outside the package, by the environment's name."
+    )
 
 
 def choose_env(name: str, envs: EnvsSection) -> str:
@@ -268,10 +300,10 @@ def choose_env(name: str, envs: EnvsSection) -> str:
 def own_tasks(name: str, envs: EnvsSection) -> str:
     """Return a note for tables about an environment with this project's tasks; "" for others."""
     own = {
-        "textcraft": "" if envs.textcraft.recipes_dir else "recipes of our own, not Minecraft's",
-        "searchqa": "" if envs.searchqa.questions_dir else "questions on a world of our own",
-        "sqlgym": "" if envs.sqlgym.bird_dir else "generated databases, not BIRD",
-        "wordle": "" if envs.wordle.words else "words of our own",
+        "textcraft": "" if envs.textcraft.recipes_dir else "own recipes instead of Minecraft's",
+        "searchqa": "" if envs.searchqa.questions_dir else "questions about a generated world",
+        "sqlgym": "" if envs.sqlgym.bird_dir else "generated databases instead of BIRD",
+        "wordle": "" if envs.wordle.words else "own list of words",
         "minisites": "minisites, not WebArena",
     }
     return own.get(name, "")

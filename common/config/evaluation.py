@@ -18,8 +18,8 @@ class ContextKind(StrEnum):
     full: the episode ends as context_full. window: a new segment begins with the first message and
     the latest turns. summary: the policy writes a summary; a new segment begins with the first
     message and the summary. fold, subagent: the episode ends, but the policy can do parts of its
-    task in branches. Only the result of a branch is kept. A branch of fold receives all
-    earlier messages; a branch of subagent receives the first message and its call.
+    task in branches. Only the result of a branch stays in the context. A branch of fold receives
+    all earlier messages; a branch of subagent receives the first message and its call.
     """
 
     FULL = "full"
@@ -54,7 +54,7 @@ class AgentLifetime(StrEnum):
 
 
 class AgentFormat(StrEnum):
-    """Format of the action in an answer. An unreadable answer counts as an invalid action.
+    """Format of the action in an answer.
 
     plain: the answer is the action. react: thoughts, then `Action:` once and the action.
     function_call: one tool call in the format of the model's own chat template.
@@ -76,21 +76,30 @@ class HubStyle(Protocol):
 class AgentOptions:
     """Format of the policy's answers, and the context that it receives."""
 
-    format: AgentFormat = knob(AgentFormat.PLAIN, "Selects how an answer names its action.")
-    plan: bool = knob(False, "Adds a turn before the first action in which the policy plans.")
-    reflect_every: int = knob(
-        0, "The policy reflects after this many actions. 0 turns reflection off.", ge=0, le=1000
+    format: AgentFormat = knob(
+        AgentFormat.PLAIN,
+        "Selects how an answer contains its action. An unreadable answer counts as an invalid "
+        "action.",
     )
-    reflect_on_invalid: bool = knob(False, "The policy reflects after each invalid action.")
-    learn_plans: bool = knob(True, "Trains plans as actions are trained.")
-    learn_reflections: bool = knob(True, "Trains reflections as actions are trained.")
+    plan: bool = knob(
+        False, "Adds a turn before the first action in which the policy writes a plan."
+    )
+    reflect_every: int = knob(
+        0, "Adds a turn of reflection after this many actions. 0 adds none.", ge=0, le=1000
+    )
+    reflect_on_invalid: bool = knob(False, "Adds a turn of reflection after each invalid action.")
+    learn_plans: bool = knob(True, "Trains on the tokens of plans as on those of actions.")
+    learn_reflections: bool = knob(
+        True, "Trains on the tokens of reflections as on those of actions."
+    )
 
     context: ContextKind = knob(
-        ContextKind.FULL, "Selects what happens when an episode outgrows max_model_len."
+        ContextKind.FULL,
+        "Selects what happens to an episode whose next turn does not fit in actor.max_model_len.",
     )
     context_turns: int = knob(
         4,
-        "With context=window, a new segment begins with this many of the latest turns.",
+        "With context=window, keeps this many of the latest turns in a new segment.",
         ge=1,
         le=1000,
     )
@@ -98,30 +107,33 @@ class AgentOptions:
         KeepThinking.ALL, "Selects which thoughts of earlier answers stand in later prompts."
     )
     learn_summaries: bool = knob(
-        True, "With context=summary, trains summaries as actions are trained."
+        True, "With context=summary, trains on the tokens of summaries as on those of actions."
     )
     summary_request: str = knob(
-        "", "Text with which context=summary asks for a summary. Empty uses a built-in sentence."
+        "",
+        "With context=summary, sets the text that requests a summary. Empty uses a built-in "
+        "sentence.",
     )
     branch_turns: int = knob(
-        8, "With context=fold|subagent, a branch ends after this many turns.", ge=1, le=1000
+        8, "With context=fold or subagent, ends a branch after this many turns.", ge=1, le=1000
     )
     branch_instruction: str = knob(
-        "", "With context=fold|subagent, text added to the first message. Empty explains branches."
+        "",
+        "With context=fold or subagent, adds this text to the first message. Empty adds a built-in"
+        " explanation of branches.",
     )
 
     endpoint: bool = knob(
-        False, "Programs of the user (actor.agent) play the episodes through a chat endpoint."
+        False, "Lets programs of the user (actor.agent) play the episodes through a chat endpoint."
     )
     agent: list[str] = knob(
-        [], "Command line of the program that plays episodes with endpoint=true."
+        [], "With endpoint=true, sets the command line of the program that plays the episodes."
     )
     agent_lifetime: AgentLifetime = knob(
-        AgentLifetime.EPISODE,
-        "Selects whether a program plays one episode or lives as long as the run.",
+        AgentLifetime.EPISODE, "Selects the lifetime of a process of actor.agent."
     )
     num_agents: int = knob(
-        1, "Each actor starts this many programs with agent_lifetime=run.", ge=1, le=1000
+        1, "With agent_lifetime=run, starts this many programs beside each actor.", ge=1, le=1000
     )
 
     @property
@@ -158,7 +170,7 @@ class AgentOptions:
     def contradictions_of_agents(self) -> Iterator[Contradiction]:
         """Yield options that need an external agent, or that an external agent cannot support."""
         if self.endpoint != bool(self.agent):
-            law = "actor.endpoint=true and the command actor.agent go together"
+            law = "actor.agent and actor.endpoint=true need each other; set both or neither"
             yield "actor.agent", self.agent, law
         told = {
             "context": (self.context.value, "full"),
@@ -169,7 +181,7 @@ class AgentOptions:
             "keep_thinking": (self.keep_thinking.value, "all"),
         }
         for name, (value, only) in told.items() if self.endpoint else ():
-            law = f"must be {only} beside actor.endpoint=true: an agent manages its history itself"
+            law = f"must be {only} with actor.endpoint=true: an agent manages its own history"
             if value != only:
                 yield f"actor.{name}", value, law
 
@@ -194,19 +206,19 @@ class AgentOptions:
         """
         yield from self.contradictions_of_agents()
         if self.has_branches and (self.plan or self.reflects):
-            law = "must be full, window or summary beside actor.plan and actor.reflect_*"
+            law = "must be full, window or summary with actor.plan and actor.reflect_*"
             yield "actor.context", self.context.value, law
         yield from self._contradictions_of_thoughts()
         if self.format is AgentFormat.FUNCTION_CALL:
-            law = "must be {} beside actor.format=function_call: {}"
+            law = "must be {} with actor.format=function_call: {}"
             if envhub.style != "compact":
-                why = "its instructions demand answers in ReAct's form"
+                why = "the instructions of this style demand answers in ReAct's format"
                 yield "envhub.style", envhub.style, law.format("compact", why)
             if policy.url:
                 yield (
                     "policy.url",
                     policy.url,
-                    law.format('""', "the chat template is the model's own"),
+                    law.format('""', "that format needs the model's own chat template"),
                 )
         found: list[tuple[str, object]] = []
         if algorithm.policy_loss is PolicyLoss.GSPO:
@@ -219,12 +231,12 @@ class AgentOptions:
         if not self.endpoint and self.context is ContextKind.FULL:
             where = f"keep_thinking={self.keep_thinking.value}"
         for key, value in found if self.has_segments else []:
-            law = "takes a ratio over a whole episode, whose segments are rows of their own here"
-            yield key, value, f"{law} (actor.{where})"
+            law = "computes a ratio over a whole episode, but an episode has several training rows"
+            yield key, value, f"{law} with actor.{where}"
         if algorithm.policy_loss is PolicyLoss.TURN and self.parts_turns:
-            law = "takes a ratio over a whole turn, which may be in several rows here"
-            key = "algorithm.policy_loss"
-            yield key, "turn", f"{law} (actor.{where}); take ppo, or context=full or window"
+            law = "computes a ratio over a whole turn, but a turn may have several training rows"
+            remedy = "use policy_loss=ppo, or actor.context=full or window"
+            yield "algorithm.policy_loss", "turn", f"{law} with actor.{where}; {remedy}"
 
 
 class EvalItems(StrEnum):
@@ -260,15 +272,18 @@ class EvalSection:
         0, "Evaluates during training every this many steps. 0 turns it off.", ge=0
     )
     stream_items: int = knob(
-        128, "Each evaluation during training plays this many held-out items.", ge=1, le=10**6
+        128, "Plays this many held-out items in each evaluation during training.", ge=1, le=10**6
     )
-    k: int = knob(1, "The command `eval` samples each item this many times.", ge=1, le=4096)
-    items: EvalItems = knob(EvalItems.SPREAD, "The command `eval` plays these items.")
+    k: int = knob(1, "Samples each item this many times with the command `eval`.", ge=1, le=4096)
+    items: EvalItems = knob(EvalItems.SPREAD, "Selects the held-out items of the command `eval`.")
     label: str = knob(
-        "", "The command `eval` gives its row in the table this name. Empty uses the model's name."
+        "", "Names the row of the command `eval` in its table. Empty uses the model's name."
     )
     max_failed_frac: float = knob(
-        0.05, "The command `eval` exits with 1 if a larger share of its episodes fails.", ge=0, le=1
+        0.05,
+        "Limits the share of failed episodes of the command `eval`. Above it the exit code is 1.",
+        ge=0,
+        le=1,
     )
 
 
@@ -282,43 +297,53 @@ class PolicySection:
 
     url: str = knob(
         "",
-        "URL of a chat endpoint, such as https://host/v1. Empty plays model.path in an "
-        "engine here.",
+        "Names the URL of a chat endpoint, such as https://host/v1. Empty plays model.path in an "
+        "engine on this machine.",
         form=URL,
         also="",
     )
-    model: str = knob("", "Name of the model at the endpoint.")
+    model: str = knob("", "Names the model at the endpoint.")
     api_key_env: str = knob(
-        "", "Environment variable that holds the API key. Empty sends none.", form=WORD, also=""
+        "",
+        "Names the environment variable with the API key. Empty sends no key.",
+        form=WORD,
+        also="",
     )
     port: int = knob(
-        0, "The command `serve` listens at this port. 0 chooses a free one.", ge=0, le=65535
+        0,
+        "Sets the port at which the command `serve` listens. 0 chooses a free one.",
+        ge=0,
+        le=65535,
     )
-    temperature: float = knob(1.0, "Sets the temperature of sampling.", ge=0, le=100)
+    temperature: float = knob(1.0, "Sets the sampling temperature of the endpoint.", ge=0, le=100)
     max_turn_tokens: int = knob(
-        1024, "Limits the sampled tokens of a turn, hidden reasoning included.", ge=1
+        1024, "Limits the sampled tokens of a turn, including hidden reasoning.", ge=1
     )
     limit_key: str = knob(
-        "max_tokens", "Name of that limit in the requests to the endpoint.", one_of=LIMIT_KEYS
+        "max_tokens", "Selects the request field for policy.max_turn_tokens.", one_of=LIMIT_KEYS
     )
-    max_concurrent: int = knob(16, "Limits the concurrent requests.", ge=1, le=10**5)
-    timeout_s: float = seconds(300.0, "Seconds in which the endpoint must answer a request.", gt=0)
+    max_concurrent: int = knob(
+        16, "Limits the concurrent requests to the endpoint.", ge=1, le=10**5
+    )
+    timeout_s: float = seconds(
+        300.0, "Limits the seconds in which the endpoint must answer a request.", gt=0
+    )
     max_tries: int = knob(
-        6, "Tries each turn this often. Without any answer the episode fails.", ge=1, le=1000
+        6, "Limits the tries of a turn. An episode fails if none is answered.", ge=1, le=1000
     )
     backoff_s: float = seconds(
         1.0,
-        "Seconds before the second try. Each further try waits twice as long.",
+        "Sets the seconds before the second try. The wait doubles with each further try.",
         ge=0,
         must="be at most max_backoff_s",
     )
     max_backoff_s: float = seconds(
-        60.0, "Longest seconds between two tries, also if Retry-After asks for more.", ge=0
+        60.0, "Limits the seconds between two tries, even if Retry-After is longer.", ge=0
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.url and not self.model:
-            yield "model", self.model, "policy.url needs the name of a model of that endpoint"
+            yield "model", self.model, "must name a model of the endpoint policy.url"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,8 +357,8 @@ class StudySection:
         0, "Runs this many seeds of each arm. 0 uses the suite's own number.", ge=0, le=1000
     )
     only: list[str] = knob(
-        [], "Selects runs (ARM-seedN) or arms. [] selects all that are not done yet."
+        [], "Selects runs (ARM-seedN) or arms. [] selects all that are not finished."
     )
     folder: str = knob(
-        "", "Folder of the study below run.dir. Empty means study-SUITE.", form=PATH, also=""
+        "", "Names the study's folder below run.dir. Empty means study-SUITE.", form=PATH, also=""
     )

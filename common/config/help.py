@@ -14,16 +14,17 @@ from omegaconf import MISSING
 
 from common.config.command_line import COMMANDS, command_help
 from common.config.keys import declared, describe_kind, field_kinds
-from common.config.knobs import TEXT, Law
+from common.config.knobs import TEXT, Constraint
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 
 REFERENCE = "reference"
 HEAD = """# Configuration reference
 
-Every key, its default, what it may be, and what it means. A YAML in `configs/` holds differences
-from these only, and `key=value` on the command line comes last. Written by
-`python run.py help reference > docs/CONFIGURATION.md`; `python run.py help KEY` tells one.
+This page lists every key with its default, its allowed values and its meaning. A YAML file in
+`configs/` contains only the keys that differ from the defaults. `key=value` on the command line
+overrides both. `python run.py help KEY` prints one key, and
+`python run.py help reference > docs/CONFIGURATION.md` writes this page.
 """
 
 
@@ -33,10 +34,10 @@ def help_text(topics: list[str]) -> str:
     Raises: ConfigError: more than one topic, or an unknown one; the message names the nearest key.
     """
     if len(topics) > 1:
-        raise ConfigError(f"help {' '.join(topics)}: one key, section or command at a time")
+        raise ConfigError(f"help {' '.join(topics)}: give one key, section or command only")
     if not topics:
         head = (
-            "Sections of the configuration. `run.py help SECTION` and `run.py help KEY` say more."
+            "Sections of the configuration. `run.py help SECTION` and `run.py help KEY` print more."
         )
         return f"{head}\n\n{_section(RunConfig, '')}"
     (topic,) = topics
@@ -72,8 +73,8 @@ def _section(section: Any, prefix: str) -> str:
 def _key(key: str, kind: Any, field: Field[Any]) -> str:
     ruled = _rule(kind, field)
     lines = [describe_kind(kind) + (f"; {ruled}" if ruled else ""), field.metadata["text"]]
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        lines += ["", *(getdoc(kind) or "").split("\n")]
+    if options := _options(kind):
+        lines += ["", *options.split("\n")]
     text = "\n".join([f"{key}={_default(field)}", *(f"  {line}".rstrip() for line in lines)]) + "\n"
     element = get_args(kind)[-1] if get_args(kind) else None
     if not is_dataclass(element):
@@ -83,9 +84,19 @@ def _key(key: str, kind: Any, field: Field[Any]) -> str:
     )
 
 
+def _options(kind: Any) -> str:
+    """Return the description of an enum's options: its docstring without the first paragraph.
+
+    The first paragraph describes the enum itself, which the text of the key does as well.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        return ""
+    return (getdoc(kind) or "").partition("\n\n")[2]
+
+
 def _rule(kind: Any, field: Field[Any]) -> str:
     """Return a key's constraint as text; "" if its type is the only constraint."""
-    law: Law = field.metadata["law"]
+    law: Constraint = field.metadata["law"]
     leaf = get_args(kind)[-1] if get_args(kind) else kind
     return law.phrase if leaf in (int, float, str) and law.form is not TEXT else ""
 
@@ -102,7 +113,7 @@ def _default(field: Field[Any]) -> str:
 def reference_text() -> str:
     """Return the configuration reference as Markdown."""
     tops = [field for field in fields(RunConfig) if not is_dataclass(_kind(RunConfig, field.name))]
-    lines = [HEAD, "## Of the whole run", "", *_table([(f.name, RunConfig, f) for f in tops])]
+    lines = [HEAD, "## Keys without a section", "", *_table([(f.name, RunConfig, f) for f in tops])]
     for field in fields(RunConfig):
         kind = _kind(RunConfig, field.name)
         if is_dataclass(kind):
@@ -140,15 +151,13 @@ def walk_keys(section: Any, prefix: str) -> Iterator[tuple[str, Any, Field[Any]]
 
 
 def _table(rows: Iterable[tuple[str, Any, Field[Any]]]) -> list[str]:
-    lines = ["| key | default | may be | meaning |", "|---|---|---|---|"]
+    lines = ["| key | default | allowed values | meaning |", "|---|---|---|---|"]
     for key, section, field in rows:
         kind = _kind(section, field.name)
         may_be = describe_kind(kind)
         rule = _rule(kind, field).removeprefix("must be ")
         may_be += f", {rule}" if rule else ""
-        text = field.metadata["text"]
-        if isinstance(kind, type) and issubclass(kind, Enum):
-            text += f" {' '.join((getdoc(kind) or '').split())}"
+        text = f"{field.metadata['text']} {' '.join(_options(kind).split())}".rstrip()
         cells = (f"`{key}`", f"`{_default(field)}`", may_be, text)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines

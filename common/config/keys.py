@@ -71,8 +71,8 @@ def describe_kind(kind: Any) -> str:
     if get_origin(kind) is dict:
         below = get_args(kind)[1]
         if is_dataclass(below):
-            return f"names with sections of {', '.join(field_kinds(below))}"
-        return f"names with {'values' if below is Any else 'texts'}, like {{a: b}}"
+            return f"a map from names to sections with {', '.join(field_kinds(below))}"
+        return f"a map from names to {'values' if below is Any else 'texts'}, like {{a: b}}"
     if issubclass(kind, Enum):
         return f"one of {', '.join(str(member.value) for member in kind)}"
     return _WORDS[kind]

@@ -37,7 +37,7 @@ RELATIONS: dict[str, Callable[[Any, Any], bool]] = {  # Relations between the va
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Pattern:
     """A pattern for texts."""
 
     phrase: str
@@ -45,7 +45,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Law:
+class Constraint:
     """The constraint of a value, or of each element of a list or mapping."""
 
     ge: float | None = None
@@ -54,14 +54,14 @@ class Law:
     lt: float | None = None
     also: float | str | None = None  # An additional allowed value, such as 0 for "off".
     one_of: tuple[str, ...] = ()
-    form: Form | None = None
+    form: Pattern | None = None
 
     @property
     def phrase(self) -> str:
         """Return the constraint as text."""
         if self.one_of or self.form:
             words = self.form.phrase if self.form else f"one of {', '.join(self.one_of)}"
-            return words if self.also is None else f'{words}, or "{self.also}"'
+            return f"must be {words}" if self.also is None else f'must be {words}, or "{self.also}"'
         low = _first(self.ge, self.gt)
         high = _first(self.le, self.lt)
         if low is not None and high is not None:
@@ -95,7 +95,7 @@ class Law:
 
 
 @runtime_checkable
-class _Contradictable(Protocol):
+class _HasChecks(Protocol):
     """A section with its own check for combinations that `must` cannot express."""
 
     def contradictions(self) -> Iterator[Contradiction]: ...
@@ -150,29 +150,32 @@ def _is_date(text: str) -> bool:
 CEILING = 1e10  # Default upper bound of numbers; a larger number is a typing error.
 LONGEST_S = 2e6  # 23 days: many libraries store a wait as 32 bits of milliseconds.
 MAX_CHARS = 10_000  # Longest text.
-TEXT = Form("printable text on one line", str.isprintable)
-NAME = Form("printable text, not empty", _is_name)
-PATH = Form("a path", _is_path)
-WORD = Form("a name without spaces", lambda text: _is_name(text) and " " not in text)
-PEER_NAME = Form(
+TEXT = Pattern("printable text on one line", str.isprintable)
+NAME = Pattern("printable text, not empty", _is_name)
+PATH = Pattern("a path", _is_path)
+WORD = Pattern("a name without spaces", lambda text: _is_name(text) and " " not in text)
+PEER_NAME = Pattern(
     "printable text of at most 200 characters", lambda text: text.isprintable() and len(text) <= 200
 )
-FILE_NAME = Form(
-    'a plain file name: up to 100 printable characters, no "/", no "." in front, not "latest"',
+FILE_NAME = Pattern(
+    'a plain file name: up to 100 printable characters without "/", not "latest", no "." at the'
+    " beginning",
     _is_file_name,
 )
-HOST = Form("an address or a host name", _is_host)
-URL = Form("http://host... or https://host...", _is_url)
-RAY = Form("HOST:PORT of a Ray cluster, or auto", re.compile(r"auto|[^\s:/]+:\d{1,5}").fullmatch)
-LABEL = Form(
+HOST = Pattern("an address or a host name", _is_host)
+URL = Pattern("http://host... or https://host...", _is_url)
+RAY = Pattern("HOST:PORT of a Ray cluster, or auto", re.compile(r"auto|[^\s:/]+:\d{1,5}").fullmatch)
+LABEL = Pattern(
     "key=value, key=!value, key=in(a,b) or key=!in(a,b)",
     re.compile(r"[\w./-]+=!?([\w.-]+|in\([\w., -]+\))").fullmatch,
 )
-DATE = Form("a date as YYYY-MM-DD", _is_date)
-DEVICE = Form("auto, cpu, cuda or cuda:<number>", re.compile(r"auto|cpu|cuda(:\d{1,3})?").fullmatch)
-ENV_NAME = Form(
-    "an environment's name, module:function of one of yours, a game as textarena:Sudoku-v0, or"
-    " mcp:FILE.yaml, verifiers:FILE.yaml",
+DATE = Pattern("a date as YYYY-MM-DD", _is_date)
+DEVICE = Pattern(
+    "auto, cpu, cuda or cuda:<number>", re.compile(r"auto|cpu|cuda(:\d{1,3})?").fullmatch
+)
+ENV_NAME = Pattern(
+    "an environment's name, MODULE:FUNCTION of your own, a game such as textarena:Sudoku-v0,"
+    " mcp:FILE.yaml or verifiers:FILE.yaml",
     re.compile(r"[\w-]+|[^\s:]+:\w+|(textarena|gymnasium|mcp|verifiers):[^\s,]+").fullmatch,
 )
 
@@ -187,7 +190,7 @@ def knob(
     lt: float | None = None,
     also: float | str | None = None,
     one_of: tuple[str, ...] = (),
-    form: Form | None = None,
+    form: Pattern | None = None,
     must: str = "",
 ) -> Any:
     """Declare one key of a section.
@@ -206,7 +209,7 @@ def knob(
         le = CEILING if le is None and lt is None else le
     elif not one_of:
         form = form or TEXT
-    law = Law(ge=ge, gt=gt, le=le, lt=lt, also=also, one_of=one_of, form=form)
+    law = Constraint(ge=ge, gt=gt, le=le, lt=lt, also=also, one_of=one_of, form=form)
     metadata = {"text": text, "law": law, "must": must}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy(cast(Any, default)), metadata=metadata)
@@ -229,7 +232,7 @@ def check(section: Any, prefix: str = "") -> None:
             if is_dataclass(value):
                 check(value, f"{key}.")
             elif not isinstance(value, (bool, Enum, *FREE)):
-                law: Law | None = each.metadata.get("law")
+                law: Constraint | None = each.metadata.get("law")
                 if law is not None and not law.allows(value):
                     raise ConfigError(f"{key}={value!r:.200}: {law.phrase}")
     for key, value, wanted in _contradictions(section, prefix):
@@ -244,7 +247,7 @@ def _contradictions(section: Any, prefix: str) -> Iterator[Contradiction]:
         if relation and not RELATIONS[relation](value, bound):
             shown = f"{bound:g}" if isinstance(bound, float) else bound
             yield each.name, value, f"must {relation} {prefix}{other}={shown}"
-    if isinstance(section, _Contradictable):
+    if isinstance(section, _HasChecks):
         yield from section.contradictions()
 
 

@@ -159,7 +159,7 @@ def _read_chain(path: Path, *, root: Path) -> list[dict[str, Any]]:
     seen: list[Path] = []
     while True:
         if path.resolve() in seen:
-            raise ConfigError(f"{path}: `defaults` comes back to itself")
+            raise ConfigError(f"{path}: the chain of `defaults` returns to this file")
         seen.append(path.resolve())
         base, tree = _read(path)
         chain.insert(0, tree)
@@ -173,7 +173,7 @@ def _find_base(base: Any, path: Path, *, root: Path) -> Path:
     for folder in (path.parent, root / "configs"):
         if isinstance(base, str) and "/" not in base and os.path.isfile(folder / f"{base}.yaml"):
             return folder / f"{base}.yaml"
-    law = "expects the name of a file beside this one or in configs/, without .yaml"
+    law = "expects the name, without .yaml, of a file in the same folder or in configs/"
     raise ConfigError(f"{path}: defaults={show(base)}: {law}")
 
 
@@ -243,7 +243,7 @@ def _make_way(merged: DictConfig, name: str, *, shown: str) -> None:
         kind, _ = declared(section, shown=section)
         held = OmegaConf.select(merged, above)
         if parts[i].isdigit() and int(parts[i]) >= len(held):
-            raise ConfigError(f"{shown}: {above} has {len(held)} entries, counted from 0")
+            raise ConfigError(f"{shown}: {above} has {len(held)} entries; the first has index 0")
         if is_dataclass(kind) and OmegaConf.select(merged, section) is None:
             held[parts[i]] = OmegaConf.structured(kind)
             _unfreeze(merged)

@@ -11,83 +11,93 @@ class SftSection:
     """Supervised warm start from demonstrations."""
 
     output: str = knob(
-        "", "Folder of the policy. Empty means runs/<name>/policy.", form=PATH, also=""
+        "", "Names the folder of the policy. Empty means runs/<name>/policy.", form=PATH, also=""
     )
     overwrite: bool = knob(False, "Allows sft.output to be a policy that ships with the project.")
     demonstrations: str = knob(
-        "", "JSON lines in AgentTraj format. Empty lets the experts make them."
+        "",
+        "Names a file of demonstrations, JSON lines in AgentTraj format. Empty lets the experts "
+        "play them.",
     )
-    num_demonstrations: int = knob(6000, "The experts play this many episodes.", ge=1, le=10**7)
+    num_demonstrations: int = knob(
+        6000, "Lets the experts play this many episodes.", ge=1, le=10**7
+    )
     expert_subsets: list[str] = knob(
-        [], "Subsets that the expert plays. [] means those of the tasks.", form=NAME
+        [], "Lists the subsets that the expert plays. [] means those of the tasks.", form=NAME
     )
     contexts: list[ContextKind] = knob(
-        [], "Context kinds of the demonstrations, in turn. [] means actor.context."
+        [], "Lists context kinds that the demonstrations use in turn. [] means actor.context."
     )
     min_reward: float = knob(0.0, "Leaves out episodes with a smaller reward.", ge=-1e6)
     max_episodes: int = knob(
-        0, "Trains on the newest of the remaining episodes. 0 means all.", ge=0
+        0, "Trains on this many of the newest remaining episodes. 0 means all.", ge=0
     )
     random_frac: float = knob(
-        0.3, "Share of demonstrations that are random valid play over the mixture.", ge=0, le=1
+        0.3, "Sets the share of demonstrations with random valid play over the mixture.", ge=0, le=1
     )
     slip_frac: float = knob(
         0.0,
-        "In this share of the turns a random action replaces the expert's; it is not trained.",
+        "Replaces the expert's action by a random one in this share of the turns. Random actions "
+        "are not trained.",
         ge=0,
         lt=1,
     )
-    num_epochs: int = knob(3, "Passes over the demonstrations.", ge=1)
+    num_epochs: int = knob(3, "Passes over the demonstrations this many times.", ge=1)
     prompt_coef: float = knob(
         0.0,
-        "Weight of a token that the agent reads; its own tokens weigh 1. 0 leaves it out.",
+        "Sets the weight of a token that the agent reads. Its own tokens weigh 1. 0 leaves it out.",
         ge=0,
         le=1,
     )
-    batch_tokens: int = knob(4096, "Tokens of one optimizer step.", ge=1)
+    batch_tokens: int = knob(4096, "Sets the number of tokens of one optimizer step.", ge=1)
     lr: float = knob(
         1e-3,
-        "Learning rate. With learner.optimizer=muon, that of embeddings, head and norms.",
+        "Sets the learning rate. With learner.optimizer=muon, it holds for embeddings, head and "
+        "norms.",
         gt=0,
         le=10,
     )
     muon_lr: float = knob(
-        0.02, "With learner.optimizer=muon, learning rate of the hidden matrices.", gt=0, le=10
+        0.02,
+        "With learner.optimizer=muon, sets the learning rate of the hidden matrices.",
+        gt=0,
+        le=10,
     )
     hidden_size: int = knob(
-        128, "Hidden size of a policy that is made from scratch.", ge=8, le=65536
+        128, "Sets the hidden size of a policy that is made from scratch.", ge=8, le=65536
     )
     num_layers: int = knob(
-        4, "Number of layers of a policy that is made from scratch.", ge=1, le=1000
+        4, "Sets the number of layers of a policy that is made from scratch.", ge=1, le=1000
     )
     num_heads: int = knob(
         4,
-        "Number of attention heads of a policy that is made from scratch.",
+        "Sets the number of attention heads of a policy that is made from scratch.",
         ge=1,
         le=1024,
         must="divide hidden_size",
     )
     num_kv_heads: int = knob(
         2,
-        "Number of key-value heads of a policy that is made from scratch.",
+        "Sets the number of key-value heads of a policy that is made from scratch.",
         ge=1,
         le=1024,
         must="divide num_heads",
     )
     intermediate_size: int = knob(
         512,
-        "Width of the feed-forward layers of a policy that is made from scratch.",
+        "Sets the width of the feed-forward layers of a policy that is made from scratch.",
         ge=1,
         le=10**6,
     )
     vocab_size: int = knob(
         640,
-        "Vocabulary of a policy that is made from scratch; it has each byte at least.",
+        "Sets the size of the vocabulary of a policy that is made from scratch. It contains every "
+        "byte.",
         ge=300,
         le=10**7,
     )
     from_scratch: bool = knob(
-        True, "Makes a tokenizer and weights. `false` starts from model.path."
+        True, "Makes a new tokenizer and new weights. `false` starts from model.path."
     )
 
 
@@ -96,16 +106,20 @@ class DpoSection:
     """Direct preference optimisation on pairs of episodes of one item (arXiv:2305.18290)."""
 
     data: str = knob(
-        "", "Run directory whose journal is read, or a file in AgentTraj format with rewards."
+        "", "Names a run directory with a journal, or a file in AgentTraj format with rewards."
     )
-    output: str = knob("runs/dpo-policy", "Folder of the policy.", form=PATH)
-    beta: float = knob(0.1, "Sets how strongly the policy is held at the reference.", gt=0, le=1000)
+    output: str = knob("runs/dpo-policy", "Names the folder of the policy.", form=PATH)
+    beta: float = knob(0.1, "Sets how strongly the reference holds the policy.", gt=0, le=1000)
     keep_chosen: float = knob(
-        0.0, "Nats of margin per nat that the chosen episode loses (DPO-Positive).", ge=0, le=1000
+        0.0,
+        "Subtracts this many nats of margin for each nat that the chosen episode loses "
+        "(DPO-Positive).",
+        ge=0,
+        le=1000,
     )
     sft_coef: float = knob(
         0.0,
-        "Weight of the mean negative log-likelihood of the chosen episode (RPO).",
+        "Sets the weight of the mean negative log-likelihood of the chosen episode (RPO).",
         ge=0,
         le=1000,
     )
@@ -114,7 +128,8 @@ class DpoSection:
     )
     min_gap: float = knob(
         0.5,
-        "Pairs need at least this difference in reward between chosen and rejected.",
+        "Requires at least this difference in reward between the chosen and the rejected episode "
+        "of a pair.",
         gt=0,
         le=1,
     )
@@ -122,11 +137,14 @@ class DpoSection:
     max_pairs: int = knob(
         0, "Limits the pairs of all items, which are drawn by the seed. 0 uses all.", ge=0
     )
-    batch_pairs: int = knob(16, "Pairs of one optimizer step.", ge=1)
-    num_epochs: int = knob(1, "Passes over the pairs.", ge=1)
+    batch_pairs: int = knob(16, "Sets the number of pairs of one optimizer step.", ge=1)
+    num_epochs: int = knob(1, "Passes over the pairs this many times.", ge=1)
     lr: float = knob(5e-7, "Sets the learning rate of AdamW.", gt=0, le=10)
     muon_lr: float = knob(
-        3e-4, "With learner.optimizer=muon, learning rate of the hidden matrices.", gt=0, le=10
+        3e-4,
+        "With learner.optimizer=muon, sets the learning rate of the hidden matrices.",
+        gt=0,
+        le=10,
     )
 
 
@@ -134,8 +152,10 @@ class DpoSection:
 class EvolveSection:
     """AgentEvol: sample, keep successful episodes, train, repeat (arXiv:2406.04151)."""
 
-    output: str = knob("runs/evolve-policy", "Folder of the policies.", form=PATH)
-    num_iterations: int = knob(3, "Samples and trains this many times.", ge=1, le=10**4)
+    output: str = knob("runs/evolve-policy", "Names the folder of the policies.", form=PATH)
+    num_iterations: int = knob(
+        3, "Samples episodes and trains on them this many times.", ge=1, le=10**4
+    )
     items_per_iteration: int = knob(
         512,
         "Plays this many training items per iteration, spread over the tasks by weight.",
@@ -144,10 +164,14 @@ class EvolveSection:
     )
     samples_per_item: int = knob(2, "Plays each item this many times.", ge=1, le=10**4)
     min_reward: float = knob(
-        1.0, "Keeps episodes with at least this reward. With 1, solved ones are kept too.", ge=-1e6
+        1.0,
+        "Keeps episodes with at least this reward. With 1, all solved episodes are kept, too.",
+        ge=-1e6,
     )
     from_base: bool = knob(
-        True, "Trains the first policy each time, on all episodes that were kept so far."
+        True,
+        "Trains the first policy in each iteration, on all episodes kept so far. `false` trains "
+        "the newest policy on the new episodes.",
     )
 
 
@@ -160,10 +184,7 @@ class SimulatorSection:
     """
 
     hours: float = knob(
-        0.0,
-        "Simulates this many hours of virtual time. 0 simulates train.num_steps.",
-        ge=0,
-        le=10**6,
+        0.0, "Simulates this many virtual hours. 0 simulates train.num_steps.", ge=0, le=10**6
     )
     max_episodes: int = knob(
         500_000,
@@ -173,56 +194,71 @@ class SimulatorSection:
     )
     mode: str = knob(
         "",
-        "Mode to simulate; `both` compares them. Empty means train.mode.",
+        "Selects the mode to simulate; `both` compares them. Empty means train.mode.",
         one_of=("async", "sync", "both"),
         also="",
     )
     from_run: str = knob(
-        "", "Directory of a finished run whose episodes and steps are drawn again."
+        "", "Names the directory of a finished run whose episodes and steps are drawn again."
     )
-    compare: str = knob("", "Directory of a finished run that the prediction is compared with.")
-    output: str = knob("runs/simulation.json", "File of the result.", form=PATH)
+    compare: str = knob(
+        "", "Names the directory of a finished run that the prediction is compared with."
+    )
+    output: str = knob("runs/simulation.json", "Names the file of the result.", form=PATH)
     search: bool = knob(True, "Recommends a number of actors, a bound on lag and a group size.")
     search_steps: int = knob(
-        40, "Each simulation of the search makes this many steps.", ge=1, le=10**6
+        40, "Makes this many steps in each simulation of the search.", ge=1, le=10**6
     )
 
-    num_actors: int = knob(0, "Number of actors. 0 means actor.num_actors.", ge=0, le=10**4)
-    speed_sigma: float = knob(
-        0.0, "Standard deviation of the log of an actor's seconds per turn.", ge=0, le=10
+    num_actors: int = knob(
+        0, "Sets the number of actors. 0 means actor.num_actors.", ge=0, le=10**4
     )
-    join_s: float = knob(0.0, "Actors join evenly over this many seconds.", ge=0)
+    speed_sigma: float = knob(
+        0.0, "Sets the standard deviation of the log of an actor's seconds per turn.", ge=0, le=10
+    )
+    join_s: float = knob(0.0, "Lets the actors join evenly over this many seconds.", ge=0)
     mtbf_h: float = knob(
         0.0,
-        "Mean hours between two failures of an actor. 0 means that none fails.",
+        "Sets the mean hours between two failures of an actor. 0 means that none fails.",
         also=0,
         ge=0.01,
     )
-    restart_s: float = knob(60.0, "Seconds until a failed actor is back.", ge=0)
-    failed_frac: float = knob(0.0, "Share of episodes that fail by the environment.", ge=0, lt=1)
+    restart_s: float = knob(60.0, "Sets the seconds until a failed actor has restarted.", ge=0)
+    failed_frac: float = knob(
+        0.0, "Sets the share of episodes that fail by the environment.", ge=0, lt=1
+    )
     slot_slowdown: float = knob(
-        0.0, "Slows an episode by this share per other episode at its start.", ge=0, le=1000
+        0.0,
+        "Slows an episode by this share for each other episode that its actor plays at its start.",
+        ge=0,
+        le=1000,
     )
     delivery_s: float = knob(
-        0.05, "Seconds from the end of an episode to the learner's groups.", ge=0
+        0.05, "Sets the seconds from an episode's end to its arrival at the learner.", ge=0
     )
 
-    turn_s: float = knob(3.0, "Median seconds of a turn.", gt=0)
+    turn_s: float = knob(3.0, "Sets the median seconds of generation in a turn.", gt=0)
     turn_sigma: float = knob(
-        0.4, "Standard deviation of the log of a turn's seconds between episodes.", ge=0, le=10
+        0.4, "Sets the standard deviation of the log of an episode's seconds per turn.", ge=0, le=10
     )
-    num_turns: float = knob(8.0, "Median turns of an episode that no horizon cuts.", ge=1)
+    num_turns: float = knob(
+        8.0, "Sets the median number of turns of an episode that no horizon truncates.", ge=1
+    )
     num_turns_sigma: float = knob(
-        0.6, "Standard deviation of the log of an episode's turns.", ge=0, le=10
+        0.6, "Sets the standard deviation of the log of an episode's number of turns.", ge=0, le=10
     )
-    env_s: float = knob(0.5, "Median seconds of the environment in a turn.", ge=0)
-    tail_frac: float = knob(0.02, "Share of episodes whose environment is slow.", ge=0, lt=1)
-    tail_factor: float = knob(10.0, "Slow environments take this many times as long.", ge=1)
-    success: float = knob(0.5, "Mean success over items, which differ evenly.", gt=0, lt=1)
+    env_s: float = knob(0.5, "Sets the median seconds of the environment in a turn.", ge=0)
+    tail_frac: float = knob(0.02, "Sets the share of episodes that are slow.", ge=0, lt=1)
+    tail_factor: float = knob(10.0, "Multiplies the seconds of slow episodes by this factor.", ge=1)
+    success: float = knob(
+        0.5, "Sets the mean success over items, whose success differs.", gt=0, lt=1
+    )
     turn_tokens: int = knob(
-        300, "Tokens of a prompt and its answer, as the learner counts them.", ge=1
+        300, "Sets the tokens of a turn that the learner counts, prompt and answer.", ge=1
     )
-    step_s: float = knob(5.0, "Seconds of a step besides its tokens, publishing included.", ge=0)
+    step_s: float = knob(
+        5.0, "Sets the seconds of a step without its tokens, including publishing.", ge=0
+    )
     learner_tokens_per_s: float = knob(
-        8000.0, "The learner trains on this many tokens per second.", gt=0
+        8000.0, "Sets the tokens that the learner trains on per second.", gt=0
     )

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.knobs import FILE_NAME, PATH
 from common.config.load import find_config, load_config, override_value
 from common.config.run_config import RunConfig
@@ -13,14 +13,14 @@ from common.errors import ConfigError
 DEFAULT_CONFIG = "quickstart"
 
 
-def belongs_to_no_run(request: Request) -> bool:
+def belongs_to_no_run(request: ParsedCommand) -> bool:
     """Return whether the request names neither a config nor a run."""
     keys = ("run.name", "run.dir")
     named = [key for key in keys if override_value(request.overrides, key) is not None]
     return request.config is None and not named
 
 
-def load_named(request: Request, *, root: Path, defaults: Sequence[str] = ()) -> RunConfig:
+def load_named(request: ParsedCommand, *, root: Path, defaults: Sequence[str] = ()) -> RunConfig:
     """Return the config of a request: overrides come after `defaults`; a named run uses its own."""
     overrides = [*defaults, *request.overrides]
     if request.config is None and (name := override_value(overrides, "run.name")) is not None:
@@ -31,7 +31,7 @@ def load_named(request: Request, *, root: Path, defaults: Sequence[str] = ()) ->
     return load_config(named, overrides, root=root, is_dry=request.is_dry)
 
 
-def load_joined(request: Request, *, root: Path) -> RunConfig:
+def load_joined(request: ParsedCommand, *, root: Path) -> RunConfig:
     """Return the config of the run that a role joins, or that a command reads.
 
     Without `run.name` it is the run that `--config` names, or the latest one.
@@ -54,24 +54,24 @@ def load_joined(request: Request, *, root: Path) -> RunConfig:
         return load_config(request.config, overrides, root=root)
     # A wrong key is reported before a missing run.
     load_config(request.config or DEFAULT_CONFIG, overrides, root=root)
-    raise ConfigError(f"run.name={name}: no such run below {own.parents[1]}/{_nearest_run(own)}")
+    raise ConfigError(f"run.name={name}: no such run in {own.parents[1]}/{_nearest_run(own)}")
 
 
 def _folder(overrides: Sequence[str], *, root: Path) -> Path:
     folder = override_value(overrides, "run.dir")
     if folder is not None and not PATH.fits(folder):
-        raise ConfigError(f"run.dir={folder!r:.100}: {PATH.phrase}")
+        raise ConfigError(f"run.dir={folder!r:.100}: must be {PATH.phrase}")
     return root / (folder or "runs")
 
 
 def own_config(overrides: Sequence[str], name: str, *, root: Path) -> Path:
     """Return the path of a run's configuration. Raises: ConfigError: not a valid run name."""
     if not FILE_NAME.fits(name):  # The name becomes part of a path.
-        raise ConfigError(f"run.name={name!r:.100}: {FILE_NAME.phrase}")
+        raise ConfigError(f"run.name={name!r:.100}: must be {FILE_NAME.phrase}")
     return _folder(overrides, root=root) / name / "config.yaml"
 
 
 def _nearest_run(own: Path) -> str:
     known = sorted({path.parent.name for path in own.parents[1].glob("*/config.yaml")} - {"latest"})
     near = difflib.get_close_matches(own.parent.name, known, n=1, cutoff=0.0)
-    return f"; the nearest is {near[0]}" if near else ", nor any other; start one with `train`"
+    return f"; the nearest is {near[0]}" if near else ", which has no run; start one with `train`"

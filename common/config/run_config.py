@@ -43,28 +43,42 @@ LARGEST_BLOCK_TOKENS = 128  # Largest block of a KV cache; engines may use small
 
 
 class TrainMode(StrEnum):
-    """async: actors and learner overlap. sync: generate a batch, train, publish, repeat."""
+    """Whether actors and learner work at the same time.
+
+    async: the actors play while the learner trains. sync: the actors play a batch, then the
+    learner trains on it and publishes its weights.
+    """
 
     ASYNC = "async"
     SYNC = "sync"
 
 
 class Resume(StrEnum):
-    """auto: continue if the run directory holds a checkpoint. never: refuse a used directory."""
+    """Reaction to a used run directory.
+
+    auto: continue if the run directory holds a checkpoint. never: refuse a used directory.
+    """
 
     AUTO = "auto"
     NEVER = "never"
 
 
 class Launcher(StrEnum):
-    """local: subprocesses on this machine. ray: Ray places the roles on the nodes of a cluster."""
+    """Launcher of the roles.
+
+    local: subprocesses on this machine. ray: Ray places the roles on the nodes of a cluster.
+    """
 
     LOCAL = "local"
     RAY = "ray"
 
 
 class OnStall(StrEnum):
-    """Action after a report about a hanging role, or about a run without progress."""
+    """Action after a report about a stalled role or run.
+
+    warn: logs the report. restart: restarts the stalled roles; at the fourth report without
+    progress in between, the run is stopped. stop: stops the run.
+    """
 
     WARN = "warn"
     RESTART = "restart"
@@ -75,20 +89,22 @@ class OnStall(StrEnum):
 class RunSection:
     """The run's location and its seed, and its behaviour at a restart, a stop and a stall."""
 
-    name: str = knob("quickstart", "Name of the run's directory below run.dir.", form=FILE_NAME)
-    dir: str = knob("runs", "Directory of all runs.", form=PATH)
-    seed: int = knob(0, "Seed of all random draws.", ge=0, lt=2**32)
+    name: str = knob("quickstart", "Names the run's directory below run.dir.", form=FILE_NAME)
+    dir: str = knob("runs", "Names the directory of all runs.", form=PATH)
+    seed: int = knob(0, "Sets the seed of all random draws.", ge=0, lt=2**32)
     resume: Resume = knob(Resume.AUTO, "Selects what happens if the run's directory is in use.")
     stop_timeout_s: float = seconds(
-        0.0, "Seconds to save at a stop. 0 derives them from measured steps and checkpoints.", ge=0
+        0.0, "Limits the seconds to save at a stop. 0 derives them from earlier steps.", ge=0
     )
     stall_s: float = seconds(
         120.0,
-        "A role has stalled after these seconds, and 3x its longest pause, without progress.",
+        "Sets the seconds without progress after which a role has stalled. They are at least 3 "
+        "times its longest earlier pause.",
         ge=5,
     )
     on_stall: OnStall = knob(
-        OnStall.RESTART, "Selects the reaction to a stall besides the report with stacks."
+        OnStall.RESTART,
+        "Selects the reaction to a stalled role or run, in addition to the report with stacks.",
     )
 
 
@@ -98,7 +114,7 @@ class TrainSection:
 
     mode: TrainMode = knob(TrainMode.ASYNC, "Selects whether actors and learner overlap.")
     num_steps: int = knob(
-        100, "Optimizer steps, which is the number of versions published after v0.", ge=0
+        100, "Sets the number of optimizer steps, each of which makes a version.", ge=0
     )
 
 
@@ -131,11 +147,11 @@ class ModelSection:
         also="",
     )
     dtype: str = knob(
-        "bfloat16", "Data type of the engine and of published weights.", one_of=DTYPES
+        "bfloat16", "Sets the data type of the engine and of published weights.", one_of=DTYPES
     )
     date: str = knob(
         "",
-        "Date that prompts name, as YYYY-MM-DD. Empty means the date of the first start.",
+        "Sets the date in prompts, as YYYY-MM-DD. Empty means the date of the first start.",
         form=DATE,
         also="",
     )
@@ -161,15 +177,14 @@ class ModelSection:
 class MachineSection:
     """The target machine of a preset, for the memory plan of a dry run without a GPU."""
 
-    num_nodes: int = knob(
-        1,
-        "Number of nodes. The learner is on the first, engines use the remaining GPUs.",
-        ge=1,
-        le=1000,
+    num_nodes: int = knob(1, "Sets the number of nodes. The first has the learner.", ge=1, le=1000)
+    num_gpus: int = knob(
+        0, "Sets the number of GPUs of each node. 0 plans for any machine.", ge=0, le=1000
     )
-    num_gpus: int = knob(0, "GPUs of each node. 0 plans for any machine.", ge=0, le=1000)
-    gpu_memory_gib: float = knob(80.0, "GiB of each GPU.", gt=0, le=10_000)
-    host_memory_gib: float = knob(1000.0, "GiB of each node.", gt=0, le=10**6)
+    gpu_memory_gib: float = knob(80.0, "Sets the memory of each GPU, in GiB.", gt=0, le=10_000)
+    host_memory_gib: float = knob(
+        1000.0, "Sets the host memory of each node, in GiB.", gt=0, le=10**6
+    )
 
     @property
     def text(self) -> str:
@@ -184,28 +199,35 @@ class GroupsSection:
     """Groups of episodes for a step."""
 
     size: int = knob(
-        8, "Episodes of one prompt. 1 needs an advantage that compares over time.", ge=1, le=4096
+        8,
+        "Sets the number of episodes of one item. 1 needs algorithm.advantage=running, "
+        "reinforce_pp or ppo.",
+        ge=1,
+        le=4096,
     )
-    per_step: int = knob(16, "Groups with signal in one optimizer step.", ge=1, le=10**5)
+    per_step: int = knob(
+        16, "Sets the number of groups with signal in one optimizer step.", ge=1, le=10**5
+    )
     min_size: int = knob(
         4,
-        "A damaged group with fewer surviving episodes is given up.",
+        "Discards a damaged group with fewer surviving episodes.",
         ge=1,
         le=4096,
         must="be at most size",
     )
     max_oversample: float = knob(
-        3.0, "Opens at most this many times per_step groups for a step.", ge=1, le=1000
+        3.0, "Draws at most this many times per_step groups for a step.", ge=1, le=1000
     )
     straggler_factor: float = knob(
         0.0,
-        "Re-issues episodes that take this many times the 95th percentile. 0 turns it off.",
+        "Issues an episode again after this many times the 95th percentile of its kind's duration."
+        " 0 turns it off.",
         also=0,
         ge=1,
         le=1000,
     )
     straggler_min_s: float = seconds(
-        30.0, "Episodes are not re-issued before this many seconds.", gt=0
+        30.0, "Issues no episode again as a straggler before this many seconds.", gt=0
     )
 
 
@@ -216,45 +238,46 @@ SILENT_BEATS = 5  # Consecutive missed heartbeats.
 class SchedulerSection:
     """The scheduler: addresses, heartbeats, leases and the gate."""
 
-    host: str = knob("127.0.0.1", "Address at which the scheduler listens.", form=HOST)
+    host: str = knob("127.0.0.1", "Sets the address at which the scheduler listens.", form=HOST)
     port: int = knob(
         0,
-        "Port of the scheduler. 0 chooses a free one, which the run directory names.",
+        "Sets the port of the scheduler. 0 chooses a free one and writes it to the run directory.",
         ge=0,
         le=65535,
     )
     advertise: str = knob(
         "",
-        "Host name by which other nodes reach the scheduler. Empty detects it.",
+        "Sets the host name by which other nodes reach the scheduler. Empty detects it.",
         form=HOST,
         also="",
     )
     max_ahead_steps: int = knob(
         1, "Limits the batches that may be open beyond the current one.", ge=0, le=1000
     )
-    heartbeat_s: float = seconds(1.0, "Seconds between two heartbeats.", ge=0.01, le=3600)
+    heartbeat_s: float = seconds(1.0, "Sets the seconds between two heartbeats.", ge=0.01, le=3600)
     dead_after_s: float = seconds(
         20.0,
-        "Leases of an actor that is silent for this many seconds are issued again.",
+        "Issues an actor's leases again if it sends nothing for this many seconds.",
         gt=0,
         must="be > heartbeat_s",
     )
     max_attempts: int = knob(
-        3, "An episode is issued this often before it counts as failed.", ge=1, le=1000
+        3, "Counts an episode as failed after it was issued this many times.", ge=1, le=1000
     )
     max_failed_frac: float = knob(
-        0.2, "The run ends if a larger share of the last 200 episodes failed.", ge=0, le=1
+        0.2, "Ends the run if a larger share of the last 200 episodes failed.", ge=0, le=1
     )
     gate_margin: float = knob(
         1.5,
-        "Opens this many times group seconds / step seconds ahead. 0 uses max_ahead_steps.",
+        "Limits the batches open ahead to this factor times seconds of a group / seconds of a "
+        "step. 0 uses max_ahead_steps.",
         also=0,
         ge=1,
         le=1000,
     )
     max_stretch: float = knob(
         2.0,
-        "Stretches max_lag_steps by at most this factor where episodes outlast it.",
+        "Raises max_lag_steps up to this factor for environments whose episodes take longer.",
         ge=1,
         le=1000,
     )
@@ -269,7 +292,11 @@ class SchedulerSection:
 
 
 class GpuPlacement(StrEnum):
-    """auto: separate from the learner if there are enough GPUs, else colocated with it."""
+    """Placement of the engines on GPUs.
+
+    apart: on GPUs of their own. colocated: on the learner's GPUs. auto: apart if there are enough
+    GPUs, else colocated.
+    """
 
     AUTO = "auto"
     APART = "apart"
@@ -288,14 +315,14 @@ class ActorSection(AgentOptions):
     """The actors: episodes, sampling, the engine and its timeouts."""
 
     num_actors: int = knob(
-        1, "The launcher starts this many actors. More may join at any time.", ge=0, le=10_000
+        1, "Starts this many actors. More may join at any time.", ge=0, le=10_000
     )
     num_spares: int = knob(
-        0, "Starts this many spare engines, which play once an actor is gone.", ge=0, le=1000
+        0, "Starts this many spare engines. A spare plays while an actor is absent.", ge=0, le=1000
     )
     name: str = knob(
         "",
-        "Name of an actor that is started alone. Empty derives it from host and pid.",
+        "Names an actor that is started alone. Empty derives the name from host and process id.",
         form=PEER_NAME,
         also="",
     )
@@ -305,14 +332,14 @@ class ActorSection(AgentOptions):
     )
     min_concurrent: int = knob(
         1,
-        "The concurrency never falls below this number of episodes.",
+        "Sets the number of episodes below which the concurrency never falls.",
         ge=1,
         le=10**5,
         must="be at most max_concurrent",
     )
     max_model_len: int = knob(
         512,
-        "Tokens of the context. actor.context selects what happens to longer episodes.",
+        "Limits the tokens of the context. actor.context selects what happens to longer episodes.",
         ge=16,
         le=MAX_STAGE,
     )
@@ -320,7 +347,7 @@ class ActorSection(AgentOptions):
         16, "Limits the sampled tokens of a turn.", ge=1, must="be < max_model_len"
     )
     temperature: float = knob(
-        1.0, "Temperature of sampling. The learner divides logits by it as well.", ge=0.01, le=2
+        1.0, "Sets the sampling temperature. The learner divides logits by it, too.", ge=0.01, le=2
     )
     top_p: float = knob(
         1.0,
@@ -334,12 +361,16 @@ class ActorSection(AgentOptions):
         ge=-1,
         le=-1,
     )
-    kv_cache_gib: int = knob(1, "GiB of the KV cache of a CPU engine.", ge=1, le=10_000)
+    kv_cache_gib: int = knob(
+        1, "Sets the size of the KV cache of a CPU engine, in GiB.", ge=1, le=10_000
+    )
     kv_cache_blocks: int = knob(
-        0, "Blocks of the KV cache, 32 tokens each on a CPU. 0 uses the available memory.", ge=0
+        0,
+        "Sets the blocks of the KV cache, 32 tokens each on a CPU. 0 uses the available memory.",
+        ge=0,
     )
     gpu_memory_frac: float = knob(
-        0.85, "Share of the GPU's memory that the engine uses.", gt=0, le=1
+        0.85, "Sets the share of the GPU's memory that the engine uses.", gt=0, le=1
     )
     kv_at_update: AtUpdate = knob(
         AtUpdate.KEEP,
@@ -347,29 +378,38 @@ class ActorSection(AgentOptions):
     )
     prefixes_at_update: AtUpdate = knob(
         AtUpdate.DROP,
-        "Selects whether later turns reuse prefixes of older weights or recompute them.",
+        "Selects whether later turns reuse KV cache of older weights or recompute it.",
     )
-    tensor_parallel_size: int = knob(1, "Number of devices of one engine.", ge=1, le=64)
+    tensor_parallel_size: int = knob(1, "Sets the number of devices of one engine.", ge=1, le=64)
     num_gpus: int = knob(
         0,
-        "Number of GPUs of all engines. 0 means tensor_parallel_size for each engine.",
+        "Sets the number of GPUs of all engines. 0 means tensor_parallel_size for each engine.",
         ge=0,
         le=10_000,
     )
     placement: GpuPlacement = knob(
         GpuPlacement.AUTO, "Selects whether engines share GPUs with the learner."
     )
-    enforce_eager: bool = knob(True, "Runs without compiled graphs: slower, but ready at once.")
+    enforce_eager: bool = knob(
+        True, "Runs without compiled graphs. This is slower, but ready at once."
+    )
     turn_timeout_s: float = seconds(
-        300.0, "Seconds in which the tokens of a turn must be sampled.", gt=0
+        300.0, "Limits the seconds in which the tokens of a turn must be sampled.", gt=0
     )
     episode_timeout_s: float = seconds(
-        1800.0, "Seconds in which a whole episode must end.", gt=0, must="be >= turn_timeout_s"
+        1800.0,
+        "Limits the seconds in which an episode must end.",
+        gt=0,
+        must="be >= turn_timeout_s",
     )
-    env_timeout_s: float = seconds(60.0, "Seconds in which the hub must answer a request.", gt=0)
-    start_timeout_s: float = seconds(300.0, "Seconds in which the engine must start.", gt=0)
+    env_timeout_s: float = seconds(
+        60.0, "Limits the seconds in which the hub must answer a request.", gt=0
+    )
+    start_timeout_s: float = seconds(
+        300.0, "Limits the seconds in which the engine must start.", gt=0
+    )
     delivery_window: int = knob(
-        256, "Limits the unacknowledged trajectories. Beyond it episodes wait.", ge=1
+        256, "Limits the unacknowledged trajectories. Beyond it the actor waits.", ge=1
     )
 
     @property
@@ -383,14 +423,14 @@ class ActorSection(AgentOptions):
             width = f"actor.tensor_parallel_size={self.tensor_parallel_size}"
             spares = f" + actor.num_spares={self.num_spares}" if self.num_spares else ""
             engines = f"actor.num_actors={self.num_actors}{spares}"
-            law = f"{engines} x {width} = {wanted}; give that, or 0"
+            law = f"must be 0 or ({engines}) x {width} = {wanted}"
             yield "num_gpus", self.num_gpus, law
         blocks_for = self.kv_cache_blocks * LARGEST_BLOCK_TOKENS
         if 0 < blocks_for < (longest := self.max_model_len):
-            law = f"no room for one episode of actor.max_model_len={longest} tokens"
+            law = f"too few blocks for one episode of actor.max_model_len={longest} tokens"
             yield "kv_cache_blocks", self.kv_cache_blocks, law
         if self.prefixes_at_update is AtUpdate.KEEP and self.kv_at_update is AtUpdate.DROP:
-            law = "must be drop where kv_at_update=drop, which empties the whole cache"
+            law = "must be drop with actor.kv_at_update=drop, which empties the whole cache"
             yield "prefixes_at_update", self.prefixes_at_update.value, law
 
 
@@ -398,15 +438,13 @@ class ActorSection(AgentOptions):
 class RunConfig:
     """A whole run. `OmegaConf.structured(RunConfig)` is the schema for all merged values."""
 
-    launcher: Launcher = knob(
-        Launcher.LOCAL, "Selects the launcher of `train`: local processes or Ray."
-    )
-    dashboard: bool = knob(False, "Serves the dashboard beside `train` on this machine.")
+    launcher: Launcher = knob(Launcher.LOCAL, "Selects the launcher of the command `train`.")
+    dashboard: bool = knob(False, "Serves the dashboard during `train` on this machine.")
     run: RunSection = field(default_factory=RunSection)
     train: TrainSection = field(default_factory=TrainSection)
     model: ModelSection = field(default_factory=ModelSection)
     machine: MachineSection = field(default_factory=MachineSection)
-    tasks: list[TaskSection] = knob([], "Lists the training mixture.")
+    tasks: list[TaskSection] = knob([], "Lists the tasks of the training mixture.")
     mixture: MixtureSection = field(default_factory=MixtureSection)
     horizon: HorizonSection = field(default_factory=HorizonSection)
     curriculum: CurriculumSection = field(default_factory=CurriculumSection)
@@ -438,8 +476,8 @@ class RunConfig:
         yield from self.actor.contradictions_of_rows(self.algorithm, self.envhub, self.policy)
         yield from self._contradictions_of_actions()
         if self.groups.min_size == 1 and self.algorithm.advantage.is_group_relative:
-            law = f"algorithm.advantage={self.algorithm.advantage.value} compares the members of a"
-            yield "groups.min_size", 1, f"{law} group; give 2 or more, or advantage=running or ppo"
+            law = f"must be at least 2 with algorithm.advantage={self.algorithm.advantage.value},"
+            yield "groups.min_size", 1, f"{law} which compares the members of a group"
 
     def _contradictions_of_actions(self) -> Iterator[Contradiction]:
         """Yield a limit on actions that is smaller than the text of one turn."""
@@ -449,9 +487,10 @@ class RunConfig:
             return
         law = f"actor.max_turn_tokens={turn_tokens} can sample {needed} MiB"
         if needed <= MOST_ACTION_MIB:
-            yield "envhub.max_action_mib", self.envhub.max_action_mib, f"{law}; give that"
+            text = f"must be at least {needed}: {law}"
+            yield "envhub.max_action_mib", self.envhub.max_action_mib, text
         else:
-            text = f"can sample {needed} MiB; an action has at most {MOST_ACTION_MIB} MiB"
+            text = f"can sample {needed} MiB, but an action has at most {MOST_ACTION_MIB} MiB"
             yield "actor.max_turn_tokens", turn_tokens, text
 
 
@@ -468,7 +507,7 @@ def check_training(cfg: RunConfig) -> None:
     lease_s = cfg.envhub.session_lease_s
     turn_s = cfg.actor.turn_timeout_s
     if not cfg.envhub.url and lease_s < turn_s:
-        law = f"must be >= actor.turn_timeout_s={turn_s:g}, for which a session may be silent"
+        law = f"must be >= actor.turn_timeout_s={turn_s:g}: a session is silent during a turn"
         raise ConfigError(f"envhub.session_lease_s={lease_s:g}: {law}")
 
 

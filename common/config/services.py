@@ -11,7 +11,11 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class WandbMode(StrEnum):
-    """auto: online if the user is logged in, else offline."""
+    """Connection to Weights & Biases.
+
+    auto: online if the user is logged in, else offline. online: sends metrics during the run.
+    offline: writes them to the run directory. disabled: writes none.
+    """
 
     AUTO = "auto"
     ONLINE = "online"
@@ -24,45 +28,56 @@ class EnvhubSection:
     """The environment hub."""
 
     envs: list[str] = knob(
-        [], "Names of the environments to serve. [] means those of the tasks.", form=ENV_NAME
+        [], "Lists the environments to serve. [] means those of the tasks.", form=ENV_NAME
     )
-    host: str = knob("127.0.0.1", "Address at which the hub listens.", form=HOST)
-    port: int = knob(0, "Port of the hub. 0 chooses a free one.", ge=0, le=65535)
-    url: str = knob("", "URL of a hub to use. Empty starts one.", form=URL, also="")
+    host: str = knob("127.0.0.1", "Sets the address at which the hub listens.", form=HOST)
+    port: int = knob(0, "Sets the port of the hub. 0 chooses a free one.", ge=0, le=65535)
+    url: str = knob("", "Names the URL of a hub to use. Empty starts one.", form=URL, also="")
     is_started: bool = knob(
-        True, "Starts a hub beside a run without url. `false` waits for hubs that join."
+        True, "Starts a hub beside a run if envhub.url is empty. `false` waits for hubs that join."
     )
     advertise: str = knob(
-        "", "Host name by which other nodes reach the hub. Empty detects it.", form=HOST, also=""
+        "",
+        "Sets the host name by which other nodes reach the hub. Empty detects it.",
+        form=HOST,
+        also="",
     )
     token: str = knob(
-        "", "Bearer token of the hub at url or of a hub alone. Empty: the run's own, or none."
+        "",
+        "Sets the bearer token of the hub at envhub.url, or of a hub that is started alone. Empty "
+        "uses the run's token, or none.",
     )
     style: str = knob(
         "compact", "Selects the wording of observations.", one_of=("compact", "agentgym")
     )
     session_lease_s: float = seconds(
-        600.0, "Closes a session that is silent for this many seconds.", ge=1
+        600.0, "Closes a session without requests after this many seconds.", ge=1
     )
-    capacity: int = knob(4096, "Limits the sessions of an environment.", ge=1, le=10**6)
-    max_sessions: int = knob(16_384, "Limits the sessions that one token may hold.", ge=1, le=10**6)
+    capacity: int = knob(4096, "Limits the sessions of each environment.", ge=1, le=10**6)
+    max_sessions: int = knob(
+        16_384, "Limits the sessions of the hub, over all environments.", ge=1, le=10**6
+    )
     step_timeout_s: float = seconds(
-        30.0, "Seconds in which an environment must perform a step.", gt=0
+        30.0, "Limits the seconds in which an environment must perform a step.", gt=0
     )
     max_action_mib: int = knob(
         DEFAULT_ACTION_MIB,
-        "MiB of one action. A larger action is invalid, and the policy reads the reason.",
+        "Limits the size of one action, in MiB. A larger action is invalid, and the policy reads "
+        "the reason.",
         ge=1,
         le=MOST_ACTION_MIB,
     )
     inline_step_s: float = seconds(
-        0.2, "Environments with slower steps are moved to worker processes.", gt=0
+        0.2, "Moves an environment to worker processes if its steps take longer.", gt=0
     )
     agentgym_lease_s: float = seconds(
-        0.0, "Session lease on AgentGym's routes, in seconds. 0 means session_lease_s.", ge=0
+        0.0,
+        "Closes a session on AgentGym's routes without requests after this many seconds. 0 means "
+        "session_lease_s.",
+        ge=0,
     )
     agentgym_queue_s: float = seconds(
-        120.0, "Seconds that a create or reset on AgentGym's routes waits for a free session.", ge=0
+        120.0, "Limits the seconds that a create or reset on AgentGym's routes waits.", ge=0
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -75,13 +90,13 @@ class EnvhubSection:
 class LogSection:
     """Log levels, the terminal display, and the destination of metrics."""
 
-    wandb: WandbMode = knob(WandbMode.AUTO, "Selects where metrics go besides metrics.jsonl.")
-    wandb_project: str = knob("longstride", "Project of Weights & Biases.", form=WORD)
+    wandb: WandbMode = knob(WandbMode.AUTO, "Selects how metrics are sent to Weights & Biases.")
+    wandb_project: str = knob("longstride", "Names the project of Weights & Biases.", form=WORD)
     level: str = knob("INFO", "Logs messages of this level and above.", one_of=LOG_LEVELS)
     max_mb: int = knob(
-        100, "MB of a role's log until a new one begins. One older log is kept.", ge=1
+        100, "Limits a role's log file, in MB. A new file then begins; one old file is kept.", ge=1
     )
-    live: bool = knob(True, "Shows the live display if there is a terminal.")
+    live: bool = knob(True, "Shows the live display if the output is a terminal.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +104,19 @@ class JournalSection:
     """Retention of trajectories on disk. Files for a restart are never changed."""
 
     segment_mb: int = knob(
-        256, "MB of a journal file, the unit of compression and removal.", ge=1, le=4096
+        256,
+        "Sets the size of a journal file, in MB. Compression and removal handle whole files.",
+        ge=1,
+        le=4096,
     )
-    compress: bool = knob(True, "Compresses files that no restart reads, in idle time.")
+    compress: bool = knob(
+        True, "Compresses files that no restart reads, while the learner is idle."
+    )
     keep_gb: float = knob(
-        100.0, "GB of the journal. The oldest files are removed first. 0 keeps all.", ge=0, le=1e6
+        100.0,
+        "Limits the size of the journal, in GB. The oldest files are removed first. 0 keeps all.",
+        ge=0,
+        le=1e6,
     )
     keep_days: float = knob(
         0.0, "Removes files whose last episode is older than these days. 0 keeps all.", ge=0, le=1e5
@@ -106,17 +129,29 @@ class RaySection:
 
     address: str = knob(
         "",
-        "Address of a cluster. Empty uses RAY_ADDRESS, or starts a cluster here.",
+        "Names the address of a cluster. Empty uses RAY_ADDRESS, or starts a cluster on this "
+        "machine.",
         form=RAY,
         also="",
     )
-    actor_labels: list[str] = knob([], "Labels that the node of an engine must have.", form=LABEL)
-    envhub_labels: list[str] = knob([], "Labels that the node of the hub must have.", form=LABEL)
-    learner_cpus: float = knob(1.0, "CPUs of its node that the learner reserves.", gt=0, le=10_000)
-    actor_cpus: float = knob(1.0, "CPUs of its node that an actor reserves.", gt=0, le=10_000)
-    envhub_cpus: float = knob(1.0, "CPUs of its node that the hub reserves.", gt=0, le=10_000)
+    actor_labels: list[str] = knob(
+        [], "Lists the labels that the node of an engine must have.", form=LABEL
+    )
+    envhub_labels: list[str] = knob(
+        [], "Lists the labels that the node of the hub must have.", form=LABEL
+    )
+    learner_cpus: float = knob(
+        1.0, "Reserves this many CPUs of its node for the learner.", gt=0, le=10_000
+    )
+    actor_cpus: float = knob(
+        1.0, "Reserves this many CPUs of its node for each actor.", gt=0, le=10_000
+    )
+    envhub_cpus: float = knob(
+        1.0, "Reserves this many CPUs of its node for the hub.", gt=0, le=10_000
+    )
     place_timeout_s: float = seconds(
         300.0,
-        "Seconds to find room for the learner, the hub or a run of a study. Actors wait on.",
+        "Limits the seconds to find room for the learner, the hub or a run of a study. Actors wait"
+        " without a limit.",
         gt=0,
     )

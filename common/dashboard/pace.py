@@ -17,7 +17,7 @@ def start_of(role: str, model: ModelSection) -> str:
     return f"{kind} {model.path} {model.dtype}"
 
 
-class Pace:
+class EtaEstimator:
     """Measures startup times and phase progress of a run, and supplies them to the displays."""
 
     def __init__(self, model: ModelSection, *, usual: StartupHistory | None = None) -> None:
@@ -45,7 +45,7 @@ class Pace:
             self._phase = phase
             self._began = (time.time(), view.status.num_done)
 
-    def told(self) -> Mapping[str, Any]:
+    def as_dict(self) -> Mapping[str, Any]:
         """Return the known fields of a `LaunchState`."""
         usual_s = {role: self._known[role] for role in self._starting if role in self._known}
         began, done = self._began

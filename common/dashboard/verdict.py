@@ -35,7 +35,7 @@ class Bound(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class SettingAdvice:
     """A setting, and the expected gain in episodes per second: 0.6 is +60 %."""
 
     knob: str
@@ -43,12 +43,12 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ThroughputVerdict:
     """The limit, a sentence about it with numbers, and advice, the largest gain first."""
 
     bound: Bound
     sentence: str
-    advice: list[Advice] = field(default_factory=list[Advice])
+    advice: list[SettingAdvice] = field(default_factory=list[SettingAdvice])
     waits: Waits | None = None
 
 
@@ -56,7 +56,7 @@ def judge(
     lines: Sequence[Mapping[str, float | None]],
     config: Mapping[str, Any],
     status: Mapping[str, Any] | None = None,
-) -> Verdict:
+) -> ThroughputVerdict:
     """Return the limit of a run.
 
     Args:
@@ -65,18 +65,20 @@ def judge(
         status: the scheduler's status; its notice and its reason for a closed gate are quoted.
     """
     if notice := (status or {}).get("notice"):
-        return Verdict(bound=Bound.UNKNOWN, sentence=str(notice), waits=measure(lines))
+        return ThroughputVerdict(bound=Bound.UNKNOWN, sentence=str(notice), waits=measure(lines))
     waits = measure(lines)
     if waits is None:
         text = (
             f"too early to name the run's limit: {MIN_STEPS} steps with measured waits are needed"
         )
-        return Verdict(bound=Bound.UNKNOWN, sentence=f"{_before(lines, status or {})}{text}")
+        return ThroughputVerdict(
+            bound=Bound.UNKNOWN, sentence=f"{_before(lines, status or {})}{text}"
+        )
     bound = bound_of(waits, is_sync=_get(config, "train", "mode", "async") == "sync")
     advice = sorted(_advice(bound, waits, config), key=lambda each: -each.gain)
     useful = [each for each in advice if each.gain >= MIN_GAIN]
     gate = str((status or {}).get("gate") or "") if bound is Bound.GATE else ""
-    return Verdict(
+    return ThroughputVerdict(
         bound=bound,
         sentence=f"{_finding(bound, waits, gate)}; {_advice_text(useful, waits)}",
         advice=useful,
@@ -108,7 +110,7 @@ def bound_of(waits: Waits, *, is_sync: bool) -> Bound:
     return Bound.ENVIRONMENT if waits.env_frac > waits.engine_frac else Bound.ENGINE
 
 
-def _advice(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> list[Advice]:
+def _advice(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> list[SettingAdvice]:
     """Return every useful setting with an upper bound of its gain."""
     ahead = int(_get(config, "scheduler", "max_ahead_steps", 1) or 0)
     lag = int(_get(config, "learner", "max_lag_steps", 4) or 0)
@@ -128,7 +130,9 @@ def _advice(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> list[Advic
         knobs = {f"scheduler.max_ahead_steps={ahead + 1}": waits.within_cores(fewer_s)}
     else:
         knobs = _actor_knobs(bound, waits, config)
-    return [Advice(knob=k, gain=waits.period_s / max(s, 1e-9) - 1.0) for k, s in knobs.items()]
+    return [
+        SettingAdvice(knob=k, gain=waits.period_s / max(s, 1e-9) - 1.0) for k, s in knobs.items()
+    ]
 
 
 def _learner_knobs(waits: Waits, config: Mapping[str, Any]) -> dict[str, float]:
@@ -197,7 +201,7 @@ def _busy(waits: Waits) -> str:
     return f"{waits.cores:.0f} cores are busy{by}"
 
 
-def _advice_text(advice: Sequence[Advice], waits: Waits) -> str:
+def _advice_text(advice: Sequence[SettingAdvice], waits: Waits) -> str:
     if not advice and waits.is_crowded:
         return "no processor time is free: stop other programs, or run on more cores"
     if not advice:

@@ -73,7 +73,7 @@ def stopping_text(view: RunView) -> str:
     if view.stop_in_s is None:
         return ""
     left = duration(view.stop_in_s)
-    return f"stopping: the learner may take {left} to save; Ctrl-C again stops at once"
+    return f"stopping: the learner may take {left} to save; a second Ctrl-C ends it at once"
 
 
 def times(view: RunView, gap: str) -> str:

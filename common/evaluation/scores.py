@@ -11,7 +11,7 @@ from common.wire.messages import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class ScoredEpisode:
     """One episode without an infrastructure failure."""
 
     is_success: bool
@@ -27,7 +27,7 @@ class ItemPlays:
     env: str
     subset: str
     item_id: str
-    samples: list[Sample] = field(default_factory=list[Sample])
+    samples: list[ScoredEpisode] = field(default_factory=list[ScoredEpisode])
     failures: list[str] = field(default_factory=list[str])  # End reasons of failed episodes.
     num_missing: int = 0  # Number of samples that were not played yet.
 
@@ -41,7 +41,7 @@ class ItemPlays:
         num_turns = trajectory.num_turns
         score = trajectory.reward
         self.samples.append(
-            Sample(is_success=is_success, score=score, num_turns=num_turns, end=end.value)
+            ScoredEpisode(is_success=is_success, score=score, num_turns=num_turns, end=end.value)
         )
 
     @property

@@ -12,7 +12,7 @@ ABSENT = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ScenarioColumns:
     """Columns of one scenario's table, each with its name and the subsets that it pools."""
 
     title: str
@@ -20,7 +20,7 @@ class Layout:
 
 
 LAYOUTS = {  # Layout of the paper's table, by environment.
-    env: Layout(**each)
+    env: ScenarioColumns(**each)
     for env, each in json.loads(
         Path(__file__).with_name("layouts.json").read_text(encoding="utf-8")
     ).items()
@@ -28,23 +28,23 @@ LAYOUTS = {  # Layout of the paper's table, by environment.
 Entry = Mapping[str, Any]  # One evaluated policy of eval.json.
 
 
-def layout_of(env: str, subsets: Sequence[str]) -> Layout:
+def layout_of(env: str, subsets: Sequence[str]) -> ScenarioColumns:
     """Return the columns for the played subsets.
 
     They are the scenario's columns if these contain all subsets, otherwise one for each subset.
     """
-    layout = LAYOUTS.get(env) or Layout(title=env, columns={})
+    layout = LAYOUTS.get(env) or ScenarioColumns(title=env, columns={})
     if set(subsets) <= {subset for pooled in layout.columns.values() for subset in pooled}:
         return layout
-    return Layout(title=layout.title, columns={subset: [subset] for subset in subsets})
+    return ScenarioColumns(title=layout.title, columns={subset: [subset] for subset in subsets})
 
 
 def as_markdown(entries: Sequence[Entry]) -> str:
     """Return eval.md: a table per scenario with its policies, then a table of episode counts."""
     envs = list(dict.fromkeys(env for entry in entries for env in entry["by_env"]))
     head = (
-        "# Evaluation\n\nPercent of held-out items, 95 % intervals in brackets; at the full"
-        " horizon. Overall is weighted by items."
+        "# Evaluation\n\nThe values are percent of held-out items at the full horizon, with 95 %"
+        " intervals in brackets. Overall is weighted by items."
     )
     parts = [head, *(_scenario(env, entries) for env in envs)]
     parts += [_overall(entries)] if len(envs) > 1 else []
@@ -68,7 +68,10 @@ def _scenario(env: str, entries: Sequence[Entry]) -> str:
                 for pooled in layout.columns.values()
             ]
             lines.append(_row([label, name, *cells, _cell(_at(scores, pick))]))
-    told = [f"[{i}] Not exactly the published tasks: {note}." for i, note in enumerate(notes, 1)]
+    told = [
+        f"[{i}] The tasks differ from the published ones: {note}."
+        for i, note in enumerate(notes, 1)
+    ]
     return "\n\n".join([f"## {layout.title}", "\n".join(lines), *told])
 
 
@@ -132,8 +135,8 @@ def _runs(entries: Sequence[Entry]) -> str:
         counts = [overall["num_items"], overall["num_episodes"], failed, overall["num_missing"]]
         lines.append(_row([*who, *counts, ABSENT if turns is None else f"{turns:.1f}"]))
     note = (
-        "Failed: episodes that environments, hub or endpoint did not let end. They are left out of"
-        " every number above, as are those not played."
+        "Failed: episodes that an error of the environment, the hub or the endpoint ended. The"
+        " values above include neither failed episodes nor those that were not played."
     )
     return "## Episodes\n\n" + "\n".join(lines) + "\n\n" + note
 

@@ -21,7 +21,7 @@ _MARK = re.compile(f"{_OPEN}\\d+{_CLOSE}")
 _USER = "\u2402user\u2403"
 _ASSISTANT = "\u2402assistant\u2403"
 _NEXT = "\u2402next\u2403"
-_OTHER = "its tokens are framed by another chat template"
+_OTHER = "another chat template produced its tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,9 @@ class Framing:
         both = self._render([*asked, {"role": "user", "content": _NEXT}])
         between, found, _ = both.partition(_ASSISTANT)[2].partition(_NEXT)
         if not found or not both.startswith(head):
-            raise ConfigError("the chat template rewrites earlier turns: no messages can be told")
+            raise ConfigError(
+                "the chat template rewrites earlier turns, so tokens cannot be split into messages"
+            )
         self._head, after = self._framed(head), self._framed(after_user)
         framed = self._framed(between)
         mark = _MARK.match(framed)
@@ -175,7 +177,9 @@ class Framing:
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
-            raise ConfigError("the tokenizer has no chat template: no messages can be told")
+            raise ConfigError(
+                "the tokenizer has no chat template, so tokens cannot be split into messages"
+            )
         return render_chat(self._tokenizer, messages, day=self._day)
 
     def _framed(self, text: str) -> str:

@@ -128,13 +128,13 @@ def tokens_of(record: object, place: str) -> TokenRow | None:
         return None
     if "policy" in record:
         raise ConfigError(
-            f"{place}: a journal's own record, with whatever else it holds; give the run's folder,"
-            " or export with --format parquet"
+            f"{place}: an internal record of a journal. Give the run's folder instead, or export"
+            " with --format parquet"
         )
     ids = record["token_ids"]
     mask = record.get("loss_mask")
     if not isinstance(mask, list) or len(mask) != len(ids):
-        raise ConfigError(f"{place}: token_ids and loss_mask are not equally many")
+        raise ConfigError(f"{place}: token_ids and loss_mask must be lists of the same length")
     return _row(record, ids, mask, record.get("logprobs"), place)
 
 
@@ -154,27 +154,30 @@ def _of_atif(record: Record, place: str) -> TokenRow | None:
         if prompt[: len(ids)] != ids:
             raise ConfigError(
                 f"{place}: the prompt of step {step.get('step_id')} does not begin with the tokens"
-                " of the steps before: its history was rewritten; one document per segment is read"
+                " of the earlier steps, because its history was rewritten. Give one document for"
+                " each segment"
             )
         new = len(prompt) - len(ids)
         ids = [*prompt, *own]
         mask = [*mask, *[False] * new, *[True] * len(own)]
         told = metrics.get("logprobs") or [0.0] * len(own)
         if not isinstance(told, list) or len(told) != len(own):
-            raise ConfigError(f"{place}: completion_token_ids and logprobs are not equally many")
+            raise ConfigError(
+                f"{place}: completion_token_ids and logprobs must be lists of the same length"
+            )
         logprobs += [0.0] * new + told
     return _row(_about(record, place), ids, mask, logprobs, place) if ids else None
 
 
 def _row(about: Record, ids: list[Any], mask: list[Any], logprobs: Any, place: str) -> TokenRow:
     if not all(type(each) is int and 0 <= each < 2**31 for each in ids):
-        raise ConfigError(f"{place}: token ids are whole numbers from 0 on, below 2**31")
+        raise ConfigError(f"{place}: token ids must be whole numbers in [0, 2**31)")
     if not all(type(each) is bool for each in mask):
-        raise ConfigError(f"{place}: loss_mask holds true and false")
+        raise ConfigError(f"{place}: loss_mask must contain only true and false")
     if logprobs is not None and not (
         isinstance(logprobs, list) and len(logprobs) == len(ids) and all(map(_is_number, logprobs))
     ):
-        raise ConfigError(f"{place}: logprobs are numbers, as many as the tokens")
+        raise ConfigError(f"{place}: logprobs must be a list with one number for each token")
     reward = about.get("reward", 1.0)
     segment = about.get("segment", 0)
     num_segments = about.get("num_segments", 1)

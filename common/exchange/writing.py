@@ -34,7 +34,7 @@ def load_framing(folder: Path, *, day: str = "") -> Framing:
         day: the date in the run's prompts, as in `render_chat`.
     """
     if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(f"{folder}: the run kept no tokenizer; only format=json needs none")
+        raise ConfigError(f"{folder}: the run has no tokenizer. Use format=json, which needs none")
     transformers = import_module("transformers")
     return Framing(transformers.AutoTokenizer.from_pretrained(str(folder)), day=day)
 
@@ -156,7 +156,7 @@ def arrow(module: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ConfigError("Parquet needs pyarrow: pip install pyarrow") from error
+        raise ConfigError("Parquet needs pyarrow. Install it with: pip install pyarrow") from error
 
 
 def _write_parquet(path: Path, rows: Iterator[_Row]) -> int:

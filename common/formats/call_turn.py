@@ -179,7 +179,7 @@ class _Probe:
         shown = self.render([user], self.tools, True)
         tool = str(self.tools[0]["function"]["name"])
         if tool not in shown or self.name not in whole or NEXT not in whole:
-            raise ValueError("has no tools, or no place for their calls and answers")
+            raise ValueError("does not render tools, tool calls or tool results")
 
     def _places(self, whole: str) -> tuple[int, int, str]:
         """Return the position after the last argument, and position and text of the result."""
@@ -189,7 +189,7 @@ class _Probe:
             at = whole.find(result, start)
             if at >= 0:
                 return start, at, result
-        raise ValueError(f"shows calls otherwise than turns: {whole!r:.1000}")
+        raise ValueError(f"does not render tool calls as turns: {whole!r:.1000}")
 
     def _call(self, arguments: Arguments, mark: str) -> str:
         """Return a call as the template writes it, without the end of its turn."""
@@ -204,7 +204,7 @@ class _Probe:
         if start < 0:
             raise ValueError(f"name and arguments are not found in {call!r:.300}")
         if end < 0:
-            raise ValueError(f"does not end a turn of calls: {text!r:.1000}")
+            raise ValueError(f"does not end a turn with tool calls: {text!r:.1000}")
         return call[:end]
 
 
@@ -232,7 +232,7 @@ def _end_of_call(whole: str, final: str, start: int, result_at: int, names: Call
         if (at := whole.find(name, max(start, shared - len(name) + 1), result_at)) >= 0
     ]
     if not after:
-        raise ValueError(f"does not end a turn of calls: {whole!r:.1000}")
+        raise ValueError(f"does not end a turn with tool calls: {whole!r:.1000}")
     return min(after)
 
 

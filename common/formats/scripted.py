@@ -35,5 +35,5 @@ def refusal_of_actions(trajectory: Trajectory) -> str:
     if chars.dtype != np.int32 or chars.ndim != 1:
         return f"action_chars is {chars.dtype.name} {chars.shape}, not [chars] int32"
     if chars.size and not (chars[-1] == END <= chars.min() and chars.max() <= MAX_CODE_POINT):
-        return "action_chars holds what is no text"
+        return "action_chars is not a valid text"
     return ""

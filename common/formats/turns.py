@@ -65,7 +65,7 @@ def measure_turns(render: RenderTurns) -> Turns:
     """
     first = _rendered(render, _said(USER), is_asking=True)
     if first.count(USER) != 1:
-        raise ConfigError(f"the chat template {_fault_of_user(render)}")
+        raise ConfigError(f"model.path: the chat template {_fault_of_user(render)}")
     before, _, after_user = first.partition(USER)
     both = _rendered(render, _said(USER, ASSISTANT, NEXT), is_asking=True)
     head, between, after_next = _parts(both, ASSISTANT, NEXT, earlier=first)
@@ -101,8 +101,8 @@ def _rendered(render: RenderTurns, messages: list[Message], *, is_asking: bool) 
     except (TemplateError, TypeError) as error:
         roles = ", ".join(each["role"] for each in messages)
         raise ConfigError(
-            f"the chat template refuses a conversation of {roles}: {error}; give another template"
-            " (model.chat_template)"
+            f"model.path: the chat template refuses a conversation of {roles}: {error}; give"
+            " another template (model.chat_template)"
         ) from error
 
 
@@ -120,8 +120,8 @@ def _parts(text: str, *marks: str, earlier: str) -> list[str]:
 
 def _rewritten(before: str, after: str, how: str) -> ConfigError:
     return ConfigError(
-        f"the chat template rewrites earlier turns: it {how}, so token ids cannot be kept; it"
-        f" renders {_cut(after)} after {_cut(before)}; give another template (model.chat_template)"
+        f"model.path: the chat template rewrites earlier turns: it {how}, so token ids cannot be"
+        f" kept; it renders {_cut(after)} after {_cut(before)}; give another template (model.chat_template)"
     )
 
 

@@ -21,7 +21,7 @@ _FILES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ControlGroup:
     """One control group of this process, as a folder."""
 
     folder: Path
@@ -38,7 +38,7 @@ class Mount:
     options: frozenset[str]  # They include the controllers of v1.
 
 
-def groups_of(controller: str, proc: Path = PROC) -> Iterator[Group]:
+def groups_of(controller: str, proc: Path = PROC) -> Iterator[ControlGroup]:
     """Yield the groups of a controller that this process is in, its own first.
 
     Args:
@@ -54,7 +54,7 @@ def groups_of(controller: str, proc: Path = PROC) -> Iterator[Group]:
         for each in (folder, *folder.parents):
             if not each.is_relative_to(mount.point):
                 break
-            yield Group(folder=each, version=mount.version)
+            yield ControlGroup(folder=each, version=mount.version)
 
 
 def memory_limit(proc: Path = PROC) -> tuple[int, int] | None:
@@ -76,19 +76,19 @@ def memory_limit(proc: Path = PROC) -> tuple[int, int] | None:
     return (min(limits), min(left, default=min(limits))) if limits else None
 
 
-def _memory_limit_of(group: Group, stat: Mapping[str, int]) -> int | None:
+def _memory_limit_of(group: ControlGroup, stat: Mapping[str, int]) -> int | None:
     name, _, _ = _FILES[group.version]
     found = [_number(group.folder / name), stat.get("hierarchical_memory_limit")]
     return min((each for each in found if each is not None and each < NO_LIMIT_BYTES), default=None)
 
 
-def _used_bytes(group: Group, stat: Mapping[str, int]) -> int | None:
+def _used_bytes(group: ControlGroup, stat: Mapping[str, int]) -> int | None:
     _, name, cache = _FILES[group.version]
     used = _number(group.folder / name)
     return None if used is None else used - stat.get(cache, 0)
 
 
-def cpu_quotas(proc: Path = PROC) -> Iterator[tuple[Group, float]]:
+def cpu_quotas(proc: Path = PROC) -> Iterator[tuple[ControlGroup, float]]:
     """Yield the groups of this process that have a quota of processor time, with their cores."""
     for group in groups_of("cpu", proc):
         with suppress(OSError, ValueError):  # "max": there is no quota.
@@ -101,7 +101,7 @@ def cpu_quotas(proc: Path = PROC) -> Iterator[tuple[Group, float]]:
                 yield group, quota / period
 
 
-def cpu_used_s(group: Group, proc: Path = PROC) -> float | None:
+def cpu_used_s(group: ControlGroup, proc: Path = PROC) -> float | None:
     """Return the processor seconds that a group with a quota has used, None if not reported."""
     if group.version == 2:
         used_us = _numbers(group.folder / "cpu.stat").get("usage_usec")

@@ -94,7 +94,7 @@ def find_home(environ: MutableMapping[str, str]) -> None:
         environ["HOME"] = named
         return
     own = private_folder()
-    logger.warning("the home folder cannot be written home=%s caches=%s", named or "none", own)
+    logger.warning("home folder is not writable home=%s caches=%s", named or "none", own)
     if not (home.is_absolute() and os.access(home, os.R_OK | os.X_OK)):
         environ["HOME"] = str(own)
     for name, folder in (
@@ -128,8 +128,8 @@ def check_caches() -> None:
     above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not is_writable(above):
         raise ConfigError(
-            f"XDG_CACHE_HOME={folder}: it cannot be written, and compiled kernels are kept there;"
-            " name another folder, or unset it"
+            f"XDG_CACHE_HOME={folder}: the folder is not writable, and compiled kernels are stored"
+            " in it. Set another folder, or unset the variable"
         )
 
 

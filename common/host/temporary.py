@@ -31,7 +31,7 @@ def check_temporary(environ: MutableMapping[str, str]) -> Path:
             folder = Path(named).absolute()
             if problem := _problem(folder):
                 raise ConfigError(
-                    f"{name}={named}: {problem}; name a folder that can be written, or unset it"
+                    f"{name}={named}: {problem}. Set a writable folder, or unset the variable"
                 )
             environ["TMPDIR"] = str(folder)
             tempfile.tempdir = None  # Python computes it again.
@@ -41,7 +41,7 @@ def check_temporary(environ: MutableMapping[str, str]) -> Path:
     except FileNotFoundError:
         found = Path.cwd()
     if found == Path.cwd():  # Python's last fallback.
-        raise ConfigError("TMPDIR: neither /tmp nor /var/tmp can be written; name a folder by it")
+        raise ConfigError("TMPDIR: neither /tmp nor /var/tmp is writable. Set a writable folder")
     return found
 
 
@@ -61,7 +61,7 @@ def check_temporary_room(folder: Path | None = None) -> None:
         free_mb = free_bytes / 1e6
         raise ConfigError(
             f"TMPDIR={folder}: its disk is full ({free_mb:.0f} MB and {found.f_favail} files are"
-            " left); make room, or name another folder"
+            " free). Free disk space, or set another folder"
         )
 
 
@@ -150,11 +150,11 @@ def _remove(own: Path, pid: int) -> None:
 def _problem(folder: Path) -> str:
     """Return why no temporary file can be created in a folder; "" if one can."""
     if not folder.is_dir():
-        return "there is no such folder"
+        return "the folder does not exist"
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"longstride")
             file.flush()
     except OSError as error:
-        return f"no file can be written there ({error.strerror})"
+        return f"the folder is not writable ({error.strerror})"
     return ""

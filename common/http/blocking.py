@@ -18,7 +18,7 @@ class BadAnswer(OSError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class HttpResponse:
     """An answer with any status."""
 
     status: int
@@ -52,7 +52,7 @@ def request(
     timeout_s: float,
     max_bytes: int = MAX_ANSWER_BYTES,
     is_own: bool = False,
-) -> Answer:
+) -> HttpResponse:
     """Return the answer to a request. Redirects are not followed.
 
     Args:
@@ -98,7 +98,7 @@ def own_connection(url: str, *, timeout_s: float) -> HTTPConnection:
 def _split(url: str) -> SplitResult:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("it is no address such as http://host:8080")
+        raise ValueError("not an address such as http://host:8080")
     return parts
 
 
@@ -136,7 +136,7 @@ def _login(header: str, parts: SplitResult) -> dict[str, str]:
 
 def _read(
     connection: HTTPConnection, deadline_s: float, max_bytes: int, proxy: Proxy | None
-) -> Answer:
+) -> HttpResponse:
     transport = connection.sock
     transport.settimeout(_left_s(deadline_s))
     response = connection.getresponse()
@@ -144,11 +144,13 @@ def _read(
     while chunk := response.read1(READ_BYTES):
         content += chunk
         if len(content) > max_bytes:
-            raise ValueError(f"the answer is longer than {max_bytes} bytes")
+            raise ValueError(f"the answer has more than {max_bytes} bytes")
         transport.settimeout(_left_s(deadline_s))
     if response.length:
-        raise BadAnswer(f"the answer breaks off, {response.length} bytes are missing")
-    return Answer(status=response.status, reason=response.reason, body=bytes(content), proxy=proxy)
+        raise BadAnswer(f"the answer is incomplete, {response.length} bytes are missing")
+    return HttpResponse(
+        status=response.status, reason=response.reason, body=bytes(content), proxy=proxy
+    )
 
 
 def _left_s(deadline_s: float) -> float:

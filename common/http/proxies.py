@@ -33,7 +33,7 @@ class Proxy:
         """The proxy, its variable and a remedy, for an error message."""
         return (
             f"through the proxy {without_login(self.url)} of {self.variable}; "
-            f"add {self.host} to no_proxy if it is reached directly"
+            f"add {self.host} to no_proxy to connect to it directly"
         )
 
 

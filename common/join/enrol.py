@@ -67,7 +67,7 @@ def parse_address(text: str) -> str:
     """Return the tcp:// address of "HOST:PORT". Raises: ConfigError: the text is invalid."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65_536:
-        raise ConfigError(f"--join {text}: expects HOST:PORT of the scheduler, as its log says")
+        raise ConfigError(f"--join {text}: expects HOST:PORT of the scheduler, as in its log")
     return f"tcp://{bracketed(host.strip('[]'))}:{port}"
 
 
@@ -91,7 +91,7 @@ def enrol(
             enrolment = line.ask(request, Enrolment)
             check_bounds(enrolment.files)
             folder = _take_files(line, enrolment.files) if enrolment.files else None
-            logger.info("let in run=%s files=%d", enrolment.run_name, len(enrolment.files))
+            logger.info("joined run=%s files=%d", enrolment.run_name, len(enrolment.files))
     finally:
         context.destroy(linger=0)
     return Joined(address=address, key=own, config=enrolment.config, model_path=str(folder or ""))
@@ -133,15 +133,15 @@ class _Line:
             if isinstance(answer, kind):
                 return answer
         if last:
-            raise ConfigError(f"--join {self._where}: refused: {last}; give another name")
+            raise ConfigError(f"--join {self._where}: refused: {last}; use another name")
         if self._was_connected:
             raise ConfigError(
-                f"--join {self._where}: no answer within {self._timeout_s:g}s: either that is no"
-                " scheduler, or the key is another run's (copy keys/join.key of this run)"
+                f"--join {self._where}: no answer within {self._timeout_s:g} s. Either no scheduler"
+                " listens there, or the key belongs to another run. Copy keys/join.key of this run"
             )
         raise ConfigError(
-            f"--join {self._where}: unreachable within {self._timeout_s:g}s: is the run going on,"
-            " with scheduler.host=0.0.0.0, and is the port open?"
+            f"--join {self._where}: no connection within {self._timeout_s:g} s. Check that the run"
+            " is running with scheduler.host=0.0.0.0, and that the port is open"
         )
 
     def _watch(self) -> None:
@@ -151,7 +151,8 @@ class _Line:
             self._was_connected |= event == zmq.EVENT_CONNECTED
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise ConfigError(
-                    f"--join {self._where}: the key is not this run's; copy its keys/join.key"
+                    f"--join {self._where}: the key belongs to another run; copy keys/join.key of"
+                    " this run"
                 )
 
     def close(self) -> None:
@@ -170,7 +171,8 @@ def _take_files(line: _Line, files: list[SharedFile]) -> Path:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary = Path(tempfile.mkdtemp(dir=parent, prefix=".taking-"))
     except OSError as error:
-        raise ConfigError(f"{parent}: {error.strerror}; set XDG_CACHE_HOME elsewhere") from error
+        remedy = "set XDG_CACHE_HOME to a writable folder"
+        raise ConfigError(f"{parent}: {error.strerror}; {remedy}") from error
     try:
         for each in files:
             _take_file(line, each, temporary / each.name)
@@ -192,7 +194,9 @@ def _take_file(line: _Line, file: SharedFile, path: Path) -> None:
             left = file.num_bytes - out.tell()
             is_next = part.name == file.name and part.offset_bytes == out.tell()
             if not is_next or not 0 < len(part.content) <= left:
-                raise ConfigError(f"{file.name}: a part that was not asked for")
+                raise ConfigError(f"{file.name}: the scheduler sent a part that was not requested")
             out.write(part.content)
     if not is_intact(path, file):
-        raise ConfigError(f"{file.name}: came damaged, or was changed meanwhile; join again")
+        raise ConfigError(
+            f"{file.name}: damaged in transfer, or changed during the transfer; join again"
+        )

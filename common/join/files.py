@@ -32,7 +32,7 @@ def list_shared(folder: Path, *, template: Path | None = None) -> list[SharedFil
     """
     paths = sorted(each for each in folder.iterdir() if each.is_file() and is_shareable(each.name))
     if not any(each.name == "config.json" for each in paths):
-        raise ConfigError(f"model.path={folder}: has no config.json to give to a joining node")
+        raise ConfigError(f"model.path={folder}: has no config.json, which a joining node needs")
     named = {each.name: each for each in paths} | ({TEMPLATE: template} if template else {})
     files = [
         SharedFile(name=name, num_bytes=path.stat().st_size, sha256=_sha256(path))
@@ -46,13 +46,16 @@ def check_bounds(files: list[SharedFile]) -> None:
     """Check names, number and sizes of files. Raises: ConfigError: one exceeds its limit."""
     for each in files:
         if not is_shareable(each.name) or not 0 <= each.num_bytes <= MAX_FILE_BYTES:
-            raise ConfigError(f"file {each.name!r} of {each.num_bytes} bytes may not travel")
+            raise ConfigError(
+                f"file {each.name!r} of {each.num_bytes} bytes: a joining node receives only files"
+                f" of a model with plain names and at most {MAX_FILE_BYTES} bytes"
+            )
     names = {each.name for each in files}
     total_bytes = sum(each.num_bytes for each in files)
     if len(names) != len(files) or len(files) > MAX_FILES or total_bytes > MAX_TOTAL_BYTES:
         raise ConfigError(
-            f"{len(files)} files of {total_bytes} bytes are more than may travel"
-            f" ({MAX_FILES}, {MAX_TOTAL_BYTES} bytes)"
+            f"{len(files)} files of {total_bytes} bytes: a joining node receives at most"
+            f" {MAX_FILES} files of {MAX_TOTAL_BYTES} bytes in total"
         )
 
 

@@ -36,7 +36,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class StallVerdict:
     """The action against hanging roles, or against a run without progress."""
 
     report: str  # One line.
@@ -88,10 +88,10 @@ class RoleProcess(Protocol):
         ...
 
 
-class Watch(Protocol):
+class StallDetector(Protocol):
     """Observes the progress of running roles."""
 
-    def look(self, processes: Mapping[str, RoleProcess]) -> Verdict | None:
+    def look(self, processes: Mapping[str, RoleProcess]) -> StallVerdict | None:
         """Return the action against a stall; None without a stall."""
         ...
 

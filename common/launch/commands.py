@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.load import load_told, override_value
 from common.config.requested import load_named
 from common.config.run_config import Launcher, RunConfig
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 WITH_MODEL = ("learner", "actor")  # Roles that read the folder `model.path`.
 
 
-def load_with_model(request: Request, *, root: Path) -> RunConfig:
+def load_with_model(request: ParsedCommand, *, root: Path) -> RunConfig:
     """Return the config of a request, with folders in place of the names of models."""
     from common.checks.hub_models import resolve_models
 
@@ -154,7 +154,9 @@ def be_role(
     return 0
 
 
-def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, root: Path) -> int:
+def join_run(
+    request: ParsedCommand, run: Callable[[RunConfig, "Joined"], None], *, root: Path
+) -> int:
     """Run a role of another machine's run in this process until it ends; return the exit code.
 
     Raises:
@@ -206,8 +208,8 @@ def _check_weights(cfg: RunConfig, joined: "Joined", *, root: Path) -> None:
         check_model(cfg.model.path, root)
     elif rank := cfg.learner.lora.rank:
         raise ConfigError(
-            f"learner.lora.rank={rank}: this run sends adapters only, not the {joined.base} that"
-            " they are added to; give model.path=FOLDER with a copy of that model on this machine"
+            f"learner.lora.rank={rank}: this run sends only adapters, without their base model"
+            f" {joined.base}. Give model.path=FOLDER with a copy of the base model on this machine"
         )
 
 

@@ -35,7 +35,7 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
     if cfg.envhub.url:
         yield cfg.envhub.url, cfg.envhub.token or token
         return
-    logger.info("starting a hub of environments")
+    logger.info("starting the environment hub")
     run_dir.forget_address("envhub")
     spec = make_role_specs(cfg.run, run_dir, root=root, num_actors=0, has_hub=True)[0]
     guardian = Guardian()
@@ -48,7 +48,7 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
         except ChildFailed as error:
             if hub.poll() == EXIT_CONFIG_ERROR:
                 raise ConfigError(f"envhub: {hub.last_error()}") from error
-            raise EnvError(f"while starting: {error}") from error
+            raise EnvError(f"the hub did not start: {error}") from error
         yield run_dir.find_address("envhub") or "", token
     finally:
         hub.stop(timeout_s=STOP_TIMEOUT_S)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
@@ -15,10 +15,10 @@ MAX_LINES = 20
 
 
 def revoke_key(
-    request: Request,
+    request: ParsedCommand,
     *,
     root: Path,
-    load: Callable[[Request], RunConfig],
+    load: Callable[[ParsedCommand], RunConfig],
     say: Callable[[str], object],
 ) -> int:
     """Revoke the key of the member that the request names; return the exit code.
@@ -27,7 +27,7 @@ def revoke_key(
     """
     names = [word for word in request.overrides if "=" not in word]
     if len(names) != 1:
-        raise ConfigError("revoke: expects one name, such as: run.py revoke run.name=a actor-3")
+        raise ConfigError("revoke: give one name, such as: run.py revoke run.name=a actor-3")
     overrides = [word for word in request.overrides if "=" in word]
     cfg = load(replace(request, overrides=overrides))
     run_dir = RunDir(root=root / cfg.run.dir / cfg.run.name)
@@ -44,8 +44,8 @@ def refused_lines(run_dir: RunDir) -> list[str]:
         return []
     scheduler = told.get("scheduler", {})
     lines = [
-        f"  refused of {name[:80]!r}: {each['invalid']} invalid, {each['forbidden']} forbidden,"
-        f" {each['dropped']} unread messages; last: {each['last_reason'][:200]!r}"
+        f"  refused messages of {name[:80]!r}: {each['invalid']} invalid, {each['forbidden']}"
+        f" forbidden, {each['dropped']} unread; last reason: {each['last_reason'][:200]!r}"
         for name, each in scheduler.get("peers", {}).items()
     ]
     for cause, num in scheduler.get("connections", {}).get("refused", {}).items():

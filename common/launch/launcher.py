@@ -21,7 +21,7 @@ from common.launch.base import (
     RoleProcess,
     RoleSpec,
     RoleStarter,
-    Watch,
+    StallDetector,
 )
 from common.launch.process import ERROR, TAIL_LINES, describe_exit, find_error
 
@@ -34,7 +34,7 @@ MAX_LAST_CHARS = 300  # Longest part of a role's last log line in the launcher's
 AT_ONCE_FRAC = 0.1  # Shortest delay / first backoff; the role's descendants end within it.
 
 
-class Launcher:
+class RoleSupervisor:
     """Supervises roles. Use it in the main thread, because it handles SIGINT and SIGTERM.
 
     Example:
@@ -53,7 +53,7 @@ class Launcher:
         finish_grace_s: float = 10.0,
         first_backoff_s: float = 1.0,
         on_poll_every_s: float = 0.5,
-        watch: Watch | None = None,
+        watch: StallDetector | None = None,
     ) -> None:
         """Start no role yet.
 
@@ -166,7 +166,7 @@ class Launcher:
                     limits[role] = self._stop_timeout_s()
                     self._stop_deadline = time.time() + limits[role]
                     self._next_poll = 0.0  # The display shows it at once.
-                    text = "stopping: the %s may take %.0f s to save; Ctrl-C again stops at once"
+                    text = "stopping: the %s may save for %.0f s; a second Ctrl-C ends it at once"
                     logger.info(text, role.spec.name, limits[role])
                 if role.process is not None:
                     role.process.terminate()
@@ -209,7 +209,12 @@ class _Role:
     """A spec, its current process, and the time of its next start."""
 
     def __init__(
-        self, spec: RoleSpec, starter: RoleStarter, *, first_backoff_s: float, watch: Watch | None
+        self,
+        spec: RoleSpec,
+        starter: RoleStarter,
+        *,
+        first_backoff_s: float,
+        watch: StallDetector | None,
     ) -> None:
         self.spec = spec
         self._watch = watch
@@ -301,8 +306,8 @@ class _Role:
     def _hopeless(self, ended: RoleProcess) -> Ending:
         last = _error_of(ended).removeprefix(ERROR)
         reason = (
-            f"{self.spec.name} cannot start: {last}; two starts failed alike, "
-            f"the whole log: {self.spec.log_path}"
+            f"{self.spec.name} cannot start: {last}. Two starts failed with this error. "
+            f"Log: {self.spec.log_path}"
         )
         return Ending(exit_code=EXIT_FAILED, reason=reason)
 
@@ -325,7 +330,7 @@ class _Role:
         self._restarts.append(now)
         self._start_again_at = now + wait_s
         if code == 0:  # Usually the run is over, and the learner is about to end, too.
-            logger.info("role left role=%s", self.spec.name)
+            logger.info("role exited normally role=%s", self.spec.name)
             return
         logger.warning(
             "role ended role=%s exit=%s restart=%d/%d in_s=%.1f last=%s",
@@ -343,7 +348,7 @@ class _Role:
         again = f" after {times} restarts" if times else ""
         reason = (
             f"{self.spec.name} failed{again}: {describe_exit(code)}\n{tail}\n"
-            f"the whole log: {self.spec.log_path}"
+            f"Log: {self.spec.log_path}"
         )
         return Ending(exit_code=EXIT_FAILED, reason=reason)
 

@@ -22,7 +22,7 @@ def hold_run(root: Path, *, name: str) -> Generator[None]:
     Raises: ConfigError: another launcher holds the lock; the message names its process id.
     """
     path = root.parent / f".{root.name}.lock"  # The folder itself may be renamed.
-    with _held(path, what=f"run.name={name}: this run is going on", wait_s=LOOK_S):
+    with _held(path, what=f"run.name={name}: this run is already running", wait_s=LOOK_S):
         yield
 
 
@@ -32,7 +32,7 @@ def hold_role(root: Path, role: str) -> Generator[None]:
 
     Raises: ConfigError: another process runs the role; the message names its process id.
     """
-    what = f"{root}: this run has a {role}"
+    what = f"{root}: this run already has a {role}"
     with _held(root / f".{role}.lock", what=what, wait_s=GONE_S):
         yield
 
@@ -46,7 +46,7 @@ def _held(path: Path, *, what: str, wait_s: float) -> Generator[None]:
         except BlockingIOError as error:
             file.seek(0)
             holder = file.read().strip() or "unknown"
-            raise ConfigError(f"{what} (process {holder}); stop that first") from error
+            raise ConfigError(f"{what} (process {holder}); stop that process first") from error
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

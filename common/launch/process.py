@@ -126,7 +126,7 @@ class ChildProcess:
                 os.kill(pid, signal.SIGKILL)
         # Only a process that is stuck in the kernel or a driver survives SIGKILL.
         if not self.has_ended_by(time.monotonic() + KILLED_S):
-            logger.error("child does not end after SIGKILL name=%s pid=%d", self.name, self.pid)
+            logger.error("process survives SIGKILL name=%s pid=%d", self.name, self.pid)
             return
         if self._guardian is not None:
             self._guardian.remove(self.pid)
@@ -151,7 +151,8 @@ class ChildProcess:
             if code is not None and not is_ready():
                 raise ChildFailed(f"{self.name} ended: {describe_exit(code)}{self._last_words()}")
             if time.monotonic() > deadline:
-                raise ChildFailed(f"{self.name}: nothing within {timeout_s:g}s{self._last_words()}")
+                text = f"{self.name}: not ready within {timeout_s:g} s"
+                raise ChildFailed(f"{text}{self._last_words()}")
             time.sleep(POLL_S)
 
     def log_tail(self, *, max_lines: int) -> list[str]:
@@ -166,7 +167,7 @@ class ChildProcess:
 
     def _last_words(self) -> str:
         lines = "".join(f"\n  {line}" for line in self.log_tail(max_lines=TAIL_LINES))
-        return f"{lines}\nthe whole log: {self.log_path}" if self.log_path else ""
+        return f"{lines}\nLog: {self.log_path}" if self.log_path else ""
 
 
 def read_tail(log_path: Path, offset: int, *, max_lines: int) -> list[str]:

@@ -45,7 +45,7 @@ class StartGuard:
             return
         if isinstance(error, ImportError):
             logger.error("an import failed", exc_info=error)
-            remedy = "`make setup` installs the versions that the product needs"
+            remedy = "run `make setup`, which installs the required versions"
             raise ConfigError(f"{type(error).__name__}: {error}; {remedy}") from error
         if isinstance(error, FileNotFoundError) and self._is_foreign(error.filename):
             logger.error("a file is missing", exc_info=error)

@@ -11,7 +11,7 @@ from pathlib import Path
 from common.config.run_config import RunConfig
 from common.cpu import CpuWatch
 from common.launch.base import Ending, LaunchState, RoleSpec, RoleStarter
-from common.launch.launcher import Launcher
+from common.launch.launcher import RoleSupervisor
 from common.launch.observer import RunObserver
 from common.log import begin_anew, kept_in
 from common.memory import family_bytes
@@ -66,7 +66,7 @@ def supervise(
     wanted_s = cfg.run.stop_timeout_s
     stop_s = partial(stop_timeout_s, run_dir, wanted_s=wanted_s)
     watch = StallWatch(run_dir, cfg.run, turn_s=cfg.actor.turn_timeout_s)
-    launcher = Launcher(starter, stop_timeout_s=stop_s, watch=watch)
+    launcher = RoleSupervisor(starter, stop_timeout_s=stop_s, watch=watch)
     observer.start()
     try:
         # This log keeps the reasons of restarts for displays, also after the end of the run.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.dashboard.reading.run_source import RunSource
 from common.dashboard.reading.sources import open_source
 from common.dashboard.words import plain
@@ -15,7 +15,7 @@ USAGE = "report RUN [RUN ...] [to=FILE]"
 NAMES_SHOWN = 3  # Maximum number of run names in a file name.
 
 
-def report(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
+def report(request: ParsedCommand, *, root: Path, say: Callable[[str], None]) -> int:
     """Write the page of one run, or of several side by side; return the exit code.
 
     Raises: ConfigError: no such run or option, or the file cannot be written.

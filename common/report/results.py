@@ -18,7 +18,7 @@ MAX_LAG_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Play:
+class HeldOutEpisode:
     """One held-out episode without an infrastructure failure."""
 
     item: tuple[str, str]  # Environment and item id.
@@ -30,7 +30,9 @@ class Play:
 class Evaluation:
     """The episodes of one evaluation."""
 
-    plays: dict[str, Play] = field(default_factory=dict[str, Play])  # Episodes by id.
+    plays: dict[str, HeldOutEpisode] = field(
+        default_factory=dict[str, HeldOutEpisode]
+    )  # Episodes by id.
     # Episodes with an infrastructure failure; they are not in `plays`.
     failed: set[str] = field(default_factory=set[str])
 
@@ -66,12 +68,12 @@ def read_totals(folder: Path) -> JournalTotals:
         evaluation.failed.discard(episode_id)
         subset = subset_of(trajectory.item_id)
         is_success = trajectory.is_success
-        play = Play(item=item, subset=subset, is_success=is_success)
+        play = HeldOutEpisode(item=item, subset=subset, is_success=is_success)
         evaluation.plays.setdefault(episode_id, play)
     return totals
 
 
-def score(plays: Sequence[Play]) -> Score:
+def score(plays: Sequence[HeldOutEpisode]) -> Score:
     """Return success with its interval, overall and by subset. Needs at least one play."""
     by_subset: dict[str, list[bool]] = defaultdict(list)
     for play in plays:
@@ -89,7 +91,7 @@ def score(plays: Sequence[Play]) -> Score:
     )
 
 
-def paired_gain(before: Iterable[Play], after: Iterable[Play]) -> Gain | None:
+def paired_gain(before: Iterable[HeldOutEpisode], after: Iterable[HeldOutEpisode]) -> Gain | None:
     """Return the mean gain over items played in both; None if there is no such item.
 
     The interval is that of the mean of the items' differences.
@@ -134,7 +136,7 @@ def _values(lines: list[MetricsLine], name: str) -> list[float]:
     return [value for line in lines if (value := line.get(name)) is not None]
 
 
-def _success_by_item(plays: Iterable[Play]) -> dict[tuple[str, str], float]:
+def _success_by_item(plays: Iterable[HeldOutEpisode]) -> dict[tuple[str, str], float]:
     by_item: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for play in plays:
         by_item[play.item].append(play.is_success)

@@ -17,7 +17,7 @@ from common.report.model import Baselines, HeldOut, PeakMemory, Report, Score, S
 from common.report.page import render
 from common.report.results import (
     Evaluation,
-    Play,
+    HeldOutEpisode,
     lag_histogram,
     mean,
     paired_gain,
@@ -132,7 +132,7 @@ def _score(
     return None
 
 
-def _plays(evals: dict[str, Evaluation], name: str) -> list[Play]:
+def _plays(evals: dict[str, Evaluation], name: str) -> list[HeldOutEpisode]:
     return list(evals[name].plays.values()) if name in evals else []
 
 

@@ -41,7 +41,7 @@ def ask_role(
     for helper, pid in helpers_of(folder, name).items():
         offset = _size(helper)
         if told.pid in _ancestors(pid) and ask(pid):
-            asked[f"{name}, its process {pid} {' '.join(_command_of(pid))[:60]}"] = (helper, offset)
+            asked[f"{name}, process {pid} {' '.join(_command_of(pid))[:60]}"] = (helper, offset)
     return asked
 
 

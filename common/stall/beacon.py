@@ -32,7 +32,7 @@ _BEGUN = threading.Event()  # The event is set when this process's role has fini
 
 
 @dataclass(slots=True)
-class Line:
+class MonitoredWork:
     """One line of work, such as a role's main thread."""
 
     what: str
@@ -59,7 +59,7 @@ class Beacon:
         self._stacks_path = folder / f"{role}.stacks"
         self._began_at = time.time()
         self._lock = threading.Lock()
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, MonitoredWork] = {}
         self._longest: dict[str, float] = {}  # Seconds by kind of work.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stacks: TextIO | None = None
@@ -110,7 +110,7 @@ class Beacon:
                 took_s = now - known.since
                 self._longest[kind] = max(self._longest.get(kind, 0.0), took_s)
             longest_s = self._longest.get(_kind(line, what), 0.0)
-            self._lines[line] = Line(what, waits_for, now, limit_s, longest_s)
+            self._lines[line] = MonitoredWork(what, waits_for, now, limit_s, longest_s)
 
     def _write_on(self) -> None:
         written_at = time.monotonic()

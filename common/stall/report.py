@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from common.stall.beacon import Line, boot_id
+from common.stall.beacon import MonitoredWork, boot_id
 from common.store.run_dir import RunDir
 from common.store.status.members import hub_text
 
@@ -24,7 +24,7 @@ class Told:
     boot_id: str  # Boot id of its machine.
     began_at: float  # Unix time.
     written_at: float  # Monotonic seconds.
-    lines: dict[str, Line] = field(default_factory=dict[str, Line])
+    lines: dict[str, MonitoredWork] = field(default_factory=dict[str, MonitoredWork])
 
 
 _TOLD = TypeAdapter(Told)
@@ -97,11 +97,11 @@ def describe(
             yield f"  {name} ({line_name}): {doing}, since {now - line.since:.0f}s"
         if each is not None and now - each.written_at > LATE_S:
             late_s = now - each.written_at
-            yield f"  {name}: has told nothing for {late_s:.0f}s{_state_of(each.pid)}"
+            yield f"  {name}: has written no report for {late_s:.0f}s{_state_of(each.pid)}"
         elif each is None:
             doing = f"waits for {waiting[name]}" if waiting.get(name) else "works"
             heard_s = members.get(name, {}).get("last_seen_s")
-            heard = "" if heard_s is None else f", heard {heard_s:.0f}s before the last status"
+            heard = "" if heard_s is None else f", last message {heard_s:.0f}s before the status"
             node = members.get(name, {}).get("node")
             yield f"  {name}{f' on {node}' if node else ''}: {doing}{heard}"
     for hub in status.get("hubs", []):
@@ -116,4 +116,4 @@ def describe(
 def _state_of(pid: int) -> str:
     with contextlib.suppress(psutil.Error):
         return f"; process {pid} is {psutil.Process(pid).status()}"
-    return f"; process {pid} is gone"
+    return f"; process {pid} does not exist"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.run_config import OnStall, RunSection
-from common.launch.base import RoleProcess, Verdict
+from common.launch.base import RoleProcess, StallVerdict
 from common.launch.process import ChildProcess
 from common.stall.asking import ask_role, cut_stacks, stacks_since
 from common.stall.report import Told, culprits, describe, read_told, waits
@@ -80,7 +80,7 @@ class StallWatch:
         """Return whether the scheduler has reported the end of the run."""
         return self._status().get("phase") == "done"
 
-    def look(self, processes: Mapping[str, RoleProcess]) -> Verdict | None:
+    def look(self, processes: Mapping[str, RoleProcess]) -> StallVerdict | None:
         """Return the action against a stall; None without a stall. Frequent calls are cheap."""
         now = time.monotonic()
         slept_s = now - self._looked_at
@@ -134,13 +134,13 @@ class StallWatch:
         stall_s = self._cfg.stall_s
         silent_s = self._awake_s - self._changed[name][1]
         if silent_s > stall_s:
-            return f"it has told nothing for {silent_s:.0f}s (run.stall_s={stall_s:g})"
+            return f"it has written no report for {silent_s:.0f}s (run.stall_s={stall_s:g})"
         for line_name, line in told.lines.items():
             limit_s = max(stall_s, FACTOR * line.longest_s, line.limit_s or 0.0)
             same_s = min(now, told.written_at) - line.since
             if not line.waits_for and same_s > limit_s:
-                what = f"{line_name} is at {line.what!r} for {same_s:.0f}s"
-                return f"{what}, more than {limit_s:.0f}s"
+                what = f"{line_name} has been in {line.what!r} for {same_s:.0f}s"
+                return f"{what}, the limit is {limit_s:.0f}s"
         return ""
 
     def _is_unheard(self, name: str, process: RoleProcess, status: Mapping[str, Any]) -> str:
@@ -152,13 +152,13 @@ class StallWatch:
             return ""
         is_here = isinstance(process, ChildProcess)
         if is_here and now - started_at > max(self._cfg.stall_s, IMPORT_S):
-            return f"it has told nothing since its start {now - started_at:.0f}s ago"
+            return f"it has written no report since its start {now - started_at:.0f}s ago"
         if is_here or self._is_old(now):
             return ""
         for member in actors:
             silent_s = float(member.get("last_seen_s", 0.0))
             if member.get("name") == name and silent_s > self._cfg.stall_s:
-                return f"the scheduler has not heard of it for {silent_s:.0f}s"
+                return f"the scheduler has received nothing from it for {silent_s:.0f}s"
         return ""
 
     def _stands_still(
@@ -188,7 +188,7 @@ class StallWatch:
         if still_s <= limit_s:
             return None
         blamed = [name for name in culprits(waiting) if name in told]
-        return blamed, f"the run has counted no episode and no step for {still_s:.0f}s"
+        return blamed, f"the run has finished no episode and no step for {still_s:.0f}s"
 
     # --- reports and actions ------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class StallWatch:
         if self._awake_s < self._told_until.get(key, 0.0):
             return
         waiting = waits(told, status)
-        lines = [f"stall: {what}", "who waits for whom:", *describe(told, status, waiting, now)]
+        lines = [f"stall: {what}", "activity of all roles:", *describe(told, status, waiting, now)]
         asked: dict[str, tuple[Path, int]] = {}
         for name, each in told.items():
             asked |= ask_role(self._run_dir.alive, name, each, processes[name])
@@ -218,13 +218,13 @@ class StallWatch:
         is_missing = any(not stacks_since(*asked) for asked in case.asked.values())
         return waited_s >= (FAR_STACKS_S if is_missing else STACKS_S)
 
-    def _close(self, processes: Mapping[str, RoleProcess], case: _Case) -> Verdict:
+    def _close(self, processes: Mapping[str, RoleProcess], case: _Case) -> StallVerdict:
         """Write the report; return the action against the stall."""
         self._case = None
-        parts = [case.text, "to blame: " + (", ".join(case.culprits) or "nobody that is known")]
+        parts = [case.text, "probable cause: " + (", ".join(case.culprits) or "unknown")]
         for name, (asked, offset) in case.asked.items():
             stacks = stacks_since(asked, offset)
-            parts.append(f"--- stacks of {name}\n{stacks or 'none: it does not answer'}")
+            parts.append(f"--- stacks of {name}\n{stacks or 'none: the process does not respond'}")
             cut_stacks(asked)
         self._run_dir.stalls.mkdir(exist_ok=True)
         path = self._run_dir.stalls / f"{time.strftime('%Y%m%d-%H%M%S')}.txt"
@@ -238,15 +238,15 @@ class StallWatch:
         summary = case.text.partition("\n")[0]
         self._num_attempts += 1
         if policy is OnStall.WARN:
-            return Verdict(report=summary)
+            return StallVerdict(report=summary)
         is_hopeless = self._num_attempts > MAX_ATTEMPTS and "hangs" not in summary
         if policy is OnStall.STOP or is_hopeless:
-            return Verdict(report=f"{summary}; the report: {path}", is_stop=True)
+            return StallVerdict(report=f"{summary}; report: {path}", is_stop=True)
         self._progress = (self._progress[0], self._awake_s)
         to_restart = case.culprits if self._num_attempts == 1 else list(processes)
         if len(case.culprits) == 1 and "hangs" in summary:
             to_restart = case.culprits
-        return Verdict(report=summary, restart=to_restart)
+        return StallVerdict(report=summary, restart=to_restart)
 
     def _is_old(self, now: float) -> bool:
         """Return whether the status file has not been written recently."""

@@ -54,7 +54,7 @@ def read_conversations(path: Path) -> list[Conversation]:
         for a, b in zip(was.messages, now.messages, strict=True)
     )
     if num_broken:
-        logger.warning("%s: replaced halves of characters in %d messages", path, num_broken)
+        logger.warning("%s: replaced unpaired surrogates in %d messages", path, num_broken)
     return read
 
 
@@ -66,7 +66,7 @@ def _conversation(record: object, place: str) -> Conversation:
     if isinstance(record, dict):
         record = as_conversation(record, place)
     if not isinstance(record, dict) or not isinstance(record.get("conversations"), list):
-        raise ConfigError(f"{place}: no list under 'conversations'")
+        raise ConfigError(f"{place}: 'conversations' must be a list")
     messages = []
     for message in record["conversations"]:
         if not isinstance(message, dict):
@@ -74,7 +74,7 @@ def _conversation(record: object, place: str) -> Conversation:
         sender = message.get("from")
         value = message.get("value")
         if sender not in ("human", "gpt") or not isinstance(value, str):
-            raise ConfigError(f"{place}: a message needs 'from' human|gpt and a text 'value'")
+            raise ConfigError(f"{place}: a message needs 'from' (human or gpt) and a text 'value'")
         is_agent = sender == "gpt"
         is_trained = is_agent and message.get("loss") is not False
         messages.append(Message(is_agent=is_agent, is_trained=is_trained, text=value))

@@ -80,7 +80,7 @@ class RoomWait:
         if now >= self._say_at:
             self._say_at = now + SAY_EVERY_S
             logger.error(
-                "disk full: no room for %s (%s, %s free); waiting for room, nothing is lost"
+                "disk full: no room for %s (%s, %s free); the writer waits and loses nothing"
                 " waited_s=%.0f",
                 self._path,
                 getattr(error, "strerror", None) or error,
@@ -142,7 +142,7 @@ def if_room(write: Callable[[], object], path: Path) -> bool:
         if now - _said.get(path, -SAY_EVERY_S) >= SAY_EVERY_S:
             _said[path] = now
             logger.error(
-                "disk full: no room for %s (%s free); the run waits for room, nothing is lost",
+                "disk full: no room for %s (%s free); the run waits and loses nothing",
                 path,
                 free_text(path),
             )

@@ -12,7 +12,14 @@ from typing import IO
 
 from common.errors import ConfigError, WireError
 from common.store.disk import MAX_BUFFERS, AppendFile, is_no_room, with_room
-from common.store.records import MAGIC, PACKED_SUFFIX, REMEDY, Record, Segment, record_buffers
+from common.store.records import (
+    MAGIC,
+    PACKED_SUFFIX,
+    REMEDY,
+    JournalRecord,
+    Segment,
+    record_buffers,
+)
 from common.store.run_dir import sync_folder
 from common.store.segments import (
     JOURNAL_START,
@@ -236,16 +243,16 @@ def read_journal(
     """
     pruned = load_pruned(folder)
     if start is not None and start.segment < pruned.before:
-        raise WireError(f"{pruned.text(folder)}, and {start} is needed; restore them from a backup")
+        raise WireError(f"{pruned.text(folder)}, but {start} is needed; restore them from a backup")
     if start is None and pruned.before:
-        logger.warning("%s; what is left is read", pruned.text(folder))
+        logger.warning("%s; the remaining segments are read", pruned.text(folder))
     first = start or JournalPosition(segment=pruned.before)
     number = first.segment
     offset = first.offset
     while (segment := open_segment(folder, number)) is not None:
         with segment:
             if offset > segment.size:
-                raise WireError(f"{segment.path}: no offset {offset}, the file is shorter")
+                raise WireError(f"{segment.path}: offset {offset} is beyond the end of the file")
             for here, record in _records(folder, segment, number, offset):
                 position = JournalPosition(segment=number, offset=here)
                 yield position, segment.message(record, here)
@@ -258,7 +265,7 @@ def read_journal(
 
 def _records(
     folder: Path, segment: Segment, number: int, offset: int
-) -> Iterator[tuple[int, Record]]:
+) -> Iterator[tuple[int, JournalRecord]]:
     is_sealed = False
     while True:
         # Checked before the read: a segment is complete if its successor existed by then.
@@ -269,7 +276,8 @@ def _records(
             offset = record.end
         elif is_sealed and offset < segment.size:
             raise WireError(
-                f"{segment.path} at offset {offset}: torn record in a finished segment; {REMEDY}"
+                f"{segment.path} at offset {offset}: incomplete record in a finished segment;"
+                f" {REMEDY}"
             )
         elif is_sealed:
             return
@@ -294,8 +302,8 @@ def _acknowledged(segment: Segment, offset: int, synced: JournalPosition) -> Wir
     if synced.segment > number:
         lost = f"{segment_path(folder, number + 1)} is missing"
     return WireError(
-        f"{lost}, and acknowledged records go on to offset {synced.offset} of segment"
-        f" {synced.segment}; {REMEDY}, or remove {folder / 'synced'} to go on without them"
+        f"{lost}, but acknowledged records extend to offset {synced.offset} of segment"
+        f" {synced.segment}; {REMEDY}, or remove {folder / 'synced'} to continue without them"
     )
 
 
@@ -306,5 +314,5 @@ def _lock_folder(folder: Path) -> IO[bytes]:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()
-        raise ConfigError(f"another process is writing the journal in {folder}") from error
+        raise ConfigError(f"{folder}: another process writes this journal") from error
     return lock

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.errors import ConfigError
 from common.exchange.writing import FORMATS, load_framing, write
 from common.store.journal import read_journal
 from common.store.records import PACKED_SUFFIX
 from common.store.run_dir import RunDir, read_json
 from common.store.segments import list_segments, load_pruned, read_around_damage, synced_end
-from common.store.upkeep import DAY_S, GB, Limits, prune_old
+from common.store.upkeep import DAY_S, GB, RetentionLimits, prune_old
 
 Say = Callable[[str], None]
 USAGE = (
@@ -29,7 +29,7 @@ USAGE = (
 )
 
 
-def journal(request: Request, *, root: Path, say: Say) -> int:
+def journal(request: ParsedCommand, *, root: Path, say: Say) -> int:
     """Run one of the actions; return the exit code: 1 if `verify` finds damage.
 
     Raises: ConfigError: an unknown run or action, or an invalid option. WireError: the journal is
@@ -39,14 +39,14 @@ def journal(request: Request, *, root: Path, say: Say) -> int:
     words = [word for word in request.overrides if "=" not in word]
     options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
     if len(words) != 2 or words[1] not in actions:
-        raise ConfigError(f"run.py {USAGE}")
+        raise ConfigError(f"usage: run.py {USAGE}")
     own = root / options.pop("run.dir", "runs") / words[0]
     run_dir = RunDir(root=own if own.exists() else Path(words[0]))
     if not run_dir.journal.is_dir():
-        raise ConfigError(f"{words[0]}: no run with a journal is there ({own})")
+        raise ConfigError(f"{words[0]}: no run with a journal at {own}")
     known = {"export": {"to", "format"}, "prune": {"keep_gb", "keep_days"}}.get(words[1], set())
     if unknown := sorted(options.keys() - known):
-        raise ConfigError(f"{unknown[0]}: {words[1]} has no such option; run.py {USAGE}")
+        raise ConfigError(f"{unknown[0]}: {words[1]} has no such option; usage: run.py {USAGE}")
     return actions[words[1]](run_dir, options, say)
 
 
@@ -54,11 +54,11 @@ def _needed_from(run_dir: RunDir) -> int:
     """Return the first segment that a restart reads, 0 without a replay point."""
     if not run_dir.replay_point.exists():
         return 0
-    remedy = "remove it, and a restart reads the whole journal"
+    remedy = "remove the file; a restart then reads the whole journal"
     found = read_json(run_dir.replay_point, {"position": dict}, remedy=remedy)["position"]
     number = found.get("segment")
     if not isinstance(number, int):
-        raise ConfigError(f"{run_dir.replay_point}: damaged, no segment; {remedy}")
+        raise ConfigError(f"{run_dir.replay_point}: damaged, it names no segment; {remedy}")
     return number
 
 
@@ -70,7 +70,7 @@ def _list(run_dir: RunDir, _: dict[str, str], say: Say) -> int:
         total += found.st_size
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime))
         state = "packed" if path.suffix == PACKED_SUFFIX else "plain"
-        why = "a restart reads it" if number >= needed else ""
+        why = "needed by a restart" if number >= needed else ""
         say(f"{number:06d}  {state:<7}{found.st_size / 1e6:10.1f} MB  {when}  {why}".rstrip())
     pruned = load_pruned(run_dir.journal)
     synced = synced_end(run_dir.journal)
@@ -103,7 +103,7 @@ def _verify(run_dir: RunDir, _: dict[str, str], say: Say) -> int:
         say(f"{number:06d}  {count} episodes")
     if not first:
         lost = [name for name in _consumed(run_dir) if name not in names]
-        problems += [f"{name}: a step consumed it, and the journal lacks it" for name in lost[:20]]
+        problems += [f"{name}: a step trained it, but the journal lacks it" for name in lost[:20]]
     for problem in problems:
         say(f"damaged: {problem}")
     say(f"{num_episodes} episodes in {len(numbers)} segments, {len(problems) or 'no'} problems")
@@ -138,13 +138,13 @@ def _consumed(run_dir: RunDir) -> dict[str, int | None]:
 def _export(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
     """Write every episode as one JSON line with the step that consumed it, or in another format."""
     if "to" not in options:
-        raise ConfigError(f"export needs to=FILE; run.py {USAGE}")
+        raise ConfigError(f"export needs to=FILE; usage: run.py {USAGE}")
     target = Path(options["to"])
     format = options.get("format", "json")
     if format not in FORMATS:
-        raise ConfigError(f"--format {format}: one of {', '.join(FORMATS)}")
+        raise ConfigError(f"--format {format}: must be one of {', '.join(FORMATS)}")
     if not target.absolute().parent.is_dir():
-        raise ConfigError(f"to={target}: no such folder")
+        raise ConfigError(f"to={target}: the folder of this file does not exist")
     partial = target.with_name(f".{target.name}.partial")
     if format != "json":
         framing = load_framing(run_dir.tokenizer, day=run_dir.read_date())
@@ -153,7 +153,7 @@ def _export(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
             stack.callback(partial.unlink, missing_ok=True)
             num = write(format, partial, episodes, framing)
             partial.replace(target)
-        say(f"{num} rows to {target}, without scripted play, held-out items and failures")
+        say(f"wrote {num} rows to {target}, without scripted play, held-out items and failures")
         return 0
     consumed = _consumed(run_dir)
     num = 0
@@ -167,7 +167,7 @@ def _export(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
             out.write(json.dumps(row, default=_plain) + "\n")
             num += 1
     partial.replace(target)
-    say(f"{num} episodes to {target}")
+    say(f"wrote {num} episodes to {target}")
     return 0
 
 
@@ -180,9 +180,9 @@ def _plain(value: Any) -> Any:
 def _prune(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
     """Remove the oldest segments over a limit, but none that a restart reads."""
     if not options:
-        raise ConfigError(f"prune needs keep_gb=N or keep_days=N; run.py {USAGE}")
+        raise ConfigError(f"prune needs keep_gb=N or keep_days=N; usage: run.py {USAGE}")
     given = {key: _number(key, value) for key, value in options.items()}
-    limits = Limits(
+    limits = RetentionLimits(
         keep_bytes=given["keep_gb"] * GB if "keep_gb" in given else None,
         keep_s=given["keep_days"] * DAY_S if "keep_days" in given else None,
     )
@@ -190,8 +190,8 @@ def _prune(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
     pruned = prune_old(run_dir.journal, limits, before=_needed_from(run_dir))
     say(
         f"{pruned.before - before.before} segments pruned,"
-        f" {(pruned.num_bytes - before.num_bytes) / 1e6:.1f} MB; a restart reads from segment"
-        f" {_needed_from(run_dir)} on, which stays"
+        f" {(pruned.num_bytes - before.num_bytes) / 1e6:.1f} MB; segments from"
+        f" {_needed_from(run_dir)} on are kept, because a restart needs them"
     )
     return 0
 

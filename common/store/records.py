@@ -31,10 +31,10 @@ _CHECK = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CHECK.size
 _OLD_HEAD = struct.Struct("<II")
 _OLD_PAYLOAD = re.compile(rb"[\x90-\x9f][\xc4-\xc6]")  # First bytes of a msgpack list of frames.
-REMEDY = "`run.py journal RUN verify` tells what can be read; restore the file from a backup"
+REMEDY = "`run.py journal RUN verify` lists the readable records; restore the file from a backup"
 
 
-class Record(NamedTuple):
+class JournalRecord(NamedTuple):
     """A complete record."""
 
     payload: bytes
@@ -50,7 +50,7 @@ def record_buffers(frames: Sequence[bytes]) -> list[bytes]:
     table = struct.pack(f"<{1 + len(sizes)}I", len(sizes), *sizes)
     num_bytes = len(table) + sum(sizes)
     if num_bytes > MAX_RECORD_BYTES:
-        raise WireError(f"{num_bytes} bytes is over the record limit")
+        raise WireError(f"a record of {num_bytes} bytes exceeds the limit of {MAX_RECORD_BYTES}")
     digest = xxhash.xxh3_64(table)
     for frame in frames:
         digest.update(frame)
@@ -95,7 +95,7 @@ class Segment:
             packed.seek(-4, os.SEEK_END)  # gzip stores the uncompressed size there.
             return max(0, int.from_bytes(packed.read(4), "little") - self._base)
 
-    def record_at(self, offset: int) -> Record | None:
+    def record_at(self, offset: int) -> JournalRecord | None:
         """Return the record at an offset; None at the end, or at the torn tail of a crash.
 
         Raises: WireError: the record is damaged, and complete records follow it.
@@ -112,11 +112,11 @@ class Segment:
             if start and find(rest, start):
                 raise WireError(
                     f"{self.path} at offset {offset}: the record is damaged (its checksum does not"
-                    f" match), and whole records follow from offset {offset + start} on; {REMEDY}"
+                    f" match), but valid records follow from offset {offset + start} on; {REMEDY}"
                 )
         return None
 
-    def records(self, offset: int = 0) -> Iterator[tuple[int, Record]]:
+    def records(self, offset: int = 0) -> Iterator[tuple[int, JournalRecord]]:
         """Yield the complete records from an offset on, each with its offset. Raises: WireError."""
         while (record := self.record_at(offset)) is not None:
             yield offset, record
@@ -128,7 +128,7 @@ class Segment:
         find = _whole_old_record if self.is_old else _whole_record
         return next((offset + s for s in self._candidates(rest) if s and find(rest, s)), None)
 
-    def message(self, record: Record, offset: int) -> Trajectory:
+    def message(self, record: JournalRecord, offset: int) -> Trajectory:
         """Return the message of a record. Raises: WireError: names file and offset."""
         try:
             message = (
@@ -141,7 +141,7 @@ class Segment:
             raise WireError(f"{self.path} at offset {offset}: {name} is not a Trajectory")
         return message
 
-    def _record(self, offset: int, size: int) -> Record | None:
+    def _record(self, offset: int, size: int) -> JournalRecord | None:
         head = self._read(offset, _HEAD_BYTES)
         num_bytes = _payload_bytes(head)
         end = offset + _HEAD_BYTES + num_bytes
@@ -149,9 +149,9 @@ class Segment:
             return None
         payload = self._read(offset + _HEAD_BYTES, num_bytes)
         is_whole = xxhash.xxh3_64_intdigest(payload) == _HEAD.unpack_from(head)[2]
-        return Record(payload, end) if is_whole else None
+        return JournalRecord(payload, end) if is_whole else None
 
-    def _old_record(self, offset: int, size: int) -> Record | None:
+    def _old_record(self, offset: int, size: int) -> JournalRecord | None:
         head = self._read(offset, _OLD_HEAD.size)
         if len(head) < _OLD_HEAD.size:
             return None
@@ -160,7 +160,7 @@ class Segment:
         if not 0 < num_bytes <= MAX_RECORD_BYTES or end > size:
             return None
         payload = self._read(offset + _OLD_HEAD.size, num_bytes)
-        return Record(payload, end) if zlib.crc32(payload) == check else None
+        return JournalRecord(payload, end) if zlib.crc32(payload) == check else None
 
     def _candidates(self, content: bytes) -> Iterator[int]:
         """Yield the offsets in `content` at which a record may begin."""

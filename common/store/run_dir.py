@@ -96,7 +96,7 @@ class RunDir:
         while (address := self.find_address(role)) is None:
             if time.monotonic() > deadline:
                 path = self.addresses / role
-                raise PeerMissing(f"no {role} within {timeout_s:g}s: {path} does not exist")
+                raise PeerMissing(f"no {role} within {timeout_s:g} s: {path} does not exist")
             time.sleep(ADDRESS_POLL_S)
         return address
 
@@ -197,12 +197,12 @@ def read_json(path: Path, kinds: Mapping[str, type], *, remedy: str) -> dict[str
     except ValueError as error:  # The content is not JSON or not UTF-8.
         raise ConfigError(f"{path}: damaged, not JSON ({error}); {remedy}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{path}: damaged, no JSON object; {remedy}")
+        raise ConfigError(f"{path}: damaged, not a JSON object; {remedy}")
     entries = cast(dict[str, Any], found)
     for name, kind in kinds.items():
         value = entries.get(name)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ConfigError(f"{path}: damaged, {name!r} is no {kind.__name__}; {remedy}")
+            raise ConfigError(f"{path}: damaged, {name!r} is not {kind.__name__}; {remedy}")
     return entries
 
 

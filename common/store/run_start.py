@@ -45,7 +45,7 @@ def load_finished(run_dir: RunDir) -> dict[str, Any]:
 
     Raises: ConfigError: the file is damaged; names it.
     """
-    remedy = "remove it, and the run counts as unfinished: the same command goes on with it"
+    remedy = "remove the file; the run then counts as unfinished, and the same command continues it"
     return read_json(run_dir.finished, {"version": int, "result": str}, remedy=remedy)
 
 
@@ -69,8 +69,8 @@ def prepare(cfg: RunConfig, run_dir: RunDir) -> Path | None:
         run_dir.finished.unlink()
     elif differences:
         raise ConfigError(
-            f"run.name={cfg.run.name}: an unfinished run with other settings is there "
-            f"({'; '.join(differences)}); choose another run.name, or move {run_dir.root} away"
+            f"run.name={cfg.run.name}: this name has an unfinished run with other settings "
+            f"({'; '.join(differences)}). Use another run.name, or move {run_dir.root} away"
         )
     return None
 
@@ -138,7 +138,7 @@ def _set_aside(run_dir: RunDir) -> Path:
     while (target := run_dir.root.with_name(f"{run_dir.root.name}.{number}")).exists():
         number += 1
     run_dir.root.rename(target)
-    logger.info("earlier run kept aside folder=%s", target)
+    logger.info("renamed the earlier run folder=%s", target)
     return target
 
 

@@ -125,7 +125,7 @@ def read_around_damage(
                 offset = following
             is_acknowledged = (number, offset) < (synced.segment, synced.offset)
             if (offset < segment.size and not is_last) or (is_acknowledged and is_last):
-                yield f"{segment.path} from offset {offset} on: nothing whole, up to {segment.size}"
+                yield f"{segment.path}: no valid record from offset {offset} to {segment.size}"
     except WireError as error:
         yield str(error)
 
@@ -149,7 +149,7 @@ def load_pruned(folder: Path) -> Pruned:
         return Pruned()
     kinds = {"before": int, "at": str, "num_bytes": int}
     first = next(iter(list_segments(folder)), 0)
-    remedy = f'write {{"before": {first}, "at": "", "num_bytes": 0}} to it'
+    remedy = f'replace its content by {{"before": {first}, "at": "", "num_bytes": 0}}'
     return Pruned(**read_json(path, kinds, remedy=remedy))
 
 
@@ -199,7 +199,7 @@ def pack(folder: Path, segment: int, *, check: Callable[[], object] = lambda: No
             os.fsync(raw.fileno())
         with gzip.open(partial, "rb") as back:
             if _copy(back.read, lambda _: None, check) != crc:
-                raise WireError(f"{partial}: reads otherwise than it was written")
+                raise WireError(f"{partial}: its content differs from the written content")
         shutil.copystat(path, partial)  # Keeps the age, on which pruning depends.
         partial.replace(packed)
     finally:

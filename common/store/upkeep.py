@@ -21,19 +21,19 @@ GB = 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RetentionLimits:
     """Limits on the segments that a restart does not need. None: no limit."""
 
     keep_bytes: float | None = None
     keep_s: float | None = None
 
     @classmethod
-    def of(cls, cfg: JournalSection) -> "Limits":
+    def of(cls, cfg: JournalSection) -> "RetentionLimits":
         """Return the limits of a run."""
         return cls(keep_bytes=cfg.keep_gb * GB or None, keep_s=cfg.keep_days * DAY_S or None)
 
 
-def prune_old(folder: Path, limits: Limits, *, before: int) -> Pruned:
+def prune_old(folder: Path, limits: RetentionLimits, *, before: int) -> Pruned:
     """Remove the oldest segments below `before` that exceed a limit; return the new `Pruned`."""
     left = sum(path.stat().st_size for path in list_segments(folder).values())
     now = time.time()
@@ -92,12 +92,12 @@ class Upkeep(threading.Thread):
         _idle_priority()
         while (position := self._next()) is not None:
             try:
-                prune_old(self._folder, Limits.of(self._cfg), before=position.segment)
+                prune_old(self._folder, RetentionLimits.of(self._cfg), before=position.segment)
                 if self._cfg.compress:
                     self._pack_below(position.segment)
             except (OSError, WireError) as error:
                 text = "disk full" if is_no_room(error) else "failed"
-                logger.error("%s: the journal is not packed or pruned for now: %s", text, error)
+                logger.error("%s: cannot compress or prune the journal: %s", text, error)
             except _Stopped:
                 return
 
@@ -109,7 +109,7 @@ class Upkeep(threading.Thread):
                 freed = pack(self._folder, number, check=self._check)
                 took_s = time.monotonic() - started
                 logger.info(
-                    "packed segment=%d mb=%.1f to=%.1f took_s=%.1f",
+                    "compressed segment=%d mb=%.1f to=%.1f took_s=%.1f",
                     number,
                     before / 1e6,
                     (before - freed) / 1e6,

@@ -39,7 +39,7 @@ def choose_mode(cfg: LogSection, environ: Mapping[str, str]) -> WandbMode:
     if has_account(environ):
         return WandbMode.ONLINE
     if wish is WandbMode.ONLINE:
-        logger.warning("online was wanted, but no account is logged in; run `wandb login`. Offline")
+        logger.warning("wandb is offline: no account is logged in. Run `wandb login` to go online")
     return WandbMode.OFFLINE
 
 
@@ -58,11 +58,11 @@ def _wish_of(environ: Mapping[str, str]) -> WandbMode | None:
     if is_off.strip().lower() in YES:
         return WandbMode.DISABLED
     if is_off.strip().lower() not in NO:
-        raise ConfigError(f"WANDB_DISABLED={is_off}: must be true or false; or unset it")
+        raise ConfigError(f"WANDB_DISABLED={is_off}: must be true or false, or unset")
     named = environ.get("WANDB_MODE", "")
     if named.strip().lower() not in MODES:
         known = ", ".join(name for name in MODES if name)
-        raise ConfigError(f"WANDB_MODE={named}: must be one of {known}; or unset it")
+        raise ConfigError(f"WANDB_MODE={named}: must be one of {known}, or unset")
     return MODES[named.strip().lower()]
 
 

@@ -242,7 +242,7 @@ def _try(action: Callable[[], object], what: str) -> bool:
     try:
         action()
     except Exception as error:  # noqa: BLE001 - a metrics service must never end a run
-        logger.warning("wandb failed, going on without it at=%s error=%s", what, error)
+        logger.warning("wandb failed, the run continues without it at=%s error=%s", what, error)
         return False
     return True
 

@@ -103,8 +103,8 @@ class AddressBook:
             return with_host(address, scheduler_host)
         if is_loopback(host) and not is_here(scheduler_host):
             raise ConfigError(
-                f"{section}.host={host}: cannot be reached from this machine; start the run with"
-                f" {section}.host=0.0.0.0"
+                f"{section}.host={host}: this machine cannot reach that address. Start the run"
+                f" with {section}.host=0.0.0.0"
             )
         return address
 
@@ -155,7 +155,7 @@ def local_address_towards(host: str) -> str:
             probe.connect((host, 9))
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise WireError(f"no way to {host}: {error.strerror}") from error
+        raise WireError(f"no network route to {host}: {error.strerror}") from error
 
 
 @functools.lru_cache

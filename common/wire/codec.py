@@ -78,7 +78,7 @@ def _beyond_limits(frames: list[bytes]) -> str:
     if max(sizes) > MAX_FRAME_BYTES:
         return f"an array of {max(sizes)} bytes is over the size limit of {MAX_FRAME_BYTES}"
     if sum(sizes) > MAX_MESSAGE_BYTES:
-        return f"{sum(sizes)} bytes in all are over the size limit of {MAX_MESSAGE_BYTES}"
+        return f"a total of {sum(sizes)} bytes is over the size limit of {MAX_MESSAGE_BYTES}"
     return ""
 
 
@@ -99,7 +99,7 @@ def decode(frames: list[bytes]) -> Any:
         raise WireError("header is not [schema, type, fields]")
     schema, name, fields = header
     if type(schema) is not int or schema != SCHEMA_VERSION:
-        raise WireError(f"schema version {shown(schema)}, this side speaks {SCHEMA_VERSION}")
+        raise WireError(f"schema version {shown(schema)}, but this process uses {SCHEMA_VERSION}")
     cls = MESSAGE_TYPES.get(name) if isinstance(name, str) else None
     if cls is None:
         raise WireError(f"unknown message type {shown(name)}")
@@ -133,7 +133,7 @@ def _pack(value: list[Any]) -> bytes:
     try:
         packed = _packer.pack(value)
     except (ValueError, OverflowError) as error:  # An unpaired surrogate, or an int over 64 bits.
-        raise WireError(f"a value that no message can hold: {shown(error)}") from error
+        raise WireError(f"a value that a message cannot contain: {shown(error)}") from error
     assert packed is not None  # `pack` returns None with `autoreset=False` only.
     return packed
 
@@ -347,7 +347,7 @@ def _from_plain(kind: Any, value: Any, frames: list[bytes], *, path: str) -> Any
             if item_kind is str and any(
                 isinstance(each, str) and len(each) > ITEM_CHARS for each in value
             ):
-                raise WireError(f"{path}: an entry over {ITEM_CHARS} characters")
+                raise WireError(f"{path}: an entry has more than {ITEM_CHARS} characters")
             return _scalars(item_kind, value, path=path)
         return [
             _from_plain(item_kind, item, frames, path=f"{path}[{i}]")
@@ -411,13 +411,13 @@ def _array_from_frame(value: Any, frames: list[bytes], *, path: str) -> np.ndarr
         raise WireError(f"{path} is not [frame, dtype, shape]")
     index, dtype, shape = value
     if not 1 <= index < len(frames):
-        raise WireError(f"{path} points at frame {shown(index)} of {len(frames)}")
+        raise WireError(f"{path} refers to frame {shown(index)} of {len(frames)}")
     frame = bytes(frames[index])
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     if num_bytes > MAX_FRAME_BYTES or len(frame) != num_bytes:
         raise WireError(f"{path}: {len(frame)} bytes for shape {shape} of {dtype}")
     if dtype == "bool" and np.frombuffer(frame, dtype=np.uint8).max(initial=0) > 1:
-        raise WireError(f"{path}: a bool that is neither 0 nor 1")
+        raise WireError(f"{path}: a bool must be 0 or 1")
     try:
         return np.frombuffer(frame, dtype=dtype).reshape(shape)
     except ValueError as error:  # The array is empty, and numpy does not support its shape.

@@ -48,7 +48,7 @@ def device_id(device: torch.device) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CollectiveMember:
     """Parameters with which one member joins a process group."""
 
     rank: int
@@ -58,7 +58,7 @@ class Place:
     bind_host: str  # The only address on which gloo listens.
 
 
-def make_process_group(store: dist.Store, place: Place) -> Any:
+def make_process_group(store: dist.Store, place: CollectiveMember) -> Any:
     """Return a process group outside the default one. Its `store` must have no other group.
 
     Raises: RuntimeError: a member did not connect in time.
@@ -89,7 +89,7 @@ class BroadcastGroup:
     Raises: WeightSyncError: a member is missing or dies; both sides raise within timeout_s.
     """
 
-    def __init__(self, store: dist.Store, place: Place, *, epoch: int) -> None:
+    def __init__(self, store: dist.Store, place: CollectiveMember, *, epoch: int) -> None:
         prefixed = dist.PrefixStore(f"weights/{epoch}", store)
         self.epoch = epoch
         is_nccl = place.backend == "nccl"
@@ -104,7 +104,7 @@ class BroadcastGroup:
             what = f"no process group epoch={epoch} rank={place.rank}"
             raise WeightSyncError(f"{what}: {error}") from error
 
-    def _prove(self, store: dist.Store, place: Place) -> None:
+    def _prove(self, store: dist.Store, place: CollectiveMember) -> None:
         """Exchange a proof of membership between each pair of ranks, before the first transfer.
 
         gloo accepts the first process that connects. NCCL needs no proof: its id, which members
@@ -128,7 +128,7 @@ class BroadcastGroup:
         Broadcast(work, timeout, self._failed).wait()
         for other, told in enumerate(came.view(size, PROOF_BYTES)):
             if not hmac.compare_digest(bytes(told.tolist()), _proof(secret, other, rank)):
-                raise WeightSyncError(f"a stranger is in the place of rank {other}")
+                raise WeightSyncError(f"a process outside the group connected as rank {other}")
 
     def broadcast(self, buffer: Tensor) -> None:
         """Send (rank 0) or receive `buffer` [num_bytes] uint8 in place."""

@@ -64,7 +64,7 @@ class FollowingDealer:
         while (address := self._addresses.find_address(self._role)) is None:
             if time.monotonic() > deadline:
                 raise PeerMissing(
-                    f"no {self._role} within {timeout_s:g}s: it has told nobody where it listens"
+                    f"no {self._role} within {timeout_s:g} s: it has published no address"
                 )
             await asyncio.sleep(LOOK_S)
         self._open(address)

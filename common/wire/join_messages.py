@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from common.wire.access.bounds import Count, Id, LongText, Names, Seconds, Version
 
-NAME_IN_USE = "somebody who is there has the name"  # A temporary refusal: the node retries.
+NAME_IN_USE = "another process of the run uses this name"  # A temporary refusal: the node retries.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

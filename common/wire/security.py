@@ -93,8 +93,8 @@ def load_keys(folder: Path) -> RunKeys:
     missing = [str(folder / name) for name in _FILES if not (folder / name).exists()]
     if missing:
         raise ConfigError(
-            f"keys missing: {', '.join(missing)}; put them back from a copy, or begin another run."
-            " A role on another machine joins with --join and --key"
+            f"keys are missing: {', '.join(missing)}. Restore them from a copy, or begin another"
+            " run. A role on another machine joins with --join and --key"
         )
     texts = {name: (folder / name).read_text(encoding="utf-8").strip() for name in _FILES}
     return RunKeys(**texts, folder=str(folder.resolve()))
@@ -159,15 +159,15 @@ def read_join_key(path: Path, *, role: str) -> JoinKey:
     except OSError as error:
         raise ConfigError(f"--key {path}: {error.strerror}; {remedy}") from error
     if not is_private:
-        raise ConfigError(f"--key {path}: others may read it; chmod 600 {path}")
+        raise ConfigError(f"--key {path}: other users may read it; run chmod 600 {path}")
     try:
         key = TypeAdapter(JoinKey).validate_json(text, strict=True)
         if {len(k) for k in (key.server_public, key.client_public, key.client_secret)} != {40}:
-            raise ValueError("keys have 40 characters")
+            raise ValueError("a key must have 40 characters")
     except ValueError as error:  # The validation error of pydantic is a ValueError.
-        raise ConfigError(f"--key {path}: no key file of this version; {remedy}") from error
+        raise ConfigError(f"--key {path}: not a key file of this version; {remedy}") from error
     if role not in key.roles:
-        raise ConfigError(f"--key {path}: lets its holder be {', '.join(key.roles)}, not {role}")
+        raise ConfigError(f"--key {path}: this key is for {', '.join(key.roles)}, not for {role}")
     return key
 
 

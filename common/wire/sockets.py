@@ -79,7 +79,7 @@ class Router:
     ) -> None:
         """Bind and listen. A peer that sends a frame over `max_frame_bytes` is disconnected."""
         if not keys.server_secret:
-            raise ConfigError("nobody can listen with the key of a node that joins")
+            raise ConfigError("a process with the key of a joining node cannot listen")
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         self._poller = zmq.Poller()

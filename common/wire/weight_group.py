@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.errors import LongstrideError, WeightSyncError
 from common.wire.addresses import local_address_towards
-from common.wire.collective import BroadcastGroup, Place
+from common.wire.collective import BroadcastGroup, CollectiveMember
 from common.wire.rendezvous.client import GroupStore, StoreLine
 from common.wire.rendezvous.server import StorePlace
 from common.wire.transfer.buckets import Channel, Cut, receive_buckets, send_buckets
@@ -93,12 +93,12 @@ class _Attempt(threading.Thread):
             bind_host = local_address_towards(offer.store_host)
             epoch = offer.group_epoch
             given = (offer.rank, offer.world_size, offer.transport, offer.timeout_s)
-            self.group = BroadcastGroup(store, Place(*given, bind_host), epoch=epoch)
+            self.group = BroadcastGroup(store, CollectiveMember(*given, bind_host), epoch=epoch)
         return self.group
 
     def _check_wanted(self) -> None:
         if self._is_left.is_set():
-            raise TransferCancelled("given up while the disk is full")
+            raise TransferCancelled("cancelled while the disk was full")
 
     def leave(self) -> None:
         """Abort the transfer. The thread ends at once or at the timeout of the group."""
@@ -168,7 +168,7 @@ class WeightGroup:
             def fill_for_us(start: int, part: Tensor) -> None:
                 fill(start, part)
                 if is_left.is_set():  # The source may have changed to the next version while read.
-                    raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
+                    raise TransferCancelled(f"transfer cancelled epoch={offer.group_epoch}")
 
             send_buckets(channel, cut, slots, fill_for_us)
 
@@ -198,7 +198,7 @@ class WeightGroup:
             receive_buckets(channel, cut, staging, offer.tensors)
 
         if is_cancelled():  # The offer was cancelled while it was queued.
-            raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
+            raise TransferCancelled(f"transfer cancelled epoch={offer.group_epoch}")
         return self._transfer(work, device, offer, is_cancelled)
 
     def _transfer(
@@ -222,9 +222,9 @@ class WeightGroup:
             if is_cancelled():
                 attempt.leave()
                 self._left = [each for each in [*self._left, attempt] if each.is_alive()]
-                raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
+                raise TransferCancelled(f"transfer cancelled epoch={offer.group_epoch}")
         if not attempt.is_ok:
-            raise attempt.error or WeightSyncError("the transfer failed, see the log")
+            raise attempt.error or WeightSyncError("the transfer failed; the log has the reason")
         self._group = attempt.group
         self._place = place
         self._line = attempt.line

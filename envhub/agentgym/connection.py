@@ -40,7 +40,7 @@ class RemoteFailure(EnvFailure):
 
 
 @dataclass(slots=True, eq=False)
-class Instance:
+class RemoteInstance:
     """An instance on the server while an episode uses it.
 
     `is_lost`: the server assigned its number to another client, as a restarted server does.
@@ -50,7 +50,7 @@ class Instance:
     is_lost: bool = False
 
 
-class Connection:
+class AgentGymConnection:
     """Requests to one server. No request is repeated: a step may have run even without an answer.
 
     If a server cannot close instances, or creates them slowly, instances are kept after an episode
@@ -68,12 +68,12 @@ class Connection:
         self._session: aiohttp.ClientSession | None = None
         self._kept: list[int] = []
         self._late: list[asyncio.Task[int]] = []  # Pending creates whose episodes have given up.
-        self._used: dict[int, Instance] = {}
+        self._used: dict[int, RemoteInstance] = {}
         self._places = asyncio.Semaphore(max_sessions(dialect, options))
         self._makers = asyncio.Semaphore(1 if dialect.halts_to_create else options.max_sessions)
         self._can_close = dialect.has_close
 
-    async def take(self, *, is_fresh: bool = False) -> tuple[Instance, bool]:
+    async def take(self, *, is_fresh: bool = False) -> tuple[RemoteInstance, bool]:
         """Return an unused instance, and whether it is an old one; never an old one if `is_fresh`.
 
         Waits while the maximum number of instances is in use.
@@ -87,10 +87,10 @@ class Connection:
             is_old = is_kept or bool(self._late)
             number = self._kept.pop() if is_kept else await self._new_number()
             undo.pop_all()
-        instance = self._used[number] = Instance(number)
+        instance = self._used[number] = RemoteInstance(number)
         return instance, is_old
 
-    async def give_back(self, instance: Instance, *, is_sound: bool) -> None:
+    async def give_back(self, instance: RemoteInstance, *, is_sound: bool) -> None:
         """End the use of an instance; a failed instance is not reused."""
         self._places.release()
         if instance.is_lost:
@@ -103,7 +103,7 @@ class Connection:
         if is_sound and (is_kept or not self._can_close):
             self._kept.append(instance.number)
 
-    async def is_at_fault(self, instance: Instance) -> bool:
+    async def is_at_fault(self, instance: RemoteInstance) -> bool:
         """Return whether the instance caused a failed reset; otherwise the item caused it.
 
         A closable instance is always replaced. For other instances the server is queried: after a
@@ -117,10 +117,12 @@ class Connection:
             return "has finished" not in str(error)
         return False
 
-    async def post(self, verb: str, instance: Instance, fields: Mapping[str, object]) -> object:
+    async def post(
+        self, verb: str, instance: RemoteInstance, fields: Mapping[str, object]
+    ) -> object:
         """Return the JSON of a POST for an instance. Raises RemoteFailure."""
         if instance.is_lost:
-            raise self.failure(f"instance {instance.number} is gone; the server was started anew")
+            raise self.failure(f"instance {instance.number} is lost; the server was restarted")
         body = dict(fields) | {self.dialect.instance_key: instance.number}
         return await self._request("POST", verb, body)
 
@@ -159,7 +161,7 @@ class Connection:
             if not self.dialect.reuses_numbers:
                 self._used.pop(number).is_lost = True
                 return number
-        raise self.failure("gives out nothing but instances that are in use")
+        raise self.failure("the server returns only instances that are in use")
 
     async def _late_or_created(self) -> int:
         self._late = [task for task in self._late if not _has_failed(task)]
@@ -180,7 +182,7 @@ class Connection:
         if isinstance(reply, dict):
             number = reply.get(self.dialect.instance_key)
         if not isinstance(number, int):
-            raise self.failure(f"POST create answered {_shown(reply)}, which has no number")
+            raise self.failure(f"the answer to POST create has no instance number: {_shown(reply)}")
         return number
 
     async def _close(self, number: int) -> None:
@@ -213,7 +215,7 @@ class Connection:
             ) as response:
                 text = await response.text()
         except TimeoutError as error:
-            raise self.failure(f"{verb} had no answer within {limit_s:g} s") from error
+            raise self.failure(f"{verb}: no answer within {limit_s:g} s") from error
         except ProxyFailed as error:
             raise self.failure(f"{verb} failed: {error}") from error
         except (aiohttp.ClientError, UnicodeError) as error:
@@ -226,7 +228,9 @@ class Connection:
         try:
             reply = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise self.failure(f"{verb} answered no JSON: {text[:MAX_SHOWN_CHARS]}") from error
+            raise self.failure(
+                f"{verb}: the answer is not JSON: {text[:MAX_SHOWN_CHARS]}"
+            ) from error
         is_told = self.dialect.faults is Faults.ERROR_KEY
         if is_told and isinstance(reply, dict) and "error" in reply:
             raise self.failure(f"{verb} answered the error {_shown(reply['error'])}")

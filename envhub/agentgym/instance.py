@@ -23,7 +23,7 @@ class EpisodeOver(RuntimeError):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Instance:
+class ServedInstance:
     """One instance and its current episode; `session_id` is None between episodes.
 
     A suspended episode has no session either: repeating the actions of `performed` restores it.

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from envhub.agentgym.instance import EpisodeOver, Instance, InstanceUnknown, NotReset
+from envhub.agentgym.instance import EpisodeOver, InstanceUnknown, NotReset, ServedInstance
 from envhub.env import EnvSpec, Isolation, StepResult, Style, UnknownItem
 from envhub.errors import CapacityFull, EnvRaised, SessionUnknown
 from envhub.hosting.leases import LeaseTable, grain_of
@@ -55,7 +55,9 @@ class Instances:
         now_s = sessions.now_s
         # The order selects the episode to suspend.
         grain_s = 0.0 if self._puts_aside else grain_of(lease_s)
-        self._instances: LeaseTable[int, Instance] = LeaseTable(lease_s, now_s, grain_s=grain_s)
+        self._instances: LeaseTable[int, ServedInstance] = LeaseTable(
+            lease_s, now_s, grain_s=grain_s
+        )
 
     def __len__(self) -> int:
         return len(self._instances)
@@ -74,9 +76,9 @@ class Instances:
             capacity = MAX_ASIDE
             num_used = len(self._instances)
         if num_used >= capacity:
-            raise CapacityFull(f"{self._spec.name} has all its {capacity} sessions in use")
+            raise CapacityFull(f"{self._spec.name}: all {capacity} sessions are in use")
         number = secrets.randbits(ID_BITS)
-        self._instances.put(number, Instance())
+        self._instances.put(number, ServedInstance())
         return number
 
     async def add_in_turn(self) -> int:
@@ -86,7 +88,7 @@ class Instances:
 
         async def add() -> int:
             if self._turns[0] is not turn:
-                raise CapacityFull(f"{self._spec.name}: others wait for a session already")
+                raise CapacityFull(f"{self._spec.name}: other requests already wait for a session")
             return self.add()
 
         try:
@@ -133,7 +135,7 @@ class Instances:
                 return True
         return False
 
-    async def _bring_back(self, instance: Instance) -> str:
+    async def _bring_back(self, instance: ServedInstance) -> str:
         """Resume a suspended episode by repeating its actions; return its session.
 
         Raises: CapacityFull; EnvRaised: the repetition gave other results.
@@ -147,8 +149,8 @@ class Instances:
             if first != instance.first_observation or last != instance.answer:
                 instance.item_id = ""
                 raise EnvRaised(
-                    f"{self._spec.name}: an episode that was put aside for others did not repeat"
-                    f" itself: raise {self._key}, so that each has a session of its own"
+                    f"{self._spec.name}: the replay of a suspended episode had another result."
+                    f" Raise {self._key}, so that each episode keeps its session."
                 )
             undo.pop_all()
         instance.session_id = session_id
@@ -169,19 +171,19 @@ class Instances:
         patience = self._patience
         key = self._key
         return (
-            f", and none came free within envhub.agentgym_queue_s={patience.queue_s:g}:"
-            f" raise {key}, let clients close what they have done with, or lower"
-            f" envhub.agentgym_lease_s={patience.lease_s:g}, after which a silent one is closed"
+            f", and none was closed within envhub.agentgym_queue_s={patience.queue_s:g}."
+            f" Raise {key}, let clients close their finished instances, or lower"
+            f" envhub.agentgym_lease_s={patience.lease_s:g}, which closes idle instances."
         )
 
-    def find(self, number: int) -> Instance:
+    def find(self, number: int) -> ServedInstance:
         """Return an instance and renew its lease. Raises: InstanceUnknown."""
         instance = self._instances.find(number)
         if instance is None:
             raise InstanceUnknown(f"The id {number} is not valid.")
         return instance
 
-    async def reset(self, number: int, index: int) -> Instance:
+    async def reset(self, number: int, index: int) -> ServedInstance:
         """Start the episode of AgentGym's data index and return its instance.
 
         Raises: InstanceUnknown, UnknownItem, and the errors of `Sessions.create`.
@@ -191,7 +193,7 @@ class Instances:
             await self._end_session(instance)
             instance.item_id = ""
             if self._spec.from_agentgym is None:
-                raise UnknownItem(f"{self._spec.name} has no items by AgentGym's numbers")
+                raise UnknownItem(f"{self._spec.name} does not support AgentGym's data indices")
             item_id = self._spec.from_agentgym(index)
             instance.session_id, instance.first_observation = await self._begin(item_id)
             instance.item_id, instance.performed = item_id, [] if self._puts_aside else None
@@ -203,7 +205,7 @@ class Instances:
 
     async def step(
         self, number: int, action: str, *, refuses_after_done: bool
-    ) -> tuple[Instance, StepResult]:
+    ) -> tuple[ServedInstance, StepResult]:
         """Perform a step and return its result; after the end, return the last result again.
 
         Raises: InstanceUnknown, NotReset, EpisodeOver, and the errors of `Sessions.step`.
@@ -218,7 +220,9 @@ class Instances:
                 result = await self._sessions.step(await self._session_of(instance), action)
             except SessionUnknown as error:
                 instance.session_id, instance.item_id = None, ""
-                raise InstanceUnknown(f"The episode of {number} is gone.") from error
+                raise InstanceUnknown(
+                    f"The episode of instance {number} no longer exists."
+                ) from error
             instance.answer = result
             if instance.performed is not None:
                 instance.performed.append(action)
@@ -226,13 +230,13 @@ class Instances:
                     instance.performed = None
             return instance, result
 
-    async def _session_of(self, instance: Instance) -> str:
+    async def _session_of(self, instance: ServedInstance) -> str:
         """Return the session of an instance that the caller holds. Raises: NotReset."""
         if not instance.item_id:
             raise NotReset
         return instance.session_id or await self._bring_back(instance)
 
-    def step_at_once(self, number: int, action: str, now_s: float) -> Instance | None:
+    def step_at_once(self, number: int, action: str, now_s: float) -> ServedInstance | None:
         """Perform `step` synchronously; None: it must wait or refuse, and no step was performed.
 
         `now_s` is the current time of the leases' clock.
@@ -254,7 +258,7 @@ class Instances:
         instance.answer = result
         return instance
 
-    async def detail(self, instance: Instance, what: str) -> Any:
+    async def detail(self, instance: ServedInstance, what: str) -> Any:
         """Return additional data of an environment for AgentGym's pages; None if it has none.
 
         Raises: NotReset: there is no episode.
@@ -279,7 +283,7 @@ class Instances:
         if gone:
             await self._sessions.expire()  # Sessions whose own lease expired at the same time.
 
-    async def _end_session(self, instance: Instance) -> None:
+    async def _end_session(self, instance: ServedInstance) -> None:
         if instance.session_id is None:
             return
         session_id, instance.session_id = instance.session_id, None

@@ -21,7 +21,7 @@ SUBSET = "agentgym"  # Subset of a built-in environment with the items of the co
 SPLITS = ("train", "test")
 
 
-class Numbers(Sequence[int]):
+class JoinedRanges(Sequence[int]):
     """The numbers of several consecutive ranges, computed on demand."""
 
     def __init__(self, ranges: Sequence[range]) -> None:
@@ -67,7 +67,7 @@ def own_numbers(dialect: Dialect) -> dict[str, Sequence[int]]:
     if not trains and dialect.num_items:
         held_out = frozenset(number for each in tests for number in each)
         trains = _runs([n for n in range(dialect.num_items) if n not in held_out])
-    return {"train": Numbers(trains), "test": Numbers(tests)}
+    return {"train": JoinedRanges(trains), "test": JoinedRanges(tests)}
 
 
 def _of_sciworld() -> dict[str, Sequence[int]]:
@@ -75,8 +75,8 @@ def _of_sciworld() -> dict[str, Sequence[int]]:
     firsts = [0, *accumulate(task.num_variations for task in TASKS)]
     pairs = list(zip(firsts, TASKS, strict=False))
     return {
-        "train": Numbers([range(at, at + task.first_test) for at, task in pairs]),
-        "test": Numbers([range(at + t.first_test, at + t.num_variations) for at, t in pairs]),
+        "train": JoinedRanges([range(at, at + task.first_test) for at, task in pairs]),
+        "test": JoinedRanges([range(at + t.first_test, at + t.num_variations) for at, t in pairs]),
     }
 
 
@@ -111,16 +111,19 @@ def read_list(path: str, dialect: Dialect) -> list[int]:
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: no list of items: {error}") from error
+        raise ConfigError(f"{file}: cannot be read as a list of items: {error}") from error
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f'{file}: is no list of items such as {{"item_id": "{dialect.name}_0"}}')
+        example = f'{{"item_id": "{dialect.name}_0"}}'
+        raise ConfigError(f"{file}: must be a list of items such as {example}")
     numbers = [_number(entry, dialect, file) for entry in entries]
     known = [n for n in numbers if 0 <= n < (dialect.num_items or n + 1)]
     if not known:
-        raise ConfigError(f"{file}: {dialect.name} has none of its items")
+        raise ConfigError(f"{file}: {dialect.name} has no item of this list")
     if len(known) < len(numbers):
         num_unknown = len(numbers) - len(known)
-        logger.warning("items left out file=%s unknown=%d of=%d", file, num_unknown, len(numbers))
+        logger.warning(
+            "skipped unknown items file=%s unknown=%d of=%d", file, num_unknown, len(numbers)
+        )
     return known
 
 
@@ -136,7 +139,7 @@ def _number(entry: object, dialect: Dialect, file: Path) -> int:
     is_number = digits.isdecimal() and digits.isascii() and len(digits) < 10
     if not is_number or "-" in name:
         form = f"{dialect.name}_<number>"
-        raise ConfigError(f"{file}: {str(shown)[:80]!r} names no data index as {form} does")
+        raise ConfigError(f"{file}: {str(shown)[:80]!r} is not of the form {form}")
     return int(digits)
 
 
@@ -160,7 +163,7 @@ def with_lists(spec: EnvSpec, options: EnvsSection) -> EnvSpec:
     task = TaskSpec(scenario=scenario, subset=SUBSET, train=train, test=test)
 
     def make(style: Style) -> Any:
-        return _Listed(spec.make(style), subset, items)
+        return _ItemIdMapper(spec.make(style), subset, items)
 
     subsets = {**spec.subsets, SUBSET: subset}
     return replace(spec, subsets=subsets, make=make, tasks={**spec.tasks, "AgentGym": task})
@@ -182,13 +185,13 @@ def _items(spec: EnvSpec, path: str, dialect: Dialect) -> list[str]:
             num_unknown = num_unknown + 1
             why = str(error)
     if num_unknown and not found:
-        raise ConfigError(f"{path}: {spec.name} has none of its items here: {why}")
+        raise ConfigError(f"{path}: {spec.name} has no item of this list: {why}")
     if num_unknown:
-        logger.warning("items left out file=%s unknown=%d reason=%s", path, num_unknown, why)
+        logger.warning("skipped unknown items file=%s unknown=%d reason=%s", path, num_unknown, why)
     return found
 
 
-class _Listed:
+class _ItemIdMapper:
     """An episode that maps items of `SUBSET` to the environment's own item ids."""
 
     def __init__(

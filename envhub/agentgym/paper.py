@@ -71,7 +71,7 @@ def _of_numbers(spec: EnvSpec, numbers: Sequence[int]) -> dict[str, tuple[str, .
         items.setdefault(item.subset, []).append(item_id)
     if num_unknown:
         logger.warning(
-            "items of the paper left out env=%s unknown=%d of=%d reason=%s",
+            "skipped items of the paper env=%s unknown=%d of=%d reason=%s",
             spec.name,
             num_unknown,
             len(numbers),

@@ -11,7 +11,12 @@ from typing import TypeVar
 from common.config.envs import RemoteOptions
 from common.errors import ConfigError
 from common.text import valid_text
-from envhub.agentgym.connection import Connection, Instance, RemoteFailure, max_sessions
+from envhub.agentgym.connection import (
+    AgentGymConnection,
+    RemoteFailure,
+    RemoteInstance,
+    max_sessions,
+)
 from envhub.agentgym.dialects import ALFWORLD, BABYAI, DIALECTS, MAZE, SCIWORLD, WEBARENA, WORDLE
 from envhub.agentgym.extraction import extract
 from envhub.agentgym.item_lists import numbers_of
@@ -34,7 +39,7 @@ class RemoteEnv(RemoteEpisode):
 
     def __init__(
         self,
-        connection: Connection,
+        connection: AgentGymConnection,
         numbers: Mapping[str, Sequence[int]],
         subset: SubsetSpec,
         style: Style,
@@ -48,7 +53,7 @@ class RemoteEnv(RemoteEpisode):
         self._subset = subset
         self._style = style
         self._timeout_s = timeout_s
-        self._instance: Instance | None = None
+        self._instance: RemoteInstance | None = None
         self._is_sound = False  # No call is running, and no call has failed.
         self._offered: list[str] = []
 
@@ -117,16 +122,16 @@ class RemoteEnv(RemoteEpisode):
         instance, _ = await self._take(is_fresh=True)
         return await self._reset(instance, index)
 
-    async def _take(self, *, is_fresh: bool = False) -> tuple[Instance, bool]:
+    async def _take(self, *, is_fresh: bool = False) -> tuple[RemoteInstance, bool]:
         async with self._limit("the wait for an instance"):
             self._instance, is_old = await self._connection.take(is_fresh=is_fresh)
         return self._instance, is_old
 
-    async def _reset(self, instance: Instance, index: int) -> str:
+    async def _reset(self, instance: RemoteInstance, index: int) -> str:
         async with self._limit(f"the reset of item {index}"):
             return await self._first_observation(instance, index)
 
-    async def _first_observation(self, instance: Instance, index: int) -> str:
+    async def _first_observation(self, instance: RemoteInstance, index: int) -> str:
         """Reset, and return the first observation as AgentGym's client composes it."""
         dialect = self._dialect
         number = instance.number
@@ -152,7 +157,7 @@ class RemoteEnv(RemoteEpisode):
             return CONVERSATIONS["maze"].first_observation(first)
         return first
 
-    async def _check_sound(self, reply: object, instance: Instance) -> None:
+    async def _check_sound(self, reply: object, instance: RemoteInstance) -> None:
         """Raise RemoteFailure if a step was answered with an error that the action did not cause.
 
         The server answers both an unreadable action and a lost browser with the text of an
@@ -166,7 +171,9 @@ class RemoteEnv(RemoteEpisode):
         try:
             await self._connection.get("observation", instance.number)
         except RemoteFailure as error:
-            raise self._connection.failure(f"a step answered {observation[:200]!r}") from error
+            raise self._connection.failure(
+                f"the instance is lost after the answer {observation[:200]!r}"
+            ) from error
 
     def _read(self, reply: object, sent: str) -> StepResult:
         dialect = self._dialect
@@ -201,24 +208,24 @@ class RemoteEnv(RemoteEpisode):
         value = reply.get(key) if isinstance(reply, dict) else None
         if not isinstance(value, kind):
             shown = json.dumps(reply)[:200]
-            raise self._connection.failure(f"an answer lacks a proper {key!r}: {shown}")
+            raise self._connection.failure(f"an answer has no valid {key!r}: {shown}")
         return value
 
     def _score(self, reply: object) -> float:
         key = self._dialect.score_key
         value = reply.get(key) if isinstance(reply, dict) else None
         if not isinstance(value, int | float) or math.isnan(value):
-            raise self._connection.failure(f"a step answered {value!r} as its {key!r}")
+            raise self._connection.failure(f"a step has {key}={value!r}, which is not a number")
         return float(value)
 
     def _text(self, reply: object, what: str) -> str:
         if not isinstance(reply, str):
-            raise self._connection.failure(f"{what} is no text: {json.dumps(reply)[:200]}")
+            raise self._connection.failure(f"{what} is not a text: {json.dumps(reply)[:200]}")
         return reply
 
     def _texts(self, reply: object, what: str) -> list[str]:
         if not isinstance(reply, list):
-            raise self._connection.failure(f"{what} is no list: {json.dumps(reply)[:200]}")
+            raise self._connection.failure(f"{what} is not a list: {json.dumps(reply)[:200]}")
         return [self._text(each, what) for each in reply]
 
     @asynccontextmanager
@@ -238,7 +245,7 @@ def check(remote: RemoteOptions) -> list[str]:
         known = nearest(remote.dialect, list(DIALECTS))
         lines.append(f"env.dialect={remote.dialect!r} is unknown; the nearest is {known!r}")
     if not URL.fullmatch(remote.url):
-        lines.append(f"env.url={remote.url!r} is no URL; give one such as http://10.0.0.5:36001")
+        lines.append(f"env.url={remote.url!r} is not a URL; an example is http://10.0.0.5:36001")
     return lines
 
 
@@ -255,7 +262,7 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
     subset = SubsetSpec(
         num_train=len(numbers["train"]), num_test=len(numbers["test"]), max_turns=remote.max_turns
     )
-    connection = Connection(dialect, remote)
+    connection = AgentGymConnection(dialect, remote)
 
     def make(style: Style) -> RemoteEnv:
         return RemoteEnv(connection, numbers, subset, style, timeout_s=remote.timeout_s)

@@ -12,7 +12,7 @@ from envhub.agentgym.dialects import (
     Faults,
     ResetReply,
 )
-from envhub.agentgym.instance import Instance, NotReset
+from envhub.agentgym.instance import NotReset, ServedInstance
 from envhub.conversations import CONVERSATIONS
 from envhub.env import StepResult, parse_item
 from envhub.envs.sciworld.catalogue import SUBSETS, variation_of
@@ -31,7 +31,7 @@ def create_reply(dialect: Dialect, number: int) -> Json | int:
     return number if dialect.is_create_bare else {dialect.instance_key: number}
 
 
-def reset_reply(dialect: Dialect, number: int, instance: Instance) -> Json | list | str:
+def reset_reply(dialect: Dialect, number: int, instance: ServedInstance) -> Json | list | str:
     """Return the JSON that answers a reset; TextCraft's create is also a reset."""
     first = instance.first_observation
     if dialect in (MAZE, WORDLE):  # Their clients add the rest of the text.
@@ -62,7 +62,7 @@ def reset_reply(dialect: Dialect, number: int, instance: Instance) -> Json | lis
     return {"observation": first}
 
 
-def step_reply(dialect: Dialect, instance: Instance, result: StepResult) -> Json:
+def step_reply(dialect: Dialect, instance: ServedInstance, result: StepResult) -> Json:
     """Return the JSON that answers a step, and add its reward to the instance's score."""
     done = result.done
     reward = result.score
@@ -86,7 +86,7 @@ def step_reply(dialect: Dialect, instance: Instance, result: StepResult) -> Json
     return told
 
 
-def observation_reply(dialect: Dialect, instance: Instance) -> Json | str:
+def observation_reply(dialect: Dialect, instance: ServedInstance) -> Json | str:
     """Return the JSON of GET /observation. Raises: NotReset: there is no observation yet."""
     if not instance.item_id and dialect is not BABYAI:
         raise NotReset
@@ -112,7 +112,7 @@ def observation_reply(dialect: Dialect, instance: Instance) -> Json | str:
     }
 
 
-def detail_reply(dialect: Dialect, instance: Instance) -> Json:
+def detail_reply(dialect: Dialect, instance: ServedInstance) -> Json:
     """Return the JSON of GET /detail, the state of the episode. Raises: NotReset."""
     if not instance.item_id:
         raise NotReset

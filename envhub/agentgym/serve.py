@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 
 from common.errors import EnvError
 from envhub.agentgym.dialects import BABYAI, DIALECTS, SCIWORLD, WEBARENA, WORDLE, Dialect, Faults
-from envhub.agentgym.instance import EpisodeOver, Instance, InstanceUnknown, NotReset
+from envhub.agentgym.instance import EpisodeOver, InstanceUnknown, NotReset, ServedInstance
 from envhub.agentgym.instances import Instances
 from envhub.agentgym.replies import (
     create_reply,
@@ -151,7 +151,7 @@ class _Desk:
             is_plain = self.dialect.faults is not Faults.ERROR_KEY
             return json_response("ok" if is_plain else f"This is environment {self.dialect.title}.")
 
-        def look(number: int, reply: Callable[[Instance], object]) -> Response:
+        def look(number: int, reply: Callable[[ServedInstance], object]) -> Response:
             try:
                 return json_response(reply(self._look_at(number)))
             except (InstanceUnknown, EpisodeOver) as error:
@@ -283,7 +283,7 @@ class _Desk:
         is_told = self.dialect.faults is Faults.OBSERVATION
         return json_response({"closed": "closed"} if is_told else is_closed)
 
-    def _look_at(self, number: int) -> Instance:
+    def _look_at(self, number: int) -> ServedInstance:
         instance = self._instances.find(number)
         if self.dialect.refuses_after_done and instance.is_over:
             raise EpisodeOver(number)

@@ -8,19 +8,20 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.errors import ConfigError, EnvError
 from envhub.author import checks, judged
-from envhub.author.episodes import Driver, Episode, spec_of
+from envhub.author.episodes import Driver, RecordedPlay, spec_of
 from envhub.author.findings import Finding, Grade, Plays
 from envhub.env import Style, UnknownItem
 
 NUM_ITEMS = 20
+MAX_ITEMS = 10**5
 OTHER_PROCESS_S = 120.0
 USAGE = "check-env NAME|FILE.py:FUNCTION [items=N] [style=compact|agentgym] [key=value ...]"
 
 
-def check_env(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
+def check_env(request: ParsedCommand, *, root: Path, say: Callable[[str], None]) -> int:
     """Print a line for each finding; return the exit code: 1 if a check fails.
 
     Raises: ConfigError: no such environment, or a wrong option.
@@ -32,11 +33,11 @@ def check_env(request: Request, *, root: Path, say: Callable[[str], None]) -> in
         for finding in findings(driver, name, num, overrides, root=root):
             failed = failed or finding.grade is Grade.FAIL
             say(f"{finding.grade.value:<5}{finding.name:<12}{finding.text}")
-    say("a run would stumble over what says FAIL" if failed else "nothing that stops a run")
+    say("Fix each line marked FAIL before a run." if failed else "No check failed.")
     return 1 if failed else 0
 
 
-def options_of(request: Request, usage: str) -> tuple[str, Style, int, list[str]]:
+def options_of(request: ParsedCommand, usage: str) -> tuple[str, Style, int, list[str]]:
     """Return the environment, the style, the number of items, and keys of the configuration."""
     words = [word for word in request.overrides if "=" not in word]
     given = dict(word.split("=", 1) for word in request.overrides if "=" in word)
@@ -45,9 +46,9 @@ def options_of(request: Request, usage: str) -> tuple[str, Style, int, list[str]
     if len(words) != 1:
         raise ConfigError(f"run.py {usage}")
     if style not in [*Style]:
-        raise ConfigError(f"style={style}: one of {', '.join(Style)}")
-    if not (num.isascii() and num.isdigit() and 0 < int(num) <= 10**5):
-        raise ConfigError(f"items={num}: a number of items")
+        raise ConfigError(f"style={style}: must be one of {', '.join(Style)}")
+    if not (num.isascii() and num.isdigit() and 0 < int(num) <= MAX_ITEMS):
+        raise ConfigError(f"items={num}: must be a number from 1 to {MAX_ITEMS}")
     return words[0], Style(style), int(num), [f"{key}={value}" for key, value in given.items()]
 
 
@@ -98,26 +99,28 @@ def _elsewhere(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        text = f"another process does not play it within {OTHER_PROCESS_S:g} s"
+        text = f"another process did not repeat the episodes within {OTHER_PROCESS_S:g} s"
         yield Finding(Grade.FAIL, "determinism", text)
         return
     here = [digest(each) for each in plays.all]
     there = found.stdout.split()
     if len(there) != len(here):
         why = " ".join(found.stderr.split()[-30:])
-        yield Finding(Grade.FAIL, "determinism", f"another process cannot play it: {why}")
+        yield Finding(Grade.FAIL, "determinism", f"another process cannot play the episodes: {why}")
         return
     other = [e.item_id for e, a, b in zip(plays.all, here, there, strict=True) if a != b]
     if other:
-        text = f"{other[0]} is another episode in another process (hash(), set order, the clock?)"
+        text = f"{other[0]} differs in another process (does it use hash(), set order or a clock?)"
         yield Finding(Grade.FAIL, "determinism", text)
     else:
-        yield Finding(Grade.OK, "determinism", "the same in another process")
+        yield Finding(Grade.OK, "determinism", "episodes are the same in another process")
 
 
-def digest(episode: Episode) -> str:
+def digest(episode: RecordedPlay) -> str:
     """Return a hash of all observations and results of an episode."""
-    return hashlib.sha256(json.dumps(checks.told(episode), default=str).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(checks.compared_part(episode), default=str).encode()
+    ).hexdigest()
 
 
 def main(argv: list[str]) -> None:

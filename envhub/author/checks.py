@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import EnvError
-from envhub.author.episodes import Driver, Episode, chance, expert
+from envhub.author.episodes import Driver, RecordedPlay, chance, expert
 from envhub.author.findings import Finding, Grade, Plays, graded
 from envhub.env import EnvSpec, StepResult, UnknownItem, split_item
 
@@ -88,11 +88,11 @@ def check_protocol(driver: Driver, item_id: str) -> Iterator[Finding]:
     ]
     subset = item_id.partition("-")[0]
     problems += [
-        f"takes the item {i!r}"
+        f"accepts the unknown item {i!r}"
         for i in ("nothing", f"{subset}-train-999999999")
         if _takes(driver, i)
     ]
-    yield from graded("protocol", problems, "every method, and unknown items are refused")
+    yield from graded("protocol", problems, "all methods exist, and unknown items are refused")
 
 
 def _takes(driver: Driver, item_id: str) -> bool:
@@ -122,23 +122,29 @@ def play_all(driver: Driver, items: list[str]) -> Plays:
 def check_determinism(driver: Driver, plays: Plays) -> Iterator[Finding]:
     """Yield items for which a repetition of the same actions has a different result."""
     if not driver.spec.is_repeatable:
-        yield Finding(Grade.NOTE, "determinism", "is_repeatable=False: not asked for")
+        yield Finding(Grade.NOTE, "determinism", "not checked, because is_repeatable=False")
         return
     problems: list[str] = []
     for played in plays.all:
         with driver.open(played.item_id) as again:
             actions = iter(played.actions)
             again.play(lambda _, a=actions: next(a, None), max_turns=len(played.actions))
-        for turn, (one, two) in enumerate(zip(told(played), told(again), strict=False)):
+        for turn, (one, two) in enumerate(
+            zip(compared_part(played), compared_part(again), strict=False)
+        ):
             if one != two:
-                problems.append(f"{played.item_id}, turn {turn}: {one!r:.80}, then {two!r:.80}")
+                problems.append(
+                    f"{played.item_id}, turn {turn}: first {one!r:.80}, then {two!r:.80}"
+                )
                 break
-    yield from graded("determinism", problems, f"{len(plays.all)} episodes repeated, all the same")
+    yield from graded(
+        "determinism", problems, f"{len(plays.all)} episodes repeated with equal results"
+    )
 
 
-def told(episode: Episode) -> list[object]:
+def compared_part(episode: RecordedPlay) -> list[object]:
     """Return the part of an episode that is compared."""
-    return [episode.first, *(result.told() for result in episode.results)]
+    return [episode.first, *(result.as_dict() for result in episode.results)]
 
 
 def check_actions(driver: Driver, items: list[str]) -> Iterator[Finding]:
@@ -152,17 +158,19 @@ def check_actions(driver: Driver, items: list[str]) -> Iterator[Finding]:
             num_tried += 1
             with driver.open(item_id) as episode:
                 if not episode.step(action).is_valid:
-                    problems.append(f"{item_id}: {action!r:.60} is among the valid, and refused")
+                    problems.append(f"{item_id}: valid_actions has {action!r:.60}, step refuses it")
     for text in HOSTILE:
         with driver.open(items[0]) as episode:
             try:
                 result = episode.step(text)
             except EnvError as error:
-                problems.append(f"{text!r:.30} raises: {error}"[:200])
+                problems.append(f"the action {text!r:.30} raises an error: {error}"[:200])
                 continue
             if text == "no such action" and result.is_valid:
-                problems.append(f"{text!r} counts as valid")
-    yield from graded("actions", problems, f"{num_tried} valid ones work, nonsense is refused")
+                problems.append(f"the action {text!r} counts as valid")
+    yield from graded(
+        "actions", problems, f"{num_tried} valid actions work, invalid ones are refused"
+    )
 
 
 def check_items(driver: Driver, items: list[str]) -> Iterator[Finding]:
@@ -174,7 +182,8 @@ def check_items(driver: Driver, items: list[str]) -> Iterator[Finding]:
             state = str(episode.call("fingerprint"))
         if state in prints:
             is_leak = ("-test-" in item_id) != ("-test-" in prints[state])
-            twice.append(f"{prints[state]} is {item_id}" + (", which is held out" * is_leak))
+            leak = ", and one of them is held out" * is_leak
+            twice.append(f"{prints[state]} and {item_id} are equal{leak}")
         prints.setdefault(state, item_id)
     text = f"{len(items)} items, all different at reset"
     grade = Grade.NOTE if twice else Grade.OK

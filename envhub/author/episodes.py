@@ -16,7 +16,7 @@ from envhub.env import EnvSpec, StepResult, Style
 from envhub.errors import EnvRaised, UnknownEnv
 from envhub.hosting.env_calls import call_environment
 
-Choose = Callable[["Episode"], str | None]
+Choose = Callable[["RecordedPlay"], str | None]
 
 
 class Driver:
@@ -40,18 +40,18 @@ class Driver:
         """Return the result of a call. Raises: UnknownItem; EnvRaised: any other exception."""
         return self._runner.run(call_environment(self.spec.name, work))
 
-    def open(self, item_id: str, *, seed: int = 0) -> "Episode":
+    def open(self, item_id: str, *, seed: int = 0) -> "RecordedPlay":
         """Begin an episode. Raises: UnknownItem, EnvRaised."""
         env: Any = self.call(lambda: self.spec.make(self.style))
         with contextlib.ExitStack() as stack:
             stack.callback(self.call, lambda: env.close())
             first = self.call(lambda: env.reset(item_id, seed))
             stack.pop_all()
-        return Episode(self, env, item_id, first)
+        return RecordedPlay(self, env, item_id, first)
 
 
 @dataclass(slots=True)
-class Episode:
+class RecordedPlay:
     """One episode with its actions and results."""
 
     driver: Driver = field(repr=False)
@@ -101,7 +101,7 @@ class Episode:
             self.step(action)
 
 
-def expert(episode: Episode) -> str | None:
+def expert(episode: RecordedPlay) -> str | None:
     """Return the action of the environment's own expert; None if it has no plan."""
     return episode.call("expert_action")
 
@@ -110,7 +110,7 @@ def chance(seed: str) -> Choose:
     """Return a player that chooses random valid actions."""
     drawn = random.Random(seed)
 
-    def choose(episode: Episode) -> str | None:
+    def choose(episode: RecordedPlay) -> str | None:
         actions = episode.call("valid_actions")
         return drawn.choice(actions) if actions else None
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from envhub.author.episodes import Episode
+from envhub.author.episodes import RecordedPlay
 
 
 class Grade(StrEnum):
@@ -28,12 +28,12 @@ class Finding:
 class Plays:
     """Episodes of the same items by different players, played once and shared by all checks."""
 
-    by_expert: list[Episode] = field(default_factory=list[Episode])
-    by_chance: list[Episode] = field(default_factory=list[Episode])
+    by_expert: list[RecordedPlay] = field(default_factory=list[RecordedPlay])
+    by_chance: list[RecordedPlay] = field(default_factory=list[RecordedPlay])
     step_s: list[float] = field(default_factory=list[float])
 
     @property
-    def all(self) -> list[Episode]:
+    def all(self) -> list[RecordedPlay]:
         """Return the episodes of both players."""
         return [*self.by_expert, *self.by_chance]
 

@@ -23,17 +23,17 @@ def check_rewards(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
         for item, reward in paid
         if not (isinstance(reward, int | float) and math.isfinite(reward) and 0 <= reward <= 1)
     ]
-    kind = (
-        "the sum of what its steps paid" if spec.reward is Reward.SUM else "what its last step paid"
-    )
+    kind = "the sum of its rewards" if spec.reward is Reward.SUM else "the reward of its last step"
     best = max((reward for _, reward in paid), default=0.0)
-    yield from graded("reward", odd, f"an episode is worth {kind}; the best seen is {best:g}")
+    yield from graded(
+        "reward", odd, f"an episode's return is {kind}; the highest reward seen is {best:g}"
+    )
     ends = [each.results[-1] for each in plays.all if each.is_over]
     if all(result.tells_success for result in ends):
-        yield Finding(Grade.OK, "success", "told by the environment, whatever it pays")
+        yield Finding(Grade.OK, "success", "reported by the environment, independent of the reward")
     else:
-        text = "not told (is_success=None): an episode that has ended worth 1 counts as solved"
-        lost = f"; the best here is {best:g}, so nothing ever does" if 0 < best < 1 else ""
+        text = "not reported (is_success=None): an ended episode with return 1 counts as solved"
+        lost = f"; the highest here is {best:g}, so no episode counts" if 0 < best < 1 else ""
         yield Finding(Grade.FAIL if lost else Grade.NOTE, "success", text + lost)
     rising = [
         each.item_id
@@ -46,8 +46,8 @@ def check_rewards(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
         yield Finding(
             Grade.NOTE,
             "reward",
-            f"{rising[0]}: a step paid more than the last one, which alone"
-            " counts; reward=Reward.SUM in the EnvSpec adds all steps up",
+            f"{rising[0]}: a step has a higher reward than the last step, but only the last"
+            " one counts. Use reward=Reward.SUM in the EnvSpec to add all steps.",
         )
 
 
@@ -55,30 +55,34 @@ def check_players(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
     """Yield the success rates of expert and random play, and the resulting advice."""
     knows = [each for each in plays.by_expert if each.actions]
     if not knows:
-        yield Finding(Grade.NOTE, "expert", "none: no demonstrations for `sft`, no upper bound")
+        yield Finding(
+            Grade.NOTE,
+            "expert",
+            "no expert_action, so no demonstrations for `sft` and no upper bound",
+        )
     else:
         solved = sum(each.is_solved for each in knows)
         failed = next((each.item_id for each in knows if not each.is_solved), "")
-        text = f"solves {solved} of {len(knows)}" + (f", not {failed}" if failed else "")
+        text = f"solves {solved} of {len(knows)}" + (f", but not {failed}" if failed else "")
         yield Finding(Grade.OK if solved == len(knows) else Grade.NOTE, "expert", text)
     rate = statistics.fmean(each.is_solved for each in plays.by_chance)
     signal = 1 - rate**GROUP - (1 - rate) ** GROUP
     worths = {each.results[-1].reward for each in plays.by_chance if each.results}
-    text = f"random valid play solves {rate:.0%}"
+    text = f"random valid actions solve {rate:.0%}"
     if len(worths) > 1:
         yield Finding(Grade.OK, "signal", f"{text}: {signal:.0%} of groups of {GROUP} have signal")
     else:
-        why = "every episode is worth the same"
+        why = "all episodes have the same return"
         easier = "warm-start with `sft`, give more turns, or add easier items"
         cure = "add harder items" if rate > 0.5 else easier
-        yield Finding(Grade.NOTE, "signal", f"{text}, and {why}: {cure}")
+        yield Finding(Grade.NOTE, "signal", f"{text}, and {why}; {cure}")
     endless = sum(
         not each.is_over and len(each.results) < max_turns_of(spec, each.item_id)
         for each in plays.by_chance
     )
     if endless:
         yield Finding(
-            Grade.FAIL, "actions", f"{endless} episodes have no valid action before they end"
+            Grade.FAIL, "actions", f"{endless} episodes lack valid actions before their end"
         )
 
 
@@ -100,7 +104,7 @@ def check_texts(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
     tests: list[tuple[str, Callable[[str], object]]] = [
         ("is empty", lambda text: not text.strip()),
         (
-            "has half of a character",
+            "has an unpaired surrogate",
             lambda text: any(unicodedata.category(c) == "Cs" for c in text),
         ),
         ("has control characters", lambda text: any(_is_control(c) for c in text)),

@@ -4,19 +4,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.dashboard.words import plain
 from common.errors import ConfigError, EnvError
 from envhub.author.check_env import options_of
-from envhub.author.episodes import Driver, Episode, spec_of
+from envhub.author.episodes import Driver, RecordedPlay, spec_of
 from envhub.env import StepResult, UnknownItem
 
 SHOWN = 12  # Maximum number of valid actions in a list.
 USAGE = "play NAME|FILE.py:FUNCTION [item=ID] [style=compact|agentgym] [key=value ...]"
-KEYS = "an action, or: ? for valid actions, ! for the expert's, * for the whole state, q to end"
+KEYS = "Enter an action, or ? (valid actions), ! (the expert's), * (the whole state), q (quit)"
 
 
-def play(request: Request, *, root: Path, say: Callable[[str], None], lines: Iterable[str]) -> int:
+def play(
+    request: ParsedCommand, *, root: Path, say: Callable[[str], None], lines: Iterable[str]
+) -> int:
     """Play one episode; return 0 if it was solved, else 1.
 
     Raises: ConfigError: no such environment or item, a wrong option, or the environment failed.
@@ -38,7 +40,7 @@ def play(request: Request, *, root: Path, say: Callable[[str], None], lines: Ite
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _turn(episode: Episode, line: str, say: Callable[[str], None]) -> bool:
+def _turn(episode: RecordedPlay, line: str, say: Callable[[str], None]) -> bool:
     """Process one line; return whether the episode has ended."""
     match line.strip():
         case "?":
@@ -46,17 +48,17 @@ def _turn(episode: Episode, line: str, say: Callable[[str], None]) -> bool:
             more = f" ... {len(actions) - SHOWN} more" if len(actions) > SHOWN else ""
             say(plain(f"valid: {' | '.join(actions[:SHOWN])}{more}"))
         case "!":
-            say(plain(f"expert: {episode.call('expert_action') or 'knows no way'}"))
+            say(plain(f"expert: {episode.call('expert_action') or 'no action'}"))
         case "*":
             say(plain(episode.call("render")))
         case _:
-            say(_told(episode.step(line)))
+            say(_result_text(episode.step(line)))
     return episode.is_over
 
 
-def _told(result: StepResult) -> str:
+def _result_text(result: StepResult) -> str:
     """Return an observation with its reward and flags."""
     notes = [f"reward {result.reward:g}"]
-    notes += [] if result.is_valid else ["no action that could be executed"]
+    notes += [] if result.is_valid else ["invalid action"]
     notes += [f"ended, {'solved' if result.is_success else 'not solved'}"] if result.done else []
     return plain(f"{result.observation}\n[{', '.join(notes)}]")

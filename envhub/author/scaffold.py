@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.errors import ConfigError
 from envhub.catalogue.registry import LOADERS
 
@@ -13,14 +13,14 @@ EXAMPLE = "docs/examples/sort"  # Path without its suffixes .py and .yaml.
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 USAGE = "new-env NAME [to=FOLDER]"
 NEXT = """
-python run.py check-env {file}:make_spec    is it sound, and what do reward and success mean
+python run.py check-env {file}:make_spec    check it; shows the meaning of reward and success
 python run.py play {file}:make_spec         play it by hand
-python run.py sft --config {config}    a start that knows the actions
+python run.py sft --config {config}    warm start on demonstrations
 python run.py --config {config}        train
 """.strip("\n")
 
 
-def new_env(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
+def new_env(request: ParsedCommand, *, root: Path, say: Callable[[str], None]) -> int:
     """Write `NAME.py` and `NAME.yaml` and print the next commands; return the exit code.
 
     Raises: ConfigError: an invalid name, or one of the files exists already.
@@ -32,9 +32,9 @@ def new_env(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
         raise ConfigError(f"run.py {USAGE}")
     name = words[0]
     if not NAME.fullmatch(name) or keyword.iskeyword(name):
-        raise ConfigError(f"{name}: lower case letters, digits and _, a letter first")
+        raise ConfigError(f"{name}: use lower case letters, digits and _, and begin with a letter")
     if name in LOADERS:
-        raise ConfigError(f"{name}: an environment of that name is there; take another")
+        raise ConfigError(f"{name}: an environment of this name exists; use another name")
     texts = {
         folder / f"{name}{suffix}": renamed(
             (root / f"{EXAMPLE}{suffix}").read_text(encoding="utf-8"), name, folder
@@ -43,7 +43,7 @@ def new_env(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
     }
     for path in texts:
         if path.exists():
-            raise ConfigError(f"{path}: is there already; remove it, or take another name")
+            raise ConfigError(f"{path}: exists already; remove it, or use another name")
     (root / folder).mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")

@@ -55,7 +55,7 @@ def measured(spec: EnvSpec, subset: str, options: EnvsSection) -> Turns:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(turns))
     except OSError as error:
-        logger.info("distances are not kept path=%s reason=%s", path, error.strerror)
+        logger.info("failed to save distances path=%s reason=%s", path, error.strerror)
     return turns
 
 

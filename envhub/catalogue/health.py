@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.run_config import TaskSection
-from common.http.blocking import Answer, request
+from common.http.blocking import HttpResponse, request
 from common.http.proxies import without_login
 from envhub.env import nearest
 
@@ -17,7 +17,7 @@ MAX_AT_ONCE = 16
 MAX_BODY_BYTES = 16 << 20
 
 
-class Server(NamedTuple):
+class ServerAddress(NamedTuple):
     """A server address of the configuration, and the remedy if it does not answer."""
 
     key: str
@@ -30,35 +30,35 @@ class Server(NamedTuple):
 
 def servers_of(
     env_names: Sequence[str], options: EnvsSection, remote: RemoteOptions
-) -> list[Server]:
+) -> list[ServerAddress]:
     """Return the servers to which these environments send requests during episodes."""
-    found: list[Server] = []
+    found: list[ServerAddress] = []
     if remote.dialect in env_names:
         whose = "the OpenEnv" if remote.dialect == "openenv" else f"AgentGym's {remote.dialect}"
-        remedy = f"start {whose} server, or give its address"
-        found.append(Server(key="env.url", url=remote.url, remedy=remedy))
+        remedy = f"start {whose} server, or correct its address"
+        found.append(ServerAddress(key="env.url", url=remote.url, remedy=remedy))
     if "searchqa" in env_names and options.searchqa.retriever_url:
         url = options.searchqa.retriever_url
         key = "envs.searchqa.retriever_url"
-        remedy = "start the retriever, or give envs.searchqa.corpus instead"
-        found.append(Server(key=key, url=url, remedy=remedy))
+        remedy = "start the retriever, or use envs.searchqa.corpus instead"
+        found.append(ServerAddress(key=key, url=url, remedy=remedy))
     if "webarena" in env_names:
-        remedy = "start this site of WebArena, or give its address"
+        remedy = "start this site of WebArena, or correct its address"
         sites = options.webarena.sites.items()
         found += [
-            Server(key=f"envs.webarena.{name}", url=url, remedy=remedy, is_direct=True)
+            ServerAddress(key=f"envs.webarena.{name}", url=url, remedy=remedy, is_direct=True)
             for name, url in sites
         ]
     return found
 
 
-def hub_at(url: str) -> Server:
+def hub_at(url: str) -> ServerAddress:
     """Return the hub at `envhub.url`."""
-    remedy = "start it with `python run.py envhub`, or unset envhub.url for a hub of the run's own"
-    return Server(key="envhub.url", url=url, remedy=remedy, is_hub=True)
+    remedy = "start it with `python run.py envhub`, or unset envhub.url to use the run's own hub"
+    return ServerAddress(key="envhub.url", url=url, remedy=remedy, is_hub=True)
 
 
-def silent(servers: Sequence[Server]) -> list[str]:
+def silent(servers: Sequence[ServerAddress]) -> list[str]:
     """Return a line with its remedy for each server that does not answer; runs in parallel."""
     with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
         problems = list(pool.map(_problem, servers))
@@ -69,7 +69,7 @@ def silent(servers: Sequence[Server]) -> list[str]:
     ]
 
 
-def _problem(server: Server) -> str:
+def _problem(server: ServerAddress) -> str:
     """Return why a server is unusable; "" if it answers."""
     try:
         url = f"{server.url.rstrip('/')}/healthz" if server.is_hub else server.url
@@ -81,7 +81,7 @@ def _problem(server: Server) -> str:
     if answer.is_by_proxy:
         return f"the answer is {answer.shown}"
     is_fine = answer.status == HTTPStatus.OK or not server.is_hub
-    return "" if is_fine else f"/healthz answered {answer.status}, so this is no hub"
+    return "" if is_fine else f"/healthz answered {answer.status}, so this is not a hub"
 
 
 def not_served(
@@ -98,8 +98,8 @@ def not_served(
     try:
         answer = _get(f"{url.rstrip('/')}/v1/envs", token, is_own=True)
         if answer.status in (401, 403):
-            does = "refuses this token" if token else "wants a token"
-            words = f"the hub at {shown} {does}; give the one that it was started with"
+            does = "refuses this token" if token else "requires a token"
+            words = f"the hub at {shown} {does}; use the token with which it was started"
             return [] if may_be_own and not token else [f"envhub.token: {words}"]
         catalogue = json.loads(answer.body).items()
         envs = {
@@ -107,7 +107,7 @@ def not_served(
             for name, env in catalogue
         }
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return [f"envhub.url={shown}: /v1/envs is no catalogue of a hub: {error}"]
+        return [f"envhub.url={shown}: /v1/envs is not a hub's catalogue: {error}"]
     lines: list[str] = []
     for i, task in enumerate(tasks):
         known = envs.get(task.env)
@@ -128,12 +128,12 @@ def untrainable(number: int, task: TaskSection, num_train: int) -> list[str]:
     if num_train or task.weight <= 0:
         return []
     return [
-        f"tasks[{number}].subset={task.subset!r}: it has no training items in {task.env}; take"
+        f"tasks[{number}].subset={task.subset!r}: it has no training items in {task.env}; use"
         f" another one (`python run.py envs env={task.env}` lists them)"
     ]
 
 
-def _get(url: str, token: str, *, is_own: bool) -> Answer:
+def _get(url: str, token: str, *, is_own: bool) -> HttpResponse:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     return request(
         url, headers=headers, timeout_s=TIMEOUT_S, max_bytes=MAX_BODY_BYTES, is_own=is_own

@@ -15,7 +15,7 @@ HEADINGS = ("SCENARIO", "TASK", "ENV", "SUBSET", "TRAIN", "TEST", "TURNS", "RUNS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ListingRow:
     """One task, a subset without a task, or an environment that cannot run here."""
 
     env: str
@@ -38,12 +38,12 @@ class Row:
 
 def list_rows(
     env_names: Sequence[str], options: EnvsSection, remote: RemoteOptions, *, is_short: bool
-) -> list[Row]:
+) -> list[ListingRow]:
     """Return the tasks of the environments, by scenario, then the subsets without a task.
 
     With `is_short`, many subsets without a task share one row per environment.
     """
-    rows: list[Row] = []
+    rows: list[ListingRow] = []
     for name in env_names:
         missing = "; ".join(missing_requirements([name], options, remote))
         if missing:
@@ -63,9 +63,9 @@ def _task_rows(
     subsets: Mapping[str, SubsetSpec],
     missing: str = "",
     note: str = "",
-) -> list[Row]:
+) -> list[ListingRow]:
     return [
-        Row(
+        ListingRow(
             scenario=task.scenario,
             task=f"{name} ({task.note or note})" if task.note or note else name,
             env=env,
@@ -79,22 +79,24 @@ def _task_rows(
     ]
 
 
-def _other_rows(spec: EnvSpec, *, is_short: bool) -> list[Row]:
+def _other_rows(spec: EnvSpec, *, is_short: bool) -> list[ListingRow]:
     in_task = {task.subset for task in spec.tasks.values()}
     others = {name: subset for name, subset in spec.subsets.items() if name not in in_task}
     if is_short and len(others) > MAX_OTHERS:
-        return [Row(env=spec.name, task=f"({len(others)} subsets more: env={spec.name})")]
-    return [Row(env=spec.name, subset=name, **asdict(subset)) for name, subset in others.items()]
+        return [ListingRow(env=spec.name, task=f"({len(others)} more subsets: env={spec.name})")]
+    return [
+        ListingRow(env=spec.name, subset=name, **asdict(subset)) for name, subset in others.items()
+    ]
 
 
-def _missing_rows(name: str, missing: str) -> list[Row]:
+def _missing_rows(name: str, missing: str) -> list[ListingRow]:
     """Return the tasks of an environment that cannot run here."""
     path = ENVS / name / "tasks.json"
     tasks = load_tasks(path) if path.is_file() else {}
-    return _task_rows(name, tasks, {}, missing) or [Row(env=name, missing=missing)]
+    return _task_rows(name, tasks, {}, missing) or [ListingRow(env=name, missing=missing)]
 
 
-def format_rows(rows: Sequence[Row]) -> str:
+def format_rows(rows: Sequence[ListingRow]) -> str:
     lines = [HEADINGS, *(row.cells() for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS) - 1)]
     texts: list[str] = []

@@ -154,15 +154,17 @@ def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec
         make_spec = getattr(_import_outside(module), function, None)
         if not inspect.isroutine(make_spec) or inspect.isbuiltin(make_spec):
             raise UnknownEnv(
-                f"environment {name!r}: {module} has no function {function!r} of its own"
+                f"environment {name!r}: {module} does not define a function {function!r}"
             )
         spec = _call(make_spec, options)
         if not isinstance(spec, EnvSpec):
-            raise UnknownEnv(f"environment {name!r}: returns {type(spec).__name__}, not EnvSpec")
+            raise UnknownEnv(
+                f"environment {name!r}: the function returns {type(spec).__name__}, not EnvSpec"
+            )
         ids = (i for task in spec.tasks.values() for i in (task.subset, *task.train, *task.test))
         for word in (spec.name, *spec.subsets, *ids):  # Messages and files contain these names.
             if not word or not word.isprintable():
-                raise UnknownEnv(f"environment {name!r}: {word!r:.100} is no printable name")
+                raise UnknownEnv(f"environment {name!r}: the name {word!r:.100} is not printable")
         if spec.isolation is Isolation.WORKER:
             return with_totals(spec)
         num_sessions = max(spec.sessions_per_worker, OUTSIDE_SESSIONS_PER_WORKER)
@@ -192,7 +194,7 @@ def _import_outside(module: str) -> ModuleType:
     path = Path(module)
     spec = importlib.util.spec_from_file_location(f"outside_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise UnknownEnv(f"environment {module!r}: no such file (here is {Path.cwd()})")
+        raise UnknownEnv(f"environment {module!r}: no such file (from {Path.cwd()})")
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = loaded  # Dataclasses search for their module in `sys.modules`.
     spec.loader.exec_module(loaded)
@@ -224,7 +226,7 @@ def _entry(spec: EnvSpec) -> dict[str, Any]:
 
 def _unknown(name: str, known: Sequence[str]) -> str:
     if not known:
-        return f"no environment {name!r}; this hub offers none"
+        return f"no environment {name!r}; this hub has no environments"
     return f"no environment {name!r}; the nearest is {nearest(name, list(known))!r}"
 
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class CallLimits:
     """Time limits of one environment's synchronous calls.
 
     `note` is called with the duration of each call that exceeds `budget_s` or fails.
@@ -29,7 +29,7 @@ class Limits:
     note: Callable[[str, float], None]
 
 
-def call_at_once(work: Callable[[str], Any], text: str, limits: Limits) -> tuple[Any, float]:
+def call_at_once(work: Callable[[str], Any], text: str, limits: CallLimits) -> tuple[Any, float]:
     """Return the result of `work(text)` and its seconds. Raises as `call_environment`."""
     began_s = monotonic()
     try:
@@ -75,7 +75,7 @@ async def call_environment(
         raise
     except Exception as error:
         if deadline is not None and deadline.expired():
-            text = f"{env_name}: no answer; a call may take {timeout_s:g} s"
+            text = f"{env_name}: no answer within {timeout_s:g} s, the limit of a call"
             raise EnvTimeout(text) from error
         raise _failure(env_name, error) from error
     took_s = monotonic() - began_s
@@ -91,13 +91,13 @@ def done_at_once(work: Coroutine[Any, Any, T]) -> T:
     except StopIteration as error:
         return error.value
     work.close()
-    raise RuntimeError("a call that answers at once had to wait")
+    raise RuntimeError("a call that must return at once had to wait")
 
 
 def _failure(env_name: str, error: Exception) -> EnvRaised:
-    logger.warning("environment raised env=%s", env_name, exc_info=error)
+    logger.warning("environment raised an error env=%s", env_name, exc_info=error)
     return EnvRaised(f"{env_name}: {type(error).__name__}: {error}")
 
 
 def _overrun(env_name: str, took_s: float, timeout_s: float) -> EnvTimeout:
-    return EnvTimeout(f"{env_name}: took {took_s:.2f} s; a call may take {timeout_s:g} s")
+    return EnvTimeout(f"{env_name}: a call took {took_s:.2f} s; the limit is {timeout_s:g} s")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from common.errors import EnvError
 from envhub.env import EnvSpec, Isolation, StepResult, Style
 from envhub.errors import WorkerLost
-from envhub.hosting.env_calls import Limits, call_at_once, call_environment
+from envhub.hosting.env_calls import CallLimits, call_at_once, call_environment
 from envhub.hosting.inline import InlineBudget
 from envhub.hosting.worker import Worker
 from envhub.hosting.worker_pool import WorkerPool
@@ -21,7 +21,7 @@ CLOSE_TIMEOUT_S = 5.0
 _numbers = itertools.count(1)
 
 
-class Episode(Protocol):
+class HostedEpisode(Protocol):
     """The operations that a session needs from an environment. Calls of one episode never overlap.
 
     All but `close` raise EnvRaised and EnvTimeout; `open` also raises UnknownItem.
@@ -32,7 +32,7 @@ class Episode(Protocol):
     first_state: str  # State at the start of the episode; "" if the environment has no states.
     # Synchronous variant of `step` without the state; None where a step has to wait.
     at_once: Callable[[str], StepResult] | None
-    limits: Limits | None  # Time limits of the `at_once` calls.
+    limits: CallLimits | None  # Time limits of the `at_once` calls.
 
     async def open(self, item_id: str, seed: int) -> str: ...
     async def step(self, action: str) -> StepResult: ...
@@ -61,7 +61,7 @@ class LocalEpisode:
         self._spec = spec
         self._style = style
         self._timeout_s = timeout_s
-        self.limits: Limits | None = inline.limits(spec.name, timeout_s)
+        self.limits: CallLimits | None = inline.limits(spec.name, timeout_s)
         self._env: Any = None
 
     async def open(self, item_id: str, seed: int) -> str:
@@ -109,7 +109,7 @@ class WorkerEpisode:
     is_instant = False
     first_state = ""
     at_once: Callable[[str], StepResult] | None = None
-    limits: Limits | None = None
+    limits: CallLimits | None = None
 
     def __init__(self, pool: WorkerPool, style: Style, *, timeout_s: float) -> None:
         self.worker: Worker | None = None

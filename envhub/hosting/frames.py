@@ -18,9 +18,9 @@ def encode_frame(message: dict[str, Any]) -> bytes:
         # Lone surrogates are encoded unchanged; the hub repairs them in observations.
         body = json.dumps(message, ensure_ascii=False).encode(errors="surrogatepass")
     except TypeError as error:
-        raise ValueError(f"no JSON: {error}") from error
+        raise ValueError(f"a message is not JSON: {error}") from error
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(body)} bytes; at most {MAX_FRAME_BYTES}")
+        raise ValueError(f"a message has {len(body)} bytes; the maximum is {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -33,5 +33,5 @@ async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
     """
     (num_bytes,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if num_bytes > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {num_bytes} bytes; at most {MAX_FRAME_BYTES}")
+        raise ValueError(f"a message has {num_bytes} bytes; the maximum is {MAX_FRAME_BYTES}")
     return json.loads(await reader.readexactly(num_bytes))

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from envhub.hosting.env_calls import Limits
+from envhub.hosting.env_calls import CallLimits
 
 logger = logging.getLogger(__name__)
 
@@ -30,19 +30,19 @@ class InlineBudget:
         self._num_slow: Counter[str] = Counter()  # Steps over the budget, by environment.
         # One thread per environment, since its code does not expect parallel calls.
         self._threads: dict[str, ThreadPoolExecutor] = {}
-        self._limits: dict[tuple[str, float], Limits] = {}
+        self._limits: dict[tuple[str, float], CallLimits] = {}
         self.moved: dict[str, str] = {}  # Reasons why environments were moved, by name.
 
     def is_kept(self, env_name: str) -> bool:
         """Return whether the environment may step in the server's thread."""
         return env_name not in self.moved
 
-    def limits(self, env_name: str, timeout_s: float) -> Limits:
+    def limits(self, env_name: str, timeout_s: float) -> CallLimits:
         """Return the limits of an environment's calls here; all its episodes share one object."""
         limits = self._limits.get((env_name, timeout_s))
         if limits is None:
             budget_s = min(timeout_s, self.step_s)
-            limits = Limits(
+            limits = CallLimits(
                 env_name=env_name, timeout_s=timeout_s, budget_s=budget_s, note=self.note
             )
             self._limits[env_name, timeout_s] = limits
@@ -57,7 +57,7 @@ class InlineBudget:
             text = f"a step took {took_s:.2f} s; envhub.inline_step_s={self.step_s:g}"
             # The move takes effect only after the current synchronous request has its answer.
             asyncio.get_running_loop().call_soon(self.moved.__setitem__, env_name, text)
-            logger.warning("moved to worker processes env=%s: %s", env_name, text)
+            logger.warning("moved to worker processes env=%s reason=%s", env_name, text)
 
     def aside(self, env_name: str, work: Callable[[], Any]) -> Callable[[], Awaitable[Any]]:
         """Return a function that runs the work in the environment's own thread."""

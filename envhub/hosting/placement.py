@@ -13,7 +13,7 @@ from common.memory import resident_bytes
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, Isolation, Style
 from envhub.hosting.env_calls import call_environment
-from envhub.hosting.episodes import Episode, LocalEpisode, WorkerEpisode
+from envhub.hosting.episodes import HostedEpisode, LocalEpisode, WorkerEpisode
 from envhub.hosting.inline import INLINE_STEP_S, InlineBudget
 from envhub.hosting.worker import Worker
 from envhub.hosting.worker_pool import WorkerPool
@@ -24,7 +24,7 @@ MEMORY_INTERVAL_S = 5.0
 MAX_MOVED_WORKERS = 8  # Worker limit of a moved environment, which has no limit of its own.
 
 
-class Placement:
+class EpisodeFactory:
     """Creates episodes by an environment's isolation. Worker pools are created at first use."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Placement:
             return self._capacity
         return min(self._capacity, spec.max_workers * spec.sessions_per_worker)
 
-    def make(self, spec: EnvSpec, style: Style) -> Episode:
+    def make(self, spec: EnvSpec, style: Style) -> HostedEpisode:
         """Return a new episode that is not open yet."""
         timeout_s = spec.step_timeout_s or self._step_timeout_s
         if spec.isolation is Isolation.WORKER or not self.inline.is_kept(spec.name):

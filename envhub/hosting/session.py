@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from envhub.env import StepResult
-from envhub.hosting.env_calls import Limits
-from envhub.hosting.episodes import Episode
+from envhub.hosting.env_calls import CallLimits
+from envhub.hosting.episodes import HostedEpisode
 
 # Bucket bounds of the histogram of step durations.
 STEP_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -29,13 +29,13 @@ class Session:
     env_name: str
     # The episode's `at_once`, until the episode ends.
     at_once: Callable[[str], StepResult] | None = None
-    limits: Limits | None = None
+    limits: CallLimits | None = None
     renew_at_s: float = 0.0  # Time of the next lease renewal by a step, on the leases' clock.
     # Histogram of all sessions of the environment, from the first step on.
     steps: list[float] | None = None
     answer: StepResult | None = None
     seq: int = 0
-    episode: Episode
+    episode: HostedEpisode
     lock: asyncio.Lock | None
     owner: str = ""
 
@@ -44,7 +44,7 @@ class Session:
         return self.lock is not None and self.lock.locked()
 
 
-class Alone:
+class SessionLock:
     """Exclusive access to a session; a class, since a generator costs several times as much."""
 
     __slots__ = ("_find", "_lock", "_renew", "_session_id")

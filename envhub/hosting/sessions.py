@@ -30,8 +30,8 @@ from envhub.errors import (
 from envhub.hosting.env_calls import call_at_once, done_at_once
 from envhub.hosting.inline import INLINE_STEP_S
 from envhub.hosting.leases import LeaseTable, grain_of
-from envhub.hosting.placement import Placement
-from envhub.hosting.session import QUICK_S, STEP_BUCKETS_S, Alone, Session, no_steps
+from envhub.hosting.placement import EpisodeFactory
+from envhub.hosting.session import QUICK_S, STEP_BUCKETS_S, Session, SessionLock, no_steps
 from envhub.hosting.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Sessions:
         self.num_live: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()  # Sessions and calls by outcome.
         self.steps = defaultdict[str, list[float]](no_steps)  # Step durations by environment.
-        self.placement = Placement(
+        self.placement = EpisodeFactory(
             registry,
             capacity=capacity,
             step_timeout_s=step_timeout_s,
@@ -139,7 +139,7 @@ class Sessions:
         Raises: UnknownEnv, UnknownItem, CapacityFull, HubDraining, EnvRaised, EnvTimeout.
         """
         if self.is_draining:
-            raise HubDraining("the hub is about to stop and takes no new sessions")
+            raise HubDraining("the hub is stopping and accepts no new sessions")
         spec = self._registry.spec(env_name)
         item_id = await self.distances.plain(env_name, item_id)
         async with contextlib.AsyncExitStack() as undo:
@@ -305,7 +305,9 @@ class Sessions:
         owned = [each for each in self._live if each.owner == owner]
         self.counts["abandoned"] += len(owned)
         if owned:
-            logger.warning("owner gone owner=%s sessions=%d", owner, len(owned))
+            logger.warning(
+                "closing sessions of a lost owner owner=%s sessions=%d", owner, len(owned)
+            )
         await asyncio.gather(*(self._drop(session) for session in owned))
 
     async def expire(self) -> int:
@@ -351,19 +353,19 @@ class Sessions:
         if valid is not text and valid != text:
             self.counts["repaired"] += 1
             if self.counts["repaired"] == 1:
-                logger.warning("halves of characters in an observation env=%s", env_name)
+                logger.warning("repaired unpaired surrogates in an observation env=%s", env_name)
         return valid
 
     def _reserve(self, spec: EnvSpec) -> None:
         """Reserve a place for a session. Raises CapacityFull."""
         if self.num_live.total() >= self._max_sessions:
             self.counts["refused"] += 1
-            text = f"this token holds all the {self._max_sessions} sessions that it may"
+            text = f"all {self._max_sessions} sessions of the hub are in use"
             raise CapacityFull(f"{text} (envhub.max_sessions)")
         capacity = self.placement.capacity(spec)
         if self.num_live[spec.name] >= capacity:
             self.counts["refused"] += 1
-            raise CapacityFull(f"{spec.name} has all its {capacity} sessions in use")
+            raise CapacityFull(f"{spec.name}: all {capacity} sessions are in use")
         self.num_live[spec.name] += 1
 
     def _release(self, env_name: str) -> None:
@@ -379,9 +381,9 @@ class Sessions:
             raise WorkerLost(failure)
         raise SessionUnknown("no such session, or its lease has expired")
 
-    def _alone(self, session_id: str) -> Alone:
+    def _alone(self, session_id: str) -> SessionLock:
         """Return a lock that waits for other calls; the session may end during the wait."""
-        return Alone(self._find, self._live.renew, session_id)
+        return SessionLock(self._find, self._live.renew, session_id)
 
     async def _call(self, session: Session, call: Awaitable[T]) -> T:
         """Return the result of an episode's call; a failure or a timeout ends the session."""

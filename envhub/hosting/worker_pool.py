@@ -69,7 +69,7 @@ class WorkerPool:
         """Free a place. A draining worker ends with its last session."""
         worker.num_sessions -= 1
         if worker.is_draining and worker.num_sessions == 0:
-            worker.lose("memory", "was replaced: memory")
+            worker.lose("memory", "was replaced because of its memory")
 
     def check_memory(self, resident: dict[int, int]) -> None:
         """Drain workers above the limit; kill those far above it and those without sessions.
@@ -94,7 +94,7 @@ class WorkerPool:
         workers = list(self.workers)
         await asyncio.gather(*(_say_stop(worker) for worker in workers))
         for worker in workers:
-            worker.lose("stop", "was stopped: the hub ends")
+            worker.lose("stop", "was stopped with the hub")
         while self._reaping:
             await asyncio.gather(*self._reaping)
 
@@ -106,7 +106,7 @@ class WorkerPool:
         if len(open_workers) < self._spec.max_workers and not self._is_stopping:
             return self._start()
         places = self._spec.max_workers * self._spec.sessions_per_worker
-        raise CapacityFull(f"{self._spec.name} has all its {places} places taken")
+        raise CapacityFull(f"{self._spec.name}: all {places} sessions of its workers are in use")
 
     def _start(self) -> Worker:
         worker = Worker(

@@ -4,17 +4,17 @@ import asyncio
 from time import monotonic
 from typing import Protocol
 
-from envhub.http.known_heads import KnownHeads
+from envhub.http.known_heads import HeaderCache
 
 MAX_WAIT_S = 0.005  # Maximum delay of an answer by the computation of later answers.
 
 
-class Connection(Protocol):
+class HttpConnection(Protocol):
     """A connection that receives requests. Its `take` processes data in any state."""
 
     transport: asyncio.Transport
     is_quick: bool  # The last request was answered synchronously, and the next one can be as well.
-    answered_at: float  # Time of the last answer by `KnownHeads`, on the loop's clock.
+    answered_at: float  # Time of the last answer by `HeaderCache`, on the loop's clock.
 
     def take(self, data: bytes) -> None: ...
 
@@ -27,12 +27,12 @@ class Arrivals:
     the application are processed last.
     """
 
-    def __init__(self, known: KnownHeads) -> None:
+    def __init__(self, known: HeaderCache) -> None:
         self._known = known
         # Received data; before the first entry is added, its connection calls `wake`.
-        self.come: list[tuple[Connection, bytes]] = []
+        self.come: list[tuple[HttpConnection, bytes]] = []
         self._answers: list[tuple[asyncio.Transport, bytes]] = []
-        self._others: list[tuple[Connection, bytes]] = []
+        self._others: list[tuple[HttpConnection, bytes]] = []
 
     def wake(self) -> None:
         """Schedule the processing of received data after the loop's current read phase."""
@@ -53,7 +53,7 @@ class Arrivals:
         write_at_s = monotonic() + MAX_WAIT_S
         waiting = iter(self.come)
         keep = self._answers.append
-        connection: Connection | None = None
+        connection: HttpConnection | None = None
         try:
             for connection, data in waiting:
                 if connection.is_quick and (response := answer(data, now_s)) is not None:
@@ -82,7 +82,7 @@ class Arrivals:
 
     def _take_others(self) -> None:
         others = iter(self._others)
-        connection: Connection | None = None
+        connection: HttpConnection | None = None
         try:
             for connection, data in others:
                 connection.take(data)

@@ -70,7 +70,7 @@ class AuthMiddleware:
         origin = headers.get(b"origin")
         host = headers.get(b"host", b"")
         if origin is not None and urlsplit(origin.decode("latin-1")).netloc.encode() != host:
-            return _refusal(403, "pages of other sites may not open sockets here")
+            return _refusal(403, "pages of other origins may not open a WebSocket here")
         return None
 
     def _counted(self, scope: Scope, send: Send) -> Send:
@@ -114,7 +114,7 @@ def _limited(receive: Receive, max_bytes: int) -> Receive:
         message = await receive()
         num_bytes += len(message.get("body", b""))
         if num_bytes > max_bytes:
-            raise HTTPException(413, "request body too large")
+            raise HTTPException(413, "the request body is too large")
         return message
 
     return receive_limited

@@ -26,7 +26,7 @@ Headers = Sequence[tuple[bytes, bytes]]  # Names are in lower case.
 Answer = Callable[[bytes, float], bytes | None]
 
 
-class KnownHeads:
+class HeaderCache:
     """The request heads of one hub's fast routes, for one event loop.
 
     Example: a client's first step with a body of 40 bytes is parsed, authorized and routed by the

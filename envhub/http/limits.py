@@ -10,7 +10,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from common.wire.access.connections import RESERVED_FILES, raise_file_limit
 from envhub.http.arrivals import Arrivals
-from envhub.http.known_heads import KnownHeads
+from envhub.http.known_heads import HeaderCache
 from envhub.http.refusals import REFUSED, Refusals
 
 MAX_HEADER_BYTES = 64 * 1024  # Maximum bytes of a request's head with its path.
@@ -36,7 +36,7 @@ class LimitedProtocol(HttpToolsProtocol):
     refusals: Refusals
     max_connections: int
     unused: dict["LimitedProtocol", None]  # Connections without a complete request yet, in order.
-    known: KnownHeads
+    known: HeaderCache
     arrivals: Arrivals
 
     _timer: asyncio.TimerHandle | None = None
@@ -167,7 +167,7 @@ class QuietSocket(WebSocketsSansIOProtocol):
 
 
 def limited_protocol(
-    counts: Counter[str], refusals: Refusals, known: KnownHeads
+    counts: Counter[str], refusals: Refusals, known: HeaderCache
 ) -> type[HttpToolsProtocol]:
     """Return the protocol class of one hub's connections; it counts refused clients."""
     limit = raise_file_limit()

@@ -41,12 +41,12 @@ class HubMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current values of the session table and the workers."""
         sessions = self._sessions
-        live = GaugeMetricFamily("envhub_sessions_live", "Sessions now.", labels=["env"])
+        live = GaugeMetricFamily("envhub_sessions_live", "Open sessions.", labels=["env"])
         for env_name, num in sessions.num_live.items():
             live.add_metric([env_name], num)
         yield live
         steps = HistogramMetricFamily(
-            "envhub_step_seconds", "Time of one executed step.", labels=["env"]
+            "envhub_step_seconds", "Duration of one executed step in seconds.", labels=["env"]
         )
         bounds = [*map(str, STEP_BUCKETS_S), "+Inf"]
         for env_name, (steps_s, *nums) in sessions.steps.items():
@@ -54,25 +54,33 @@ class HubMetrics(Collector):
             steps.add_metric([env_name], buckets, steps_s)
         yield steps
         for name in (*COUNTS, *SENT_AWAY):
-            family = CounterMetricFamily(f"envhub_{name}", f"Sessions or steps {name}.")
+            family = CounterMetricFamily(
+                f"envhub_{name}", f"Number of sessions or steps since the start: {name}."
+            )
             is_steps = name == "steps"
             family.add_metric([], sessions.num_steps if is_steps else sessions.counts[name])
             yield family
         refused = CounterMetricFamily(
-            "envhub_refused_requests", "Requests refused.", labels=["address", "reason"]
+            "envhub_refused_requests",
+            "Number of refused requests since the start.",
+            labels=["address", "reason"],
         )
         for who, num in self._refusals.report().items():
             refused.add_metric(who.rsplit("/", 1), num)
         yield refused
         placement = sessions.placement
         restarts = CounterMetricFamily(
-            "envhub_worker_restarts", "Workers lost.", labels=["env", "cause"]
+            "envhub_worker_restarts",
+            "Number of lost worker processes since the start.",
+            labels=["env", "cause"],
         )
         for labels, num in placement.num_lost.items():
             restarts.add_metric(list(labels), num)
         yield restarts
         memory = GaugeMetricFamily(
-            "envhub_resident_bytes", "Memory of the hub and its workers.", labels=["process"]
+            "envhub_resident_bytes",
+            "Resident memory of the hub and its workers in bytes.",
+            labels=["process"],
         )
         memory.add_metric(["hub"], self._process.memory_info().rss)
         for worker in placement.workers():

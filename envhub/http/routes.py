@@ -49,7 +49,7 @@ from envhub.http.bodies import (
     parse_body,
     parse_entry,
 )
-from envhub.http.known_heads import KnownHeads
+from envhub.http.known_heads import HeaderCache
 from envhub.http.metrics import HubMetrics
 from envhub.http.parts import HubParts, Patience
 from envhub.http.refusals import Refusals
@@ -88,7 +88,7 @@ def make_app(
     requests the answer to an invalid action. `agentgym` None: the sessions' leases, and no queue.
     """
     app = FastAPI(title="Longstride environment hub", lifespan=_lifespan_of(sessions))
-    app.state.known_heads = known = KnownHeads(token, STATUS_CODES, now_s=sessions.now_s)
+    app.state.known_heads = known = HeaderCache(token, STATUS_CODES, now_s=sessions.now_s)
     app.state.refusals = refusals = Refusals()
     app.state.max_action_bytes = max_action_bytes
     app.add_middleware(
@@ -141,7 +141,7 @@ def _lifespan_of(sessions: Sessions) -> Callable[[FastAPI], AbstractAsyncContext
 
 def _log_end(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
-        logger.error("upkeep ended reason=%r", task.exception())
+        logger.error("maintenance task ended reason=%r", task.exception())
 
 
 def _add_catalogue_routes(
@@ -166,7 +166,7 @@ def _add_catalogue_routes(
     @app.get("/readyz", tags=["hub"], responses=_fails(503))
     async def readyz() -> Response:
         if sessions.is_draining:
-            raise HubDraining("the hub is about to stop and takes no new sessions")
+            raise HubDraining("the hub is stopping and accepts no new sessions")
         return json_response({"status": "ready"})
 
     @app.get("/metrics", tags=["hub"])
@@ -307,7 +307,7 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
 
 async def _step(sessions: Sessions, session_id: str, body: StepRequest) -> dict[str, Any]:
     result = await sessions.step(session_id, body.action, body.seq, num_bytes=body.num_bytes)
-    return result.told()
+    return result.as_dict()
 
 
 async def _entry(work: Coroutine[Any, Any, dict[str, Any]], *, status: int) -> dict[str, Any]:

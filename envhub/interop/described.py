@@ -33,7 +33,7 @@ def read_description(reference: str, form: type[Described]) -> tuple[Path, Descr
     """
     path = Path(reference.partition(":")[2])
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
-        raise ConfigError(f"{reference}: no such file of YAML (here is {Path.cwd()})")
+        raise ConfigError(f"{reference}: no such YAML file (from {Path.cwd()})")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(form), OmegaConf.load(path))
         return path, cast(Described, OmegaConf.to_object(merged))
@@ -52,7 +52,7 @@ def read_description(reference: str, form: type[Described]) -> tuple[Path, Descr
 def rule_of(reference: str, least: float, most: float) -> RewardRule:
     """Return the reward bounds of an episode. Raises: ConfigError: they are not in order."""
     if least >= most:
-        raise ConfigError(f"{reference}: max_reward={most:g} must be > min_reward={least:g}")
+        raise ConfigError(f"{reference}: max_reward={most:g}: must be > min_reward={least:g}")
     return RewardRule(least=least, most=most)
 
 
@@ -93,7 +93,9 @@ def parse_items(text: str, where: str) -> list[dict[str, Any]]:
         raise ConfigError(f"{where}: neither a JSON list nor JSON lines: {error}") from error
     wrong = [n for n, item in enumerate(items, 1) if not isinstance(item, dict)]
     if wrong or not items:
-        raise ConfigError(f"{where}: {f'item {wrong[0]} is no object' if wrong else 'no items'}")
+        raise ConfigError(
+            f"{where}: {f'item {wrong[0]} is not an object' if wrong else 'no items'}"
+        )
     return items
 
 
@@ -103,4 +105,6 @@ def optional_package(name: str, extra: str) -> ModuleType:
         return import_module(name)
     except ImportError as error:
         remedy = f"pip install {PACKAGES[extra]}" if extra in PACKAGES else "make setup"
-        raise ConfigError(f"{name}: the Python package is missing: {remedy}") from error
+        raise ConfigError(
+            f"{name}: the Python package is missing; install it with `{remedy}`"
+        ) from error

@@ -69,12 +69,13 @@ def parse_reference(text: str) -> tuple[str, GameOptions]:
             given[key] = KINDS[key](value)
         except (LookupError, ValueError) as error:
             raise ConfigError(
-                f"{text}: {key}={value}: the options are {', '.join(KINDS)}"
+                f"{text}: {key}={value}: unknown or invalid; the options are {', '.join(KINDS)}"
             ) from error
     options = GameOptions(**given)
     is_sound = options.reward in ("", "last", "sum") and options.min_reward < options.max_reward
     if not is_sound or min(options.num_train, options.num_test, options.max_turns) < 1:
-        raise ConfigError(f"{text}: reward is last or sum, min_reward < max_reward, the rest >= 1")
+        law = "reward must be last or sum, min_reward < max_reward, all others >= 1"
+        raise ConfigError(f"{text}: {law}")
     return name, options
 
 

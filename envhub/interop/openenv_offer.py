@@ -15,7 +15,7 @@ TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class ServerDescription:
     """The description that a server gives of itself.
 
     `splits` maps train and test to the server's split names and sizes; without them an item is a
@@ -30,7 +30,7 @@ class Offer:
     splits: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
 
 
-def look_at(options: RemoteOptions) -> Offer:
+def look_at(options: RemoteOptions) -> ServerDescription:
     """Return a server's description of itself.
 
     Raises: ConfigError: no answer, not an OpenEnv server, or a configured name is missing there.
@@ -40,18 +40,19 @@ def look_at(options: RemoteOptions) -> Offer:
     schema = schemas.get("action") if isinstance(schemas, dict) else None
     if status != 200 or not isinstance(schema, dict):
         raise ConfigError(
-            f"env.url={without_login(url)}: /schema answered {status}: no OpenEnv server"
+            f"env.url={without_login(url)}: /schema answered {status}, so this is not an OpenEnv"
+            " server"
         )
     known = [name for name in schema.get("properties", {}) if name != "metadata"]
     required = [name for name in schema.get("required", []) if name in known]
     chosen = options.action_field
     if chosen and chosen not in known:
-        raise ConfigError(f"env.action_field={chosen!r}: the server's actions have {known}")
+        raise ConfigError(f"env.action_field={chosen!r}: the server's actions have only {known}")
     if not chosen and len(required or known) == 1:
         chosen = (required or known)[0]
     _, told = ask_server(url, "/metadata")
     described = told.get("description") if isinstance(told, dict) else None
-    return Offer(
+    return ServerDescription(
         description=str(described or ""),
         schema=schema,
         text_field=chosen,
@@ -85,7 +86,7 @@ def _splits(url: str, options: RemoteOptions) -> dict[str, tuple[str, int]]:
     return found
 
 
-def instruction_of(offer: Offer) -> str:
+def instruction_of(offer: ServerDescription) -> str:
     """Return the agent's instruction: the environment and the form of its actions."""
     form = 'Answer with one action. What follows "Action:" is sent.'
     if offer.has_tools:

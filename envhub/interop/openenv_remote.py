@@ -13,7 +13,7 @@ from common.formats.answers import tools_text
 from common.http.proxies import ProxyFailed, without_login
 from common.http.sessions import open_session
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action_text, parse_item
-from envhub.interop.openenv_offer import Offer, instruction_of, look_at
+from envhub.interop.openenv_offer import ServerDescription, instruction_of, look_at
 from envhub.interop.openenv_socket import CLOSE_S, NOT_THERE, RETRY_S, OpenEnvFailure, Socket
 from envhub.interop.texts import (
     SUCCESS_KEYS,
@@ -43,7 +43,7 @@ TRUTHS = {"true": True, "false": False}
 class OpenEnvEpisode(RemoteEpisode):
     """One episode on an OpenEnv server; it has its own socket."""
 
-    def __init__(self, server: "Server") -> None:
+    def __init__(self, server: "OpenEnvServer") -> None:
         super().__init__(server.rule.start_score)
         self._server = server
         self._offer = server.offer
@@ -155,10 +155,10 @@ class OpenEnvEpisode(RemoteEpisode):
         return json.dumps(told.get(name, told), ensure_ascii=False)
 
 
-class Server:
+class OpenEnvServer:
     """Data shared by the episodes on one server: its offer, its sizes, one connection pool."""
 
-    def __init__(self, options: RemoteOptions, offer: Offer) -> None:
+    def __init__(self, options: RemoteOptions, offer: ServerDescription) -> None:
         self.options = options
         self.offer = offer
         self.url = options.url.rstrip("/")
@@ -238,7 +238,7 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
 
     Raises: ConfigError: see `look_at`.
     """
-    server = Server(remote, look_at(remote))
+    server = OpenEnvServer(remote, look_at(remote))
 
     def make(_: Style) -> OpenEnvEpisode:
         return OpenEnvEpisode(server)

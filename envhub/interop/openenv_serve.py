@@ -48,11 +48,13 @@ class TextObservation(BaseModel):
     done: bool = False
     reward: float | None = None
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
-    text: str = Field(description="What the agent is told")
+    text: str = Field(description="The observation")
 
 
-class EpisodeState(BaseModel):
+class OpenEnvState(BaseModel):
     """The state of an episode."""
+
+    model_config = ConfigDict(title="EpisodeState")  # Title of the published schema.
 
     episode_id: str | None = None
     step_count: int = 0
@@ -96,7 +98,7 @@ def mount(hub: HubParts) -> None:
     @app.get(f"{base}/schema", tags=["openenv"])
     async def schema(env: str) -> Response:
         registry.spec(env)
-        told = {"action": TextAction, "observation": TextObservation, "state": EpisodeState}
+        told = {"action": TextAction, "observation": TextObservation, "state": OpenEnvState}
         return json_response({name: kind.model_json_schema() for name, kind in told.items()})
 
     @app.websocket(f"{base}/ws")
@@ -133,7 +135,7 @@ class _Player:
         self._sessions = sessions
         self._spec = spec
         self._session_id: str | None = None
-        self._state = EpisodeState()
+        self._state = OpenEnvState()
         self._is_over = True
 
     async def serve(self) -> None:
@@ -152,7 +154,7 @@ class _Player:
                 async with asyncio.timeout(self._sessions.lease_s):
                     received = await self._socket.receive()
             except TimeoutError:
-                text = f"nothing was heard for {self._sessions.lease_s:g} s: the lease has expired"
+                text = f"no message for {self._sessions.lease_s:g} s, so the lease has expired"
                 await self._send(_Refused("SESSION_ERROR", text).frame)
                 await self._socket.close(CLOSE_SILENT, "lease expired")
                 return
@@ -213,7 +215,7 @@ class _Player:
         except EnvError as error:
             raise _Refused("EXECUTION_ERROR", str(error)) from error
         self._is_over = False
-        self._state = EpisodeState(episode_id=wanted.episode_id, item_id=item_id)
+        self._state = OpenEnvState(episode_id=wanted.episode_id, item_id=item_id)
         told = {"item_id": item_id, "instruction": self._spec.instruction[wanted.style]}
         told["state"] = sessions.first_state(self._session_id)
         return _observation(text, None, is_done=False, metadata=told)
@@ -227,7 +229,7 @@ class _Player:
 
     async def _step(self, action: str) -> dict[str, Any]:
         if self._session_id is None:
-            raise _Refused("EXECUTION_ERROR", "no episode: reset first")
+            raise _Refused("EXECUTION_ERROR", "no episode is running; send a reset first")
         try:
             result = await self._sessions.step(self._session_id, action)
         except SessionConflict as error:
@@ -264,7 +266,7 @@ def _parsed(raw: str | bytes) -> Any:
 
 
 def _stepped(result: StepResult) -> dict[str, Any]:
-    told = result.told()
+    told = result.as_dict()
     for name in ("observation", "reward", "done"):
         del told[name]
     return _observation(result.observation, result.reward, is_done=result.done, metadata=told)

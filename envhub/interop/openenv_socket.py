@@ -84,7 +84,7 @@ class Socket:
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             is_refusal = isinstance(error, aiohttp.ClientResponseError)
-            text = f"OpenEnv server {without_login(url)}: no socket: {reason}{route_note(url)}"
+            text = f"OpenEnv server {without_login(url)}: no WebSocket: {reason}{route_note(url)}"
             raise OpenEnvFailure(text, code="" if is_refusal else NOT_THERE) from error
         return cls(socket, url)
 
@@ -113,9 +113,9 @@ class Socket:
             answer = json.loads(text)
             data = answer["data"]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise self._failure(f"{what} was answered {text[:200]!r}") from error
+            raise self._failure(f"unexpected answer to {what}: {text[:200]!r}") from error
         if not isinstance(data, dict):
-            raise self._failure(f"{what} was answered {text[:200]!r}")
+            raise self._failure(f"unexpected answer to {what}: {text[:200]!r}")
         if answer.get("type") == "error":
             code = str(data.get("code", ""))
             said = "; ".join([str(data.get("message", "")), *_problems(data)])
@@ -135,7 +135,7 @@ class Socket:
             if message.type is aiohttp.WSMsgType.CLOSE:
                 self._why = f"code {message.data} {message.extra or ''}".rstrip()
             elif message.type is aiohttp.WSMsgType.BINARY:
-                self._why = "it sent bytes"
+                self._why = "it sent a binary frame"
             else:
                 cause = self._socket.exception()
                 self._why = f"{cause!r}" if cause else "the connection was lost"

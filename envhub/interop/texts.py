@@ -75,20 +75,20 @@ class Rewards:
         """
         if reward is not None:
             if not isinstance(reward, (int, float)) or not math.isfinite(reward):
-                raise EnvFailure(f"a step answered {reward!r} as its reward")
+                raise EnvFailure(f"a step has the reward {reward!r}, which is not a finite number")
             before = (self._total or 0.0) if self._rule.kind == "sum" else 0.0
             self._total = round(before + float(reward), 12)  # Ten times 0.1 is 1.
         if self._total is None:
             if is_last:
-                raise EnvFailure("the episode ended and never said a reward")
+                raise EnvFailure("the episode ended without a reward")
             return self._rule.start_score
         least = self._rule.least
         most = self._rule.most
         # Also checked before the end, since a horizon may cut there.
         is_beyond = self._total > most and self._rule.kind == "sum"
         if is_beyond or (is_last and not least <= self._total <= most):
-            asked = f"{least:g} to {most:g} was said to be the range"
-            raise EnvFailure(f"the episode pays {self._total:g}, but {asked} (env.*_reward)")
+            law = f"outside of its range from {least:g} to {most:g} (env.*_reward)"
+            raise EnvFailure(f"the return of the episode is {self._total:g}, {law}")
         return self._rule.normalise(self._total)
 
 

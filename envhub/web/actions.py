@@ -16,7 +16,7 @@ FENCED = re.compile(r"```(.*?)```", re.DOTALL)
 WORD = re.compile(r"\s*([a-z_]+)")
 
 
-class Kind(StrEnum):
+class WebActionType(StrEnum):
     """The kinds of action."""
 
     CLICK = "click"
@@ -37,12 +37,19 @@ class Kind(StrEnum):
     STOP = "stop"
 
 
-POINTER_KINDS = frozenset({Kind.DRAG, Kind.MOUSE_CLICK, Kind.MOUSE_MOVE, Kind.MOUSE_DRAG})
-WEB_KINDS = frozenset(Kind) - POINTER_KINDS
+POINTER_KINDS = frozenset(
+    {
+        WebActionType.DRAG,
+        WebActionType.MOUSE_CLICK,
+        WebActionType.MOUSE_MOVE,
+        WebActionType.MOUSE_DRAG,
+    }
+)
+WEB_KINDS = frozenset(WebActionType) - POINTER_KINDS
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ActionSyntax:
     """Syntax of one kind of action: an example, a pattern of its arguments, and its effect."""
 
     text: str
@@ -53,10 +60,10 @@ class Form:
 ID = r"\[\s*+(?P<id>\d{1,6})\s*+\]"
 POINT = r"\[\s*+\d{1,4}\s*+,\s*+\d{1,4}\s*+\]"
 _TABLE = read_table(__file__, "actions.yaml")
-FORMS = {Kind(name): Form(**form) for name, form in _TABLE["forms"].items()}
+FORMS = {WebActionType(name): ActionSyntax(**form) for name, form in _TABLE["forms"].items()}
 
 
-def _pattern(form: Form) -> re.Pattern[str]:
+def _pattern(form: ActionSyntax) -> re.Pattern[str]:
     arguments = form.arguments.replace("{id}", ID).replace("{point}", POINT)
     return re.compile(rf"\s*+{arguments}\s*+", re.DOTALL)
 
@@ -72,7 +79,7 @@ class InvalidAction(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Action:
+class WebAction:
     """One action.
 
     Attributes:
@@ -83,7 +90,7 @@ class Action:
         points: positions of the mouse, in pixels from the top left corner of the viewport.
     """
 
-    kind: Kind
+    kind: WebActionType
     element: int = -1
     target: int = -1
     text: str = ""
@@ -102,7 +109,7 @@ def fenced(reply: str) -> str:
     return match[1].strip()
 
 
-def parse(text: str, kinds: frozenset[Kind] = WEB_KINDS) -> Action:
+def parse(text: str, kinds: frozenset[WebActionType] = WEB_KINDS) -> WebAction:
     """Return the action that a text denotes.
 
     Raises: InvalidAction: the word is unknown, or its arguments are malformed.
@@ -110,7 +117,7 @@ def parse(text: str, kinds: frozenset[Kind] = WEB_KINDS) -> Action:
     word = WORD.match(text)
     if word is None or word[1] not in kinds:
         raise InvalidAction(f'Invalid action "{text[:200]}". Known actions: {_known(kinds)}.')
-    kind = Kind(word[1])
+    kind = WebActionType(word[1])
     match = COMPILED[kind].fullmatch(text, word.end())
     if match is None:
         raise InvalidAction(
@@ -118,20 +125,20 @@ def parse(text: str, kinds: frozenset[Kind] = WEB_KINDS) -> Action:
         )
     parts = {name: value for name, value in match.groupdict().items() if value is not None}
     words = parts.get("text", "")
-    if kind is not Kind.TYPE:
+    if kind is not WebActionType.TYPE:
         words = words.strip()
     if len(words) > MAX_TEXT_CHARS:
         raise InvalidAction(f"Invalid {kind} action: longer than {MAX_TEXT_CHARS} characters.")
-    if kind is Kind.SCROLL:
+    if kind is WebActionType.SCROLL:
         words = "down" if words.endswith("down") else "up"
-    if kind is Kind.PRESS:
+    if kind is WebActionType.PRESS:
         words = key_name(words)
-    return Action(
+    return WebAction(
         kind=kind,
         element=int(parts.get("id", -1)),
         target=int(parts.get("to", -1)),
         text=words,
-        enter=kind is Kind.TYPE and parts.get("enter", "1") == "1",
+        enter=kind is WebActionType.TYPE and parts.get("enter", "1") == "1",
         points=_points(parts.get("points", "")),
     )
 
@@ -141,14 +148,14 @@ def _points(words: str) -> tuple[tuple[int, int], ...]:
     return tuple(zip(numbers[::2], numbers[1::2], strict=True))
 
 
-def describe(action: Action) -> str:
+def describe(action: WebAction) -> str:
     """Return the text of an action in this language."""
     parts = [action.kind.value]
     parts += [f"[{number}]" for number in (action.element, action.target) if number >= 0]
     parts += [f"[{x},{y}]" for x, y in action.points]
-    if action.text or action.kind in (Kind.TYPE, Kind.STOP):
+    if action.text or action.kind in (WebActionType.TYPE, WebActionType.STOP):
         parts.append(f"[{action.text}]")
-    if action.kind is Kind.TYPE:
+    if action.kind is WebActionType.TYPE:
         parts.append(f"[{int(action.enter)}]")
     return " ".join(parts)
 
@@ -183,11 +190,13 @@ def key_name(combination: str) -> str:
     return "+".join(keys)
 
 
-def _known(kinds: frozenset[Kind]) -> str:
+def _known(kinds: frozenset[WebActionType]) -> str:
     return ", ".join(form.text for kind, form in FORMS.items() if kind in kinds)
 
 
-def read_web_instructions(code: str, kinds: frozenset[Kind] = WEB_KINDS) -> dict[Style, str]:
+def read_web_instructions(
+    code: str, kinds: frozenset[WebActionType] = WEB_KINDS
+) -> dict[Style, str]:
     """Return `read_instructions`, where {actions} is one line of explanation for each kind."""
     lines = [f"{form.text}: {form.meaning}" for kind, form in FORMS.items() if kind in kinds]
     texts = read_instructions(code)

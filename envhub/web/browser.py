@@ -38,7 +38,7 @@ def check_browser(options: BrowserOptions) -> list[str]:
     if find_browser(options):
         return []
     if options.executable:
-        return [f"envs.browser.executable={options.executable!r} is no program that can be run"]
+        return [f"envs.browser.executable={options.executable!r} is not an executable program"]
     names = ", ".join(BINARIES[:3])
     return [
         f"no browser: none of {names} is on the PATH; install Chromium (apt-get install chromium) "
@@ -110,7 +110,7 @@ class BrowserHost:
                 if clock:
                     await context.add_init_script(CLOCK_SCRIPT)
         except (BrowserError, TimeoutError) as error:
-            raise EnvFailure(f"the browser gave no context: {first_line(error)}") from error
+            raise EnvFailure(f"the browser created no context: {first_line(error)}") from error
         return context
 
     async def _living(self) -> Browser:

@@ -5,7 +5,7 @@ from typing import Any
 
 from playwright.async_api import Page
 
-from envhub.web.actions import Action, InvalidAction, Kind
+from envhub.web.actions import InvalidAction, WebAction, WebActionType
 
 # Limit for a field with key listeners, where each key can take some milliseconds.
 MAX_KEYED_CHARS = 300
@@ -17,56 +17,56 @@ NO_ELEMENT = (
 )
 
 
-async def act(page: Page, action: Action) -> None:
+async def act(page: Page, action: WebAction) -> None:
     """Perform an action on the page.
 
     Raises: InvalidAction: it is impossible on this page.
     """
     match action.kind:
-        case Kind.CLICK | Kind.HOVER:
+        case WebActionType.CLICK | WebActionType.HOVER:
             await _point(page, action.kind, action.element)
-        case Kind.TYPE:
+        case WebActionType.TYPE:
             await _type(page, action)
-        case Kind.DRAG:
+        case WebActionType.DRAG:
             await _drag(page, action)
-        case Kind.MOUSE_CLICK:
+        case WebActionType.MOUSE_CLICK:
             await page.mouse.click(*action.points[0])
-        case Kind.MOUSE_MOVE:
+        case WebActionType.MOUSE_MOVE:
             await page.mouse.move(*action.points[0])
-        case Kind.MOUSE_DRAG:
+        case WebActionType.MOUSE_DRAG:
             await _hold(page, action.points)
-        case Kind.PRESS:
+        case WebActionType.PRESS:
             await page.keyboard.press(action.text)
-        case Kind.SCROLL:
+        case WebActionType.SCROLL:
             await page.evaluate("n => __ls.scroll(n)", 1 if action.text == "down" else -1)
-        case Kind.GOTO:
+        case WebActionType.GOTO:
             await _goto(page, action.text)
-        case Kind.GO_BACK:
+        case WebActionType.GO_BACK:
             await _turn(page, page.go_back())
-        case Kind.GO_FORWARD:
+        case WebActionType.GO_FORWARD:
             await _turn(page, page.go_forward())
 
 
-async def _aim(page: Page, kind: Kind, element: int) -> dict:
-    is_click = kind is Kind.CLICK
+async def _aim(page: Page, kind: WebActionType, element: int) -> dict:
+    is_click = kind is WebActionType.CLICK
     aim = await page.evaluate("([i, how]) => __ls.aim(i, how)", [element, is_click])
     if aim.get("is_gone"):
         raise InvalidAction(NO_ELEMENT.format(kind, element))
     return aim
 
 
-async def _point(page: Page, kind: Kind, element: int) -> None:
+async def _point(page: Page, kind: WebActionType, element: int) -> None:
     aim = await _aim(page, kind, element)
     if aim.get("is_option"):
-        if kind is Kind.CLICK and not await page.evaluate("i => __ls.pick(i)", element):
+        if kind is WebActionType.CLICK and not await page.evaluate("i => __ls.pick(i)", element):
             raise InvalidAction(f"Option [{element}] cannot be chosen.")
-    elif kind is Kind.CLICK:
+    elif kind is WebActionType.CLICK:
         await page.mouse.click(aim["x"], aim["y"])
     else:
         await page.mouse.move(aim["x"], aim["y"])
 
 
-async def _drag(page: Page, action: Action) -> None:
+async def _drag(page: Page, action: WebAction) -> None:
     start = await _aim(page, action.kind, action.element)
     end = await _aim(page, action.kind, action.target)
     if start.get("is_option") or end.get("is_option"):
@@ -89,7 +89,7 @@ async def _hold(page: Page, points: Sequence[tuple[float, float]]) -> None:
     await mouse.up()
 
 
-async def _type(page: Page, action: Action) -> None:
+async def _type(page: Page, action: WebAction) -> None:
     how = await page.evaluate(
         "([i, words]) => __ls.startTyping(i, words)", [action.element, action.text]
     )
@@ -98,7 +98,7 @@ async def _type(page: Page, action: Action) -> None:
     if how == "locked":
         raise InvalidAction(f"Nothing can be typed into [{action.element}].")
     if how == "click":
-        await _point(page, Kind.CLICK, action.element)
+        await _point(page, WebActionType.CLICK, action.element)
     if how == "keys":
         if len(action.text) > MAX_KEYED_CHARS:
             text = f"Nothing longer than {MAX_KEYED_CHARS} characters can be typed into"

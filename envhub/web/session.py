@@ -14,7 +14,7 @@ from playwright.async_api import Error as BrowserError
 from playwright.async_api import TimeoutError as BrowserTimeout
 
 from envhub.env import EnvFailure
-from envhub.web.actions import Action, InvalidAction, Kind
+from envhub.web.actions import InvalidAction, WebAction, WebActionType
 from envhub.web.browser import VIEWPORT, first_line
 from envhub.web.performing import act
 from envhub.web.tree import Snapshot, read_snapshot
@@ -195,7 +195,7 @@ class WebSession:
                 await self._opened()
             if page is self.page and not message["isLeaving"]:
                 return read_snapshot(message)
-        raise EnvFailure("the page does not come to rest")
+        raise EnvFailure(f"the page still changes after {MAX_RETRIES} attempts")
 
     async def _opened(self) -> None:
         """Wait for the tab that a page requested; the browser may refuse to open it."""
@@ -212,7 +212,7 @@ class WebSession:
         except BrowserTimeout:
             logger.debug("page is slow url=%s", page.url)
 
-    async def perform(self, action: Action) -> None:
+    async def perform(self, action: WebAction) -> None:
         """Perform an action. The next snapshot contains its effect.
 
         Raises:
@@ -230,22 +230,22 @@ class WebSession:
                 return
             raise InvalidAction(f"The action failed: {first_line(error)}") from error
 
-    async def _act(self, action: Action) -> None:
+    async def _act(self, action: WebAction) -> None:
         match action.kind:
-            case Kind.NEW_TAB if len(self.tabs) >= MAX_TABS:
+            case WebActionType.NEW_TAB if len(self.tabs) >= MAX_TABS:
                 raise InvalidAction(f"There are {MAX_TABS} tabs already.")
-            case Kind.NEW_TAB:
+            case WebActionType.NEW_TAB:
                 await self.context.new_page()
-            case Kind.TAB_FOCUS if not 0 <= action.element < len(self.tabs):
+            case WebActionType.TAB_FOCUS if not 0 <= action.element < len(self.tabs):
                 raise InvalidAction(f"There is no tab {action.element}.")
-            case Kind.TAB_FOCUS:
+            case WebActionType.TAB_FOCUS:
                 self._current = self.tabs[action.element]
                 await self.page.bring_to_front()
-            case Kind.CLOSE_TAB if len(self.tabs) == 1:
+            case WebActionType.CLOSE_TAB if len(self.tabs) == 1:
                 raise InvalidAction("The last tab cannot be closed.")
-            case Kind.CLOSE_TAB:
+            case WebActionType.CLOSE_TAB:
                 await self.page.close()
-            case Kind.GOTO if not self._may_go(action.text):
+            case WebActionType.GOTO if not self._may_go(action.text):
                 url = action.text[:200]
                 raise InvalidAction(f'Invalid goto action: "{url}" is not among the sites here.')
             case _:
@@ -268,7 +268,7 @@ class WebSession:
         except BrowserError as error:
             browser = self.context.browser
             if browser is None or not browser.is_connected():
-                raise EnvFailure("the browser has died") from error
+                raise EnvFailure("the browser process has ended") from error
             raise
 
     async def close(self) -> None:
@@ -277,7 +277,7 @@ class WebSession:
             async with asyncio.timeout(GRACE_S):
                 await self.context.close()
         except (BrowserError, TimeoutError) as error:
-            logger.debug("context was gone error=%s", first_line(error))
+            logger.debug("failed to close context error=%s", first_line(error))
 
 
 def _is_leaving(error: BrowserError) -> bool:

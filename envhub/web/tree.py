@@ -32,7 +32,7 @@ CLOSING_NOTE = "... ({} more lines are not shown)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class PageNode:
     """One node of a page.
 
     Attributes:
@@ -83,7 +83,7 @@ class Snapshot:
 
     url: str
     title: str
-    nodes: tuple[Node, ...]
+    nodes: tuple[PageNode, ...]
     state: dict | None = None
 
 
@@ -93,16 +93,16 @@ def read_snapshot(message: dict) -> Snapshot:
     return Snapshot(url=message["url"], title=message["title"], nodes=nodes, state=message["state"])
 
 
-def _node(index: int, row: list) -> Node:
+def _node(index: int, row: list) -> PageNode:
     *values, is_in_view = row
     facts = dict(zip(ROW, values, strict=True))
-    return Node(id=index, is_in_view=bool(is_in_view), **facts)
+    return PageNode(id=index, is_in_view=bool(is_in_view), **facts)
 
 
-def shown_nodes(nodes: tuple[Node, ...], *, only_in_view: bool) -> list[Node]:
+def shown_nodes(nodes: tuple[PageNode, ...], *, only_in_view: bool) -> list[PageNode]:
     """Return the displayed nodes: named, not repeating another node, and optionally in view."""
     busy = _with_interactive_children(nodes)
-    kept: list[Node] = []
+    kept: list[PageNode] = []
     for node in nodes:
         if only_in_view and not node.is_in_view:
             continue
@@ -117,7 +117,7 @@ def shown_nodes(nodes: tuple[Node, ...], *, only_in_view: bool) -> list[Node]:
     return kept
 
 
-def _with_interactive_children(nodes: tuple[Node, ...]) -> set[int]:
+def _with_interactive_children(nodes: tuple[PageNode, ...]) -> set[int]:
     """Return the nodes with interactive descendants, whose names would repeat these."""
     busy: set[int] = set()
     for node in nodes:
@@ -129,7 +129,9 @@ def _with_interactive_children(nodes: tuple[Node, ...]) -> set[int]:
     return busy
 
 
-def _is_told(node: Node, nodes: tuple[Node, ...], busy: set[int], kept: list[Node]) -> bool:
+def _is_told(
+    node: PageNode, nodes: tuple[PageNode, ...], busy: set[int], kept: list[PageNode]
+) -> bool:
     """Whether a text repeats the name of a displayed ancestor or of the last displayed node."""
     at = node.parent
     while at >= 0:
@@ -141,7 +143,7 @@ def _is_told(node: Node, nodes: tuple[Node, ...], busy: set[int], kept: list[Nod
     return bool(kept) and kept[-1].name == node.name and kept[-1].role != STATIC
 
 
-def agentgym_lines(nodes: list[Node]) -> list[str]:
+def agentgym_lines(nodes: list[PageNode]) -> list[str]:
     """Return one line per node: tabs for depth, id, role, quoted name, states."""
     depths = _depths(nodes)
     lines = []
@@ -152,9 +154,9 @@ def agentgym_lines(nodes: list[Node]) -> list[str]:
     return lines
 
 
-def _depths(nodes: list[Node]) -> dict[int, int]:
+def _depths(nodes: list[PageNode]) -> dict[int, int]:
     depths: dict[int, int] = {}
-    above: list[Node] = []
+    above: list[PageNode] = []
     for node in nodes:
         while above and above[-1].depth >= node.depth:
             above.pop()
@@ -164,7 +166,9 @@ def _depths(nodes: list[Node]) -> dict[int, int]:
     return depths
 
 
-def compact_lines(nodes: list[Node], all_nodes: tuple[Node, ...], *, ids: bool) -> list[str]:
+def compact_lines(
+    nodes: list[PageNode], all_nodes: tuple[PageNode, ...], *, ids: bool
+) -> list[str]:
     """Return short lines: ids only for interactive nodes, and a table row on one line.
 
     Args:
@@ -191,11 +195,11 @@ def compact_lines(nodes: list[Node], all_nodes: tuple[Node, ...], *, ids: bool) 
     return lines
 
 
-def _is_same_sentence(a: Node, b: Node) -> bool:
+def _is_same_sentence(a: PageNode, b: PageNode) -> bool:
     return a.role == b.role == STATIC and (a.parent, a.block) == (b.parent, b.block)
 
 
-def _row_of(node: Node, nodes: tuple[Node, ...]) -> int:
+def _row_of(node: PageNode, nodes: tuple[PageNode, ...]) -> int:
     at = node.parent
     while at >= 0:
         if nodes[at].role == "row":
@@ -204,7 +208,7 @@ def _row_of(node: Node, nodes: tuple[Node, ...]) -> int:
     return -1
 
 
-def _compact(node: Node, ids: bool) -> str:
+def _compact(node: PageNode, ids: bool) -> str:
     states = f" {node.states}" if node.states else ""
     if node.role in INTERACTIVE:
         return f"[{node.id}] {node.role} '{node.name}'{states}"

@@ -62,7 +62,7 @@ def group_advantages(rewards: Tensor, *, baseline: Baseline, normalize_std: bool
     Source: GRPO, arXiv:2402.03300; Dr. GRPO, arXiv:2503.20783; RLOO, arXiv:2402.14740.
     """
     if rewards.ndim != 1 or rewards.shape[0] < 1:
-        raise ValueError(f"rewards must be [member >= 1], got {tuple(rewards.shape)}")
+        raise ValueError(f"rewards must have shape [member >= 1], got {tuple(rewards.shape)}")
     rewards = rewards.float()
     if not torch.isfinite(rewards).all():
         raise ValueError(f"rewards must be finite, got {rewards.tolist()}")

@@ -116,12 +116,16 @@ def collate_tokens(
             token, which has no predecessor.
     """
     if not sequences or len(sequences) != len(masks):
-        raise ValueError(f"need as many sequences as masks: {len(sequences)}, {len(masks)}")
+        raise ValueError(
+            f"expected at least one sequence and one mask for each, got {len(sequences)} sequences"
+            f" and {len(masks)} masks"
+        )
     for index, (sequence, mask) in enumerate(zip(sequences, masks, strict=True)):
         if len(sequence) == 0 or len(sequence) != len(mask) or mask[0]:
             raise ValueError(
-                f"sequence {index}: {len(sequence)} tokens, {len(mask)} mask entries; both must "
-                "agree, and the first token has no predecessor, so it cannot be scored"
+                f"sequence {index} has {len(sequence)} tokens and {len(mask)} mask entries. Both"
+                " numbers must be equal and positive. The first token must be masked, since it"
+                " has no predecessor."
             )
     rows, keys, shape = packed_rows(sequences, shared) if is_packed else _padded_rows(sequences)
     flat = np.full(shape[0] * shape[1], PADDING_ID, dtype=np.int64)  # [batch * seq]
@@ -168,7 +172,7 @@ def make_minibatches(
         ValueError: there is nothing to train on.
     """
     if not samples:
-        raise ValueError("there are no samples to train on")
+        raise ValueError("the batch has no samples to train on")
     units: dict[str | int, list[int]] = {}
     for index, sample in enumerate(samples):
         units.setdefault(sample.trajectory.group_id, []).append(index)
@@ -225,7 +229,7 @@ def plan_microbatches(
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class MicrobatchSamples:
     """The samples of one microbatch, in order."""
 
     indices: list[int]
@@ -239,7 +243,7 @@ def plan_blocks(
     max_tokens: int,
     is_packed: bool = False,
     shares_prefix: bool = False,
-) -> list[Block]:
+) -> list[MicrobatchSamples]:
     """Return the samples at `indices` in blocks of at most `max_tokens`, padding included.
 
     Members of a group that share a prefix are adjacent, as many as fit into a block.
@@ -249,7 +253,7 @@ def plan_blocks(
         planned = plan_microbatches(
             list(lengths.values()), max_tokens=max_tokens, is_packed=is_packed
         )
-        return [Block([indices[i] for i in block]) for block in planned]
+        return [MicrobatchSamples([indices[i] for i in block]) for block in planned]
     groups: dict[str, list[int]] = {}
     for index in indices:
         groups.setdefault(samples[index].trajectory.group_id, []).append(index)
@@ -271,7 +275,7 @@ def plan_blocks(
     planned = plan_microbatches(totals, max_tokens=max_tokens, is_packed=True)
     chosen = [[families[i] for i in block] for block in planned]
     return [
-        Block(
+        MicrobatchSamples(
             [index for members, _, _ in block for index in members],
             tuple((len(members), prefix) for members, prefix, _ in block),
         )
@@ -306,7 +310,7 @@ def make_microbatches(
 
 
 def _collate(
-    samples: Sequence[Sample], block: Block, device: torch.device | str, is_packed: bool
+    samples: Sequence[Sample], block: MicrobatchSamples, device: torch.device | str, is_packed: bool
 ) -> MicroBatch:
     chosen = [samples[index] for index in block.indices]
     trajectories = [sample.trajectory for sample in chosen]

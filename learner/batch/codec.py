@@ -40,7 +40,7 @@ def unpack_samples(payload: bytes) -> list[Sample]:
     for record, advantage, of_turns, of_tokens in zip(records, advantages, turn, own, strict=True):
         trajectory = unpack_record(record.tobytes())
         if not isinstance(trajectory, Trajectory):
-            raise ValueError(f"{type(trajectory).__name__} is no trajectory")
+            raise ValueError(f"expected a Trajectory, got {type(trajectory).__name__}")
         samples.append(
             Sample(
                 trajectory=trajectory,

@@ -105,4 +105,6 @@ def vtrace(
 def _check(rewards: Tensor, other: Tensor) -> None:
     if rewards.ndim != 1 or rewards.shape != other.shape or rewards.shape[0] == 0:
         shapes = (tuple(rewards.shape), tuple(other.shape))
-        raise ValueError(f"need two [step >= 1] of one shape, got {shapes[0]} and {shapes[1]}")
+        raise ValueError(
+            f"expected two tensors of one shape [step >= 1], got {shapes[0]} and {shapes[1]}"
+        )

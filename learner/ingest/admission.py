@@ -26,7 +26,7 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class AdmissionDecision:
     """The decision on an arriving trajectory; by default it is journalled."""
 
     is_duplicate: bool = False  # True: acknowledged, but not journalled again.
@@ -64,15 +64,18 @@ class Admission:
         self._num_forged = 0
         self._num_duplicates = 0
 
-    def check(self, trajectory: Trajectory, *, learner_version: int) -> Verdict:
+    def check(self, trajectory: Trajectory, *, learner_version: int) -> AdmissionDecision:
         """Return the decision on a trajectory; `learner_version` as in `refusal`."""
         if self._lease_key is not None and not is_leased(trajectory, self._lease_key):
             self._num_forged += 1
-            reason = f"{trajectory.episode_id} was not leased so to {trajectory.actor}"
-            return Verdict(is_forged=True, refusal=reason[:500])
+            reason = (
+                f"the lease signature is not valid: the scheduler did not lease"
+                f" {trajectory.episode_id} with these fields to {trajectory.actor}"
+            )
+            return AdmissionDecision(is_forged=True, refusal=reason[:500])
         if trajectory in self._index:
             self._num_duplicates += 1
-            return Verdict(is_duplicate=True)
+            return AdmissionDecision(is_duplicate=True)
         reason = refusal(
             trajectory,
             learner_version=learner_version,
@@ -88,7 +91,7 @@ class Admission:
                 trajectory.actor,
                 reason,
             )
-        return Verdict(refusal=reason)
+        return AdmissionDecision(refusal=reason)
 
     def admit(self, trajectory: Trajectory) -> None:
         """Register a trajectory that will be journalled, so that later copies are duplicates."""
@@ -127,25 +130,29 @@ def refusal(
     for name, dtype in _COLUMNS.items():
         column: np.ndarray = getattr(trajectory, name)
         if column.dtype != dtype:
-            return f"{name} is {column.dtype.name}, not {dtype.name}"
+            return f"{name} has dtype {column.dtype.name}, expected {dtype.name}"
         if column.shape != (num_tokens,):
-            return f"{name} has shape {column.shape}, token_ids has {num_tokens} tokens"
+            return f"{name} has shape {column.shape}, but token_ids has {num_tokens} tokens"
     reason = refusal_of_starts(trajectory) or refusal_of_asides(trajectory)
     if reason := reason or refusal_of_actions(trajectory):
         return reason
     longest = max(part.stop - part.start for part in segments_of(trajectory))
     if max_tokens is not None and longest > max_tokens:
-        return f"{longest} tokens; learner.max_tokens_per_microbatch={max_tokens}"
+        return (
+            f"a segment has {longest} tokens, more than"
+            f" learner.max_tokens_per_microbatch={max_tokens}"
+        )
     if not 0.0 <= trajectory.reward <= 1.0:
-        return f"reward {trajectory.reward} is not in [0, 1]"
+        return f"reward={trajectory.reward} is not in [0, 1]"
     if trajectory.kind == "train" and not 0 <= trajectory.member < max_group_size:
-        return f"member {trajectory.member} of a group of {max_group_size}"
+        return f"member={trajectory.member} is out of range for a group of {max_group_size}"
     if reason := _refusal_of_turns(trajectory):
         return reason
     if trajectory.end_reason.is_infrastructure_failure:
         return ""
     if trajectory.policy is not PolicyKind.MODEL:
-        return "" if trajectory.kind == "eval" else f"{trajectory.policy} play cannot be trained on"
+        is_eval = trajectory.kind == "eval"
+        return "" if is_eval else f"an episode of policy {trajectory.policy} cannot be trained on"
     if trajectory.segment_starts.size and (reason := refusal_of_segments(trajectory)):
         return reason
     if is_plainly_sound(trajectory, learner_version, vocab_size):
@@ -156,21 +163,33 @@ def refusal(
 def _refusal_of_turns(trajectory: Trajectory) -> str:
     """Return why the per-turn columns are inconsistent, "" if they are consistent."""
     if not 0 <= trajectory.num_invalid_actions <= trajectory.num_turns:
-        return f"{trajectory.num_invalid_actions} invalid actions in {trajectory.num_turns} turns"
+        return (
+            f"num_invalid_actions={trajectory.num_invalid_actions} is not in"
+            f" [0, num_turns={trajectory.num_turns}]"
+        )
     invalid = trajectory.invalid_turns
     num_invalid = np.count_nonzero(invalid)
     if invalid.shape != (trajectory.num_turns,) or num_invalid != trajectory.num_invalid_actions:
-        return f"invalid_turns {invalid.tolist()} for {trajectory.num_turns} turns"
+        return (
+            f"invalid_turns={invalid.tolist()} must have {trajectory.num_turns} entries, and"
+            f" num_invalid_actions={trajectory.num_invalid_actions} of them must be true"
+        )
     scores = trajectory.turn_scores
     are_scores = all(0.0 <= score <= 1.0 for score in scores.ravel().tolist())
     if scores.shape != (trajectory.num_turns,) or not are_scores:
-        return f"turn_scores {scores.tolist()} for {trajectory.num_turns} turns, each in [0, 1]"
+        return (
+            f"turn_scores={scores.tolist()} must have {trajectory.num_turns} entries, each in"
+            " [0, 1]"
+        )
     if not 0.0 <= trajectory.start_score <= 1.0:
-        return f"start_score {trajectory.start_score} is not in [0, 1]"
+        return f"start_score={trajectory.start_score} is not in [0, 1]"
     for name in ("turn_states", "turn_actions"):
-        told: np.ndarray = getattr(trajectory, name)
-        if told.dtype != np.int32 or told.shape not in ((0,), (trajectory.num_turns,)):
-            return f"{name} {told.dtype.name} {told.shape} for {trajectory.num_turns} turns"
+        column: np.ndarray = getattr(trajectory, name)
+        if column.dtype != np.int32 or column.shape not in ((0,), (trajectory.num_turns,)):
+            return (
+                f"{name} has dtype {column.dtype.name} and shape {column.shape}, expected int32"
+                f" and no entry or {trajectory.num_turns} entries"
+            )
     return ""
 
 
@@ -203,30 +222,36 @@ def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size:
     if not mask.any():
         # An evaluation item whose first page leaves no room for a turn counts as unsolved.
         is_unplayed = trajectory.kind == "eval" and trajectory.end_reason is EndReason.CONTEXT_FULL
-        return "" if is_unplayed else "no sampled token"
+        return "" if is_unplayed else "the trajectory has no sampled token"
     if mask[0]:
-        return "the first token is sampled, but nothing predicts it"
+        return "the first token is marked as sampled, but it has no predecessor"
     turns = trajectory.turn_ids[mask]
     if int(turns.min()) < 0 or int(turns.max()) >= trajectory.num_turns:
-        return f"sampled in turns {turns.min()}..{turns.max()} of {trajectory.num_turns} turns"
+        return (
+            f"sampled tokens have turn ids {turns.min()}..{turns.max()}, but the episode has"
+            f" {trajectory.num_turns} turns"
+        )
     if (turns[1:] < turns[:-1]).any():
-        return "turns are out of order"
+        return "the turn ids of the sampled tokens decrease"
     if int(trajectory.token_ids.min()) < 0:
-        return "negative token id"
+        return "token_ids has a negative token id"
     largest = int(trajectory.token_ids.max())
     if vocab_size is not None and largest >= vocab_size:
-        return f"token id {largest} of a vocabulary of {vocab_size}"
+        return f"token id {largest} is outside the vocabulary of {vocab_size} tokens"
     logprobs = trajectory.logprobs[mask]
     # NaN if any logprob is NaN.
     lowest = float(logprobs.min())
     highest = float(logprobs.max())
     if not (math.isfinite(lowest) and math.isfinite(highest)):
-        return "a sampled token has no finite logprob"
+        return "a sampled token has a logprob that is NaN or infinite"
     if lowest < -MAX_ABS_LOGPROB or highest > MAX_LOGPROB:
-        return "a sampled token has an impossible logprob"
+        return f"a sampled token has a logprob outside [-{MAX_ABS_LOGPROB:g}, 0] nats"
     versions = trajectory.versions[mask]
     if int(versions.min()) < 0 or int(versions.max()) > learner_version:
-        return f"versions {versions.min()}..{versions.max()}, the newest is {learner_version}"
+        return (
+            f"sampled tokens have versions {versions.min()}..{versions.max()}, but the learner's"
+            f" newest version is {learner_version}"
+        )
     if (trajectory.versions[~mask] != -1).any():
-        return "a token that was not sampled carries a version"
+        return "a token that was not sampled has a policy version"
     return ""

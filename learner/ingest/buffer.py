@@ -200,10 +200,11 @@ class TrajectoryBuffer:
                 if now - max(started, self._news_at) >= timeout_s:
                     some = ", ".join(self._groups.open_ids[:3])
                     raise TimeoutError(
-                        f"no batch for {now - started:.1f}s, and no episode from any actor for"
-                        f" {now - self._news_at:.1f}s (learner.batch_timeout_s={timeout_s:g}):"
-                        f" {self._groups.num_ready} groups ready, {self._groups.num_open} waiting"
-                        f" for members{some and ' such as ' + some}; status.json has the actors"
+                        f"no batch for {now - started:.1f} s, and no episode from any actor for"
+                        f" {now - self._news_at:.1f} s (learner.batch_timeout_s={timeout_s:g})."
+                        f" {self._groups.num_ready} groups are complete,"
+                        f" {self._groups.num_open} groups are incomplete"
+                        f"{some and ', such as ' + some}. status.json lists the actors."
                     )
                 self._changed.wait(POLL_S)
 
@@ -264,13 +265,16 @@ class TrajectoryBuffer:
 
     def _raise_failure(self) -> None:
         if self._error is not None:
-            raise LongstrideError(f"intake failed: {self._error}") from self._error
+            raise LongstrideError(
+                f"The intake of trajectories failed: {self._error}"
+            ) from self._error
 
     def _close_below(self, number: int) -> None:
         if number < self._index.closed_below:
             raise LongstrideError(
-                f"the scheduler has open groups from number {number} on, and those below"
-                f" {self._index.closed_below} were settled: its scheduler.json is lost or another's"
+                f"scheduler.json was lost or belongs to another run: the scheduler's oldest open"
+                f" group has number {number}, but all groups below number"
+                f" {self._index.closed_below} are already closed. Restore it from a backup."
             )
         if number > self._index.closed_below:
             self._index.close_below(number)

@@ -25,7 +25,7 @@ Decided = tuple[list[EpisodeOutcome], list[GroupArrived]]
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenGroup:
     arrived: dict[int, Trajectory] = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
 
@@ -69,7 +69,7 @@ class GroupAssembly:
         self._cfg = cfg
         self._filter = algorithm.filter_zero_variance
         self._has_signal = has_signal
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenGroup] = {}
         # Ids of completed groups; members that arrive later are in no batch.
         self._completed: set[str] = set()
         self._ready: deque[Group] = deque()
@@ -93,7 +93,7 @@ class GroupAssembly:
         """Take one new trajectory; return the outcomes that it decides, often none."""
         if trajectory.group_id in self._completed:  # The member was given up before the arrival.
             return [_outcome(trajectory, Outcome.FAILED, "late")], []
-        entry = self._open.setdefault(trajectory.group_id, _Open())
+        entry = self._open.setdefault(trajectory.group_id, _OpenGroup())
         entry.arrived[trajectory.member] = trajectory
         entry.given_up.discard(trajectory.member)
         return self._maybe_complete(trajectory.group_id, entry)
@@ -102,7 +102,7 @@ class GroupAssembly:
         """Mark a member as never arriving. The scheduler decides the outcome of the member."""
         if group_id in self._completed:
             return [], []
-        entry = self._open.setdefault(group_id, _Open())
+        entry = self._open.setdefault(group_id, _OpenGroup())
         if member in entry.arrived:
             return [], []
         entry.given_up.add(member)
@@ -113,7 +113,7 @@ class GroupAssembly:
         if group_id in self._completed:
             return [], []
         self._completed.add(group_id)
-        left = self._open.pop(group_id, _Open()).arrived.values()
+        left = self._open.pop(group_id, _OpenGroup()).arrived.values()
         outcomes = [_outcome(t, Outcome.FAILED, t.end_reason.value) for t in left]
         return outcomes, [GroupArrived(group_id=group_id, is_ready=True)]
 
@@ -126,7 +126,7 @@ class GroupAssembly:
         self._completed = {each for each in self._completed if not is_below(each, number)}
         self._ready = deque(each for each in self._ready if not is_below(each.group_id, number))
 
-    def _maybe_complete(self, group_id: str, entry: _Open) -> Decided:
+    def _maybe_complete(self, group_id: str, entry: _OpenGroup) -> Decided:
         if len(entry.arrived) + len(entry.given_up) < self._cfg.size:
             return [], []
         del self._open[group_id]

@@ -9,7 +9,7 @@ from common.wire.messages import Ack, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class PendingCommit:
     """Appended trajectories that may not be on disk yet, and the answers that wait for the sync."""
 
     answers: list[tuple[bytes, Ack]]  # (ROUTER identity, answer to that sender).
@@ -35,18 +35,18 @@ class GroupCommit(threading.Thread):
         self._sync = sync
         self._on_done = on_done
         self._changed = threading.Condition()
-        self._waiting: list[Batch] = []
-        self._done: list[Batch] = []
+        self._waiting: list[PendingCommit] = []
+        self._done: list[PendingCommit] = []
         self._is_stopping = False
         self._error: OSError | None = None
 
-    def submit(self, batch: Batch) -> None:
+    def submit(self, batch: PendingCommit) -> None:
         """Request a sync of all appended records; the batch is the last of them."""
         with self._changed:
             self._waiting.append(batch)
             self._changed.notify()
 
-    def take_done(self) -> list[Batch]:
+    def take_done(self) -> list[PendingCommit]:
         """Return the batches that are now on disk. Raises: OSError: a sync failed."""
         with self._changed:
             if self._error is not None:
@@ -76,7 +76,7 @@ class GroupCommit(threading.Thread):
                 self._done += batches
             self._on_done()
 
-    def _next(self) -> list[Batch]:
+    def _next(self) -> list[PendingCommit]:
         """Wait for batches; return none if the thread is stopping and all are done."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_stopping)

@@ -14,10 +14,10 @@ from common.store.disk import DiskFull, RoomWait
 from common.store.journal import JournalPosition, JournalWriter
 from common.wire.messages import Ack, Heartbeat, Rejected, Trajectory
 from common.wire.sockets import Received, Router
-from learner.ingest.admission import Admission, Verdict
+from learner.ingest.admission import Admission, AdmissionDecision
 from learner.ingest.buffer import TrajectoryBuffer
-from learner.ingest.group_commit import Batch, GroupCommit
-from learner.ingest.scheduler_client import SchedulerClient
+from learner.ingest.group_commit import GroupCommit, PendingCommit
+from learner.ingest.scheduler_client import ReportClient
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Intake(threading.Thread):
         journal: JournalWriter,
         admission: Admission,
         buffer: TrajectoryBuffer,
-        scheduler: SchedulerClient,
+        scheduler: ReportClient,
         *,
         heartbeat_s: float,
     ) -> None:
@@ -132,7 +132,10 @@ class Intake(threading.Thread):
             trajectory = item.message
             if not isinstance(trajectory, Trajectory):
                 name = type(trajectory).__name__
-                self._router.send(item.sender, Rejected(reason=f"{name} is no trajectory"))
+                self._router.send(
+                    item.sender,
+                    Rejected(reason=f"the learner accepts trajectories here, not {name}"),
+                )
                 continue
             verdict = self._decide(trajectory, item.sender)
             if not (verdict.is_duplicate or verdict.refusal):
@@ -144,7 +147,7 @@ class Intake(threading.Thread):
             return
         positions = self._append(records)
         accepted = [(record[0], at) for record, at in zip(records, positions, strict=True)]
-        batch = Batch(answers=answers, accepted=accepted, end=self._journal.position)
+        batch = PendingCommit(answers=answers, accepted=accepted, end=self._journal.position)
         self._commit.submit(batch)
 
     def _finish(self) -> None:
@@ -156,7 +159,7 @@ class Intake(threading.Thread):
             accepted = [each for batch in done for each in batch.accepted]
             self._buffer.add(accepted, end=done[-1].end)
 
-    def _decide(self, trajectory: Trajectory, sender: bytes) -> Verdict:
+    def _decide(self, trajectory: Trajectory, sender: bytes) -> AdmissionDecision:
         """Decide on a trajectory; count a rejected one, register one that will be journalled."""
         verdict = self._admission.check(trajectory, learner_version=self._buffer.version + 1)
         if verdict.is_duplicate:

@@ -48,13 +48,14 @@ def load_replay_point(path: Path, *, version: int) -> ReplayPoint:
         position = JournalPosition(**plain.pop("position"))
         replay_point = ReplayPoint(position=position, **plain)
         if not all(isinstance(each, int) for each in (position.segment, position.offset)):
-            raise TypeError(f"{path}: damaged, {position} is none")
+            raise TypeError(f"{path}: damaged, {position} is not a journal position")
     except (ConfigError, TypeError) as error:
         logger.warning("reading the whole journal: %s", error)
         return FROM_THE_START
     if version < replay_point.version:
         logger.warning(
-            "reading the whole journal: checkpoint of version=%d, replay point for version=%d",
+            "reading the whole journal: the replay point is newer than the checkpoint"
+            " checkpoint_version=%d replay_point_version=%d",
             version,
             replay_point.version,
         )

@@ -18,7 +18,7 @@ from learner.ingest.report_log import ReportLog
 logger = logging.getLogger(__name__)
 
 
-class SchedulerClient:
+class ReportClient:
     """Sends the report log to the current scheduler, also after a restart of it. For one thread.
 
     Example: pump() sends report 1. The scheduler saves it, receives report 2, dies, and restarts
@@ -86,7 +86,7 @@ class SchedulerClient:
         silent_s = self._dealer.silent_s
         if not self._dealer.follow() and silent_s > self._silence_s:
             address = self._dealer.address
-            raise LongstrideError(f"scheduler silent for {silent_s:.0f}s at {address}")
+            raise LongstrideError(f"The scheduler at {address} sent nothing for {silent_s:.0f} s.")
         num_reports = self._reports.last_number if self._run_epoch else 0
         self._dealer.send(replace(heartbeat, num_reports=num_reports))
 
@@ -109,9 +109,13 @@ class SchedulerClient:
                 if is_same:
                     self._look_for_gap(message)
             case Rejected():
-                raise LongstrideError(f"the scheduler refused a message: {message.reason}")
+                raise LongstrideError(
+                    f"The scheduler refused a message of the learner: {message.reason}"
+                )
             case _:
-                raise LongstrideError(f"unexpected {type(message).__name__} from the scheduler")
+                raise LongstrideError(
+                    f"The scheduler sent an unexpected message: {type(message).__name__}"
+                )
 
     def _look_for_gap(self, progress: Progress) -> None:
         """Reconnect if a message was lost when the connection broke and recovered.
@@ -121,7 +125,7 @@ class SchedulerClient:
         """
         if progress.num_heard < min(progress.num_reports, self._reports.last_number):
             logger.warning(
-                "scheduler misses report=%d, has all up to %d; sending again",
+                "resending reports that the scheduler misses sent=%d received=%d",
                 progress.num_reports,
                 progress.num_heard,
             )

@@ -267,7 +267,7 @@ def ratio_statistics(new_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str
     """
     delta = log_ratio(new_logprobs, sampler_logprobs)  # [tokens]
     if delta.numel() == 0:
-        raise ValueError("the effective sample size of no tokens is undefined")
+        raise ValueError("the effective sample size needs at least one token")
     ratio = delta.exp()
     ordered = ratio.sort().values  # Sorted, since torch.quantile refuses more than 16M entries.
     last = ordered.numel() - 1

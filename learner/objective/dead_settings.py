@@ -61,16 +61,19 @@ def notes(algorithm: AlgorithmSection, learner: LearnerSection) -> list[str]:
     why = why_ratio_is_one(algorithm, learner)
     if why and is_clipped(algorithm):
         found.append(
-            f"{why}: every ratio is 1, the clip never binds and nothing bounds the step;"
-            " make several updates of a batch, or take proximal=sampler or interpolated"
+            f"{why}: every ratio is 1, so the clip never limits the step. Make several updates"
+            " per batch, or set proximal=sampler or proximal=interpolated."
         )
     is_at_sampler = proximal_in_use(algorithm, learner) is Proximal.SAMPLER
     if is_at_sampler and algorithm.correction is Correction.TOKEN_TIS:
         where = tis_at_sampler(algorithm)
-        acts = f"changes gradients only where {where}" if where else "changes none of its gradients"
-        found.append(f"correction=token_tis with the ratio taken to the sampler {acts}")
+        acts = f"changes gradients only where {where}" if where else "changes no gradient"
+        found.append(f"correction=token_tis with a ratio to the sampling policy {acts}")
     if algorithm.kl_coef and algorithm.kl_estimator is KlEstimator.K1:
-        found.append("kl_estimator=k1: its gradient has mean zero on policy; k2 and k3 pull")
+        found.append(
+            "kl_estimator=k1: the gradient of k1 has mean zero on policy. k2 and k3 pull the policy"
+            " towards the reference."
+        )
     return found
 
 
@@ -92,7 +95,7 @@ def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
     if advantage is not Advantage.GRPO:
         yield from changed(f"advantage={advantage.value}", "baseline", "normalize_std")
     if advantage in (Advantage.REINFORCE_PP, Advantage.REINFORCE_PP_BASELINE):
-        yield from changed("the batch is whitened as a whole", "normalize_per_env")
+        yield from changed("the advantages of the whole batch are whitened", "normalize_per_env")
     if not advantage.is_group_relative:
         yield from changed(f"advantage={advantage.value}", "filter_zero_variance")
     if cfg.invalid_action_penalty == 0:
@@ -122,21 +125,21 @@ def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
     if why and is_clipped(cfg):
         yield from changed(f"{why} makes every ratio 1", "clip_low", "clip_high", "dual_clip")
     if why and cfg.policy_loss is not PolicyLoss.DPPO:
-        yield from changed(f"{why} makes every ratio 1, so it is ppo", "policy_loss")
+        yield from changed(f"{why} makes every ratio 1, so all losses are equal", "policy_loss")
     is_weighed = cfg.correction not in MASKS_ONLY
     if why and is_weighed and cfg.policy_loss in (PolicyLoss.DPPO, PolicyLoss.UNCLIPPED):
-        why = f"policy_loss={cfg.policy_loss.value} has no clip, and the weight holds the ratio"
+        why = f"policy_loss={cfg.policy_loss.value} has no clip, and the weight has the same ratio"
         yield from changed(why, "proximal")
     if proximal_in_use(cfg, learner) is Proximal.SAMPLER and not tis_at_sampler(cfg):
-        why = f"policy_loss={cfg.policy_loss.value} bounds the ratio to the sampler itself"
+        why = f"policy_loss={cfg.policy_loss.value} already bounds the ratio to the sampling policy"
         is_never = not tis_at_sampler(replace(cfg, tis_cap=AlgorithmSection().tis_cap))
         is_capped = cfg.correction is Correction.TOKEN_TIS or (
             cfg.correction is Correction.SEQUENCE_TIS and cfg.policy_loss is PolicyLoss.CISPO
         )
         if is_capped and cfg.kl_coef == 0 and is_never:
-            yield from changed(f"{why}, earlier", "tis_cap")
+            yield from changed(f"{why} more tightly", "tis_cap")
         if cfg.correction is Correction.NONE and cfg.kl_coef == 0:
-            yield from changed(f"{why}, before token_tis would", "correction")
+            yield from changed(f"{why} more tightly than token_tis", "correction")
 
 
 def _dead_in_credit(cfg: AlgorithmSection) -> Dead:
@@ -146,7 +149,9 @@ def _dead_in_credit(cfg: AlgorithmSection) -> Dead:
         yield from changed(why, "running_memory", "running_prior")
     if not cfg.advantage.is_group_relative:
         names = [f"state_{each}" for each in ("credit", "weight", "discount", "prior", "lambda")]
-        yield from changed(f"advantage={cfg.advantage.value} compares no turns of a group", *names)
+        yield from changed(
+            f"advantage={cfg.advantage.value} does not compare the turns of a group", *names
+        )
         return
     kind = cfg.state_credit
     why = f"state_credit={kind.value}"
@@ -159,7 +164,7 @@ def _dead_in_credit(cfg: AlgorithmSection) -> Dead:
     if kind is not StateCredit.GAGPO:
         yield from changed(why, "state_lambda")
     else:
-        why = f"{why} takes the place of the episode's advantage"
+        why = f"{why} replaces the episode's advantage"
         is_grpo = cfg.advantage is Advantage.GRPO  # Other advantages already report it.
         yield from changed(why, "turn_discount", *(["baseline"] if is_grpo else []))
 
@@ -167,7 +172,7 @@ def _dead_in_credit(cfg: AlgorithmSection) -> Dead:
 def why_nothing_is_clipped(algorithm: AlgorithmSection, learner: LearnerSection) -> str:
     """Return the reason why no bound clips a token in a batch's first update; "" if one may."""
     if algorithm.policy_loss is PolicyLoss.UNCLIPPED:
-        return "policy_loss=unclipped bounds no token"
+        return "policy_loss=unclipped has no clip"
     proximal = proximal_in_use(algorithm, learner)
     if is_clipped(algorithm) and proximal in (Proximal.RECOMPUTED, Proximal.REUSED):
         return f"proximal={proximal.value} makes every ratio 1 in a batch's first update"
@@ -183,22 +188,24 @@ def _dead_in_learner(algorithm: AlgorithmSection, cfg: LearnerSection) -> Dead:
     if cfg.optimizer is not OptimizerKind.MUON:
         yield from _changed("learner", cfg, f"optimizer={cfg.optimizer.value}", "muon_lr")
     if cfg.decay_start_frac >= 1:
-        why = "decay_start_frac=1: there is no decay"
+        why = "decay_start_frac=1 means no decay"
         yield from _changed("learner", cfg, why, "min_lr_frac")
     changed = partial(_changed, "learner.critic", cfg.critic)
     if algorithm.advantage is not Advantage.PPO:
-        why = f"algorithm.advantage={algorithm.advantage.value} has no critic"
+        why = f"algorithm.advantage={algorithm.advantage.value} uses no critic"
         yield from changed(why, *CriticSection.__dataclass_fields__)
     else:
         if cfg.critic.timestep is Timestep.TOKEN:
-            why = "learner.critic.timestep=token knows no discount per turn"
+            why = "learner.critic.timestep=token has no discount per turn"
             yield from _changed("algorithm", algorithm, why, "turn_discount")
         if cfg.critic.kind is CriticKind.HEAD:
             yield from changed("kind=head", "path")
         else:
-            yield from changed("kind=model has an optimizer of its own", "coef")
+            yield from changed("kind=model has its own optimizer", "coef")
         if is_one_update(cfg):
-            yield from changed("one update per batch moves no value before it", "clip")
+            yield from changed(
+                "with one update per batch no value changes before the update", "clip"
+            )
         if cfg.critic.targets is not CriticTargets.VTRACE:
             why = f"targets={cfg.critic.targets.value}"
             yield from changed(why, "vtrace_rho", "vtrace_c")

@@ -241,12 +241,14 @@ def _value_texts(cfg: AlgorithmSection, critic: CriticSection) -> Iterator[str]:
     if cfg.advantage is not Advantage.PPO:
         return
     free = f"(V-target)^2/2, first token of each {critic.timestep.value}"
-    held = f"max of it and (V_old+clip(V-V_old, -{critic.clip:g}, {critic.clip:g})-target)^2/2"
+    held = (
+        f"maximum of this and (V_old+clip(V-V_old, -{critic.clip:g}, {critic.clip:g})-target)^2/2"
+    )
     yield f"VL=mean_{critic.timestep.value}s [{free}" + (f"; {held}]" if critic.clip else "]")
     if critic.kind is CriticKind.MODEL:
         yield "minimised by the critic's own network"
     if critic.warmup_steps:
-        yield f"policy from step {critic.warmup_steps} on"
+        yield f"the policy trains from step {critic.warmup_steps} on"
 
 
 def _data_texts(cfg: AlgorithmSection) -> Iterator[str]:
@@ -265,6 +267,6 @@ def _reaction_texts(learner: LearnerSection) -> Iterator[str]:
     if cfg.scale_lr:
         yield f"lr*max({cfg.min_lr_scale:g}, min(1, ESS/{cfg.ess_target:g}))"
     if cfg.skip_step:
-        yield f"skipped below ESS {cfg.ess_skip:g}"
+        yield f"batches below ESS {cfg.ess_skip:g} are skipped"
     if cfg.scale_lr or cfg.skip_step:
         yield "ESS=min(sample size, m, 1/m) with m=mean_tokens pi/mu"

@@ -57,7 +57,9 @@ def mutual_information(cross_logprobs: Tensor) -> dict[str, float]:
     """
     num, width = cross_logprobs.shape
     if num != width or num < 2:
-        raise ValueError(f"need [answer, prompt] of two or more each, got {(num, width)}")
+        raise ValueError(
+            f"cross_logprobs must be square [answer >= 2, prompt >= 2], got {(num, width)}"
+        )
     scores = cross_logprobs.double()
     own = scores.diagonal()
     marginal = scores.logsumexp(1) - math.log(num)

@@ -68,7 +68,7 @@ class Denominator:
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1 or self.num_sequences < 1:
-            raise ValueError(f"nothing to train on: {self}")
+            raise ValueError(f"the minibatch has nothing to train on: {self}")
 
 
 def policy_loss(
@@ -128,9 +128,9 @@ def metric_names(cfg: AlgorithmSection) -> list[str]:
 def _extra_terms(inputs: LossInputs, cfg: AlgorithmSection) -> list[tuple[str, float, Tensor]]:
     """Return (name, coefficient in the loss, value [tokens]) of the terms beside the surrogate."""
     if cfg.entropy_coef != 0 and inputs.entropy is None:
-        raise ValueError(f"entropy_coef={cfg.entropy_coef} needs the entropy")
+        raise ValueError(f"entropy_coef={cfg.entropy_coef} needs the entropy of each token")
     if cfg.kl_coef != 0 and inputs.reference_logprobs is None:
-        raise ValueError(f"kl_coef={cfg.kl_coef} needs the reference's logprobs")
+        raise ValueError(f"kl_coef={cfg.kl_coef} needs the logprobs of the reference")
     entropy = -inputs.new_logprobs.detach() if inputs.entropy is None else inputs.entropy
     terms = [("entropy", -cfg.entropy_coef, entropy)]
     if inputs.reference_logprobs is not None:

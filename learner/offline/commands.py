@@ -17,7 +17,7 @@ from learner.offline import dpo, evolve, sft
 from learner.offline.scratch import save_policy
 from learner.offline.training import Log, load_start
 from learner.policy.lora import ADAPTER_TENSORS, check_resumable, load_adapter
-from learner.scheduler.curriculum.catalogue import Catalogue, fetch_catalogue, validate_tasks
+from learner.scheduler.curriculum.catalogue import HubCatalogue, fetch_catalogue, validate_tasks
 from learner.scheduler.evaluation.heldout import plan_heldout
 from learner.training.checkpoint import newest_checkpoint
 
@@ -66,7 +66,10 @@ def merge(cfg: RunConfig, run_dir: RunDir) -> int:
     """
     checkpoint = newest_checkpoint(run_dir.checkpoints)
     if checkpoint is None or not (checkpoint / ADAPTER_TENSORS).exists():
-        raise ConfigError(f"run.name={cfg.run.name}: {run_dir.checkpoints} has no adapters yet")
+        raise ConfigError(
+            f"run.name={cfg.run.name}: {run_dir.checkpoints} has no checkpoint with adapters. Train"
+            " the run with learner.lora.rank above 0 first."
+        )
     model, tokenizer = load_start(cfg.model.path, replace(cfg.learner, device="cpu"))
     check_resumable(checkpoint, model, cfg.learner.lora)
     load_adapter(model, checkpoint)
@@ -96,7 +99,7 @@ def choose_held_out(
     return plan_heldout(cfg.eval, cfg.tasks, catalogue, lists, turns)
 
 
-def _catalogue_of(cfg: RunConfig, url: str, token: str) -> Catalogue:
+def _catalogue_of(cfg: RunConfig, url: str, token: str) -> HubCatalogue:
     """Return the hub's catalogue.
 
     Raises: ConfigError: it lacks a task or has no item at a distance.

@@ -28,10 +28,10 @@ from learner.offline.training import (
     WEIGHT,
     Log,
     Sums,
+    choose_offline_compute,
     ignore,
     load_start,
     row_logprobs,
-    settle_ways,
     train_epochs,
 )
 
@@ -53,7 +53,9 @@ def run(cfg: RunConfig, *, log: Log = ignore) -> Path:
         ConfigError: no data, or no item with episodes of different reward.
     """
     if not cfg.dpo.data:
-        raise ConfigError("dpo.data is not set: give a run directory or a file of episodes")
+        raise ConfigError(
+            "dpo.data is not set. Set it to a run directory or to a file of episodes."
+        )
     model, tokenizer = load_start(cfg.model.path, cfg.learner, max_tokens=cfg.actor.max_model_len)
     rows = read_rows(
         Path(cfg.dpo.data), tokenizer=tokenizer, max_tokens=cfg.actor.max_model_len, key="dpo.data"
@@ -61,12 +63,12 @@ def run(cfg: RunConfig, *, log: Log = ignore) -> Path:
     pairs = make_pairs(rows, cfg.dpo, seed=cfg.run.seed)
     if not pairs:
         raise ConfigError(
-            f"dpo.data={cfg.dpo.data}: no item has two episodes whose rewards differ by "
-            f"dpo.min_gap={cfg.dpo.min_gap:g}"
+            f"dpo.data={cfg.dpo.data}: no item has two episodes whose rewards differ by"
+            f" dpo.min_gap={cfg.dpo.min_gap:g} or more. Lower dpo.min_gap, or add episodes."
         )
     num_left = num_episodes([row for row in rows if row.num_segments > 1])
     logger.info(
-        "pairs=%d of episodes=%d left_out_of_several_segments=%d",
+        "made preference pairs=%d episodes=%d skipped_with_several_segments=%d",
         len(pairs),
         num_episodes(rows),
         num_left,
@@ -118,7 +120,7 @@ def train(
     The reference is the initial model. It scores all pairs once, before the first update, so that
     memory holds one network only.
     """
-    learner = settle_ways(model, learner)
+    learner = choose_offline_compute(model, learner)
     reference = _score_pairs(model, pairs, cfg, learner)  # [pair, 2]
     generator = torch.Generator().manual_seed(seed)
 

@@ -21,7 +21,7 @@ from learner.offline import sft
 from learner.offline.rows import Row, num_episodes, read_rows
 from learner.offline.scratch import save_policy
 from learner.offline.training import Log, ignore, load_start
-from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.curriculum.sampling import hash_words, permute, spread
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 Play = Callable[[RunConfig, int, Path], None]
 
 
-def plan_episodes(cfg: RunConfig, catalogue: Catalogue, iteration: int) -> list[PlannedEpisode]:
+def plan_episodes(cfg: RunConfig, catalogue: HubCatalogue, iteration: int) -> list[PlannedEpisode]:
     """Return the episodes of an iteration, distributed by the tasks' weights.
 
     Within a task every training item is used once before any item is used again.
@@ -85,11 +85,13 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play, log: Log = ignore) -> Pat
         new = [row for row in rows if row.is_worth(cfg.evolve.min_reward)]
         kept = [*kept, *new] if cfg.evolve.from_base else new
         nums = {"kept": num_episodes(kept), "new": num_episodes(new), "all": num_episodes(rows)}
-        logger.info("iteration=%d kept=%d of_now=%d", iteration, nums["kept"], nums["new"])
+        logger.info(
+            "selected episodes iteration=%d kept=%d new=%d", iteration, nums["kept"], nums["new"]
+        )
         if not kept:
             raise ConfigError(
-                f"evolve.min_reward={cfg.evolve.min_reward:g}: iteration {iteration} brought no "
-                "such episode"
+                f"evolve.min_reward={cfg.evolve.min_reward:g}: no episode of iteration {iteration}"
+                " has this reward. Lower evolve.min_reward, or start from a better policy."
             )
         if not (policy / "config.json").exists():
             start = cfg.model.path if cfg.evolve.from_base else newest

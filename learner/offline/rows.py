@@ -73,14 +73,14 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
     elif path.is_file():
         rows = _rows_of_file(path, tokenizer)
     else:
-        raise ConfigError(f"{key}={path}: neither a run directory nor a file")
+        raise ConfigError(f"{key}={path}: expected a run directory or a file")
     rows = [
         replace(row, token_ids=row.token_ids[:max_tokens], mask=row.mask[:max_tokens])
         for row in rows
     ]
     kept = [row for row in rows if row.mask[1:].any()]
     if not kept:
-        raise ConfigError(f"{key}={path}: holds no episode with a token to learn")
+        raise ConfigError(f"{key}={path}: no episode has a token to train on")
     return kept
 
 
@@ -138,8 +138,9 @@ def _rows_of_file(path: Path, tokenizer: Any) -> list[Row]:
     largest = max(int(row.token_ids.max(initial=0)) for row in rows)
     if largest >= len(tokenizer):
         raise ConfigError(
-            f"{path}: token {largest} is none of the model's {len(tokenizer)}: another tokenizer"
-            " wrote it; export messages (--format sft)"
+            f"{path}: token id {largest} is outside the model's vocabulary of {len(tokenizer)}"
+            " tokens. The file was written with another tokenizer. Export it again as messages"
+            " (--format sft)."
         )
     return rows
 
@@ -181,7 +182,10 @@ def row_of_conversation(
         chat.append({"role": role, "content": control.broken(message.text)})
         rendered = render_chat(tokenizer, chat, add_generation_prompt=not message.is_agent)
         if not rendered.startswith(done):
-            raise ConfigError("the chat template rewrites earlier turns")
+            raise ConfigError(
+                "The model's chat template changes earlier turns when a turn is added, so a"
+                " conversation cannot be split into turns. Use another chat template."
+            )
         part = control.encode(rendered[len(done) :])
         done = rendered
         ends = [i for i, token in enumerate(part) if token in special]

@@ -89,7 +89,7 @@ def save_policy(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
     tensors = dict(merged_tensors(model, model.state_dict()))
     bad = next((name for name, each in tensors.items() if not is_finite(each)), None)
     if bad is not None:
-        raise TrainingDiverged(f"{bad} has numbers that are NaN or infinite: {folder} not written")
+        raise TrainingDiverged(f"{folder} is not written: {bad} has NaN or infinite values.")
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, state_dict=tensors)
     tokenizer.save_pretrained(folder)

@@ -20,11 +20,11 @@ from learner.offline.training import (
     WEIGHT,
     Log,
     Sums,
+    choose_offline_compute,
     ignore,
     load_start,
     prepare_device,
     row_logprobs,
-    settle_ways,
     train_epochs,
 )
 from learner.start_checks import check_sft
@@ -48,8 +48,9 @@ def run(cfg: RunConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
         check_sft(cfg, Path())
         if demonstrations.is_dir():
             raise ConfigError(
-                f"sft.demonstrations={demonstrations}: a journal holds tokens, and a policy from "
-                "nothing makes its own; give a file of conversations, or sft.from_scratch=false"
+                f"sft.demonstrations={demonstrations}: a journal has token ids, but"
+                " sft.from_scratch=true makes a new tokenizer. Use a file of conversations, or set"
+                " sft.from_scratch=false."
             )
         conversations = read_conversations(demonstrations)
         texts = (m.text for c in conversations for m in c.messages)
@@ -69,7 +70,10 @@ def run(cfg: RunConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
     )
     rows = [row for row in rows if row.is_worth(sft.min_reward)]
     if not rows:
-        raise ConfigError(f"sft.min_reward={sft.min_reward}: no episode of {demonstrations} has it")
+        raise ConfigError(
+            f"sft.min_reward={sft.min_reward}: no episode of {demonstrations} has this reward."
+            " Lower sft.min_reward."
+        )
     train(model, newest(rows, sft.max_episodes), sft, cfg.learner, seed=cfg.run.seed, log=log)
     return save_policy(Path(sft.output), model, tokenizer)
 
@@ -101,7 +105,7 @@ def train(
     log: Log = ignore,
 ) -> list[float]:
     """Train in place; return the mean loss of every epoch (nats per trained token)."""
-    learner = settle_ways(model, learner)
+    learner = choose_offline_compute(model, learner)
     generator = torch.Generator().manual_seed(seed)
     # The schedule needs the number of steps, and an epoch's batches depend on its order.
     epochs = [

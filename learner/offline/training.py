@@ -68,7 +68,7 @@ def load_start(
     return model, tokenizer
 
 
-def settle_ways(model: PreTrainedModel, learner: LearnerSection) -> LearnerSection:
+def choose_offline_compute(model: PreTrainedModel, learner: LearnerSection) -> LearnerSection:
     """Configure the computation of the model; return the section with its layout resolved.
 
     From now on the model's passes draw no random numbers. Its scores are compared with those of its
@@ -89,7 +89,7 @@ def row_logprobs(model: PreTrainedModel, rows: list[Row], learner: LearnerSectio
     """Return the log-probabilities of the trained tokens, row after row: [token], in nats.
 
     Args:
-        learner: as `settle_ways` has returned it.
+        learner: as `choose_offline_compute` has returned it.
     """
     tokens = token_batch(rows, model.device, is_packed=learner.layout is Layout.PACKED)
     return token_logprobs(model, tokens, _scoring(model, learner))
@@ -149,14 +149,14 @@ def train_epochs(
             num_bad = 0 if is_good else num_bad + 1
             _check(step, num_bad, learner.max_bad_steps)
         if num_good == 0 and num_bad:
-            raise TrainingDiverged(f"no loss or gradient of epoch {epoch + 1} was finite")
+            raise TrainingDiverged(f"No step of epoch {epoch + 1} had a finite loss and gradient.")
         weight = max(sums.pop(WEIGHT, 0.0), 1.0)
         epochs.append({name: value / weight for name, value in sums.items()})
         shown = " ".join(f"{name}={value:.4f}" for name, value in epochs[-1].items())
         elapsed_s = time.monotonic() - started
         left_s = elapsed_s * (cfg.num_epochs - epoch - 1) / (epoch + 1)
-        told = (epoch + 1, cfg.num_epochs, shown, step, elapsed_s, left_s)
-        logger.info("epoch=%d of=%d %s steps=%d s=%.0f left_s=%.0f", *told)
+        counts = (epoch + 1, cfg.num_epochs, shown, step, elapsed_s, left_s)
+        logger.info("trained epoch=%d of=%d %s steps=%d elapsed_s=%.0f left_s=%.0f", *counts)
     return epochs
 
 
@@ -182,9 +182,11 @@ def _gradient(
 def _check(step: int, num_bad: int, max_bad: int) -> None:
     """Warn about a skipped step. Raises: TrainingDiverged: too many were skipped in a row."""
     if num_bad:
-        logger.warning("skipped update, not finite step=%d in_a_row=%d", step, num_bad)
+        logger.warning(
+            "skipped an update with NaN or infinite values step=%d in_a_row=%d", step, num_bad
+        )
     if num_bad >= max_bad:
         raise TrainingDiverged(
-            f"losses or gradients were not finite in {num_bad} steps in a row, the last one step"
-            f" {step} (learner.max_bad_steps={max_bad}); no policy is written"
+            f"Losses or gradients were NaN or infinite in {num_bad} consecutive steps up to step"
+            f" {step} (learner.max_bad_steps={max_bad}). No policy is written."
         )

@@ -15,8 +15,8 @@ class WeightsNotFinite(ConfigError):
     def __init__(self, name: str, what: str) -> None:
         """Name the tensor and the operation that was refused."""
         super().__init__(
-            f"{name} has numbers that are NaN or infinite; {what}. The newest checkpoint is from"
-            " before; a lower learner.lr or learner.max_grad_norm may help"
+            f"{name} has NaN or infinite values, so {what}. The newest checkpoint is older and not"
+            " affected. A lower learner.lr or learner.max_grad_norm may help."
         )
 
 

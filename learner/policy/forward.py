@@ -187,7 +187,7 @@ class Passes:
             except NeighboursDiffer as error:
                 if not (may_pad and self.is_packed):
                     raise
-                logger.warning("learner.layout=auto: sequences are padded: %s", error)
+                logger.warning("learner.layout=auto: sequences are padded, not packed: %s", error)
                 self.is_packed = self._use_layout(Layout.PADDED)
                 self._check_networks()
 

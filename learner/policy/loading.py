@@ -101,11 +101,12 @@ def fill(network: PreTrainedModel, path: str) -> None:
         for names, tensor in _tensors(network):
             name = next((name for name in names if name in files), None)
             if name is None:
-                raise ConfigError(f"{path}: the weights of {names[0]} are in none of its files")
+                raise ConfigError(f"{path}: no *.safetensors file has the weights of {names[0]}")
             found = files[name].get_slice(name)
             if list(found.get_shape()) != list(tensor.shape):
                 raise ConfigError(
-                    f"{path}: {name} is {found.get_shape()}, config.json says {list(tensor.shape)}"
+                    f"{path}: {name} has shape {found.get_shape()}, but config.json requires"
+                    f" {list(tensor.shape)}"
                 )
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local.numel():

@@ -70,8 +70,8 @@ def check_targets(model: PreTrainedModel, cfg: LoraSection) -> set[str]:
     unknown = sorted(set(cfg.targets) - linear)
     if unknown:
         raise ConfigError(
-            f"learner.lora.targets={','.join(unknown)}: no linear layer of {model.name_or_path} "
-            f"below its head; there are {', '.join(sorted(linear))}"
+            f"learner.lora.targets={','.join(unknown)}: {model.name_or_path} has no such linear"
+            f" layer below its head. It has {', '.join(sorted(linear))}."
         )
     return set(cfg.targets)
 
@@ -131,8 +131,8 @@ def check_resumable(folder: Path, model: PreTrainedModel, cfg: LoraSection) -> N
     if has_adapters(model) != bool(saved):
         kind = "adapters" if saved else "whole weights"
         raise ConfigError(
-            f"learner.lora.rank={cfg.rank}: {folder} holds {kind}; go on with the setting it was "
-            "trained with, or start another run.name"
+            f"learner.lora.rank={cfg.rank}: {folder} holds {kind}. Continue with the setting of"
+            " this checkpoint, or start another run.name."
         )
     for name in _COMPARED if saved else ():
         ours = getattr(_config_of(model), name)
@@ -141,7 +141,10 @@ def check_resumable(folder: Path, model: PreTrainedModel, cfg: LoraSection) -> N
             ours = sorted(ours)
             theirs = sorted(theirs)
         if ours != theirs:
-            raise ConfigError(f"{folder} has adapters of {name}={theirs}, this run of {ours}")
+            raise ConfigError(
+                f"{folder}: its adapters have {name}={theirs}, but this run has {name}={ours}."
+                " Continue with the setting of this checkpoint, or start another run.name."
+            )
 
 
 def _config_of(model: PreTrainedModel) -> Any:

@@ -64,7 +64,7 @@ def load_policy(
             rotary embedding cannot match the engine's.
     """
     if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"model.path={path!r}: no config.json in there")
+        raise ConfigError(f"model.path={path!r}: the folder has no config.json")
     is_cuda = torch.device(device).type == "cuda"
     # On one CPU core, bf16: plain matrix products 20-24k tokens/s, the fused kernel 13-16k.
     model = load_network(
@@ -75,9 +75,7 @@ def load_policy(
         attn_implementation="sdpa" if is_cuda else "eager",
         max_tokens=max_tokens,
     )
-    for name in UNSUPPORTED_LOGIT_SETTINGS:
-        if getattr(model.config, name, None) not in (None, 1, 1.0):
-            raise ConfigError(f"model.path={path!r}: {name} is not supported")
+    _check_logit_settings(model, path)
     if lora.rank:
         if is_skeleton:  # The memory is never used: peft puts adapters on the device of their base.
             give_memory(model, torch.device("cpu"))
@@ -96,6 +94,15 @@ def load_policy(
     return model
 
 
+def _check_logit_settings(model: PreTrainedModel, path: str) -> None:
+    for name in UNSUPPORTED_LOGIT_SETTINGS:
+        if getattr(model.config, name, None) not in (None, 1, 1.0):
+            raise ConfigError(
+                f"model.path={path!r}: its config.json sets {name}, which is not supported. Choose"
+                " another model."
+            )
+
+
 def make_bare(path: str) -> PreTrainedModel:
     """Return the network of the configuration at `path`, with shapes but without weights.
 
@@ -106,7 +113,9 @@ def make_bare(path: str) -> PreTrainedModel:
         with META:
             return AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path}: no network for its config.json: {error}") from error
+        raise ConfigError(
+            f"model.path={path}: transformers has no network for its config.json: {error}"
+        ) from error
 
 
 @torch.no_grad()
@@ -130,9 +139,9 @@ def check_head(model: PreTrainedModel, path: str) -> None:
     rounding = (BF16_ROUNDING if is_bf16 else FP32_ROUNDING) * whole.abs().max().item()
     if abs(theirs - ours) > rounding:
         raise ConfigError(
-            f"model.path={path!r}: {type(model).__name__} changes its logits behind the head: a"
-            f" logit is {theirs:.4f} in its forward pass and {ours:.4f} by the head alone; the"
-            " learner does not support this family, choose another model"
+            f"model.path={path!r}: {type(model).__name__} changes its logits after the head: a"
+            f" logit is {theirs:.4f} in its forward pass and {ours:.4f} from the head alone. The"
+            " learner does not support this family. Choose another model."
         )
 
 

@@ -59,8 +59,8 @@ def _fix_long(
     original = int(rope["original_max_position_embeddings"])
     if "long_mscale" in rope and hasattr(module, "rope_init_fn"):
         raise ConfigError(
-            f"model.path={path!r}: {type(module).__name__} scales its rotary embedding by the "
-            "longest sequence of a block, and this is not supported; choose another model"
+            f"model.path={path!r}: {type(module).__name__} scales its rotary embedding by the"
+            " longest sequence of a forward pass. This is not supported. Choose another model."
         )
     own = {} if layer_type is None else {"layer_type": layer_type}
     seq_len = original + 1 if most > original else original
@@ -77,8 +77,8 @@ def _check_dynamic(config: Any, *, most: int, path: str) -> None:
     if most > limit:
         raise ConfigError(
             f"model.path={path!r}: rope_type=dynamic changes its frequencies beyond {limit} tokens,"
-            f" and actor.max_model_len={most}; set actor.max_model_len={limit} or lower, or choose"
-            " rope_type=yarn"
+            f" and actor.max_model_len={most}. Set actor.max_model_len={limit} or lower, or choose"
+            " rope_type=yarn."
         )
 
 

@@ -149,25 +149,27 @@ def check_scores(probe: Probe, own: Score, plain: Score) -> None:
     found = _difference(own(block), together, probe)
     if found:
         raise ScoresDiffer(
-            f"Two scorings of the same tokens by {probe.name} differ: {found}. A module draws"
-            " random numbers in its forward pass; set its rate to 0 in the model's config.json"
+            f"{probe.name} scores the same tokens differently in two forward passes: {found}. A"
+            " module draws random numbers in its forward pass, such as dropout. Set its rate to 0"
+            " in the model's config.json."
         )
     found = _difference(own(probe.alone(0, is_packed=probe.is_packed)), expected[0], probe)
     if found:
         raise ScoresDiffer(
-            f"The learner's scores of {probe.name} are not those of its forward pass: {found}. The"
-            " learner does not support this family; choose another model.path"
+            f"The learner's scores of {probe.name} differ from those of the network's own forward"
+            f" pass: {found}. The learner does not support this family. Choose another model.path."
         )
     found = _difference(together, torch.cat(expected), probe)
     if found and probe.is_packed:
         raise NeighboursDiffer(
-            f"learner.layout=packed: sequences of {probe.name} see each other: {found} (packed"
-            " beside others, and alone); take learner.layout=padded"
+            f"learner.layout=packed: packed sequences of {probe.name} attend to each other: a"
+            f" token scores {found} (packed, and alone). Use learner.layout=padded."
         )
     if found:
         raise NeighboursDiffer(
-            f"learner.layout=padded: a sequence of {probe.name} depends on the others of its block:"
-            f" {found} (beside others, and alone); choose another model.path"
+            f"learner.layout=padded: the scores of {probe.name} depend on the other sequences of a"
+            f" forward pass: a token scores {found} (with others, and alone). Choose another"
+            " model.path."
         )
 
 

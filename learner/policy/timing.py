@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from learner.policy.precision import precision_by_rule
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = "remove it, and this start chooses anew: steps that are repeated may differ by rounding"
+_REMEDY = "remove the file, and the learner chooses again; repeated steps may differ by rounding"
 
 BUDGET_S = 0.1  # Measured time of a stage in seconds, after one warm-up pass of each configuration.
 PATIENCE_S = 1.0  # Seconds of a first round above which the model is large and one round suffices.
@@ -44,7 +45,7 @@ _CHOICES: dict[str, Any] = {"precision": Precision, "layout": Layout, "attention
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ComputeConfig:
     """A compute configuration of a pass."""
 
     precision: Precision
@@ -56,7 +57,7 @@ class Way:
         return " ".join((self.precision.value, self.layout.value, self.attention.value))
 
     @property
-    def is_plainer(self) -> tuple[bool, bool, bool]:
+    def plainness(self) -> tuple[bool, bool, bool]:
         """The sort key of configurations; the plainest one comes first."""
         return (
             self.precision is Precision.BF16,
@@ -73,10 +74,10 @@ class Timed:
     logprobs: Tensor = field(repr=False)  # [tokens] nats
 
 
-Measure = Callable[[PreTrainedModel, Sequence[Way]], Mapping[Way, Timed]]
+Measure = Callable[[PreTrainedModel, Sequence[ComputeConfig]], Mapping[ComputeConfig, Timed]]
 
 
-def settle_ways(
+def choose_compute(
     learner: LearnerSection,
     model: PreTrainedModel,
     file: Path,
@@ -98,43 +99,50 @@ def settle_ways(
     is_open = {name: getattr(learner, name).value == "auto" for name in _CHOICES}
     is_open["num_threads"] = learner.num_threads == 0
     if file.exists():
-        # A run of a version without this choice was padded and used the rule's kernels.
-        earlier = settled(replace(learner, layout=Layout.PADDED, num_threads=1))
-        earlier["attention"] = attention_by_rule(pick_device(learner.device).type).value
-        kept = earlier | read_json(file, {}, remedy=_REMEDY)
-        own = settled(learner)
-        try:
-            found = with_settled(learner, {n: kept[n] if is_open[n] else own[n] for n in own})
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{file}: damaged ({error}); {_REMEDY}") from error
-        logger.info("as this run began: %s", _shown(settled(found), is_open))
-        return found
+        return _kept(learner, file, is_open)
     timings: dict[str, float] = {}
-    way, num_threads = way_by_rule(learner, model), max(1, learner.num_threads)
+    config, num_threads = config_by_rule(learner, model), max(1, learner.num_threads)
     is_open["layout"] &= not packing_problem(model)
     is_cpu = pick_device(learner.device).type == "cpu"
     # A network that is sharded later cannot be timed.
     if is_cpu and not is_repeatable and not is_unloaded(model):
         num_tokens = int(min(max(max_seq_tokens / 4, MIN_TOKENS), MAX_TOKENS))
-        timer = measure or (lambda model, ways: time_ways(model, ways, num_tokens=num_tokens))
+        timer = measure or partial(time_configs, num_tokens=num_tokens)
         for stage in (_precisions, _kernels):
-            ways = stage(way, is_open)
-            if len(ways) > 1:
-                timed = timer(model, ways)
-                way = fastest(timed, rule=way, max_delta=learner.max_canary_delta)
+            configs = stage(config, is_open)
+            if len(configs) > 1:
+                timed = timer(model, configs)
+                config = fastest(timed, rule=config, max_delta=learner.max_canary_delta)
                 timings |= {each.name: round(1e3 * t.seconds, 3) for each, t in timed.items()}
         if is_open["num_threads"]:
-            num_threads = best_threads(model, way, num_cores, num_tokens=num_tokens)
+            num_threads = best_threads(model, config, num_cores, num_tokens=num_tokens)
     found = replace(
         learner,
-        precision=way.precision,
-        layout=way.layout,
-        attention=way.attention,
+        precision=config.precision,
+        layout=config.layout,
+        attention=config.attention,
         num_threads=num_threads,
     )
     shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in timings.items())
-    logger.info("%s; %s", _shown(settled(found), is_open), shown or "nothing was timed")
+    summary = _shown(settled(found), is_open)
+    logger.info("chose compute settings: %s; timings: %s", summary, shown or "none")
     write_json(file, settled(found) | {"cpu_ms": timings})
+    return found
+
+
+def _kept(learner: LearnerSection, file: Path, is_open: Mapping[str, bool]) -> LearnerSection:
+    """Return the section with the values of the run's first start."""
+    # A run of a version without this choice was padded and used the rule's kernels.
+    earlier = settled(replace(learner, layout=Layout.PADDED, num_threads=1))
+    earlier["attention"] = attention_by_rule(pick_device(learner.device).type).value
+    kept = earlier | read_json(file, {}, remedy=_REMEDY)
+    own = settled(learner)
+    try:
+        found = with_settled(learner, {n: kept[n] if is_open[n] else own[n] for n in own})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{file}: damaged ({error}); {_REMEDY}") from error
+    summary = _shown(settled(found), is_open)
+    logger.info("using the compute settings of this run's first start: %s", summary)
     return found
 
 
@@ -154,7 +162,7 @@ def _shown(plain: Mapping[str, Any], is_open: Mapping[str, bool]) -> str:
     return " ".join(f"{n}={value}{'' if is_open[n] else ' (set)'}" for n, value in plain.items())
 
 
-def way_by_rule(learner: LearnerSection, model: PreTrainedModel) -> Way:
+def config_by_rule(learner: LearnerSection, model: PreTrainedModel) -> ComputeConfig:
     """Return the configured values, and the device's rules in place of auto."""
     device_type = pick_device(learner.device).type
     precision = learner.precision
@@ -166,22 +174,26 @@ def way_by_rule(learner: LearnerSection, model: PreTrainedModel) -> Way:
         layout = Layout.PADDED if packing_problem(model) else Layout.PACKED
     if attention is Attention.AUTO:
         attention = attention_by_rule(device_type)
-    return Way(precision, layout, attention)
+    return ComputeConfig(precision, layout, attention)
 
 
-def _precisions(way: Way, is_open: Mapping[str, bool]) -> list[Way]:
-    kinds = (Precision.BF16, Precision.FP32) if is_open["precision"] else (way.precision,)
-    return [replace(way, precision=kind) for kind in kinds]
+def _precisions(config: ComputeConfig, is_open: Mapping[str, bool]) -> list[ComputeConfig]:
+    kinds = (Precision.BF16, Precision.FP32) if is_open["precision"] else (config.precision,)
+    return [replace(config, precision=kind) for kind in kinds]
 
 
-def _kernels(way: Way, is_open: Mapping[str, bool]) -> list[Way]:
-    layouts = (Layout.PACKED, Layout.PADDED) if is_open["layout"] else (way.layout,)
+def _kernels(config: ComputeConfig, is_open: Mapping[str, bool]) -> list[ComputeConfig]:
+    layouts = (Layout.PACKED, Layout.PADDED) if is_open["layout"] else (config.layout,)
     both = (Attention.PRODUCTS, Attention.FUSED)
-    kernels = both if is_open["attention"] else (way.attention,)
-    return [Way(way.precision, layout, kernel) for layout in layouts for kernel in kernels]
+    kernels = both if is_open["attention"] else (config.attention,)
+    return [
+        ComputeConfig(config.precision, layout, kernel) for layout in layouts for kernel in kernels
+    ]
 
 
-def fastest(timed: Mapping[Way, Timed], *, rule: Way, max_delta: float) -> Way:
+def fastest(
+    timed: Mapping[ComputeConfig, Timed], *, rule: ComputeConfig, max_delta: float
+) -> ComputeConfig:
     """Return the fastest configuration that agrees; the rule's if it is about as fast.
 
     Args:
@@ -189,23 +201,28 @@ def fastest(timed: Mapping[Way, Timed], *, rule: Way, max_delta: float) -> Way:
             in nats. It grows with the mean |log-probability| above 1 nat: the timed tokens are
             unlikely, so rounding changes them more.
     """
-    plainest = timed[min(timed, key=lambda way: way.is_plainer)].logprobs
+    plainest = timed[min(timed, key=lambda config: config.plainness)].logprobs
     max_delta *= max(1.0, plainest.abs().mean().item())
-    agreeing: dict[Way, float] = {}
-    for way, each in timed.items():
+    agreeing: dict[ComputeConfig, float] = {}
+    for config, each in timed.items():
         delta = (each.logprobs - plainest).abs().mean().item()
         if delta <= max_delta:
-            agreeing[way] = each.seconds
+            agreeing[config] = each.seconds
         else:
-            logger.warning("%s is not taken: %.3f nats from the plain way", way.name, delta)
-    best = min(agreeing, key=lambda way: agreeing[way])
+            text = "rejected compute settings %s: their logprobs differ by %.3f nats"
+            logger.warning(text, config.name, delta)
+    best = min(agreeing, key=lambda config: agreeing[config])
     is_close = rule in agreeing and agreeing[rule] <= MARGIN * agreeing[best]
     return rule if is_close else best
 
 
-def time_ways(
-    model: PreTrainedModel, ways: Sequence[Way], *, num_tokens: int, budget_s: float = BUDGET_S
-) -> dict[Way, Timed]:
+def time_configs(
+    model: PreTrainedModel,
+    configs: Sequence[ComputeConfig],
+    *,
+    num_tokens: int,
+    budget_s: float = BUDGET_S,
+) -> dict[ComputeConfig, Timed]:
     """Return the cost of small passes of this model, in CPU seconds of one thread.
 
     The timing uses CPU time and one thread because the other roles start at the same time, and
@@ -215,22 +232,24 @@ def time_ways(
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rounds = list(_rounds(model, ways, num_tokens, budget_s))
+        rounds = list(_rounds(model, configs, num_tokens, budget_s))
     finally:
         torch.set_num_threads(num_threads)
     return {
-        way: Timed(min(each[way].seconds for each in rounds), rounds[0][way].logprobs)
-        for way in ways
+        config: Timed(min(each[config].seconds for each in rounds), rounds[0][config].logprobs)
+        for config in configs
     }
 
 
 def _rounds(
-    model: PreTrainedModel, ways: Sequence[Way], num_tokens: int, budget_s: float
-) -> Iterator[dict[Way, Timed]]:
+    model: PreTrainedModel, configs: Sequence[ComputeConfig], num_tokens: int, budget_s: float
+) -> Iterator[dict[ComputeConfig, Timed]]:
     """Yield the first round of a large model; else at least one after it, within the budget."""
 
-    def one_round() -> dict[Way, Timed]:
-        return {way: _time_pass(model, way, num_tokens, time.thread_time) for way in ways}
+    def one_round() -> dict[ComputeConfig, Timed]:
+        return {
+            config: _time_pass(model, config, num_tokens, time.thread_time) for config in configs
+        }
 
     warm = one_round()
     if sum(each.seconds for each in warm.values()) > PATIENCE_S:
@@ -246,11 +265,11 @@ def _rounds(
 
 
 def _time_pass(
-    model: PreTrainedModel, way: Way, num_tokens: int, clock: Callable[[], float]
+    model: PreTrainedModel, config: ComputeConfig, num_tokens: int, clock: Callable[[], float]
 ) -> Timed:
-    tokens = _tokens(model, way, num_tokens)
-    use_attention([model], model.device.type, way.layout, way.attention)
-    how = Scoring(chunk_tokens=num_tokens, autocast=way.precision is Precision.BF16)
+    tokens = _tokens(model, config, num_tokens)
+    use_attention([model], model.device.type, config.layout, config.attention)
+    how = Scoring(chunk_tokens=num_tokens, autocast=config.precision is Precision.BF16)
     started = clock()
     logprobs = token_logprobs(model, tokens, how)
     (-logprobs.mean()).backward()
@@ -259,16 +278,18 @@ def _time_pass(
     return Timed(took_s, logprobs.detach())
 
 
-def _tokens(model: PreTrainedModel, way: Way, num_tokens: int) -> TokenBatch:
+def _tokens(model: PreTrainedModel, config: ComputeConfig, num_tokens: int) -> TokenBatch:
     longest = min(num_tokens, model.config.max_position_embeddings)
     lengths = [max(2, int(longest * share)) for share in LENGTHS]
     spread = [np.arange(n) * 7919 % vocabulary_size(model) for n in lengths]
     masks = [np.arange(n) > 0 for n in lengths]
-    is_packed = way.layout is Layout.PACKED
+    is_packed = config.layout is Layout.PACKED
     return collate_tokens(spread, masks, device=model.device, is_packed=is_packed)
 
 
-def best_threads(model: PreTrainedModel, way: Way, num_cores: int, *, num_tokens: int) -> int:
+def best_threads(
+    model: PreTrainedModel, config: ComputeConfig, num_cores: int, *, num_tokens: int
+) -> int:
     """Return the number of threads, doubled while wall-clock time improves by more than noise."""
     before = torch.get_num_threads()
     best = 1
@@ -277,7 +298,7 @@ def best_threads(model: PreTrainedModel, way: Way, num_cores: int, *, num_tokens
     try:
         while num <= num_cores and num_cores > 1:
             torch.set_num_threads(num)
-            took = [_time_pass(model, way, num_tokens, time.monotonic).seconds for _ in range(3)]
+            took = [_time_pass(model, config, num_tokens, time.monotonic).seconds for _ in range(3)]
             if num > 1 and min(took) * MARGIN > best_s:
                 break
             best = num

@@ -8,15 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.load import git_revision
 from common.errors import ConfigError
 from common.store.run_dir import RunDir, write_json
 from learner.objective.dead_settings import summary_lines
 from learner.policy.model import pick_device
-from learner.recompute.counterfactual import Recorded, header, split_options
+from learner.recompute.counterfactual import RecordedResults, header, split_options
 from learner.recompute.plan import EpisodesMissing, Plan, episodes_of, make_plan
-from learner.recompute.rebuild import Only, Rebuilt, Recomputation, Redone
+from learner.recompute.rebuild import Only, Rebuilt, Recomputation, RecomputedBatch
 from learner.recovery.machine import differences, machine_facts
 from learner.training.digests import first_difference
 
@@ -25,26 +25,27 @@ USAGE = "recompute RUN [--steps a:b] [--json FILE] [key=value ...]"
 SAY_EVERY_S = 30.0
 
 
-def recompute(request: Request, *, root: Path, say: Say) -> int:
+def recompute(request: ParsedCommand, *, root: Path, say: Say) -> int:
     """Recompute a run; return the exit code: 1 if a step differs or cannot be read.
 
     Raises: ConfigError: no such run or steps, pruned data, or an override without effect.
     """
     words = [word for word in request.overrides if not word.startswith("run.dir=")]
     if not words or "=" in words[0] or request.config is not None:
-        raise ConfigError(f"run.py {USAGE}")
+        raise ConfigError(f"usage: run.py {USAGE}")
     given = next((w for w in request.overrides if w.startswith("run.dir=")), "run.dir=runs")
     own = root / given.removeprefix("run.dir=") / words[0]
     run_dir = RunDir(root=own if own.exists() else Path(words[0]))
     if not run_dir.root.is_dir():
-        raise ConfigError(f"{words[0]}: no run is there ({own})")
+        raise ConfigError(f"{words[0]}: there is no such run directory ({own})")
     overrides, only = split_options(words[1:])
     plan = make_plan(run_dir, request.steps)
     num_skipped = sum(step.is_skipped for step in plan.steps)
+    num_starts = len({id(plan.start_of(step)) for step in plan.steps})
     say(
-        f"{run_dir.root.name}: steps {plan.first} to {plan.last} from {plan.origin} (step"
-        f" {plan.version}) on, {len(plan.steps)} batches, {num_skipped} of them skipped, computed"
-        f" by {len({id(plan.start_of(step)) for step in plan.steps})} starts of the learner"
+        f"{run_dir.root.name}: steps {plan.first} to {plan.last}, recomputed from {plan.origin}"
+        f" (step {plan.version}): {len(plan.steps)} batches, {num_skipped} of them skipped. The"
+        f" run computed them in {num_starts} starts of the learner."
     )
     path = Path(request.json or run_dir.root / "recompute.json")
     if overrides or only != Only():
@@ -95,10 +96,11 @@ class _Check:
         start = plan.start_of(plan.steps[0])
         now = machine_facts(pick_device(rebuilt.cfg.learner.device))
         for line in differences(start.machine, now):
-            self._say(f"another machine, numbers may be rounded otherwise: {line}")
+            self._say(f"this machine differs from the run's, so rounding may differ: {line}")
         code = git_revision()
         if start.code != code:
-            self._say(f"other code: was {start.code or 'not told'}, is {code or 'not told'}")
+            was = start.code or "unknown"
+            self._say(f"the code differs from the run's: was {was}, is {code or 'unknown'}")
         weights, frozen = rebuilt.trainer.checksums()
         known = {each.version: each for each in plan.record.starts}.get(plan.version)
         lines = plan.record.lines.items()
@@ -108,11 +110,11 @@ class _Check:
         if is_alike and weights != expected:
             self.step = plan.version
             where = rebuilt.cfg.model.path if plan.checkpoint is None else plan.checkpoint
-            self.problem = f"weights: those of {where} are not what the run had"
+            self.problem = f"weights: {where} does not have the weights of the run"
         elif known is not None and frozen != known.frozen:
             self.step = plan.version
             where = rebuilt.cfg.model.path
-            self.problem = f"weights: what is not trained ({where}, or the reference) is another"
+            self.problem = f"weights: the frozen weights ({where}, or the reference) differ"
         self._num_equal += is_alike and not self.problem
 
     def _has_ranks_of(self, noted: list[Any], rebuilt: Rebuilt) -> bool:
@@ -123,7 +125,7 @@ class _Check:
             starts[line.start].settings["learner"]["num_ranks"] == num_ranks for line in noted
         )
 
-    def take(self, redone: Redone) -> bool:
+    def take(self, redone: RecomputedBatch) -> bool:
         """Compare one batch; return whether to continue."""
         step = redone.step
         line = self._plan.record.lines.get((step.version, step.number))
@@ -138,7 +140,7 @@ class _Check:
         self._num_equal += not step.is_skipped
         if time.monotonic() - self._said_at > SAY_EVERY_S:
             self._said_at = time.monotonic()
-            self._say(f"step {step.version}: equal so far")
+            self._say(f"step {step.version}: all steps are equal so far")
         return True
 
     def finish(self, damage: list[str]) -> None:
@@ -147,14 +149,16 @@ class _Check:
             self._say(f"step {self.step} differs: {self.problem}")
             return
         for text in damage[:3]:
-            self._say(f"damaged, and none of these steps consumed it: {text}")
+            self._say(f"the journal is damaged, but not in episodes of these steps: {text}")
         if self._num_unknown:
-            self._say(f"{self._num_unknown} batches have no checksum (not written, or not yet)")
+            self._say(
+                f"{self._num_unknown} batches were not compared: the run has no checksum of them"
+            )
         learner_s = self._plan.record.learner_cpu_s()
         self._say(
             f"equal: all {self._num_equal} checksums of weights, versions {self._plan.version} to"
-            f" {self._plan.last}; {_cpu_s():.1f} CPU-seconds, the learner's own all in all"
-            f" {learner_s:.1f}"
+            f" {self._plan.last}. Recomputing took {_cpu_s():.1f} CPU-seconds, the whole learner"
+            f" {learner_s:.1f}."
         )
 
 
@@ -176,10 +180,10 @@ class _Counterfactual:
                 say(line)
             if is_dry:
                 return 0
-            recorded = Recorded()
+            recorded = RecordedResults()
             try:
                 if problem := self._compute_recorded(recorded):
-                    say(f"the recorded learner is not computed again bit for bit: {problem}")
+                    say(f"the recorded steps are not reproduced bit for bit: {problem}")
                 say(header())
                 rows: list[dict[str, Any]] = []
                 batches = other.run(episodes_of(plan), self._only, has_scores=True)
@@ -187,7 +191,7 @@ class _Counterfactual:
                     say(row.text())
                     rows.append(row.plain)
             except EpisodesMissing as error:
-                say(f"step {error.step.version} cannot be computed: {error}")
+                say(f"step {error.step.version} cannot be recomputed: {error}")
                 return 1
             finally:
                 recorded.close()
@@ -196,10 +200,10 @@ class _Counterfactual:
         only = asdict(self._only) | {"dropped": sorted(self._only.dropped)}
         found = {"overrides": self._overrides, "only": only, "origin": plan.origin, "rows": rows}
         path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        say(f"as JSON: {path}")
+        say(f"wrote {path}")
         return 0
 
-    def _compute_recorded(self, recorded: Recorded) -> str:
+    def _compute_recorded(self, recorded: RecordedResults) -> str:
         """Recompute the batches with the run's own settings; return the first difference."""
         check = _Check(self._plan, self._say)
         problem = ""

@@ -13,7 +13,7 @@ from common.config.keys import dotted
 from common.errors import ConfigError
 from common.wire.messages import EndReason
 from learner.objective.correction import ratio_statistics
-from learner.recompute.rebuild import Only, Redone
+from learner.recompute.rebuild import Only, RecomputedBatch
 from learner.training.trainer import TrainingDiverged
 
 _OTHER_ROLES = ("horizon", "curriculum", "groups", "tasks", "mixture", "scheduler", "actor")
@@ -37,7 +37,7 @@ _NO_LEARNING = {
     "checkpoint_every_s",
     "keep_checkpoints",
 }
-_HINT = "algorithm.* and what of learner.* is about training can be changed"
+_HINT = "Only algorithm.* and the learner.* keys that affect training can be changed."
 _COLUMNS = (("loss", "loss/policy"), ("grad_norm", "train/grad_norm"), ("lr", "train/lr"))
 
 
@@ -52,7 +52,7 @@ def split_options(words: Sequence[str]) -> tuple[list[str], Only]:
         key, equals, value = word.partition("=")
         name = dotted(key.strip())
         if not equals:
-            raise ConfigError(f"{word}: neither the only run nor key=value")
+            raise ConfigError(f"{word}: expects key=value after the name of the run")
         if name == "horizon":
             only["horizons"] = _horizons(word, value)
         elif name == "drop":
@@ -67,21 +67,22 @@ def _check_key(name: str, word: str) -> None:
     section, _, rest = name.partition(".")
     is_about_training = rest.partition(".")[0] not in _NO_LEARNING
     if name == "algorithm.filter_zero_variance":
-        why = "it decides which groups become batches, and those are recorded"
+        why = "this key decides which groups become batches, and the batches are recorded"
     elif section == "algorithm" or (name.startswith("learner.") and is_about_training):
         return
     elif section in _OTHER_ROLES:
-        why = "it decides how episodes are played and batched, and those are recorded"
-        why += "; horizon=a:b takes those of a horizon of a to b" * (section == "horizon")
+        why = "this key affects playing and batching, and the batches are recorded"
+        if section == "horizon":
+            why += "; horizon=a:b selects the episodes with a horizon of a to b turns"
     else:
-        why = "it changes nothing of what the recorded batches teach"
-    raise ConfigError(f"{word}: {why}; {_HINT}")
+        why = "this key does not affect training on the recorded batches"
+    raise ConfigError(f"{word}: {why}. {_HINT}")
 
 
 def _horizons(word: str, value: str) -> tuple[int, int]:
     low, colon, high = value.partition(":")
     if not (colon and low.isdigit() and high.isdigit() and int(low) <= int(high)):
-        raise ConfigError(f"{word}: expects a:b, least and most turns that episodes may have had")
+        raise ConfigError(f"{word}: expects a:b, the smallest and the largest horizon in turns")
     return int(low), int(high)
 
 
@@ -90,11 +91,13 @@ def _ends(word: str, value: str) -> frozenset[EndReason]:
         return frozenset(EndReason(each) for each in value.split(","))
     except ValueError as error:
         known = ", ".join(each.value for each in EndReason if not each.is_infrastructure_failure)
-        raise ConfigError(f"{word}: expects ends of episodes, with commas, of {known}") from error
+        raise ConfigError(
+            f"{word}: expects end reasons, separated by commas, out of {known}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BatchComparison:
     """One batch of both learners."""
 
     plain: dict[str, Any]  # Values for JSON.
@@ -120,21 +123,23 @@ def _number(value: float | None) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
 
 
-class Recorded:
+class RecordedResults:
     """The recorded learner's result of each batch. A temporary file holds the log-probabilities."""
 
     def __init__(self) -> None:
-        self._rows: list[Redone] = []
+        self._rows: list[RecomputedBatch] = []
         self._file: IO[bytes] = TemporaryFile()  # noqa: SIM115 - `close` closes it.
 
-    def add(self, redone: Redone) -> None:
+    def add(self, redone: RecomputedBatch) -> None:
         """Add a batch with its log-probabilities."""
         assert redone.logprobs is not None
         np.save(self._file, redone.logprobs, allow_pickle=False)
-        bare = Redone(step=redone.step, result=redone.result, digests=redone.digests)
+        bare = RecomputedBatch(step=redone.step, result=redone.result, digests=redone.digests)
         self._rows.append(bare)
 
-    def compare(self, others: Iterator[Redone], *, first: int) -> Iterator[Row]:
+    def compare(
+        self, others: Iterator[RecomputedBatch], *, first: int
+    ) -> Iterator[BatchComparison]:
         """Yield a row for each batch from step `first` on, with the other learner's result."""
         self._file.seek(0)
         is_same = True  # Whether both learners have the same weights before the batch.
@@ -143,10 +148,12 @@ class Recorded:
             try:
                 other = next(others)
             except TrainingDiverged as error:
-                yield Row(_plain(recorded, None, {}, is_same=is_same) | {"note": f"ended: {error}"})
+                yield BatchComparison(
+                    _plain(recorded, None, {}, is_same=is_same) | {"note": f"ended: {error}"}
+                )
                 return
             found = _distance(other.logprobs, logprobs)
-            row = Row(_plain(recorded, other, found, is_same=is_same))
+            row = BatchComparison(_plain(recorded, other, found, is_same=is_same))
             if other.digests is not None and recorded.digests is not None:
                 is_same = is_same and other.digests.weights == recorded.digests.weights
             if recorded.step.consumed_by >= first:
@@ -170,12 +177,16 @@ def _distance(ours: np.ndarray | None, theirs: np.ndarray) -> dict[str, float]:
 
 
 def _plain(
-    recorded: Redone, other: Redone | None, distance: dict[str, float], *, is_same: bool
+    recorded: RecomputedBatch,
+    other: RecomputedBatch | None,
+    distance: dict[str, float],
+    *,
+    is_same: bool,
 ) -> dict[str, Any]:
     result = None if other is None else other.result
     was = recorded.step.is_skipped
     now = result is not None and result.decision.is_skipped
-    note = "skipped by both" if was and now else "skipped then" if was else "skipped" * now
+    note = "skipped by both" if was and now else "skipped by the run" if was else "skipped" * now
     return {
         "step": recorded.step.version,
         "batch": recorded.step.number,
@@ -184,5 +195,5 @@ def _plain(
         "kl": distance.get("kl"),
         "metrics": {} if result is None else result.metrics,
         "recorded": {} if recorded.result is None else recorded.result.metrics,
-        "note": note if result is not None else "no episode of it is left",
+        "note": note if result is not None else "no episode left",
     }

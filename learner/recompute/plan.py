@@ -11,7 +11,7 @@ from common.store.run_dir import RunDir
 from common.store.segments import list_segments, load_pruned, read_around_damage
 from common.wire.messages import Trajectory
 from learner.ingest.replay_point import load_replay_point
-from learner.recovery.checksums import Record, Start, read_checksums
+from learner.recovery.checksums import ChecksumRecord, Start, read_checksums
 from learner.recovery.step_log import LoggedStep, load_pruned_steps, read_steps
 from learner.training.checkpoint import complete_checkpoints, load_values
 
@@ -21,7 +21,7 @@ class Plan:
     """The batches to recompute, and the data that this needs."""
 
     run_dir: RunDir
-    record: Record
+    record: ChecksumRecord
     checkpoint: Path | None  # The checkpoint to start from; None: the initial weights of the run.
     version: int  # Version of the weights to start from.
     first: int  # First requested step. Earlier ones are computed only to reach it.
@@ -54,12 +54,12 @@ def make_plan(run_dir: RunDir, steps: str | None) -> Plan:
         steps.
     """
     if not run_dir.steps.is_file():
-        raise ConfigError(f"{run_dir.root}: no run with a step log is there ({run_dir.steps})")
+        raise ConfigError(f"{run_dir.root}: the run has no step log ({run_dir.steps})")
     logged = list(read_steps(run_dir.steps))
     record = read_checksums(run_dir.checksums)
     last_logged = max((step.version for step in logged), default=0)
     if not last_logged:
-        raise ConfigError(f"{run_dir.root}: the run has no step yet")
+        raise ConfigError(f"{run_dir.root}: the run has not logged a step yet")
     first, last = _range(steps, last_logged)
     begins = [(0, None), *complete_checkpoints(run_dir.checkpoints)]
     version, folder = [each for each in begins if each[0] < first][-1]
@@ -80,7 +80,7 @@ def make_plan(run_dir: RunDir, steps: str | None) -> Plan:
 def _range(steps: str | None, last_logged: int) -> tuple[int, int]:
     found = re.fullmatch(r"(\d*):(\d*)|(\d+)", steps or ":")
     if found is None:
-        raise ConfigError(f"--steps={steps}: expects a:b, two steps with both included")
+        raise ConfigError(f"--steps={steps}: expects a:b, the first and the last step")
     only = found[3]
     first = int(only or found[1] or 1)
     last = int(only or found[2] or last_logged)
@@ -103,15 +103,16 @@ def _check_recorded(plan: Plan) -> None:
     run_dir = plan.run_dir
     if not starts:
         raise ConfigError(
-            f"{run_dir.root}: no {run_dir.checksums.name}: the run is of a version of the product"
-            " that did not say what its steps were computed with, or has no whole step yet"
+            f"{run_dir.root}: {run_dir.checksums.name} is missing, so the settings of its steps"
+            " are unknown. An older version of the product made the run, or it has not finished a"
+            " step yet."
         )
     known = min(start.version for start in starts)
     if plan.version < known:
         raise ConfigError(
-            f"{run_dir.root}: nothing says what steps 1 to {known} were computed with, which an"
-            f" earlier version of the product made; later ones begin at a checkpoint:"
-            f" --steps={known + 1}:, if that of step {known} is still there"
+            f"{run_dir.root}: an older version of the product computed steps 1 to {known} and did"
+            f" not record their settings. If the checkpoint of step {known} still exists, use"
+            f" --steps={known + 1}:."
         )
 
 
@@ -123,29 +124,30 @@ def _check_kept(plan: Plan, versions: list[int], last_logged: int) -> None:
     if plan.version < gone.version:
         raise ConfigError(
             f"--steps={plan.first}:{plan.last}: steps {plan.version + 1} to {gone.version} are no"
-            f" longer in {plan.run_dir.steps}, as {pruned.text(folder)};"
+            f" longer in {plan.run_dir.steps}, since {pruned.text(folder)}."
             f" {_later(versions, gone.version, last_logged)}"
         )
     if not pruned.before:
         return
     wanted = {name for step in plan.steps for ids in step.groups for name in ids}
-    left = Episodes(plan.run_dir, wanted).names()
+    left = JournalEpisodes(plan.run_dir, wanted).names()
     lost = [s for s in plan.steps if not left.issuperset(n for ids in s.groups for n in ids)]
     if not lost:
         return
     names = (name for ids in lost[-1].groups for name in ids if name not in left)
     hint = _later(versions, lost[-1].consumed_by, last_logged)
     raise ConfigError(
-        f"--steps={plan.first}:{plan.last}: steps {lost[0].version} to {lost[-1].version} consumed"
-        f" episodes, {next(names)} the last, that are gone: {pruned.text(folder)}; {hint}"
+        f"--steps={plan.first}:{plan.last}: steps {lost[0].version} to {lost[-1].version} trained"
+        f" on episodes that are no longer in the journal, such as {next(names)}:"
+        f" {pruned.text(folder)}. {hint}"
     )
 
 
 def _later(versions: list[int], gone: int, last_logged: int) -> str:
     """Return a hint with the steps that the remaining checkpoints can still recompute."""
     later = [version for version in versions if version >= gone]
-    which = f"--steps={later[0] + 1}:{last_logged} can be" if later else "no later range can be"
-    return f"{which} computed again from the checkpoints that are there"
+    which = f"--steps={later[0] + 1}:{last_logged}" if later else "No later range"
+    return f"{which} can be recomputed from the remaining checkpoints."
 
 
 class EpisodesMissing(Exception):
@@ -153,12 +155,12 @@ class EpisodesMissing(Exception):
 
     def __init__(self, step: LoggedStep, names: list[str], damage: list[str]) -> None:
         """Name the episodes, and the damaged parts of the journal."""
-        where = "; ".join(damage[:3]) or "the journal does not have it"
+        where = "; ".join(damage[:3]) or "not found in the journal"
         super().__init__(f"episode {', '.join(names[:3])}: {where}")
         self.step = step
 
 
-class Episodes:
+class JournalEpisodes:
     """The episodes of logged batches. They are read from the journal on demand.
 
     Damaged records are skipped: they matter only to the step that consumed them.
@@ -208,10 +210,10 @@ class Episodes:
                     yield found
 
 
-def episodes_of(plan: Plan) -> Episodes:
+def episodes_of(plan: Plan) -> JournalEpisodes:
     """Return the reader of a plan's episodes, from the replay point of its checkpoint on."""
     start = None
     if plan.checkpoint is not None:
         start = load_replay_point(plan.run_dir.replay_point, version=plan.version).position
     wanted = {name for step in plan.steps for ids in step.groups for name in ids}
-    return Episodes(plan.run_dir, wanted, start)
+    return JournalEpisodes(plan.run_dir, wanted, start)

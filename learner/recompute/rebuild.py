@@ -17,7 +17,7 @@ from common.wire.messages import EndReason, Trajectory
 from learner.batch.credit import samples_of
 from learner.ingest.group_assembly import Group
 from learner.policy.model import pick_device
-from learner.recompute.plan import Episodes, Plan
+from learner.recompute.plan import JournalEpisodes, Plan
 from learner.recovery.checksums import config_of
 from learner.recovery.resume import groups_of, redo
 from learner.recovery.step_log import LoggedStep
@@ -25,7 +25,7 @@ from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints
 from learner.training.digests import StepDigests
 from learner.training.rank_workers import RankWorkers
-from learner.training.trainer import StepResult
+from learner.training.trainer import TrainResult
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +52,11 @@ class Only:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Redone:
+class RecomputedBatch:
     """The result of one recomputed batch."""
 
     step: LoggedStep
-    result: StepResult | None  # None if the filter has left no episode.
+    result: TrainResult | None  # None if the filter has left no episode.
     digests: StepDigests | None
     # [tokens] nats before training on the batch
     logprobs: np.ndarray | None = field(repr=False, default=None)
@@ -135,7 +135,9 @@ class Recomputation:
         self._rebuilt = Rebuilt(self.cfg, self._plan.checkpoint)
         return self._rebuilt
 
-    def run(self, episodes: Episodes, only: Only, *, has_scores: bool) -> Iterator[Redone]:
+    def run(
+        self, episodes: JournalEpisodes, only: Only, *, has_scores: bool
+    ) -> Iterator[RecomputedBatch]:
         """Yield the result of each batch.
 
         Args:
@@ -158,7 +160,7 @@ class Recomputation:
                 samples = samples_of(kept, rebuilt.cfg.algorithm, trainer.baseline)
                 result = trainer.train_on(samples, version=version)
             digests = rebuilt.trainer.digests if result is not None else None
-            yield Redone(step=step, result=result, digests=digests, logprobs=logprobs)
+            yield RecomputedBatch(step=step, result=result, digests=digests, logprobs=logprobs)
 
     def _as_computed(self, step: LoggedStep) -> Rebuilt:
         """Return a trainer with the settings that the run had for a batch."""
@@ -166,7 +168,7 @@ class Recomputation:
         start = self._plan.start_of(step)
         if start.settings != self._start.settings:
             version = step.version - (not step.is_skipped)
-            logger.info("from step=%d on with the settings of a later start", version + 1)
+            logger.info("changing to the settings of a later start step=%d", version + 1)
             cfg = config_of(self._plan.run_dir, start, self._overrides)
             saved = rebuilt.save(self._folder, version)
             rebuilt.close()

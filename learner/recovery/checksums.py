@@ -47,7 +47,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class BatchChecksums:
     """The record of one batch."""
 
     digests: StepDigests
@@ -56,11 +56,11 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class ChecksumRecord:
     """The content of a whole file."""
 
     starts: list[Start] = field(default_factory=list[Start])
-    lines: dict[Key, Line] = field(default_factory=dict[Key, Line])
+    lines: dict[Key, BatchChecksums] = field(default_factory=dict[Key, BatchChecksums])
 
     def learner_cpu_s(self) -> float:
         """Return the CPU-seconds of all starts, each up to its last batch."""
@@ -100,7 +100,9 @@ def config_of(run_dir: RunDir, start: Start, overrides: list[str]) -> RunConfig:
     Raises: ConfigError: the file cannot be read, or an override is wrong.
     """
     if not run_dir.config.is_file():
-        raise ConfigError(f"{run_dir.config} is missing: it says what the run is")
+        raise ConfigError(
+            f"{run_dir.config} is missing. It is the run's configuration. Restore it from a backup."
+        )
     tree = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))
     for name, values in start.settings.items():
         tree[name] = tree.get(name, {}) | values
@@ -159,7 +161,9 @@ class ChecksumLog:
         if known is not None and is_repeated:
             names = [name for ids in step.groups for name in ids]
             what = first_difference(known, digests, names)
-            logger.warning("repeated step=%d is not as it was: %s", step.version, what)
+            logger.warning(
+                "repeated step=%d differs from its first computation: %s", step.version, what
+            )
         line = {"version": step.version, "number": step.number, "digests": asdict(digests)}
         lines = [line | {"cpu_s": round(time.process_time(), 2)}]
         if self._start is not None:
@@ -194,12 +198,12 @@ class ChecksumLog:
         self._file.close()
 
 
-def read_checksums(path: Path) -> Record:
+def read_checksums(path: Path) -> ChecksumRecord:
     """Return the records of a run so far, also while it runs; an empty record without a file.
 
     Raises: ConfigError: a line is damaged; names file and line.
     """
-    record = Record()
+    record = ChecksumRecord()
 
     def refuse(text: str) -> None:
         raise ConfigError(f"{text}; restore it from a backup")
@@ -210,7 +214,7 @@ def read_checksums(path: Path) -> Record:
         else:
             key, digests, cpu_s = found
             start = len(record.starts) - 1
-            record.lines[key] = Line(digests=digests, start=start, cpu_s=cpu_s)
+            record.lines[key] = BatchChecksums(digests=digests, start=start, cpu_s=cpu_s)
     return record
 
 

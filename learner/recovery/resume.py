@@ -16,7 +16,7 @@ from learner.ingest.group_assembly import Group
 from learner.ingest.replay_point import ReplayPoint
 from learner.recovery.checksums import ChecksumLog
 from learner.recovery.step_log import REMEDY, LoggedStep, read_steps
-from learner.training.trainer import StepResult, Trainer
+from learner.training.trainer import Trainer, TrainResult
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def steps_since(
     last = max((step.version for step in logged), default=0)
     if start.steps_offset == 0 and last < version:
         raise ConfigError(
-            f"{run_dir.steps}: damaged, it ends with step {last}, and the newest checkpoint is of"
+            f"{run_dir.steps}: damaged, its last step is {last}, but the newest checkpoint is of"
             f" step {version}; {REMEDY}"
         )
     if num_batches and all(step.number for step in logged if step.version > version):
@@ -65,8 +65,8 @@ def _episodes_of(
     for name, version in wanted.items():
         if name not in found:
             raise LongstrideError(
-                f"{run_dir.journal} has no episode {name} from {start.position} on, and step"
-                f" {version} consumed it"
+                f"{run_dir.journal}: episode {name} is missing after {start.position}, but step"
+                f" {version} trained on it. Restore the journal from a backup."
             )
     return found
 
@@ -113,7 +113,7 @@ def groups_of(step: LoggedStep, episodes: Mapping[str, Trajectory]) -> list[Grou
 
 def redo(
     trainer: Trainer, step: LoggedStep, groups: list[Group], algorithm: AlgorithmSection
-) -> StepResult:
+) -> TrainResult:
     """Train on a logged batch with the recorded decision: a skipped batch is skipped again."""
     samples = samples_of(groups, algorithm, trainer.baseline)
     if step.is_skipped:
@@ -143,5 +143,8 @@ def readopt(buffer: TrajectoryBuffer, run_dir: RunDir, start: ReplayPoint) -> No
         num_open += trajectory.kind is EpisodeKind.TRAIN and step is None and not is_closed
     if num_episodes:
         logger.info(
-            "journal from=%s episodes=%d not_consumed=%d", start.position, num_episodes, num_open
+            "read journal from=%s episodes=%d not_consumed=%d",
+            start.position,
+            num_episodes,
+            num_open,
         )

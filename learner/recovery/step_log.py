@@ -22,7 +22,7 @@ from common.wire.messages import EpisodeOutcome, Outcome
 LOOK_BYTES = 16 << 20
 LOOK_FACTOR = 1.25  # A pruned log must grow by this factor before it is examined again.
 PRUNED = b'{"pruned":'
-REMEDY = "restore it from a backup; without it the run cannot know what it has trained on"
+REMEDY = "restore it from a backup; only this file lists the batches that the run has trained on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,9 +176,12 @@ def read_steps(path: Path, *, start: int = 0) -> Iterator[LoggedStep]:
     pruned, shift = _pruned_of(path)
     with path.open("rb") as handle:
         if path.stat().st_size + shift < start:
-            raise ConfigError(f"{path}: damaged, it ends before byte {start}; {REMEDY}")
+            raise ConfigError(f"{path}: damaged, the file ends before byte {start}; {REMEDY}")
         if 0 < start < pruned.num_bytes:
-            raise ConfigError(f"{path}: steps up to {pruned.version} were pruned; {REMEDY}")
+            raise ConfigError(
+                f"{path}: steps up to {pruned.version} were pruned, but a restart from byte"
+                f" {start} needs them; {REMEDY}"
+            )
         offset = max(start, pruned.num_bytes)
         handle.seek(offset - shift)
         for number, line in enumerate(handle, 1):
@@ -186,7 +189,7 @@ def read_steps(path: Path, *, start: int = 0) -> Iterator[LoggedStep]:
                 try:
                     yield _parse(json.loads(line), offset)
                 except (ValueError, TypeError, KeyError) as error:
-                    where = f"line {number}" + (f" behind byte {start}" if start else "")
+                    where = f"line {number}" + (f" after byte {start}" if start else "")
                     raise ConfigError(
                         f"{path}: {where} is damaged ({error!r}); {REMEDY}"
                     ) from error
@@ -198,7 +201,7 @@ def _parse(plain: dict[str, Any], offset: int) -> LoggedStep:
     version = plain["version"]
     is_right = isinstance(version, int) and isinstance(groups, list)
     if not is_right or not all(isinstance(name, str) for ids in groups for name in ids):
-        raise ValueError("no version and episode ids")
+        raise ValueError("the line has no version or no episode ids")
     return LoggedStep(
         version=version,
         groups=groups,

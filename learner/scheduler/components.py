@@ -6,13 +6,13 @@ from functools import partial
 
 from common.config.run_config import RunConfig, TrainMode, published_version
 from common.launch.roles import actor_name
-from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.curriculum.curriculum import Curriculum
 from learner.scheduler.curriculum.mixture import Mixture
 from learner.scheduler.curriculum.sampling import eval_items
 from learner.scheduler.curriculum.success import SuccessAverages
-from learner.scheduler.dispatch.gate import Gate, GateState
-from learner.scheduler.dispatch.limits import Limits
+from learner.scheduler.dispatch.gate import GateState, StalenessThrottle
+from learner.scheduler.dispatch.limits import DispatchLimits
 from learner.scheduler.dispatch.pace import Pace
 from learner.scheduler.dispatch.signal import SignalWatch
 from learner.scheduler.episodes.lifecycle import EpisodeLifecycle
@@ -46,11 +46,11 @@ class Components:
     members: Members
     pace: Pace = field(default_factory=Pace)
     signal: SignalWatch = field(default_factory=SignalWatch)
-    limits: Limits
+    limits: DispatchLimits
     curriculum: Curriculum
     success: SuccessAverages = field(default_factory=SuccessAverages)
     stream: EvalStream
-    gate: Gate = field(metadata=FIXED)
+    gate: StalenessThrottle = field(metadata=FIXED)
     phases: PhaseGroups = field(metadata=FIXED)
     # Version of the learner -> version that engines must hold.
     needed_version: Callable[[int], int] = field(metadata=FIXED)
@@ -75,7 +75,7 @@ class Components:
         )
 
 
-def build_components(cfg: RunConfig, catalogue: Catalogue) -> Components:
+def build_components(cfg: RunConfig, catalogue: HubCatalogue) -> Components:
     """Return the components of a new run."""
     lease_s = cfg.actor.episode_timeout_s + cfg.scheduler.dead_after_s
     silent_after_s = cfg.scheduler.silent_after_s
@@ -86,7 +86,7 @@ def build_components(cfg: RunConfig, catalogue: Catalogue) -> Components:
     engines = [actor_name(i) for i in range(cfg.actor.num_engines)]
     mixture = Mixture(cfg.mixture, cfg.tasks, catalogue, seed=seed, group_size=group_size)
     curriculum = Curriculum(cfg.horizon, mixture, cfg.tasks, catalogue, cfg.curriculum)
-    limits = Limits(
+    limits = DispatchLimits(
         scheduler=cfg.scheduler,
         max_lag_steps=cfg.learner.max_lag_steps,
         group_size=group_size,
@@ -104,7 +104,7 @@ def build_components(cfg: RunConfig, catalogue: Catalogue) -> Components:
         limits=limits,
         curriculum=curriculum,
         stream=EvalStream(cfg.eval, stream_items, catalogue),
-        gate=Gate(cfg.groups, cfg.scheduler, cfg.train),
+        gate=StalenessThrottle(cfg.groups, cfg.scheduler, cfg.train),
         phases=PhaseGroups(cfg.eval, phase_items, catalogue),
         needed_version=partial(published_version, cfg),
         episode_timeout_s=cfg.actor.episode_timeout_s,

@@ -30,7 +30,7 @@ from common.wire.messages import (
 from learner.scheduler import reports
 from learner.scheduler.components import Components
 from learner.scheduler.dispatch import grants
-from learner.scheduler.episodes.table import EpisodeState
+from learner.scheduler.episodes.table import EpisodePhase
 from learner.scheduler.evaluation.phases import NEXT_PHASE, Phase
 from learner.scheduler.members import liveness
 from learner.scheduler.members.report_cursor import ReportCursor
@@ -96,8 +96,8 @@ class SchedulerCore:
         handler = self._handlers.get(type(message))
         if handler is None:
             name = type(message).__name__
-            logger.warning("unexpected message type=%s sender=%s", name, sender_name)
-            return Rejected(reason=f"the scheduler takes no {name}")
+            logger.warning("rejected an unexpected message type=%s sender=%s", name, sender_name)
+            return Rejected(reason=f"the scheduler does not accept a {name}")
         self.lifecycle.failures.now = self._clock()
         answer = handler(message)
         self._advance_phase()
@@ -179,13 +179,13 @@ class SchedulerCore:
         now = self._clock()
         run = self.run
         if member is None:
-            return self._answer([], f"{message.actor} is not known, say hello")
+            return self._answer([], f"{message.actor} is not registered, a Hello is needed")
         self.members.touch(member, now)
         member.version = message.version
         if run.phase is Phase.DONE:
             return self._answer([], "finished")
         if self.members.is_spare(member, now):
-            return self._answer([], "spare: as many actors play as actor.num_actors says")
+            return self._answer([], "spare: actor.num_actors other actors already play")
         taken, reason = grants.serve(self.parts, message, now)
         for group, _ in taken:
             self.parts.stream.granted(group, version=message.version)
@@ -238,7 +238,9 @@ class SchedulerCore:
         self.lifecycle.num_filtered = 0
         self.run.is_trained = self.run.is_trained or version >= self.parts.gate.train.num_steps
         if self.phase is Phase.EVAL_BEFORE:
-            logger.info("no evaluation before training: resumed at version=%d", version)
+            logger.info(
+                "skipped the evaluation before training: the run resumed at version=%d", version
+            )
             self.lifecycle.skip_all("resumed")
 
     # --- phases -------------------------------------------------------------------------------
@@ -249,10 +251,10 @@ class SchedulerCore:
         self.parts.stream.collect(self.lifecycle.table, self.parts.success, version=run.version)
         while run.phase is not Phase.DONE and self._is_phase_over():
             if run.phase is Phase.TRAIN:
-                unplayed = (EpisodeState.QUEUED, EpisodeState.LEASED)
+                unplayed = (EpisodePhase.QUEUED, EpisodePhase.LEASED)
                 self.lifecycle.end_training(states=unplayed)
             run.phase = NEXT_PHASE[run.phase]
-            logger.info("phase=%s version=%d", run.phase, run.version)
+            logger.info("entered phase=%s version=%d", run.phase, run.version)
             self._enter_phase()
 
     def _is_phase_over(self) -> bool:
@@ -264,7 +266,7 @@ class SchedulerCore:
 
     def _enter_phase(self) -> None:
         if self.phase is Phase.DONE:
-            self.lifecycle.end_training(states=(EpisodeState.ARRIVED,))
+            self.lifecycle.end_training(states=(EpisodePhase.ARRIVED,))
         for group in self.parts.phases.make(self.run.phase, version=self.run.version):
             self.lifecycle.open(group)
 
@@ -296,8 +298,8 @@ class SchedulerCore:
         for key, value in expected.items():
             if state.get(key) != value:
                 raise ConfigError(
-                    f"scheduler.json: {key}={state.get(key)!r}, not {value!r}: it was written by"
-                    " another version or for another run; start a new run"
+                    f"scheduler.json: {key}={state.get(key)!r}, expected {value!r}. Another version"
+                    " of the product or another run wrote it. Start a new run."
                 )
         restore(self.parts, state)
         if not state["has_times"]:

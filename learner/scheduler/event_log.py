@@ -22,7 +22,7 @@ from common.wire.codec import pack_frames, unpack_record
 logger = logging.getLogger(__name__)
 
 REMEDY = (
-    "restore it from a backup; without it begin a run of another name from the newest checkpoint:"
+    "restore it from a backup, or start a run with another name from the newest checkpoint:"
     " model.path=RUN/checkpoints/step-..."
 )
 # Events in a log before a new snapshot; replay of so many takes two or three seconds.
@@ -88,7 +88,9 @@ class EventLog:
         try:
             content = path.read_bytes()
         except FileNotFoundError as error:
-            raise ConfigError(f"{path}: missing, {self._state_path} names it; {REMEDY}") from error
+            raise ConfigError(
+                f"{path}: missing, but {self._state_path} needs it; {REMEDY}"
+            ) from error
         start = 0
         while start < len(content):
             found = _record_at(content, start, is_old=self._is_old)
@@ -98,7 +100,11 @@ class EventLog:
                         f"{path} at offset {start}: the record is damaged (its checksum does not"
                         f" match); {REMEDY}"
                     )
-                logger.warning("log cut off path=%s offset_bytes=%d", path, start)
+                logger.warning(
+                    "ignored an incomplete record at the end of path=%s offset_bytes=%d",
+                    path,
+                    start,
+                )
                 return
             time_s, name, record, start = found
             yield time_s, name.decode(), unpack_record(record) if record else None

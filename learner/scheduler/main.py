@@ -32,7 +32,7 @@ from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.event_log import EventLog
 from learner.scheduler.members.enrolment import Enrolments
 from learner.scheduler.members.hubs import Entrance, StoppedEarly, greet_known
-from learner.scheduler.members.registry import Registry
+from learner.scheduler.members.registry import AddressRegistry
 from learner.scheduler.status import others
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Serving:
     log: EventLog
     router: Router
     run_dir: RunDir
-    registry: Registry
+    registry: AddressRegistry
     enrolments: Enrolments
     disk: DiskWait
     hub_token: str  # Token of the run's own hubs.
@@ -156,8 +156,13 @@ def build(
     """Publish the scheduler's address, wait for the hubs, resume the last state, start serving."""
     key_path = write_join_key(run_dir.keys, keys, run_name=cfg.run.name)
     run_dir.publish_address("scheduler", own_address(cfg, router.port))
-    logger.info("other machines join: actor --join HOST:%d --key %s", router.port, key_path)
-    registry, enrolments = Registry(cfg.scheduler.dead_after_s), Enrolments(cfg, run_dir.keys)
+    logger.info(
+        "other machines join with: run.py actor --join HOST:%d --key %s", router.port, key_path
+    )
+    registry, enrolments = (
+        AddressRegistry(cfg.scheduler.dead_after_s),
+        Enrolments(cfg, run_dir.keys),
+    )
     entrance = Entrance(cfg=cfg, router=router, registry=registry, enrolments=enrolments)
     greet_known(registry, (log.load() or {}).get("hubs", []), token=keys.hub_token)
     token = cfg.envhub.token or keys.hub_token
@@ -235,7 +240,7 @@ def listen(cfg: RunConfig, keys: RunKeys, *, preferred_port: int) -> Router:
         try:
             return Router(keys, host=host, port=preferred_port)
         except ConfigError as error:
-            logger.info("taking another port reason=%s", error)
+            logger.info("choosing another port reason=%s", error)
     return Router(keys, host=host, port=port)
 
 
@@ -261,7 +266,9 @@ def wake_at(parts: Serving, now: float) -> None:
     """Set the clock. After a suspension of this process renew all deadlines."""
     slept_s, parts.clock.now = now - parts.clock.now, now
     if slept_s > ASLEEP_S:
-        logger.warning("stood still for_s=%.1f: nobody is late by that", slept_s)
+        logger.warning(
+            "extended all deadlines after a suspension of this process suspended_s=%.1f", slept_s
+        )
         parts.core.wake()
         parts.registry.wake(now)
         parts.log.append(now, WAKE, [])
@@ -308,7 +315,9 @@ def answer_all(parts: Serving, received: list[Received]) -> None:
     for receiver, answer in answers:
         parts.disk.sent(receiver, answer)
     for receiver in parts.router.send_all(answers):
-        logger.debug("unanswered receiver=%s", parts.names.get(receiver, receiver.hex()))
+        logger.debug(
+            "could not send the answer to receiver=%s", parts.names.get(receiver, receiver.hex())
+        )
     if came_meanwhile:
         wake_at(parts, time.monotonic())
         answer_all(parts, came_meanwhile)

@@ -10,7 +10,7 @@ from common.wire.sockets import Router
 from learner.scheduler.components import Components
 from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.members.members import Members
-from learner.scheduler.members.registry import Registry
+from learner.scheduler.members.registry import AddressRegistry
 from learner.scheduler.state import save
 
 
@@ -56,7 +56,7 @@ def build_status(parts: Components, *, now: float) -> dict[str, Any]:
 
 
 def others(
-    members: Members, router: Router, registry: Registry, *, run_epoch: str, now: float
+    members: Members, router: Router, registry: AddressRegistry, *, run_epoch: str, now: float
 ) -> dict[str, Any]:
     """Return the rest of the status: this process, the hubs, and the refused messages."""
     learner = [m.refused for m in members.alive("learner") if m.refused]

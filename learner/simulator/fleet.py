@@ -16,7 +16,7 @@ from common.wire.messages import (
 )
 from learner.scheduler.core import RETRY_S, SchedulerCore
 from learner.simulator.event_queue import EventQueue
-from learner.simulator.workload import Play, Workload
+from learner.simulator.workload import SimulatedEpisode, Workload
 
 GATHER_S = 0.02  # Freed slots are collected for this time before one request is sent.
 
@@ -40,7 +40,7 @@ class Arrival:
     """An episode on its way to the learner."""
 
     lease: Lease
-    play: Play
+    play: SimulatedEpisode
     actor: str
     end_reason: EndReason
     started_s: float
@@ -84,7 +84,7 @@ class Fleet:
         self._is_sync = cfg.train.mode is TrainMode.SYNC
         self._num_slots = cfg.actor.max_concurrent
         # Prepared episodes of incomplete groups, by group id.
-        self._plays: dict[str, list[Play]] = {}
+        self._plays: dict[str, list[SimulatedEpisode]] = {}
         self._waiting: dict[str, SimActor] = {}  # Refused actors, in order of refusal.
         self._is_waking = False
         self._max_wakes = 4 * cfg.groups.per_step + 8
@@ -222,7 +222,7 @@ class Fleet:
             )
             self._events.at(seconds, self._finish, actor, arrival)
 
-    def _play_of(self, lease: Lease) -> Play:
+    def _play_of(self, lease: Lease) -> SimulatedEpisode:
         is_train = lease.kind is EpisodeKind.TRAIN
         plays = self._plays.get(lease.group_id) if is_train else None
         if plays is None:

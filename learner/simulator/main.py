@@ -14,7 +14,7 @@ from learner.simulator.measured import load_measured, load_workload
 from learner.simulator.report import compare, format_advice, format_comparison, format_predictions
 from learner.simulator.search import advise
 from learner.simulator.workload import SampledWorkload, Workload
-from learner.simulator.world import World
+from learner.simulator.world import SimulatedRun
 
 BOTH = "both"
 
@@ -29,7 +29,7 @@ def run(cfg: RunConfig, out: TextIO) -> int:
     Raises: ConfigError: no task is configured, or a named run is missing or too short.
     """
     if not cfg.tasks:
-        raise ConfigError("tasks=[]: name at least one")
+        raise ConfigError("tasks=[] is empty. Name at least one environment.")
     measured = load_measured(Path(cfg.simulator.compare)) if cfg.simulator.compare else None
     workload: Workload = SampledWorkload(cfg.simulator, unit=cfg.horizon.unit)
     if cfg.simulator.from_run:
@@ -38,7 +38,7 @@ def run(cfg: RunConfig, out: TextIO) -> int:
     modes = [TrainMode.ASYNC, TrainMode.SYNC] if wish == BOTH else [TrainMode(wish)]
     configs = [replace(cfg, train=replace(cfg.train, mode=mode)) for mode in modes]
     with quiet_scheduler():
-        predictions = [World(each, workload).run() for each in configs]
+        predictions = [SimulatedRun(each, workload).run() for each in configs]
         out.write(format_predictions(predictions))
         ratio = None
         if len(predictions) > 1:

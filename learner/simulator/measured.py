@@ -15,14 +15,14 @@ from common.errors import ConfigError
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeKind, Trajectory
-from learner.simulator.workload import Play
+from learner.simulator.workload import SimulatedEpisode
 
 NEIGHBOURS = 32  # Number of groups or steps on either side of the current version to sample from.
 MIN_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredPace:
     """The measured pace of a run, with the names of the simulator's predictions."""
 
     num_steps: int
@@ -39,7 +39,9 @@ class MeasuredWorkload:
     """
 
     def __init__(
-        self, groups: dict[int, list[tuple[int, list[Play]]]], steps: list[tuple[float, float]]
+        self,
+        groups: dict[int, list[tuple[int, list[SimulatedEpisode]]]],
+        steps: list[tuple[float, float]],
     ) -> None:
         """Sort the measurements.
 
@@ -60,7 +62,7 @@ class MeasuredWorkload:
 
     def group(
         self, rng: Random, *, horizon: int, stage: int, version: int, size: int
-    ) -> list[Play]:
+    ) -> list[SimulatedEpisode]:
         """Return members of a group that the run opened at about this version."""
         stage = min(self._groups, key=lambda known: (abs(known - stage), known))
         seen = self._groups[stage]
@@ -88,7 +90,7 @@ def load_workload(path: Path, algorithm: AlgorithmSection) -> MeasuredWorkload:
         (now["train/num_tokens"], now["time_s"] - before["time_s"] - now["wait/batch_s"])
         for before, now in itertools.pairwise(lines)
     ]
-    seen: dict[str, tuple[int, int, list[Play]]] = {}
+    seen: dict[str, tuple[int, int, list[SimulatedEpisode]]] = {}
     for _, trajectory in read_journal(RunDir(root=path).journal):
         is_failed = trajectory.end_reason.is_infrastructure_failure
         if trajectory.kind is not EpisodeKind.TRAIN or is_failed:
@@ -96,17 +98,17 @@ def load_workload(path: Path, algorithm: AlgorithmSection) -> MeasuredWorkload:
         stamp = (trajectory.horizon_stage, trajectory.opened_at_version)
         entry = seen.setdefault(trajectory.group_id, (*stamp, []))
         entry[2].append(_play(trajectory, algorithm))
-    groups: dict[int, list[tuple[int, list[Play]]]] = {}
+    groups: dict[int, list[tuple[int, list[SimulatedEpisode]]]] = {}
     for stage, version, members in seen.values():
         groups.setdefault(stage, []).append((version, members))
     if not groups:
-        raise ConfigError(f"simulator.from_run={path}: the journal holds no training episode")
+        raise ConfigError(f"simulator.from_run={path}: the journal has no training episode")
     return MeasuredWorkload(groups, steps)
 
 
-def _play(trajectory: Trajectory, algorithm: AlgorithmSection) -> Play:
+def _play(trajectory: Trajectory, algorithm: AlgorithmSection) -> SimulatedEpisode:
     invalid_frac = trajectory.num_invalid_actions / max(1, trajectory.num_turns)
-    return Play(
+    return SimulatedEpisode(
         num_turns=trajectory.num_turns,
         wall_s=trajectory.wall_s,
         num_tokens=len(trajectory.token_ids),
@@ -116,7 +118,7 @@ def _play(trajectory: Trajectory, algorithm: AlgorithmSection) -> Play:
     )
 
 
-def load_measured(path: Path) -> Measured:
+def load_measured(path: Path) -> MeasuredPace:
     """Return the pace of a run without its first step, which includes the start of all roles.
 
     Raises: ConfigError: the run is missing or too short.
@@ -124,7 +126,7 @@ def load_measured(path: Path) -> Measured:
     lines = _metrics(path)
     seconds = lines[-1]["time_s"] - lines[0]["time_s"]
     later = lines[1:]
-    return Measured(
+    return MeasuredPace(
         num_steps=len(lines),
         steps_per_h=3600.0 * len(later) / seconds,
         lag_mean=sum(line["offpolicy/lag_mean"] for line in later) / len(later),
@@ -135,9 +137,11 @@ def load_measured(path: Path) -> Measured:
 def _metrics(path: Path) -> list[dict[str, Any]]:
     file = RunDir(root=path).metrics
     if not file.is_file():
-        raise ConfigError(f"{path}: no run is there, {file.name} is missing")
+        raise ConfigError(f"{path}: not a run directory, {file.name} is missing")
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if line.get("step", 0) >= 1 and "wait/batch_s" in line]
     if len(steps) < MIN_STEPS:
-        raise ConfigError(f"{path}: {len(steps)} steps, at least {MIN_STEPS} are needed")
+        raise ConfigError(
+            f"{path}: the run has {len(steps)} steps, at least {MIN_STEPS} are needed"
+        )
     return steps

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from learner.simulator.measured import Measured
-from learner.simulator.search import Advice, Trial
+from learner.simulator.measured import MeasuredPace
+from learner.simulator.search import Recommendation, Trial
 from learner.simulator.tally import Prediction
 
 LABEL_WIDTH = 34
@@ -31,7 +31,7 @@ class Compared:
         return self.predicted / self.measured - 1.0 if self.measured else float("nan")
 
 
-def compare(prediction: Prediction, measured: Measured) -> list[Compared]:
+def compare(prediction: Prediction, measured: MeasuredPace) -> list[Compared]:
     """Return the figures that both have, side by side."""
     names = ("steps_per_h", "lag_mean", "learner_wait_frac")
     return [
@@ -48,7 +48,9 @@ def format_predictions(predictions: Sequence[Prediction]) -> str:
         + "".join(f"{form.format(getattr(each, name)):>{WIDTH}}" for each in predictions)
         for label, name, form in rows
     ]
-    lines += [f"would have stopped: {each.stopped_by}" for each in predictions if each.stopped_by]
+    lines += [
+        f"the run would have stopped: {each.stopped_by}" for each in predictions if each.stopped_by
+    ]
     return "\n".join([*lines, "", *_histogram(predictions[0].lag_counts)]) + "\n"
 
 
@@ -71,9 +73,9 @@ def format_comparison(compared: Sequence[Compared]) -> str:
     return "\n".join([head, *lines]) + "\n"
 
 
-def format_advice(advice: Advice) -> str:
+def format_advice(advice: Recommendation) -> str:
     lines = [
-        "recommended at the longest horizon, if every actor has a machine of its own:",
+        "recommended at the longest horizon, with one machine for each actor:",
         f"  actors {advice.num_actors}, scheduler.max_ahead_steps={advice.max_ahead_steps}"
         f" learner.max_lag_steps={advice.max_lag_steps} groups.size={advice.group_size}"
         f" groups.per_step={advice.groups_per_step}",

@@ -6,7 +6,7 @@ from common.config.run_config import RunConfig
 from learner.simulator.settings import at_longest_horizon, with_actors, with_ahead, with_size
 from learner.simulator.tally import Prediction
 from learner.simulator.workload import Workload
-from learner.simulator.world import World
+from learner.simulator.world import SimulatedRun
 
 AHEAD_STEPS = (1, 2, 4, 8)
 ACTOR_FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
@@ -26,7 +26,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class Recommendation:
     """The recommended settings and all trials. Settings that were not varied are the run's."""
 
     max_ahead_steps: int
@@ -39,7 +39,7 @@ class Advice:
     size_trials: list[Trial]
 
 
-def advise(cfg: RunConfig, workload: Workload) -> Advice:
+def advise(cfg: RunConfig, workload: Workload) -> Recommendation:
     """Return the cheapest setting that trains nearly as much as the best, one axis at a time.
 
     The first axis is the lookahead, with a lag bound so high that few episodes are discarded. The
@@ -69,7 +69,7 @@ def advise(cfg: RunConfig, workload: Workload) -> Advice:
     best_size = max(sizes, key=lambda size: sizes[size].trained_per_h)
     if sizes[cfg.groups.size].trained_per_h >= ENOUGH_FRAC * sizes[best_size].trained_per_h:
         best_size = cfg.groups.size
-    return Advice(
+    return Recommendation(
         max_ahead_steps=best_ahead,
         max_lag_steps=max_lag_steps,
         num_actors=best_actors,
@@ -84,7 +84,7 @@ def advise(cfg: RunConfig, workload: Workload) -> Advice:
 def _try(cfg: RunConfig, workload: Workload) -> Prediction:
     num = min(MAX_EPISODES, cfg.simulator.max_episodes)
     cfg = replace(cfg, simulator=replace(cfg.simulator, hours=MAX_HOURS, max_episodes=num))
-    return World(cfg, workload, max_steps=cfg.simulator.search_steps).run()
+    return SimulatedRun(cfg, workload, max_steps=cfg.simulator.search_steps).run()
 
 
 def _least(predictions: dict[int, Prediction]) -> int:

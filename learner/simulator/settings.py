@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from common.config.curriculum import MAX_TURNS, HorizonKind, HorizonUnit
 from common.config.run_config import RunConfig
-from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
+from learner.scheduler.curriculum.catalogue import HubCatalogue, SubsetEntry
 
 NUM_ITEMS = 1000  # Number of items in each subset.
 ENDLESS_STEPS = 1 << 30
@@ -20,7 +20,7 @@ def for_simulation(cfg: RunConfig, *, is_endless: bool = False) -> RunConfig:
     return replace(cfg, eval=evaluation, train=replace(cfg.train, num_steps=num_steps))
 
 
-def catalogue_of(cfg: RunConfig) -> Catalogue:
+def catalogue_of(cfg: RunConfig) -> HubCatalogue:
     """Return a catalogue in which no item ends earlier than the longest horizon."""
     envs: dict[str, dict[str, SubsetEntry]] = {}
     for task in cfg.tasks:
@@ -30,7 +30,7 @@ def catalogue_of(cfg: RunConfig) -> Catalogue:
         entry = SubsetEntry(num_train=NUM_ITEMS, num_test=NUM_ITEMS, max_turns=max_turns)
         for bound in (0, *cfg.curriculum.bounds()):
             envs.setdefault(task.env, {})[task.items(bound)] = entry
-    return Catalogue(envs=envs)
+    return HubCatalogue(envs=envs)
 
 
 def at_longest_horizon(cfg: RunConfig) -> RunConfig:

@@ -38,7 +38,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SimulatedStep:
     ended_s: float
     wait_s: float
     num_arrived: int  # Episodes since the start.
@@ -48,9 +48,9 @@ class Step:
 
 
 @dataclass(slots=True)
-class Tally:
+class SimulationStatistics:
     published_s: list[float] = field(default_factory=list)  # Publication time of version i + 1.
-    steps: list[Step] = field(default_factory=list)
+    steps: list[SimulatedStep] = field(default_factory=list)
     lags: Counter[int] = field(default_factory=Counter)
     num_arrived: int = 0
     num_short: int = 0  # Number of incomplete batches.
@@ -63,7 +63,7 @@ class Tally:
         passed = sum(ended_s - each for each in self.published_s[version:last])
         return version + passed / (ended_s - started_s)
 
-    def add_step(self, step: Step) -> None:
+    def add_step(self, step: SimulatedStep) -> None:
         self.published_s.append(step.ended_s)
         self.steps.append(step)
 

@@ -11,7 +11,7 @@ from common.wire.messages import EndReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Play:
+class SimulatedEpisode:
     """The predetermined result of one episode, on an actor of speed 1."""
 
     num_turns: int
@@ -27,7 +27,7 @@ class Workload(Protocol):
 
     def group(
         self, rng: Random, *, horizon: int, stage: int, version: int, size: int
-    ) -> list[Play]:
+    ) -> list[SimulatedEpisode]:
         """Return the members of a group that is opened at this version."""
         ...
 
@@ -57,12 +57,12 @@ class SampledWorkload:
 
     def group(
         self, rng: Random, *, horizon: int, stage: int, version: int, size: int
-    ) -> list[Play]:
+    ) -> list[SimulatedEpisode]:
         """Return the members. They share only the item's difficulty."""
         solved_frac = rng.betavariate(self._alpha, self._beta)
         return [self._play(rng, horizon, solved_frac) for _ in range(size)]
 
-    def _play(self, rng: Random, horizon: int, solved_frac: float) -> Play:
+    def _play(self, rng: Random, horizon: int, solved_frac: float) -> SimulatedEpisode:
         cfg = self._cfg
         num_turns = max(1, round(rng.lognormvariate(self._mean_log_turns, cfg.num_turns_sigma)))
         turn_s = rng.lognormvariate(self._mean_log_turn_s, cfg.turn_sigma)
@@ -73,7 +73,7 @@ class SampledWorkload:
         if rng.random() < cfg.tail_frac:
             wall_s *= cfg.tail_factor
         is_success = not is_cut and rng.random() < solved_frac
-        return Play(
+        return SimulatedEpisode(
             num_turns=num_turns,
             wall_s=wall_s,
             num_tokens=num_turns * cfg.turn_tokens,

@@ -27,7 +27,7 @@ from learner.scheduler.core import SchedulerCore
 from learner.simulator.event_queue import EventQueue
 from learner.simulator.fleet import Arrival, Fleet
 from learner.simulator.settings import catalogue_of, for_simulation
-from learner.simulator.tally import Prediction, Step, Tally
+from learner.simulator.tally import Prediction, SimulatedStep, SimulationStatistics
 from learner.simulator.workload import Workload
 
 LEARNER = "learner-0"
@@ -35,7 +35,7 @@ MANY_ACTORS = 16  # With more actors, heartbeats are as rare as `dead_after_s` a
 MAX_HOURS = 24.0 * 365  # Limit for a run that makes no progress.
 
 
-class World:
+class SimulatedRun:
     """A run on virtual time. It does not simulate evaluation before and after, nor checkpoints.
 
     Example: an episode ends, reaches the learner `delivery_s` later and completes its group. The
@@ -67,7 +67,7 @@ class World:
             deliver=self._deliver,
             note_waiting=self._note_waiting,
         )
-        self._tally = Tally()
+        self._tally = SimulationStatistics()
         self._arrivals: list[Arrival] = []
         self._journal: dict[str, Arrival] = {}  # Accepted episodes that are not consumed yet.
         self._known: set[str] = set()
@@ -189,7 +189,7 @@ class World:
     ) -> None:
         self._is_training = False
         self._waits_since_s = self._events.now_s
-        step = Step(
+        step = SimulatedStep(
             ended_s=self._events.now_s,
             wait_s=wait_s,
             num_arrived=self._tally.num_arrived,

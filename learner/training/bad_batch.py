@@ -40,5 +40,5 @@ def dump_batch(run_root: Path, version: int, samples: Sequence[Sample]) -> Path 
             facts["segment"] = sample.row
         lines.append(json.dumps(facts))
     (folder / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    logger.error("batch written version=%d folder=%s samples=%d", version, folder, len(lines))
+    logger.error("wrote bad batch version=%d folder=%s samples=%d", version, folder, len(lines))
     return folder

@@ -75,11 +75,11 @@ def _age(folder: Path) -> tuple[int, bool]:
 def check_marker(folder: Path) -> None:
     """Check that the marker of a checkpoint has the folder's version. Raises: ConfigError."""
     path = folder / _MARKER
-    remedy = f"move {folder} away, and the run goes on from the checkpoint before it"
+    remedy = f"move {folder} away, and the run continues from the checkpoint before it"
     version = read_json(path, {"version": int}, remedy=remedy)["version"]
     found = _NAME.fullmatch(folder.name)
     if found is not None and int(found[1]) != version:
-        raise ConfigError(f"{path}: damaged, it is of version {version}; {remedy}")
+        raise ConfigError(f"{path}: damaged, it names version {version}; {remedy}")
 
 
 def _is_passing(folder: Path) -> bool:
@@ -96,13 +96,14 @@ def load_values(folder: Path) -> dict[str, Any]:
     Raises: ConfigError: the folder is incomplete, damaged, or from an older product version.
     """
     if not (folder / _MARKER).exists():
-        raise ConfigError(f"{folder} is no complete checkpoint")
+        raise ConfigError(f"{folder} is not a complete checkpoint")
     if not (folder / _VALUES).exists():
         raise ConfigError(
-            f"{folder} was written by an older version of the product, as one file per run; finish"
-            f" the run with that version, or begin another from its weights: model.path={folder}"
+            f"{folder} was written by an older version of the product in another format. Finish"
+            " the run with that version, or start another run from its weights:"
+            f" model.path={folder}"
         )
-    remedy = f"move {folder} away, and the run goes on from the checkpoint before it"
+    remedy = f"move {folder} away, and the run continues from the checkpoint before it"
     return read_json(folder / _VALUES, {"version": int}, remedy=remedy)
 
 
@@ -175,7 +176,7 @@ class Checkpoints:
                 self._give_up(partial, error)
                 return None
             self._took_s = time.monotonic() - started
-            logger.info("saved version=%d took_s=%.2f", version, self._took_s)
+            logger.info("saved checkpoint version=%d took_s=%.2f", version, self._took_s)
             return self._took_s
 
         self._saved_at = time.monotonic()
@@ -193,7 +194,11 @@ class Checkpoints:
         written = trainer.save(partial / TENSORS)
         self._writing = self._thread.submit(finish, written)
         self._stood_s = time.monotonic() - started
-        logger.info("copied version=%d stood_s=%.2f", version, self._stood_s)
+        logger.info(
+            "copied weights for a checkpoint version=%d training_paused_s=%.2f",
+            version,
+            self._stood_s,
+        )
         return folder
 
     def has(self, version: int) -> bool:
@@ -213,7 +218,7 @@ class Checkpoints:
         self._saved_version = -1
         self._retry_at = time.monotonic() + RETRY_S
         logger.error(
-            "disk full: no room for checkpoint %s (%s free); training goes on, tried again in_s=%g",
+            "disk full: no room for checkpoint %s (%s free), training continues, next try in_s=%g",
             partial.name.strip(".").removesuffix(".partial"),
             free_text(self._root),
             RETRY_S,
@@ -240,8 +245,10 @@ class Checkpoints:
         try:
             self._writing.result(SAVE_TIMEOUT.total_seconds())
         except TimeoutError as error:
-            limit = f"{SAVE_TIMEOUT.total_seconds():g}s"
-            raise LongstrideError(f"{self._root}: no checkpoint written within {limit}") from error
+            limit = f"{SAVE_TIMEOUT.total_seconds():g} s"
+            raise LongstrideError(
+                f"{self._root}: the checkpoint was not written within {limit}"
+            ) from error
 
     def _replace(self, folder: Path, partial: Path) -> None:
         if folder.exists():

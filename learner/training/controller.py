@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.learning import ControllerSection
+from common.config.controller import ControllerSection
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +68,17 @@ class Controller:
         """
         cfg = self._cfg
         if not math.isfinite(ess_frac * weight_mean):
-            logger.warning("policy is broken version=%d ess=%f", version, ess_frac)
+            logger.warning(
+                "effective sample size is not finite version=%d ess=%f", version, ess_frac
+            )
             return Decision(
                 lr_scale=1.0, is_skipped=must_skip, max_ahead_steps=self.max_ahead_steps
             )
         ess_frac = min(ess_frac, weight_mean, 1 / max(weight_mean, TINY))
         if masked_frac > cfg.masked_warn_frac:
-            logger.warning("many tokens masked version=%d frac=%.3f", version, masked_frac)
+            logger.warning(
+                "correction masks many tokens version=%d frac=%.3f", version, masked_frac
+            )
         is_skipped = must_skip
         if must_train or must_skip:
             self._num_skips = self._num_skips + 1 if must_skip else 0
@@ -84,7 +88,9 @@ class Controller:
         lr_scale = 1.0
         if cfg.scale_lr and ess_frac < cfg.ess_target and not is_skipped:
             lr_scale = max(cfg.min_lr_scale, ess_frac / cfg.ess_target)
-            logger.info("lr scaled version=%d by=%.3f ess=%.3f", version, lr_scale, ess_frac)
+            logger.info(
+                "scaled learning rate version=%d by=%.3f ess=%.3f", version, lr_scale, ess_frac
+            )
         return Decision(
             lr_scale=lr_scale, is_skipped=is_skipped, max_ahead_steps=self.max_ahead_steps
         )
@@ -97,7 +103,7 @@ class Controller:
         if self._num_skips >= cfg.max_skips:
             self._num_skips = 0
             logger.warning(
-                "batch kept although far off version=%d ess=%.3f after_skips=%d",
+                "kept a batch with low ess version=%d ess=%.3f after_skips=%d",
                 version,
                 ess_frac,
                 cfg.max_skips,
@@ -105,7 +111,7 @@ class Controller:
             return False
         self._num_skips += 1
         logger.warning(
-            "batch skipped version=%d ess=%.3f below=%.2f in_a_row=%d",
+            "skipped batch version=%d ess=%.3f below=%.2f in_a_row=%d",
             version,
             ess_frac,
             cfg.ess_skip,
@@ -132,7 +138,7 @@ class Controller:
         if self.max_ahead_steps != before:
             self._num_good = 0
             logger.warning(
-                "gate moved version=%d ahead_steps=%d to=%d ess=%.3f clipped=%.3f",
+                "moved gate version=%d ahead_steps=%d to=%d ess=%.3f clipped=%.3f",
                 version,
                 before,
                 self.max_ahead_steps,

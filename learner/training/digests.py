@@ -42,22 +42,24 @@ def first_difference(was: StepDigests, now: StepDigests, names: Sequence[str]) -
     if was.episodes != now.episodes:
         pairs = zip(names, was.episodes, now.episodes, strict=False)
         others = [name for name, theirs, ours in pairs if theirs != ours]
-        counts = f"{len(was.episodes)} episodes were trained on, {len(now.episodes)} are there"
+        counts = (
+            f"the run trained on {len(was.episodes)} episodes, but {len(now.episodes)} were found"
+        )
         return f"batch: {'episode ' + ', '.join(others[:3]) if others else counts}"
     if was.advantages != now.advantages:
-        return "advantage: the same episodes have other advantages"
+        return "advantage: the same episodes have different advantages"
     if was.minibatches != now.minibatches:
-        return "batch: the same episodes are in other minibatches"
+        return "batch: the same episodes are in different minibatches"
     pairs = zip(was.gradient, now.gradient, strict=False)
     first = next((i for i, (theirs, ours) in enumerate(pairs) if theirs != ours), None)
     if first == 0:
-        return "gradient: the same batch has another gradient"
+        return "gradient: the same batch has a different gradient"
     if first is not None:
-        return f"optimizer: update {first} of the batch, from the same gradient"
+        return f"optimizer: update {first} of the batch differs, from the same gradient"
     if was.controller != now.controller or len(was.gradient) != len(now.gradient):
-        return "controller: it decides otherwise, or remembers otherwise"
+        return "controller: its decision or its state differs"
     if was.weights != now.weights:
-        return "optimizer: the same gradients make other weights"
+        return "optimizer: the same gradients make different weights"
     return ""
 
 

@@ -34,7 +34,7 @@ from common.wire.weight_group import lower_priority
 from learner.policy.model import pick_device
 from learner.policy.timing import settled, with_settled
 from learner.training.build import is_sharded, load_start, make_trainer
-from learner.training.ranks import Order, Ranks
+from learner.training.ranks import RankOperation, Ranks
 from learner.weights.source import LiveWeights
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ LOAD_S = 900.0  # Time limit for all ranks to load their models, in seconds.
 STOP_S = 5.0  # Time limit for a process to exit by itself, in seconds.
 
 
-class _Worker(NamedTuple):
+class _RankWorker(NamedTuple):
     rank: int
     process: BaseProcess
     pipe: Connection
@@ -68,7 +68,7 @@ class RankWorkers:
         """Start the processes. They load `checkpoint` or `model.path`, like rank 0."""
         self._cfg = cfg
         self._ranks = Ranks()
-        self._workers: list[_Worker] = []
+        self._workers: list[_RankWorker] = []
         self._device = pick_device(cfg.learner.device)
         num_ranks = cfg.learner.num_ranks
         self._meeting: Path | None = None
@@ -79,7 +79,7 @@ class RankWorkers:
             has = torch.cuda.device_count()
             raise ConfigError(
                 f"learner.num_ranks={num_ranks} from learner.device={cfg.learner.device}: {needed}"
-                f" CUDA devices are needed, and {has} are visible"
+                f" CUDA devices are needed, but {has} are visible"
             )
         meeting = Path(tempfile.mkdtemp(prefix="learner-ranks-"))  # A private folder on this host.
         self._meeting = meeting
@@ -96,7 +96,7 @@ class RankWorkers:
             process.start()
             theirs.close()
             asked.close()
-            self._workers.append(_Worker(rank, process, ours, asking))
+            self._workers.append(_RankWorker(rank, process, ours, asking))
 
     def wait_loaded(self) -> None:
         """Wait until all ranks have loaded. Raises: LongstrideError: a rank ended or timed out."""
@@ -106,7 +106,7 @@ class RankWorkers:
             found = wait([worker.pipe, worker.process.sentinel], remaining_s)
             if not found:
                 raise LongstrideError(
-                    f"learner rank {worker.rank} has not loaded its model within {LOAD_S:g}s"
+                    f"learner rank {worker.rank} did not load its model within {LOAD_S:g} s"
                 )
             if worker.pipe in found:
                 self._read_ready(worker)
@@ -124,14 +124,14 @@ class RankWorkers:
         logger.info("ranks=%d pids=%s", self._ranks.size, [f.process.pid for f in self._workers])
         return self._ranks
 
-    def announce(self, order: Order) -> None:
+    def announce(self, order: RankOperation) -> None:
         """Send an order to the other ranks. Raises: LongstrideError: a rank ended."""
         self.check()
         header = json.dumps([*order[:-1], len(order.payload)])
         for worker in self._workers:
             self._tell(worker, header.encode())
         if order.payload:
-            with self._ranks.in_touch("an order"):
+            with self._ranks.in_touch("the broadcast of an order"):
                 self._ranks.send(order.payload)
 
     def ask_for_part(self, request: bytes) -> None:
@@ -143,21 +143,23 @@ class RankWorkers:
             try:
                 worker.publish_pipe.send_bytes(request)
             except OSError as error:
-                raise LongstrideError(f"learner rank {worker.rank} is gone: {error}") from error
+                raise LongstrideError(f"learner rank {worker.rank} has ended: {error}") from error
 
-    def _read_ready(self, worker: _Worker) -> None:
+    def _read_ready(self, worker: _RankWorker) -> None:
         try:
             worker.pipe.recv_bytes()
         except EOFError as error:
             worker.process.join(STOP_S)
             self.check()
-            raise LongstrideError(f"learner rank {worker.rank} closed its pipe") from error
+            raise LongstrideError(
+                f"learner rank {worker.rank} closed its pipe during its start"
+            ) from error
 
-    def _tell(self, worker: _Worker, message: bytes) -> None:
+    def _tell(self, worker: _RankWorker, message: bytes) -> None:
         try:
             worker.pipe.send_bytes(message)
         except OSError as error:
-            raise LongstrideError(f"learner rank {worker.rank} is gone: {error}") from error
+            raise LongstrideError(f"learner rank {worker.rank} has ended: {error}") from error
 
     def check(self) -> None:
         """Check that all ranks are alive. Raises: LongstrideError: names the rank that ended."""
@@ -165,8 +167,8 @@ class RankWorkers:
             code = worker.process.exitcode
             if code is not None:
                 raise LongstrideError(
-                    f"learner rank {worker.rank} ended with exit code {code}; its lines in this "
-                    f"log are those of learner-{worker.rank}"
+                    f"learner rank {worker.rank} ended with exit code {code}. The lines of"
+                    f" learner-{worker.rank} in this log have the cause."
                 )
 
     def stop(self) -> None:
@@ -209,7 +211,7 @@ def _meet(cfg: RunConfig, rank: int, meeting: Path, device: torch.device) -> Ran
         return Ranks(mesh, publish_group=group)
     except RuntimeError as error:
         raise LongstrideError(
-            f"learner rank {rank} of {num_ranks} found no group: {error}"
+            f"learner rank {rank} of {num_ranks} could not join the process group: {error}"
         ) from error
 
 
@@ -245,11 +247,11 @@ def _serve_rank(
         while True:
             kind, version, must_train, must_skip, num_bytes = json.loads(pipe.recv_bytes())
             payload = ranks.receive(num_bytes) if num_bytes else b""
-            trainer.carry_out(Order(kind, version, must_train, must_skip, payload))
+            trainer.carry_out(RankOperation(kind, version, must_train, must_skip, payload))
     except (EOFError, BrokenPipeError):  # Rank 0 has ended.
         leave(0)
     finally:  # Only an error leads here.
-        logger.error("ended by an error", exc_info=True)
+        logger.error("this rank ended with an error", exc_info=True)
         leave(1)
 
 
@@ -262,5 +264,5 @@ def _serve_weights(weights: LiveWeights, pipe: Connection) -> None:
     except (EOFError, BrokenPipeError):  # Rank 0 has ended.
         return
     except LongstrideError:
-        logger.error("weights are not served any more", exc_info=True)
+        logger.error("this rank stopped serving weights", exc_info=True)
         leave(1)

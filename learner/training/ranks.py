@@ -17,7 +17,7 @@ from common.errors import LongstrideError
 SAVE_TIMEOUT = timedelta(minutes=30)
 
 
-class Order(NamedTuple):
+class RankOperation(NamedTuple):
     """The next operation of all ranks, sent by rank 0."""
 
     kind: str  # "train", "score", "save", "checksums" or "warm_up", see `Trainer`
@@ -90,8 +90,10 @@ class Ranks:
             if self.mesh is None:
                 raise
             reason = " ".join(str(error).split())[:300]
-            lost = f"rank {self.index} of {self.size} learner ranks lost another one in {what}"
-            raise LongstrideError(f"{lost}: {reason}") from error
+            rank = f"learner rank {self.index} of {self.size}"
+            raise LongstrideError(
+                f"{rank} lost the connection to another rank during {what}: {reason}"
+            ) from error
 
 
 def deal(costs: Sequence[int], num_ranks: int) -> list[int]:

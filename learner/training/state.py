@@ -173,7 +173,7 @@ def restore(
         list(saved[name].size) != list(each.shape)  # pyright: ignore - of a tensor
         for name, each in weights.items()
     ):
-        raise ConfigError(f"{folder}: the saved weights are those of another model")
+        raise ConfigError(f"{folder}: the saved weights do not fit this model")
     owners = {id(tensor): name for name, tensor in weights.items()}
     optimizers = list(optimizers)
     for optimizer in optimizers:
@@ -182,9 +182,9 @@ def restore(
     if live.keys() != saved.keys():
         kinds = sorted({name.rpartition(".")[2] for name in live.keys() ^ saved.keys()})
         raise ConfigError(
-            f"{folder}: the saved moments are those of another optimizer ({', '.join(kinds)});"
-            " go on with the learner.optimizer and learner.moments it was trained with (8bit: and"
-            " its learner.num_ranks)"
+            f"{folder}: the saved moments do not fit this optimizer ({', '.join(kinds)}). Continue"
+            " with the learner.optimizer and learner.moments of the checkpoint. With 8bit moments,"
+            " learner.num_ranks must also be the same."
         )
     load({n: each.detach() for n, each in live.items()}, checkpoint_id=folder, no_dist=True)
 

@@ -229,7 +229,7 @@ class Gradients:
         marks = micro.state_marks
         values = scores.values
         if values is None or targets is None or old is None or marks is None:
-            raise ValueError("a critic's loss needs values, targets and marks of the batch")
+            raise ValueError("the critic's loss needs values, old values, targets and state marks")
         cfg = self._cfg.critic
         loss = value_loss(values, targets, old, marks / num_states, clip=cfg.clip)
         metrics["critic/loss"] = loss.detach()

@@ -25,7 +25,7 @@ from learner.policy.model import published_tensors, whole
 from learner.training.controller import Controller, Decision
 from learner.training.digests import Digester, StepDigests
 from learner.training.optimizers.optimizer import lr_scale, make_critic_optimizer, make_optimizer
-from learner.training.ranks import Order, Ranks
+from learner.training.ranks import RankOperation, Ranks
 from learner.training.state import StateWriter, live_tensors, local_part, restore
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
 from learner.training.step_metrics import (
@@ -43,7 +43,7 @@ INFORMATION_EVERY_STEPS = 5  # Mutual information changes slowly, and costs a tw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class TrainResult:
     metrics: dict[str, float]  # Finite metrics only.
     decision: Decision  # A skipped batch changes no weights.
 
@@ -65,7 +65,7 @@ class Trainer:
         networks: Networks,
         *,
         ranks: Ranks | None = None,
-        announce: Callable[[Order], object] | None = None,
+        announce: Callable[[RankOperation], object] | None = None,
         on_bad_batch: Callable[[int, list[Sample]], object] | None = None,
         before_update: Callable[[], object] | None = None,
     ) -> None:
@@ -119,14 +119,14 @@ class Trainer:
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the logprob of each token after the first, at temperature 1, per sequence."""
-        self._tell(lambda: Order("score", payload=json.dumps(token_ids).encode()))
+        self._tell(lambda: RankOperation("score", payload=json.dumps(token_ids).encode()))
         with self._ranks.in_touch("scoring"):
             return self._gradients.passes.score_sequences(token_ids)
 
     def warm_up(self) -> None:
         """Compile the kernels of `learner.compile`, if it is set, before a step needs them."""
         if self._gradients.passes.is_cold:
-            self._tell(lambda: Order("warm_up"))
+            self._tell(lambda: RankOperation("warm_up"))
             with self._ranks.in_touch("compiling"):
                 self._gradients.passes.warm_up()
 
@@ -150,7 +150,7 @@ class Trainer:
 
     def checksums(self) -> tuple[str, str]:
         """Return the checksums of the trained weights and of the frozen weights."""
-        self._tell(lambda: Order("checksums"))
+        self._tell(lambda: RankOperation("checksums"))
         with self._ranks.in_touch("a checksum"):
             return self._digester.standing(self._frozen)
 
@@ -172,7 +172,7 @@ class Trainer:
             gathering = Gathering(ranks.publish_group, ranks.index, device, ask)
         return LiveWeights(published_tensors(self._model), self._engine_dtype, gathering=gathering)
 
-    def carry_out(self, order: Order) -> None:
+    def carry_out(self, order: RankOperation) -> None:
         """Run an order of rank 0 on this rank."""
         match order.kind:
             case "train":
@@ -188,9 +188,9 @@ class Trainer:
             case "warm_up":
                 self.warm_up()
             case _:
-                raise ValueError(f"no such order: {order.kind!r}")
+                raise ValueError(f"unknown kind of order: {order.kind!r}")
 
-    def _tell(self, order: Callable[[], Order]) -> None:
+    def _tell(self, order: Callable[[], RankOperation]) -> None:
         if self._announce is not None and self._ranks.size > 1:
             self._announce(order())
 
@@ -201,7 +201,7 @@ class Trainer:
         version: int,
         must_train: bool = False,
         must_skip: bool = False,
-    ) -> StepResult:
+    ) -> TrainResult:
         """Make ppo_epochs x num_minibatches updates; return the step's metrics and the decision.
 
         Samples without sampled tokens add nothing. An update whose loss or gradient is not finite
@@ -219,8 +219,8 @@ class Trainer:
         started_s = time.perf_counter()
         samples = [sample for sample in samples if sample.num_sampled_tokens > 0]
         if not samples:
-            raise ValueError("there is no sampled token to train on")
-        order = partial(Order, "train", version, must_train, must_skip)
+            raise ValueError("the batch has no sampled token to train on")
+        order = partial(RankOperation, "train", version, must_train, must_skip)
         self._tell(lambda: order(pack_samples(samples)))
         decide = partial(
             self._controller.decide, version=version, must_train=must_train, must_skip=must_skip
@@ -230,7 +230,7 @@ class Trainer:
 
     def _train(
         self, samples: list[Sample], version: int, decide: Callable[..., Decision], started_s: float
-    ) -> StepResult:
+    ) -> TrainResult:
         self._gradients.passes.warm_up()
         self._digester.begin(samples)
         answered: dict[str, float] = {}
@@ -261,7 +261,7 @@ class Trainer:
         metrics = self._metrics(batch, updates, decision, time.perf_counter() - started_s)
         answered |= {f"offpolicy/{name}": value for name, value in overlap._asdict().items()}
         metrics |= {name: value for name, value in answered.items() if math.isfinite(value)}
-        return StepResult(metrics=metrics, decision=decision)
+        return TrainResult(metrics=metrics, decision=decision)
 
     def _minibatches(self, batch: ScoredBatch) -> list[list[int]]:
         """Return the minibatches of all epochs; a skipped step draws the same random numbers."""
@@ -325,7 +325,7 @@ class Trainer:
         self._num_bad_steps_in_a_row += 1
         in_a_row = self._num_bad_steps_in_a_row
         logger.warning(
-            "skipped updates, not finite version=%d num_bad=%d in_a_row=%d",
+            "skipped updates with NaN or infinite values version=%d num_bad=%d in_a_row=%d",
             batch.version,
             num_bad,
             in_a_row,
@@ -334,10 +334,10 @@ class Trainer:
             self._on_bad_batch(batch.version, batch.samples)
         if in_a_row >= self._cfg.max_bad_steps:
             raise TrainingDiverged(
-                f"losses or gradients were not finite in {in_a_row} steps in a row, the last one "
-                f"at version {batch.version} (learner.max_bad_steps={self._cfg.max_bad_steps});"
-                " what was not finite changed no weight, the newest checkpoint is good; see"
-                " bad_batches/, a lower learner.lr or learner.max_grad_norm may help"
+                f"Losses or gradients were NaN or infinite in {in_a_row} consecutive steps up to"
+                f" version {batch.version} (learner.max_bad_steps={self._cfg.max_bad_steps})."
+                " Such updates were skipped, so the newest checkpoint is good. The batches are in"
+                " bad_batches/. A lower learner.lr or learner.max_grad_norm may help."
             )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -365,14 +365,14 @@ class Trainer:
 
         Raises: WeightsNotFinite: names the first tensor with NaN or infinity on any rank.
         """
-        self._tell(lambda: Order("save", payload=str(folder).encode()))
+        self._tell(lambda: RankOperation("save", payload=str(folder).encode()))
         with self._ranks.in_touch("a checkpoint"):
             tensors = self.tensors()
             bad = torch.tensor([not is_finite(local_part(each)) for each in tensors.values()])
             found = self._ranks.sum(bad.int()).nonzero()
             if len(found):
                 name = list(tensors)[int(found[0])]
-                raise WeightsNotFinite(name, "no checkpoint is made of them")
+                raise WeightsNotFinite(name, "the checkpoint is not written")
             return self._writer.start(tensors, folder)
 
     def restore(self, folder: Path, values: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ import time
 from collections import deque
 
 from common.wire.weight_messages import WeightsJoin, WeightsLoaded, WeightsOffer, WeightsReady
-from learner.weights.membership import Member
+from learner.weights.membership import EngineMember
 
 NUM_REMEMBERED = 1_000  # Epochs of abandoned transfers that are kept.
 
@@ -23,9 +23,9 @@ class Answers:
         self.epoch = 0
         self._version = -1
         # Offer and time of sending, by member.
-        self._offers: dict[Member, tuple[WeightsOffer, float]] = {}
-        self._ready: set[Member] = set()
-        self._loaded: dict[Member, WeightsLoaded] = {}
+        self._offers: dict[EngineMember, tuple[WeightsOffer, float]] = {}
+        self._ready: set[EngineMember] = set()
+        self._loaded: dict[EngineMember, WeightsLoaded] = {}
         self._given_up: deque[int] = deque(maxlen=NUM_REMEMBERED)
 
     def begin(self, epoch: int, version: int) -> None:
@@ -36,22 +36,22 @@ class Answers:
         self._ready = set()
         self._loaded = {}
 
-    def offered(self, member: Member, offer: WeightsOffer) -> None:
+    def offered(self, member: EngineMember, offer: WeightsOffer) -> None:
         """Record the offer sent to a member."""
         self._offers[member] = (offer, time.monotonic())
 
-    def unanswered(self, member: Member) -> WeightsOffer | None:
+    def unanswered(self, member: EngineMember) -> WeightsOffer | None:
         """Return the offer to a member that has not answered at all; else None."""
         found = self._offers.get(member)
         has_answered = member in self._ready or member in self._loaded
         return None if found is None or has_answered else found[0]
 
-    def waited_s(self, member: Member) -> float:
+    def waited_s(self, member: EngineMember) -> float:
         """Return the seconds since a member was offered the version."""
         found = self._offers.get(member)
         return 0.0 if found is None else time.monotonic() - found[1]
 
-    def note(self, member: Member, answer: WeightsReady | WeightsLoaded) -> bool:
+    def note(self, member: EngineMember, answer: WeightsReady | WeightsLoaded) -> bool:
         """Record an answer; True if it belongs to this offer and is new."""
         if answer.group_epoch != self.epoch or answer.version != self._version:
             return False
@@ -63,7 +63,7 @@ class Answers:
         self._loaded[member] = answer
         return is_new
 
-    def hear(self, member: Member, join: WeightsJoin) -> None:
+    def hear(self, member: EngineMember, join: WeightsJoin) -> None:
         """Derive a lost answer from a member's heartbeat."""
         is_over = not join.busy_epoch and member in self._ready and member not in self._loaded
         if is_over:
@@ -74,16 +74,16 @@ class Answers:
                 version=self._version,
                 group_epoch=self.epoch,
                 is_ok=is_ok,
-                error="" if is_ok else f"it is free and holds version {join.version}",
+                error="" if is_ok else f"the engine is idle and has version {join.version}",
                 stage_s=0.0,
                 pause_s=0.0,
             )
 
-    def is_ready(self, member: Member) -> bool:
+    def is_ready(self, member: EngineMember) -> bool:
         """Return whether the member receives."""
         return member in self._ready
 
-    def loaded(self, member: Member) -> WeightsLoaded | None:
+    def loaded(self, member: EngineMember) -> WeightsLoaded | None:
         """Return the member's final answer, None if there is none yet."""
         return self._loaded.get(member)
 

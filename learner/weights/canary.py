@@ -79,8 +79,9 @@ class Canary:
             self._alarms[scores.actor] = self._alarms.get(scores.actor, 0) + 1 if is_alarm else 0
         if is_alarm:
             logger.error(
-                "engine and trainer disagree%s actor=%s version=%d mean_abs_logprob=%.4f limit=%g",
-                " (it still has the version before)" if is_stale else "",
+                "logprobs of engine and trainer differ%s actor=%s version=%d mean_abs_logprob=%.4f"
+                " limit=%g",
+                " (the engine has the version before)" if is_stale else "",
                 scores.actor,
                 scores.version,
                 delta,

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.5  # Seconds between two checks whether the learner is stopping.
+STOP_POLL_S = 0.5  # Seconds between two checks whether the learner is stopping.
 
 
-class Gate:
+class WeightsLock:
     """A readers-writer lock: transfers read live weights between the updates of two steps.
 
-    Consumes: nothing. The trainer closes the gate before the first update of a step; the
+    Consumes: nothing. The trainer closes the lock before the first update of a step; the
         publisher opens it with the next version.
     Waits for: in `close`, transfers that read, at most `timeout_s`. After that they must abort,
         which takes at most one polling interval.
@@ -29,8 +29,8 @@ class Gate:
         self._changed = threading.Condition()
         self._is_open = False
         self._num_inside = 0
-        self._is_wanted_back = False
-        self._must_give_up = False
+        self._writer_waiting = False
+        self._readers_must_abort = False
         self._waited_s = 0.0
         self.is_stopping: Callable[[], bool] = lambda: False
 
@@ -56,30 +56,30 @@ class Gate:
     @property
     def is_open(self) -> bool:
         """True if a version can be read."""
-        return self._is_open and not self._is_wanted_back
+        return self._is_open and not self._writer_waiting
 
     @property
-    def is_wanted_back(self) -> bool:
+    def writer_waiting(self) -> bool:
         """True if the trainer waits in `close`."""
-        return self._is_wanted_back
+        return self._writer_waiting
 
     @property
-    def must_give_up(self) -> bool:
+    def readers_must_abort(self) -> bool:
         """True if readers must abort because `close` has waited too long."""
-        return self._must_give_up
+        return self._readers_must_abort
 
     def close(self) -> None:
         """Wait until there are no readers, and admit no new ones. For the trainer's thread."""
         started = time.monotonic()
         with self._changed:
-            self._is_wanted_back = True
+            self._writer_waiting = True
             while self._num_inside:
                 is_late = time.monotonic() - started > self._timeout_s
-                if (is_late or self.is_stopping()) and not self._must_give_up:
-                    logger.warning("weights are wanted back, giving the transfer up")
-                    self._must_give_up = True
-                self._changed.wait(LOOK_S)
-            self._is_open = self._is_wanted_back = self._must_give_up = False
+                if (is_late or self.is_stopping()) and not self._readers_must_abort:
+                    logger.warning("aborting the weight transfer: the trainer needs the weights")
+                    self._readers_must_abort = True
+                self._changed.wait(STOP_POLL_S)
+            self._is_open = self._writer_waiting = self._readers_must_abort = False
             self._waited_s += time.monotonic() - started
 
     def drain_waited_s(self) -> float:
@@ -95,7 +95,7 @@ class Reading:
 
     def __init__(
         self,
-        gate: Gate,
+        gate: WeightsLock,
         *,
         is_live: bool,
         is_held: bool,
@@ -105,8 +105,8 @@ class Reading:
         """Prepare a read lock; `begin` acquires it.
 
         Args:
-            is_live: the weights are live, so the gate guards them.
-            is_held: the gate has been entered already.
+            is_live: the weights are live, so the lock guards them.
+            is_held: the lock has been entered already.
             is_optional: the transfer stops waiting for engines as soon as the trainer needs the
                 weights, or a newer version exists.
             is_superseded: returns True if a newer version must be sent; None: never.
@@ -134,10 +134,10 @@ class Reading:
     @property
     def must_end(self) -> bool:
         """True if the transfer must abort because `close` has waited too long."""
-        return self._is_held and self._gate.must_give_up
+        return self._is_held and self._gate.readers_must_abort
 
     @property
     def must_not_wait(self) -> bool:
         """True if the transfer must stop waiting for engines before the first bucket."""
-        is_unwanted = self._is_optional and (self._gate.is_wanted_back or self.is_superseded())
+        is_unwanted = self._is_optional and (self._gate.writer_waiting or self.is_superseded())
         return self.must_end or is_unwanted

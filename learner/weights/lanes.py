@@ -11,54 +11,56 @@ from torch import Tensor
 from common.wire.transfer.buckets import NUM_SLOTS
 from common.wire.weight_group import WeightGroup
 from common.wire.weight_messages import WeightsOffer
-from learner.weights.membership import Member
-from learner.weights.routes import Wave
+from learner.weights.membership import EngineMember
+from learner.weights.routes import ReceiverGroup
 
 
 @dataclass(slots=True)
-class Lane:
-    """The process group of a wave."""
+class TransferGroup:
+    """The process group of the engines that receive together."""
 
     epoch: int
     key: str  # Secret name of the group in the rendezvous.
     group: WeightGroup = field(default_factory=WeightGroup)
 
 
-class Lanes:
-    """One lane for each wave.
+class TransferGroups:
+    """One process group for each set of engines that receive together.
 
     An engine is in one group at a time: a new group ends its older ones.
     """
 
     def __init__(self, open_group: Callable[[], str]) -> None:
-        """Start without lanes; `open_group` returns the secret name of a new group."""
+        """Start without groups; `open_group` returns the secret name of a new group."""
         self._open_group = open_group
-        self._lanes: dict[Wave, Lane] = {}
+        self._groups: dict[ReceiverGroup, TransferGroup] = {}
         self._left: list[WeightGroup] = []
         # Random, so that it differs from the epochs of an earlier learner.
         self._last_epoch = secrets.randbelow(1 << 31)
         self._slots: list[Tensor] = []  # Two buckets, on the device that sends.
 
-    def of(self, wave: Wave, *, is_present: Callable[[Member], bool]) -> Lane:
-        """Return the wave's lane.
+    def of(
+        self, receivers: ReceiverGroup, *, is_present: Callable[[EngineMember], bool]
+    ) -> TransferGroup:
+        """Return the group of these receivers.
 
-        Groups that share a member with the wave, or that have a lost member, are closed.
+        Groups that share a member with these receivers, or that have a lost member, are closed.
         """
-        for other in list(self._lanes):
-            is_shared = other != wave and not set(other.members).isdisjoint(wave.members)
+        for other in list(self._groups):
+            is_shared = other != receivers and not set(other.members).isdisjoint(receivers.members)
             if is_shared or not all(is_present(member) for member in other.members):
                 self.leave(other)
-        if wave not in self._lanes:
+        if receivers not in self._groups:
             self._last_epoch += 1
-            self._lanes[wave] = Lane(self._last_epoch, self._open_group())
-        return self._lanes[wave]
+            self._groups[receivers] = TransferGroup(self._last_epoch, self._open_group())
+        return self._groups[receivers]
 
-    def leave(self, wave: Wave) -> None:
-        """Close the group of a wave; any thread that waits in it fails now."""
-        lane = self._lanes.pop(wave, None)
-        if lane is not None:
-            lane.group.leave()
-            self._left = [group for group in [*self._left, lane.group] if group.is_busy]
+    def leave(self, receivers: ReceiverGroup) -> None:
+        """Close the group of these receivers; any thread that waits in it fails now."""
+        transfer_group = self._groups.pop(receivers, None)
+        if transfer_group is not None:
+            transfer_group.group.leave()
+            self._left = [group for group in [*self._left, transfer_group.group] if group.is_busy]
 
     def slots(self, offer: WeightsOffer, device: torch.device) -> list[Tensor]:
         """Return the two buckets to send from; they are reused, because allocation is slow."""
@@ -77,7 +79,7 @@ class Lanes:
 
     def leave_all(self) -> list[WeightGroup]:
         """Close every group; return the groups whose threads may still run."""
-        groups = [*self._left, *(lane.group for lane in self._lanes.values())]
+        groups = [*self._left, *(each.group for each in self._groups.values())]
         for group in groups:
             group.leave()
         return groups

@@ -13,7 +13,7 @@ SILENT_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class EngineMember:
     """An engine that receives weights. A restart has a new incarnation and is a new member."""
 
     sender: bytes = field(compare=False)  # ROUTER identity; a reconnect changes it.
@@ -23,9 +23,9 @@ class Member:
     host: str = ""  # Host name by which the engine reaches the learner.
 
     @staticmethod
-    def of(sender: bytes, join: WeightsJoin) -> "Member":
+    def of(sender: bytes, join: WeightsJoin) -> "EngineMember":
         """Return the member that sent a hello."""
-        return Member(
+        return EngineMember(
             sender=sender,
             actor=join.actor,
             incarnation=join.incarnation,
@@ -38,7 +38,7 @@ class Member:
 class _Standing:
     """State of a member."""
 
-    member: Member
+    member: EngineMember
     heard_at: float
     is_asking: bool = True  # True if the member needs the current version.
     # True if the member is still loading a version after the deadline of the broadcast.
@@ -75,7 +75,7 @@ class Membership:
         return before != self._silent
 
     def hear(
-        self, member: Member, *, version: int, current_version: int, is_free: bool = True
+        self, member: EngineMember, *, version: int, current_version: int, is_free: bool = True
     ) -> bool:
         """Record a message of an engine, which holds `version`; add the engine if it is free.
 
@@ -87,7 +87,9 @@ class Membership:
         standing = self._by_actor.get(member.actor)
         if standing is None or standing.member != member:
             if is_free:
-                logger.info("joined actor=%s incarnation=%s", member.actor, member.incarnation)
+                logger.info(
+                    "added engine actor=%s incarnation=%s", member.actor, member.incarnation
+                )
                 self._by_actor[member.actor] = _Standing(member, time.monotonic())
             return False
         has_moved = standing.member.sender != member.sender
@@ -97,22 +99,22 @@ class Membership:
             standing.is_asking = standing.is_asking or version != current_version
         return has_moved
 
-    def find(self, actor: str, incarnation: str) -> Member | None:
+    def find(self, actor: str, incarnation: str) -> EngineMember | None:
         """Return the present member of this name and incarnation, None if there is none."""
         standing = self._by_actor.get(actor)
         if standing is None or standing.member.incarnation != incarnation:
             return None
         return None if incarnation in self._silent else standing.member
 
-    def has(self, member: Member) -> bool:
+    def has(self, member: EngineMember) -> bool:
         return self.find(member.actor, member.incarnation) == member
 
-    def sender_of(self, member: Member) -> bytes:
+    def sender_of(self, member: EngineMember) -> bytes:
         """Return the current ROUTER identity of a member."""
         standing = self._by_actor.get(member.actor)
         return standing.member.sender if standing is not None else member.sender
 
-    def present(self) -> list[Member]:
+    def present(self) -> list[EngineMember]:
         """Return the members. For any thread."""
         standings = list(self._by_actor.values())
         return [s.member for s in standings if s.member.incarnation not in self._silent]
@@ -140,16 +142,16 @@ class Membership:
             if standing.member.incarnation in self._silent:
                 self.remove(standing.member, reason="silent")
             elif silent_s > self._silent_after_s:
-                self.remove(standing.member, reason=f"not heard for {silent_s:.1f}s")
+                self.remove(standing.member, reason=f"no heartbeat for {silent_s:.1f} s")
 
-    def take_for_version(self) -> list[Member]:
+    def take_for_version(self) -> list[EngineMember]:
         """Return the members for a new version's broadcast, and clear their requests."""
         chosen = [m for m in self.present() if not self._is_apart(m)]
         for member in chosen:
             self._by_actor[member.actor].is_asking = False
         return chosen
 
-    def take_newcomers(self) -> list[Member]:
+    def take_newcomers(self) -> list[EngineMember]:
         """Return the members that request the current version, and clear their requests.
 
         A member that failed before is returned alone, if no other member requests the version.
@@ -161,17 +163,17 @@ class Membership:
             self._by_actor[member.actor].is_asking = False
         return chosen
 
-    def _is_apart(self, member: Member) -> bool:
+    def _is_apart(self, member: EngineMember) -> bool:
         return member.incarnation in self._owing or self._by_actor[member.actor].is_loading
 
-    def has_asked(self, member: Member) -> bool:
+    def has_asked(self, member: EngineMember) -> bool:
         """Return whether the member is free and requests the current version."""
         standing = self._by_actor.get(member.actor)
         if standing is None or standing.member != member:
             return False
         return standing.is_asking and not standing.is_loading
 
-    def note_served(self, members: Iterable[Member]) -> None:
+    def note_served(self, members: Iterable[EngineMember]) -> None:
         """Record that these members hold the current version."""
         for member in members:
             self._owing.discard(member.incarnation)
@@ -179,28 +181,28 @@ class Membership:
             if standing is not None and standing.member == member:
                 standing.is_asking = False
 
-    def note_failed(self, member: Member) -> None:
+    def note_failed(self, member: EngineMember) -> None:
         """Mark a member as failed: broadcasts skip it until it has loaded a version alone."""
         self._owing.add(member.incarnation)
 
-    def note_loading(self, member: Member) -> None:
+    def note_loading(self, member: EngineMember) -> None:
         """Mark a member as busy: broadcasts skip it until it is free."""
         standing = self._by_actor.get(member.actor)
         if standing is not None and standing.member == member:
             standing.is_loading = True
 
-    def note_ready_s(self, member: Member, seconds: float) -> None:
+    def note_ready_s(self, member: EngineMember, seconds: float) -> None:
         """Record the seconds from the offer until an engine began to receive."""
         before = self._ready_s.get(member.incarnation, 0.0)
         self._ready_s[member.incarnation] = max(before, seconds)
 
-    def patience_s(self, member: Member) -> float:
+    def patience_s(self, member: EngineMember) -> float:
         """Return how many seconds to wait for a living engine to begin to receive."""
         return max(self._silent_after_s, 3 * self._ready_s.get(member.incarnation, 0.0))
 
-    def remove(self, member: Member, *, reason: str) -> None:
+    def remove(self, member: EngineMember, *, reason: str) -> None:
         """Remove a member that is lost."""
         standing = self._by_actor.get(member.actor)
         if standing is not None and standing.member == member:
-            logger.warning("removed actor=%s reason=%s", member.actor, reason)
+            logger.warning("removed engine actor=%s reason=%s", member.actor, reason)
             del self._by_actor[member.actor]

@@ -11,7 +11,7 @@ from common.errors import ConfigError, LongstrideError
 from common.wire.sockets import Router
 from common.wire.weight_messages import CanaryCheck
 from learner.weights.canary import Canary
-from learner.weights.gate import Gate
+from learner.weights.gate import WeightsLock
 from learner.weights.membership import Membership
 from learner.weights.prompts import Prompts
 from learner.weights.routes import PublishSettings
@@ -50,12 +50,14 @@ class Publisher(threading.Thread):
     and a later member gets the newest one.
     """
 
-    def __init__(self, router: Router, settings: PublishSettings, *, gate: Gate | None = None):
+    def __init__(
+        self, router: Router, settings: PublishSettings, *, gate: WeightsLock | None = None
+    ):
         """Create a publisher on `router`; `gate` guards the weights that are read live."""
         super().__init__(name="publisher", daemon=True)
         self._router = router
         self.port = router.port
-        self._gate = gate or Gate(timeout_s=settings.timeout_s)
+        self._gate = gate or WeightsLock(timeout_s=settings.timeout_s)
         self._members = Membership(silent_after_s=settings.silent_after_s)
         self._canary = Canary(max_delta=settings.max_canary_delta)
         self._stop_requested = threading.Event()
@@ -158,7 +160,9 @@ class Publisher(threading.Thread):
         if isinstance(self._error, ConfigError):  # A restart would fail again.
             raise self._error
         if self._error is not None:
-            raise LongstrideError(f"publisher failed: {self._error}") from self._error
+            raise LongstrideError(
+                f"The publisher of weights failed: {self._error}"
+            ) from self._error
 
     def num_refused(self) -> dict[str, int]:
         """Return how many messages the weight plane's listeners refused, by peer."""
@@ -232,7 +236,7 @@ class Publisher(threading.Thread):
     def _send_wanted(self, weights: PublishedWeights) -> None:
         self._transfers.current = weights
         self._canary.expect(weights)
-        self._transfers.bring(
+        self._transfers.broadcast(
             weights,
             self._members.take_for_version(),
             is_held=weights.source.is_live,
@@ -250,7 +254,9 @@ class Publisher(threading.Thread):
         if weights.source.is_live and not self._gate.is_open:
             return
         newcomers = self._members.take_newcomers()
-        self._transfers.bring(weights, newcomers, is_superseded=lambda: self._wanted is not None)
+        self._transfers.broadcast(
+            weights, newcomers, is_superseded=lambda: self._wanted is not None
+        )
 
     def _ask_for_scores(self) -> None:
         with self._changed:

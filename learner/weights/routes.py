@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from common.config.compute import WeightsTransport
 from common.wire.collective import SLICE
-from learner.weights.membership import SILENT_AFTER_S, Member
+from learner.weights.membership import SILENT_AFTER_S, EngineMember
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +25,14 @@ class PublishSettings:
     folder: str = ""  # Folder of the transport "file".
 
 
-class Wave(NamedTuple):
+class ReceiverGroup(NamedTuple):
     """Engines that receive together."""
 
     transport: str  # "gloo", "nccl", "ipc" or "file"
-    members: tuple[Member, ...]
+    members: tuple[EngineMember, ...]
 
 
-def transport_of(member: Member, own_device: str, choice: WeightsTransport) -> str:
+def transport_of(member: EngineMember, own_device: str, choice: WeightsTransport) -> str:
     """Return the transport to an engine; "" if the chosen one cannot reach it.
 
     NCCL needs a separate whole GPU for every rank, the learner's included. CUDA IPC needs the
@@ -57,10 +57,10 @@ def transport_of(member: Member, own_device: str, choice: WeightsTransport) -> s
             return choice.value
 
 
-def waves(
-    members: Iterable[Member], own_device: str, choice: WeightsTransport, *, num_parts: int
-) -> list[Wave]:
-    """Return the engines that receive together, in order; each wave has one transport.
+def receiver_groups(
+    members: Iterable[EngineMember], own_device: str, choice: WeightsTransport, *, num_parts: int
+) -> list[ReceiverGroup]:
+    """Return the engines that receive together, in order; each group has one transport.
 
     Engines that share a GPU with each other use gloo, unless NCCL was chosen explicitly.
 
@@ -70,16 +70,16 @@ def waves(
     members = list(members)
     size = -(-len(members) // num_parts) or 1
     return [
-        wave
+        receivers
         for start in range(0, len(members), size)
-        for wave in _by_transport(members[start : start + size], own_device, choice)
+        for receivers in _by_transport(members[start : start + size], own_device, choice)
     ]
 
 
 def _by_transport(
-    members: Sequence[Member], own_device: str, choice: WeightsTransport
-) -> list[Wave]:
-    found: dict[str, list[Member]] = {}
+    members: Sequence[EngineMember], own_device: str, choice: WeightsTransport
+) -> list[ReceiverGroup]:
+    found: dict[str, list[EngineMember]] = {}
     num_uses = Counter(device for member in members for device in member.devices)
     for member in members:
         transport = transport_of(member, own_device, choice)
@@ -87,4 +87,8 @@ def _by_transport(
         if transport == "nccl" and is_shared:
             transport = "gloo"
         found.setdefault(transport, []).append(member)
-    return [Wave(transport, tuple(each)) for transport, each in sorted(found.items()) if transport]
+    return [
+        ReceiverGroup(transport, tuple(each))
+        for transport, each in sorted(found.items())
+        if transport
+    ]

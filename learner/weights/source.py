@@ -56,8 +56,8 @@ class Gathering(NamedTuple):
 class LiveWeights:
     """Reads named tensors, cast to the engine's dtype; it copies no more than one part.
 
-    The tensors must not change while a part is read; see `Gate`. With several ranks, rank 0 fills
-    the part, and the other ranks serve its requests.
+    The tensors must not change while a part is read; see `WeightsLock`. With several ranks, rank 0
+    fills the part, and the other ranks serve its requests.
     """
 
     is_live = True
@@ -104,7 +104,7 @@ class LiveWeights:
             first = max(start, spec.offset_bytes) - start
             stop = min(start + part.numel(), spec.offset_bytes + spec.num_bytes) - start
             if first < stop and not is_finite(part[first:stop].view(dtype)):
-                raise WeightsNotFinite(spec.name, "no engine is given them")
+                raise WeightsNotFinite(spec.name, "the weights are not sent to the engines")
 
     def _fill(self, start: int, part: Tensor) -> None:
         gathering = self._gathering
@@ -175,7 +175,9 @@ def _shares(tensor: Tensor) -> list[tuple[int, int]]:
     if not isinstance(tensor, DTensor) or isinstance(tensor.placements[0], Replicate):
         return [(0, tensor.numel())]
     if tensor.placements != (Shard(0),):
-        raise LongstrideError(f"weights sharded as {tensor.placements} are not published")
+        raise LongstrideError(
+            f"weights that are sharded as {tensor.placements} cannot be published"
+        )
     rows = tensor.shape[0]
     num_ranks = tensor.device_mesh.size()
     # Each rank holds the rows that `torch.chunk` assigns to it.
@@ -229,8 +231,11 @@ class _in_touch:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
-            what = f"learner rank {self._rank} lost another one while weights were gathered"
-            raise LongstrideError(f"{what}: {' '.join(str(error).split())[:300]}") from error
+            reason = " ".join(str(error).split())[:300]
+            raise LongstrideError(
+                f"learner rank {self._rank} lost the connection to another rank while it gathered"
+                f" weights: {reason}"
+            ) from error
 
 
 class CopiedWeights:

@@ -32,10 +32,10 @@ from common.wire.weight_messages import (
 )
 from learner.weights.answers import Answers, Measures
 from learner.weights.canary import Canary
-from learner.weights.gate import Gate, Reading
-from learner.weights.lanes import Lanes, join_all
-from learner.weights.membership import Member, Membership
-from learner.weights.routes import PublishSettings, Wave, transport_of, waves
+from learner.weights.gate import Reading, WeightsLock
+from learner.weights.lanes import TransferGroups, join_all
+from learner.weights.membership import EngineMember, Membership
+from learner.weights.routes import PublishSettings, ReceiverGroup, receiver_groups, transport_of
 from learner.weights.snapshot import PublishedWeights
 
 logger = logging.getLogger(__name__)
@@ -46,13 +46,13 @@ STOP_S = 2.0
 GB = 1e9
 
 
-class _Bringing(NamedTuple):
-    """Context shared by all attempts to send a version to a wave."""
+class _BroadcastContext(NamedTuple):
+    """Context shared by all attempts to send a version to a group of engines."""
 
     weights: PublishedWeights
     reading: Reading
     patience_s: float  # Seconds for engines to load the version.
-    # True for the last wave: the next step may begin when the wave has the bytes.
+    # True for the last group: the next step may begin when the group has the bytes.
     is_last: bool = False
 
 
@@ -66,7 +66,7 @@ class Transfers:
         canary: Canary,
         settings: PublishSettings,
         *,
-        gate: Gate,
+        gate: WeightsLock,
         stop_requested: threading.Event,
     ) -> None:
         self._router = router
@@ -76,7 +76,7 @@ class Transfers:
         self._gate = gate
         self._stop_requested = stop_requested
         self.rendezvous = StoreServer(settings.host)
-        self._lanes = Lanes(self.rendezvous.open_group)
+        self._groups = TransferGroups(self.rendezvous.open_group)
         self._answers = Answers()
         self._measures = Measures()
         self._pinged_at = 0.0
@@ -88,7 +88,7 @@ class Transfers:
 
     def close(self) -> None:
         """Leave the groups and close the store; any thread that waits in a group fails now."""
-        groups = self._lanes.leave_all()
+        groups = self._groups.leave_all()
         self._router.close()
         self.rendezvous.close()
         join_all(groups, timeout_s=STOP_S / 2)
@@ -105,26 +105,26 @@ class Transfers:
                 case WeightsLeave():
                     member = self.members.find(message.actor, message.incarnation)
                     if member is not None:
-                        self.members.remove(member, reason="it left")
+                        self.members.remove(member, reason="the engine left")
                 case CanaryScores():
                     self.canary.compare(message)
                 case WeightsReady() | WeightsLoaded():
                     self._note_answer(message)
                 case _:
-                    reason = f"{type(message).__name__} is not for weights"
+                    reason = f"the weight plane does not accept a {type(message).__name__}"
                     self._router.send(received.sender, Rejected(reason=reason))
         self.members.forget_silent()
 
     def _hear(self, sender: bytes, join: WeightsJoin) -> None:
         """Process a heartbeat: the engine's identity, its version, and its current transfer."""
-        member = Member.of(sender, join)
+        member = EngineMember.of(sender, join)
         choice = self._settings.transport
         current = self.current
         if current is not None and not transport_of(member, self._own_device(), choice):
             devices = ", ".join(each or "the CPU" for each in join.devices)
             reason = (
                 f"learner.weights_transport={choice.value} cannot reach {join.actor} on {devices}"
-                f" from {self._own_device() or 'the CPU'}; use auto"
+                f" from {self._own_device() or 'the CPU'}; use learner.weights_transport=auto"
             )
             self._router.send(sender, Rejected(reason=reason))
             return
@@ -143,9 +143,9 @@ class Transfers:
         if lost is not None:
             self._router.send(sender, lost)
         if join.quiet_s > self._settings.silent_after_s:
-            self._fail(member, f"its engine has not answered for {join.quiet_s:.1f}s")
+            self._fail(member, f"the engine has not answered for {join.quiet_s:.1f} s")
 
-    def _fail(self, member: Member, reason: str) -> None:
+    def _fail(self, member: EngineMember, reason: str) -> None:
         self.members.note_failed(member)
         self.members.remove(member, reason=reason)
 
@@ -170,10 +170,10 @@ class Transfers:
 
     # --- transfers ------------------------------------------------------------------------------
 
-    def bring(
+    def broadcast(
         self,
         weights: PublishedWeights,
-        members: list[Member],
+        members: list[EngineMember],
         *,
         is_held: bool = False,
         must_load: bool = False,
@@ -202,114 +202,122 @@ class Transfers:
         choice = self._settings.transport
         num_parts = self._settings.num_parts
         try:
-            todo = waves(members, self._own_device(), choice, num_parts=num_parts)
-            for number, wave in enumerate(todo, start=1):
+            todo = receiver_groups(members, self._own_device(), choice, num_parts=num_parts)
+            for number, receivers in enumerate(todo, start=1):
                 is_last = number == len(todo)
-                self._bring_wave(wave, _Bringing(weights, reading, patience_s, is_last))
+                self._broadcast_to(
+                    receivers, _BroadcastContext(weights, reading, patience_s, is_last)
+                )
         finally:
             reading.end()
 
-    def _bring_wave(self, wave: Wave, way: _Bringing) -> None:
+    def _broadcast_to(self, receivers: ReceiverGroup, context: _BroadcastContext) -> None:
         num_broken = 0
-        while wave.members and not self._stop_requested.is_set():
-            error = self._attempt(wave, way)
-            if error is None or way.reading.is_lost or way.reading.must_not_wait:
+        while receivers.members and not self._stop_requested.is_set():
+            error = self._attempt(receivers, context)
+            if error is None or context.reading.is_lost or context.reading.must_not_wait:
                 return  # Members without this version get the next one.
-            present = tuple(member for member in wave.members if self.members.has(member))
-            is_broken = present == wave.members
+            present = tuple(member for member in receivers.members if self.members.has(member))
+            is_broken = present == receivers.members
             num_broken += is_broken
-            wave = wave._replace(members=present)
+            receivers = receivers._replace(members=present)
             if is_broken and num_broken > 1:
-                self._one_by_one(wave, way._replace(is_last=False))
+                self._isolate_faulty(receivers, context._replace(is_last=False))
                 return
 
-    def _one_by_one(self, wave: Wave, way: _Bringing) -> None:
-        for member in wave.members:
-            error = self._attempt(wave._replace(members=(member,)), way)
-            if way.reading.is_lost or way.reading.must_not_wait:
+    def _isolate_faulty(self, receivers: ReceiverGroup, context: _BroadcastContext) -> None:
+        for member in receivers.members:
+            error = self._attempt(receivers._replace(members=(member,)), context)
+            if context.reading.is_lost or context.reading.must_not_wait:
                 return
             if error is not None:
-                self._fail(member, f"version {way.weights.version}: {error}")
+                self._fail(member, f"version {context.weights.version}: {error}")
 
-    def _attempt(self, wave: Wave, way: _Bringing) -> WeightSyncError | None:
+    def _attempt(
+        self, receivers: ReceiverGroup, context: _BroadcastContext
+    ) -> WeightSyncError | None:
         """Transfer once; return an error if not all present members took part."""
         try:
-            self._transfer_once(wave, way)
+            self._transfer_once(receivers, context)
         except LongstrideError as error:
-            self._give_up(way.weights, wave, error)
+            self._give_up(context.weights, receivers, error)
             # Such weights must not be sent to any engine.
             if not isinstance(error, WeightSyncError):
                 raise
             return error
-        self._finish(wave, way)
+        self._finish(receivers, context)
         return None
 
-    def _give_up(self, weights: PublishedWeights, wave: Wave, error: LongstrideError) -> None:
-        names = ", ".join(member.actor for member in wave.members)
+    def _give_up(
+        self, weights: PublishedWeights, receivers: ReceiverGroup, error: LongstrideError
+    ) -> None:
+        names = ", ".join(member.actor for member in receivers.members)
         logger.error(
             "transfer failed version=%d actors=%s reason=%s", weights.version, names, error
         )
         self._answers.give_up()
-        for member in wave.members:
+        for member in receivers.members:
             sender = self.members.sender_of(member)
             self._router.send(sender, WeightsCancel(group_epoch=self._answers.epoch))
-        self._lanes.drop_slots()
-        self._lanes.leave(wave)
+        self._groups.drop_slots()
+        self._groups.leave(receivers)
 
-    def _transfer_once(self, wave: Wave, way: _Bringing) -> None:
+    def _transfer_once(self, receivers: ReceiverGroup, context: _BroadcastContext) -> None:
         """Send the offers, wait until all members are ready, send the buckets.
 
         Raises:
             WeightSyncError: not all were ready, or the transfer failed; the version may have
                 reached some members.
         """
-        weights = way.weights
-        reading = way.reading
+        weights = context.weights
+        reading = context.reading
         if not reading.begin():
-            raise TransferCancelled(f"version {weights.version} is no more")
-        lane = self._lanes.of(wave, is_present=self.members.has)
-        self._answers.begin(lane.epoch, weights.version)
-        offer = self._offer(weights, wave, lane.key)
-        members = wave.members
+            raise TransferCancelled(f"version {weights.version} was replaced")
+        transfer_group = self._groups.of(receivers, is_present=self.members.has)
+        self._answers.begin(transfer_group.epoch, weights.version)
+        offer = self._offer(weights, receivers, transfer_group.key)
+        members = receivers.members
         rank = 1
         for member in members:
             own = replace(offer, rank=rank)
             self._answers.offered(member, own)
-            self._reach(member, own)
+            self._send(member, own)
             rank += len(member.devices)
         self._collect_ready(members, reading)
         if reading.must_not_wait or self._has_broken(members):
-            raise TransferCancelled(f"not all are ready epoch={lane.epoch}")
-        seconds = lane.group.send(
-            self._lanes.slots(offer, weights.source.device),
+            raise TransferCancelled(f"not all engines are ready epoch={transfer_group.epoch}")
+        seconds = transfer_group.group.send(
+            self._groups.slots(offer, weights.source.device),
             weights.source.fill,
             offer,
             is_cancelled=lambda: self._is_cancelled(members, reading),
         )
         self._note("publish/transfer_s", seconds, is_sum=True)
-        if way.is_last:
+        if context.is_last:
             reading.end()  # The next step may change the weights while engines load.
 
-    def _reach(self, member: Member, message: WeightsOffer | WeightsPing) -> None:
+    def _send(self, member: EngineMember, message: WeightsOffer | WeightsPing) -> None:
         """Send a message to a member; remove the member if its connection is lost."""
         if not self._router.send(self.members.sender_of(member), message):
             self.members.remove(member, reason="unreachable")
 
-    def _offer(self, weights: PublishedWeights, wave: Wave, group_key: str) -> WeightsOffer:
+    def _offer(
+        self, weights: PublishedWeights, receivers: ReceiverGroup, group_key: str
+    ) -> WeightsOffer:
         """Return the offer for rank 0, which is this process."""
         return WeightsOffer(
             version=weights.version,
             group_epoch=self._answers.epoch,
             rank=0,
-            world_size=1 + sum(len(member.devices) for member in wave.members),
+            world_size=1 + sum(len(member.devices) for member in receivers.members),
             store_host=own_host_towards(
-                self._settings.host, [member.host for member in wave.members]
+                self._settings.host, [member.host for member in receivers.members]
             ),
             store_port=self.rendezvous.port,
             store_public=self.rendezvous.place.public,
             store_secret=self.rendezvous.place.secret,
             group_key=group_key,
-            transport=wave.transport,
+            transport=receivers.transport,
             folder=self._settings.folder,
             timeout_s=self._settings.timeout_s,
             tensors=weights.tensors,
@@ -318,7 +326,7 @@ class Transfers:
             canary_token_ids=weights.canary_token_ids,
         )
 
-    def _collect_ready(self, members: tuple[Member, ...], reading: Reading) -> None:
+    def _collect_ready(self, members: tuple[EngineMember, ...], reading: Reading) -> None:
         """Wait until every member receives; remove living members that do not start in time."""
         while not self._stop_requested.is_set():
             waiting = [member for member in members if not self._answers.is_ready(member)]
@@ -327,42 +335,42 @@ class Transfers:
             for member in waiting:
                 patience_s = min(self.members.patience_s(member), self._settings.timeout_s)
                 if self._answers.waited_s(member) > patience_s:
-                    self._fail(member, f"not ready within {patience_s:g}s")
+                    self._fail(member, f"not ready within {patience_s:g} s")
             self._ping(waiting)
             if not self._has_broken(members):
                 self.receive(WAIT_S)
 
-    def _ping(self, waiting: list[Member]) -> None:
+    def _ping(self, waiting: list[EngineMember]) -> None:
         """Ping members that owe an answer, at most every `WAIT_S`, to detect lost connections."""
         if time.monotonic() - self._pinged_at >= WAIT_S:
             self._pinged_at = time.monotonic()
             for member in waiting:
                 if self.members.has(member):
-                    self._reach(member, WeightsPing(version=self._current_version))
+                    self._send(member, WeightsPing(version=self._current_version))
 
-    def _finish(self, wave: Wave, way: _Bringing) -> None:
+    def _finish(self, receivers: ReceiverGroup, context: _BroadcastContext) -> None:
         """Wait until all members have loaded the version; continue without slow ones."""
         sent_at = time.monotonic()
-        deadline = sent_at + way.patience_s
+        deadline = sent_at + context.patience_s
         while not self._stop_requested.is_set():
             waiting = [
                 member
-                for member in wave.members
+                for member in receivers.members
                 if self.members.has(member) and self._answers.loaded(member) is None
             ]
-            if way.reading.is_superseded():
+            if context.reading.is_superseded():
                 deadline = min(deadline, sent_at + GRACE_S)
             remaining_s = deadline - time.monotonic()
             if not waiting or remaining_s <= 0:
                 break
             self._ping(waiting)
             self.receive(min(WAIT_S, remaining_s))
-        for member in wave.members:
-            self._settle(way.weights, member)
-        if not all(self.members.has(member) for member in wave.members):
-            self._lanes.leave(wave)
+        for member in receivers.members:
+            self._settle(context.weights, member)
+        if not all(self.members.has(member) for member in receivers.members):
+            self._groups.leave(receivers)
 
-    def _settle(self, weights: PublishedWeights, member: Member) -> None:
+    def _settle(self, weights: PublishedWeights, member: EngineMember) -> None:
         answer = self._answers.loaded(member)
         if answer is None:
             if self.members.has(member):
@@ -371,24 +379,24 @@ class Transfers:
         elif answer.is_ok:
             self.members.note_served([member])
         else:
-            self._fail(member, f"version {weights.version} is not loaded: {answer.error}")
+            self._fail(member, f"version {weights.version} was not loaded: {answer.error}")
 
     @property
     def _current_version(self) -> int:
         return -1 if self.current is None else self.current.version
 
-    def _has_broken(self, members: tuple[Member, ...]) -> bool:
+    def _has_broken(self, members: tuple[EngineMember, ...]) -> bool:
         """Return whether this group cannot start: a member is lost or has given up."""
         return any(
             not self.members.has(member) or self._answers.loaded(member) is not None
             for member in members
         )
 
-    def _is_cancelled(self, members: tuple[Member, ...], reading: Reading) -> bool:
+    def _is_cancelled(self, members: tuple[EngineMember, ...], reading: Reading) -> bool:
         self.receive(0.0)
         is_over = self._stop_requested.is_set() or reading.must_end
         return is_over or any(self._has_failed(m) for m in members)
 
-    def _has_failed(self, member: Member) -> bool:
+    def _has_failed(self, member: EngineMember) -> bool:
         answer = self._answers.loaded(member)
         return not self.members.has(member) or (answer is not None and not answer.is_ok)

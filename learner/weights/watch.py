@@ -55,9 +55,9 @@ class EngineWatch:
         num_alarms = self._publisher.num_canary_alarms
         if num_alarms >= self._cfg.max_canary_alarms:
             raise LongstrideError(
-                f"engine and trainer disagree {num_alarms} times in a row: "
-                f"{self._publisher.worst_engine} "
-                f"(learner.max_canary_delta={self._cfg.max_canary_delta})"
+                f"The logprobs of engine {self._publisher.worst_engine} and of the trainer differed"
+                f" {num_alarms} times in a row by more than"
+                f" learner.max_canary_delta={self._cfg.max_canary_delta}."
             )
 
     def look(self, version: int) -> None:
@@ -91,10 +91,10 @@ class EngineWatch:
         lonely_s = self._publisher.lonely_s
         if lonely_s < self._run.stall_s:
             return ""
-        what = f"no engine has taken weights for {lonely_s:.0f}s"
+        what = f"No engine has loaded weights for {lonely_s:.0f} s"
         if num_slots and self._run.on_stall is not OnStall.WARN:
-            raise LongstrideError(f"{what}, and there are actors with {num_slots} slots")
+            raise LongstrideError(f"{what}, although actors have {num_slots} slots.")
         if time.monotonic() - self._warned_at > self._run.stall_s:
             self._warned_at = time.monotonic()
-            logger.error("%s; actors have %d slots", what, num_slots)
-        return "actors: engines that take weights"
+            logger.error("%s, although actors have %d slots", what, num_slots)
+        return "actors: an engine that loads weights"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.install import Progress, count_packages
+from common.install import InstallProgress, count_packages
 from common.repository import ROOT
 
 
@@ -29,13 +29,13 @@ from common.repository import ROOT
     ],
 )
 def test_each_package_gets_one_line_with_size(line: str, shown: list[str]) -> None:
-    found = [*Progress(2).read(line)]
+    found = [*InstallProgress(2).read(line)]
     assert len(found) == len(shown)
     assert all(text.startswith(start) for text, start in zip(found, shown, strict=True))
 
 
 def test_repeated_package_is_counted_once() -> None:
-    progress = Progress(2)
+    progress = InstallProgress(2)
     line = "  Downloading idna-3.20-py3-none-any.whl (65 kB)"
     assert [*progress.read(line)] == ["[1/2] idna 3.20 (65 kB)"]
     assert [*progress.read(line)] == []

@@ -226,3 +226,20 @@ def is_module(name: str) -> bool:
     """Return whether a dotted name begins with one of our modules."""
     path = ROOT.joinpath(*name.split(".")[:2])
     return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def test_files_named_in_the_architecture_exist():
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    cells = re.findall(r"\| ([^|]*\.py`[^|]*) \|$", page, re.MULTILINE)
+    assert len(cells) > 10
+    assert [path for cell in cells for path in lost_files(cell)] == []
+
+
+def lost_files(cell: str) -> Iterator[str]:
+    """Yield the paths without a file. A path may be relative to a folder of the path before."""
+    last = ROOT
+    for path in re.findall(r"`([\w/]+\.py)`", cell):
+        found = [each / path for each in (ROOT, *last.parents) if (each / path).is_file()]
+        if not found:
+            yield path
+        last = found[0] if found else last

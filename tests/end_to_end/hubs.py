@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import psutil
 import uvloop
 
-from benchmarks.envhub.hub import Service
+from benchmarks.envhub.hub import ServiceProcess
 from envhub.catalogue.registry import LOADERS, missing_requirements
 
 OUTSIDE = "tests/end_to_end/outside_env.py:make_spec"
@@ -34,7 +34,7 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def worker_pids(hub: Service) -> set[int]:
+def worker_pids(hub: ServiceProcess) -> set[int]:
     """Return the hub's worker processes."""
     children = psutil.Process(hub.process.pid).children()
     return {each.pid for each in children if "envhub.hosting.worker_main" in each.cmdline()}

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 from schemathesis import GenerationMode
 
-from benchmarks.envhub.client import Client, Target
+from benchmarks.envhub.client import Client, ServiceTarget
 
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 READ_TIMEOUT_S = 10.0
@@ -45,7 +45,7 @@ PATH_BYTES = (b"%00", b"%ff%fe", b"..%2f..", b"\xe2\x98\x83", b"?" * 50, b"a" * 
 class Fuzz:
     """Malformed requests to one hub, counted by status; `bad` holds those answered with 5xx."""
 
-    def __init__(self, target: Target, document: dict[str, Any]) -> None:
+    def __init__(self, target: ServiceTarget, document: dict[str, Any]) -> None:
         self.target = target
         self.document = document
         self.statuses: Counter[int] = Counter()
@@ -187,7 +187,7 @@ def _unicode(chance: random.Random) -> str:
     return "".join(chr(chance.randrange(0xD800)) for _ in range(chance.randint(1, 400)))
 
 
-def _head(target: Target, method: str, path: str) -> bytes:
+def _head(target: ServiceTarget, method: str, path: str) -> bytes:
     """Return a request up to the value of its last header, the content's length."""
     host, port = target.address
     return (
@@ -197,20 +197,20 @@ def _head(target: Target, method: str, path: str) -> bytes:
     ).encode()
 
 
-def _request(target: Target, method: str, path: str, body: bytes) -> bytes:
+def _request(target: ServiceTarget, method: str, path: str, body: bytes) -> bytes:
     closing = b"connection: close\r\ncontent-length: "
     head = _head(target, method, path).replace(b"content-length: ", closing)
     return b"%s%d\r\n\r\n%s" % (head, len(body), body)
 
 
 def _noise(
-    chance: random.Random, target: Target, method: str, path: str, fields: list[str]
+    chance: random.Random, target: ServiceTarget, method: str, path: str, fields: list[str]
 ) -> bytes:
     return chance.randbytes(chance.choice((1, 20, 300, 5000)))
 
 
 def _bad_json(
-    chance: random.Random, target: Target, method: str, path: str, fields: list[str]
+    chance: random.Random, target: ServiceTarget, method: str, path: str, fields: list[str]
 ) -> bytes:
     """Return a well-framed request whose body is no JSON, or not what the route wants."""
     kind = chance.random()
@@ -240,7 +240,7 @@ def _value(chance: random.Random) -> str:
 
 
 def _mutated(
-    chance: random.Random, target: Target, method: str, path: str, fields: list[str]
+    chance: random.Random, target: ServiceTarget, method: str, path: str, fields: list[str]
 ) -> bytes:
     """Return a good request with some bytes changed, dropped or doubled."""
     body = json.dumps(dict.fromkeys(fields, "textcraft") | {"seq": 1}).encode()
@@ -258,7 +258,7 @@ def _mutated(
 
 
 def _bad_frame(
-    chance: random.Random, target: Target, method: str, path: str, fields: list[str]
+    chance: random.Random, target: ServiceTarget, method: str, path: str, fields: list[str]
 ) -> bytes:
     """Return a request whose length, encoding or headers lie."""
     head = _head(target, method, path).replace(b"content-length: ", b"")
@@ -289,7 +289,7 @@ def _bad_frame(
 
 
 def _bad_path(
-    chance: random.Random, target: Target, method: str, path: str, fields: list[str]
+    chance: random.Random, target: ServiceTarget, method: str, path: str, fields: list[str]
 ) -> bytes:
     """Return a request for a path, by a method, that is not there."""
     wild = path.encode() + b"/" + chance.choice(PATH_BYTES)
@@ -300,7 +300,7 @@ def _bad_path(
     return blob.replace(b"POST / ", verb + b" " + wild + b" ", 1)
 
 
-async def fetch_document(target: Target) -> dict[str, Any]:
+async def fetch_document(target: ServiceTarget) -> dict[str, Any]:
     """Return the hub's OpenAPI document."""
     async with Client(target) as client:
         return await client.want(200, "GET", "/openapi.json")

@@ -29,9 +29,9 @@ def test_refused_engine_argument_ends_the_run(tmp_path: Path) -> None:
     with Run(tmp_path, "actor.max_concurrent=50000") as run:
         assert run.wait() == 2, run.output
     assert re.fullmatch(
-        r"error: actor-0: error: the engine refuses its arguments: max_num_batched_tokens \(\d+\)"
-        r" must be greater than or equal to max_num_seqs \(50000\);"
-        r" change the keys of actor or model",
+        r"error: actor-0: error: vLLM refuses its arguments: max_num_batched_tokens \(\d+\)"
+        r" must be greater than or equal to max_num_seqs \(50000\)\."
+        r" Change the keys of actor or model\.",
         run.output.splitlines()[-1],
     )
     assert "restart=" not in run.output
@@ -47,5 +47,5 @@ def test_two_identical_engine_failures_end_the_run(
     last = run.output.splitlines()[-1]
     assert last.startswith("error: actor-0 cannot start: EngineError: engine did not start: ")
     assert "; the cause is ValueError: Available memory" in last
-    assert "; two starts failed alike, the whole log: " in last
+    assert ". Two starts failed with this error. Log: " in last
     assert run.output.count("restart=") == 1

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 import uvloop
 
-from benchmarks.envhub.client import Client, Target
-from benchmarks.envhub.hub import Service, hub_process
+from benchmarks.envhub.client import Client, ServiceTarget
+from benchmarks.envhub.hub import ServiceProcess, hub_process
 from benchmarks.envhub.solve import (
     MIN_SOLVED_FRAC,
-    Outcome,
+    SolvedItem,
     Subset,
     list_subsets,
     open_patiently,
@@ -33,7 +33,7 @@ WITHOUT_EXPERT = frozenset(subset_name(page) for page in UNSOLVABLE)
 
 
 @pytest.fixture(scope="module", params=offline_envs())
-def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, Service]]:
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, ServiceProcess]]:
     """An environment and the hub that serves it."""
     with hub_process([request.param], environ={"PYTHONHASHSEED": "0"}) as hub:
         yield request.param, hub
@@ -46,7 +46,7 @@ def some_of(subsets: list[Subset]) -> list[Subset]:
     return chance.sample(subsets, min(NUM_SUBSETS, len(subsets)))
 
 
-def test_expert_solves_every_sampled_item(served: tuple[str, Service]) -> None:
+def test_expert_solves_every_sampled_item(served: tuple[str, ServiceProcess]) -> None:
     _, hub = served
     if NUM_ITEMS:
         tallies = list(solve_one_env(hub, num_items=NUM_ITEMS))
@@ -55,13 +55,13 @@ def test_expert_solves_every_sampled_item(served: tuple[str, Service]) -> None:
         assert low == []
         return
     subsets = some_of(uvloop.run(list_subsets(hub.target)))
-    faults: list[Outcome] = []
+    faults: list[SolvedItem] = []
     for subset in subsets:
         faults += uvloop.run(solve_subset(hub.target, subset, num_items=1)).faults
     assert faults == []
 
 
-async def play(target: Target, subset: Subset, item_id: str) -> list[object]:
+async def play(target: ServiceTarget, subset: Subset, item_id: str) -> list[object]:
     """Return all that an agent sees of an item: expert's, valid and invalid actions in turn."""
     chance = random.Random(item_id)
     async with Client(target) as client:
@@ -82,7 +82,7 @@ async def play(target: Target, subset: Subset, item_id: str) -> list[object]:
     return seen
 
 
-async def play_all(target: Target) -> dict[str, list[object]]:
+async def play_all(target: ServiceTarget) -> dict[str, list[object]]:
     """Return the observations of one item of some subsets."""
     return {
         item_id: await play(target, subset, item_id)
@@ -91,7 +91,7 @@ async def play_all(target: Target) -> dict[str, list[object]]:
     }
 
 
-def test_observations_are_independent_of_the_hash_seed(served: tuple[str, Service]) -> None:
+def test_observations_are_independent_of_the_hash_seed(served: tuple[str, ServiceProcess]) -> None:
     env, hub = served
     seen = uvloop.run(play_all(hub.target))
     with hub_process([env], environ={"PYTHONHASHSEED": "12345"}) as other:

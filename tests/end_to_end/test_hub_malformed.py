@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.envhub.client import Client, Target
+from benchmarks.envhub.client import Client, ServiceTarget
 from benchmarks.envhub.hub import hub_process
 from tests.end_to_end.hubs import OUTSIDE, amount, offline_envs, run, worker_pids
 from tests.end_to_end.malformed import Fuzz, fetch_document
@@ -43,7 +43,7 @@ async def item_of(client: Client, env: str) -> str:
     return ITEMS[env] or f"{sorted(subsets)[0]}-train-7"
 
 
-async def open_bystanders(target: Target, envs: list[str]) -> list[Bystander]:
+async def open_bystanders(target: ServiceTarget, envs: list[str]) -> list[Bystander]:
     found = []
     async with Client(target) as client:
         for env in envs:
@@ -55,12 +55,12 @@ async def open_bystanders(target: Target, envs: list[str]) -> list[Bystander]:
     return found
 
 
-async def open_victims(target: Target, envs: list[str]) -> list[str]:
+async def open_victims(target: ServiceTarget, envs: list[str]) -> list[str]:
     async with Client(target) as client:
         return [(await client.open(env, await item_of(client, env)))[0] for env in envs]
 
 
-async def check_unharmed(target: Target, bystanders: list[Bystander]) -> None:
+async def check_unharmed(target: ServiceTarget, bystanders: list[Bystander]) -> None:
     async with Client(target) as client:
         for each in bystanders:
             again = await client.step(each.session_id, "no such action", 1)

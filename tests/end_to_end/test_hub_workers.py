@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from benchmarks.envhub.client import Client, HubAnswer, Target
+from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
 from benchmarks.envhub.hub import hub_process
 from tests.bounds import at_most
 from tests.end_to_end.hubs import OUTSIDE, run, worker_pids
@@ -32,7 +32,9 @@ class Loaded:
     ended_with: list[int] = field(default_factory=list[int])
 
 
-async def keep_stepping(target: Target, loaded: Loaded, session_id: str, stop: asyncio.Event):
+async def keep_stepping(
+    target: ServiceTarget, loaded: Loaded, session_id: str, stop: asyncio.Event
+):
     async with Client(target) as client:
         while not stop.is_set():
             began_s = time.monotonic()
@@ -72,7 +74,7 @@ async def open_after(client: Client) -> tuple[float, int]:
         return time.monotonic() - began_s, int(text.removeprefix("pid "))
 
 
-async def kill_under_load(target: Target) -> tuple[list[Loaded], int, float, int]:
+async def kill_under_load(target: ServiceTarget) -> tuple[list[Loaded], int, float, int]:
     stop = asyncio.Event()
     async with Client(target) as client:
         opened = await open_all(client)

@@ -74,7 +74,7 @@ def test_joining_hub_serves_run_and_exits_cleanly(run_dir: RunDir) -> None:
         ("actor", [WITH_BASE, "actor.max_concurent=4"], "the nearest is actor.max_concurrent"),
         ("actor", [WITH_BASE, "actor.max_concurrent=0"], "actor.max_concurrent=0"),
         ("envhub", ["envhub.envs=[nosuch]"], "nosuch"),
-        ("actor", [], f"sends adapters only, not the {TINY} that they are added to; give model.pa"),
+        ("actor", [], f"sends only adapters, without their base model {TINY}. Give model.pa"),
         ("actor", ["model.path=docs"], "model.path=docs: lacks config.json, tokenizer files, *.sa"),
     ],
 )

@@ -8,7 +8,7 @@ from urllib.request import urlopen
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.envhub.hub import Service, hub_process
+from benchmarks.envhub.hub import ServiceProcess, hub_process
 from tests.end_to_end.runs import REPOSITORY, Run, balances, unbounded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -89,7 +89,7 @@ def test_stopped_sync_run_repeats_bit_for_bit(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def num_sessions(hub: Service) -> int:
+def num_sessions(hub: ServiceProcess) -> int:
     with urlopen(f"{hub.target.url}/healthz", timeout=10) as answer:
         return json.load(answer)["num_sessions"]
 

@@ -87,7 +87,7 @@ def test_run_survives_added_and_killed_nodes(tmp_path: Path) -> None:
             assert run.left_over() == []
         wait_for(lambda: joined_from(address) == [])
         wait_for(lambda: not any(engine.is_running() for engine in engines))
-    assert "1 of 2 actors fit now; the others start when a node appears" in run.output
+    assert "1 of 2 actors fit on the nodes; the others start when a node joins" in run.output
     for name, said in (("actor-1", "engine ready"), ("envhub", "Application startup complete")):
         assert said in (run.root / "logs" / f"{name}.log").read_text(
             encoding="utf-8"

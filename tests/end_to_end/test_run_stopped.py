@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actor.play.table.seats import Table
+from actor.play.table.seats import SeatTable
 from common.repository import ROOT
 from tests.end_to_end.runs import Run, balances, unbounded
 
@@ -47,7 +47,7 @@ def test_run_stopped_mid_step_saves_and_resumes(tmp_path: Path) -> None:
     version = saved_version(run)
     assert version >= reached
     assert f"stopped with a checkpoint at step {version}; the same command resumes" in run.output
-    assert "Ctrl-C again stops at once" in run.output
+    assert "a second Ctrl-C ends it at once" in run.output
     assert "error" not in run.output.splitlines()[-1]
     with Run(tmp_path, *OVERRIDES) as again:
         again.wait_until(lambda: len(again.metrics()) >= version + 2)
@@ -79,7 +79,7 @@ def hub_stands_still(run: Run) -> None:
 
 async def played_by_own_policy(root: Path) -> str:
     """Let the run's policy take one action at the dashboard's table; return the model's name."""
-    table = Table(root=ROOT)
+    table = SeatTable(root=ROOT)
     try:
         first = await table.open("babyai", "GoToLocal-test-0")
         return (await table.ask_run(first["id"], str(root)))["by"]

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from actor.rollout.env_client import HubClient, HubSession, StepResult
+from actor.rollout.env_client import HubClient, HubSession, HubStepResult
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.services import EnvhubSection
 from common.errors import EnvError
@@ -157,7 +157,7 @@ class Playing:
         """Return actions that are executed now."""
         return (await (await self.session()).hint()).valid_actions
 
-    async def step(self, text: str) -> StepResult:
+    async def step(self, text: str) -> HubStepResult:
         """Return what a text leads to."""
         result = await (await self.session()).step(text)
         if result.done:

@@ -42,7 +42,7 @@ def test_section_with_same_name_is_unchanged():
     ("argv", "words"),
     [
         (["envhub", "env=textcarft"], "nearest is 'textcraft'"),
-        (["envhub", "env=textcraft", "host=0.0.0.0"], "set envhub.token"),
+        (["envhub", "env=textcraft", "host=0.0.0.0"], "Set envhub.token"),
         (["envhub", "env=textcraft", "host=192.0.2.1", "token=a"], "cannot bind 192.0.2.1:0"),
         (["envhub", "env=no.such:make"], "No module named 'no'"),
         (["envhub", "prot=8080"], "prot"),

@@ -93,7 +93,7 @@ def test_question_has_agentgyms_wording(tmp_path: Path):
 
 def test_database_description_equals_sqlgyms():
     from envhub.envs.sqlgym.problems import SchemaView
-    from envhub.envs.sqlgym.text import _told
+    from envhub.envs.sqlgym.text import _schema_text
 
     design = {
         "table_names": ["Frequent Shop", "item"],
@@ -102,7 +102,7 @@ def test_database_description_equals_sqlgyms():
         "foreign_keys": [[4, 1]],
     }
     view = SchemaView(name="shops", tables=(), references=(), design=design)
-    assert _told(view) == (  # recorded from sqlgym 0.1.2
+    assert _schema_text(view) == (  # recorded from sqlgym 0.1.2
         "shops contains tables such as frequent shop, item. Table frequent shop has columns such as"
         " shop id, name. shop id is the primary key. Table item has columns such as item id, shop."
         "  is the primary key. The shop id of item is the foreign key of name of frequent shop."

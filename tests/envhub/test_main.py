@@ -29,7 +29,7 @@ def built(*, env_names=("textcraft",), token=None, **changes):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
 def test_hub_refuses_an_open_host_without_token(host):
-    with pytest.raises(ValueError, match=r"set envhub\.token"):
+    with pytest.raises(ValueError, match=r"Set envhub\.token"):
         built(host=host)
     built(host=host, token="secret")
 

@@ -16,12 +16,12 @@ from learner.build import Learner
 from learner.ingest.group_assembly import Group
 from learner.ingest.intake import LearnerStatus
 from learner.ingest.replay_point import ReplayPoint
-from learner.main import Batch, Loop
+from learner.main import Loop, TrainBatch
 from learner.training.checkpoint import Checkpoints
 from learner.training.controller import Decision
 from learner.training.ranks import Ranks
 from learner.training.state import StateWriter
-from learner.training.trainer import StepResult
+from learner.training.trainer import TrainResult
 from tests.configs import edited
 from tests.learner.builders import make_model, make_trajectory
 
@@ -82,9 +82,9 @@ def test_checkpoint_seconds_appear_in_the_next_steps_metrics(tmp_path: Path) -> 
     neighbour = Neighbour()
     loop = Loop(RunConfig(), make_learner(tmp_path, neighbour), threading.Event())
     members = [make_trajectory([1, 2], [0, 1])]
-    batch = Batch(groups=[Group(group_id="g", members=members)], stale=[], waited_s=0.0)
+    batch = TrainBatch(groups=[Group(group_id="g", members=members)], stale=[], waited_s=0.0)
     kept = Decision(lr_scale=1.0, is_skipped=False, max_ahead_steps=0)
-    result = StepResult(metrics={}, decision=kept)
+    result = TrainResult(metrics={}, decision=kept)
     loop._log_metrics(batch, result)
     loop.saving.save(loop.version)
     loop.saving.settle(must_wait=True)
@@ -121,7 +121,12 @@ def test_learner_without_batch_warns_and_waits(
         caplog.clear()
         assert loop._wait_for_batch().groups == []
         told = [record.getMessage() for record in caplog.records]
-        assert len([text for text in told if "waiting on" in text and "actor-0" in text]) == 3
+        assert (
+            len(
+                [text for text in told if "still waiting for a batch" in text and "actor-0" in text]
+            )
+            == 3
+        )
     (tmp_path / "stop").mkdir(exist_ok=True)
     stopping = make_learner(tmp_path / "stop", Waiting(1))
     loop = Loop(_config(OnStall.STOP), stopping, threading.Event())

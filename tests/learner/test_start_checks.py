@@ -40,7 +40,10 @@ def test_impossible_layout_is_refused_before_start(
     argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refusal(capsys, tmp_path, [*argv, "learner.layout=packed"], **WINDOWED)
-    assert "learner.layout=packed: mistral has layers of sliding_attention" in error
+    assert (
+        "learner.layout=packed: mistral has layers that cannot be packed: sliding_attention"
+        in error
+    )
     assert "learner.layout=padded" in error
 
 
@@ -68,7 +71,7 @@ def test_adapters_from_scratch_are_refused(
 ) -> None:
     argv = ["sft", "--config", "smoke", "learner.lora.rank=4", "learner.optimizer=adamw"]
     error = refusal(capsys, tmp_path, [*argv, f"sft.output={tmp_path / 'made'}"])
-    assert "learner.lora.rank=4: with sft.from_scratch=true" in error
+    assert "learner.lora.rank=4: sft.from_scratch=true" in error
 
 
 @pytest.mark.parametrize(
@@ -86,9 +89,9 @@ def test_too_small_context_is_refused_before_the_start(
     given = [*argv, "--config", "smoke", f"actor.context={context}", "actor.max_turn_tokens=24"]
     given += [f"model.path={ROOT}/configs/policies/tiny", "learner.optimizer=adamw"]
     error = refusal(capsys, tmp_path, [*given, "actor.max_model_len=32"])
-    assert f"actor.max_model_len=32: no page fits with actor.context={context}" in error
+    assert f"actor.max_model_len=32: no observation fits with actor.context={context}" in error
     assert "actor.max_turn_tokens=24" in error
     least = int(error.split("actor.max_model_len=")[2].split()[0])
     assert run.main([*given[:1], "--dry-run", *given[1:], f"actor.max_model_len={least}"]) == 0
     error = refusal(capsys, tmp_path, [*given, f"actor.max_model_len={least - 1}"])
-    assert f"the smallest that works is actor.max_model_len={least}" in error
+    assert f"use at least actor.max_model_len={least}" in error

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any, TypedDict
 
-from actor.rollout.env_client import HubClient, HubSession, StepResult
+from actor.rollout.env_client import HubClient, HubSession, HubStepResult
 from actor.rollout.observations import CUT_MARK
 from common.errors import EnvError
 from common.states import state_number
@@ -14,7 +14,7 @@ CUT_WORDS = 40  # Words before the cut that are compared if the observation was 
 SAME_SCORE = 1e-4
 
 
-class Recorded(TypedDict):
+class RecordedEpisode(TypedDict):
     """A journalled episode as texts."""
 
     env: str
@@ -26,21 +26,23 @@ class Recorded(TypedDict):
     states: list[int]  # State before each action, see `common.states`; [0]: unknown.
 
 
-class Redone(TypedDict):
+class ReplayPictures(TypedDict):
     """Pictures of the states before each action and after the last, up to the first `problem`."""
 
     pictures: list[Any]
     problem: str  # "" if all pictures are present.
 
 
-async def redo(client: HubClient, recorded: Recorded, *, limit_s: float = LIMIT_S) -> Redone:
+async def redo(
+    client: HubClient, recorded: RecordedEpisode, *, limit_s: float = LIMIT_S
+) -> ReplayPictures:
     """Replay an episode in a fresh environment, with a picture of each state.
 
     The replay stops with a `problem` when an observation, a state or a reward differs from the
     record: all later pictures would show another episode. It also stops at a failure or after
     `limit_s`.
     """
-    done: Redone = {"pictures": [], "problem": ""}
+    done: ReplayPictures = {"pictures": [], "problem": ""}
     try:
         async with asyncio.timeout(limit_s):
             session = await client.open(
@@ -51,13 +53,13 @@ async def redo(client: HubClient, recorded: Recorded, *, limit_s: float = LIMIT_
             finally:
                 await session.close()
     except EnvError as error:
-        done["problem"] = f"the environment cannot play it again: {error}"
+        done["problem"] = f"The environment failed during the replay: {error}"
     except TimeoutError:
-        done["problem"] = f"playing it again takes longer than {limit_s:g} s"
+        done["problem"] = f"The replay took longer than {limit_s:g} s."
     return done
 
 
-async def _follow(session: HubSession, recorded: Recorded, pictures: list[Any]) -> str:
+async def _follow(session: HubSession, recorded: RecordedEpisode, pictures: list[Any]) -> str:
     """Append the pictures; return the reason for an early stop, "" at the end."""
     observation = session.first_observation
     state = session.first_state
@@ -74,25 +76,25 @@ async def _follow(session: HubSession, recorded: Recorded, pictures: list[Any]) 
     return ""
 
 
-def _difference(recorded: Recorded, turn: int, observation: str, state: str) -> str:
+def _difference(recorded: RecordedEpisode, turn: int, observation: str, state: str) -> str:
     """Return how the state before an action differs from the record; "" if it does not."""
     shown = recorded["shown"][turn] if turn < len(recorded["shown"]) else None
     if shown is not None and not _holds(shown, observation):
         is_now = observation[:SHOWN_CHARS]
         was = shown.strip()[-SHOWN_CHARS:]
-        return f"before turn {turn + 1} the observation is another one: {is_now!r}, not {was!r}"
+        return f"The observation before turn {turn + 1} is {is_now!r}, but was {was!r}."
     states = recorded["states"]
     if turn < len(states) and states[turn] != state_number(state or observation):
-        return f"before turn {turn + 1} the environment is in another state than was recorded"
+        return f"The state of the environment before turn {turn + 1} differs from the record."
     return ""
 
 
-def _other_worth(recorded: Recorded, turn: int, result: StepResult) -> str:
+def _other_worth(recorded: RecordedEpisode, turn: int, result: HubStepResult) -> str:
     scores = recorded["scores"]
     if turn < len(scores) and abs(result.reward - scores[turn]) > SAME_SCORE:
-        return f"turn {turn + 1} is worth {result.reward:g} now, not {scores[turn]:g}"
+        return f"The reward of turn {turn + 1} is {result.reward:g}, but was {scores[turn]:g}."
     if result.done and turn + 1 < len(recorded["actions"]):
-        return f"it ends after turn {turn + 1} now, not after {len(recorded['actions'])}"
+        return f"The replay ended after turn {turn + 1}, not after {len(recorded['actions'])}."
     return ""
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actor.play.doors import open_door
+from actor.play.doors import find_endpoint
 from actor.play.endpoint import Endpoint
-from actor.play.table.redo import Recorded, Redone, redo
-from actor.play.table.service import START_S, TOKEN, Service, options_of
+from actor.play.table.redo import RecordedEpisode, ReplayPictures, redo
+from actor.play.table.service import START_S, TOKEN, ServiceCommand, options_of
 from actor.rollout.env_client import HubClient, HubSession
 from actor.rollout.episode import ContextFull, PolicyFailed, first_text
 from common.config.evaluation import AgentFormat, PolicySection
@@ -46,7 +46,7 @@ class Seat:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Table:
+class SeatTable:
     """All interactive episodes. Its methods belong to one event loop.
 
     A mistake of the user is a ConfigError. A failing environment is an EnvError, which ends its
@@ -59,7 +59,7 @@ class Table:
         self._idle_s = idle_s
         self._token = secrets.token_urlsafe(24)  # Token of the hubs.
         # kind of service -> the service, at most one for each kind
-        self._services: dict[str, Service] = {}
+        self._services: dict[str, ServiceCommand] = {}
         self._words: dict[str, list[str]] = {}
         self._changing = asyncio.Lock()
         self._clients: dict[str, HubClient] = {}  # address -> client
@@ -83,13 +83,13 @@ class Table:
             format: format of the answers of a policy.
         """
         if len(self._seats) + self._opening >= MAX_SEATS:
-            raise ConfigError(f"{MAX_SEATS} episodes are being played; close one of them first")
+            raise ConfigError(f"{MAX_SEATS} episodes are open, the maximum; close one of them")
         self._opening += 1
         try:
             client = await self._hub(())
             entry = (await client.request("GET", "/v1/envs", None)).get(env)
             if entry is None:
-                raise ConfigError(f"{env:.100}: no such environment here")
+                raise ConfigError(f"{env:.100}: the hub has no such environment")
             session = await client.open(env, item, seed=0, style=style)
         finally:
             self._opening -= 1
@@ -120,10 +120,10 @@ class Table:
 
         async def asked() -> dict[str, Any]:
             if seat.is_done:
-                raise ConfigError("the episode has ended; begin another one")
+                raise ConfigError("The episode has ended. Start another one.")
             if seat.format is AgentFormat.FUNCTION_CALL:
                 raise ConfigError(
-                    "its policy calls tools (actor.format); texts alone are asked here"
+                    "actor.format=function_call: only policies that answer with text can play here"
                 )
             try:
                 async with Endpoint(cfg, key=key) as endpoint:
@@ -149,10 +149,10 @@ class Table:
             run: the run's folder.
         """
         root, self._seat(seat_id).used_at = Path(run), time.monotonic()
-        if door := await open_door(root):
+        if door := await find_endpoint(root):
             return await self.ask(seat_id, url=door.url, model=root.name, key=door.key)
         if not (root / "config.yaml").is_file():
-            raise ConfigError(f"{root}/config.yaml is missing: its policy is not known")
+            raise ConfigError(f"{root}/config.yaml is missing, so the policy is unknown")
         words = ["serve", f"run.dir={root.parent}", f"run.name={root.name}"]
         words += ["policy.url=", f"policy.api_key_env={TOKEN}", *_newest(root)]
         try:
@@ -166,7 +166,7 @@ class Table:
         if seat := self._seats.pop(seat_id, None):
             await seat.session.close()
 
-    async def redo(self, recorded: Recorded, config: Mapping[str, Any]) -> Redone:
+    async def redo(self, recorded: RecordedEpisode, config: Mapping[str, Any]) -> ReplayPictures:
         """Replay a recorded episode for its pictures; see `redo`."""
         return await redo(await self._hub(options_of(config)), recorded)
 
@@ -192,7 +192,7 @@ class Table:
     async def _address(
         self, kind: str, words: list[str], *, says: str = "hub: ", start_s: float = START_S
     ) -> str:
-        """Return the address of a command. It replaces the one of its kind with other arguments."""
+        """Return the address of a server process; replace one of this kind with other arguments."""
         self._upkeep = self._upkeep or asyncio.create_task(self._close_idle())
         async with self._changing:  # Of two concurrent pages, the later request wins.
             if self._words.get(kind) != words:
@@ -200,7 +200,7 @@ class Table:
                     await old.stop()
                 self._words[kind] = words
                 token = self._token
-                self._services[kind] = Service(
+                self._services[kind] = ServiceCommand(
                     self._root, words, token=token, says=says, start_s=start_s
                 )
             service = self._services[kind]
@@ -209,7 +209,7 @@ class Table:
     def _seat(self, seat_id: str) -> Seat:
         seat = self._seats.get(seat_id)
         if seat is None:
-            raise ConfigError("this episode is closed: it failed, or nobody touched it for long")
+            raise ConfigError("This episode is closed, because it failed or was idle for too long.")
         return seat
 
     async def _guarded(self, seat: Seat, work: Callable[[], Awaitable[T]]) -> T:
@@ -224,7 +224,7 @@ class Table:
 
     async def _step(self, seat: Seat, action: str, *, said: str | None = None) -> dict[str, Any]:
         if seat.is_done:
-            raise ConfigError("the episode has ended; begin another one")
+            raise ConfigError("The episode has ended. Start another one.")
         result = await seat.session.step(action)
         seat.turn, seat.is_done = seat.turn + 1, result.done
         seat.messages += [

@@ -28,7 +28,7 @@ def options_of(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"envs.{name}={json.dumps(value)}" for name, value in sorted(sections.items()))
 
 
-class Service:
+class ServiceCommand:
     """A command that prints its address. Its log is in a temporary folder, outside of any run.
 
     Example: address = await Service(root, ["envhub", "port=0"], token="t").address()

@@ -12,7 +12,7 @@ from benchmarks.learner.checks.training import make_model, num_weights
 from benchmarks.learner.engine import EngineRun, measure_engine
 from benchmarks.learner.step import clock_of, make_trainer
 from benchmarks.table import BenchTable
-from benchmarks.weights.rounds import Route, send_rounds
+from benchmarks.weights.rounds import TransferSetup, send_rounds
 from common.config.learning import AlgorithmSection, LearnerSection
 from common.repository import ROOT
 from common.wire.transfer.buckets import Cut
@@ -54,7 +54,7 @@ def check_transfers(
     ]
     source = LiveWeights(pieces, torch.bfloat16)
     limit = _copy_rate(source.total_bytes, device)
-    here = Route(
+    here = TransferSetup(
         transport="ipc" if is_cuda else "file",
         device=str(device),
         peer_device=str(device),
@@ -66,7 +66,7 @@ def check_transfers(
         size = f"for {source.total_bytes / 1e9:.1f} GB"
         name = "weights: an update by CUDA IPC, offer to checked"
         table.at_most(name, took_s, "s", MAX_UPDATE_S * share, size)
-    alone = Route(
+    alone = TransferSetup(
         transport="nccl" if is_cuda else "gloo",
         device=str(device),
         num_receivers=0,
@@ -78,7 +78,7 @@ def check_transfers(
         transport = "nccl" if has_peer else "gloo"
         bound = MIN_NCCL_GB_PER_S if has_peer else MIN_GLOO_GB_PER_S
         part = LiveWeights(pieces[:1], torch.bfloat16)
-        away = Route(
+        away = TransferSetup(
             transport=transport, device=str(device), peer_device=peer_device, timeout_s=TIMEOUT_S
         )
         took_s = _send(table, part, away, limit, f"to {peer_device}")
@@ -86,7 +86,9 @@ def check_transfers(
         table.at_least(name, part.total_bytes / 1e9 / took_s, "GB/s", bound)
 
 
-def _send(table: BenchTable, source: WeightSource, route: Route, limit: float, where: str) -> float:
+def _send(
+    table: BenchTable, source: WeightSource, route: TransferSetup, limit: float, where: str
+) -> float:
     """Return the seconds of the fastest round. The receiver verifies every round."""
     cut = Cut(source.total_bytes, BUCKET_BYTES)
     sent = send_rounds(source, cut, ["ours"] * NUM_ROUNDS, route=route)
@@ -143,7 +145,7 @@ def check_adapter_transfer(
         2.01,
     )
     transport = "ipc" if device.type == "cuda" else "file"
-    route = Route(
+    route = TransferSetup(
         transport=transport, device=str(device), peer_device=str(device), timeout_s=TIMEOUT_S
     )
     limit = _copy_rate(source.total_bytes, device)

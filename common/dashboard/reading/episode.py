@@ -100,7 +100,7 @@ def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
 def recorded_of(
     trajectory: Trajectory, texts: Texts, *, style: str, format: AgentFormat = AgentFormat.PLAIN
 ) -> dict[str, Any]:
-    """Return the data to replay an episode: `actor.play.table.redo.Recorded`.
+    """Return the data to replay an episode: `actor.play.table.redo.RecordedEpisode`.
 
     Args:
         style, format: `envhub.style` and `actor.format` of the run.

@@ -19,7 +19,7 @@ EVALUATED = "evaluated"
 FAILED = "failed"
 
 
-class JournalIndex:
+class EpisodeIndex:
     """Indexes each complete record of a journal once, over any number of refreshes.
 
     Example: refresh(budget_s=0.2) -> True while records are left, then False. After the writer

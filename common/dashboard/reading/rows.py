@@ -29,7 +29,7 @@ FIRST_CAPACITY = 1024
 
 
 @dataclass(slots=True)
-class Names:
+class ValueDictionary:
     """The distinct values of one column, with their codes."""
 
     texts: list[str] = field(default_factory=list[str])
@@ -53,7 +53,7 @@ class EpisodeRows:
         self.num = 0
         self.ids: list[str] = []
         self.row_of: dict[str, int] = {}  # The newest row of each episode.
-        self.names = {name: Names() for name in NAMES}
+        self.names = {name: ValueDictionary() for name in NAMES}
         self._columns: dict[str, np.ndarray] = {
             **{name: np.zeros(FIRST_CAPACITY, np.int64) for name in INTS},
             **{name: np.zeros(FIRST_CAPACITY, np.float64) for name in FLOATS},

@@ -16,13 +16,13 @@ from common.dashboard.reading.episode import (
     segments_of,
 )
 from common.dashboard.reading.index_cache import IndexCache
-from common.dashboard.reading.journal_index import IN_FLIGHT, JournalIndex
+from common.dashboard.reading.journal_index import IN_FLIGHT, EpisodeIndex
 from common.dashboard.reading.metric_columns import MetricColumns
 from common.dashboard.reading.outcomes import OutcomeLog
 from common.dashboard.reading.query import page
 from common.dashboard.reading.rows import EpisodeRows
-from common.dashboard.reading.tokens import Numbers, TokenTexts
-from common.dashboard.verdict import Verdict, judge
+from common.dashboard.reading.tokens import TokenIdDecoder, TokenTexts
+from common.dashboard.verdict import ThroughputVerdict, judge
 from common.errors import ConfigError, WireError
 from common.launch.lock import is_held
 from common.repository import ROOT
@@ -44,7 +44,7 @@ class RunSource:
         self.name = name
         self.path = root
         self.run_dir = RunDir(root=root)
-        self.index = JournalIndex(self.run_dir.journal)
+        self.index = EpisodeIndex(self.run_dir.journal)
         self.metrics = MetricColumns(self.run_dir.metrics)
         self._outcomes = OutcomeLog(self.run_dir)
         self._cache = IndexCache(cache, self.run_dir.journal) if cache is not None else None
@@ -80,7 +80,7 @@ class RunSource:
             if self._outcomes.restore(beside["outcomes"]):
                 self.index.restore(beside["index"])
             else:
-                self.index = JournalIndex(self.run_dir.journal)
+                self.index = EpisodeIndex(self.run_dir.journal)
 
     # --- what it is -----------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class RunSource:
             "problems": self.problems(),
         }
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ThroughputVerdict:
         """Return the verdict on the limit of the run, from its newest steps."""
         lines = self.metrics.tail(VERDICT_STEPS)
         return judge(lines, self.config(), self.status())
@@ -229,7 +229,7 @@ class RunSource:
             try:
                 self._texts = TokenTexts(path)
             except ConfigError as error:
-                self._texts = Numbers()
+                self._texts = TokenIdDecoder()
                 self._text_problem = (
                     f"Tokens are shown as ids, because the tokenizer is unusable: {error}"
                 )

@@ -68,7 +68,7 @@ class TokenTexts:
         return piece.replace("▁", " ").encode("utf-8", "replace")
 
 
-class Numbers:
+class TokenIdDecoder:
     """Decoder for runs without a tokenizer: it shows token ids."""
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:

@@ -8,7 +8,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.load import load_config, override_value
 from common.config.requested import load_joined, own_config
 from common.config.run_config import ModelSection, RunConfig, RunSection
@@ -18,7 +18,9 @@ from common.store.status.json_files import as_map
 RUN_FILES = ("config.yaml", "journal", "metrics.jsonl")
 
 
-def load_of_any_version(request: Request, *, root: Path, say: Callable[[str], None]) -> RunConfig:
+def load_of_any_version(
+    request: ParsedCommand, *, root: Path, say: Callable[[str], None]
+) -> RunConfig:
     """Return the config of an existing run, written by any product version.
 
     Unknown keys are ignored with a note. A missing or damaged config also only gives a note.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.dashboard.reading.index_cache import cache_folder
 from common.dashboard.reading.query import KEYS
 from common.dashboard.reading.sources import Source, open_source
@@ -25,7 +25,7 @@ RESET = "\x1b[0m"
 SHADES = (196, 208, 220, 148, 40)  # Codes of the 256-colour palette, from improbable to certain.
 
 
-def show(request: Request, *, root: Path, say: Say) -> int:
+def show(request: ParsedCommand, *, root: Path, say: Say) -> int:
     """Print matching episodes as conversations; return 1 if none matches.
 
     Raises: ConfigError: no such run, filter or number.
@@ -51,7 +51,7 @@ def show(request: Request, *, root: Path, say: Say) -> int:
     return 0 if shown else 1
 
 
-def replay(request: Request, *, root: Path, say: Say) -> int:
+def replay(request: ParsedCommand, *, root: Path, say: Say) -> int:
     """Print one episode turn by turn, in colour on a terminal; return the exit code.
 
     Raises: ConfigError: no such run or episode.

@@ -8,7 +8,7 @@ from functools import partial
 
 from common.config.run_config import RunConfig
 from common.dashboard.live import LiveDisplay
-from common.dashboard.pace import Pace
+from common.dashboard.pace import EtaEstimator
 from common.dashboard.probe import why_not_live, why_not_ready
 from common.dashboard.run_state import details, state_line, stop_line
 from common.dashboard.run_view import RunView, view_run
@@ -25,7 +25,7 @@ class TerminalObserver:
     def __init__(self, cfg: RunConfig, run_dir: RunDir) -> None:
         self._cfg = cfg
         self._run_dir = run_dir
-        self._pace = Pace(cfg.model)
+        self._pace = EtaEstimator(cfg.model)
         self._display = LiveDisplay(
             self._look,
             title=f"longstride · {cfg.run.name}",
@@ -44,7 +44,7 @@ class TerminalObserver:
 
     def annotate(self, state: LaunchState) -> LaunchState:
         """Return the launcher's state with the usual durations of starts and phases."""
-        return replace(state, **self._pace.told())
+        return replace(state, **self._pace.as_dict())
 
     def refresh(self) -> None:
         """Show the newest state of the run."""

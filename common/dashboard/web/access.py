@@ -23,7 +23,7 @@ HEADERS = {
 Next = Callable[[Request], Awaitable[Response]]
 
 
-class Access:
+class AccessMiddleware:
     """Middleware that accepts or refuses a request and adds security headers to every response.
 
     Example: http://host:8600/?token=T sets a cookie and redirects to http://host:8600/.

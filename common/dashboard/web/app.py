@@ -14,11 +14,11 @@ from fastapi.staticfiles import StaticFiles
 from common.dashboard.reading.query import KEYS, PAGE
 from common.dashboard.reading.run_source import RunSource
 from common.dashboard.reading.sources import Source
-from common.dashboard.web.access import Access
+from common.dashboard.web.access import AccessMiddleware
 from common.dashboard.web.fleet import fleet
 from common.dashboard.web.overview import compare, drawn_names, overview
-from common.dashboard.web.play import Table, add_play
-from common.dashboard.web.watch import Watch
+from common.dashboard.web.play import PlayService, add_play
+from common.dashboard.web.watch import SourceRefresher
 from common.errors import ConfigError, WireError
 
 STATIC = Path(__file__).with_name("static")
@@ -28,7 +28,9 @@ EVENT_S = 1.0  # Minimum interval between two events.
 BEAT_S = 15.0  # After this time without an event, a comment line keeps the connection open.
 
 
-def make_app(watch: Watch, access: Access, table: Table | None = None) -> FastAPI:
+def make_app(
+    watch: SourceRefresher, access: AccessMiddleware, table: PlayService | None = None
+) -> FastAPI:
     """Return the application over the watched sources; without a table there are no play routes."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.middleware("http")(access)
@@ -83,7 +85,7 @@ def _run(request: Request, name: str) -> RunSource:
 
 
 def _runs(request: Request) -> list[dict[str, Any]]:
-    watch: Watch = request.app.state.watch
+    watch: SourceRefresher = request.app.state.watch
     return [each.summary() for each in watch.sources.look()]  # Only opened runs are read.
 
 
@@ -130,7 +132,7 @@ def _compare(request: Request, runs: str) -> dict[str, Any]:
 
 async def _events(request: Request) -> StreamingResponse:
     """Send the page an event, at most once a second, when a source has changed."""
-    watch: Watch = request.app.state.watch
+    watch: SourceRefresher = request.app.state.watch
 
     async def told() -> AsyncIterator[str]:
         known = -1

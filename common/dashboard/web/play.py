@@ -20,7 +20,7 @@ MAX_CHARS = 20_000  # Maximum length of an action.
 Told = Mapping[str, Any]
 
 
-class Table(Protocol):
+class PlayService(Protocol):
     """Plays episodes: see `actor.play.table.seats`. Raises ConfigError and EnvError."""
 
     async def environments(self) -> Told: ...
@@ -33,7 +33,7 @@ class Table(Protocol):
     async def shut_down(self) -> None: ...
 
 
-class _Open(BaseModel):
+class _OpenBody(BaseModel):
     env: str = Field(max_length=200)
     item: str = Field(max_length=200)
     run: str = Field("", max_length=200)  # Run whose style and answer format are used.
@@ -55,10 +55,10 @@ class _Ask(_Seat):
     key: str = Field("", max_length=2000)
 
 
-def add_play(app: FastAPI, table: Table) -> None:
+def add_play(app: FastAPI, table: PlayService) -> None:
     """Add the routes over a table; the application's shutdown also shuts down the table."""
 
-    async def open_one(body: _Open, request: Request) -> Told:
+    async def open_one(body: _OpenBody, request: Request) -> Told:
         style = COMPACT
         format = AgentFormat.PLAIN
         if body.run:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.dashboard.reading.index_cache import cache_folder
 from common.dashboard.reading.sources import Sources
 from common.errors import ConfigError
@@ -17,7 +17,7 @@ from common.host.loopback import family_of, loopback
 from common.wire.addresses import is_loopback
 
 if TYPE_CHECKING:
-    from common.dashboard.web.play import Table
+    from common.dashboard.web.play import PlayService
 
 USAGE = "dashboard [RUN|FILE ...] [port=N] [host=H] [token=T]"
 OPTIONS = ("port", "host", "token", "run.dir", "fd")
@@ -27,11 +27,11 @@ BESIDE_NICE = 10  # Niceness beside a run, which has priority.
 
 
 def dashboard(
-    request: Request,
+    request: ParsedCommand,
     *,
     root: Path,
     say: Callable[[str], None],
-    make_table: "Callable[..., Table] | None" = None,
+    make_table: "Callable[..., PlayService] | None" = None,
 ) -> int:
     """Serve until interrupted; return the exit code.
 
@@ -92,20 +92,20 @@ def listen(host: str, wanted: str) -> socket.socket:
 
 
 def serve(
-    listener: socket.socket, sources: Sources, *, host: str, token: str, table: "Table | None"
+    listener: socket.socket, sources: Sources, *, host: str, token: str, table: "PlayService | None"
 ) -> None:
     """Answer requests until a signal ends the server."""
     import uvicorn
 
-    from common.dashboard.web.access import Access
+    from common.dashboard.web.access import AccessMiddleware
     from common.dashboard.web.app import make_app
     from common.dashboard.web.play import PATH
-    from common.dashboard.web.watch import Watch
+    from common.dashboard.web.watch import SourceRefresher
 
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    watch = Watch(sources)
+    watch = SourceRefresher(sources)
     watch.start()
-    app = make_app(watch, Access(host=host, token=token, writable=PATH), table)
+    app = make_app(watch, AccessMiddleware(host=host, token=token, writable=PATH), table)
     if table is not None:
         app.router.on_shutdown.append(table.shut_down)
     config = uvicorn.Config(

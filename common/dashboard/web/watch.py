@@ -14,7 +14,7 @@ BUDGET_S = 0.2  # Reading time of one journal before the next source is refreshe
 ASKED_S = 30.0  # Seconds that a source stays watched after a page's last request.
 
 
-class Watch:
+class SourceRefresher:
     """Refreshes the recently requested sources; other sources are left unread.
 
     Example: a page asks for run "a"; `num_changes` grows each time "a" has changed.

@@ -22,7 +22,7 @@ from common.errors import ConfigError
 from common.host.cores import num_cores
 from common.host.loopback import IPV6, loopback
 from common.launch.base import RoleStarter
-from common.launch.ray.placement import Node, num_cpus_wanted, place
+from common.launch.ray.placement import ClusterNode, num_cpus_wanted, place
 from common.ray_address import cluster_address
 from common.store.run_dir import RunDir
 
@@ -40,14 +40,16 @@ OWN = {
 }
 
 
-def own_node(num_cpus: float) -> Node:
+def own_node(num_cpus: float) -> ClusterNode:
     """Return the only node of a cluster that is started on this machine.
 
     Args:
         num_cpus: CPUs that the roles request. They limit nothing, so the node has at least these.
     """
     cpus = max(num_cores(), math.ceil(num_cpus))
-    return Node(node_id="", host=loopback(), num_cpus=cpus, num_gpus=len(gpus()), is_home=True)
+    return ClusterNode(
+        node_id="", host=loopback(), num_cpus=cpus, num_gpus=len(gpus()), is_home=True
+    )
 
 
 @contextlib.contextmanager
@@ -87,10 +89,10 @@ def placement_lines(cfg: RunConfig) -> list[str]:
     return place(cfg, nodes).lines(nodes)
 
 
-def _named_nodes(cfg: RunConfig) -> list[Node]:
+def _named_nodes(cfg: RunConfig) -> list[ClusterNode]:
     """Return the nodes of the machine that the configuration describes."""
     return [
-        Node(
+        ClusterNode(
             node_id=f"{i}",
             host=f"node {i}",
             num_cpus=num_cpus_wanted(cfg),
@@ -102,7 +104,7 @@ def _named_nodes(cfg: RunConfig) -> list[Node]:
 
 
 @contextlib.contextmanager
-def open_cluster(section: RaySection, *, num_cpus: float) -> Generator[list[Node]]:
+def open_cluster(section: RaySection, *, num_cpus: float) -> Generator[list[ClusterNode]]:
     """Yield the nodes of the configured cluster, or of a cluster that is started here.
 
     At the end this process leaves the cluster, and a cluster that was started here is stopped.
@@ -116,8 +118,8 @@ def open_cluster(section: RaySection, *, num_cpus: float) -> Generator[list[Node
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if not address and loopback() == IPV6:
         raise ConfigError(
-            "launcher=ray: Ray listens on 127.0.0.1, and this machine has ::1 only; take"
-            " launcher=local, or `ip address add 127.0.0.1/8 dev lo`"
+            "launcher=ray: Ray listens on 127.0.0.1, and this machine has only ::1. Use"
+            " launcher=local, or run `ip address add 127.0.0.1/8 dev lo`"
         )
     if ":" in address:
         _check_answers(address)
@@ -149,13 +151,13 @@ def _own_arguments(num_cpus: float) -> Generator[dict[str, Any]]:
         }
 
 
-def _nodes() -> list[Node]:
+def _nodes() -> list[ClusterNode]:
     """Return the nodes that are alive; this process's node is the first."""
     import ray
 
     home = ray.get_runtime_context().get_node_id()
     found = [
-        Node(
+        ClusterNode(
             node_id=each["NodeID"],
             host=each["NodeManagerAddress"],
             num_cpus=each["Resources"].get("CPU", 0.0),
@@ -172,13 +174,13 @@ def _nodes() -> list[Node]:
 def _check_answers(address: str) -> None:
     """Check that a server listens at HOST:PORT. Ray's own attempts would take minutes."""
     if "://" in address:
-        law = "expects HOST:PORT: run.py runs on a node of the cluster, not as a client of it"
+        law = "expects HOST:PORT: run.py must run on a node of the cluster, not as a Ray client"
         raise ConfigError(f"ray.address={address}: {law}")
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"ray.address={address}: no cluster answers ({error}); start one with `ray start"
-            " --head`, or leave the key out for one of this machine alone"
+            f"ray.address={address}: no cluster answers ({error}). Start one with `ray start"
+            " --head`, or leave out the key to start a cluster on this machine"
         ) from error

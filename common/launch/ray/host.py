@@ -35,7 +35,7 @@ KEY_FILE = "{join.key}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class WorkerAssignment:
     """The node and the GPUs that Ray has assigned to a worker."""
 
     node_id: str
@@ -44,7 +44,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class WorkerCommand:
     """The command that a worker starts."""
 
     name: str
@@ -84,16 +84,16 @@ class RoleHost:
         self._weighed_at = 0.0
         self._num_cut = 0  # Bytes of the log that were deleted.
 
-    def place(self) -> Place:
+    def place(self) -> WorkerAssignment:
         """Return the node and the GPUs of this worker."""
         context = ray.get_runtime_context()
-        return Place(
+        return WorkerAssignment(
             node_id=context.get_node_id(),
             host=ray.util.get_node_ip_address(),
             gpu_ids=tuple(context.get_accelerator_ids().get("GPU", [])),
         )
 
-    def start(self, order: Order) -> int:
+    def start(self, order: WorkerCommand) -> int:
         """Start the role; return its process id on this node."""
         self._key.write(order.join_key.encode())
         self._key.flush()

@@ -85,12 +85,12 @@ class Jobs:
             task = _command.options(num_cpus=1, scheduling_strategy=seat).remote([*argv], keep)
             code, last, found = self._result(task, timeout_s=timeout_s)
         except RayError as error:
-            raise LongstrideError(f"on Ray: {str(error).splitlines()[0]}") from error
+            raise LongstrideError(f"Ray failed: {str(error).splitlines()[0]}") from error
         finally:
             self._running.discard(group)
             remove_placement_group(group)
         if code and not found:
-            raise LongstrideError(f"on Ray, {describe_exit(code)}: {last}")
+            raise LongstrideError(f"the command on Ray failed, {describe_exit(code)}: {last}")
         return found
 
     def _await_room(self, group: PlacementGroup) -> None:
@@ -101,7 +101,7 @@ class Jobs:
                 since = time.monotonic()
             if time.monotonic() - since > self._place_timeout_s:
                 raise LongstrideError(
-                    f"on Ray, no node has had a free CPU for {self._place_timeout_s:g} s"
+                    f"no Ray node had a free CPU for {self._place_timeout_s:g} s"
                     " (ray.place_timeout_s)"
                 )
 
@@ -111,7 +111,7 @@ class Jobs:
             while not ray.wait([task], timeout=LOOK_S)[0]:
                 self._check_stop()
                 if time.monotonic() > deadline:
-                    raise LongstrideError(f"on Ray, not done within {timeout_s:g} s")
+                    raise LongstrideError(f"the command on Ray did not end within {timeout_s:g} s")
         except LongstrideError:
             ray.cancel(task, force=True)
             raise

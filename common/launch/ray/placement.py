@@ -12,7 +12,7 @@ ON_RUN_NODE = "on the node of the run directory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class ClusterNode:
     """One node of a cluster."""
 
     node_id: str
@@ -47,7 +47,7 @@ class Needs:
         where = f" {ON_RUN_NODE}" if self.is_home else ""
         return f"a node with {self.num_cpus:g} CPU{gpus}{labels}{where}"
 
-    def num_fitting(self, node: Node) -> int:
+    def num_fitting(self, node: ClusterNode) -> int:
         """Return the number of such requests that fit on the otherwise empty node."""
         is_right = all(_selects(text, node.labels.get(k, "")) for k, text in self.labels.items())
         if not is_right or (self.is_home and not node.is_home):
@@ -58,7 +58,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class ClusterPlacement:
     """Resources that the roles of a run request."""
 
     learner: Needs
@@ -79,14 +79,14 @@ class Placement:
             return Needs(num_cpus=self.actor.num_cpus, is_home=True)
         return self.actor if role == "actor" else self.learner
 
-    def lines(self, nodes: Sequence[Node]) -> list[str]:
+    def lines(self, nodes: Sequence[ClusterNode]) -> list[str]:
         """Return the placement as text, one line per kind of role."""
         hub = [f"envhub: {self.envhub.text}"] if self.envhub else []
         apart = self.num_actors - len(self.shared)
         shared = [f"{len(self.shared)} actors: on the learner's GPUs"] if self.shared else []
         actors = [f"{apart} actors, each: {self.actor.text}"] if apart else []
-        fit = f"{self.num_fitting} of {self.num_actors} actors fit now"
-        waiting = "; the others start when a node appears"
+        fit = f"{self.num_fitting} of {self.num_actors} actors fit on the nodes"
+        waiting = "; the others start when a node joins"
         return [
             *(f"ray node {node.text}{f', {ON_RUN_NODE}' * node.is_home}" for node in nodes),
             f"ray learner: {self.learner.text}",
@@ -103,7 +103,7 @@ def num_cpus_wanted(cfg: RunConfig) -> float:
     return ray.learner_cpus + has_hub * ray.envhub_cpus + cfg.actor.num_engines * ray.actor_cpus
 
 
-def place(cfg: RunConfig, nodes: Sequence[Node]) -> Placement:
+def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
     """Return the requests of all roles on a cluster of these nodes.
 
     With `actor.placement=auto` the engines are separate from the learner if at least one fits
@@ -120,13 +120,13 @@ def place(cfg: RunConfig, nodes: Sequence[Node]) -> Placement:
     is_cuda = trains_on_gpu(cfg, num_gpus=sum(node.num_gpus for node in nodes))
     if cfg.learner.device.partition(":")[2].strip("0"):
         raise ConfigError(
-            f"learner.device={cfg.learner.device}: Ray chooses the devices; learner.device=cuda"
+            f"learner.device={cfg.learner.device}: Ray chooses the GPUs. Use learner.device=cuda"
         )
     num_ranks = cfg.learner.num_ranks
     learner = Needs(
         num_cpus=cfg.ray.learner_cpus, num_gpus=num_ranks if is_cuda else 0, is_home=True
     )
-    remedy = "start run.py on a node that has them, or set learner.device=cpu" if is_cuda else ""
+    remedy = "start run.py on a node with these GPUs, or use learner.device=cpu" if is_cuda else ""
     _check_fits("learner", learner, [home], remedy=remedy or "lower ray.learner_cpus")
     actor = Needs(
         num_cpus=cfg.ray.actor_cpus, num_gpus=width if has_gpus or width > 1 else 0, labels=labels
@@ -140,13 +140,13 @@ def place(cfg: RunConfig, nodes: Sequence[Node]) -> Placement:
         num_shared = min(cfg.actor.num_engines, num_ranks // width)
         shared = _shared_seats(cfg, num_shared)
     elif cfg.actor.num_actors:
-        _check_fits("actor", actor, rest, remedy="see ray.actor_labels, ray.actor_cpus")
+        _check_fits("actor", actor, rest, remedy="change ray.actor_labels or ray.actor_cpus")
     envhub = None
     if not cfg.envhub.url:
         envhub = Needs(num_cpus=cfg.ray.envhub_cpus, labels=selector(cfg.ray.envhub_labels))
-        _check_fits("envhub", envhub, rest, remedy="see ray.envhub_labels, ray.envhub_cpus")
+        _check_fits("envhub", envhub, rest, remedy="change ray.envhub_labels or ray.envhub_cpus")
     num_actors = cfg.actor.num_engines
-    return Placement(
+    return ClusterPlacement(
         learner=learner,
         envhub=envhub,
         actor=actor,
@@ -168,20 +168,20 @@ def _shared_seats(cfg: RunConfig, num_actors: int) -> tuple[tuple[int, ...], ...
     return seat(replace(cfg, learner=learner, actor=actor), num_gpus=cfg.learner.num_ranks).actors
 
 
-def _less(node: Node, needs: Needs) -> Node:
+def _less(node: ClusterNode, needs: Needs) -> ClusterNode:
     """Return a node without the resources that a role takes from it."""
     return replace(
         node, num_cpus=node.num_cpus - needs.num_cpus, num_gpus=node.num_gpus - needs.num_gpus
     )
 
 
-def _check_fits(role: str, needs: Needs, nodes: Sequence[Node], *, remedy: str) -> None:
+def _check_fits(role: str, needs: Needs, nodes: Sequence[ClusterNode], *, remedy: str) -> None:
     if any(needs.num_fitting(node) for node in nodes):
         return
     beside = " beside the learner" if role != "learner" else ""
     has = "; ".join(node.text for node in nodes)
     raise ConfigError(
-        f"launcher=ray: {role} needs {needs.text}, and no node has that{beside} ({has}); {remedy}"
+        f"launcher=ray: {role} needs {needs.text}, and no node has it{beside} ({has}); {remedy}"
     )
 
 

@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from common.launch.base import EXIT_CONFIG_ERROR
 from common.launch.process import KILLED_S, read_tail
-from common.launch.ray.host import News, Order, Place
+from common.launch.ray.host import News, WorkerAssignment, WorkerCommand
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class RayProcess:
         *,
         needs: str,
         log_path: Path,
-        make_order: Callable[[Place], Order | None],
+        make_order: Callable[[WorkerAssignment], WorkerCommand | None],
         place_timeout_s: float | None = None,
     ) -> None:
         """Take over a Ray worker (`RoleHost`) that Ray may not have placed yet.
@@ -53,7 +53,7 @@ class RayProcess:
         """
         self.name = name
         self.started_at: float | None = None
-        self.place: Place | None = None
+        self.place: WorkerAssignment | None = None
         self.memory_bytes = 0
         self._worker = worker
         self._needs = needs
@@ -111,7 +111,7 @@ class RayProcess:
                 told = self._worker.clear_away.remote(self._num_read)
                 self._note(ray.get(told, timeout=2 * KILLED_S))
             except RayError as error:
-                logger.error("not cleared away role=%s: %s", self.name, _first_line(error))
+                logger.error("cannot kill processes role=%s: %s", self.name, _first_line(error))
         ray.kill(self._worker)
         self._code = LOST if self._code is None else self._code
 
@@ -156,7 +156,7 @@ class RayProcess:
 
     def _check_deadline(self) -> None:
         if self.place is None and time.monotonic() > self._deadline:
-            text = f"error: {self.name}: no room within ray.place_timeout_s for {self._needs}\n"
+            text = f"error: {self.name}: no node within ray.place_timeout_s for {self._needs}\n"
             self._write(text.encode())
             self._code = EXIT_CONFIG_ERROR
 

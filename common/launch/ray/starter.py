@@ -16,8 +16,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from common.launch.base import RoleSpec
 from common.launch.guardian import MARKS
-from common.launch.ray.host import KEY_FILE, PYTHON, RUN_PY, Order, Place, RoleHost
-from common.launch.ray.placement import Node, Placement
+from common.launch.ray.host import (
+    KEY_FILE,
+    PYTHON,
+    RUN_PY,
+    RoleHost,
+    WorkerAssignment,
+    WorkerCommand,
+)
+from common.launch.ray.placement import ClusterNode, ClusterPlacement
 from common.launch.ray.process import RayProcess
 from common.repository import ROOT
 from common.store.run_dir import RunDir
@@ -37,9 +44,9 @@ class RayStarter:
     def __init__(
         self,
         run_dir: RunDir,
-        placement: Placement,
+        placement: ClusterPlacement,
         *,
-        home: Node,
+        home: ClusterNode,
         is_own: bool,
         place_timeout_s: float,
     ) -> None:
@@ -112,7 +119,7 @@ class RayStarter:
         strategy = PlacementGroupSchedulingStrategy(self._groups[key], index)
         return {**options, "scheduling_strategy": strategy}
 
-    def _order(self, spec: RoleSpec, place: Place) -> Order | None:
+    def _order(self, spec: RoleSpec, place: WorkerAssignment) -> WorkerCommand | None:
         """Return the order for a place; None while required information is missing."""
         is_home = place.node_id == self._home.node_id
         visible = self._visible(spec.name, place)
@@ -124,11 +131,11 @@ class RayStarter:
         argv = tuple(own.get(each, each) for each in spec.argv)
         if is_home:
             kept = {k: v for k, v in os.environ.items() if not k.startswith(OF_A_NODE)}
-            return Order(
+            return WorkerCommand(
                 name=spec.name, argv=argv, env={**kept, **env}, log_path=str(spec.log_path)
             )
         if RUN_PY not in argv:
-            return Order(name=spec.name, argv=argv, env=env)
+            return WorkerCommand(name=spec.name, argv=argv, env=env)
         address = self._run_dir.find_address("scheduler")
         if address is None:
             return None
@@ -137,7 +144,7 @@ class RayStarter:
         join = ("--join", address.removeprefix("tcp://"), "--key", KEY_FILE)
         if role == "envhub":
             overrides.append(f"envhub.host={place.host}")  # The node decides where its hub listens.
-        return Order(
+        return WorkerCommand(
             name=spec.name,
             argv=(PYTHON, RUN_PY, role, *join, *overrides),
             env=env,
@@ -146,7 +153,7 @@ class RayStarter:
             ),
         )
 
-    def _visible(self, name: str, place: Place) -> str | None:
+    def _visible(self, name: str, place: WorkerAssignment) -> str | None:
         """Return the GPUs that a role may see; None while the learner's shared ones are unknown."""
         num_shared = len(self._placement.shared)
         if not name.startswith("actor") or int(name.partition("-")[2]) >= num_shared:

@@ -40,7 +40,7 @@ def hub_text(hub: Mapping[str, Any]) -> str:
     """Return one line with a hub's address, environments and sessions."""
     where = f" on {hub['node']}" if hub.get("node") else ""
     places = f", {hub.get('num_sessions', 0)} of {hub['max_sessions']} sessions"
-    heard = f", heard {_number(hub, 'last_seen_s'):.0f}s before the last status"
+    heard = f", last message {_number(hub, 'last_seen_s'):.0f}s before the status"
     again = f", restarted {hub['num_restarts']} times" if hub.get("num_restarts") else ""
     return (
         f"{hub.get('gone') or 'serves'} {', '.join(_list(hub, 'envs'))} at {hub.get('url')}{where}"

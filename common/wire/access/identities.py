@@ -74,9 +74,9 @@ class Identity:
         # A joining node requests a key for its name, so the node key is bound to no name.
         field = NAME_FIELD.get(kind) if self.role != NODE else None
         if field is not None and getattr(message, field) != self.name:
-            return f"the key of {self.name} lets nobody speak as another"
+            return f"the key of {self.name} is not valid for messages under another name"
         role = getattr(message, "role", self.role) if field else self.role
-        return "" if role == self.role else f"the key of {self.name} is an {self.role}'s"
+        return "" if role == self.role else f"the key of {self.name} is for the role {self.role}"
 
 
 class Identities:
@@ -131,7 +131,7 @@ class Identities:
                 fields: dict[str, Any] = json.loads(line)
                 self._note(Identity(**fields))
             except (ValueError, TypeError):
-                logger.error("unreadable line skipped file=%s", self._path)
+                logger.error("skipped invalid line file=%s", self._path)
         return bool(whole)
 
     def _note(self, identity: Identity) -> None:
@@ -151,12 +151,17 @@ def add_identity(folder: Path, identity: Identity) -> None:
     """Append a key to the list. Raises: ConfigError: an invalid name or role, or too many keys."""
     is_ours = identity.name.partition("-")[0] in RESERVED
     if identity.role not in RIGHTS or is_ours or not 0 < len(identity.name) <= MAX_NAME_CHARS:
-        raise ConfigError(f"no key for {identity.name[:80]!r} ({identity.role[:20]!r})")
+        raise ConfigError(
+            f"cannot issue a key for {identity.name[:80]!r} ({identity.role[:20]!r}): the role or"
+            " the name is not allowed"
+        )
     with locked(folder):
         known = Identities(folder)
         known.refresh()
         if len(known) >= MAX_PEERS:
-            raise ConfigError(f"{folder / PEERS}: {len(known)} keys are given out, and no more")
+            raise ConfigError(
+                f"{folder / PEERS}: all {MAX_PEERS} keys are issued; a new run has a new list"
+            )
         _append(folder / PEERS, identity)
         if (folder / PEERS).stat().st_size > MAX_LINES_PER_NAME * LINE_BYTES * (len(known) + 100):
             known.refresh()
@@ -176,7 +181,7 @@ def revoke(folder: Path, name: str) -> Identity:
         found = Identity(NODE, NODE, (folder / "node_public").read_text(encoding="utf-8").strip())
     if found is None:
         names = ", ".join([NODE, *sorted(known.names)][:20])
-        raise ConfigError(f"{name}: no key of that name in {folder}; there are: {names}")
+        raise ConfigError(f"{name}: no key in {folder} has this name; known names: {names}")
     taken = Identity(found.name, found.role, found.public, is_revoked=True)
     with locked(folder):
         _append(folder / PEERS, taken)

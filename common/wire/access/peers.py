@@ -23,7 +23,7 @@ MAX_SHOWN = 50  # Maximum number of peers in a report, those with most refusals 
 
 
 @dataclass(slots=True)
-class Account:
+class KeyCounts:
     """Counts of one key, over all its connections."""
 
     num_invalid: int = 0  # Messages that could not be decoded or were out of bounds.
@@ -51,7 +51,7 @@ class Sender:
     """One connection."""
 
     identity: Identity
-    account: Account
+    account: KeyCounts
     descriptor: int = -1  # File descriptor of the connection.
     num_strikes: int = 0
     allowance: float = BURST
@@ -70,7 +70,7 @@ class Peers:
     def __init__(self, identities: Identities) -> None:
         self._identities = identities
         self._senders: dict[bytes, Sender] = {}
-        self._accounts: dict[str, Account] = {}  # Accounts by the name of the key's owner.
+        self._accounts: dict[str, KeyCounts] = {}  # Accounts by the name of the key's owner.
         self._nobody = Identity("stranger", "node", "", is_revoked=True)
         self._refresh_at = 0.0
 
@@ -92,7 +92,7 @@ class Peers:
         identity = identity or self._nobody
         if len(self._senders) >= MAX_SENDERS:
             self._senders.clear()
-        account = self._accounts.setdefault(identity.name, Account())
+        account = self._accounts.setdefault(identity.name, KeyCounts())
         self._senders[sender] = made = Sender(identity, account, _descriptor(first_frame))
         return made
 
@@ -129,7 +129,7 @@ class Peers:
         sender.num_strikes += 1
         if sender.num_strikes >= MAX_STRIKES and not sender.muted_until:
             sender.muted_until = time.monotonic() + MUTED_S
-            logger.warning("not listening for_s=%g to peer=%s num=%d", MUTED_S, *self._say(sender))
+            logger.warning("muted for_s=%g peer=%s num=%d", MUTED_S, *self._say(sender))
 
     def _say(self, sender: Sender) -> tuple[str, int]:
         return shown(sender.identity.name), sender.account.num_refused
@@ -174,7 +174,7 @@ class Peers:
             for name, account in self._guilty()
         }
 
-    def _guilty(self) -> list[tuple[str, Account]]:
+    def _guilty(self) -> list[tuple[str, KeyCounts]]:
         known = list(self._accounts.items())  # A copy: another thread may add an account.
         guilty = [(n, a) for n, a in known if a.num_refused or a.num_unsent]
         return sorted(guilty, key=lambda each: -each[1].num_refused)[:MAX_SHOWN]

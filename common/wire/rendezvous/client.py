@@ -62,7 +62,7 @@ class StoreLine:
         """
         with self._lock:
             if self._is_closed:
-                raise WeightSyncError("the rendezvous was left")
+                raise WeightSyncError("this process left the rendezvous")
             self._number += 1
             request = StoreRequest(
                 number=self._number,
@@ -79,7 +79,7 @@ class StoreLine:
                 place = f"{self._place.host}:{self._place.port}"
                 raise WeightSyncError(f"no rendezvous store at {place}: {error}") from error
         if answer.error:
-            raise WeightSyncError(f"the rendezvous refused: {answer.error}")
+            raise WeightSyncError(f"the rendezvous refused a request: {answer.error}")
         return answer
 
     def _exchange(self, frames: list[bytes]) -> StoreAnswer:
@@ -90,10 +90,10 @@ class StoreLine:
                 continue
             message = decode(self._socket.recv_multipart())
             if not isinstance(message, StoreAnswer):
-                raise WireError(f"answered by {message!r}"[:300])
+                raise WireError(f"unexpected answer: {message!r}"[:300])
             if message.number == self._number:  # Skips answers to cancelled requests.
                 return message
-        raise WireError("it was left" if self.is_left.is_set() else "no answer in time")
+        raise WireError("this process left it" if self.is_left.is_set() else "no answer in time")
 
     def close(self) -> None:
         """Close the connection after the current request."""
@@ -169,5 +169,5 @@ class GroupStore(dist.Store):
             if answer.is_there:
                 return answer.values
             if time.monotonic() >= deadline:
-                raise WeightSyncError(f"nobody set {keys} in the rendezvous in {timeout_s:g}s")
-        raise WeightSyncError("the rendezvous was left")
+                raise WeightSyncError(f"no process set {keys} in the rendezvous in {timeout_s:g} s")
+        raise WeightSyncError("this process left the rendezvous")

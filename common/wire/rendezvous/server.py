@@ -93,7 +93,7 @@ class StoreServer(threading.Thread):
         try:
             self._router = Router(keys, host=_bindable(host), port=port)
         except (ConfigError, OSError) as error:
-            raise WeightSyncError(f"no rendezvous at {host}:{port}: {error}") from error
+            raise WeightSyncError(f"cannot open a rendezvous at {host}:{port}: {error}") from error
         self.place = StorePlace(host, self._router.port, keys.server_public, keys.client_secret)
         self.port = self._router.port
         self._groups: OrderedDict[str, _Group] = OrderedDict()
@@ -133,19 +133,19 @@ class StoreServer(threading.Thread):
                 if came or self._waiting:
                     self._look()
         for each in self._waiting:
-            self._answer(each.received, error="it is being closed")
+            self._answer(each.received, error="the rendezvous is closing")
         self._router.close()
 
     def _take(self, received: Received) -> None:
         """Answer a request, or add it to the waiting ones."""
         request = received.message
         if not isinstance(request, StoreRequest):
-            reason = f"{type(request).__name__} is not for the rendezvous"
+            reason = f"{type(request).__name__} is not a request to the rendezvous"
             self._router.send(received.sender, Rejected(reason=reason))
             return
         group = self._groups.get(request.group)
         if group is None:
-            self._answer(received, error="this group is not open here")
+            self._answer(received, error="this group is not open")
             return
         match request.op:
             case StoreOp.WAIT:
@@ -153,7 +153,7 @@ class StoreServer(threading.Thread):
                 self._waiting.append(_Waiting(received, time.monotonic() + wait_s))
             case StoreOp.SET:
                 is_full = not all(group.put(key, request.value) for key in request.keys)
-                self._answer(received, error="this group has no room for more" * is_full)
+                self._answer(received, error="this group is full" * is_full)
             case StoreOp.ADD:
                 total = int(group.values.get(request.keys[0], b"0")) + request.amount
                 group.put(request.keys[0], b"%d" % total)
@@ -173,7 +173,7 @@ class StoreServer(threading.Thread):
             request: StoreRequest = each.received.message
             group = self._groups.get(request.group)
             if group is None:
-                self._answer(each.received, error="this group is not open here any more")
+                self._answer(each.received, error="this group was closed")
             elif all(key in group.values for key in request.keys):
                 self._answer(each.received, values=[group.values[key] for key in request.keys])
             elif now >= each.until:

@@ -157,5 +157,5 @@ def _compare(cut: Cut, found: Tensor, sent: Tensor, specs: Sequence[TensorSpec])
     within = f" ({names[0]} to {names[-1]})" if names else ""
     raise BucketDamaged(
         f"bucket {index} of {cut.num}{within} is damaged: checksum {hexadecimal(found[index])} "
-        f"is not the sender's {hexadecimal(sent[index])}; {len(damaged)} damaged in all"
+        f"is not the sender's {hexadecimal(sent[index])}; {len(damaged)} buckets are damaged"
     )

@@ -73,9 +73,10 @@ class FolderShelf:
             with path.open("rb") as file:
                 num_read = file.readinto(cast(Any, part.numpy()))
         except OSError as error:
-            raise WeightSyncError(f"{path}: {error}; do learner and actor share it?") from error
+            remedy = "learner and actor must share this folder"
+            raise WeightSyncError(f"{path}: {error}; {remedy}") from error
         if num_read != part.numel():
-            raise WeightSyncError(f"{path}: {num_read} bytes, not {part.numel()}")
+            raise WeightSyncError(f"{path}: has {num_read} bytes instead of {part.numel()}")
 
 
 class GpuShelf:
@@ -143,7 +144,7 @@ class Mailbox:
         takers = [self._taken(index, rank) for rank in range(1, self._world_size)]
 
         def part_with() -> None:
-            self._await(takers, f"the takers of part {index}")
+            self._await(takers, f"the receivers of part {index}")
             # Without this the store would grow over thousands of versions.
             self._store.delete([self._key(index), *takers])
 
@@ -169,7 +170,7 @@ class Mailbox:
         deadline = time.monotonic() + self._timeout_s
         while not self._store.has(keys, within_s=CHECK_S):
             if self._is_left() or time.monotonic() > deadline:
-                raise WeightSyncError(f"{what}: not there within {self._timeout_s:g}s")
+                raise WeightSyncError(f"{what}: not available within {self._timeout_s:g} s")
 
     def close(self) -> None:
         """Do nothing: other objects own the store and the shelf."""

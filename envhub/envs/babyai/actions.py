@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from envhub.envs.babyai import scene as sc
-from envhub.envs.babyai.scene import Scene, Seen
+from envhub.envs.babyai.scene import GridScene, Seen
 
 
-class Kind(Enum):
+class ActionEffect(Enum):
     """The effect of an action after its walk."""
 
     MOVE = auto()
@@ -18,21 +18,21 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class GridAction:
     """One executable action; `position` is its object's cell, -1 for none."""
 
     name: str
-    kind: Kind
+    kind: ActionEffect
     primitives: tuple[int, ...]
     position: int = -1
 
 
-def has_key(scene: Scene, position: int) -> bool:
+def has_key(scene: GridScene, position: int) -> bool:
     """Return whether the agent carries the key of the door at `position`."""
     return scene.carrying == (scene.things[position][0], "key")
 
 
-def list_actions(scene: Scene, objects: list[Seen]) -> list[Action]:
+def list_actions(scene: GridScene, objects: list[Seen]) -> list[GridAction]:
     """Return every action that changes the state now, in AgentGym's order.
 
     AgentGym's list also has actions without effect: walking into a ball, a key or a closed door,
@@ -41,27 +41,27 @@ def list_actions(scene: Scene, objects: list[Seen]) -> list[Action]:
     front = scene.front()
     ahead = scene.codes[front]
     actions = [
-        Action("turn left", Kind.MOVE, (sc.LEFT,)),
-        Action("turn right", Kind.MOVE, (sc.RIGHT,)),
+        GridAction("turn left", ActionEffect.MOVE, (sc.LEFT,)),
+        GridAction("turn right", ActionEffect.MOVE, (sc.RIGHT,)),
     ]
     if sc.IS_WALKABLE[ahead]:
-        actions.append(Action("move forward", Kind.MOVE, (sc.FORWARD,)))
+        actions.append(GridAction("move forward", ActionEffect.MOVE, (sc.FORWARD,)))
     if scene.carrying is None:
         actions += [
             _pickup(seen) for seen in objects if seen.code == sc.THING and seen.path is not None
         ]
     elif ahead == sc.FREE:
-        actions.append(Action("drop", Kind.DROP, (sc.DROP,), front))
+        actions.append(GridAction("drop", ActionEffect.DROP, (sc.DROP,), front))
     for seen in objects:
         actions += _on_door(scene, seen)
         if seen.position == front and _is_togglable(scene, front):
-            actions.append(Action("toggle", Kind.TOGGLE, (sc.TOGGLE,), front))
+            actions.append(GridAction("toggle", ActionEffect.TOGGLE, (sc.TOGGLE,), front))
     for seen in objects:
         actions += _going_to(seen)
     return actions
 
 
-def _is_togglable(scene: Scene, front: int) -> bool:
+def _is_togglable(scene: GridScene, front: int) -> bool:
     ahead = scene.codes[front]
     if ahead == sc.LOCKED:
         return has_key(scene, front)
@@ -70,33 +70,39 @@ def _is_togglable(scene: Scene, front: int) -> bool:
     return ahead == sc.CLOSED or (ahead == sc.OPEN and scene.closes_doors)
 
 
-def _pickup(seen: Seen) -> Action:
+def _pickup(seen: Seen) -> GridAction:
     path = (*(seen.path or ()), sc.PICKUP)
-    return Action(f"pickup {seen.name} {seen.number}", Kind.PICKUP, path, seen.position)
+    return GridAction(f"pickup {seen.name} {seen.number}", ActionEffect.PICKUP, path, seen.position)
 
 
-def _on_door(scene: Scene, seen: Seen) -> list[Action]:
+def _on_door(scene: GridScene, seen: Seen) -> list[GridAction]:
     """Return the action that goes through a door, if possible."""
     label = f"{seen.name} {seen.number}"
     if seen.code == sc.OPEN and seen.path_onto:
-        return [Action(f"go through {label}", Kind.MOVE, seen.path_onto)]
+        return [GridAction(f"go through {label}", ActionEffect.MOVE, seen.path_onto)]
     openable = seen.code == sc.LOCKED and has_key(scene, seen.position)
     if seen.path is None or not (seen.code == sc.CLOSED or openable):
         return []
     path = (*seen.path, sc.TOGGLE, sc.FORWARD)
-    return [Action(f"toggle and go through {label}", Kind.TOGGLE_THROUGH, path, seen.position)]
+    return [
+        GridAction(
+            f"toggle and go through {label}", ActionEffect.TOGGLE_THROUGH, path, seen.position
+        )
+    ]
 
 
-def _going_to(seen: Seen) -> list[Action]:
+def _going_to(seen: Seen) -> list[GridAction]:
     """Return the walk that ends in front of an object, or on the goal, if possible."""
     if seen.code == sc.GOAL:
-        return [Action("go to goal", Kind.MOVE, seen.path_onto)] if seen.path_onto else []
+        return (
+            [GridAction("go to goal", ActionEffect.MOVE, seen.path_onto)] if seen.path_onto else []
+        )
     if not seen.path or seen.code == sc.LAVA:
         return []
-    return [Action(f"go to {seen.name} {seen.number}", Kind.MOVE, seen.path)]
+    return [GridAction(f"go to {seen.name} {seen.number}", ActionEffect.MOVE, seen.path)]
 
 
-def poses(scene: Scene, action: Action) -> list[tuple[int, int]]:
+def poses(scene: GridScene, action: GridAction) -> list[tuple[int, int]]:
     """Return the (position, heading) after each primitive of an action, without performing it."""
     at = scene.at
     heading = scene.heading
@@ -112,11 +118,11 @@ def poses(scene: Scene, action: Action) -> list[tuple[int, int]]:
     return passed
 
 
-def after(scene: Scene, action: Action) -> Scene:
+def after(scene: GridScene, action: GridAction) -> GridScene:
     """Return the scene after a walk or a door action; pickups and drops are not modelled."""
     at, heading = poses(scene, action)[-1]
     codes = scene.codes
-    if action.kind in (Kind.TOGGLE, Kind.TOGGLE_THROUGH):
+    if action.kind in (ActionEffect.TOGGLE, ActionEffect.TOGGLE_THROUGH):
         codes = codes.copy()
         codes[action.position] = sc.OPEN
     return replace(scene, codes=codes, at=at, heading=heading)

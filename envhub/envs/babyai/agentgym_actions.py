@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from envhub.envs.babyai import scene as sc
 from envhub.envs.babyai import text
-from envhub.envs.babyai.actions import Action, Kind, has_key
-from envhub.envs.babyai.scene import Scene, Seen
+from envhub.envs.babyai.actions import ActionEffect, GridAction, has_key
+from envhub.envs.babyai.scene import GridScene, Seen
 
 Pose = tuple[int, int, int]  # Cells ahead, cells to the right, quarter turns clockwise.
 Path = tuple[int, ...]
@@ -25,22 +25,22 @@ RIGHTMOST = (3, 4, 4, 3)
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferedActions:
     """The actions offered now, in order, and the reasons for refused ones."""
 
-    actions: dict[str, Action] = field(default_factory=dict[str, Action])
+    actions: dict[str, GridAction] = field(default_factory=dict[str, GridAction])
     refusals: dict[str, str] = field(default_factory=dict[str, str])
 
-    def add(self, name: str, kind: Kind, path: Iterable[int], position: int = -1) -> None:
+    def add(self, name: str, kind: ActionEffect, path: Iterable[int], position: int = -1) -> None:
         """Offer an action."""
-        self.actions[name] = Action(name, kind, tuple(path), position)
+        self.actions[name] = GridAction(name, kind, tuple(path), position)
 
     def refuse(self, name: str, reason: str) -> None:
         """Record why an action is not offered."""
         self.refusals[name] = f"You cannot {name}, as {reason}."
 
     def add_numbered(
-        self, verb: str, kind: Kind, path: Path | None, seen: Seen, counts: dict[str, int]
+        self, verb: str, kind: ActionEffect, path: Path | None, seen: Seen, counts: dict[str, int]
     ) -> None:
         """Offer an action on an object; only reachable objects get a number."""
         number = counts.get(seen.name, 0) + 1
@@ -52,16 +52,16 @@ class Offer:
         self.add(name, kind, path, seen.position)
 
 
-def offer(scene: Scene, objects: list[Seen], view: list[int | None]) -> Offer:
+def offer(scene: GridScene, objects: list[Seen], view: list[int | None]) -> OfferedActions:
     """Return AgentGym's actions in a scene, without `check available actions`."""
     facing, onto = _paths(scene, objects, view)
-    made = Offer()
-    made.add("turn left", Kind.MOVE, (sc.LEFT,))
-    made.add("turn right", Kind.MOVE, (sc.RIGHT,))
+    made = OfferedActions()
+    made.add("turn left", ActionEffect.MOVE, (sc.LEFT,))
+    made.add("turn right", ActionEffect.MOVE, (sc.RIGHT,))
     if _is_barred(scene):
         made.refusals["move forward"] = text.BARRIER
     else:
-        made.add("move forward", Kind.MOVE, (sc.FORWARD,))
+        made.add("move forward", ActionEffect.MOVE, (sc.FORWARD,))
     _add_handling(made, scene, objects, facing)
     counts: dict[str, int] = {}
     for seen in objects:
@@ -71,22 +71,22 @@ def offer(scene: Scene, objects: list[Seen], view: list[int | None]) -> Offer:
             _add_door(made, scene, seen, label, facing[seen.position], onto[seen.position])
     for seen in objects:
         if seen.code == sc.GOAL and (path := onto[seen.position]) is not None:
-            made.add("go to goal", Kind.MOVE, path, seen.position)
+            made.add("go to goal", ActionEffect.MOVE, path, seen.position)
     counts = {}
     for seen in objects:
         if seen.code != sc.GOAL:
-            made.add_numbered("go to", Kind.MOVE, facing[seen.position], seen, counts)
+            made.add_numbered("go to", ActionEffect.MOVE, facing[seen.position], seen, counts)
     return made
 
 
-def _is_barred(scene: Scene) -> bool:
+def _is_barred(scene: GridScene) -> bool:
     front = scene.front()
     code = scene.codes[front]
     return code == sc.WALL or (code == sc.THING and scene.things[front][1] == "box")
 
 
 def _add_handling(
-    made: Offer, scene: Scene, objects: list[Seen], facing: dict[int, Path | None]
+    made: OfferedActions, scene: GridScene, objects: list[Seen], facing: dict[int, Path | None]
 ) -> None:
     """Offer pickups if the hands are empty, else drop."""
     if scene.carrying is None:
@@ -96,15 +96,20 @@ def _add_handling(
             if seen.code in (sc.THING, sc.LAVA):
                 path = facing[seen.position]
                 full = None if path is None else (*path, sc.PICKUP)
-                made.add_numbered("pickup", Kind.PICKUP, full, seen, counts)
+                made.add_numbered("pickup", ActionEffect.PICKUP, full, seen, counts)
     elif scene.codes[scene.front()] in (sc.WALL, sc.THING, sc.LAVA):
         made.refusals["drop"] = text.NO_ROOM
     else:
-        made.add("drop", Kind.DROP, (sc.DROP,), scene.front())
+        made.add("drop", ActionEffect.DROP, (sc.DROP,), scene.front())
 
 
 def _add_door(
-    made: Offer, scene: Scene, seen: Seen, label: str, facing: Path | None, onto: Path | None
+    made: OfferedActions,
+    scene: GridScene,
+    seen: Seen,
+    label: str,
+    facing: Path | None,
+    onto: Path | None,
 ) -> None:
     through = f"go through {label}"
     toggle = f"toggle and go through {label}"
@@ -112,7 +117,7 @@ def _add_door(
         if onto is None:
             made.refuse(through, text.NO_PATH)
         else:
-            made.add(through, Kind.MOVE, onto, seen.position)
+            made.add(through, ActionEffect.MOVE, onto, seen.position)
         return
     if seen.code == sc.CLOSED:
         made.refuse(through, text.CLOSED)
@@ -125,13 +130,13 @@ def _add_door(
     if facing is None:
         made.refuse(toggle, text.NO_PATH)
         return
-    made.add(toggle, Kind.TOGGLE_THROUGH, (*facing, sc.TOGGLE, sc.FORWARD), seen.position)
+    made.add(toggle, ActionEffect.TOGGLE_THROUGH, (*facing, sc.TOGGLE, sc.FORWARD), seen.position)
     if not facing:
-        made.add("toggle", Kind.TOGGLE, (sc.TOGGLE,), seen.position)
+        made.add("toggle", ActionEffect.TOGGLE, (sc.TOGGLE,), seen.position)
 
 
 def _paths(
-    scene: Scene, objects: list[Seen], view: list[int | None]
+    scene: GridScene, objects: list[Seen], view: list[int | None]
 ) -> tuple[dict[int, Path | None], dict[int, Path | None]]:
     """Return the paths that end facing each object, and those that end on it, by its position.
 
@@ -182,7 +187,7 @@ def _way(entered: dict[Pose, tuple[Pose, int]], pose: Pose) -> Path:
     return tuple(reversed(path))
 
 
-def image(scene: Scene) -> tuple[object, ...]:
+def image(scene: GridScene) -> tuple[object, ...]:
     """Return a value that is equal for equal views, like the agent's own image."""
     view = sc.visible_codes(scene)
     places = sc.view_positions(scene)

@@ -7,7 +7,7 @@ from envhub.env import ItemId, StepResult, Style, action_text
 from envhub.envs.babyai import actions as act
 from envhub.envs.babyai import levels, text
 from envhub.envs.babyai import scene as sc
-from envhub.envs.babyai.actions import Action, Kind
+from envhub.envs.babyai.actions import ActionEffect, GridAction
 from envhub.envs.babyai.agentgym_actions import image, offer
 from envhub.envs.babyai.episode import BabyAiEnv, read_scene
 
@@ -77,7 +77,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
             score=self._score,
         )
 
-    def _run(self, action: Action) -> None:
+    def _run(self, action: GridAction) -> None:
         is_paid = False
         for primitive in action.primitives:
             before = image(self._scene)
@@ -118,19 +118,19 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         name = super()._expert_action()
         return None if name is None else self._worded(self._by_name[name])
 
-    def _worded(self, wanted: Action) -> str | None:
+    def _worded(self, wanted: GridAction) -> str | None:
         """Return the offered action with the same effect, or its first part; None without one."""
         # A combined action would get no reward for opening the door.
-        if wanted.kind is Kind.TOGGLE_THROUGH:
+        if wanted.kind is ActionEffect.TOGGLE_THROUGH:
             walk = wanted.primitives[:-2]
-            part = Kind.MOVE if walk else Kind.TOGGLE
+            part = ActionEffect.MOVE if walk else ActionEffect.TOGGLE
             wanted = replace(wanted, kind=part, primitives=walk or (sc.TOGGLE,))
         ends = act.poses(self._scene, wanted)[-1]
         for name, action in self._offer.actions.items():
             if action.kind is not wanted.kind or not action.primitives:
                 continue
             is_same_place = act.poses(self._scene, action)[-1] == ends
-            is_same_thing = wanted.kind is Kind.MOVE or action.position == wanted.position
+            is_same_thing = wanted.kind is ActionEffect.MOVE or action.position == wanted.position
             if is_same_place and is_same_thing:
                 return name
         return PRIMITIVES.get(wanted.primitives[0])

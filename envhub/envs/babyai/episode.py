@@ -12,9 +12,9 @@ from envhub.env import ItemId, StepResult, Style, action_text, parse_item
 from envhub.envs.babyai import actions as act
 from envhub.envs.babyai import levels, text
 from envhub.envs.babyai import scene as sc
-from envhub.envs.babyai.actions import Action, Kind
+from envhub.envs.babyai.actions import ActionEffect, GridAction
 from envhub.envs.babyai.expert import Expert
-from envhub.envs.babyai.scene import Scene
+from envhub.envs.babyai.scene import GridScene
 from envhub.envs.babyai.targets import closes_doors
 from envhub.envs.text_env import TextEnv
 
@@ -88,7 +88,7 @@ class BabyAiEnv(TextEnv):
             is_success=is_won,
         )
 
-    def _perform(self, action: Action) -> bool:
+    def _perform(self, action: GridAction) -> bool:
         """Run the primitives until the mission ends or one has no effect.
 
         Return whether the mission was completed.
@@ -103,7 +103,7 @@ class BabyAiEnv(TextEnv):
                 break
             if primitive <= sc.FORWARD and before == self._pose():
                 break
-        if action.kind is Kind.MOVE:
+        if action.kind is ActionEffect.MOVE:
             self._scene.at, self._scene.heading = _pose(self._level, self._scene.stride)
         else:
             self._scene = read_scene(self._level)
@@ -217,7 +217,7 @@ def _pose(level, stride: int) -> tuple[int, int]:
     return (int(y) + sc.PAD) * stride + int(x) + sc.PAD, int(level.agent_dir)
 
 
-def read_scene(level) -> Scene:
+def read_scene(level) -> GridScene:
     """Return a snapshot of a minigrid level."""
     grid = level.grid
     stride = grid.width + 2 * sc.PAD
@@ -233,7 +233,7 @@ def read_scene(level) -> Scene:
     at, heading = _pose(level, stride)
     held = level.carrying
     carrying = (held.color, held.type) if held else None
-    return Scene(
+    return GridScene(
         codes,
         things,
         stride,

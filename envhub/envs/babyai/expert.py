@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from envhub.envs.babyai import actions as act
 from envhub.envs.babyai import scene as sc
-from envhub.envs.babyai.actions import Action, Kind
-from envhub.envs.babyai.scene import Scene
-from envhub.envs.babyai.targets import DROPPING, PICKING_UP, Target, current_targets
+from envhub.envs.babyai.actions import ActionEffect, GridAction
+from envhub.envs.babyai.scene import GridScene
+from envhub.envs.babyai.targets import DROPPING, PICKING_UP, FacingTarget, current_targets
 from envhub.envs.babyai.ways import UNREACHABLE, distances, first_errand
 
 MAX_EXPANSIONS = 48
@@ -28,7 +28,7 @@ class Expert:
         self._plan: deque[tuple[tuple, str]] = deque()  # Pairs (state before, action).
         self._visited: set[tuple] = set()
 
-    def choose(self, scene: Scene, by_name: Mapping[str, Action]) -> str | None:
+    def choose(self, scene: GridScene, by_name: Mapping[str, GridAction]) -> str | None:
         """Return the name of the next action in `scene`; None if no plan exists."""
         here = _key(scene)
         if not self._plan or self._plan[0][0] != here or self._plan[0][1] not in by_name:
@@ -37,7 +37,7 @@ class Expert:
             return None
         return self._plan.popleft()[1]
 
-    def _make_plan(self, scene: Scene) -> deque[tuple[tuple, str]]:
+    def _make_plan(self, scene: GridScene) -> deque[tuple[tuple, str]]:
         wanted = current_targets(self._level, scene)
         targets = [t for t in (first_errand(scene, w) for w in wanted) if t is not None]
         if any(w.kinds in (PICKING_UP, DROPPING) for w in wanted):
@@ -49,12 +49,12 @@ class Expert:
         return deque(search(scene, targets, self._visited))
 
 
-def _key(scene: Scene) -> tuple:
+def _key(scene: GridScene) -> tuple:
     """Return the planner's key of a scene, unique within an episode."""
     return scene.at, scene.heading, scene.carrying, bytes(scene.codes)
 
 
-def finishes(scene: Scene, action: Action, target: Target) -> bool:
+def finishes(scene: GridScene, action: GridAction, target: FacingTarget) -> bool:
     """Return whether one of an action's primitives meets the target."""
     if target.kinds:
         return action.kind in target.kinds and action.position in target.positions
@@ -62,7 +62,9 @@ def finishes(scene: Scene, action: Action, target: Target) -> bool:
     return any(at + sc.delta(scene.stride, h) in target.positions for at, h in passed)
 
 
-def search(scene: Scene, targets: list[Target], visited: set[tuple]) -> list[tuple[tuple, str]]:
+def search(
+    scene: GridScene, targets: list[FacingTarget], visited: set[tuple]
+) -> list[tuple[tuple, str]]:
     """Return the actions to a target, or to the nearest scene, each with the state before it.
 
     Weighted best-first search; ties go to fewer primitives, then to the order of the action list.
@@ -89,7 +91,7 @@ def search(scene: Scene, targets: list[Target], visited: set[tuple]) -> list[tup
         if final:
             return [*path, (state, min(final, key=lambda a: len(a.primitives)).name)]
         for action in options:
-            if action.kind not in (Kind.MOVE, Kind.TOGGLE_THROUGH):
+            if action.kind not in (ActionEffect.MOVE, ActionEffect.TOGGLE_THROUGH):
                 continue
             following = act.after(here, action)
             key = _key(following)

@@ -23,7 +23,7 @@ HEADINGS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # East, south, west, north: minig
 
 
 @dataclass(slots=True)
-class Scene:
+class GridScene:
     """The whole map and the agent; `things` has colour and type of every object.
 
     `closes_doors` and `opens_boxes` allow the toggling of an open door or a box. They are set only
@@ -89,12 +89,12 @@ def _spread(lit: int, clear: int) -> tuple[int, int]:
     return lit, ahead
 
 
-def view_positions(scene: Scene) -> list[int]:
+def view_positions(scene: GridScene) -> list[int]:
     """Return the positions of the 49 view cells."""
     return [scene.at + offset for offset in _offsets(scene.stride, scene.heading)]
 
 
-def visible_codes(scene: Scene) -> list[int | None]:
+def visible_codes(scene: GridScene) -> list[int | None]:
     """Return the codes of the 49 view cells; None for unseen cells."""
     codes = scene.codes
     at = scene.at
@@ -171,7 +171,7 @@ def _shortest(
     return tuple(reversed(path))
 
 
-def see(scene: Scene) -> tuple[list[Seen], list[int | None]]:
+def see(scene: GridScene) -> tuple[list[Seen], list[int | None]]:
     """Return the visible objects, nearest first, and the view.
 
     Objects of one name are numbered from 1 in that order; text and actions share the numbers.
@@ -201,7 +201,7 @@ def see(scene: Scene) -> tuple[list[Seen], list[int | None]]:
     return objects, view
 
 
-def name_of(scene: Scene, position: int, code: int) -> str:
+def name_of(scene: GridScene, position: int, code: int) -> str:
     """Return an object's name as text and actions use it, such as `blue closed door`."""
     color, kind = scene.things[position]
     if code in DOOR_STATE:

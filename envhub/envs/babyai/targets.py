@@ -15,25 +15,25 @@ from minigrid.envs.babyai.core.verifier import (
 )
 
 from envhub.envs.babyai import scene as sc
-from envhub.envs.babyai.actions import Kind
-from envhub.envs.babyai.scene import Scene
+from envhub.envs.babyai.actions import ActionEffect
+from envhub.envs.babyai.scene import GridScene
 
-OPENING = (Kind.TOGGLE, Kind.TOGGLE_THROUGH)
-CLOSING = (Kind.TOGGLE,)
-PICKING_UP = (Kind.PICKUP,)
-DROPPING = (Kind.DROP,)
+OPENING = (ActionEffect.TOGGLE, ActionEffect.TOGGLE_THROUGH)
+CLOSING = (ActionEffect.TOGGLE,)
+PICKING_UP = (ActionEffect.PICKUP,)
+DROPPING = (ActionEffect.DROP,)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FacingTarget:
     """Cells to face, and the kinds of action that finish there; no kinds: facing is enough.
 
     `then` is the destination of an object that is picked up here; None if it does not matter.
     """
 
     positions: frozenset[int]
-    kinds: tuple[Kind, ...]
-    then: "Target | None" = None
+    kinds: tuple[ActionEffect, ...]
+    then: "FacingTarget | None" = None
 
 
 def position_of(cell, stride: int) -> int:
@@ -41,7 +41,7 @@ def position_of(cell, stride: int) -> int:
     return (int(cell[1]) + sc.PAD) * stride + int(cell[0]) + sc.PAD
 
 
-def current_targets(level, scene: Scene) -> list[Target]:
+def current_targets(level, scene: GridScene) -> list[FacingTarget]:
     """Return the next targets of the level's instruction; usually one."""
     targets = [_target(level, scene, clause) for clause in _open_clauses(level.instrs)]
     return [target for target in targets if target is not None and target.positions]
@@ -65,22 +65,24 @@ def _open_clauses(instruction: Instr) -> list[Instr]:
     return [instruction]
 
 
-def _target(level, scene: Scene, clause: Instr) -> Target | None:
+def _target(level, scene: GridScene, clause: Instr) -> FacingTarget | None:
     if isinstance(clause, GoToInstr):
-        return Target(frozenset(position_of(p, scene.stride) for p in clause.desc.obj_poss), ())
+        return FacingTarget(
+            frozenset(position_of(p, scene.stride) for p in clause.desc.obj_poss), ()
+        )
     if isinstance(clause, OpenInstr):
         closed = [door for door in clause.desc.obj_set if not door.is_open]
         if closed or not scene.closes_doors:
-            return Target(_where(level, scene, closed), OPENING)
-        return Target(_where(level, scene, clause.desc.obj_set), CLOSING)
+            return FacingTarget(_where(level, scene, closed), OPENING)
+        return FacingTarget(_where(level, scene, clause.desc.obj_set), CLOSING)
     if isinstance(clause, PickupInstr):
-        return Target(_where(level, scene, clause.desc.obj_set), PICKING_UP)
+        return FacingTarget(_where(level, scene, clause.desc.obj_set), PICKING_UP)
     if isinstance(clause, PutNextInstr):
         return _put_next(level, scene, clause)
     return None
 
 
-def _where(level, scene: Scene, wanted: list) -> frozenset[int]:
+def _where(level, scene: GridScene, wanted: list) -> frozenset[int]:
     """Return the positions of these exact objects; minigrid does not always store them."""
     identities = {id(thing) for thing in wanted}
     width = level.grid.width
@@ -88,7 +90,7 @@ def _where(level, scene: Scene, wanted: list) -> frozenset[int]:
     return frozenset(position_of((i % width, i // width), scene.stride) for i in cells)
 
 
-def _put_next(level, scene: Scene, clause: PutNextInstr) -> Target:
+def _put_next(level, scene: GridScene, clause: PutNextInstr) -> FacingTarget:
     """Return the cells to drop the moved object on, or the object to pick up first."""
     moved = _where(level, scene, clause.desc_move.obj_set)
     near = {
@@ -96,13 +98,15 @@ def _put_next(level, scene: Scene, clause: PutNextInstr) -> Target:
         for cell in clause.desc_fixed.obj_poss
         for heading in range(4)
     }
-    beside = Target(frozenset(p for p in near if scene.codes[p] == sc.FREE or p in moved), DROPPING)
+    beside = FacingTarget(
+        frozenset(p for p in near if scene.codes[p] == sc.FREE or p in moved), DROPPING
+    )
     if not beside.positions:
         taken = frozenset(p for p in near if scene.codes[p] == sc.THING)
-        return Target(taken, PICKING_UP)
+        return FacingTarget(taken, PICKING_UP)
     if any(level.carrying is thing for thing in clause.desc_move.obj_set):
         return beside
-    return Target(moved, PICKING_UP, then=beside)
+    return FacingTarget(moved, PICKING_UP, then=beside)
 
 
 def closes_doors(level) -> bool:

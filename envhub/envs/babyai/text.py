@@ -3,8 +3,8 @@
 import json
 
 from envhub.envs.babyai import scene as sc
-from envhub.envs.babyai.actions import Action, has_key
-from envhub.envs.babyai.scene import Scene, Seen
+from envhub.envs.babyai.actions import GridAction, has_key
+from envhub.envs.babyai.scene import GridScene, Seen
 
 INVALID = "invalid action"
 CHECK = "check available actions"
@@ -28,7 +28,7 @@ def wall_ahead(view: list[int | None]) -> int | None:
     return None
 
 
-def compact_view(scene: Scene, objects: list[Seen], view: list[int | None]) -> str:
+def compact_view(scene: GridScene, objects: list[Seen], view: list[int | None]) -> str:
     """Return the view as one line, such as `red box 1 ahead 1 right 1, wall 4`."""
     parts = [_compact_object(seen) for seen in objects]
     wall = wall_ahead(view)
@@ -51,10 +51,10 @@ def _compact_object(seen: Seen) -> str:
 
 
 def agentgym_view(
-    scene: Scene,
+    scene: GridScene,
     objects: list[Seen],
     view: list[int | None],
-    actions: list[Action],
+    actions: list[GridAction],
     *,
     is_over: bool,
 ) -> str:
@@ -90,21 +90,21 @@ def _barrier(objects: list[Seen], view: list[int | None]) -> str:
     return f"You are facing a wall {wall} steps away. " if wall is not None else ""
 
 
-def available(actions: list[Action]) -> str:
+def available(actions: list[GridAction]) -> str:
     """Return AgentGym's line of available actions."""
     return "Available actions: " + json.dumps(_names(actions))
 
 
-def _names(actions: list[Action]) -> list[str]:
+def _names(actions: list[GridAction]) -> list[str]:
     return [*(action.name for action in actions), CHECK]
 
 
-def asked(actions: list[Action]) -> str:
+def asked(actions: list[GridAction]) -> str:
     """Return AgentGym's answer to `check available actions`."""
     return f"You can take the following actions: {', '.join(_names(actions))}"
 
 
-def refusal(scene: Scene, objects: list[Seen], actions: list[Action], action: str) -> str:
+def refusal(scene: GridScene, objects: list[Seen], actions: list[GridAction], action: str) -> str:
     """Return AgentGym's answer to a normalized action text that is unavailable."""
     if not action:
         return NO_CHANGE
@@ -124,7 +124,7 @@ def refusal(scene: Scene, objects: list[Seen], actions: list[Action], action: st
     return UNKNOWN
 
 
-def _refusal_on(scene: Scene, seen: Seen, verb: str) -> str:
+def _refusal_on(scene: GridScene, seen: Seen, verb: str) -> str:
     label = f"{verb} {seen.name} {seen.number}"
     if verb == "go to" and seen.path == ():
         return NO_CHANGE

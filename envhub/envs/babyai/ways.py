@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from envhub.envs.babyai import actions as act
 from envhub.envs.babyai import scene as sc
-from envhub.envs.babyai.actions import Kind
-from envhub.envs.babyai.scene import Scene
-from envhub.envs.babyai.targets import DROPPING, OPENING, PICKING_UP, Target
+from envhub.envs.babyai.actions import ActionEffect
+from envhub.envs.babyai.scene import GridScene
+from envhub.envs.babyai.targets import DROPPING, OPENING, PICKING_UP, FacingTarget
 
 # Cost of entering a cell, in primitives. An obstacle costs as much as clearing it.
 COSTS = {sc.FREE: 1, sc.OPEN: 1, sc.GOAL: 1, sc.CLOSED: 2, sc.THING: 15, sc.LOCKED: 40}
@@ -16,7 +16,9 @@ UNREACHABLE = 1 << 20
 MAX_ERRANDS = 8
 
 
-def distances(scene: Scene, target: Target, *, through_locks: bool = True) -> dict[int, int]:
+def distances(
+    scene: GridScene, target: FacingTarget, *, through_locks: bool = True
+) -> dict[int, int]:
     """Return for each position the cost of walking to a cell that faces a target cell.
 
     Without `through_locks` a door whose key is not in hand is a wall.
@@ -39,18 +41,18 @@ def distances(scene: Scene, target: Target, *, through_locks: bool = True) -> di
     return cost
 
 
-def _is_shut(scene: Scene, position: int) -> bool:
+def _is_shut(scene: GridScene, position: int) -> bool:
     return scene.codes[position] == sc.LOCKED and not act.has_key(scene, position)
 
 
-def _cost(scene: Scene, position: int) -> int | None:
+def _cost(scene: GridScene, position: int) -> int | None:
     code = scene.codes[position]
     if code == sc.LOCKED and not _is_shut(scene, position):
         return UNLOCK_COST
     return COSTS.get(code)
 
 
-def way(scene: Scene, start: int, cost: dict[int, int]) -> list[int]:
+def way(scene: GridScene, start: int, cost: dict[int, int]) -> list[int]:
     """Return the cheapest path from `start`, excluded, to the last cell before the target."""
     steps = [sc.delta(scene.stride, heading) for heading in range(4)]
     at = start
@@ -67,8 +69,12 @@ def way(scene: Scene, start: int, cost: dict[int, int]) -> list[int]:
 
 
 def first_errand(
-    scene: Scene, target: Target, *, kept_free: frozenset[int] = frozenset(), num_errands: int = 0
-) -> Target | None:
+    scene: GridScene,
+    target: FacingTarget,
+    *,
+    kept_free: frozenset[int] = frozenset(),
+    num_errands: int = 0,
+) -> FacingTarget | None:
     """Return the target itself, or an errand that must come first; None if there is no way.
 
     Errands: fetch the key of a locked door, unlock it, carry an object out of the way, and empty
@@ -113,8 +119,8 @@ def first_errand(
 
 
 def _first_possible(
-    scene: Scene, errands: list[Target], kept_free: frozenset[int], num_errands: int
-) -> Target | None:
+    scene: GridScene, errands: list[FacingTarget], kept_free: frozenset[int], num_errands: int
+) -> FacingTarget | None:
     found = (
         first_errand(scene, errand, kept_free=kept_free, num_errands=num_errands)
         for errand in errands
@@ -122,18 +128,18 @@ def _first_possible(
     return next((errand for errand in found if errand is not None), None)
 
 
-def _walled(scene: Scene, positions: frozenset[int]) -> Scene:
+def _walled(scene: GridScene, positions: frozenset[int]) -> GridScene:
     codes = scene.codes.copy()
     for position in positions:
         codes[position] = sc.WALL
     return replace(scene, codes=codes)
 
 
-def _openable(scene: Scene, target: Target) -> Target:
-    return Target(frozenset(p for p in target.positions if not _is_shut(scene, p)), OPENING)
+def _openable(scene: GridScene, target: FacingTarget) -> FacingTarget:
+    return FacingTarget(frozenset(p for p in target.positions if not _is_shut(scene, p)), OPENING)
 
 
-def _onward(scene: Scene, target: Target, standing: int) -> list[int]:
+def _onward(scene: GridScene, target: FacingTarget, standing: int) -> list[int]:
     """Return the path from the pickup of an object to its destination."""
     assert target.then is not None
     steps = [sc.delta(scene.stride, heading) for heading in range(4)]
@@ -145,28 +151,28 @@ def _onward(scene: Scene, target: Target, standing: int) -> list[int]:
     return way(without, standing, cost) if standing in cost else []
 
 
-def _obstacle(scene: Scene, passed: list[int]) -> Target | None:
+def _obstacle(scene: GridScene, passed: list[int]) -> FacingTarget | None:
     """Return the errand for the first obstacle on a path; None if it is clear."""
     for position in passed:
         code = scene.codes[position]
         if code == sc.THING:
-            return Target(frozenset({position}), PICKING_UP)
+            return FacingTarget(frozenset({position}), PICKING_UP)
         if code == sc.LOCKED:
-            return Target(frozenset({position}), OPENING)
+            return FacingTarget(frozenset({position}), OPENING)
     return None
 
 
-def _key_of(scene: Scene, door: int) -> Target:
+def _key_of(scene: GridScene, door: int) -> FacingTarget:
     """Return the errand for the key of a door: the key itself, or a box that may contain it."""
     key = (scene.things[door][0], "key")
     places = frozenset(p for p, thing in scene.things.items() if thing == key)
     if not places and scene.opens_boxes:
         boxes = frozenset(p for p, (_, kind) in scene.things.items() if kind == "box")
-        return Target(boxes, (Kind.TOGGLE,))
-    return Target(places, PICKING_UP, then=Target(frozenset({door}), OPENING))
+        return FacingTarget(boxes, (ActionEffect.TOGGLE,))
+    return FacingTarget(places, PICKING_UP, then=FacingTarget(frozenset({door}), OPENING))
 
 
-def _drop_beside(scene: Scene, target: Target, kept_free: frozenset[int]) -> Target:
+def _drop_beside(scene: GridScene, target: FacingTarget, kept_free: frozenset[int]) -> FacingTarget:
     """Return the cells to drop the carried object on, away from paths and doors."""
     steps = [sc.delta(scene.stride, heading) for heading in range(4)]
     before_doors = {
@@ -179,5 +185,5 @@ def _drop_beside(scene: Scene, target: Target, kept_free: frozenset[int]) -> Tar
     free = {p for p, code in enumerate(scene.codes) if code == sc.FREE and p not in kept_free}
     for unwanted in (wanted | before_doors, before_doors, frozenset()):
         if free - unwanted:
-            return Target(frozenset(free - unwanted), DROPPING)
-    return Target(frozenset(), DROPPING)
+            return FacingTarget(frozenset(free - unwanted), DROPPING)
+    return FacingTarget(frozenset(), DROPPING)

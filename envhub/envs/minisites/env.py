@@ -11,7 +11,7 @@ from envhub.envs.minisites.world import LocalWorld
 from envhub.tasks import load_tasks
 from envhub.web.browser import check_browser
 from envhub.web.site_tasks.addresses import PublicNames
-from envhub.web.site_tasks.env import Catalogue, site_tasks_spec
+from envhub.web.site_tasks.env import SiteCatalogue, site_tasks_spec
 
 NUM_WEBARENA_TASKS = 812
 
@@ -25,7 +25,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     """Return the catalogue entry of the sites."""
     return site_tasks_spec(
         "minisites",
-        Catalogue(
+        SiteCatalogue(
             subsets=SUBSETS,
             find=lambda item: make_task(item.subset, item.split, item.index),
             names=PublicNames({}),

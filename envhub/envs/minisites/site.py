@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Router
 
 from envhub.envs.minisites.seeding import TODAY, insert
-from envhub.envs.minisites.store import Session, Store, UnknownSession
+from envhub.envs.minisites.store import Store, UnknownSession, VisitorSession
 from envhub.tables import read_table
 
 SESSION_HEADER = "x-longstride-session"
@@ -66,7 +66,7 @@ class Visit:
     site: "Site"
     path: str
     db: sqlite3.Connection
-    session: Session
+    session: VisitorSession
     names: dict[str, Any]
     query: Mapping[str, str]
     form: Mapping[str, str]

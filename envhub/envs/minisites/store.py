@@ -25,7 +25,7 @@ class UnknownSession(LookupError):
 
 
 @dataclass(slots=True, kw_only=True)
-class Session:
+class VisitorSession:
     """The state of one visitor. A database is copied when a page first needs it."""
 
     seed: int
@@ -49,8 +49,8 @@ class Store:
     """All sessions by id; visitors without an id share the demo session."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
-        self._demo = Session(seed=DEMO_SEED)
+        self._sessions: dict[str, VisitorSession] = {}
+        self._demo = VisitorSession(seed=DEMO_SEED)
 
     @property
     def num_sessions(self) -> int:
@@ -60,7 +60,7 @@ class Store:
     def reset(self, session_id: str, seed: int) -> None:
         """Create a session, or replace it, with the world of a seed."""
         self.drop(session_id)
-        self._sessions[session_id] = Session(seed=seed)
+        self._sessions[session_id] = VisitorSession(seed=seed)
 
     def drop(self, session_id: str) -> bool:
         """Delete a session; return whether it existed."""
@@ -69,7 +69,7 @@ class Store:
             session.close()
         return session is not None
 
-    def session(self, session_id: str | None) -> Session:
+    def session(self, session_id: str | None) -> VisitorSession:
         """Return a session, or the demo for None.
 
         Raises: UnknownSession: never reset, or dropped.

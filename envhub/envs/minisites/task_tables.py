@@ -35,7 +35,7 @@ Step = dict[str, str | bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class TaskDraft:
     """One task of a template in one world.
 
     `check` is WebArena's `eval` part. `path` has the expert's steps from the site's first page,
@@ -51,7 +51,7 @@ class Wording(str):
     """Text of a table; its {names} are filled in when it is used."""
 
 
-class Listed(tuple[str, ...]):
+class JoinedAnswers(tuple[str, ...]):
     """Several answers; in a text they are joined by commas."""
 
     def __format__(self, spec: str) -> str:
@@ -85,7 +85,7 @@ FILLER = Filler()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskTable:
+class TemplateTable:
     """The templates of one site; `functions` are the Python functions for its SELECTs."""
 
     host: str
@@ -97,7 +97,7 @@ class TaskTable:
     ways: Mapping[str, Sequence[str]]
     functions: Mapping[str, Callable[..., Any]]
 
-    def drafts(self, name: str, db: sqlite3.Connection, random: Random) -> list[Draft]:
+    def drafts(self, name: str, db: sqlite3.Connection, random: Random) -> list[TaskDraft]:
         """Return a template's tasks in one world, in the order of its rounds."""
         for function, python in self.functions.items():
             db.create_function(function, -1, python)
@@ -110,9 +110,9 @@ class TaskTable:
             for bound in rounds.of(variant["for"], names)
         ]
 
-    def _draft(self, template: Mapping[str, Any], names: Names) -> Draft:
+    def _draft(self, template: Mapping[str, Any], names: Names) -> TaskDraft:
         path = [each for step in template["path"] for each in self._steps(step, names)]
-        return Draft(
+        return TaskDraft(
             intent=_fill(template["intent"], names), check=_check(template, names), path=tuple(path)
         )
 
@@ -262,7 +262,7 @@ class _Rounds:
 
     def _list(self, wanted: Names, names: Names, step: Names) -> list[Names]:
         found = {name: self._select(sql, names) for name, sql in wanted.items()}
-        return [{name: Listed(row[0] for row in rows) for name, rows in found.items()}]
+        return [{name: JoinedAnswers(row[0] for row in rows) for name, rows in found.items()}]
 
     def _let(self, wanted: Names, names: Names, step: Names) -> list[Names]:
         return [{name: Wording(wording) for name, wording in wanted.items()}]
@@ -284,7 +284,7 @@ def _bound(name: str, entry: Any) -> Names:
 def _plain(value: Any, names: Names) -> Any:
     if isinstance(value, Wording):
         return _fill(value, names) if "{" in value else str(value)
-    return str(value) if isinstance(value, Listed) else value
+    return str(value) if isinstance(value, JoinedAnswers) else value
 
 
 def read_tasks(
@@ -292,7 +292,7 @@ def read_tasks(
     words: Mapping[str, Any],
     *,
     functions: Mapping[str, Callable[..., Any]] | None = None,
-) -> TaskTable:
+) -> TemplateTable:
     """Return the templates of a site.
 
     Args:
@@ -301,6 +301,6 @@ def read_tasks(
         functions: Python functions for its SELECTs.
     """
     table = read_table(__file__, path)
-    return TaskTable(
+    return TemplateTable(
         **{**table, "words": {**words, **table.get("words", {})}}, functions=functions or {}
     )

@@ -15,7 +15,7 @@ from envhub.envs.minisites.reddit.seed import WORDS as REDDIT_WORDS
 from envhub.envs.minisites.seeding import WORDS as COMMON
 from envhub.envs.minisites.shop.seed import WORDS as SHOP_WORDS
 from envhub.envs.minisites.store import master
-from envhub.envs.minisites.task_tables import Draft, read_tasks
+from envhub.envs.minisites.task_tables import TaskDraft, read_tasks
 
 NUM_WORLDS = 5  # The worlds have the site seeds 0 to 4.
 NUM_TRAIN = 240
@@ -38,12 +38,12 @@ SUBSETS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class SiteTask:
     """A draft with its template's name and its world."""
 
     template: str
     site_seed: int
-    draft: Draft
+    draft: TaskDraft
 
 
 def make_task(subset: str, split: str, index: int) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def make_task(subset: str, split: str, index: int) -> dict[str, Any]:
 
 
 @cache
-def split_tasks(subset: str, split: str) -> tuple[Task, ...]:
+def split_tasks(subset: str, split: str) -> tuple[SiteTask, ...]:
     """Return the tasks of a split; templates and worlds alternate.
 
     Raises: KeyError: no such subset or split.
@@ -86,16 +86,16 @@ def split_tasks(subset: str, split: str) -> tuple[Task, ...]:
     return tuple(tasks[:size])
 
 
-def _template_tasks(subset: str, name: str, split: str) -> list[Task]:
+def _template_tasks(subset: str, name: str, split: str) -> list[SiteTask]:
     """Return a template's tasks of one split; worlds alternate, and each intent occurs once."""
     domain = DOMAINS[subset]
-    by_world: list[list[Task]] = []
+    by_world: list[list[SiteTask]] = []
     for seed in range(NUM_WORLDS):
         random = Random(f"{subset}-{name}-{seed}")
         drafts = domain.drafts(name, master(domain.database, seed), random)
         random.shuffle(drafts)
-        by_world.append([Task(template=name, site_seed=seed, draft=draft) for draft in drafts])
-    tasks: dict[str, Task] = {}
+        by_world.append([SiteTask(template=name, site_seed=seed, draft=draft) for draft in drafts])
+    tasks: dict[str, SiteTask] = {}
     for rank in range(max(map(len, by_world))):
         for queue in by_world:
             if rank < len(queue):

@@ -13,9 +13,9 @@ from envhub.tasks import first_items
 from envhub.web import tree
 from envhub.web.actions import (
     POINTER_KINDS,
-    Action,
     InvalidAction,
-    Kind,
+    WebAction,
+    WebActionType,
     as_reply,
     describe,
     parse,
@@ -26,7 +26,13 @@ from envhub.web.browser import browser_spec, check_browser
 from envhub.web.session import WebSession
 from envhub.web.site_tasks.text import agentgym as agentgym_observation
 
-KINDS = POINTER_KINDS | {Kind.CLICK, Kind.HOVER, Kind.TYPE, Kind.PRESS, Kind.SCROLL}
+KINDS = POINTER_KINDS | {
+    WebActionType.CLICK,
+    WebActionType.HOVER,
+    WebActionType.TYPE,
+    WebActionType.PRESS,
+    WebActionType.SCROLL,
+}
 MAX_WORDS = 1500
 POOLS = pages.pools()
 SUBSETS = pages.subset_specs(POOLS)
@@ -46,7 +52,7 @@ class MiniwobEnv:
         self._session: WebSession | None = None
         self._done = False
         self._previous = "None"
-        self._taken: list[Action] = []
+        self._taken: list[WebAction] = []
 
     async def reset(self, item_id: str, seed: int = 0) -> str:
         """Start an item. `seed` is unused: the item determines everything."""
@@ -72,7 +78,7 @@ class MiniwobEnv:
         )
         state = self._snapshot.state
         if state is None:
-            raise EnvFailure(f"the page {self._page} is gone")
+            raise EnvFailure(f"the browser has left the page {self._page}")
         self._goal = state["goal"] if not state["isDone"] else self._goal
         self._done = state["isDone"]
         self._reward = 1.0 if state["isDone"] and state["reward"] > 0 else 0.0
@@ -97,7 +103,7 @@ class MiniwobEnv:
             observation=observation, reward=self._reward, done=self._done, is_valid=not problem
         )
 
-    def _parse(self, reply: str) -> Action:
+    def _parse(self, reply: str) -> WebAction:
         action = parse(read_reply(reply, self._style), KINDS)
         for element in (action.element, action.target):
             if element >= 0 and element not in self._ids:

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from envhub.web.actions import Action
-from envhub.web.tree import STATIC, Node
+from envhub.web.actions import WebAction
+from envhub.web.tree import STATIC, PageNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +16,11 @@ class PageView:
     """
 
     goal: str
-    nodes: tuple[Node, ...]
-    taken: tuple[Action, ...] = ()
+    nodes: tuple[PageNode, ...]
+    taken: tuple[WebAction, ...] = ()
     inside: Any = None
 
-    def all(self, role: str = "", *, name: str | None = None, cls: str = "") -> list[Node]:
+    def all(self, role: str = "", *, name: str | None = None, cls: str = "") -> list[PageNode]:
         """Return the nodes with the given role, exact name and class; each is optional."""
         return [
             node
@@ -32,12 +32,12 @@ class PageView:
 
     def one(
         self, role: str = "", *, name: str | None = None, cls: str = "", dom_id: str = ""
-    ) -> Node | None:
+    ) -> PageNode | None:
         """Return the first such node; None if there is none."""
         found = self.all(role, name=name, cls=cls)
         return next((node for node in found if not dom_id or node.dom_id == dom_id), None)
 
-    def texts(self) -> list[Node]:
+    def texts(self) -> list[PageNode]:
         """Return the plain texts in reading order."""
         return self.all(STATIC)
 
@@ -50,7 +50,7 @@ class PageView:
         match = re.search(pattern, self.goal)
         return match[1] if match else ""
 
-    def inside_of(self, outer: Node) -> list[Node]:
+    def inside_of(self, outer: PageNode) -> list[PageNode]:
         """Return the descendants of a node, in reading order."""
         held = {outer.id}
         found = []
@@ -61,12 +61,12 @@ class PageView:
         return found
 
 
-def click(node: Node | None) -> str | None:
+def click(node: PageNode | None) -> str | None:
     """Return a click on a node; None for None."""
     return None if node is None else f"click [{node.id}]"
 
 
-def write(node: Node | None, text: str, *, enter: bool = False) -> str | None:
+def write(node: PageNode | None, text: str, *, enter: bool = False) -> str | None:
     """Return the action that types a text into a node; None for None."""
     return None if node is None else f"type [{node.id}] [{text}] [{int(enter)}]"
 

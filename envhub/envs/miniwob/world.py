@@ -78,5 +78,5 @@ class MiniwobWorld:
 def _make_app() -> Starlette:
     folder = pages_dir()
     if folder is None:
-        raise EnvFailure(f"the pages of MiniWoB are not installed: {REMEDY}")
+        raise EnvFailure(f"the pages of MiniWoB are not installed; run `{REMEDY}`")
     return Starlette(routes=[Mount("/", _KeptFiles(directory=folder))])

@@ -9,7 +9,7 @@ EVERYTHING = "all"
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class SciWorldTask:
     """A ScienceWorld task; its variations from `first_test` on are the simulator's test set."""
 
     name: str
@@ -26,12 +26,12 @@ class Variation:
 
 
 _TABLE = read_table(__file__, "catalogue.yaml")
-TASKS = tuple(Task(name, *numbers) for name, numbers in _TABLE["tasks"].items())
+TASKS = tuple(SciWorldTask(name, *numbers) for name, numbers in _TABLE["tasks"].items())
 SIMPLIFICATIONS = frozenset(_TABLE["simplifications"])
 PREFIXES = {subset: tuple(facts["tasks"]) for subset, facts in _TABLE["subsets"].items()}
 
 
-def split_of(task: Task, index: int) -> str:
+def split_of(task: SciWorldTask, index: int) -> str:
     """Return the split of a variation: the simulator's training and dev sets are `train`."""
     return "test" if index >= task.first_test else "train"
 

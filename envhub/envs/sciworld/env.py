@@ -208,5 +208,5 @@ def check(options: EnvsSection) -> list[str]:
     wanted = options.sciworld.simplifications.split(",")
     if unknown := sorted({*filter(None, wanted)} - known):
         names = ", ".join(sorted(known))
-        missing.append(f"envs.sciworld.simplifications: {unknown} not among {names}")
+        missing.append(f"envs.sciworld.simplifications: {unknown} must be among {names}")
     return missing

@@ -25,7 +25,7 @@ EXIT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SimulatorAnswer:
     """The simulator's answer to one line; `score` is -100 to 100, rounded."""
 
     observation: str
@@ -42,7 +42,7 @@ class Simulator:
         Raises: EnvFailure: Java is missing or does not start.
         """
         if shutil.which("java") is None:
-            raise EnvFailure("ScienceWorld's JVM did not start: there is no java on the PATH")
+            raise EnvFailure("ScienceWorld's JVM did not start: java is not on the PATH")
         try:
             port, token, self._process = launch_gateway(  # pyright: ignore
                 classpath=JAR_PATH,
@@ -75,9 +75,9 @@ class Simulator:
         """Begin an episode. The variation must exist: the simulator does not check it."""
         self._call("load", variation.task, variation.index, simplifications, with_gold)
 
-    def act(self, line: str) -> Outcome:
+    def act(self, line: str) -> SimulatorAnswer:
         """Perform one line of any text."""
-        return Outcome(
+        return SimulatorAnswer(
             observation=self._text("step", line),
             score=round(100 * float(self._text("getScore"))),
             is_complete=bool(self._call("getCompleted")),
@@ -105,7 +105,7 @@ class Simulator:
             problem = self._text("getObjectTree", folder)
             path = Path(folder) / "objectTree.json"
             if not path.is_file():
-                raise EnvFailure(f"ScienceWorld wrote no tree of objects: {problem}")
+                raise EnvFailure(f"ScienceWorld wrote no object tree: {problem}")
             return json.loads(path.read_text(encoding="utf-8"))
 
     def task_description(self) -> str:

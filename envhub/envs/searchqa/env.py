@@ -20,7 +20,7 @@ from envhub.envs.searchqa.grade import GRADES, exact_match
 from envhub.envs.searchqa.library import Library
 from envhub.envs.searchqa.passages import Passage, worded
 from envhub.envs.searchqa.questions import Hop, agentgym_item
-from envhub.envs.searchqa.tags import Kind
+from envhub.envs.searchqa.tags import ActionTag
 from envhub.envs.text_env import TextEnv
 from envhub.tasks import load_tasks
 
@@ -54,7 +54,7 @@ class SearchqaEnv(TextEnv):
         if wanted is None:
             observation = prompts.WORDS[self._style]["invalid"]
             return StepResult(observation=observation, reward=0.0, done=False, is_valid=False)
-        if wanted.kind is Kind.SEARCH:
+        if wanted.kind is ActionTag.SEARCH:
             observation = self._search(wanted.text[:MAX_QUERY_CHARS])
             return StepResult(observation=observation, reward=0.0, done=False, is_valid=True)
         return self._answer(wanted.text)
@@ -78,7 +78,7 @@ class SearchqaEnv(TextEnv):
         )
 
     def _valid_actions(self) -> list[str]:
-        actions = [_tagged(Kind.SEARCH, self._question.text), self.expert_action()]
+        actions = [_tagged(ActionTag.SEARCH, self._question.text), self.expert_action()]
         return list(dict.fromkeys(one for one in actions if one is not None))
 
     def _expert_action(self) -> str | None:
@@ -89,16 +89,16 @@ class SearchqaEnv(TextEnv):
         """
         for hop in self._question.hops:
             if not self._has_found(hop):
-                return None if hop.query in self._asked else _tagged(Kind.SEARCH, hop.query)
+                return None if hop.query in self._asked else _tagged(ActionTag.SEARCH, hop.query)
         answer = self._question.golden_answers[0]
         if self._question.hops:
-            return _tagged(Kind.ANSWER, answer)
+            return _tagged(ActionTag.ANSWER, answer)
         in_sight = [one for one in self._question.golden_answers if self._is_in_sight(one)]
         if in_sight:
-            return _tagged(Kind.ANSWER, in_sight[0])
+            return _tagged(ActionTag.ANSWER, in_sight[0])
         if self._question.text in self._asked:
             return None
-        return _tagged(Kind.SEARCH, self._question.text)
+        return _tagged(ActionTag.SEARCH, self._question.text)
 
     def _has_found(self, hop: Hop) -> bool:
         return any(one.title == hop.title and hop.evidence in one.text for one in self._found)
@@ -116,7 +116,7 @@ class SearchqaEnv(TextEnv):
         return "\n".join([self._question.text, *self._question.golden_answers])
 
 
-def _tagged(kind: Kind, text: str) -> str:
+def _tagged(kind: ActionTag, text: str) -> str:
     return f"<{kind}>{text}</{kind}>"
 
 
@@ -129,7 +129,9 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     shared = Library(replace(options.searchqa, retry=is_retry))
     subsets = shared.bank().subsets()
     if not subsets:
-        raise ConfigError(" ".join(library.faults(options.searchqa)) or "no questions")
+        raise ConfigError(
+            " ".join(library.faults(options.searchqa)) or "searchqa: there are no questions"
+        )
     return EnvSpec(
         name="searchqa",
         subsets=subsets,

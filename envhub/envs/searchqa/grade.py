@@ -13,7 +13,7 @@ def normalise(text: str) -> str:
     """Return `text` in lower case without punctuation, articles and surplus spaces.
 
     A text of nothing else, such as "The", is only changed to lower case, so that an empty answer
-    never equals it. This exception is ours.
+    never equals it. SQuAD has no such exception.
 
     Source: SQuAD's evaluation, arXiv 1606.05250.
     """

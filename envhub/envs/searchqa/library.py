@@ -107,8 +107,8 @@ def faults(options: SearchqaOptions) -> list[str]:
             )
     elif has_corpus:
         lines.append(
-            "envs.searchqa.corpus and retriever_url need their own questions, the generated ones "
-            "are about the generated world: set envs.searchqa.questions_dir"
+            "envs.searchqa.corpus and retriever_url need questions about their passages: "
+            "set envs.searchqa.questions_dir"
         )
     if options.retriever_url:
         try:
@@ -123,7 +123,7 @@ def faults(options: SearchqaOptions) -> list[str]:
 def _faults_of_questions(folder: Path) -> list[str]:
     if not folder.is_dir():
         return [
-            f"envs.searchqa.questions_dir={folder} is no folder: give the one with nq_test.jsonl"
+            f"envs.searchqa.questions_dir={folder} is not a folder: use the one with nq_test.jsonl"
         ]
     faulty = [f"envs.searchqa.questions_dir: {line}" for line in first_faults(folder)]
     if not faulty and not question_files(folder):
@@ -140,14 +140,14 @@ def _faults_of_corpus(options: SearchqaOptions) -> list[str]:
         with open(corpus, "rb") as file:
             first = next((line for line in file if not line.isspace()), None)
         if first is None:
-            return [f"envs.searchqa.corpus={corpus} is empty: give a file of passages, one a line"]
+            return [f"envs.searchqa.corpus={corpus} is empty: use a file with one passage per line"]
         read_passage(first)
     except OSError as error:
-        return [f"envs.searchqa.corpus={corpus} cannot be read ({error.strerror}): give a file"]
+        return [f"envs.searchqa.corpus={corpus} cannot be read ({error.strerror}): use a file"]
     except ValueError as error:
         return [f"envs.searchqa.corpus={corpus}, first passage: {error}"]
     folder = index_folder(options)
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        return [f"no index can be written to {folder}: set envs.searchqa.index_dir=FOLDER"]
+        return [f"the folder {folder} is not writable: set envs.searchqa.index_dir=FOLDER"]
     return []

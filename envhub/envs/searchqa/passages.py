@@ -45,7 +45,7 @@ def make_passage(row: object) -> Passage:
             return Passage(first.strip(), rest.strip()[:MAX_PASSAGE_CHARS])
         if isinstance(text, str) and isinstance(title, str | None):
             return Passage((title or "").strip(), text.strip()[:MAX_PASSAGE_CHARS])
-    raise ValueError("a passage is {id, contents} or {title, text}")
+    raise ValueError("a passage must have the fields id and contents, or title and text")
 
 
 def read_passage(line: str | bytes) -> Passage:

@@ -24,7 +24,9 @@ def main(arguments: list[str]) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     index = commands.add_parser("index", help="build the index of a corpus, if there is none")
     index.add_argument("corpus", type=Path)
-    index.add_argument("folder", type=Path, nargs="?", help="as envs.searchqa.index_dir")
+    index.add_argument(
+        "folder", type=Path, nargs="?", help="folder of the index (envs.searchqa.index_dir)"
+    )
     world = commands.add_parser("world", help="write the generated world: questions and corpus")
     world.add_argument("folder", type=Path)
     chosen = parser.parse_args(arguments)

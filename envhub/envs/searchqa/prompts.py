@@ -4,7 +4,7 @@ from typing import Any
 
 from envhub.conversations import CONVERSATIONS, begun
 from envhub.env import Style
-from envhub.envs.searchqa.questions import Question
+from envhub.envs.searchqa.questions import SearchQuestion
 from envhub.tables import read_instructions, read_table
 
 TEXTS = read_instructions(__file__)
@@ -17,7 +17,7 @@ def opening() -> dict[str, Any]:
     return begun("searchqa", TEXTS)
 
 
-def first_observation(question: Question, style: Style) -> str:
+def first_observation(question: SearchQuestion, style: Style) -> str:
     """Return the first observation, which is the question."""
     if style is Style.COMPACT:
         return f"question: {question.text}"

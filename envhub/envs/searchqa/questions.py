@@ -27,7 +27,7 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class SearchQuestion:
     """A question, all accepted answers, and the hops to them if known."""
 
     text: str
@@ -42,12 +42,12 @@ class QuestionBank(Protocol):
         """Return the subsets that have questions."""
         ...
 
-    def question(self, item: ItemId) -> Question:
+    def question(self, item: ItemId) -> SearchQuestion:
         """Return the question of an item. Raises EnvFailure if its file has changed."""
         ...
 
 
-def make_question(row: object) -> Question:
+def make_question(row: object) -> SearchQuestion:
     """Return the question of a row.
 
     The answers are in `golden_answers`, `answers` or `answer` (one or several), or in Search-R1's
@@ -56,7 +56,7 @@ def make_question(row: object) -> Question:
     Raises: ValueError: no question, or no answer.
     """
     if not isinstance(row, Mapping) or not isinstance(row.get("question"), str):
-        raise ValueError("a question is {id, question, golden_answers}")
+        raise ValueError("a question must have the fields id, question and golden_answers")
     text = row["question"].strip()
     if not text:
         raise ValueError("the question is empty")
@@ -65,7 +65,7 @@ def make_question(row: object) -> Question:
         raise ValueError("the question has no golden_answers")
     metadata = row.get("metadata")
     hops = metadata.get("hops", []) if isinstance(metadata, Mapping) else []
-    return Question(
+    return SearchQuestion(
         text if text.endswith("?") else text + "?",
         tuple(answers),
         tuple(Hop(hop["query"], hop["title"], hop["evidence"]) for hop in hops),
@@ -112,7 +112,7 @@ class QuestionFiles:
         path = question_path(self._folder, subset, split)
         return count_lines(path) if path.is_file() else 0
 
-    def question(self, item: ItemId) -> Question:
+    def question(self, item: ItemId) -> SearchQuestion:
         """See `QuestionBank.question`."""
         path = question_path(self._folder, item.subset, item.split)
         lines = self._open(path)
@@ -150,9 +150,11 @@ def agentgym_item(index: int, subsets: Mapping[str, SubsetSpec], *, wrap: bool) 
             num_items = 0 if spec is None else getattr(spec, f"num_{split}")
             place = (index - first) % num_items if wrap and num_items else index - first
             if place >= num_items:
-                raise UnknownItem(f"{subset}_{split}.jsonl has {num_items} questions, no {place}")
+                raise UnknownItem(
+                    f"{subset}_{split}.jsonl has {num_items} questions, so no {place}"
+                )
             return f"{subset}-{split}-{place}"
-    raise UnknownItem(f"no item {index}; AgentGym's are 0 to {AGENTGYM_RANGES[-1][1] - 1}")
+    raise UnknownItem(f"no item {index}; AgentGym's items are 0 to {AGENTGYM_RANGES[-1][1] - 1}")
 
 
 def question_files(folder: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class ActionTag(StrEnum):
     """The kinds of action, with the names of their tags."""
 
     SEARCH = "search"
@@ -12,30 +12,30 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class TaggedAction:
     """A search for `text`, or `text` as the final answer."""
 
-    kind: Kind
+    kind: ActionTag
     text: str
 
 
-def parse(text: str) -> Action | None:
+def parse(text: str) -> TaggedAction | None:
     """Return the action of an agent's turn; None if there is none.
 
     The first closed <search> or <answer> decides the kind. If there are several answers, the last
     one counts. Tags are found by plain search, in time linear in the text, even if they are nested.
     """
-    blocks = [(_first(text, kind), kind) for kind in Kind]
+    blocks = [(_first(text, kind), kind) for kind in ActionTag]
     found = [(block, kind) for block, kind in blocks if block is not None]
     if not found:
         return None
     (_, content), kind = min(found)
-    if kind is Kind.ANSWER:
+    if kind is ActionTag.ANSWER:
         content = _last(text, kind)
-    return Action(kind, content.strip())
+    return TaggedAction(kind, content.strip())
 
 
-def _first(text: str, kind: Kind, start: int = 0) -> tuple[int, str] | None:
+def _first(text: str, kind: ActionTag, start: int = 0) -> tuple[int, str] | None:
     """Return position and content of the first closed block from `start` on."""
     opening = f"<{kind}>"
     closing = f"</{kind}>"
@@ -46,7 +46,7 @@ def _first(text: str, kind: Kind, start: int = 0) -> tuple[int, str] | None:
     return None if end < 0 else (begin, text[begin + len(opening) : end])
 
 
-def _last(text: str, kind: Kind) -> str:
+def _last(text: str, kind: ActionTag) -> str:
     start = 0
     content = ""
     while (block := _first(text, kind, start)) is not None:

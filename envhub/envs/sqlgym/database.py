@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from envhub.envs.sqlgym.memory import MEMORY
-from envhub.envs.sqlgym.schema import TEST_DOMAINS, Column, Domain, Kind, Table
+from envhub.envs.sqlgym.schema import TEST_DOMAINS, Column, ColumnType, Domain, SqlTable
 from envhub.tables import read_table
 
 NAMES = read_table(__file__, "names.yaml")
@@ -50,19 +50,19 @@ def _made(database: DatabaseId) -> bytes:
     return content
 
 
-def _create(table: Table) -> str:
+def _create(table: SqlTable) -> str:
     lines = []
     for column in table.columns:
         line = f"{column.name} {column.sql_type}"
-        if column.kind is Kind.KEY:
+        if column.kind is ColumnType.KEY:
             line += " PRIMARY KEY"
-        if column.kind is Kind.REFERENCE:
+        if column.kind is ColumnType.REFERENCE:
             line += f" REFERENCES {column.table} (id)"
         lines.append(line)
     return f"CREATE TABLE {table.name} ({', '.join(lines)})"
 
 
-def _rows(table: Table, rng: random.Random, domain: Domain) -> list[tuple]:
+def _rows(table: SqlTable, rng: random.Random, domain: Domain) -> list[tuple]:
     names = _names(table, rng)
     return [
         tuple(_value(column, i, names, rng, domain) for column in table.columns)
@@ -70,7 +70,7 @@ def _rows(table: Table, rng: random.Random, domain: Domain) -> list[tuple]:
     ]
 
 
-def _names(table: Table, rng: random.Random) -> list[str]:
+def _names(table: SqlTable, rng: random.Random) -> list[str]:
     if table.title.name not in ("name", "title"):
         return [f"{table.one[:1].upper()}{i + 101}" for i in range(table.num_rows)]
     kinds = ("first", "last") if table.name in NAMES["people"] else ("adjective", "noun")
@@ -82,16 +82,16 @@ def _value(
     column: Column, row: int, names: list[str], rng: random.Random, domain: Domain
 ) -> int | float | str:
     match column.kind:
-        case Kind.KEY:
+        case ColumnType.KEY:
             return row + 1
-        case Kind.NAME:
+        case ColumnType.NAME:
             return names[row]
-        case Kind.CATEGORY:
+        case ColumnType.CATEGORY:
             return rng.choice(column.words)
-        case Kind.REFERENCE:
+        case ColumnType.REFERENCE:
             # The square makes the distribution uneven: some rows have many references, others none.
             return 1 + int(domain.table(column.table).num_rows * rng.random() ** 2)
-        case Kind.NUMBER:
+        case ColumnType.NUMBER:
             if column.num_decimals:
                 return round(rng.uniform(column.low, column.high), column.num_decimals)
             return rng.randint(column.low, column.high)

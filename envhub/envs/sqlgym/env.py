@@ -23,10 +23,10 @@ from envhub.envs.sqlgym.query import (
     MAX_RESULT_BYTES,
     Database,
     LimitReached,
-    Limits,
     NoTable,
     QueryRefused,
     Row,
+    StatementLimits,
     rows_of,
     size_of,
 )
@@ -107,7 +107,7 @@ class SqlEnv(TextEnv):
         gold = self._gold_rows(connection)
         options = self._problems.options
         # A result as large as the gold answer is always allowed.
-        limits = Limits(
+        limits = StatementLimits(
             timeout_s=options.query_timeout_s,
             max_rows=max(options.max_rows, len(gold or ())),
             max_bytes=max(MAX_RESULT_BYTES, 2 * size_of(gold or ())),
@@ -135,7 +135,9 @@ class SqlEnv(TextEnv):
 
         Raises: EnvFailure: it exceeds its limits.
         """
-        limits = Limits(timeout_s=self._problems.options.gold_timeout_s, max_rows=MAX_GOLD_ROWS)
+        limits = StatementLimits(
+            timeout_s=self._problems.options.gold_timeout_s, max_rows=MAX_GOLD_ROWS
+        )
         try:
             return rows_of(connection, self._problem.gold, limits)
         except LimitReached as error:
@@ -190,7 +192,7 @@ def check(options: EnvsSection) -> list[str]:
     """Return a line for each missing requirement of this machine, with its remedy."""
     missing = []
     if not hasattr(sqlite3.Connection, "deserialize"):
-        missing.append("sqlgym needs a Python whose sqlite3 has deserialize: sqlite 3.36 or newer")
+        missing.append("sqlgym needs a Python with sqlite 3.36 or newer (sqlite3 deserialize)")
     if options.sqlgym.bird_dir:
         missing += [
             f"envs.sqlgym.bird_dir: {path} is missing; unpack BIRD's train.zip and dev.zip there"

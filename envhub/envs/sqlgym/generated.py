@@ -8,7 +8,7 @@ from envhub.envs.sqlgym import database
 from envhub.envs.sqlgym.problems import Problem, SchemaView, TableView
 from envhub.envs.sqlgym.query import open_image
 from envhub.envs.sqlgym.questions import SIZES, TEMPLATES, questions
-from envhub.envs.sqlgym.schema import Domain, Kind
+from envhub.envs.sqlgym.schema import ColumnType, Domain
 
 _MAKING = threading.Lock()  # The first sessions must not all create the same data.
 SUBSETS = {
@@ -31,7 +31,7 @@ def view_of(domain: Domain) -> SchemaView:
     references = tuple(
         (table.name, column.name, column.table, "id")
         for table in domain.tables
-        for column in table.of_kind(Kind.REFERENCE)
+        for column in table.of_kind(ColumnType.REFERENCE)
     )
     return SchemaView(name=domain.name, tables=tables, references=references)
 

@@ -1,7 +1,7 @@
 """The shared memory limit of all connections: SQLite has one limit per process, not per connection.
 
-A statement that runs out of memory may be innocent, because statements of other sessions hold the
-memory. It therefore runs once more, alone. A second failure is its own.
+A statement can run out of memory because statements of other sessions hold it. The statement then
+runs once more while no other statement runs. A second failure is an error of the statement.
 """
 
 import threading
@@ -78,7 +78,7 @@ class SharedMemory:
 
     def _too_long(self) -> EnvFailure:
         return EnvFailure(
-            f"statements of other sessions have held the memory for {self._wait_s:g} s"
+            f"statements of other sessions occupied the memory for {self._wait_s:g} s"
         )
 
 

@@ -67,7 +67,7 @@ class LimitReached(QueryRefused):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class StatementLimits:
     """The limits of one statement.
 
     `timeout_s` is processor time of the calling thread. `max_rows` and `max_bytes` (None: no limit)
@@ -154,7 +154,7 @@ def size_of(rows: Iterable[Row]) -> int:
 
 
 def rows_of(
-    connection: Database, statement: str, limits: Limits, *, is_last: bool = False
+    connection: Database, statement: str, limits: StatementLimits, *, is_last: bool = False
 ) -> list[Row]:
     """Return the rows of one statement; a statement that makes a temporary table returns [].
 
@@ -176,7 +176,7 @@ def rows_of(
         raise LimitReached("out of memory") from error
 
 
-def _rows_of(connection: Database, statement: str, limits: Limits) -> list[Row]:
+def _rows_of(connection: Database, statement: str, limits: StatementLimits) -> list[Row]:
     deadline_s = time.thread_time() + limits.timeout_s
     too_late = f"the query took more than {limits.timeout_s:g} s"
 
@@ -206,7 +206,7 @@ def _rows_of(connection: Database, statement: str, limits: Limits) -> list[Row]:
     return rows
 
 
-def _fetch(connection: Database, statement: str, limits: Limits) -> Iterator[Row]:
+def _fetch(connection: Database, statement: str, limits: StatementLimits) -> Iterator[Row]:
     """Yield the first `NUM_FIRST_ROWS` rows, and then each row that differs from earlier rows."""
     num_bytes = 0
     seen: set[Row] = set()

@@ -9,17 +9,24 @@ from typing import Any
 
 from envhub.envs.sqlgym import database
 from envhub.envs.sqlgym.database import DatabaseId
-from envhub.envs.sqlgym.query import Database, Limits, open_image, rows_of
-from envhub.envs.sqlgym.schema import TEST_DOMAINS, TRAIN_DOMAINS, Column, Domain, Kind, Table
+from envhub.envs.sqlgym.query import Database, StatementLimits, open_image, rows_of
+from envhub.envs.sqlgym.schema import (
+    TEST_DOMAINS,
+    TRAIN_DOMAINS,
+    Column,
+    ColumnType,
+    Domain,
+    SqlTable,
+)
 from envhub.tables import read_table
 
 NUM_DATABASES = 2  # Databases per design and split.
 MAX_ANSWER_ROWS = 40
-LIMITS = Limits(timeout_s=5.0, max_rows=10_000)
+LIMITS = StatementLimits(timeout_s=5.0, max_rows=10_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class SqlQuestion:
     """A question, its database, and its gold statement."""
 
     database: DatabaseId
@@ -59,23 +66,23 @@ class Draws:
         self._drawn["table"] = self._rng.choice(self._domain.tables)
 
     def _about_grouped(self) -> None:
-        tables = [table for table in self._domain.tables if table.of_kind(Kind.CATEGORY)]
+        tables = [table for table in self._domain.tables if table.of_kind(ColumnType.CATEGORY)]
         self._drawn["table"] = self._rng.choice(tables)
 
     def _about_link(self) -> None:
         links = [
             (table, column, self._domain.table(column.table))
             for table in self._domain.tables
-            for column in table.of_kind(Kind.REFERENCE)
+            for column in table.of_kind(ColumnType.REFERENCE)
         ]
         child, reference, parent = self._rng.choice(links)
         self._drawn |= {"child": child, "reference": reference, "parent": parent}
 
     def _number(self, table: str) -> Column:
-        return self._rng.choice(self._drawn[table].of_kind(Kind.NUMBER))
+        return self._rng.choice(self._drawn[table].of_kind(ColumnType.NUMBER))
 
     def _category(self, table: str) -> Column:
-        return self._rng.choice(self._drawn[table].of_kind(Kind.CATEGORY))
+        return self._rng.choice(self._drawn[table].of_kind(ColumnType.CATEGORY))
 
     def _choice(self, *options: Any) -> Any:
         return self._rng.choice(options)
@@ -84,7 +91,7 @@ class Draws:
         return self._rng.randint(low, high)
 
     def _measure(self, name: str) -> Phrase:
-        table: Table = self._drawn[name]
+        table: SqlTable = self._drawn[name]
         if self._rng.random() < 0.5:
             return Phrase(f"the number of {table.many}", "COUNT(*)")
         column = self._number(name)
@@ -93,9 +100,9 @@ class Draws:
     def _condition(self, table: str, prefix: str = "", beside: str = "") -> Phrase:
         """Draw a condition on a row. It never uses the column of the question."""
         asked = self._drawn.get(beside)
-        found: Table = self._drawn[table]
-        categories = [c for c in found.of_kind(Kind.CATEGORY) if c is not asked]
-        numbers = [c for c in found.of_kind(Kind.NUMBER) if c is not asked]
+        found: SqlTable = self._drawn[table]
+        categories = [c for c in found.of_kind(ColumnType.CATEGORY) if c is not asked]
+        numbers = [c for c in found.of_kind(ColumnType.NUMBER) if c is not asked]
         if categories and (not numbers or self._rng.random() < 0.6):
             column = self._rng.choice(categories)
             word = self._rng.choice(column.words)
@@ -114,7 +121,7 @@ SIZES = {"train": 200, "test": 100}  # Number of questions of each difficulty.
 
 
 @lru_cache(maxsize=8)
-def questions(difficulty: str, split: str) -> tuple[Question, ...]:
+def questions(difficulty: str, split: str) -> tuple[SqlQuestion, ...]:
     """Return the questions of a difficulty; all are distinct, and each has an answer.
 
     No test question occurs in a training item, even of another database.
@@ -123,7 +130,7 @@ def questions(difficulty: str, split: str) -> tuple[Question, ...]:
     domains = TRAIN_DOMAINS if split == "train" else TEST_DOMAINS
     taken = {q.text for q in questions(difficulty, "train")} if split == "test" else set()
     templates = list(TEMPLATES[difficulty].values())
-    made: dict[str, Question] = {}
+    made: dict[str, SqlQuestion] = {}
     connections: dict[DatabaseId, Database] = {}
     # Designs and templates alternate, so that all of them are used equally often.
     for turn in count():
@@ -139,7 +146,7 @@ def questions(difficulty: str, split: str) -> tuple[Question, ...]:
             connections[chosen] = open_image(database.image(chosen))
         is_new = text not in made and text not in taken
         if is_new and _is_answerable(connections[chosen], gold):
-            made[text] = Question(database=chosen, text=text, gold=gold)
+            made[text] = SqlQuestion(database=chosen, text=text, gold=gold)
     for connection in connections.values():
         connection.close()
     return tuple(made.values())

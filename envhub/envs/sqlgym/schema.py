@@ -8,7 +8,7 @@ from typing import Any
 from envhub.tables import read_table
 
 
-class Kind(StrEnum):
+class ColumnType(StrEnum):
     """The kinds of column, which determine the possible questions."""
 
     KEY = "key"
@@ -28,7 +28,7 @@ class Column:
 
     name: str
     label: str
-    kind: Kind
+    kind: ColumnType
     words: tuple[str, ...] = ()
     low: int = 0
     high: int = 0
@@ -38,15 +38,15 @@ class Column:
     @property
     def sql_type(self) -> str:
         """The column's type in SQL."""
-        if self.kind in (Kind.KEY, Kind.REFERENCE):
+        if self.kind in (ColumnType.KEY, ColumnType.REFERENCE):
             return "INTEGER"
-        if self.kind is Kind.NUMBER:
+        if self.kind is ColumnType.NUMBER:
             return "REAL" if self.num_decimals else "INTEGER"
         return "TEXT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class SqlTable:
     """A table; `one` and `many` are the English words for a row and for rows."""
 
     name: str
@@ -55,7 +55,7 @@ class Table:
     num_rows: int
     columns: tuple[Column, ...]
 
-    def of_kind(self, kind: Kind) -> tuple[Column, ...]:
+    def of_kind(self, kind: ColumnType) -> tuple[Column, ...]:
         """Return the columns of a kind, in their order."""
         return tuple(column for column in self.columns if column.kind is kind)
 
@@ -67,7 +67,7 @@ class Table:
     @property
     def title(self) -> Column:
         """The column that names a row."""
-        return self.of_kind(Kind.NAME)[0]
+        return self.of_kind(ColumnType.NAME)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +75,17 @@ class Domain:
     """A database's design: its tables, each after those that it references."""
 
     name: str
-    tables: tuple[Table, ...]
+    tables: tuple[SqlTable, ...]
 
-    def table(self, name: str) -> Table:
+    def table(self, name: str) -> SqlTable:
         """Return a table by its name."""
         return next(table for table in self.tables if table.name == name)
 
 
-def _table(name: str, row: Mapping[str, Any]) -> Table:
+def _table(name: str, row: Mapping[str, Any]) -> SqlTable:
     columns = tuple(_column(each, facts) for each, facts in row["columns"].items())
-    key = Column(name="id", label="id", kind=Kind.KEY)
-    return Table(
+    key = Column(name="id", label="id", kind=ColumnType.KEY)
+    return SqlTable(
         name=name, one=row["row"], many=name, num_rows=row["num_rows"], columns=(key, *columns)
     )
 
@@ -93,17 +93,22 @@ def _table(name: str, row: Mapping[str, Any]) -> Table:
 def _column(name: str, facts: Mapping[str, Any]) -> Column:
     if "refers" in facts:
         label = name.replace("_", " ")
-        return Column(name=name, label=label, kind=Kind.REFERENCE, table=facts["refers"])
+        return Column(name=name, label=label, kind=ColumnType.REFERENCE, table=facts["refers"])
     label = facts.get("label", name)
     if "words" in facts:
-        return Column(name=name, label=label, kind=Kind.CATEGORY, words=tuple(facts["words"]))
+        return Column(name=name, label=label, kind=ColumnType.CATEGORY, words=tuple(facts["words"]))
     if "range" in facts:
         low, high = facts["range"]
         num_decimals = facts.get("decimals", 0)
         return Column(
-            name=name, label=label, kind=Kind.NUMBER, low=low, high=high, num_decimals=num_decimals
+            name=name,
+            label=label,
+            kind=ColumnType.NUMBER,
+            low=low,
+            high=high,
+            num_decimals=num_decimals,
         )
-    return Column(name=name, label=label, kind=Kind.NAME)
+    return Column(name=name, label=label, kind=ColumnType.NAME)
 
 
 _DESIGNS = read_table(__file__, "domains.yaml")

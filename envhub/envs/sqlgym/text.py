@@ -32,12 +32,12 @@ def first_observation(problem: Problem, style: Style) -> str:
     The evidence appears in the compact style only; AgentGym omits it.
     """
     if style is Style.AGENTGYM:
-        return f"{_told(problem.schema)}\n\n{problem.question}"
+        return f"{_schema_text(problem.schema)}\n\n{problem.question}"
     evidence = f"\nhint: {problem.evidence}" if problem.evidence else ""
     return f"{_listed(problem.schema)}\nquestion: {problem.question}{evidence}"
 
 
-def _told(schema: SchemaView) -> str:
+def _schema_text(schema: SchemaView) -> str:
     """Return the description of the package sqlgym, in lower case.
 
     It has two peculiarities. A key of several columns is left empty. A reference has the name of

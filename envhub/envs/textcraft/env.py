@@ -35,5 +35,5 @@ def check(options: EnvsSection) -> list[str]:
     try:
         folder_catalogue(options.textcraft.recipes_dir)
     except RecipesError as error:
-        return [f"envs.textcraft.recipes_dir: {error}; give a folder of Minecraft recipe files"]
+        return [f"envs.textcraft.recipes_dir: {error}; use a folder of Minecraft recipe files"]
     return []

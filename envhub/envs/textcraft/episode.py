@@ -11,7 +11,7 @@ from envhub.envs.text_env import TextEnv, said
 from envhub.envs.textcraft import solver
 from envhub.envs.textcraft.book import Book, Recipe
 from envhub.envs.textcraft.minecraft import NAMESPACE
-from envhub.envs.textcraft.tasks import Catalogue, Task, our_catalogue
+from envhub.envs.textcraft.tasks import CraftCatalogue, CraftTask, our_catalogue
 
 MAX_ECHO_CHARS = 200  # Limit of repeated action text in observations, since it is untrusted.
 COUNTED = re.compile(r"([0-9]{1,9}) +(\S.*)")
@@ -25,7 +25,7 @@ MAX_KEPT_CHARS = 200
 MAX_KEPT = 8_192
 
 
-class Command(NamedTuple):
+class CraftCommand(NamedTuple):
     """A parsed action, independent of the world."""
 
     verb: str  # "get", "craft" or "inventory"; "?": none of them; "wrong": a wrong ingredient.
@@ -38,7 +38,7 @@ class Command(NamedTuple):
 class TextCraftEnv(TextEnv):
     """One TextCraft episode. Crafting the goal item gives reward 1 and ends it."""
 
-    def __init__(self, style: Style, *, catalogue: Catalogue | None = None) -> None:
+    def __init__(self, style: Style, *, catalogue: CraftCatalogue | None = None) -> None:
         super().__init__(style)
         self._catalogue = catalogue or our_catalogue()
         self._book = self._catalogue.book
@@ -55,7 +55,7 @@ class TextCraftEnv(TextEnv):
             return f"{commands}\ngoal: {self._task.goal}"
         return f"Crafting commands:\n{commands}\n\nGoal: craft {self._task.goal}."
 
-    def _made_task(self, item_id: str) -> Task:
+    def _made_task(self, item_id: str) -> CraftTask:
         return self._catalogue.make_task(parse_item(item_id, self._catalogue.subsets))
 
     def _step(self, action: str) -> StepResult:
@@ -203,34 +203,34 @@ class TextCraftEnv(TextEnv):
 
 
 @lru_cache(MAX_KEPT)  # Actions repeat often, so that a cache is worthwhile.
-def read_exactly(action: str) -> Command:
+def read_exactly(action: str) -> CraftCommand:
     """Return the command of an action in AgentGym's exact syntax."""
     return read_command(action_text(action), "Got")
 
 
 @lru_cache(MAX_KEPT)
-def read_lower(action: str) -> Command:
+def read_lower(action: str) -> CraftCommand:
     """Return the command of an action in compact style."""
     return read_command(action_text(action).lower(), "got")
 
 
-def read_command(text: str, got: str) -> Command:
+def read_command(text: str, got: str) -> CraftCommand:
     """Return the command of an action; the rest of its line is part of the command."""
     if text.startswith("craft") and (craft := CRAFT.match(text)):
         given: list[tuple[int, str]] = []
         for fragment in craft[3].split(","):
             counted = COUNTED.fullmatch(fragment.strip())
             if counted is None:
-                return Command("wrong", name=fragment.strip()[:MAX_ECHO_CHARS])
+                return CraftCommand("wrong", name=fragment.strip()[:MAX_ECHO_CHARS])
             given.append((int(counted[1]), counted[2]))
-        return Command("craft", int(craft[1] or 1), craft[2], tuple(given), _raw(craft[2]))
+        return CraftCommand("craft", int(craft[1] or 1), craft[2], tuple(given), _raw(craft[2]))
     if text.startswith("get") and (get := GET.match(text)):
         count = int(get[1])
         name = get[2].strip()
-        return Command("get", count, name, told=f"{got} {count} {name}")
+        return CraftCommand("get", count, name, told=f"{got} {count} {name}")
     if text.startswith("inventory"):
-        return Command("inventory")
-    return Command("?", name=text[:MAX_ECHO_CHARS])
+        return CraftCommand("inventory")
+    return CraftCommand("?", name=text[:MAX_ECHO_CHARS])
 
 
 def find_recipe(book: Book, target: str, given: Sequence[tuple[int, str]]) -> Recipe | None:

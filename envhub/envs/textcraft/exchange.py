@@ -7,7 +7,7 @@ from typing import Any
 from envhub.env import StepResult, Style, parse_item
 from envhub.envs.textcraft.episode import TextCraftEnv
 from envhub.envs.textcraft.redraw import redrawn
-from envhub.envs.textcraft.tasks import Catalogue, Task
+from envhub.envs.textcraft.tasks import CraftCatalogue, CraftTask
 
 KEPT = frozenset(("a", "and", "item", "of", "on"))  # These words occur in our own sentences.
 WORD = re.compile(r"[a-z]+")
@@ -41,7 +41,7 @@ class ExchangedEnv(TextCraftEnv):
     An item is always the same. Items of the test split are unchanged.
     """
 
-    def __init__(self, style: Style, *, catalogue: Catalogue, frac: float) -> None:
+    def __init__(self, style: Style, *, catalogue: CraftCatalogue, frac: float) -> None:
         super().__init__(style, catalogue=catalogue)
         self._frac = frac
         names = (name.split() for name in catalogue.book.depths)
@@ -55,7 +55,7 @@ class ExchangedEnv(TextCraftEnv):
         self._exchange = Exchange(self._vocabulary, item_id) if is_exchanged else None
         return self._shown(super().reset(item_id, seed))
 
-    def _made_task(self, item_id: str) -> Task:
+    def _made_task(self, item_id: str) -> CraftTask:
         task = super()._made_task(item_id)
         self._book = self._catalogue.book
         if self._exchange is not None:

@@ -56,7 +56,7 @@ def load_book(folder: str) -> Book:
     """
     paths = sorted(Path(folder).glob("*.json"), key=lambda path: path.name)
     if not paths:
-        what = "holds no *.json file" if Path(folder).is_dir() else "is no folder"
+        what = "has no *.json file" if Path(folder).is_dir() else "is not a folder"
         raise RecipesError(f"{folder} {what}")
     kept: list[FileRecipe] = []
     makers: dict[Ingredient, list[FileRecipe]] = {}
@@ -94,9 +94,9 @@ def _read(path: Path) -> FileRecipe | None:
             return None
         target, count = _result(content["result"])
         if not parts or count < 1:
-            raise ValueError("makes nothing, or out of nothing")
+            raise ValueError("the recipe has no result or no ingredients")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
-        raise RecipesError(f"{path} is no recipe: {type(error).__name__}: {error}") from error
+        raise RecipesError(f"{path} is not a recipe: {type(error).__name__}: {error}") from error
     group = content.get("group")
     counted = tuple((number, part) for part, number in Counter(parts).items())
     return FileRecipe(target, count, _full(group) if group else None, counted)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from envhub.envs.textcraft.book import Book, Recipe
-from envhub.envs.textcraft.tasks import Task
+from envhub.envs.textcraft.tasks import CraftTask
 
 MAX_COUNT = 9
 ONE_FRAC = 0.35  # Share of the counts that are 1; the book also has more ones than other counts.
@@ -13,7 +13,7 @@ OTHER_FRAC = 0.3  # Share of the gettable ingredients that are replaced by anoth
 MAX_CRAFTS = 2  # Maximum crafts of an ingredient, so that a task takes only a few more turns.
 
 
-def redrawn(task: Task, book: Book, rng: random.Random) -> tuple[Task, Book]:
+def redrawn(task: CraftTask, book: Book, rng: random.Random) -> tuple[CraftTask, Book]:
     """Return the task with new counts and some new ingredients, and the book of its recipes.
 
     The goal, the selection of recipes, their order and their depths are unchanged.

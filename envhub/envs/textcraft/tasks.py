@@ -22,7 +22,7 @@ NUM_TASK_TEST = {1: 40, 2: 50, 3: 40, 4: 20}
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class CraftTask:
     """One item: a goal, the shown recipes in order, and the tag members that they make."""
 
     goal: str
@@ -31,7 +31,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Catalogue:
+class CraftCatalogue:
     """The tasks of a book.
 
     Attributes:
@@ -119,7 +119,7 @@ class Catalogue:
         split = "test" if goal in self.goals(depth, "test") else "train"
         return f"depth{depth}-{split}-{self.goals(depth, split).index(goal)}"
 
-    def make_task(self, item: ItemId) -> Task:
+    def make_task(self, item: ItemId) -> CraftTask:
         """Return the task of an item: index i is goal i mod n, variation i div n.
 
         The variation draws the tag members with shown recipes, the distractors and the order.
@@ -131,7 +131,7 @@ class Catalogue:
         needed, members = self._needed(goal, rng)
         shown = list(needed) + self._distractors(needed, rng)
         rng.shuffle(shown)
-        return Task(goal, tuple(shown), members)
+        return CraftTask(goal, tuple(shown), members)
 
     def _needed(
         self, goal: str, rng: random.Random
@@ -170,23 +170,23 @@ class Catalogue:
 
 
 @cache
-def our_catalogue() -> Catalogue:
+def our_catalogue() -> CraftCatalogue:
     """Return the tasks of our own book."""
-    return Catalogue(book=the_book(), max_turns=MAX_TURNS)
+    return CraftCatalogue(book=the_book(), max_turns=MAX_TURNS)
 
 
 @cache
-def folder_catalogue(folder: str) -> Catalogue:
+def folder_catalogue(folder: str) -> CraftCatalogue:
     """Return the tasks of a folder of recipe files, with all possibly useful recipes shown.
 
     Raises: RecipesError: the folder has no usable recipes.
     """
-    catalogue = Catalogue(
+    catalogue = CraftCatalogue(
         book=load_book(folder),
         max_turns=MAX_TURNS_FOLDER,
         max_shown_members=None,
         max_distractors=10,
     )
     if not catalogue.subsets:
-        raise RecipesError(f"{folder}: nothing in it can be crafted")
+        raise RecipesError(f"{folder}: none of its recipes can be crafted")
     return catalogue

@@ -9,11 +9,11 @@ from envhub.envs.webarena import remote_sites, tasks_file
 from envhub.envs.webarena.world import RemoteWorld
 from envhub.tasks import first_items
 from envhub.web.browser import check_browser
-from envhub.web.site_tasks.env import Catalogue, site_tasks_spec
+from envhub.web.site_tasks.env import SiteCatalogue, site_tasks_spec
 
 NOT_CONFIGURED = (
     "webarena needs the addresses of WebArena's sites: set envs.webarena.shopping=http://HOST:7770 "
-    "and so on, or take env=minisites, small sites of our own that are not WebArena"
+    "and so on, or use env=minisites, small sites of this project that are not WebArena"
 )
 
 
@@ -39,7 +39,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     table = tasks_file.read_tasks(path, sites)
     spec = site_tasks_spec(
         "webarena",
-        Catalogue(
+        SiteCatalogue(
             subsets=table.subsets,
             find=table.task,
             names=remote_sites.public_names(sites),

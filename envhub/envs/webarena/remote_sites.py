@@ -19,13 +19,13 @@ def check_urls(options: WebarenaOptions) -> list[str]:
     for name, url in options.sites.items():
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            lines.append(f"envs.webarena.{name}={url!r} is no address such as http://host:7770")
+            lines.append(f"envs.webarena.{name}={url!r} is not a URL such as http://host:7770")
     if options.auth_dir and not Path(options.auth_dir).is_dir():
-        lines.append(f"envs.webarena.auth_dir={options.auth_dir!r} is no folder")
+        lines.append(f"envs.webarena.auth_dir={options.auth_dir!r} is not a folder")
     elif options.auth_dir:
         sites = [name for name in ACCOUNT_SITES if name in options.sites]
         lines += [
-            f"envs.webarena.auth_dir lacks {name}_state.json: tasks of {name} start logged out"
+            f"envs.webarena.auth_dir lacks {name}_state.json, so tasks of {name} start logged out"
             for name in sites
             if not (Path(options.auth_dir) / f"{name}_state.json").is_file()
         ]

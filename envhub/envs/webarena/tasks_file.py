@@ -30,7 +30,7 @@ def tasks_path() -> Path | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskTable:
+class WebArenaTasks:
     """The executable tasks by subset and split, in the order of their WebArena numbers.
 
     Attributes:
@@ -70,7 +70,7 @@ class TaskTable:
         raise UnknownItem(f"no WebArena task {number}: {why}")
 
 
-def read_tasks(path: Path, sites: Mapping[str, str]) -> TaskTable:
+def read_tasks(path: Path, sites: Mapping[str, str]) -> WebArenaTasks:
     """Return the tasks whose sites all have an address.
 
     Args:
@@ -93,7 +93,7 @@ def read_tasks(path: Path, sites: Mapping[str, str]) -> TaskTable:
         # The instances of a template are adjacent, so both splits contain nearly all templates.
         items[subset, "train"] = tuple(t for i, t in enumerate(tasks) if i % TEST_EVERY)
         items[subset, "test"] = tuple(t for i, t in enumerate(tasks) if i % TEST_EVERY == 0)
-    return TaskTable(items=items, skipped=skipped)
+    return WebArenaTasks(items=items, skipped=skipped)
 
 
 @cache

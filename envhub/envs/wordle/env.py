@@ -92,7 +92,7 @@ class WordleEnv(TextEnv):
 def from_agentgym(index: int) -> str:
     """Return the item with the draws of AgentGym's seed.
 
-    The words are ours, or those of `envs.wordle.words`.
+    The words are those of this package, or of `envs.wordle.words`.
 
     Raises: UnknownItem: negative or too large.
     """

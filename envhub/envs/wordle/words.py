@@ -25,7 +25,9 @@ def vocabulary(path: str) -> tuple[str, ...]:
         raise ConfigError(f"envs.wordle.words={path}: cannot be read: {error}") from error
     words = tuple(line.strip() for line in lines if len(line.strip()) == NUM_LETTERS)
     if not words or not all(word.isascii() and word.islower() for word in words):
-        raise ConfigError(f"envs.wordle.words={path}: a word of five small letters a line")
+        raise ConfigError(
+            f"envs.wordle.words={path}: must have one word of five letters a-z per line"
+        )
     return words
 
 

@@ -109,14 +109,14 @@ def _text(observation: Any) -> str:
     try:
         return observation_text(observation)
     except NoText as error:
-        raise EnvFailure(f"an observation cannot be shown to an agent: {error}") from error
+        raise EnvFailure(f"an observation cannot be written as text: {error}") from error
 
 
 def _number(value: Any, what: str) -> float:
     """Return a number, also from a numpy scalar or an array of size 1. Raises: EnvFailure."""
     array = np.asarray(value)
     if array.size != 1 or array.dtype.kind not in "biuf":
-        raise EnvFailure(f"a step answered {value!r:.200} as its {what}, which is no number")
+        raise EnvFailure(f"a step returned the {what} {value!r:.200}, which is not a number")
     return float(array.reshape(-1)[0])
 
 

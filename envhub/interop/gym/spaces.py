@@ -96,9 +96,11 @@ def check_actions(space: Any) -> None:
         try:
             read = parse_action(write_action(action, space), space)
         except BadAction as error:
-            raise NoText(f"{shown(action)} cannot be written: {error}") from error
+            raise NoText(
+                f"the action {shown(action)} cannot be written as text: {error}"
+            ) from error
         if write_action(read, space) != write_action(action, space):
-            raise NoText(f"{shown(action)} is read as {shown(read)}")
+            raise NoText(f"the action {shown(action)} is parsed as {shown(read)}")
 
 
 def describe(space: Any) -> str:

@@ -72,9 +72,9 @@ class McpEpisode:
         if options.begin:
             given = self._item.get("arguments", {})
             begun = await self._link.call(options.begin, dict(given))
-            told = self._told(begun)
+            told = self._tool_text(begun)
             if begun.is_error:
-                raise McpFailure(f"{options.shown}: {options.begin!r} answered {told:.500}")
+                raise McpFailure(f"{options.shown}: {options.begin!r} failed: {told:.500}")
             if options.session:
                 handle = _field(begun, options.session)
                 self._session = {options.session: told.strip() if handle is None else str(handle)}
@@ -101,7 +101,7 @@ class McpEpisode:
             return self._result(str(error).partition(": ")[2], is_valid=False)
         if name == self._options.submit and not result.is_error:
             return self._pay(result)
-        return self._result(self._told(result))
+        return self._result(self._tool_text(result))
 
     async def _submit(self, answer: str) -> StepResult:
         """Return the result for an answer: from the item's `check` tool, or by comparison."""
@@ -120,9 +120,9 @@ class McpEpisode:
 
     def _pay(self, result: Any) -> StepResult:
         """Return the end of an episode; its reward is a number or JSON in the tool's result."""
-        text = self._told(result)
+        text = self._tool_text(result)
         if result.is_error:
-            raise McpFailure(f"{self._options.shown}: the tool that pays answered {text:.500}")
+            raise McpFailure(f"{self._options.shown}: the grading tool failed: {text:.500}")
         reward = _field(result, "reward")
         if reward is None:
             reward = _field(result, "result")  # The package wraps a plain number in this field.
@@ -131,8 +131,8 @@ class McpEpisode:
                 reward = float(text)
             except ValueError as error:
                 raise McpFailure(
-                    f"{self._options.shown}: no reward in {text:.200!r}: a number, or JSON with"
-                    ' "reward"'
+                    f"{self._options.shown}: no reward in {text:.200!r}; return a number, or JSON"
+                    ' with "reward"'
                 ) from error
         paid = Rewards(self._tasks.rule).add(reward, is_last=True)
         told = _content(result)
@@ -205,7 +205,7 @@ class McpEpisode:
             where = ".".join(map(str, wrong.path))
             raise BadAction(f"{name}: {f'{where}: ' if where else ''}{wrong.message}"[:500])
 
-    def _told(self, result: Any) -> str:
+    def _tool_text(self, result: Any) -> str:
         """Return a tool's result as valid Unicode text of limited length."""
         parts = [block_text(each) for each in result.content]
         if not parts and result.structured_content is not None:

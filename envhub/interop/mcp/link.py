@@ -115,7 +115,7 @@ class Link:
             cursor = page.next_cursor
             if not cursor:
                 return found
-        raise McpFailure(f"{self._options.shown}: its list of tools does not end")
+        raise McpFailure(f"{self._options.shown}: the list of tools exceeds {MAX_PAGES} pages")
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """Return the result of a tool. Raises: McpFailure."""

@@ -38,10 +38,10 @@ def make_spec(reference: str) -> EnvSpec:
     """
     path, options = read_description(reference, McpOptions)
     if bool(options.url) == bool(options.command):
-        raise ConfigError(f"{reference}: either url or command must be given")
+        raise ConfigError(f"{reference}: exactly one of url and command must be set")
     if options.revision not in MODES:
         known = ", ".join(MODES)
-        raise ConfigError(f"{reference}: revision={options.revision!r} must be one of {known}")
+        raise ConfigError(f"{reference}: revision={options.revision!r}: must be one of {known}")
     optional_package("mcp", "mcp")
     patience_s = options.start_timeout_s + options.timeout_s + 2 * CLOSE_S
     try:
@@ -171,4 +171,4 @@ def _check_item(where: str, item: Mapping[str, Any], *, pays: bool) -> None:
         raise ConfigError(f"{where} lacks {'prompt' if pays else 'prompt, and answer or check'}")
     check = item.get("check", {"tool": ""})
     if not isinstance(check, dict) or not isinstance(check.get("tool"), str):
-        raise ConfigError(f'{where}: check is no {{"tool": ..., "arguments": {{...}}}}')
+        raise ConfigError(f'{where}: check must be {{"tool": ..., "arguments": {{...}}}}')

@@ -20,7 +20,7 @@ from envhub.interop.texts import (
     sample_call,
     shortened,
 )
-from envhub.interop.verifiers.link import Player, TasksetOptions, VerifiersFailure
+from envhub.interop.verifiers.link import PlayerProcess, TasksetOptions, VerifiersFailure
 from envhub.remote_episode import RemoteEpisode
 
 TURN_FORM = f"{TOOL_FORM}\nWhat is no call is your answer."
@@ -34,17 +34,17 @@ class Shared:
     folder: Path
     subset: SubsetSpec
     rule: RewardRule
-    players: list[Player] = field(default_factory=list[Player])
+    players: list[PlayerProcess] = field(default_factory=list[PlayerProcess])
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def player(self) -> Player:
+    async def player(self) -> PlayerProcess:
         """Return the active process; start one if there is none. Raises: VerifiersFailure."""
         async with asyncio.timeout(2 * self.options.start_timeout_s), self.starting:
             for lost in [each for each in self.players if each.is_lost]:
                 self.players.remove(lost)
                 await lost.close()
             if not self.players:
-                self.players.append(await Player.start(self.options, self.folder))
+                self.players.append(await PlayerProcess.start(self.options, self.folder))
             return self.players[-1]
 
     async def stop(self) -> None:
@@ -60,7 +60,7 @@ class VerifiersEpisode(RemoteEpisode):
         super().__init__(shared.rule.start_score)
         self._shared = shared
         self._options = shared.options
-        self._player: Player | None = None
+        self._player: PlayerProcess | None = None
         self._name = uuid.uuid4().hex
         self._tools: list[str] = []
         self._calls: list[str] = []  # One example call per tool.
@@ -76,7 +76,7 @@ class VerifiersEpisode(RemoteEpisode):
         functions = [tool["function"] for tool in line["tools"]]
         self._tools = [function["name"] for function in functions]
         self._calls = [sample_call(each["name"], each.get("parameters", {})) for each in functions]
-        self._first = self._told(line)
+        self._first = self._messages_text(line)
         if functions:
             listed = [each | {"input_schema": each.get("parameters", {})} for each in functions]
             self._first = f"{TURN_FORM}\n{tools_text(listed)}\n{self._first}"
@@ -94,7 +94,7 @@ class VerifiersEpisode(RemoteEpisode):
         line = await self._player.answer(self._name, message)
         if "ask" in line:
             self._known.append(message)
-            return self._result(self._told(line), is_valid=True)
+            return self._result(self._messages_text(line), is_valid=True)
         paid = line["paid"]
         self._reward = Rewards(self._shared.rule).add(paid["reward"], is_last=True)
         self._is_done = True
@@ -124,7 +124,7 @@ class VerifiersEpisode(RemoteEpisode):
         check_sendable(message)
         return message
 
-    def _told(self, line: Mapping[str, Any]) -> str:
+    def _messages_text(self, line: Mapping[str, Any]) -> str:
         """Return the new messages of a request as text."""
         messages: list[Mapping[str, Any]] = line["ask"]
         start = len(self._known)

@@ -51,7 +51,7 @@ class TasksetOptions:
         return f"verifiers taskset {self.taskset.get('id', '')!r}"
 
 
-class Player:
+class PlayerProcess:
     """One process and its episodes.
 
     Example: an episode waits for the result of its answer and the process dies. This and all other
@@ -67,7 +67,7 @@ class Player:
         self.is_lost = False
 
     @classmethod
-    async def start(cls, options: TasksetOptions, folder: Path) -> "Player":
+    async def start(cls, options: TasksetOptions, folder: Path) -> "PlayerProcess":
         """Return a process that is ready. Raises: VerifiersFailure: it does not start."""
         # Variables of this process that the player must not inherit.
         hidden = ("PYTHONPATH", "VIRTUAL_ENV")
@@ -91,7 +91,7 @@ class Player:
         player = cls(options, process)
         player._send(asdict(options))
         try:
-            ready = await player._next("", "to come up", timeout_s=options.start_timeout_s)
+            ready = await player._next("", "the start", timeout_s=options.start_timeout_s)
         except VerifiersFailure:
             await player.close()
             raise
@@ -102,12 +102,12 @@ class Player:
         """Return the first line of an episode. Raises: VerifiersFailure."""
         self._told[episode] = asyncio.Queue()
         self._send({"start": episode, "split": split, "index": index})
-        return await self._next(episode, f"to begin {split} item {index}")
+        return await self._next(episode, f"the start of {split} item {index}")
 
     async def answer(self, episode: str, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the line that follows the policy's answer. Raises: VerifiersFailure."""
         self._send({"answer": episode, "message": message})
-        return await self._next(episode, "to go on")
+        return await self._next(episode, "a turn")
 
     def end(self, episode: str) -> None:
         """Abort an episode."""
@@ -140,13 +140,13 @@ class Player:
                 line = await self._told[episode].get() if not self.is_lost else None
         except TimeoutError as error:
             raise VerifiersFailure(
-                f"{self._options.shown}: it took longer than {timeout_s:g} s {what}"
+                f"{self._options.shown}: {what} took longer than {timeout_s:g} s"
             ) from error
         if line is None:
             code = self._process.returncode
             raise VerifiersFailure(
                 f"{self._options.shown}: its process has ended"
-                f"{'' if code is None else f' with exit code {code}'}; its words are in the log"
+                f"{'' if code is None else f' with exit code {code}'}; the log has its output"
             )
         if "error" in line:
             raise VerifiersFailure(f"{self._options.shown}: {line['error']:.1500}")

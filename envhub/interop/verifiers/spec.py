@@ -4,7 +4,7 @@ from common.errors import ConfigError
 from envhub.env import EnvSpec, Isolation, Style, SubsetSpec
 from envhub.interop.described import SUBSET, look, read_description, rule_of
 from envhub.interop.verifiers.episode import Shared, VerifiersEpisode
-from envhub.interop.verifiers.link import CLOSE_S, Player, TasksetOptions, VerifiersFailure
+from envhub.interop.verifiers.link import CLOSE_S, PlayerProcess, TasksetOptions, VerifiersFailure
 
 FORM = 'Answer. Where there is an "Action:", what follows it is the answer.'
 
@@ -20,7 +20,7 @@ def make_spec(reference: str) -> EnvSpec:
     rule = rule_of(reference, options.min_reward, options.max_reward)
 
     async def count() -> tuple[int, int]:
-        player = await Player.start(options, path.parent)
+        player = await PlayerProcess.start(options, path.parent)
         await player.close()
         return player.num_items
 

@@ -11,9 +11,9 @@ from envhub.conversations import begun
 from envhub.env import EnvSpec, ItemId, StepResult, Style, SubsetSpec, TaskSpec, parse_item
 from envhub.web import tree
 from envhub.web.actions import (
-    Action,
     InvalidAction,
-    Kind,
+    WebAction,
+    WebActionType,
     as_reply,
     describe,
     parse,
@@ -33,7 +33,7 @@ ENDED = "The episode has ended."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Catalogue:
+class SiteCatalogue:
     """The tasks of an environment, and the public names of its sites."""
 
     subsets: Mapping[str, SubsetSpec]
@@ -42,7 +42,7 @@ class Catalogue:
     max_words: int
 
 
-class World(Protocol):
+class SiteResources(Protocol):
     """The resources shared by all episodes of a process: the sites and the browser."""
 
     async def open(self, task: Mapping[str, Any]) -> WebSession:
@@ -66,7 +66,7 @@ class SiteTaskEnv:
     grades answers.
     """
 
-    def __init__(self, style: Style, catalogue: Catalogue, world: World) -> None:
+    def __init__(self, style: Style, catalogue: SiteCatalogue, world: SiteResources) -> None:
         self._style = style
         self._catalogue = catalogue
         self._world = world
@@ -106,13 +106,15 @@ class SiteTaskEnv:
         is_valid = True
         try:
             taken = self._parse(action)
-            self._previous = self._told(taken)
-            if taken.kind is Kind.STOP:
+            self._previous = self._action_text(taken)
+            if taken.kind is WebActionType.STOP:
                 told = ENDED if self._style is Style.COMPACT else await self._observation()
                 reward = await grade(self._task["eval"], session, taken.text)
                 self._done = True
                 return StepResult(observation=told, reward=reward, done=True, is_valid=True)
-            local = self._catalogue.names.local(taken.text) if taken.kind is Kind.GOTO else ""
+            local = (
+                self._catalogue.names.local(taken.text) if taken.kind is WebActionType.GOTO else ""
+            )
             await session.perform(replace(taken, text=local) if local else taken)
             self._solution.follow(taken, expected)
         except InvalidAction as error:
@@ -124,16 +126,23 @@ class SiteTaskEnv:
         observation = await self._observation()
         return StepResult(observation=observation, reward=0.0, done=False, is_valid=is_valid)
 
-    def _parse(self, reply: str) -> Action:
+    def _parse(self, reply: str) -> WebAction:
         action = parse(read_reply(reply, self._style))
-        if action.kind in (Kind.CLICK, Kind.HOVER, Kind.TYPE) and action.element not in self._ids:
+        if (
+            action.kind in (WebActionType.CLICK, WebActionType.HOVER, WebActionType.TYPE)
+            and action.element not in self._ids
+        ):
             raise InvalidAction(NO_ELEMENT.format(action.kind, action.element))
         return action
 
-    def _told(self, action: Action) -> str:
+    def _action_text(self, action: WebAction) -> str:
         """Return the text of the previous action. AgentGym's style adds the line of its element."""
         said = describe(action)
-        is_on_element = action.kind in (Kind.CLICK, Kind.HOVER, Kind.TYPE)
+        is_on_element = action.kind in (
+            WebActionType.CLICK,
+            WebActionType.HOVER,
+            WebActionType.TYPE,
+        )
         if self._style is Style.COMPACT or not is_on_element:
             return said
         lines = zip(self._shown, tree.agentgym_lines(self._shown), strict=True)
@@ -170,7 +179,7 @@ class SiteTaskEnv:
         moves = ["scroll [down]", "scroll [up]", "go_back", "stop []"]
         return [as_reply(action, self._style) for action in [*clicks[:MAX_SAMPLED_CLICKS], *moves]]
 
-    def _expected(self) -> Action | None:
+    def _expected(self) -> WebAction | None:
         in_view = self._style is Style.AGENTGYM
         return self._solution.next(self._snapshot.nodes, only_in_view=in_view)
 
@@ -205,8 +214,8 @@ class SiteTaskEnv:
 
 def site_tasks_spec(
     name: str,
-    catalogue: Catalogue,
-    world: World,
+    catalogue: SiteCatalogue,
+    world: SiteResources,
     options: EnvsSection,
     *,
     tasks: Mapping[str, TaskSpec],

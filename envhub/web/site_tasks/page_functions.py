@@ -50,7 +50,7 @@ async def target_url(url: str, session: WebSession) -> str:
     async with session.aside(history) as page:
         found = await page.evaluate(ORDER_LINKS)
     if not found:
-        raise EnvFailure("the shop lists no order; is the account in envs.webarena.auth_dir right?")
+        raise EnvFailure("the shop lists no order; check the account in envs.webarena.auth_dir")
     return found
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from envhub.web.actions import Action, Kind
-from envhub.web.tree import Node
+from envhub.web.actions import WebAction, WebActionType
+from envhub.web.tree import PageNode
 
 
 class Solution:
@@ -19,34 +19,36 @@ class Solution:
         self._at = 0
         self._is_lost = not steps
 
-    def next(self, nodes: tuple[Node, ...], *, only_in_view: bool) -> Action | None:
+    def next(self, nodes: tuple[PageNode, ...], *, only_in_view: bool) -> WebAction | None:
         """Return the next action; None if the solution was left or does not fit the page."""
         if self._is_lost or self._at >= len(self._steps):
             return None
         step = self._steps[self._at]
         if step["do"] == "stop":
-            return Action(kind=Kind.STOP, text=str(step.get("answer", "")))
+            return WebAction(kind=WebActionType.STOP, text=str(step.get("answer", "")))
         node = _find(nodes, step)
         if node is None:
             return None
         if only_in_view and not node.is_in_view:
-            return Action(kind=Kind.SCROLL, text=_direction(node, nodes))
+            return WebAction(kind=WebActionType.SCROLL, text=_direction(node, nodes))
         if step["do"] == "type":
             enter = bool(step.get("enter", False))
-            return Action(kind=Kind.TYPE, element=node.id, text=step["text"], enter=enter)
-        return Action(kind=Kind.CLICK, element=node.id)
+            return WebAction(
+                kind=WebActionType.TYPE, element=node.id, text=step["text"], enter=enter
+            )
+        return WebAction(kind=WebActionType.CLICK, element=node.id)
 
-    def follow(self, taken: Action, expected: Action | None) -> None:
+    def follow(self, taken: WebAction, expected: WebAction | None) -> None:
         """Record a performed action, and the expert's action before it."""
-        if taken.kind in (Kind.SCROLL, Kind.HOVER) and taken != expected:
+        if taken.kind in (WebActionType.SCROLL, WebActionType.HOVER) and taken != expected:
             return
         if taken != expected:
             self._is_lost = True
-        elif taken.kind is not Kind.SCROLL:
+        elif taken.kind is not WebActionType.SCROLL:
             self._at += 1
 
 
-def _find(nodes: tuple[Node, ...], step: dict[str, Any]) -> Node | None:
+def _find(nodes: tuple[PageNode, ...], step: dict[str, Any]) -> PageNode | None:
     """Return the element with a step's role and name."""
     name = " ".join(str(step.get("name", "")).split())
     found = [node for node in nodes if node.role == step["role"]]
@@ -55,6 +57,6 @@ def _find(nodes: tuple[Node, ...], step: dict[str, Any]) -> Node | None:
     return next(iter(exact), None) or (partial[0] if len(partial) == 1 else None)
 
 
-def _direction(node: Node, nodes: tuple[Node, ...]) -> str:
+def _direction(node: PageNode, nodes: tuple[PageNode, ...]) -> str:
     seen = [other.y for other in nodes if other.is_in_view]
     return "up" if seen and node.y < min(seen) else "down"

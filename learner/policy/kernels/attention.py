@@ -50,9 +50,11 @@ def packing_problem(network: nn.Module) -> str:
         config = model.config
         kinds = set(getattr(config, "layer_types", None) or [_kind_of_all(config)]) - {_FULL}
         if kinds:
-            return f"{config.model_type} has layers of {', '.join(sorted(kinds))}"
+            return (
+                f"{config.model_type} has layers that cannot be packed: {', '.join(sorted(kinds))}"
+            )
         if not model._supports_attention_backend:
-            return f"{type(model).__name__} has attention of its own"
+            return f"{type(model).__name__} has its own attention implementation"
     for model in _outermost(network):
         if model not in _measured and not is_unloaded(model):
             _measured[model] = _measured_problem(model)
@@ -93,7 +95,10 @@ def _measured_problem(model: PreTrainedModel) -> str:
     except (ConfigError, TypeError, RuntimeError) as error:  # The kernel lacks these shapes.
         problem = f"{probe.name} cannot compute packed sequences: {error}"
     else:
-        problem = f"sequences of {probe.name} see each other: {found} packed and alone"
+        problem = (
+            f"packed sequences of {probe.name} attend to each other: a token scores {found}"
+            " (packed, and alone)"
+        )
         problem = problem if found else ""
     if not problem:
         return ""
@@ -135,14 +140,14 @@ def check_attention(networks: Sequence[nn.Module], layout: Layout, attention: At
     """
     problem = _first_problem(networks)
     if problem and layout is Layout.PACKED:
-        raise ConfigError(f"learner.layout=packed: {problem}; take learner.layout=padded")
+        raise ConfigError(f"learner.layout=packed: {problem}. Use learner.layout=padded.")
     if attention is not Attention.FUSED or not (problem or layout is Layout.PADDED):
         return
     for model in (each for network in networks for each in _transformers(network)):
         if not model._supports_sdpa:
             raise ConfigError(
-                f"learner.attention=fused: {type(model).__name__} has attention of its own; take"
-                " learner.attention=auto"
+                f"learner.attention=fused: {type(model).__name__} has its own attention"
+                " implementation. Use learner.attention=auto."
             )
 
 
@@ -281,8 +286,8 @@ def _refuse(module: nn.Module, others: dict[str, Any]) -> None:
     present = [name for name in UNSUPPORTED if others.get(name) is not None]
     if present:
         raise ConfigError(
-            f"learner.layout=packed: {type(module).__name__} has {', '.join(present)}; "
-            "take learner.layout=padded"
+            f"learner.layout=packed: {type(module).__name__} uses {', '.join(present)}, which"
+            " packing does not support. Use learner.layout=padded."
         )
 
 

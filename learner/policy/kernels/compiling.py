@@ -53,8 +53,8 @@ def check_parts(networks: Sequence[nn.Module]) -> list[nn.Module]:
     if not found:
         names = ", ".join(type(each).__name__ for each in networks)
         raise ConfigError(
-            f"learner.compile=true: {names} has no {' and no '.join(PARTS)}, so that there is"
-            " nothing to compile; give learner.compile=false"
+            f"learner.compile=true: {names} has no {' and no '.join(PARTS)}, so there is"
+            " nothing to compile. Use learner.compile=false."
         )
     return found
 
@@ -65,10 +65,11 @@ def naming_compiler() -> Iterator[None]:
     try:
         yield
     except TorchDynamoException as error:
-        said, _, _ = str(error).partition("Set TORCHDYNAMO_VERBOSE")
+        reason, _, _ = str(error).partition("Set TORCHDYNAMO_VERBOSE")
         raise ConfigError(
-            f"learner.compile=true: no kernels can be made (TORCHINDUCTOR_CACHE_DIR is where they"
-            f" are kept; learner.compile=false does without): {' '.join(said[-400:].split())}"
+            "learner.compile=true: the kernels cannot be compiled. Use learner.compile=false, or"
+            " check TORCHINDUCTOR_CACHE_DIR, the folder of the kernels. The compiler reports:"
+            f" {' '.join(reason[-400:].split())}"
         ) from error
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, StrictInt, TypeAdapter, ValidationError
 
 from common.config.curriculum import CurriculumSection, TaskSection, subsets_in_use, why_not_far
 from common.errors import ConfigError, EnvError
-from common.http.blocking import Answer, request
+from common.http.blocking import HttpResponse, request
 from common.wire.access.bounds import ID_CHARS
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ Distances = dict[str, dict[str, dict[str, dict[int, int]]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Catalogue:
+class HubCatalogue:
     """Subsets and distances of all environments of a hub."""
 
     envs: dict[str, dict[str, SubsetEntry]]
@@ -58,7 +58,7 @@ class _Environment(BaseModel):
 _BODY = TypeAdapter(dict[str, _Environment])
 
 
-def parse_catalogue(body: object) -> Catalogue:
+def parse_catalogue(body: object) -> HubCatalogue:
     """Return the typed catalogue of a `GET /v1/envs` body.
 
     Raises: EnvError: the body has another form; names the place.
@@ -66,8 +66,8 @@ def parse_catalogue(body: object) -> Catalogue:
     try:
         envs = _BODY.validate_python(body)
     except ValidationError as error:
-        raise EnvError(f"/v1/envs: {error}") from error
-    return Catalogue(
+        raise EnvError(f"/v1/envs: not a catalogue of a hub: {error}") from error
+    return HubCatalogue(
         envs={name: env.subsets for name, env in envs.items()},
         distances={name: env.distances for name, env in envs.items() if env.distances},
     )
@@ -75,7 +75,7 @@ def parse_catalogue(body: object) -> Catalogue:
 
 def fetch_catalogue(
     url: str, *, token: str, timeout_s: float, subsets: Sequence[str] = ()
-) -> Catalogue:
+) -> HubCatalogue:
     """Return the catalogue of the hub at `url`; wait until the hub is up.
 
     Args:
@@ -97,7 +97,7 @@ def fetch_catalogue(
                 return parse_catalogue(json.loads(answer.body))
             if answer.status in (401, 403):
                 raise ConfigError(
-                    f"{address} refused the token: set envhub.token to that of the hub"
+                    f"{address} refused the token. Set envhub.token to the token of the hub."
                 )
             if answer.status < 500:
                 raise EnvError(f"{address} answered {answer.shown}")
@@ -107,27 +107,30 @@ def fetch_catalogue(
         except (OSError, ValueError, RecursionError) as error:
             reason = str(error) or type(error).__name__
         if time.monotonic() + POLL_S > deadline:
-            raise EnvError(f"no catalogue from {address} within {timeout_s:g}s: {reason}")
+            raise EnvError(f"{address} sent no catalogue within {timeout_s:g} s: {reason}")
         time.sleep(POLL_S)
 
 
-def _ask(address: str, token: str, remaining_s: float) -> Answer:
+def _ask(address: str, token: str, remaining_s: float) -> HttpResponse:
     if not address.startswith(("http://", "https://")):
-        raise ConfigError(f"envhub.url={address!r}: must begin with http:// or https://")
+        raise ConfigError(
+            f"envhub.url={address!r}: the address must begin with http:// or https://"
+        )
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout_s = min(REQUEST_TIMEOUT_S, max(remaining_s, 0.1))
     return request(address, headers=headers, timeout_s=timeout_s, is_own=True)
 
 
 def validate_tasks(
-    tasks: list[TaskSection], catalogue: Catalogue, curriculum: CurriculumSection | None = None
+    tasks: list[TaskSection], catalogue: HubCatalogue, curriculum: CurriculumSection | None = None
 ) -> None:
     """Check that every task exists, is named once, and has training items at each distance stage.
 
     Raises: ConfigError: names the key, the value and the nearest valid name.
     """
     if not tasks:
-        raise ConfigError(f"tasks=[]: name at least one of the environments {list(catalogue.envs)}")
+        names = list(catalogue.envs)
+        raise ConfigError(f"tasks=[] is empty. Name at least one environment out of {names}.")
     known: set[tuple[str, str]] = set()
     for i, task in enumerate(tasks):
         if task.env not in catalogue.envs:
@@ -136,12 +139,16 @@ def validate_tasks(
         if task.subset not in subsets:
             raise ConfigError(_unknown(f"tasks[{i}].subset", task.subset, subsets))
         if task.weight > 0 and subsets[task.subset].num_train == 0:
-            raise ConfigError(f"tasks[{i}].subset={task.subset!r}: has no training items")
+            raise ConfigError(
+                f"tasks[{i}].subset={task.subset!r}: this subset has no training items"
+            )
         if len(task.env) > ID_CHARS or len(task.items()) > MAX_SUBSET_CHARS:
-            law = f"at most {ID_CHARS} and {MAX_SUBSET_CHARS} characters fit a lease"
+            law = f"a lease has room for {ID_CHARS} and {MAX_SUBSET_CHARS} characters"
             raise ConfigError(f"tasks[{i}]: env={task.env!r:.80} subset={task.subset!r:.80}: {law}")
         if (task.env, task.items()) in known:
-            raise ConfigError(f"tasks[{i}].subset={task.subset!r}: named twice for {task.env}")
+            raise ConfigError(
+                f"tasks[{i}].subset={task.subset!r}: another task has the same subset of {task.env}"
+            )
         known.add((task.env, task.items()))
         lengths = catalogue.distances.get(task.env, {}).get(task.subset, {})
         for name in subsets_in_use(curriculum or CurriculumSection(), [task]):
@@ -152,5 +159,5 @@ def validate_tasks(
 def _unknown(key: str, value: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     nearest = difflib.get_close_matches(value, names, n=1, cutoff=0.0)
-    hint = f"nearest is {nearest[0]!r}; " if nearest else ""
-    return f"{key}={value!r}: the hub does not have it; {hint}it has {names}"
+    hint = f"; the nearest is {nearest[0]!r}" if nearest else ""
+    return f"{key}={value!r}: the hub has no such name{hint}. It has {names}."

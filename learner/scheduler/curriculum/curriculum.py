@@ -14,7 +14,7 @@ from common.config.curriculum import (
 )
 from common.ids import distance_of
 from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen, PolicyKind
-from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.curriculum.gated import UNKNOWN, GatedHorizon
 from learner.scheduler.curriculum.horizon import HorizonStamp, horizon_at
 from learner.scheduler.curriculum.mixture import Mixture
@@ -48,14 +48,14 @@ class Curriculum:
     _horizon: HorizonSection = field(metadata=FIXED)
     _policies: dict[str, HorizonPolicy] = field(metadata=FIXED)
     _distances: dict[str, HorizonPolicy] = field(metadata=FIXED)
-    _catalogue: Catalogue = field(metadata=FIXED)
+    _catalogue: HubCatalogue = field(metadata=FIXED)
 
     def __init__(
         self,
         horizon: HorizonSection,
         mixture: Mixture,
         tasks: list[TaskSection],
-        catalogue: Catalogue,
+        catalogue: HubCatalogue,
         section: CurriculumSection | None = None,
     ) -> None:
         """Start at the first item and the first stage."""

@@ -30,7 +30,7 @@ class StepSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class WindowStatistics:
     """The measurements that a decision is based on. UNKNOWN where there are too few steps."""
 
     truncated_frac: float
@@ -142,7 +142,7 @@ class GatedHorizon:
         self.stage = to_stage
         self.since = seen.version
 
-    def measure(self) -> Measured:
+    def measure(self) -> WindowStatistics:
         """Return the measurements over the last steps."""
         window = self._own(self.policy.gated.window_steps)
         num = sum(step.num_episodes for step in window)
@@ -155,7 +155,7 @@ class GatedHorizon:
         entropy_before = _mean_entropy(before)
         is_known = entropy != UNKNOWN and entropy_before > 0 and len(before) >= len(recent)
         ess = [step.ess_frac for step in recent if step.ess_frac != UNKNOWN]
-        return Measured(
+        return WindowStatistics(
             truncated_frac=cut / num if num else UNKNOWN,
             gain=success_gain(window),
             entropy_ratio=entropy / entropy_before if is_known else UNKNOWN,
@@ -168,7 +168,7 @@ class GatedHorizon:
         own = [step for step in self.steps if step.version > self.since]
         return own[-num_steps:] if len(own) >= num_steps else []
 
-    def _backs_off(self, measured: Measured) -> str:
+    def _backs_off(self, measured: WindowStatistics) -> str:
         """Return the reason to go back one stage, "" if there is none."""
         if self.stage == 0:
             return ""
@@ -176,7 +176,7 @@ class GatedHorizon:
             return "entropy"
         return "ess" if 0 <= measured.ess_frac < self.policy.gated.ess_frac else ""
 
-    def _advances(self, measured: Measured, version: int) -> bool:
+    def _advances(self, measured: WindowStatistics, version: int) -> bool:
         if self.stage == len(self.policy.stages) - 1:
             return False
         gate = self.policy.gated

@@ -42,4 +42,6 @@ def horizon_at(policy: HorizonPolicy, version: int) -> HorizonStamp:
             reached = sum(turns <= horizon for turns in stages)
             return HorizonStamp(horizon=horizon, stage=reached - 1)
         case HorizonKind.GATED:
-            raise ValueError("a gated horizon depends on what the run has seen")
+            raise ValueError(
+                "a gated horizon depends on the results of the run, not on the version alone"
+            )

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.config.curriculum import MixtureKind, MixtureSection, TaskSection
 from common.wire.messages import EpisodeSeen
-from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.curriculum.sampling import (
     ONE_BELOW,
     Item,
@@ -63,7 +63,7 @@ class Mixture:
     bound_of: Callable[[str], int] = field(metadata=FIXED)
     _sampler: Sampler = field(metadata=FIXED)
     _spiral: Spiral = field(metadata=FIXED)
-    _catalogue: Catalogue = field(metadata=FIXED)
+    _catalogue: HubCatalogue = field(metadata=FIXED)
     # Names of tasks by the part of the name that all distance stages share.
     _names: dict[str, str] = field(metadata=FIXED)
 
@@ -71,7 +71,7 @@ class Mixture:
         self,
         cfg: MixtureSection,
         tasks: list[TaskSection],
-        catalogue: Catalogue,
+        catalogue: HubCatalogue,
         *,
         seed: int,
         group_size: int,

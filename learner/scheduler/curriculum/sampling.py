@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from common.config.curriculum import HorizonUnit, TaskSection
 from common.ids import episode_id_of
-from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.episodes.table import EpisodeRecord
 
 _SIZE = 1 << 64  # Size of the integer circle that represents [0, 1).
@@ -75,7 +75,7 @@ class TrainItems:
 
 
 def train_items(
-    task: TaskSection, catalogue: Catalogue, *, seed: int, bound: int = 0
+    task: TaskSection, catalogue: HubCatalogue, *, seed: int, bound: int = 0
 ) -> TrainItems:
     """Return the training items of a task; their order depends only on the run's seed.
 
@@ -189,7 +189,7 @@ class Spiral:
 class Sampler:
     """Maps a group number to an item."""
 
-    def __init__(self, tasks: list[TaskSection], catalogue: Catalogue, *, seed: int) -> None:
+    def __init__(self, tasks: list[TaskSection], catalogue: HubCatalogue, *, seed: int) -> None:
         self._spiral = Spiral(seed=seed)
         self._catalogue = catalogue
         self._seed = seed
@@ -230,7 +230,7 @@ def _slices(tasks: list[TaskSection]) -> list[_Slice]:
     return slices
 
 
-def eval_items(tasks: list[TaskSection], catalogue: Catalogue, num_items: int) -> list[Item]:
+def eval_items(tasks: list[TaskSection], catalogue: HubCatalogue, num_items: int) -> list[Item]:
     """Return the held-out items, spread by weight; the same for every training seed.
 
     Args:

@@ -27,7 +27,7 @@ class GateVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class StalenessThrottle:
     """Decides how many groups may be open and how many make a batch; the learner follows it.
 
     Groups without signal are replaced. `groups.max_oversample` bounds how many groups are drawn for
@@ -89,13 +89,13 @@ class Gate:
         num_ahead = state.num_open + state.num_ready
         per_step = self.groups.per_step
         if self.is_oversampled(state):
-            reason = f"gate: {state.num_filtered} groups of this step carried no signal"
-            return GateVerdict(num_allowed=0, reason=f"{reason}, no more drawn")
+            reason = f"gate: no more groups for this step, {state.num_filtered} had no signal"
+            return GateVerdict(num_allowed=0, reason=reason)
         if self.is_sync and state.num_open > 0:
             return GateVerdict(num_allowed=0, reason=f"sync: {state.num_open} groups are open")
         limit = per_step if self.is_sync else self._limit_ahead(state) * per_step
         if num_ahead >= limit:
-            reason = f"gate: {num_ahead} groups ahead of the learner"
+            reason = f"gate: {num_ahead} groups are ahead of the learner"
             return GateVerdict(num_allowed=0, reason=reason)
         budget = self.max_groups_of_step - state.num_filtered - num_ahead
         num_allowed = min(limit - num_ahead, budget) if budget > 0 else per_step

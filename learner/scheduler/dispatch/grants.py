@@ -7,7 +7,7 @@ from common.wire.messages import EpisodeKind, Lease, LeaseRequest, PolicyKind
 from learner.scheduler.components import Components
 from learner.scheduler.episodes.queue import Taken
 from learner.scheduler.episodes.table import EpisodeRecord, GroupRecord
-from learner.scheduler.members.members import Member
+from learner.scheduler.members.members import RunMember
 
 UNLIMITED = 1 << 30
 MAX_LEASES = 2_048  # Leases of one grant: with the longest ids they stay below the wire's limit.
@@ -33,13 +33,13 @@ def serve(parts: Components, request: LeaseRequest, now: float) -> tuple[Taken, 
         return taken, ""
     if len(taken) == num_allowed:
         parts.members.satisfy(name)
-        return taken, f"speed: {name} has as much as it finishes before it is stale"
+        return taken, f"speed: {name} has all episodes that it can finish before they are stale"
     if not parts.run.phase.is_eval and request.version >= parts.needed_version(parts.run.version):
         parts.members.refuse(name, now, has_some=bool(taken))
     return taken, reason or "turn: an actor with fewer episodes is served first"
 
 
-def _num_by_speed(parts: Components, member: Member) -> int:
+def _num_by_speed(parts: Components, member: RunMember) -> int:
     """Return how many more episodes the actor may get by its speed. A sole actor has no limit."""
     limit = parts.limits.lease_limit(parts.pace, member)
     if limit is None or not parts.members.has_other_actor(member):
@@ -76,9 +76,9 @@ def _take(
     taken = take(num)
     reason = ""
     if is_behind and (is_sync or phase.is_eval):
-        reason = f"weights: the actor holds version {request.version}, {needed} is needed"
+        reason = f"weights: the actor has version {request.version}, version {needed} is needed"
     elif phase.is_eval:
-        reason = f"{phase}: all its episodes are being played"
+        reason = f"{phase}: all episodes of this phase are leased"
     else:
         while len(taken) < num_fresh and not reason:
             reason = _open_groups(parts, now, request.absent)

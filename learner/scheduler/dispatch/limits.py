@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from common.config.run_config import SchedulerSection
 from common.wire.messages import LagBound
 from learner.scheduler.dispatch.pace import Pace
-from learner.scheduler.members.members import Member
+from learner.scheduler.members.members import RunMember
 from learner.scheduler.state import FIXED
 
 NUM_TRIAL_GROUPS = 2  # Groups granted to an actor of unknown speed during the run.
 
 
 @dataclass(slots=True, kw_only=True)
-class Limits:
+class DispatchLimits:
     """Limits that are constant between two steps, so they apply alike to all data of a step."""
 
     scheduler: SchedulerSection = field(metadata=FIXED)
@@ -55,7 +55,7 @@ class Limits:
             max_ahead_steps=self.scheduler.max_ahead_steps,
         )
 
-    def lease_limit(self, pace: Pace, member: Member) -> int | None:
+    def lease_limit(self, pace: Pace, member: RunMember) -> int | None:
         """Return the most episodes that an actor may hold beside other actors; None: no limit.
 
         The limit applies to actors with slower episodes than the rest, and to new actors. If all

@@ -53,13 +53,13 @@ class SignalWatch:
         if self.since is None or self.num_groups < MIN_GROUPS or now - self.since < PATIENCE_S:
             return ""
         known = "" if success is None else f", success {success:.2f}"
-        told = (
-            f"no group has had signal in {now - self.since:.0f} s ({self.num_groups} groups whose "
-            f"members are all worth the same{known}), so there is nothing to train on: "
+        problem = (
+            f"No group had signal for {now - self.since:.0f} s: in {self.num_groups} groups all"
+            f" returns are equal{known}. There is nothing to train on."
         )
         if success is not None and success > SOLVED:
-            return f"{told}the tasks are solved; take harder items, or end the run"
-        return f"{told}warm-start with `sft`, widen the horizon, or take easier items"
+            return f"{problem} The tasks are solved. Use harder items, or end the run."
+        return f"{problem} Warm-start with `sft`, widen the horizon, or use easier items."
 
     def log(self, now: float, success: float | None) -> None:
         """Log the warning once, until a group has signal again."""

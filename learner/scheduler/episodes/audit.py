@@ -130,8 +130,8 @@ class SelectionAudit:
                 continue
             self._warned.add(key)
             logger.warning(
-                "long episodes are dropped more often env=%s horizon=%d dropped_long=%d/%d"
-                " dropped_short=%d/%d z=%.1f: raise learner.max_lag_steps or"
+                "long episodes are dropped more often than short ones env=%s horizon=%d"
+                " dropped_long=%d/%d dropped_short=%d/%d z=%.1f: raise learner.max_lag_steps or"
                 " scheduler.max_stretch, or add actors",
                 each.env,
                 each.horizon,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from learner.scheduler.episodes.table import EpisodeRecord, EpisodeState
+from learner.scheduler.episodes.table import EpisodePhase, EpisodeRecord
 
 
 class LeaseIndex:
@@ -14,7 +14,7 @@ class LeaseIndex:
     def rebuild(self, episodes: Iterable[EpisodeRecord]) -> None:
         """Rebuild the index from all episodes."""
         self._by_actor = {}
-        leased = (e for e in episodes if e.state is EpisodeState.LEASED)
+        leased = (e for e in episodes if e.state is EpisodePhase.LEASED)
         for episode in sorted(leased, key=lambda e: e.lease_number):
             self.add(episode)
 

@@ -21,7 +21,7 @@ EVAL_OUTCOMES = (EVALUATED, FAILED)
 
 
 @dataclass(slots=True)
-class Account:
+class EpisodeCounts:
     """Counts of one kind of episode.
 
     The number in flight is not stored here. The table of episodes counts it, so that the equation
@@ -66,8 +66,12 @@ class Account:
 class Ledger:
     """The account of training episodes and, separately, the account of evaluation episodes."""
 
-    train: Account = field(default_factory=lambda: Account(dict.fromkeys(TRAIN_OUTCOMES, 0)))
-    eval: Account = field(default_factory=lambda: Account(dict.fromkeys(EVAL_OUTCOMES, 0)))
+    train: EpisodeCounts = field(
+        default_factory=lambda: EpisodeCounts(dict.fromkeys(TRAIN_OUTCOMES, 0))
+    )
+    eval: EpisodeCounts = field(
+        default_factory=lambda: EpisodeCounts(dict.fromkeys(EVAL_OUTCOMES, 0))
+    )
     num_duplicates: int = 0  # Trajectories that the learner discarded.
     # Reports of episodes that were never issued, e.g. after a rollback, and reports that change the
     # outcome of a trained episode.
@@ -137,11 +141,11 @@ class FailureWindow:
 
         Raises: LongstrideError: too many episodes failed; names the causes.
         """
-        self._judge(Counter(self.causes), f"of the last {len(self.causes)}")
+        self._judge(Counter(self.causes), f"of the last {len(self.causes)} episodes")
         lasted_s = self.failed_at - self.began_at
         if lasted_s >= OUTAGE_S:
             num = self.outage.total()
-            self._judge(self.outage, f"of {num} in an outage of {lasted_s:.0f}s")
+            self._judge(self.outage, f"of {num} episodes in an outage of {lasted_s:.0f} s")
 
     def _judge(self, counts: Counter[str], which: str) -> None:
         failed = {cause: num for cause, num in counts.items() if cause}
@@ -149,6 +153,6 @@ class FailureWindow:
         num_failed = sum(failed.values())
         if num >= MIN_WINDOW and num_failed > self.max_frac * num:
             raise LongstrideError(
-                f"{num_failed} {which} episodes failed by infrastructure, more than"
-                f" scheduler.max_failed_frac={self.max_frac:g}: {failed}"
+                f"{num_failed} {which} failed by infrastructure, more than"
+                f" scheduler.max_failed_frac={self.max_frac:g}. Causes: {failed}"
             )

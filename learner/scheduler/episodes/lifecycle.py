@@ -15,17 +15,23 @@ from common.wire.access.bounds import shown
 from common.wire.messages import EpisodeOutcome, EpisodeSeen, GroupArrived, Outcome
 from learner.scheduler.episodes.audit import RUN_ENDED, SelectionAudit
 from learner.scheduler.episodes.leases import LeaseIndex
-from learner.scheduler.episodes.ledger import EVALUATED, FAILED, Account, FailureWindow, Ledger
+from learner.scheduler.episodes.ledger import (
+    EVALUATED,
+    FAILED,
+    EpisodeCounts,
+    FailureWindow,
+    Ledger,
+)
 from learner.scheduler.episodes.queue import EpisodeQueue, Taken
 from learner.scheduler.episodes.table import (
+    EpisodePhase,
     EpisodeRecord,
-    EpisodeState,
     GroupRecord,
     GroupState,
     GroupTable,
     Settled,
 )
-from learner.scheduler.members.members import Member
+from learner.scheduler.members.members import RunMember
 from learner.scheduler.state import FIXED
 
 logger = logging.getLogger(__name__)
@@ -91,7 +97,7 @@ class EpisodeLifecycle:
         self._account(group).issued += len(group.episodes)
         self.queue.put(group.group_id, range(len(group.episodes)))
 
-    def grant(self, taken: Taken, member: Member, *, now: float) -> None:
+    def grant(self, taken: Taken, member: RunMember, *, now: float) -> None:
         """Lease episodes that were taken off the queue."""
         for group, episode in taken:
             episode.num_issues += 1
@@ -99,10 +105,10 @@ class EpisodeLifecycle:
                 self._account(group).reissued += 1
             self.reclaim(episode, member, now=now)
 
-    def reclaim(self, episode: EpisodeRecord, member: Member, *, now: float) -> None:
+    def reclaim(self, episode: EpisodeRecord, member: RunMember, *, now: float) -> None:
         """Lease a queued episode. The caller decides whether this counts as one more issue."""
         self.num_leases += 1
-        self._move(episode, EpisodeState.LEASED)
+        self._move(episode, EpisodePhase.LEASED)
         episode.actor, episode.incarnation = member.name, member.incarnation
         episode.lease_number, episode.granted_at = self.num_leases, now
         self.leases.add(episode)
@@ -135,7 +141,7 @@ class EpisodeLifecycle:
         """End a lease without a result: queue the episode again, or give it up."""
         found = self.table.find(episode.episode_id)
         if found is None or found[1] is not episode:
-            raise LedgerError(f"lease of {episode.episode_id} without an episode in the table")
+            raise LedgerError(f"the lease of {episode.episode_id} has no episode in the table")
         is_last = episode.num_issues >= self.scheduler.max_attempts
         logger.warning(
             "lost episode=%s actor=%s cause=%s attempt=%d given_up=%s",
@@ -159,12 +165,12 @@ class EpisodeLifecycle:
         self.queue.disown(actor)
 
     def _requeue(self, group: GroupRecord, episode: EpisodeRecord) -> None:
-        self._move(episode, EpisodeState.QUEUED)
+        self._move(episode, EpisodePhase.QUEUED)
         self.queue.put(group.group_id, [episode.member], is_first=True)
 
-    def _move(self, episode: EpisodeRecord, state: EpisodeState) -> None:
+    def _move(self, episode: EpisodeRecord, state: EpisodePhase) -> None:
         """Write a state, and end the lease if there is one."""
-        if episode.state is EpisodeState.LEASED:
+        if episode.state is EpisodePhase.LEASED:
             self.leases.remove(episode)
         episode.state = state
         episode.actor = episode.incarnation = ""
@@ -179,12 +185,12 @@ class EpisodeLifecycle:
             self._unknown(seen.episode_id)
             return None
         group, episode = found
-        if episode.state not in (EpisodeState.QUEUED, EpisodeState.LEASED):
+        if episode.state not in (EpisodePhase.QUEUED, EpisodePhase.LEASED):
             return None
         arrived = Arrived(group, episode, episode.actor)
         failure = seen.end_reason.value if seen.end_reason.is_infrastructure_failure else ""
         if group.is_train:
-            self._move(episode, EpisodeState.ARRIVED)
+            self._move(episode, EpisodePhase.ARRIVED)
             episode.num_turns = seen.num_turns
         elif not failure:
             self._settle(group, episode, Settled(outcome=EVALUATED, cause="", is_given_up=False))
@@ -247,14 +253,14 @@ class EpisodeLifecycle:
             if episode.settled is None:
                 self._give_up(group, episode, FAILED, cause)
 
-    def end_training(self, *, states: tuple[EpisodeState, ...]) -> None:
+    def end_training(self, *, states: tuple[EpisodePhase, ...]) -> None:
         """Book the training episodes in these states as stale: there are no more steps."""
         for group, episode in list(self.table.episodes()):
             if group.is_train and episode.state in states:
                 self._give_up(group, episode, Outcome.STALE.value, RUN_ENDED)
 
     def _settle(self, group: GroupRecord, episode: EpisodeRecord, settled: Settled) -> None:
-        self._move(episode, EpisodeState.SETTLED)
+        self._move(episode, EpisodePhase.SETTLED)
         group.num_settled += episode.settled is None
         episode.settled = settled
         self._account(group).settle(settled.outcome, settled.cause)
@@ -304,7 +310,7 @@ class EpisodeLifecycle:
 
     # --- accounts -----------------------------------------------------------------------------
 
-    def _account(self, group: GroupRecord) -> Account:
+    def _account(self, group: GroupRecord) -> EpisodeCounts:
         return self.ledger.train if group.is_train else self.ledger.eval
 
     def _unknown(self, episode_id: str) -> None:
@@ -316,7 +322,7 @@ class EpisodeLifecycle:
             return
         self.ledger.num_unknown += 1
         if self.ledger.num_unknown <= 100:
-            logger.warning("report of an unknown episode=%s", shown(episode_id))
+            logger.warning("ignored the report of an unknown episode=%s", shown(episode_id))
 
     def assert_balanced(self) -> None:
         """Check the ledger. Raises: LedgerError: an episode is lost, or settled twice."""

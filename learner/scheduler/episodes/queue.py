@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from learner.scheduler.episodes.table import EpisodeRecord, EpisodeState, GroupRecord, GroupTable
+from learner.scheduler.episodes.table import EpisodePhase, EpisodeRecord, GroupRecord, GroupTable
 from learner.scheduler.state import FIXED
 
 Taken = list[tuple[GroupRecord, EpisodeRecord]]
@@ -101,7 +101,7 @@ class EpisodeQueue:
             num_before = len(taken)
             while pending.members and len(taken) < num:
                 episode = group.episodes[pending.members.popleft()]
-                if episode.state is not EpisodeState.QUEUED:
+                if episode.state is not EpisodePhase.QUEUED:
                     continue
                 if episode.env in absent:
                     stay.append(episode.member)

@@ -15,7 +15,7 @@ from learner.scheduler.state import VOLATILE
 NOT_SEEN = -1  # Number of turns of an episode that has not arrived.
 
 
-class EpisodeState(StrEnum):
+class EpisodePhase(StrEnum):
     """queued -> leased -> arrived -> settled; a lost lease returns to queued."""
 
     QUEUED = "queued"
@@ -58,7 +58,7 @@ class EpisodeRecord:
     horizon: int  # Horizon in `horizon_unit`.
     horizon_unit: HorizonUnit = HorizonUnit.TURNS
     max_turns: int = 0  # As in `EpisodeIdentity`.
-    state: EpisodeState = EpisodeState.QUEUED
+    state: EpisodePhase = EpisodePhase.QUEUED
     num_issues: int = 0
     num_turns: int = NOT_SEEN  # Number of turns of an episode that has arrived.
     actor: str = ""
@@ -130,7 +130,7 @@ class GroupTable:
     def add(self, group: GroupRecord) -> None:
         """Add a new group. Raises: LedgerError: it was opened before."""
         if group.group_id in self.groups or group.group_id in self.closed:
-            raise LedgerError(f"group {group.group_id} opened twice")
+            raise LedgerError(f"group {group.group_id} was opened twice")
         self.groups[group.group_id] = group
         self.next_number += group.is_train
         self._count(group, +1)

@@ -16,7 +16,7 @@ from typing import Any
 
 from common.config.evaluation import EvalSection
 from common.wire.messages import PolicyKind
-from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.curriculum.sampling import Item
 from learner.scheduler.curriculum.success import SuccessAverages
 from learner.scheduler.episodes.ledger import EVALUATED
@@ -56,7 +56,7 @@ class EvalStream:
 
     cfg: EvalSection = field(metadata=FIXED)
     items: list[Item] = field(metadata=FIXED)  # Held-out items.
-    catalogue: Catalogue = field(metadata=FIXED)
+    catalogue: HubCatalogue = field(metadata=FIXED)
     # Only the last one may be open.
     evals: list[StreamEval] = field(default_factory=list[StreamEval])
     num_skipped: int = 0
@@ -84,7 +84,9 @@ class EvalStream:
             return None
         if self.is_open:
             self.num_skipped += 1
-            logger.warning("evaluation skipped step=%d open=%s", step, self.evals[-1].group_id)
+            logger.warning(
+                "skipped evaluation step=%d unfinished=%s", step, self.evals[-1].group_id
+            )
             return None
         group_id = f"eval-step-{step}-{PolicyKind.MODEL.value}"
         self.evals.append(StreamEval(step=step, group_id=group_id))

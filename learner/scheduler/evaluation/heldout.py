@@ -8,7 +8,7 @@ from common.config.evaluation import EvalItems, EvalSection
 from common.errors import ConfigError
 from common.ids import subset_of
 from common.wire.planned import PlannedEpisode
-from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.curriculum.sampling import Item, eval_items, hash_words, spread
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ NO_TURNS: Mapping[str, int] = {}
 def plan_heldout(
     cfg: EvalSection,
     tasks: list[TaskSection],
-    catalogue: Catalogue,
+    catalogue: HubCatalogue,
     lists: TaskLists,
     turns: Mapping[str, int] = NO_TURNS,
 ) -> list[PlannedEpisode]:
@@ -41,7 +41,7 @@ def plan_heldout(
         items = _task_items(cfg, tasks, lists)
     if not items:
         raise ConfigError(
-            f"eval.num_items={cfg.num_items}: leaves no held-out item of the configured tasks"
+            f"eval.num_items={cfg.num_items}: no held-out item of the configured tasks is selected"
         )
     horizons = {
         (each.env, each.subset): turns.get(each.env)
@@ -75,9 +75,9 @@ def _task_items(cfg: EvalSection, tasks: list[TaskSection], lists: TaskLists) ->
         if not mine:
             known = sorted({subset_of(item_id) for item_id in listed})
             raise ConfigError(
-                f"eval.items={cfg.items}: {task.items()!r} of {task.env} belongs to no task of the "
-                f"{'paper' if cfg.items is EvalItems.PAPER else 'catalogue'}; those that do: "
-                f"{known}"
+                f"eval.items={cfg.items}: the list of the"
+                f" {'paper' if cfg.items is EvalItems.PAPER else 'catalogue'} has no items of"
+                f" {task.items()!r} of {task.env}. It has items of {known}."
             )
         found.append(mine)
     sizes = [len(mine) for mine in found]
@@ -85,7 +85,7 @@ def _task_items(cfg: EvalSection, tasks: list[TaskSection], lists: TaskLists) ->
     quotas = spread(num_items, weights=[float(size) for size in sizes], caps=sizes)
     if sum(quotas) < sum(sizes):
         num_left = sum(sizes) - sum(quotas)
-        text = "eval.num_items=%d leaves out %d of the tasks' %d items"
+        text = "eval.num_items=%d skips %d of the %d held-out items of the tasks"
         logger.warning(text, cfg.num_items, num_left, sum(sizes))
     return [
         Item(env=task.env, subset=task.items(), item_id=item_id)

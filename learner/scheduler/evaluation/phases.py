@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from common.config.evaluation import EvalSection
 from common.wire.messages import EpisodeKind, PolicyKind
-from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.curriculum.sampling import Item, hash_words
 from learner.scheduler.episodes.table import GroupRecord, GroupTable
 
@@ -37,7 +37,7 @@ class PhaseGroups:
 
     cfg: EvalSection
     items: list[Item]  # Held-out items.
-    catalogue: Catalogue
+    catalogue: HubCatalogue
 
     def make(self, phase: Phase, *, version: int) -> list[GroupRecord]:
         """Return the groups to open when a phase begins; none outside the evaluations."""
@@ -74,7 +74,7 @@ def _group_id(phase: Phase, policy: PolicyKind) -> str:
 
 
 def heldout_group(
-    group_id: str, policy: PolicyKind, items: list[Item], catalogue: Catalogue, *, version: int
+    group_id: str, policy: PolicyKind, items: list[Item], catalogue: HubCatalogue, *, version: int
 ) -> GroupRecord:
     """Return all held-out items as one group, at the full horizon of each subset.
 

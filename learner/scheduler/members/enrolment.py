@@ -61,12 +61,12 @@ class Enrolments:
 
     def _why_not(self, request: JoinRequest) -> str:
         if len(request.public_key) != KEY_CHARS or not request.name:
-            return "a node says its name and the public half of its own key"
+            return "a node must send its name and its public key"
         if request.role not in SECTIONS:
-            return f"role {request.role!r}: one of {', '.join(SECTIONS)} may join"
+            return f"role {request.role!r} cannot join; these roles can: {', '.join(SECTIONS)}"
         if request.product != product_version():
             return (
-                f"this run is of version {product_version()}, the node of {request.product};"
+                f"this run has version {product_version()}, the node has {request.product};"
                 " install the same version on both machines"
             )
         if not request.is_remote or request.role != "actor":
@@ -76,7 +76,7 @@ class Enrolments:
             hosts["envhub"] = self._cfg.envhub.advertise or self._cfg.envhub.host
         closed = [f"{name}.host" for name, host in hosts.items() if is_loopback(host)]
         remedy = " ".join(f"{key}=0.0.0.0" for key in closed)
-        return f"other machines do not reach this run; start it with {remedy}" if closed else ""
+        return f"other machines cannot reach this run; start it with {remedy}" if closed else ""
 
     def _enrol(self, request: JoinRequest) -> Enrolment | Rejected:
         if request.role == "actor" and not request.has_model:
@@ -110,7 +110,7 @@ class Enrolments:
         if known is not None and known.public == request.public_key:
             return
         if known is not None and known.is_revoked:
-            raise ConfigError(f"the name {request.name!r} is revoked; take another")
+            raise ConfigError(f"the name {request.name!r} is revoked; choose another name")
         if known is not None and self.is_alive(request.name):
             raise ConfigError(f"{NAME_IN_USE} {request.name!r}")
         add_identity(self._keys, Identity(request.name, request.role, request.public_key))
@@ -123,7 +123,7 @@ class Enrolments:
         """Return a part of a listed file. No other file is read."""
         file = next((each for each in self._files if each.name == request.name), None)
         if file is None or not 0 <= request.offset_bytes < max(1, file.num_bytes):
-            return Rejected(reason=f"no file {request.name!r} at {request.offset_bytes}")
+            return Rejected(reason=f"no file {request.name!r} at byte {request.offset_bytes}")
         template = self._template()
         path = Path(self._cfg.model.path) / file.name
         if template is not None and file.name == TEMPLATE:

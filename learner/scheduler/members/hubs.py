@@ -15,14 +15,14 @@ from common.wire.addresses import SAME_MACHINE, host_of, with_host
 from common.wire.join_messages import HubHello, HubPlace
 from common.wire.sockets import Received, Router
 from learner.scheduler.curriculum.catalogue import (
-    Catalogue,
     Distances,
+    HubCatalogue,
     SubsetEntry,
     fetch_catalogue,
     validate_tasks,
 )
 from learner.scheduler.members.enrolment import Enrolments
-from learner.scheduler.members.registry import Registry
+from learner.scheduler.members.registry import AddressRegistry
 
 POLL_S = 0.1
 ANSWER_S = 0.5  # Seconds for a hub of the previous scheduler to answer.
@@ -44,12 +44,12 @@ class Entrance:
 
     cfg: RunConfig
     router: Router
-    registry: Registry
+    registry: AddressRegistry
     enrolments: Enrolments
     # Messages for the run, in order of arrival.
     early: list[Received] = field(default_factory=list[Received])
 
-    def wait_for_catalogue(self, *, token: str, stop: threading.Event) -> Catalogue:
+    def wait_for_catalogue(self, *, token: str, stop: threading.Event) -> HubCatalogue:
         """Return the catalogue of all hubs together.
 
         Args:
@@ -63,7 +63,7 @@ class Entrance:
         """
         timeout_s = self.cfg.actor.start_timeout_s
         deadline = time.monotonic() + timeout_s
-        known: dict[str, Catalogue] = {}
+        known: dict[str, HubCatalogue] = {}
         subsets = subsets_in_use(self.cfg.curriculum, self.cfg.tasks)
         if url := self.cfg.envhub.url:
             known[url] = fetch_catalogue(url, token=token, timeout_s=timeout_s, subsets=subsets)
@@ -74,7 +74,10 @@ class Entrance:
             if time.monotonic() > deadline:
                 served = sorted({env for each in known.values() for env in each.envs})
                 wanted = sorted({task.env for task in self.cfg.tasks})
-                raise EnvError(f"no hub for {wanted} within {timeout_s:g}s; served are {served}")
+                raise EnvError(
+                    f"the tasks need {wanted}, but the hubs serve only {served} after"
+                    f" {timeout_s:g} s"
+                )
             self._receive()
             for place in self.registry.directory.hubs:
                 if place.url not in known:
@@ -84,7 +87,7 @@ class Entrance:
         validate_tasks(self.cfg.tasks, catalogue, self.cfg.curriculum)
         return catalogue
 
-    def _is_served(self, known: dict[str, Catalogue]) -> bool:
+    def _is_served(self, known: dict[str, HubCatalogue]) -> bool:
         """Return whether the run can begin.
 
         A hub that the run starts, or that `envhub.url` names, must serve all tasks by itself.
@@ -107,37 +110,41 @@ class Entrance:
                 self.early.append(received)
 
 
-def greet_known(registry: Registry, saved: list[dict[str, Any]], *, token: str) -> None:
+def greet_known(registry: AddressRegistry, saved: list[dict[str, Any]], *, token: str) -> None:
     """Register the hubs of the previous scheduler that answer at once.
 
     The scheduler waits for the remaining hubs as at the start of a run. Each hub sends a hello
     about once a second.
 
     Args:
-        saved: `Registry.saved_hubs` of that scheduler.
+        saved: `AddressRegistry.saved_hubs` of that scheduler.
     """
     for each in saved:
         place = HubPlace(url=each["url"], token=token, envs=each["envs"])
         try:
             _catalogue_of(place, ANSWER_S)
         except (EnvError, ConfigError) as error:
-            logger.info("hub not back yet name=%s: %s", each["name"], error)
+            logger.info(
+                "a hub of the earlier scheduler does not answer yet name=%s: %s",
+                each["name"],
+                error,
+            )
             continue
         hello = HubHello(name=each["name"], incarnation=each["incarnation"], place=place)
         registry.hear_hub(hello, b"", time.monotonic())
 
 
-def _catalogue_of(place: HubPlace, timeout_s: float, subsets: Sequence[str] = ()) -> Catalogue:
+def _catalogue_of(place: HubPlace, timeout_s: float, subsets: Sequence[str] = ()) -> HubCatalogue:
     """Return the catalogue of a hub; the host "*" in its URL means this machine."""
     url = with_host(place.url, loopback()) if host_of(place.url) == SAME_MACHINE else place.url
     return fetch_catalogue(url, token=place.token, timeout_s=timeout_s, subsets=subsets)
 
 
-def _union(catalogues: Iterable[Catalogue]) -> Catalogue:
+def _union(catalogues: Iterable[HubCatalogue]) -> HubCatalogue:
     """Return the union of the catalogues; for an environment in several, the first entry counts."""
     envs: dict[str, dict[str, SubsetEntry]] = {}
     distances = Distances()
     for each in catalogues:
         envs = each.envs | envs
         distances = each.distances | distances
-    return Catalogue(envs=envs, distances=distances)
+    return HubCatalogue(envs=envs, distances=distances)

@@ -13,8 +13,8 @@ import logging
 
 from common.wire.messages import Goodbye, Heartbeat, Hello
 from learner.scheduler.components import Components
-from learner.scheduler.episodes.table import EpisodeRecord, EpisodeState, GroupRecord
-from learner.scheduler.members.members import Member
+from learner.scheduler.episodes.table import EpisodePhase, EpisodeRecord, GroupRecord
+from learner.scheduler.members.members import RunMember
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,9 @@ def heartbeat(parts: Components, message: Heartbeat, now: float) -> list[str]:
 def tick(parts: Components, now: float) -> None:
     """Reissue the episodes of dead and silent members and of overdue leases."""
     for member in parts.members.fall_silent(now):
-        logger.warning("silent role=%s name=%s: others play what it held", member.role, member.name)
+        logger.warning(
+            "silent role=%s name=%s: its episodes are issued again", member.role, member.name
+        )
         parts.lifecycle.lose_all(member.name, "actor_silent")
     for member in parts.members.expire(now):
         logger.warning("dead role=%s name=%s", member.role, member.name)
@@ -65,7 +67,7 @@ def tick(parts: Components, now: float) -> None:
         parts.signal.log(now, parts.success.mean)
 
 
-def _renew(parts: Components, member: Member, running: list[str], now: float) -> list[str]:
+def _renew(parts: Components, member: RunMember, running: list[str], now: float) -> list[str]:
     """Renew the leases that an actor lists, count the missed ones; return those to abandon."""
     revoked = [episode_id for episode_id in running if not _keep(parts, member, episode_id, now)]
     held = parts.lifecycle.leases.of(member.name)
@@ -93,14 +95,14 @@ def _miss(parts: Components, unlisted: list[EpisodeRecord], now: float) -> None:
             parts.lifecycle.lose(episode, "lost_by_actor")
 
 
-def _keep(parts: Components, member: Member, episode_id: str, now: float) -> bool:
+def _keep(parts: Components, member: RunMember, episode_id: str, now: float) -> bool:
     """Renew one listed episode; False if the actor should abandon it."""
     found = parts.lifecycle.table.find(episode_id)
     if found is None:
         return False
     group, episode = found
     match episode.state:
-        case EpisodeState.LEASED:
+        case EpisodePhase.LEASED:
             if episode.actor != member.name:
                 return False
             if not episode.is_revoked and _is_straggler(parts, group, episode, now):
@@ -108,13 +110,13 @@ def _keep(parts: Components, member: Member, episode_id: str, now: float) -> boo
             if episode.is_revoked:
                 return False
             parts.lifecycle.renew(episode, now=now)
-        case EpisodeState.QUEUED:  # The lease was wrongly declared lost.
+        case EpisodePhase.QUEUED:  # The lease was wrongly declared lost.
             if episode.num_issues == 0:
                 return False
             parts.lifecycle.reclaim(episode, member, now=now)
-        case EpisodeState.ARRIVED:  # A first issue only waits for its acknowledgement.
+        case EpisodePhase.ARRIVED:  # A first issue only waits for its acknowledgement.
             return episode.num_issues <= 1
-        case EpisodeState.SETTLED:
+        case EpisodePhase.SETTLED:
             return False
     return True
 

@@ -15,7 +15,7 @@ FORGET_S = 3600.0  # Seconds of silence after which a dead member is removed.
 
 
 @dataclass(slots=True, kw_only=True)
-class Member:
+class RunMember:
     """One process of the run."""
 
     role: str
@@ -60,7 +60,7 @@ class Member:
         return self.held_mean / self.wall_mean_s
 
 
-_SHOWN = tuple(f.name for f in fields(Member) if f.name != "last_seen")
+_SHOWN = tuple(f.name for f in fields(RunMember) if f.name != "last_seen")
 
 
 @dataclass(slots=True)
@@ -74,12 +74,12 @@ class Members:
     # Names of all engines, spares included.
     engines: frozenset[str] = field(default=frozenset(), metadata=FIXED)
     num_playing: int = field(default=0, metadata=FIXED)  # Number of engines that play at once.
-    by_name: dict[str, Member] = field(default_factory=dict[str, Member])
+    by_name: dict[str, RunMember] = field(default_factory=dict[str, RunMember])
     # Actor -> time at which a request was last not served in full.
     refused: dict[str, float] = field(default_factory=dict[str, float], metadata=VOLATILE)
     # Incarnation -> time at which another process took the name.
     replaced: dict[str, float] = field(default_factory=dict[str, float], metadata=VOLATILE)
-    _learners: dict[str, Member] = field(default_factory=dict[str, Member], metadata=FIXED)
+    _learners: dict[str, RunMember] = field(default_factory=dict[str, RunMember], metadata=FIXED)
 
     def after_restore(self) -> None:
         """Rebuild the index of learners."""
@@ -100,7 +100,7 @@ class Members:
         self.touch(known, now)
         return is_other
 
-    def heartbeat(self, message: Heartbeat, now: float) -> Member:
+    def heartbeat(self, message: Heartbeat, now: float) -> RunMember:
         """Record the state of a role. An unknown one is registered: this process was restarted."""
         member = self.by_name.get(message.name) or self._enter(message)
         member.version = message.version
@@ -115,8 +115,8 @@ class Members:
         self.touch(member, now)
         return member
 
-    def _enter(self, message: Hello | Heartbeat) -> Member:
-        member = Member(role=message.role, name=message.name, incarnation="", version=0)
+    def _enter(self, message: Hello | Heartbeat) -> RunMember:
+        member = RunMember(role=message.role, name=message.name, incarnation="", version=0)
         self.by_name[member.name] = member
         self._learners.pop(member.name, None)
         if member.role == "learner":
@@ -167,7 +167,7 @@ class Members:
             del self.refused[other]
         return found
 
-    def is_spare(self, member: Member, now: float) -> bool:
+    def is_spare(self, member: RunMember, now: float) -> bool:
         """Return whether an actor is a spare. It starts to play if too few engines play.
 
         Example (one actor, one spare): actor-0 asks first and plays, actor-1 is a spare. actor-0
@@ -181,7 +181,7 @@ class Members:
         member.is_playing = len(playing) < self.num_playing
         return not member.is_playing
 
-    def touch(self, member: Member, now: float) -> None:
+    def touch(self, member: RunMember, now: float) -> None:
         """Record a message of a member."""
         member.last_seen = now
         member.is_dead = member.is_silent = False
@@ -208,7 +208,7 @@ class Members:
         gone = [m.incarnation for m in actors if m.is_dead or m.last_seen < since]
         return [*self.replaced, *gone]
 
-    def fall_silent(self, now: float) -> list[Member]:
+    def fall_silent(self, now: float) -> list[RunMember]:
         """Return the newly silent actors, unless all actors are silent."""
         actors = [m for m in self.by_name.values() if m.role == "actor" and not m.is_dead]
         late = [m for m in actors if now - m.last_seen > self.silent_after_s]
@@ -217,7 +217,7 @@ class Members:
             member.is_silent = True
         return found
 
-    def expire(self, now: float) -> list[Member]:
+    def expire(self, now: float) -> list[RunMember]:
         """Mark silent members as dead; return those newly dead.
 
         Members that are silent for `FORGET_S` seconds are removed.
@@ -235,7 +235,7 @@ class Members:
                 self._learners.pop(member.name, None)
         return died
 
-    def alive(self, role: str) -> list[Member]:
+    def alive(self, role: str) -> list[RunMember]:
         """Return the living members of a role."""
         members = self._learners if role == "learner" else self.by_name
         return [m for m in members.values() if m.role == role and not m.is_dead]
@@ -250,7 +250,7 @@ class Members:
         since = now - self.silent_after_s
         return bool(known) and all(m.is_dead or m.last_seen < since for m in known)
 
-    def has_other_actor(self, member: Member) -> bool:
+    def has_other_actor(self, member: RunMember) -> bool:
         """Return whether another actor is alive."""
         everybody = self.by_name.values()
         return any(m.role == "actor" and not m.is_dead and m is not member for m in everybody)

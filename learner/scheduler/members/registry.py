@@ -25,7 +25,7 @@ class _Hub:
 
 
 @dataclass(slots=True)
-class Registry:
+class AddressRegistry:
     """The only list of addresses. It is not saved: each role sends a hello to a new scheduler.
 
     Example: a learner's hello contains its addresses -> the directory has number 2. An actor's
@@ -63,7 +63,7 @@ class Registry:
             case HubHello():
                 known = self._hubs.get(message.name)
                 if known is None or known.hello != message:
-                    logger.info("hub name=%s url=%s", message.name, message.place.url)
+                    logger.info("registered hub name=%s url=%s", message.name, message.place.url)
                 before = known or self._gone.pop(message.name, None)
                 is_other = before and before.hello.incarnation != message.incarnation
                 num = before.num_restarts + bool(is_other) if before else 0
@@ -151,7 +151,7 @@ class Registry:
         ]
 
     def _forget(self, name: str, reason: str) -> None:
-        logger.warning("hub gone name=%s reason=%s", name, reason)
+        logger.warning("removed hub name=%s reason=%s", name, reason)
         self._gone[name] = self._hubs.pop(name)
         self._gone[name].gone = reason
         self._renew_hubs()

@@ -94,7 +94,7 @@ def make_optimizer(model: PreTrainedModel, cfg: LearnerSection) -> PolicyOptimiz
     if stacks:
         optimizers.append(ExpertMuon(stacks, **how))
     counts = (f"{name}={sum(each.numel() for each in own)}" for name, own in parts.items())
-    logger.info("optimizer=muon, weights of each part: %s", " ".join(counts))
+    logger.info("optimizer=muon, number of weights by part: %s", " ".join(counts))
     return PolicyOptimizer(optimizers)
 
 
@@ -157,7 +157,7 @@ def _adamw(
             if own:
                 chosen.append({"params": own, "weight_decay": decay})
     if not (exact or coarse):
-        raise ValueError("there is nothing to train")
+        raise ValueError("the model has no weights to train")
     how: dict[str, Any] = {"lr": lr, "betas": (cfg.beta1, cfg.beta2)}
     optimizers: list[torch.optim.Optimizer] = []
     if exact:

@@ -13,7 +13,7 @@ import aiohttp
 from actor.agents.episode import AgentEpisode
 from actor.agents.server import AgentServer
 from actor.rollout.context import History, Room, Tape
-from actor.rollout.episode import Play, Session, Turn
+from actor.rollout.episode import EnvSession, EpisodeState, Turn
 from actor.rollout.render import Renderer
 from tests.actor.agents.test_tool_calls import TOKENIZER
 from tests.actor.rollout.test_episode import LEASE, Count, go_on
@@ -30,7 +30,7 @@ class ByHeart:
     given: list[list[int]] = field(default_factory=list)
     renderer: Renderer = RENDERER
 
-    async def act(self, ids: list[int], _: Session) -> Turn:
+    async def act(self, ids: list[int], _: EnvSession) -> Turn:
         text = self.texts[min(len(self.given), len(self.texts) - 1)]
         self.given.append(list(ids))
         if isinstance(text, Exception):
@@ -72,7 +72,7 @@ async def endpoint(policy: ByHeart, renderer: Renderer | None = None) -> AsyncIt
     renderer = renderer or policy.renderer
     server, room = AgentServer(), Room(max_tokens=MAX_TOKENS, turn_tokens=TURN_TOKENS)
     await server.start()
-    play = Play(keeps_last=False, history=History(renderer, room))
+    play = EpisodeState(keeps_last=False, history=History(renderer, room))
     episode = AgentEpisode(
         LEASE,
         session=Count([go_on()]),

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from actor.agents.agents import Agents
-from actor.rollout.env_client import StepResult
-from actor.rollout.episode import Session, Turn, run_episode
+from actor.rollout.env_client import HubStepResult
+from actor.rollout.episode import EnvSession, Turn, run_episode
 from actor.rollout.render import Renderer
 from common.config.run_config import ActorSection
 from common.wire.messages import Lease, Trajectory
@@ -55,7 +55,7 @@ while True:
 """
 
 
-async def act(ids: list[int], _: Session) -> Turn:
+async def act(ids: list[int], _: EnvSession) -> Turn:
     """Sample an answer from the whole prompt, sometimes without an end of turn."""
     number = sum(i * each for i, each in enumerate(ids)) % 97
     said = TOKENIZER.encode(f"go north {number}", add_special_tokens=False)[: TURN_TOKENS - 1]
@@ -67,8 +67,8 @@ async def act(ids: list[int], _: Session) -> Turn:
     )
 
 
-async def open_session() -> Session:
-    going: list[StepResult | Exception | float] = [
+async def open_session() -> EnvSession:
+    going: list[HubStepResult | Exception | float] = [
         go_on(reward=0.1 * n, is_valid=n != 2) for n in range(3)
     ]
     return Count([*going, go_on(reward=1.0, done=True)])
@@ -83,7 +83,7 @@ def played(
     program: str,
     *,
     lease: Lease = LEASE,
-    session: Callable[[], Awaitable[Session]] = open_session,
+    session: Callable[[], Awaitable[EnvSession]] = open_session,
     policy: Any = act,
     task: tuple[str, str] = ("Find it.", ""),
     **changes: Any,

@@ -18,7 +18,7 @@ from actor.agents.agents import Agents
 from actor.agents.episode import AgentEpisode
 from actor.agents.server import AgentServer
 from actor.rollout.context import History, Room
-from actor.rollout.episode import Play, Session, Turn
+from actor.rollout.episode import EnvSession, EpisodeState, Turn
 from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentLifetime, ContextKind
 from common.config.learning import AlgorithmSection, PolicyLoss
@@ -70,7 +70,7 @@ def test_agent_history_beyond_context_ends_context_full() -> None:
 def test_rewritten_history_becomes_one_segment_per_prompt() -> None:
     given: list[list[int]] = []
 
-    async def noted(ids: list[int], session: Session) -> Turn:
+    async def noted(ids: list[int], session: EnvSession) -> Turn:
         given.append(list(ids))
         return await act(ids, session)
 
@@ -92,7 +92,7 @@ def test_early_agent_exit_ends_the_episode() -> None:
 
 
 def test_environment_limit_reaches_the_agent_as_truncation() -> None:
-    async def open_limited() -> Session:
+    async def open_limited() -> EnvSession:
         return Count([go_on(), go_on(reward=0.5, done=True, is_truncated=True)])
 
     last = "\nassert result['truncated'] and not result['done'], result"
@@ -113,8 +113,8 @@ def test_answers_without_step_count_toward_token_horizon() -> None:
     ("program", "end", "words"),
     [
         ("ask(messages); print('no such door'); sys.exit(3)", EndReason.ABORTED, "no such door"),
-        ("pass", EndReason.ABORTED, "never asked"),
-        ("ask(messages); import time; time.sleep(60)", EndReason.DEADLINE, "within 1s"),
+        ("pass", EndReason.ABORTED, "without a request"),
+        ("ask(messages); import time; time.sleep(60)", EndReason.DEADLINE, "within 1 s"),
     ],
 )
 def test_failing_agent_earns_no_reward(program: str, end: EndReason, words: str) -> None:
@@ -200,7 +200,7 @@ time.sleep(0.3)
 def test_answer_to_disconnected_client_is_not_recorded() -> None:
     num_asked = 0
 
-    async def slow(ids: list[int], session: Session) -> Turn:
+    async def slow(ids: list[int], session: EnvSession) -> Turn:
         nonlocal num_asked
         num_asked += 1
         await asyncio.sleep(1.0 if num_asked == 2 else 0.0)
@@ -216,11 +216,11 @@ def test_oversized_first_message_ends_as_context_full() -> None:
     """The server refuses the agent's request, and the agent exits: this is not a failure."""
     got = played("ask([{'role': 'user', 'content': 'far ' * 2000}])")
     assert got.end_reason is EndReason.CONTEXT_FULL
-    assert "never asked" not in got.error
+    assert "without a request" not in got.error
 
 
 def test_environment_failure_ends_episode_as_env_error(tmp_path: Path) -> None:
-    async def failing() -> Session:
+    async def failing() -> EnvSession:
         return Count([EnvError("worker died")])
 
     got = played(NATIVE, session=failing)
@@ -229,7 +229,7 @@ def test_environment_failure_ends_episode_as_env_error(tmp_path: Path) -> None:
 
 
 def test_engine_failure_ends_the_actor() -> None:
-    async def dead(_: list[int], __: Session) -> Turn:
+    async def dead(_: list[int], __: EnvSession) -> Turn:
         raise EngineError("engine died")
 
     with pytest.raises(LongstrideError, match="engine died"):
@@ -237,7 +237,7 @@ def test_engine_failure_ends_the_actor() -> None:
 
 
 def test_swallowed_internal_error_still_fails_the_episode() -> None:
-    async def broken(_: list[int], __: Session) -> Turn:
+    async def broken(_: list[int], __: EnvSession) -> Turn:
         raise KeyError("slot 7")
 
     got = played("try:\n    ask(messages)\nexcept HTTPError:\n    step('left')", policy=broken)
@@ -288,7 +288,7 @@ def test_bad_requests_get_counted_api_errors() -> None:
         server = AgentServer()
         await server.start()
         room = Room(max_tokens=MAX_TOKENS, turn_tokens=TURN_TOKENS)
-        play = Play(keeps_last=False, history=History(RENDERER, room))
+        play = EpisodeState(keeps_last=False, history=History(RENDERER, room))
         episode = AgentEpisode(
             LEASE,
             session=await open_session(),

@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from actor.agents import http
-from actor.agents.http import Answering, Connection, Request, response
+from actor.agents.http import AgentConnection, AgentRequest, Answering, response
 from actor.api.requests import ApiError
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"POST /a?b=1 HTTP/1.1\r\nhost: x\r\nAuthorization: bearer k1 \r\n"
 
 
-async def _echo(request: Request) -> bytes:
+async def _echo(request: AgentRequest) -> bytes:
     """Echo the request; longer bodies are answered later."""
     if request.refusal is not None:
         raise request.refusal
@@ -27,7 +27,7 @@ def serve(talk: Talk) -> list[str]:
     """Talk to an echo server over a socket; return the codes of the refused requests."""
     refused: list[str] = []
 
-    def failed(_: Request, failure: BaseException) -> bytes:
+    def failed(_: AgentRequest, failure: BaseException) -> bytes:
         assert isinstance(failure, ApiError)
         refused.append(failure.code)
         return response(failure.code, status=failure.status)
@@ -35,7 +35,7 @@ def serve(talk: Talk) -> list[str]:
     async def run() -> None:
         answering = Answering(answer=_echo, failed=failed)
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Connection(answering), "127.0.0.1", 0)
+        server = await loop.create_server(lambda: AgentConnection(answering), "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         async with asyncio.timeout(20):
             await talk(reader, writer)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actor.agents.agents import Agents
-from actor.rollout.episode import Session
+from actor.rollout.episode import EnvSession
 from common.config.evaluation import AgentLifetime
 from common.repository import ROOT
 from common.wire.messages import EndReason, Lease, Trajectory
@@ -111,7 +111,7 @@ play(task)  # and exits, with 0
     captured = played(program, leases(4))
     ends = [each.end_reason for each in captured]
     assert ends == [EndReason.DONE, EndReason.ABORTED, EndReason.DONE, EndReason.DONE]
-    assert "exits with 3: no such door" in captured[1].error
+    assert "exited with code 3: no such door" in captured[1].error
     assert {each.reward for each in captured} == {0.0, 1.0}
 
 
@@ -119,7 +119,7 @@ play(task)  # and exits, with 0
 def test_agent_start_failure_fails_waiting_episodes() -> None:
     captured = played("sys.exit('no such file')", leases(2))
     assert [each.end_reason for each in captured] == [EndReason.ABORTED] * 2
-    assert "exits with 1: no such file" in captured[0].error
+    assert "exited with code 1: no such file" in captured[0].error
 
 
 def test_agent_ends_episode_voluntarily_or_with_error() -> None:
@@ -133,7 +133,7 @@ play(take())
     will, lost, done = played(program, leases(3))
     assert (will.end_reason, will.num_turns, refused(will)) == (EndReason.DONE, 1, "")
     assert (lost.end_reason, lost.reward) == (EndReason.ABORTED, 0.0)
-    assert "gave up: lost my way" in lost.error
+    assert "reported an error: lost my way" in lost.error
     assert (done.end_reason, done.num_turns) == (EndReason.DONE, 4)
 
 
@@ -162,13 +162,13 @@ def test_idle_agent_is_reported_and_restarted(caplog: pytest.LogCaptureFixture) 
     how: dict[str, Any] = {"episode_timeout_s": 3.0, "turn_timeout_s": 3.0}
     (got,) = played("import time; time.sleep(60)", leases(1, deadline_s=6.0), **how)
     assert got.end_reason is EndReason.DEADLINE
-    assert "no agent has taken it" in got.error
-    assert caplog.text.count("agents take no work") >= 1
-    assert "started again" in caplog.text
+    assert "no agent process requested the episode" in got.error
+    assert caplog.text.count("request no episodes") >= 1
+    assert "restarting idle agent process" in caplog.text
 
 
 def test_engine_failure_propagates_through_persistent_agents() -> None:
-    async def dead(_: list[int], __: Session) -> Any:
+    async def dead(_: list[int], __: EnvSession) -> Any:
         raise TimeoutError("engine hangs")
 
     async def run() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actor.agents.agents import Agents
-from actor.rollout.episode import Session
+from actor.rollout.episode import EnvSession
 from common.config.run_config import ActorSection
 from common.wire.messages import EndReason, Trajectory
 from tests.actor.agents.endpoint import MAX_TOKENS, RENDERER, TURN_TOKENS, ByHeart
@@ -136,7 +136,7 @@ SPEAKS = (
 
 
 async def _played(python: str, program: Path, how: str) -> Trajectory:
-    async def session() -> Session:
+    async def session() -> EnvSession:
         return Count([go_on(reward=1.0, done=True)])
 
     cfg = ActorSection(

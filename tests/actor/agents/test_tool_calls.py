@@ -72,7 +72,7 @@ TOKENIZER = with_calls()
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (CHATML, "has no tools, or no place for their calls"),
+        (CHATML, "does not render tools, tool calls or tool results"),
         (UNREADABLE, "name and arguments are not found"),
         (CHATML + "{% if tools %}{{ raise_exception('what tools?') }}{% endif %}", "what tools"),
     ],

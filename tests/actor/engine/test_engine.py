@@ -10,7 +10,7 @@ import torch
 
 from actor.rollout.episode import Turn
 from common.errors import WeightSyncError
-from common.wire.collective import BroadcastGroup, Place
+from common.wire.collective import BroadcastGroup, CollectiveMember
 from common.wire.transfer.buckets import Cut, Pending, send_buckets
 from common.wire.weight_messages import CanaryScores, WeightsLoaded, WeightsOffer
 from learner.weights.snapshot import PublishedWeights
@@ -192,7 +192,9 @@ def test_damaged_bucket_leaves_the_old_weights_active(rig: Rig) -> None:
         weights = rig.forced_weights(2)
         offer = offer_of(weights, store)
         sending: list[asyncio.Future[None]] = []
-        with pytest.raises(WeightSyncError, match=r"bucket 1 of \d+ \(model.*1 damaged in all"):
+        with pytest.raises(
+            WeightSyncError, match=r"bucket 1 of \d+ \(model.*1 buckets are damaged"
+        ):
             await rig.engine.stage(
                 offer,
                 announce=lambda: sending.append(
@@ -223,7 +225,7 @@ def test_partial_update_blocks_sampling_until_complete(rig: Rig) -> None:
                 await rig.publish_first(publisher, link, rig.forced_weights(1))
                 running = [rig.generate("torn", [5, 6], max_tokens=300)]
                 await rig.generate("clock", [5, 6], max_tokens=10)
-                with pytest.raises(WeightSyncError, match="version 2 is not loaded whole"):
+                with pytest.raises(WeightSyncError, match="version 2 was not loaded completely"):
                     await rig.engine.load(offer_of(rig.forced_weights(2), None))
                 assert not rig.engine.is_whole
                 running.append(rig.generate("later", [5, 6], max_tokens=5))
@@ -241,7 +243,7 @@ def test_partial_update_blocks_sampling_until_complete(rig: Rig) -> None:
 
 def send_damaged(store: Meeting, weights: PublishedWeights, offer: WeightsOffer) -> None:
     """Send a version; a byte of its bucket 1 changes between its digest and the wire."""
-    place = Place(0, offer.world_size, "gloo", TIMEOUT_S, HOST)
+    place = CollectiveMember(0, offer.world_size, "gloo", TIMEOUT_S, HOST)
     group = BroadcastGroup(store.store(), place, epoch=1)
     cut = Cut(offer.total_bytes, offer.bucket_bytes)
     slots = [torch.zeros(cut.slot_bytes, dtype=torch.uint8) for _ in range(2)]
@@ -312,7 +314,9 @@ async def load_from_a_learner_that_vanishes(rig: Rig, moment: str) -> None:
         store.close()
 
     def join_and_leave() -> None:
-        BroadcastGroup(store.store(), Place(0, 2, "gloo", TIMEOUT_S, HOST), epoch=1).close()
+        BroadcastGroup(
+            store.store(), CollectiveMember(0, 2, "gloo", TIMEOUT_S, HOST), epoch=1
+        ).close()
 
     joining: list[asyncio.Future[None]] = []
 

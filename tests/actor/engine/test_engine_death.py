@@ -86,9 +86,7 @@ def test_refused_vllm_arguments_raise_config_error(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy", is_tied=False)
     model = ModelSection(path=str(tmp_path / "policy"), dtype="float32")
     actor = ActorSection(max_model_len=512, max_concurrent=50_000)
-    law = (
-        r"refuses its arguments: max_num_batched_tokens .* max_num_seqs \(50000\); change the keys"
-    )
+    law = r"refuses its arguments: max_num_batched_tokens .* max_num_seqs \(50000\)\. Change the"
     with pytest.raises(ConfigError, match=law):
         asyncio.run(Engine.start(model, actor, end_of_turn_ids=[], seed=0))
     assert core_processes() == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actor.rollout.env_client import Hint, StepResult
+from actor.rollout.env_client import ExpertHint, HubStepResult
 from actor.rollout.episode import Turn
 from common.config.run_config import ActorSection, AtUpdate
 from common.wire.messages import Trajectory
@@ -102,12 +102,14 @@ class _Corridor:
         self._engine = engine
         self._num_steps = 0
 
-    async def step(self, action: str) -> StepResult:
+    async def step(self, action: str) -> HubStepResult:
         self._num_steps += 1
         self._engine.version += self._num_steps == 1
-        return StepResult(observation="on", reward=0.0, done=False, is_valid=True, is_success=False)
+        return HubStepResult(
+            observation="on", reward=0.0, done=False, is_valid=True, is_success=False
+        )
 
-    async def hint(self) -> Hint:
+    async def hint(self) -> ExpertHint:
         raise AssertionError("the model plays")
 
     async def close(self) -> None:
@@ -119,7 +121,7 @@ class _Corridor:
 def test_turns_reuse_old_prefixes_only_if_kept(rig: Rig, prefixes: AtUpdate) -> None:
     from transformers import AutoTokenizer
 
-    from actor.rollout.pool import Episodes
+    from actor.rollout.pool import EpisodePool
     from actor.rollout.render import Renderer
 
     async def law() -> None:
@@ -145,7 +147,7 @@ def test_turns_reuse_old_prefixes_only_if_kept(rig: Rig, prefixes: AtUpdate) -> 
             tools=lambda _: [],
         )
         delivery: Any = SimpleNamespace(put=put)
-        episodes = Episodes(
+        episodes = EpisodePool(
             cfg,
             actor="a",
             engine=rig.engine,

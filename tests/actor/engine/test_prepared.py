@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from common.config.run_config import ActorSection, ModelSection
-from common.wire.collective import CPU, BroadcastGroup, Place
+from common.wire.collective import CPU, BroadcastGroup, CollectiveMember
 from common.wire.transfer.buckets import Cut, send_buckets
 from common.wire.weight_messages import TensorSpec, WeightsOffer
 from learner.offline.scratch import make_tokenizer, save_policy
@@ -185,7 +185,7 @@ def test_prepared_and_staged_weights_share_one_copy() -> None:
     offer = make_offer(store, specs, total_bytes)
     staging = Staging(CPU, prepare)
     staging.begin(offer)
-    group = BroadcastGroup(store.store(), Place(0, 2, "gloo", PATIENT_S, HOST), epoch=1)
+    group = BroadcastGroup(store.store(), CollectiveMember(0, 2, "gloo", PATIENT_S, HOST), epoch=1)
     cut = Cut(total_bytes, offer.bucket_bytes)
     slots = [torch.zeros(cut.slot_bytes, dtype=torch.uint8) for _ in range(2)]
     send_buckets(group, cut, slots, lambda start, part: part.copy_(sent[start:][: part.numel()]))

@@ -8,8 +8,8 @@ import pytest
 
 from actor.formats.tools import make_renderer
 from actor.rollout.context import GO, PLAN, REFLECT, least_prompt
-from actor.rollout.env_client import StepResult
-from actor.rollout.episode import Session, Turn
+from actor.rollout.env_client import HubStepResult
+from actor.rollout.episode import EnvSession, Turn
 from actor.rollout.render import Renderer
 from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentFormat, AgentOptions, ContextKind
@@ -33,7 +33,7 @@ class Policy:
         self._random, self._end = random.Random(seed), end
         self.asked: list[tuple[list[int], list[int]]] = []
 
-    async def act(self, ids: list[int], _: Session) -> Turn:
+    async def act(self, ids: list[int], _: EnvSession) -> Turn:
         is_stopped = self._random.random() < 0.7
         said = [self._random.randrange(40, 90), self._random.randrange(40, 90)]
         said[-1] = self._end if is_stopped else said[-1]
@@ -110,7 +110,7 @@ def prompt_of(got: Trajectory, at: int) -> tuple[int, ...]:
 def test_plan_and_reflection_are_requested_in_order() -> None:
     said = iter([Turn([97 + n, 0], [-1.0, -2.0], [4, 5]) for n in range(6)])
 
-    async def act(_: list[int], __: Session) -> Turn:
+    async def act(_: list[int], __: EnvSession) -> Turn:
         return next(said)
 
     options = AgentOptions(plan=True, reflect_on_invalid=True)
@@ -130,7 +130,7 @@ def test_plan_and_reflection_are_requested_in_order() -> None:
 
 
 def test_plans_and_reflections_count_only_as_tokens() -> None:
-    async def act(_: list[int], __: Session) -> Turn:
+    async def act(_: list[int], __: EnvSession) -> Turn:
         return Turn([97, 0], [-1.0, -2.0], [4, 4])
 
     how: dict[str, Any] = {"act": act, "max_tokens": 2000}
@@ -147,10 +147,10 @@ def test_plans_and_reflections_count_only_as_tokens() -> None:
 
 def test_missing_action_counts_as_an_invalid_turn() -> None:
     class Strict(Count):
-        async def step(self, action: str) -> StepResult:
+        async def step(self, action: str) -> HubStepResult:
             self.actions.append(action)
             told = "There is no such action." if not action else "Well done."
-            return StepResult(
+            return HubStepResult(
                 observation=told, reward=0.0, done=False, is_valid=bool(action), is_success=False
             )
 
@@ -158,7 +158,7 @@ def test_missing_action_counts_as_an_invalid_turn() -> None:
     said = iter([Turn([*map(ord, each), 0], [-1.0] * (len(each) + 1), [4] * (len(each) + 1))
                  for each in texts])  # fmt: skip
 
-    async def act(_: list[int], __: Session) -> Turn:
+    async def act(_: list[int], __: EnvSession) -> Turn:
         return next(said)
 
     session = Strict([])
@@ -171,7 +171,7 @@ def test_missing_action_counts_as_an_invalid_turn() -> None:
 def test_environment_that_parses_actions_gets_whole_answer() -> None:
     text = "Thought: x\nAction: up"
 
-    async def act(_: list[int], __: Session) -> Turn:
+    async def act(_: list[int], __: EnvSession) -> Turn:
         return Turn([*map(ord, text), 0], [-1.0] * (len(text) + 1), [4] * (len(text) + 1))
 
     session = Count([go_on()])

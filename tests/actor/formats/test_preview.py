@@ -51,5 +51,5 @@ def test_preview_names_the_reason_of_a_template_without_tools(tmp_path: Path) ->
     assert "  | <bos><start_of_turn>user" in lines
     tokenizer_of("smolvlm").save_pretrained(tmp_path / "other")
     (line,) = preview_lines(with_model(tmp_path / "other"), ROOT)
-    assert line.startswith("prompts: the chat template drops the user's text")
+    assert line.startswith("prompts: model.path: the chat template drops the user's text")
     assert preview_lines(with_model(tmp_path / "none"), ROOT) == []

@@ -171,7 +171,9 @@ def test_new_scheduler_with_equal_number_is_greeted(tmp_path: Path) -> None:
 def test_actor_without_a_learner_address_gives_up(tmp_path: Path) -> None:
     async def law(_: Peer, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
         loop.cancel()
-        with pytest.raises(LongstrideError, match=r"no learner within 0\.1s: none told tcp://"):
+        with pytest.raises(
+            LongstrideError, match=r"no learner registered with .* tcp://\S+ within 0\.1 s"
+        ):
             await control.learn_addresses(timeout_s=0.1)
 
     check(tmp_path, law)
@@ -191,7 +193,7 @@ def test_leaving_actor_sends_goodbye(tmp_path: Path) -> None:
 def test_silent_scheduler_ends_the_actor(tmp_path: Path) -> None:
     async def law(scheduler: Peer, control: SchedulerClient, _: asyncio.Task[None]) -> None:
         await asyncio.sleep(0.02)
-        with pytest.raises(LongstrideError, match="scheduler silent"):
+        with pytest.raises(LongstrideError, match="no message from the scheduler"):
             control.beat(BEAT)
 
     check(tmp_path, law, silence_s=0.01)

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from actor.links.waiting import wait_aloud
+from actor.links.waiting import wait_with_warnings
 
 
 class Watch(logging.Handler):
@@ -30,7 +30,9 @@ def test_long_wait_repeats_its_warning() -> None:
         logger.addHandler(watch)
         try:
             async with asyncio.timeout(5.0):
-                await wait_aloud(event, waiting_for="learner: first weights", warn_every_s=0.01)
+                await wait_with_warnings(
+                    event, waiting_for="learner: first weights", warn_every_s=0.01
+                )
         finally:
             logger.removeHandler(watch)
         start = "still waiting for='learner: first weights' waited_s="
@@ -45,7 +47,7 @@ def test_completed_wait_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async def law() -> None:
         event = asyncio.Event()
         event.set()
-        await wait_aloud(event, waiting_for="learner: first weights", warn_every_s=0.01)
+        await wait_with_warnings(event, waiting_for="learner: first weights", warn_every_s=0.01)
 
     asyncio.run(law())
     assert caplog.messages == []

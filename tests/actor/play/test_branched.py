@@ -10,7 +10,7 @@ import pytest
 
 from actor.play.branched import play_in_branches
 from actor.play.demonstrate import demonstrate
-from actor.rollout.env_client import Environments, StepResult
+from actor.rollout.env_client import Environments, HubStepResult
 from common.config.evaluation import AgentFormat, AgentOptions, ContextKind
 from common.config.run_config import RunConfig, TaskSection
 from common.errors import ConfigError, EnvError
@@ -44,7 +44,7 @@ class Toys:
         return Count(self._answers)
 
 
-def answers() -> list[StepResult]:
+def answers() -> list[HubStepResult]:
     seen = [replace(go_on(), observation=text) for text in SEEN]
     return [*seen, go_on(reward=1.0, done=True)]
 

@@ -64,7 +64,7 @@ def test_api_key_is_sent_and_never_shown(
 
 
 def test_missing_key_is_refused_before_any_request() -> None:
-    with pytest.raises(ConfigError, match="api_key_env=NO_SUCH_KEY: no such environ"):
+    with pytest.raises(ConfigError, match="api_key_env=NO_SUCH_KEY: this variable is not set"):
         ask(ToyEndpoint(), api_key_env="NO_SUCH_KEY")
 
 
@@ -77,7 +77,7 @@ def test_passing_failure_is_tried_again(status: int) -> None:
 
 def test_tries_are_bounded() -> None:
     toy = ToyEndpoint(script=[429] * 9)
-    with pytest.raises(PolicyFailed, match="HTTP 429 no, 3 tries"):
+    with pytest.raises(PolicyFailed, match="HTTP 429 no, after 3 tries"):
         ask(toy)
     assert len(toy.requests) == 3
 

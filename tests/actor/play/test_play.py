@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actor.agents.agents import Agents
-from actor.play.play import Job, Player, play
+from actor.play.play import EpisodePlayer, PlayJob, play
 from actor.rollout.episode import ContextFull, PolicyFailed, Turn
 from actor.rollout.render import Renderer
 from common.config.run_config import ActorSection
@@ -60,7 +60,7 @@ def played(
 ) -> list[Trajectory]:
     """Play into a journal at `folder` and return what it holds."""
     act = (going or Going()).act
-    player = Player(
+    player = EpisodePlayer(
         policy=lambda _: (act, Letters()),
         max_concurrent=max_concurrent,
         max_tokens=100,
@@ -68,7 +68,7 @@ def played(
         agents=agents,
     )
     with serve((hub or ToyHub()).app()) as url:
-        job = Job(
+        job = PlayJob(
             plans=plans,
             hub_url=url,
             token=None,
@@ -120,7 +120,7 @@ def test_full_context_ends_a_counted_episode(tmp_path: Path) -> None:
 def test_playing_ends_when_too_many_episodes_failed(tmp_path: Path) -> None:
     hub = ToyHub(is_broken=True)
     plans = [plan(i % 10, name=f"p/{i}") for i in range(40)]
-    with pytest.raises(LongstrideError, match="3 episodes failed by infrastructure, the last with"):
+    with pytest.raises(LongstrideError, match="3 episodes had infrastructure failures"):
         played(tmp_path, plans, hub=hub, max_concurrent=1, max_failed=2)
     assert len(list(read_journal(tmp_path))) == 3
 

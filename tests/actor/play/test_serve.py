@@ -16,7 +16,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError
 from transformers import AutoTokenizer
 
-from actor.play.doors import Door, door_path, open_door
+from actor.play.doors import ChatEndpoint, endpoint_path, find_endpoint
 from actor.play.endpoint import Endpoint
 from actor.play.serve import Chat, base_of, bound, door_of, listening
 from actor.rollout.episode import ContextFull, PolicyFailed, Turn
@@ -92,9 +92,11 @@ def test_served_conversation_matches_episode_and_requires_key() -> None:
         async with listening(chat(parrot)) as url:
             reply = await ask(url, "k", "goal: go", "look<|im_end|>", "a wall")
             assert (reply.text, reply.model) == ("turn left", "a, version 7")
-            with pytest.raises(ConfigError, match="wrong key"):
+            with pytest.raises(ConfigError, match="wrong API key"):
                 await ask(url, "other", "goal: go")
-            with pytest.raises(PolicyFailed, match="the last is the assistant's"):
+            with pytest.raises(
+                PolicyFailed, match="must end with a message that is not of the assistant"
+            ):
                 await ask(url, "k", "goal: go", "look")
             with pytest.raises(ContextFull):
                 await ask(url, "k", "far " * 20_000)
@@ -291,22 +293,26 @@ def test_running_actor_serves_chat_and_cleans_up(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     run_dir.keys.mkdir()
     for name, host in (("actor-0", "elsewhere"), ("actor-1", socket.gethostname())):
-        away = Door(url="http://127.0.0.1:9/v1", key="x", host=host)  # No server listens there.
-        door_path(tmp_path, name).write_text(away.as_text(), encoding="utf-8")
-    door_path(tmp_path, "actor-2").write_text("half a li", encoding="utf-8")
+        away = ChatEndpoint(
+            url="http://127.0.0.1:9/v1", key="x", host=host
+        )  # No server listens there.
+        endpoint_path(tmp_path, name).write_text(away.as_text(), encoding="utf-8")
+    endpoint_path(tmp_path, "actor-2").write_text("half a li", encoding="utf-8")
     with subprocess.Popen(["true"]) as gone:
         pass
     for name, pid in (("killed", gone.pid), ("alive", os.getpid())):
-        left = Door(url="http://127.0.0.1:9/v1", key="x", host=socket.gethostname(), pid=pid)
-        door_path(tmp_path, name).write_text(left.as_text(), encoding="utf-8")
+        left = ChatEndpoint(
+            url="http://127.0.0.1:9/v1", key="x", host=socket.gethostname(), pid=pid
+        )
+        endpoint_path(tmp_path, name).write_text(left.as_text(), encoding="utf-8")
 
     async def work() -> None:
         engine = cast(Any, Parrot())
-        assert await open_door(tmp_path) is None
+        assert await find_endpoint(tmp_path) is None
         async with door_of(CFG, run_dir, "actor-3", engine, Renderer(TOKENIZER)):
-            found = await open_door(tmp_path)
+            found = await find_endpoint(tmp_path)
             assert found is not None
-            path = door_path(tmp_path, "actor-3")
+            path = endpoint_path(tmp_path, "actor-3")
             kept = {each.name for each in run_dir.keys.iterdir()}
             assert "chat-killed" not in kept
             assert {"chat-alive", "chat-actor-0", "chat-actor-1", "chat-actor-2"} <= kept
@@ -316,7 +322,7 @@ def test_running_actor_serves_chat_and_cleans_up(tmp_path: Path) -> None:
         assert not path.exists()
         sync = load_config("quickstart", ["train.mode=sync"], root=ROOT)
         async with door_of(sync, run_dir, "actor-4", engine, Renderer(TOKENIZER)):
-            assert await open_door(tmp_path) is None  # it would change what the run samples
+            assert await find_endpoint(tmp_path) is None  # it would change what the run samples
 
     asyncio.run(work())
 

@@ -95,5 +95,5 @@ def test_slips_in_branches_are_refused_by_name(tmp_path: Path) -> None:
     cfg = edited(RunConfig(), {"sft.slip_frac": 0.5})
     for context in (ContextKind.FOLD, ContextKind.SUBAGENT):
         branched = edited(cfg, {"sft.contexts": [ContextKind.FULL, context]})
-        with pytest.raises(ConfigError, match=r"sft\.slip_frac=0\.5: nothing goes wrong in branch"):
+        with pytest.raises(ConfigError, match=r"sft\.slip_frac=0\.5: .* branches have no slips"):
             demonstrate(branched, "http://127.0.0.1:9", "", tmp_path / "none.jsonl")

@@ -3,8 +3,8 @@
 import asyncio
 from typing import Any
 
-from actor.rollout.env_client import Hint, StepResult
-from actor.rollout.episode import WHOLE, Act, Render, Session, Turn, run_episode
+from actor.rollout.env_client import ExpertHint, HubStepResult
+from actor.rollout.episode import WHOLE, Act, EnvSession, Render, Turn, run_episode
 from common.config.evaluation import AgentOptions
 from common.errors import EnvError
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
@@ -29,7 +29,7 @@ LEASE = Lease(
 class Count:
     """A counting session; `answers` gives the result of each step, and the last one repeats."""
 
-    def __init__(self, answers: list[StepResult | Exception | float]) -> None:
+    def __init__(self, answers: list[HubStepResult | Exception | float]) -> None:
         self.first_observation = "first"
         self.first_state = ""
         self.start_score = 0.0
@@ -37,7 +37,7 @@ class Count:
         self.num_closed = 0
         self._answers = answers
 
-    async def step(self, action: str) -> StepResult:
+    async def step(self, action: str) -> HubStepResult:
         self.actions.append(action)
         answer = self._answers[min(len(self.actions), len(self._answers)) - 1]
         if isinstance(answer, float | int):
@@ -47,8 +47,8 @@ class Count:
             raise answer
         return answer
 
-    async def hint(self) -> Hint:
-        return Hint(valid_actions=["left", "right"], expert_action="jump")
+    async def hint(self) -> ExpertHint:
+        return ExpertHint(valid_actions=["left", "right"], expert_action="jump")
 
     async def close(self) -> None:
         self.num_closed += 1
@@ -79,9 +79,9 @@ def go_on(
     done: bool = False,
     is_success: bool | None = None,
     is_truncated: bool = False,
-) -> StepResult:
+) -> HubStepResult:
     solved = done and reward == 1.0 if is_success is None else is_success
-    return StepResult(
+    return HubStepResult(
         observation="ab",
         reward=reward,
         done=done,
@@ -110,7 +110,7 @@ async def episode(
     keeps_last: bool = False,
     options: AgentOptions = WHOLE,
 ) -> Trajectory:
-    async def open_session() -> Session:
+    async def open_session() -> EnvSession:
         if isinstance(session, EnvError):
             raise session
         return session
@@ -140,7 +140,7 @@ def play(
 ) -> Trajectory:
     remaining = iter(turns)
 
-    async def next_turn(ids: list[int], _: Session) -> Turn:
+    async def next_turn(ids: list[int], _: EnvSession) -> Turn:
         if prompts is not None:
             prompts.append(list(ids))
         return next(remaining)

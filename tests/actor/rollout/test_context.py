@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from actor.rollout.context import LEFT_OUT, REQUEST
-from actor.rollout.env_client import StepResult
-from actor.rollout.episode import Session, Turn
+from actor.rollout.env_client import HubStepResult
+from actor.rollout.episode import EnvSession, Turn
 from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentOptions, ContextKind
 from common.config.learning import AlgorithmSection, Correction, PolicyLoss
@@ -32,7 +32,7 @@ class Policy:
         self._random = random.Random(seed)
         self.asked: list[tuple[list[int], list[int]]] = []
 
-    async def act(self, ids: list[int], _: Session) -> Turn:
+    async def act(self, ids: list[int], _: EnvSession) -> Turn:
         said = [self._random.randrange(97, 123) for _ in range(self._random.randint(1, 2))]
         is_stopped = self._random.random() < 0.7
         said[-1] = 0 if is_stopped else said[-1]
@@ -41,8 +41,10 @@ class Policy:
         return Turn(said, [-1.0] * num, [4] * num, is_stopped=is_stopped, num_prompt=len(ids))
 
 
-def saying(text: str) -> list[StepResult | Exception | float]:
-    return [StepResult(observation=text, reward=0.25, done=False, is_valid=True, is_success=False)]
+def saying(text: str) -> list[HubStepResult | Exception | float]:
+    return [
+        HubStepResult(observation=text, reward=0.25, done=False, is_valid=True, is_success=False)
+    ]
 
 
 def outgrown(
@@ -106,7 +108,7 @@ def test_summary_trains_on_exactly_its_prompts(learns: bool, length: int, seed: 
 def test_window_keeps_first_message_and_latest_turns() -> None:
     said = iter([Turn([97 + n, 0], [-1.0, -2.0], [4, 5]) for n in range(12)])
 
-    async def act(_: list[int], __: Session) -> Turn:
+    async def act(_: list[int], __: EnvSession) -> Turn:
         return next(said)
 
     options = AgentOptions(context=WINDOW, context_turns=1)
@@ -179,7 +181,9 @@ def test_turn_ratio_is_refused_for_split_turns(actor: dict[str, Any], is_refused
     if not is_refused:
         RunConfig(algorithm=algorithm, actor=ActorSection(**actor))
         return
-    with pytest.raises(ConfigError, match=r"policy_loss='turn': takes a ratio over a whole turn"):
+    with pytest.raises(
+        ConfigError, match=r"policy_loss='turn': computes a ratio over a whole turn"
+    ):
         RunConfig(algorithm=algorithm, actor=ActorSection(**actor))
 
 
@@ -219,7 +223,7 @@ def test_summary_at_token_horizon_ends_the_episode() -> None:
 def test_summary_at_seconds_horizon_ends_the_episode() -> None:
     policy = Policy()
 
-    async def act(ids: list[int], session: Session) -> Turn:
+    async def act(ids: list[int], session: EnvSession) -> Turn:
         is_asked = ids[-len(REQUEST) :] == [ord(c) for c in REQUEST]
         await asyncio.sleep(1.1 if is_asked else 0)
         return await policy.act(ids, session)

@@ -10,7 +10,7 @@ import pytest
 
 from actor.rollout.episode import Turn
 from actor.rollout.lockstep import Rounds
-from actor.rollout.pool import Episodes
+from actor.rollout.pool import EpisodePool
 from common.config.run_config import ActorSection
 from common.seeds import SamplingSeeds, environment_seed
 from common.wire.messages import EpisodeKind, Lease
@@ -83,7 +83,9 @@ def play(leases: list[Lease], *, is_lockstep: bool) -> tuple[dict[str, list[int]
         rounds = Rounds(together, max_tokens=8, exclusive=asyncio.Lock()) if is_lockstep else None
         parts: dict[str, Any] = {"renderer": PlainLetters(), "environments": environments}
         cfg = ActorSection()
-        episodes = Episodes(cfg, actor="a", engine=together, delivery=box, rounds=rounds, **parts)  # type: ignore[arg-type]
+        episodes = EpisodePool(
+            cfg, actor="a", engine=together, delivery=box, rounds=rounds, **parts
+        )  # type: ignore[arg-type]
         episodes.start(leases)
         async with asyncio.timeout(10.0):
             while len(box.taken) < len(leases):

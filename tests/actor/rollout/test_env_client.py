@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from actor.rollout import env_client
-from actor.rollout.env_client import Environments, Hint, HubClient, StepResult
+from actor.rollout.env_client import Environments, ExpertHint, HubClient, HubStepResult
 from common.errors import EnvError, EnvTimeout, HubLost
 
 OPENED = {"session_id": "s", "observation": "begun"}
@@ -116,8 +116,8 @@ async def play_one(_: Hub, client: HubClient) -> None:
     assert session.first_observation == "begun"
     result = await session.step("go")
     told = {"observation": "on", "reward": 1.0, "done": True, "is_valid": False}
-    assert result == StepResult(**told, is_success=True)  # Third-party hubs may omit it.
-    assert await session.hint() == Hint(valid_actions=["a"], expert_action=None)
+    assert result == HubStepResult(**told, is_success=True)  # Third-party hubs may omit it.
+    assert await session.hint() == ExpertHint(valid_actions=["a"], expert_action=None)
     await session.close()
 
 
@@ -222,7 +222,7 @@ def test_hub_refusal_raises_without_retry(status: int, error: type[EnvError], te
 
 def test_silent_hub_raises_a_timeout() -> None:
     async def law(_: Hub, client: HubClient) -> None:
-        with pytest.raises(EnvTimeout, match=r"no answer within 0\.1s"):
+        with pytest.raises(EnvTimeout, match=r"no answer within 0\.1 s"):
             await client.open("toy", "toy-train-0", seed=0, style="compact")
 
     check(law, script=("hangs",), timeout_s=0.1)

@@ -8,7 +8,7 @@ import pytest
 
 from actor.rollout import env_client
 from actor.rollout.batches import AnswerTooLarge
-from actor.rollout.env_client import Environments, HubClient, HubSession, StepResult
+from actor.rollout.env_client import Environments, HubClient, HubSession, HubStepResult
 from common.errors import EnvError, EnvTimeout, HubLost
 from tests.actor.rollout.test_env_client import Hub, check
 
@@ -29,7 +29,7 @@ def test_concurrent_quick_steps_share_one_request() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         answers = await quick_steps("a", "b", "c")(client)
         told = {"observation": "on", "reward": 1.0, "done": True, "is_valid": False}
-        assert answers == [StepResult(**told, is_success=True)] * 3
+        assert answers == [HubStepResult(**told, is_success=True)] * 3
 
     hub = check(law)
     paths = [path for _, path, _ in hub.requests]
@@ -105,7 +105,7 @@ def test_session_opened_during_client_close_is_closed() -> None:
 def test_failed_step_in_a_batch_fails_alone() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         first, gone, slow = await quick_steps("a", "gone", "slow")(client)
-        assert isinstance(first, StepResult)
+        assert isinstance(first, HubStepResult)
         assert type(gone) is HubLost
         assert "HTTP 404 no such session" in str(gone)
         assert type(slow) is EnvTimeout
@@ -116,7 +116,7 @@ def test_failed_step_in_a_batch_fails_alone() -> None:
 def test_broken_batch_is_retried_with_same_numbers() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         answers = await quick_steps("a", "b")(client)
-        assert [type(each) for each in answers] == [StepResult, StepResult]
+        assert [type(each) for each in answers] == [HubStepResult, HubStepResult]
 
     hub = check(law, script=(200, 200, 200, "lost"))
     assert hub.requests[-1] == hub.requests[-2]
@@ -145,7 +145,7 @@ def test_oversized_page_fails_only_its_own_step(monkeypatch: pytest.MonkeyPatch)
 
     async def law(_: Hub, client: HubClient) -> None:
         kinds = [type(each) for each in await quick_steps("a", "large", "c")(client)]
-        assert kinds == [StepResult, AnswerTooLarge, StepResult]
+        assert kinds == [HubStepResult, AnswerTooLarge, HubStepResult]
 
     # The batch, its halves "a" and "large" with "c", and the halves of the latter.
     hub = check(law, script=(*[200] * 4, large, 200, large, large))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from actor.rollout.episode import Session, Turn
+from actor.rollout.episode import EnvSession, Turn
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
 from common.config.evaluation import AgentFormat, AgentOptions
 from common.errors import EngineError, EnvError, EnvTimeout
@@ -98,7 +98,7 @@ def test_environment_failure_is_recorded_without_reward(
 
 
 def test_failed_session_open_is_recorded() -> None:
-    async def act(ids: list[int], session: Session) -> Turn:
+    async def act(ids: list[int], session: EnvSession) -> Turn:
         raise AssertionError("there is nothing to act on")
 
     got = asyncio.run(episode(EnvError("no such item"), act))
@@ -111,13 +111,13 @@ def test_lease_deadline_ends_the_episode() -> None:
     session = Count([go_on(reward=1.0), 5.0])
     got = play(session, lease=replace(LEASE, deadline_s=0.05))
     assert (got.end_reason, got.reward) == (EndReason.DEADLINE, 0.0)
-    assert got.error == "not ended within 0.05s"
+    assert got.error == "the episode did not end within 0.05 s"
     assert session.num_closed == 1
 
 
 @pytest.mark.parametrize("error", [EngineError("dead"), TimeoutError("a turn took too long")])
 def test_engine_failure_propagates_from_the_episode(error: Exception) -> None:
-    async def act(ids: list[int], session: Session) -> Turn:
+    async def act(ids: list[int], session: EnvSession) -> Turn:
         raise error
 
     session = Count([go_on()])
@@ -132,7 +132,7 @@ def test_revoked_episode_closes_its_session() -> None:
     async def revoke() -> None:
         asked = asyncio.Event()
 
-        async def act(ids: list[int], _: Session) -> Turn:
+        async def act(ids: list[int], _: EnvSession) -> Turn:
             asked.set()
             await asyncio.Event().wait()
             raise AssertionError
@@ -184,7 +184,7 @@ def test_turn_action_equals_the_environment_input() -> None:
     session = Count([go_on(), go_on(), go_on(done=True)])
     answers = iter(said)
 
-    async def act(_: list[int], __: Session) -> Turn:
+    async def act(_: list[int], __: EnvSession) -> Turn:
         ids = [*map(ord, next(answers)), 0]
         return Turn(ids, [-1.0] * len(ids), [4] * len(ids))
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from actor.rollout.context import LEFT_OUT
-from actor.rollout.episode import Session, Turn
+from actor.rollout.episode import EnvSession, Turn
 from actor.rollout.folding import CLOSED, ENDED, HOW, OPENED
 from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentOptions, ContextKind
@@ -34,7 +34,7 @@ def told(
     """Return the episode of a policy with these answers, its session and its prompts."""
     texts, prompts = iter(said), list[list[int]]()
 
-    async def act(ids: list[int], _: Session) -> Turn:
+    async def act(ids: list[int], _: EnvSession) -> Turn:
         prompts.append(list(ids))
         sampled = ids_of(next(texts))
         return Turn(sampled, [-1.0] * len(sampled), [4] * len(sampled))
@@ -95,7 +95,7 @@ def test_branch_without_return_is_ended(kind: ContextKind) -> None:
     long = Count([replace(go_on(), observation="o" * 60)])
     said = iter([CALL, *"uvwxyz"])
 
-    async def act(_: list[int], __: Session) -> Turn:
+    async def act(_: list[int], __: EnvSession) -> Turn:
         sampled = ids_of(next(said))
         return Turn(sampled, [-1.0] * len(sampled), [4] * len(sampled))
 

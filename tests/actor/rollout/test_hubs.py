@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actor.rollout.hubs import Hubs
-from actor.rollout.pool import Episodes
+from actor.rollout.pool import EpisodePool
 from common.config.run_config import ActorSection
 from common.errors import EnvError
 from common.formats.scripted import actions_of
@@ -132,9 +132,9 @@ def lease_of(number: int, *, deadline_s: float = 60.0) -> Lease:
     )
 
 
-def start_episodes(hubs: Hubs, box: Any, num: int, *, deadline_s: float = 60.0) -> Episodes:
+def start_episodes(hubs: Hubs, box: Any, num: int, *, deadline_s: float = 60.0) -> EpisodePool:
     nobody: Any = None
-    episodes = Episodes(
+    episodes = EpisodePool(
         ActorSection(env_timeout_s=10.0),
         actor="a",
         engine=nobody,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actor.rollout.env_client import StepResult
+from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import Turn
 from common.config.curriculum import HorizonUnit
 from common.wire.codec import pack_record, unpack_record
@@ -82,7 +82,9 @@ def test_first_page_without_room_leaves_item_unsolved() -> None:
     assert (got.end_reason, got.num_turns, got.is_success) == (EndReason.CONTEXT_FULL, 0, False)
     assert refusal(got, learner_version=6, max_group_size=2) == ""
     got = replace(got, kind=EpisodeKind.TRAIN)
-    assert refusal(got, learner_version=6, max_group_size=2) == "no sampled token"
+    assert (
+        refusal(got, learner_version=6, max_group_size=2) == "the trajectory has no sampled token"
+    )
 
 
 def test_oversized_later_page_is_cut_to_half() -> None:
@@ -111,7 +113,7 @@ def test_seconds_horizon_excludes_waiting_time() -> None:
     times = iter([0.6, 0.6, 0.6])
 
     class Slow(Count):
-        async def step(self, action: str) -> StepResult:
+        async def step(self, action: str) -> HubStepResult:
             await asyncio.sleep(next(times))
             return await super().step(action)
 
@@ -121,7 +123,7 @@ def test_seconds_horizon_excludes_waiting_time() -> None:
 
 
 def test_truncated_episode_keeps_last_observation_for_critic() -> None:
-    steps: list[StepResult | Exception | float] = [
+    steps: list[HubStepResult | Exception | float] = [
         go_on(),
         go_on(reward=0.5, done=True, is_truncated=True),
     ]

@@ -100,7 +100,9 @@ def test_context_without_room_is_refused_before_start() -> None:
     renderer = Renderer(COMPACT)
     renderer.check_room(ActorSection(max_model_len=512, max_turn_tokens=16))
     actor = ActorSection(max_model_len=32, max_turn_tokens=30)
-    with pytest.raises(ConfigError, match=r"^actor\.max_model_len=32: no page fits") as error:
+    with pytest.raises(
+        ConfigError, match=r"^actor\.max_model_len=32: no observation fits"
+    ) as error:
         renderer.check_room(actor)
     assert "actor.context=full and actor.max_turn_tokens=30" in str(error.value)
     least = int(str(error.value).rpartition("=")[2])

@@ -19,11 +19,11 @@ import pytest
 from benchmarks.chaos import suite
 from benchmarks.chaos.clock import make_clock
 from benchmarks.chaos.connections import reset_connections
-from benchmarks.chaos.faults import NotPossible, Scene
-from benchmarks.chaos.plan import ALL_FAULTS, Fault, Kind, deal
-from benchmarks.chaos.suite import LONG, SHORT, USUAL, Size, Story, Suffered, quantile
+from benchmarks.chaos.faults import FaultyRun, NotPossible
+from benchmarks.chaos.plan import ALL_FAULTS, Fault, FaultType, deal
+from benchmarks.chaos.suite import LONG, SHORT, USUAL, CampaignSize, Story, Suffered, quantile
 from benchmarks.chaos.victims import Role, find_victims
-from benchmarks.chaos.watch import Watch
+from benchmarks.chaos.watch import StepObserver
 from benchmarks.envhub.halves import HALF, make_spec
 from benchmarks.table import BenchTable
 from common.config.envs import EnvsSection
@@ -84,12 +84,14 @@ def test_undisturbed_run_uses_no_space_of_the_small_disk(
 
 
 def test_every_role_is_killed_and_stopped() -> None:
-    for kind in (Kind.KILL, Kind.STOP):
+    for kind in (FaultType.KILL, FaultType.STOP):
         assert {fault.role for fault in ALL_FAULTS if fault.kind is kind} == set(Role)
 
 
 def test_fault_cost_excludes_undisturbed_step_time() -> None:
-    killed = Suffered(fault=Fault(Kind.KILL, Role.LEARNER), began_s=4.5, ended_s=4.5, step_s=6.5)
+    killed = Suffered(
+        fault=Fault(FaultType.KILL, Role.LEARNER), began_s=4.5, ended_s=4.5, step_s=6.5
+    )
     story = Story(suffered=[killed], step_times=[0.0, 2.0, 4.0, 11.0, 13.0, 15.0])
     assert story.quiet_step_s == 2.0
     assert story.lost_s == 15.0 - 5 * 2.0  # the steps that it began to make are lost, too
@@ -102,7 +104,7 @@ def test_quantiles_are_of_values_that_were_measured() -> None:
 
 def test_steps_rewritten_by_learner_count_once(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
-    watch = Watch(run_dir)
+    watch = StepObserver(run_dir)
     assert watch.look() == 0
 
     def write(*steps: int, part: str = "") -> int:
@@ -117,7 +119,7 @@ def test_steps_rewritten_by_learner_count_once(tmp_path: Path) -> None:
 
 def test_actor_is_back_after_a_report_since_the_fault(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
-    watch = Watch(run_dir)
+    watch = StepObserver(run_dir)
     actor = {"is_dead": False, "last_seen_s": 1.0, "tokens_per_s": 9.0}
 
     def is_back(*actors: dict[str, Any], after_s: float) -> bool:
@@ -201,17 +203,17 @@ def test_half_characters_appear_only_while_requested(tmp_path: Path) -> None:
 
 def test_missing_process_cannot_be_hit(tmp_path: Path) -> None:
     assert find_victims(NOBODY, Role.LEARNER) == []
-    scene = Scene(supervisor_pid=NOBODY, run_dir=RunDir(root=tmp_path), disk=None)
+    scene = FaultyRun(supervisor_pid=NOBODY, run_dir=RunDir(root=tmp_path), disk=None)
     with pytest.raises(NotPossible, match="no learner runs"):
-        scene.strike(Fault(Kind.KILL, Role.LEARNER))
+        scene.strike(Fault(FaultType.KILL, Role.LEARNER))
     with pytest.raises(NotPossible, match="not an administrator"):
-        scene.strike(Fault(Kind.DISK_FULL))
+        scene.strike(Fault(FaultType.DISK_FULL))
     with pytest.raises(NotPossible, match="no C compiler"):
-        scene.strike(Fault(Kind.CLOCK))
+        scene.strike(Fault(FaultType.CLOCK))
 
 
 @pytest.mark.parametrize("size", [SHORT, USUAL, LONG], ids=["short", "usual", "long"])
-def test_no_size_gives_a_setting_twice(size: Size) -> None:
+def test_no_size_gives_a_setting_twice(size: CampaignSize) -> None:
     """A run refuses a key that is given twice, after the suite has waited for it."""
     keys = [setting.partition("=")[0] for setting in (*size.settings, "train.num_steps=1")]
     assert len(keys) == len(set(keys))

@@ -6,23 +6,23 @@ import pytest
 import uvloop
 
 from benchmarks.envhub import suite as bench
-from benchmarks.envhub.client import Client, HubAnswer, Target
+from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
 from benchmarks.envhub.hub import hub_process, module_process
 from benchmarks.envhub.keep_alive import Load, measure_load
-from benchmarks.envhub.load import Job, Measured, measure
+from benchmarks.envhub.load import LoadJob, LoadResult, measure
 from benchmarks.envhub.soak import Abandoned, Soak
-from benchmarks.envhub.solve import NO_WAY, Outcome, Subset, Tally, sample_items
+from benchmarks.envhub.solve import NO_WAY, SolvedItem, Subset, SubsetResult, sample_items
 from benchmarks.table import BenchTable
 from common.launch.process import ChildFailed
 
 
-def measured(num_steps: int, *, slowest_ms: float) -> Measured:
+def measured(num_steps: int, *, slowest_ms: float) -> LoadResult:
     latencies_ms = [1.0] * (num_steps - num_steps // 50) + [slowest_ms] * (num_steps // 50)
-    return Measured(num_done=num_steps, duration_s=4.0, latencies_ms=latencies_ms)
+    return LoadResult(num_done=num_steps, duration_s=4.0, latencies_ms=latencies_ms)
 
 
 def test_percentile_bounds_its_share_of_latencies() -> None:
-    hundred = Measured(num_done=100, duration_s=2.0, latencies_ms=[float(n) for n in range(100)])
+    hundred = LoadResult(num_done=100, duration_s=2.0, latencies_ms=[float(n) for n in range(100)])
     assert hundred.per_s == 50.0
     assert hundred.percentile_ms(0.5) == 50.0
     assert hundred.percentile_ms(0.99) == 99.0
@@ -64,15 +64,15 @@ def test_sample_is_half_test_items_distinct_and_deterministic() -> None:
 def test_tally_counts_the_items_with_a_fault() -> None:
     subset = Subset(env="e", name="s", num_train=2, num_test=2, max_turns=5)
     outcomes = [
-        Outcome(item_id="s-test-0", num_turns=3),
-        Outcome(item_id="s-test-1", num_turns=5, fault="no end in 5 turns"),
+        SolvedItem(item_id="s-test-0", num_turns=3),
+        SolvedItem(item_id="s-test-1", num_turns=5, fault="no end in 5 turns"),
     ]
-    tally = Tally(subset=subset, outcomes=outcomes, took_s=1.0, num_retried=0)
+    tally = SubsetResult(subset=subset, outcomes=outcomes, took_s=1.0, num_retried=0)
     assert tally.solved_frac == 0.5
     assert [each.item_id for each in tally.faults] == ["s-test-1"]
     assert tally.has_expert
-    helpless = [Outcome(item_id="s-test-0", num_turns=0, fault=NO_WAY)]
-    assert not Tally(subset=subset, outcomes=helpless, took_s=1.0, num_retried=0).has_expert
+    helpless = [SolvedItem(item_id="s-test-0", num_turns=0, fault=NO_WAY)]
+    assert not SubsetResult(subset=subset, outcomes=helpless, took_s=1.0, num_retried=0).has_expert
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_load_counts_steps_of_hub_and_reference_server() -> None:
         for kind in ("step", "open"):
             for env in ("textcraft", "babyai"):
                 for server in (hub, usual):
-                    job = Job(
+                    job = LoadJob(
                         target=server.target,
                         kind=kind,
                         is_reference=server is usual,
@@ -104,7 +104,7 @@ def test_load_counts_steps_of_hub_and_reference_server() -> None:
                     counted = measure(job)
                     assert counted.num_done == len(counted.latencies_ms) > 10
         for kind in ("batch", "batch_open"):
-            job = Job(
+            job = LoadJob(
                 target=hub.target,
                 kind=kind,
                 is_reference=False,
@@ -119,8 +119,8 @@ def test_load_counts_steps_of_hub_and_reference_server() -> None:
     assert status == 401
 
 
-async def _status_without_token(target: Target) -> int:
-    async with Client(Target(url=target.url)) as client:
+async def _status_without_token(target: ServiceTarget) -> int:
+    async with Client(ServiceTarget(url=target.url)) as client:
         with pytest.raises(HubAnswer) as caught:
             await client.want(200, "GET", "/v1/envs")
     return caught.value.status

@@ -35,7 +35,7 @@ from benchmarks.learner.step import (
 )
 from benchmarks.learner.suite import add_peaks, add_step_cost
 from benchmarks.table import BenchTable
-from benchmarks.weights.rounds import BREATH_BYTES, Route, send_rounds
+from benchmarks.weights.rounds import BREATH_BYTES, TransferSetup, send_rounds
 from common.config.compute import Precision
 from common.config.learning import AlgorithmSection, LearnerSection
 from common.errors import ConfigError, EngineError, WeightSyncError
@@ -50,7 +50,7 @@ SHAPE = BatchShape(num_groups=2, group_size=2, max_turns=3, observation_tokens=3
 FP32 = LearnerSection(device="cpu", precision=Precision.FP32, warmup_steps=0, lr=1e-3)
 SMALL = {**MODELS["wide"], "vocab_size": 16_384, "hidden_size": 32, "head_dim": 16}
 ENGINE_SIZED = {**SMALL, "hidden_size": 64, "head_dim": 32}  # The engine supports no smaller heads.
-SIZES = bench_gpu.Sizes(
+SIZES = bench_gpu.GpuWorkload(
     model=ENGINE_SIZED,
     full=ENGINE_SIZED,
     shape=SHAPE,
@@ -297,7 +297,9 @@ def test_sending_reports_the_receivers_error() -> None:
     source = LiveWeights([("weights", torch.ones(1_000))], torch.bfloat16)
     cut = Cut(source.total_bytes, 512)
     with pytest.raises(WeightSyncError, match=r"(?s)receiver:.*nowhere"):
-        send_rounds(source, cut, ["ours"], route=Route(peer_device="nowhere", timeout_s=15.0))
+        send_rounds(
+            source, cut, ["ours"], route=TransferSetup(peer_device="nowhere", timeout_s=15.0)
+        )
 
 
 @pytest.mark.slow
@@ -305,7 +307,7 @@ def test_sender_needs_two_buckets() -> None:
     source = LiveWeights([("weights", torch.ones(40 << 20))], torch.bfloat16)
     cut = Cut(source.total_bytes, 16 << 20)
     assert cut.num == 5
-    sent = send_rounds(source, cut, ["ours"] * 10, route=Route())  # peaks are short
+    sent = send_rounds(source, cut, ["ours"] * 10, route=TransferSetup())  # peaks are short
     assert 1.5 * cut.slot_bytes < sent.peak_bytes <= 2 * cut.slot_bytes + BREATH_BYTES
 
 

@@ -7,11 +7,11 @@ import os
 import psutil
 
 from benchmarks.chaos.victims import Role
-from benchmarks.runs.soak import Sizes, add_role, floor_growth, growth_frac
+from benchmarks.runs.soak import RoleFootprint, add_role, floor_growth, growth_frac
 from benchmarks.table import BenchTable
 
 
-def judged(sizes: Sizes) -> set[str]:
+def judged(sizes: RoleFootprint) -> set[str]:
     table = BenchTable(out=io.StringIO())
     add_role(table, Role.LEARNER, sizes)
     return {row.name for row in table.rows if not row.kept}
@@ -29,16 +29,16 @@ def test_fluctuating_descriptors_are_no_leak() -> None:
 
 def test_restarted_leaking_or_unseen_role_breaks_its_promise() -> None:
     flat = [5.0] * 9
-    assert judged(Sizes({1}, flat, flat, flat)) == set()
-    assert judged(Sizes({1, 2}, flat, flat, flat)) == {"learner, restarts"}
+    assert judged(RoleFootprint({1}, flat, flat, flat)) == set()
+    assert judged(RoleFootprint({1, 2}, flat, flat, flat)) == {"learner, restarts"}
     leaks = [float(i) for i in range(1, 10)]
-    assert judged(Sizes({1}, flat, leaks, flat)) == {"learner, more descriptors"}
+    assert judged(RoleFootprint({1}, flat, leaks, flat)) == {"learner, more descriptors"}
     assert math.isnan(growth_frac([]))
-    assert "learner, growth of memory" in judged(Sizes())
+    assert "learner, growth of memory" in judged(RoleFootprint())
 
 
 def test_a_process_is_sampled_as_it_is() -> None:
-    sizes = Sizes()
+    sizes = RoleFootprint()
     sizes.add(psutil.Process())
     read, write = os.pipe()
     sizes.add(psutil.Process())

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.scheduler.peers import BenchLearner
 from benchmarks.scheduler.suite import (
-    Play,
+    PeerLoad,
     bench_config,
     measure_core,
     measure_floor,
@@ -42,7 +42,7 @@ def test_core_is_measured_over_whole_steps() -> None:
 def test_scheduler_process_serves_peers_over_real_sockets(tmp_path: Path) -> None:
     cfg = bench_config(tmp_path)
     cfg = replace(cfg, groups=replace(cfg.groups, per_step=1))
-    play = Play(num_peers=24, warm_up_s=5.0, measured_s=4.0)
+    play = PeerLoad(num_peers=24, warm_up_s=5.0, measured_s=4.0)
     floor, served = measure_floor(cfg, replace(play, warm_up_s=0.5)), measure_peers(cfg, play)
     assert 0 < floor.episodes_per_s <= 24 / 4.0 * 1.5
     assert floor.cpu_s_per_episode > 0

@@ -16,11 +16,11 @@ from benchmarks.study.horizon import (
     success_svg,
 )
 from benchmarks.study.intervals import gap, iqm, over_seeds
-from benchmarks.study.outcome import Outcome, Point, by_distance
+from benchmarks.study.outcome import Point, SeedResult, by_distance
 from tests.learner.builders import make_trajectory
 
 
-def run(arm: str, seed: int, *curve: float, tokens_per_step: int = 100) -> Outcome:
+def run(arm: str, seed: int, *curve: float, tokens_per_step: int = 100) -> SeedResult:
     """A run evaluated every ten steps; the first success is before training."""
     nan = (float("nan"), float("nan"))
     points = tuple(
@@ -34,7 +34,7 @@ def run(arm: str, seed: int, *curve: float, tokens_per_step: int = 100) -> Outco
         )
         for i, success in enumerate(curve)
     )
-    return Outcome(
+    return SeedResult(
         **{"arm": arm, "seed": seed, "before": curve[0], "after": curve[-1], "after_ci95": nan},
         **{"num_after": 9, "gain": 0.0, "gain_ci95": nan, "trained": 0.0, "num_trained": 1},
         **{"lag_mean": 0.0, "ess_min": 1.0, "points": points},
@@ -97,7 +97,7 @@ def test_success_by_distance_counts_room_items_by_turns() -> None:
 
 
 def test_significant_difference_at_distance_is_marked() -> None:
-    def shifted(seed: int, solved: int) -> Outcome:
+    def shifted(seed: int, solved: int) -> SeedResult:
         plain = run("fixed-short", seed, 0.1, 0.2)
         points = [
             replace(each, by_distance=((4, solved * (each.step == 10)), *each.by_distance[1:]))

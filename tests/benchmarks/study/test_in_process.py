@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.study.command import make_playing
 from benchmarks.study.in_process import InProcessRun
-from benchmarks.study.outcome import Outcome, by_distance
+from benchmarks.study.outcome import SeedResult, by_distance
 from benchmarks.study.plan import merged, read_study
 from common.config.load import load_config
 from common.repository import ROOT
@@ -31,7 +31,7 @@ ROOMS = (
 )
 
 
-def made(*overrides: str) -> tuple[Outcome, bool, InProcessRun]:
+def made(*overrides: str) -> tuple[SeedResult, bool, InProcessRun]:
     cfg = load_config("quickstart", merged(SMALL, overrides), root=ROOT)
     run = InProcessRun(cfg, make_playing)
     return *run.run(arm="a"), run

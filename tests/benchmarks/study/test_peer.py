@@ -5,21 +5,21 @@ import math
 import pytest
 
 from benchmarks.study.peer import steps_of
-from benchmarks.study.sides import Course, Side, Step, comparison, cpu_s_to
+from benchmarks.study.sides import Course, StepClocks, StudyArm, comparison, cpu_s_to
 
 
 def course(*success: float, seed: int = 0, cpu_s: float = 2.0) -> Course:
     """20 steps, horizon 6 and then 10; policies kept every five steps."""
     steps = [
-        Step(step=n, wall_s=1.0 * n, cpu_s=cpu_s * n, horizon=6 if n <= 10 else 10)
+        StepClocks(step=n, wall_s=1.0 * n, cpu_s=cpu_s * n, horizon=6 if n <= 10 else 10)
         for n in range(1, 21)
     ]
     kept = {5 * (i + 1): v for i, v in enumerate(success)}
     return Course(seed=seed, steps=steps, success=kept)
 
 
-def side(*courses: Course) -> Side:
-    return Side(name="a", courses=list(courses))
+def side(*courses: Course) -> StudyArm:
+    return StudyArm(name="a", courses=list(courses))
 
 
 def test_step_seconds_are_within_one_horizon() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.study.command import _starts, tell
-from benchmarks.study.outcome import Outcome, begin, load_outcome
+from benchmarks.study.outcome import SeedResult, begin, load_outcome
 from benchmarks.study.plan import Arm, Does, Run, Study, lag_arms, names, read_study
 from benchmarks.study.queue import Queue, Stopped
 from benchmarks.table import BenchTable
@@ -25,8 +25,8 @@ LAGS = {
 }
 
 
-def outcome_of(run: Run) -> Outcome:
-    return Outcome(
+def outcome_of(run: Run) -> SeedResult:
+    return SeedResult(
         **{"arm": run.arm.name, "seed": run.seed, "before": NAN, "after": 0.5, "num_after": 8},
         **{"after_ci95": (0.2, 0.8), "gain": NAN, "gain_ci95": (NAN, NAN), "trained": 0.5},
         **{"num_trained": 9, "lag_mean": 0.0, "ess_min": 1.0},
@@ -40,7 +40,7 @@ class Recorder:
         self.made: list[str] = []
         self._fails, self._has_acted = fails, has_acted
 
-    def __call__(self, run: Run, _: Path) -> tuple[Outcome, bool]:
+    def __call__(self, run: Run, _: Path) -> tuple[SeedResult, bool]:
         self.made.append(run.name)
         if run.name == self._fails:
             raise LongstrideError(f"{run.name} broke")
@@ -77,7 +77,7 @@ def test_failed_run_is_named_and_other_runs_continue(tmp_path: Path) -> None:
 
 
 def test_unmeasured_processor_seconds_are_not_shown_as_zero(tmp_path: Path) -> None:
-    def measured(run: Run, _: Path) -> tuple[Outcome, bool]:
+    def measured(run: Run, _: Path) -> tuple[SeedResult, bool]:
         return replace(outcome_of(run), cpu_s=61.4 * run.seed), True
 
     queue = make_queue(tmp_path, Recorder())

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.study.outcome import Outcome, Point, read_outcome, success_at_tokens
+from benchmarks.study.outcome import Point, SeedResult, read_outcome, success_at_tokens
 from benchmarks.study.plan import merged
 from benchmarks.study.tables import credit_table, curriculum_table
 from common.store.journal import JournalWriter
@@ -15,8 +15,8 @@ from common.wire.messages import EpisodeKind, Trajectory
 from tests.learner.builders import make_trajectory
 
 
-def make_outcome(arm: str, *points: tuple[int, float, int]) -> Outcome:
-    return Outcome(
+def make_outcome(arm: str, *points: tuple[int, float, int]) -> SeedResult:
+    return SeedResult(
         arm=arm,
         seed=0,
         before=0.4,

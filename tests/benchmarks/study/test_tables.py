@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.study.command import plan_text
 from benchmarks.study.intervals import by_arm
-from benchmarks.study.outcome import Outcome
+from benchmarks.study.outcome import SeedResult
 from benchmarks.study.plan import Does, LagArm, Study, names, read_study
 from benchmarks.study.queue import Queue
 from benchmarks.study.tables import (
@@ -27,7 +27,7 @@ from common.repository import ROOT
 from tests.benchmarks.study.test_horizon import run
 
 
-def lagged(rate: str, lag: int, kind: str, *after: float) -> list[Outcome]:
+def lagged(rate: str, lag: int, kind: str, *after: float) -> list[SeedResult]:
     name = LagArm(rate, lag, kind, True).name
     return [replace(run(name, seed, 0.1, each), points=()) for seed, each in enumerate(after)]
 

@@ -49,13 +49,14 @@ def test_engines_and_learner_prefer_separate_gpus(
     ("num_gpus", "overrides", "words"),
     [
         (2, ["learner.num_ranks=3"], "learner.num_ranks=3 with learner.device=auto"),
-        (2, ["learner.device=cuda:2"], "up to number 2, and 2 answer"),
+        (2, ["learner.device=cuda:2"], "up to number 2, and this machine has 2"),
         (1, ["actor.tensor_parallel_size=2"], "actor.tensor_parallel_size=2: one engine needs"),
         (
             4,
             ["actor.placement=apart", "actor.num_actors=2", "learner.num_ranks=3"],
-            "actor.num_actors=2 x actor.tensor_parallel_size=1 = 2 GPUs beside the learner's 3, and"
-            " 4 answer; actor.placement=colocated",
+            "actor.num_actors=2 x actor.tensor_parallel_size=1 = 2 GPUs in"
+            " addition to the learner's 3, and"
+            " this machine has 4. Use actor.placement=colocated",
         ),
     ],
 )
@@ -157,6 +158,8 @@ def test_role_that_needs_two_slices_is_refused(override: str, repository: Path) 
     found = shown_gpus(SLICED, None)
     check_slices(load_config("smoke", [], root=repository), found)
     cfg = load_config("smoke", [override], root=repository)
-    with pytest.raises(ConfigError, match=re.escape(f"{override}: the GPUs here are slices")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{override}: the GPUs of this machine are MIG slices")
+    ):
         check_slices(cfg, found)
     check_slices(cfg, shown_gpus(WHOLE, None))

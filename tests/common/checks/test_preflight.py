@@ -50,7 +50,7 @@ def test_complete_configuration_passes_preflight(model: Path, repository: Path) 
 def test_cpu_engine_refuses_small_attention_heads_early(tmp_path: Path, repository: Path) -> None:
     sizes = {"hidden_size": 128, "num_attention_heads": 8, "num_hidden_layers": 1}
     model = write_model(tmp_path / "small", num_rest=1, vocab_size=64, **sizes)
-    words = r"attention heads of 16; .* takes 32, 64, .* sft\.num_heads=4 of sft\.hidden_size=128"
+    words = r"heads have size 16, .* supports 32, 64, .* sft\.num_heads=4 with sft\.hidden_size=128"
     with pytest.raises(ConfigError, match=words):
         check(configure(model, repository), repository)
     check(configure(model, repository, "actor.num_actors=0"), repository)
@@ -87,7 +87,7 @@ def test_taken_port_is_refused_by_its_key(model: Path, repository: Path) -> None
 
 def test_one_port_for_two_roles_is_refused(model: Path, repository: Path) -> None:
     cfg = configure(model, repository, "scheduler.port=45123", "learner.port=45123")
-    with pytest.raises(ConfigError, match=r"learner.port=45123: scheduler.port has the same"):
+    with pytest.raises(ConfigError, match=r"learner.port=45123: scheduler.port uses this port"):
         check(cfg, repository)
 
 
@@ -95,15 +95,20 @@ def test_one_port_for_two_roles_is_refused(model: Path, repository: Path) -> Non
 def test_foreign_host_address_is_refused_by_key(role: str, model: Path, repository: Path) -> None:
     for host in ("192.0.2.1", "no-such-host.invalid"):
         cfg = configure(model, repository, f"{role}.host={host}")
-        with pytest.raises(ConfigError, match=rf"^{role}\.host={host}: no address of this machine"):
+        with pytest.raises(
+            ConfigError, match=rf"^{role}\.host={host}: not an address of this machine"
+        ):
             check(cfg, repository)
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["actor.max_model_len=100000"], "actor.max_model_len=100000: the model knows 32768 pos"),
-        (["actor.kv_cache_blocks=1000000000"], "actor.kv_cache_blocks=1000000000: take"),
+        (
+            ["actor.max_model_len=100000"],
+            "actor.max_model_len=100000: the model supports 32768 pos",
+        ),
+        (["actor.kv_cache_blocks=1000000000"], "actor.kv_cache_blocks=1000000000: they need"),
         (["envhub.session_lease_s=2"], "envhub.session_lease_s=2: must be >= actor.turn_timeout"),
     ],
 )
@@ -170,15 +175,17 @@ def test_missing_compiler_error_names_the_package(
     monkeypatch.setenv("CXX", "no-such-compiler")
     compiler_problem.cache_clear()
     try:
-        with pytest.raises(ConfigError, match=r"no C\+\+ compiler 'no-such-compiler'.*g\+\+"):
+        with pytest.raises(ConfigError, match=r"the C\+\+ compiler 'no-such-compiler'.*g\+\+"):
             check(configure(model, repository), repository)
         no_engine = "actor.num_actors=0"
         check(configure(model, repository, no_engine), repository)
-        with pytest.raises(ConfigError, match=r"^learner\.compile=true compiles: .*g\+\+"):
+        with pytest.raises(ConfigError, match=r"^learner\.compile=true needs a compiler: .*g\+\+"):
             check(configure(model, repository, no_engine, "learner.compile=true"), repository)
         for check_offline in (check_sft, check_dpo):
             check_offline(configure(model, repository), repository)
-            with pytest.raises(ConfigError, match=r"^learner\.compile=true compiles: .*g\+\+"):
+            with pytest.raises(
+                ConfigError, match=r"^learner\.compile=true needs a compiler: .*g\+\+"
+            ):
                 check_offline(configure(model, repository, "learner.compile=true"), repository)
     finally:
         compiler_problem.cache_clear()
@@ -186,7 +193,7 @@ def test_missing_compiler_error_names_the_package(
 
 @pytest.mark.skipif(has_cuda(), reason="a GPU answers here")
 def test_missing_gpu_is_refused(model: Path, repository: Path) -> None:
-    with pytest.raises(ConfigError, match=r"learner\.device=cuda: no NVIDIA GPU answers"):
+    with pytest.raises(ConfigError, match=r"learner\.device=cuda: nvidia-smi lists no GPU"):
         check_devices(configure(model, repository, "learner.device=cuda"))
 
 
@@ -204,7 +211,7 @@ def test_shipped_policy_is_overwritten_only_on_request(repository: Path) -> None
 def test_run_directory_has_one_launcher(tmp_path: Path) -> None:
     with (
         hold_run(tmp_path, name="a"),
-        pytest.raises(ConfigError, match=r"run\.name=a: this run is going on"),
+        pytest.raises(ConfigError, match=r"run\.name=a: this run is already running"),
         hold_run(tmp_path, name="a"),
     ):
         pass

@@ -71,7 +71,7 @@ def with_gpu(folder: Path, *, mib: int, number: int = 1) -> str:
 def test_dry_run_prints_memory_plan_without_gpu() -> None:
     done = dry_run("--config", "textcraft-qwen7b")
     assert done.returncode == 0, done.stderr
-    assert "# no GPU here; on the machine that it is made for, 1 node with 8 GPUs" in done.stdout
+    assert "# This machine has no GPU. Plan for the target, 1 node with 8 GPUs" in done.stdout
     for label in ("learner weights", "gradients", "optimizer", "reference", "activations"):
         assert re.search(rf"#\s+[\d.]+ GiB  {label}", done.stdout), label
     assert "# objective: maximise" in done.stdout
@@ -94,10 +94,10 @@ def test_small_gpu_is_refused_quickly_with_numbers(overrides: list[str], tmp_pat
 def test_role_process_across_two_nodes_is_refused() -> None:
     two = ("machine.num_nodes=2", "machine.num_gpus=4")
     shape = read_shape(ROOT / load("textcraft-qwen7b").model.path)
-    with pytest.raises(ConfigError, match=r"learner\.num_ranks=6: ranks are processes of one node"):
+    with pytest.raises(ConfigError, match=r"learner\.num_ranks=6: all ranks run on one node"):
         plan_named(load("textcraft-qwen7b", *two, "learner.num_gpus=6", "actor.num_gpus=2"), shape)
     wide = ("learner.num_gpus=3", "actor.tensor_parallel_size=2", "actor.num_gpus=4")
-    with pytest.raises(ConfigError, match=r"GPUs of two nodes of 4"):
+    with pytest.raises(ConfigError, match=r"GPUs of two nodes, which have 4 each"):
         plan_named(load("textcraft-qwen7b", *two, *wide), shape)
 
 
@@ -120,13 +120,13 @@ def test_gpu_count_of_a_role_sets_processes(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["learner.num_gpus=4", "learner.num_ranks=2"], "learner.num_ranks=2 take a GPU each"),
-        (["learner.num_gpus=1", "learner.device=cpu"], "learner.device=cpu uses none"),
+        (["learner.num_gpus=4", "learner.num_ranks=2"], "must be 0 or learner.num_ranks=2"),
+        (["learner.num_gpus=1", "learner.device=cpu"], "must be 0 with learner.device=cpu"),
         (
             ["actor.num_gpus=3", "actor.tensor_parallel_size=2"],
-            "actor.num_actors=1 x actor.tensor_parallel_size=2 = 2; give that, or 0",
+            "must be 0 or (actor.num_actors=1) x actor.tensor_parallel_size=2 = 2",
         ),
-        (["actor.num_gpus=3", "actor.num_actors=2"], "actor.num_actors=2 x actor.tensor_par"),
+        (["actor.num_gpus=3", "actor.num_actors=2"], "(actor.num_actors=2) x actor.tensor_par"),
     ],
 )
 def test_wrong_gpu_sum_is_refused_with_numbers(
@@ -139,7 +139,7 @@ def test_wrong_gpu_sum_is_refused_with_numbers(
 
 def test_gpu_request_is_refused_without_a_gpu(repository: Path) -> None:
     cfg = load_config("smoke", ["actor.num_gpus=1"], root=repository)
-    with pytest.raises(ConfigError, match=r"actor\.num_gpus=1: no NVIDIA GPU answers"):
+    with pytest.raises(ConfigError, match=r"actor\.num_gpus=1: nvidia-smi lists no GPU"):
         check_devices(cfg)
 
 
@@ -149,4 +149,4 @@ def test_plan_lists_identical_neighbours_once() -> None:
     lines = plan_lines(make_plan(cfg, read_shape(ROOT / cfg.model.path), on=on, host_bytes=0))
     heads = [line for line in lines if line.startswith("memory, ")]
     assert len(heads) == 4  # rank 0, the other ranks, the engines, the host
-    assert "gpu 1 and 2 more like it, up to gpu 3" in heads[1]
+    assert "gpu 1 and 2 equal ones, up to gpu 3" in heads[1]

@@ -59,19 +59,28 @@ def test_horizon_override_may_have_another_kind(repository: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("horizon.stages=[13, 6]", "horizon.stages=[13, 6]: positive turns, strictly increasing"),
+        (
+            "horizon.stages=[13, 6]",
+            "horizon.stages=[13, 6]: must be positive, strictly increasing turns",
+        ),
         (
             "horizon.per_env.babyai.stages=[6, 6]",
-            "horizon.per_env.babyai.stages=[6, 6]: positive turns, strictly increasing",
+            "horizon.per_env.babyai.stages=[6, 6]: must be positive, strictly increasing turns",
         ),
-        ("horizon.per_env.babyai.kind=gate", "horizon.per_env.babyai.kind='gate': one of fixed"),
-        ("horizon.per_env.babyia.stages=[6]", "horizon.per_env.babyia='babyia': no task is of"),
+        (
+            "horizon.per_env.babyai.kind=gate",
+            "horizon.per_env.babyai.kind='gate': must be one of fixed",
+        ),
+        (
+            "horizon.per_env.babyia.stages=[6]",
+            "horizon.per_env.babyia='babyia': no task has this environment",
+        ),
         ("horizon.per_env.babyai.stage=[6]", "no such key"),
         (
             "horizon.per_env.babyai/GoTu.stages=[6]",
-            "horizon.per_env.babyai/GoTu='babyai/GoTu': no task is of this subset",
+            "horizon.per_env.babyai/GoTu='babyai/GoTu': no task has this subset",
         ),
-        ("horizon.per_env=3", "horizon.per_env=3: expects names with sections of kind, stages"),
+        ("horizon.per_env=3", "horizon.per_env=3: expects a map from names to sections with"),
         ("horizon.kind=adaptive", "expects one of fixed, stepwise, linear, gated"),
         ("horizon.gated.min_steps=5", "horizon.gated.min_steps=5: must be >= horizon.gated.window"),
         ("horizon.gated.ess_frac=2", "horizon.gated.ess_frac=2.0: must be in [0, 1]"),

@@ -27,7 +27,7 @@ def test_key_help_shows_type_default_and_constraint() -> None:
 def test_choice_help_explains_every_option() -> None:
     text = help_text(["train.mode"])
     assert "one of async, sync" in text
-    assert "generate a batch, train, publish, repeat" in text
+    assert "learner trains on it and publishes its weights" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("section", SECTIONS)

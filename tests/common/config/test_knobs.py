@@ -25,8 +25,8 @@ from common.config.knobs import (
     TEXT,
     URL,
     WORD,
-    Form,
-    Law,
+    Constraint,
+    Pattern,
     check,
 )
 from common.config.load import load_config
@@ -42,7 +42,7 @@ BASE = RunConfig(
 )
 
 
-def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Law | None]]:
+def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Constraint | None]]:
     """Yield key, type, text and law of all that is no section, also of those in lists."""
     for field in fields(section):
         kind = field_kinds(section)[field.name]
@@ -95,7 +95,7 @@ def test_every_key_has_a_help_text(key: str, text: str | None) -> None:
 @pytest.mark.parametrize(
     ("key", "kind", "law"), [(key, kind, law) for key, kind, _, law in NUMBERS]
 )
-def test_number_out_of_bounds_is_refused(key: str, kind: Any, law: Law) -> None:
+def test_number_out_of_bounds_is_refused(key: str, kind: Any, law: Constraint) -> None:
     step = 1 if kind is not float else 1e-9
     low = law.ge - step if law.ge is not None else law.gt
     high = law.le + max(step, law.le * 1e-9) if law.le is not None else law.lt
@@ -112,7 +112,7 @@ WAITS = [(key, law) for key, _, _, law in NUMBERS if key.endswith("_s")]
 
 
 @pytest.mark.parametrize(("key", "law"), WAITS)
-def test_configured_wait_stays_within_library_limits(key: str, law: Law) -> None:
+def test_configured_wait_stays_within_library_limits(key: str, law: Constraint) -> None:
     assert key.startswith("simulator.") or (law.le is not None and law.le <= LONGEST_S)
 
 
@@ -127,13 +127,13 @@ def test_longest_and_shortest_waits_are_accepted() -> None:
 
 
 @pytest.mark.parametrize(("key", "kind", "law"), [(key, kind, law) for key, kind, _, law in TEXTS])
-def test_overlong_text_is_refused_by_its_key(key: str, kind: Any, law: Law) -> None:
+def test_overlong_text_is_refused_by_its_key(key: str, kind: Any, law: Constraint) -> None:
     message, _ = refusal(key, kind, "x" * 100_000)
     assert message.startswith(key)
 
 
 @pytest.mark.parametrize(("key", "kind", "law"), [(key, kind, law) for key, kind, _, law in TEXTS])
-def test_malformed_text_is_refused_by_its_key(key: str, kind: Any, law: Law) -> None:
+def test_malformed_text_is_refused_by_its_key(key: str, kind: Any, law: Constraint) -> None:
     for value in ("two\nlines", "nul\0", *(["banana"] if law.one_of else [])):
         message, told = refusal(key, kind, value)
         assert message == f"{told}{law.phrase}"
@@ -176,9 +176,9 @@ def test_wrong_type_is_refused_by_its_key(key: str, kind: Any) -> None:
     ],
 )
 def test_text_pattern_accepts_exactly_its_values(
-    form: Form, right: list[str], wrong: list[str]
+    form: Pattern, right: list[str], wrong: list[str]
 ) -> None:
-    law = Law(form=form)
+    law = Constraint(form=form)
     assert [text for text in right if not law.allows(text)] == []
     assert [text for text in wrong if law.allows(text)] == []
 
@@ -198,12 +198,15 @@ def test_section_cannot_be_changed() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("learner.device=banana", "learner.device='banana': auto, cpu, cuda or cuda:<number>"),
+        (
+            "learner.device=banana",
+            "learner.device='banana': must be auto, cpu, cuda or cuda:<number>",
+        ),
         ("learner.beta1=2", "learner.beta1=2.0: must be in [0, 1)"),
         ("actor.gpu_memory_frac=7", "actor.gpu_memory_frac=7.0: must be in (0, 1]"),
         ("learner.max_tokens_per_microbatch=0", "learner.max_tokens_per_microbatch=0: must be"),
         ("actor.delivery_window=0", "actor.delivery_window=0: must be"),
-        ("log.level=LOUD", "log.level='LOUD': one of DEBUG, INFO"),
+        ("log.level=LOUD", "log.level='LOUD': must be one of DEBUG, INFO"),
         ("learner.keep_checkpoints=-1", "learner.keep_checkpoints=-1: must be"),
         ("learner.checkpoint_every_steps=0", "learner.checkpoint_every_steps=0: must be"),
         ("envhub.capacity=0", "envhub.capacity=0: must be"),
@@ -214,12 +217,12 @@ def test_section_cannot_be_changed() -> None:
         ("tasks[0].weight=.inf", "tasks[0].weight=inf: must be"),
         ("groups.size=1000000000", "groups.size=1000000000: must be in [1, 4096]"),
         ("learner.port=70000", "learner.port=70000: must be in [0, 65535]"),
-        ("run.name=../../etc", "run.name='../../etc': a plain file name"),
-        ("run.name=latest", "run.name='latest': a plain file name"),
-        ("run.name=", "run.name='': a plain file name"),
-        ("run.dir=", "run.dir='': a path"),
-        ("envhub.host=no such host", "envhub.host='no such host': an address"),
-        ("tasks[0].env=a b", "tasks[0].env='a b': an environment's name"),
+        ("run.name=../../etc", "run.name='../../etc': must be a plain file name"),
+        ("run.name=latest", "run.name='latest': must be a plain file name"),
+        ("run.name=", "run.name='': must be a plain file name"),
+        ("run.dir=", "run.dir='': must be a path"),
+        ("envhub.host=no such host", "envhub.host='no such host': must be an address"),
+        ("tasks[0].env=a b", "tasks[0].env='a b': must be an environment's name"),
     ],
 )
 def test_absurd_value_is_refused_by_its_key(override: str, words: str, repository: Path) -> None:
@@ -237,18 +240,24 @@ def test_absurd_value_is_refused_by_its_key(override: str, words: str, repositor
         ({"scheduler.dead_after_s": 1.0}, "scheduler.dead_after_s=1.0: must be > scheduler.heart"),
         ({"groups.min_size": 9}, "groups.min_size=9: must be at most groups.size=8"),
         ({"learner.hold_back_steps": 5}, "learner.hold_back_steps=5: must be at most learner.max"),
-        ({"learner.controller.ess_skip": 0.8}, "learner.controller.ess_target=0.9: ess_skip <="),
+        (
+            {"learner.controller.ess_skip": 0.8},
+            "learner.controller.ess_target=0.9: must be >= ess_gate",
+        ),
         ({"horizon.gated.min_steps": 39}, "horizon.gated.min_steps=39: must be >= horizon.gated."),
-        ({"horizon.stages": [5, 5]}, "horizon.stages=[5, 5]: positive turns, strictly increasing"),
-        ({"horizon.stages": []}, "horizon.stages=[]: positive turns, strictly increasing"),
+        ({"horizon.stages": [5, 5]}, "horizon.stages=[5, 5]: must be positive, strictly"),
+        ({"horizon.stages": []}, "horizon.stages=[]: must be positive, strictly"),
         ({"mixture.temperature": 2.0}, "mixture.temperature=2.0: changes nothing"),
         ({"sft.num_heads": 3}, "sft.num_heads=3: must divide sft.hidden_size=128"),
         ({"sft.num_kv_heads": 3}, "sft.num_kv_heads=3: must divide sft.num_heads=4"),
-        ({"policy.url": "http://h/v1"}, "policy.model='': policy.url needs the name of a model"),
+        ({"policy.url": "http://h/v1"}, "policy.model='': must name a model of the endpoint"),
         ({"policy.backoff_s": 61.0}, "policy.backoff_s=61.0: must be at most policy.max_backoff"),
-        ({"env.url": "http://h"}, "env.url='http://h': goes together with env.dialect"),
-        ({"actor.kv_cache_blocks": 3}, "actor.kv_cache_blocks=3: no room for one episode of"),
-        ({"tasks": [TASK, TASK]}, "tasks='babyai/GoTo': is there twice"),
+        ({"env.url": "http://h"}, "env.url='http://h': env.url and env.dialect need"),
+        (
+            {"actor.kv_cache_blocks": 3},
+            "actor.kv_cache_blocks=3: too few blocks for one episode of",
+        ),
+        ({"tasks": [TASK, TASK]}, "tasks='babyai/GoTo': is listed twice"),
     ],
 )
 def test_contradiction_is_refused_by_its_keys(changes: dict[str, object], words: str) -> None:

@@ -36,13 +36,13 @@ def test_hub_accepts_every_samplable_action(repository: Path) -> None:
     sizes = ["actor.max_model_len=1000000", "actor.max_turn_tokens=65537"]
     told = error_of([MODEL, *sizes], repository)
     assert told.startswith(
-        "envhub.max_action_mib=16: actor.max_turn_tokens=65537 can sample 17 MiB"
+        "envhub.max_action_mib=16: must be at least 17: actor.max_turn_tokens=65537"
     )
     enough = load_config(None, [MODEL, *sizes, "envhub.max_action_mib=17"], root=repository)
     assert enough.envhub.max_action_mib == 17
     told = error_of([MODEL, sizes[0], "actor.max_turn_tokens=200000"], repository)
     assert told.startswith(
-        "actor.max_turn_tokens=200000: can sample 49 MiB; an action has at most 48"
+        "actor.max_turn_tokens=200000: can sample 49 MiB, but an action has at most 48"
     )
 
 
@@ -62,7 +62,7 @@ def test_config_file_inherits_from_its_named_default(tmp_path: Path, repository:
 def test_circular_config_files_are_refused(tmp_path: Path, repository: Path) -> None:
     write(tmp_path, "a", "defaults: b\n")
     config = write(tmp_path, "b", "defaults: a\n")
-    assert "comes back to itself" in error_of([], repository, config)
+    assert "returns to this file" in error_of([], repository, config)
 
 
 def test_enum_is_given_by_its_value(repository: Path) -> None:
@@ -99,7 +99,7 @@ def test_one_field_of_one_task_is_overridable(repository: Path) -> None:
         ("horizon.per_env.maze.stages[0]=5", "horizon.per_env.maze.stages has 0 entries"),
         ("tasks=[{env: a, subset: b, wieght: 2}]", "tasks[0].wieght=2: no such key"),
         ("tasks=[{env: a}]", "tasks[0].subset is not set"),
-        ("tasks=[{env: a, subset: b}, {env: a, subset: b}]", "tasks='a/b': is there twice"),
+        ("tasks=[{env: a, subset: b}, {env: a, subset: b}]", "tasks='a/b': is listed twice"),
         ("learner=3", "learner=3: expects a section"),
         ("learner.lr", "learner.lr: an override is key=value"),
         ("groups.size=0", "groups.size=0: must be in [1, 4096]"),
@@ -139,9 +139,12 @@ def test_error_in_a_file_names_the_file(tmp_path: Path, repository: Path) -> Non
         ("- a", ": expects sections at the top, not ['a']"),
         ("run: {name: a}\nrun: {name: b}\n", " line 2: not valid YAML: found duplicate key run"),
         ("learner:\n  lr: 1\n  lr: 2\n", " line 3: not valid YAML: found duplicate key lr"),
-        ("defaults: /etc/passwd", ": defaults=/etc/passwd: expects the name of a file beside"),
-        ("defaults: [a]", ": defaults=['a']: expects the name of a file beside"),
-        ("defaults: nosuch", ": defaults=nosuch: expects the name of a file beside"),
+        (
+            "defaults: /etc/passwd",
+            ": defaults=/etc/passwd: expects the name, without .yaml, of a file",
+        ),
+        ("defaults: [a]", ": defaults=['a']: expects the name, without .yaml, of a file"),
+        ("defaults: nosuch", ": defaults=nosuch: expects the name, without .yaml, of a file"),
         ("run: {name: \udcff}", ": cannot be read as UTF-8 text"),
     ],
 )

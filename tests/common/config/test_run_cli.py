@@ -80,17 +80,20 @@ def children_cpu_s() -> float:
         ),
         (
             ["--config", "smoke", "learner.optimizer=muon", "learner.moments=8bit"],
-            "learner.moments='8bit': learner.optimizer=muon keeps one moment",
+            "learner.moments='8bit': must be fp32 with learner.optimizer=muon",
         ),
-        (["actor", "--join", "h:1"], "--join HOST:PORT and --key FILE go together"),
-        (["train", "--join", "h:1", "--key", "k"], "--join: only actor and envhub join"),
+        (["actor", "--join", "h:1"], "--join HOST:PORT and --key FILE: each needs the other"),
+        (
+            ["train", "--join", "h:1", "--key", "k"],
+            "--join: only the commands actor and envhub can join",
+        ),
         (["actor", "--join", "h:1", "--key", "/nosuch"], "--key /nosuch: No such file"),
         (["actor", "--join", "h", "--key", "/nosuch"], "--join h: expects HOST:PORT"),
-        (["trian"], "trian: neither a command nor key=value; the nearest is train"),
+        (["trian"], "trian: not a command or key=value; the nearest command is train"),
         (["train", "oops"], "oops: an override is key=value"),
         (["--confg", "smoke"], "--confg"),
         *[
-            ([command, f"run.name={name}"], f"run.name={name!r:.100}: a plain file name")
+            ([command, f"run.name={name}"], f"run.name={name!r:.100}: must be a plain file name")
             for command in ("train", "status", "actor", "learner", "merge")
             for name in ("", ".", "..", "../a", "/a", "latest", "a\nb", "x" * 300)
         ],
@@ -103,7 +106,7 @@ def children_cpu_s() -> float:
         (["train", "--config", "smoke", "horizon.stages=" + "[" * 9000], "horizon.stages=[[["),
         (["train", "--config", "smoke", "tasks=${run.name}"], "tasks=${run.name}: expects"),
         (["train", "--config", "smoke", "envhub.envs=['os:system']"], "envhub.envs: environment"),
-        (["train", "--config", "smoke", "envhub.host=192.0.2.1"], "envhub.host=192.0.2.1: no add"),
+        (["train", "--config", "smoke", "envhub.host=192.0.2.1"], "envhub.host=192.0.2.1: not an"),
         (["--config", "smoke", "model.path=/nosuch"], "model.path=/nosuch: no such directory"),
         (
             ["--config", "smoke", "tasks=[{env: babyia, subset: GoToLocal}]"],
@@ -113,8 +116,8 @@ def children_cpu_s() -> float:
         (["--config", "smoke", "tasks=[]"], "tasks=[]: a run needs at least one"),
         (["--config", "smoke", "tasks[0].weight=0"], "tasks=0.0: the weights must not sum to zero"),
         (["--config", "smoke", "horizon.stages=[5, 5]"], "horizon.stages=[5, 5]"),
-        (["eval", "--config", "smoke", "tasks=[]"], "tasks=[]: an evaluation needs at least one"),
-        (["eval", "--config", "smoke", "eval.num_items=0"], "eval.num_items=0: leaves no held-out"),
+        (["eval", "--config", "smoke", "tasks=[]"], "tasks=[]: add at least one task"),
+        (["eval", "--config", "smoke", "eval.num_items=0"], "eval.num_items=0: must not be 0"),
         (["actor", "train.mode=fast"], "train.mode=fast"),
         (["status", "run.name=never-started"], "run.name=never-started"),
         (["--dry-run", "--config", "smoke", "model.path=/nosuch"], "model.path=/nosuch: no such"),
@@ -131,7 +134,10 @@ def children_cpu_s() -> float:
             "envhub.url=http://127.0.0.1:9: no answer",
         ),
         (["sft", "sft.output=configs/policies/tiny"], "give sft.overwrite=true"),
-        (["train", "--json", "figures.json"], "--json: bench and recompute alone have it"),
+        (
+            ["train", "--json", "figures.json"],
+            "--json: only the commands bench and recompute accept it",
+        ),
         (["bench", "--suite", "tail", "--json", "run.py/a"], "--json=run.py/a: no file can be"),
         (["bench", "--suite", "nosuch"], f"--suite=nosuch: one of {SUITES}"),
         (["doctor", "model.path=a", "model.path=b"], "model.path is given twice"),
@@ -288,7 +294,7 @@ def test_doctor_examines_the_run_of_its_arguments(call: Call) -> None:
     assert "-> model.path=/nosuch: no such directory" in done.stdout
     right = call("doctor", "--config", "smoke")
     assert "config smoke" in right.stdout
-    assert "ready to start; needs about host" in right.stdout
+    assert "a run can start and needs memory: host" in right.stdout
     for line in ("ok   c++ compiler", "ok   cpu ", "ok   system "):
         assert line in right.stdout
 
@@ -297,7 +303,7 @@ def test_doctor_examines_the_run_of_its_arguments(call: Call) -> None:
 def test_preset_doctor_names_missing_value_and_continues(call: Call) -> None:
     done = call("doctor", "--config", "textcraft-qwen7b")
     assert "-> model.path is not set: give model.path=" in done.stdout
-    assert "on the machine that it is made for, 1 node with 8 GPUs of 79.6 GiB:" in done.stdout
+    assert "Plan for the target, 1 node with 8 GPUs of 79.6 GiB:" in done.stdout
     assert "env textcraft" in done.stdout
 
 

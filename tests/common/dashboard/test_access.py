@@ -12,13 +12,13 @@ from common.config.run_config import ModelSection, RunConfig
 from common.dashboard.reading.sources import Sources
 from common.dashboard.run_state import details
 from common.dashboard.run_view import view_run
-from common.dashboard.web.access import Access
+from common.dashboard.web.access import AccessMiddleware
 from common.dashboard.web.app import STATIC, make_app
 from common.dashboard.web.fleet import slots
 from common.dashboard.web.overview import flat_config, pools
 from common.dashboard.web.play import PATH, Told
 from common.dashboard.web.server import dashboard, listen
-from common.dashboard.web.watch import Watch
+from common.dashboard.web.watch import SourceRefresher
 from common.dashboard.words import status_line
 from common.errors import ConfigError
 from common.repository import ROOT
@@ -55,21 +55,21 @@ class Echo:
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Generator[Watch]:
+def watch(tmp_path: Path) -> Generator[SourceRefresher]:
     make_run(tmp_path / "a")
     make_run(tmp_path / "b", 12)
-    watch = Watch(Sources([], runs=tmp_path))
+    watch = SourceRefresher(Sources([], runs=tmp_path))
     watch.start()
     yield watch
     watch.stop()
 
 
-def client(watch: Watch, *, host: str = "127.0.0.1", token: str = "") -> TestClient:
-    app = make_app(watch, Access(host=host, token=token, writable=PATH), Echo())
+def client(watch: SourceRefresher, *, host: str = "127.0.0.1", token: str = "") -> TestClient:
+    app = make_app(watch, AccessMiddleware(host=host, token=token, writable=PATH), Echo())
     return TestClient(app, base_url="http://127.0.0.1:8600", follow_redirects=False)
 
 
-def test_loopback_dashboard_accepts_only_its_host_name(watch: Watch) -> None:
+def test_loopback_dashboard_accepts_only_its_host_name(watch: SourceRefresher) -> None:
     page = client(watch)
     assert page.get("/api/runs").status_code == 200
     assert page.get("/api/runs", headers={"host": "evil.example:8600"}).status_code == 403
@@ -78,7 +78,7 @@ def test_loopback_dashboard_accepts_only_its_host_name(watch: Watch) -> None:
     assert policy.startswith("default-src 'self'")
 
 
-def test_only_the_dashboard_page_may_play(watch: Watch) -> None:
+def test_only_the_dashboard_page_may_play(watch: SourceRefresher) -> None:
     page = client(watch)
     body, own = {"id": "1", "action": "go"}, {"origin": "http://127.0.0.1:8600"}
     assert page.post("/api/play/step", json=body, headers=own).json() == body
@@ -117,7 +117,7 @@ def test_only_the_dashboard_page_may_play(watch: Watch) -> None:
     assert guarded.post("/api/play/step", json=body, headers=own).status_code == 401
 
 
-def test_recorded_episode_is_served_with_its_actions(watch: Watch) -> None:
+def test_recorded_episode_is_served_with_its_actions(watch: SourceRefresher) -> None:
     page = client(watch)
     page.get("/api/run/a")
     found = page.get("/api/run/a/pictures", params={"id": "g0000000/0"}).json()
@@ -125,7 +125,7 @@ def test_recorded_episode_is_served_with_its_actions(watch: Watch) -> None:
     assert page.get("/api/run/a/pictures", params={"id": "none"}).status_code == 404
 
 
-def test_public_dashboard_requires_the_token(watch: Watch) -> None:
+def test_public_dashboard_requires_the_token(watch: SourceRefresher) -> None:
     page = client(watch, host="0.0.0.0", token="swordfish")
     for path in ("/", "/api/runs", "/static/main.js", "/api/events"):
         assert page.get(path).status_code == 401
@@ -136,7 +136,7 @@ def test_public_dashboard_requires_the_token(watch: Watch) -> None:
     assert page.get("/api/runs").status_code == 200  # by the cookie
 
 
-def test_answers_contain_the_data_of_every_view(watch: Watch) -> None:
+def test_answers_contain_the_data_of_every_view(watch: SourceRefresher) -> None:
     page = client(watch)
     found = page.get("/api/run/a").json()
     assert found["ledger"]["issued"] == 41
@@ -172,7 +172,7 @@ def test_malformed_run_file_hides_nothing_else(tmp_path: Path, name: str) -> Non
         run_dir, cfg = RunDir(root=tmp_path / f"a{i}"), RunConfig(model=ModelSection(path="m"))
         assert status_line(view_run(run_dir, cfg.train, cfg.horizon))
         assert details(cfg, run_dir)
-    watch = Watch(Sources([], runs=tmp_path))
+    watch = SourceRefresher(Sources([], runs=tmp_path))
     watch.start()
     page = client(watch)
     found = {
@@ -184,7 +184,7 @@ def test_malformed_run_file_hides_nothing_else(tmp_path: Path, name: str) -> Non
     assert set(found.values()) == {200}, found
 
 
-def test_invalid_request_is_refused_by_name(watch: Watch) -> None:
+def test_invalid_request_is_refused_by_name(watch: SourceRefresher) -> None:
     page = client(watch)
     assert "colour" in page.get("/api/run/a/episodes", params={"colour": "red"}).json()["error"]
     assert page.get("/api/run/none").status_code == 404

@@ -16,7 +16,7 @@ import pytest
 from playwright.sync_api import Page, Request, expect, sync_playwright
 from tokenizers import Tokenizer
 
-from actor.play.doors import Door, door_path
+from actor.play.doors import ChatEndpoint, endpoint_path
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from tests.actor.toy_servers import ToyEndpoint, serve
@@ -59,8 +59,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     answer = {"choices": [said_next], "model": f"a, version 12 {HOSTILE}"}
     with serve(ToyEndpoint(script=[answer]).app()) as actor:
         (run_dir.root / "keys").mkdir()
-        door = Door(url=f"{actor}/v1", key="k", host=socket.gethostname())
-        door_path(run_dir.root, "actor-0").write_text(door.as_text(), encoding="utf-8")
+        door = ChatEndpoint(url=f"{actor}/v1", key="k", host=socket.gethostname())
+        endpoint_path(run_dir.root, "actor-0").write_text(door.as_text(), encoding="utf-8")
         server = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", env=env)
         try:
             assert server.stdout is not None

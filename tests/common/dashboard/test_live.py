@@ -15,7 +15,7 @@ from rich.console import Console
 from common.config.curriculum import HorizonKind, HorizonSection
 from common.config.run_config import ModelSection, TrainSection
 from common.dashboard.live import LiveDisplay
-from common.dashboard.pace import Pace, start_of
+from common.dashboard.pace import EtaEstimator, start_of
 from common.dashboard.run_state import state_line, stop_line
 from common.dashboard.run_view import RunView, view_run
 from common.dashboard.words import ledger_line, sparkline, status_line
@@ -191,9 +191,9 @@ def test_slow_phases_show_the_remaining_time(tmp_path: Path) -> None:
     run_dir.status.write_text(json.dumps({**told, "actors": []}), encoding="utf-8")
     state = LaunchState(began_at=time.time() - 90, started_at={"actor-0": time.time() - 34})
     write_json(run_dir.launch, asdict(state))
-    pace = Pace(model, usual=usual)
+    pace = EtaEstimator(model, usual=usual)
     pace.look(view_of(run_dir))
-    state = replace(state, **pace.told())
+    state = replace(state, **pace.as_dict())
     assert state.usual_s == {"actor-0": 50.0}
     assert usual.seconds(start_of("learner", model)) is None  # it had started already
     write_json(run_dir.launch, asdict(replace(state, phase_began_at=time.time() - 20)))
@@ -226,7 +226,7 @@ def test_stop_shows_limit_and_skip_hint(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     state = {"began_at": time.time(), "started_at": {}, "stop_deadline": time.time() + 40.4}
     run_dir.launch.write_text(json.dumps(state), encoding="utf-8")
-    told = "the learner may take 40s to save; Ctrl-C again stops at once"
+    told = "the learner may take 40s to save; a second Ctrl-C ends it at once"
     assert f"stopping: {told}" in status_line(view_of(run_dir))
     assert told in show(run_dir)
 

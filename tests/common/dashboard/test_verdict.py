@@ -184,7 +184,7 @@ def test_external_load_suppresses_advice_for_more_concurrency() -> None:
 
 def test_verdict_before_first_step_names_current_phase() -> None:
     groups = {"ready": 1, "open": 3}
-    status = {"phase": "train", "gate": "gate: 4 groups ahead of the learner", "groups": groups}
+    status = {"phase": "train", "gate": "gate: 4 groups are ahead of the learner", "groups": groups}
     playing = judge([], {}, {**status, "learner": {"waiting_for": "actors: a batch"}})
     assert playing.sentence.startswith("the actors play the first batch (1 groups ready, 3 open)")
     works = judge([], {}, {**status, "learner": {"waiting_for": ""}})

@@ -144,19 +144,25 @@ def test_export_skips_expert_failed_and_evaluation_episodes(tmp_path):
     [
         ({"messages": [{"role": "user", "content": 3}]}, "record 1: a message is int, not text"),
         ({"steps": ["x"]}, "record 1: a message is str, not a map"),
-        ({"token_ids": [1], "loss_mask": []}, "not equally many"),
-        ({"token_ids": [1], "loss_mask": [True], "policy": "model"}, "a journal's own record"),
-        ({"token_ids": [1, "2"], "loss_mask": [False, True]}, "token ids are whole numbers"),
-        ({"token_ids": [1, 2**40], "loss_mask": [False, True]}, "token ids are whole numbers"),
-        ({"token_ids": [1, 2], "loss_mask": [0, "x"]}, "loss_mask holds true and false"),
-        ({**GOOD, "logprobs": [0.0]}, "logprobs are numbers, as many as the tokens"),
-        ({**GOOD, "logprobs": "no"}, "logprobs are numbers"),
+        ({"token_ids": [1], "loss_mask": []}, "must be lists of the same length"),
+        (
+            {"token_ids": [1], "loss_mask": [True], "policy": "model"},
+            "an internal record of a journal",
+        ),
+        ({"token_ids": [1, "2"], "loss_mask": [False, True]}, "token ids must be whole numbers"),
+        ({"token_ids": [1, 2**40], "loss_mask": [False, True]}, "token ids must be whole numbers"),
+        (
+            {"token_ids": [1, 2], "loss_mask": [0, "x"]},
+            "loss_mask must contain only true and false",
+        ),
+        ({**GOOD, "logprobs": [0.0]}, "logprobs must be a list with one number"),
+        ({**GOOD, "logprobs": "no"}, "logprobs must be a list"),
         ({**GOOD, "reward": "much"}, "'reward' is 'much', not a number"),
         ({**GOOD, "segment": [], "num_segments": 2}, r"'segment' is \[\], not a number"),
         ({"steps": [], "extra": [1]}, "'extra' is list, not a map"),
         ({"steps": [{"metrics": [1]}]}, "'metrics' is list, not a map"),
-        ({"steps": [{"metrics": LOGPROBS}]}, "completion_token_ids and logprobs are not equally"),
-        ({"token_ids": [1, 10**6], "loss_mask": [False, True]}, "another tokenizer wrote it"),
+        ({"steps": [{"metrics": LOGPROBS}]}, "completion_token_ids and logprobs must be"),
+        ({"token_ids": [1, 10**6], "loss_mask": [False, True]}, "written with another tokenizer"),
         (
             {
                 "steps": [
@@ -255,7 +261,7 @@ def test_export_command_writes_the_requested_format(tmp_path, capsys):
     writer.close()
     base = ["journal", str(tmp_path / "r"), "export", f"to={tmp_path / 'out.jsonl'}"]
     assert run.main([*base, "--format", "atif"]) == 2
-    assert "the run kept no tokenizer" in capsys.readouterr().err
+    assert "the run has no tokenizer" in capsys.readouterr().err
     (tmp_path / "r" / "tokenizer").symlink_to(POLICY)
     assert run.main([*base, "--format", "atif"]) == 0
     assert (
@@ -263,7 +269,7 @@ def test_export_command_writes_the_requested_format(tmp_path, capsys):
         == "ATIF-v1.7"
     )
     assert run.main([*base, "--format", "xml"]) == 2
-    assert "--format xml: one of json, agenttraj" in capsys.readouterr().err
+    assert "--format xml: must be one of json, agenttraj" in capsys.readouterr().err
     assert parse([*base, "--format", "sft"], root=ROOT).overrides[-1] == "format=sft"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "r"]
 

@@ -116,7 +116,7 @@ def test_function_call_conflicts_are_refused_by_name(changes: dict, named: str) 
 
 @pytest.mark.parametrize("own", [{"plan": True}, {"reflect_on_invalid": True}])
 def test_plans_and_reflections_are_refused_beside_branches(own: dict) -> None:
-    with pytest.raises(ConfigError, match=r"actor\.context='fold': .* beside actor\.plan"):
+    with pytest.raises(ConfigError, match=r"actor\.context='fold': .* with actor\.plan"):
         RunConfig(actor=ActorSection(context=ContextKind.FOLD, **own))
 
 

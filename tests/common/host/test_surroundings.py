@@ -83,7 +83,9 @@ def test_private_folder_of_another_user_is_rejected(stranger: Path) -> None:
 @needs_root
 def test_unwritable_cache_folder_is_named(stranger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/usr/none/below")
-    with pytest.raises(ConfigError, match=r"^XDG_CACHE_HOME=/usr/none/below: it cannot be written"):
+    with pytest.raises(
+        ConfigError, match=r"^XDG_CACHE_HOME=/usr/none/below: the folder is not writable"
+    ):
         check_caches()
     monkeypatch.setenv("XDG_CACHE_HOME", str(stranger / "below"))
     check_caches()
@@ -126,7 +128,7 @@ def test_non_utf8_locale_accepts_umlauts_in_arguments(locale: str) -> None:
 @pytest.mark.parametrize(
     ("variable", "words"),
     [
-        ("TMPDIR=/none", "TMPDIR=/none: there is no such folder"),
+        ("TMPDIR=/none", "TMPDIR=/none: the folder does not exist"),
         ("WANDB_MODE=off", "WANDB_MODE=off: must be one of online"),
         ("WANDB_DISABLED=maybe", "WANDB_DISABLED=maybe: must be true or false"),
     ],

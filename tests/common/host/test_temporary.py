@@ -64,12 +64,12 @@ def test_long_path_without_link_place_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["TMPDIR", "TEMP", "TMP"])
 def test_missing_folder_is_refused_by_its_variable(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name}=.*/none: there is no such folder"):
+    with pytest.raises(ConfigError, match=rf"^{name}=.*/none: the folder does not exist"):
         check_temporary({name: str(tmp_path / "none")})
 
 
 def test_folder_without_permission_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^TMPDIR=/proc: no file can be written there"):
+    with pytest.raises(ConfigError, match=r"^TMPDIR=/proc: the folder is not writable"):
         check_temporary({"TMPDIR": "/proc"})
 
 

@@ -53,5 +53,5 @@ def test_proxy_status_error_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("url", ["", "hub:8080", "ftp://hub", "http://"])
 def test_unsupported_address_scheme_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="no address such as http://host:8080"):
+    with pytest.raises(ValueError, match="not an address such as http://host:8080"):
         request(url, timeout_s=1.0)

@@ -71,7 +71,7 @@ def test_error_names_the_proxy_without_its_password(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("http_proxy", "http://me:secret@proxy.example:3128")
     assert route_note(OTHER) == (
         " (through the proxy http://proxy.example:3128 of http_proxy; "
-        "add elsewhere.example to no_proxy if it is reached directly)"
+        "add elsewhere.example to no_proxy to connect to it directly)"
     )
 
 

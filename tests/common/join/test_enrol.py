@@ -117,7 +117,7 @@ def test_node_with_its_own_model_receives_none(scheduler: Scheduler) -> None:
     ("request_", "words"),
     [
         (replace(REQUEST, product="0.0.1"), "install the same version on both machines"),
-        (replace(REQUEST, role="learner"), "one of actor, envhub may join"),
+        (replace(REQUEST, role="learner"), "cannot join; these roles can: actor, envhub"),
         (replace(REQUEST, is_remote=True), r"start it with learner\.host=0"),
     ],
 )
@@ -141,10 +141,10 @@ def test_key_of_another_run_is_refused_immediately(scheduler: Scheduler, tmp_pat
     stranger = replace(
         scheduler.key, client_public=other.node_public, client_secret=other.node_secret
     )
-    with pytest.raises(ConfigError, match="the key is not this run's"):
+    with pytest.raises(ConfigError, match="the key belongs to another run; copy"):
         enrol(scheduler.address, stranger, REQUEST, timeout_s=WAIT_S)
     elsewhere = read_join_key(write_join_key(tmp_path / "other", other, run_name="b"), role="actor")
-    with pytest.raises(ConfigError, match="the key is another run's"):
+    with pytest.raises(ConfigError, match="or the key belongs to another run"):
         enrol(scheduler.address, elsewhere, REQUEST, timeout_s=1.0)
 
 
@@ -152,7 +152,7 @@ def test_unreachable_join_address_is_named(scheduler: Scheduler, tmp_path: Path)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"--join {address}: unreachable within"):
+        with pytest.raises(ConfigError, match=f"--join {address}: no connection within"):
             enrol(parse_address(address), scheduler.key, REQUEST, timeout_s=0.5)
     assert cached(tmp_path) == []
 
@@ -169,7 +169,7 @@ def test_damaged_file_is_refused_and_removed(scheduler: Scheduler, tmp_path: Pat
         return replace(answer, content=b"y" * len(answer.content)) if is_part else answer
 
     scheduler.alter = spoil
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: came damaged"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: damaged in transfer"):
         enrol(scheduler.address, scheduler.key, REQUEST, timeout_s=WAIT_S)
     assert cached(tmp_path) == []
 
@@ -207,7 +207,7 @@ def test_join_key_holds_no_run_secrets(scheduler: Scheduler) -> None:
         each in text for each in (keys.server_secret, keys.client_secret, keys.hub_token)
     )
     assert scheduler.key_path.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(ConfigError, match="nobody can listen"):
+    with pytest.raises(ConfigError, match="joining node cannot listen"):
         Router(scheduler.key.as_keys(), host="127.0.0.1", port=0).close()
 
 
@@ -228,13 +228,13 @@ def key_text(**changes: Any) -> str:
     ("text", "mode", "words"),
     [
         (None, 0o600, "No such file.*copy runs/NAME/keys"),
-        (key_text(), 0o644, "others may read it; chmod 600"),
-        ("no json", 0o600, "no key file of this version"),
-        ("[1]", 0o600, "no key file of this version"),
-        (key_text(format=2), 0o600, "no key file of this version"),
-        (key_text(client_secret="short"), 0o600, "no key file of this version"),
-        (key_text(run=None), 0o600, "no key file of this version"),
-        (key_text(roles=["envhub"]), 0o600, "lets its holder be envhub, not actor"),
+        (key_text(), 0o644, "other users may read it; run chmod 600"),
+        ("no json", 0o600, "not a key file of this version"),
+        ("[1]", 0o600, "not a key file of this version"),
+        (key_text(format=2), 0o600, "not a key file of this version"),
+        (key_text(client_secret="short"), 0o600, "not a key file of this version"),
+        (key_text(run=None), 0o600, "not a key file of this version"),
+        (key_text(roles=["envhub"]), 0o600, "this key is for envhub, not for actor"),
     ],
 )
 def test_bad_key_file_is_refused_with_remedy(

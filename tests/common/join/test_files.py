@@ -27,7 +27,7 @@ def write_model(folder: Path) -> Path:
 )
 def test_nested_or_unknown_file_is_refused(name: str) -> None:
     assert not is_shareable(name)
-    with pytest.raises(ConfigError, match="may not travel"):
+    with pytest.raises(ConfigError, match="a joining node receives only"):
         check_bounds([SharedFile(name=name, num_bytes=1, sha256="")])
 
 
@@ -44,9 +44,9 @@ def test_oversized_transfer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MAX_TOTAL_BYTES", 10)
     check_bounds([file("a.json", 5), file("b.json", 5)])
     for wrong in ([file("a.json", 6), file("b.json", 5)], [file("a.json", 1)] * 2):
-        with pytest.raises(ConfigError, match="may travel"):
+        with pytest.raises(ConfigError, match="a joining node receives at most"):
             check_bounds(wrong)
-    with pytest.raises(ConfigError, match="may not travel"):
+    with pytest.raises(ConfigError, match="a joining node receives only"):
         check_bounds([file("a.json", -1)])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.config.command_line import Request, parse
+from common.config.command_line import ParsedCommand, parse
 from common.config.load import load_config
 from common.dashboard.probe import HUNG_S, why_not_live, why_not_ready
 from common.dashboard.run_view import view_run
@@ -39,7 +39,7 @@ def containers() -> dict[str, dict[str, Any]]:
     return {pod["containers"][0]["name"]: pod for pod in pods}
 
 
-def asked(words: list[str]) -> Request:
+def asked(words: list[str]) -> ParsedCommand:
     """Return what a command line asks for, if this version understands all of it."""
     assert words[0].endswith(".venv/bin/python")
     assert words[1] == "run.py"

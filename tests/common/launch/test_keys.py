@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.config.requested import load_joined
 from common.config.run_config import ModelSection, RunConfig, RunSection
 from common.errors import ConfigError
@@ -17,8 +17,8 @@ from common.wire.access.identities import Identities
 from common.wire.security import create_keys, own_keys
 
 
-def ask(*words: str) -> Request:
-    return Request(
+def ask(*words: str) -> ParsedCommand:
+    return ParsedCommand(
         command="revoke", config=None, overrides=[*words], is_dry=False, suite=None, json=None
     )
 
@@ -35,9 +35,9 @@ def test_key_is_revoked_by_its_exact_name(tmp_path: Path) -> None:
     found = known.find(keys.client_public)
     assert found is not None
     assert found.is_revoked
-    with pytest.raises(ConfigError, match=r"nobody: no key of that name.*actor-3"):
+    with pytest.raises(ConfigError, match=r"nobody: no key in .* has this name.*actor-3"):
         revoke_key(ask("run.name=a", "nobody"), root=tmp_path, load=load, say=print)
-    with pytest.raises(ConfigError, match="expects one name"):
+    with pytest.raises(ConfigError, match="give one name"):
         revoke_key(ask("run.name=a"), root=tmp_path, load=load, say=print)
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from common.config.load import load_config
 from common.config.run_config import RunSection
-from common.launch.base import Ending, LaunchState, RoleSpec, Watch
+from common.launch.base import Ending, LaunchState, RoleSpec, StallDetector
 from common.launch.commands import reachable_at
-from common.launch.launcher import Launcher
+from common.launch.launcher import RoleSupervisor
 from common.launch.local import start_here
 from common.launch.roles import make_role_specs
 from common.launch.supervise import stop_timeout_s
@@ -76,7 +76,7 @@ def launch(
     stop_timeout_s: float = 5,
     quick_stop_s: float = 5,
     states: list[LaunchState] | None = None,
-    watch: Watch | None = None,
+    watch: StallDetector | None = None,
 ) -> Ending:
     deadline = time.monotonic() + 20.0
 
@@ -87,7 +87,7 @@ def launch(
         on_poll()
 
     with start_here() as starter:
-        launcher = Launcher(
+        launcher = RoleSupervisor(
             starter,
             stop_timeout_s=lambda: stop_timeout_s,
             quick_stop_s=min(stop_timeout_s, quick_stop_s),
@@ -176,13 +176,13 @@ def test_cleanly_exited_role_restarts_only_after_grace(
     learner = role(tmp_path, "learner", ENDS_WITH, has_left, ends_run=True)
 
     def on_poll() -> None:
-        if "role left role=actor-0" in caplog.messages:
+        if "role exited normally role=actor-0" in caplog.messages:
             has_left.touch()
 
     with caplog.at_level("INFO", "common.launch"):
         assert launch([actor, learner], on_poll).exit_code == 0
     assert starts.read_text(encoding="utf-8") == "x"
-    assert "role left role=actor-0" in caplog.messages  # and no word of beginning again
+    assert "role exited normally role=actor-0" in caplog.messages  # and no word of beginning again
 
 
 class Told:
@@ -208,7 +208,7 @@ def test_exited_role_of_finished_run_stays_away(
     learner = role(tmp_path, "learner", ENDS_WITH, may_end, ends_run=True)
 
     def on_poll() -> None:
-        polls.extend([1] * ("role left role=scheduler" in caplog.messages))
+        polls.extend([1] * ("role exited normally role=scheduler" in caplog.messages))
         if len(polls) > 20:  # its backoff is over since long
             may_end.touch()
 
@@ -269,8 +269,8 @@ def test_two_identical_failed_starts_end_the_run(tmp_path: Path) -> None:
     assert starts.read_text(encoding="utf-8") == "xx"
     assert ending.exit_code == 1
     assert ending.reason == (
-        "actor-0 cannot start: EngineError: no room for 2 GiB; two starts failed alike, "
-        f"the whole log: {actor.log_path}"
+        "actor-0 cannot start: EngineError: no room for 2 GiB. Two starts failed with this error. "
+        f"Log: {actor.log_path}"
     )
 
 
@@ -407,13 +407,15 @@ def test_roles_die_with_a_killed_launcher(tmp_path: Path, repository: Path) -> N
     pids = tmp_path / "pids"
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from common.launch.base import RoleSpec\nfrom common.launch.launcher import Launcher\n"
+        "from common.launch.base import RoleSpec\n"
+        "from common.launch.launcher import RoleSupervisor\n"
         "from common.launch.local import start_here\n"
         "pids, stay = sys.argv[1], sys.argv[2]\n"
         "argv = (sys.executable, '-S', '-c', stay, pids)\n"
         "spec = RoleSpec(name='a', argv=argv, log_path=Path(pids + '.log'))\n"
         "with start_here() as starter:\n"
-        "    Launcher(starter, stop_timeout_s=lambda: 5.0).run([spec], on_poll=lambda _: None)\n"
+        "    supervisor = RoleSupervisor(starter, stop_timeout_s=lambda: 5.0)\n"
+        "    supervisor.run([spec], on_poll=lambda _: None)\n"
     )
     stay = (
         "import os, signal, sys; open(sys.argv[1] + '.part', 'w').write(str(os.getpid()));"
@@ -458,7 +460,7 @@ def test_only_repeated_restarts_back_off(tmp_path: Path) -> None:
         "raise SystemExit(3)"
     )
     with start_here() as starter:
-        launcher = Launcher(starter, stop_timeout_s=lambda: 1.0, first_backoff_s=6.0)
+        launcher = RoleSupervisor(starter, stop_timeout_s=lambda: 1.0, first_backoff_s=6.0)
         spec = role(tmp_path, "learner", code, ends_run=True, max_restarts=2)
         assert launcher.run([spec], on_poll=lambda _: None).exit_code == 1
     first, second, third = map(float, path.read_text(encoding="utf-8").split())

@@ -56,7 +56,7 @@ def test_wait_for_a_child_has_a_deadline(tmp_path: Path, ready: Path) -> None:
     child = start(tmp_path, STAYS, ready)
     try:
         child.wait_until(ready.exists, timeout_s=20.0)
-        with pytest.raises(ChildFailed, match=r"child: nothing within 0\.1s"):
+        with pytest.raises(ChildFailed, match=r"child: not ready within 0\.1 s"):
             child.wait_until(lambda: False, timeout_s=0.1)
     finally:
         assert child.stop(timeout_s=10.0)

@@ -20,7 +20,7 @@ def fail(error: BaseException, folder: Path | None, *, has_begun: bool = False) 
 
 
 def test_failed_import_raises_config_error_with_remedy(tmp_path: Path) -> None:
-    law = "ModuleNotFoundError: No module named 'vllm'; `make setup` installs"
+    law = "ModuleNotFoundError: No module named 'vllm'; run `make setup`"
     with pytest.raises(ConfigError, match=law):
         fail(ModuleNotFoundError("No module named 'vllm'"), tmp_path)
 

@@ -12,7 +12,7 @@ from common.config.evaluation import EvalSection
 from common.config.run_config import ModelSection, RunConfig, RunSection, TaskSection
 from common.errors import ConfigError
 from common.report.model import Report, SubsetScore
-from common.report.results import Play, paired_gain, score
+from common.report.results import HeldOutEpisode, paired_gain, score
 from common.report.write import write_report
 from common.store.journal import JournalWriter
 from common.store.run_dir import RunDir
@@ -21,8 +21,10 @@ from common.wire.messages import EndReason, EpisodeKind, Trajectory
 from tests.common.store.test_journal import make_trajectory
 
 
-def play(index: int, *, is_success: bool, subset: str = "a") -> Play:
-    return Play(item=("e", f"{subset}-test-{index}"), subset=subset, is_success=is_success)
+def play(index: int, *, is_success: bool, subset: str = "a") -> HeldOutEpisode:
+    return HeldOutEpisode(
+        item=("e", f"{subset}-test-{index}"), subset=subset, is_success=is_success
+    )
 
 
 def make_eval(name: str, index: int, *, is_success: bool, subset: str = "depth2") -> Trajectory:

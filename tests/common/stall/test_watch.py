@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from common.config.run_config import OnStall, RunSection
-from common.launch.base import EXIT_FAILED, EXIT_FINISHED, LaunchState, RoleSpec, Verdict
-from common.launch.launcher import Launcher
+from common.launch.base import EXIT_FAILED, EXIT_FINISHED, LaunchState, RoleSpec, StallVerdict
+from common.launch.launcher import RoleSupervisor
 from common.launch.local import start_here
 from common.repository import ROOT
 from common.stall.beacon import boot_id
@@ -30,7 +30,7 @@ WAITING = {  # a filtered-out step: the scheduler draws no more, the learner has
 STATUS = {
     "phase": "train",
     "version": 7,
-    "gate": "gate: 4 groups ahead of the learner",
+    "gate": "gate: 4 groups are ahead of the learner",
     "groups": {"open": 0, "ready": 4, "filtered": 9, "opened": 40},
     "ledger": {"trained": 70, "filtered": 36, "stale": 0, "eval": {"evaluated": 0}},
     "actors": [{"name": "actor-0", "waiting_for": "scheduler: leases", "unchanged_s": 1e6}],
@@ -90,7 +90,7 @@ def test_hung_role_is_reported_and_restarted(tmp_path: Path, how: str) -> None:
         assert time.monotonic() < deadline, "nobody noticed"
 
     with start_here() as starter:
-        launcher = Launcher(
+        launcher = RoleSupervisor(
             starter,
             stop_timeout_s=lambda: 1.0,
             finish_grace_s=0.1,
@@ -168,7 +168,7 @@ def test_exiting_role_hangs_only_beyond_its_limit(
 )
 def test_culprit_is_end_or_cycle_of_waits(waiting: dict[str, str], ends: list[str]) -> None:
     if waiting["actor-0"] == "scheduler: leases" and ends != ["learner"]:
-        waiting = waiting | {"scheduler": "learner: gate: 4 groups ahead of the learner"}
+        waiting = waiting | {"scheduler": "learner: gate: 4 groups are ahead of the learner"}
     assert culprits(waiting) == ends
 
 
@@ -201,7 +201,7 @@ class Standing:
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.watch = StallWatch(self.run_dir, RunSection(**policy), turn_s=300.0)
 
-    def verdict_within(self, seconds: float) -> Verdict | None:
+    def verdict_within(self, seconds: float) -> StallVerdict | None:
         """Return the first verdict within these seconds."""
         processes = {name: StoodProcess() for name in WAITING}
         ends = self.now + seconds
@@ -228,7 +228,7 @@ def test_stalled_run_is_reported_and_restarted(
     assert verdict.restart == ["learner", "actor-0", "scheduler"]
     (report,) = run.run_dir.stalls.iterdir()
     text = report.read_text(encoding="utf-8")
-    assert "counted no episode and no step" in text
+    assert "finished no episode and no step" in text
     assert "learner (main): waits for actors: a batch, since" in text
     assert "actor-0 (main): waits for scheduler: leases" in text
     assert "groups 0 open, 4 ready, 9 filtered" in text
@@ -294,7 +294,7 @@ def test_repeated_deaths_end_run_only_without_progress(tmp_path: Path, has_progr
             os.kill(os.getpid(), signal.SIGTERM)
 
     with start_here() as starter:
-        launcher = Launcher(
+        launcher = RoleSupervisor(
             starter,
             stop_timeout_s=lambda: 1.0,
             first_backoff_s=0.01,

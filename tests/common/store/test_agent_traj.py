@@ -56,9 +56,9 @@ def test_record_without_item_id_is_read(tmp_path: Path) -> None:
     ("record", "reason"),
     [
         ('{"conversations": [', "record 2 is not JSON"),
-        (42, "record 2: no list under 'conversations'"),
-        ({"item_id": "x"}, "record 2: no list"),
-        ({"conversations": "hello"}, "record 2: no list"),
+        (42, "record 2: 'conversations' must be a list"),
+        ({"item_id": "x"}, "record 2: .conversations. must be a list"),
+        ({"conversations": "hello"}, "record 2: .conversations. must be a list"),
         ({"conversations": ["hello"]}, "record 2: a message is str"),
         ({"conversations": [{"from": "system", "value": ""}]}, "record 2: a message needs 'from'"),
         ({"conversations": [{"from": "gpt", "value": None}]}, "record 2: a message needs"),
@@ -82,7 +82,7 @@ def test_lone_surrogates_are_replaced_and_reported(
     path.write_text(json.dumps({"conversations": messages}) + "\n", encoding="utf-8")
     (conversation,) = read_conversations(path)
     assert [message.text for message in conversation.messages] == ["a \ufffd", "b"]
-    assert "replaced halves of characters in 1 messages" in caplog.text
+    assert "replaced unpaired surrogates in 1 messages" in caplog.text
     path.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="UTF-8"):
         read_conversations(path)

@@ -303,7 +303,7 @@ def test_journal_refuses_a_second_writing_process(tmp_path: Path) -> None:
     second = subprocess.run(
         command, cwd=root, check=False, capture_output=True, encoding="utf-8", timeout=30
     )
-    assert "another process is writing" in second.stderr
+    assert "another process writes this journal" in second.stderr
     writer.close()
     third = subprocess.run(
         command, cwd=root, check=False, capture_output=True, encoding="utf-8", timeout=30

@@ -13,7 +13,7 @@ from common.config.services import JournalSection
 from common.store.journal import JournalWriter, read_journal
 from common.store.run_dir import RunDir, write_json
 from common.store.segments import JournalPosition, list_segments, load_pruned
-from common.store.upkeep import Limits, Upkeep, prune_old
+from common.store.upkeep import RetentionLimits, Upkeep, prune_old
 from tests.common.store.test_journal import make_trajectory
 
 NUM = 5
@@ -46,7 +46,7 @@ def test_list_shows_segments_needed_by_a_restart(
     lines = text.splitlines()
     assert code == 0
     assert [line[:6] for line in lines[:NUM]] == [f"{i:06d}" for i in range(NUM)]
-    assert ["a restart reads it" in line for line in lines[:NUM]] == [False] * 3 + [True] * 2
+    assert ["needed by a restart" in line for line in lines[:NUM]] == [False] * 3 + [True] * 2
 
 
 def test_verify_reports_damage_and_continues(
@@ -61,8 +61,8 @@ def test_verify_reports_damage_and_continues(
     path.write_bytes(content)
     code, text = carry_out(run_dir, capsys, "verify")
     assert code == 1
-    assert "damaged: g0000000/0: a step consumed it, and the journal lacks it" in text
-    assert f"damaged: {path} from offset 0 on" in text
+    assert "damaged: g0000000/0: a step trained it, but the journal lacks it" in text
+    assert f"damaged: {path}: no valid record from offset 0" in text
     assert f"{NUM - 1} episodes" in text
 
 
@@ -114,14 +114,14 @@ def test_wrong_usage_error_shows_correct_usage(
 def test_oldest_segments_go_by_size_and_age(run_dir: RunDir) -> None:
     paths = list_segments(run_dir.journal)
     size = paths[0].stat().st_size
-    prune_old(run_dir.journal, Limits(), before=NUM)
+    prune_old(run_dir.journal, RetentionLimits(), before=NUM)
     assert len(list_segments(run_dir.journal)) == NUM
-    prune_old(run_dir.journal, Limits(keep_bytes=4.5 * size), before=NUM)
+    prune_old(run_dir.journal, RetentionLimits(keep_bytes=4.5 * size), before=NUM)
     assert list(list_segments(run_dir.journal)) == [1, 2, 3, 4]
     os.utime(paths[1], (time.time() - 100, time.time() - 100))
-    prune_old(run_dir.journal, Limits(keep_s=50), before=NUM)
+    prune_old(run_dir.journal, RetentionLimits(keep_s=50), before=NUM)
     assert list(list_segments(run_dir.journal)) == [2, 3, 4]
-    prune_old(run_dir.journal, Limits(keep_bytes=0), before=3)
+    prune_old(run_dir.journal, RetentionLimits(keep_bytes=0), before=3)
     assert list(list_segments(run_dir.journal)) == [3, 4]
     assert load_pruned(run_dir.journal).before == 3
 

@@ -28,7 +28,7 @@ def test_missing_role_is_named_after_the_wait(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     run_dir.publish_address("learner", "old")
     run_dir.forget_address("learner")
-    with pytest.raises(LongstrideError, match=r"no learner within 0\.01s"):
+    with pytest.raises(LongstrideError, match=r"no learner within 0\.01 s"):
         run_dir.wait_for_address("learner", timeout_s=0.01)
 
 

@@ -64,7 +64,7 @@ def test_finished_run_resumes_for_more_steps(run_dir: RunDir) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b"\0\xff", b"[]", b"5", b'{"version": "a"}'])
 def test_damaged_finish_note_error_names_the_remedy(run_dir: RunDir, content: bytes) -> None:
     run_dir.finished.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"finished\.json: damaged.*remove it"):
+    with pytest.raises(ConfigError, match=r"finished\.json: damaged.*remove the file"):
         prepare(config(), run_dir)
 
 

@@ -70,7 +70,7 @@ def test_restarted_scheduler_keeps_known_addresses() -> None:
 
 def test_remote_loopback_address_is_refused_with_remedy() -> None:
     book = AddressBook(lambda: f"tcp://{FAR}:9")
-    with pytest.raises(ConfigError, match=r"start the run with learner\.host=0\.0\.0\.0"):
+    with pytest.raises(ConfigError, match=r"Start the run with learner\.host=0\.0\.0\.0"):
         book.take(directory(1, "tcp://127.0.0.1:5"))
     with pytest.raises(ConfigError, match=r"envhub\.host=0\.0\.0\.0"):
         book.take(directory(1, "tcp://*:5", hub="http://localhost:80"))
@@ -78,7 +78,7 @@ def test_remote_loopback_address_is_refused_with_remedy() -> None:
 
 def test_known_local_address_survives_a_lost_route(monkeypatch: pytest.MonkeyPatch) -> None:
     local_address_towards.cache_clear()
-    with pytest.raises(WireError, match=r"no way to nosuch\.invalid"):
+    with pytest.raises(WireError, match=r"no network route to nosuch\.invalid"):
         local_address_towards("nosuch.invalid")
     known = local_address_towards("127.0.0.1")
     monkeypatch.setattr("socket.getaddrinfo", lambda *_: [])

@@ -211,8 +211,8 @@ def test_wire_refuses_values_outside_the_enum(value: Any) -> None:
         ([1, "float64", [3]], "not \\[frame"),
         ([1, "int32", [-3]], "not \\[frame"),
         ([1, "int32", [3.0]], "not \\[frame"),
-        ([0, "int32", [3]], "points at frame 0"),
-        ([99, "int32", [3]], "points at frame 99"),
+        ([0, "int32", [3]], "refers to frame 0"),
+        ([99, "int32", [3]], "refers to frame 99"),
         ([1, "int32", [2**62, 2**62]], "not \\[frame"),
         ([1, "int32", [2**28, 2**28]], "bytes for shape"),
         ([LAST, "int32", [0, *[2**28] * 3]], "array is too big"),
@@ -228,7 +228,7 @@ def test_wire_refuses_an_array_unlike_its_frame(array: Any, reason: str) -> None
 def test_wire_refuses_bools_beyond_0_and_1() -> None:
     frames = trajectory_frames(loss_mask=[LAST, "bool", [3]])
     assert decode([*frames, b"\0\1\1"]).loss_mask.tolist() == [False, True, True]
-    with pytest.raises(WireError, match="neither 0 nor 1"):
+    with pytest.raises(WireError, match="a bool must be 0 or 1"):
         decode([*frames, b"\0\1\2"])
 
 

@@ -14,7 +14,7 @@ from common.wire.addresses import local_address_towards
 from common.wire.collective import (
     ALIGN_BYTES,
     BroadcastGroup,
-    Place,
+    CollectiveMember,
     choose_interface,
     interface_of,
     lay_out,
@@ -28,7 +28,9 @@ HOST = "127.0.0.1"
 def join(
     store: Any, rank: int, *, epoch: int = 1, world_size: int = 2, timeout_s: float = 5.0
 ) -> BroadcastGroup:
-    return BroadcastGroup(store, Place(rank, world_size, "gloo", timeout_s, HOST), epoch=epoch)
+    return BroadcastGroup(
+        store, CollectiveMember(rank, world_size, "gloo", timeout_s, HOST), epoch=epoch
+    )
 
 
 def random_bytes(num: int, *, seed: int = 0) -> Tensor:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.errors import WeightSyncError
-from common.wire.collective import BroadcastGroup, Place
+from common.wire.collective import BroadcastGroup, CollectiveMember
 from common.wire.rendezvous.client import GroupStore, StoreLine
 from common.wire.rendezvous.server import MAX_GROUP_BYTES, MAX_GROUPS, StorePlace
 from tests.common.wire.meeting import HOST, Meeting
@@ -28,9 +28,9 @@ def test_store_keys_are_awaited_counted_and_deleted() -> None:
     assert ours.check(["here", "count"])
     assert ours.delete_key("here")
     assert not theirs.check(["here"])
-    with pytest.raises(WeightSyncError, match=r"nobody set \['here'\]"):
+    with pytest.raises(WeightSyncError, match=r"no process set \['here'\]"):
         theirs.get("here")
-    with pytest.raises(WeightSyncError, match="nobody set"):
+    with pytest.raises(WeightSyncError, match="no process set"):
         theirs.wait(["here"], timedelta(seconds=0.1))
     meeting.close()
 
@@ -44,7 +44,7 @@ def test_rendezvous_requires_key_and_group_membership() -> None:
         GroupStore(StoreLine(stranger, answer_s=0.1), meeting.group, timeout_s=0.1).get("rank_0")
     former = GroupStore(StoreLine(place), "a group that it left", timeout_s=1.0)
     for reach in (lambda: former.get("rank_0"), lambda: former.set("rank_0", b"mine")):
-        with pytest.raises(WeightSyncError, match="not open here"):
+        with pytest.raises(WeightSyncError, match="this group is not open"):
             reach()
     assert member.get("rank_0") == b"address"
     meeting.close()
@@ -56,11 +56,11 @@ def test_group_storage_is_bounded_and_expires() -> None:
     num = MAX_GROUP_BYTES // len(block) - 1  # with their keys
     for number in range(num):
         store.set(str(number), block)
-    with pytest.raises(WeightSyncError, match="no room for more"):
+    with pytest.raises(WeightSyncError, match="this group is full"):
         store.set(str(num), block)
     for _ in range(MAX_GROUPS):
         meeting.server.open_group()
-    with pytest.raises(WeightSyncError, match="not open here"):
+    with pytest.raises(WeightSyncError, match="this group is not open"):
         store.get("0")
     meeting.close()
 
@@ -71,7 +71,7 @@ def test_leaving_frees_an_incomplete_process_group_immediately(how: str) -> None
     meeting = Meeting()
     store = meeting.store(timeout_s=30.0)
     with ThreadPoolExecutor(1) as pool:
-        place = Place(0, 2, "gloo", 30.0, HOST)
+        place = CollectiveMember(0, 2, "gloo", 30.0, HOST)
         joining = pool.submit(BroadcastGroup, store, place, epoch=1)
         with pytest.raises(TimeoutError):
             joining.result(timeout=0.5)
@@ -152,7 +152,9 @@ def outcome_of(taking: Future[bytes]) -> bytes:
 
 def take_part(meeting: Meeting, rank: int, *, epoch: int) -> bytes:
     """Send, or receive, a secret among two members; return what this one has then."""
-    group = BroadcastGroup(meeting.store(), Place(rank, 2, "gloo", 5.0, HOST), epoch=epoch)
+    group = BroadcastGroup(
+        meeting.store(), CollectiveMember(rank, 2, "gloo", 5.0, HOST), epoch=epoch
+    )
     content = bytes(len(SECRET)) if rank else SECRET
     buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     group.broadcast(buffer)

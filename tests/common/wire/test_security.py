@@ -47,8 +47,8 @@ def test_named_key_allows_only_its_own_name() -> None:
     asks = JoinRequest(role="actor", product="1", name="actor-3", public_key="p")
     assert actor.why_not(asks) == ""
     assert actor.why_not(FileRequest(name="config.json", offset_bytes=0)) == ""
-    assert "speak as another" in actor.why_not(replace(asks, name="actor-4"))
-    assert "is an actor's" in actor.why_not(replace(asks, role="envhub"))
+    assert "messages under another name" in actor.why_not(replace(asks, name="actor-4"))
+    assert "is for the role actor" in actor.why_not(replace(asks, role="envhub"))
     assert hub.why_not(replace(asks, name="hub-1", role="envhub")) == ""
     assert Identity(NODE, NODE, "n").why_not(asks) == ""  # the key that is for asking
 

@@ -100,11 +100,11 @@ def test_item_lists_load_in_all_published_forms(tmp_path: Path):
     ("entries", "told"),
     [
         (["babyai_3"], "'babyai_3' is an item of babyai, not of textcraft"),
-        (["textcraft_x"], "'textcraft_x' names no data index"),
-        (["textcraft_600"], "textcraft has none of its items"),
-        ([], "is no list of items"),
-        ([{"id": 3}], "names no data index"),
-        (["pick-and-place-trial_T2019_043461"], "names no data index"),
+        (["textcraft_x"], "'textcraft_x' is not of the form textcraft_<number>"),
+        (["textcraft_600"], "textcraft has no item of this list"),
+        ([], "must be a list of items"),
+        ([{"id": 3}], "is not of the form"),
+        (["pick-and-place-trial_T2019_043461"], "is not of the form"),
     ],
 )
 def test_malformed_list_is_refused_by_name(tmp_path: Path, entries: list[Any], told: str):

@@ -8,7 +8,7 @@ import pytest
 
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvFailure, EnvSpec, Isolation
-from envhub.hosting.placement import Placement
+from envhub.hosting.placement import EpisodeFactory
 from tests.envhub.agentgym.agentgym_stubs import Counted, Stub
 from tests.envhub.agentgym.driving import drive, made, opened, spec_of, stop
 
@@ -20,7 +20,7 @@ def test_episode_fails_when_a_restarted_server_reassigns_its_instance():
         before = await opened(spec, 1)
         server.start_anew()
         after = await opened(spec, 2)
-        with pytest.raises(EnvFailure, match="instance 0 is gone; the server was started anew"):
+        with pytest.raises(EnvFailure, match="instance 0 is lost; the server was restarted"):
             await before.step("Action: inventory")
         await before.close()
         assert (await after.step("Action: inventory")).observation == "0 plays 2"
@@ -187,7 +187,7 @@ def test_environment_stop_takes_up_to_its_own_timeout(stop_timeout_s, is_ended):
             return [spec]
 
     registry = cast(Registry, One())
-    asyncio.run(Placement(registry, capacity=1, step_timeout_s=1.0).stop())
+    asyncio.run(EpisodeFactory(registry, capacity=1, step_timeout_s=1.0).stop())
     assert bool(ended) is is_ended
 
 

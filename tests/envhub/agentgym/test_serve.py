@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from envhub.agentgym.dialects import SCIWORLD, WEBARENA
-from envhub.agentgym.instance import Instance
+from envhub.agentgym.instance import ServedInstance
 from envhub.agentgym.replies import reset_reply
 from envhub.conversations import CONVERSATIONS
 from envhub.envs.sciworld.catalogue import from_agentgym
@@ -120,7 +120,7 @@ def test_webarena_close_succeeds_for_any_instance():
 def test_webarena_reset_returns_page_without_prompt():
     first = "OBSERVATION:\nTab 0 (current): Shop\n\n[1] link 'URL: /'\nURL: http://shop.test/\n"
     first += "OBJECTIVE: Find the shop.\nPREVIOUS ACTION: None"
-    instance = Instance(item_id="Shopping-test-0", first_observation=first)
+    instance = ServedInstance(item_id="Shopping-test-0", first_observation=first)
     assert reset_reply(WEBARENA, 1, instance) == {
         "observation": "Tab 0 (current): Shop\n\n[1] link 'URL: /'",
         "sites": ["Shopping"],
@@ -130,7 +130,7 @@ def test_webarena_reset_returns_page_without_prompt():
 
 def test_reset_of_sciworld_names_task_and_variation():
     item_id = from_agentgym(700)
-    instance = Instance(item_id=item_id, first_observation="Measure.\nA room.")
+    instance = ServedInstance(item_id=item_id, first_observation="Measure.\nA room.")
     reply = reset_reply(SCIWORLD, 1, instance)
     assert isinstance(reply, dict)
     assert (reply["task_name"], reply["var_num"]) == ("measure-melting-point-known-substance", 40)

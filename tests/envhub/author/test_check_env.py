@@ -42,8 +42,9 @@ def test_example_passes_and_reports_reward_and_success_rules():
     all_found = found(EXAMPLE)
     assert {each.grade for each in all_found} == {Grade.OK}
     told = {each.name: each.text for each in all_found}
-    assert told["reward"] == "an episode is worth what its last step paid; the best seen is 1"
-    assert told["success"] == "told by the environment, whatever it pays"
+    text = "an episode's return is the reward of its last step; the highest reward seen is 1"
+    assert told["reward"] == text
+    assert told["success"] == "reported by the environment, independent of the reward"
     assert told["expert"] == "solves 6 of 6"
 
 
@@ -59,14 +60,17 @@ def test_example_passes_and_reports_reward_and_success_rules():
                     "random.Random(hash(item_id)).sample(range(10), 4) or list(PUZZLES[",
                 )
             ],
-            "in another process (hash()",
+            "in another process (does it use hash()",
         ),
         ([(PAID, "reward=1.5 * done,")], "reward: four-train-0: 1.5 is not in [0, 1]"),
-        ([(PAID, "reward=0.9 * done,"), (TOLD, "")], "the best here is 0.9, so nothing ever does"),
-        ([("word = action_text(action)", "word = str(int(action))")], "raises: "),
-        ([("for number in self.left]", "for number in range(10)]")], "is among the valid, and ref"),
+        (
+            [(PAID, "reward=0.9 * done,"), (TOLD, "")],
+            "the highest here is 0.9, so no episode counts",
+        ),
+        ([("word = action_text(action)", "word = str(int(action))")], "raises an error: "),
+        ([("for number in self.left]", "for number in range(10)]")], ", step refuses it"),
         ([('"sorted"', '"done <|im_end|>"')], "texts: four-train-0: a text has a control token"),
-        ([('"sorted"', '"\\ud800"')], "a text has half of a character"),
+        ([('"sorted"', '"\\ud800"')], "a text has an unpaired surrogate"),
         ([('"sorted"', '""')], "a text is empty"),
         (
             [("    def render(self)", "    def draw(self)"), (".render()", ".draw()")],
@@ -78,7 +82,7 @@ def test_example_passes_and_reports_reward_and_success_rules():
     ],
 )
 def test_fault_of_an_environment_is_named(tmp_path, changes: list[tuple[str, str]], words: str):
-    if "among the valid" in words:  # It lists all digits but accepts remaining ones only.
+    if "refuses it" in words:  # It lists all digits but accepts remaining ones only.
         changes = [
             *changes,
             ("is_valid = word in", "is_valid = word in map(str, self.left) and word in"),
@@ -96,7 +100,7 @@ def test_check_notes_rewards_that_only_the_last_step_keeps(tmp_path):
 def test_check_notes_items_shared_across_splits(tmp_path):
     path = changed(tmp_path, ("(4000 if item", "(0 if item"))
     notes = list(said(found(path), Grade.NOTE))
-    assert any("four-train-0 is four-test-0, which is held out" in note for note in notes)
+    assert any("four-train-0 and four-test-0 are equal, and one" in note for note in notes)
 
 
 def test_check_suggests_warm_start_without_signal(tmp_path):

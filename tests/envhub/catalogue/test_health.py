@@ -55,7 +55,7 @@ def test_every_silent_site_and_retriever_is_named(nobody: str) -> None:
 def test_hub_elsewhere_must_answer_as_a_hub(serve_hub, nobody: str) -> None:
     url = str(serve_hub(token="secret").client.base_url)
     (line,) = missing_for(configured(f"envhub.url={url}/agentgym/maze"))
-    assert "/healthz answered 401, so this is no hub" in line
+    assert "/healthz answered 401, so this is not a hub" in line
     (line,) = missing_for(configured(f"envhub.url={nobody}"))
     assert line.startswith(f"envhub.url={nobody}: no answer (Connection refused); start it with")
 
@@ -66,12 +66,13 @@ def test_remote_hub_must_accept_the_token_and_offer_tasks(serve_hub, tmp_path: P
     assert missing_for(configured(there, token)) == []
     fresh = f"run.dir={tmp_path}"
     (line,) = missing_for(configured(there, fresh))
-    assert line.startswith(f"envhub.token: the hub at {url} wants a token; give the one")
+    assert line.startswith(f"envhub.token: the hub at {url} requires a token; use the token")
     (tmp_path / "smoke" / "keys").mkdir(parents=True)  # The hub may own one of them.
     assert missing_for(configured(there, fresh)) == []
     (line,) = missing_for(configured(there, fresh, "envhub.token=secrets"))
     assert line == (
-        f"envhub.token: the hub at {url} refuses this token; give the one that it was started with"
+        f"envhub.token: the hub at {url} refuses this token;"
+        " use the token with which it was started"
     )
     (line,) = missing_for(configured(there, token, "tasks=[{env: babyia, subset: GoToLocal}]"))
     assert line.startswith("tasks[0].env='babyia': the hub at http://")
@@ -131,7 +132,7 @@ def test_server_with_any_status_counts_as_reachable(serve_hub) -> None:
 
 @pytest.mark.parametrize("url", ["http://", "ftp://127.0.0.1/x", "http://127.0.0.1:port", "x"])
 def test_address_that_is_none_is_named(url: str) -> None:
-    with pytest.raises(ConfigError, match=f"^envhub.url='{url}': http://host"):
+    with pytest.raises(ConfigError, match=f"^envhub.url='{url}': must be http://host"):
         configured(f"envhub.url={url}")
 
 

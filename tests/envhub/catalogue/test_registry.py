@@ -53,11 +53,11 @@ def test_file_is_an_outside_environment(tmp_path: Path):
     [
         ("no.such.module:make_spec", "No module named 'no'"),
         ("no/such/file.py:make_spec", "no such file"),
-        ("tests.envhub.outside:make_nothing", "has no function 'make_nothing'"),
-        ("os:system", "has no function 'system' of its own"),
-        ("os:abort", "has no function 'abort' of its own"),
-        ("os:environ", "has no function 'environ' of its own"),
-        ("tests.envhub.outside:make_misnamed", "is no printable name"),
+        ("tests.envhub.outside:make_nothing", "does not define a function 'make_nothing'"),
+        ("os:system", "does not define a function 'system'"),
+        ("os:abort", "does not define a function 'abort'"),
+        ("os:environ", "does not define a function 'environ'"),
+        ("tests.envhub.outside:make_misnamed", "is not printable"),
         ("platform:node", "returns str, not EnvSpec"),
     ],
 )

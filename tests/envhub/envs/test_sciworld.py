@@ -216,7 +216,7 @@ def test_dead_jvm_fails_one_episode_and_is_replaced(machines):
 def test_missing_java_is_named_in_failure(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     env = SciWorldEnv(Style.COMPACT, Machines(SciworldOptions()))
-    with pytest.raises(EnvFailure, match="no java on the PATH"):
+    with pytest.raises(EnvFailure, match="java is not on the PATH"):
         env.reset("Find-test-8", 0)
     env.close()
 

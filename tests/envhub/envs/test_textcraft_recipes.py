@@ -271,9 +271,9 @@ def test_folder_tasks_name_existing_items(tmp_path):
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({}, "holds no"),
-        ({"a": "{"}, "a.json is no recipe: JSONDecodeError"),
-        ({"a": "[]"}, "a.json is no recipe: TypeError"),
+        ({}, "has no *.json file"),
+        ({"a": "{"}, "a.json is not a recipe: JSONDecodeError"),
+        ({"a": "[]"}, "a.json is not a recipe: TypeError"),
         ({"a": '{"type": "crafting_shaped", "pattern": ["x"], "key": {}}'}, "KeyError: 'x'"),
         ({"a": '{"type": "minecraft:smelting"}'}, "none of its 1 files is a crafting recipe"),
     ],
@@ -290,4 +290,4 @@ def test_bad_folder_is_reported_at_start(tmp_path, files, reason):
 
 def test_missing_folder_is_reported_at_start(tmp_path):
     (line,) = check(options(str(tmp_path / "none")))
-    assert "is no folder" in line
+    assert "is not a folder" in line

@@ -42,7 +42,7 @@ def test_step_without_a_number_is_the_next():
 def test_overdue_call_ends_its_session():
     async def episode(sessions):
         session_id, _ = await sessions.create("waiting", "any-train-0")
-        with pytest.raises(EnvTimeout, match=r"waiting: no answer; a call may take 0\.1 s"):
+        with pytest.raises(EnvTimeout, match=r"waiting: no answer within 0\.1 s"):
             await sessions.step(session_id, "wait", 1)
         with pytest.raises(SessionUnknown):
             await sessions.step(session_id, "go", 1)
@@ -286,7 +286,7 @@ async def longest_rest_s(work):
 def test_token_limits_sessions_over_all_environments():
     async def episode(sessions):
         held = [await sessions.create(env, "any-train-0") for env in ("faulty", "waiting")]
-        with pytest.raises(CapacityFull, match="this token holds all the 2 sessions"):
+        with pytest.raises(CapacityFull, match="all 2 sessions of the hub are in use"):
             await sessions.create("faulty", "any-train-0")
         await sessions.delete(held[0][0])
         await sessions.create("waiting", "any-train-0")

@@ -8,7 +8,7 @@ import pytest
 
 from envhub.http import arrivals
 from envhub.http.arrivals import Arrivals
-from envhub.http.known_heads import KnownHeads
+from envhub.http.known_heads import HeaderCache
 
 
 class Wire:
@@ -43,14 +43,14 @@ class Link:
             raise KeyError("a bug")
 
 
-class Known(KnownHeads):
+class Known(HeaderCache):
     """Treats requests that begin with a k as known."""
 
     def answer(self, request: bytes, now_s: float) -> bytes | None:
         return request.upper() if request.startswith(b"k") else None
 
 
-def taken_in_one_turn(*come: tuple[Link, bytes], known: KnownHeads | None = None) -> list[Any]:
+def taken_in_one_turn(*come: tuple[Link, bytes], known: HeaderCache | None = None) -> list[Any]:
     """Return the failures that reached the event loop."""
     failures: list[Any] = []
 

@@ -14,7 +14,7 @@ from common.config.services import EnvhubSection
 from envhub import main
 from envhub.agentgym import serve
 from envhub.http import known_heads
-from envhub.http.known_heads import KnownHeads
+from envhub.http.known_heads import HeaderCache
 from envhub.http.limits import limited_protocol
 from envhub.http.refusals import Refusals
 
@@ -24,7 +24,7 @@ HOST, TOKEN, BASE = "127.0.0.1", "t" * 20, "/agentgym/textcraft"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
     port: int
-    known: KnownHeads
+    known: HeaderCache
     answered: list[bytes]  # responses that did not go through the application
 
     def connect(self) -> socket.socket:
@@ -38,7 +38,7 @@ def hub() -> Iterator[Hub]:
     )
     known, answered = app.state.known_heads, list[bytes]()
 
-    class Watched(KnownHeads):
+    class Watched(HeaderCache):
         def answer(self, request: bytes, now_s: float) -> bytes | None:
             response = known.answer(request, now_s)
             answered.extend([response] if response is not None else [])

@@ -392,8 +392,8 @@ def test_example_is_sound_by_its_own_words(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("url: http://a\ncommand: [b]", "either url or command"),
-        ("command: [b]\nrevision: '2024'", "revision='2024' must be one of auto, 2025-11-25"),
+        ("url: http://a\ncommand: [b]", "exactly one of url and command"),
+        ("command: [b]\nrevision: '2024'", "revision='2024': must be one of auto, 2025-11-25"),
         ("command: [b]\ntimeout: 3", "timeout"),
         ("command: [b]\nmax_turns: many", "max_turns"),
         ("command: [b", "expected"),

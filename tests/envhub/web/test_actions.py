@@ -6,9 +6,9 @@ from envhub.web.actions import (
     MAX_TEXT_CHARS,
     NO_FENCE,
     POINTER_KINDS,
-    Action,
     InvalidAction,
-    Kind,
+    WebAction,
+    WebActionType,
     describe,
     fenced,
     parse,
@@ -18,33 +18,39 @@ from envhub.web.actions import (
 @pytest.mark.parametrize(
     ("text", "action"),
     [
-        ("click [12]", Action(kind=Kind.CLICK, element=12)),
-        ("click[12]", Action(kind=Kind.CLICK, element=12)),
-        ("hover [3]", Action(kind=Kind.HOVER, element=3)),
+        ("click [12]", WebAction(kind=WebActionType.CLICK, element=12)),
+        ("click[12]", WebAction(kind=WebActionType.CLICK, element=12)),
+        ("hover [3]", WebAction(kind=WebActionType.HOVER, element=3)),
         (
             "type [7] [blue socks] [1]",
-            Action(kind=Kind.TYPE, element=7, text="blue socks", enter=True),
+            WebAction(kind=WebActionType.TYPE, element=7, text="blue socks", enter=True),
         ),
-        ("type [7] [blue socks]", Action(kind=Kind.TYPE, element=7, text="blue socks", enter=True)),
-        ("type [7] [a [b] c] [0]", Action(kind=Kind.TYPE, element=7, text="a [b] c")),
-        ("type [7] [1] [0]", Action(kind=Kind.TYPE, element=7, text="1")),
-        ("type [7] [kept ] [0]", Action(kind=Kind.TYPE, element=7, text="kept ")),
-        ("type [7] [] [0]", Action(kind=Kind.TYPE, element=7)),
-        ("press [ctrl+a]", Action(kind=Kind.PRESS, text="Control+a")),
-        ("press [Enter]", Action(kind=Kind.PRESS, text="Enter")),
-        ("press [meta+shift+k]", Action(kind=Kind.PRESS, text="Control+Shift+k")),
-        ("scroll [down]", Action(kind=Kind.SCROLL, text="down")),
-        ("scroll up", Action(kind=Kind.SCROLL, text="up")),
-        ("scroll [direction=down]", Action(kind=Kind.SCROLL, text="down")),
-        ("new_tab", Action(kind=Kind.NEW_TAB)),
-        ("tab_focus [1]", Action(kind=Kind.TAB_FOCUS, element=1)),
-        ("close_tab", Action(kind=Kind.CLOSE_TAB)),
-        ("goto [http://shopping.test/a]", Action(kind=Kind.GOTO, text="http://shopping.test/a")),
-        ("go_back", Action(kind=Kind.GO_BACK)),
-        ("go_forward", Action(kind=Kind.GO_FORWARD)),
-        ("stop [42 km]", Action(kind=Kind.STOP, text="42 km")),
-        ("stop", Action(kind=Kind.STOP)),
-        ("stop []", Action(kind=Kind.STOP)),
+        (
+            "type [7] [blue socks]",
+            WebAction(kind=WebActionType.TYPE, element=7, text="blue socks", enter=True),
+        ),
+        ("type [7] [a [b] c] [0]", WebAction(kind=WebActionType.TYPE, element=7, text="a [b] c")),
+        ("type [7] [1] [0]", WebAction(kind=WebActionType.TYPE, element=7, text="1")),
+        ("type [7] [kept ] [0]", WebAction(kind=WebActionType.TYPE, element=7, text="kept ")),
+        ("type [7] [] [0]", WebAction(kind=WebActionType.TYPE, element=7)),
+        ("press [ctrl+a]", WebAction(kind=WebActionType.PRESS, text="Control+a")),
+        ("press [Enter]", WebAction(kind=WebActionType.PRESS, text="Enter")),
+        ("press [meta+shift+k]", WebAction(kind=WebActionType.PRESS, text="Control+Shift+k")),
+        ("scroll [down]", WebAction(kind=WebActionType.SCROLL, text="down")),
+        ("scroll up", WebAction(kind=WebActionType.SCROLL, text="up")),
+        ("scroll [direction=down]", WebAction(kind=WebActionType.SCROLL, text="down")),
+        ("new_tab", WebAction(kind=WebActionType.NEW_TAB)),
+        ("tab_focus [1]", WebAction(kind=WebActionType.TAB_FOCUS, element=1)),
+        ("close_tab", WebAction(kind=WebActionType.CLOSE_TAB)),
+        (
+            "goto [http://shopping.test/a]",
+            WebAction(kind=WebActionType.GOTO, text="http://shopping.test/a"),
+        ),
+        ("go_back", WebAction(kind=WebActionType.GO_BACK)),
+        ("go_forward", WebAction(kind=WebActionType.GO_FORWARD)),
+        ("stop [42 km]", WebAction(kind=WebActionType.STOP, text="42 km")),
+        ("stop", WebAction(kind=WebActionType.STOP)),
+        ("stop []", WebAction(kind=WebActionType.STOP)),
     ],
 )
 def test_parse_reads_every_form(text, action):
@@ -65,11 +71,11 @@ def test_parse_refuses_malformed_actions(text):
 @pytest.mark.parametrize(
     ("text", "action"),
     [
-        ("drag [3] [4]", Action(kind=Kind.DRAG, element=3, target=4)),
-        ("mouse_click [80,120]", Action(kind=Kind.MOUSE_CLICK, points=((80, 120),))),
-        ("mouse_move [ 5 , 7 ]", Action(kind=Kind.MOUSE_MOVE, points=((5, 7),))),
+        ("drag [3] [4]", WebAction(kind=WebActionType.DRAG, element=3, target=4)),
+        ("mouse_click [80,120]", WebAction(kind=WebActionType.MOUSE_CLICK, points=((80, 120),))),
+        ("mouse_move [ 5 , 7 ]", WebAction(kind=WebActionType.MOUSE_MOVE, points=((5, 7),))),
         ("mouse_drag [1,2][3,4] [5,6]",
-         Action(kind=Kind.MOUSE_DRAG, points=((1, 2), (3, 4), (5, 6)))),
+         WebAction(kind=WebActionType.MOUSE_DRAG, points=((1, 2), (3, 4), (5, 6)))),
     ],
 )  # fmt: skip
 def test_parse_accepts_pointer_actions_only_when_offered(text, action):
@@ -105,4 +111,4 @@ def test_fenced_requires_backticks():
      "mouse_click [80,120]", "mouse_drag [1,2] [3,4]"],
 )  # fmt: skip
 def test_describe_inverts_parse(text):
-    assert describe(parse(text, frozenset(Kind))) == text
+    assert describe(parse(text, frozenset(WebActionType))) == text

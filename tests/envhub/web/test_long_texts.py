@@ -6,7 +6,7 @@ import time
 import pytest
 
 from envhub.envs.textcraft.episode import read_command
-from envhub.web.actions import FORMS, InvalidAction, Kind, parse
+from envhub.web.actions import FORMS, InvalidAction, WebActionType, parse
 from envhub.web.tree import compact_lines
 
 LONG = 200_000  # A quadratic pattern takes minutes for so many characters, a linear one no time.
@@ -26,11 +26,11 @@ TAILS = [
 
 
 @pytest.mark.parametrize("kind", sorted(FORMS))
-def test_action_with_much_space_parses_in_linear_time(kind: Kind) -> None:
+def test_action_with_much_space_parses_in_linear_time(kind: WebActionType) -> None:
     began_s = time.process_time()
     for tail in TAILS:
         with contextlib.suppress(InvalidAction):
-            parse(kind.value + tail, frozenset(Kind))
+            parse(kind.value + tail, frozenset(WebActionType))
     assert time.process_time() - began_s < MAX_CPU_S
 
 

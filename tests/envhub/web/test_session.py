@@ -9,7 +9,7 @@ import pytest
 
 from common.config.envs import BrowserOptions
 from envhub.env import EnvFailure
-from envhub.web.actions import InvalidAction, Kind, parse
+from envhub.web.actions import InvalidAction, WebActionType, parse
 from envhub.web.browser import check_browser, find_browser, host_rules
 from envhub.web.session import Look, WebSession
 from envhub.web.tree import Snapshot
@@ -24,7 +24,7 @@ def rig() -> Iterator[Rig]:
 
 
 async def act(session: WebSession, text: str) -> Snapshot:
-    await session.perform(parse(text, frozenset(Kind)))
+    await session.perform(parse(text, frozenset(WebActionType)))
     return await session.look()
 
 

@@ -1,13 +1,13 @@
 """Accessibility trees as text."""
 
-from envhub.web.tree import Node, agentgym_lines, compact_lines, cut, read_snapshot, shown_nodes
+from envhub.web.tree import PageNode, agentgym_lines, compact_lines, cut, read_snapshot, shown_nodes
 
 
 def row(parent, depth, role, name, states="", *, block=-1, in_view=1):
     return [parent, depth, role, name, states, "", "", block, 0, 0, 10, 10, in_view]
 
 
-def nodes_of(*rows) -> tuple[Node, ...]:
+def nodes_of(*rows) -> tuple[PageNode, ...]:
     message = {"url": "http://a.test/", "title": "A", "rows": list(rows), "state": None}
     return read_snapshot(message).nodes
 

@@ -15,7 +15,7 @@ from envhub.env import AsyncEnv, EnvSpec, Style
 from envhub.web.browser import BrowserHost, check_browser, host_rules
 from envhub.web.local_site import LocalSite
 from envhub.web.session import Look, WebSession
-from envhub.web.tree import Node, Snapshot
+from envhub.web.tree import PageNode, Snapshot
 
 T = TypeVar("T")
 HOME = """<title>Home</title><h1>Welcome</h1>
@@ -192,6 +192,6 @@ async def play(spec: EnvSpec, item: str, style: Style = Style.COMPACT) -> tuple[
         await env.close()
 
 
-def find(snapshot: Snapshot, role: str, name: str) -> Node:
+def find(snapshot: Snapshot, role: str, name: str) -> PageNode:
     """Return the node of a role and name."""
     return next(n for n in snapshot.nodes if (n.role, n.name) == (role, name))

@@ -44,7 +44,7 @@ def test_group_of_two_survivors_keeps_baseline() -> None:
 
 @pytest.mark.parametrize("rewards", [[], [[1.0, 0.0]], [1.0, float("nan")]])
 def test_advantages_refuse_malformed_groups(rewards: list) -> None:
-    with pytest.raises(ValueError, match="rewards must be"):
+    with pytest.raises(ValueError, match="rewards must"):
         group_advantages(torch.tensor(rewards), baseline=Baseline.GROUP_MEAN, normalize_std=False)
 
 

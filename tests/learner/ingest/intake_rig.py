@@ -37,7 +37,7 @@ from learner.ingest.group_assembly import GroupAssembly
 from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.report_log import ReportLog
-from learner.ingest.scheduler_client import SchedulerClient
+from learner.ingest.scheduler_client import ReportClient
 from learner.scheduler.members.report_cursor import ReportCursor
 from tests.learner.builders import make_trajectory
 
@@ -179,7 +179,7 @@ class Setup:
         reports = ReportLog()
         self.admission = Admission(index, group_size=3, vocab_size=VOCAB_SIZE, lease_key=lease_key)
         self.buffer = TrajectoryBuffer(table, index, reports, version=HELLO.version)
-        self.client = SchedulerClient(
+        self.client = ReportClient(
             self.run_dir, keys, reports, hello=HELLO, silence_s=silence_s, on_progress=self._apply
         )
         self.router = Router(keys, host=HOST, port=0)

@@ -39,39 +39,42 @@ def test_a_good_trajectory_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"turn_ids": ints(0, 0, 0)}, "turn_ids has shape (3,), token_ids has 4 tokens"),
+        ({"turn_ids": ints(0, 0, 0)}, "turn_ids has shape (3,), but token_ids has 4 tokens"),
         ({"loss_mask": np.ones((4, 1), dtype=bool)}, "loss_mask has shape (4, 1)"),
         ({"token_ids": np.array(4, dtype=np.int32)}, "token_ids has shape ()"),
-        ({"loss_mask": floats(0, 1, 1, 0)}, "loss_mask is float32, not bool"),
-        ({"token_ids": floats(5, 6, 7, 8)}, "token_ids is float32, not int32"),
-        ({"logprobs": floats(0, np.nan, -1, 0)}, "no finite logprob"),
-        ({"logprobs": floats(0, -np.inf, -1, 0)}, "no finite logprob"),
-        ({"logprobs": floats(0, 0.1, -1, 0)}, "impossible logprob"),
-        ({"logprobs": floats(0, -201, -1, 0)}, "impossible logprob"),
-        ({"versions": ints(-1, 3, 4, -1)}, "versions 3..4, the newest is 3"),
+        ({"loss_mask": floats(0, 1, 1, 0)}, "loss_mask has dtype float32, expected bool"),
+        ({"token_ids": floats(5, 6, 7, 8)}, "token_ids has dtype float32, expected int32"),
+        ({"logprobs": floats(0, np.nan, -1, 0)}, "a logprob that is NaN or infinite"),
+        ({"logprobs": floats(0, -np.inf, -1, 0)}, "a logprob that is NaN or infinite"),
+        ({"logprobs": floats(0, 0.1, -1, 0)}, "a logprob outside [-200, 0] nats"),
+        ({"logprobs": floats(0, -201, -1, 0)}, "a logprob outside [-200, 0] nats"),
+        ({"versions": ints(-1, 3, 4, -1)}, "versions 3..4, but the learner's newest version is 3"),
         ({"versions": ints(-1, -1, 3, -1)}, "versions -1..3"),
-        ({"versions": ints(0, 3, 3, -1)}, "not sampled carries a version"),
+        ({"versions": ints(0, 3, 3, -1)}, "not sampled has a policy version"),
         ({"loss_mask": np.zeros(4, dtype=bool)}, "no sampled token"),
-        ({"loss_mask": np.array([1, 1, 1, 0], dtype=bool)}, "first token is sampled"),
-        ({"turn_ids": ints(0, 0, 1, 0)}, "sampled in turns 0..1 of 1 turns"),
-        ({"turn_ids": ints(0, -1, 0, 0)}, "sampled in turns -1..0 of 1 turns"),
-        ({"turn_ids": ints(0, 1, 0, 0), **TWO_TURNS}, "turns are out of order"),
+        ({"loss_mask": np.array([1, 1, 1, 0], dtype=bool)}, "first token is marked as sampled"),
+        ({"turn_ids": ints(0, 0, 1, 0)}, "turn ids 0..1, but the episode has 1 turns"),
+        ({"turn_ids": ints(0, -1, 0, 0)}, "turn ids -1..0, but the episode has 1 turns"),
+        ({"turn_ids": ints(0, 1, 0, 0), **TWO_TURNS}, "turn ids of the sampled tokens decrease"),
         ({"token_ids": ints(5, -6, 7, 8)}, "negative token id"),
-        ({"member": 2}, "member 2 of a group of 2"),
-        ({"member": -1}, "member -1 of a group of 2"),
-        ({"reward": 1.1}, "reward 1.1 is not in [0, 1]"),
-        ({"reward": float("nan")}, "reward nan"),
-        ({"start_score": 1.1}, "start_score 1.1 is not in [0, 1]"),
-        ({"start_score": float("nan")}, "start_score nan"),
-        ({"num_invalid_actions": 2}, "2 invalid actions in 1 turns"),
-        ({"invalid_turns": np.zeros(2, dtype=bool)}, "invalid_turns [False, False] for 1 turns"),
-        ({"invalid_turns": np.ones(1, dtype=bool)}, "invalid_turns [True] for 1 turns"),
-        ({"turn_states": ints(1, 2)}, "turn_states int32 (2,) for 1 turns"),
-        ({"turn_actions": ints(1, 2)}, "turn_actions int32 (2,) for 1 turns"),
-        ({"policy": PolicyKind.EXPERT}, "expert play cannot be trained on"),
-        ({"action_chars": np.array([97], np.int32)}, "action_chars holds what is no text"),
-        ({"action_chars": np.array([-2, -1], np.int32)}, "action_chars holds what is no text"),
-        ({"action_chars": np.array([0x110000, -1], np.int32)}, "holds what is no text"),
+        ({"member": 2}, "member=2 is out of range for a group of 2"),
+        ({"member": -1}, "member=-1 is out of range for a group of 2"),
+        ({"reward": 1.1}, "reward=1.1 is not in [0, 1]"),
+        ({"reward": float("nan")}, "reward=nan"),
+        ({"start_score": 1.1}, "start_score=1.1 is not in [0, 1]"),
+        ({"start_score": float("nan")}, "start_score=nan"),
+        ({"num_invalid_actions": 2}, "num_invalid_actions=2 is not in [0, num_turns=1]"),
+        (
+            {"invalid_turns": np.zeros(2, dtype=bool)},
+            "invalid_turns=[False, False] must have 1 entries",
+        ),
+        ({"invalid_turns": np.ones(1, dtype=bool)}, "num_invalid_actions=0 of them must be true"),
+        ({"turn_states": ints(1, 2)}, "turn_states has dtype int32 and shape (2,), expected"),
+        ({"turn_actions": ints(1, 2)}, "turn_actions has dtype int32 and shape (2,), expected"),
+        ({"policy": PolicyKind.EXPERT}, "an episode of policy expert cannot be trained on"),
+        ({"action_chars": np.array([97], np.int32)}, "action_chars is not a valid text"),
+        ({"action_chars": np.array([-2, -1], np.int32)}, "action_chars is not a valid text"),
+        ({"action_chars": np.array([0x110000, -1], np.int32)}, "is not a valid text"),
         ({"action_chars": np.zeros((1, 1), np.int32)}, "action_chars is int32 (1, 1)"),
     ],
 )
@@ -83,7 +86,7 @@ def test_bad_trajectory_is_refused_with_reason(changes: dict[str, Any], reason: 
 def test_an_infrastructure_failure_may_be_empty() -> None:
     empty = make_trajectory([], [])
     assert judge(replace(empty, end_reason=EndReason.ENV_ERROR, reward=0.0)) == ""
-    assert judge(replace(empty, end_reason=EndReason.DONE)) == "no sampled token"
+    assert judge(replace(empty, end_reason=EndReason.DONE)) == "the trajectory has no sampled token"
 
 
 def test_infrastructure_failure_needs_consistent_lengths() -> None:
@@ -112,7 +115,8 @@ def test_turns_in_order_are_not_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "reason"), [(9, ""), (8, "token id 8 of a vocabulary of 8"), (None, "")]
+    ("vocab_size", "reason"),
+    [(9, ""), (8, "token id 8 is outside the vocabulary of 8 tokens"), (None, "")],
 )
 def test_token_beyond_known_vocabulary_is_refused(vocab_size: int | None, reason: str) -> None:
     judged = refusal(GOOD, learner_version=3, max_group_size=2, vocab_size=vocab_size)
@@ -125,4 +129,4 @@ def test_trajectory_beyond_microbatch_limit_is_refused() -> None:
         limits = {"learner_version": 3, "max_group_size": 2}
         assert refusal(trajectory, **limits, max_tokens=4) == ""
         reason = refusal(trajectory, **limits, max_tokens=3)
-        assert reason == "4 tokens; learner.max_tokens_per_microbatch=3"
+        assert reason == "a segment has 4 tokens, more than learner.max_tokens_per_microbatch=3"

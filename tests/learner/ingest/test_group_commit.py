@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from common.store.journal import JournalPosition
-from learner.ingest.group_commit import Batch, GroupCommit
+from learner.ingest.group_commit import GroupCommit, PendingCommit
 
 TIMEOUT_S = 5.0
 
@@ -25,8 +25,8 @@ class Disk:
             raise self.error
 
 
-def batch(offset: int) -> Batch:
-    return Batch(answers=[], accepted=[], end=JournalPosition(offset=offset))
+def batch(offset: int) -> PendingCommit:
+    return PendingCommit(answers=[], accepted=[], end=JournalPosition(offset=offset))
 
 
 def start(disk: Disk) -> GroupCommit:

@@ -90,7 +90,7 @@ def test_refused_trajectory_gets_its_reason_and_is_not_journaled(running: Setup)
     bad = replace(member(2), logprobs=np.array([0, np.nan], dtype=np.float32))
     ack = running.deliver(bad)
     assert not ack.is_accepted
-    assert ack.reason == "a sampled token has no finite logprob"
+    assert ack.reason == "a sampled token has a logprob that is NaN or infinite"
     assert running.journaled() == []
     for number in range(2):
         running.deliver(member(number))
@@ -115,7 +115,7 @@ def test_unleased_episode_is_refused_without_report(tmp_path: Path) -> None:
     for each in forged:
         ack = setup.deliver(each)
         assert not ack.is_accepted
-        assert "was not leased so to" in ack.reason
+        assert "the lease signature is not valid" in ack.reason
     assert setup.deliver(leased).is_accepted
     setup.scheduler.pump_until(lambda: setup.scheduler.seen == ["g/0"])
     assert setup.scheduler.outcomes == {}, "nobody else's episode fails by that"
@@ -128,7 +128,7 @@ def test_unleased_episode_is_refused_without_report(tmp_path: Path) -> None:
 def test_token_outside_vocabulary_never_reaches_journal(running: Setup) -> None:
     bad = replace(member(0), token_ids=np.array([1, VOCAB_SIZE], dtype=np.int32))
     ack = running.deliver(bad)
-    assert ack.reason == "token id 100 of a vocabulary of 100"
+    assert ack.reason == "token id 100 is outside the vocabulary of 100 tokens"
     assert running.journaled() == []
 
 
@@ -167,14 +167,14 @@ def test_evaluation_is_journaled_outside_groups(running: Setup) -> None:
 def test_something_else_than_a_trajectory_is_rejected(running: Setup) -> None:
     running.actor.send_multipart(encode(HELLO))
     answer = decode(running.actor.recv_multipart())
-    assert answer == Rejected(reason="Hello is no trajectory")
+    assert answer == Rejected(reason="the learner accepts trajectories here, not Hello")
     assert running.deliver(member(0)).is_accepted
 
 
 def test_batch_timeout_reports_ready_groups(running: Setup) -> None:
     running.deliver(member(0))
     running.scheduler.pump_until(lambda: running.scheduler.seen == ["g/0"])
-    with pytest.raises(TimeoutError, match="0 groups ready, 1 waiting"):
+    with pytest.raises(TimeoutError, match="0 groups are complete, 1 groups are incomplete"):
         running.next_batch(timeout_s=0.01)
 
 
@@ -256,7 +256,7 @@ def test_full_disk_pauses_the_intake_and_loses_nothing(
         )
         assert not running.actor.poll(0), "acknowledged, and not on disk"
         assert running.journaled() == ["g/0"]
-        assert "waiting for room, nothing is lost" in caplog.text
+        assert "the writer waits and loses nothing" in caplog.text
     running.scheduler.pump_until(lambda: running.actor.poll(0) != 0)
     assert decode(running.actor.recv_multipart()).is_accepted
     assert running.journaled() == ["g/0", "g/1"]

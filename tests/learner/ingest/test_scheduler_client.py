@@ -89,7 +89,9 @@ def test_scheduler_state_loss_raises_an_error(running: Setup) -> None:
     running.scheduler.pump_beats(2)
     running.scheduler.told.save(closed_below=2)
     running.scheduler.pump_until(lambda: not running.intake.is_alive())
-    with pytest.raises(LongstrideError, match=r"number 2 on.*below 4 were settled.*scheduler.json"):
+    with pytest.raises(
+        LongstrideError, match=r"scheduler.json was lost.*number 2, but.*below number 4 are"
+    ):
         running.next_batch()
 
 
@@ -106,7 +108,7 @@ def test_metrics_hold_schedulers_number_of_slots(running: Setup) -> None:
 def test_thread_failure_is_raised_in_the_main_thread(running: Setup) -> None:
     running.scheduler.rejects = True
     running.scheduler.pump_until(lambda: not running.intake.is_alive())
-    with pytest.raises(LongstrideError, match="the scheduler refused a message: no"):
+    with pytest.raises(LongstrideError, match="The scheduler refused a message of the learner: no"):
         running.next_batch()
 
 

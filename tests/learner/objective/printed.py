@@ -138,7 +138,7 @@ def evaluate(text: str, names: dict[str, Tensor], t: Tokens) -> Tensor:
 
 def value_loss(laws: dict[str, str], groups: Groups, t: Tokens) -> Tensor:
     """Return the critic's loss over the states that its timesteps begin in."""
-    found = re.fullmatch(r"mean_(turn|token)s \[(.*?)(?:; (max of it and .*))?\]", laws["VL"])
+    found = re.fullmatch(r"mean_(turn|token)s \[(.*?)(?:; (maximum of this and .*))?\]", laws["VL"])
     assert found is not None, laws["VL"]
     targets = torch.from_numpy(np.concatenate([x[1] for x in critic_of(laws["A"], groups, t)]))
     error = (t.values - targets) ** 2 / 2

@@ -230,7 +230,7 @@ def test_ess_is_one_nth_for_one_dominating_weight() -> None:
 
 
 def test_statistics_of_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="no tokens"):
+    with pytest.raises(ValueError, match="at least one token"):
         ratio_statistics(torch.ones(0), torch.ones(0))
 
 

@@ -39,7 +39,7 @@ def test_text_states_the_form_and_its_numbers() -> None:
     assert objective_text(AlgorithmSection(), LearnerSection()) == (
         "maximise mean_tokens w*[min(r*A, clip(r, 0.8, 1.28)*A), at least 3*A if A<0]; r=pi/mu, "
         "w=min(1, 2/r), A=(R - leave_one_out), without groups of equal credit, 1 update per batch, "
-        "lr*max(0.1, min(1, ESS/0.9)), skipped below ESS 0.5, "
+        "lr*max(0.1, min(1, ESS/0.9)), batches below ESS 0.5 are skipped, "
         "ESS=min(sample size, m, 1/m) with m=mean_tokens pi/mu"
     )
 
@@ -89,7 +89,7 @@ def test_text_follows_the_anchor() -> None:
         (PPO | {"turn_discount": 0.9}, "V_after=min(V_end, 1 - S + E), without a last observation"),
         (PPO | {"invalid_action_penalty": 0.3}, "pay=R[last] - 0.3*invalid_frac[last],"),
         (PPO, "at least 3*A if A<0] - 0.5*VL; r="),
-        (PPO, "VL=mean_turns [(V-target)^2/2, first token of each turn; max of it and (V_old+clip"),
+        (PPO, "VL=mean_turns [(V-target)^2/2, first token of each turn; maximum of this and ("),
     ],
 )
 def test_text_names_every_active_part(changes: dict, part: str) -> None:
@@ -137,7 +137,7 @@ def test_defaults_have_nothing_dead() -> None:
 )
 def test_a_clip_that_never_binds_is_named(algorithm: dict, learner: dict) -> None:
     cfg, trainer = AlgorithmSection(**algorithm), LearnerSection(**learner)
-    assert any("nothing bounds the step" in line for line in notes(cfg, trainer))
+    assert any("the clip never limits the step" in line for line in notes(cfg, trainer))
     [line] = dead_knobs(AlgorithmSection(clip_low=0.1, **algorithm), trainer)
     assert line.startswith("algorithm.clip_low=0.1 has no effect: proximal=")
 
@@ -158,8 +158,8 @@ def test_clip_that_binds_in_a_later_update_is_not_dead() -> None:
         ({}, "only where A<0 and 2<r<3"),
         ({"dual_clip": 0.0}, "only where A<0 and r>2"),
         ({"tis_cap": 1.1}, "only where A>0 and 1.1<r<1.28, or A<0 and 1.1<r<3"),
-        ({"dual_clip": 1.5}, "changes none of its gradients"),
-        ({"policy_loss": PolicyLoss.CISPO}, "changes none of its gradients"),
+        ({"dual_clip": 1.5}, "changes no gradient"),
+        ({"policy_loss": PolicyLoss.CISPO}, "changes no gradient"),
     ],
 )
 def test_summary_notes_truncation_beside_sampler_clip(changes: dict, line: str) -> None:

@@ -45,7 +45,7 @@ def test_mutual_information_is_zero_for_prompt_independent_answers() -> None:
         "policy/mutual_information": pytest.approx(math.log(4)),
         "policy/prompt_recall": 1.0,
     }
-    with pytest.raises(ValueError, match="two or more"):
+    with pytest.raises(ValueError, match="answer >= 2, prompt >= 2"):
         mutual_information(torch.zeros(1, 1))
 
 

@@ -77,12 +77,12 @@ def test_dpo_stops_on_non_finite_policy() -> None:
     pairs = [Pair(chosen=row("a", 1.0, [2, 3, 4]), rejected=row("a", 0.0, [5, 6]))]
     model = make_model()
     model.model.norm.weight.data[0] = torch.nan
-    with pytest.raises(TrainingDiverged, match="epoch 1 was finite"):
+    with pytest.raises(TrainingDiverged, match="No step of epoch 1 had a finite loss"):
         dpo.train(model, pairs, DpoSection(num_epochs=2), LEARNER, seed=0)
     model = make_model()
     model.lm_head.weight.register_hook(lambda gradient: gradient * torch.inf)
     before = model.lm_head.weight.detach().clone()
-    with pytest.raises(TrainingDiverged, match="epoch 1 was finite"):
+    with pytest.raises(TrainingDiverged, match="No step of epoch 1 had a finite loss"):
         dpo.train(model, pairs, DpoSection(num_epochs=9), LEARNER, seed=0)
     assert model.lm_head.weight.equal(before)
 

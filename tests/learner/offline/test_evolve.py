@@ -99,7 +99,7 @@ def test_interrupted_run_does_not_replay_episodes(cfg: RunConfig, tmp_path: Path
 
 
 def test_iteration_without_success_names_the_setting(cfg: RunConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"evolve\.min_reward=1: iteration 0 brought no"):
+    with pytest.raises(ConfigError, match=r"evolve\.min_reward=1: no episode of iteration 0"):
         evolve.run(cfg, tmp_path / "run", play=Player(success=0.5, is_solved=False))
 
 

@@ -81,7 +81,7 @@ def test_control_tokens_in_a_message_are_plain_text() -> None:
 
 def test_two_consecutive_messages_of_one_side_are_refused() -> None:
     twice = [Message(is_agent=False, is_trained=False, text=t) for t in ("a", "b")]
-    with pytest.raises(ConfigError, match="rewrites earlier turns"):
+    with pytest.raises(ConfigError, match="changes earlier turns"):
         row_of_conversation(TOKENIZER, Conversation(item_id="x", messages=twice))
 
 
@@ -95,7 +95,7 @@ def test_rows_are_cut_and_rows_without_loss_omitted(tmp_path: Path) -> None:
     rows = read_rows(path, tokenizer=TOKENIZER, max_tokens=8, key="k")
     assert len(rows) == 1
     assert len(rows[0].token_ids) == len(rows[0].mask) <= 8
-    with pytest.raises(ConfigError, match=r"k=.*holds no episode"):
+    with pytest.raises(ConfigError, match=r"k=.*no episode has a token"):
         read_rows(path, tokenizer=TOKENIZER, max_tokens=2, key="k")
 
 
@@ -144,5 +144,5 @@ def test_an_episode_counts_without_its_first_segment(tmp_path: Path) -> None:
 
 
 def test_a_path_without_anything_names_the_setting(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"dpo\.data=.*neither a run directory nor a file"):
+    with pytest.raises(ConfigError, match=r"dpo\.data=.*expected a run directory or a file"):
         read_rows(tmp_path / "no", tokenizer=TOKENIZER, max_tokens=8, key="dpo.data")

@@ -20,7 +20,7 @@ from common.store.agent_traj import Conversation, Message
 from learner.offline import sft
 from learner.offline.rows import Row, row_of_conversation
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
-from learner.offline.training import load_start, settle_ways
+from learner.offline.training import choose_offline_compute, load_start
 from learner.policy.finite import TrainingDiverged
 from learner.policy.model import load_policy
 from tests.configs import edited
@@ -88,7 +88,7 @@ def test_bad_batches_are_skipped_up_to_a_limit() -> None:
         model.lm_head.weight.register_hook(spoil)
         learner = LearnerSection(warmup_steps=0, max_bad_steps=2)
         if num_bad == 2:
-            with pytest.raises(TrainingDiverged, match="2 steps in a row, the last one step 2"):
+            with pytest.raises(TrainingDiverged, match="2 consecutive steps up to step 2"):
                 sft.train(model, rows, cfg, learner, seed=0)
         else:
             assert all(map(math.isfinite, sft.train(model, rows, cfg, learner, seed=0)))
@@ -98,7 +98,7 @@ def test_bad_batches_are_skipped_up_to_a_limit() -> None:
 def test_non_finite_policy_is_not_written(tmp_path: Path) -> None:
     model = make_policy(TINY, TOKENIZER, seed=0)
     model.model.norm.weight.data[0] = torch.inf
-    with pytest.raises(TrainingDiverged, match="has numbers that are NaN or infinite"):
+    with pytest.raises(TrainingDiverged, match="has NaN or infinite values"):
         save_policy(tmp_path / "policy", model, TOKENIZER)
     assert not (tmp_path / "policy").exists()
 
@@ -169,7 +169,9 @@ def test_packed_rows_have_the_padded_loss_and_gradient(prompt_coef: float) -> No
     found: list[tuple[Tensor, Tensor]] = []
     for layout in (Layout.PADDED, Layout.PACKED):
         model = make_policy(TINY, TOKENIZER, seed=0)
-        learner = settle_ways(model, LearnerSection(layout=layout, precision=Precision.FP32))
+        learner = choose_offline_compute(
+            model, LearnerSection(layout=layout, precision=Precision.FP32)
+        )
         assert learner.layout is layout
         loss, _ = sft.nll(model, rows_of(*CORPUS), learner, prompt_coef=prompt_coef)
         loss.backward()
@@ -230,5 +232,5 @@ def test_no_conversation_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text("\n", encoding="utf-8")
     cfg = RunConfig(sft=TINY, learner=LearnerSection(device="cpu"))
-    with pytest.raises(ConfigError, match=r"sft\.demonstrations=.*holds no episode"):
+    with pytest.raises(ConfigError, match=r"sft\.demonstrations=.*no episode has a token"):
         sft.run(cfg, path)

@@ -77,7 +77,9 @@ def test_only_the_targets_get_adapters(tmp_path: Path) -> None:
 
 
 def test_adapters_without_a_layer_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"learner\.lora\.targets='\[\]': rank > 0"):
+    with pytest.raises(
+        ConfigError, match=r"learner\.lora\.targets='\[\]': must name at least one layer"
+    ):
         RunConfig(learner=LearnerSection(lora=LoraSection(rank=2, targets=[])))
 
 

@@ -21,7 +21,7 @@ from common.config.compute import Attention, CriticKind, CriticSection, Layout, 
 from common.config.learning import Advantage, AlgorithmSection, LearnerSection
 from common.config.run_config import ModelSection, RunConfig
 from common.errors import ConfigError
-from learner.offline.training import settle_ways
+from learner.offline.training import choose_offline_compute
 from learner.policy.critic import make_critic
 from learner.policy.forward import Networks, Passes
 from learner.policy.kernels.attention import packing_problem, use_attention
@@ -120,7 +120,9 @@ class Noisy(nn.Module):
 def test_random_numbers_in_pass_are_refused() -> None:
     model = make_model().eval()
     model.model.norm = nn.Sequential(model.model.norm, Noisy())  # type: ignore[assignment]
-    with pytest.raises(ScoresDiffer, match=r"same tokens by Qwen3.* differ: -\d.* and -\d.* nats"):
+    with pytest.raises(
+        ScoresDiffer, match=r"Qwen3.* scores the same tokens differently .*: -\d.* and -\d.* nats"
+    ):
         check_policy(model, EXACT, is_packed=False)
 
 
@@ -128,14 +130,16 @@ def test_logits_changed_behind_head_are_refused(tmp_path: Path) -> None:
     mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}
     mamba |= {"mamba_d_state": 8, "mamba_chunk_size": 16}
     config = FalconH1Config(**SMALL, **mamba, lm_head_multiplier=0.25)  # pyright: ignore
-    with pytest.raises(ConfigError, match="FalconH1ForCausalLM changes its logits behind the head"):
+    with pytest.raises(ConfigError, match="FalconH1ForCausalLM changes its logits after the head"):
         load(save(config, tmp_path))
 
 
 def test_head_that_changes_input_is_refused() -> None:
     model = make_model().eval()
     model.lm_head.register_forward_pre_hook(lambda _, args: (2 * args[0],))
-    with pytest.raises(ScoresDiffer, match="are not those of its forward pass: -"):
+    with pytest.raises(
+        ScoresDiffer, match="differ from those of the network's own forward pass: -"
+    ):
         check_policy(model, EXACT, is_packed=False)
 
 
@@ -147,20 +151,21 @@ def nemotron(folder: Path) -> PreTrainedModel:
 def test_packing_is_refused_for_interacting_sequences(tmp_path: Path) -> None:
     model = nemotron(tmp_path)
     said = (
-        r"packed: sequences of NemotronForCausalLM see each other: -\d.* and -\d.* nats .*=padded"
+        "packed: packed sequences of NemotronForCausalLM attend to each other: a token scores"
+        r" -\d.* and -\d.* nats .*=padded"
     )
     with pytest.raises(ConfigError, match=said):
         use_attention([model], "cpu", Layout.PACKED, Attention.AUTO)
     with pytest.raises(ConfigError, match=said):
-        settle_ways(model, LearnerSection(layout=Layout.PACKED))
+        choose_offline_compute(model, LearnerSection(layout=Layout.PACKED))
 
 
 def test_auto_layout_pads_interacting_sequences(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    learner = settle_ways(nemotron(tmp_path), LearnerSection())
+    learner = choose_offline_compute(nemotron(tmp_path), LearnerSection())
     assert learner.layout is Layout.PADDED
-    assert "NemotronForCausalLM see each other: -" in caplog.text
+    assert "NemotronForCausalLM attend to each other: a token scores -" in caplog.text
 
 
 def passes_of(model: Any, **learner: Any) -> Passes:
@@ -315,4 +320,4 @@ def test_family_is_scored_right_or_refused(family: str, tmp_path: Path) -> None:
 
 def test_networks_without_a_head_are_compared_by_states(tmp_path: Path) -> None:
     trunk = AutoModel.from_pretrained(save(NemotronConfig(**SMALL), tmp_path))  # pyright: ignore
-    assert "NemotronModel see each other" in packing_problem(trunk)
+    assert "NemotronModel attend to each other" in packing_problem(trunk)

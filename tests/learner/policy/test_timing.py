@@ -15,21 +15,21 @@ from common.config.learning import LearnerSection
 from learner.policy import timing
 from learner.policy.precision import precision_by_rule, uses_bf16
 from learner.policy.timing import (
+    ComputeConfig,
     Timed,
-    Way,
     best_threads,
+    choose_compute,
     fastest,
-    settle_ways,
     settled,
-    time_ways,
+    time_configs,
     with_settled,
 )
 from tests.learner.builders import make_model
 
 BF16, FP32 = Precision.BF16, Precision.FP32
-PLAIN = Way(FP32, Layout.PADDED, Attention.PRODUCTS)
-PACKED = Way(FP32, Layout.PACKED, Attention.PRODUCTS)
-FUSED = Way(FP32, Layout.PACKED, Attention.FUSED)
+PLAIN = ComputeConfig(FP32, Layout.PADDED, Attention.PRODUCTS)
+PACKED = ComputeConfig(FP32, Layout.PACKED, Attention.PRODUCTS)
+FUSED = ComputeConfig(FP32, Layout.PACKED, Attention.FUSED)
 SAID = torch.tensor([-1.0, -2.0])
 
 
@@ -38,17 +38,19 @@ class Clock:
 
     def __init__(self, **costs: float) -> None:
         self.costs = costs
-        self.asked: list[Way] = []
+        self.asked: list[ComputeConfig] = []
 
-    def __call__(self, model: PreTrainedModel, ways: Sequence[Way]) -> Mapping[Way, Timed]:
+    def __call__(
+        self, model: PreTrainedModel, ways: Sequence[ComputeConfig]
+    ) -> Mapping[ComputeConfig, Timed]:
         self.asked += ways
         return {
             way: Timed(sum(self.costs.get(x, 1) for x in way.name.split()), SAID) for way in ways
         }
 
 
-def settle(file: Path, clock: Clock, *, is_repeatable: bool = False, **keys: Any) -> Way:
-    found = settle_ways(
+def settle(file: Path, clock: Clock, *, is_repeatable: bool = False, **keys: Any) -> ComputeConfig:
+    found = choose_compute(
         LearnerSection(**keys),
         make_model(),
         file,
@@ -58,7 +60,7 @@ def settle(file: Path, clock: Clock, *, is_repeatable: bool = False, **keys: Any
         measure=clock,
     )
     assert found.num_threads == 1
-    return Way(found.precision, found.layout, found.attention)
+    return ComputeConfig(found.precision, found.layout, found.attention)
 
 
 @pytest.mark.parametrize("precision", [BF16, FP32])
@@ -69,9 +71,11 @@ def test_fastest_configuration_overrides_the_rules(
 ) -> None:
     clock = Clock(**dict.fromkeys((precision.value, layout.value, attention.value), 0.1))
     file = tmp_path / "precision.json"
-    assert settle(file, clock) == Way(precision, layout, attention)
+    assert settle(file, clock) == ComputeConfig(precision, layout, attention)
     slower = Clock(**dict.fromkeys((precision.value, layout.value, attention.value), 9.0))
-    assert settle(file, slower) == Way(precision, layout, attention)  # The run keeps its choice.
+    assert settle(file, slower) == ComputeConfig(
+        precision, layout, attention
+    )  # The run keeps its choice.
     assert not slower.asked
 
 
@@ -81,7 +85,7 @@ def test_configured_values_hold_without_timing(tmp_path: Path) -> None:
     assert (chosen.precision, chosen.layout) == (FP32, Layout.PADDED)
     assert {way.layout for way in clock.asked} == {Layout.PADDED}
     keys = {"precision": BF16, "layout": Layout.PACKED, "attention": Attention.FUSED}
-    assert settle(tmp_path / "a.json", Clock(), **keys) == Way(*keys.values())
+    assert settle(tmp_path / "a.json", Clock(), **keys) == ComputeConfig(*keys.values())
     fixed = Clock()
     settle(tmp_path / "b.json", fixed, **keys)
     assert not fixed.asked
@@ -90,14 +94,14 @@ def test_configured_values_hold_without_timing(tmp_path: Path) -> None:
 def test_repeatable_run_follows_rules_without_timing(tmp_path: Path) -> None:
     clock = Clock()
     found = settle(tmp_path / "precision.json", clock, is_repeatable=True)
-    assert found == Way(precision_by_rule("cpu"), Layout.PACKED, Attention.PRODUCTS)
+    assert found == ComputeConfig(precision_by_rule("cpu"), Layout.PACKED, Attention.PRODUCTS)
     assert not clock.asked
 
 
 def test_run_without_a_recorded_layout_keeps_the_old_one(tmp_path: Path) -> None:
     file = tmp_path / "precision.json"
     file.write_text(json.dumps({"precision": "bf16", "timings": None}), encoding="utf-8")
-    assert settle(file, Clock(padded=9.0)) == Way(BF16, Layout.PADDED, Attention.PRODUCTS)
+    assert settle(file, Clock(padded=9.0)) == ComputeConfig(BF16, Layout.PADDED, Attention.PRODUCTS)
 
 
 def test_difference_within_noise_leaves_the_rule() -> None:
@@ -124,7 +128,7 @@ def test_timing_respects_budget_and_preserves_model() -> None:
     model = make_model()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     state = torch.get_rng_state()
-    timed = time_ways(model, [PLAIN, PACKED, FUSED], num_tokens=40, budget_s=0.1)
+    timed = time_configs(model, [PLAIN, PACKED, FUSED], num_tokens=40, budget_s=0.1)
     assert 0 < sum(each.seconds for each in timed.values()) < 0.1
     for way in (PACKED, FUSED):
         torch.testing.assert_close(timed[way].logprobs, timed[PLAIN].logprobs, atol=1e-5, rtol=0)
@@ -148,13 +152,13 @@ def timed_by(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> list[int]
 
 def test_timing_ignores_passes_that_compile_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     timed_by(monkeypatch, [0.15, 0.07, 0.06, 0.08])
-    timed = time_ways(make_model(), [PLAIN, PACKED], num_tokens=40, budget_s=0.1)
+    timed = time_configs(make_model(), [PLAIN, PACKED], num_tokens=40, budget_s=0.1)
     assert [timed[way].seconds for way in (PLAIN, PACKED)] == [0.06, 0.08]
 
 
 def test_passes_of_a_large_model_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     timed_by(monkeypatch, [2.0, 3.0])
-    timed = time_ways(make_model(), [PLAIN, PACKED], num_tokens=40)
+    timed = time_configs(make_model(), [PLAIN, PACKED], num_tokens=40)
     assert [timed[way].seconds for way in (PLAIN, PACKED)] == [2.0, 3.0]
 
 
@@ -165,7 +169,7 @@ def test_timing_uses_one_thread_and_restores_the_thread_count(
     torch.set_num_threads(2)
     try:
         threads = timed_by(monkeypatch, [0.02] * 20)
-        time_ways(make_model(), [PLAIN, PACKED], num_tokens=40)
+        time_configs(make_model(), [PLAIN, PACKED], num_tokens=40)
         assert set(threads) == {1}
         assert torch.get_num_threads() == 2
     finally:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.config.command_line import Request
+from common.config.command_line import ParsedCommand
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
@@ -27,7 +27,7 @@ CRITIC = (
 def computed(root: Path, *words: str, steps: str | None = None) -> tuple[int, list[str]]:
     """Return the exit code of the command and its output."""
     said: list[str] = []
-    request = Request(
+    request = ParsedCommand(
         command="recompute",
         config=None,
         overrides=[str(root), *words],
@@ -139,8 +139,8 @@ def test_recompute_reports_different_start_weights_and_machine(run: RunDir) -> N
     run.checksums.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     code, said = computed(run.root)
     assert code == 1
-    assert any("another machine" in text and "was Some Other CPU" in text for text in said)
-    assert said[-1].startswith("step 0 differs: weights: those of configs/policies/tiny")
+    assert any("this machine differs" in text and "was Some Other CPU" in text for text in said)
+    assert said[-1].startswith("step 0 differs: weights: configs/policies/tiny")
 
 
 def test_running_run_is_recomputed_up_to_its_last_record(run: RunDir) -> None:
@@ -150,7 +150,7 @@ def test_running_run_is_recomputed_up_to_its_last_record(run: RunDir) -> None:
         steps.write(b'{"version":7,"gro')
     code, said = computed(run.root)
     assert code == 0
-    assert any(text.startswith("1 batches have no checksum") for text in said)
+    assert any(text.startswith("1 batches were not compared") for text in said)
     assert "versions 0 to 6" in said[-1]
 
 
@@ -164,7 +164,7 @@ def test_pruned_range_is_refused_by_name(run: RunDir) -> None:
     with pytest.raises(ConfigError, match="has steps 1 to 6"):
         computed(run.root, steps="3:60")
     run.checksums.unlink()
-    with pytest.raises(ConfigError, match=r"no checksums.jsonl"):
+    with pytest.raises(ConfigError, match=r"checksums\.jsonl is missing"):
         computed(run.root, steps="3:6")
 
 
@@ -193,7 +193,7 @@ def test_overrides_are_counterfactual_after_the_first_step(run: RunDir) -> None:
     assert [row["policy"] for row in rows] == ["recorded"] + 6 * ["counterfactual"]
     assert (rows[0]["ess_frac"], rows[0]["kl"]) == (1.0, 0.0)
     assert all(0 < row["ess_frac"] < 1 and row["kl"] > 0 for row in rows[1:])
-    assert [row["note"] for row in rows if row["note"]] == ["skipped then"]
+    assert [row["note"] for row in rows if row["note"]] == ["skipped by the run"]
     assert any("mask_low" in text or "0.5" in text for text in said[:3]), said[:3]
     assert rows[0]["metrics"]["train/lr"] == pytest.approx(10 * rows[0]["recorded"]["train/lr"])
 
@@ -212,13 +212,13 @@ def test_ineffective_overrides_are_reported_and_impossible_ones_refused(run: Run
     _, said = computed(run.root, "algorithm.mask_low=0.4", steps="3:5")
     assert "the overrides change nothing on this data" in said
     _, said = computed(run.root, "horizon=1:2", steps="5:6")
-    assert all(row["note"] == "no episode of it is left" for row in result(run.root)["rows"])
+    assert all(row["note"] == "no episode left" for row in result(run.root)["rows"])
     for word, why in (
-        ("actor.temperature=0.5", "played"),
+        ("actor.temperature=0.5", "playing and batching"),
         ("horizon.stages=[5]", "horizon=a:b"),
-        ("learner.port=5", "changes nothing"),
+        ("learner.port=5", "does not affect training"),
         ("algorithm.filter_zero_variance=false", "which groups become batches"),
-        ("drop=soon", "expects ends"),
+        ("drop=soon", "expects end reasons"),
         ("algorithm.corection=none", "corection"),
     ):
         with pytest.raises(ConfigError, match=why):
@@ -231,6 +231,6 @@ def test_restart_warns_when_it_does_not_repeat_its_past(
     before = len(run.checksums.read_text(encoding="utf-8").splitlines())
     live(run.root, config(), [])
     assert len(run.checksums.read_text(encoding="utf-8").splitlines()) == before
-    assert "is not as it was" not in caplog.text
+    assert "differs from its first computation" not in caplog.text
     live(run.root, config("learner.beta2=0.5"), [])
-    assert "repeated step=4 is not as it was: optimizer" in caplog.text
+    assert "repeated step=4 differs from its first computation: optimizer" in caplog.text

@@ -13,7 +13,7 @@ from common.store.journal import JournalPosition, JournalWriter, read_journal
 from common.store.metrics import MetricsWriter
 from common.store.run_dir import RunDir
 from common.store.segments import load_pruned
-from common.store.upkeep import Limits, prune_old
+from common.store.upkeep import RetentionLimits, prune_old
 from common.wire.messages import EpisodeOutcome, Outcome
 from learner.build import Learner
 from learner.ingest.journal_index import JournalIndex
@@ -27,7 +27,7 @@ from learner.training.digests import StepDigests
 from tests.learner.builders import make_trajectory
 
 NUM_STEPS, EVERY, KEPT = 600, 10, 3
-LIMITS = Limits(keep_bytes=80_000)
+LIMITS = RetentionLimits(keep_bytes=80_000)
 
 
 class LongRun:

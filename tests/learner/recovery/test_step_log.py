@@ -68,10 +68,10 @@ def test_log_shorter_than_checkpoint_is_refused(tmp_path: Path, num_left: int) -
     write(run_dir.steps, 1, 2)
     lines = run_dir.steps.read_bytes().splitlines(keepends=True)
     run_dir.steps.write_bytes(b"".join(lines[:num_left]))
-    with pytest.raises(ConfigError, match=r"steps\.jsonl: damaged, it ends with step"):
+    with pytest.raises(ConfigError, match=r"steps\.jsonl: damaged, its last step is"):
         steps_since(run_dir, start=FROM_THE_START, version=2, num_batches=2)
     behind = ReplayPoint(version=2, steps_offset=len(lines[0]) + len(lines[1]))
-    with pytest.raises(ConfigError, match=r"steps\.jsonl: damaged, it ends before byte"):
+    with pytest.raises(ConfigError, match=r"steps\.jsonl: damaged, the file ends before byte"):
         steps_since(run_dir, start=behind, version=2, num_batches=2)
 
 

@@ -31,10 +31,10 @@ from common.wire.messages import (
 )
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
-from learner.scheduler.episodes.table import EpisodeRecord, EpisodeState
+from learner.scheduler.curriculum.catalogue import HubCatalogue, SubsetEntry
+from learner.scheduler.episodes.table import EpisodePhase, EpisodeRecord
 
-CATALOGUE = Catalogue(
+CATALOGUE = HubCatalogue(
     envs={
         "maze": {
             "easy": SubsetEntry(num_train=100, num_test=6, max_turns=8),
@@ -153,13 +153,13 @@ def done_of(version: int, *, is_last: bool = False, ahead: int = 9, **signals: f
     return StepDone(version=version, is_last=is_last, max_ahead_steps=ahead, signals=signals)
 
 
-def catalogue_of(**num_train: int) -> Catalogue:
+def catalogue_of(**num_train: int) -> HubCatalogue:
     """An environment "maze" with subsets of so many items."""
     subsets = {
         name: SubsetEntry(num_train=num, num_test=5, max_turns=10)
         for name, num in num_train.items()
     }
-    return Catalogue(envs={"maze": subsets})
+    return HubCatalogue(envs={"maze": subsets})
 
 
 def tasks_of(**weights: float) -> list[TaskSection]:
@@ -167,7 +167,7 @@ def tasks_of(**weights: float) -> list[TaskSection]:
     return [TaskSection(env="maze", subset=name, weight=w) for name, w in weights.items()]
 
 
-def ids_in(core: SchedulerCore, *states: EpisodeState) -> set[str]:
+def ids_in(core: SchedulerCore, *states: EpisodePhase) -> set[str]:
     """Episodes of the table in one of these states."""
     return {e.episode_id for _, e in core.lifecycle.table.episodes() if e.state in states}
 

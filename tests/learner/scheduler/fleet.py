@@ -8,7 +8,7 @@ from typing import Any
 
 from common.config.run_config import RunConfig
 from common.wire.messages import GroupArrived, Lease, Outcome, StepDone
-from learner.scheduler.episodes.table import EpisodeState, GroupState
+from learner.scheduler.episodes.table import EpisodePhase, GroupState
 from tests.learner.scheduler.builders import Table, outcome_of, seen_of
 
 BEAT_S = 1.0
@@ -99,7 +99,7 @@ class Fleet:
         actor.num_finished += 1
         self.table.report(seen=[replace(seen_of(lease), wall_s=wall_s)])
         group = self.table.core.lifecycle.table.groups.get(lease.group_id)
-        waits = (EpisodeState.QUEUED, EpisodeState.LEASED)
+        waits = (EpisodePhase.QUEUED, EpisodePhase.LEASED)
         if group and not any(each.state in waits for each in group.episodes):
             self.table.report(groups=[GroupArrived(group_id=group.group_id, is_ready=True)])
         self._maybe_train()

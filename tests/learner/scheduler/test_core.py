@@ -35,9 +35,9 @@ def test_grant_gives_reason_for_limit() -> None:
     table.hello("actor-0")
     grant = table.ask("actor-0", 100)
     assert len(grant.leases) == 16
-    assert grant.reason == "gate: 4 groups ahead of the learner"
+    assert grant.reason == "gate: 4 groups are ahead of the learner"
     assert 0.05 <= grant.retry_after_s <= 0.2
-    assert table.ask("actor-7", 1).reason == "actor-7 is not known, say hello"
+    assert table.ask("actor-7", 1).reason == "actor-7 is not registered, a Hello is needed"
 
 
 def test_lease_horizon_is_the_stage_bounded_by_the_subset() -> None:
@@ -81,7 +81,7 @@ def test_sync_batch_waits_for_the_step_and_the_engine() -> None:
     for group_id in sorted(train_ids(leases)):
         table.finish_group(group_id, Outcome.TRAINED)
     table.step(1)
-    assert "holds version 0, 1 is needed" in table.ask("actor-0", 99, version=0).reason
+    assert "has version 0, version 1 is needed" in table.ask("actor-0", 99, version=0).reason
     second = table.ask("actor-0", 99, version=1).leases
     assert {lease.opened_at_version for lease in second} == {1}
     assert len(second) == 8
@@ -110,7 +110,7 @@ def test_step_without_signal_stops_its_refill() -> None:
         table.finish_group(f"g000000{number}", Outcome.FILTERED)
         grant = table.ask("actor-0", 99)
     assert grant.leases == []
-    assert grant.reason == "gate: 3 groups of this step carried no signal, no more drawn"
+    assert grant.reason == "gate: no more groups for this step, 3 had no signal"
     table.finish_group("g0000000", Outcome.TRAINED)
     table.step(1)
     assert len(train_ids(table.ask("actor-0", 99, version=1).leases)) == 2
@@ -180,7 +180,7 @@ def test_sync_engine_with_the_held_back_version_gets_work() -> None:
     table.core.run.version = 5
     table.hello("actor-0", version=2)
     assert table.ask("actor-0", 4, version=2).reason == (
-        "weights: the actor holds version 2, 3 is needed"
+        "weights: the actor has version 2, version 3 is needed"
     )
     assert len(table.ask("actor-0", 4, version=3).leases) == 4
 

@@ -39,5 +39,5 @@ def test_restored_lease_is_reissued_when_its_actor_stays_away() -> None:
 def test_state_of_another_seed_is_refused() -> None:
     table = Table()
     state = table.core.snapshot() | {"seed": 7}
-    with pytest.raises(ConfigError, match="seed=7, not 0"):
+    with pytest.raises(ConfigError, match="seed=7, expected 0"):
         table.core.restore(state)

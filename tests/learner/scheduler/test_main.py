@@ -188,7 +188,9 @@ def test_second_scheduler_of_a_live_run_is_refused(hub_url: str, run_dir: RunDir
     cfg = _config(hub_url)
     with _serving(cfg, run_dir) as role:
         address = (run_dir.addresses / "scheduler").read_text(encoding="utf-8")
-        with pytest.raises(ConfigError, match=rf"this run has a scheduler \(process {os.getpid()}"):
+        with pytest.raises(
+            ConfigError, match=rf"this run already has a scheduler \(process {os.getpid()}"
+        ):
             serve(cfg, run_dir, threading.Event())
         assert (run_dir.addresses / "scheduler").read_text(encoding="utf-8") == address
         assert isinstance(role.ask(hello_of("actor-0")), Welcome)
@@ -270,7 +272,7 @@ def test_full_disk_pauses_grants_not_heartbeats(
         with no_room_beyond(64):
             role.tell(beat_of("actor-0", [lease.episode_id]))  # it cannot be logged
             deadline = time.monotonic() + TIMEOUT_S
-            while "waiting for room, nothing is lost" not in caplog.text:
+            while "the writer waits and loses nothing" not in caplog.text:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             assert role.ask(beat_of("actor-0", [lease.episode_id])) == known

@@ -20,8 +20,8 @@ from common.wire.messages import (
 )
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.dispatch.gate import Gate
-from learner.scheduler.episodes.table import EpisodeState, GroupState
+from learner.scheduler.dispatch.gate import StalenessThrottle
+from learner.scheduler.episodes.table import EpisodePhase, GroupState
 from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.state import save
 from tests.learner.scheduler.builders import CATALOGUE, Table, ids_in, make_config, outcome_of
@@ -43,7 +43,7 @@ class RunMachine(RuleBasedStateMachine):
             mode=self.mode, size=3, per_step=2, num_steps=4, max_attempts=2, evaluation=evaluation
         )
         self.cfg = cfg
-        self.max_groups = Gate(cfg.groups, cfg.scheduler, cfg.train).max_groups_of_step
+        self.max_groups = StalenessThrottle(cfg.groups, cfg.scheduler, cfg.train).max_groups_of_step
         self.table = Table(cfg)
         self.playing: dict[str, dict[str, Lease]] = {name: {} for name in ACTORS}
         self.incarnations: dict[str, int] = dict.fromkeys(ACTORS, 0)
@@ -134,12 +134,12 @@ class RunMachine(RuleBasedStateMachine):
     def complete_group(self, pick: Any, outcome: Outcome) -> None:
         """As the learner does: once every member has arrived or was given up."""
         for group in list(self.core.lifecycle.table.groups.values()):
-            waits = (EpisodeState.QUEUED, EpisodeState.LEASED)
+            waits = (EpisodePhase.QUEUED, EpisodePhase.LEASED)
             is_train = group.kind is EpisodeKind.TRAIN
             is_due = is_train and not any(e.state in waits for e in group.episodes)
             if is_due and group.state is GroupState.OPEN:
                 is_ready = outcome is Outcome.TRAINED
-                arrived = [e for e in group.episodes if e.state is EpisodeState.ARRIVED]
+                arrived = [e for e in group.episodes if e.state is EpisodePhase.ARRIVED]
                 words = [] if is_ready else [self._word(e.episode_id, outcome) for e in arrived]
                 groups = [GroupArrived(group_id=group.group_id, is_ready=is_ready)]
                 self.table.report(groups=groups, outcomes=words)
@@ -158,7 +158,7 @@ class RunMachine(RuleBasedStateMachine):
             return
         outcome = Outcome.STALE if is_stale else Outcome.TRAINED
         for group in ready[: self.cfg.groups.per_step]:
-            arrived = [e for e in group.episodes if e.state is EpisodeState.ARRIVED]
+            arrived = [e for e in group.episodes if e.state is EpisodePhase.ARRIVED]
             self.table.report(outcomes=[self._word(e.episode_id, outcome) for e in arrived])
         if not is_stale:
             self.version += 1
@@ -203,7 +203,7 @@ class RunMachine(RuleBasedStateMachine):
         leases = self.core.lifecycle.leases
         held = [e for name in ACTORS for e in leases.of(name)]
         assert len({e.episode_id for e in held}) == len(held) == len(leases)
-        assert ids_in(self.core, EpisodeState.LEASED) == {e.episode_id for e in held}
+        assert ids_in(self.core, EpisodePhase.LEASED) == {e.episode_id for e in held}
         assert all(e.actor == name for name in ACTORS for e in leases.of(name))
 
     @invariant()
@@ -213,7 +213,7 @@ class RunMachine(RuleBasedStateMachine):
             for group_id, pending in self.core.lifecycle.queue.pending.items()
             for member in pending.members
         }
-        assert ids_in(self.core, EpisodeState.QUEUED) <= pending
+        assert ids_in(self.core, EpisodePhase.QUEUED) <= pending
 
     @invariant()
     def groups_of_a_step_are_bounded(self) -> None:

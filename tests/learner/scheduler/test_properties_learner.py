@@ -30,7 +30,7 @@ from learner.ingest.replay_point import FROM_THE_START
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.episodes.audit import ENDED
-from learner.scheduler.episodes.table import EpisodeState
+from learner.scheduler.episodes.table import EpisodePhase
 from tests.configs import edited
 from tests.learner.builders import held_by
 from tests.learner.scheduler.builders import (
@@ -334,12 +334,12 @@ class TwoSidesMachine(RuleBasedStateMachine):
         leases = self.core.lifecycle.leases
         held = [e.episode_id for name in ACTORS for e in leases.of(name)]
         assert len(set(held)) == len(held) == len(leases)
-        assert set(held) == ids_in(self.core, EpisodeState.LEASED)
+        assert set(held) == ids_in(self.core, EpisodePhase.LEASED)
 
     @invariant()
     def what_arrived_is_in_the_hands_of_the_learner(self) -> None:
         held = {trajectory.episode_id for trajectory in held_by(self.groups)}
-        assert ids_in(self.core, EpisodeState.ARRIVED) <= held
+        assert ids_in(self.core, EpisodePhase.ARRIVED) <= held
 
     @invariant()
     def everything_settled_has_left_or_waits_for_the_learner(self) -> None:

@@ -12,7 +12,7 @@ from common.config.run_config import EvalSection, TrainMode
 from common.wire.messages import GroupArrived, LeaseGrant, Outcome, Outcomes, Progress
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.episodes.table import EpisodeState, GroupState
+from learner.scheduler.episodes.table import EpisodePhase, GroupState
 from tests.configs import edited
 from tests.learner.scheduler.builders import (
     CATALOGUE,
@@ -60,7 +60,7 @@ class Life:
         held = self.playing[name]
         leases = [held.pop(key) for key in list(held)[: self.dice.randrange(1, 9)]]
         arrived = {lease.episode_id for lease in leases}
-        waits = (EpisodeState.QUEUED, EpisodeState.LEASED)
+        waits = (EpisodePhase.QUEUED, EpisodePhase.LEASED)
         groups: list[GroupArrived] = []
         outcomes = []
         for group in self.core.lifecycle.table.groups.values():

@@ -124,5 +124,5 @@ def test_snapshot_shares_no_data_with_the_live_state() -> None:
 def test_state_of_another_format_or_seed_is_refused(key: str, value: int) -> None:
     table = Table()
     state = table.core.snapshot() | {key: value}
-    with pytest.raises(ConfigError, match=f"scheduler.json: {key}={value}, not .*new run"):
+    with pytest.raises(ConfigError, match=f"scheduler.json: {key}={value}, expected .*new run"):
         table.core.restore(state)

@@ -6,7 +6,7 @@ from typing import Any
 from common.config.offline import SimulatorSection
 from common.config.run_config import RunConfig
 from common.wire.messages import EndReason
-from learner.simulator.workload import Play
+from learner.simulator.workload import SimulatedEpisode
 from tests.learner.scheduler.builders import make_config
 
 
@@ -17,8 +17,8 @@ def make_simulated(*, num_steps: int = 20, max_ahead_steps: int = 1, **simulator
     return replace(cfg, simulator=section)
 
 
-def make_play(*, wall_s: float = 1.0, worth: float = 1.0, num_turns: int = 4) -> Play:
-    return Play(
+def make_play(*, wall_s: float = 1.0, worth: float = 1.0, num_turns: int = 4) -> SimulatedEpisode:
+    return SimulatedEpisode(
         num_turns=num_turns,
         wall_s=wall_s,
         num_tokens=10 * num_turns,

@@ -65,7 +65,7 @@ def test_measured_pace_excludes_the_first_step(tmp_path: Path) -> None:
 
 
 def test_missing_or_short_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run is there"):
+    with pytest.raises(ConfigError, match="not a run directory"):
         load_measured(tmp_path)
     _write_metrics(tmp_path, 3)
     with pytest.raises(ConfigError, match="3 steps"):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from common.config.run_config import RunConfig, TrainMode
-from learner.simulator.tally import Prediction, Tally
-from learner.simulator.workload import Play, SampledWorkload
-from learner.simulator.world import World
+from learner.simulator.tally import Prediction, SimulationStatistics
+from learner.simulator.workload import SampledWorkload, SimulatedEpisode
+from learner.simulator.world import SimulatedRun
 from tests.configs import edited
 from tests.learner.simulator.builders import make_play, make_simulated
 
@@ -22,7 +22,7 @@ class Constant:
         self.wall_s = wall_s
         self.busy_s = busy_s
 
-    def group(self, rng: Random, *, size: int, **_: Any) -> list[Play]:
+    def group(self, rng: Random, *, size: int, **_: Any) -> list[SimulatedEpisode]:
         return [make_play(wall_s=self.wall_s, worth=i % 2) for i in range(size)]
 
     def step_s(self, rng: Random, num_tokens: int, **_: Any) -> float:
@@ -31,7 +31,7 @@ class Constant:
 
 
 def _run(cfg: RunConfig, workload: Any = None) -> Prediction:
-    return World(cfg, workload or SampledWorkload(cfg.simulator)).run()
+    return SimulatedRun(cfg, workload or SampledWorkload(cfg.simulator)).run()
 
 
 def test_learner_limits_the_step_rate_of_fast_actors() -> None:
@@ -67,7 +67,7 @@ def test_prediction_depends_on_the_seed_only() -> None:
 
 def test_every_simulated_episode_has_one_outcome() -> None:
     cfg = make_simulated(num_steps=60, num_actors=8, mtbf_h=0.05, restart_s=20.0, failed_frac=0.05)
-    world = World(cfg, SampledWorkload(cfg.simulator))
+    world = SimulatedRun(cfg, SampledWorkload(cfg.simulator))
     seen = world.run()
     assert seen.stopped_by == ""
     assert seen.num_steps == 60
@@ -122,7 +122,7 @@ def test_idle_actors_are_counted() -> None:
 
 
 def test_mean_version_weights_each_by_its_time() -> None:
-    tally = Tally(published_s=[10.0, 30.0])
+    tally = SimulationStatistics(published_s=[10.0, 30.0])
     assert tally.mean_version(0, 0.0, 10.0) == 0.0
     assert tally.mean_version(0, 0.0, 20.0) == 0.5
     assert tally.mean_version(0, 0.0, 40.0) == pytest.approx((20.0 + 2 * 10.0) / 40.0)
@@ -151,7 +151,7 @@ def test_simulated_lag_bound_stretches_like_the_schedulers() -> None:
 class Uneven(Constant):
     """Every other episode takes ten times longer."""
 
-    def group(self, rng: Random, *, size: int, **_: Any) -> list[Play]:
+    def group(self, rng: Random, *, size: int, **_: Any) -> list[SimulatedEpisode]:
         return [make_play(wall_s=(1.0, 10.0)[i % 2], worth=i % 2) for i in range(size)]
 
 
@@ -166,7 +166,7 @@ def test_sync_actor_requests_leases_after_finishing_all() -> None:
 
 def test_dead_actor_is_missed_by_the_scheduler() -> None:
     cfg = make_simulated(hours=0.5, num_actors=1, mtbf_h=0.01, restart_s=1e6)
-    world = World(cfg, SampledWorkload(cfg.simulator))
+    world = SimulatedRun(cfg, SampledWorkload(cfg.simulator))
     seen = world.run()
     assert seen.num_deaths == 1
     assert world._core.members.by_name["actor-0"].is_dead
@@ -176,7 +176,7 @@ def test_dead_actor_is_missed_by_the_scheduler() -> None:
 class Jittered(Constant):
     """Episodes take half to one and a half of `wall_s`."""
 
-    def group(self, rng: Random, *, size: int, **_: Any) -> list[Play]:
+    def group(self, rng: Random, *, size: int, **_: Any) -> list[SimulatedEpisode]:
         return [
             make_play(wall_s=self.wall_s * rng.uniform(0.5, 1.5), worth=i % 2) for i in range(size)
         ]
@@ -190,7 +190,7 @@ def test_dead_actor_slows_the_other_for_ten_seconds_at_most() -> None:
     cfg = make_simulated(num_steps=100_000, restart_s=1e9, hours=0.4)
     cfg = replace(cfg, actor=replace(cfg.actor, max_concurrent=12, min_concurrent=4))
     cfg = replace(cfg, scheduler=replace(cfg.scheduler, dead_after_s=60.0))
-    world, ended = World(cfg, Jittered(wall_s=10.0, busy_s=1.0)), []
+    world, ended = SimulatedRun(cfg, Jittered(wall_s=10.0, busy_s=1.0)), []
     deliver = world._fleet._deliver
 
     def note(arrival: Any) -> None:

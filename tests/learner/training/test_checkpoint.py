@@ -210,7 +210,7 @@ def test_incomplete_folder_is_never_read(tmp_path: Path) -> None:
     torn = tmp_path / "step-000002"
     torn.mkdir()
     assert newest_checkpoint(tmp_path) == tmp_path / "step-000001"
-    with pytest.raises(ConfigError, match="no complete checkpoint"):
+    with pytest.raises(ConfigError, match="not a complete checkpoint"):
         load_values(torn)
     save(checkpoints, 3)
     assert names(tmp_path) == ["step-000001", "step-000002", "step-000003"]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from common.config.learning import ControllerSection
+from common.config.controller import ControllerSection
 from learner.training.controller import Controller, Decision
 
 
@@ -102,6 +102,6 @@ def test_reactions_are_logged_with_cause_and_size(caplog: pytest.LogCaptureFixtu
     controller = Controller(ControllerSection(), max_ahead_steps=1)
     decide(controller, 0.6)
     decide(controller, 0.4)
-    assert "lr scaled version=3 by=0.667 ess=0.600" in caplog.text
-    assert "gate moved version=3 ahead_steps=1 to=0 ess=0.600" in caplog.text
-    assert "batch skipped version=3 ess=0.400 below=0.50 in_a_row=1" in caplog.text
+    assert "scaled learning rate version=3 by=0.667 ess=0.600" in caplog.text
+    assert "moved gate version=3 ahead_steps=1 to=0 ess=0.600" in caplog.text
+    assert "skipped batch version=3 ess=0.400 below=0.50 in_a_row=1" in caplog.text

@@ -103,8 +103,8 @@ def test_reference_is_the_base_without_a_second_network(tmp_path: Path) -> None:
     ("lora", "said"),
     [
         ({"rank": 0}, r"lora\.rank=0: .* holds adapters"),
-        ({"rank": 8}, "r=4, this run of 8"),
-        ({"alpha": 8.0}, r"lora_alpha=32\.0, this run of 8\.0"),
+        ({"rank": 8}, "r=4, but this run has r=8"),
+        ({"alpha": 8.0}, r"lora_alpha=32\.0, but this run has lora_alpha=8\.0"),
         ({"targets": ["q_proj"]}, "target_modules="),
     ],
 )
@@ -130,7 +130,7 @@ def test_adapters_refuse_checkpoint_of_whole_weights(tmp_path: Path) -> None:
 def test_merged_policy_equals_the_learners(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     run_dir = RunDir(root=tmp_path / "run")
-    with pytest.raises(ConfigError, match="has no adapters yet"):
+    with pytest.raises(ConfigError, match="has no checkpoint with adapters"):
         merge(cfg, run_dir)
     TOKENIZER.save_pretrained(cfg.model.path)
     trainer, model = start(cfg)

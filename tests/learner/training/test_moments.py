@@ -164,13 +164,13 @@ def test_moments_of_another_kind_are_refused(tmp_path: Path) -> None:
     trainer.train_on(make_samples(), version=0)
     folder = save(trainer, tmp_path / "checkpoints", cfg, version=1)
     other = replace(cfg, learner=replace(cfg.learner, moments=Moments.FP32))
-    with pytest.raises(ConfigError, match=r"learner\.moments it was trained with"):
+    with pytest.raises(ConfigError, match=r"learner\.moments of the checkpoint"):
         make(other, folder)
     assert (folder / TENSORS).exists()
 
 
 def test_muon_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"learner\.moments='8bit': .* or optimizer=adamw"):
+    with pytest.raises(ConfigError, match=r"learner\.moments='8bit': must be fp32 with learner"):
         load_config("smoke", ["learner.optimizer=muon", "learner.moments=8bit"], root=ROOT)
 
 
@@ -198,7 +198,7 @@ def test_several_ranks_read_the_moments_of_one(size: int, tmp_path: Path) -> Non
         optimizers = make_optimizer(other, cfg).optimizers
         if size == 4:  # The last part of its tables is too small.
             assert {name for name in written if "embed" in name and name.endswith("codes")}
-            with pytest.raises(ConfigError, match=r"8bit: and its learner\.num_ranks"):
+            with pytest.raises(ConfigError, match=r"8bit moments, learner\.num_ranks must"):
                 restore(tmp_path / "state", {"model": other}, optimizers)
             return
         restore(tmp_path / "state", {"model": other}, optimizers)

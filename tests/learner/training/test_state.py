@@ -72,5 +72,5 @@ def test_several_ranks_read_the_state_of_one(tmp_path: Path, size: int) -> None:
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     StateWriter(Ranks()).start({"model.weight": torch.zeros(3)}, tmp_path / "state").result(60)
-    with pytest.raises(ConfigError, match="those of another model"):
+    with pytest.raises(ConfigError, match="do not fit this model"):
         restore(tmp_path / "state", {"model": nn.Linear(2, 2, bias=False)}, [])

@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 
 from common.wire.security import RunKeys
-from learner.weights.membership import Member, Membership
+from learner.weights.membership import EngineMember, Membership
 from learner.weights.publisher import Publisher
 from tests.bounds import at_most
 from tests.learner.weights.test_publisher import (
@@ -205,8 +205,8 @@ def test_resumed_process_soon_has_newest_version(
     assert publisher.drain_metrics()["weights/members"] == 2
 
 
-def member(name: str) -> Member:
-    return Member(sender=name.encode(), actor=name, incarnation=f"{name}-1", devices=("",))
+def member(name: str) -> EngineMember:
+    return EngineMember(sender=name.encode(), actor=name, incarnation=f"{name}-1", devices=("",))
 
 
 def test_suspended_learner_removes_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,22 +3,22 @@
 import threading
 import time
 
-from learner.weights.gate import Gate, Reading
+from learner.weights.gate import Reading, WeightsLock
 
 LONG_S = 20.0
 
 
-def closing(gate: Gate) -> threading.Thread:
+def closing(gate: WeightsLock) -> threading.Thread:
     thread = threading.Thread(target=gate.close, daemon=True)
     thread.start()
     deadline = time.monotonic() + LONG_S
-    while not gate.is_wanted_back and thread.is_alive() and time.monotonic() < deadline:
+    while not gate.writer_waiting and thread.is_alive() and time.monotonic() < deadline:
         time.sleep(0.001)
     return thread
 
 
 def test_gate_admits_readers_only_for_a_stable_version() -> None:
-    gate = Gate(timeout_s=LONG_S)
+    gate = WeightsLock(timeout_s=LONG_S)
     assert not gate.enter()
     gate.open()
     assert gate.enter()
@@ -28,7 +28,7 @@ def test_gate_admits_readers_only_for_a_stable_version() -> None:
 
 
 def test_update_waits_for_readers_and_blocks_new_ones() -> None:
-    gate = Gate(timeout_s=LONG_S)
+    gate = WeightsLock(timeout_s=LONG_S)
     gate.open()
     assert gate.enter()
     assert gate.enter()
@@ -37,7 +37,7 @@ def test_update_waits_for_readers_and_blocks_new_ones() -> None:
     gate.leave()
     thread.join(0.05)
     assert thread.is_alive()
-    assert not gate.must_give_up
+    assert not gate.readers_must_abort
     gate.leave()
     thread.join(LONG_S)
     assert not thread.is_alive()
@@ -47,7 +47,7 @@ def test_update_waits_for_readers_and_blocks_new_ones() -> None:
 
 def test_slow_readers_are_aborted_by_timeout_or_stop() -> None:
     for timeout_s, is_stopping in ((0.01, False), (LONG_S, True)):
-        gate = Gate(timeout_s=timeout_s)
+        gate = WeightsLock(timeout_s=timeout_s)
         gate.is_stopping = lambda is_stopping=is_stopping: is_stopping
         gate.open()
         reading = Reading(gate, is_live=True, is_held=False, is_optional=False)
@@ -66,7 +66,7 @@ def test_slow_readers_are_aborted_by_timeout_or_stop() -> None:
 
 
 def test_late_reader_yields_and_a_copy_needs_no_gate() -> None:
-    gate = Gate(timeout_s=LONG_S)
+    gate = WeightsLock(timeout_s=LONG_S)
     gate.open()
     late = Reading(gate, is_live=True, is_held=False, is_optional=True)
     assert late.begin()

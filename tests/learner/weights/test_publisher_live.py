@@ -15,7 +15,7 @@ from common.config.compute import WeightsTransport
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router
 from learner.policy.finite import WeightsNotFinite
-from learner.weights.gate import Gate
+from learner.weights.gate import WeightsLock
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
@@ -46,7 +46,7 @@ class Bench:
 
     def __init__(self, folder: Path, settings: PublishSettings) -> None:
         self.keys: RunKeys = create_keys(folder / "keys")
-        self.gate = Gate(timeout_s=TIMEOUT_S)
+        self.gate = WeightsLock(timeout_s=TIMEOUT_S)
         self.publisher = Publisher(Router(self.keys, host=HOST, port=0), settings, gate=self.gate)
         self.weight = torch.zeros(100)
         self.source = Held(self.weight)
@@ -165,7 +165,7 @@ def test_non_finite_weights_are_not_sent_and_end_the_run(tmp_path: Path) -> None
         bench.step(1)
         bench.weight[70] = float("nan")
         bench.begin(1)
-        with pytest.raises(WeightsNotFinite, match="w has numbers that are NaN"):
+        with pytest.raises(WeightsNotFinite, match="w has NaN or infinite values"):
             bench.publisher.wait_done()
         assert actor.loaded == [0]
 
@@ -199,6 +199,7 @@ def test_unreachable_engine_receives_the_transports_refusal(tmp_path: Path) -> N
         actor = bench.start("a")
         reason = actor.wait_for_refusal()
         assert reason == (
-            "learner.weights_transport=nccl cannot reach a on the CPU from the CPU; use auto"
+            "learner.weights_transport=nccl cannot reach a on the CPU from the CPU;"
+            " use learner.weights_transport=auto"
         )
         assert bench.publisher.drain_metrics()["weights/members"] == 0

@@ -3,12 +3,12 @@
 import pytest
 
 from common.config.compute import WeightsTransport as Choice
-from learner.weights.membership import Member
-from learner.weights.routes import Wave, transport_of, waves
+from learner.weights.membership import EngineMember
+from learner.weights.routes import ReceiverGroup, receiver_groups, transport_of
 
 
-def member(name: str, *devices: str) -> Member:
-    return Member(sender=b"", actor=name, incarnation=name, devices=devices)
+def member(name: str, *devices: str) -> EngineMember:
+    return EngineMember(sender=b"", actor=name, incarnation=name, devices=devices)
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,18 @@ def test_members_of_one_transport_receive_together() -> None:
         member("other", "GPU-2"),
         member("cpu", ""),
     )
-    found = waves([near, far, other, cpu], "GPU-0", Choice.AUTO, num_parts=1)
-    assert found == [Wave("gloo", (cpu,)), Wave("ipc", (near,)), Wave("nccl", (far, other))]
+    found = receiver_groups([near, far, other, cpu], "GPU-0", Choice.AUTO, num_parts=1)
+    assert found == [
+        ReceiverGroup("gloo", (cpu,)),
+        ReceiverGroup("ipc", (near,)),
+        ReceiverGroup("nccl", (far, other)),
+    ]
 
 
 def test_engines_that_share_gpu_use_gloo() -> None:
     first, second, third = member("1", "GPU-1"), member("2", "GPU-1"), member("3", "GPU-3")
-    found = waves([first, second, third], "GPU-0", Choice.AUTO, num_parts=1)
-    assert found == [Wave("gloo", (first, second)), Wave("nccl", (third,))]
+    found = receiver_groups([first, second, third], "GPU-0", Choice.AUTO, num_parts=1)
+    assert found == [ReceiverGroup("gloo", (first, second)), ReceiverGroup("nccl", (third,))]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ def test_engines_that_share_gpu_use_gloo() -> None:
 )
 def test_fleet_parts_are_even_and_complete(num_parts: int, sizes: list[int]) -> None:
     members = [member(str(number), "") for number in range(5)]
-    found = waves(members, "", Choice.AUTO, num_parts=num_parts)
+    found = receiver_groups(members, "", Choice.AUTO, num_parts=num_parts)
     assert [len(wave.members) for wave in found] == sizes
     assert [each for wave in found for each in wave.members] == members
-    assert waves([], "", Choice.AUTO, num_parts=num_parts) == []
+    assert receiver_groups([], "", Choice.AUTO, num_parts=num_parts) == []

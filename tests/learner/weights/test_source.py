@@ -56,7 +56,7 @@ def test_non_finite_weights_are_named(bad: float, bucket_bytes: int) -> None:
     weight = torch.randn(7, 5)
     weight[3, 2] = bad
     source = LiveWeights([("good", torch.randn(9)), ("bad", weight)], torch.float16)
-    with pytest.raises(WeightsNotFinite, match=r"^bad has numbers that are NaN or infinite"):
+    with pytest.raises(WeightsNotFinite, match=r"^bad has NaN or infinite values"):
         read(source, bucket_bytes)
     with pytest.raises(WeightsNotFinite, match=r"^bad"):
         copied(source)

@@ -63,7 +63,7 @@ def test_wrong_engine_scores_raise_without_publishing(
     publisher.publish(weights)
     start_actor("good", scores=CANARY_LOGPROBS)
     start_actor("nonsense", scores=[[-3.0, -4.0]] * 4)
-    with pytest.raises(LongstrideError, match=r"disagree \d times in a row: nonsense"):
+    with pytest.raises(LongstrideError, match=r"engine nonsense .* differed \d times in a row"):
         look_on(watch, recent, ["nonsense"], for_s=5.0)
 
 
@@ -118,9 +118,11 @@ def test_learner_without_receivers_warns_or_stops(
     members = publisher._members
     assert acting.look_for_members(8) == ""
     members._last_seen -= 6.0
-    assert acting.look_for_members(0) == "actors: engines that take weights", "there is nobody"
-    assert warning.look_for_members(8) == "actors: engines that take weights"
-    with pytest.raises(LongstrideError, match="no engine has taken weights for 6s, and there are"):
+    assert acting.look_for_members(0) == "actors: an engine that loads weights", "there is nobody"
+    assert warning.look_for_members(8) == "actors: an engine that loads weights"
+    with pytest.raises(
+        LongstrideError, match="No engine has loaded weights for 6 s, although actors have"
+    ):
         acting.look_for_members(8)
     publisher.publish(make_weights(0))
     start_actor("a")

@@ -4,7 +4,7 @@ import re
 
 from envhub.envs.miniwob.view import PageView, click
 from envhub.tables import read_table
-from envhub.web.actions import Kind
+from envhub.web.actions import WebActionType
 
 WORDS = read_table(__file__, "words.yaml")
 
@@ -41,7 +41,7 @@ def one_wait_two(page: PageView) -> str | None:
     if not page.taken:
         return click(one)
     # Each snapshot advances the page's clock by one second.
-    waits = sum(action.kind is Kind.HOVER for action in page.taken)
+    waits = sum(action.kind is WebActionType.HOVER for action in page.taken)
     if one is not None and waits + 1 < seconds:
         return f"hover [{one.id}]"
     return click(two)
@@ -63,7 +63,7 @@ def accordion_link(page: PageView) -> str | None:
     if link := page.one("clickable", name=word, cls="alink"):
         return click(link)
     tabs = page.all("tab")
-    num_clicks = sum(action.kind is Kind.CLICK for action in page.taken)
+    num_clicks = sum(action.kind is WebActionType.CLICK for action in page.taken)
     return click(tabs[num_clicks % len(tabs)]) if tabs else None
 
 

@@ -6,14 +6,14 @@ import re
 
 from envhub.envs.miniwob.experts.click import submit
 from envhub.envs.miniwob.view import PageView, click, write
-from envhub.web.actions import Kind
-from envhub.web.tree import Node
+from envhub.web.actions import WebActionType
+from envhub.web.tree import PageNode
 
 FIELD_ROLES = ("textbox", "spinbutton", "searchbox", "Date", "InputTime")
 MONTHS = list(calendar.month_name)
 
 
-def fields(page: PageView) -> list[Node]:
+def fields(page: PageView) -> list[PageNode]:
     return [node for node in page.nodes if node.role in FIELD_ROLES]
 
 
@@ -86,7 +86,7 @@ def copy_nth_area(page: PageView) -> str | None:
     return _copy(page, box.value, answer)
 
 
-def _copy(page: PageView, text: str, answer: Node) -> str | None:
+def _copy(page: PageView, text: str, answer: PageNode) -> str | None:
     return submit(page) if answer.value == text else write(answer, text)
 
 
@@ -125,7 +125,7 @@ def guess_number(page: PageView) -> str | None:
     """Find the number by bisection."""
     low = 0
     high = 9
-    asked = [int(a.text) for a in page.taken if a.kind is Kind.TYPE]
+    asked = [int(a.text) for a in page.taken if a.kind is WebActionType.TYPE]
     for number in asked[:-1]:
         low, high = _narrow(page, asked, number, low, high)
     told = " ".join(t.name for t in page.texts())
@@ -232,7 +232,7 @@ def search_result(page: PageView) -> str | None:
     if not results:
         return click(page.one("button", name="Search"))
     number = str(place // 3 + 1)
-    turned = [a for a in page.taken if a.kind is Kind.CLICK]
+    turned = [a for a in page.taken if a.kind is WebActionType.CLICK]
     if place >= 3 and len(turned) < 2:
         return click(page.one("link", name=number))
     return click(results[place % 3])
@@ -247,7 +247,7 @@ def autocomplete(page: PageView) -> str | None:
     if field is None:
         return None
     if field.value.startswith(start) and field.value.endswith(end) and len(field.value) > 1:
-        is_chosen = page.taken and page.taken[-1].kind is Kind.CLICK
+        is_chosen = page.taken and page.taken[-1].kind is WebActionType.CLICK
         if is_chosen or not end:
             return submit(page)
     items = [n for n in page.nodes if "ui-menu-item-wrapper" in n.dom_class.split()]

@@ -7,7 +7,7 @@ from envhub.envs.miniwob.experts.click import submit
 from envhub.envs.miniwob.experts.form import fields, fill
 from envhub.envs.miniwob.pages import PAGES
 from envhub.envs.miniwob.view import PageView, click, hold, write
-from envhub.web.actions import Kind
+from envhub.web.actions import WebActionType
 
 FLASH_EVERY_MS = 600
 KEYS_PER_PAGE = 5  # One page is a fifth of a slider's range.
@@ -180,7 +180,7 @@ def stock(page: PageView) -> str | None:
 
 def flashes(page: PageView) -> str | None:
     """Wait until all buttons have flashed, then click them in that order."""
-    clicks = sum(action.kind is Kind.CLICK for action in page.taken)
+    clicks = sum(action.kind is WebActionType.CLICK for action in page.taken)
     num_looks = len(page.inside) * FLASH_EVERY_MS / PAGES["simon-says"]["step_ms"]
     buttons = page.all("button")
     if len(page.taken) + 1 < num_looks:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from envhub.envs.miniwob.experts.click import submit
 from envhub.envs.miniwob.view import PageView, click, hold
-from envhub.web.actions import Kind
-from envhub.web.tree import Node
+from envhub.web.actions import WebActionType
+from envhub.web.tree import PageNode
 
 Point = tuple[float, float]
 # Points of a drawing area. It is at the left of the page, and `AREA_TOP` is its distance from the
@@ -25,7 +25,7 @@ LANE = 3  # Half of the space between two tiles.
 GRID_WAYS = {"up": -3, "down": 3, "left": -1, "right": 1}
 
 
-def middle(node: Node) -> Point:
+def middle(node: PageNode) -> Point:
     return node.x + node.width / 2, node.y + node.height / 2
 
 
@@ -42,7 +42,7 @@ def _angle(a: Point, vertex: Point, b: Point) -> float:
 
 def _point_out(page: PageView, worth: Callable[[Point], float]) -> str | None:
     """Click the point of the drawing area with the highest worth, then submit."""
-    if any(action.kind is Kind.MOUSE_CLICK for action in page.taken):
+    if any(action.kind is WebActionType.MOUSE_CLICK for action in page.taken):
         return submit(page)
     x, y = max(AREA, key=worth)
     return f"mouse_click [{x},{y + AREA_TOP}]"
@@ -107,7 +107,7 @@ def drag_aside(page: PageView) -> str | None:
 FIGURES = {"rectangles": "rect", "circles": "circle", "triangles": "polygon"}
 
 
-def _is_in(figure: Node, box: Node) -> bool:
+def _is_in(figure: PageNode, box: PageNode) -> bool:
     """Whether the upper left corner of a figure is inside a box."""
     return box.x < figure.x < box.x + box.width and box.y < figure.y < box.y + box.height
 
@@ -128,7 +128,7 @@ def drag_figures(page: PageView) -> str | None:
     return submit(page)
 
 
-def _move_item(texts: list[Node], start: int, end: int) -> str:
+def _move_item(texts: list[PageNode], start: int, end: int) -> str:
     """Drag one item slightly beyond another's place, which makes the two swap."""
     x, y = middle(texts[start])
     left, top = middle(texts[end])
@@ -164,7 +164,7 @@ def drag_in_grid(page: PageView) -> str | None:
     return _slip(tiles[start], tiles[end], is_later=end > start)
 
 
-def _slip(tile: Node, goal: Node, *, is_later: bool) -> str:
+def _slip(tile: PageNode, goal: PageNode, *, is_later: bool) -> str:
     """Drag a tile between the other tiles to the near side of its goal, so that none moves away."""
     x, y = middle(tile)
     lane_y = tile.y - LANE
@@ -230,7 +230,7 @@ def catch(page: PageView) -> str | None:
 
 def drag_box(page: PageView) -> str | None:
     """Drag the small box into the middle of the large one, and submit; the boxes may overlap."""
-    if any(action.kind is Kind.MOUSE_DRAG for action in page.taken):
+    if any(action.kind is WebActionType.MOUSE_DRAG for action in page.taken):
         return submit(page)
     small = page.one("clickable", name="s")
     large = page.one("clickable", name="L")

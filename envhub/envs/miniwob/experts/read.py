@@ -5,8 +5,8 @@ import re
 from envhub.envs.miniwob.experts.click import WORDS, submit
 from envhub.envs.miniwob.experts.form import date_picker, fields
 from envhub.envs.miniwob.view import PageView, click, write
-from envhub.web.actions import Kind
-from envhub.web.tree import Node
+from envhub.web.actions import WebActionType
+from envhub.web.tree import PageNode
 
 # Screens of the longest text: on the scrolling page, and on the page read to the end.
 NUM_SCREENS = 12
@@ -32,7 +32,9 @@ def told_email(page: PageView) -> str | None:
     return _deal_with(page, thread, icon=icon, to=order["forward"], text=order["reply"])
 
 
-def _deal_with(page: PageView, thread: Node | None, *, icon: str, to: str, text: str) -> str | None:
+def _deal_with(
+    page: PageView, thread: PageNode | None, *, icon: str, to: str, text: str
+) -> str | None:
     """Click the icon, forward the email if `to` is a name, or else answer with the text."""
     area = page.one("textbox", dom_id="reply-text")
     if area is not None:
@@ -54,8 +56,8 @@ def _deal_with(page: PageView, thread: Node | None, *, icon: str, to: str, text:
     return click(inner[0] if inner else thread)
 
 
-def _posts(page: PageView) -> list[tuple[str, list[Node]]]:
-    posts: list[tuple[str, list[Node]]] = []
+def _posts(page: PageView) -> list[tuple[str, list[PageNode]]]:
+    posts: list[tuple[str, list[PageNode]]] = []
     for node in page.nodes:
         if node.role == "StaticText" and "username" in node.dom_class.split():
             posts.append((node.name, []))
@@ -103,11 +105,11 @@ def contact(page: PageView) -> str | None:
     return click(page.one("link", name=">"))
 
 
-def _price(node: Node) -> int:
+def _price(node: PageNode) -> int:
     return int(node.name.rpartition("$")[2])
 
 
-def _minutes(node: Node) -> int:
+def _minutes(node: PageNode) -> int:
     hours, minutes = re.findall(r"(\d+)h (\d+)m", node.name)[0]
     return int(hours) * 60 + int(minutes)
 
@@ -152,7 +154,7 @@ def order(page: PageView) -> str | None:
     if kind:
         fit = [adder for _, kinds, adder, _ in dishes if kind in kinds][:1]
         wanted = int(page.goal_part(r"Order (\d+)"))
-        done = sum(action.kind is Kind.CLICK for action in page.taken)
+        done = sum(action.kind is WebActionType.CLICK for action in page.taken)
         return click(fit[0]) if done < wanted else submit(page)
     names = [n.strip() for n in page.goal_part(r"each item: (.*)").split(",")]
     for name, _, adder, count in dishes:
@@ -161,7 +163,7 @@ def order(page: PageView) -> str | None:
     return submit(page)
 
 
-def _dishes(page: PageView) -> list[tuple[str, set[str], Node, int]]:
+def _dishes(page: PageView) -> list[tuple[str, set[str], PageNode, int]]:
     """Return name, kinds, plus sign and ordered number of each dish."""
     dishes = []
     name = ""
@@ -191,7 +193,7 @@ def _scroll(page: PageView, direction: str, limit: int) -> str | None:
     area = page.one("textbox", dom_id="text-area")
     if not page.taken:
         return f"hover [{area.id}]" if area else None
-    scrolls = sum(action.kind is Kind.SCROLL for action in page.taken)
+    scrolls = sum(action.kind is WebActionType.SCROLL for action in page.taken)
     return f"scroll [{direction}]" if scrolls < limit else None
 
 

@@ -3,13 +3,13 @@
 import re
 
 from envhub.envs.miniwob.view import PageView, click
-from envhub.web.tree import Node
+from envhub.web.tree import PageNode
 
 SHAPE_ROLES = {"rect": "rectangle", "circle": "circle", "polygon": "triangle"}
 LARGE_PX = 15
 
 
-def _describes(words: list[str], node: Node) -> bool:
+def _describes(words: list[str], node: PageNode) -> bool:
     is_text = node.role == "text"
     kind = ("digit" if node.name.isdigit() else "letter") if is_text else "shape"
     names = {kind, node.name if is_text else SHAPE_ROLES.get(node.role, ""), "item"}
@@ -26,7 +26,7 @@ def _describes(words: list[str], node: Node) -> bool:
     return True
 
 
-def _drawn(page: PageView) -> list[Node]:
+def _drawn(page: PageView) -> list[PageNode]:
     return [n for n in page.nodes if n.role in (*SHAPE_ROLES, "text")]
 
 
@@ -38,7 +38,7 @@ def described_shape(page: PageView) -> str | None:
     return click((free or found or [None])[0])
 
 
-def _covers(upper: Node, lower: Node) -> bool:
+def _covers(upper: PageNode, lower: PageNode) -> bool:
     x = lower.x + lower.width / 2
     y = lower.y + lower.height / 2
     return (

@@ -14,7 +14,7 @@ QUESTIONS = read_table(__file__, "questions.yaml")
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class QuestionDraft:
     """A question before it becomes a row; `hops` are (thing, relation) in order."""
 
     text: str
@@ -34,15 +34,15 @@ class Drafts:
         }
         self._kinds = list(self._starts)
 
-    def single(self, wording: int) -> Draft:
+    def single(self, wording: int) -> QuestionDraft:
         """Draw a question of one hop; `wording` selects one of the relation's questions."""
         return self._chain(1, wording=wording, sort="single")
 
-    def composed(self, num_hops: int, *, by_clause: bool = False) -> Draft:
+    def composed(self, num_hops: int, *, by_clause: bool = False) -> QuestionDraft:
         """Draw a question of several hops, each about the answer of the previous one."""
         return self._chain(num_hops, by_clause=by_clause, sort=f"{num_hops}hop")
 
-    def inferred(self) -> Draft:
+    def inferred(self) -> QuestionDraft:
         """Draw a question with a single name for two hops, such as grandfather."""
         first, second, text = self._rng.choice(QUESTIONS["inferences"])
         while True:
@@ -51,9 +51,9 @@ class Drafts:
             if isinstance(between, Thing) and second in between.facts:
                 hops = ((person, _relation(person, first)), (between, _relation(between, second)))
                 answers = _answers(between.facts[second])
-                return Draft(text.format(person.name), answers, hops, "inference")
+                return QuestionDraft(text.format(person.name), answers, hops, "inference")
 
-    def compared(self) -> Draft:
+    def compared(self) -> QuestionDraft:
         """Draw a question that compares a number of two things."""
         kind, key, text, lower_wins = self._rng.choice(QUESTIONS["comparisons"])
         while True:
@@ -62,9 +62,9 @@ class Drafts:
             if values[0] != values[1]:
                 winner = pair[_winning(values, lower_wins)]
                 hops = tuple((thing, _relation(thing, key)) for thing in pair)
-                return Draft(_about(text, pair), _names(winner), hops, "comparison")
+                return QuestionDraft(_about(text, pair), _names(winner), hops, "comparison")
 
-    def compared_beyond(self) -> Draft:
+    def compared_beyond(self) -> QuestionDraft:
         """Draw a comparison of two things by a number of their related things."""
         kind, first, second, text, lower_wins = self._rng.choice(QUESTIONS["bridge_comparisons"])
         while True:
@@ -78,9 +78,9 @@ class Drafts:
                     for thing, other in zip(pair, between, strict=True)
                     for hop in ((thing, _relation(thing, first)), (other, _relation(other, second)))
                 )
-                return Draft(_about(text, pair), _names(winner), hops, "bridge-comparison")
+                return QuestionDraft(_about(text, pair), _names(winner), hops, "bridge-comparison")
 
-    def same(self) -> Draft:
+    def same(self) -> QuestionDraft:
         """Draw a yes-or-no question; both answers are equally likely."""
         kind, key, text = self._rng.choice(QUESTIONS["sameness"])
         is_yes = self._rng.random() < 0.5
@@ -94,11 +94,13 @@ class Drafts:
             if others:
                 pair = [one, self._rng.choice(others)]
                 hops = tuple((thing, _relation(thing, key)) for thing in pair)
-                return Draft(_about(text, pair), ("yes" if is_yes else "no",), hops, "sameness")
+                return QuestionDraft(
+                    _about(text, pair), ("yes" if is_yes else "no",), hops, "sameness"
+                )
 
     def _chain(
         self, num_hops: int, *, wording: int = 0, by_clause: bool = False, sort: str
-    ) -> Draft:
+    ) -> QuestionDraft:
         """Draw a question along a chain of facts that never returns to a thing."""
         while True:
             thing = self._rng.choice(self._starts[self._rng.choice(self._kinds)])
@@ -118,7 +120,7 @@ class Drafts:
                     text = relation.asks[wording].format(noun)
                     answers = _answers(value)
                     if value not in seen and answers[0] not in start:
-                        return Draft(text[0].upper() + text[1:], answers, tuple(hops), sort)
+                        return QuestionDraft(text[0].upper() + text[1:], answers, tuple(hops), sort)
                     break
                 thing = _thing(value)
                 if thing in seen:
@@ -147,25 +149,25 @@ def make_rows(things: Things, subset: str, split: str, num_rows: int) -> list[Ro
     return list(rows.values())
 
 
-def _hops(draft: Draft) -> Iterator[dict[str, str]]:
+def _hops(draft: QuestionDraft) -> Iterator[dict[str, str]]:
     for thing, relation in draft.hops:
         evidence = _answers(thing.facts[relation.key])[0]
         query = f"{thing.name} {relation.query}"
         yield {"query": query, "title": thing.name, "evidence": evidence}
 
 
-def _hotpotqa(drafts: Drafts, rng: random.Random) -> Draft:
+def _hotpotqa(drafts: Drafts, rng: random.Random) -> QuestionDraft:
     return rng.choice((lambda: drafts.composed(2), drafts.compared, drafts.same))()
 
 
-def _2wiki(drafts: Drafts, rng: random.Random) -> Draft:
+def _2wiki(drafts: Drafts, rng: random.Random) -> QuestionDraft:
     ways = (
         lambda: drafts.composed(2), drafts.inferred, drafts.compared, drafts.compared_beyond
     )  # fmt: skip
     return rng.choice(ways)()
 
 
-DRAWS: dict[str, Callable[[Drafts, random.Random], Draft]] = {
+DRAWS: dict[str, Callable[[Drafts, random.Random], QuestionDraft]] = {
     "nq": lambda drafts, _: drafts.single(0),
     "triviaqa": lambda drafts, _: drafts.single(1),
     "popqa": lambda drafts, _: drafts.single(2),

@@ -22,7 +22,7 @@ CREATORS = ("director", "star", "composer", "author", "artist")
 NUM_CREATORS = 70  # Number of people per trade; most have several works.
 
 
-class Names:
+class NameGenerator:
     """Draws unique invented names. They depend on the generator and the order of the draws."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -77,7 +77,7 @@ class Things:
 
     def __init__(self, seed: str) -> None:
         self._rng = random.Random(seed)
-        self._names = Names(self._rng)
+        self._names = NameGenerator(self._rng)
         self.by_kind: dict[str, list[Thing]] = {}
         for kind, num_things in NUM_THINGS.items():
             self.by_kind[kind] = [Thing(kind, self._name(kind)) for _ in range(num_things)]

@@ -12,7 +12,7 @@ from envhub.envs.searchqa.questions import (
     DATASETS,
     MAX_TURNS,
     SPLITS,
-    Question,
+    SearchQuestion,
     make_question,
     question_path,
 )
@@ -31,7 +31,7 @@ WORLD_SUBSETS = {
 }
 
 
-class World:
+class FactWorld:
     """A world of invented facts. Train and test questions start from different things."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class World:
         """See `QuestionBank.subsets`."""
         return WORLD_SUBSETS
 
-    def question(self, item: ItemId) -> Question:
+    def question(self, item: ItemId) -> SearchQuestion:
         """See `QuestionBank.question`."""
         return make_question(self.rows(item.subset, item.split)[item.index])
 
@@ -62,9 +62,9 @@ class World:
 
 
 @cache
-def the_world() -> World:
+def the_world() -> FactWorld:
     """Return the world of this process."""
-    return World()
+    return FactWorld()
 
 
 def describe(thing: Thing) -> str:

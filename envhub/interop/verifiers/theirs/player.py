@@ -21,7 +21,7 @@ OWN_HARNESS = "longstride_chat"
 TAKEN_OVER = ("", "bash", "null")  # Chat loops that are replaced by the one in this process.
 
 
-class Player:
+class TasksetPlayer:
     """The running episodes, and the model endpoint that they use."""
 
     def __init__(self, options: dict[str, Any], out: Any) -> None:
@@ -92,13 +92,17 @@ class Player:
         errors = [*finished.errors, *(e for trace in finished.traces for e in trace.errors)]
         if errors or not finished.ok:
             last = errors[-1] if errors else None
-            return {"error": f"{last.type}: {last.message}" if last else "it did not end well"}
+            return {
+                "error": f"{last.type}: {last.message}"
+                if last
+                else "the episode did not end normally"
+            }
         ours = [t for t in finished.traces if (c := t.agent.config.client) and c.base_url == url]
         if seat := self._options["seat"]:
             ours = [trace for trace in ours if trace.agent.name == seat]
         if len(ours) != 1:
-            seats = ", ".join(trace.agent.name for trace in ours) or "nobody"
-            return {"error": f"the policy is played by {seats}: `seat` must name one of them"}
+            seats = ", ".join(trace.agent.name for trace in ours) or "none"
+            return {"error": f"the seats of the policy are {seats}; set `seat` to one of them"}
         values = {name: reward and reward.value for name, reward in ours[0].rewards.items()}
         unsaid = [name for name, value in values.items() if value is None]
         if unsaid or not values:
@@ -115,7 +119,7 @@ class Player:
         """Forward a model request to the policy and return its answer."""
         episode, body = request.match_info["episode"], await request.json()
         if episode in self._asked:
-            return web.json_response({"error": "two requests at once"}, status=400)
+            return web.json_response({"error": "the episode has another open request"}, status=400)
         waits = self._asked[episode] = asyncio.get_running_loop().create_future()
         self.say({"episode": episode, "ask": body["messages"], "tools": body.get("tools", [])})
         try:
@@ -169,7 +173,7 @@ async def main() -> None:
     loop, lines = asyncio.get_running_loop(), asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     options = json.loads(await lines.readline())
-    await Player(options, out).serve(lines)
+    await TasksetPlayer(options, out).serve(lines)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from typing import Any
 import psutil
 import pytest
 
-from actor.play.table.redo import Recorded
-from actor.play.table.seats import MAX_SEATS, Table
+from actor.play.table.redo import RecordedEpisode
+from actor.play.table.seats import MAX_SEATS, SeatTable
 from common.errors import ConfigError, EnvError
 from common.repository import ROOT
 from common.states import state_number
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow
 ITEM = "DoubleT-train-0"
 
 
-def at_table(work: Callable[[Table], Awaitable[None]], **given: float) -> None:
+def at_table(work: Callable[[SeatTable], Awaitable[None]], **given: float) -> None:
     async def run() -> None:
-        table = Table(root=ROOT, **given)
+        table = SeatTable(root=ROOT, **given)
         try:
             await work(table)
         finally:
@@ -30,14 +30,14 @@ def at_table(work: Callable[[Table], Awaitable[None]], **given: float) -> None:
     assert [p for p in psutil.Process().children() if "envhub" in " ".join(p.cmdline())] == []
 
 
-async def recorded(table: Table, num_turns: int) -> Recorded:
+async def recorded(table: SeatTable, num_turns: int) -> RecordedEpisode:
     """Play some turns, written down as a journal would have them."""
     looks = [await table.open("maze", ITEM)]
     actions = ["move right", "jump", "move right", "move left"][:num_turns]
     looks += [await table.step(looks[0]["id"], action) for action in actions]
     await table.close(looks[0]["id"])
     shown = [f"<user>\n{look['observation']}<end>\n<agent>" for look in looks[:-1]]
-    return Recorded(
+    return RecordedEpisode(
         env="maze",
         item=ITEM,
         style="compact",
@@ -49,7 +49,7 @@ async def recorded(table: Table, num_turns: int) -> Recorded:
 
 
 def test_seat_accepts_manual_and_policy_turns() -> None:
-    async def work(table: Table) -> None:
+    async def work(table: SeatTable) -> None:
         assert "DoubleT" in (await table.environments())["maze"]["subsets"]
         first = await table.open("maze", ITEM)
         assert first["actions"] == ["move right"]
@@ -76,7 +76,7 @@ def test_seat_accepts_manual_and_policy_turns() -> None:
             await table.step(first["id"], "move left")
         await pictures_are_those_of_the_episode(table)
 
-    async def pictures_are_those_of_the_episode(table: Table) -> None:
+    async def pictures_are_those_of_the_episode(table: SeatTable) -> None:
         episode = await recorded(table, 4)
         done = await table.redo(episode, {})
         assert (len(done["pictures"]), done["problem"]) == (5, "")
@@ -84,24 +84,24 @@ def test_seat_accepts_manual_and_policy_turns() -> None:
         shown = [*episode["shown"][:2], "<user>\nat 9 9<end>", episode["shown"][3]]
         other = await table.redo(replace_in(episode, shown=shown), {})
         assert len(other["pictures"]) == 2
-        assert "before turn 3 the observation is another one" in other["problem"]
+        assert "The observation before turn 3" in other["problem"]
         other = await table.redo(replace_in(episode, scores=[0.0, 1.0, 0.0, 0.0]), {})
-        assert (len(other["pictures"]), other["problem"][:6]) == (2, "turn 2")
+        assert (len(other["pictures"]), "reward of turn 2" in other["problem"]) == (2, True)
         states = [state_number("at (1, 1)"), state_number("elsewhere")]
         other = await table.redo(replace_in(episode, states=states), {})
-        assert (len(other["pictures"]), "another state" in other["problem"]) == (1, True)
+        assert (len(other["pictures"]), "The state of" in other["problem"]) == (1, True)
         gone = await table.redo(replace_in(episode, item="DoubleT-train-9999"), {})
         assert (gone["pictures"], "out of range" in gone["problem"]) == ([], True)
 
     at_table(work)
 
 
-def replace_in(episode: Recorded, **changes: Any) -> Recorded:
-    return Recorded(**{**episode, **changes})  # type: ignore[typeddict-item]
+def replace_in(episode: RecordedEpisode, **changes: Any) -> RecordedEpisode:
+    return RecordedEpisode(**{**episode, **changes})  # type: ignore[typeddict-item]
 
 
 def test_seats_are_limited_and_idle_ones_close() -> None:
-    async def work(table: Table) -> None:
+    async def work(table: SeatTable) -> None:
         with pytest.raises(ConfigError, match="no such environment"):
             await table.open("chess", "a-train-0")
         with pytest.raises(EnvError, match="out of range"):
@@ -114,7 +114,7 @@ def test_seats_are_limited_and_idle_ones_close() -> None:
             while not await is_closed(table, names[0]):
                 await asyncio.sleep(2.5)
 
-    async def is_closed(table: Table, name: str) -> bool:
+    async def is_closed(table: SeatTable, name: str) -> bool:
         try:
             await table.step(name, "move right")
         except ConfigError:

@@ -9,12 +9,12 @@ from common.checks.gpu_placement import seat
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.launch.ray.placement import Node, place
+from common.launch.ray.placement import ClusterNode, place
 
-HEAD = Node(node_id="h", host="10.0.0.1", num_cpus=8, num_gpus=4, is_home=True)
-GPU = Node(node_id="g", host="10.0.0.2", num_cpus=8, num_gpus=4, labels={"kind": "h100"})
-CPU = Node(node_id="c", host="10.0.0.3", num_cpus=16, num_gpus=0, labels={"kind": "cpu"})
-LAPTOP = Node(node_id="l", host="127.0.0.1", num_cpus=4, num_gpus=0, is_home=True)
+HEAD = ClusterNode(node_id="h", host="10.0.0.1", num_cpus=8, num_gpus=4, is_home=True)
+GPU = ClusterNode(node_id="g", host="10.0.0.2", num_cpus=8, num_gpus=4, labels={"kind": "h100"})
+CPU = ClusterNode(node_id="c", host="10.0.0.3", num_cpus=16, num_gpus=0, labels={"kind": "cpu"})
+LAPTOP = ClusterNode(node_id="l", host="127.0.0.1", num_cpus=4, num_gpus=0, is_home=True)
 
 
 def config(repository: Path, *overrides: str) -> RunConfig:
@@ -30,7 +30,10 @@ def test_engines_and_learner_request_their_gpu_counts(repository: Path) -> None:
     assert wanted.of("envhub").num_gpus == wanted.of("scheduler").num_gpus == 0
     assert wanted.of("scheduler").is_home
     assert wanted.num_fitting == 3  # 2 GPUs are left beside the learner, 4 on the other node
-    assert "3 of 9 actors fit now; the others start when a node appears" in wanted.lines([HEAD])[-1]
+    assert (
+        "3 of 9 actors fit on the nodes; the others start when a node joins"
+        in wanted.lines([HEAD])[-1]
+    )
 
 
 def test_cpu_engines_are_counted_beside_the_learner(repository: Path) -> None:
@@ -60,8 +63,8 @@ def test_colocated_engines_share_gpus_as_locally(repository: Path, placement: st
     ("overrides", "nodes", "message"),
     [
         (["learner.num_ranks=8"], [HEAD, GPU], "learner needs a node with 1 CPU, 8 GPU on the"),
-        (["learner.device=cuda"], [LAPTOP], "has that (127.0.0.1: 4 CPU, 0 GPU); start run.py on"),
-        (["learner.device=cuda:1"], [HEAD], "Ray chooses the devices"),
+        (["learner.device=cuda"], [LAPTOP], "has it (127.0.0.1: 4 CPU, 0 GPU); start run.py on"),
+        (["learner.device=cuda:1"], [HEAD], "Ray chooses the GPUs"),
         (["actor.tensor_parallel_size=8"], [HEAD, GPU], "10.0.0.2: 8 CPU, 4 GPU, kind=h100"),
         (["ray.actor_labels=[kind=a100]"], [HEAD, GPU], "actor needs a node with 1 CPU and kind"),
         (["actor.placement=apart", "learner.num_ranks=4"], [HEAD], "10.0.0.1: 7 CPU, 0 GPU"),
@@ -70,7 +73,7 @@ def test_colocated_engines_share_gpus_as_locally(repository: Path, placement: st
     ],
 )
 def test_unsatisfiable_placement_is_refused_with_cluster_resources(
-    repository: Path, overrides: list[str], nodes: list[Node], message: str
+    repository: Path, overrides: list[str], nodes: list[ClusterNode], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         place(config(repository, *overrides), nodes)

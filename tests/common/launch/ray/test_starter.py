@@ -16,7 +16,7 @@ from common.config.load import load_config
 from common.config.run_config import OnStall, RunSection
 from common.errors import ConfigError
 from common.launch.base import Ending, LaunchState, RoleSpec
-from common.launch.launcher import Launcher
+from common.launch.launcher import RoleSupervisor
 from common.launch.ray.cluster import placement_lines, start_on_ray
 from common.stall.watch import StallWatch
 from common.store.run_dir import RunDir
@@ -77,7 +77,7 @@ def launch(
         on_poll()
 
     with start_on_ray(cfg, RunDir(root=tmp_path)) as starter:
-        launcher = Launcher(
+        launcher = RoleSupervisor(
             starter,
             stop_timeout_s=lambda: 5.0,
             finish_grace_s=0.3,
@@ -152,7 +152,7 @@ def test_failing_role_ends_run_but_killed_restarts(nodes: Nodes, tmp_path: Path)
     assert (ending.exit_code, ending.reason) == (2, "actor-0: error: actor.name=a: is taken")
     vain = role(tmp_path, "actor-0", "print('error: no such kernel'); raise SystemExit(70)")
     ending = launch(nodes, tmp_path, [vain, role(tmp_path, "envhub", STAY)])
-    assert ending.reason.startswith("actor-0 cannot start: no such kernel; two starts failed alike")
+    assert ending.reason.startswith("actor-0 cannot start: no such kernel. Two starts failed")
 
 
 def test_signal_stops_roles_in_order_without_remains(nodes: Nodes, tmp_path: Path) -> None:
@@ -173,7 +173,8 @@ def test_killed_launcher_ends_its_roles_and_cluster(tmp_path: Path, repository: 
     code = (
         "import sys\nfrom pathlib import Path\n"
         "from common.config.load import load_config\n"
-        "from common.launch.base import RoleSpec\nfrom common.launch.launcher import Launcher\n"
+        "from common.launch.base import RoleSpec\n"
+        "from common.launch.launcher import RoleSupervisor\n"
         "from common.launch.ray.cluster import start_on_ray\n"
         "from common.store.run_dir import RunDir\n"
         "folder, stay = Path(sys.argv[1]), sys.argv[2]\n"
@@ -181,7 +182,8 @@ def test_killed_launcher_ends_its_roles_and_cluster(tmp_path: Path, repository: 
         "spec = RoleSpec(name='learner', argv=argv, log_path=folder / 'log')\n"
         "cfg = load_config('smoke', ['launcher=ray'], root=Path.cwd())\n"
         "with start_on_ray(cfg, RunDir(root=folder)) as starter:\n"
-        "    Launcher(starter, stop_timeout_s=lambda: 5.0).run([spec], on_poll=lambda _: None)\n"
+        "    supervisor = RoleSupervisor(starter, stop_timeout_s=lambda: 5.0)\n"
+        "    supervisor.run([spec], on_poll=lambda _: None)\n"
     )
     stay = (
         "import os, signal, sys; open(sys.argv[1] + '.part', 'w').write(str(os.getpid()));"
@@ -287,7 +289,7 @@ def test_silent_or_small_cluster_is_refused_immediately(
             pass
     assert time.monotonic() - began < 30.0  # 3 s on an idle machine
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
-    with pytest.raises(ConfigError, match="not as a client"):
+    with pytest.raises(ConfigError, match="not as a Ray client"):
         placement_lines(load_config("smoke", ["launcher=ray"], root=repository))
     fitting = ["launcher=ray", f"ray.address={nodes.address}", "ray.learner_cpus=0.5"]
     lines = placement_lines(load_config("smoke", fitting, root=repository))
@@ -348,4 +350,4 @@ def test_stall_report_includes_stacks_from_other_nodes(nodes: Nodes, tmp_path: P
     assert "learner hangs: main is at 'step 1'" in report
     for name in ("learner", "actor-0, in its log"):
         assert "in hang_here" in report.partition(f"--- stacks of {name}\n")[2], report
-    assert "to blame: learner" in report
+    assert "probable cause: learner" in report

@@ -128,7 +128,7 @@ def test_unshared_folder_is_named(tmp_path: Path) -> None:
             offer,
             is_cancelled=gone.is_set,
         )
-        with pytest.raises(WeightSyncError, match=r"elsewhere.*do learner and actor share it"):
+        with pytest.raises(WeightSyncError, match=r"elsewhere.*learner and actor must share"):
             receiver.receive(torch.zeros(TOTAL, dtype=torch.uint8), CPU, elsewhere)
         gone.set()
         assert isinstance(sending.exception(), WeightSyncError)

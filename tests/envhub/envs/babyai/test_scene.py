@@ -6,14 +6,14 @@ from envhub.envs.babyai import levels
 from envhub.envs.babyai import scene as sc
 from envhub.envs.babyai.actions import list_actions
 from envhub.envs.babyai.episode import read_scene
-from envhub.envs.babyai.scene import Scene
+from envhub.envs.babyai.scene import GridScene
 from envhub.envs.babyai.text import agentgym_view, compact_view
 
 SIGNS = {"#": sc.WALL, ".": sc.FREE, "r": sc.THING, "b": sc.THING, "D": sc.CLOSED, "O": sc.OPEN}
 NAMES = {"r": ("red", "ball"), "b": ("blue", "box"), "D": ("grey", "door"), "O": ("grey", "door")}
 
 
-def drawn(*rows: str, carrying: tuple[str, str] | None = None) -> Scene:
+def drawn(*rows: str, carrying: tuple[str, str] | None = None) -> GridScene:
     """Return a drawn scene; `^` is the agent, looking up."""
     stride = len(rows[0]) + 2 * sc.PAD
     codes = [sc.WALL] * (stride * (len(rows) + 2 * sc.PAD))
@@ -26,15 +26,15 @@ def drawn(*rows: str, carrying: tuple[str, str] | None = None) -> Scene:
             codes[position] = SIGNS.get(sign, sc.FREE)
             if sign in NAMES:
                 things[position] = NAMES[sign]
-    return Scene(codes, things, stride, at, 3, carrying)
+    return GridScene(codes, things, stride, at, 3, carrying)
 
 
-def described(scene: Scene) -> str:
+def described(scene: GridScene) -> str:
     objects, view = sc.see(scene)
     return compact_view(scene, objects, view)
 
 
-def action_names(scene: Scene) -> set[str]:
+def action_names(scene: GridScene) -> set[str]:
     return {action.name for action in list_actions(scene, sc.see(scene)[0])}
 
 

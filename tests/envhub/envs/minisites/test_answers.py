@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from envhub.envs.minisites.store import master
-from envhub.envs.minisites.tasks import DOMAINS, SUBSETS, Task, split_tasks
+from envhub.envs.minisites.tasks import DOMAINS, SUBSETS, SiteTask, split_tasks
 
 Row = sqlite3.Row
 MAX_TASKS_PER_TEMPLATE = 12
@@ -279,7 +279,7 @@ ORACLES: dict[Callable[..., list[str]], str] = {
 BY_NAME = {function.__name__: (function, pattern) for function, pattern in ORACLES.items()}
 
 
-def answer_tasks(subset: str) -> Iterator[Task]:
+def answer_tasks(subset: str) -> Iterator[SiteTask]:
     """Yield the first tasks of every template that asks for an answer, of both splits."""
     counts: Counter[str] = Counter()
     for split in ("test", "train"):

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from envhub.envs.searchqa.grade import exact_match, f1
-from envhub.envs.searchqa.tags import Action, Kind, parse
+from envhub.envs.searchqa.tags import ActionTag, TaggedAction, parse
 
 
 @pytest.mark.parametrize(
@@ -46,20 +46,26 @@ def test_f1_is_the_best_overlap_of_words(answer: str, golden: list[str], grade: 
 @pytest.mark.parametrize(
     ("text", "action"),
     [
-        ("<think>hm</think> <search> red house </search>", Action(Kind.SEARCH, "red house")),
-        ("<answer>a</answer> <search>b</search>", Action(Kind.ANSWER, "a")),
-        ("<search>b</search><answer>a</answer>", Action(Kind.SEARCH, "b")),
-        ("<answer>a</answer> no: <answer>\nb\n</answer>", Action(Kind.ANSWER, "b")),
-        ("<search>b <answer>a</answer>", Action(Kind.ANSWER, "a")),
-        ("<search><answer>a</answer></search>", Action(Kind.SEARCH, "<answer>a</answer>")),
-        ("<answer>a<answer>b</answer>", Action(Kind.ANSWER, "a<answer>b")),
-        ("<answer></answer>", Action(Kind.ANSWER, "")),
+        (
+            "<think>hm</think> <search> red house </search>",
+            TaggedAction(ActionTag.SEARCH, "red house"),
+        ),
+        ("<answer>a</answer> <search>b</search>", TaggedAction(ActionTag.ANSWER, "a")),
+        ("<search>b</search><answer>a</answer>", TaggedAction(ActionTag.SEARCH, "b")),
+        ("<answer>a</answer> no: <answer>\nb\n</answer>", TaggedAction(ActionTag.ANSWER, "b")),
+        ("<search>b <answer>a</answer>", TaggedAction(ActionTag.ANSWER, "a")),
+        (
+            "<search><answer>a</answer></search>",
+            TaggedAction(ActionTag.SEARCH, "<answer>a</answer>"),
+        ),
+        ("<answer>a<answer>b</answer>", TaggedAction(ActionTag.ANSWER, "a<answer>b")),
+        ("<answer></answer>", TaggedAction(ActionTag.ANSWER, "")),
         ("</search><search>", None),
         ("<Search>a</Search>", None),
         ("", None),
     ],
 )
-def test_first_closed_tag_decides_the_action(text: str, action: Action | None) -> None:
+def test_first_closed_tag_decides_the_action(text: str, action: TaggedAction | None) -> None:
     assert parse(text) == action
 
 

@@ -92,7 +92,7 @@ def test_build_leaves_nothing_behind_when_it_fails(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "fruit.jsonl", FRUIT)
     with open(corpus, "a", encoding="utf-8") as file:
         file.write('{"id": "3"}\n')
-    with pytest.raises(EnvFailure, match=r"passage 4, byte [0-9]+: a passage is"):
+    with pytest.raises(EnvFailure, match=r"passage 4, byte [0-9]+: a passage must have"):
         build_index(corpus, tmp_path / "index")
     assert list((tmp_path / "index").iterdir()) == []
 

@@ -99,8 +99,8 @@ def test_path_of_the_url_is_kept(serve: Serve) -> None:
         (b"<html>", 200, "Expecting value"),
         ({"result": []}, 200, "one list for one query"),
         ({"error": "index"}, 200, "one list for one query"),
-        ({"result": [[{"id": 1}]]}, 200, "a passage is"),
-        ({"result": [["text"]]}, 200, "a passage is"),
+        ({"result": [[{"id": 1}]]}, 200, "a passage must have"),
+        ({"result": [["text"]]}, 200, "a passage must have"),
         (b"", 200, "Expecting value"),
     ],
 )

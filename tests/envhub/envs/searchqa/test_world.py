@@ -14,8 +14,8 @@ from envhub.envs.searchqa.index import MemoryRetriever
 from envhub.envs.searchqa.questions import (
     DATASETS,
     SPLITS,
-    Question,
     QuestionFiles,
+    SearchQuestion,
     agentgym_item,
     make_question,
 )
@@ -120,7 +120,7 @@ def test_exported_question_files_equal_the_world(folder: Path) -> None:
     ],
 )
 def test_row_of_either_form_is_read(row: dict[str, object]) -> None:
-    assert make_question(row) == Question("who is it?", ("A", "B"), ())
+    assert make_question(row) == SearchQuestion("who is it?", ("A", "B"), ())
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_agentgym_index_out_of_range_is_unknown(index: int) -> None:
 
 
 def test_agentgym_index_beyond_a_file_is_unknown() -> None:
-    with pytest.raises(UnknownItem, match="100 questions, no 100"):
+    with pytest.raises(UnknownItem, match="100 questions, so no 100"):
         agentgym_item(100, WORLD_SUBSETS, wrap=False)
 
 
@@ -186,12 +186,12 @@ def test_check_finds_nothing_when_all_is_there(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"questions_dir": "/no/such", "retriever_url": "http://h:1"}, "is no folder"),
+        ({"questions_dir": "/no/such", "retriever_url": "http://h:1"}, "is not a folder"),
         ({"questions_dir": "{empty}", "retriever_url": "http://h:1"}, "holds no questions"),
         ({"questions_dir": "{folder}"}, "set envs.searchqa.corpus"),
         ({"corpus": "{folder}/corpus.jsonl"}, "set envs.searchqa.questions_dir"),
         ({"questions_dir": "{folder}", "corpus": "/no/such.jsonl"}, "No such file"),
-        ({"questions_dir": "{folder}", "corpus": "{folder}/nq_test.jsonl"}, "a passage is"),
+        ({"questions_dir": "{folder}", "corpus": "{folder}/nq_test.jsonl"}, "a passage must have"),
         ({"questions_dir": "{folder}", "corpus": "{folder}"}, "directory"),
         ({"questions_dir": "{folder}", "retriever_url": "ftp://h"}, "http://HOST:PORT"),
     ],

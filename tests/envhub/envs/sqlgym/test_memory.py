@@ -12,7 +12,7 @@ from envhub.env import EnvFailure, Style
 from envhub.envs.sqlgym import database
 from envhub.envs.sqlgym.env import make_spec
 from envhub.envs.sqlgym.memory import MEMORY, SharedMemory
-from envhub.envs.sqlgym.query import Database, Limits, open_image, rows_of
+from envhub.envs.sqlgym.query import Database, StatementLimits, open_image, rows_of
 from envhub.envs.sqlgym.questions import questions
 from tests.configs import edited
 from tests.envhub.envs.sqlgym.pets import answered, played
@@ -100,7 +100,7 @@ def test_memory_wait_times_out_once_by_name():
     with ThreadPoolExecutor(1) as threads:
         holding = threads.submit(memory.used, lambda: is_used.set() or may_end.wait(HELD_S))
         assert is_used.wait(20)
-        with pytest.raises(EnvFailure, match="have held the memory"):
+        with pytest.raises(EnvFailure, match="occupied the memory"):
             memory.used(lacking)
         assert memory.used(lambda: 7) == 7
         may_end.set()
@@ -111,7 +111,7 @@ def test_memory_wait_times_out_once_by_name():
 
 
 def test_last_statement_discards_its_tables():
-    connection, limits = an_empty_one(), Limits(timeout_s=1.0, max_rows=1)
+    connection, limits = an_empty_one(), StatementLimits(timeout_s=1.0, max_rows=1)
     assert rows_of(connection, "SELECT 1", limits) == [(1,)]
     assert rows_of(connection, "CREATE TEMP TABLE t AS SELECT 1", limits, is_last=True) == []
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):

@@ -12,7 +12,7 @@ from envhub.env import AsyncEnv, EnvFailure, EnvSpec, Style, SubsetSpec
 from envhub.envs.webarena import env as webarena
 from envhub.envs.webarena.remote_sites import public_names
 from envhub.envs.webarena.world import RemoteWorld
-from envhub.web.site_tasks.env import Catalogue, SiteTaskEnv
+from envhub.web.site_tasks.env import SiteCatalogue, SiteTaskEnv
 from tests.envhub.web.web_rig import Rig, needs_browser
 
 SUBSETS = {"Shopping": SubsetSpec(num_train=1, num_test=1, max_turns=15)}
@@ -32,7 +32,7 @@ def remote_spec(url: str, checks: dict) -> tuple[EnvSpec, RemoteWorld]:
             "eval": checks}  # fmt: skip
     world = RemoteWorld(options)
     names = public_names(options.webarena.sites)
-    catalogue = Catalogue(subsets=SUBSETS, find=lambda item: task, names=names, max_words=500)
+    catalogue = SiteCatalogue(subsets=SUBSETS, find=lambda item: task, names=names, max_words=500)
     spec = EnvSpec(
         name="x", subsets=SUBSETS, instruction={},
         make=lambda style: SiteTaskEnv(style, catalogue, world),

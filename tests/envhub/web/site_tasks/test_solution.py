@@ -1,6 +1,6 @@
 """The expert of the web sites follows one known way."""
 
-from envhub.web.actions import Action, Kind
+from envhub.web.actions import WebAction, WebActionType
 from envhub.web.site_tasks.solution import Solution
 from tests.envhub.web.test_tree import nodes_of, row
 
@@ -13,7 +13,9 @@ def following(*steps) -> Solution:
 
 def test_click_names_the_element_of_the_page():
     step = {"do": "click", "role": "link", "name": "Orders"}
-    assert following(step).next(NODES, only_in_view=True) == Action(kind=Kind.CLICK, element=0)
+    assert following(step).next(NODES, only_in_view=True) == WebAction(
+        kind=WebActionType.CLICK, element=0
+    )
 
 
 def test_expert_scrolls_to_an_element_out_of_view():
@@ -21,28 +23,28 @@ def test_expert_scrolls_to_an_element_out_of_view():
     solution = following(step)
     scroll = solution.next(NODES, only_in_view=True)
     assert scroll is not None
-    assert scroll.kind is Kind.SCROLL
+    assert scroll.kind is WebActionType.SCROLL
     solution.follow(scroll, scroll)
-    expected = Action(kind=Kind.TYPE, element=1, text="mug", enter=True)
+    expected = WebAction(kind=WebActionType.TYPE, element=1, text="mug", enter=True)
     assert solution.next(NODES, only_in_view=False) == expected
 
 
 def test_steps_run_in_order_and_end_with_the_answer():
     click = {"do": "click", "role": "link", "name": "Orders"}
     solution = following(click, {"do": "stop", "answer": "42"})
-    first = Action(kind=Kind.CLICK, element=0)
+    first = WebAction(kind=WebActionType.CLICK, element=0)
     assert solution.next(NODES, only_in_view=False) == first
     solution.follow(first, first)
-    assert solution.next(NODES, only_in_view=False) == Action(kind=Kind.STOP, text="42")
+    assert solution.next(NODES, only_in_view=False) == WebAction(kind=WebActionType.STOP, text="42")
 
 
 def test_expert_stops_once_it_leaves_path():
     solution = following({"do": "click", "role": "link", "name": "Orders"})
     expected = solution.next(NODES, only_in_view=False)
     assert expected is not None
-    solution.follow(Action(kind=Kind.HOVER, element=1), expected)
+    solution.follow(WebAction(kind=WebActionType.HOVER, element=1), expected)
     assert solution.next(NODES, only_in_view=False) == expected
-    solution.follow(Action(kind=Kind.CLICK, element=1), expected)
+    solution.follow(WebAction(kind=WebActionType.CLICK, element=1), expected)
     assert solution.next(NODES, only_in_view=False) is None
 
 

@@ -10,7 +10,7 @@ from common.errors import ConfigError, EnvError
 from common.wire.access.bounds import ID_CHARS
 from learner.scheduler.curriculum.catalogue import (
     MAX_SUBSET_CHARS,
-    Catalogue,
+    HubCatalogue,
     SubsetEntry,
     fetch_catalogue,
     parse_catalogue,
@@ -24,7 +24,7 @@ BODY: dict[str, object] = {
         "instruction": {"compact": "", "agentgym": ""},
     }
 }
-PARSED = Catalogue(
+PARSED = HubCatalogue(
     envs={"babyai": {"PickupLoc": SubsetEntry(num_train=9, num_test=2, max_turns=20)}}
 )
 
@@ -49,12 +49,12 @@ def test_fetch_returns_typed_catalogue_for_token(hub_url: str) -> None:
 
 
 def test_fetch_fails_at_once_for_a_refused_token(hub_url: str) -> None:
-    with pytest.raises(ConfigError, match=r"/v1/envs refused the token: set envhub\.token"):
+    with pytest.raises(ConfigError, match=r"/v1/envs refused the token. Set envhub\.token"):
         fetch_catalogue(hub_url, token="wrong", timeout_s=60.0)
 
 
 def test_fetch_timeout_names_the_address() -> None:
-    with pytest.raises(EnvError, match=r"no catalogue from http://127\.0\.0\.1:9/v1/envs within"):
+    with pytest.raises(EnvError, match=r"http://127\.0\.0\.1:9/v1/envs sent no catalogue within"):
         fetch_catalogue("http://127.0.0.1:9", token="", timeout_s=0.1)
 
 
@@ -82,7 +82,7 @@ def test_validate_names_key_value_and_nearest_env() -> None:
 
 def test_validate_refuses_duplicate_and_missing_tasks() -> None:
     task = TaskSection(env="babyai", subset="PickupLoc")
-    with pytest.raises(ConfigError, match="named twice"):
+    with pytest.raises(ConfigError, match="another task has the same subset"):
         validate_tasks([task, task], PARSED)
     with pytest.raises(ConfigError, match=r"tasks=\[\]"):
         validate_tasks([], PARSED)
@@ -91,8 +91,8 @@ def test_validate_refuses_duplicate_and_missing_tasks() -> None:
 def test_task_with_too_long_item_ids_is_refused() -> None:
     longest = "x" * MAX_SUBSET_CHARS
     entry = SubsetEntry(num_train=10**9, num_test=1, max_turns=5)
-    catalogue = Catalogue(envs={"maze": {longest: entry, f"{longest}y": entry}})
+    catalogue = HubCatalogue(envs={"maze": {longest: entry, f"{longest}y": entry}})
     validate_tasks([TaskSection(env="maze", subset=longest)], catalogue)
     assert len(f"{longest}-train-{10**9}") <= ID_CHARS
-    with pytest.raises(ConfigError, match=r"tasks\[0\].*at most 300 and 270 characters"):
+    with pytest.raises(ConfigError, match=r"tasks\[0\].*room for 300 and 270 characters"):
         validate_tasks([TaskSection(env="maze", subset=f"{longest}y")], catalogue)

@@ -15,7 +15,7 @@ from common.config.curriculum import (
 )
 from common.config.run_config import GroupsSection, RunConfig
 from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen, PolicyKind
-from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
+from learner.scheduler.curriculum.catalogue import HubCatalogue, SubsetEntry
 from learner.scheduler.curriculum.curriculum import Curriculum
 from learner.scheduler.curriculum.mixture import Mixture
 from learner.scheduler.episodes.table import EpisodeRecord, GroupRecord
@@ -23,7 +23,7 @@ from learner.scheduler.state import restore, save
 from tests.configs import edited
 from tests.learner.scheduler.builders import Table, make_config, seen_of
 
-CATALOGUE = Catalogue(
+CATALOGUE = HubCatalogue(
     envs={
         "maze": {"easy": SubsetEntry(num_train=9, num_test=1, max_turns=30)},
         "shop": {

@@ -24,7 +24,7 @@ from common.ids import distance_of
 from common.wire.messages import EndReason, EpisodeSeen, Lease
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry, validate_tasks
+from learner.scheduler.curriculum.catalogue import HubCatalogue, SubsetEntry, validate_tasks
 from learner.simulator.settings import catalogue_of
 from tests.learner.scheduler.builders import Clock, done_of, hello_of, make_config, request_of
 
@@ -201,7 +201,7 @@ def test_held_out_items_cover_the_whole_range_at_every_stage() -> None:
 def test_range_without_items_is_refused_with_existing_lengths() -> None:
     task = TaskSection(env="maze", subset="easy", distance=[40, 50])
     entry = SubsetEntry(num_train=9, num_test=1, max_turns=30)
-    catalogue = Catalogue(
+    catalogue = HubCatalogue(
         envs={"maze": {"easy": entry, "easy@40..50": replace(entry, num_train=0)}},
         distances={"maze": {"easy": {"train": {2: 5, 7: 4}, "test": {2: 1}}}},
     )
@@ -215,16 +215,16 @@ def test_range_without_items_is_refused_with_existing_lengths() -> None:
         ({"tasks": [TaskSection(env="m", subset="s")]}, "curriculum.kind='both': needs a task"),
         (
             {"tasks": [TaskSection(env="m", subset="s", distance=[9, 20])]},
-            r"curriculum.distance.stages=\[4, 8\]: must reach",
+            r"curriculum.distance.stages=\[4, 8\]: the first stage must be at least 9",
         ),
         ({"curriculum": CurriculumSection(distance=DistanceSection(stages=[4, 8]))}, "curriculum"),
         (
             {"horizon": HorizonSection(unit=HorizonUnit.TOKENS, stages=[3])},
-            r"horizon.stages=\[3\]: horizon.unit=tokens: must be in",
+            r"horizon.stages=\[3\]: with horizon.unit=tokens, each must be",
         ),
         (
             {"horizon": HorizonSection(unit=HorizonUnit.SECONDS, stages=[1600])},
-            r"horizon.stages=\[1600\]: horizon.unit=seconds: must be at most 1500",
+            r"horizon.stages=\[1600\]: with horizon.unit=seconds, each must be at most .* = 1500",
         ),
     ],
 )
@@ -236,7 +236,7 @@ def test_curriculum_that_would_do_nothing_is_refused(change: dict, named: str) -
 def test_tasks_of_a_subset_need_disjoint_distances() -> None:
     near, far = (TaskSection(env="m", subset="s", distance=each) for each in ([1, 4], [5, 9]))
     assert run_of(near, far).tasks == [near, far]
-    with pytest.raises(ConfigError, match="is there twice"):
+    with pytest.raises(ConfigError, match="is listed twice"):
         run_of(near, replace(far, distance=[4, 9]))
 
 

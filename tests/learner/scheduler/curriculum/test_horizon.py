@@ -46,5 +46,5 @@ def test_linear_horizon_rises_by_whole_turns_then_stays() -> None:
 
 def test_gated_horizon_is_no_function_of_the_version() -> None:
     policy = HorizonSection(kind=HorizonKind.GATED, stages=[4, 7]).policy("maze")
-    with pytest.raises(ValueError, match="depends on what the run has seen"):
+    with pytest.raises(ValueError, match="depends on the results of the run"):
         horizon_at(policy, 3)

@@ -7,7 +7,7 @@ import pytest
 
 from common.config.curriculum import MixtureKind, MixtureSection, TaskSection
 from common.wire.messages import EndReason, EpisodeSeen
-from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.curriculum.mixture import MIN_TASK_EPISODES, Mixture, temper
 from learner.scheduler.curriculum.sampling import Item, Sampler
 from learner.scheduler.curriculum.success import SuccessPool, worth
@@ -18,7 +18,7 @@ ADAPTIVE = MixtureSection(kind=MixtureKind.ADAPTIVE, floor=0.1, memory_episodes=
 
 
 def make_mixture(
-    cfg: MixtureSection, tasks: list[TaskSection], catalogue: Catalogue, *, seed: int = 3
+    cfg: MixtureSection, tasks: list[TaskSection], catalogue: HubCatalogue, *, seed: int = 3
 ) -> Mixture:
     return Mixture(cfg, tasks, catalogue, seed=seed, group_size=4)
 

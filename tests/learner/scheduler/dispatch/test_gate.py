@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from common.config.run_config import RunConfig, TrainMode
-from learner.scheduler.dispatch.gate import Gate, GateState
+from learner.scheduler.dispatch.gate import GateState, StalenessThrottle
 from tests.learner.scheduler.builders import make_config
 
 
-def _gate(cfg: RunConfig) -> Gate:
-    return Gate(cfg.groups, cfg.scheduler, cfg.train)
+def _gate(cfg: RunConfig) -> StalenessThrottle:
+    return StalenessThrottle(cfg.groups, cfg.scheduler, cfg.train)
 
 
 STATE = GateState(
@@ -45,7 +45,7 @@ def test_gate_opens_the_needed_steps_within_both_bounds() -> None:
 def test_async_gate_reports_the_actors_lead() -> None:
     cfg = make_config(per_step=16, max_ahead_steps=1, num_steps=100)
     verdict = _gate(cfg).allowed(_state(num_open=20, num_ready=12))
-    assert (verdict.num_allowed, verdict.reason) == (0, "gate: 32 groups ahead of the learner")
+    assert (verdict.num_allowed, verdict.reason) == (0, "gate: 32 groups are ahead of the learner")
 
 
 def test_async_gate_opens_only_the_rest_of_the_run() -> None:

@@ -9,7 +9,7 @@ from common.config.run_config import EvalSection, TrainMode
 from common.wire.messages import Lease, LeaseRequest
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.dispatch.grants import MAX_LEASES
 from tests.learner.scheduler.builders import CATALOGUE, Clock, hello_of, make_config, request_of
 
@@ -21,7 +21,7 @@ def core_of_two(mode: TrainMode = TrainMode.ASYNC, *, evaluates: bool = False) -
     tasks = [TaskSection(env="maze", subset="easy"), TaskSection(env="cave", subset="easy")]
     evaluation = EvalSection(before=evaluates, after=False, num_items=6, baselines=False)
     cfg = replace(make_config(mode=mode, per_step=8, evaluation=evaluation), tasks=tasks)
-    catalogue = Catalogue(envs={"maze": SUBSETS, "cave": SUBSETS})
+    catalogue = HubCatalogue(envs={"maze": SUBSETS, "cave": SUBSETS})
     core = SchedulerCore(build_components(cfg, catalogue), clock=Clock())
     core.handle("actor-0", hello_of("actor-0"))
     return core

@@ -5,7 +5,12 @@ import json
 import pytest
 
 from common.wire.messages import LagBound
-from learner.scheduler.dispatch.limits import Limits, lag_bound, lease_cap, needed_ahead_steps
+from learner.scheduler.dispatch.limits import (
+    DispatchLimits,
+    lag_bound,
+    lease_cap,
+    needed_ahead_steps,
+)
 from learner.scheduler.dispatch.pace import Pace
 from learner.scheduler.state import restore, save
 from tests.learner.scheduler.builders import Table, make_config
@@ -94,6 +99,6 @@ def test_gate_tightened_by_learner_survives_restart() -> None:
     assert other.max_ahead_steps == 0
 
 
-def _limits() -> Limits:
+def _limits() -> DispatchLimits:
     scheduler = make_config().scheduler
-    return Limits(scheduler=scheduler, max_lag_steps=4, group_size=4, is_sync=False)
+    return DispatchLimits(scheduler=scheduler, max_lag_steps=4, group_size=4, is_sync=False)

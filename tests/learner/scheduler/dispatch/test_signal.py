@@ -34,13 +34,13 @@ def test_minute_without_signal_gives_a_notice_with_remedies(table, caplog):
     assert table.core.status()["notice"] == ""  # 40 s, three groups
     finish(table, 1, Outcome.FILTERED, seconds=21.0)
     notice = table.core.status()["notice"]
-    assert notice.startswith("no group has had signal in 61 s (4 groups")
-    for remedy in ("warm-start with `sft`", "widen the horizon", "easier items"):
+    assert notice.startswith("No group had signal for 61 s: in 4 groups")
+    for remedy in ("Warm-start with `sft`", "widen the horizon", "easier items"):
         assert remedy in notice
     finish(table, 3, Outcome.FILTERED)
     assert sum(notice[:30] in each.message for each in caplog.records) == 1  # not again and again
     assert Status.model_validate(table.core.status()).notice
-    assert judge([], {}, table.core.status()).sentence.startswith("no group has had signal")
+    assert judge([], {}, table.core.status()).sentence.startswith("No group had signal")
 
 
 def test_one_group_with_signal_ends_the_notice(table):

@@ -79,4 +79,4 @@ def test_grant_reports_speed_or_gate_as_its_bound() -> None:
     assert (len(grant.leases), grant.reason[:6]) == (8, "speed:")
     table.ask("actor-1", 16)
     table.core.parts.pace.step_period_s = None
-    assert table.ask("actor-0", 9).reason == "gate: 4 groups ahead of the learner"
+    assert table.ask("actor-0", 9).reason == "gate: 4 groups are ahead of the learner"

@@ -124,7 +124,9 @@ def test_lasting_outage_ends_run_with_counts() -> None:
         table.arrive([lease], end_reason=EndReason.DONE if number % 3 else EndReason.ENV_ERROR)
         if number < OUTAGE_S:
             table.core.tick()
-    with pytest.raises(LongstrideError, match=r"87 of 260 in an outage of 258s .*'env_error': 87"):
+    with pytest.raises(
+        LongstrideError, match=r"87 of 260 episodes in an outage of 258 s .*'env_error': 87"
+    ):
         table.core.tick()
 
 

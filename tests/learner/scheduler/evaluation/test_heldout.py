@@ -64,7 +64,7 @@ def test_unset_number_plays_all_items() -> None:
 def test_subset_without_a_task_is_refused_by_name() -> None:
     cfg = _config(items=EvalItems.TASKS)
     cfg.tasks.append(TaskSection(env="maze", subset="odd"))
-    with pytest.raises(ConfigError, match=r"eval\.items=tasks: 'odd' of maze belongs to no task"):
+    with pytest.raises(ConfigError, match=r"eval\.items=tasks: .* no items of 'odd' of maze"):
         _choose(cfg, LISTS)
 
 

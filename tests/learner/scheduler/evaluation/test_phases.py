@@ -69,7 +69,7 @@ def test_evaluation_after_training_needs_the_final_weights() -> None:
     assert table.core.phase is Phase.EVAL_AFTER
     grant = table.ask("actor-0", 10, version=0)
     assert grant.leases == []
-    assert grant.reason == "weights: the actor holds version 0, 1 is needed"
+    assert grant.reason == "weights: the actor has version 0, version 1 is needed"
     leases = _all(table, version=1)
     assert {lease.group_id for lease in leases} == {"eval-after-model"}
     table.arrive(leases)

@@ -14,17 +14,17 @@ from common.store.run_dir import RunDir
 from common.wire.join_messages import HubHello, HubPlace
 from common.wire.messages import Outcomes, Rejected, Welcome
 from common.wire.security import create_keys, own_keys, read_join_key
-from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.main import serve
 from learner.scheduler.members.hubs import greet_known
-from learner.scheduler.members.registry import Registry
+from learner.scheduler.members.registry import AddressRegistry
 from tests.configs import edited
 from tests.learner.scheduler.builders import CATALOGUE, done_of, hello_of, make_config
 from tests.learner.scheduler.members.scheduler_rig import WAIT_S, ask, running
 
 
-def of(*envs: str) -> Catalogue:
-    return Catalogue(envs={env: CATALOGUE.envs["maze"] for env in envs})
+def of(*envs: str) -> HubCatalogue:
+    return HubCatalogue(envs={env: CATALOGUE.envs["maze"] for env in envs})
 
 
 def test_node_key_cannot_impersonate_the_learner(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_run_awaits_hubs_for_every_task(tmp_path: Path) -> None:
 
 def test_restarted_scheduler_restores_its_hub_if_it_answers() -> None:
     with serve_catalogue(of("maze")) as url:
-        first, second = Registry(dead_after_s=9.0), Registry(dead_after_s=9.0)
+        first, second = AddressRegistry(dead_after_s=9.0), AddressRegistry(dead_after_s=9.0)
         for name, where, token in (
             ("here", url, "t"),
             ("gone", "http://127.0.0.1:9", "t"),
@@ -106,7 +106,7 @@ def test_missing_hub_raises_error_with_tasks(tmp_path: Path) -> None:
     with running(tmp_path, cfg) as run:
         error = run.wait_failed()
     assert isinstance(error, EnvError)
-    assert "no hub for" in str(error)
+    assert "but the hubs serve only" in str(error)
 
 
 def test_second_scheduler_on_an_address_is_refused_by_name(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from common.wire.messages import Hello
-from learner.scheduler.members.members import Member, Members
+from learner.scheduler.members.members import Members, RunMember
 from tests.learner.scheduler.builders import Table, make_config
 
 
@@ -88,7 +88,7 @@ def test_reporting_learner_stays_alive_after_a_scheduler_restart() -> None:
 def _members() -> Members:
     members = Members(dead_after_s=10.0, silent_after_s=5.0)
     members.hello(Hello(role="actor", name="actor-0", incarnation="i", version=0), 0.0)
-    assert isinstance(members.by_name["actor-0"], Member)
+    assert isinstance(members.by_name["actor-0"], RunMember)
     return members
 
 

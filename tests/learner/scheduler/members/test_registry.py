@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from common.wire.join_messages import HubGoodbye, HubHello, HubNoted, HubPlace, HubUse
 from common.wire.messages import Goodbye, Heartbeat, Hello
-from learner.scheduler.members.registry import Registry
+from learner.scheduler.members.registry import AddressRegistry
 
 HUB = HubPlace(url="http://10.0.0.1:80", token="t", envs=["a"])
 
@@ -20,14 +20,14 @@ def hub_hello(name: str, url: str, *, incarnation: str = "i") -> HubHello:
     return HubHello(name=name, incarnation=incarnation, place=place)
 
 
-def registry_with(*fixed: HubPlace) -> Registry:
-    registry = Registry(10.0)
+def registry_with(*fixed: HubPlace) -> AddressRegistry:
+    registry = AddressRegistry(10.0)
     for place in fixed:
         registry.add_fixed(place)
     return registry
 
 
-def urls(registry: Registry) -> list[str]:
+def urls(registry: AddressRegistry) -> list[str]:
     return [place.url for place in registry.directory.hubs]
 
 
