@@ -121,7 +121,8 @@ def _parts(text: str, *marks: str, earlier: str) -> list[str]:
 def _rewritten(before: str, after: str, how: str) -> ConfigError:
     return ConfigError(
         f"model.path: the chat template rewrites earlier turns: it {how}, so token ids cannot be"
-        f" kept; it renders {_cut(after)} after {_cut(before)}; give another template (model.chat_template)"
+        f" kept; it renders {_cut(after)} after {_cut(before)}; give another template"
+        " (model.chat_template)"
     )
 
 
