@@ -298,16 +298,12 @@ def bench(request: Request) -> int:
 
 
 def doctor(request: Request) -> int:
+    from actor.formats.preview import preview_lines
     from common.checks import doctor as checks
     from envhub.command import examine_environments
 
-    return checks.doctor(
-        request,
-        root=ROOT,
-        missing_for=missing_for,
-        examine_environments=examine_environments,
-        show_conversation=conversation_lines,
-    )
+    own = {"missing_for": missing_for, "examine_environments": examine_environments}
+    return checks.doctor(request, root=ROOT, preview=preview_lines, **own)
 
 
 def recompute(request: Request) -> int:
@@ -453,21 +449,14 @@ def show_config(cfg: RunConfig, *, has_plan: bool) -> int:
     lines = memory_lines(cfg) if has_plan else []
     lines += summary_lines(cfg.algorithm, cfg.learner)
     lines += cfg.curriculum.warnings(cfg.horizon)
-    lines += conversation_lines(cfg) if has_plan else []
     return commands.say(
         config_as_yaml(without_secrets(cfg)) + "".join(f"# {line}\n" for line in lines)
     )
 
 
-def conversation_lines(cfg: RunConfig) -> list[str]:
-    """Return a conversation with a tool call as the policy receives it, [] without a tokenizer."""
-    from actor.formats.preview import preview_lines
-
-    return preview_lines(cfg, ROOT)
-
-
 def memory_lines(cfg: RunConfig) -> list[str]:
-    """Return the memory plan of a run on this machine, and its placement on a Ray cluster."""
+    """Return the memory plan of a run, its placement on a Ray cluster, and a conversation."""
+    from actor.formats.preview import preview_lines
     from common.checks import memory_plan, preflight
 
     lines = memory_plan.lines_here(preflight.on_this_machine(cfg), ROOT)
@@ -475,7 +464,7 @@ def memory_lines(cfg: RunConfig) -> list[str]:
         from common.launch.ray.cluster import placement_lines
 
         lines += placement_lines(cfg)
-    return lines
+    return [*lines, *preview_lines(cfg, ROOT)]
 
 
 def main(argv: list[str]) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from actor.agents.requests import Answer, ApiError, Asked, Message, invalid, with_system
-from actor.rollout.context import Turn
+from actor.rollout.context import Turn, ending
 from actor.rollout.env_client import StepResult
 from actor.rollout.episode import Act, ContextFull, Play, PolicyFailed, Session, first_text
 from actor.rollout.render import Renderer
@@ -61,7 +61,7 @@ class AgentEpisode:
         self._said: list[Message] = []  # The segment's conversation, as the agent has it.
         self._tools: list[dict[str, Any]] = []  # The tools of that conversation.
         self._kept: dict[str, list[Message]] = {}  # answer id -> the conversation up to that answer
-        self._is_stopped = True  # The last answer ended with an end-of-turn token.
+        self._taken: Turn | None = None  # The last answer.
         self._is_left = False  # The agent has left.
         self._complaint = ""  # The error of an agent that gave up.
         self._turn = asyncio.Lock()
@@ -107,23 +107,27 @@ class AgentEpisode:
             answer = self._answer(asked, taken, stop, num_prompt=len(ids))
             self._said = [] if asked.prompt is not None else [*asked.messages, answer.message]
             self._tools = asked.tools
-            self._is_stopped = taken.is_stopped
+            self._taken = taken
             if asked.is_kept:
                 first = 1 if asked.instructions else 0
                 self._kept[f"resp_{answer.number}"] = self._said[first:]
             return answer
 
     def _answer(self, asked: Asked, taken: Turn, stop: str | None, *, num_prompt: int) -> Answer:
-        text = self._renderer.action_text(taken.token_ids)
+        plain = self._renderer.plain_text(taken.token_ids)
+        plain = plain if stop is None else plain.partition(stop)[0]
+        is_bare = asked.prompt is not None  # No template has begun thoughts in the prompt.
+        text = plain.strip() if is_bare else self._renderer.action_text(taken.token_ids)
         calls = []
-        if stop is not None:
-            text = self._renderer.plain_text(taken.token_ids).partition(stop)[0].strip()
-        elif asked.tools:
+        if stop is not None and not is_bare:
+            text = self._renderer.thoughts.text(plain).strip()
+        elif asked.tools and not is_bare:
             text, calls = self._renderer.read_answer(taken.token_ids, asked.tools)
         return Answer(
             number=secrets.token_hex(12),
             text=text,
             calls=calls,
+            thoughts="" if is_bare else self._renderer.thought_text(taken.token_ids),
             is_stopped=taken.is_stopped,
             stop=stop,
             num_prompt=num_prompt,
@@ -246,12 +250,11 @@ class AgentEpisode:
             raise invalid(str(error), "messages") from error
 
     def _after(self, new: list[Message], tools: list[dict[str, Any]]) -> list[int]:
-        is_stopped = self._is_stopped
+        how = ending(self._taken)
         if [each["role"] for each in new] == ["user"]:
-            return self._renderer.after_turn(new[0]["content"], is_stopped=is_stopped)
+            return self._renderer.after_turn(new[0]["content"], **how)
         has_calls = "tool_calls" in self._said[-1]
-        how: dict[str, bool] = {"is_stopped": is_stopped, "has_calls": has_calls}
-        return self._renderer.after_calls(new, tools=tools, **how)
+        return self._renderer.after_calls(new, tools=tools, has_calls=has_calls, **how)
 
     def _bare(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):

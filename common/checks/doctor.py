@@ -48,7 +48,7 @@ def doctor(
     root: Path,
     missing_for: Callable[[RunConfig], list[str]],
     examine_environments: Callable[[RunConfig], list[Check]],
-    show_conversation: Callable[[RunConfig], list[str]],
+    preview: Callable[[RunConfig, Path], list[str]],
 ) -> int:
     """Print the table for the run that `train` with the same arguments would start.
 
@@ -72,7 +72,7 @@ def doctor(
     checks.append(Check(what="environments", found=found, remedy=lacking))
     name = request.config or cfg.run.name or DEFAULT_CONFIG
     checks.append(_examine_config(cfg, root, name=name, problem=problem, missing=missing))
-    return _tell(checks, *_plan(cfg, root), *show_conversation(cfg))
+    return _tell(checks, *_plan(cfg, root), *preview(cfg, root))
 
 
 def _tell(checks: Sequence[Check], *below: str) -> int:

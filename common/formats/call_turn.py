@@ -55,7 +55,9 @@ class CallTurn:
 def as_text(call: Message) -> Message:
     """Return a call whose arguments are a JSON text."""
     function = call["function"]
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -80,15 +82,15 @@ def measure_call(
         ValueError: the template has no tools or shows no calls.
         TemplateError, TypeError: the template refuses them.
     """
-    try:
-        return _Probe(render, turns, names, tools, name, False).turn(sampled, form)
-    except (TemplateError, TypeError, ValueError) as error:
+    refusals: list[TemplateError | TypeError | ValueError] = []
+    for has_text in (False, True):
         try:
-            return _Probe(render, turns, names, tools, name, True).turn(sampled, form)
-        except ValueError as other:  # It names the reason if objects were refused as such.
-            raise other if isinstance(error, TypeError) else error from error
-        except (TemplateError, TypeError):
-            raise error from None
+            return _Probe(render, turns, names, tools, name, has_text).turn(sampled, form)
+        except (TemplateError, TypeError, ValueError) as error:
+            refusals.append(error)
+    of_objects, of_texts = refusals
+    # A template that takes only texts refuses objects as a TypeError, which names no reason.
+    raise of_texts if isinstance(of_objects, TypeError) else of_objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,9 @@ class _Probe:
             call = text.removeprefix(shared_start(text, header))
         start = call.find(VALUES[-1]) if arguments else call.find(self.name)
         end = call.find(mark, max(start, 0))
-        if start < 0 or end < 0:
+        if start < 0:
+            raise ValueError(f"name and arguments are not found in {call!r:.300}")
+        if end < 0:
             raise ValueError(f"does not end a turn of calls: {text!r:.1000}")
         return call[:end]
 

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 
 from common.control_tokens import ControlTokens, special_tokens
 from common.errors import ConfigError
-from common.formats.call_turn import CallNames, CallTurn, measure_call
+from common.formats.call_turn import CallNames, CallTurn, as_text, measure_call
 from common.formats.calls import CallForm, as_call, each_text
 from common.formats.chat_template import render_chat, template_of
 from common.formats.sampled import SampledText, without_marks
@@ -314,6 +314,8 @@ class ChatRenderer:
 
     def _safely(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
         """Return a conversation as text for `ControlTokens.encode`. Raises: ValueError."""
+        if any(each.get("tool_calls") for each in messages):
+            messages = list(map(self._with_own_calls, messages))
         named = ("role", "type")  # The actor writes these fields, so they need no escaping.
         broken = self._control.broken
         safe = [
@@ -324,6 +326,13 @@ class ChatRenderer:
             return self._rendered(safe, tools=[each_text(each, broken) for each in tools] or None)
         except (TemplateError, TypeError, RecursionError) as error:
             raise ValueError(f"the chat template: {error}") from error
+
+    def _with_own_calls(self, message: Message) -> Message:
+        """Return a message with its calls in the form that the template accepts."""
+        calls = message.get("tool_calls")
+        if not calls or isinstance(self.call_turn, str) or not self.call_turn.has_text:
+            return message
+        return {**message, "tool_calls": list(map(as_text, calls))}
 
     def completion(self, text: str) -> list[int]:
         """Return the ids of a bare text. Control tokens in it are encoded as such."""
