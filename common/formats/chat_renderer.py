@@ -70,6 +70,13 @@ class ChatRenderer:
             own = self._end_of_turn(self.call_turn.between, self.call_turn.ended)
         return own.last[0] if own.last else own.run[0]
 
+    @property
+    def call_end(self) -> str:
+        """Text of the token that ends an answer with calls before their results."""
+        assert isinstance(self.call_turn, CallTurn)
+        own = self._end_of_turn(self.call_turn.between, self.call_turn.ended)
+        return self._tokenizer.decode(own.run[:1])
+
     def rendered(
         self, messages: Sequence[Message], *, tools: list[Any] | None = None, is_asking: bool = True
     ) -> str:
@@ -302,7 +309,7 @@ class ChatRenderer:
             said = {**said, "content": "", "tool_calls": [self.call_turn.call(ASSISTANT, {})]}
             ends.append(self._end_of_turn(self.call_turn.between, self.call_turn.ended))
         whole = self._safely([{"role": "user", "content": USER}, said, *messages], tools)
-        _, _, tail = whole.rpartition(ASSISTANT)
+        _, _, tail = whole.partition(USER)[2].partition(ASSISTANT)
         names = [self._tokenizer.decode(each.run[:1]) for each in ends]
         found = [(tail.index(name), i) for i, name in enumerate(names) if name in tail]
         if not found:

@@ -50,9 +50,16 @@ class AnswerWriter:
         roles = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
         ends = {*self.renderer.end_of_turn_ids, *(each for each in roles if each is not None)}
         names = special_tokens(tokenizer)
-        framing = {name for number, name in names.items() if number in ends or name in frame}
+        form = self.renderer.thoughts
+        own = turns.answered + without_marks(form.opens + form.head_end)  # Heads of an answer.
+        framing = {
+            name
+            for number, name in names.items()
+            if number in ends or (name in frame and name not in own)
+        }
         spelled = sorted(filter(None, framing), key=len, reverse=True)
         self._framing = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
+        self._blocks = self.renderer.thoughts.blocks
         self._joint = without_marks(self.renderer.thoughts.between)
 
     def write(self, message: Message, *, tools: Sequence[Message]) -> WrittenAnswer:
@@ -136,8 +143,9 @@ class AnswerWriter:
             [{"role": "user", "content": USER}, said, *results], tools, is_asking=False
         )
         answer = whole.partition(USER)[2].removeprefix(self.renderer.turns.closed)
-        answer = answer.removeprefix(turn.answered)
-        text, has_end, _ = answer.partition(turn.between)
+        if any(without_marks(mark) in turn.answered for pair in self._blocks for mark in pair):
+            answer = answer.removeprefix(turn.answered)  # Thoughts that the record does not have.
+        text, has_end, _ = answer.partition(self.renderer.call_end)
         found = turn.form.read(text, list(tools))[1] if has_end else []
         if found != told:
             raise ValueError("tool_calls: the chat template does not show them as given")
