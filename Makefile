@@ -1,18 +1,19 @@
-# Longstride: every target makes the environment first, from a pinned lock file.
+# Every target first installs the Python environment from a pinned lock file.
 #   make run [CONFIG=name] [ARGS="key=value ..."]   make smoke   make setup
 #   make test   make test-fast (no engine, no runs)   make test-long (nightly)   make check
 PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 PYTEST := $(VENV)/bin/python -m pytest
-# More workers than cores: much of the tests is waiting. Files keep the order of `conftest.py`.
+# Tests often wait, so there are more workers than cores. Files keep the order of `conftest.py`.
 CORES := $(shell n=$$(nproc); [ "$$n" -lt 8 ] && echo "$$n" || echo 8)
 AT_ONCE = -n $$(($(CORES) + $(1))) --dist loadfile --no-loadscope-reorder
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 LOCK := $(if $(HAS_GPU),requirements-gpu.lock,requirements-cpu.lock)
 STAMP := $(VENV)/.installed-$(shell (sha256sum $(LOCK) || shasum -a 256 $(LOCK)) 2>/dev/null | cut -c1-16)
 
-export PYTHONDONTWRITEBYTECODE :=  # every role and test would compile the product again
+# Roles and tests share compiled bytecode. Otherwise each process would compile the product again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run test test-fast test-long check format smoke setup system clean
 .DEFAULT_GOAL := run
@@ -30,9 +31,11 @@ endif
 test-fast: $(STAMP)
 	@$(PYTEST) $(call AT_ONCE,2) --ignore tests/end_to_end -m "not slow and not gpu" $(ARGS)
 
-# Studies, fault campaigns, soaks and walks of many pages: for every night, not for every change.
+# Studies, fault campaigns, soaks and tests of many web pages, which run every night.
+# Tests of seconds run last and alone, with their exact bounds; `make test` has generous ones.
 test-long: $(STAMP) system
-	@$(PYTEST) $(call AT_ONCE,1) -m long $(ARGS)
+	@$(PYTEST) $(call AT_ONCE,1) -m "long and not timed" $(ARGS)
+	@EXACT_TIMES=1 $(PYTEST) -m timed $(ARGS)
 
 check: $(STAMP)
 	@$(VENV)/bin/ruff format --check .
@@ -48,7 +51,7 @@ smoke: $(STAMP)
 
 setup: $(STAMP)
 
-# Java for ScienceWorld, a browser for the web environments, a C++ compiler for vLLM on a CPU.
+# Installs Java (ScienceWorld), a browser (web environments) and a C++ compiler (vLLM on a CPU).
 system: $(STAMP)
 	@missing=""; \
 	command -v java >/dev/null || missing="$$missing default-jre-headless"; \
@@ -62,7 +65,7 @@ system: $(STAMP)
 	  echo "installing$$missing" && apt-get update --quiet=2 && \
 	  DEBIAN_FRONTEND=noninteractive $$install --quiet=2 >/dev/null; \
 	else \
-	  echo "the tests need$$missing: sudo $$install" >&2; exit 1; \
+	  echo "The tests need these packages:$$missing. Run: sudo $$install" >&2; exit 1; \
 	fi
 
 clean:
@@ -70,16 +73,16 @@ clean:
 
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
-	  "Python 3.11 or newer is needed; this is %d.%d. Use: make PYTHON=python3.11" % sys.version_info[:2])'
-	@[ "$$(uname -s)" = Linux ] || { echo "Linux is needed: the engine (vLLM) runs nowhere else"; exit 1; }
-	@echo "installing $(LOCK) into $(VENV), once; $$(sed -n '1s/^# *//p' $(LOCK))"
+	  "Python 3.11 or newer is needed, not %d.%d. Run: make PYTHON=python3.11" % sys.version_info[:2])'
+	@[ "$$(uname -s)" = Linux ] || { echo "Linux is needed: the engine (vLLM) supports no other system."; exit 1; }
+	@echo "installing $(LOCK) into $(VENV) (first start only); $$(sed -n '1s/^# *//p' $(LOCK))"
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 ifeq ($(HAS_GPU),)
 	@$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
 endif
 	@$(VENV)/bin/python -m common.install $(if $(HAS_GPU),,--no-deps) $(LOCK)
-	@$(VENV)/bin/python -c 'import torch' || { echo "torch cannot be imported. Without a GPU pip must find \
-	PyTorch's CPU build: pip config set global.extra-index-url https://download.pytorch.org/whl/cpu, \
-	then: make clean setup"; exit 1; }
+	@$(VENV)/bin/python -c 'import torch' || { echo "torch cannot be imported. Without a GPU, pip needs \
+	PyTorch's CPU build. Run: pip config set global.extra-index-url https://download.pytorch.org/whl/cpu \
+	and then: make clean setup"; exit 1; }
 	@rm -f $(VENV)/.installed-*
 	@touch $@

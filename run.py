@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from common.join.enrol import Joined
 
 print_now = partial(print, flush=True)
-load_named = partial(requested.load_named, root=ROOT)
+load_without_model = partial(requested.load_named, root=ROOT)
+load_named = partial(commands.load_with_model, root=ROOT)
 load_joined = partial(requested.load_joined, root=ROOT)
 
 
@@ -272,7 +273,7 @@ COMMANDS = {
         run=evaluate, load=load_evaluation, check=check_evaluation, log_name="eval", keeps_date=True
     ),
     "serve": Command(run=serve, check=check_engine, log_name="serve", keeps_date=False),
-    "simulate": Command(run=simulate),
+    "simulate": Command(run=simulate, load=load_without_model),
     "status": Command(run=status, load=load_any_version),
     "envhub": Command(run=partial(commands.be_role, "envhub", run_envhub), load=load_joined),
     "scheduler": Command(

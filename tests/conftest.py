@@ -1,6 +1,5 @@
 """What all tests share: threads, property tests that repeat themselves, and the order."""
 
-import contextlib
 import gc
 import os
 from collections.abc import Generator
@@ -19,7 +18,6 @@ settings.register_profile("longstride", deadline=None, derandomize=True, databas
 settings.load_profile("longstride")
 
 LONG = ("end_to_end/test_", "actor/engine", "envhub/envs/test_miniwob")  # whose tests wait much
-PUNCTUAL_NICENESS = -5  # three times the share of others, who go on
 SPREAD_OVER = 0.6  # of the others: all workers should end at about the same time
 
 
@@ -42,25 +40,6 @@ def pytest_collection_finish() -> None:
     """Leave out of every later search for cycles what stays anyway."""
     gc.freeze()
     gc.enable()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let a test that is about seconds, and what it starts, go before the other tests."""
-    if item.get_closest_marker("punctual"):
-        _set_niceness(PUNCTUAL_NICENESS)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Stand in line again."""
-    if item.get_closest_marker("punctual"):
-        _set_niceness(0)
-
-
-def _set_niceness(niceness: int) -> None:
-    with contextlib.suppress(PermissionError):  # who may not must hope for an idle machine
-        os.setpriority(os.PRIO_PROCESS, 0, niceness)
 
 
 @pytest.fixture

@@ -4,12 +4,11 @@ import asyncio
 import logging
 import secrets
 import time
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
-from actor.agents.requests import Answer, ApiError, Asked, Message, invalid, with_system
+from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
+from actor.api.requests import Answer, ApiError, Asked, Message, invalid, with_system
 from actor.rollout.context import Turn, ending
 from actor.rollout.env_client import StepResult
 from actor.rollout.episode import Act, ContextFull, Play, PolicyFailed, Session, first_text
@@ -114,20 +113,12 @@ class AgentEpisode:
             return answer
 
     def _answer(self, asked: Asked, taken: Turn, stop: str | None, *, num_prompt: int) -> Answer:
-        plain = self._renderer.plain_text(taken.token_ids)
-        plain = plain if stop is None else plain.partition(stop)[0]
-        is_bare = asked.prompt is not None  # No template has begun thoughts in the prompt.
-        text = plain.strip() if is_bare else self._renderer.action_text(taken.token_ids)
-        calls = []
-        if stop is not None and not is_bare:
-            text = self._renderer.thoughts.text(plain).strip()
-        elif asked.tools and not is_bare:
-            text, calls = self._renderer.read_answer(taken.token_ids, asked.tools)
+        text, calls = read_turn(self._renderer, taken.token_ids, asked, stop)
         return Answer(
             number=secrets.token_hex(12),
             text=text,
             calls=calls,
-            thoughts="" if is_bare else self._renderer.thought_text(taken.token_ids),
+            thoughts=thoughts_of(self._renderer, taken.token_ids, asked),
             is_stopped=taken.is_stopped,
             stop=stop,
             num_prompt=num_prompt,
@@ -232,22 +223,15 @@ class AgentEpisode:
         messages = asked.messages
         said = self._said
         tools = asked.tools
-        roles = [each["role"] for each in messages]
-        has_calls = any(each.get("tool_calls") for each in messages)
-        wants_tools = tools or has_calls or "tool" in roles
-        if wants_tools and isinstance(why := self._renderer.calls, str):
-            raise ApiError(400, "unsupported_parameter", f"tools: {why}", "tools")
-        try:
-            new = messages[len(said) :]
-            goes_on = said and tools == self._tools and messages[: len(said)] == said
-            if goes_on and new and "assistant" not in roles[len(said) :]:
+        check_tools(self._renderer, asked)
+        new = messages[len(said) :]
+        continues = said and tools == self._tools and messages[: len(said)] == said
+        if continues and new and all(each["role"] != "assistant" for each in new):
+            try:
                 return [*self._play.history.tape.context, *self._after(new, tools)]
-            is_plain = not tools and not has_calls
-            if is_plain and roles == ["user", *["assistant", "user"] * (len(roles) // 2)]:
-                return self._renderer.conversation([each["content"] for each in messages])
-            return self._renderer.of_messages(messages, tools=tools)
-        except ValueError as error:
-            raise invalid(str(error), "messages") from error
+            except ValueError as error:
+                raise invalid(str(error), "messages") from error
+        return encode_messages(self._renderer, messages, tools=tools)
 
     def _after(self, new: list[Message], tools: list[dict[str, Any]]) -> list[int]:
         how = ending(self._taken)
@@ -265,29 +249,11 @@ class AgentEpisode:
         return prompt
 
     def _cut(self, taken: Turn, asked: Asked) -> tuple[Turn, str | None]:
-        """Return the start of a turn that the agent limits, and the stop text that ended it.
-
-        The whole turn was sampled. Its start equals a shorter turn, up to the token that completes
-        the stop text.
-        """
+        """Return the start of a turn that the agent limits, and the stop text that ended it."""
         ids = taken.token_ids
-        decode = self._renderer.plain_text
-        found = [first_with(decode, ids, text) for text in asked.stop]
-        num = min((n for n in found if n is not None), default=len(ids))
-        stop = None
-        if asked.max_tokens is not None and asked.max_tokens < num:
-            num = asked.max_tokens
-        elif any(n is not None for n in found):
-            text = decode(ids[:num])
-            stop = min((each for each in asked.stop if each in text), key=text.find)
-        if num == len(ids) and stop is None:
+        cut = cut_answer(self._renderer.plain_text, ids, asked)
+        num = cut.num_tokens
+        if num == len(ids) and cut.stop is None:
             return taken, None
-        cut = Turn(ids[:num], taken.logprobs[:num], taken.versions[:num], is_stopped=False)
-        return cut, stop
-
-
-def first_with(decode: Callable[[list[int]], str], ids: list[int], text: str) -> int | None:
-    """Return the smallest number of tokens whose text contains `text`; None: none does."""
-    if text not in decode(ids):
-        return None
-    return bisect_left(range(len(ids)), True, key=lambda num: text in decode(ids[:num]))
+        shorter = Turn(ids[:num], taken.logprobs[:num], taken.versions[:num], is_stopped=False)
+        return shorter, cut.stop

@@ -13,7 +13,7 @@ from typing import cast
 
 import httptools
 
-from actor.agents.requests import ApiError
+from actor.api.requests import ApiError
 from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
 
 MAX_BODY_BYTES = DEFAULT_ACTION_MIB * MIB + FIELDS_BYTES

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from actor.agents.requests import (
+from actor.api.requests import (
     Answer,
     Api,
     Asked,

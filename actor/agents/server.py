@@ -14,12 +14,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from actor.agents.chat_api import BARE_API, CHAT_API
 from actor.agents.episode import AgentEpisode
 from actor.agents.http import EVENTS, Answering, Connection, Request, response
 from actor.agents.messages_api import MESSAGES_API, anthropic_error
-from actor.agents.requests import Api, ApiError, Asked, Event, invalid, openai_error
 from actor.agents.responses_api import RESPONSES_API
+from actor.api.chat_api import BARE_API, CHAT_API
+from actor.api.requests import Api, ApiError, Asked, event_text, invalid, openai_error
 from actor.rollout.episode import PolicyFailed
 from common.errors import EnvError, LongstrideError
 from common.host.loopback import loopback
@@ -143,7 +143,7 @@ class AgentServer:
         reply = api.reply(asked, await episode.answer(asked))
         if not body.get("stream"):
             return response(json.dumps(reply))
-        return response("".join(map(_event_text, api.events(asked, reply))), kind=EVENTS)
+        return response("".join(map(event_text, api.events(asked, reply))), kind=EVENTS)
 
     async def _models(self, request: Request) -> bytes:
         self._episode(request)
@@ -203,9 +203,3 @@ def _told(request: Request, error: BaseException, episode: AgentEpisode | None) 
         episode.fail(error)
     code = "environment_failed" if isinstance(error, EnvError) else "policy_failed"
     return ApiError(503, code, str(error))
-
-
-def _event_text(event: Event) -> str:
-    name, told = event
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(told) if told else '[DONE]'}\n\n"

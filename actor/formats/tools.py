@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from actor.rollout.context import Render
+from actor.rollout.env_client import StepResult
 from actor.rollout.render import Renderer
 from common.config.evaluation import AgentFormat
 from common.errors import ConfigError
@@ -62,6 +63,12 @@ def reader_of(render: Render, kind: AgentFormat, *, is_whole: bool) -> Read:
 def fault_of(render: Render, token_ids: list[int]) -> str:
     """Return why an answer calls no tool, for the policy to read; "" without tools."""
     return render.fault_of(token_ids) if isinstance(render, ToolRenderer) else ""
+
+
+def explained(render: Render, token_ids: list[int], result: StepResult) -> str:
+    """Return the observation after an answer without an action, with the reason before it."""
+    fault = fault_of(render, token_ids)
+    return f"[invalid call: {fault}]\n{result.observation}" if fault else result.observation
 
 
 def rendering(render: Render, env: str, tools: Sequence[Message]) -> Render:

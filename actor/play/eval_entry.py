@@ -40,7 +40,7 @@ def describe_policy(
     return {
         "style": style,
         "source": "engine",
-        "model": model.path,
+        "model": model.source or model.path,
         "files": hashlib.blake2b(json.dumps(stats).encode(), digest_size=8).hexdigest(),
         "dtype": model.dtype,
         "temperature": actor.temperature,

@@ -180,7 +180,7 @@ def run(
         raise
     except LongstrideError as error:
         problem = str(error)
-    label = cfg.policy.model or Path(cfg.model.path).name
+    label = cfg.policy.model or cfg.model.label
     plays = read_plays(folder / "journal", plans)
     entry = {**make_entry(cfg.eval, label, policy, plays), "notes": dict(notes)}
     say(write_entry(run_dir, entry))

@@ -17,6 +17,18 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import web
 from transformers import AutoTokenizer
 
+from actor.api.chat_api import CHAT_API, choices_reply
+from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
+from actor.api.requests import (
+    Answer,
+    ApiError,
+    Asked,
+    event_text,
+    invalid,
+    openai_error,
+    read_limit,
+    unsupported,
+)
 from actor.play.doors import Door, door_path, remove_left
 from actor.play.endpoint import read_key
 from actor.rollout.render import Renderer
@@ -33,8 +45,28 @@ if TYPE_CHECKING:
 
 ADAPTERS = "adapter_config.json"
 MAX_SEED = 2**63 - 1
-MAX_HEAT = 2.0  # Highest temperature of a request.
-ROLES = ("user", "assistant")
+MAX_TEMPERATURE = 2.0
+MAX_CHOICES = 128
+EVENTS = "text/event-stream"
+# Sampling fields that the engine is not given, with their values without effect.
+FIXED = {
+    "top_p": (None, 1, 1.0),
+    "top_k": (None, -1, 0),
+    "min_p": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "presence_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the answers to one request are sampled."""
+
+    temperature: float | None  # None: that of the actor's configuration.
+    seed: int | None
+    num_choices: int
+    max_tokens: int  # Maximum tokens of an answer.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,83 +81,154 @@ class Chat:
     numbers: "count[int]"
 
     async def complete(self, request: web.Request) -> web.Response:
-        """Answer one chat completion. A malformed request gets a 400."""
+        """Answer one chat completion. A request that is not obeyed gets a 400 with its field."""
+        try:
+            self._check_access(request)
+            body = await _read_body(request)
+            asked = CHAT_API.read({**body, "n": None})
+            reply = await self._reply(asked, _read_sampling(body, self.actor))
+        except ApiError as error:
+            return web.json_response(openai_error(error), status=error.status)
+        except EngineError as error:
+            return web.json_response(
+                openai_error(ApiError(500, "policy_failed", f"{error}")), status=500
+            )
+        if not body.get("stream"):
+            return web.json_response(reply)
+        text = "".join(map(event_text, CHAT_API.events(asked, reply)))
+        return web.Response(text=text, content_type=EVENTS)
+
+    async def models(self, request: web.Request) -> web.Response:
+        """List the policy as the only model."""
+        try:
+            self._check_access(request)
+        except ApiError as error:
+            return web.json_response(openai_error(error), status=error.status)
+        model = {"id": self.name(self.engine.version), "object": "model", "created": 0}
+        model["owned_by"] = "longstride"
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _reply(self, asked: Asked, how: Sampling) -> dict[str, Any]:
+        """Return the response to a request. Raises: ApiError, EngineError."""
+        check_tools(self.renderer, asked)
+        ids = encode_messages(self.renderer, asked.messages, tools=asked.tools)
+        how = replace(how, max_tokens=self._room(len(ids), how.max_tokens))
+        choices = range(how.num_choices)
+        answers = await asyncio.gather(*(self._answer(asked, how, ids, each) for each in choices))
+        return {
+            **choices_reply(asked, [answer for answer, _ in answers]),
+            "model": self.name(max(version for _, version in answers)),
+        }
+
+    def _room(self, num_prompt: int, max_tokens: int) -> int:
+        """Return the limit of an answer: the request's limit, or the rest of the context.
+
+        Raises: ApiError: neither the request's limit nor a turn fits.
+        """
+        most = self.actor.max_model_len
+        needed = min(max_tokens, self.actor.max_turn_tokens)
+        if num_prompt + needed > most:
+            text = f"{num_prompt} tokens and {needed} of an answer exceed the context of {most}"
+            code = "context_length_exceeded"
+            raise ApiError(400, code, f"{code}: {text} tokens", "messages")
+        return min(max_tokens, most - num_prompt)
+
+    async def _answer(
+        self, asked: Asked, how: Sampling, ids: list[int], choice: int
+    ) -> tuple[Answer, int]:
+        """Return one answer, and the version that sampled its last token."""
+        number = f"chat:{next(self.numbers)}"
+        turn = await self.engine.generate(
+            ids,
+            request_id=number,
+            max_tokens=how.max_tokens,
+            salt=f"chat v{self.engine.version}",
+            seed=None if how.seed is None else (how.seed + choice) % (MAX_SEED + 1),
+            temperature=how.temperature,
+        )
+        cut = cut_answer(self.renderer.plain_text, turn.token_ids, asked)
+        taken = turn.token_ids[: cut.num_tokens]
+        text, calls = read_turn(self.renderer, taken, asked, cut.stop)
+        answer = Answer(
+            number=number,
+            text=text,
+            calls=calls,
+            is_stopped=turn.is_stopped and len(taken) == len(turn.token_ids),
+            stop=cut.stop,
+            num_prompt=len(ids),
+            num_sampled=len(taken),
+            thoughts=thoughts_of(self.renderer, taken, asked),
+        )
+        return answer, turn.versions[-1]
+
+    def _check_access(self, request: web.Request) -> None:
+        """Check the key of a request. Raises: ApiError."""
         told = request.headers.get("authorization", "").encode(errors="surrogateescape")
         if self.key and not hmac.compare_digest(told, f"Bearer {self.key}".encode()):
-            return _error(401, "wrong key")
+            raise ApiError(401, "invalid_api_key", "wrong key")
         if not self.key and _is_of_a_page(request):
-            return _error(403, "without a key pages of others are not answered")
-        try:
-            body = await request.json()
-            ids = self.encoded(body)
-            temperature = _temperature(body)
-            seed = _seed(body)
-        except (ValueError, KeyError, TypeError) as error:
-            return _error(400, f"{error}")
-        number = f"chat:{next(self.numbers)}"
-        most = self.actor.max_turn_tokens
-        try:
-            turn = await self.engine.generate(
-                ids,
-                request_id=number,
-                max_tokens=most,
-                salt=f"chat v{self.engine.version}",
-                seed=seed,
-                temperature=temperature,
+            raise ApiError(
+                403, "forbidden", "a server without a key answers no web page of another site"
             )
-        except EngineError as error:
-            return _error(500, f"{error}")
-        message = {"role": "assistant", "content": self.renderer.action_text(turn.token_ids)}
-        reason = "stop" if turn.is_stopped else "length"
-        choice = {"index": 0, "message": message, "finish_reason": reason}
-        usage = {"prompt_tokens": len(ids), "completion_tokens": len(turn.token_ids)}
-        answer = {"id": number, "object": "chat.completion", "choices": [choice], "usage": usage}
-        return web.json_response({**answer, "model": self.name(turn.versions[-1])})
 
-    def encoded(self, body: dict[str, Any]) -> list[int]:
-        """Return the token ids of a conversation in which user and assistant alternate.
 
-        Raises: ValueError: they do not alternate, or it is too long; KeyError, TypeError: no
-        messages.
-        """
-        messages = body["messages"]
-        roles = [str(each["role"]) for each in messages]
-        if len(roles) % 2 == 0 or roles != [ROLES[i % 2] for i in range(len(roles))]:
-            raise ValueError(f"messages: user and assistant in turn, not {json.dumps(roles)[:200]}")
-        ids = self.renderer.conversation([str(each["content"]) for each in messages])
-        room = self.actor.max_model_len - self.actor.max_turn_tokens
-        if len(ids) > room:
-            raise ValueError(f"context_length_exceeded: {len(ids)} tokens, {room} fit")
-        return ids
+async def _read_body(request: web.Request) -> dict[str, Any]:
+    """Return the JSON object of a request. Raises: ApiError."""
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, "invalid_body", f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "invalid_body", "the body is not a JSON object")
+    return cast(dict[str, Any], body)
+
+
+def _read_sampling(body: dict[str, Any], actor: ActorSection) -> Sampling:
+    """Return how a request wants its answers sampled. Raises: ApiError: a value is invalid."""
+    for name, harmless in FIXED.items():
+        if body.get(name) not in harmless:
+            raise unsupported(name, body[name], "the policy samples without it")
+    limit = read_limit(body, "max_completion_tokens", "max_tokens")
+    return Sampling(
+        temperature=_temperature(body),
+        seed=_seed(body),
+        num_choices=_num_choices(body),
+        max_tokens=actor.max_turn_tokens if limit is None else limit,
+    )
+
+
+def _num_choices(body: dict[str, Any]) -> int:
+    num = body.get("n")
+    if num is None:
+        return 1
+    if type(num) is not int or not 1 <= num <= MAX_CHOICES:
+        raise invalid(f"n={num!r:.80}: a whole number from 1 to {MAX_CHOICES}", "n")
+    return num
 
 
 def _temperature(body: dict[str, Any]) -> float | None:
-    """Return a request's temperature, None if it has none. Raises: ValueError: it is invalid."""
-    told = body.get("temperature")
-    if told is None:
+    given = body.get("temperature")
+    if given is None:
         return None
-    if isinstance(told, bool) or not isinstance(told, int | float) or not 0 <= told <= MAX_HEAT:
-        raise ValueError(f"temperature: a number in [0, {MAX_HEAT:g}], not {json.dumps(told)[:50]}")
-    return float(told)
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not is_number or not 0 <= given <= MAX_TEMPERATURE:
+        text = f"temperature={given!r:.80}: a number in [0, {MAX_TEMPERATURE:g}]"
+        raise invalid(text, "temperature")
+    return float(given)
 
 
 def _seed(body: dict[str, Any]) -> int | None:
-    """Return the seed of a request, None if it has none. Raises: ValueError: it is invalid."""
     seed = body.get("seed")
     if seed is None:
         return None
-    if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) > MAX_SEED:
-        raise ValueError(f"seed: a whole number of 63 bits, not {json.dumps(seed)[:50]}")
+    if type(seed) is not int or abs(seed) > MAX_SEED:
+        raise invalid(f"seed={seed!r:.80}: a whole number of 63 bits", "seed")
     return seed % (MAX_SEED + 1)
 
 
 def _is_of_a_page(request: web.Request) -> bool:
     """Return whether the request may come from a website in a browser (DNS rebinding included)."""
     return "origin" in request.headers or request.url.host not in (IPV4, IPV6, "localhost")
-
-
-def _error(status: int, text: str) -> web.Response:
-    return web.json_response({"error": {"message": text}}, status=status)
 
 
 def bound(port: int) -> socket.socket:
@@ -142,6 +245,7 @@ async def listening(chat: Chat, place: socket.socket | None = None) -> AsyncGene
     """Serve requests inside the context, by default at a free port; yield the address."""
     app = web.Application()
     app.router.add_post("/v1/chat/completions", chat.complete)
+    app.router.add_get("/v1/models", chat.models)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
@@ -223,7 +327,7 @@ async def _serve(cfg: RunConfig, key: str, place: socket.socket) -> None:
         renderer=renderer,
         actor=cfg.actor,
         key=key,
-        name=lambda _: f"{cfg.run.name}, {folder.name}",
+        name=lambda _: f"{cfg.run.name}, {cfg.model.label}",
         numbers=count(1),
     )
     ended = asyncio.Event()

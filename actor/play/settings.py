@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from actor.formats.checks import check_rendering
 from actor.play.endpoint import read_key
+from common.checks.hub_models import resolve_models
 from common.checks.machine import GIB
 from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
 from common.checks.preflight import check_agent, check_engine, check_model
@@ -38,15 +39,16 @@ def load_evaluation(request: Request, *, root: Path) -> RunConfig:
     is_listed = override_value(request.overrides, "eval.items") in ("tasks", "paper")
     if is_listed and not _gives(request, "eval.num_items"):
         defaults.append("eval.num_items=-1")  # All items of the lists.
-    cfg = load_named(request, root=root, defaults=defaults)
+    cfg = resolve_models(load_named(request, root=root, defaults=defaults), root)
     if request.config is not None or cfg.policy.url or not _gives(request, "model.path"):
         return cfg
     fitting = [each for each in _fitting(cfg, request, root) if not _gives(request, _key(each))]
     if not fitting:
         return cfg
-    chosen = f"eval: {' '.join(fitting)} (from {cfg.model.path}; give them, or --config NAME)"
+    name = cfg.model.source or cfg.model.path
+    chosen = f"eval: {' '.join(fitting)} (from {name}; give them, or --config NAME)"
     print(chosen, file=sys.stderr)
-    return load_named(request, root=root, defaults=[*defaults, *fitting])
+    return resolve_models(load_named(request, root=root, defaults=[*defaults, *fitting]), root)
 
 
 def check_evaluation(cfg: RunConfig, root: Path, *, missing: Sequence[str]) -> None:

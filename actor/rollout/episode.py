@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from actor.formats.tools import Read, fault_of, reader_of
+from actor.formats.tools import Read, explained, reader_of
 from actor.rollout.context import History, Render, Room, Turn
 from actor.rollout.env_client import Hint, StepResult
 from actor.rollout.folding import history_of
@@ -190,7 +190,7 @@ async def run_episode(
             play.env_s = time.monotonic() - started
             if not await play.history.begin(text, encode, partial(play.ask, act, session)):
                 raise ContextFull("not even the first page's beginning fits")
-            await _turns(lease, session, play, act, read, room, partial(fault_of, render))
+            await _turns(lease, session, play, act, read, room, render)
     finally:
         if session is not None:
             await session.close()
@@ -223,20 +223,8 @@ async def judged(play: Play, lease: Lease, *, may_repeat: bool) -> AsyncIterator
 
 
 async def _turns(
-    lease: Lease,
-    session: Session,
-    play: Play,
-    act: Act,
-    read: Read,
-    room: Room,
-    explain: Callable[[list[int]], str],
+    lease: Lease, session: Session, play: Play, act: Act, read: Read, room: Room, render: Render
 ) -> None:
-    """Play the turns of an episode.
-
-    Args:
-        explain: returns why an answer without an action is invalid; "": the environment gives the
-            reason.
-    """
     history = play.history
     ask = partial(play.ask, act, session)
     may_go_on = partial(play.may_go_on, lease)
@@ -259,7 +247,7 @@ async def _turns(
             break
         reflects = play.is_to_reflect(room.options)
         if may_go_on(room.turn_tokens * (1 + reflects)):
-            seen = _with_fault(result.observation, "" if action else explain(taken.token_ids))
+            seen = result.observation if action else explained(render, taken.token_ids, result)
             if await history.go_on(seen, taken, turn + 1, ask, reflects=reflects):
                 if may_go_on(room.turn_tokens):
                     continue
@@ -269,11 +257,6 @@ async def _turns(
             history.last(result.observation, taken, turn)
         break
     history.tape.end(play.num_turns - 1)
-
-
-def _with_fault(observation: str, fault: str) -> str:
-    """Return an observation after an invalid call, with the reason before it."""
-    return f"[invalid call: {fault}]\n{observation}" if fault else observation
 
 
 def trajectory_of(lease: Lease, play: Play, *, actor: str, wall_s: float) -> Trajectory:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from common.amx import TilePermission, request_tiles
 from common.checks import machine
+from common.checks.hub_models import resolve_models
 from common.checks.machine import GIB
 from common.checks.memory_plan import lines_here, plan_here
-from common.checks.preflight import MIN_FREE_DISK_GIB, check, check_devices
+from common.checks.preflight import MIN_FREE_DISK_GIB, check, check_devices, check_dry
 from common.config.command_line import Request
 from common.config.load import list_configs, override_value
 from common.config.requested import DEFAULT_CONFIG, load_named
@@ -60,7 +61,7 @@ def doctor(
         return _tell(examine_quickly(root, request.overrides))
     problem = ""
     try:
-        cfg = load_named(request, root=root)
+        cfg = resolve_models(load_named(request, root=root), root, is_dry=True)
     except ConfigError as error:
         if override_value(request.overrides, "model.path") is not None:
             raise
@@ -96,7 +97,8 @@ def _examine_config(
     try:
         if problem:
             raise ConfigError(problem)
-        check(cfg, root, missing=missing)
+        is_stand_in = cfg.model.path == cfg.model.architecture  # The start fetches the weights.
+        (check_dry if is_stand_in else check)(cfg, root, missing=missing)
         check_devices(cfg)
     except ConfigError as error:
         return Check(what=what, found="cannot start", remedy=str(error))

@@ -6,6 +6,7 @@ It has no I/O, no environment variables and no device code. `common/config/load.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
@@ -114,9 +115,20 @@ RESERVED_VARIABLES = {
 class ModelSection:
     """The policy: a directory with a transformers checkpoint."""
 
-    path: str = knob(MISSING, "Directory with config.json, weights and tokenizer.", form=PATH)
+    path: str = knob(
+        MISSING,
+        "Selects the checkpoint: a directory with config.json, weights and tokenizer, or a model's "
+        "name, org/name or org/name@revision. A name is resolved to a commit once, at the start.",
+        form=PATH,
+    )
+    source: str = knob(
+        "", "Names the model and its commit if model.path was given as a name. The start sets it."
+    )
     architecture: str = knob(
-        "", "Directory of a config.json for the memory plan without model.path.", form=PATH, also=""
+        "",
+        "Selects a config.json, by directory or org/name, for the memory plan without model.path.",
+        form=PATH,
+        also="",
     )
     dtype: str = knob(
         "bfloat16", "Data type of the engine and of published weights.", one_of=DTYPES
@@ -138,6 +150,11 @@ class ModelSection:
         for name in sorted(RESERVED_VARIABLES & self.chat_template_kwargs.keys()):
             law = "is set by the product; remove it"
             yield f"chat_template_kwargs.{name}", self.chat_template_kwargs[name], law
+
+    @property
+    def label(self) -> str:
+        """Short name of the model: its repository, or the name of its folder."""
+        return self.source.partition("@")[0] or Path(self.path).name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,9 +143,9 @@ def _facts(view: RunView) -> Table:
     ledger = status.ledger
     sparks = words.sparkline(view.success_steps)
     success = [
-        known("{:.2f} train", view.success),
+        known("{:.2f} in training", view.success),
         sparks,
-        known("{:.2f} before", status.success_before),
+        known("{:.2f} before training", status.success_before),
     ]
     subsets = [f"{name} {share:.2f}" for name, share in sorted(status.success.items())]
     lag = [known("mean {:.2f}", view.lag_mean), known("max {:.0f}", view.lag_max)]

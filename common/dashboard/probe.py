@@ -14,12 +14,14 @@ def why_not_live(run_dir: RunDir) -> str:
     if run_dir.finished.exists():
         return ""
     if not is_held(run_dir.root):
-        return "no launcher holds it"
+        return "no launcher process supervises the run"
     try:
         silent_s = time.time() - run_dir.launch.stat().st_mtime
     except FileNotFoundError:  # The run has just begun.
         return ""
-    return f"the launcher hangs, for {silent_s:.0f}s" if silent_s > HUNG_S else ""
+    if silent_s <= HUNG_S:
+        return ""
+    return f"the launcher hangs: it last wrote launch.json {silent_s:.0f} s ago"
 
 
 def why_not_ready(run_dir: RunDir, view: RunView) -> str:
@@ -27,11 +29,11 @@ def why_not_ready(run_dir: RunDir, view: RunView) -> str:
     if run_dir.finished.exists():
         return ""
     if view.stop_in_s is not None:
-        return "it is being stopped"
+        return "the run is stopping"
     if view.silent_s is None or view.silent_s > SILENT_S:
-        return "its scheduler writes no status"
+        return "the scheduler does not write status.json"
     if view.starting:
-        return f"starting: {', '.join(sorted(view.starting))}"
+        return f"roles are starting: {', '.join(sorted(view.starting))}"
     if not view.status.actors:
-        return "there is no actor"
+        return "no actor has joined the run"
     return why_not_live(run_dir)

@@ -14,7 +14,7 @@ from common.store.run_start import load_finished
 from common.store.status.json_files import as_map, json_object
 from common.store.status.members import node_lines
 
-GOES_ON = "the same command goes on"
+GOES_ON = "the same command resumes the run"
 
 
 def state_line(run_dir: RunDir, view: RunView) -> str:
@@ -50,9 +50,9 @@ def _cpu_line(run_dir: RunDir) -> str:
         return ""
     trained = json_object(run_dir.ledger).get("trained")
     total = sum(seconds for _, seconds in used)
-    each = f", {total / trained:.3g} per trained episode" if trained else ""
+    each = f", {total / trained:.3g} s per trained episode" if trained else ""
     roles = ", ".join(f"{role} {seconds / total:.0%}" for role, seconds in used if seconds)
-    return f"processor seconds: {total:.0f}{each} ({roles})"
+    return f"processor time: {total:.0f} s{each} ({roles})"
 
 
 def stop_line(run_dir: RunDir, step: int) -> str:
@@ -63,6 +63,6 @@ def stop_line(run_dir: RunDir, step: int) -> str:
     if saved is None and step == 0:
         return f"stopped before the first step; {GOES_ON}"
     if saved is None or saved < step:
-        last = "nothing" if saved is None else f"step {saved}"
-        return f"stopped at step {step}, saved is {last}; {GOES_ON} and repeats the steps since"
-    return f"saved at step {saved}; {GOES_ON}"
+        last = "no checkpoint" if saved is None else f"the last checkpoint at step {saved}"
+        return f"stopped at step {step} with {last}; {GOES_ON} and repeats the later steps"
+    return f"stopped with a checkpoint at step {saved}; {GOES_ON}"

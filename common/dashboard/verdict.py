@@ -69,7 +69,7 @@ def judge(
     waits = measure(lines)
     if waits is None:
         text = (
-            f"too early to say what limits the run: {MIN_STEPS} steps with their waits are needed"
+            f"too early to name the run's limit: {MIN_STEPS} steps with measured waits are needed"
         )
         return Verdict(bound=Bound.UNKNOWN, sentence=f"{_before(lines, status or {})}{text}")
     bound = bound_of(waits, is_sync=_get(config, "train", "mode", "async") == "sync")
@@ -92,9 +92,9 @@ def _before(lines: Sequence[Mapping[str, float | None]], status: Mapping[str, An
     if lines or status.get("phase") != "train":
         return ""
     if status.get("learner") and not _get(status, "learner", "waiting_for", ""):
-        return "the learner works on the first batch; "
+        return "the learner trains on the first batch; "
     num = [int(_get(status, "groups", name, 0) or 0) for name in ("ready", "open")]
-    return f"the first batch is being played ({num[0]} groups ready, {num[1]} open); "
+    return f"the actors play the first batch ({num[0]} groups ready, {num[1]} open); "
 
 
 def bound_of(waits: Waits, *, is_sync: bool) -> Bound:
@@ -168,40 +168,41 @@ def _actor_knobs(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> dict[
 
 
 def _finding(bound: Bound, waits: Waits, gate: str) -> str:
-    step = f"of each {waits.period_s:.3g} s step"
+    step = f"of each step of {waits.period_s:.3g} s"
     busy = f"{waits.busy_s:.3g} s"
     wait = f"{waits.wait_s:.3g} s"
     idle = 1.0 - waits.slot_busy_frac
     if bound is Bound.LEARNER:
         share = 1.0 - waits.wait_frac
-        cores = "" if waits.has_idle_core else f", and all {_busy(waits)}"
-        empty = f"{idle:.0%} of slots are empty{cores}"
-        return f"learner-bound {share:.0%}: it works {busy} {step}, {empty}"
+        cores = "" if waits.has_idle_core else f"; all {_busy(waits)}"
+        empty = f"{idle:.0%} of the actors' slots are empty{cores}"
+        return f"learner-bound: the learner computes for {share:.0%} ({busy}) {step}; {empty}"
     waited = f"the learner waits {wait} {step}"
     if bound is Bound.SYNC:
-        return f"synchronous: {waited} while episodes are played, and nobody plays while it trains"
+        return f"synchronous: {waited} for episodes, and the actors are idle while it trains"
     if bound is Bound.GATE and waits.stale_frac >= STALE_FRAC:
-        return f"bound on lag too tight: {waits.stale_frac:.0%} of the episodes are stale; {waited}"
+        stale = f"{waits.stale_frac:.0%} of the episodes are stale"
+        return f"learner.max_lag_steps is too small: {stale}; {waited}"
     if bound is Bound.GATE:
         why = f" ({gate})" if gate else ""
-        return f"gate too tight: {waited} while {idle:.0%} of the actors' slots are empty{why}"
+        return f"gate too tight: {waited}, and {idle:.0%} of the actors' slots are empty{why}"
     name = "environment" if bound is Bound.ENVIRONMENT else "engine"
     share = waits.env_frac if bound is Bound.ENVIRONMENT else waits.engine_frac
     cores = "" if waits.has_idle_core else f"; {1.0 - waits.idle_frac:.0%} of {_busy(waits)}"
-    return f"{name}-bound {share:.0%} of an episode's time: {waited}{cores}"
+    return f"{name}-bound: episodes spend {share:.0%} of their time in the {name}; {waited}{cores}"
 
 
 def _busy(waits: Waits) -> str:
-    by = f", {waits.others_frac:.0%} with other programs" if waits.is_crowded else ""
+    by = f", {waits.others_frac:.0%} by other programs" if waits.is_crowded else ""
     return f"{waits.cores:.0f} cores are busy{by}"
 
 
 def _advice_text(advice: Sequence[Advice], waits: Waits) -> str:
     if not advice and waits.is_crowded:
-        return "no processor time is free for more: end the other programs, or give it more cores"
+        return "no processor time is free: stop other programs, or run on more cores"
     if not advice:
-        return "no single knob is known to bring more than 2 %"
-    return ", ".join(f"{each.knob} at most +{each.gain:.0%}" for each in advice)
+        return "no single setting is expected to gain more than 2 %"
+    return ", ".join(f"{each.knob} gains at most {each.gain:.0%}" for each in advice)
 
 
 def _get(config: Mapping[str, Any], section: str, key: str, default: Any) -> Any:

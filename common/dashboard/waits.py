@@ -127,7 +127,7 @@ def _processors(steps: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
 
 
 def _others_s(first: Mapping[str, float | None], last: Mapping[str, float | None]) -> float:
-    name = "cpu/others_s"  # Runs of older versions lack this metric.
+    name = "cpu/others_s"  # Runs of older versions do not have this metric.
     return max(0.0, (_value(last, name) or 0.0) - (_value(first, name) or 0.0))
 
 

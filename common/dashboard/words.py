@@ -28,7 +28,7 @@ def status_line(view: RunView) -> str:
     ends = [
         starting_text(view.starting, view.usual_s),
         stopping_text(view),
-        waits and f"waiting: {waits}",
+        waits,
         silence and f"scheduler {silence}",
         status.notice,
     ]
@@ -117,14 +117,14 @@ def groups_text(view: RunView) -> str:
 
 def waits_text(view: RunView) -> str:
     """Return the waiting roles, each with the cause of its wait."""
-    waits = [f"{r.name} <- {r.waiting_for}" for r in view.roles if r.waiting_for]
+    waits = [f"{r.name} waits for {r.waiting_for}" for r in view.roles if r.waiting_for]
     if view.checkpoint_s:
         took = f"{A_CHECKPOINT}, which takes about {duration(view.checkpoint_s)}"
         waits = [each.replace(A_CHECKPOINT, took) for each in waits]
     for what in sorted({*view.unplaced.values()}):
         names = [name for name, needed in view.unplaced.items() if needed == what]
         who = ", ".join(names) if len(names) <= ENGINES_SHOWN else f"{len(names)} roles"
-        waits.append(f"{who} <- {what}")
+        waits.append(f"{who} {'wait' if len(names) > 1 else 'waits'} for {what}")
     return ", ".join(waits)
 
 

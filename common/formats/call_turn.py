@@ -151,7 +151,10 @@ class _Probe:
 
     def _header(self, whole: str, form: CallForm) -> str:
         """Return the text between the end of the user's message and the call."""
-        text = whole.removeprefix(shared_start(whole, self.turns.closed))
+        user: Message = {"role": "user", "content": USER}
+        asked = self.render([user], self.tools, True).partition(USER)[2]
+        closed = asked.removesuffix(self.turns.asked)
+        text = whole.removeprefix(closed if whole.startswith(closed) else self.turns.closed)
         found = form.begin.search(text)
         return text[: found.start()] if found else ""
 

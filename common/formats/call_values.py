@@ -1,7 +1,7 @@
 """Reads tool calls that are neither JSON nor tags: Python's syntax, and objects with quote tokens.
 
 Example:
-    Python    [move(where='up', steps=2)]
+    Python    [move(where='up', steps=2)], or one call in each line
     quoted    call:move{where:<|"|>up<|"|>,steps:2}
 """
 
@@ -33,6 +33,18 @@ def read_python(text: str, at: int) -> tuple[list[tuple[str, dict[str, Any]]], i
             continue
         return _calls_of(tree.body), stop
     raise ValueError("no list of calls in Python's syntax ends here")
+
+
+def read_python_lines(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the calls in a text of Python statements. Raises: ValueError: it has others."""
+    try:
+        tree = ast.parse(text.strip())
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"no calls in Python's syntax: {error}") from error
+    values = [each.value for each in tree.body if isinstance(each, ast.Expr)]
+    if not values or len(values) != len(tree.body):
+        raise ValueError("no calls in Python's syntax")
+    return [_call_of(each) for each in values]
 
 
 def _calls_of(node: ast.expr) -> list[tuple[str, dict[str, Any]]]:

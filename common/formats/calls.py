@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
-from common.formats.call_values import read_python, read_quoted
+from common.formats.call_values import read_python, read_python_lines, read_quoted
 
 NAME = "probe_of_a_name"
 KEYS = ("first_probed_key", "second_probed_key")
@@ -144,11 +144,17 @@ class CallForm:
 
     @classmethod
     def _of_python(cls, full: str) -> "CallForm | None":
-        lead, is_named, _ = full.partition(f"[{NAME}(")
-        if not is_named:
+        lead, is_named, _ = full.partition(f"{NAME}(")
+        is_list = lead.rstrip().endswith("[")
+        lead = lead.rstrip()[:-1] if is_list else lead
+        end = len(full) if is_list else full.rfind(")") + 1
+        if not is_named or not (is_list or (lead.strip() and full[end:].strip())):
             return None
         try:
-            calls, end = read_python(full, len(lead))
+            if is_list:
+                calls, end = read_python(full, len(lead))
+            else:
+                calls = read_python_lines(full[len(lead) : end])
         except ValueError:
             return None
         after = re.compile(_loosely(full[end:]))
@@ -234,6 +240,12 @@ class CallForm:
 
         Raises: ValueError: they cannot be parsed.
         """
+        if self.is_python and text[_skip_space(text, at) :][:1] != "[":
+            stop = self.end.search(text, at)
+            if stop is None or not stop[0]:
+                raise ValueError("a call does not end")
+            calls = read_python_lines(text[at : stop.start()])
+            return [(name, read_arguments(given)) for name, given in calls], stop.end()
         if self.is_python:
             calls, at = read_python(text, _skip_space(text, at))
             return [(name, read_arguments(given)) for name, given in calls], self._ended(text, at)

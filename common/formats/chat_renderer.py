@@ -9,28 +9,20 @@ the context together with the sampled answer.
 """
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
 
-from common.control_tokens import ControlTokens, special_tokens
-from common.errors import ConfigError
-from common.formats.call_turn import CallNames, CallTurn, as_text, measure_call
+from common.formats.call_turn import CallTurn, as_text
 from common.formats.calls import CallForm, as_call, each_text
-from common.formats.chat_template import render_chat, template_of
-from common.formats.sampled import SampledText, without_marks
-from common.formats.thoughts import measure_thoughts
-from common.formats.turn_ends import TurnEnd, configured_ends, find_end
-from common.formats.turns import ASSISTANT, USER, Message, Turns, measure_turns
-from common.text import shared_length
-
-# Size of the cache of encoded texts. Episodes of a group begin with the same text.
-NUM_KNOWN_TEXTS = 256
-CALL_ID = "call{:05}"  # The format that the strictest template requires.
+from common.formats.measured import MeasuredTemplate
+from common.formats.past_answers import PastAnswers, past_end
+from common.formats.sampled import without_marks
+from common.formats.turn_ends import TurnEnd
+from common.formats.turns import ASSISTANT, USER, Message, Turns
 
 
-class ChatRenderer:
+class ChatRenderer(MeasuredTemplate):
     """Encodes observations for one tokenizer.
 
     Example (ChatML):
@@ -38,25 +30,6 @@ class ChatRenderer:
         after_action("ok", True)  \\n<|im_start|>user\\nok<|im_end|>\\n<|im_start|>assistant\\n
         after_action("ok", False) the same behind an <|im_end|> that the model did not sample
     """
-
-    def __init__(self, tokenizer: Any) -> None:
-        """Measure the tokenizer's chat template.
-
-        Raises: ConfigError: the template cannot be used; the message has the reason.
-        """
-        self._tokenizer = tokenizer
-        self._control = ControlTokens(tokenizer)
-        self.num_tokens = len(tokenizer)
-        self._known = lru_cache(NUM_KNOWN_TEXTS)(self._control.encode_between)
-        self._sampled = SampledText(tokenizer)
-        self._special = special_tokens(tokenizer)
-        self._turns = measure_turns(self._asking)
-        self._before_first = self._turns.before
-        self._after_first = self._turns.after_user
-        self.thoughts = measure_thoughts(self._asking, self._turns, self._sampled)
-        self._configured = configured_ends(tokenizer)
-        self._end = self._end_of_turn(self._turns.between, self._turns.ended)
-        self.end_of_turn_ids = self._stops()
 
     @property
     def turns(self) -> Turns:
@@ -82,81 +55,6 @@ class ChatRenderer:
     ) -> str:
         """Return the chat template's text. Raises: TemplateError, TypeError, ConfigError."""
         return self._rendered(messages, tools=tools, is_asking=is_asking)
-
-    def _rendered(
-        self, messages: Sequence[Message], *, tools: list[Any] | None = None, is_asking: bool = True
-    ) -> str:
-        if not template_of(self._tokenizer):
-            raise ConfigError(
-                "model.path: the tokenizer has no chat template; give one (model.chat_template)"
-            )
-        return render_chat(
-            self._tokenizer, with_ids(messages), tools=tools, add_generation_prompt=is_asking
-        )
-
-    def _asking(self, messages: Sequence[Message], is_asking: bool) -> str:
-        return self._rendered(messages, is_asking=is_asking)
-
-    def _encoded(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def _end_of_turn(self, after: str, last: str) -> TurnEnd:
-        """Return the end of an answer from the template's text behind it."""
-        found = find_end(
-            self._encoded(after),
-            self._encoded(last),
-            self._special,
-            lambda token_id: not self._tokenizer.decode([token_id]).strip(),
-        )
-        if found is None:
-            raise ConfigError(
-                "the chat template does not end a turn with a special token: it writes"
-                f" {after!r:.200} after an answer; give a template that does (model.chat_template)"
-            )
-        return found
-
-    def _stops(self) -> list[int]:
-        """Return the tokens that end a sampled turn, the template's own first.
-
-        A token that also separates the messages of one answer, as gpt-oss writes them, ends no
-        turn.
-        """
-        end = self._end
-        inner = self.thoughts.between
-        own = [each for each in end.run[:1] if self._sampled.marked([each]) not in inner]
-        return list(dict.fromkeys([*own, *end.last, *self._configured]))
-
-    @cached_property
-    def call_turn(self) -> CallTurn | str:
-        """The chat template's turn of a tool call, or the reason why it supports no tools."""
-        try:
-            return self._measured_call()
-        except (TemplateError, TypeError) as error:
-            return f"the policy's chat template refuses tools: {error}"
-        except ValueError as error:
-            return f"the policy's chat template {error}"
-
-    @property
-    def calls(self) -> CallForm | str:
-        """The chat template's format of tool calls, or the reason why it supports no tools."""
-        return self.call_turn if isinstance(self.call_turn, str) else self.call_turn.form
-
-    def _measured_call(self, **which: Any) -> CallTurn:
-        ends = [*self.end_of_turn_ids, *self._end.run[:1]]
-        names = CallNames(
-            special=list(self._special.values()),
-            ends=[self._special[each] for each in ends if each in self._special],
-        )
-        return measure_call(self._with_tools, self._turns, names, self._as_sampled, **which)
-
-    def _with_tools(
-        self, messages: Sequence[Message], tools: Sequence[Any], is_asking: bool
-    ) -> str:
-        return self._rendered(messages, tools=list(tools), is_asking=is_asking)
-
-    def _as_sampled(self, said: str) -> str:
-        """Return a text of the template as it reads when the policy has sampled it."""
-        return self.whole_text(self._encoded(said))
 
     def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
         """Return the ids of the first user turn, up to the start of the assistant's turn.
@@ -215,43 +113,11 @@ class ChatRenderer:
             answer: the sampled tokens.
         """
         body = self._without_end(answer)
-        marked = self._sampled.marked(body)
-        kept = self._outside_thoughts(body, marked)
-        text = self._sampled.marked(kept)
-        has_head = bool(self.thoughts.between) and self.thoughts.head_end in text
-        return self._as_past(shown, has_head=has_head), [*kept, *self._past_end(answer)]
-
-    def _outside_thoughts(self, ids: list[int], marked: str) -> list[int]:
-        kept: list[int] = []
-        for first, last in self.thoughts.spans(marked):
-            space = len(marked[first:last]) - len(marked[first:last].lstrip())
-            is_body = not kept and not self.thoughts.between  # A head may begin with a space.
-            start = self._sampled.num_tokens(ids, first + space * is_body)
-            kept += ids[start : self._sampled.num_tokens(ids, last)]
-        return kept
-
-    def _as_past(self, shown: list[int], *, has_head: bool) -> list[int]:
-        """Return tokens before an answer with the template's header of a past answer.
-
-        Args:
-            has_head: the answer begins with its own header.
-        """
-        turns = self._turns
-        asked = self._encoded(turns.after_user)
-        past = self._encoded(turns.closed + ("" if has_head else self._past_header))
-        num_shared = shared_length(asked, past)
-        if shown[-len(asked) :] != asked:
-            return shown
-        return [*shown[: len(shown) - len(asked) + num_shared], *past[num_shared:]]
-
-    def _past_end(self, answer: list[int]) -> list[int]:
-        """Return the end of a past answer, after which `after_turn` continues."""
-        if not answer or answer[-1] not in self.end_of_turn_ids:
-            return []
-        own = self._past_turn_end
-        if answer[-1] in own.last and answer[-1] not in own.run:
-            return list(own.run)
-        return [answer[-1]] if answer[-1] in own.run else []
+        past = PastAnswers(self._sampled, self.thoughts, self._turns, self._past_header)
+        end = answer[-1] if len(body) < len(answer) else None
+        kept = past.without_thoughts(body)
+        before = past.with_header(shown, self._encoded, kept)
+        return before, [*kept, *past_end(end, self._past_turn_end)]
 
     @property
     def _past_header(self) -> str:
@@ -353,23 +219,6 @@ class ChatRenderer:
         """Return the thoughts of a sampled answer, "" for none."""
         return self.thoughts.thoughts(self._sampled.marked(self._without_end(token_ids)))
 
-    def plain_text(self, token_ids: list[int]) -> str:
-        """Return the text of tokens without special tokens. Whitespace at its ends is kept."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
-
-    def shown(self, token_ids: list[int]) -> str:
-        """Return the text of tokens with all special tokens."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    def whole_text(self, token_ids: list[int]) -> str:
-        """Return the text of a sampled answer with its special tokens, except those that end it."""
-        return self._tokenizer.decode(self._without_end(token_ids))
-
-    def _without_end(self, token_ids: list[int]) -> list[int]:
-        while token_ids and token_ids[-1] in self.end_of_turn_ids:
-            token_ids = token_ids[:-1]
-        return token_ids
-
     def read_answer(
         self, token_ids: list[int], tools: Sequence[Message]
     ) -> tuple[str, list[dict[str, Any]]]:
@@ -393,20 +242,3 @@ class ChatRenderer:
         """Return the text beside calls without special tokens and heads of messages."""
         marked = self._sampled.encoded(text)
         return self.thoughts.shown(marked).strip()
-
-
-def with_ids(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose tool calls and results have ids, which some templates require."""
-    found: list[Message] = []
-    place = 0
-    for each in messages:
-        if each["role"] == "tool":
-            each = {"tool_call_id": CALL_ID.format(place), **each}
-            place = place + 1
-        else:
-            place = 0
-        if calls := each.get("tool_calls"):
-            named = [{"id": CALL_ID.format(i), **call} for i, call in enumerate(calls)]
-            each = {**each, "tool_calls": named}
-        found.append(each)
-    return found

@@ -52,6 +52,16 @@ class Joined:
         """Folder of the model on the scheduler's machine."""
         return yaml.safe_load(self.config)["model"]["path"]
 
+    @property
+    def source(self) -> str:
+        """Name and commit of the run's model; "" if the run was given a folder."""
+        return yaml.safe_load(self.config)["model"].get("source", "")
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether the run sends adapters only, without the weights that they are added to."""
+        return yaml.safe_load(self.config)["learner"]["lora"]["rank"] > 0
+
 
 def parse_address(text: str) -> str:
     """Return the tcp:// address of "HOST:PORT". Raises: ConfigError: the text is invalid."""

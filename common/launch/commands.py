@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from common.config.command_line import Request
 from common.config.load import load_told, override_value
+from common.config.requested import load_named
 from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
 from common.launch.base import RoleStarter
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
     from common.join.enrol import Joined
 
 WITH_MODEL = ("learner", "actor")  # Roles that read the folder `model.path`.
+
+
+def load_with_model(request: Request, *, root: Path) -> RunConfig:
+    """Return the config of a request, with folders in place of the names of models."""
+    from common.checks.hub_models import resolve_models
+
+    return resolve_models(load_named(request, root=root), root, is_dry=request.is_dry)
 
 
 def train(cfg: RunConfig, run_dir: RunDir, *, root: Path, observer: RunObserver) -> int:
@@ -153,6 +161,7 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
         ConfigError: the key, the address, the version or a key of the configuration is wrong.
         NotStarted: the role failed before it began to work, see `StartGuard`.
     """
+    from common.checks.hub_models import resolve_models
     from common.formats.chat_template import fix_prompts
     from common.join.enrol import enrol, parse_address
     from common.launch.start_guard import StartGuard
@@ -176,6 +185,7 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
     configure_logging(role, "INFO")
     joined = enrol(address, key, question)
     cfg = load_told(joined.config, _with_defaults(role, overrides, joined), root=root)
+    cfg = resolve_models(cfg, root)
     if role == "actor":
         _check_weights(cfg, joined, root=root)
     configure_logging(role, cfg.log.level)
@@ -192,7 +202,7 @@ def _check_weights(cfg: RunConfig, joined: "Joined", *, root: Path) -> None:
     """
     from common.checks.preflight import check_model
 
-    if not joined.model_path:
+    if cfg.model.path != joined.model_path:
         check_model(cfg.model.path, root)
     elif rank := cfg.learner.lora.rank:
         raise ConfigError(
@@ -212,6 +222,8 @@ def _with_defaults(role: str, overrides: Sequence[str], joined: "Joined") -> lis
     The defaults are the folder of the received model and, for a hub, a reachable address.
     """
     own = {"model.path": joined.model_path or "."}
+    if role == "actor" and joined.sends_adapters and joined.source:
+        own["model.path"] = joined.source  # The base of the adapters, from this node's cache.
     if role == "envhub":
         own["envhub.host"] = "0.0.0.0"
     given = [f"{key}={v}" for key, v in own.items() if override_value(overrides, key) is None]

@@ -23,14 +23,17 @@ def report(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
     words = [word for word in request.overrides if "=" not in word]
     options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
     if unknown := sorted(options.keys() - {"to", "run.dir"}):
-        raise ConfigError(f"{unknown[0]}: no such option; run.py {USAGE}")
+        raise ConfigError(f"{unknown[0]}: unknown option. Usage: run.py {USAGE}")
     if not words or len({*words}) < len(words):
-        raise ConfigError(f"name one run, or several different ones: run.py {USAGE}")
+        raise ConfigError(
+            f"report: expects one run, or several different runs. Usage: run.py {USAGE}"
+        )
     folder = root / options.get("run.dir", "runs")
     runs = [read_run(word, runs=folder) for word in words]
     names = [run.name for run in runs]
     if len({*names}) < len(names):
-        raise ConfigError(f"{', '.join(names)}: runs of the same name cannot be told apart")
+        remedy = "Rename a folder, or write separate reports."
+        raise ConfigError(f"{', '.join(names)}: two of the runs have the same name. {remedy}")
     for run in runs:
         for problem in run.problems():
             say(f"note: {plain(problem)}")
@@ -38,7 +41,7 @@ def report(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
     try:
         write_atomically(path, render(runs, title=title_of(names)))
     except OSError as error:
-        raise ConfigError(f"to={path}: cannot be written ({error.strerror})") from error
+        raise ConfigError(f"to={path}: the file cannot be written ({error.strerror})") from error
     say(f"report: {path}")
     return 0
 
@@ -47,7 +50,7 @@ def read_run(word: str, *, runs: Path) -> RunSource:
     """Return a run after reading it completely. Raises: ConfigError: there is none."""
     source = open_source(word, runs=runs)
     if not isinstance(source, RunSource):
-        raise ConfigError(f"{word}: a file of conversations is no run; `show` prints it")
+        raise ConfigError(f"{word}: a conversation file has no report. Use `run.py show`.")
     while source.refresh(budget_s=1.0):
         pass
     return source

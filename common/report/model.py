@@ -69,7 +69,7 @@ class PeakMemory:
     """Peak memory, in bytes."""
 
     all_roles: int | None  # Peak of the sum over all roles; None if not measured.
-    by_role: dict[str, int]  # Resident size of the roles that report it.
+    by_role: dict[str, int]  # Resident memory of the roles that report it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,5 +46,5 @@ class DashboardViews:
             parts = [f"[{each['kind']}] {''.join(each['texts'])}" for each in segments]
             text = plain("\n".join(parts))
         except WireError as error:
-            text = f"damaged: {error}"
+            text = f"The record is damaged: {error}"
         return [*(row[name] for name in COLUMNS[:-1]), text[:MAX_CHARS]]

@@ -68,7 +68,7 @@ def summary(report: Report) -> str:
         interval = f" [{low:.3f}, {high:.3f}]" if name in ("before", "after") else ""
         parts.append(f"{name} {found.success:.3f}{interval}")
     if not parts:
-        return "no held-out evaluation was asked for"
+        return "no held-out evaluation was configured"
     scored = report.after or report.before
     return f"held-out success ({scored.n if scored else 0} items): " + ", ".join(parts)
 
@@ -126,9 +126,9 @@ def _score(
         return score(plays)
     num_failed = len(evals[name].failed) if name in evals else 0
     if num_failed:
-        absent[name] = f"all {num_failed} episodes failed in the infrastructure"
+        absent[name] = f"all {num_failed} episodes ended with an infrastructure failure"
     else:
-        absent[name] = "no episode was played" if is_wanted else "not asked for by the config"
+        absent[name] = "no episode was played" if is_wanted else "not configured"
     return None
 
 
@@ -154,5 +154,5 @@ def _read(path: Path, kind: type[T]) -> T | None:
         return TypeAdapter(kind).validate_json(path.read_bytes()) if path.exists() else None
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
-        remedy = "remove it, and the report is written without it"
-        raise ConfigError(f"{path}: damaged ({problem}); {remedy}") from error
+        remedy = "Remove it: the report is then written without it."
+        raise ConfigError(f"{path} is damaged ({problem}). {remedy}") from error

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
+import yaml
+
 from common.errors import ConfigError, PeerMissing
 
 DESCRIPTORS_S = 10.0
@@ -61,6 +63,13 @@ class RunDir:
     def read_date(self) -> str:
         """Return the date in the run's prompts, "" if the directory has none."""
         return self.date.read_text(encoding="utf-8").strip() if self.date.is_file() else ""
+
+    def read_source(self) -> str:
+        """Return `model.source` of the run's configuration, "" without one."""
+        if not self.config.is_file():
+            return ""
+        tree = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+        return tree.get("model", {}).get("source", "")
 
     def publish_address(self, role: str, address: str) -> None:
         """Publish the address of `role` in a file for the roles with access to this disk."""

@@ -119,12 +119,18 @@ def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     new = OmegaConf.create(config_as_yaml(cfg))
     found: list[str] = []
     for key in _SAME_KEYS:
-        was = OmegaConf.select(old, key)
-        now = OmegaConf.select(new, key)
+        was = _same_value(old, key)
+        now = _same_value(new, key)
         is_older = was is None and key in _NEWER_KEYS  # The run is of a version without the key.
         if was != now and not is_older:
             found.append("tasks differ" if key == "tasks" else f"{key}: was {was}, now {now}")
     return found
+
+
+def _same_value(cfg: Any, key: str) -> Any:
+    """Return the value to compare; a model with a name is the same in another cache."""
+    source = OmegaConf.select(cfg, "model.source") if key == "model.path" else ""
+    return source or OmegaConf.select(cfg, key)
 
 
 def _set_aside(run_dir: RunDir) -> Path:

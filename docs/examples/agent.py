@@ -1,6 +1,7 @@
-"""An agent that owns its loop: it asks the policy with the `openai` package, and acts.
+"""An agent with its own loop. It samples the policy with the `openai` package.
 
-Started for each episode it plays that one; with `actor.agent_lifetime=run` 16 at once, one by one.
+With `actor.agent_lifetime=episode` the process plays one episode. With `actor.agent_lifetime=run`
+it plays 16 episodes at once, until the run ends.
 """
 
 import json
@@ -12,7 +13,7 @@ from openai import BadRequestError, OpenAI
 
 
 def call(url: str, key: str = "", body: dict[str, str] | None = None) -> dict:
-    """Ask the episode's environment, or for an episode."""
+    """Send a request to the environment, or to the address of episodes."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     with urlopen(Request(url, data, headers)) as answer:
@@ -32,21 +33,21 @@ def play(policy: OpenAI, env: str, messages: list) -> None:
 
 
 def play_many(episodes: str, policy: OpenAI) -> None:
-    """Play one episode after the other; an empty answer: there is none at the moment."""
+    """Play one episode after the other. An empty answer means that no episode is available."""
     while True:
         if task := call(episodes, body={}):
             own = policy.with_options(base_url=task["base_url"], api_key=task["api_key"])
             try:
                 play(own, task["env_url"], task["messages"])
-            except BadRequestError:  # no room for it, which the other side knows
+            except BadRequestError:  # The context is full. The actor records this.
                 call(task["env_url"] + "/end", task["api_key"], {})
 
 
 if __name__ == "__main__":
     if episodes := os.environ.get("LONGSTRIDE_EPISODES"):
-        policy = OpenAI(base_url=episodes, api_key="of each episode")
+        policy = OpenAI(base_url=episodes, api_key="replaced for each episode")
         for _ in range(16):
             Thread(target=play_many, args=(episodes, policy)).start()
-    else:  # OPENAI_BASE_URL and OPENAI_API_KEY are read by the package
+    else:  # The package reads OPENAI_BASE_URL and OPENAI_API_KEY.
         env, policy = os.environ["LONGSTRIDE_ENV"], OpenAI()
         play(policy, env, call(env, policy.api_key)["messages"])

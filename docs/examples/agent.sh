@@ -1,5 +1,5 @@
 #!/bin/sh
-# An agent of any language: POSIX sh with curl and jq. It forgets all but what it sees.
+# An agent in POSIX sh with curl and jq. Its context has the latest observation only.
 set -eu
 ask() { curl -fsS -H "Authorization: Bearer $OPENAI_API_KEY" "$@"; }
 messages=$(ask "$LONGSTRIDE_ENV" | jq -c .messages)

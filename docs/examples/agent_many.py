@@ -1,6 +1,6 @@
-"""An agent that lives as long as the run: many episodes at once in one process, no package needed.
+"""A long-lived agent: one process plays many episodes at once. It needs no package.
 
-It asks LONGSTRIDE_EPISODES for its episodes, wherefore it needs `actor.agent_lifetime=run`.
+It requests episodes from LONGSTRIDE_EPISODES, so it needs `actor.agent_lifetime=run`.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ SERVER = urlsplit(EPISODES)
 
 
 class Connection:
-    """A connection that is kept; one player's."""
+    """A kept-alive connection of one player."""
 
     async def open(self) -> None:
         """Connect."""
         self.reader, self.writer = await asyncio.open_connection(SERVER.hostname, SERVER.port)
 
     async def call(self, url: str, key: str = "", body: dict | None = None) -> dict:
-        """Post JSON; return what is answered, {} for a refusal or nothing."""
+        """Post JSON; return the answer, or {} for a refusal or an empty answer."""
         path, sent = urlsplit(url).path, json.dumps(body or {}).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: {SERVER.netloc}\r\nAuthorization: Bearer {key}\r\n"
         self.writer.write(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
@@ -42,11 +42,11 @@ class Connection:
                 return
             messages.append({"role": "assistant", "content": said})
             messages.append({"role": "user", "content": result["observation"]})
-        await self.call(f"{env}/end", key)  # no room for it, which our side knows
+        await self.call(f"{env}/end", key)  # The context is full. The actor records this.
 
 
 async def player() -> None:
-    """Play one episode after the other; no answer says that there is none at the moment."""
+    """Play one episode after the other. An empty answer means that no episode is available."""
     connection = Connection()
     await connection.open()
     while True:
@@ -55,7 +55,7 @@ async def player() -> None:
 
 
 async def main(num_at_once: int) -> None:
-    """Play so many episodes at once until the run is over."""
+    """Play this number of episodes at once, until the run ends."""
     await asyncio.gather(*(player() for _ in range(num_at_once)))
 
 

@@ -1,4 +1,4 @@
-"""A server of MCP tools, for docs/ELSEWHERE.md: each session has a sum, and a goal to reach."""
+"""A server of MCP tools, for docs/ELSEWHERE.md. Each session has a sum and a goal for the sum."""
 
 import json
 import uuid
@@ -29,7 +29,7 @@ def add(session: str, number: int) -> str:
 
 @server.tool()
 def submit(session: str) -> dict[str, Any]:
-    """Say that the sum is right."""
+    """Submit the sum as the answer."""
     found, goal = sums.pop(session)
     return {"reward": 1.0 if found == goal else 0.0, "is_success": found == goal}
 

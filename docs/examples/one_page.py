@@ -112,7 +112,7 @@ if __name__ == "__main__":
     policy = load_policy(MODEL, device="cpu", gradient_checkpointing=False)
     renderer = Renderer(AutoTokenizer.from_pretrained(MODEL))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    ready = play(policy, renderer)  # The next batch is played before each step: one step stale.
+    ready = play(policy, renderer)  # Each batch is played one step before its training: lag 1.
     for version in range(1, NUM_STEPS + 1):
         groups, ready = ready, play(policy, renderer)
         reward = np.mean([each.reward for group in groups for each in group])

@@ -34,11 +34,11 @@ from learner.scheduler.curriculum.catalogue import parse_catalogue
 from learner.scheduler.curriculum.horizon import horizon_at
 from learner.scheduler.curriculum.sampling import Item, Sampler, member_seed
 
-EPISODE_S = 3600.0  # nothing here hangs
+EPISODE_S = 3600.0  # A deadline that no episode here reaches.
 
 
 class TrainersEngine:
-    """The engine inside a trainer, as episodes ask for one."""
+    """The engine inside a trainer, with the interface that episodes use."""
 
     def __init__(self, end_ids: Sequence[int]) -> None:
         self.llm: Any = None
@@ -86,7 +86,7 @@ def lease_of(
 
 
 class Rollouts:
-    """Plays the groups of a step as TRL's `rollout_func` wants them."""
+    """Plays the groups of a step, as a `rollout_func` of TRL."""
 
     def __init__(self, cfg: Any) -> None:
         registry = Registry(sorted({task.env for task in cfg.tasks}), cfg.envs, cfg.env)
@@ -129,7 +129,7 @@ class Rollouts:
 
 
 class Clock(TrainerCallback):
-    """Writes a line for every step, and keeps policies; its own time is no training time."""
+    """Writes a line for every step, and saves policies. Its own time is not training time."""
 
     def __init__(self, rollouts: Rollouts, out: Path, *, every: int, last: int) -> None:
         self._rollouts, self._out, self._every, self._last = rollouts, out, every, last
@@ -191,7 +191,7 @@ def main(path: Path) -> None:
         epsilon_high=cfg.algorithm.clip_high,
         beta=0.0,
         scale_rewards="none",
-        loss_type="grpo",  # every episode weighs the same, as aggregation=sequence
+        loss_type="grpo",  # All episodes have the same weight, as with aggregation=sequence.
         use_vllm=True,
         vllm_mode="colocate",
         vllm_max_model_length=cfg.actor.max_model_len,

@@ -19,7 +19,7 @@ TURNS, TURN_TOKENS = 3, 12
 
 
 def play(item_id: str, client: Any, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return one episode: the tokens, which of them the policy chose, and what it was paid."""
+    """Return one episode: its tokens, the mask of sampled tokens, and its reward."""
     result = client.reset(item_id=item_id)
     prompt = tokenizer.encode(result.observation["text"] + "\n")
     tokens, chosen, logprobs = [*prompt], [], []
@@ -42,7 +42,7 @@ def play(item_id: str, client: Any, model: Any, tokenizer: Any) -> dict[str, Any
         text = tokenizer.decode(action, skip_special_tokens=True)
         result = client.step({"message": text})
         told = tokenizer.encode(f"\n{result.observation['text']}\n")
-        chosen += told  # in the context, but not the policy's: masked
+        chosen += told  # Part of the context, but not sampled by the policy: masked.
         mask += [0] * len(told)
         logprobs += [0.0] * len(told)
         tokens = prompt + chosen
@@ -73,7 +73,7 @@ def main(url: str, model_folder: str, num_steps: int) -> None:
             return {key: [each[key] for each in played] for key in played[0]}
 
         def reward(paid: list[float], letters: list[float], **_: Any) -> list[float]:
-            # An untrained policy solves nothing: the second part gives its two steps a gradient.
+            # An untrained policy solves nothing. The second part gives its two steps a gradient.
             return [a + 0.1 * b for a, b in zip(paid, letters, strict=True)]
 
         trainer = GRPOTrainer(

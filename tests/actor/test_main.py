@@ -10,8 +10,9 @@ import pytest
 from common.launch.process import ChildProcess
 from common.wire.security import create_keys
 from tests.actor.engine.engine_rig import save_tiny_policy
+from tests.bounds import at_most
 
-pytestmark = [pytest.mark.slow, pytest.mark.punctual]
+pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
 START_S = 180.0
 END_S = 1.0
@@ -47,9 +48,9 @@ def test_starting_actor_ends_quickly_on_sigterm(tmp_path: Path, moment: str) -> 
         children = psutil.Process(actor.pid).children(recursive=True)
         asked = time.monotonic()
         actor.terminate()
-        while actor.poll() is None and time.monotonic() < asked + 20.0:
+        while actor.poll() is None and time.monotonic() < asked + 60.0:
             time.sleep(0.01)  # a process that ends has no event to wait for
-        assert time.monotonic() - asked < END_S
+        assert time.monotonic() - asked < at_most(END_S)
         assert actor.poll() == 0
         _, left = psutil.wait_procs(children, timeout=5.0)
         assert left == [], "its engine outlives it"

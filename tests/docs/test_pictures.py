@@ -66,5 +66,5 @@ def test_view_that_never_loads_is_named(
 
 
 def test_missing_run_is_named_without_a_substitute(url: str, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"^RUN=b: the dashboard shows no such run, but a$"):
+    with pytest.raises(SystemExit, match=r"^RUN=b: the dashboard has no such run\. It shows a\.$"):
         take.main(url, tmp_path / "pictures", "b")

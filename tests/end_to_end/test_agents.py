@@ -19,7 +19,13 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+NIGHTLY = ("agent.py", "agent_many.py")  # Both are persistent; agent.sh starts for each episode.
+
+
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(name, marks=[pytest.mark.long] * (name in NIGHTLY)) for name in EXAMPLES],
+)
 def test_example_agent_is_trained_and_evaluated(example: str, tmp_path: Path) -> None:
     lifetime, *command = EXAMPLES[example]
     told = json.dumps(command)

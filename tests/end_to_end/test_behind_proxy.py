@@ -24,7 +24,7 @@ CLOSED |= {"no_proxy": "", "NO_PROXY": ""}
 SHORT = ("train.num_steps=1", "eval.before=false", "eval.after=false")
 
 
-@pytest.mark.parametrize("launcher", ["local", "ray"])
+@pytest.mark.parametrize("launcher", [pytest.param("local", marks=pytest.mark.long), "ray"])
 def test_run_succeeds_beside_a_closed_proxy(tmp_path: Path, launcher: str) -> None:
     with Run(tmp_path, *SHORT, f"launcher={launcher}", env=CLOSED) as run:
         assert run.wait() == 0, run.output

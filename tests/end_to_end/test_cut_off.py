@@ -12,7 +12,7 @@ import pytest
 from tests.end_to_end.fleet import Fleet
 from tests.end_to_end.nodes import Network, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 SLOTS = 32
 ENV_TIMEOUT_S = 5.0

@@ -33,6 +33,7 @@ def said(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_run_trains_plans_and_masks_reflections(tmp_path: Path) -> None:
     thinking = ("actor.plan=true", "actor.reflect_every=2", "actor.learn_reflections=false")
     room = ("actor.max_model_len=1024", "eval.before=false", "eval.after=false")

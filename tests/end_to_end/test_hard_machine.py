@@ -20,6 +20,7 @@ def links() -> set[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT_S + 300)
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user: needs root")
 @pytest.mark.skipif(not all(map(shutil.which, NEEDS)), reason="needs unshare, setpriv and ip")

@@ -37,6 +37,7 @@ def test_refused_engine_argument_ends_the_run(tmp_path: Path) -> None:
     assert "restart=" not in run.output
 
 
+@pytest.mark.long
 def test_two_identical_engine_failures_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,10 +10,11 @@ import pytest
 
 from benchmarks.envhub.client import Client, HubAnswer, Target
 from benchmarks.envhub.hub import hub_process
+from tests.bounds import at_most
 from tests.end_to_end.hubs import OUTSIDE, run, worker_pids
 from tests.end_to_end.outside_env import MAX_WORKERS, SESSIONS_PER_WORKER
 
-pytestmark = [pytest.mark.slow, pytest.mark.punctual, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timed, pytest.mark.timeout(120)]
 
 MAX_REPLACED_S = 2.0
 MAX_ANSWER_S = 2.0
@@ -101,8 +102,8 @@ def test_killed_worker_takes_only_its_own_sessions() -> None:
         assert all(each.ended_with and each.ended_with[0] == 500 for each in lost)
         assert all(each.ended_with == [] for each in sessions if each.pid != killed)
         assert new_pid not in {each.pid for each in sessions}
-        assert replaced_s < MAX_REPLACED_S
-        assert max(each.longest_s for each in sessions) < MAX_ANSWER_S
+        assert replaced_s < at_most(MAX_REPLACED_S)
+        assert max(each.longest_s for each in sessions) < at_most(MAX_ANSWER_S)
         assert len(worker_pids(hub)) == MAX_WORKERS
     assert all(not _is_running(each.pid) for each in sessions if each.pid)
 

@@ -22,7 +22,7 @@ from tests.end_to_end.runs import Run, balances
 from tests.learner.scheduler.builders import make_config
 from tests.learner.scheduler.members.scheduler_rig import running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 
 ENGINE_S = 600.0  # for an engine to start and play, on a busy machine
 HEAL_S = 120.0

@@ -9,7 +9,7 @@ import pytest
 
 from tests.end_to_end.runs import Run, balances
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def rank_worker_pids(run: Run) -> list[int]:

@@ -45,6 +45,23 @@ def test_run_trains_evaluates_and_accounts_for_episodes(tmp_path: Path) -> None:
     assert any((before[name] != after[name]).any() for name in before)
 
 
+def test_interrupted_run_resumes_at_its_next_step(tmp_path: Path) -> None:
+    overrides = ("train.num_steps=4", "eval.before=false", "eval.after=false")
+    with Run(tmp_path, *overrides) as run:
+        run.wait_until(lambda: len(run.metrics()) >= 1)
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 130, run.output
+        assert run.left_over() == []
+    num_steps = len(run.metrics())
+    assert f"stopped with a checkpoint at step {num_steps}; the same command resumes" in run.output
+    with Run(tmp_path, *overrides) as again:
+        assert again.wait() == 0, again.output
+    assert [line["step"] for line in again.metrics()] == [1, 2, 3, 4]
+    assert balances(again.read("ledger.json"))
+    assert unbounded(again.root) == []
+
+
+@pytest.mark.long
 def test_stopped_sync_run_repeats_bit_for_bit(tmp_path: Path) -> None:
     losses = []
     for name in ("whole", "stopped"):
@@ -77,6 +94,7 @@ def num_sessions(hub: Service) -> int:
         return json.load(answer)["num_sessions"]
 
 
+@pytest.mark.long
 def test_held_back_weights_fix_the_token_lag(tmp_path: Path) -> None:
     """The run uses an external hub with its own token and starts no other."""
     held_back = ("train.mode=sync", "learner.hold_back_steps=2", "train.num_steps=5")

@@ -44,6 +44,7 @@ def actors_of(run: Run) -> dict[str, float]:
     return {}
 
 
+@pytest.mark.long
 def test_run_survives_added_and_killed_nodes(tmp_path: Path) -> None:
     engine = {"num_cpus": 1, "labels": {"kind": "engine"}}
     with (

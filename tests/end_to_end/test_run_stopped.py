@@ -13,7 +13,7 @@ from actor.play.table.seats import Table
 from common.repository import ROOT
 from tests.end_to_end.runs import Run, balances, unbounded
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 ENV_TIMEOUT_S = 4.0
@@ -37,16 +37,16 @@ def test_run_stopped_mid_step_saves_and_resumes(tmp_path: Path) -> None:
         reached = run.metrics()[-1]["step"]
         run.process.send_signal(signal.SIGINT)
         asked_s = time.monotonic()
-        assert run.probe("ready") == "not ready: it is being stopped"
+        assert run.probe("ready") == "not ready: the run is stopping"
         assert run.probe("live") == "live"
         time.sleep(max(0.0, asked_s + 8.0 - time.monotonic()))
         os.kill(learner, signal.SIGCONT)
         assert run.wait(timeout_s=60) == 130
         assert run.left_over() == []
-        assert run.probe("live") == "not live: no launcher holds it"
+        assert run.probe("live") == "not live: no launcher process supervises the run"
     version = saved_version(run)
     assert version >= reached
-    assert f"saved at step {version}; the same command goes on" in run.output
+    assert f"stopped with a checkpoint at step {version}; the same command resumes" in run.output
     assert "Ctrl-C again stops at once" in run.output
     assert "error" not in run.output.splitlines()[-1]
     with Run(tmp_path, *OVERRIDES) as again:

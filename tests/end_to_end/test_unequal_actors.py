@@ -16,7 +16,7 @@ from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind
 from tests.end_to_end.runs import REPOSITORY, Run, balances
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 
 STOP_S = 15.0
 ENGINE_S = 600.0  # for an engine to start and play, on a busy machine

@@ -39,7 +39,7 @@ class ConversationFile:
             self._conversations = read_conversations(self.path)
         except ConfigError as error:
             self._conversations = []
-            self.problems = [f"no file of conversations: {error}"]
+            self.problems = [f"not a conversation file: {error}"]
         for number, each in enumerate(self._conversations):
             self.rows.add(str(number), _values(number, each))
         return False

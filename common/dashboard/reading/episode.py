@@ -16,7 +16,7 @@ from common.wire.messages import PolicyKind, Trajectory
 
 STD_EPSILON = 1e-6  # The same value as in the learner.
 NUM_SHOWN = 24  # Number of tokens shown from the first difference on.
-UNKNOWN_ACTION = "(this action is not in the journal)"
+UNKNOWN_ACTION = "(action not in the journal)"
 
 
 class Texts(Protocol):
@@ -45,7 +45,9 @@ class ScriptedTexts:
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the joined text of the actions. Raises: ConfigError: an action is unknown."""
         if not all(0 <= each < len(self._actions) for each in token_ids):
-            raise ConfigError("an earlier version of the product kept no actions of this policy")
+            raise ConfigError(
+                "The actions of this policy are not in the journal of an older version."
+            )
         return "".join(self.texts(token_ids))
 
 

@@ -60,7 +60,7 @@ class IndexCache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, BadZipFile) as error:
-            logger.info("reading the journal anew: %s: %r", self._path, error)
+            logger.info("cached journal index not readable path=%s error=%r", self._path, error)
             return None
         rows.restore(ids, columns, told["names"])
         self._num_saved = rows.num
@@ -91,7 +91,7 @@ class IndexCache:
             partial.replace(self._path)
             self._make_room()
         except OSError as error:
-            logger.info("not kept for the next time: %s", error)
+            logger.info("journal index not cached error=%s", error)
             partial.unlink(missing_ok=True)
 
     def _segments(self, reached: int) -> dict[str, list[int]]:

@@ -85,11 +85,11 @@ class JournalIndex:
         offset = int(self.rows.column("offset")[row])
         segment = open_segment(self._folder, number)
         if segment is None:
-            raise WireError(f"segment {number} of {self._folder} is gone: it was pruned")
+            raise WireError(f"{self._folder}: segment {number} was pruned")
         with segment:
             record = segment.record_at(offset)
             if record is None:
-                raise WireError(f"{segment.path} at offset {offset}: nothing whole is there")
+                raise WireError(f"{segment.path}: no complete record at offset {offset}")
             return segment.message(record, offset)
 
     def _close(self) -> None:
@@ -115,7 +115,7 @@ class JournalIndex:
         if is_last:
             return False
         if self._offset < self._segment.size:
-            self._say(f"{self._segment.path} from offset {self._offset} on: nothing whole")
+            self._say(f"{self._segment.path}: no complete record from offset {self._offset} on")
         self._close()
         self._end_segment()
         return True
@@ -150,7 +150,7 @@ class JournalIndex:
                 if pruned.before:
                     self._say(pruned.text(self._folder))
         elif following[0] != self._number + 1:
-            self._say(f"segment {self._number + 1} of {self._folder} is missing")
+            self._say(f"{self._folder}: segment {self._number + 1} is missing")
         self._number = following[0]
         self._offset = 0
         self._looked_at = -1

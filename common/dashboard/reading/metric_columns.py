@@ -29,7 +29,7 @@ class MetricColumns:
         for found in self._tail.lines():
             line = as_map(found)
             if not isinstance(line.get("step"), int | float):
-                self._tail.bad(ValueError("no JSON object with a step"))
+                self._tail.bad(ValueError("not a JSON object with a step"))
                 continue
             self._add(line)
         return is_other or self.num > before

@@ -71,8 +71,8 @@ class OutcomeLog:
         found = [tail.problem for tail in (self._steps, self._outcomes) if tail.problem]
         if has_steps and not self._has_outcomes():
             found.append(
-                f"{self._outcomes.path} is missing, as in runs of older versions: of episodes that"
-                " were not trained on it is not known whether they were filtered or stale"
+                f"{self._outcomes.path} is missing, as in runs of older versions. The outcome of"
+                " episodes that were not trained on is unknown: filtered or stale."
             )
         return found
 

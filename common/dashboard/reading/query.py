@@ -43,7 +43,7 @@ def find(rows: EpisodeRows, wanted: Mapping[str, str]) -> np.ndarray:
     Raises: ConfigError: an unknown filter or sort, or a bound that is no number; names it.
     """
     if unknown := sorted(wanted.keys() - set(KEYS)):
-        raise ConfigError(f"{unknown[0]}: no such filter, one of {', '.join(KEYS)}")
+        raise ConfigError(f"{unknown[0]}: unknown filter. Use one of: {', '.join(KEYS)}.")
     num = rows.num
     fits = np.ones(num, bool)
     for key, value in wanted.items():
@@ -71,7 +71,7 @@ def find(rows: EpisodeRows, wanted: Mapping[str, str]) -> np.ndarray:
 
 def _sorted(rows: EpisodeRows, found: np.ndarray, sort: str) -> np.ndarray:
     if sort not in SORTS:
-        raise ConfigError(f"sort={sort}: one of {', '.join(SORTS)}")
+        raise ConfigError(f"sort={sort}: unknown order. Use one of: {', '.join(SORTS)}.")
     name, sign = SORTS[sort]
     if not name:
         return found if sign > 0 else found[::-1]
@@ -82,7 +82,7 @@ def _number(key: str, value: str) -> float:
     try:
         return float(value)
     except ValueError:
-        raise ConfigError(f"{key}={value}: not a number") from None
+        raise ConfigError(f"{key}={value}: expects a number") from None
 
 
 def facets(rows: EpisodeRows, found: np.ndarray) -> dict[str, dict[str, int]]:

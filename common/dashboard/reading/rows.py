@@ -90,7 +90,7 @@ class EpisodeRows:
         """Load complete columns. Raises: ValueError: their lengths differ."""
         num = len(ids)
         if any(columns[name].shape != (num,) for name in self._columns):
-            raise ValueError(f"columns of other lengths than {num}")
+            raise ValueError(f"a column does not have {num} rows")
         room = max(FIRST_CAPACITY, num + num // 2)
         for name, column in self._columns.items():
             self._columns[name] = np.zeros(room, column.dtype)

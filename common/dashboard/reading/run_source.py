@@ -107,11 +107,14 @@ class RunSource:
         """Return messages about unreadable files and records."""
         found = [*self.index.problems]
         if self.index.num_problems > len(found):
-            found.append(f"and {self.index.num_problems - len(found)} more damaged places")
+            num_more = self.index.num_problems - len(found)
+            found.append(f"The journal has {num_more} more problems, which are not listed.")
         found += self._outcomes.problems(has_steps=self.metrics.num > 0)
         found += [text for text in (self.metrics.problem, self._text_problem) if text]
         if self.run_dir.config.exists() and not self.config():
-            found.append(f"{self.run_dir.config}: no YAML map, shown without it")
+            found.append(
+                f"{self.run_dir.config} is not a YAML map. The run is shown without its settings."
+            )
         return found
 
     def state(self) -> str:
@@ -227,7 +230,9 @@ class RunSource:
                 self._texts = TokenTexts(path)
             except ConfigError as error:
                 self._texts = Numbers()
-                self._text_problem = f"tokens are shown by number: {error}"
+                self._text_problem = (
+                    f"Tokens are shown as ids, because the tokenizer is unusable: {error}"
+                )
         return self._texts
 
     def _members(self, group_id: str) -> list[int]:

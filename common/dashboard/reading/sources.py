@@ -1,4 +1,4 @@
-"""The displayed runs and files: named ones, or all runs below a folder, including later ones."""
+"""The displayed runs and files: the named ones, or all current and future runs of a folder."""
 
 import json
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ def find_run(word: str, *, runs: Path) -> Path:
         if is_run(path):
             return path.resolve()
     known = sorted(each.name for each in runs.glob("*") if is_run(each))
-    hint = f"; there are {', '.join(known[:8])}" if known else "; nothing has run there yet"
-    raise ConfigError(f"{word}: no run of that name below {runs}{hint}")
+    hint = f"Its runs are: {', '.join(known[:8])}." if known else "The folder has no runs."
+    raise ConfigError(f"{word}: no run of this name in {runs}. {hint}")
 
 
 def open_source(word: str, *, runs: Path, cache: Path | None = None) -> Source:
@@ -52,9 +52,9 @@ def _check_conversations(path: Path) -> None:
         if b"\n" in head:
             json.loads(head.partition(b"\n")[0])
         elif not text.startswith("{"):
-            raise ValueError("no JSON object")
+            raise ValueError("not a JSON object")
     except ValueError as error:
-        raise ConfigError(f"{path}: neither a run nor a file of conversations ({error})") from error
+        raise ConfigError(f"{path}: neither a run nor a conversation file ({error})") from error
 
 
 class Sources:

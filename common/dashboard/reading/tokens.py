@@ -29,9 +29,9 @@ class TokenTexts:
             else:
                 self._pieces = {number: piece for piece, number in vocab.items()}
         except FileNotFoundError as error:
-            raise ConfigError(f"{path}: no such file") from error
+            raise ConfigError(f"{path} does not exist") from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            raise ConfigError(f"{path}: no tokenizer.json ({error!r:.80})") from error
+            raise ConfigError(f"{path} is not a valid tokenizer.json ({error!r:.80})") from error
         self._special = {t["id"] for t in told.get("added_tokens", []) if t.get("special")}
         shape = json.dumps([told.get("decoder"), told.get("pre_tokenizer")])
         self._byte_of = _byte_alphabet() if '"ByteLevel"' in shape else None
@@ -77,7 +77,7 @@ class Numbers:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Raise ConfigError: the actions are unknown without a tokenizer."""
-        raise ConfigError("without the run's tokenizer it is not known what the actions were")
+        raise ConfigError("The run's tokenizer is missing, so its actions cannot be decoded.")
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -37,7 +37,8 @@ def load_of_any_version(request: Request, *, root: Path, say: Callable[[str], No
         if _is_whole(own, root=root):
             raise
         why = f"{own} is missing" if not own.is_file() else str(error)
-        say(f"note: {' '.join(why.split())}: of another version? The rest is shown")
+        reason = " ".join(why.split()).rstrip(".")
+        say(f"note: {reason}. Another version may have written this run; known keys are shown.")
         return _known_part(own)
 
 

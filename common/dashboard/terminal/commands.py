@@ -33,13 +33,13 @@ def show(request: Request, *, root: Path, say: Say) -> int:
     words = [word for word in request.overrides if "=" not in word]
     options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
     if len(words) != 1:
-        raise ConfigError(f"run.py {SHOW}")
+        raise ConfigError(f"show: expects one run. Usage: run.py {SHOW}")
     num = options.pop("num", str(NUM_SHOWN))
     if not (num.isascii() and num.isdigit() and int(num) > 0):
-        raise ConfigError(f"num={num}: a number of episodes")
+        raise ConfigError(f"num={num}: expects a number of episodes, at least 1")
     runs = root / options.pop("run.dir", "runs")
     if unknown := sorted(options.keys() - set(KEYS)):
-        raise ConfigError(f"{unknown[0]}: no such filter, one of num, {', '.join(KEYS)}")
+        raise ConfigError(f"{unknown[0]}: unknown filter. Use one of: num, {', '.join(KEYS)}.")
     source = _read(words[0], runs, say)
     found = source.page({**options, **request.filters}, start=0, num=int(num))
     for row in found["rows"]:
@@ -47,7 +47,7 @@ def show(request: Request, *, root: Path, say: Say) -> int:
             say(line)
         say("")
     shown = len(found["rows"])
-    say(f"{shown} of {found['total']} episodes that fit, {source.rows.num} in all")
+    say(f"{shown} of {found['total']} matching episodes shown; {source.rows.num} episodes in all")
     return 0 if shown else 1
 
 
@@ -59,13 +59,14 @@ def replay(request: Request, *, root: Path, say: Say) -> int:
     words = [word for word in request.overrides if not word.startswith("run.dir=")]
     folder = [word for word in request.overrides if word.startswith("run.dir=")]
     if len(words) != 2:
-        raise ConfigError("run.py replay RUN EPISODE")
+        raise ConfigError("replay: expects a run and an episode. Usage: run.py replay RUN EPISODE")
     runs = root / (folder[-1].partition("=")[2] if folder else "runs")
     source = _read(words[0], runs, say)
     if words[1] not in source.rows.row_of:
         near = next((each for each in source.rows.ids if words[1] in each), "")
-        hint = f"; there is {near}" if near else f"; run.py show {words[0]} lists some"
-        raise ConfigError(f"{words[1]}: no such episode in {words[0]}{hint}")
+        lists = f"`run.py show {words[0]}` lists episodes."
+        hint = f"A similar id is {near}." if near else lists
+        raise ConfigError(f"{words[1]}: run {words[0]} has no such episode. {hint}")
     is_coloured = sys.stdout.isatty()
     for line in _conversation(source, words[1], is_coloured=is_coloured):
         say(line)
@@ -82,9 +83,11 @@ def _read(word: str, runs: Path, say: Say) -> Source:
         took_s = time.monotonic() - began
         left = f", {duration(took_s / share - took_s)} left" if share else ""
         start, end = ("\r", "") if is_terminal else ("", "\n")
-        print(f"{start}reading {share:.0%}{left}", end=end, file=sys.stderr, flush=True)
+        print(
+            f"{start}reading the journal: {share:.0%}{left}", end=end, file=sys.stderr, flush=True
+        )
     if is_terminal and time.monotonic() - began > 1.0:
-        print("\r" + " " * 40, end="\r", file=sys.stderr)
+        print("\r" + " " * 50, end="\r", file=sys.stderr)
     source.refresh()
     for problem in source.summary()["problems"]:
         say(f"note: {plain(problem)}")
@@ -96,13 +99,13 @@ def _conversation(source: Source, episode_id: str, *, is_coloured: bool) -> Iter
     try:
         episode = source.episode(episode_id)
     except WireError as error:
-        yield f"{episode_id}: damaged: {error}"
+        yield f"{episode_id}: the record is damaged: {error}"
         return
     yield _head(episode)
     for segment in episode["segments"]:
         name = MARKS.get(segment["kind"], segment["kind"])
         turn = f" {segment['turn'] + 1}" if segment["kind"] != "prompt" else ""
-        note = ", no action that could be executed" if segment.get("invalid") else ""
+        note = ", invalid action" if segment.get("invalid") else ""
         note += _versions(segment)
         text = _coloured(segment) if is_coloured else plain("".join(segment["texts"]))
         title = f"--- {name}{turn}{note}"

@@ -79,7 +79,7 @@ def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes
     print(f"report: {run_dir.root / 'report.html'}")
     folder = run_dir.root.parent
     where = "" if folder == ROOT / "runs" else f" {shlex.quote(f'run.dir={folder}')}"
-    print(f"every episode of it: python run.py dashboard {run_dir.root.name}{where}")
+    print(f"all episodes: python run.py dashboard {run_dir.root.name}{where}")
 
 
 def status(cfg: RunConfig, run_dir: RunDir) -> int:

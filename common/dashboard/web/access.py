@@ -45,18 +45,18 @@ class Access:
     def _refusal(self, request: Request) -> Response | None:
         is_read = request.method in ("GET", "HEAD")
         if not is_read and not request.url.path.startswith(self._writable):
-            return _error(405, "the dashboard only reads")
+            return _error(405, "The dashboard is read-only.")
         name = request.headers.get("host", "").rpartition("]")
         host = name[0] + name[1] if name[1] else name[2].partition(":")[0]
         # Refuse DNS rebinding: the page of another site whose name resolves to this machine.
         if self._is_local and host not in LOCAL_NAMES:
-            return _error(403, "ask for localhost, 127.0.0.1 or [::1]")
+            return _error(403, "Use localhost, 127.0.0.1 or [::1] as the host name of the address.")
         is_page = request.headers.get("sec-fetch-site", "none") in ("same-origin", "none")
         if request.url.path.startswith("/api/") and not is_page:
-            return _error(403, "only the page itself may ask")
+            return _error(403, "Requests from other sites are refused.")
         origin = request.headers.get("origin", "").partition("://")[2]
         if not is_read and origin != request.headers.get("host"):
-            return _error(403, "only the page itself may play")
+            return _error(403, "Actions from other sites are refused.")
         if not self._token:
             return None
         given = request.query_params.get("token", "")
@@ -69,7 +69,9 @@ class Access:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self._is_right(request.cookies.get(COOKIE, "")) or self._is_right(bearer):
             return None
-        return _error(401, "open the address that the command printed, with its token")
+        return _error(
+            401, "The token is missing or wrong. Open the address that the command printed."
+        )
 
     def _is_right(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self._token.encode())

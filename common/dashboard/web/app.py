@@ -65,20 +65,20 @@ def _wrong(_: Request, error: Exception) -> JSONResponse:
 
 
 def _damaged(_: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"error": f"damaged: {error}"}, status_code=422)
+    return JSONResponse({"error": f"The record is damaged: {error}"}, status_code=422)
 
 
 def _source(request: Request, name: str) -> Source:
     try:
         return request.app.state.watch.ask(name)
     except KeyError:
-        raise HTTPException(404, f"no run {name}") from None
+        raise HTTPException(404, f"{name}: no such run.") from None
 
 
 def _run(request: Request, name: str) -> RunSource:
     source = _source(request, name)
     if not isinstance(source, RunSource):
-        raise HTTPException(404, f"{name} is a file of conversations: it has episodes only")
+        raise HTTPException(404, f"{name} is a conversation file, which has episodes only.")
     return source
 
 
@@ -113,14 +113,14 @@ def _episode(request: Request, name: str, id: str) -> JSONResponse:
     try:
         return JSONResponse(_source(request, name).episode(id))
     except KeyError:
-        raise HTTPException(404, f"no episode {id:.200} in {name}") from None
+        raise HTTPException(404, f"{id:.200}: run {name} has no such episode.") from None
 
 
 def _group(request: Request, name: str, id: str) -> JSONResponse:
     try:
         return JSONResponse(_run(request, name).group(id))
     except KeyError:
-        raise HTTPException(404, f"no group {id:.200} in {name}") from None
+        raise HTTPException(404, f"{id:.200}: run {name} has no such group.") from None
 
 
 def _compare(request: Request, runs: str) -> dict[str, Any]:

@@ -40,13 +40,13 @@ def beside(run_dir: RunDir, *, root: Path, say: Callable[[str], None]) -> Genera
             child = ChildProcess(name, argv, log_path=log, pass_fds=[fd], guardian=guardian)
             say(f"dashboard: {url_of(listener, '')}")
     except (OSError, ConfigError) as error:
-        logger.warning("no dashboard reason=%s", error)
+        logger.warning("dashboard not started reason=%s", error)
     try:
         yield
     finally:
         if child is not None:
             if code := child.poll():
-                logger.warning("dashboard ended exit=%s log=%s", describe_exit(code), log)
+                logger.warning("dashboard process ended exit=%s log=%s", describe_exit(code), log)
             child.stop(timeout_s=STOP_S)
         if guardian is not None:
             guardian.close()

@@ -49,7 +49,7 @@ PARTS = {
     "publishes": "publish/total_s",
     "saves": "train/checkpoint_stall_s",
 }
-SLOTS = ("asks the engine", "waits for the environment", "between the two", "empty: waits for work")
+SLOTS = ("waits for the engine", "waits for the environment", "other work", "empty")
 
 
 def fleet(run: RunSource) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def add_play(app: FastAPI, table: Table) -> None:
         try:
             recorded = await asyncio.to_thread(run.recorded, id)
         except KeyError:
-            raise HTTPException(404, f"no episode {id:.200} in {name}") from None
+            raise HTTPException(404, f"{id:.200}: run {name} has no such episode.") from None
         return await table.redo(recorded, run.config())
 
     app.add_api_route(f"{PATH}environments", table.environments)
@@ -98,9 +98,9 @@ def _run(request: Request, name: str) -> RunSource:
     try:
         source = request.app.state.watch.ask(name)
     except KeyError:
-        raise HTTPException(404, f"no run {name:.200}") from None
+        raise HTTPException(404, f"{name:.200}: no such run.") from None
     if not isinstance(source, RunSource):
-        raise HTTPException(404, f"{name:.200} is a file of conversations: it cannot be played")
+        raise HTTPException(404, f"{name:.200} is a conversation file, which cannot be played.")
     return source
 
 

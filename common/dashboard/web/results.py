@@ -94,7 +94,7 @@ def samples(rows: EpisodeRows, *, group: str = "") -> list[dict[str, Any]]:
                 order = part[np.argsort(sign * rows.column(column)[part], kind="stable")]
                 fresh = next((int(row) for row in order if int(row) not in picked), None)
                 if fresh is not None and len(picked) < MAX_SAMPLES:
-                    picked[fresh] = why if rank == 0 else f"{why}, next"
+                    picked[fresh] = why if rank == 0 else f"{why} #{rank + 1}"
         if len(picked) >= MIN_SAMPLES:
             break
     chosen = [{**rows.get(row), "why": why} for row, why in picked.items()]

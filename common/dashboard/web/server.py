@@ -43,7 +43,7 @@ def dashboard(
     words = [word for word in request.overrides if "=" not in word]
     options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
     if unknown := sorted(options.keys() - set(OPTIONS)):
-        raise ConfigError(f"{unknown[0]}: no such option; run.py {USAGE}")
+        raise ConfigError(f"{unknown[0]}: unknown option. Usage: run.py {USAGE}")
     host = options.get("host", loopback())
     runs = root / options.get("run.dir", "runs")
     sources = Sources(words, runs=runs, cache=cache_folder())
@@ -72,7 +72,7 @@ def listen(host: str, wanted: str) -> socket.socket:
     Raises: ConfigError: the port is no number, or is taken.
     """
     if wanted and not (wanted.isascii() and wanted.isdigit() and int(wanted) < 65536):
-        raise ConfigError(f"port={wanted}: a number up to 65535")
+        raise ConfigError(f"port={wanted}: expects a number from 0 to 65535")
     family = family_of(host)
     ports = [int(wanted)] if wanted else [*range(PORT, PORT + PORTS_TRIED), 0]
     for port in ports:
@@ -83,7 +83,8 @@ def listen(host: str, wanted: str) -> socket.socket:
         except OSError as error:
             listener.close()
             if port == ports[-1]:
-                raise ConfigError(f"host={host} port={port}: {error.strerror}") from error
+                problem = f"the dashboard cannot listen there ({error.strerror})"
+                raise ConfigError(f"host={host} port={port}: {problem}. Use another.") from error
             continue
         listener.listen(64)
         return listener

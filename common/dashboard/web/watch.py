@@ -66,7 +66,7 @@ class Watch:
             source = self.sources.get(name)
             is_more = source.refresh(budget_s=BUDGET_S)
         except (OSError, KeyError) as error:  # The run may be deleted while it is read.
-            logger.warning("cannot read run=%s: %r", name, error)
+            logger.warning("run not readable run=%s error=%r", name, error)
             self._asked.pop(name, None)
             return False
         now = _fingerprint(source)

@@ -8,7 +8,7 @@ import pytest
 
 from actor.agents import http
 from actor.agents.http import Answering, Connection, Request, response
-from actor.agents.requests import ApiError
+from actor.api.requests import ApiError
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"POST /a?b=1 HTTP/1.1\r\nhost: x\r\nAuthorization: bearer k1 \r\n"

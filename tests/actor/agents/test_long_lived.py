@@ -138,13 +138,12 @@ play(take())
 
 
 @pytest.mark.slow
-@pytest.mark.punctual
 def test_agent_continues_after_an_expired_episode() -> None:
     program = """
 from urllib.error import HTTPError
 import time
 task = take()
-time.sleep(3.5)  # beyond its lease: nothing tells an agent of its end
+time.sleep(6.5)  # beyond its lease: nothing tells an agent of its end
 try:
     ask(task)
 except HTTPError as error:
@@ -154,7 +153,7 @@ else:
 play(take())
 """
 
-    late, done = played(program, [*leases(1, deadline_s=3.0), *leases(2)[1:]])
+    late, done = played(program, [*leases(1, deadline_s=6.0), *leases(2)[1:]])
     assert (late.end_reason, done.end_reason) == (EndReason.DEADLINE, EndReason.DONE)
 
 

@@ -43,6 +43,17 @@ MINIMAX = (
     + ASKS.replace("PROMPT", "]~b]ai\n<think>\n")
 )
 
+# OLMo 3's: one Python call in each line, whose values are JSON.
+OLMO = (
+    "{% for m in messages %}<|im_start|>{{ 'environment' if m.role == 'tool' else m.role }}\n"
+    "{{ m.content }}{% if loop.first and tools %}{{ tools | tojson }}{% endif %}"
+    "{% if m.tool_calls %}<function_calls>{% for c in m.tool_calls %}"
+    "{{ '\\n' if not loop.first }}{{ c.function.name }}("
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}"
+    "{{ ', ' if not loop.last }}{% endfor %}){% endfor %}</function_calls>{% endif %}"
+    "<|im_end|>\n{% endfor %}" + ASKS.replace("PROMPT", "<|im_start|>assistant\n")
+)
+
 
 def shapes() -> dict[str, PreTrainedTokenizerFast]:
     """Return a tokenizer for each shape."""
@@ -56,5 +67,6 @@ def shapes() -> dict[str, PreTrainedTokenizerFast]:
             DEEPSEEK, eos="<|end_of_sentence|>", special=[f"<|{each}|>" for each in of_deepseek]
         ),
         "kimi": byte_tokenizer(KIMI, eos="[EOS]", special=[f"<|{each}|>" for each in of_kimi]),
+        "olmo": byte_tokenizer(OLMO, eos="<|im_end|>", special=["<|im_start|>"]),
         "minimax": byte_tokenizer(MINIMAX, eos="[e~[", special=["]~b]"]),
     }

@@ -53,6 +53,7 @@ SAMPLED = {
     "<|tool_call_end|><|tool_calls_end|><|end_of_sentence|>",
     "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.go_to:0"
     "<|tool_call_argument_begin|>GIVEN<|tool_call_end|><|tool_calls_section_end|><|im_end|>",
+    "olmo": '<function_calls>go_to(action="DOOR", count=2)</function_calls><|im_end|>',
     "minimax": 'Why?\n</think>\n\n\n<minimax:tool_call>\n<invoke name="go_to">\n'
     '<parameter name="action">DOOR</parameter>\n<parameter name="count">2</parameter>\n</invoke>\n'
     "</minimax:tool_call>[e~[",
@@ -169,3 +170,39 @@ def test_malformed_call_is_an_invalid_action_with_a_reason(name: str) -> None:
     (ids,) = [sampled(vocabulary(name), f"{closes_of(render)}I go.")]
     assert read(ids)[1] is None
     assert fault_of(render, ids) == "the answer has 0 calls; give one"
+
+
+PARSERS = {  # Parsers of vLLM that need no package beyond the locked ones.
+    "qwen2_5": "hermes",
+    "qwen3": "qwen3_json",
+    "llama3_1": "llama3_json",
+    "glm4moe": "poolside_v1",
+    "lfm2_2_5": "lfm2",
+    "muse_glimmer": "muse_glimmer",
+}
+
+
+@pytest.mark.slow
+def test_calls_are_read_as_parsers_of_vllm_read_them() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    tools = [{"type": "function", "function": each} for each in TOOLS]
+    user = {"role": "user", "content": "hi"}
+    request = ChatCompletionRequest.model_validate({"messages": [user], "tools": tools})
+    for name, parser_name in PARSERS.items():
+        render = tools_of(name)
+        for text in (answer_of(name), answer_of(name).replace("go_to", "come_to"), "I go."):
+            said = render.call_text(sampled(vocabulary(name), text))
+            parser = ToolParserManager.get_tool_parser(parser_name)(vocabulary(name), request.tools)
+            found = parser.extract_tool_calls(said, request).tool_calls
+            theirs = [(each.function.name, json.loads(each.function.arguments)) for each in found]
+            form = render.calls
+            assert not isinstance(form, str)
+            own = form.read(
+                said, [{**tools[0], "function": {**TOOLS[0], "name": n}} for n, _ in theirs]
+            )
+            if "come_to" in text:  # A parser may leave the types of an unknown tool.
+                assert [each for each, _ in own[1]] == [each for each, _ in theirs], name
+            else:
+                assert own[1] == theirs, name

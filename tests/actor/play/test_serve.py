@@ -6,12 +6,14 @@ import os
 import socket
 import stat
 import subprocess
+from collections.abc import Awaitable, Callable
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
 import pytest
+from openai import AsyncOpenAI, BadRequestError
 from transformers import AutoTokenizer
 
 from actor.play.doors import Door, door_path, open_door
@@ -40,12 +42,20 @@ class Parrot:
         self.asked: list[list[int]] = []
         self.temperatures: list[float | None] = []
         self.seeds: list[int | None] = []
+        self.limits: list[int] = []
         self.ids = TOKENIZER.encode(says, add_special_tokens=False)
         self.problem = ""
 
     async def generate(
-        self, prompt_ids: list[int], *, seed: int | None, temperature: float | None, **_: Any
+        self,
+        prompt_ids: list[int],
+        *,
+        seed: int | None,
+        temperature: float | None,
+        max_tokens: int,
+        **_: Any,
     ) -> Turn:
+        self.limits.append(max_tokens)
         self.seeds.append(seed)
         self.asked.append(prompt_ids)
         self.temperatures.append(temperature)
@@ -84,7 +94,7 @@ def test_served_conversation_matches_episode_and_requires_key() -> None:
             assert (reply.text, reply.model) == ("turn left", "a, version 7")
             with pytest.raises(ConfigError, match="wrong key"):
                 await ask(url, "other", "goal: go")
-            with pytest.raises(PolicyFailed, match="user and assistant in turn"):
+            with pytest.raises(PolicyFailed, match="the last is the assistant's"):
                 await ask(url, "k", "goal: go", "look")
             with pytest.raises(ContextFull):
                 await ask(url, "k", "far " * 20_000)
@@ -136,6 +146,118 @@ def test_chat_request_seed_reaches_the_engine() -> None:
 
     assert asyncio.run(work()) == [200, 200, 200, 400, 400]
     assert parrot.seeds == [None, 7, 2**63 - 1]
+
+
+def served_to_client(parrot: Parrot, work: Callable[[AsyncOpenAI], Awaitable[Any]]) -> Any:
+    """Return what a client of OpenAI's own package finds at a served policy."""
+
+    async def run() -> Any:
+        async with (
+            listening(chat(parrot)) as url,
+            AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client,
+        ):
+            return await work(client)
+
+    return asyncio.run(run())
+
+
+def shown(texts: list[str]) -> list[int]:
+    return Renderer(TOKENIZER).conversation(texts)
+
+
+def test_content_parts_and_null_are_texts() -> None:
+    parrot = Parrot()
+    parts: Any = [{"type": "text", "text": "goal: "}, {"type": "text", "text": "go"}]
+    messages: Any = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "a wall"},
+    ]
+
+    async def work(client: AsyncOpenAI) -> None:
+        await client.chat.completions.create(model="m", messages=messages)
+
+    served_to_client(parrot, work)
+    assert parrot.asked == [shown(["goal: go", "", "a wall"])]
+
+
+def test_limit_stop_and_number_of_answers_are_obeyed() -> None:
+    async def work(client: AsyncOpenAI) -> Any:
+        create = client.chat.completions.create
+        messages: Any = said("goal: go")
+        return [
+            await create(model="m", messages=messages, **how)
+            for how in ({"max_tokens": 1}, {"stop": ["left"]}, {"n": 3, "seed": 4})
+        ]
+
+    parrot = Parrot()
+    short, stopped, three = served_to_client(parrot, work)
+    assert parrot.limits == [1, CFG.actor.max_turn_tokens, *[CFG.actor.max_turn_tokens] * 3]
+    assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 1)
+    assert stopped.choices[0].message.content == "turn"
+    assert stopped.choices[0].finish_reason == "stop"
+    assert [choice.index for choice in three.choices] == [0, 1, 2]
+    assert sorted(parrot.seeds[2:]) == [4, 5, 6]
+    num = len(parrot.ids)
+    prompt = len(shown(["goal: go"]))
+    assert (three.usage.completion_tokens, three.usage.total_tokens) == (3 * num, prompt + 3 * num)
+    assert three.created > 0
+
+
+def test_stream_adds_up_to_the_answers() -> None:
+    async def work(client: AsyncOpenAI) -> list[Any]:
+        messages: Any = said("goal: go")
+        options: Any = {"include_usage": True}
+        stream = await client.chat.completions.create(
+            model="m", messages=messages, n=2, stream=True, stream_options=options
+        )
+        return [each async for each in stream]
+
+    chunks = served_to_client(Parrot(), work)
+    texts = ["", ""]
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.delta.content or ""
+    assert texts == ["turn left"] * 2
+    assert chunks[-1].usage.completion_tokens == 2 * len(Parrot().ids)
+
+
+def test_served_policy_is_listed_as_a_model() -> None:
+    async def work(client: AsyncOpenAI) -> list[str]:
+        return [each.id async for each in client.models.list()]
+
+    assert served_to_client(Parrot(), work) == ["a, version 7"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top_p", 0.9),
+        ("top_k", 5),
+        ("presence_penalty", 1.0),
+        ("logprobs", True),
+        ("logit_bias", {"1": 2}),
+        ("response_format", {"type": "json_object"}),
+        ("n", 0),
+        ("n", "two"),
+        ("max_tokens", 0),
+        ("stop", 3),
+        ("stream", "yes"),
+        ("unheard_of", 1),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),  # the template has none
+    ],
+)
+def test_field_that_is_not_obeyed_is_a_400(field: str, value: object) -> None:
+    parrot = Parrot()
+
+    async def work(client: AsyncOpenAI) -> str:
+        with pytest.raises(BadRequestError) as caught:
+            await client.chat.completions.create(
+                model="m", messages=cast(Any, said("go")), extra_body={field: value}
+            )
+        return str(caught.value.param)
+
+    assert served_to_client(parrot, work) == field
+    assert parrot.asked == []
 
 
 def test_policy_port_is_bound_or_conflict_named() -> None:

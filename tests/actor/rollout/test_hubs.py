@@ -148,7 +148,6 @@ def start_episodes(hubs: Hubs, box: Any, num: int, *, deadline_s: float = 60.0) 
 
 
 @pytest.mark.slow
-@pytest.mark.punctual
 def test_episodes_wait_past_deadlines_for_missing_hubs() -> None:
     """Another hub serves other environments, so leases continue; the hub of these is missing."""
     hub, other, box = ToyHub(), ToyHub(), Box()
@@ -159,8 +158,8 @@ def test_episodes_wait_past_deadlines_for_missing_hubs() -> None:
         async def law(hubs: Hubs) -> None:
             await open_many(hubs, 1)
             del places[0]
-            episodes = start_episodes(hubs, box, 3, deadline_s=1.5)
-            await asyncio.sleep(2.0)  # beyond what an episode may take
+            episodes = start_episodes(hubs, box, 3, deadline_s=4.0)
+            await asyncio.sleep(4.5)  # beyond what an episode may take
             assert len(episodes.running_ids) == 3
             places.append(place(a))
             while episodes.running_ids:

@@ -58,4 +58,4 @@ def test_run_continues_without_a_dashboard(
     with beside(run_dir, root=ROOT, say=told.append):
         pass
     assert told == []
-    assert "no dashboard" in caplog.text
+    assert "dashboard not started" in caplog.text

@@ -143,13 +143,13 @@ def test_keyboard_replays_episode_and_reaches_group(page: Page) -> None:
     page.goto(page.url.partition("#")[0] + "#episode?run=a&id=g0000000/0")
     expect(page.locator(".turn")).to_have_count(4)
     expect(page.locator(".turn .edge").first).to_have_attribute("data-v", "4")
-    page.get_by_role("button", name="from the start").click()
+    page.get_by_role("button", name="first part").click()
     expect(page.locator(".turn:visible")).to_have_count(1)
     page.keyboard.press("ArrowRight")
     expect(page.locator(".turn:visible")).to_have_count(2)
     page.get_by_role("button", name="Version").click()
     expect(page.locator(".turn:visible")).to_have_count(2)
-    page.get_by_role("link", name="its group side by side").click()
+    page.get_by_role("link", name="compare the episodes of this group").click()
     expect(page.locator(".members > .card")).to_have_count(4)
 
 
@@ -167,9 +167,9 @@ def test_hardest_subset_links_best_and_worst_episodes(page: Page, width: int) ->
         expect(page.locator("h1 .chip")).to_have_text(verdict)
         if sort == "best":
             page.get_by_role("link", name="Run", exact=True).click()
-    expect(page.locator(".facts")).to_contain_text("the first in turn 2")
+    expect(page.locator(".facts")).to_contain_text("first in turn 2")
     expect(page.locator(".turn.invalid h3")).to_contain_text("Action 2")
-    expect(page.locator(".turn.invalid h3")).to_contain_text("could not be executed")
+    expect(page.locator(".turn.invalid h3")).to_contain_text("invalid action")
     page.set_viewport_size({"width": 390, "height": 800})
 
 
@@ -232,7 +232,7 @@ def test_keyboard_alone_finds_and_replays_best_episode(page: Page) -> None:
             break
         page.keyboard.press("Tab")
     page.keyboard.press("Enter")
-    page.get_by_role("button", name="from the start").press("Enter")
+    page.get_by_role("button", name="first part").press("Enter")
     expect(page.locator(".turn:visible")).to_have_count(1)
     page.keyboard.press("j")
     expect(page.locator(".turn:visible")).to_have_count(2)
@@ -257,7 +257,7 @@ def test_sort_order_persists_across_views(page: Page) -> None:
 
 def test_manual_play_works_and_closes_its_session(page: Page) -> None:
     page.goto(page.url.partition("#")[0] + "#play?run=a&env=maze")
-    page.get_by_role("button", name="Begin").click()
+    page.get_by_role("button", name="Start").click()
     expect(page.locator("svg.drawn")).to_be_visible()
     before = page.locator("svg.drawn").inner_html()
     page.get_by_role("button", name="move right", exact=True).click()
@@ -268,7 +268,7 @@ def test_manual_play_works_and_closes_its_session(page: Page) -> None:
     expect(page.locator(".facts")).to_contain_text("a, version 12 <script>")
     page.get_by_label("Action", exact=True).fill(HOSTILE)
     page.get_by_role("button", name="Act", exact=True).click()
-    expect(page.locator(".facts")).to_contain_text("could not be executed")
+    expect(page.locator(".facts")).to_contain_text("invalid, not executed")
     assert page.locator(".log script, .log img").count() == 0
     with page.expect_request("**/api/play/close"):
         page.get_by_role("link", name="Fleet").click()
@@ -276,8 +276,8 @@ def test_manual_play_works_and_closes_its_session(page: Page) -> None:
 
 def test_mismatched_picture_is_refused_with_a_message(page: Page) -> None:
     page.goto(page.url.partition("#")[0] + "#episode?run=a&id=g0000000/0")
-    page.get_by_role("button", name="Show the environment").click()
-    expect(page.locator(".env .notes")).to_contain_text("No picture here", timeout=30_000)
+    page.get_by_role("button", name="Show pictures of the environment").click()
+    expect(page.locator(".env .notes")).to_contain_text("This turn has no picture", timeout=30_000)
 
 
 @pytest.mark.skipif(AXE is None, reason="axe-playwright-python is not installed")
@@ -296,7 +296,7 @@ def test_views_have_no_serious_axe_findings(page: Page, theme: str, width: int) 
         page.locator("nav a[aria-current]").wait_for()
         page.locator("h1").first.wait_for()
         if view.startswith("play"):
-            page.get_by_role("button", name="Begin").wait_for()
+            page.get_by_role("button", name="Start").wait_for()
         for each in page.evaluate("axe.run().then(found => found.violations)"):
             if each["impact"] in ("serious", "critical"):
                 where = [node["html"][:150] for node in each["nodes"][:3]]

@@ -106,7 +106,7 @@ def test_status_line_summarizes_progress_and_waits(tmp_path: Path) -> None:
     line = status_line(view_of(make_run(tmp_path)))
     assert line == (
         "step 12/100 success 0.61 horizon 10 (stage 2/3) lag 0.9 actor 3200 tok/s"
-        " learner 7400 tok/s groups 18 open 3 ready eta 2m56s; waiting: learner-77 <- actor-0"
+        " learner 7400 tok/s groups 18 open 3 ready eta 2m56s; learner-77 waits for actor-0"
     )
 
 
@@ -150,7 +150,9 @@ def test_status_line_lists_unplaced_roles_with_needs(tmp_path: Path) -> None:
     run_dir.launch.write_text(
         json.dumps({"began_at": 0, "started_at": {}, "waiting": needs}), encoding="utf-8"
     )
-    assert status_line(view_of(run_dir)).endswith("<- actor-0, 7 roles <- a node with 1 GPU")
+    assert status_line(view_of(run_dir)).endswith(
+        "waits for actor-0, 7 roles wait for a node with 1 GPU"
+    )
 
 
 def test_remote_hub_counts_as_started_with_scheduler(tmp_path: Path) -> None:
@@ -250,7 +252,8 @@ def test_run_state_is_finished_stopped_or_progress(tmp_path: Path) -> None:
         assert state_line(run_dir, view_of(run_dir)).startswith("step 12/100 success")
     os.utime(run_dir.status, (0, 0))
     assert (
-        state_line(run_dir, view_of(run_dir)) == "stopped at step 12/100; the same command goes on"
+        state_line(run_dir, view_of(run_dir))
+        == "stopped at step 12/100; the same command resumes the run"
     )
     mark_finished(run_dir, version=12, result="held-out success (8 items): after 0.5")
     told = "finished: step 12/100; held-out success (8 items): after 0.5"
@@ -259,16 +262,21 @@ def test_run_state_is_finished_stopped_or_progress(tmp_path: Path) -> None:
 
 def test_interrupted_run_reports_its_saved_step(tmp_path: Path) -> None:
     empty = RunDir(root=tmp_path / "empty")
-    assert stop_line(empty, 0) == "stopped before the first step; the same command goes on"
+    assert stop_line(empty, 0) == "stopped before the first step; the same command resumes the run"
     run_dir = make_run(tmp_path / "r")
     for step in (5, 12):
         folder = run_dir.checkpoints / f"step-{step:06d}"
         folder.mkdir(parents=True)
         if step == 12:
             told = stop_line(run_dir, 12)
-            assert told.startswith("stopped at step 12, saved is step 5; the same command goes on")
+            assert told.startswith(
+                "stopped at step 12 with the last checkpoint at step 5; the same"
+            )
         (folder / "COMPLETE").write_text(json.dumps({"version": step}), encoding="utf-8")
-    assert stop_line(run_dir, 12) == "saved at step 12; the same command goes on"
+    assert (
+        stop_line(run_dir, 12)
+        == "stopped with a checkpoint at step 12; the same command resumes the run"
+    )
 
 
 def test_display_shows_progress_ledger_roles_and_warnings(tmp_path: Path) -> None:
@@ -282,11 +290,11 @@ def test_display_shows_progress_ledger_roles_and_warnings(tmp_path: Path) -> Non
     text = show(run_dir)
     for part in (
         "12/100  eta 2m56s",
-        "0.61 train   ▅▅   0.40 before",
+        "0.61 in training   ▅▅   0.40 before training",
         "10 (stage 2/3)",
         "issued 100 = trained 60 + filtered 20 + stale 5 + failed 5 + in flight 10",
         "actor-0 2.00 GiB",
-        "learner-77 <- actor-0",
+        "learner-77 waits for actor-0",
         "v11",
         "answered [bold]429[/bold]",
     ):

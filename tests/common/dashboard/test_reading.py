@@ -128,8 +128,8 @@ def test_scripted_episode_shows_its_actions(tmp_path: Path) -> None:
     recorded = source.recorded("eval/kept")
     assert (recorded["actions"], recorded["shown"]) == (actions, [])
     old = source.episode("eval/old")["segments"]
-    assert [each["texts"] for each in old] == [["(this action is not in the journal)"]] * 3
-    with pytest.raises(ConfigError, match="kept no actions of this policy"):
+    assert [each["texts"] for each in old] == [["(action not in the journal)"]] * 3
+    with pytest.raises(ConfigError, match="actions of this policy are not in the journal"):
         source.recorded("eval/old")
 
 
@@ -216,7 +216,7 @@ def test_old_formats_are_shown_with_their_gaps(tmp_path: Path) -> None:
     assert source.episode("g0000000/0")["segments"][0]["texts"] == ["⟨5⟩", "⟨6⟩"]
     told = "\n".join(source.problems())
     assert "outcomes.jsonl is missing, as in runs of older versions" in told
-    assert "tokens are shown by number" in told
+    assert "Tokens are shown as ids" in told
 
 
 def test_packed_segment_is_read_and_opened(tmp_path: Path) -> None:
@@ -242,10 +242,10 @@ def test_file_of_conversations_is_a_source(tmp_path: Path) -> None:
 
 def test_foreign_file_and_missing_run_are_refused(tmp_path: Path) -> None:
     (tmp_path / "foreign.bin").write_bytes(b"\x7fELF\0\n\1\2")
-    with pytest.raises(ConfigError, match="neither a run nor a file"):
+    with pytest.raises(ConfigError, match="neither a run nor a conversation file"):
         open_source(str(tmp_path / "foreign.bin"), runs=tmp_path)
     make_run(tmp_path / "alpha", 1)
-    with pytest.raises(ConfigError, match="there are alpha"):
+    with pytest.raises(ConfigError, match="Its runs are: alpha"):
         open_source("beta", runs=tmp_path)
 
 

@@ -33,7 +33,7 @@ def test_show_prints_matching_episodes_as_conversations(tmp_path: Path) -> None:
     assert text.count("===") == 2
     assert "=== g0000000/1 · babyai GoTo-train-0 · reward 0 · advantage -0.667" in text
     assert "--- agent 1 (version 3 -> 4)" in text
-    assert "2 of 2 episodes that fit, 40 in all" in text
+    assert "2 of 2 matching episodes shown; 40 episodes in all" in text
     code, text = said(tmp_path, "show", "a", "--best", "num=1", "outcome=trained")
     assert text.count("===") == 1
     assert "reward 1" in text
@@ -45,8 +45,8 @@ def test_replay_prints_one_episode(tmp_path: Path) -> None:
     code, text = said(tmp_path, "replay", "a", "g0000003/2")
     assert code == 0
     assert text.startswith("=== g0000003/2 ")
-    assert "no action that could be executed" in text
-    with pytest.raises(ConfigError, match=r"g0000003/9: no such episode in a"):
+    assert ", invalid action" in text
+    with pytest.raises(ConfigError, match=r"g0000003/9: run a has no such episode"):
         said(tmp_path, "replay", "a", "g0000003/9")
 
 
@@ -101,7 +101,7 @@ def test_status_of_another_version_shows_a_warning(
         assert main(["status", str(run_dir.root)]) == 0
         said = capsys.readouterr().out
         assert said.startswith("note: ")
-        assert "of another version?" in said
+        assert "Another version may have written this run" in said
         assert "step 7/" in said
         assert "episodes: issued 41" in said
     lines: list[str] = []

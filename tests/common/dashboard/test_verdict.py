@@ -173,8 +173,8 @@ def test_external_load_suppresses_advice_for_more_concurrency() -> None:
     crowded = judge(beside_others(own, used=0.58), config)
     assert crowded.bound is Bound.ENGINE
     assert crowded.advice == []
-    assert "98% of 2 cores are busy, 58% with other programs" in crowded.sentence
-    assert "end the other programs" in crowded.sentence
+    assert "98% of 2 cores are busy, 58% by other programs" in crowded.sentence
+    assert "stop other programs" in crowded.sentence
     waits, *_ = STAGED["slow environment"]  # which sleeps: more at once cost little
     slept = beside_others(on_cores(waits, cores=2, used=0.1), used=0.88)
     assert [each.knob for each in judge(slept, {}).advice] == ["actor.max_concurrent=64"]
@@ -186,9 +186,9 @@ def test_verdict_before_first_step_names_current_phase() -> None:
     groups = {"ready": 1, "open": 3}
     status = {"phase": "train", "gate": "gate: 4 groups ahead of the learner", "groups": groups}
     playing = judge([], {}, {**status, "learner": {"waiting_for": "actors: a batch"}})
-    assert playing.sentence.startswith("the first batch is being played (1 groups ready, 3 open)")
+    assert playing.sentence.startswith("the actors play the first batch (1 groups ready, 3 open)")
     works = judge([], {}, {**status, "learner": {"waiting_for": ""}})
-    assert works.sentence.startswith("the learner works on the first batch; too early")
+    assert works.sentence.startswith("the learner trains on the first batch; too early")
     assert "ahead" not in playing.sentence + works.sentence
     before = judge([], {}, {**status, "phase": "eval_before"})
     assert before.sentence.startswith("too early")

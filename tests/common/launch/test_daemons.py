@@ -167,14 +167,14 @@ def test_finished_batch_job_is_not_requeued(code: int, tmp_path: Path) -> None:
 def test_run_is_live_while_its_launcher_polls(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path / "a")
     run_dir.root.mkdir()
-    assert why_not_live(run_dir) == "no launcher holds it"
+    assert why_not_live(run_dir) == "no launcher process supervises the run"
     with hold_run(run_dir.root, name="a"):
         assert why_not_live(run_dir) == "", "it has just begun"
         write_json(run_dir.launch, {"began_at": time.time(), "started_at": {}})
         assert why_not_live(run_dir) == ""
         long_ago = time.time() - HUNG_S - 5
         os.utime(run_dir.launch, (long_ago, long_ago))
-        assert why_not_live(run_dir).startswith("the launcher hangs, for 6")
+        assert why_not_live(run_dir).startswith("the launcher hangs: it last wrote launch.json 6")
         tell_alive(run_dir.launch)
         assert probe(CFG, run_dir, "live") == 0
     assert probe(CFG, run_dir, "live") == 1
@@ -190,16 +190,16 @@ def test_run_is_ready_once_all_roles_report(tmp_path: Path) -> None:
         return why_not_ready(run_dir, view_run(run_dir, CFG.train, CFG.horizon))
 
     with hold_run(run_dir.root, name="a"):
-        assert reason() == "its scheduler writes no status"
+        assert reason() == "the scheduler does not write status.json"
         began = time.time() - 10
         launch = {"began_at": began, "started_at": {"learner": began}, "waiting": {}}
         write_json(run_dir.launch, launch | {"stop_deadline": None})
         write_json(run_dir.status, {"actors": []})
-        assert reason() == "starting: learner"
+        assert reason() == "roles are starting: learner"
         write_json(run_dir.status, {"actors": [], "learner": {"last_seen_s": 0.0}})
-        assert reason() == "there is no actor"
+        assert reason() == "no actor has joined the run"
         actor = {"name": "actor-0", "last_seen_s": 0.0}
         write_json(run_dir.status, {"actors": [actor], "learner": {"last_seen_s": 0.0}})
         assert reason() == ""
         write_json(run_dir.launch, launch | {"stop_deadline": time.time() + 5})
-        assert reason() == "it is being stopped"
+        assert reason() == "the run is stopping"

@@ -450,7 +450,6 @@ def test_roles_listen_on_reachable_addresses_unless_configured(repository: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.punctual
 def test_only_repeated_restarts_back_off(tmp_path: Path) -> None:
     began = time.monotonic()
     path = tmp_path / "starts"
@@ -459,10 +458,10 @@ def test_only_repeated_restarts_back_off(tmp_path: Path) -> None:
         "raise SystemExit(3)"
     )
     with start_here() as starter:
-        launcher = Launcher(starter, stop_timeout_s=lambda: 1.0, first_backoff_s=3.0)
+        launcher = Launcher(starter, stop_timeout_s=lambda: 1.0, first_backoff_s=6.0)
         spec = role(tmp_path, "learner", code, ends_run=True, max_restarts=2)
         assert launcher.run([spec], on_poll=lambda _: None).exit_code == 1
     first, second, third = map(float, path.read_text(encoding="utf-8").split())
-    assert second - first < 2.5
-    assert third - second >= 3.0
+    assert second - first < 5.5
+    assert third - second >= 6.0
     assert first >= began

@@ -118,12 +118,12 @@ def test_page_sends_no_network_request(tmp_path: Path) -> None:
         expect(page.locator("tbody tr").nth(MIN_SAMPLES - 1)).to_be_visible()
         page.get_by_role("link", name="g0000100/1").click()
         expect(page.locator(".turn")).to_have_count(4)
-        page.get_by_role("button", name="from the start").click()
+        page.get_by_role("button", name="first part").click()
         expect(page.locator(".turn:visible")).to_have_count(1)
         assert page.evaluate("window.broken") is None
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         page.goto(Path(both).as_uri())
-        expect(page.get_by_role("heading", name="Configuration: what differs")).to_be_visible()
+        expect(page.get_by_role("heading", name="Differences in the configuration")).to_be_visible()
         expect(page.locator(".chart canvas").first).to_be_visible()
         browser.close()
     assert asked == []

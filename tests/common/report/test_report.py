@@ -164,9 +164,9 @@ def test_report_explains_an_absent_evaluation(tmp_path: Path) -> None:
     assert (report.before, report.after, report.gain) == (None, None, None)
     assert report.absent == {
         "before-model": "no episode was played",
-        "after-model": "not asked for by the config",
+        "after-model": "not configured",
         "before-random_valid": "no episode was played",
-        "before-expert": "all 1 episodes failed in the infrastructure",
+        "before-expert": "all 1 episodes ended with an infrastructure failure",
     }
 
 
@@ -244,5 +244,5 @@ def test_damaged_ledger_error_names_the_remedy(tmp_path: Path) -> None:
     run_dir = full_run(tmp_path)
     for content in (b"{", b"[1]", b"\xff"):
         run_dir.ledger.write_bytes(content)
-        with pytest.raises(ConfigError, match=r"ledger\.json: damaged .*remove it"):
+        with pytest.raises(ConfigError, match=r"ledger\.json is damaged .*Remove it"):
             write_report(run_dir, make_config())

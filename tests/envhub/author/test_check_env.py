@@ -12,7 +12,7 @@ from envhub.author.findings import Finding, Grade
 from envhub.env import Style
 
 EXAMPLE = ROOT / "docs" / "examples" / "sort.py"
-TOLD = "is_success=done,  # whatever it paid"
+TOLD = "is_success=done,  # Success does not depend on the reward."
 PAID = "reward=float(done),"
 
 

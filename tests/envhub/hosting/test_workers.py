@@ -14,8 +14,9 @@ import pytest
 from common.repository import ROOT
 from envhub.catalogue.registry import Registry
 from envhub.hosting.sessions import Sessions
+from tests.bounds import at_most
 
-pytestmark = [pytest.mark.slow, pytest.mark.punctual]  # each starts processes
+pytestmark = pytest.mark.slow  # Each test starts processes.
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ def test_hanging_step_ends_only_workers_sessions(hub):
     assert "'step' took longer than 1 s" in told.json()["detail"]
     assert hub.step(beside, "go", 1).status_code == 404
     assert hub.step(elsewhere, "go", 1).status_code == 200
-    hub.run(until(lambda: not psutil.pid_exists(first), 2.0))
+    hub.run(until(lambda: not psutil.pid_exists(first), 10.0))
     assert live(hub, "fragile") == 1
     assert second in worker_pids(hub)
     assert hub.sessions.placement.num_lost == {("fragile", "deadline"): 1}
@@ -148,7 +149,7 @@ def test_running_calls_of_a_lost_worker_fail_at_once(hub):
     hanging, waiting = hub.open("async"), hub.open("async")
     with ThreadPoolExecutor() as threads:
         first = threads.submit(hub.step, hanging, "wait", 1)
-        hub.run(until(lambda: hub.sessions._num_running == 1, 1.0))
+        hub.run(until(lambda: hub.sessions._num_running == 1, 10.0))
         hub.run(asyncio.sleep(0.2))
         second = threads.submit(hub.step, waiting, "wait", 1)
         assert first.result().status_code == 504
@@ -165,6 +166,7 @@ def test_sessions_of_one_worker_run_concurrently(hub, env):
     assert [each["status"] for each in answers] == [200, 200]
 
 
+@pytest.mark.timed
 def test_killed_worker_is_replaced_within_two_seconds(hub):
     paths = [hub.open("fragile") for _ in range(3)]
     first, _ = worker_pids(hub)
@@ -176,7 +178,7 @@ def test_killed_worker_is_replaced_within_two_seconds(hub):
         ready = [each.pid for each in workers if each.ready_at_s is not None]
         return len(ready) == 2 and first not in ready
 
-    assert hub.run(until(is_replaced, 10.0)) < 2.0
+    assert hub.run(until(is_replaced, 10.0)) < at_most(2.0)
     assert hub.step(paths[2], "go", 1).status_code == 200
     told = hub.step(paths[0], "go", 1)
     assert told.status_code == 500
@@ -202,7 +204,7 @@ def test_worker_above_its_memory_limit_drains_and_restarts(hub):
     other = hub.open("growing")
     assert opened_in(hub, other) != pid
     hub.client.delete(path)
-    hub.run(until(lambda: not psutil.pid_exists(pid), 2.0))
+    hub.run(until(lambda: not psutil.pid_exists(pid), 10.0))
     assert hub.step(other, "go", 1).status_code == 200
     assert hub.sessions.placement.num_lost == {("growing", "memory"): 1}
 

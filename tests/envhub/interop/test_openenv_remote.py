@@ -182,7 +182,6 @@ def test_restarting_server_is_awaited_within_the_answer_timeout() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.punctual
 def test_pings_are_answered_while_the_policy_generates() -> None:
     async def on(ws: WebSocket, _: dict[str, Any]) -> None:
         await reply(ws, {"text": "on"})
@@ -190,11 +189,11 @@ def test_pings_are_answered_while_the_policy_generates() -> None:
     async def play(spec: EnvSpec) -> None:
         env = made(spec)
         await env.reset("all-train-0", 0)
-        await asyncio.sleep(2.5)  # Many pings pass without a request.
+        await asyncio.sleep(6.0)  # Many pings pass without a request.
         assert (await env.step("x")).observation == "on"
         await env.close()
 
-    with serve_app(server_of(on), ws_ping_interval=0.1, ws_ping_timeout=1.0) as url:
+    with serve_app(server_of(on), ws_ping_interval=0.1, ws_ping_timeout=5.0) as url:
         drive(url, play)
 
 

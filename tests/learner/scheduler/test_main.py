@@ -35,6 +35,7 @@ from common.wire.messages import (
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import connect_dealer
 from learner.scheduler.main import serve
+from tests.bounds import at_most
 from tests.configs import edited
 from tests.full_disk import no_room_beyond
 from tests.learner.scheduler.builders import (
@@ -225,7 +226,7 @@ def _start(cfg: RunConfig, run_dir: RunDir) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-@pytest.mark.punctual
+@pytest.mark.timed
 def test_killed_scheduler_keeps_leases_and_terminates_in_two_seconds(
     hub_url: str, run_dir: RunDir
 ) -> None:
@@ -249,7 +250,7 @@ def test_killed_scheduler_keeps_leases_and_terminates_in_two_seconds(
         started = time.monotonic()
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 0
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < at_most(2.0)
         role.close()
     finally:
         if process.poll() is None:

@@ -25,9 +25,8 @@ from learner.weights.canary import Canary
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights, snapshot
+from tests.bounds import at_most
 from tests.learner.weights.toy_actor import CANARY, CANARY_LOGPROBS, HOST, Actor, run_actor
-
-pytestmark = pytest.mark.punctual
 
 TIMEOUT_S = 60.0  # a transfer's deadline that no test may wait for
 SHORT_S = 2.0  # the deadline of those that are about it
@@ -115,10 +114,11 @@ def test_canary_does_not_retain_the_weights() -> None:
     assert canary.drain_metrics()["weights/canary_abs_logprob"] == 0.0
 
 
+@pytest.mark.timed
 def test_publishing_without_members_returns_at_once(publisher: Publisher) -> None:
     started = time.monotonic()
     publisher.publish(make_weights(0))
-    assert time.monotonic() - started < SHORT_S
+    assert time.monotonic() - started < at_most(SHORT_S)
     assert publisher.drain_metrics()["weights/members"] == 0
 
 
@@ -151,6 +151,7 @@ with_an_odd_actor = pytest.mark.parametrize(
 @pytest.mark.slow
 @with_short_deadline
 @with_an_odd_actor
+@pytest.mark.timed
 def test_dying_actor_costs_bounded_time_once(
     publisher: Publisher, start_actor: Start, habit: str, odd_from: int
 ) -> None:
@@ -160,17 +161,18 @@ def test_dying_actor_costs_bounded_time_once(
     for version in range(1, odd_from + 1):
         started = time.monotonic()
         publisher.publish(make_weights(version))
-    assert time.monotonic() - started < 2.9 * SHORT_S
+    assert time.monotonic() - started < at_most(2.9 * SHORT_S)
     assert good.wait_for(odd_from) == float(odd_from)
     assert publisher.drain_metrics()["weights/members"] == 1
     started = time.monotonic()
     publisher.publish(make_weights(odd_from + 1))
-    assert time.monotonic() - started < SHORT_S, "the dead cost once"
+    assert time.monotonic() - started < at_most(SHORT_S), "the dead cost once"
     assert good.wait_for(odd_from + 1) == odd_from + 1
 
 
 @pytest.mark.slow
 @with_short_deadline
+@pytest.mark.timed
 def test_several_vanishing_actors_cost_no_more_than_one(
     publisher: Publisher, start_actor: Start
 ) -> None:
@@ -180,11 +182,12 @@ def test_several_vanishing_actors_cost_no_more_than_one(
     good = start_actor("good")
     started = time.monotonic()
     publisher.publish(make_weights(1))
-    assert time.monotonic() - started < 2.9 * SHORT_S
+    assert time.monotonic() - started < at_most(2.9 * SHORT_S)
     assert good.wait_for(1) == 1.0
     assert publisher.drain_metrics()["weights/members"] == 1
 
 
+@pytest.mark.timed
 def test_publisher_ignores_departed_actors(publisher: Publisher, start_actor: Start) -> None:
     publisher.publish(make_weights(0))
     leaver, good = start_actor("leaver"), start_actor("good")
@@ -192,12 +195,13 @@ def test_publisher_ignores_departed_actors(publisher: Publisher, start_actor: St
     leaver.leave()
     started = time.monotonic()
     publisher.publish(make_weights(2))
-    assert time.monotonic() - started < SILENCE_S
+    assert time.monotonic() - started < at_most(SILENCE_S)
     assert good.loaded == [0, 1, 2]
     assert publisher.drain_metrics()["weights/members"] == 1
 
 
 @with_an_odd_actor
+@pytest.mark.timed
 def test_publisher_waits_for_a_silent_actor_until_marked(
     publisher: Publisher, start_actor: Start, habit: str, odd_from: int
 ) -> None:
@@ -207,7 +211,7 @@ def test_publisher_waits_for_a_silent_actor_until_marked(
     if odd_from == 2:
         publisher.publish(make_weights(1))
     took_s = publish_while_silent(publisher, make_weights(odd_from), "bad-1")
-    assert took_s < SILENCE_S + 2.0
+    assert took_s < at_most(SILENCE_S + 2.0)
     assert good.loaded[-1] == odd_from
     assert publisher.drain_metrics()["weights/members"] == 1
 
@@ -250,6 +254,7 @@ def start_process(keys: RunKeys, publisher: Publisher, tmp_path: Path) -> Iterat
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["between_versions", "between_ready_and_broadcast"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.timed
 def test_killed_or_stopped_process_costs_a_few_heartbeats(
     publisher: Publisher, start_actor: Start, start_process: Launch, moment: str, number: int
 ) -> None:
@@ -264,11 +269,11 @@ def test_killed_or_stopped_process_costs_a_few_heartbeats(
     elif number == signal.SIGKILL:
         threading.Timer(0.5 * SILENCE_S, os.kill, [process.pid, number]).start()
     took_s = publish_while_silent(publisher, make_weights(2), "bad-1")
-    assert took_s < SILENCE_S + 2.0
+    assert took_s < at_most(SILENCE_S + 2.0)
     assert good.loaded[-1] == 2
     assert publisher.drain_metrics()["weights/members"] == 1
     took_s = publish_while_silent(publisher, make_weights(3), "bad-1")
-    assert took_s < SILENCE_S, "the dead cost once"
+    assert took_s < at_most(SILENCE_S), "the dead cost once"
     assert good.loaded[-1] == 3
 
 

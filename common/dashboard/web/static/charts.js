@@ -1,6 +1,13 @@
 // Charts of series over steps, drawn by uPlot. Dashed lines mark changes of the horizon.
 import { h, short, cssColor, COLORS } from "./dom.js";
 
+// Names of series in legends. The metric is in the tooltip. Other series have the metric's own name.
+const LABELS = {
+  "reward/success": "all tasks", "episodes/truncated_frac": "truncated", "episodes/context_full_frac": "context full", "episodes/turns_mean": "turns", "episodes/invalid_frac": "share of invalid actions",
+  "distance/value": "bound", "distance/mean": "mean of the episodes", "offpolicy/ess_frac": "effective sample size", "offpolicy/lag_mean": "mean", "offpolicy/lag_max": "maximum",
+  "actor/tokens_per_s": "actors", "train/tokens_per_s": "learner", "wait/batch_s": "wait for a batch", "train/step_s": "training", "publish/total_s": "publishing",
+  "episodes/generate_s_mean": "engine", "episodes/env_s_mean": "environment", "episodes/wall_s_mean": "whole episode", "policy/clipped_frac": "clipped", "policy/masked_frac": "masked",
+};
 const tail = (name) => name.replace(/^[^/]*\//, "");
 const label = (name, lines) => (lines.filter((each) => tail(each) === tail(name)).length > 1 ? name.replace("/", " ") : tail(name)).replaceAll("_", " ");
 
@@ -11,7 +18,7 @@ export function chart(spec, data, { marks = [], labels = null } = {}) {
   const show = (index) => legend.replaceChildren(...lines.map((name, i) => {
     const column = data[name];
     const at = index ?? column.findLastIndex((value) => value != null);
-    return h("li", { style: { "--c": `var(--${COLORS[i % COLORS.length]})` } }, h("i"), `${labels?.[name] ?? label(name, lines)} `, h("b", {}, short(column[at])));
+    return h("li", { title: name, style: { "--c": `var(--${COLORS[i % COLORS.length]})` } }, h("i"), `${labels?.[name] ?? LABELS[name] ?? label(name, lines)} `, h("b", {}, short(column[at])));
   }));
   const card = h("section", { class: "card" }, h("h2", {}, spec.title, spec.unit ? h("span", { class: "dim small" }, ` ${spec.unit}`) : null), place, legend);
   show(null);
@@ -62,7 +69,7 @@ function drawMarks(plot, marks, color) {
     context.moveTo(x, plot.bbox.top);
     context.lineTo(x, plot.bbox.top + plot.bbox.height);
     context.stroke();
-    context.fillText(`h ${horizon}`, x + 4 * ratio, plot.bbox.top + 11 * ratio);
+    context.fillText(`horizon ${horizon}`, x + 4 * ratio, plot.bbox.top + 11 * ratio);
   }
   context.restore();
 }

@@ -23,7 +23,7 @@ export function replace(element, ...children) {
   add(element, children);
 }
 
-// A report has no server: it reads the answers from its own page.
+// A report has no server. Its page contains the answers.
 const told = document.getElementById("answers");
 const answers = told && JSON.parse(told.textContent);
 export const isReport = Boolean(answers);
@@ -31,20 +31,20 @@ export const isReport = Boolean(answers);
 export async function ask(path, params) {
   if (answers) {
     const found = answers[params?.id == null ? path : `${path}?id=${params.id}`];
-    if (!found) throw new Error("This report does not hold that; the dashboard does.");
+    if (!found) throw new Error("This report does not contain the requested page. Open the run in the dashboard.");
     return found;
   }
   const query = params ? `?${new URLSearchParams(params)}` : "";
   const answer = await fetch(path + query, { headers: { accept: "application/json" } });
   const found = await answer.json().catch(() => ({}));
-  if (!answer.ok) throw new Error(found.error || found.detail || `the server answers ${answer.status}`);
+  if (!answer.ok) throw new Error(found.error || found.detail || `The server answered with status ${answer.status}.`);
   return found;
 }
 
 export async function act(path, body) {
   const answer = await fetch(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
   const found = await answer.json().catch(() => ({}));
-  if (!answer.ok) throw new Error(found.error || (typeof found.detail === "string" ? found.detail : `the server answers ${answer.status}`));
+  if (!answer.ok) throw new Error(found.error || (typeof found.detail === "string" ? found.detail : `The server answered with status ${answer.status}.`));
   return found;
 }
 
@@ -67,7 +67,7 @@ export const COLORS = ["c1", "c3", "c4", "c5", "c6", "c7", "c8", "c2"];
 
 export function notes(problems) {
   if (!problems?.length) return null;
-  return h("div", { class: "notes", role: "note" }, h("strong", {}, "Not everything could be read"), h("ul", {}, problems.map((text) => h("li", {}, visible(text)))));
+  return h("div", { class: "notes", role: "note" }, h("strong", {}, "Some files could not be read"), h("ul", {}, problems.map((text) => h("li", {}, visible(text)))));
 }
 export function table(head, rows) {
   // On a phone each row is a card, and each cell shows the name of its column.

@@ -34,14 +34,14 @@ export async function episodesView({ run, params, link, isUpdate }) {
         input("text", "item or episode", "search"), select("sort", SORTS.map((each) => [each, each.replace("_", " ")]), false),
         select("success", [["1", "solved"], ["0", "not solved"]], true), FACETS.map(facet), NUMBERS.map(([name, text]) => input(name, text, "number")),
         ["item", "group"].filter((name) => wanted[name]).map((name) => input(name, name, "search")))),
-      h("div", { class: "row" }, h("span", { class: "num", "aria-live": "polite" }, found.total ? `${(start + 1).toLocaleString("en")} to ${end.toLocaleString("en")} of ${found.total.toLocaleString("en")}` : "none fits"),
-        found.indexed < 1 ? h("span", { class: "chip" }, `${percent(found.indexed)} read`) : null,
+      h("div", { class: "row" }, h("span", { class: "num", "aria-live": "polite" }, found.total ? `${(start + 1).toLocaleString("en")} to ${end.toLocaleString("en")} of ${found.total.toLocaleString("en")}` : "no episode matches"),
+        found.indexed < 1 ? h("span", { class: "chip" }, `${percent(found.indexed)} of the journal read`) : null,
         h("button", { type: "button", disabled: start <= 0, onclick: () => go({ start: Math.max(0, start - PAGE) || "" }) }, "← newer"),
         h("button", { type: "button", disabled: end >= found.total, onclick: () => go({ start: start + PAGE }) }, "older →"),
         h("button", { type: "button", onclick: () => { location.hash = link("episodes", { run: run.name }); } }, "clear filters")),
       found.rows.length ? table(["episode", "item", { title: "reward", right: true }, { title: "turns", right: true }, { title: "versions", right: true }, "ended", "outcome", { title: "tokens", right: true }, { title: "horizon", right: true }],
         found.rows.map((row) => line(row, run, link))) : null,
-      found.absent?.length ? [h("h2", {}, "Settled without ever arriving"), table(["episode", "cause"], found.absent.map((each) => h("tr", {}, h("td", {}, visible(each.id)), h("td", { class: "wrap" }, visible(each.cause)))))] : null),
+      found.absent?.length ? [h("h2", {}, "Episodes with an outcome but without a trajectory"), table(["episode", "cause"], found.absent.map((each) => h("tr", {}, h("td", {}, visible(each.id)), h("td", { class: "wrap" }, visible(each.cause)))))] : null),
   ];
 }
 
@@ -103,7 +103,7 @@ function turn(segment, mode, context) {
   const versions = (segment.versions || []).map(([version]) => version);
   return h("article", { class: `turn ${segment.kind} ${segment.logprobs ? "" : "masked"} ${segment.invalid ? "invalid" : ""}` },
     h("h3", {}, h("span", {}, segment.kind === "prompt" ? name : `${name} ${segment.turn + 1}`), h("span", {}, `${segment.texts.length} tokens`),
-      versions.length ? h("span", {}, `version ${versions.join(" → ")}`) : null, segment.invalid ? h("span", { class: "bad" }, "could not be executed") : null,
+      versions.length ? h("span", {}, `version ${versions.join(" → ")}`) : null, segment.invalid ? h("span", { class: "bad" }, "invalid action") : null,
       segment.score != null ? h("span", {}, `score ${short(segment.score)}`) : null),
     body(segment, mode, context));
 }
@@ -120,7 +120,7 @@ export async function episodeView({ run, params, link, isUpdate }) {
   const list = h("div", { class: "replay" });
   const slider = h("input", { type: "range", min: 1, max: last, value: last, "aria-label": "Part of the episode", style: { flex: "1 1 160px" }, oninput: () => show(Number(slider.value)) });
   const position = h("span", { class: "num dim small", "aria-live": "polite" });
-  const map = h("canvas", { class: "map", role: "img", "aria-label": "Every token by its colour; masked parts are pale" });
+  const map = h("canvas", { class: "map", role: "img", "aria-label": "Map of all tokens in their colours; masked tokens are pale" });
   const pictures = run.kind === "run" && !isReport ? replayPictures(run, found.id) : null;
   function show(next) {
     at = Math.max(1, Math.min(last, next));
@@ -154,12 +154,12 @@ export async function episodeView({ run, params, link, isUpdate }) {
     notes(found.problems),
     h("section", { class: "card" },
       h("h1", {}, visible(found.id), " ", h("span", { class: `chip ${found.success ? "on" : "off"}` }, found.success ? "solved" : "not solved")),
-      h("p", { class: "dim small" }, [found.env, found.item].filter(Boolean).map(visible).join(" · "), isReport ? null : [" · ", h("a", { href: link("episodes", { run: run.name, item: found.item }) }, "same item, all versions")],
-        found.group && !isReport ? [" · ", found.kind === "eval" ? h("a", { href: link("episodes", { run: run.name, group: found.group }) }, "its evaluation") : h("a", { href: link("group", { run: run.name, id: found.group }) }, "its group side by side")] : null),
+      h("p", { class: "dim small" }, [found.env, found.item].filter(Boolean).map(visible).join(" · "), isReport ? null : [" · ", h("a", { href: link("episodes", { run: run.name, item: found.item }) }, "all episodes of this item")],
+        found.group && !isReport ? [" · ", found.kind === "eval" ? h("a", { href: link("episodes", { run: run.name, group: found.group }) }, "all episodes of this evaluation") : h("a", { href: link("group", { run: run.name, id: found.group }) }, "compare the episodes of this group")] : null),
       facts([["Reward", short(found.reward)], ["Advantage", found.advantage == null ? "" : short(found.advantage)], ["Turns", `${found.turns}${found.horizon ? ` of ${found.horizon}` : ""}`], ["Ended", found.end.replace("_", " ")],
-        ["Outcome", found.outcome.replace("_", " ") + (found.cause ? `: ${visible(found.cause)}` : "")], ["Trained in step", found.trained_at >= 0 ? found.trained_at : ""], ["Invalid actions", found.invalid ? `${found.invalid}, the first in turn ${segments.find((each) => each.invalid)?.turn + 1}` : 0], ["Tokens", short(found.tokens)],
-        ["Engine", found.wall_s ? `${short(found.generate_s)} s` : ""], ["Environment", found.wall_s ? `${short(found.env_s)} s` : ""]])),
-    h("section", { class: "card" }, buttons, map, h("div", { class: "row" }, h("button", { type: "button", onclick: () => step(-1), "aria-label": "Back" }, "←"), slider, h("button", { type: "button", onclick: () => step(1), "aria-label": "On" }, "→"), h("button", { type: "button", onclick: () => show(1) }, "from the start"), h("button", { type: "button", onclick: () => show(last) }, "all"), position)),
+        ["Outcome", found.outcome.replace("_", " ") + (found.cause ? `: ${visible(found.cause)}` : "")], ["Trained in step", found.trained_at >= 0 ? found.trained_at : ""], ["Invalid actions", found.invalid ? `${found.invalid}, first in turn ${segments.find((each) => each.invalid)?.turn + 1}` : 0], ["Tokens", short(found.tokens)],
+        ["Time in the engine", found.wall_s ? `${short(found.generate_s)} s` : ""], ["Time in the environment", found.wall_s ? `${short(found.env_s)} s` : ""]])),
+    h("section", { class: "card" }, buttons, map, h("div", { class: "row" }, h("button", { type: "button", onclick: () => step(-1), "aria-label": "Previous part" }, "←"), slider, h("button", { type: "button", onclick: () => step(1), "aria-label": "Next part" }, "→"), h("button", { type: "button", onclick: () => show(1) }, "first part"), h("button", { type: "button", onclick: () => show(last) }, "all parts"), position)),
     pictures ? h("div", { class: "sides" }, list, pictures.element) : list,
   ];
 }
@@ -195,14 +195,14 @@ export async function groupView({ run, params, link, isUpdate }) {
   if (isUpdate && document.querySelector(".members")) return null;
   const found = await ask(api(run, "/group"), { id: params.get("id") });
   return [
-    h("section", { class: "card" }, h("h1", {}, `Group ${visible(found.group)}`), h("p", { class: "dim small" }, found.members[0].kind === "eval" ? `${found.members.length} episodes of an evaluation, each of its own item` : `${found.members.length} members of ${visible(found.members[0].item)}, with how much more each was worth than the others`)),
+    h("section", { class: "card" }, h("h1", {}, `Group ${visible(found.group)}`), h("p", { class: "dim small" }, found.members[0].kind === "eval" ? `${found.members.length} episodes of an evaluation, one for each item` : `${found.members.length} members of ${visible(found.members[0].item)}. The advantage is the amount by which a member is better than its baseline.`)),
     h("div", { class: "members", tabindex: "0", role: "region", "aria-label": "Members of the group" }, found.members.map((each) => {
       const shared = { version: null, first: each.first_version, advantage: each.advantage };
       return h("section", { class: "card" },
         h("h2", {}, h("a", { href: link("episode", { run: run.name, id: each.id }) }, visible(each.id))),
         facts([["Reward", short(each.reward)], ["Advantage", each.advantage == null ? "" : short(each.advantage)], ["Turns", each.turns], ["Outcome", each.outcome.replace("_", " ")]]),
         each.problem ? h("p", { class: "bad small" }, visible(each.problem)) : null,
-        h("p", { class: "small dim" }, each.kind === "eval" ? visible(each.item) : each.differs ? `differs from the first from turn ${each.differs.turn + 1} on, token ${each.differs.token}: “${visible(each.differs.this).slice(0, 40)}”` : "the first, or just like it"),
+        h("p", { class: "small dim" }, each.kind === "eval" ? visible(each.item) : each.differs ? `first difference from the first member: turn ${each.differs.turn + 1}, token ${each.differs.token}: “${visible(each.differs.this).slice(0, 40)}”` : "first member, or identical to it"),
         each.segments.map((segment) => turn(segment, "probability", shared)));
     })),
   ];

@@ -39,7 +39,7 @@ async function draw({ isUpdate = false } = {}) {
     const run = currentRun(params);
     drawShell(name, params, run);
     if (!run) {
-      replace(view, h("div", { class: "card" }, h("h1", {}, "No run yet"), h("p", { class: "dim" }, "Start one with python run.py; it appears here by itself.")));
+      replace(view, h("div", { class: "card" }, h("h1", {}, "No run yet"), h("p", { class: "dim" }, "Start a run with `python run.py`. It then appears on this page.")));
       return;
     }
     const isFile = run.kind !== "run" && ["run", "fleet", "compare"].includes(name);
@@ -62,7 +62,7 @@ function drawShell(name, params, run) {
   if (run) select.value = run.name;
   const reading = document.getElementById("reading"), part = run && run.episodes && run.indexed < 1 ? run.indexed : null;
   reading.hidden = part == null;
-  if (part != null) { reading.firstElementChild.value = part; reading.lastElementChild.textContent = `${Math.floor(100 * part)}% of the journal is read${timeLeft(run.name, part)}`; }
+  if (part != null) { reading.firstElementChild.value = part; reading.lastElementChild.textContent = `${Math.floor(100 * part)}% of the journal has been read${timeLeft(run.name, part)}`; }
   const active = name === "episode" || name === "group" ? "episodes" : name;
   const tabs = TABS.filter(([id]) => (run && run.kind !== "run" ? id === "episodes" : !(isReport && (id === "play" || (runs.length < 2 && id === "compare")))));
   if (name === active) last.set(name, { run: run?.name, hash: location.hash });
@@ -118,5 +118,5 @@ else {
   events.addEventListener("changed", () => { tell("live", "on"); if (!waiting) { waiting = true; setTimeout(update, runs.some((each) => each.indexed < 1 && each.episodes) ? 1000 : UPDATE_MS); } });
   document.addEventListener("visibilitychange", update);
   events.addEventListener("open", () => tell("live", "on"));
-  events.addEventListener("error", () => tell("server gone", "off"));
+  events.addEventListener("error", () => tell("disconnected", "off"));
 }

@@ -6,10 +6,10 @@ import { h, act, ask, facts, replace, short, visible } from "./dom.js";
 const SIGNS = { "#": ["wall", "dim"], ".": ["free", "card"], "G": ["goal", "c4"], "@": ["agent", "c1"] };
 
 export function picture(drawn) {
-  if (drawn == null) return h("p", { class: "dim small" }, "This environment draws no picture.");
+  if (drawn == null) return h("p", { class: "dim small" }, "This environment has no pictures.");
   if (typeof drawn === "string") {
-    return /^data:image\/(png|jpeg);base64,/.test(drawn) ? h("img", { class: "drawn", src: drawn, alt: "What the environment looks like now" })
-      : h("details", {}, h("summary", {}, "The whole state in words, hidden answers included"), h("pre", { tabindex: "0" }, visible(drawn)));
+    return /^data:image\/(png|jpeg);base64,/.test(drawn) ? h("img", { class: "drawn", src: drawn, alt: "Current picture of the environment" })
+      : h("details", {}, h("summary", {}, "Full state as text, with hidden answers"), h("pre", { tabindex: "0" }, visible(drawn)));
   }
   if (drawn.map) return grid(drawn.map);
   if (drawn.tree) return crafting(drawn);
@@ -19,7 +19,7 @@ export function picture(drawn) {
 function grid(rows) {
   const size = 22, width = Math.max(...rows.map((row) => row.length));
   const cells = rows.flatMap((row, y) => [...row].map((sign, x) => {
-    const [word, color] = SIGNS[sign] || ["thing", "c3"];
+    const [word, color] = SIGNS[sign] || ["object", "c3"];
     return h("rect", { x: x * size, y: y * size, width: size - 1, height: size - 1, rx: sign === "@" ? size / 2 : 2, style: { fill: `var(--${color})` } }, h("title", {}, word));
   }));
   return h("svg", { class: "drawn", viewBox: `0 0 ${width * size} ${rows.length * size}`, role: "img", "aria-label": `Map of ${width} by ${rows.length} cells; the agent is round, the goal green` }, cells);
@@ -27,7 +27,7 @@ function grid(rows) {
 
 function crafting({ tree, held }) {
   const node = (each) => h("li", {}, h("span", { class: each.held >= each.count ? "good" : "" }, `${each.held >= each.count ? "✓ " : ""}${each.count} ${visible(each.name)}`), each.held && each.held < each.count ? h("span", { class: "dim" }, ` (${each.held} held)`) : null, each.parts.length ? h("ul", {}, each.parts.map(node)) : null);
-  return h("div", {}, h("h3", { class: "small" }, "Goal and what it is made of"), h("ul", { class: "tree" }, node(tree)), h("h3", { class: "small" }, "Inventory"),
+  return h("div", {}, h("h3", { class: "small" }, "Goal and its ingredients"), h("ul", { class: "tree" }, node(tree)), h("h3", { class: "small" }, "Inventory"),
     h("p", {}, Object.entries(held).map(([name, count]) => h("span", { class: "chip" }, `${count} ${visible(name)}`)), Object.keys(held).length ? null : h("span", { class: "dim" }, "nothing")));
 }
 
@@ -43,7 +43,7 @@ function leave() {
 addEventListener("pagehide", leave);
 addEventListener("hashchange", () => { if (!location.hash.startsWith("#play")) leave(); });
 
-const FIELDS = [["url", "OpenAI-compatible address, to /v1", "url"], ["model", "model", "text"], ["key", "key, if it wants one", "password"]];
+const FIELDS = [["url", "address of an OpenAI-compatible API, up to /v1", "url"], ["model", "model", "text"], ["key", "API key (optional)", "password"]];
 const remembered = { url: "", model: "", key: "" };
 
 export async function playView({ run, params, link, isUpdate }) {
@@ -71,16 +71,16 @@ async function fill(place, { run, params, link }) {
     try { const first = await act("api/play/open", { env, item: `${subset}-${split}-${index}`, run: run?.kind === "run" ? run.name : "" }); seat = first.id; board(game, first, subsets[subset], run); }
     catch (error) { say(error); }
   };
-  replace(place, h("section", { class: "card" }, h("h1", {}, "Play"), h("p", { class: "dim small" }, "An episode of your own: by hand, or by a policy that is asked for each action. Nothing of it is written to a run."),
+  replace(place, h("section", { class: "card" }, h("h1", {}, "Play"), h("p", { class: "dim small" }, "Play an episode by hand, or let a policy choose actions. The episode is not written to a run."),
     h("form", { class: "filters", onsubmit: begin },
       select("env", Object.keys(found), env, { subset: "", split: "", index: "" }), select("subset", Object.keys(subsets), subset, { split: "", index: "" }),
       select("split", Object.keys(sizes).filter((each) => sizes[each]), split, { index: "" }),
       h("label", {}, `item, 0 to ${sizes[split] - 1}`, h("input", { name: "index", type: "number", min: 0, max: sizes[split] - 1, value: index, onchange: (event) => go({ index: event.target.value }) })),
-      h("button", { type: "submit", class: "main" }, "Begin"))), game);
+      h("button", { type: "submit", class: "main" }, "Start"))), game);
 }
 
 function board(game, first, spec, run) {
-  const log = h("ol", { class: "log", "aria-label": "What was said", tabindex: "0" });
+  const log = h("ol", { class: "log", "aria-label": "Conversation", tabindex: "0" });
   const facts_ = h("div", {}), view = h("section", { class: "card" }), controls = h("section", { class: "card" });
   const tell = (kind, text) => { log.append(h("li", { class: kind }, h("span", { class: "dim small" }, kind), h("p", { class: "text", dir: "auto" }, visible(text)))); log.scrollTop = log.scrollHeight; };
   const problem = h("p", { class: "bad", role: "alert" });
@@ -99,16 +99,16 @@ function board(game, first, spec, run) {
   function show(told) {
     if (told.action != null) tell("action", told.action);
     tell("observation", told.observation);
-    replace(facts_, facts([["Turn", `${told.turn} of ${spec.max_turns}`], ["Reward", short(told.reward)], ["Action", told.valid === false ? "could not be executed" : told.valid ? "executed" : ""], ["Episode", told.done ? (told.success ? "solved" : "ended, not solved") : "goes on"], ["Acted", told.by ? visible(told.by) : ""]]));
+    replace(facts_, facts([["Turn", `${told.turn} of ${spec.max_turns}`], ["Reward", short(told.reward)], ["Action", told.valid === false ? "invalid, not executed" : told.valid ? "executed" : ""], ["Episode", told.done ? (told.success ? "solved" : "ended, not solved") : "in progress"], ["Action by", told.by ? visible(told.by) : ""]]));
     replace(view, h("h2", {}, "Picture"), picture(told.picture));
     const input = h("input", { name: "action", "aria-label": "Action", placeholder: "action", autocomplete: "off", style: { flex: "1 1 200px" } });
     const fields = FIELDS.map(([name, text, type]) => h("label", {}, text, h("input", { type, value: remembered[name], autocomplete: "off", onchange: (event) => { remembered[name] = event.target.value; } })));
-    replace(controls, facts_, problem, waiting, told.done ? h("p", { class: "dim" }, "The episode has ended. Begin another one above.") : [
+    replace(controls, facts_, problem, waiting, told.done ? h("p", { class: "dim" }, "The episode has ended. Start another episode above.") : [
       h("form", { class: "row", onsubmit: (event) => { event.preventDefault(); if (input.value.trim()) step(input.value); } }, input, h("button", { type: "submit" }, "Act")),
-      told.actions.length ? h("div", { class: "choices", role: "group", "aria-label": "Valid actions" }, told.actions.map((each) => h("button", { type: "button", onclick: () => step(each) }, visible(each)))) : h("p", { class: "dim small" }, "This environment names no valid actions."),
-      told.num_actions > told.actions.length ? h("p", { class: "dim small" }, `and ${told.num_actions - told.actions.length} more`) : null,
-      run?.kind === "run" ? h("p", {}, h("button", { type: "button", onclick: () => move(() => act("api/play/ask", { id: first.id, run: run.name }), `Asking the policy of ${run.name}; an engine that must be started first takes half a minute or more`) }, `Let the policy of ${run.name} act`)) : null,
-      h("details", { open: Boolean(remembered.url) }, h("summary", {}, "Let a policy at an address act"), h("form", { class: "filters", onsubmit: (event) => { event.preventDefault(); move(() => act("api/play/ask", { id: first.id, ...remembered })); } }, fields, h("button", { type: "submit" }, "Ask it for one action")))]);
+      told.actions.length ? h("div", { class: "choices", role: "group", "aria-label": "Valid actions" }, told.actions.map((each) => h("button", { type: "button", onclick: () => step(each) }, visible(each)))) : h("p", { class: "dim small" }, "This environment does not list its valid actions."),
+      told.num_actions > told.actions.length ? h("p", { class: "dim small" }, `and ${told.num_actions - told.actions.length} more actions`) : null,
+      run?.kind === "run" ? h("p", {}, h("button", { type: "button", onclick: () => move(() => act("api/play/ask", { id: first.id, run: run.name }), `Waiting for the policy of ${run.name} (the start of an engine takes half a minute or more)`) }, `Let the policy of ${run.name} act`)) : null,
+      h("details", { open: Boolean(remembered.url) }, h("summary", {}, "Let the policy of another server act"), h("form", { class: "filters", onsubmit: (event) => { event.preventDefault(); move(() => act("api/play/ask", { id: first.id, ...remembered })); } }, fields, h("button", { type: "submit" }, "Request one action")))]);
     if (!told.done && !matchMedia("(pointer: coarse)").matches) input.focus({ preventScroll: true });
   }
   if (first.instruction) tell("instruction", first.instruction);
@@ -119,11 +119,11 @@ function board(game, first, spec, run) {
 // --- the pictures of a recorded episode ----------------------------------------------------------
 
 export function replayPictures(run, id) {
-  const place = h("div", {}), button = h("button", { type: "button", onclick: load }, "Show the environment");
+  const place = h("div", {}), button = h("button", { type: "button", onclick: load }, "Show pictures of the environment");
   let found = null, turn = 0;
   async function load() {
     button.disabled = true;
-    button.textContent = "Playing it again…";
+    button.textContent = "Replaying the episode…";
     try { found = await ask(`api/run/${encodeURIComponent(run.name)}/pictures`, { id }); button.remove(); }
     catch (error) { found = { pictures: [], problem: String(error.message || error) }; button.disabled = false; button.textContent = "Try again"; }
     show(turn);
@@ -133,7 +133,7 @@ export function replayPictures(run, id) {
     if (!found) return;
     const drawn = found.pictures[turn];
     replace(place, drawn === undefined ? null : [h("p", { class: "dim small" }, turn ? `after ${turn} ${turn === 1 ? "action" : "actions"}` : "before the first action"), picture(drawn)],
-      found.problem && drawn === undefined ? h("p", { class: "notes", role: "note" }, `No picture here: ${visible(found.problem)}`) : null);
+      found.problem && drawn === undefined ? h("p", { class: "notes", role: "note" }, `This turn has no picture: ${visible(found.problem)}`) : null);
   }
   return { element: h("section", { class: "card env" }, h("h2", {}, "Environment"), button, place), show };
 }

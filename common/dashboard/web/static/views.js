@@ -9,7 +9,7 @@ const OUTCOMES = [["trained", "c4"], ["filtered", "c2"], ["stale", "c3"], ["fail
 export async function runView({ run, link }) {
   const [found, data] = await Promise.all([ask(api(run)), ask(api(run, "/metrics"))]);
   const steps = found.num_steps ? `step ${found.step} of ${found.num_steps}` : `step ${found.step}`;
-  const indexed = found.indexed < 1 ? ` · ${percent(found.indexed)} of the journal is read` : "";
+  const indexed = found.indexed < 1 ? ` · ${percent(found.indexed)} of the journal has been read` : "";
   return [
     notes(found.problems),
     h("section", { class: "card" },
@@ -22,8 +22,8 @@ export async function runView({ run, link }) {
     ledger(found, run, link),
     data.step?.length ? h("div", { class: "grid" },
       found.charts.map((each) => chart(each, data, { marks: ["Success", "Truncation", "Turns and invalid actions"].includes(each.title) ? found.marks : [] })),
-      Object.values(found.lags).some(Boolean) ? h("section", { class: "card" }, h("h2", {}, "Lag ", h("span", { class: "dim small" }, "trained tokens by versions behind")), bars(Object.entries(found.lags).filter(([, n]) => n))) : null)
-      : h("p", { class: "card dim" }, "No step has been trained yet: charts begin with the first."),
+      Object.values(found.lags).some(Boolean) ? h("section", { class: "card" }, h("h2", {}, "Lag ", h("span", { class: "dim small" }, "trained tokens by lag in versions")), bars(Object.entries(found.lags).filter(([, n]) => n))) : null)
+      : h("p", { class: "card dim" }, "No step is complete yet. The charts appear after the first step."),
     h("div", { class: "grid", style: { "margin-top": "14px" } }, endsCard(found), cpuCard(found)),
     h("div", { style: { "margin-top": "14px" } }, droppedCard(found), settingsCard(found)),
   ];
@@ -35,7 +35,7 @@ function ledger(found, run, link) {
   const sum = OUTCOMES.reduce((total, [name]) => total + (book[name] || 0), 0);
   const causes = Object.entries(book.causes || {});
   return h("section", { class: "card", "aria-label": "Ledger" },
-    h("h2", {}, "Ledger ", h("span", { class: `small ${sum === book.issued ? "good" : "bad"}` }, sum === book.issued ? "it balances" : `it does not balance: ${sum} of ${book.issued}`)),
+    h("h2", {}, "Ledger ", h("span", { class: `small ${sum === book.issued ? "good" : "bad"}` }, sum === book.issued ? "balanced" : `not balanced: the outcomes add up to ${sum}, not ${book.issued}`)),
     h("div", { class: "flow" },
       h("div", { class: "from" }, h("b", {}, short(book.issued)), h("span", { class: "dim small" }, "issued →")),
       h("div", { class: "boxes" }, OUTCOMES.map(([name, color]) => h(isReport ? "span" : "a", { href: isReport ? null : link("episodes", { run: run.name, outcome: name, kind: name === "failed" ? "" : "train" }), style: { "--c": `var(--${color})` } },
@@ -49,21 +49,21 @@ function ledger(found, run, link) {
 
 export async function fleetView({ run }) {
   const found = await ask(api(run, "/fleet"));
-  const age = found.silent_s == null ? "the scheduler wrote no status" : `as of ${short(Math.round(found.silent_s))} s ago`;
-  const state = (each) => found.state === "finished" ? "done" : each.gone || (each.is_dead ? "gone" : each.is_silent ? "silent" : each.waiting_for ? `waits for ${each.waiting_for}` : each.role === "envhub" ? "serves" : "busy");
+  const age = found.silent_s == null ? "the scheduler has not written its status" : `status written ${short(Math.round(found.silent_s))} s ago`;
+  const state = (each) => found.state === "finished" ? "done" : each.gone || (each.is_dead ? "dead" : each.is_silent ? "silent" : each.waiting_for ? `waits for ${each.waiting_for}` : each.role === "envhub" ? "serves" : "busy");
   const work = (num, most) => most ? `${num ?? 0} of ${short(most)}` : num;
   const nodes = new Set(found.roles.map((each) => each.node).filter(Boolean)).size;
   return [
     h("section", { class: "card" }, h("h1", {}, "Fleet"), h("p", { class: "dim small" }, `${found.state} · ${found.roles.length} roles${nodes ? ` on ${nodes} node${nodes > 1 ? "s" : ""}` : ""} · ${age}`), found.gate ? h("p", {}, visible(`Gate: ${found.gate.replace(/^gate: /, "")}`)) : null,
-      found.roles.length ? table(["role", "node", "state", { title: "version", right: true }, { title: "tokens/s", right: true }, { title: "in work", right: true }, { title: "memory", right: true }, { title: "processor", right: true }, { title: "restarts", right: true }, { title: "heard", right: true }],
+      found.roles.length ? table(["role", "node", "state", { title: "version", right: true }, { title: "tokens/s", right: true }, { title: "in progress", right: true }, { title: "memory", right: true }, { title: "processor time", right: true }, { title: "restarts", right: true }, { title: "last heartbeat", right: true }],
         found.roles.map((each) => h("tr", {}, h("td", { class: "wrap" }, visible(String(each.name)), each.envs ? h("div", { class: "dim small", style: { "font-weight": "400" } }, visible(`${each.envs.join(", ")} at ${each.url}`)) : null), h("td", { class: "wrap" }, visible(each.node || "–")), h("td", { class: "wrap" }, visible(state(each))), right(each.version), right(short(each.tokens_per_s)), right(each.role === "envhub" ? work(each.num_sessions, each.max_sessions) : work(each.running, each.num_slots)), right(each.rss_bytes ? `${(each.rss_bytes / 2 ** 30).toFixed(1)} GiB` : "–"), right(each.cpu_s ? `${short(each.cpu_s)} s` : "–"), right(each.num_restarts || "–"), right(each.last_seen_s == null ? "–" : `${short(each.last_seen_s, 2)} s ago`))))
-        : h("p", { class: "dim" }, "No role has been heard of yet.")),
-    lanes(found.steps, found.parts, "What the learner did in the last steps", "s"),
-    lanes(found.steps, found.slots, "What the actors' slots did meanwhile", ""),
+        : h("p", { class: "dim" }, "No role has sent a heartbeat yet.")),
+    lanes(found.steps, found.parts, "Learner: time of each step by activity", "s"),
+    lanes(found.steps, found.slots, "Actors: time of all slots by activity", ""),
     h("section", { class: "card" }, h("h2", {}, "Restarts and hangs"),
-      found.restarts.length ? table(["when", "role", "why it ended", "restart", "its last line"], found.restarts.map((each) => h("tr", {}, h("td", {}, visible(each.at)), h("td", {}, visible(each.role)), h("td", {}, visible(each.exit)), h("td", {}, visible(each.number)), h("td", { class: "wrap" }, visible(each.last || "–"))))) : null,
-      found.events.length ? h("pre", { tabindex: "0" }, visible(found.events.join("\n"))) : found.restarts.length ? null : h("p", { class: "dim" }, "None in the logs.")),
-    found.stalls.length ? null : h("section", { class: "card" }, h("h2", {}, "Stall reports"), h("p", { class: "dim" }, "None: nothing stood still.")),
+      found.restarts.length ? table(["time", "role", "exit", "restart", "last log line"], found.restarts.map((each) => h("tr", {}, h("td", {}, visible(each.at)), h("td", {}, visible(each.role)), h("td", {}, visible(each.exit)), h("td", {}, visible(each.number)), h("td", { class: "wrap" }, visible(each.last || "–"))))) : null,
+      found.events.length ? h("pre", { tabindex: "0" }, visible(found.events.join("\n"))) : found.restarts.length ? null : h("p", { class: "dim" }, "The logs report none.")),
+    found.stalls.length ? null : h("section", { class: "card" }, h("h2", {}, "Stall reports"), h("p", { class: "dim" }, "None. No role has stalled.")),
     found.stalls.map((each) => h("details", { class: "card" }, h("summary", {}, `Stall report ${visible(each.name)}`), h("pre", { tabindex: "0" }, visible(each.text)))),
   ];
 }
@@ -96,15 +96,15 @@ export async function compareView({ run, runs, params, link }) {
   const toggle = (name) => chosen.includes(name) ? chosen.filter((each) => each !== name) : [...chosen, name];
   const picker = isReport ? h("h1", {}, "Compare") : h("section", { class: "card" }, h("h1", {}, "Compare"), h("div", { class: "row" }, all.map((each) =>
     h("button", { type: "button", "aria-pressed": String(chosen.includes(each.name)), onclick: () => { location.hash = link("compare", { run: run.name, with: toggle(each.name).join(",") || "-" }); } }, each.name))));
-  if (!chosen.length) return [picker, h("p", { class: "card dim" }, "Choose runs above.")];
+  if (!chosen.length) return [picker, h("p", { class: "card dim" }, "Select the runs to compare.")];
   const found = await ask("api/compare", { runs: chosen.join(",") });
-  const pools = found.pools.map((names) => ({ names, title: names.length > 1 ? `${names[0]} and ${names.length - 1} more seeds` : names[0] }));
+  const pools = found.pools.map((names) => ({ names, title: names.length > 1 ? `mean of ${names.length} seeds of ${names[0]}` : names[0] }));
   const keys = Object.entries(found.config);
   return [picker,
     pooledCard(found),
     h("div", { class: "grid" }, found.charts.map((each) => chart(...pooled(each, found.series, pools)))),
-    h("section", { class: "card", style: { "margin-top": "14px" } }, h("h2", {}, "Configuration: what differs"), keys.length ? table(["key", ...found.runs.map((each) => each.name)],
-      keys.map(([key, values]) => h("tr", {}, h("td", {}, key), found.runs.map((each) => h("td", { class: "wrap" }, visible(values[each.name])))))) : h("p", { class: "dim" }, "Nothing but names."))];
+    h("section", { class: "card", style: { "margin-top": "14px" } }, h("h2", {}, "Differences in the configuration"), keys.length ? table(["key", ...found.runs.map((each) => each.name)],
+      keys.map(([key, values]) => h("tr", {}, h("td", {}, key), found.runs.map((each) => h("td", { class: "wrap" }, visible(values[each.name])))))) : h("p", { class: "dim" }, "The configurations differ in the run name only."))];
 }
 
 // One line for each pool: the mean over its seeds. Several seeds also get the mean's 95 % interval.

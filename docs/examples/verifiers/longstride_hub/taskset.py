@@ -1,4 +1,4 @@
-"""Each task is an item of the hub, which plays the user over its own HTTP routes."""
+"""A taskset whose tasks are the items of a hub. The hub plays the user over its HTTP routes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import verifiers.v1 as vf
 
 
 class HubConfig(vf.TasksetConfig):
-    """Where the hub is, and which of its items are the tasks."""
+    """The address of the hub, and the items that are the tasks."""
 
     url: str = "http://127.0.0.1:8080"
     env: str = "babyai"
@@ -17,7 +17,7 @@ class HubConfig(vf.TasksetConfig):
 
 
 class HubData(vf.TaskData):
-    """An item of the hub, and how its conversation begins."""
+    """An item of the hub, and the beginning of its conversation."""
 
     url: str
     session: dict[str, str]
@@ -25,11 +25,11 @@ class HubData(vf.TaskData):
 
 
 class HubTask(vf.Task[HubData]):
-    """An item; what it pays comes from the hub."""
+    """An item. Its reward comes from the hub."""
 
 
 class HubEnvConfig(vf.EnvConfig):
-    """The one agent: a chat loop without tools, so many turns long."""
+    """The options of the only agent: a chat loop without tools and a limit of turns."""
 
     agent: vf.AgentConfig = vf.AgentConfig(
         harness={"id": "null"}, runtime={"type": "subprocess"}, max_turns=20
@@ -40,7 +40,7 @@ class HubEnv(vf.Env[HubEnvConfig]):
     """The agent's replies are actions; observations are the user's turns."""
 
     async def run(self, task: HubTask, agents: vf.Agents) -> None:
-        """Play one item. Its last reward, and whether it was solved, go onto the trace."""
+        """Play one item. The trace gets its last reward and its success."""
         data = task.data
         told = {"reward": 0.0, "is_success": False}
         async with httpx.AsyncClient(base_url=data.url, timeout=60.0, trust_env=False) as hub:
@@ -59,13 +59,13 @@ class HubEnv(vf.Env[HubEnvConfig]):
                         segment = await interaction.turn(told["observation"])
             finally:
                 await hub.delete(path)
-        if interaction.trace.ok:  # a model that did not answer is no failure of the policy
+        if interaction.trace.ok:  # A missing answer of the model is not a failure of the policy.
             interaction.trace.record_reward("hub_reward", told["reward"])
             interaction.trace.record_metric("success", float(told["is_success"]))
 
 
 async def post(hub: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the hub's answer. A failure of it fails the episode, and is no reward."""
+    """Return the hub's answer. A failed request fails the episode and gives no reward."""
     answer = await hub.post(path, json=body)
     if answer.is_error:
         raise vf.EnvError(f"{path}: {answer.status_code}: {answer.text[:500]}")
@@ -76,7 +76,7 @@ class HubTaskset(vf.Taskset[HubTask, HubConfig]):
     """The items of one split of one environment of the hub."""
 
     def load(self) -> Iterator[HubTask]:
-        """Yield them in the hub's order."""
+        """Yield the items in the hub's order."""
         config, start = self.config, 0
         catalogue = httpx.get(f"{config.url}/v1/envs", trust_env=False).raise_for_status().json()
         instruction = catalogue[config.env]["instruction"][config.style]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from actor.agents.requests import (
+from actor.api.requests import (
     Answer,
     Api,
     Asked,
@@ -99,6 +99,20 @@ def _prompt(given: object) -> str | list[int]:
     raise invalid("prompt: one text, or one list of token ids", "prompt")
 
 
+def choices_reply(asked: Asked, answers: list[Answer]) -> dict[str, Any]:
+    """Return the response with one choice for each of the answers to the same prompt."""
+    replies = [_reply_chat(asked, answer) for answer in answers]
+    choices = [{**reply["choices"][0], "index": i} for i, reply in enumerate(replies)]
+    num_sampled = sum(answer.num_sampled for answer in answers)
+    num_prompt = answers[0].num_prompt
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }
+    return {**replies[0], "choices": choices, "usage": usage}
+
+
 def _reply_chat(asked: Asked, answer: Answer) -> dict[str, Any]:
     calls = [
         {"id": i, "type": "function", "function": {"name": name, "arguments": arguments_text(told)}}
@@ -132,7 +146,12 @@ def _reply(
 
 
 def _chat_events(asked: Asked, reply: dict[str, Any]) -> list[Event]:
-    (choice,) = reply["choices"]
+    parts = [part for choice in reply["choices"] for part in _deltas(choice)]
+    return _chunks(asked, {**reply, "object": "chat.completion.chunk"}, parts)
+
+
+def _deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a stream that together are one choice."""
     said = choice["message"]
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     if said.get("reasoning_content"):
@@ -141,9 +160,9 @@ def _chat_events(asked: Asked, reply: dict[str, Any]) -> list[Event]:
         deltas.append({"content": said["content"]})
     for number, call in enumerate(said.get("tool_calls", [])):
         deltas.append({"tool_calls": [{"index": number, **call}]})
-    parts = [{"delta": delta, "finish_reason": None} for delta in deltas]
-    parts.append({"delta": {}, "finish_reason": choice["finish_reason"]})
-    return _chunks(asked, {**reply, "object": "chat.completion.chunk"}, parts)
+    index = choice["index"]
+    parts = [{"index": index, "delta": delta, "finish_reason": None} for delta in deltas]
+    return [*parts, {"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}]
 
 
 def _bare_events(asked: Asked, reply: dict[str, Any]) -> list[Event]:

@@ -112,6 +112,13 @@ class Api:
     events: Callable[[Asked, dict[str, Any]], list[Event]]  # The reply as events of a stream.
 
 
+def event_text(event: Event) -> str:
+    """Return a server-sent event; an empty payload is the end of the stream."""
+    name, payload = event
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(payload) if payload else '[DONE]'}\n\n"
+
+
 def openai_error(error: ApiError) -> dict[str, Any]:
     """Return an error in the format of OpenAI's APIs."""
     kind = "authentication_error" if error.status == 401 else "invalid_request_error"

@@ -1,0 +1,193 @@
+"""Models by name: `org/name[@revision]` becomes a folder of the Hugging Face cache.
+
+A name is resolved once, on the node that starts the run. The configuration then holds the folder
+of one commit, and `model.source` holds the name with the commit.
+"""
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.store.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[\w./-]+))?"
+)
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+WEIGHT_FILES = ("*.safetensors",)
+HUB_TIMEOUT_S = 10.0
+INDEX = "model.safetensors.index.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubModel:
+    """One commit of a repository in the local cache."""
+
+    repository: str
+    commit: str
+    folder: Path
+
+    @property
+    def source(self) -> str:
+        """Name with its commit, as in `model.source`."""
+        return f"{self.repository}@{self.commit}"
+
+
+def is_hub_name(path: str, root: Path) -> bool:
+    """Return whether a path is the name of a repository, not a local path.
+
+    A path is local if it exists, or if its first folder exists below `root`.
+    """
+    if NAME.fullmatch(path) is None:
+        return False
+    return not (root / path).exists() and not (root / path.split("/", 1)[0]).is_dir()
+
+
+def resolve_models(cfg: RunConfig, root: Path, *, is_dry: bool = False) -> RunConfig:
+    """Return the config with folders in place of all names of models.
+
+    An unfinished run keeps the commit with which it began, unless the name has a revision.
+
+    Args:
+        is_dry: weights that are not in the cache are not fetched.
+
+    Raises: ConfigError: a file is missing and cannot be fetched; the message has the remedies.
+    """
+    model = cfg.model
+    if model.architecture and is_hub_name(model.architecture, root):
+        found = _resolve("model.architecture", model.architecture, has_weights=False)
+        model = replace(model, architecture=str(found.folder))
+        if cfg.model.path == cfg.model.architecture:  # It stands in for the model of a dry run.
+            return replace(cfg, model=replace(model, path=str(found.folder)))
+    if is_hub_name(model.path, root):
+        name = _with_kept_commit(model.path, cfg, root)
+        found = _resolve("model.path", name, has_weights=not is_dry)
+        path = str(found.folder)
+        is_stand_in = is_dry and bool(_missing_files(found.folder, has_weights=True))
+        architecture = path if is_stand_in else model.architecture
+        model = replace(model, path=path, source=found.source, architecture=architecture)
+    algorithm = cfg.algorithm
+    if is_hub_name(algorithm.reference_path, root):
+        found = _resolve("algorithm.reference_path", algorithm.reference_path)
+        algorithm = replace(algorithm, reference_path=str(found.folder))
+    critic = cfg.learner.critic
+    if is_hub_name(critic.path, root):
+        found = _resolve("learner.critic.path", critic.path)
+        critic = replace(critic, path=str(found.folder))
+    learner = replace(cfg.learner, critic=critic)
+    return replace(cfg, model=model, algorithm=algorithm, learner=learner)
+
+
+def _with_kept_commit(name: str, cfg: RunConfig, root: Path) -> str:
+    """Return the name with the commit that an earlier start of this run has recorded."""
+    kept = RunDir(root=root / cfg.run.dir / cfg.run.name).read_source()
+    is_same = "@" not in name and kept.partition("@")[0] == name
+    return kept if is_same else name
+
+
+@cache
+def _resolve(key: str, name: str, *, has_weights: bool = True) -> HubModel:
+    match = NAME.fullmatch(name)
+    assert match is not None, name
+    repository, revision = match["repository"], match["revision"]
+    patterns = [*SMALL_FILES, *(WEIGHT_FILES if has_weights else ())]
+    folder = _cached(repository, revision, patterns)
+    problem = ""
+    if not _is_pinned(revision) or folder is None or _missing_files(folder, has_weights):
+        folder, problem = _fetch(repository, revision, patterns, cached=folder)
+    lacking = _missing_files(folder, has_weights)
+    if folder is None or lacking:
+        words = f"{repository} --revision {revision}" if revision else repository
+        raise ConfigError(
+            f"{key}={name}: the cache lacks {', '.join(lacking)} of {name}, and the files could not"
+            f" be fetched ({problem or 'the repository does not have them'}). Run `hf download"
+            f" {words}` on a machine with a network and copy its cache to {_cache_folder()}, or"
+            f" give {key}=FOLDER with a local copy of the model"
+        )
+    if problem:
+        logger.warning("model hub unreachable, using the cache source=%s (%s)", name, problem)
+    return HubModel(repository=repository, commit=folder.name, folder=folder)
+
+
+def _is_pinned(revision: str | None) -> bool:
+    return re.fullmatch(r"[0-9a-f]{40}", revision or "") is not None
+
+
+def _cached(repository: str, revision: str | None, patterns: Sequence[str]) -> Path | None:
+    """Return the folder of a commit in the cache, None if the cache has no part of it."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    hub: Any = huggingface_hub
+    try:
+        found = hub.snapshot_download(
+            repository, revision=revision, allow_patterns=list(patterns), local_files_only=True
+        )
+    except LocalEntryNotFoundError:
+        return None
+    return Path(found)
+
+
+def _fetch(
+    repository: str, revision: str | None, patterns: Sequence[str], *, cached: Path | None
+) -> tuple[Path | None, str]:
+    """Download the missing files; return the folder and "", or `cached` and the problem.
+
+    The commit is requested first: an unreachable hub is then found at once, without retries.
+    """
+    import huggingface_hub
+
+    hub: Any = huggingface_hub
+    wanted = list(patterns)
+    try:
+        info = hub.HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S)
+        found = hub.snapshot_download(repository, revision=info.sha, allow_patterns=wanted)
+    except (OSError, _transport_error()) as error:  # No network, no such repository, or no access.
+        return cached, _first_line(error)
+    return Path(found), ""
+
+
+def _transport_error() -> type[Exception]:
+    """Return the base of the errors of the HTTP library that this huggingface_hub uses."""
+    from huggingface_hub.utils import get_session
+
+    library = type(get_session()).__module__.partition(".")[0]
+    return sys.modules[library].HTTPError
+
+
+def _missing_files(folder: Path | None, has_weights: bool) -> list[str]:
+    """Return the names of the files that a model needs and the folder lacks."""
+    if folder is None:
+        return ["config.json", "tokenizer.json", *(["model.safetensors"] if has_weights else [])]
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        missing.append("tokenizer.json")
+    if not has_weights:
+        return missing
+    index = folder / INDEX
+    if not index.is_file():
+        has_some = any(folder.glob("*.safetensors"))
+        return missing if has_some else [*missing, "model.safetensors"]
+    shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    return [*missing, *sorted(name for name in shards if not (folder / name).is_file())]
+
+
+def _cache_folder() -> str:
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_CACHE
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]

@@ -1,0 +1,139 @@
+"""Laws of models by name, with a cache folder of the Hugging Face layout."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from common.checks import hub_models
+from common.checks.hub_models import is_hub_name, resolve_models
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+from common.store.run_start import prepare, save_config
+
+OLD, NEW = "a" * 40, "b" * 40
+NAME = "some-org/Tiny-1M"
+
+
+@pytest.fixture(autouse=True)
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of an offline cache with two commits; `main` is the newer one."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub_models._resolve.cache_clear()
+    repository = tmp_path / "hub" / "models--some-org--Tiny-1M"
+    for commit in (OLD, NEW):
+        shutil.copytree(ROOT / "configs/policies/tiny", repository / "snapshots" / commit)
+    point_main(repository, NEW)
+    return repository
+
+
+def point_main(repository: Path, commit: str) -> None:
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / "main").write_text(commit, encoding="utf-8")
+
+
+def config(tmp_path: Path, *overrides: str) -> RunConfig:
+    where = (f"run.dir={tmp_path}", "run.name=r")
+    return load_config("smoke", [*where, *overrides], root=ROOT)
+
+
+def resolved(cfg: RunConfig, *, is_dry: bool = False) -> RunConfig:
+    hub_models._resolve.cache_clear()  # as in another process
+    return resolve_models(cfg, ROOT, is_dry=is_dry)
+
+
+def test_name_becomes_the_folder_of_one_commit(tmp_path: Path, cached: Path) -> None:
+    model = resolved(config(tmp_path, f"model.path={NAME}")).model
+    assert model.path == str(cached / "snapshots" / NEW)
+    assert model.source == f"{NAME}@{NEW}"
+    assert model.label == NAME
+
+
+@pytest.mark.parametrize("revision", [OLD, "main"])
+def test_revision_selects_its_commit(tmp_path: Path, cached: Path, revision: str) -> None:
+    model = resolved(config(tmp_path, f"model.path={NAME}@{revision}")).model
+    assert model.source == f"{NAME}@{OLD if revision == OLD else NEW}"
+
+
+def test_resumed_run_keeps_its_commit(tmp_path: Path, cached: Path) -> None:
+    point_main(cached, OLD)
+    cfg = config(tmp_path, f"model.path={NAME}")
+    run_dir = RunDir(root=tmp_path / "r")
+    save_config(resolved(cfg), run_dir.config)
+    point_main(cached, NEW)
+    assert resolved(cfg).model.source == f"{NAME}@{OLD}"
+    assert prepare(resolved(cfg), run_dir) is None
+    other = resolved(config(tmp_path, f"model.path={NAME}@main"))
+    with pytest.raises(ConfigError, match=f"model.path: was {NAME}@{OLD}, now {NAME}@{NEW}"):
+        prepare(other, run_dir)
+
+
+@pytest.mark.parametrize("gone", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_missing_file_is_named_with_two_remedies(tmp_path: Path, cached: Path, gone: str) -> None:
+    (cached / "snapshots" / NEW / gone).unlink()
+    with pytest.raises(ConfigError) as caught:
+        resolved(config(tmp_path, f"model.path={NAME}"))
+    text = str(caught.value)
+    assert text.startswith(f"model.path={NAME}: the cache lacks {gone} of {NAME}, ")
+    assert f"`hf download {NAME}`" in text
+    assert f"copy its cache to {tmp_path}/hub" in text
+    assert "model.path=FOLDER" in text
+
+
+def test_missing_shard_is_named(tmp_path: Path, cached: Path) -> None:
+    folder = cached / "snapshots" / NEW
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"the cache lacks model-2\.safetensors of"):
+        resolved(config(tmp_path, f"model.path={NAME}"))
+
+
+def test_unknown_model_or_revision_is_refused(tmp_path: Path) -> None:
+    for name in ("other/none", f"{NAME}@v9", f"{NAME}@{'c' * 40}"):
+        with pytest.raises(ConfigError, match=r"the cache lacks config\.json, tokenizer\.json"):
+            resolved(config(tmp_path, f"model.path={name}"))
+
+
+def test_dry_run_needs_no_weights(tmp_path: Path, cached: Path) -> None:
+    folder = cached / "snapshots" / NEW
+    (folder / "model.safetensors").unlink()
+    model = resolved(config(tmp_path, f"model.path={NAME}"), is_dry=True).model
+    assert (model.path, model.architecture) == (str(folder), str(folder))
+
+
+def test_all_keys_of_models_take_names(tmp_path: Path, cached: Path) -> None:
+    cfg = config(
+        tmp_path,
+        f"model.path={NAME}@{OLD}",
+        f"model.architecture={NAME}",
+        f"algorithm.reference_path={NAME}",
+        f"learner.critic.path={NAME}",
+    )
+    got = resolved(cfg)
+    newest = str(cached / "snapshots" / NEW)
+    assert got.model.path == str(cached / "snapshots" / OLD)
+    assert got.model.architecture == newest
+    assert got.algorithm.reference_path == newest
+    assert got.learner.critic.path == newest
+
+
+@pytest.mark.parametrize(
+    "path", ["configs/policies", "runs/x", "a/b/c", "/a/b", "./a", "unset", "a b/c", "../a"]
+)
+def test_paths_are_no_names(tmp_path: Path, path: str) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "configs").mkdir()
+    assert not is_hub_name(path, tmp_path)
+
+
+def test_folder_is_left_unchanged(tmp_path: Path) -> None:
+    cfg = config(tmp_path)
+    assert resolved(cfg) == cfg
+    assert resolved(replace(cfg, model=replace(cfg.model, path=str(tmp_path)))).model.source == ""
