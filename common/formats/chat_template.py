@@ -114,11 +114,14 @@ def prompt_date() -> str:
     return _process.date
 
 
-def names_date(folder: Path) -> bool:
-    """Return whether the chat template in a model's folder may use the date."""
-    texts = [
-        path.read_text(encoding="utf-8") for name in FILES if (path := folder / name).is_file()
-    ]
+def names_date(folder: Path, template: Path | None = None) -> bool:
+    """Return whether the chat template of a model may use the date.
+
+    Args:
+        template: the file of `model.chat_template`; None: the template in the model's folder.
+    """
+    paths = [template] if template else [folder / name for name in FILES]
+    texts = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
     return any(CLOCK in text or DATE in text for text in texts)
 
 

@@ -194,7 +194,8 @@ def test_calls_are_read_as_parsers_of_vllm_read_them() -> None:
         render = tools_of(name)
         for text in (answer_of(name), answer_of(name).replace("go_to", "come_to"), "I go."):
             said = render.call_text(sampled(vocabulary(name), text))
-            parser = ToolParserManager.get_tool_parser(parser_name)(vocabulary(name), request.tools)
+            parser_class: Any = ToolParserManager.get_tool_parser(parser_name)
+            parser = parser_class(vocabulary(name), request.tools)
             found = parser.extract_tool_calls(said, request).tool_calls
             theirs = [(each.function.name, json.loads(each.function.arguments)) for each in found]
             form = render.calls
