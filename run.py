@@ -299,12 +299,12 @@ def bench(request: ParsedCommand) -> int:
 
 
 def doctor(request: ParsedCommand) -> int:
+    from actor.formats.preview import preview_lines
     from common.checks import doctor as checks
     from envhub.command import examine_environments
 
-    return checks.doctor(
-        request, root=ROOT, missing_for=missing_for, examine_environments=examine_environments
-    )
+    own = {"missing_for": missing_for, "examine_environments": examine_environments}
+    return checks.doctor(request, root=ROOT, preview=preview_lines, **own)
 
 
 def recompute(request: ParsedCommand) -> int:
@@ -456,7 +456,8 @@ def show_config(cfg: RunConfig, *, has_plan: bool) -> int:
 
 
 def memory_lines(cfg: RunConfig) -> list[str]:
-    """Return the memory plan of a run on this machine, and its placement on a Ray cluster."""
+    """Return the memory plan of a run, its placement on a Ray cluster, and a conversation."""
+    from actor.formats.preview import preview_lines
     from common.checks import memory_plan, preflight
 
     lines = memory_plan.lines_here(preflight.on_this_machine(cfg), ROOT)
@@ -464,7 +465,7 @@ def memory_lines(cfg: RunConfig) -> list[str]:
         from common.launch.ray.cluster import placement_lines
 
         lines += placement_lines(cfg)
-    return lines
+    return [*lines, *preview_lines(cfg, ROOT)]
 
 
 def main(argv: list[str]) -> int:

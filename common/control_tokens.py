@@ -7,8 +7,21 @@ between turns.
 import re
 from typing import Any
 
+from common.formats.chat_template import template_of
+
 # Half of a surrogate pair. Valid text never contains it, so it can mark a position.
 _BREAK = "\udcff"
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return id -> name of all special tokens.
+
+    A tokenizer's `all_special_ids` has only those with a role, such as eos. Others are special in
+    `added_tokens_decoder` alone, such as the ends of turns of Gemma and Phi.
+    """
+    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    added = tokenizer.added_tokens_decoder.items()
+    return {**named, **{number: token.content for number, token in added if token.special}}
 
 
 class ControlTokens:
@@ -21,11 +34,10 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        template = str(getattr(tokenizer, "chat_template", None) or "")
-        names = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        template = template_of(tokenizer)
+        names = special_tokens(tokenizer)
         for token_id, token in tokenizer.added_tokens_decoder.items():
-            is_framing = token.content[:1] in ("<", "[", "|") and token.content in template
-            if token.special or is_framing:
+            if token.content[:1] in ("<", "[", "|") and token.content in template:
                 names[token_id] = token.content
         spelled = sorted({name for name in names.values() if name}, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")

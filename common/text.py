@@ -3,6 +3,7 @@
 import html
 import json
 import unicodedata
+from collections.abc import Sequence
 
 # These characters can end a document or reverse the direction of the text after them.
 BIDI_CONTROLS = frozenset(
@@ -65,3 +66,14 @@ def _is_control(character: str) -> bool:
     return character in BIDI_CONTROLS or (
         unicodedata.category(character) == "Cc" and character not in "\t\n"
     )
+
+
+def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the number of equal elements at the start of two texts or lists."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def shared_start(one: str, other: str) -> str:
+    """Return the longest text with which both texts begin."""
+    return one[: shared_length(one, other)]

@@ -24,6 +24,7 @@ BY_NAME = {
     "pytest-timeout": "pytest's option",
     "pytest-xdist": "make test",
     "ruff": "make check",
+    "trl": "its chat templates are found by find_spec",
     "websockets": "uvicorn's WebSockets",
 }
 THEIRS = "envhub/interop/verifiers/theirs/"  # runs with an interpreter of verifiers' own

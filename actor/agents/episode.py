@@ -7,9 +7,9 @@ import time
 from collections import Counter
 from typing import Any
 
-from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn
+from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
 from actor.api.requests import ApiError, Asked, Message, PolicyAnswer, invalid, with_system
-from actor.rollout.context import Turn
+from actor.rollout.context import Turn, ending
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import (
     Act,
@@ -67,7 +67,7 @@ class AgentEpisode:
         self._said: list[Message] = []  # The segment's conversation, as the agent has it.
         self._tools: list[dict[str, Any]] = []  # The tools of that conversation.
         self._kept: dict[str, list[Message]] = {}  # answer id -> the conversation up to that answer
-        self._is_stopped = True  # The last answer ended with an end-of-turn token.
+        self._taken: Turn | None = None  # The last answer.
         self._is_left = False  # The agent has left.
         self._complaint = ""  # The error that the agent reported.
         self._turn = asyncio.Lock()
@@ -113,7 +113,7 @@ class AgentEpisode:
             answer = self._answer(asked, taken, stop, num_prompt=len(ids))
             self._said = [] if asked.prompt is not None else [*asked.messages, answer.message]
             self._tools = asked.tools
-            self._is_stopped = taken.is_stopped
+            self._taken = taken
             if asked.is_kept:
                 first = 1 if asked.instructions else 0
                 self._kept[f"resp_{answer.number}"] = self._said[first:]
@@ -127,6 +127,7 @@ class AgentEpisode:
             number=secrets.token_hex(12),
             text=text,
             calls=calls,
+            thoughts=thoughts_of(self._renderer, taken.token_ids, asked),
             is_stopped=taken.is_stopped,
             stop=stop,
             num_prompt=num_prompt,
@@ -244,12 +245,11 @@ class AgentEpisode:
         return encode_messages(self._renderer, messages, tools=tools)
 
     def _after(self, new: list[Message], tools: list[dict[str, Any]]) -> list[int]:
-        is_stopped = self._is_stopped
+        how = ending(self._taken)
         if [each["role"] for each in new] == ["user"]:
-            return self._renderer.after_turn(new[0]["content"], is_stopped=is_stopped)
+            return self._renderer.after_turn(new[0]["content"], **how)
         has_calls = "tool_calls" in self._said[-1]
-        how: dict[str, bool] = {"is_stopped": is_stopped, "has_calls": has_calls}
-        return self._renderer.after_calls(new, tools=tools, **how)
+        return self._renderer.after_calls(new, tools=tools, has_calls=has_calls, **how)
 
     def _bare(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -119,6 +119,8 @@ def _reply_chat(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
         for i, name, told in answer.named_calls("call")
     ]
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.thoughts:
+        message["reasoning_content"] = answer.thoughts
     if calls:
         message |= {"content": answer.text or None, "tool_calls": calls}
     choice = {"index": 0, "message": message, "logprobs": None}
@@ -152,6 +154,8 @@ def _deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the parts of a stream that together are one choice."""
     said = choice["message"]
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if said.get("reasoning_content"):
+        deltas.append({"reasoning_content": said["reasoning_content"]})
     if said["content"]:
         deltas.append({"content": said["content"]})
     for number, call in enumerate(said.get("tool_calls", [])):

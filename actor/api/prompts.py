@@ -70,9 +70,22 @@ def first_with(decode: Callable[[list[int]], str], ids: list[int], text: str) ->
 def read_turn(
     renderer: Renderer, ids: list[int], asked: Asked, stop: str | None
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text and the tool calls of an answer that was cut by `cut_answer`."""
+    """Return the text and the tool calls of an answer that was cut by `cut_answer`.
+
+    Thoughts are no part of the text. To a bare prompt no template adds the start of thoughts, so
+    that all text is the answer.
+    """
+    plain = renderer.plain_text(ids)
+    plain = plain if stop is None else plain.partition(stop)[0]
+    if asked.prompt is not None:
+        return plain.strip(), []
     if stop is not None:
-        return renderer.plain_text(ids).partition(stop)[0].strip(), []
+        return renderer.thoughts.text(plain).strip(), []
     if asked.tools:
         return renderer.read_answer(ids, asked.tools)
     return renderer.action_text(ids), []
+
+
+def thoughts_of(renderer: Renderer, ids: list[int], asked: Asked) -> str:
+    """Return the thoughts of an answer, "" for the answer to a bare prompt."""
+    return "" if asked.prompt is not None else renderer.thought_text(ids)

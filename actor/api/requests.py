@@ -83,6 +83,7 @@ class PolicyAnswer:
     stop: str | None  # The text of `Asked.stop` that ended the answer.
     num_prompt: int
     num_sampled: int
+    thoughts: str = ""  # Thoughts of the answer, which are no part of `text`.
 
     @property
     def message(self) -> Message:

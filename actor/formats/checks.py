@@ -4,8 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from actor.formats.tools import load_renderer, make_renderer
+from actor.rollout.render import Renderer
+from common.config.evaluation import AgentFormat
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.formats.chat_template import fix_prompts
 
 
 def check_rendering(cfg: RunConfig, root: Path) -> None:
@@ -15,13 +18,21 @@ def check_rendering(cfg: RunConfig, root: Path) -> None:
 
     Raises: ConfigError: the template or `actor.max_model_len` cannot be used.
     """
+    fix_prompts(cfg.model, root)
     folder = root / cfg.model.path
-    if not (folder / "tokenizer.json").is_file():
-        return
+    if (folder / "tokenizer.json").is_file():
+        renderer_of(folder, cfg.actor.format).check_room(cfg.actor)
+
+
+def renderer_of(folder: Path, kind: AgentFormat) -> Renderer:
+    """Return the renderer of a folder, without the tokenizer's own class where that is enough.
+
+    Raises: ConfigError: the chat template cannot be used.
+    """
     try:
-        make_renderer(_load_quickly(folder), cfg.actor.format).check_room(cfg.actor)
+        return make_renderer(_load_quickly(folder), kind)
     except ConfigError:  # The tokenizer's own class decides. It takes seconds to load.
-        load_renderer(folder, cfg.actor.format).check_room(cfg.actor)
+        return load_renderer(folder, kind)
 
 
 def _load_quickly(folder: Path) -> Any:

@@ -1,6 +1,5 @@
 """Function calling with the model's own chat template: tools in prompts, calls in answers."""
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,14 +9,17 @@ from typing import Any
 from jinja2 import TemplateError
 
 from actor.rollout.context import Render
-from actor.rollout.render import NEXT, USER, Message, Renderer
+from actor.rollout.env_client import HubStepResult
+from actor.rollout.render import Renderer
 from common.config.evaluation import AgentFormat
 from common.errors import ConfigError
 from common.formats.answers import ARGUMENT, NO_TOOLS, read_react, sent
-from common.formats.calls import NAME, CallForm, as_call
+from common.formats.call_turn import CallTurn
+from common.formats.calls import NAME, CallForm
+from common.formats.turn_ends import TurnEnd
+from common.formats.turns import USER, Message
 
 Read = Callable[[list[int]], tuple[str, str | None]]
-QUOTED = f'{NEXT}"'  # Its quote shows whether the template writes tool results verbatim or as JSON.
 MAX_NAME_CHARS = 64
 
 
@@ -60,6 +62,17 @@ def reader_of(render: Render, kind: AgentFormat, *, is_whole: bool) -> Read:
     return read
 
 
+def fault_of(render: Render, token_ids: list[int]) -> str:
+    """Return why an answer calls no tool, for the policy to read; "" without tools."""
+    return render.fault_of(token_ids) if isinstance(render, ToolRenderer) else ""
+
+
+def explained(render: Render, token_ids: list[int], result: HubStepResult) -> str:
+    """Return the observation after an answer without an action, with the reason before it."""
+    fault = fault_of(render, token_ids)
+    return f"[invalid call: {fault}]\n{result.observation}" if fault else result.observation
+
+
 def rendering(render: Render, env: str, tools: Sequence[Message]) -> Render:
     """Return the renderer of an environment's episodes; unchanged if it has no chat template."""
     return render.of(env, tools) if isinstance(render, Renderer) else render
@@ -93,24 +106,31 @@ class ToolRenderer(Renderer):
         super().__init__(tokenizer)
         if isinstance(self.calls, str):
             raise ConfigError(f"actor.format=function_call: model.path: {self.calls}")
-        user = {"role": "user", "content": USER}
-        said = as_call(self._names[0], {})
-        called = {"role": "assistant", "content": "", "tool_calls": [said]}
-        told = {"role": "tool", "name": self._names[0], "content": QUOTED}
-        whole = self._template([user, called, told])
-        first = self._template([user])
-        if first == self._rendered([user]):
+        first = self._template([{"role": "user", "content": USER}])
+        if first == self._rendered([{"role": "user", "content": USER}]):
             raise ConfigError(NO_TOOLS)
-        _, is_ended, rest = whole.removeprefix(first).partition(self._end_of_turn_text)
-        self._as_json = QUOTED not in rest
-        shown = json.dumps(QUOTED, ensure_ascii=False)[1:-1] if self._as_json else QUOTED
-        self._before_told, has_told, self._after_told = rest.partition(shown)
-        if not (whole.startswith(first) and is_ended and has_told):
-            raise ConfigError(
-                "actor.format=function_call: the chat template of model.path does not render tool"
-                f" calls and results as turns: {whole!r:.1000} after {first!r:.1000}"
-            )
         self._before_first, _, self._after_first = first.partition(USER)
+        self._called = self._call_of_own()
+        self._call_end = self._end_of_turn(self._called.between, self._called.ended)
+        own = (*self.end_of_turn_ids, self._call_end.run[0])
+        self.end_of_turn_ids = list(dict.fromkeys(own))
+
+    def _call_of_own(self) -> CallTurn:
+        """Return the turn of a call of the first tool and its result."""
+        try:
+            return self._measured_call(tools=self._tools, name=self._names[0], form=self.calls)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"actor.format=function_call: the chat template of model.path: {error}"
+            ) from error
+
+    @property
+    def _past_header(self) -> str:
+        return self._called.answered
+
+    @property
+    def _past_turn_end(self) -> TurnEnd:
+        return self._call_end
 
     def of(self, env: str, tools: Sequence[Message] = ()) -> Renderer:
         """Return the renderer of an environment's episodes, whose actions may call `tools`."""
@@ -122,19 +142,35 @@ class ToolRenderer(Renderer):
         """Return the renderer of conversations without tools."""
         return Renderer(self._tokenizer)
 
-    def after_action(self, observation: str, *, is_stopped: bool) -> list[int]:
+    def after_action(
+        self, observation: str, *, is_stopped: bool, end: int | None = None
+    ) -> list[int]:
         """Return the ids between an answer and the next one: a tool result with `observation`."""
-        before = self._before_told
-        after = self._after_told
-        if self._as_json:
-            observation = json.dumps(observation, ensure_ascii=False)[1:-1]
-        return self._framed(before, observation, after, is_stopped=is_stopped)
+        called = self._called
+        shown = called.shown(observation)
+        how: dict[str, Any] = {"is_stopped": is_stopped, "end": end}
+        return self._framed(self._call_end, called.between, shown, called.after, **how)
 
     def called(self, token_ids: list[int]) -> str | None:
         """Return the action for the environment; None: the answer calls no tool, or several."""
         assert isinstance(self.calls, CallForm)
-        _, calls = self.calls.read(self.whole_text(token_ids), self._tools)
+        _, calls = self.calls.read(self.call_text(token_ids), self._tools)
         return sent(calls, self._names, has_one=not self._own)
+
+    def fault_of(self, token_ids: list[int]) -> str:
+        """Return why an answer is no valid call, for the policy to read; "" if it is one."""
+        assert isinstance(self.calls, CallForm)
+        text = self.call_text(token_ids)
+        if fault := self.calls.fault(text):
+            return f"the call cannot be read: {fault}"
+        _, calls = self.calls.read(text, self._tools)
+        if len(calls) != 1:
+            return f"the answer has {len(calls)} calls; give one"
+        name, _ = calls[0]
+        if name not in self._names:
+            return f"there is no tool {name[:40]!r}; the tools are {', '.join(self._names)}"
+        is_valid = self.called(token_ids) is not None
+        return "" if is_valid else f"the call has no text as its argument {ARGUMENT!r}"
 
     def _template(self, messages: Sequence[Message]) -> str:
         try:

@@ -38,10 +38,12 @@ class MessageRender(ScriptedRender):
             return self._observe(text)
         return [*self._observe(before[0]), *self.add(before[1]), *self._observe(text)]
 
-    def after_action(self, observation: str, *, is_stopped: bool) -> list[int]:
+    def after_action(
+        self, observation: str, *, is_stopped: bool, end: int | None = None
+    ) -> list[int]:
         return self._observe(observation)
 
-    def after_turn(self, text: str, *, is_stopped: bool) -> list[int]:
+    def after_turn(self, text: str, *, is_stopped: bool, end: int | None = None) -> list[int]:
         return self._observe(text)
 
     def _observe(self, text: str) -> list[int]:

@@ -13,6 +13,7 @@ from actor.rollout.env_client import BearerClient, retry_after_s
 from actor.rollout.episode import ContextFull, EnvSession, PolicyFailed, Turn
 from common.config.evaluation import PolicySection
 from common.errors import ConfigError
+from common.formats.thoughts import ThoughtForm
 from common.http.proxies import ProxyFailed, route_note
 from common.text import valid_text
 
@@ -170,15 +171,17 @@ class TextEpisode:
         ]
         return _bytes("\n\n".join(texts))
 
-    def after_action(self, observation: str, *, is_stopped: bool) -> list[int]:
+    def after_action(
+        self, observation: str, *, is_stopped: bool, end: int | None = None
+    ) -> list[int]:
         return self.after_turn(observation, is_stopped=is_stopped)
 
-    def after_turn(self, text: str, *, is_stopped: bool) -> list[int]:
+    def after_turn(self, text: str, *, is_stopped: bool, end: int | None = None) -> list[int]:
         self._messages.append({"role": "user", "content": text})
         return _bytes(text)
 
     def action_text(self, token_ids: list[int]) -> str:
-        return bytes(token_ids).decode(errors="replace").strip()
+        return ThoughtForm().text(bytes(token_ids).decode(errors="replace")).strip()
 
     async def act(self, _: list[int], session: EnvSession) -> Turn:
         """Request the next message. Raises: ContextFull, PolicyFailed, ConfigError."""

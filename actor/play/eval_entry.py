@@ -11,8 +11,9 @@ from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError
 from common.evaluation.scores import ItemPlays, all_scores
 from common.evaluation.table import as_markdown
-from common.formats.chat_template import names_date
+from common.formats.chat_template import names_date, template_at
 from common.ids import subset_of
+from common.repository import ROOT
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir, write_atomically, write_json
 from common.wire.messages import Trajectory
@@ -47,10 +48,25 @@ def describe_policy(
         "max_turn_tokens": actor.max_turn_tokens,
         "max_model_len": actor.max_model_len,
         **({} if actor.context is ContextKind.FULL else context),
-        **({"date": model.date} if names_date(Path(model.path)) else {}),
+        **({"date": model.date} if _names_date(model) else {}),
+        **_of_prompts(model, actor),
         **({"agent": list(actor.agent)} if actor.endpoint else {}),
         **actor.of_answers(),
     }
+
+
+def _names_date(model: ModelSection) -> bool:
+    return names_date(Path(model.path), template_at(model, ROOT))
+
+
+def _of_prompts(model: ModelSection, actor: ActorSection) -> dict[str, Any]:
+    """Return the non-default settings of prompts."""
+    told = {
+        "chat_template": model.chat_template,
+        "chat_template_kwargs": model.chat_template_kwargs,
+        "keep_thinking": actor.keep_thinking.value,
+    }
+    return {name: value for name, value in told.items() if value and value != "all"}
 
 
 def digest_of(policy: dict[str, Any]) -> str:

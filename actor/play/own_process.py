@@ -15,10 +15,11 @@ from actor.play.play import PlayJob
 from actor.rollout.agent_runner import MakeAgents
 from common.config.run_config import ActorSection, ModelSection, RunConfig
 from common.errors import EngineError
-from common.formats.chat_template import fix_date
+from common.formats.chat_template import fix_prompts
 from common.launch.guardian import Guardian, inheriting, kill_marked
 from common.launch.process import describe_exit
 from common.log import configure_logging
+from common.repository import ROOT
 from common.wire.planned import PlannedEpisode
 
 END_S = 10.0  # Seconds for the process to end after a signal.
@@ -104,5 +105,5 @@ def _play_process(
     from actor.play.engine_player import play_with_engine
 
     configure_logging("play", log_level)
-    fix_date(model.date)
+    fix_prompts(model, ROOT)
     asyncio.run(play_with_engine(job, model, actor, seed=seed, make_agents=make_agents))

@@ -18,7 +18,7 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 from actor.api.chat_api import CHAT_API, choices_reply
-from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn
+from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
 from actor.api.requests import ApiError, Asked, PolicyAnswer, event_text, openai_error
 from actor.play.doors import ChatEndpoint, endpoint_path, remove_left
 from actor.play.endpoint import read_key
@@ -127,6 +127,7 @@ class Chat:
             stop=cut.stop,
             num_prompt=len(ids),
             num_sampled=len(taken),
+            thoughts=thoughts_of(self.renderer, taken, asked),
         )
         return answer, turn.versions[-1]
 

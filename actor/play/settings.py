@@ -21,6 +21,7 @@ from common.config.requested import load_named
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.answers import check_tools
+from common.formats.chat_template import template_at
 
 MAX_MODEL_LEN = 16_384  # Tokens. A longer context needs more cache than most machines have.
 MAX_TURN_TOKENS = 512  # Room for a thought and an action.
@@ -82,7 +83,7 @@ def check_policy(cfg: RunConfig, root: Path) -> None:
         read_key(cfg.policy)
         return
     check_model(cfg.model.path, root)
-    check_tools(cfg.actor.format, root / cfg.model.path)
+    check_tools(cfg.actor.format, root / cfg.model.path, template=template_at(cfg.model, root))
     _check_vocabulary(root / cfg.model.path, cfg.model.path)
     check_rendering(cfg, root)
 

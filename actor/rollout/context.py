@@ -15,14 +15,13 @@ again.
 """
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from actor.rollout.observations import CUT_MARK, Observations
-from common.config.evaluation import AgentOptions, ContextKind
+from common.config.evaluation import AgentOptions, ContextKind, KeepThinking
 from common.segments import TOKEN_COLUMNS, Aside
 
 LEFT_OUT = "\n[turns that followed are left out here]"
@@ -48,6 +47,11 @@ class Turn:
     # Seconds of the call spent waiting for other episodes or for new weights.
     waited_s: float = 0.0
 
+    @property
+    def end(self) -> int | None:
+        """The sampled token that ended the turn; None: the turn was cut."""
+        return self.token_ids[-1] if self.is_stopped and self.token_ids else None
+
 
 Ask = Callable[[], Awaitable[Turn]]  # Samples a turn of the policy for the current context.
 Encode = Callable[[str], list[int]]
@@ -59,10 +63,22 @@ class Render(Protocol):
     def first_prompt(
         self, text: str, *, before: tuple[str, str] | None = None
     ) -> list[int]: ...  # `before`: an instruction and the agent's answer to it
-    def after_action(self, observation: str, *, is_stopped: bool) -> list[int]: ...
+    # `end`: the sampled token that ended the turn; None: the template's own
+    def after_action(
+        self, observation: str, *, is_stopped: bool, end: int | None = None
+    ) -> list[int]: ...
     # `text`: the next message of the user's role
-    def after_turn(self, text: str, *, is_stopped: bool) -> list[int]: ...
+    def after_turn(self, text: str, *, is_stopped: bool, end: int | None = None) -> list[int]: ...
     def action_text(self, token_ids: list[int]) -> str: ...
+
+
+@runtime_checkable
+class Forgetting(Protocol):
+    """A renderer that can drop the thoughts of past answers."""
+
+    def without_thoughts(
+        self, shown: list[int], answer: list[int]
+    ) -> tuple[list[int], list[int]]: ...
 
 
 @dataclass(slots=True)
@@ -146,6 +162,18 @@ class Room:
     options: AgentOptions = field(default_factory=AgentOptions)
 
 
+@dataclass(slots=True)
+class Step:
+    """An answer, and the tokens that follow it up to the next answer."""
+
+    answer: list[int]
+    shown: list[int]
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.answer, *self.shown]
+
+
 class History:
     """The context of one episode. The episode loop reports each event in order.
 
@@ -168,7 +196,10 @@ class History:
         self._widest = room.max_tokens - room.turn_tokens - reserved
         # Longest prompt of the next turn, without room for a plan or reflection.
         self.max_prompt = self._widest
-        self._turns: deque[list[int]] = deque(maxlen=room.options.context_turns)
+        self._keeps = room.options.keep_thinking
+        self._page: list[int] = []  # Tokens of the segment before its first answer.
+        most = room.options.context_turns if self._kind is not ContextKind.FULL else None
+        self._turns: deque[Step] = deque(maxlen=most)
         self._first: tuple[str, Callable[[str, str], list[int]]] = "", lambda _, __: []
         self._aside_tokens = 0
         if room.options.plan or room.options.reflects:
@@ -186,7 +217,8 @@ class History:
         demanded = partial(_ending, encode, PLAN if does_plan else "")
         self._first = text, lambda cut, end: encode(cut + end)
         ids = self.observations.fitted(text, demanded, max_tokens=self.max_prompt)
-        self.tape.observe(ids or [], 0)
+        self._page = ids or []
+        self.tape.observe(self._page, 0)
         if ids is None or not does_plan:
             return ids is not None
         plan = await self._think(Aside.PLAN, 0, ask)
@@ -227,17 +259,22 @@ class History:
             start = self.tape.num_in_context
             await self._think(Aside.REFLECTION, turn, ask)
             if self._turns:
-                self._turns[-1] += self.tape.context[start:]
+                self._turns[-1].shown += self.tape.context[start:]
         return True
 
     async def _show(self, observation: str, taken: Turn, turn: int, ask: Ask) -> bool:
-        encode = self._answering(is_stopped=taken.is_stopped)
+        encode = self._answering(taken)
         ids = self.observations.fitted(observation, encode, max_tokens=self._half)
         if ids is None:
             self._turns.clear()
         else:
-            self._turns.append([*taken.token_ids, *ids])
-            if self.tape.num_in_context + len(ids) <= self.max_prompt:
+            self._turns.append(Step(taken.token_ids, ids))
+            if self._keeps is not KeepThinking.ALL:
+                context = self._without_thoughts(self._page, self._turns)
+                if len(context) <= self.max_prompt:
+                    self.tape.show(context, turn)
+                    return True
+            elif self.tape.num_in_context + len(ids) <= self.max_prompt:
                 self.tape.observe(ids, turn)
                 return True
         if self._kind is ContextKind.WINDOW:
@@ -253,23 +290,40 @@ class History:
         taken = await ask()
         is_learnt = options.learn_plans if is_plan else options.learn_reflections
         self.tape.add_aside(taken, turn, kind, is_learnt=is_learnt)
-        self.tape.observe(self._render.after_turn(GO, is_stopped=taken.is_stopped), turn)
+        self.tape.observe(self._render.after_turn(GO, **ending(taken)), turn)
         return taken
 
     def _planned(self, demanded: Encode, plan: Turn, cut: str, end: str) -> list[int]:
         """Return the first message followed by the plan's sampled tokens."""
-        go = self._render.after_turn(GO + end, is_stopped=plan.is_stopped)
+        go = self._render.after_turn(GO + end, **ending(plan))
         return [*demanded(cut), *plan.token_ids, *go]
 
-    def _answering(self, *, is_stopped: bool) -> Encode:
-        """Return the encoder of an observation, with the request for a reflection if it is due."""
-        return partial(
-            _ending, partial(self._render.after_action, is_stopped=is_stopped), self._demand
-        )
+    def _answering(self, taken: Turn | None) -> Encode:
+        """Return the encoder of an observation, with the request for a reflection if it is due.
+
+        Args:
+            taken: the answer before the observation; None: an empty one.
+        """
+        return partial(_ending, partial(self._render.after_action, **ending(taken)), self._demand)
+
+    def _without_thoughts(self, page: list[int], turns: Iterable[Step]) -> list[int]:
+        """Return a context in which past answers have only the thoughts that are kept."""
+        steps = list(turns)
+        num_kept = 1 if self._keeps is KeepThinking.LAST else 0
+        forgets = self._render if isinstance(self._render, Forgetting) else None
+        shown = page
+        context: list[int] = []
+        for number, step in enumerate(steps):
+            answer = step.answer
+            if forgets is not None and number < len(steps) - num_kept:
+                shown, answer = forgets.without_thoughts(shown, answer)
+            context += [*shown, *answer]
+            shown = step.shown
+        return [*context, *shown]
 
     def last(self, observation: str, taken: Turn, turn: int) -> None:
         """Append the observation after the last turn, as far as it fits. A cut is not counted."""
-        encode = partial(self._render.after_action, is_stopped=taken.is_stopped)
+        encode = partial(self._render.after_action, **ending(taken))
         room = self._room.max_tokens - self.tape.num_in_context
         self.tape.observe(Observations().fitted(observation, encode, max_tokens=room) or [], turn)
 
@@ -278,34 +332,35 @@ class History:
         if first is None:
             return False
         room = self.max_prompt - len(first)
-        kept: list[list[int]] = []  # Newest first.
-        for part in reversed(self._turns):
-            if len(part) > room:
+        kept: list[Step] = []  # Newest first.
+        for step in reversed(self._turns):
+            if len(step.ids) > room:
                 break
-            kept.append(part)
-            room -= len(part)
+            kept.append(step)
+            room -= len(step.ids)
         if not kept:  # The action is dropped, so an empty assistant turn replaces it.
-            ids = self._fitted_again(observation, is_stopped=False, room=room)
+            ids = self._fitted_again(observation, None, room=room)
             if ids is None:
                 return False
-            kept.append(ids)
+            kept.append(Step([], ids))
             self._turns = deque(kept, maxlen=self._turns.maxlen)
-        self.tape.restart([*first, *chain.from_iterable(reversed(kept))], turn)
+        self._page = first
+        self.tape.restart(self._without_thoughts(first, reversed(kept)), turn)
         return True
 
     async def _sum_up(self, observation: str, taken: Turn, turn: int, ask: Ask) -> bool:
         room = self.max_prompt - self._room.turn_tokens  # Room that the longest summary leaves.
         first = self._first_again(f"\n\n{self._request}", room // 2)
-        ids = self._fitted_again(observation, is_stopped=False, room=room // 2)
+        ids = self._fitted_again(observation, None, room=room // 2)
         if first is None or ids is None:
             return False  # Checked first: a summary is useless if no turn can follow it.
-        demand = self._render.after_turn(self._request, is_stopped=taken.is_stopped)
+        demand = self._render.after_turn(self._request, **ending(taken))
         self.tape.observe(demand, turn)
         summary = await ask()
         learns = self._room.options.learn_summaries
         self.tape.add_aside(summary, turn, Aside.SUMMARY, is_learnt=learns)
         room = min(self.max_prompt - len(first) - len(summary.token_ids), self._half)
-        ids = self._fitted_again(observation, is_stopped=summary.is_stopped, room=room)
+        ids = self._fitted_again(observation, summary, room=room)
         assert ids is not None  # The check above used a smaller room.
         self.tape.restart([*first, *summary.token_ids, *ids], turn)
         return True
@@ -315,10 +370,17 @@ class History:
         text, encode = self._first
         return Observations().fitted(text, lambda cut: encode(cut, end), max_tokens=max_tokens)
 
-    def _fitted_again(self, observation: str, *, is_stopped: bool, room: int) -> list[int] | None:
+    def _fitted_again(self, observation: str, taken: Turn | None, *, room: int) -> list[int] | None:
         """Return an observation for a new segment. A cut is not counted a second time."""
-        encode = self._answering(is_stopped=is_stopped)
+        encode = self._answering(taken)
         return Observations().fitted(observation, encode, max_tokens=room)
+
+
+def ending(taken: Turn | None) -> dict[str, Any]:
+    """Return the end of an answer as arguments of a renderer; None: an empty answer."""
+    if taken is None or not taken.is_stopped:
+        return {"is_stopped": False}
+    return {"is_stopped": True, "end": taken.end}
 
 
 def _ending(encode: Encode, end: str, text: str) -> list[int]:

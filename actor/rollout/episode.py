@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from actor.formats.tools import Read, reader_of
+from actor.formats.tools import Read, explained, reader_of
 from actor.rollout.context import History, Render, Room, Turn
 from actor.rollout.env_client import ExpertHint, HubStepResult
 from actor.rollout.folding import history_of
@@ -192,7 +192,7 @@ async def run_episode(
                 raise ContextFull(
                     "even the beginning of the first observation does not fit into the context"
                 )
-            await _turns(lease, session, play, act, read, room)
+            await _turns(lease, session, play, act, read, room, render)
     finally:
         if session is not None:
             await session.close()
@@ -230,7 +230,13 @@ async def record_end_reason(
 
 
 async def _turns(
-    lease: Lease, session: EnvSession, play: EpisodeState, act: Act, read: Read, room: Room
+    lease: Lease,
+    session: EnvSession,
+    play: EpisodeState,
+    act: Act,
+    read: Read,
+    room: Room,
+    render: Render,
 ) -> None:
     history = play.history
     ask = partial(play.ask, act, session)
@@ -254,7 +260,7 @@ async def _turns(
             break
         reflects = play.is_to_reflect(room.options)
         if may_go_on(room.turn_tokens * (1 + reflects)):
-            seen = result.observation
+            seen = result.observation if action else explained(render, taken.token_ids, result)
             if await history.go_on(seen, taken, turn + 1, ask, reflects=reflects):
                 if may_go_on(room.turn_tokens):
                     continue

@@ -18,7 +18,7 @@ Source: context folding (arXiv 2510.11967), whose branch and return are tool cal
 
 from dataclasses import dataclass
 
-from actor.rollout.context import LEFT_OUT, Ask, Encode, History, Render, Room, Turn
+from actor.rollout.context import LEFT_OUT, Ask, Encode, History, Render, Room, Turn, ending
 from actor.rollout.observations import CUT_MARK
 from common.config.evaluation import AgentOptions, ContextKind
 from common.segments import Aside
@@ -39,7 +39,7 @@ class _Call:
     """The action that opened a branch."""
 
     ids: list[int]  # The caller's context, including the call.
-    is_stopped: bool
+    taken: Turn
     num_turns: int = 0  # Turns of the branch that the environment has answered.
 
 
@@ -93,16 +93,16 @@ class Folding(History):
 
     def _open(self, taken: Turn, turn: int) -> bool:
         """Begin a branch if it fits, and the segment after it as well."""
-        call = _Call(self.tape.context, taken.is_stopped)
+        call = _Call(self.tape.context, taken)
         if len(call.ids) + self._reserved > self.max_prompt:
             return False
         if self._kind is ContextKind.FOLD:
-            self.tape.observe(self._render.after_action(OPENED, is_stopped=call.is_stopped), turn)
+            self.tape.observe(self._render.after_action(OPENED, **ending(taken)), turn)
         else:
             first = self._first_again(LEFT_OUT, self.max_prompt // 2)
             room = self.max_prompt - len(first or []) - len(taken.token_ids)
             text = f"{OPENED}\n{self._latest}" if self._latest else OPENED
-            ids = self._fitted_again(text, is_stopped=call.is_stopped, room=room)
+            ids = self._fitted_again(text, taken, room=room)
             if first is None or ids is None:
                 return False
             self.tape.restart([*first, *taken.token_ids, *ids], turn)
@@ -116,14 +116,14 @@ class Folding(History):
         self._call = None
         ids = call.ids
         text = ENDED + self._latest
-        is_stopped = call.is_stopped
+        taken = call.taken
         if returned is not None:
-            note = self._render.after_action(CLOSED, is_stopped=is_stopped)
+            note = self._render.after_action(CLOSED, **ending(taken))
             ids = [*ids, *note, *returned.token_ids]
             text = self._latest
-            is_stopped = returned.is_stopped
+            taken = returned
         room = self.max_prompt - len(ids)
-        observed = self._fitted_again(text, is_stopped=is_stopped, room=room)
+        observed = self._fitted_again(text, taken, room=room)
         assert observed is not None  # `_open` reserved the room.
         self.tape.restart([*ids, *observed], turn)
 

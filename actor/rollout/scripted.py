@@ -21,10 +21,12 @@ class ScriptedRender:
     def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
         return []
 
-    def after_action(self, observation: str, *, is_stopped: bool) -> list[int]:
+    def after_action(
+        self, observation: str, *, is_stopped: bool, end: int | None = None
+    ) -> list[int]:
         return []
 
-    def after_turn(self, text: str, *, is_stopped: bool) -> list[int]:
+    def after_turn(self, text: str, *, is_stopped: bool, end: int | None = None) -> list[int]:
         return []
 
     def action_text(self, token_ids: list[int]) -> str:

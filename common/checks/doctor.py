@@ -49,11 +49,13 @@ def doctor(
     root: Path,
     missing_for: Callable[[RunConfig], list[str]],
     examine_environments: Callable[[RunConfig], list[Check]],
+    preview: Callable[[RunConfig, Path], list[str]],
 ) -> int:
     """Print the table for the run that `train` with the same arguments would start.
 
     Without a model, everything else is checked. The callables return the missing requirements of
-    the run's environments, and one check for each environment. Return the exit code.
+    the run's environments, one check for each environment, and a conversation as the policy
+    receives it. Return the exit code.
     """
     if request.is_quick:
         return _tell(examine_quickly(root, request.overrides))
@@ -71,7 +73,7 @@ def doctor(
     checks.append(Check(what="environments", found=found, remedy=lacking))
     name = request.config or cfg.run.name or DEFAULT_CONFIG
     checks.append(_examine_config(cfg, root, name=name, problem=problem, missing=missing))
-    return _tell(checks, *_plan(cfg, root))
+    return _tell(checks, *_plan(cfg, root), *preview(cfg, root))
 
 
 def _tell(checks: Sequence[Check], *below: str) -> int:

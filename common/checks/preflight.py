@@ -18,6 +18,7 @@ from common.config.offline import SftSection
 from common.config.run_config import ActorSection, Launcher, Resume, RunConfig, check_training
 from common.errors import ConfigError
 from common.formats.answers import check_tools
+from common.formats.chat_template import template_at
 from common.host.surroundings import check_caches
 from common.host.temporary import check_temporary_room
 from common.ray_address import cluster_address
@@ -40,7 +41,7 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     if missing:
         raise ConfigError("; ".join(missing))
     check_model(cfg.model.path, root, output=cfg.sft.output)
-    check_tools(cfg.actor.format, root / cfg.model.path)
+    check_tools(cfg.actor.format, root / cfg.model.path, template=template_at(cfg.model, root))
     _check_other_models(cfg, root)
     check_ports(cfg)
     run_dir = root / cfg.run.dir / cfg.run.name
@@ -92,7 +93,7 @@ def check_dry(
     check_mode(cfg.log, os.environ)
     if not is_stand_in:
         check_model(cfg.model.path, root, output=cfg.sft.output)
-        check_tools(cfg.actor.format, root / cfg.model.path)
+        check_tools(cfg.actor.format, root / cfg.model.path, template=template_at(cfg.model, root))
     _check_other_models(cfg, root)
     here = on_this_machine(cfg)
     shape = read_shape(root / cfg.model.path)

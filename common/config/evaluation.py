@@ -29,6 +29,19 @@ class ContextKind(StrEnum):
     SUBAGENT = "subagent"
 
 
+class KeepThinking(StrEnum):
+    """Thoughts of earlier answers in later prompts.
+
+    all: the prompt keeps each answer as it was sampled. last: only the latest answer keeps its
+    thoughts. none: no earlier answer does. Where thoughts are dropped, the episode continues as a
+    new segment, with each past answer in the form of the chat template.
+    """
+
+    ALL = "all"
+    LAST = "last"
+    NONE = "none"
+
+
 class AgentLifetime(StrEnum):
     """Lifetime of a process of `actor.agent`.
 
@@ -90,6 +103,9 @@ class AgentOptions:
         ge=1,
         le=1000,
     )
+    keep_thinking: KeepThinking = knob(
+        KeepThinking.ALL, "Selects which thoughts of earlier answers stand in later prompts."
+    )
     learn_summaries: bool = knob(
         True, "With context=summary, trains on the tokens of summaries as on those of actions."
     )
@@ -128,7 +144,8 @@ class AgentOptions:
     @property
     def has_segments(self) -> bool:
         """Whether an episode can have several training rows."""
-        return self.endpoint or self.context is not ContextKind.FULL
+        is_rewritten = self.keep_thinking is not KeepThinking.ALL
+        return self.endpoint or is_rewritten or self.context is not ContextKind.FULL
 
     @property
     def parts_turns(self) -> bool:
@@ -161,11 +178,24 @@ class AgentOptions:
             "plan": (self.plan, False),
             "reflect_every": (self.reflect_every, 0),
             "reflect_on_invalid": (self.reflect_on_invalid, False),
+            "keep_thinking": (self.keep_thinking.value, "all"),
         }
         for name, (value, only) in told.items() if self.endpoint else ():
             law = f"must be {only} with actor.endpoint=true: an agent manages its own history"
             if value != only:
                 yield f"actor.{name}", value, law
+
+    def _contradictions_of_thoughts(self) -> Iterator[Contradiction]:
+        """Yield options that repeat an answer in a form in which its thoughts cannot be dropped."""
+        if self.keep_thinking is KeepThinking.ALL:
+            return
+        key = "actor.keep_thinking"
+        if self.context not in (ContextKind.FULL, ContextKind.WINDOW):
+            law = f"must be all beside actor.context={self.context.value}"
+            yield key, self.keep_thinking.value, law
+        if self.plan or self.reflects:
+            law = "must be all beside actor.plan and actor.reflect_*"
+            yield key, self.keep_thinking.value, law
 
     def contradictions_of_rows(
         self, algorithm: AlgorithmSection, envhub: "HubStyle", policy: "PolicySection"
@@ -178,6 +208,7 @@ class AgentOptions:
         if self.has_branches and (self.plan or self.reflects):
             law = "must be full, window or summary with actor.plan and actor.reflect_*"
             yield "actor.context", self.context.value, law
+        yield from self._contradictions_of_thoughts()
         if self.format is AgentFormat.FUNCTION_CALL:
             law = "must be {} with actor.format=function_call: {}"
             if envhub.style != "compact":
@@ -197,6 +228,8 @@ class AgentOptions:
         if algorithm.negative_mask_delta > 0:
             found.append(("algorithm.negative_mask_delta", algorithm.negative_mask_delta))
         where = "endpoint=true" if self.endpoint else f"context={self.context.value}"
+        if not self.endpoint and self.context is ContextKind.FULL:
+            where = f"keep_thinking={self.keep_thinking.value}"
         for key, value in found if self.has_segments else []:
             law = "computes a ratio over a whole episode, but an episode has several training rows"
             yield key, value, f"{law} with actor.{where}"

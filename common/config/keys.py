@@ -72,7 +72,7 @@ def describe_kind(kind: Any) -> str:
         below = get_args(kind)[1]
         if is_dataclass(below):
             return f"a map from names to sections with {', '.join(field_kinds(below))}"
-        return "a map from names to texts, like {a: b}"
+        return f"a map from names to {'values' if below is Any else 'texts'}, like {{a: b}}"
     if issubclass(kind, Enum):
         return f"one of {', '.join(str(member.value) for member in kind)}"
     return _WORDS[kind]
@@ -124,6 +124,8 @@ def conform(value: Any, kind: Any, *, key: str) -> Any:
         return value
     if is_dataclass(kind) and isinstance(value, dict):
         return _conform_section(cast(dict[Any, Any], value), kind, key)
+    if kind is Any:
+        return value
     if get_origin(kind) is list and isinstance(value, list):
         (item,) = get_args(kind)
         return [

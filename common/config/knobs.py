@@ -24,6 +24,8 @@ from urllib.parse import urlsplit
 
 from common.errors import ConfigError
 
+# Values that only a mapping with values of any type can hold. They have no constraint.
+FREE = (list, dict, type(None))
 Contradiction = tuple[str, object, str]  # Key below the section, value, required value.
 RELATIONS: dict[str, Callable[[Any, Any], bool]] = {  # Relations between the values of two keys.
     "be at most": operator.le,
@@ -229,7 +231,7 @@ def check(section: Any, prefix: str = "") -> None:
         for key, value in _elements(f"{prefix}{each.name}", getattr(section, each.name)):
             if is_dataclass(value):
                 check(value, f"{key}.")
-            elif not isinstance(value, (bool, Enum)):
+            elif not isinstance(value, (bool, Enum, *FREE)):
                 law: Constraint | None = each.metadata.get("law")
                 if law is not None and not law.allows(value):
                     raise ConfigError(f"{key}={value!r:.200}: {law.phrase}")

@@ -6,10 +6,8 @@ It has no I/O, no environment variables and no device code. `common/config/load.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
-from omegaconf import MISSING
-
+from common.config.compute import ModelSection
 from common.config.curriculum import (
     MAX_STAGE,
     CurriculumSection,
@@ -21,7 +19,6 @@ from common.config.curriculum import (
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.evaluation import AgentOptions, EvalSection, PolicySection, StudySection
 from common.config.knobs import (
-    DATE,
     FILE_NAME,
     HOST,
     PATH,
@@ -37,7 +34,6 @@ from common.config.services import EnvhubSection, JournalSection, LogSection, Ra
 from common.errors import ConfigError
 from common.formats.action_size import MOST_ACTION_MIB, needed_mib
 
-DTYPES = ("bfloat16", "float16", "float32")
 LARGEST_BLOCK_TOKENS = 128  # Largest block of a KV cache; engines may use smaller ones.
 
 
@@ -115,41 +111,6 @@ class TrainSection:
     num_steps: int = knob(
         100, "Sets the number of optimizer steps, each of which makes a version.", ge=0
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSection:
-    """The policy: a directory with a transformers checkpoint."""
-
-    path: str = knob(
-        MISSING,
-        "Selects the checkpoint: a directory with config.json, weights and tokenizer, or a model's "
-        "name, org/name or org/name@revision. A name is resolved to a commit once, at the start.",
-        form=PATH,
-    )
-    source: str = knob(
-        "", "Names the model and its commit if model.path was given as a name. The start sets it."
-    )
-    architecture: str = knob(
-        "",
-        "Selects a config.json, by directory or org/name, for the memory plan without model.path.",
-        form=PATH,
-        also="",
-    )
-    dtype: str = knob(
-        "bfloat16", "Sets the data type of the engine and of published weights.", one_of=DTYPES
-    )
-    date: str = knob(
-        "",
-        "Sets the date in prompts, as YYYY-MM-DD. Empty means the date of the first start.",
-        form=DATE,
-        also="",
-    )
-
-    @property
-    def label(self) -> str:
-        """Short name of the model: its repository, or the name of its folder."""
-        return self.source.partition("@")[0] or Path(self.path).name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

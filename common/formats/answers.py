@@ -80,12 +80,16 @@ def in_react(action: str) -> str:
     return f"{MARK}\n{action}"
 
 
-def check_tools(kind: AgentFormat, folder: Path) -> None:
-    """Check that the chat template in a model's folder supports tools, if `kind` needs them.
+def check_tools(kind: AgentFormat, folder: Path, *, template: Path | None = None) -> None:
+    """Check that the chat template of a model supports tools, if `kind` needs them.
+
+    Args:
+        template: the file of `model.chat_template`; None: the template in the model's folder.
 
     Raises: ConfigError: the template does not contain the word "tools".
     """
-    files = [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
+    own = [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
+    files = [template] if template else own
     texts = [each.read_text(encoding="utf-8") for each in files if each.is_file()]
     if kind is AgentFormat.FUNCTION_CALL and not any("tools" in text for text in texts):
         raise ConfigError(f"{NO_TOOLS}: {folder}")

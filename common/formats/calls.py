@@ -3,12 +3,15 @@
 The form is detected by rendering calls of a tool with a made-up name and arguments.
 """
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
+
+from common.formats.call_values import read_python, read_python_lines, read_quoted
 
 NAME = "probe_of_a_name"
 KEYS = ("first_probed_key", "second_probed_key")
@@ -91,6 +94,9 @@ class CallForm:
         Mistral      [TOOL_CALLS] [{"name": "move", "arguments": {"where": "up"}}]
         newer ones   [TOOL_CALLS]move[ARGS]{"where": "up"}
         Qwen3-Coder  <tool_call> <function=move> <parameter=where> up </parameter> ...
+        gpt-oss      to=functions.move<|channel|>commentary json<|message|>{"where": "up"}
+        Gemma 4      <|tool_call>call:move{where:<|"|>up<|"|>}<tool_call|>
+        LFM 2        <|tool_call_start|>[move(where='up')]<|tool_call_end|>
     """
 
     begin: re.Pattern[str] = JSON_BEGINS
@@ -99,6 +105,8 @@ class CallForm:
     arguments_key: str = "arguments"
     head: re.Pattern[str] | None = None  # Start of a call whose name is outside of the JSON.
     tags: Tags | None = None
+    quote: str = ""  # Token before and after each text of an object with bare keys.
+    is_python: bool = False  # A list of calls in Python's syntax.
 
     @classmethod
     def of(cls, full: str, bare: str) -> "CallForm":
@@ -106,6 +114,11 @@ class CallForm:
 
         `bare` is the call without arguments. Raises: ValueError: the form is not recognized.
         """
+        form = cls._of_json(full) or cls._of_python(full) or cls._of_quoted(full)
+        return form or cls._of_tags(full, bare)
+
+    @classmethod
+    def _of_json(cls, full: str) -> "CallForm | None":
         for found in re.finditer(r"[{\[]", full):
             lead = full[: found.start()]
             try:
@@ -125,8 +138,53 @@ class CallForm:
                 )
             before, is_named, between = lead.rpartition(NAME)
             if call == ARGUMENTS and is_named and before.strip():
-                head = re.compile(rf"{NAMED}{_loosely(between)}\s*(?=\{{)")
+                head = re.compile(rf"{NAMED}{_head_end(between)}\s*(?=\{{)")
                 return cls(begin=_begin(before), head=head, end=re.compile(after))
+        return None
+
+    @classmethod
+    def _of_python(cls, full: str) -> "CallForm | None":
+        lead, is_named, _ = full.partition(f"{NAME}(")
+        is_list = lead.rstrip().endswith("[")
+        lead = lead.rstrip()[:-1] if is_list else lead
+        end = len(full) if is_list else full.rfind(")") + 1
+        if not is_named or not (is_list or (lead.strip() and full[end:].strip())):
+            return None
+        try:
+            if is_list:
+                calls, end = read_python(full, len(lead))
+            else:
+                calls = read_python_lines(full[len(lead) : end])
+        except ValueError:
+            return None
+        after = re.compile(_loosely(full[end:]))
+        begin = _begin(lead) if lead.strip() else re.compile(r"(?=\[\s*[A-Za-z_][\w.-]*\()")
+        return cls(begin=begin, end=after, is_python=True) if calls == [(NAME, ARGUMENTS)] else None
+
+    @classmethod
+    def _of_quoted(cls, full: str) -> "CallForm | None":
+        lead, _, rest = full.partition(f"{{{KEYS[0]}:")
+        quote = rest.partition(VALUES[0])[0]
+        before, is_named, between = lead.rpartition(NAME)
+        if not (quote.strip() and is_named and before.strip()) or between.strip():
+            return None
+        try:
+            given, end = read_quoted(full, len(lead), quote)
+        except ValueError:
+            return None
+        if given != ARGUMENTS:
+            return None
+        head = re.compile(rf"{NAMED}(?=\{{)")
+        after = re.compile(_loosely(full[end:]))
+        return cls(begin=_begin(before), head=head, end=after, quote=quote)
+
+    @classmethod
+    def _of_tags(cls, full: str, bare: str) -> "CallForm":
+        head, is_keyed, _ = full.partition(KEYS[0])
+        named, _, last = head.rpartition(NAME)
+        lead = named.rpartition(NAME)[2]  # Some templates also name the tool before the call.
+        full = lead + NAME + last + full[len(head) :] if is_keyed else full
+        bare = NAME + bare.rpartition(NAME)[2]
         pieces = _split(full, NAME, KEYS[0], VALUES[0], KEYS[1], VALUES[1])
         empty = bare.partition(NAME)[2]
         lead, first, equals, between, again, end = map(_loosely, pieces)
@@ -146,16 +204,29 @@ class CallForm:
         Args:
             tools: tools as chat templates accept them; they define the types of tag arguments.
         """
+        try:
+            return self._read(text, tools)
+        except (ValueError, RecursionError):
+            return text.strip(), []
+
+    def fault(self, text: str) -> str:
+        """Return why a call in an answer cannot be parsed, "" if all can or if there is none."""
+        try:
+            self._read(text, ())
+        except RecursionError:
+            return f"nested deeper than {MAX_DEPTH} levels"
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
         said: list[str] = []
         calls: list[Call] = []
         at = 0
-        try:
-            while (found := self.begin.search(text, at)) is not None:
-                said.append(text[at : found.start()])
-                told, at = self._calls_at(text, found.end())
-                calls += told
-        except (ValueError, RecursionError):
-            return text.strip(), []
+        while (found := self.begin.search(text, at)) is not None:
+            said.append(text[at : found.start()])
+            told, at = self._calls_at(text, found.end())
+            calls += told
         if not calls:
             return text.strip(), []
         if self.tags is not None:
@@ -169,6 +240,15 @@ class CallForm:
 
         Raises: ValueError: they cannot be parsed.
         """
+        if self.is_python and text[_skip_space(text, at) :][:1] != "[":
+            stop = self.end.search(text, at)
+            if stop is None or not stop[0]:
+                raise ValueError("a call does not end")
+            calls = read_python_lines(text[at : stop.start()])
+            return [(name, read_arguments(given)) for name, given in calls], stop.end()
+        if self.is_python:
+            calls, at = read_python(text, _skip_space(text, at))
+            return [(name, read_arguments(given)) for name, given in calls], self._ended(text, at)
         head = self.head.match(text, at) if self.head is not None else None
         if self.head is not None and head is None:
             raise ValueError("a call without a name")
@@ -176,6 +256,9 @@ class CallForm:
             value, at = DECODER.raw_decode(text, _skip_space(text, at))
             each = cast(list[object], value if isinstance(value, list) else [value])
             return [self._call(one) for one in each], self._ended(text, at)
+        if self.quote:
+            value, at = read_quoted(text, head.end(), self.quote)
+            return [(head["name"], read_arguments(value))], self._ended(text, at)
         if self.tags is None:
             value, at = DECODER.raw_decode(text, head.end())
             return [(head["name"], read_arguments(value))], self._ended(text, at)
@@ -209,6 +292,7 @@ class CallForm:
 
 
 NAMED = r"\s*(?P<name>\S+?)\s*"
+WORDS = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]|[^\s<\[]+|\S")  # Tags and words of a template.
 
 
 def _refused(constant: str) -> NoReturn:
@@ -241,19 +325,38 @@ def _is_probed(value: object) -> bool:
 
 
 def _begin(lead: str) -> re.Pattern[str]:
-    """Return the pattern of a call's start: the last word before it, earlier ones optional."""
-    words = [re.escape(each) for each in lead.split()]
+    """Return the pattern of a call's start: its last tag or word, earlier ones optional."""
+    found = list(WORDS.finditer(lead))
+    words = [each[0] for each in found]
     if not words:
         return JSON_BEGINS
+    # A tag with an attribute, such as `<invoke name="`, is required as a whole. So is a tag with a
+    # word directly behind it.
+    first = next((i for i in range(len(words) - 1, -1, -1) if words[i][0] in "<["), len(words) - 1)
+    is_whole = words[first].endswith((">", "]"))
+    if is_whole and any(a.end() < b.start() for a, b in itertools.pairwise(found[first:])):
+        first = len(words) - 1
     others = ""
-    for each in words[:-1]:
-        others = rf"(?:{others}{each}\s*)?"
-    return re.compile(others + words[-1])
+    for each in words[:first]:
+        others = rf"(?:{others}{re.escape(each)}\s*)?"
+    return re.compile(others + r"\s*".join(map(re.escape, words[first:])))
+
+
+def _head_end(between: str) -> str:
+    """Return the pattern of the text between a call's name and its arguments.
+
+    Only the last tag or word of the template's text is required. Models write other text before it,
+    such as the number of the call or a type.
+    """
+    words = WORDS.findall(between)
+    if not words:
+        return ""
+    return rf"(?:{_loosely(between)}|[^\w.{{}}-][^{{}}]*?{re.escape(words[-1])})"
 
 
 def _loosely(piece: str) -> str:
-    """Return a pattern of a text that matches any whitespace between its words."""
-    return r"\s*".join(map(re.escape, piece.split()))
+    """Return a pattern of a text that matches any whitespace between its words and tags."""
+    return r"\s*".join(map(re.escape, WORDS.findall(piece)))
 
 
 def _skip_space(text: str, at: int) -> int:

@@ -1,11 +1,17 @@
-"""Renders all chat templates of the product, with the date of the run in their prompts."""
+"""Renders all chat templates of the product, with the settings of the run in their prompts.
+
+The settings are the run's date, its own template and the variables of the template. They are fixed
+once in each process.
+"""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import date, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
+
+from common.errors import ConfigError
 
 FILES = ("chat_template.jinja", "tokenizer_config.json")  # Files that may contain a chat template.
 DATE_STRING = "%d %b %Y"  # Format of `date_string` in Llama's templates.
@@ -15,11 +21,24 @@ DATE = "date_string"
 _HAS_DEFAULT = re.compile(rf"\b{DATE}\s+is\s+(not\s+)?defined|\b{DATE}\s*\|\s*(default|d)\b")
 
 
+class PromptSettings(Protocol):
+    """The keys of `model` that change prompts."""
+
+    @property
+    def date(self) -> str: ...
+    @property
+    def chat_template(self) -> str: ...
+    @property
+    def chat_template_kwargs(self) -> Mapping[str, Any]: ...
+
+
 @dataclass(slots=True)
 class _Process:
-    """The date of this process: the date of its run, or the day of its first prompt."""
+    """The settings of this process: those of its run."""
 
-    date: str = ""  # YYYY-MM-DD
+    date: str = ""  # YYYY-MM-DD; the day of the first prompt without a run.
+    template: str = ""  # Text of `model.chat_template`; "": the tokenizer's own template.
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 _process = _Process()
@@ -39,17 +58,70 @@ def fix_date(day: str) -> None:
     _process.date = day or _process.date
 
 
+def fix_prompts(model: PromptSettings, root: Path) -> None:
+    """Set the date, the chat template and its variables in all prompts of this process.
+
+    Raises: ConfigError: `model.chat_template` cannot be read.
+    """
+    fix_date(model.date)
+    fix_template(template_at(model, root), model.chat_template_kwargs)
+
+
+def template_at(model: PromptSettings, root: Path) -> Path | None:
+    """Return the file of `model.chat_template`; None: the tokenizer's own template is used."""
+    return root / model.chat_template if model.chat_template else None
+
+
+def fix_template(path: Path | None, variables: Mapping[str, Any]) -> None:
+    """Set the chat template and its variables in all prompts of this process.
+
+    Args:
+        path: `model.chat_template`; None: each tokenizer's own template.
+        variables: `model.chat_template_kwargs`.
+
+    Raises: ConfigError: the file cannot be read; the message has the key.
+    """
+    _process.template = "" if path is None else read_template(path)
+    _process.variables = dict(variables)
+
+
+def read_template(path: Path) -> str:
+    """Return the text of `model.chat_template`. Raises: ConfigError: it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
+        raise ConfigError(f"model.chat_template={path}: {reason}; give a jinja file") from error
+    if not text.strip():
+        raise ConfigError(f"model.chat_template={path}: the file is empty; give a jinja file")
+    return text
+
+
+def template_of(tokenizer: Any) -> str:
+    """Return the chat template for the prompts of a tokenizer; "": it has none.
+
+    Of several named templates, the one named "default" is used, as transformers does.
+    """
+    own = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(own, dict):
+        own = cast(dict[str, str], own).get("default", "")
+    return _process.template or str(own)
+
+
 def prompt_date() -> str:
     """Return the date in the prompts of this process. It stays the same after midnight."""
     _process.date = _process.date or today()
     return _process.date
 
 
-def names_date(folder: Path) -> bool:
-    """Return whether the chat template in a model's folder may use the date."""
-    texts = [
-        path.read_text(encoding="utf-8") for name in FILES if (path := folder / name).is_file()
-    ]
+def names_date(folder: Path, template: Path | None = None) -> bool:
+    """Return whether the chat template of a model may use the date.
+
+    Args:
+        template: the file of `model.chat_template`; None: the template in the model's folder.
+    """
+    paths = [template] if template else [folder / name for name in FILES]
+    texts = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
     return any(CLOCK in text or DATE in text for text in texts)
 
 
@@ -70,12 +142,15 @@ def render_chat(
     Args:
         day: YYYY-MM-DD; "": the date of this process.
     """
+    own = {"chat_template": _process.template} if _process.template else {}
     return str(
         tokenizer.apply_chat_template(
             messages,
             tools=tools,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            **own,
+            **_process.variables,
             **_date_of(tokenizer, day or prompt_date()),
         )
     )
@@ -83,7 +158,7 @@ def render_chat(
 
 def _date_of(tokenizer: Any, day: str) -> dict[str, Any]:
     """Return the template variables for the date, {} for a template without a date."""
-    template = str(getattr(tokenizer, "chat_template", None) or "")
+    template = template_of(tokenizer)
     moment = datetime.fromisoformat(day)
     given: dict[str, Any] = {}
     if CLOCK in template:

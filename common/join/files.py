@@ -12,6 +12,7 @@ MAX_FILE_BYTES = 128 << 20  # A tokenizer with a large vocabulary has 20 MB.
 MAX_TOTAL_BYTES = 256 << 20
 MAX_FILES = 64
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # Neither weights nor code.
+TEMPLATE = "chat_template.jinja"
 INDEX_SUFFIX = ".index.json"  # Suffix of the index of weights in several files.
 
 
@@ -21,17 +22,21 @@ def is_shareable(name: str) -> bool:
     return is_plain and name.endswith(SUFFIXES) and not name.endswith(INDEX_SUFFIX)
 
 
-def list_shared(folder: Path) -> list[SharedFile]:
+def list_shared(folder: Path, *, template: Path | None = None) -> list[SharedFile]:
     """Return the files of a model folder that a node needs: configuration and tokenizer.
+
+    Args:
+        template: file that is sent as the folder's chat template; None: the folder's own.
 
     Raises: ConfigError: the folder has no config.json, or the files exceed a limit.
     """
     paths = sorted(each for each in folder.iterdir() if each.is_file() and is_shareable(each.name))
     if not any(each.name == "config.json" for each in paths):
         raise ConfigError(f"model.path={folder}: has no config.json, which a joining node needs")
+    named = {each.name: each for each in paths} | ({TEMPLATE: template} if template else {})
     files = [
-        SharedFile(name=each.name, num_bytes=each.stat().st_size, sha256=_sha256(each))
-        for each in paths
+        SharedFile(name=name, num_bytes=path.stat().st_size, sha256=_sha256(path))
+        for name, path in sorted(named.items())
     ]
     check_bounds(files)
     return files

@@ -134,7 +134,7 @@ def be_role(
     Raises: ConfigError, NotStarted: the role failed before it began to work, see `StartGuard`.
     """
     from common.checks.preflight import check_model
-    from common.formats.chat_template import fix_date
+    from common.formats.chat_template import fix_prompts
     from common.launch.start_guard import StartGuard
     from common.stall.beacon import has_begun
     from common.store.run_start import dated
@@ -148,7 +148,7 @@ def be_role(
     if not run_dir.config.exists():
         cfg = dated(cfg, run_dir, is_kept=True)
         save_config(cfg, run_dir.config)
-    fix_date(cfg.model.date)
+    fix_prompts(cfg.model, ROOT)
     with StartGuard(run_dir.root, has_begun=has_begun):
         run(cfg, run_dir)
     return 0
@@ -164,7 +164,7 @@ def join_run(
         NotStarted: the role failed before it began to work, see `StartGuard`.
     """
     from common.checks.hub_models import resolve_models
-    from common.formats.chat_template import fix_date
+    from common.formats.chat_template import fix_prompts
     from common.join.enrol import enrol, parse_address
     from common.launch.start_guard import StartGuard
     from common.repository import product_version
@@ -191,7 +191,7 @@ def join_run(
     if role == "actor":
         _check_weights(cfg, joined, root=root)
     configure_logging(role, cfg.log.level)
-    fix_date(cfg.model.date)
+    fix_prompts(cfg.model, ROOT)
     with StartGuard(None, has_begun=has_begun):
         run(cfg, joined)
     return 0
@@ -240,11 +240,11 @@ def with_date(
     Args:
         is_kept: as in `dated`.
     """
-    from common.formats.chat_template import fix_date
+    from common.formats.chat_template import fix_prompts
     from common.store.run_start import dated
 
     cfg = dated(cfg, run_dir, is_kept=is_kept)
-    fix_date(cfg.model.date)
+    fix_prompts(cfg.model, ROOT)
     return run(cfg, run_dir)
 
 

@@ -16,18 +16,23 @@ from common.store.run_dir import RunDir, read_json, write_atomically, write_json
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+OWN_TEMPLATE = "chat_template.jinja"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", OWN_TEMPLATE)
 # A resumed run must be the same experiment: these keys must have equal values.
 _SAME_KEYS = (
     "run.seed",
     "train.mode",
     "model.path",
     "model.dtype",
+    "model.chat_template",
+    "model.chat_template_kwargs",
+    "actor.keep_thinking",
     "tasks",
     "groups.size",
     "learner.optimizer",
     "envhub.style",
 )
+_NEWER_KEYS = ("model.chat_template", "model.chat_template_kwargs", "actor.keep_thinking")
 
 
 def mark_finished(run_dir: RunDir, *, version: int, result: str) -> None:
@@ -97,13 +102,32 @@ def _other_date(cfg: RunConfig, run_dir: RunDir) -> list[str]:
 
 
 def keep_tokenizer(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> None:
-    """Copy the policy's tokenizer to the run directory, to decode the token ids of the journal."""
+    """Copy the policy's tokenizer to the run directory, to decode the token ids of the journal.
+
+    A tokenizer in another format than `tokenizer.json` is converted, so that the pages and the
+    exports of the run need no other files.
+    """
     source = root / cfg.model.path
-    for name in TOKENIZER_FILES:
-        if not (source / name).is_file():
-            continue
-        run_dir.tokenizer.mkdir(exist_ok=True)
-        shutil.copyfile(source / name, run_dir.tokenizer / name)
+    run_dir.tokenizer.mkdir(parents=True, exist_ok=True)
+    if (source / TOKENIZER_FILES[0]).is_file():
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, run_dir.tokenizer / name)
+    else:
+        _convert_tokenizer(source, run_dir.tokenizer)
+    if cfg.model.chat_template:
+        shutil.copyfile(root / cfg.model.chat_template, run_dir.tokenizer / OWN_TEMPLATE)
+
+
+def _convert_tokenizer(source: Path, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer
+    try:
+        tokenizer.from_pretrained(str(source), local_files_only=True).save_pretrained(str(folder))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        logger.warning("cannot keep the tokenizer, tokens are shown as ids folder=%s error=%r",
+            source, error)  # fmt: skip
 
 
 def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:
@@ -113,7 +137,8 @@ def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     for key in _SAME_KEYS:
         was = _same_value(old, key)
         now = _same_value(new, key)
-        if was != now:
+        is_older = was is None and key in _NEWER_KEYS  # The run is of a version without the key.
+        if was != now and not is_older:
             found.append("tasks differ" if key == "tasks" else f"{key}: was {was}, now {now}")
     return found
 

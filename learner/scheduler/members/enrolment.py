@@ -8,8 +8,9 @@ from typing import Any
 from common.config.load import sections_as_yaml
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.join.files import PART_BYTES, list_shared
-from common.repository import product_version
+from common.formats.chat_template import template_at
+from common.join.files import PART_BYTES, TEMPLATE, list_shared
+from common.repository import ROOT, product_version
 from common.wire.access.identities import Identities, Identity, add_identity
 from common.wire.addresses import is_loopback
 from common.wire.join_messages import (
@@ -80,7 +81,7 @@ class Enrolments:
     def _enrol(self, request: JoinRequest) -> Enrolment | Rejected:
         if request.role == "actor" and not request.has_model:
             try:
-                self._files = list_shared(Path(self._cfg.model.path))
+                self._files = list_shared(Path(self._cfg.model.path), template=self._template())
             except (ConfigError, OSError) as error:
                 return Rejected(reason=str(error))
         try:
@@ -89,6 +90,8 @@ class Enrolments:
             return Rejected(reason=str(error))
         cfg = self._cfg
         envs = {*(task.env for task in self._cfg.tasks), *self._cfg.envhub.envs}
+        if request.role == "actor" and not request.has_model:  # Its folder has the run's template.
+            cfg = replace(cfg, model=replace(cfg.model, chat_template=""))
         if request.role == "envhub":  # By default a joining hub serves all environments of the run.
             cfg = replace(cfg, envhub=replace(cfg.envhub, envs=sorted(envs)))
         return Enrolment(
@@ -112,12 +115,20 @@ class Enrolments:
             raise ConfigError(f"{NAME_IN_USE} {request.name!r}")
         add_identity(self._keys, Identity(request.name, request.role, request.public_key))
 
+    def _template(self) -> Path | None:
+        """Return the file that a node receives as the chat template of the model."""
+        return template_at(self._cfg.model, ROOT)
+
     def _part(self, request: FileRequest) -> FilePart | Rejected:
         """Return a part of a listed file. No other file is read."""
         file = next((each for each in self._files if each.name == request.name), None)
         if file is None or not 0 <= request.offset_bytes < max(1, file.num_bytes):
             return Rejected(reason=f"no file {request.name!r} at byte {request.offset_bytes}")
-        with (Path(self._cfg.model.path) / file.name).open("rb") as source:
+        template = self._template()
+        path = Path(self._cfg.model.path) / file.name
+        if template is not None and file.name == TEMPLATE:
+            path = template
+        with path.open("rb") as source:
             source.seek(request.offset_bytes)
             content = source.read(min(PART_BYTES, file.num_bytes - request.offset_bytes))
         return FilePart(name=file.name, offset_bytes=request.offset_bytes, content=content)

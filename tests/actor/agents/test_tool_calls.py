@@ -45,7 +45,8 @@ TOOLS_TEMPLATE = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-UNREADABLE = TOOLS_TEMPLATE.replace("arguments | tojson", "arguments")  # as Python writes them
+UNREADABLE = TOOLS_TEMPLATE.replace("arguments | tojson", "arguments | length | string")
+TEXTS = TOOLS_TEMPLATE.replace("arguments | tojson", "arguments")  # It expects JSON texts.
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -80,6 +81,19 @@ def test_template_without_tools_reports_the_reason(template: str, words: str) ->
     why = Renderer(with_calls(template)).calls
     assert isinstance(why, str)
     assert words in why
+
+
+def test_arguments_become_a_text_where_the_template_needs_one() -> None:
+    messages = [
+        {"role": "user", "content": "find it"},
+        {"role": "assistant", "content": "", "tool_calls": [as_call("look", {"where": "up"})]},
+        {"role": "tool", "content": "a key"},
+    ]
+    of_texts, of_objects = (Renderer(with_calls(each)) for each in (TEXTS, TOOLS_TEMPLATE))
+    ids = of_texts.of_messages(messages, tools=[TOOL])
+    assert ids == of_objects.of_messages(messages, tools=[TOOL])
+    sampled = TOKENIZER.encode(LOOK, add_special_tokens=False)
+    assert of_texts.read_answer(sampled, [TOOL]) == of_objects.read_answer(sampled, [TOOL])
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])

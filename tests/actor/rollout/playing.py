@@ -60,10 +60,12 @@ class Letters:
     def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
         return [ord(c) for c in "".join(before or ()) + text]
 
-    def after_action(self, observation: str, *, is_stopped: bool) -> list[int]:
+    def after_action(
+        self, observation: str, *, is_stopped: bool, end: int | None = None
+    ) -> list[int]:
         return self.after_turn(observation, is_stopped=is_stopped)
 
-    def after_turn(self, text: str, *, is_stopped: bool) -> list[int]:
+    def after_turn(self, text: str, *, is_stopped: bool, end: int | None = None) -> list[int]:
         return ([] if is_stopped else [0]) + [ord(c) for c in text]
 
     def action_text(self, token_ids: list[int]) -> str:

@@ -62,3 +62,15 @@ def test_changed_file_changes_digest_and_fails_check(tmp_path: Path) -> None:
 def test_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         list_shared(tmp_path)
+
+
+def test_template_of_the_run_replaces_that_of_the_folder(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ messages }}", encoding="utf-8")
+    for text in ("", "{{ bos_token }}"):
+        if text:
+            (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
+        shared = {each.name: each for each in list_shared(folder, template=own)}
+        assert sorted(shared) == ["chat_template.jinja", "config.json", "tokenizer.json"]
+        assert is_intact(own, shared["chat_template.jinja"])

@@ -1,0 +1,241 @@
+"""Measures how a chat template shows a tool call and its result, with marker texts."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from common.formats.calls import ARGUMENTS, NAME, VALUES, Arguments, CallForm, as_call
+from common.formats.turns import ASSISTANT, MARGIN, NEXT, USER, Message, Turns
+from common.text import shared_length, shared_start
+
+QUOTED = f'{NEXT}"'  # Its quote shows whether the template writes tool results verbatim or as JSON.
+PROBE_TOOL = "probe_tool"
+PROBE: Message = {
+    "type": "function",
+    "function": {"name": PROBE_TOOL, "description": "", "parameters": {"type": "object"}},
+}
+# (messages, tools, add_generation_prompt) -> text
+RenderCalls = Callable[[Sequence[Message], Sequence[Any], bool], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallNames:
+    """Names of a vocabulary's special tokens."""
+
+    special: Sequence[str]
+    ends: Sequence[str]  # Names of those that may end a turn.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTurn:
+    """Text of a chat template around a tool call and its result."""
+
+    form: CallForm
+    between: str  # Text from the end of the call to the text of its result.
+    after: str  # Text from a result to the next answer.
+    answered: str  # Text before a past call, behind the text that all prompts share.
+    ended: str  # Text after a call that ends the conversation.
+    is_json: bool  # The template writes a result as a JSON text.
+    has_text: bool  # The template takes arguments as a JSON text only.
+    strips: bool  # The template removes whitespace around a result.
+
+    def call(self, name: str, arguments: Arguments) -> Message:
+        """Return a call in the form that this template accepts."""
+        return as_text(as_call(name, arguments)) if self.has_text else as_call(name, arguments)
+
+    def shown(self, result: str) -> str:
+        """Return the text of a result as the template writes it."""
+        result = result.strip() if self.strips else result
+        return _inner(result) if self.is_json else result
+
+
+def as_text(call: Message) -> Message:
+    """Return a call whose arguments are a JSON text."""
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def measure_call(
+    render: RenderCalls,
+    turns: Turns,
+    names: CallNames,
+    sampled: Callable[[str], str],
+    *,
+    tools: Sequence[Message] = (PROBE,),
+    name: str = NAME,
+    form: CallForm | None = None,
+) -> CallTurn:
+    """Return the turn of a call in a template.
+
+    Args:
+        sampled: returns a text of the template as it reads when the policy has sampled it.
+        tools: the tools in the prompt. The call has the name `name`.
+        form: the form of calls; None: it is found in the call of NAME.
+
+    Raises:
+        ValueError: the template has no tools or shows no calls.
+        TemplateError, TypeError: the template refuses them.
+    """
+    refusals: list[TemplateError | TypeError | ValueError] = []
+    for has_text in (False, True):
+        try:
+            return _Probe(render, turns, names, tools, name, has_text).turn(sampled, form)
+        except (TemplateError, TypeError, ValueError) as error:
+            refusals.append(error)
+    of_objects, of_texts = refusals
+    # A template that takes only texts refuses objects as a TypeError, which names no reason.
+    raise of_texts if isinstance(of_objects, TypeError) else of_objects
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """Conversations of markers with one call."""
+
+    render: RenderCalls
+    turns: Turns
+    names: CallNames
+    tools: Sequence[Message]
+    name: str
+    has_text: bool
+
+    def turn(self, sampled: Callable[[str], str], form: CallForm | None) -> CallTurn:
+        whole = self._texts(ARGUMENTS, "", is_final=False)
+        final = self._final()
+        self._check_tools(whole)
+        start, result_at, result = self._places(whole)
+        end_at = _end_of_call(whole, final, start, result_at, self.names)
+        if form is None:
+            mark = next(each for each in self.names.special if whole.startswith(each, end_at))
+            texts = (self._call(ARGUMENTS, mark), self._call({}, mark))
+            form = CallForm.of(*map(sampled, texts))
+        if not self._again().endswith(whole[end_at:]):
+            raise ValueError(f"shows a second call otherwise than the first: {whole!r:.1000}")
+        shares_start = final[:end_at] == whole[:end_at]
+        return CallTurn(
+            form=form,
+            between=whole[end_at:result_at],
+            after=whole[result_at + len(result) :],
+            answered=self._header(whole, form),
+            ended=final[end_at:] if shares_start else "",
+            is_json=result != QUOTED,
+            has_text=self.has_text,
+            strips=self._strips(),
+        )
+
+    def _texts(
+        self,
+        arguments: Arguments,
+        content: str,
+        *,
+        is_final: bool,
+        num_calls: int = 1,
+        result: str = QUOTED,
+    ) -> str:
+        """Return the rendered text after the user's text, with or without the call's result."""
+        call = as_call(self.name, arguments)
+        said = {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [as_text(call) if self.has_text else call],
+        }
+        told = {"role": "tool", "name": self.name, "content": result}
+        turn = [said] if is_final else [said, told]
+        messages = [{"role": "user", "content": USER}, *(turn * num_calls)]
+        return self.render(messages, self.tools, not is_final).partition(USER)[2]
+
+    def _header(self, whole: str, form: CallForm) -> str:
+        """Return the text between the end of the user's message and the call."""
+        user: Message = {"role": "user", "content": USER}
+        asked = self.render([user], self.tools, True).partition(USER)[2]
+        closed = asked.removesuffix(self.turns.asked)
+        text = whole.removeprefix(closed if whole.startswith(closed) else self.turns.closed)
+        found = form.begin.search(text)
+        return text[: found.start()] if found else ""
+
+    def _strips(self) -> bool:
+        """Return whether the template removes whitespace around a result."""
+        wide = f"{MARGIN}{NEXT}{MARGIN}"
+        text = self._texts(ARGUMENTS, "", is_final=False, result=wide)
+        return wide not in text and _inner(wide) not in text
+
+    def _again(self) -> str:
+        """Return the rendered text with two calls and their results, which are the same."""
+        return self._texts(ARGUMENTS, "", is_final=False, num_calls=2)
+
+    def _final(self) -> str:
+        try:
+            return self._texts(ARGUMENTS, "", is_final=True)
+        except (TemplateError, TypeError):
+            return ""
+
+    def _check_tools(self, whole: str) -> None:
+        user: Message = {"role": "user", "content": USER}
+        shown = self.render([user], self.tools, True)
+        tool = str(self.tools[0]["function"]["name"])
+        if tool not in shown or self.name not in whole or NEXT not in whole:
+            raise ValueError("has no tools, or no place for their calls and answers")
+
+    def _places(self, whole: str) -> tuple[int, int, str]:
+        """Return the position after the last argument, and position and text of the result."""
+        last = whole.find(VALUES[-1])
+        start = last + len(VALUES[-1]) if last >= 0 else whole.find(self.name) + len(self.name)
+        for result in (QUOTED, _inner(QUOTED)):
+            at = whole.find(result, start)
+            if at >= 0:
+                return start, at, result
+        raise ValueError(f"shows calls otherwise than turns: {whole!r:.1000}")
+
+    def _call(self, arguments: Arguments, mark: str) -> str:
+        """Return a call as the template writes it, without the end of its turn."""
+        text = self._texts(arguments, ASSISTANT, is_final=False)
+        before, has_text, call = text.partition(ASSISTANT)
+        if not has_text or self.name in before:  # The text is dropped, or moved behind the call.
+            text = self._texts(arguments, "", is_final=False)
+            header = self.turns.closed + self.turns.answered
+            call = text.removeprefix(shared_start(text, header))
+        start = call.find(VALUES[-1]) if arguments else call.find(self.name)
+        end = call.find(mark, max(start, 0))
+        if start < 0:
+            raise ValueError(f"name and arguments are not found in {call!r:.300}")
+        if end < 0:
+            raise ValueError(f"does not end a turn of calls: {text!r:.1000}")
+        return call[:end]
+
+
+def _end_of_call(whole: str, final: str, start: int, result_at: int, names: CallNames) -> int:
+    """Return the position of the token that ends a turn of calls.
+
+    Args:
+        whole, final: the text with the call's result and without it.
+        start, result_at: the end lies between these positions in `whole`.
+
+    Raises: ValueError: no special token ends the turn.
+    """
+    known = [at for each in names.ends if start <= (at := whole.find(each, start)) < result_at]
+    if known:
+        return min(known)
+    stripped = final.rstrip()
+    for name in names.special:
+        at = len(stripped) - len(name)
+        if at >= start and stripped.endswith(name) and whole.startswith(name, at):
+            return at
+    shared = shared_length(whole, final) if final else start
+    after = [
+        at
+        for name in names.special
+        if (at := whole.find(name, max(start, shared - len(name) + 1), result_at)) >= 0
+    ]
+    if not after:
+        raise ValueError(f"does not end a turn of calls: {whole!r:.1000}")
+    return min(after)
+
+
+def _inner(text: str) -> str:
+    """Return a text as JSON writes it between quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,0 +1,85 @@
+"""Tokens that end a turn: those of the chat template, and those of the model's configuration."""
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from common.errors import ConfigError
+from common.text import shared_length
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+def configured_ends(tokenizer: Any) -> list[int]:
+    """Return the ends of a turn in the tokenizer and its folder's generation_config.json, in order.
+
+    Raises: ConfigError: the file is damaged, or an end is no token id.
+    """
+    found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    path = Path(str(getattr(tokenizer, "name_or_path", "") or ".")) / GENERATION_CONFIG
+    if getattr(tokenizer, "name_or_path", "") and path.is_file():
+        found += _ends_in(path)
+    return list(dict.fromkeys(found))
+
+
+def _ends_in(path: Path) -> list[int]:
+    try:
+        told = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8-sig")))
+        ends = told.get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: is not JSON with an object: {error}") from error
+    given = cast(list[object], ends if isinstance(ends, list) else [ends])
+    wrong = [each for each in given if each is not None and type(each) is not int]
+    if wrong:
+        raise ConfigError(f"{path}: eos_token_id={wrong[0]!r}: must be a token id or a list")
+    return [each for each in given if type(each) is int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnd:
+    """The tokens with which a template ends an answer before the next message."""
+
+    num_lead: int  # Tokens of whitespace before them.
+    run: Sequence[int]  # The tokens of the end, in order.
+    last: Sequence[int] = ()  # Tokens that stand there if the conversation ends with the answer.
+
+    def num_sampled(self, end: int | None, *, is_stopped: bool) -> int:
+        """Return the number of tokens of the text after an answer that its end stands for.
+
+        Args:
+            end: the sampled token that ended the answer; None: the template's first one.
+            is_stopped: the answer ended with such a token.
+        """
+        if not is_stopped:
+            return 0
+        if end is None:
+            return self.num_lead + 1
+        if end in self.run:
+            return self.num_lead + self.run.index(end) + 1
+        return self.num_lead + len(self.run) if end in self.last else 0
+
+
+def find_end(
+    after: Sequence[int],
+    last: Sequence[int],
+    special: Collection[int],
+    is_blank: Callable[[int], bool],
+) -> TurnEnd | None:
+    """Return the end of a turn; None: no special token ends it.
+
+    Args:
+        after: tokens of the template from an answer to the next message.
+        last: tokens of the template after an answer that ends the conversation.
+        special: ids of the special tokens.
+        is_blank: returns whether the text of a token is whitespace.
+    """
+    num_lead = next((i for i, each in enumerate(after) if not is_blank(each)), len(after))
+    if num_lead == len(after) or after[num_lead] not in special:
+        return None
+    own = after[num_lead:]
+    shared = own[: shared_length(own, [each for each in last if not is_blank(each)])]
+    num_run = max((i + 1 for i, each in enumerate(shared) if each in special), default=1)
+    ends = [each for each in last if each in special][:1]
+    return TurnEnd(num_lead=num_lead, run=list(after[num_lead : num_lead + num_run]), last=ends)
