@@ -232,28 +232,6 @@ class Instances:
             raise NotReset
         return instance.session_id or await self._bring_back(instance)
 
-    def step_at_once(self, number: int, action: str, now_s: float) -> Instance | None:
-        """Perform `step` synchronously; None: it must wait or refuse, and no step was performed.
-
-        `now_s` is the current time of the leases' clock.
-
-        The lock need not be checked: a request that holds the lock of a fast environment's instance
-        while it waits has removed the session from the instance.
-        """
-        instance = self._instances.find(number, now_s)
-        if instance is None or instance.session_id is None:
-            return None
-        session = instance.session
-        if session is None or session.session_id is not instance.session_id:
-            session = instance.session = self._sessions.handle(instance.session_id)
-            if session is None:
-                return None
-        result = self._sessions.step_at_once(session, action, now_s)
-        if result is None:
-            return None
-        instance.answer = result
-        return instance
-
     async def detail(self, instance: Instance, what: str) -> Any:
         """Return additional data of an environment for AgentGym's pages; None if it has none.
 

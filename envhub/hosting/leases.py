@@ -45,33 +45,23 @@ class LeaseTable(Generic[Key, Entry]):
 
     def put(self, key: Key, entry: Entry) -> None:
         """Store an entry; it replaces the key's previous entry."""
-        self._put(key, entry, self._now_s())
-
-    def _put(self, key: Key, entry: Entry, now_s: float) -> None:
+        now_s = self._now_s()
         self._held.pop(key, None)
         self._held[key] = (now_s + self._grain_s, now_s + self._lease_s, entry)
 
-    def find(self, key: Key, now_s: float | None = None) -> Entry | None:
-        """Return an entry and renew its lease; None if it is missing or expired.
-
-        `now_s` is the current time, if the caller has already read the clock.
-        """
+    def find(self, key: Key) -> Entry | None:
+        """Return an entry and renew its lease; None if it is missing or expired."""
         held = self._held.get(key)
         if held is None:
             return None
-        if now_s is None:
-            now_s = self._now_s()
+        now_s = self._now_s()
         renew_at_s, expires_at_s, entry = held
         if now_s < renew_at_s:
             return entry
         if now_s >= expires_at_s:
             return None
-        self._put(key, entry, now_s)
+        self.put(key, entry)
         return entry
-
-    def peek(self, key: Key) -> Entry | None:
-        """Return an entry without renewing its lease, even if it has expired; None if missing."""
-        return self._held.get(key, (None,))[-1]
 
     def renew(self, key: Key) -> None:
         """Renew the lease of an entry if the table still contains it."""
