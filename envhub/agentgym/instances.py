@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from envhub.agentgym.instance import EpisodeOver, Instance, InstanceUnknown, NotReset
 from envhub.env import EnvSpec, Isolation, StepResult, Style, UnknownItem
 from envhub.errors import CapacityFull, EnvRaised, SessionUnknown
-from envhub.hosting.leases import LeaseTable, grain_of
+from envhub.hosting.leases import LeaseTable
 from envhub.hosting.sessions import Sessions
 from envhub.http.parts import Patience
 
@@ -51,11 +51,8 @@ class Instances:
         self._patience = patience
         self._turns: deque[object] = deque()  # Requests that wait for an instance, in order.
         self._puts_aside = spec.is_repeatable and spec.isolation is not Isolation.INLINE
-        lease_s = patience.lease_s
-        now_s = sessions.now_s
         # The order selects the episode to suspend.
-        grain_s = 0.0 if self._puts_aside else grain_of(lease_s)
-        self._instances: LeaseTable[int, Instance] = LeaseTable(lease_s, now_s, grain_s=grain_s)
+        self._instances: LeaseTable[int, Instance] = LeaseTable(patience.lease_s, sessions.now_s)
 
     def __len__(self) -> int:
         return len(self._instances)

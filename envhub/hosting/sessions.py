@@ -28,7 +28,7 @@ from envhub.errors import (
     WorkerLost,
 )
 from envhub.hosting.inline import INLINE_STEP_S
-from envhub.hosting.leases import LeaseTable, grain_of
+from envhub.hosting.leases import LeaseTable
 from envhub.hosting.placement import Placement
 from envhub.hosting.session import STEP_BUCKETS_S, Alone, Session, no_steps
 from envhub.hosting.worker import Worker
@@ -94,7 +94,7 @@ class Sessions:
             on_lost=self._end_sessions_of,
         )
         self._registry, self.distances = registry, Distances(registry)
-        self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s, grain_s=grain_of(lease_s))
+        self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s)
         # Reasons of lost workers that clients have not received yet.
         self._untold: LeaseTable[str, str] = LeaseTable(lease_s, now_s)
         self._num_running = 0
