@@ -15,7 +15,6 @@ from common.log import configure_logging
 Suite = Callable[[BenchTable], None]  # It adds its figures to the table.
 SUITES = {  # Name on the command line: module and function.
     "envhub": ("benchmarks.envhub.suite", "run_suite"),
-    "echo": ("benchmarks.envhub.suite", "run_echo"),
     "soak": ("benchmarks.envhub.soak", "run_suite"),
     "solve": ("benchmarks.envhub.solve", "run_suite"),
     "learner": ("benchmarks.learner.suite", "run_suite"),

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from itertools import cycle
 from typing import cast
 
-import psutil
 import uvloop
 
 from benchmarks.envhub.client import Client, ServiceTarget
@@ -32,8 +31,6 @@ class Load:
     base: str  # Path before /create, /reset and /step.
     # Key of the item in a reset request; "": a create request starts an episode.
     reset_key: str = ""
-    is_echo: bool = False  # Instances are not created and responses are not checked.
-    pid: int | None = None  # Process id of the server; None: it runs on another machine.
     num_clients: int = 128
     warmup_s: float = 0.4  # Time before the measurement.
     duration_s: float = 1.5  # Time of the measurement.
@@ -58,7 +55,6 @@ class Stepper(asyncio.Protocol):
 
     def __init__(self, requests: list[bytes], load: Load, latencies_ms: list[float]) -> None:
         self._requests = cycle(requests)
-        self._is_checked = not load.is_echo
         self._latencies_ms = latencies_ms
         self._begin_s = time.perf_counter() + load.warmup_s
         self._end_s = self._begin_s + load.duration_s
@@ -83,7 +79,7 @@ class Stepper(asyncio.Protocol):
             return
         self._received = b""
         is_sound = received.startswith(b"HTTP/1.1 200") and b'"reward"' in received
-        if self._is_checked and not is_sound:
+        if not is_sound:
             self.done.set_exception(RuntimeError(received[:500].decode(errors="replace")))
             return
         now_s = time.perf_counter()
@@ -116,33 +112,14 @@ async def run_load(load: Load) -> LoadResult:
         stepper = Stepper(requests, load, latencies_ms)
         steppers.append(stepper)
         await loop.create_connection(lambda s=stepper: s, *load.target.address)
-    watching = asyncio.create_task(_cpu_s(load))
     await asyncio.gather(*(each.done for each in steppers))
     return LoadResult(
-        num_done=len(latencies_ms),
-        duration_s=load.duration_s,
-        latencies_ms=latencies_ms,
-        cpu_s=await watching,
+        num_done=len(latencies_ms), duration_s=load.duration_s, latencies_ms=latencies_ms
     )
-
-
-async def _cpu_s(load: Load) -> float:
-    """Return the server's processor time during the measurement."""
-    if load.pid is None:
-        return 0.0
-    process = psutil.Process(load.pid)
-    marks = list[float]()
-    for wait_s in (load.warmup_s, load.duration_s):
-        await asyncio.sleep(wait_s)
-        times = process.cpu_times()
-        marks.append(times.user + times.system)
-    return marks[1] - marks[0]
 
 
 async def _instance(client: Client, load: Load, index: int) -> int:
     """Return the number of an instance with a started episode."""
-    if load.is_echo:
-        return 2**52 + index  # The number has as many digits as the hub's.
     made = await client.want(200, "POST", f"{load.base}/create", {})
     if load.reset_key:
         item = f"depth2-train-{index % 100}"

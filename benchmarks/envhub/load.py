@@ -54,8 +54,6 @@ class LoadResult:
     num_done: int
     duration_s: float
     latencies_ms: list[float]
-    # Processor time of the server during the measurement, if its process is known.
-    cpu_s: float = 0.0
 
     @property
     def per_s(self) -> float:

@@ -131,7 +131,7 @@ class Queue:
 
     def _worker(self) -> Callable[[list[Run]], None]:
         if self.section.on_ray:
-            from common.launch.ray.jobs import Jobs  # The import of Ray takes seconds.
+            from benchmarks.study.ray_jobs import Jobs  # The import of Ray takes seconds.
 
             jobs = Jobs(stop=self.stop, place_timeout_s=self.place_timeout_s)
             return partial(self._on_ray, jobs.perform)

@@ -22,7 +22,7 @@ from common.store.journal import JournalWriter
 from common.store.metrics import tail_metrics
 from common.store.run_dir import RunDir
 from common.wire.messages import EndReason
-from learner.batch.synthetic import synthetic_trajectory
+from learner.simulator.synthetic import synthetic_trajectory
 
 NUM_EPISODES = 100_000
 NUM_TOKENS = 60

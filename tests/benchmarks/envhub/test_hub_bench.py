@@ -80,13 +80,11 @@ def test_load_counts_steps_of_hub_and_reference_server() -> None:
     with (
         hub_process(["textcraft", "babyai"]) as hub,
         module_process("benchmarks.envhub.reference") as usual,
-        module_process("benchmarks.envhub.echo") as echo,
     ):
         brief = {"num_clients": 4, "warmup_s": 0.1, "duration_s": 0.3}
         for load in (
             Load(target=hub.target, base="/agentgym/textcraft", **brief),
             Load(target=usual.target, base="/textcraft", reset_key="item_id", **brief),
-            Load(target=echo.target, base="", is_echo=True, **brief),
         ):
             assert measure_load(load).num_done > 10
         for kind in ("step", "open"):
