@@ -82,7 +82,7 @@ def test_unmeasured_processor_seconds_are_not_shown_as_zero(tmp_path: Path) -> N
 
     queue = make_queue(tmp_path, Recorder())
     queue.perform = dict.fromkeys(Does, measured)
-    queue.section = replace(queue.section, only=["1"])
+    queue.section = replace(queue.section, only=["1-seed0", "1-seed1"])
     queue.work()
     table = BenchTable(out=io.StringIO())
     tell(queue, table)

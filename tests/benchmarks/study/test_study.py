@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.study.outcome import Outcome, Point, read_outcome, success_at_tokens
+from benchmarks.study.outcome import Outcome, Point, read_outcome, success_at
 from benchmarks.study.plan import merged
 from benchmarks.study.tables import credit_table, curriculum_table
 from common.store.journal import JournalWriter
@@ -104,8 +104,8 @@ def test_credit_study_pools_all_seeds_of_an_arm() -> None:
 
 def test_success_at_tokens_is_linear_between_evaluations() -> None:
     outcome = make_outcome("x", (0, 0.4, 0), (10, 0.6, 1000), (20, 0.7, 3000))
-    assert success_at_tokens(outcome, 500) == pytest.approx(0.5)
-    assert success_at_tokens(outcome, 2000) == pytest.approx(0.65)
+    assert float(success_at(outcome, "tokens", 500)) == pytest.approx(0.5)
+    assert float(success_at(outcome, "tokens", 2000)) == pytest.approx(0.65)
 
 
 def test_equal_tokens_are_those_of_the_smallest_run() -> None:

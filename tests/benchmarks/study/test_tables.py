@@ -1,13 +1,11 @@
 """Laws of the tables of studies: losses of the default, equal arms and plans."""
 
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.study.command import plan_text
-from benchmarks.study.intervals import by_arm
 from benchmarks.study.outcome import Outcome
 from benchmarks.study.plan import Does, LagArm, Study, names, read_study
 from benchmarks.study.queue import Queue
@@ -15,10 +13,10 @@ from benchmarks.study.tables import (
     TABLES,
     algorithms_table,
     branches_table,
+    by_lag_arm,
     context_table,
     losses,
     recipes_table,
-    staleness_svgs,
     staleness_table,
 )
 from common.config.evaluation import StudySection
@@ -52,19 +50,12 @@ def test_lagged_arm_name_encodes_its_settings() -> None:
 
 
 def test_default_is_compared_with_both_baselines() -> None:
-    found = losses({LagArm.of(name): runs for name, runs in by_arm(LAGGED).items()})
+    found = losses(by_lag_arm(LAGGED))
     lost, low, high, ahead = found[LagArm("1x", 4, "default", True)]
     assert (lost, low, high) == pytest.approx((0.03, 0.03, 0.03))
     assert ahead == pytest.approx(0.2 - 0.57)
     text = staleness_table(LAGGED)
     assert "| 1x | 4 | on | +3.0 [3.0, 3.0] | 2 | +37.0 |" in text
-
-
-def test_every_rate_has_a_picture_of_all_corrections() -> None:
-    pictures = staleness_svgs(LAGGED)
-    assert sorted(pictures) == ["lag-1x-on", "lag-3x-on"]
-    tags = [each.tag.rpartition("}")[2] for each in ElementTree.fromstring(pictures["lag-1x-on"])]
-    assert tags.count("polyline") == tags.count("polygon") == 2
 
 
 def test_tables_have_a_row_per_arm_with_seed_intervals() -> None:
