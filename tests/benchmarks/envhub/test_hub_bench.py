@@ -1,6 +1,7 @@
 """The arithmetic of the measurements, and the client and the load that they are made with."""
 
 import io
+from dataclasses import replace
 
 import pytest
 import uvloop
@@ -8,7 +9,6 @@ import uvloop
 from benchmarks.envhub import suite as bench
 from benchmarks.envhub.client import Client, HubAnswer, Target
 from benchmarks.envhub.hub import hub_process, module_process
-from benchmarks.envhub.keep_alive import Load, measure_load
 from benchmarks.envhub.load import Job, Measured, measure
 from benchmarks.envhub.soak import Abandoned, Soak
 from benchmarks.envhub.solve import NO_WAY, Outcome, Subset, Tally, sample_items
@@ -82,38 +82,24 @@ def test_load_counts_steps_of_hub_and_reference_server() -> None:
         module_process("benchmarks.envhub.reference") as usual,
         module_process("benchmarks.envhub.echo") as echo,
     ):
-        brief = {"num_clients": 4, "warmup_s": 0.1, "duration_s": 0.3}
-        for load in (
-            Load(target=hub.target, base="/agentgym/textcraft", **brief),
-            Load(target=usual.target, base="/textcraft", reset_key="item_id", **brief),
-            Load(target=echo.target, base="", is_echo=True, **brief),
+        brief = Job(target=hub.target, kind="raw", num_clients=4, warmup_s=0.1, duration_s=0.3)
+        at_usual = replace(brief, target=usual.target, is_reference=True)
+        for job in (
+            replace(brief, base="/agentgym/textcraft", pid=hub.process.pid),
+            replace(at_usual, base="/textcraft", reset_key="item_id"),
+            replace(brief, target=echo.target, kind="echo"),
+            *(
+                replace(each, kind=kind, env=env)
+                for kind in ("step", "open")
+                for env in ("textcraft", "babyai")
+                for each in (brief, at_usual)
+            ),
         ):
-            assert measure_load(load).num_done > 10
-        for kind in ("step", "open"):
-            for env in ("textcraft", "babyai"):
-                for server in (hub, usual):
-                    job = Job(
-                        target=server.target,
-                        kind=kind,
-                        is_reference=server is usual,
-                        env=env,
-                        num_clients=4,
-                        warmup_s=0.1,
-                        duration_s=0.3,
-                    )
-                    counted = measure(job)
-                    assert counted.num_done == len(counted.latencies_ms) > 10
-        for kind in ("batch", "batch_open"):
-            job = Job(
-                target=hub.target,
-                kind=kind,
-                is_reference=False,
-                env="textcraft",
-                num_clients=8,
-                warmup_s=0.1,
-                duration_s=0.3,
-            )
             counted = measure(job)
+            assert counted.num_done == len(counted.latencies_ms) > 10
+            assert (counted.cpu_s > 0) is (job.pid is not None)
+        for kind in ("batch", "batch_open"):
+            counted = measure(replace(brief, kind=kind, num_clients=8))
             assert counted.num_done == 8 * len(counted.latencies_ms) > 8
         status = uvloop.run(_status_without_token(hub.target))
     assert status == 401
