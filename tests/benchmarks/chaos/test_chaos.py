@@ -161,10 +161,11 @@ def test_reset_reaches_both_ends_of_one_connection_only() -> None:
                 assert accepted.recv(1) == b"x"
 
 
+@pytest.mark.slow
 def test_clock_jump_affects_the_run_but_not_its_waits(tmp_path: Path) -> None:
     clock = make_clock(tmp_path)
     if clock is None:
-        pytest.skip("no C compiler here")
+        pytest.skip("libfaketime is not installed")
     code = (
         "import sys, threading, time\n"
         "for line in sys.stdin:\n"
@@ -179,11 +180,16 @@ def test_clock_jump_affects_the_run_but_not_its_waits(tmp_path: Path) -> None:
             assert 0.04 < waited_s < 10.0
             return wall_s - time.time()
 
+        def settles_at(seconds: int) -> bool:
+            clock.set_ahead(seconds)
+            deadline = time.monotonic() + 20.0
+            while abs(ahead_s() - seconds) > 10 and time.monotonic() < deadline:
+                pass  # The process reads a new time once a second, and each try waits.
+            return abs(ahead_s() - seconds) <= 10
+
         assert abs(ahead_s()) < 10
-        clock.set_ahead(3_600)
-        assert abs(ahead_s() - 3_600) < 10
-        clock.set_ahead(-7_200)
-        assert abs(ahead_s() + 7_200) < 10
+        assert settles_at(3_600)
+        assert settles_at(-7_200)
 
 
 def test_half_characters_appear_only_while_requested(tmp_path: Path) -> None:
@@ -206,7 +212,7 @@ def test_missing_process_cannot_be_hit(tmp_path: Path) -> None:
         scene.strike(Fault(Kind.KILL, Role.LEARNER))
     with pytest.raises(NotPossible, match="not an administrator"):
         scene.strike(Fault(Kind.DISK_FULL))
-    with pytest.raises(NotPossible, match="no C compiler"):
+    with pytest.raises(NotPossible, match="libfaketime"):
         scene.strike(Fault(Kind.CLOCK))
 
 
