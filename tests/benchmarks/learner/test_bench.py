@@ -5,14 +5,13 @@ import io
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.learner import gpu as bench_gpu
-from benchmarks.learner.agree import canary_delta, chunk_costs, repeat_step
 from benchmarks.learner.batch import (
     MODELS,
     BatchShape,
@@ -20,11 +19,13 @@ from benchmarks.learner.batch import (
     make_random_model,
     with_sampler_logprobs,
 )
-from benchmarks.learner.checks.flops import step_flops
-from benchmarks.learner.checks.training import PackedCase
+from benchmarks.learner.checks.agreement import canary_delta, score
+from benchmarks.learner.checks.bench import DeviceBench, PackedCase, Sizes
+from benchmarks.learner.checks.training import step_flops
 from benchmarks.learner.checks.weights import TOKENIZER
 from benchmarks.learner.engine import EngineRun, measure_engine
-from benchmarks.learner.memory import ScoringPeaks, peak_bytes, whole_logprobs
+from benchmarks.learner.gpu import CHECKS, run_suite
+from benchmarks.learner.memory import ScoringPeaks, peak_bytes, random_tokens, whole_logprobs
 from benchmarks.learner.step import (
     BARE,
     StepCost,
@@ -50,7 +51,7 @@ SHAPE = BatchShape(num_groups=2, group_size=2, max_turns=3, observation_tokens=3
 FP32 = LearnerSection(device="cpu", precision=Precision.FP32, warmup_steps=0, lr=1e-3)
 SMALL = {**MODELS["wide"], "vocab_size": 16_384, "hidden_size": 32, "head_dim": 16}
 ENGINE_SIZED = {**SMALL, "hidden_size": 64, "head_dim": 32}  # The engine supports no smaller heads.
-SIZES = bench_gpu.Sizes(
+SIZES = Sizes(
     model=ENGINE_SIZED,
     full=ENGINE_SIZED,
     shape=SHAPE,
@@ -71,6 +72,10 @@ SIZES = bench_gpu.Sizes(
 
 def make_table() -> BenchTable:
     return BenchTable(out=io.StringIO())
+
+
+def check_small(table: BenchTable, name: str) -> None:
+    CHECKS[name](DeviceBench(table=table, sizes=SIZES, device=CPU, peer_device="cpu"))
 
 
 def written(table: BenchTable) -> str:
@@ -256,16 +261,7 @@ def test_measuring_leaves_the_model_alone() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     algorithms = {"grpo": AlgorithmSection()}
     measure_step(FP32, algorithms, model, SHAPE, num_rounds=1 + 1, engine_dtype="float32")
-    samples = make_batch(SHAPE, vocab_size=VOCAB, seed=0)
-    repeat_step(FP32, AlgorithmSection(), model, samples, engine_dtype="float32")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_repeated_step_is_identical_on_cpu() -> None:
-    samples = make_batch(SHAPE, vocab_size=VOCAB, seed=0)
-    twice = repeat_step(FP32, AlgorithmSection(), make_model(), samples, engine_dtype="float32")
-    assert twice.is_identical
-    assert twice.distance == 0.0
 
 
 def test_canary_delta_is_distance_of_scores() -> None:
@@ -284,12 +280,10 @@ def test_smaller_chunks_need_less_memory() -> None:
     small = {"vocab_size": 4_000, "hidden_size": 16, "intermediate_size": 16}
     layers = {"num_hidden_layers": 1, "num_attention_heads": 1}
     model = make_random_model({**SIZES.model, **small, **layers}, device=CPU)
-    sequences = [np.arange(40) for _ in range(4)]
-    tokens = collate_tokens(sequences, [np.arange(40) > 0] * 4, device=CPU)
-    small, large = chunk_costs(model, tokens, (8, 1_000), autocast=False)
-    assert (small.chunk_tokens, large.chunk_tokens) == (8, 1_000)
-    assert small.mean_difference < 1e-5
-    assert small.peak_bytes < large.peak_bytes / 4
+    tokens = random_tokens(model, 4, 40)
+    few, many = (partial(score, model, tokens, size, autocast=False) for size in (8, 1_000))
+    assert (few() - many()).abs().mean() < 1e-5
+    assert peak_bytes(few, CPU) < peak_bytes(many, CPU) / 4
 
 
 @pytest.mark.slow
@@ -315,7 +309,7 @@ def test_multiprocess_gpu_check_runs_on_cpu(name: str) -> None:
     table = make_table()
     if name.startswith("engine") and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    dict(bench_gpu.checks(table, SIZES, CPU, "cpu"))[name]()
+    check_small(table, name)
     assert table.failed == []
     assert len(table.rows) == {"weights": 2, "adapters sent": 2}.get(name, 6)
 
@@ -339,7 +333,7 @@ def test_gpu_suite_without_cuda_raises_error() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     with pytest.raises(ConfigError, match="no CUDA device here"):
-        bench_gpu.run_suite(make_table())
+        run_suite(make_table())
 
 
 @pytest.mark.parametrize(
@@ -351,8 +345,7 @@ def test_gpu_suite_without_cuda_raises_error() -> None:
 )
 def test_gpu_check_runs_small_on_the_cpu(name: str) -> None:
     table = make_table()
-    check = dict(bench_gpu.checks(table, SIZES, CPU, "cpu"))[name]
-    check()
+    check_small(table, name)
     promised = [line for line in written(table).splitlines() if line[:4] in ("kept", "FAIL")]
     assert promised or len(table.rows) == {"packed": 2, "compiled": 1}[name]
     unkept = [line for line in promised if line.startswith("FAIL") and name != "step"]
