@@ -48,8 +48,7 @@ smoke: $(STAMP)
 
 setup: $(STAMP)
 
-# Java for ScienceWorld, a browser for the web environments, a C++ compiler for vLLM on a CPU,
-# libfaketime for clock faults of the suite `chaos`.
+# Java for ScienceWorld, a browser for the web environments, a C++ compiler for vLLM on a CPU.
 system: $(STAMP)
 	@missing=""; \
 	command -v java >/dev/null || missing="$$missing default-jre-headless"; \
@@ -57,7 +56,6 @@ system: $(STAMP)
 	  command -v google-chrome >/dev/null || missing="$$missing chromium"; \
 	$(VENV)/bin/python -c 'from common.checks.machine import *; exit(bool(compiler_problem()))' || \
 	  missing="$$missing g++ python3-dev"; \
-	ls /usr/lib/*/faketime/libfaketimeMT.so.1 >/dev/null 2>&1 || missing="$$missing libfaketime"; \
 	install="apt-get install --yes --no-install-recommends $$missing"; \
 	if [ -z "$$missing" ]; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

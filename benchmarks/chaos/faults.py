@@ -172,7 +172,7 @@ def _reset(process: psutil.Process) -> None:
 @contextmanager
 def _jumped(clock: JumpingClock | None) -> Generator[None]:
     if clock is None:
-        raise NotPossible("libfaketime is not installed (Debian's package libfaketime)")
+        raise NotPossible("no C compiler to make a clock of the run's own with")
     clock.set_ahead(AHEAD_S)
     try:
         yield

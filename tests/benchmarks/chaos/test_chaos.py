@@ -161,15 +161,14 @@ def test_reset_reaches_both_ends_of_one_connection_only() -> None:
                 assert accepted.recv(1) == b"x"
 
 
-@pytest.mark.slow
 def test_clock_jump_affects_the_run_but_not_its_waits(tmp_path: Path) -> None:
     clock = make_clock(tmp_path)
     if clock is None:
-        pytest.skip("libfaketime is not installed")
+        pytest.skip("no C compiler here")
     code = (
         "import sys, threading, time\n"
         "for line in sys.stdin:\n"
-        "  began = time.monotonic(); threading.Event().wait(0.05)\n"
+        "  began = time.monotonic(); threading.Event().wait(0.05); time.sleep(0.01)\n"
         "  print(time.time(), time.monotonic() - began, flush=True)"
     )
     with python(code, clock.environment) as child:
@@ -180,16 +179,10 @@ def test_clock_jump_affects_the_run_but_not_its_waits(tmp_path: Path) -> None:
             assert 0.04 < waited_s < 10.0
             return wall_s - time.time()
 
-        def settles_at(seconds: int) -> bool:
-            clock.set_ahead(seconds)
-            deadline = time.monotonic() + 20.0
-            while abs(ahead_s() - seconds) > 10 and time.monotonic() < deadline:
-                pass  # The process reads a new time once a second, and each try waits.
-            return abs(ahead_s() - seconds) <= 10
-
         assert abs(ahead_s()) < 10
-        assert settles_at(3_600)
-        assert settles_at(-7_200)
+        for seconds in (3_600, -7_200):
+            clock.set_ahead(seconds)
+            assert abs(ahead_s() - seconds) < 10
 
 
 def test_half_characters_appear_only_while_requested(tmp_path: Path) -> None:
@@ -212,7 +205,7 @@ def test_missing_process_cannot_be_hit(tmp_path: Path) -> None:
         scene.strike(Fault(Kind.KILL, Role.LEARNER))
     with pytest.raises(NotPossible, match="not an administrator"):
         scene.strike(Fault(Kind.DISK_FULL))
-    with pytest.raises(NotPossible, match="libfaketime"):
+    with pytest.raises(NotPossible, match="no C compiler"):
         scene.strike(Fault(Kind.CLOCK))
 
 
