@@ -3,7 +3,7 @@
 import xml.etree.ElementTree as ElementTree
 
 from benchmarks.study.pictures import pictures_of
-from tests.benchmarks.study.test_horizon import RUNS
+from tests.benchmarks.study.builders import RUNS
 from tests.benchmarks.study.test_tables import LAGGED
 
 

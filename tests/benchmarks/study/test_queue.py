@@ -15,22 +15,14 @@ from benchmarks.study.queue import Queue, Stopped
 from benchmarks.table import BenchTable
 from common.config.evaluation import StudySection
 from common.errors import ConfigError, LongstrideError
+from tests.benchmarks.study.builders import make_outcome
 
-NAN = float("nan")
 LAGS = {
     "lags": [0, 2],
     "rates": {"1x": []},
     "corrections": {"none": ["algorithm.correction=none"], "decoupled": ["learner.lr=1"]},
     "own_at_zero": ["decoupled"],
 }
-
-
-def outcome_of(run: Run) -> Outcome:
-    return Outcome(
-        **{"arm": run.arm.name, "seed": run.seed, "before": NAN, "after": 0.5, "num_after": 8},
-        **{"after_ci95": (0.2, 0.8), "gain": NAN, "gain_ci95": (NAN, NAN), "trained": 0.5},
-        **{"num_trained": 9, "lag_mean": 0.0, "ess_min": 1.0},
-    )
 
 
 class Recorder:
@@ -44,7 +36,7 @@ class Recorder:
         self.made.append(run.name)
         if run.name == self._fails:
             raise LongstrideError(f"{run.name} broke")
-        return outcome_of(run), self._has_acted
+        return make_outcome(run.arm.name, run.seed), self._has_acted
 
 
 def make_queue(folder: Path, recorder: Recorder, study: Study | None = None) -> Queue:
@@ -78,7 +70,7 @@ def test_failed_run_is_named_and_other_runs_continue(tmp_path: Path) -> None:
 
 def test_unmeasured_processor_seconds_are_not_shown_as_zero(tmp_path: Path) -> None:
     def measured(run: Run, _: Path) -> tuple[Outcome, bool]:
-        return replace(outcome_of(run), cpu_s=61.4 * run.seed), True
+        return replace(make_outcome(run.arm.name, run.seed), cpu_s=61.4 * run.seed), True
 
     queue = make_queue(tmp_path, Recorder())
     queue.perform = dict.fromkeys(Does, measured)

@@ -22,12 +22,12 @@ from benchmarks.study.tables import (
 from common.config.evaluation import StudySection
 from common.config.load import load_config
 from common.repository import ROOT
-from tests.benchmarks.study.test_horizon import run
+from tests.benchmarks.study.builders import make_run
 
 
 def lagged(rate: str, lag: int, kind: str, *after: float) -> list[Outcome]:
     name = LagArm(rate, lag, kind, True).name
-    return [replace(run(name, seed, 0.1, each), points=()) for seed, each in enumerate(after)]
+    return [replace(make_run(name, seed, 0.1, each), points=()) for seed, each in enumerate(after)]
 
 
 LAGGED = [
@@ -59,14 +59,18 @@ def test_default_is_compared_with_both_baselines() -> None:
 
 
 def test_tables_have_a_row_per_arm_with_seed_intervals() -> None:
-    runs = [run(arm, seed, 0.1, 0.4 + seed / 50) for arm in ("ppo", "rloo") for seed in range(5)]
+    runs = [
+        make_run(arm, seed, 0.1, 0.4 + seed / 50) for arm in ("ppo", "rloo") for seed in range(5)
+    ]
     row = algorithms_table(runs).splitlines()[2]
     assert row.startswith("| ppo | 5 | 0.100 [0.100, 0.100] | 0.440 [")
     assert recipes_table(runs).splitlines()[3].startswith("| rloo | 5 | 0.440 [")
 
 
 def test_context_table_pools_all_seeds() -> None:
-    runs = [replace(run("window-1", seed, 0.0, 0.5), num_after=100, cpu_s=12.0) for seed in (0, 1)]
+    runs = [
+        replace(make_run("window-1", seed, 0.0, 0.5), num_after=100, cpu_s=12.0) for seed in (0, 1)
+    ]
     (row,) = context_table(runs).splitlines()[2:]
     # Wilson: 0 and 100 of 200.
     both = "0.000 [0.000, 0.019] | 0.500 [0.431, 0.569] | 0.500, 0.500"
