@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -207,6 +208,41 @@ def test_missing_process_cannot_be_hit(tmp_path: Path) -> None:
         scene.strike(Fault(Kind.DISK_FULL))
     with pytest.raises(NotPossible, match="no C compiler"):
         scene.strike(Fault(Kind.CLOCK))
+
+
+def test_temporary_faults_end_with_their_time(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text("import time; print(1, flush=True); time.sleep(600)", encoding="utf-8")
+    argv = [sys.executable, str(script), "learner"]
+    limits: list[int] = []
+
+    def limit() -> int:
+        return resource.prlimit(child.pid, resource.RLIMIT_AS)[0]
+
+    class Limited(Scene):
+        def wait(self) -> None:
+            limits.append(limit())
+
+    class Stopped(Scene):
+        def wait(self) -> None:
+            assert os.waitid(os.P_PID, child.pid, os.WSTOPPED) is not None
+
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, encoding="utf-8") as child:
+        read_line(child)
+        pid = os.getpid()
+        run_dir = RunDir(root=tmp_path)
+        try:
+            before = limit()
+            Limited(supervisor_pid=pid, run_dir=run_dir, disk=None).strike(
+                Fault(Kind.NO_MEMORY, Role.LEARNER)
+            )
+            assert limits[0] != before == limit()
+            Stopped(supervisor_pid=pid, run_dir=run_dir, disk=None).strike(
+                Fault(Kind.STOP, Role.LEARNER)
+            )
+            assert os.waitid(os.P_PID, child.pid, os.WCONTINUED) is not None
+        finally:
+            child.kill()
 
 
 @pytest.mark.parametrize("size", [SHORT, USUAL, LONG], ids=["short", "usual", "long"])
