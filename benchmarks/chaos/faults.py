@@ -71,9 +71,9 @@ class Scene:
             case _:
                 with ExitStack() as undo:
                     self._begin(fault, undo)
-                    self.wait()
+                    self.elapse()
 
-    def wait(self) -> None:
+    def elapse(self) -> None:
         """Wait for the end of a temporary fault."""
         time.sleep(self.lasts_s)
 

@@ -10,8 +10,10 @@ import time
 from itertools import cycle
 from typing import cast
 
+import psutil
+
 from benchmarks.envhub.client import Client
-from benchmarks.envhub.load import ACTIONS, Job, Measured, Recorder, watch_cpu
+from benchmarks.envhub.job import ACTIONS, Job, Measured, Recorder
 
 LENGTH = b"content-length: "
 END = b"\r\n\r\n"
@@ -84,7 +86,7 @@ async def run_raw(job: Job) -> Measured:
         stepper = Stepper(requests, recorder, is_checked=job.kind == "raw")
         steppers.append(stepper)
         await loop.create_connection(lambda s=stepper: s, *job.target.address)
-    watching = asyncio.create_task(watch_cpu(job))
+    watching = asyncio.create_task(_cpu_s(job))
     await asyncio.gather(*(each.done for each in steppers))
     return Measured(
         num_done=len(recorder.latencies_ms),
@@ -103,3 +105,14 @@ async def _instance(client: Client, job: Job, index: int) -> int:
         content = {"id": made["id"], job.reset_key: f"depth2-train-{index % 100}"}
         await client.want(200, "POST", f"{job.base}/reset", content)
     return made["id"]
+
+
+async def _cpu_s(job: Job) -> float:
+    """Return the server's processor time during the measurement."""
+    if job.pid is None:
+        return 0.0
+    process = psutil.Process(job.pid)
+    await asyncio.sleep(job.warmup_s)
+    before = sum(process.cpu_times()[:2])
+    await asyncio.sleep(job.duration_s)
+    return sum(process.cpu_times()[:2]) - before

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from benchmarks.envhub.client import Target
 from benchmarks.envhub.hub import Service, hub_process, module_process
-from benchmarks.envhub.load import Job, Measured, measure
+from benchmarks.envhub.job import Job, Measured, measure
 from benchmarks.table import BenchTable
 
 ENVS = ("textcraft", "babyai")

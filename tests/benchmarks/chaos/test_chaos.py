@@ -220,11 +220,11 @@ def test_temporary_faults_end_with_their_time(tmp_path: Path) -> None:
         return resource.prlimit(child.pid, resource.RLIMIT_AS)[0]
 
     class Limited(Scene):
-        def wait(self) -> None:
+        def elapse(self) -> None:
             limits.append(limit())
 
     class Stopped(Scene):
-        def wait(self) -> None:
+        def elapse(self) -> None:
             assert os.waitid(os.P_PID, child.pid, os.WSTOPPED) is not None
 
     with subprocess.Popen(argv, stdout=subprocess.PIPE, encoding="utf-8") as child:

@@ -9,7 +9,7 @@ import uvloop
 from benchmarks.envhub import suite as bench
 from benchmarks.envhub.client import Client, HubAnswer, Target
 from benchmarks.envhub.hub import hub_process, module_process
-from benchmarks.envhub.load import Job, Measured, measure
+from benchmarks.envhub.job import Job, Measured, measure
 from benchmarks.envhub.soak import Abandoned, Soak
 from benchmarks.envhub.solve import NO_WAY, Outcome, Subset, Tally, sample_items
 from benchmarks.table import BenchTable
