@@ -3,7 +3,7 @@
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -162,45 +162,41 @@ def test_users_override_outranks_the_studys() -> None:
         read_study("algorithms", given=["run.seed=3"])
 
 
+@dataclass(slots=True)
+class Commanded(Queue):
+    """A queue whose commands make a policy at once."""
+
+    made: list[list[str]] = field(default_factory=list[list[str]])
+
+    def run_command(self, name: str, argv: Sequence[str], **_: object) -> None:
+        self.made.append([name, *argv])
+        (self.folder / name / "policy").mkdir(parents=True)
+        (self.folder / name / "policy" / "config.json").touch()
+
+
 def test_common_start_policy_is_made_once_unless_given(tmp_path: Path) -> None:
-    made: list[list[str]] = []
-
-    class Commanded(Queue):
-        def run_command(self, name: str, argv: Sequence[str]) -> None:
-            made.append([name, *argv])
-            (self.folder / "start" / "policy").mkdir(parents=True)
-            (self.folder / "start" / "policy" / "config.json").touch()
-
     start = ("sft", "sft.num_epochs=1")
     study = Study(name="s", arms=(Arm(name="a"),), seeds=(0,), start=start)
     queue = Commanded(study=study, folder=tmp_path, section=StudySection())
     policy = f"model.path={tmp_path}/start/policy"
     assert [_starts(queue), _starts(queue)] == [{"a": [policy]}, {"a": [policy]}]
-    assert [each[:2] for each in made] == [["start", "sft"]]
-    assert {f"run.dir={tmp_path}", "run.name=start", "sft.num_epochs=1"} <= {*made[0]}
+    assert [each[:2] for each in queue.made] == [["start", "sft"]]
+    assert {f"run.dir={tmp_path}", "run.name=start", "sft.num_epochs=1"} <= {*queue.made[0]}
     given = replace(study, given=("model.path=/own",))
     assert _starts(Commanded(study=given, folder=tmp_path, section=StudySection())) == {"a": []}
 
 
 def test_arms_with_own_start_policies_differ_and_start_once(tmp_path: Path) -> None:
-    made: list[list[str]] = []
-
-    class Commanded(Queue):
-        def run_command(self, name: str, argv: Sequence[str]) -> None:
-            made.append([name, *argv])
-            (self.folder / name / "policy").mkdir(parents=True)
-            (self.folder / name / "policy" / "config.json").touch()
-
     study = read_study("limits")
     queue = Commanded(study=study, folder=tmp_path, section=StudySection(only=["start-deep"]))
     begins = _starts(queue)
     assert begins["default"] == []
     assert begins["start-deep"] == [f"model.path={tmp_path}/start-deep/policy"]
-    assert [each[0] for each in made] == ["start-deep"], "of what is not to be made, none"
-    assert "sft.num_demonstrations=6000" in made[0], "the list that it begins with is in it"
-    assert "model.path=configs/policies/tiny" in made[0], "what all of the study goes on from"
+    assert [each[0] for each in queue.made] == ["start-deep"], "other policies are not needed"
+    assert "sft.num_demonstrations=6000" in queue.made[0], "the settings of all start policies"
+    assert "model.path=configs/policies/tiny" in queue.made[0], "the policy of the whole study"
     _starts(queue)
-    assert len(made) == 1
+    assert len(queue.made) == 1
     assert len(set(study.firsts().values())) == len(study.runs())
 
 
