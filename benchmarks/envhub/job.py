@@ -22,7 +22,8 @@ class Job:
     """One measurement of one client process.
 
     Its kind is step (single steps), open (creation and reset), batch or batch_open (the same by the
-    batch routes, hub only) or raw (steps on AgentGym's routes without an HTTP library). `open` counts whole rounds, independent of `duration_s`.
+    batch routes, hub only) or raw (steps on AgentGym's routes without an HTTP library). `open`
+    counts whole rounds, independent of `duration_s`.
     """
 
     target: ServiceTarget
