@@ -192,7 +192,6 @@ async def _build(cfg: RunConfig, access: RunAccess, context: zmq.asyncio.Context
         keeps_last=cfg.algorithm.advantage is Advantage.PPO,
         agents=make_runner(access.make_agents, cfg.actor, actor=name, renderer=renderer),
     )
-    scheduler.on_revoked = episodes.revoke
     return Parts(name, engine, renderer, hubs, scheduler, delivery, weights, episodes)
 
 
@@ -201,7 +200,7 @@ async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event, beacon: Beaco
     loops = [
         asyncio.create_task(coroutine, name=name)
         for name, coroutine in {
-            "scheduler": parts.scheduler.run(),
+            "scheduler": parts.scheduler.run(parts.episodes.revoke),
             "delivery": parts.delivery.run(),
             "weights": parts.weights.run(),
             "heartbeat": _beat(cfg, parts, beacon),

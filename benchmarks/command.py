@@ -14,27 +14,26 @@ from common.log import configure_logging
 
 Suite = Callable[[BenchTable], None]  # It adds its figures to the table.
 SUITES = {  # Name on the command line: module and function.
-    "envhub": ("benchmarks.envhub.suite", "run_suite"),
-    "echo": ("benchmarks.envhub.suite", "run_echo"),
-    "soak": ("benchmarks.envhub.soak", "run_suite"),
-    "solve": ("benchmarks.envhub.solve", "run_suite"),
-    "learner": ("benchmarks.learner.suite", "run_suite"),
-    "scheduler": ("benchmarks.scheduler.suite", "run_suite"),
-    "transport": ("benchmarks.transport.suite", "run_suite"),
-    "weights": ("benchmarks.weights.suite", "run_suite"),
-    "tail": ("benchmarks.learner.tail", "run_suite"),
-    "actor": ("benchmarks.actor.suite", "run_suite"),
-    "agents": ("benchmarks.actor.agents", "run_suite"),
-    "end2end": ("benchmarks.runs.end_to_end", "run_suite"),
-    "chaos": ("benchmarks.chaos.suite", "run_suite"),
-    "chaos-short": ("benchmarks.chaos.suite", "run_short"),
-    "chaos-long": ("benchmarks.chaos.suite", "run_long"),
-    "hostile": ("benchmarks.hostile.suite", "run_suite"),
-    "soak-run": ("benchmarks.runs.soak", "run_suite"),
-    "soak-run-long": ("benchmarks.runs.soak", "run_long"),
-    "verdict": ("benchmarks.learner.verdict", "run_suite"),
-    "dashboard": ("benchmarks.learner.checks.page", "run_suite"),
-    "gpu": ("benchmarks.learner.gpu", "run_suite"),
+    "envhub": "envhub.suite:run_suite",
+    "soak": "envhub.soak:run_suite",
+    "solve": "envhub.solve:run_suite",
+    "learner": "learner.suite:run_suite",
+    "scheduler": "scheduler.suite:run_suite",
+    "transport": "transport.suite:run_suite",
+    "weights": "weights.suite:run_suite",
+    "tail": "learner.tail:run_suite",
+    "actor": "actor.suite:run_suite",
+    "agents": "actor.agents:run_suite",
+    "end2end": "runs.end_to_end:run_suite",
+    "chaos": "chaos.suite:run_suite",
+    "chaos-short": "chaos.suite:run_short",
+    "chaos-long": "chaos.suite:run_long",
+    "hostile": "hostile.suite:run_suite",
+    "soak-run": "runs.soak:run_suite",
+    "soak-run-long": "runs.soak:run_long",
+    "verdict": "learner.verdict:run_suite",
+    "dashboard": "runs.dashboard:run_suite",
+    "gpu": "learner.gpu:run_suite",
 }
 
 
@@ -67,16 +66,20 @@ def _find_suite(request: ParsedCommand, root: Path) -> Suite:
     if request.overrides or request.is_dry:
         asked = " ".join([*request.overrides, *["--dry-run"] * request.is_dry])
         raise ConfigError(f"{asked}: only studies take it ({', '.join(STUDIES)})")
-    module, function = SUITES[name]
-    suite: Suite = getattr(import_module(module), function)
+    module, _, function = SUITES[name].partition(":")
+    suite: Suite = getattr(import_module(f"benchmarks.{module}"), function)
     return suite
 
 
 def _find_study(name: str, request: ParsedCommand, root: Path) -> Suite:
-    from benchmarks.study.command import measure, measure_peer
-
-    if name == "peer":
-        return partial(measure_peer, request, root=root)
+    """Return a study. Raises: ConfigError: a package of the extra `benchmarks` is missing."""
+    module = "benchmarks.study.peer" if name == "peer" else "benchmarks.study.command"
+    try:
+        measure = import_module(module).measure
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--suite={name} needs the package {error.name}: pip install it"
+        ) from error
     return partial(measure, name, request, root=root)
 
 

@@ -72,22 +72,17 @@ class BenchTable:
 
     def at_most(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
         """Write a figure with an upper bound. A NaN violates the bound."""
-        promise = f"at most {bound:g}"
-        is_kept = value <= bound
-        self._add(
-            BenchmarkFigure(
-                name=name, value=value, unit=unit, bound=promise, kept=is_kept, note=note
-            )
-        )
+        self._promise(name, value, unit, f"at most {bound:g}", note, kept=value <= bound)
 
     def at_least(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
         """Write a figure with a lower bound. A NaN violates the bound."""
-        promise = f"at least {bound:g}"
-        is_kept = value >= bound
+        self._promise(name, value, unit, f"at least {bound:g}", note, kept=value >= bound)
+
+    def _promise(
+        self, name: str, value: float, unit: str, bound: str, note: str, *, kept: bool
+    ) -> None:
         self._add(
-            BenchmarkFigure(
-                name=name, value=value, unit=unit, bound=promise, kept=is_kept, note=note
-            )
+            BenchmarkFigure(name=name, value=value, unit=unit, bound=bound, kept=kept, note=note)
         )
 
     def figure(self, name: str, value: float, unit: str, note: str = "") -> None:
@@ -108,9 +103,7 @@ class BenchTable:
     ) -> None:
         """Write our value, the limit or peer measured in the same run, and their ratio.
 
-        Args:
-            value: ours; limit: that of `against` (a few words); both in `unit`.
-            at_least, at_most: bounds of value / limit; without either the figure has no bound.
+        The bounds `at_least` and `at_most` are those of the ratio. Both are optional.
         """
         ratio = value / limit if limit else math.nan
         bounds: list[str] = []
@@ -147,18 +140,15 @@ class BenchTable:
         if not row.kept:
             self.failed.append(row.name)
 
-    def note(self, name: str, text: str) -> None:
+    def note(self, name: str, text: str, *, kind: str = "note") -> None:
         """Write the reason why something was not measured."""
-        self._remark("note", name, text)
+        self.notes.append({"name": name, "text": text})
+        self._write(f"{kind}  {name}: {text}")
 
     def fail(self, name: str, reason: str) -> None:
         """Write that a required measurement was not possible."""
-        self._remark("FAIL", name, " ".join(reason.split()))
+        self.note(name, " ".join(reason.split()), kind="FAIL")
         self.failed.append(name)
-
-    def _remark(self, kind: str, name: str, text: str) -> None:
-        self.notes.append({"name": name, "text": text})
-        self._write(f"{kind}  {name}: {text}")
 
     def attempt(self, name: str, measure: Callable[[], None]) -> None:
         """Run one check. An error of the machine writes a FAIL line; the next check still runs."""
@@ -181,13 +171,7 @@ class BenchTable:
         self.out.flush()
 
     def save(self, path: Path, *, suite: str, product: str) -> None:
-        """Write everything as JSON, with machine and versions.
-
-        Numbers that are not finite become null.
-
-        Args:
-            product: the version of this code.
-        """
+        """Write everything as JSON, with the machine and all versions; NaN becomes null."""
         whole = {
             "suite": suite,
             "machine": machine(),

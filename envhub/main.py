@@ -231,7 +231,7 @@ def serve(
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=limited_protocol(sessions.counts, app.state.refusals, app.state.known_heads),
+        http=limited_protocol(sessions.counts, app.state.refusals),
         ws=QuietSocket,
         ws_max_size=app.state.max_action_bytes + FIELDS_BYTES,
         ws_ping_interval=None,  # A client that generates may miss pings; leases expire it instead.

@@ -4,6 +4,7 @@ import os
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +96,25 @@ class Learner:
         self.metrics.close()
 
 
-def build(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = None) -> Learner:
+def build(
+    cfg: RunConfig,
+    run_dir: RunDir,
+    *,
+    make_views: MakeViews | None,
+    is_stopping: Callable[[], bool],
+    on_round: Callable[[], None],
+) -> Learner:
     """Return a learner at the current version of the run, 0 for a new run.
 
     It restores the newest checkpoint, then repeats the steps logged after it from the journal.
+    `is_stopping` ends the waits for transfers; the intake calls `on_round` several times a second.
     """
     keys = load_keys(run_dir.keys)
     folder = newest_checkpoint(run_dir.checkpoints)
     rank_workers = RankWorkers(cfg, folder)
     model, model_path = load_start(cfg, folder, pick_device(cfg.learner.device))
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-    gate = WeightsLock(timeout_s=cfg.learner.publish_timeout_s)
+    gate = WeightsLock(timeout_s=cfg.learner.publish_timeout_s, is_stopping=is_stopping)
     settled = _settled(cfg, run_dir, model, rank_workers)
     may_pad = cfg.learner.layout is Layout.AUTO
     trainer, version = _trainer(settled, run_dir, model, folder, rank_workers, gate, may_pad)
@@ -124,16 +133,9 @@ def build(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = Non
     buffer = TrajectoryBuffer(_group_assembly(cfg), index, reports, version=version)
     readopt(buffer, run_dir, start)
     publisher = _publisher(cfg, run_dir, keys, gate)
-    router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
-    ports = {"learner": router.port, "weights": publisher.port}
-    intake = Intake(
-        router,
-        journal,
-        (admission := _admission(cfg, index, model, keys)),
-        buffer,
-        _scheduler_client(cfg, run_dir, keys, reports, buffer, publisher, ports),
-        heartbeat_s=cfg.scheduler.heartbeat_s,
-    )
+    admission = _admission(cfg, index, model, keys)
+    client = partial(_scheduler_client, cfg, run_dir, keys, reports, buffer, publisher)
+    intake = _intake(cfg, keys, journal, admission, buffer, client, on_round)
     return Learner(
         run_dir=run_dir,
         model=model,
@@ -269,6 +271,28 @@ def _publisher(run: RunConfig, run_dir: RunDir, keys: RunKeys, gate: WeightsLock
     return Publisher(Router(keys, host=cfg.host, port=0), settings, gate=gate)
 
 
+def _intake(
+    cfg: RunConfig,
+    keys: RunKeys,
+    journal: JournalWriter,
+    admission: Admission,
+    buffer: TrajectoryBuffer,
+    make_client: Callable[[int], ReportClient],
+    on_round: Callable[[], None],
+) -> Intake:
+    """Return the intake on its port, for which `make_client` makes the scheduler's client."""
+    router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
+    return Intake(
+        router,
+        journal,
+        admission,
+        buffer,
+        make_client(router.port),
+        heartbeat_s=cfg.scheduler.heartbeat_s,
+        on_round=on_round,
+    )
+
+
 def _scheduler_client(
     cfg: RunConfig,
     run_dir: RunDir,
@@ -276,8 +300,9 @@ def _scheduler_client(
     reports: ReportLog,
     buffer: TrajectoryBuffer,
     publisher: Publisher,
-    ports: dict[str, int],
+    intake_port: int,
 ) -> ReportClient:
+    ports = {"learner": intake_port, "weights": publisher.port}
     hello = Hello(
         role="learner",
         name=f"learner-{os.getpid()}",
@@ -293,13 +318,12 @@ def _scheduler_client(
         buffer.apply(progress)
         publisher.mark_silent(progress.silent)
 
-    client = ReportClient(
+    return ReportClient(
         run_dir,
         keys,
         reports,
         hello=hello,
         silence_s=4 * cfg.scheduler.dead_after_s,
         on_progress=on_progress,
+        others_refused=publisher.num_refused,
     )
-    client.others_refused = publisher.num_refused
-    return client

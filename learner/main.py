@@ -85,13 +85,18 @@ def run(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = None)
         hold_role(run_dir.root, "learner"),
         beacon_of(run_dir, "learner", start_s=LOAD_S) as beacon,
     ):
-        _train(cfg, build(cfg, run_dir, make_views=make_views), stop, beacon)
+        learner = build(
+            cfg,
+            run_dir,
+            make_views=make_views,
+            is_stopping=stop.is_set,
+            on_round=partial(beacon.note, "intake", "serving"),
+        )
+        _train(cfg, learner, stop, beacon)
 
 
 def _train(cfg: RunConfig, learner: Learner, stop: threading.Event, beacon: Beacon) -> None:
     """Run a built learner until the last step, a stop request or an error."""
-    learner.gate.is_stopping = stop.is_set
-    learner.intake.on_round = partial(beacon.note, "intake", "serving")
     loop = Loop(cfg, learner, stop, note=partial(beacon.note, "main"))
     try:
         learner.intake.start()
@@ -145,7 +150,6 @@ class Loop:
         is_async = cfg.train.mode is TrainMode.ASYNC
         self._is_overlapping = is_async and cfg.learner.hold_back_steps == 0
         self._weights = learner.trainer.live_weights(ask=learner.rank_workers.ask_for_part)
-        learner.metrics.check = self._check_disk
         self.saving = Saving(learner, set_status=self._set_status, check=self._check)
         self.version = learner.version
 
@@ -273,7 +277,7 @@ class Loop:
         metrics |= cpu_metrics(learner.run_dir) | self.saving.metrics
         rate = metrics.get("train/tokens_per_s", 0.0)
         self._set_status(rss_bytes=rss, tokens_per_s=rate, cpu_s=family_cpu_s())
-        learner.metrics.log(self.version, metrics)
+        learner.metrics.log(self.version, metrics, check=self._check_disk)
         nan = float("nan")
         logger.info(
             "step=%d success=%.3f lag=%.2f loss=%.4f took_s=%.2f waited_s=%.2f",

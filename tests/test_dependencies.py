@@ -88,7 +88,9 @@ def test_imported_package_is_declared_where_it_belongs() -> None:
     envs = imported(sources(environments=True))
     assert {name: envs[name] for name in envs.keys() - declared("gpu", "envs")} == {}
     tests = imported(outside_the_wheel())
-    assert {name: tests[name] for name in tests.keys() - declared("gpu", "envs", "dev")} == {}
+    assert {
+        name: tests[name] for name in tests.keys() - declared("gpu", "envs", "benchmarks", "dev")
+    } == {}
 
 
 @pytest.mark.slow
@@ -98,12 +100,12 @@ def test_declared_package_is_imported() -> None:
     tests = imported(outside_the_wheel()).keys()
     assert declared() - core - BY_NAME.keys() == set()
     assert declared("envs") - declared() - envs - BY_NAME.keys() == set()
-    assert declared("dev") - declared() - tests - BY_NAME.keys() == set()
+    assert declared("benchmarks", "dev") - declared() - tests - BY_NAME.keys() == set()
 
 
 @pytest.mark.parametrize(("lock", "extra"), [*zip(LOCKS, ("cpu", "gpu"), strict=True)])
 def test_declared_package_is_locked(lock: str, extra: str) -> None:
-    assert declared(extra, "envs", "dev") - locked(lock) == set()
+    assert declared(extra, "envs", "benchmarks", "dev") - locked(lock) == set()
 
 
 def test_locked_package_is_declared_or_required() -> None:
@@ -112,7 +114,7 @@ def test_locked_package_is_declared_or_required() -> None:
         for each in importlib.metadata.distributions()
     }
     reached: set[str] = set()
-    waiting = declared("cpu", "envs", "dev")
+    waiting = declared("cpu", "envs", "benchmarks", "dev")
     while waiting:
         name = waiting.pop()
         reached.add(name)

@@ -46,7 +46,6 @@ class SchedulerClient:
         self._grant: asyncio.Future[LeaseGrant] | None = None
         self.run_epoch = ""
         self.is_finished = asyncio.Event()
-        self.on_revoked: Callable[[list[str]], None] = lambda _: None
 
     async def connect(self, *, timeout_s: float) -> None:
         """Connect and register. Raises: PeerMissing: no scheduler publishes its address in time."""
@@ -100,16 +99,22 @@ class SchedulerClient:
             )
         self._line.send(replace(heartbeat, directory=self.book.number))
 
-    async def run(self) -> None:
-        """Receive until cancelled, and reconnect when the scheduler's address changes."""
+    async def run(self, on_revoked: Callable[[list[str]], None] = lambda _: None) -> None:
+        """Receive until cancelled, and reconnect when the scheduler's address changes.
+
+        `on_revoked` is called with the ids of revoked episodes.
+        """
         looked_at = -FOLLOW_S
         while True:
             if time.monotonic() - looked_at >= FOLLOW_S:  # Reads a file, so not for every message.
                 self._line.follow()
                 looked_at = time.monotonic()
             message = await self._line.next(timeout_s=FOLLOW_S)
-            if message is not None:
-                self._receive(message)
+            if message is None:
+                continue
+            self._receive(message)
+            if isinstance(message, Progress) and message.revoked:
+                on_revoked(message.revoked)
 
     def _receive(self, message: Any) -> None:
         match message:
@@ -119,8 +124,6 @@ class SchedulerClient:
                 if message.run_epoch != self.run_epoch:
                     self.book.forget_number()
                     self._line.send(self._greeting())
-                if message.revoked:
-                    self.on_revoked(message.revoked)
                 if message.is_finished:
                     self.is_finished.set()
             case Welcome():

@@ -91,8 +91,21 @@ class HubClient(BearerClient):
             result = await session.step("go to red ball 1")
     """
 
-    def __init__(self, url: str, *, token: str | None, timeout_s: float, owner: str = "") -> None:
-        """Create the client without connecting. Sessions of `owner` live as long as its `stay`."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None,
+        timeout_s: float,
+        owner: str = "",
+        on_lost: Callable[[HubLost], None] = lambda _: None,
+    ) -> None:
+        """Create the client without connecting.
+
+        Args:
+            owner: its sessions live as long as its `stay`.
+            on_lost: called with each failure that means that the hub is lost.
+        """
         super().__init__(url, token=token, timeout_s=timeout_s, is_own=True)
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
@@ -102,7 +115,7 @@ class HubClient(BearerClient):
         self.stay = partial(stay, self._http, self._url, owner, self._signs.hear)
         self.is_lost = False  # The last request got no answer from the hub.
         self.left: list[str] = []  # Sessions that were abandoned while the hub was lost.
-        self.on_lost: Callable[[HubLost], None] = lambda _: None
+        self._on_lost = on_lost
         self.steps = Batches(self.request, STEP)
         self._opens = Batches(
             self.request, OPEN, alone=self._open_alone, on_unwanted=self._close_alone
@@ -203,7 +216,7 @@ class HubClient(BearerClient):
                 raise EnvTimeout(f"{method} {path}: {failure}") from error
         self.is_lost = True
         lost = HubLost(f"{method} {path}: {failure}, {max(1, num_lost)} tries")
-        self.on_lost(lost)
+        self._on_lost(lost)
         raise lost
 
     async def _once(self, method: str, path: str, body: object) -> Any:

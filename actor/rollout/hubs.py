@@ -241,6 +241,7 @@ class Hubs:
                     token=place.token or None,
                     timeout_s=self._timeout_s,
                     owner=self._owner,
+                    on_lost=partial(self.lose, place),
                 )
                 try:
                     environments = await Environments.of(hub, style=self._style)
@@ -248,7 +249,6 @@ class Hubs:
                     await hub.close()
                     raise
                 self._known[key] = environments
-                hub.on_lost = partial(self.lose, place)
                 if self._owner:
                     self._keep(hub.stay())
                 self._instructions = environments.instructions | self._instructions

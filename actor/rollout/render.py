@@ -1,114 +1,20 @@
-"""Encodes a conversation to token ids one turn at a time. Sampled tokens are never encoded again.
-
-An observation is plain text: a control token that it contains (`<|im_end|>`) is encoded as its
-letters.
-
-The chat template is measured with marker texts (`common.formats.turns`). Only the text that it puts
-between turns is derived from it. The generation prompt of each turn, such as `<think>`, stays in
-the context together with the sampled answer.
-"""
+"""The renderer of episodes: the text around turns, and the room that a page needs."""
 
 from collections.abc import Sequence
-from typing import Any
-
-from jinja2 import TemplateError
 
 from actor.rollout.context import least_prompt
 from actor.rollout.folding import least_of_branches
-from actor.rollout.measured import MeasuredTemplate, with_ids
-from actor.rollout.past_answers import PastAnswers, past_end
 from common.config.run_config import ActorSection
 from common.errors import ConfigError
-from common.formats.call_turn import CallTurn, as_text
-from common.formats.calls import CallForm, as_call, each_text
-from common.formats.sampled import without_marks
-from common.formats.turn_ends import TurnEnd
+from common.formats.chat_renderer import ChatRenderer
+from common.formats.measured import with_ids
 from common.formats.turns import ASSISTANT, NEXT, USER, Message
 
 __all__ = ["ASSISTANT", "NEXT", "USER", "Message", "Renderer", "with_ids"]
 
 
-class Renderer(MeasuredTemplate):
-    """Encodes observations for one tokenizer.
-
-    Example (ChatML):
-        first_prompt("hi")        <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n
-        after_action("ok", True)  \\n<|im_start|>user\\nok<|im_end|>\\n<|im_start|>assistant\\n
-        after_action("ok", False) the same behind an <|im_end|> that the model did not sample
-    """
-
-    def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
-        """Return the ids of the first user turn, up to the start of the assistant's turn.
-
-        Args:
-            before: an instruction and the assistant's answer to it, which come first.
-        """
-        if before is None:
-            shown = self._turns.shown(text)
-            return list(self._known(self._before_first, shown, self._after_first))
-        return self.conversation([*before, text])
-
-    def conversation(self, texts: Sequence[str]) -> list[int]:
-        """Return the ids of alternating messages, up to the start of the assistant's next turn.
-
-        Args:
-            texts: an odd number of messages; the user's are first and last.
-        """
-        turns = self._turns
-        past = self._after_first.removesuffix(turns.asked) + turns.answered
-        end = self._tokenizer.decode(self._end.run[:1])
-        num_answers = len(texts) // 2
-        after = self._after_first if num_answers == 0 else past
-        ids = list(self._known(self._before_first, turns.shown(texts[0]), after))
-        for number, (answer, text) in enumerate(zip(texts[1::2], texts[2::2], strict=True), 1):
-            after = turns.after_user if number == num_answers else turns.closed + turns.answered
-            ids += self._known("", answer, end)
-            ids += self._framed(self._end, turns.between, turns.shown(text), after, is_stopped=True)
-        return ids
-
-    def after_turn(self, text: str, *, is_stopped: bool, end: int | None = None) -> list[int]:
-        """Return the ids between the sampled turn and the next one: a user message with `text`.
-
-        Args:
-            is_stopped: the sampled turn ended with an end-of-turn token. If not, the template's end
-                is inserted here. It was not sampled and is therefore never trained on.
-            end: the token that ended the turn; None: the first of `end_of_turn_ids`. The template's
-                own end is inserted after another one.
-        """
-        turns = self._turns
-        shown = turns.shown(text)
-        how = {"is_stopped": is_stopped, "end": end}
-        return self._framed(self._end, turns.between, shown, turns.after_user, **how)
-
-    def after_action(
-        self, observation: str, *, is_stopped: bool, end: int | None = None
-    ) -> list[int]:
-        """Return the same ids for the environment's observation after an action."""
-        return self.after_turn(observation, is_stopped=is_stopped, end=end)
-
-    def without_thoughts(self, shown: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Return the tokens of a past answer without its thoughts, as the template shows it.
-
-        Args:
-            shown: tokens before the answer, which end with the generation prompt.
-            answer: the sampled tokens.
-        """
-        body = self._without_end(answer)
-        past = PastAnswers(self._sampled, self.thoughts, self._turns, self._past_header)
-        end = answer[-1] if len(body) < len(answer) else None
-        kept = past.without_thoughts(body)
-        before = past.with_header(shown, self._encoded, kept)
-        return before, [*kept, *past_end(end, self._past_turn_end)]
-
-    @property
-    def _past_header(self) -> str:
-        """Header of a past answer, behind the text that all prompts share."""
-        return self._turns.answered
-
-    @property
-    def _past_turn_end(self) -> TurnEnd:
-        """End of an answer before an observation."""
-        return self._end
+class Renderer(ChatRenderer):
+    """Encodes the observations of episodes for one tokenizer."""
 
     def of(self, env: str, tools: Sequence[Message] = ()) -> "Renderer":
         """Return the renderer of an environment's episodes, whose actions may call `tools`."""
@@ -117,88 +23,6 @@ class Renderer(MeasuredTemplate):
     def without_tools(self) -> "Renderer":
         """Return the renderer of conversations without tools."""
         return self
-
-    def _framed(
-        self,
-        own: TurnEnd,
-        before: str,
-        text: str,
-        after: str,
-        *,
-        is_stopped: bool,
-        end: int | None = None,
-    ) -> list[int]:
-        """Return the ids of a message with the end of the answer before it, as far as needed."""
-        ids = self._known(before, text, after)
-        return list(ids[own.num_sampled(end, is_stopped=is_stopped) :])
-
-    def of_messages(
-        self, messages: list[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = ()
-    ) -> list[int]:
-        """Return the ids of any conversation, up to the start of the assistant's turn.
-
-        Raises: ValueError: the chat template refuses it; the message gives the reason.
-        """
-        return self._control.encode(self._safely(messages, tools))
-
-    def after_calls(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        is_stopped: bool,
-        has_calls: bool,
-        tools: Sequence[dict[str, Any]],
-        end: int | None = None,
-    ) -> list[int]:
-        """Return the ids between an answer and the next one: `after_action` for any messages.
-
-        Args:
-            has_calls: the answer consisted of calls, which a template may require before their
-                results.
-
-        Raises: ValueError: the chat template refuses it; the message gives the reason.
-        """
-        said: Message = {"role": "assistant", "content": ASSISTANT}
-        ends = [self._end]
-        if has_calls and isinstance(self.call_turn, CallTurn):
-            said = {**said, "content": "", "tool_calls": [self.call_turn.call(ASSISTANT, {})]}
-            ends.append(self._end_of_turn(self.call_turn.between, self.call_turn.ended))
-        whole = self._safely([{"role": "user", "content": USER}, said, *messages], tools)
-        _, _, tail = whole.rpartition(ASSISTANT)
-        names = [self._tokenizer.decode(each.run[:1]) for each in ends]
-        found = [(tail.index(name), i) for i, name in enumerate(names) if name in tail]
-        if not found:
-            raise ValueError("the chat template does not end the assistant's turn")
-        at, which = min(found)
-        own = TurnEnd(num_lead=0, run=ends[which].run, last=ends[which].last)
-        ids = self._control.encode(tail[at:])
-        return ids[own.num_sampled(end, is_stopped=is_stopped) :]
-
-    def _safely(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
-        """Return a conversation as text for `ControlTokens.encode`. Raises: ValueError."""
-        if any(each.get("tool_calls") for each in messages):
-            messages = list(map(self._with_own_calls, messages))
-        named = ("role", "type")  # The actor writes these fields, so they need no escaping.
-        broken = self._control.broken
-        safe = [
-            {k: v if k in named else each_text(v, broken) for k, v in each.items()}
-            for each in messages
-        ]
-        try:
-            return self._rendered(safe, tools=[each_text(each, broken) for each in tools] or None)
-        except (TemplateError, TypeError, RecursionError) as error:
-            raise ValueError(f"the chat template failed: {error}") from error
-
-    def _with_own_calls(self, message: Message) -> Message:
-        """Return a message with its calls in the form that the template accepts."""
-        calls = message.get("tool_calls")
-        if not calls or isinstance(self.call_turn, str) or not self.call_turn.has_text:
-            return message
-        return {**message, "tool_calls": list(map(as_text, calls))}
-
-    def completion(self, text: str) -> list[int]:
-        """Return the ids of a bare text. Control tokens in it are encoded as such."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def check_room(self, actor: ActorSection) -> None:
         """Check that the beginning of a page fits beside a turn.
@@ -221,35 +45,3 @@ class Renderer(MeasuredTemplate):
                 f" {', '.join(named)} and actor.max_turn_tokens={turn_tokens};"
                 f" use at least actor.max_model_len={needed}"
             )
-
-    def action_text(self, token_ids: list[int]) -> str:
-        """Return the text of a sampled action without its thoughts and special tokens."""
-        return self.thoughts.text(self._sampled.marked(token_ids)).strip()
-
-    def thought_text(self, token_ids: list[int]) -> str:
-        """Return the thoughts of a sampled answer, "" for none."""
-        return self.thoughts.thoughts(self._sampled.marked(self._without_end(token_ids)))
-
-    def read_answer(
-        self, token_ids: list[int], tools: Sequence[Message]
-    ) -> tuple[str, list[dict[str, Any]]]:
-        """Return the text of a sampled answer and its tool calls, in the format of chat templates.
-
-        Raises: AssertionError: this chat template supports no tools.
-        """
-        assert isinstance(self.calls, CallForm)
-        said, calls = self.calls.read(self.call_text(token_ids), tools)
-        if not calls:
-            return self.action_text(token_ids), []
-        return self._said_beside(said), [as_call(*each) for each in calls]
-
-    def call_text(self, token_ids: list[int]) -> str:
-        """Return the text of a sampled answer that may hold calls: without thoughts and its end."""
-        marked = self._sampled.marked(self._without_end(token_ids))
-        spans = self.thoughts.spans(marked)
-        return without_marks("".join(marked[a:b] for a, b in spans))
-
-    def _said_beside(self, text: str) -> str:
-        """Return the text beside calls without special tokens and heads of messages."""
-        marked = self._sampled.encoded(text)
-        return self.thoughts.shown(marked).strip()

@@ -6,21 +6,25 @@ alone samples turns of the same lengths with the same concurrency and without en
 """
 
 import json
-import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.runs.real_run import TRAINING_ALONE, check_end, cpu_seconds, running
+from benchmarks.runs.real_run import (
+    TRAINING_ALONE,
+    await_success,
+    check_end,
+    child,
+    cpu_seconds,
+    running,
+)
 from benchmarks.table import BenchTable
 from common.checks.machine import gpus
 from common.errors import LongstrideError
-from common.launch.process import ChildProcess, wait_until_ended
 from common.launch.roles import ONE_THREAD
-from common.repository import ROOT
 from common.store.journal import read_journal
-from common.store.segments import JournalPosition, synced_end
+from common.store.segments import synced_end
 from common.wire.messages import Trajectory
 
 NUM_ROUNDS = 2  # Rounds of both, in turn.
@@ -89,24 +93,25 @@ def measure_run(name: str, *, folder: Path) -> dict[str, float]:
     Raises: LongstrideError: the run failed, or does not generate.
     """
     run_dir = folder / name
-    with running(name, SETTINGS, folder=folder) as child:
+    with running(name, SETTINGS, folder=folder) as run:
         deadline = time.monotonic() + TIMEOUT_S
         while sum(1 for _ in read_journal(run_dir / "journal")) < NUM_WARM_UP:
-            check_end(child)
+            check_end(run)
             if time.monotonic() > deadline:
-                raise LongstrideError(f"run {name} generates nothing, see {child.log_path}")
+                raise LongstrideError(f"run {name} generates nothing, see {run.log_path}")
             time.sleep(POLL_S)
         begin = synced_end(run_dir / "journal")
         started = time.monotonic()
-        before = cpu_seconds(child.pid)
+        before = cpu_seconds(run.pid)
         time.sleep(WINDOW_S)
         end = synced_end(run_dir / "journal")
         took_s = time.monotonic() - started
-        after = cpu_seconds(child.pid)
-        check_end(child)
-    episodes = arrived(run_dir, begin, end)
+        after = cpu_seconds(run.pid)
+        check_end(run)
+    found = read_journal(run_dir / "journal", start=begin)
+    episodes = [episode for where, episode in found if where < end]
     if not episodes:
-        raise LongstrideError(f"run {name}: no episode in {WINDOW_S:g}s, see {child.log_path}")
+        raise LongstrideError(f"run {name}: no episode in {WINDOW_S:g}s, see {run.log_path}")
     (run_dir / "turns.json").write_text(
         json.dumps([turns_of(each) for each in episodes]), encoding="utf-8"
     )
@@ -119,24 +124,12 @@ def measure_run(name: str, *, folder: Path) -> dict[str, float]:
     }
 
 
-def arrived(run_dir: Path, begin: JournalPosition, end: JournalPosition) -> list[Trajectory]:
-    """Return the episodes between two positions of the journal."""
-    found = read_journal(run_dir / "journal", start=begin)
-    return [episode for where, episode in found if where < end]
-
-
 def measure_alone(run_dir: Path) -> dict[str, dict[str, float]]:
     """Return the counters of vLLM alone for a run's turns. Raises: LongstrideError."""
-    argv = [sys.executable, "-m", "benchmarks.actor.bare", str(run_dir), str(WINDOW_S)]
+    argv = ["-m", "benchmarks.actor.bare", str(run_dir), str(WINDOW_S)]
     env = {} if gpus() else ONE_THREAD  # The thread settings of the run.
-    log = run_dir / "alone.log"
-    child = ChildProcess("vLLM alone", argv, log_path=log, env=env, cwd=ROOT)
-    try:
-        if not wait_until_ended([child], deadline=time.monotonic() + TIMEOUT_S):
-            raise LongstrideError(f"vLLM alone takes over {TIMEOUT_S:g}s, see {log}")
-        check_end(child)
-    finally:
-        child.stop(timeout_s=5.0)
+    with child("vLLM alone", argv, log=run_dir / "alone.log", env=env) as alone:
+        await_success(alone, timeout_s=TIMEOUT_S)
     return json.loads((run_dir / "alone.json").read_text(encoding="utf-8"))
 
 

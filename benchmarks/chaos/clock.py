@@ -1,7 +1,9 @@
 """A wall clock that can jump for the processes of one run, by a preloaded library.
 
 Linux has no namespace for the wall clock, and other programs use the machine's clock. Monotonic
-clocks and the timestamps of files do not jump.
+clocks and the timestamps of files do not jump. libfaketime 0.9.10 cannot serve here: without a
+jump of the monotonic clock it makes `time.sleep` of Python 3.11 fail with EINVAL, and with one
+waits for events never end.
 """
 
 import shutil

@@ -5,7 +5,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,25 +57,59 @@ class FaultyRun:
 
         Raises: NotPossible.
         """
-        passing: dict[FaultType, Callable[[Role], object]] = {
-            FaultType.KILL: lambda role: self._victim(role).kill(),
-            FaultType.KILL_AGAIN: self._kill_again,
-            FaultType.RESET: lambda role: _reset(self._victim(role)),
-            FaultType.CORRUPT: self._send_corrupt,
-            FaultType.DUPLICATE: lambda _: self._send_again(),
-        }
-        with ExitStack() as stack:
-            if fault.role is None:
-                stack.enter_context(self._trouble(fault.kind))
-            elif fault.kind in (FaultType.STOP, FaultType.NO_MEMORY):
-                victim = self._victim(fault.role)
-                stack.enter_context(
-                    _stopped(victim) if fault.kind is FaultType.STOP else _without_memory(victim)
-                )
-            else:
-                passing[fault.kind](fault.role)
-                return
-            time.sleep(self.lasts_s)
+        match fault.kind, fault.role:
+            case FaultType.KILL, Role() as role:
+                self._victim(role).kill()
+            case FaultType.KILL_AGAIN, Role() as role:
+                self._kill_again(role)
+            case FaultType.RESET, Role() as role:
+                _reset(self._victim(role))
+            case FaultType.CORRUPT, Role() as role:
+                self._send_corrupt(role)
+            case FaultType.DUPLICATE, _:
+                self._send_again()
+            case _:
+                with ExitStack() as undo:
+                    self._begin(fault, undo)
+                    self.elapse()
+
+    def elapse(self) -> None:
+        """Wait for the end of a temporary fault."""
+        time.sleep(self.lasts_s)
+
+    def _begin(self, fault: Fault, undo: ExitStack) -> None:
+        """Begin a temporary fault. It ends with the stack."""
+        match fault.kind, fault.role:
+            case FaultType.STOP, Role() as role:
+                victim = self._victim(role)
+                victim.send_signal(signal.SIGSTOP)
+                undo.enter_context(suppress(psutil.NoSuchProcess))
+                undo.callback(victim.send_signal, signal.SIGCONT)
+            case FaultType.NO_MEMORY, Role() as role:
+                _take_memory(self._victim(role), undo)
+            case FaultType.CLOCK, _:
+                if self.clock is None:
+                    raise NotPossible("no C compiler to make a clock of the run's own with")
+                undo.callback(self.clock.set_ahead, 0)
+                self.clock.set_ahead(AHEAD_S)
+            case FaultType.HALVES, _:
+                if self.halves is None:
+                    raise NotPossible("the run's environments were not asked to")
+                undo.callback(self.halves.unlink)
+                self.halves.touch()
+            case kind, _:
+                if self.disk is None:
+                    raise NotPossible("the run has no machine of its own: not an administrator")
+                self._trouble_machine(kind, self.disk / "filler", undo)
+
+    def _trouble_machine(self, kind: FaultType, filler: Path, undo: ExitStack) -> None:
+        if kind is FaultType.DISK_FULL:
+            undo.callback(filler.unlink, missing_ok=True)
+            machine.fill_disk(filler)
+            return
+        undo.callback(machine.heal_network)
+        if not NETWORK[kind]():
+            raise NotPossible("this kernel shapes no traffic")
 
     def _victim(self, role: Role) -> psutil.Process:
         found = find_victims(self.supervisor_pid, role)
@@ -95,32 +129,6 @@ class FaultyRun:
                 with suppress(psutil.NoSuchProcess):
                     victim.kill()
                     victim.wait(START_S)
-
-    @contextmanager
-    def _trouble(self, kind: FaultType) -> Generator[None]:
-        """Inject a fault of the machine until the end of the block."""
-        if kind is FaultType.CLOCK:
-            with _jumped(self.clock):
-                yield
-        elif kind is FaultType.HALVES:
-            with _present(self.halves):
-                yield
-        elif self.disk is None:
-            raise NotPossible("the run has no machine of its own: not an administrator")
-        elif kind in NETWORK:
-            try:
-                if not NETWORK[kind]():
-                    raise NotPossible("this kernel shapes no traffic")
-                yield
-            finally:
-                machine.heal_network()
-        else:
-            filler = self.disk / "filler"
-            try:
-                machine.fill_disk(filler)
-                yield
-            finally:
-                filler.unlink(missing_ok=True)
 
     def _send_corrupt(self, role: Role) -> None:
         """Send invalid messages with an actor's key to every port of a role."""
@@ -169,46 +177,10 @@ def _reset(process: psutil.Process) -> None:
     logger.info("reset connections=%d pid=%d", num_reset, process.pid)
 
 
-@contextmanager
-def _jumped(clock: JumpingClock | None) -> Generator[None]:
-    if clock is None:
-        raise NotPossible("no C compiler to make a clock of the run's own with")
-    clock.set_ahead(AHEAD_S)
-    try:
-        yield
-    finally:
-        clock.set_ahead(0)
-
-
-@contextmanager
-def _present(path: Path | None) -> Generator[None]:
-    if path is None:
-        raise NotPossible("the run's environments were not asked to")
-    path.touch()
-    try:
-        yield
-    finally:
-        path.unlink()
-
-
-@contextmanager
-def _stopped(process: psutil.Process) -> Generator[None]:
-    process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGCONT)
-
-
-@contextmanager
-def _without_memory(process: psutil.Process) -> Generator[None]:
+def _take_memory(process: psutil.Process, undo: ExitStack) -> None:
     """Limit the address space of a process to slightly more than it uses now."""
     before = resource.prlimit(process.pid, resource.RLIMIT_AS)
     room = process.memory_info().vms + ROOM_BYTES
     resource.prlimit(process.pid, resource.RLIMIT_AS, (room, before[1]))
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            resource.prlimit(process.pid, resource.RLIMIT_AS, before)
+    undo.enter_context(suppress(ProcessLookupError))
+    undo.callback(resource.prlimit, process.pid, resource.RLIMIT_AS, before)

@@ -1,6 +1,5 @@
 """The suite `chaos`: faults on every role while the quickstart trains, and their cost."""
 
-import json
 import logging
 import math
 import statistics
@@ -11,13 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.chaos.clock import make_clock
 from benchmarks.chaos.faults import LASTS_S, FaultyRun, NotPossible
 from benchmarks.chaos.machine import isolate, release
 from benchmarks.chaos.plan import ALL_FAULTS, Fault, FaultType, deal
 from benchmarks.chaos.victims import Role
 from benchmarks.chaos.watch import StepObserver, read_json
-from benchmarks.runs.real_run import TRAINING_ALONE, check_end, running, train
+from benchmarks.runs.real_run import (
+    TRAINING_ALONE,
+    await_success,
+    check_end,
+    read_lines,
+    running,
+    train,
+)
 from benchmarks.table import BenchTable
 from common.errors import LongstrideError
 from common.launch.process import ChildProcess
@@ -224,7 +232,7 @@ def disturb(child: ChildProcess, scene: FaultyRun, size: CampaignSize, *, seed: 
             time.sleep(POLL_S)
     _wait(child, watch, size.num_steps, START_S)
     story.step_times = watch.step_times
-    _wait_end(child)
+    await_success(child, timeout_s=START_S)
     return story
 
 
@@ -275,12 +283,6 @@ def _wait(child: ChildProcess, watch: StepObserver, num_steps: int, timeout_s: f
     check_end(child)
 
 
-def _wait_end(child: ChildProcess) -> None:
-    if not child.has_ended_by(time.monotonic() + START_S):
-        raise LongstrideError(f"run {child.name} does not end, see {child.log_path}")
-    check_end(child)
-
-
 def add_story(table: BenchTable, story: Story) -> None:
     """Write the recovery times by fault and by role, and the effective training time ratio."""
     by_name: defaultdict[str, list[Suffered]] = defaultdict(list)
@@ -291,7 +293,7 @@ def add_story(table: BenchTable, story: Story) -> None:
             by_role[role].append(each.back_s - each.engine_s)
     for name, all_of_it in sorted(by_name.items()):
         back_s = quantile([s.back_s for s in all_of_it], 0.5)
-        step_s = worst_step(all_of_it)
+        step_s = max(s.step_s for s in all_of_it)
         engine_s = quantile([s.engine_s for s in all_of_it], 0.5)
         note = f"{len(all_of_it)} times, next step after {step_s:.1f} s at most"
         note += f", {engine_s:.1f} s of it an engine's start" if engine_s else ""
@@ -312,14 +314,9 @@ def add_story(table: BenchTable, story: Story) -> None:
     )
 
 
-def worst_step(suffered: Sequence[Suffered]) -> float:
-    return max((each.step_s for each in suffered), default=math.nan)
-
-
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that is not exceeded by the given fraction of the values."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+    return float(np.quantile(values, share, method="inverted_cdf"))
 
 
 def add_end(table: BenchTable, run_dir: RunDir, *, num_steps: int, story: Story) -> None:
@@ -327,8 +324,7 @@ def add_end(table: BenchTable, run_dir: RunDir, *, num_steps: int, story: Story)
     ledger = read_json(run_dir.ledger)
     parts = ("trained", "filtered", "stale", "failed", "in_flight")
     unaccounted = abs(ledger["issued"] - sum(ledger[part] for part in parts))
-    logged = [json.loads(line) for line in run_dir.steps.read_text(encoding="utf-8").splitlines()]
-    steps = [step for step in logged if not step.get("skipped")]
+    steps = [step for step in read_lines(run_dir.steps) if not step.get("skipped")]
     trained = Counter(name for step in steps for group in step["groups"] for name in group)
     num_twice = sum(times - 1 for times in trained.values())
     log = (run_dir.logs / "learner.log").read_text(errors="replace", encoding="utf-8")
@@ -340,7 +336,6 @@ def add_end(table: BenchTable, run_dir: RunDir, *, num_steps: int, story: Story)
     table.at_least("steps made", len(made), "", num_steps)
     redone = log.count("repeated step=")
     table.figure("steps repeated from the log", redone, "", "by learners that died")
-    done_again = ledger["reissued"]
-    issued = ledger["issued"]
-    table.figure("episodes issued again", done_again / max(1, issued), "of all", f"{issued} issued")
-    table.figure("episodes failed", ledger["failed"] / max(1, issued), "of all")
+    issued = max(1, ledger["issued"])
+    table.figure("episodes issued again", ledger["reissued"] / issued, "of all", f"{issued} issued")
+    table.figure("episodes failed", ledger["failed"] / issued, "of all")

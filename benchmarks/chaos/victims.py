@@ -1,6 +1,7 @@
 """Finds the processes of a run by their role."""
 
 import re
+from collections import defaultdict
 from contextlib import suppress
 from enum import StrEnum
 
@@ -20,18 +21,24 @@ class Role(StrEnum):
     HUB = "envhub"
 
 
+def roles_below(supervisor_pid: int) -> dict[Role, list[psutil.Process]]:
+    """Return the processes of each role below the supervisor, oldest first."""
+    found: defaultdict[Role, list[psutil.Process]] = defaultdict(list)
+    with suppress(psutil.NoSuchProcess):
+        processes = psutil.Process(supervisor_pid).children(recursive=True)
+        for process in sorted(processes, key=lambda each: each.pid):
+            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if role := _role_of(process):
+                    found[role].append(process)
+    return dict(found)
+
+
 def find_victims(supervisor_pid: int, role: Role) -> list[psutil.Process]:
     """Return the processes of a role below the supervisor, oldest first."""
-    found: list[psutil.Process] = []
-    with suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(supervisor_pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                if role_of(process) is role:
-                    found.append(process)
-    return sorted(found, key=lambda process: process.pid)
+    return roles_below(supervisor_pid).get(role, [])
 
 
-def role_of(process: psutil.Process) -> Role | None:
+def _role_of(process: psutil.Process) -> Role | None:
     """Return the role of a process in a run; None for auxiliary processes."""
     words = process.cmdline()
     if ENGINE_TITLE in " ".join(words):

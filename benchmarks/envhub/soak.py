@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import random
-import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import uvloop
 from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
 from benchmarks.envhub.hub import ServiceProcess, hub_process
 from benchmarks.envhub.solve import Subset, list_subsets, open_patiently
+from benchmarks.runs.soak import MIB, growth_frac
 from benchmarks.table import BenchTable
 
 ENVS = ("textcraft", "babyai", "maze", "wordle", "sqlgym")
@@ -26,7 +26,6 @@ SETTLE_S = 15.0  # Time to release memory after the last session has expired.
 NUM_SAMPLES = 60
 MAX_FAILURES_SHOWN = 10
 GARBAGE = ("", "fly", "get -1 oak log", "Action:", "\u2603" * 50, "x" * 3000, "a\n\0b", '{"a":1}')
-MIB = 1 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,10 +39,7 @@ class Soak:
 
     def growth_frac(self) -> float:
         """Return the relative growth of hub and worker memory from the middle to the last third."""
-        total = [a + b for a, b in zip(self.hub_bytes, self.worker_bytes, strict=True)]
-        third = len(total) // 3
-        before = statistics.median(total[third : 2 * third])
-        return statistics.median(total[2 * third :]) / before - 1
+        return growth_frac([a + b for a, b in zip(self.hub_bytes, self.worker_bytes, strict=True)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +158,9 @@ async def _abandon(hub: ServiceProcess, num_sessions: int, lease_s: float) -> Ab
     began_s = time.monotonic()
     async with Client(hub.target) as client:
         subsets = await list_subsets(hub.target)
-        turn = itertools.cycle(_one_of_each(subsets))
+        # The largest subset of every environment.
+        by_size = sorted(subsets, key=lambda each: each.num_train)
+        turn = itertools.cycle({each.env: each for each in by_size}.values())
         for number in range(50 * len(subsets)):
             subset = next(turn)
             await client.delete((await client.open(subset.env, f"{subset.name}-train-{number}"))[0])
@@ -171,7 +169,9 @@ async def _abandon(hub: ServiceProcess, num_sessions: int, lease_s: float) -> Ab
             subset = next(turn)
             await client.open(subset.env, f"{subset.name}-train-{number % subset.num_train}")
         peak_bytes = hub.rss_bytes()
-        await _wait_until_empty(client, timeout_s=3 * lease_s + 10)
+        async with asyncio.timeout(3 * lease_s + 10):
+            while (await client.want(200, "GET", "/healthz"))["num_sessions"]:
+                await asyncio.sleep(0.2)
         end_bytes = await _settled_bytes(hub, (1 + MAX_GROWTH_FRAC) * start_bytes)
     return Abandoned(
         num_sessions=num_sessions,
@@ -182,27 +182,9 @@ async def _abandon(hub: ServiceProcess, num_sessions: int, lease_s: float) -> Ab
     )
 
 
-def _one_of_each(subsets: list[Subset]) -> list[Subset]:
-    """Return the largest subset of every environment."""
-    largest: dict[str, Subset] = {}
-    for subset in subsets:
-        held = largest.setdefault(subset.env, subset)
-        if subset.num_train > held.num_train:
-            largest[subset.env] = subset
-    return list(largest.values())
-
-
 async def _settled_bytes(hub: ServiceProcess, enough_bytes: float) -> int:
     """Return the resident memory once it is small enough, or after SETTLE_S."""
     deadline_s = time.monotonic() + SETTLE_S
     while hub.rss_bytes() > enough_bytes and time.monotonic() < deadline_s:
         await asyncio.sleep(0.5)
     return hub.rss_bytes()
-
-
-async def _wait_until_empty(client: Client, *, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while (await client.want(200, "GET", "/healthz"))["num_sessions"]:
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"sessions were not expired within {timeout_s:g} s")
-        await asyncio.sleep(0.2)

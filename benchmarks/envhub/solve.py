@@ -78,8 +78,7 @@ def run_suite(table: BenchTable) -> None:
     """
     without: list[str] = []
     for env in sorted(LOADERS):
-        missing = missing_requirements([env])
-        if missing:
+        if missing := missing_requirements([env]):
             table.fail(env, f"not measured: {'; '.join(missing)}")
             continue
         with hub_process([env]) as hub:
@@ -175,10 +174,7 @@ async def solve_item(client: Client, subset: Subset, item_id: str) -> SolvedItem
 
 
 async def open_patiently(client: Client, env: str, item_id: str) -> str:
-    """Return a new session's id; wait while all sessions of the environment are in use.
-
-    Raises: HubAnswer: it failed, or was still full after OPEN_TIMEOUT_S.
-    """
+    """Return a new session's id; wait while all sessions of the environment are in use."""
     deadline_s = time.monotonic() + OPEN_TIMEOUT_S
     while True:
         try:

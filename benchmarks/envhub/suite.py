@@ -1,14 +1,12 @@
-"""Suites that measure a hub on this machine: speed, compared with a typical server, and an echo."""
+"""Suites that measure a hub on this machine: speed, compared with typical servers."""
 
 import os
 from dataclasses import replace
-from statistics import median
 from urllib.parse import urlsplit
 
 from benchmarks.envhub.client import ServiceTarget
 from benchmarks.envhub.hub import ServiceProcess, hub_process, module_process
-from benchmarks.envhub.keep_alive import Load, measure_load
-from benchmarks.envhub.load import LoadJob, LoadResult, measure
+from benchmarks.envhub.job import Job, Measured, measure
 from benchmarks.table import BenchTable
 
 ENVS = ("textcraft", "babyai")
@@ -16,21 +14,18 @@ NUM_CLIENTS = (1, 32, 128)
 NUM_OPENED = 64
 NUM_BATCHED = 128
 NUM_ROUNDS = 3
-NUM_ECHO_ROUNDS = 8
-ROUTES = "textcraft, AgentGym's routes, {} raw clients"
+BASE = "/agentgym/textcraft"
+ROUTES = "textcraft, AgentGym's routes, 128 raw clients"
 MIN_STEPS_PER_S = 1500.0  # With TextCraft and 128 clients.
 MAX_P99_MS = 250.0
-MIN_OF_ECHO = 0.6
-MIN_OF_USUAL = 6.0
-MAX_P99_OF_USUAL = 0.2
+MIN_OF_AGENTGYM = 3.0
 # Variable with the URL of AgentGym's own TextCraft server, if one runs.
 PEER = "LONGSTRIDE_BENCH_PEER"
 REFERENCE = "benchmarks.envhub.reference"
-ECHO = "benchmarks.envhub.echo"
 LEGEND = (
     "hub: this project. usual: synchronous FastAPI handlers in the thread pool around the same\n"
     "environments, by the same loop and parser (uvloop, httptools). plain: the same by what\n"
-    "`pip install uvicorn` brings. One process each, keep-alive clients on the other core.\n"
+    "`pip install uvicorn` brings. One process each, keep-alive clients on the other core."
 )
 
 
@@ -40,140 +35,98 @@ def run_suite(table: BenchTable) -> None:
         hub_process(ENVS) as hub,
         module_process(REFERENCE) as usual,
         module_process(REFERENCE, environ={"LONGSTRIDE_BENCH_PLAIN": "1"}) as plain,
-        module_process(ECHO) as echo,
     ):
-        servers = (hub, usual, plain)
-        table.title(LEGEND.rstrip())
-        promised: LoadResult | None = None
+        table.title(LEGEND)
+        peers = {"usual": usual, "plain": plain}
         for env in ENVS:
-            for num_clients in NUM_CLIENTS:
-                row = _row(table, servers, env, "step", num_clients)
-                if env == "textcraft" and num_clients == max(NUM_CLIENTS):
-                    promised = row
-            _row(table, servers, env, "open", NUM_OPENED)
-            _row(table, (hub,), env, "batch", NUM_BATCHED)
-            _row(table, (hub,), env, "batch_open", NUM_OPENED)
-        add_agentgym_rows(table, hub, plain, echo)
-    assert promised is not None
-    judge(table, promised)
+            for num in NUM_CLIENTS:
+                label = f"{env}, step, {num} client" + ("s" if num > 1 else "")
+                steps = add_load(table, label, hub, peers, kind="step", env=env, num_clients=num)
+                if env == "textcraft" and num == max(NUM_CLIENTS):
+                    judge(table, steps)
+            label = f"{env}, create + reset, {NUM_OPENED} at once"
+            add_load(table, label, hub, peers, kind="open", env=env, num_clients=NUM_OPENED)
+            for kind, noun, num in (
+                ("batch", "steps", NUM_BATCHED),
+                ("batch_open", "creations", NUM_OPENED),
+            ):
+                label = f"{env}, batches of {num} {noun}"
+                add_load(table, label, hub, {}, kind=kind, env=env, num_clients=num)
+        add_agentgym_rows(table, hub, plain)
 
 
-def _row(
-    table: BenchTable, servers: tuple[ServiceProcess, ...], env: str, kind: str, num_clients: int
-) -> LoadResult:
-    """Measure one load on each server, write the rows, return the hub's figures.
-
-    The servers take turns in several short rounds, so that the varying load of other programs
-    affects all of them equally.
-    """
-    jobs = [
-        LoadJob(
-            target=server.target,
-            kind=kind,
-            is_reference=server is not servers[0],
-            env=env,
-            num_clients=num_clients,
-        )
-        for server in servers
-    ]
-    rounds = [[measure(job) for job in jobs] for _ in range(NUM_ROUNDS)]
-    figures = [_joined(list(each)) for each in zip(*rounds, strict=True)]
-    hub, *peers = figures
-    name = f"{env}, {_label(kind, num_clients)}"
+def add_load(
+    table: BenchTable,
+    name: str,
+    hub: ServiceProcess,
+    peers: dict[str, ServiceProcess],
+    *,
+    kind: str,
+    env: str,
+    num_clients: int,
+) -> Measured:
+    """Measure one load on each server, write the rows, return the hub's figures."""
+    job = Job(target=hub.target, kind=kind, env=env, num_clients=num_clients)
+    others = [replace(job, target=each.target, is_reference=True) for each in peers.values()]
+    ours, *theirs = in_turn([job, *others])
     if not peers:
-        table.figure(name, hub.per_s, "/s", _latencies(hub))
-    for against, peer in zip(("usual", "plain"), peers, strict=False):
-        note = f"{_latencies(hub)}; theirs {_latencies(peer)}"
-        table.compare(name, hub.per_s, peer.per_s, "/s", against=against, note=note)
-    return hub
+        table.figure(name, ours.per_s, "/s", _latencies(ours))
+    for against, peer in zip(peers, theirs, strict=True):
+        note = f"{_latencies(ours)}; theirs {_latencies(peer)}"
+        table.compare(name, ours.per_s, peer.per_s, "/s", against=against, note=note)
+    return ours
 
 
-def add_agentgym_rows(
-    table: BenchTable, hub: ServiceProcess, plain: ServiceProcess, echo: ServiceProcess
-) -> None:
-    """Measure steps on AgentGym's routes, compared with its kind of server and with an echo.
+def in_turn(jobs: list[Job]) -> list[Measured]:
+    """Return the measurements of all jobs, in several short rounds.
+
+    The varying load of other programs affects all jobs equally.
+    """
+    rounds = [[measure(job) for job in jobs] for _ in range(NUM_ROUNDS)]
+    return [
+        Measured(
+            num_done=sum(each.num_done for each in own),
+            duration_s=sum(each.duration_s for each in own),
+            latencies_ms=[latency for each in own for latency in each.latencies_ms],
+        )
+        for own in zip(*rounds, strict=True)
+    ]
+
+
+def add_agentgym_rows(table: BenchTable, hub: ServiceProcess, plain: ServiceProcess) -> None:
+    """Measure steps on AgentGym's routes, compared with its server and its kind of server.
 
     AgentGym's servers use FastAPI with synchronous handlers and uvicorn's defaults.
     """
-    base = "/agentgym/textcraft"
     peer = os.environ.get(PEER, "")
-    loads = [
-        Load(target=hub.target, base=base),
-        Load(target=plain.target, base="/textcraft", reset_key="item_id"),
+    jobs = [
+        Job(target=hub.target, kind="raw", base=BASE),
+        Job(target=plain.target, kind="raw", base="/textcraft", reset_key="item_id"),
     ]
     if peer:
-        loads.append(Load(target=ServiceTarget(url=peer), base=urlsplit(peer).path.rstrip("/")))
-    rounds = [[measure_load(load) for load in loads] for _ in range(NUM_ROUNDS)]
-    ours, *others = (_joined(list(each)) for each in zip(*rounds, strict=True))
-    name = ROUTES.format(loads[0].num_clients)
-    for against, theirs in zip(("as AgentGym serves", "AgentGym's server"), others, strict=False):
-        note = f"{_latencies(ours)}; theirs {_latencies(theirs)}"
-        least = MIN_OF_USUAL
-        table.compare(
-            name, ours.per_s, theirs.per_s, "/s", against=against, at_least=least, note=note
+        jobs.append(
+            Job(target=ServiceTarget(url=peer), kind="raw", base=urlsplit(peer).path.rstrip("/"))
         )
-        p99 = ours.percentile_ms(0.99)
-        bound = MAX_P99_OF_USUAL * theirs.percentile_ms(0.99)
-        table.at_most(f"{name}: p99, of a fifth of theirs", p99, "ms", bound, note=against)
-    if not peer:
+    else:
         table.note("AgentGym's server", f"not measured: name the URL of its TextCraft in {PEER}")
-    add_echo_rows(table, hub, echo)
+    ours, *others = in_turn(jobs)
+    for against, theirs in zip(("as AgentGym serves", "AgentGym's server"), others, strict=False):
+        table.compare(
+            ROUTES,
+            ours.per_s,
+            theirs.per_s,
+            "/s",
+            against=against,
+            at_least=None if against == "as AgentGym serves" else MIN_OF_AGENTGYM,
+            note=f"{_latencies(ours)}; theirs {_latencies(theirs)}",
+        )
 
 
-def add_echo_rows(table: BenchTable, hub: ServiceProcess, echo: ServiceProcess) -> None:
-    """Measure the same steps and a bare echo of the same bytes, in turn.
-
-    The figures are medians of rounds, because other programs temporarily occupy the processor's
-    caches.
-    """
-    base = "/agentgym/textcraft"
-    same_bytes = replace(echo.target, token=hub.target.token)
-    loads = (
-        Load(target=hub.target, base=base, pid=hub.process.pid, duration_s=1.0),
-        Load(target=same_bytes, base=base, is_echo=True, pid=echo.process.pid, duration_s=1.0),
-    )
-    rounds = [[measure_load(load) for load in loads] for _ in range(NUM_ECHO_ROUNDS)]
-    name = ROUTES.format(loads[0].num_clients)
-    against = "a bare echo"
-    ours, bare = (median(each.per_s for each in side) for side in zip(*rounds, strict=True))
-    table.compare(name, ours, bare, "/s", against=against)
-    ours, bare = (
-        median(each.num_done / max(each.cpu_s, 0.01) for each in side)
-        for side in zip(*rounds, strict=True)
-    )
-    name += ": each second of the server's processor"
-    table.compare(name, ours, bare, "", against=against, at_least=MIN_OF_ECHO)
-
-
-def run_echo(table: BenchTable) -> None:
-    """Measure steps on AgentGym's routes and a bare echo, in less than a minute."""
-    with hub_process(ENVS) as hub, module_process(ECHO) as echo:
-        add_echo_rows(table, hub, echo)
-
-
-def _joined(rounds: list[LoadResult]) -> LoadResult:
-    return LoadResult(
-        num_done=sum(each.num_done for each in rounds),
-        duration_s=sum(each.duration_s for each in rounds),
-        latencies_ms=[latency for each in rounds for latency in each.latencies_ms],
-        cpu_s=sum(each.cpu_s for each in rounds),
-    )
-
-
-def _label(kind: str, num_clients: int) -> str:
-    if kind == "step":
-        return f"step, {num_clients} client" + ("s" if num_clients > 1 else "")
-    if kind == "open":
-        return f"create + reset, {num_clients} at once"
-    noun = "steps" if kind == "batch" else "creations"
-    return f"batches of {num_clients} {noun}"
-
-
-def _latencies(measured: LoadResult) -> str:
+def _latencies(measured: Measured) -> str:
     return f"p50 {measured.percentile_ms(0.5):.2f} p99 {measured.percentile_ms(0.99):.2f} ms"
 
 
-def judge(table: BenchTable, measured: LoadResult) -> None:
+def judge(table: BenchTable, measured: Measured) -> None:
     """Write the figures that have bounds."""
     name = f"TextCraft, {max(NUM_CLIENTS)} clients"
     table.at_least(f"{name}: steps", measured.per_s, "/s", MIN_STEPS_PER_S)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import zmq
+from learner.batch.synthetic import synthetic_trajectory
 
 from common.errors import LongstrideError
 from common.host.loopback import loopback
@@ -19,7 +20,6 @@ from common.wire.codec import decode, encode
 from common.wire.join_messages import Directory
 from common.wire.messages import (
     Ack,
-    EndReason,
     Heartbeat,
     Hello,
     Lease,
@@ -171,27 +171,17 @@ class Actor:
 
 def played(lease: Lease) -> Trajectory:
     """Return an episode of one turn; every second member of a group succeeds."""
-    places = np.arange(NUM_TOKENS)
-    mask = places >= NUM_PROMPT
-    return Trajectory(
-        **lease.identity(),
+    mask = np.arange(NUM_TOKENS) >= NUM_PROMPT
+    return synthetic_trajectory(
+        np.arange(NUM_TOKENS),
+        mask,
+        version=max(0, lease.opened_at_version),
         actor=NAME,
-        end_reason=EndReason.DONE,
-        error="",
         reward=float(lease.member % 2),
         is_success=lease.member % 2 == 1,
-        num_turns=1,
-        num_invalid_actions=0,
-        generate_s=0.1,
-        env_s=0.1,
-        wall_s=0.2,
-        token_ids=(places % 50).astype(np.int32),
-        loss_mask=mask,
         logprobs=np.where(mask, -4.0, 0.0).astype(np.float32),
-        versions=np.where(mask, max(0, lease.opened_at_version), -1).astype(np.int32),
-        turn_ids=np.zeros(NUM_TOKENS, dtype=np.int32),
-        invalid_turns=np.zeros(1, dtype=np.bool_),
         turn_scores=np.full(1, lease.member % 2, dtype=np.float32),
+        **lease.identity(),
     )
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ import psutil
 from benchmarks.chaos.watch import read_json
 from benchmarks.hostile.attack import Attack
 from benchmarks.hostile.honest import NAME, Actor, Honest, HonestHubClient
-from benchmarks.runs.real_run import TRAINING_ALONE
+from benchmarks.runs.real_run import TRAINING_ALONE, child
 from benchmarks.table import BenchTable
 from common.config.load import load_config
 from common.errors import LongstrideError
@@ -98,9 +97,9 @@ def _measure(table: BenchTable, size: AttackVolume, folder: Path) -> None:
         where = (f"run.dir={folder}", f"run.name={cfg.run.name}")
         roles: dict[str, ChildProcess] = {}
         for role in ("envhub", "scheduler", "learner"):
-            argv = [sys.executable, "run.py", role, *where]
-            roles[role] = ChildProcess(role, argv, log_path=folder / f"{role}.txt", cwd=ROOT)
-            stack.callback(roles[role].stop, timeout_s=STOP_S)
+            argv = ["run.py", role, *where]
+            process = child(role, argv, log=folder / f"{role}.txt", stop_s=STOP_S)
+            roles[role] = stack.enter_context(process)
         told = own_keys(run_dir.keys, role="actor", name=NAME)
         actor = Actor(told, run_dir.wait_for_address("scheduler", timeout_s=START_S))
         stack.callback(actor.close)
@@ -135,9 +134,9 @@ class AttackedRun:
 
     def check(self) -> None:
         """Raise LongstrideError if a role has ended, or a well-behaved peer was refused."""
-        for role, child in self.roles.items():
-            if (code := child.poll()) is not None:
-                last = " / ".join(child.log_tail(max_lines=3))
+        for role, process in self.roles.items():
+            if (code := process.poll()) is not None:
+                last = " / ".join(process.log_tail(max_lines=3))
                 raise LongstrideError(f"{role} ended with {describe_exit(code)}: {last}")
         for each in self.honest.values():
             if each.error is not None:
@@ -182,7 +181,8 @@ def add_attack(table: BenchTable, scene: AttackedRun, name: str, size: AttackVol
     took_s = time.monotonic() - began_s
     scene.check()
     waits = sorted([*honest.waits_s[num_before:], *honest.pending_s])
-    worst, p99 = (waits[-1], waits[int(0.99 * (len(waits) - 1))]) if waits else (math.nan,) * 2
+    worst = waits[-1] if waits else math.nan
+    p99 = waits[int(0.99 * (len(waits) - 1))] if waits else math.nan
     if name == HUB:
         wanted = {HUB_REFUSED: sum(done["answers"].get(each, 0) for each in REFUSALS)}
         note = f"{done['num_with_key']} requests, answered {done['answers']}"
@@ -229,11 +229,8 @@ def attack(scene: AttackedRun, name: str, size: AttackVolume) -> dict[str, Any]:
         name=ENEMY,
         token=scene.token,
     )
-    argv = [sys.executable, "-m", ATTACK, json.dumps(asdict(told))]
+    argv = ["-m", ATTACK, json.dumps(asdict(told))]
     log = scene.run_dir.root / f"attack-{name}.txt"
-    child = ChildProcess("attack", argv, log_path=log, cwd=ROOT)
-    try:
-        child.wait_until(result.exists, timeout_s=ATTACK_S)
-    finally:
-        child.stop(timeout_s=STOP_S)
+    with child("attack", argv, log=log, stop_s=STOP_S) as process:
+        process.wait_until(result.exists, timeout_s=ATTACK_S)
     return read_json(result)

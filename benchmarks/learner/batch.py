@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
-from learner.batch.synthetic import synthetic_trajectory
+from learner.simulator.synthetic import synthetic_trajectory
 from learner.training.trainer import Trainer
 
 # Noise of the sampler's logprobs in nats: ratios are close to one, and none equals it.

@@ -42,10 +42,7 @@ def measure_scoring(
         chunk_tokens: number of rows of the vocabulary projection in memory at once.
     """
     device = next(model.parameters()).device
-    rng = np.random.default_rng(0)
-    sequences = list(rng.integers(0, vocabulary_size(model), size=(num_sequences, num_seq_tokens)))
-    masks = [np.arange(num_seq_tokens) > 0] * num_sequences
-    tokens = collate_tokens(sequences, masks, device=device)
+    tokens = random_tokens(model, num_sequences, num_seq_tokens)
     how = Scoring(chunk_tokens=chunk_tokens, autocast=True)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -56,6 +53,14 @@ def measure_scoring(
         whole_bytes=whole_bytes,
         mean_difference=(chunked - whole).abs().mean().item(),
     )
+
+
+def random_tokens(model: PreTrainedModel, num_sequences: int, num_seq_tokens: int) -> TokenBatch:
+    """Return a block of random tokens, of which all but the first of a sequence are scored."""
+    size = (num_sequences, num_seq_tokens)
+    sequences = list(np.random.default_rng(0).integers(0, vocabulary_size(model), size=size))
+    masks = [np.arange(num_seq_tokens) > 0] * num_sequences
+    return collate_tokens(sequences, masks, device=next(model.parameters()).device)
 
 
 def _peak_of(score: Callable[[], Tensor], device: torch.device) -> tuple[int, Tensor]:

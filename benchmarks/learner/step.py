@@ -110,22 +110,18 @@ def measure_step(
         for name, algorithm in algorithms.items()
     }
     known = with_sampler_logprobs(samples, next(iter(trainers.values())), seed=0)
-    device = next(model.parameters()).device
     contenders: dict[str, Callable[[], object]] = {
         BARE: BareStep(cfg, copy.deepcopy(model), known, engine_dtype=engine_dtype)
     }
     for name, trainer in trainers.items():
         contenders[name] = _step_of(trainer, known)
-    seconds = alternate(contenders, num_rounds=num_rounds, clock=clock_of(device))
-    return StepCost(
-        seconds=seconds, num_tokens=sum(len(sample.trajectory.token_ids) for sample in known)
-    )
+    return _cost_of(contenders, model, known, num_rounds)
 
 
 def layouts_of(cfg: LearnerSection) -> dict[str, LearnerSection]:
     """Return a section for each layout with each kernel, and for one compiled layout.
 
-    The first one is padded with the products kernel.
+    `BARE` is padded with the products kernel.
     """
     ways = {
         f"{layout.value}, {kernel.value}": replace(cfg, layout=layout, attention=kernel)
@@ -133,7 +129,8 @@ def layouts_of(cfg: LearnerSection) -> dict[str, LearnerSection]:
         for kernel in (Attention.PRODUCTS, Attention.FUSED)
     }
     name = f"{Layout.PACKED.value}, {Attention.PRODUCTS.value}"
-    return ways | {f"{name}, compiled": replace(ways[name], compile=True)}
+    plain = {BARE: ways.pop(f"{Layout.PADDED.value}, {Attention.PRODUCTS.value}")}
+    return plain | ways | {f"{name}, compiled": replace(ways[name], compile=True)}
 
 
 def measure_ways(
@@ -144,17 +141,22 @@ def measure_ways(
     num_rounds: int,
     engine_dtype: str,
 ) -> StepCost:
-    """Return the cost of bare steps with equivalent settings; `BARE` is the first of them."""
+    """Return the cost of bare steps with equivalent settings, one of which is `BARE`."""
     samples = make_batch(shape, vocab_size=vocabulary_size(model), seed=0)
-    contenders: dict[str, Callable[[], object]] = {
-        name if number else BARE: BareStep(
-            replace(way, lr=STILL, muon_lr=STILL),
-            copy.deepcopy(model),
-            samples,
-            engine_dtype=engine_dtype,
-        )
-        for number, (name, way) in enumerate(ways.items())
-    }
+    contenders: dict[str, Callable[[], object]] = {}
+    for name, way in ways.items():
+        still = replace(way, lr=STILL, muon_lr=STILL)
+        own = copy.deepcopy(model)
+        contenders[name] = BareStep(still, own, samples, engine_dtype=engine_dtype)
+    return _cost_of(contenders, model, samples, num_rounds)
+
+
+def _cost_of(
+    contenders: Mapping[str, Callable[[], object]],
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    num_rounds: int,
+) -> StepCost:
     clock = clock_of(next(model.parameters()).device)
     seconds = alternate(contenders, num_rounds=num_rounds, clock=clock)
     num_tokens = sum(len(sample.trajectory.token_ids) for sample in samples)

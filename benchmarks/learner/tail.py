@@ -1,6 +1,5 @@
 """The suite `tail`: the speed-up of async over sync when some episodes are slow."""
 
-import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.runs.real_run import train
+from benchmarks.runs.real_run import read_lines, train
 from benchmarks.table import BenchTable
 from common.config.load import load_config
 from common.config.run_config import TrainMode
@@ -69,11 +68,7 @@ def _add(table: BenchTable, where: str, per_h: list[float], bound: float) -> Non
 
 def trained_per_h(run_dir: Path) -> float:
     """Return a run's trained episodes per hour, without its first steps."""
-    lines = [
-        json.loads(line)
-        for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    steps = [line for line in lines if "wait/batch_s" in line]
+    steps = [line for line in read_lines(run_dir / "metrics.jsonl") if "wait/batch_s" in line]
     before = steps[WARM_UP_STEPS - 1]
     later = steps[WARM_UP_STEPS:]
     num_groups = sum(line["groups/trained"] for line in later)

@@ -18,7 +18,7 @@ from common.config.load import load_config
 from common.dashboard.reading.sources import open_source
 from common.dashboard.verdict import Bound, ThroughputVerdict
 from common.repository import ROOT
-from common.store.metrics import MetricsLine, read_metrics
+from common.store.metrics import read_metrics
 from common.store.run_dir import RunDir
 from learner.simulator.main import quiet_scheduler
 from learner.simulator.measured import load_workload
@@ -142,12 +142,10 @@ def _run(name: str, settings: dict[str, str], folder: Path) -> ThroughputVerdict
 def rate(root: Path) -> float:
     """Return the trained episodes per second of a run, without its first steps."""
     config = yaml.safe_load(RunDir(root=root).config.read_text(encoding="utf-8"))
-    lines: list[MetricsLine] = read_metrics(RunDir(root=root).metrics)[FIRST_STEP:]
-    first = lines[0]
-    last = lines[-1]
-    steps = (last["step"] or 0) - (first["step"] or 0)
+    lines = read_metrics(RunDir(root=root).metrics)[FIRST_STEP:]
+    steps = (lines[-1]["step"] or 0) - (lines[0]["step"] or 0)
+    seconds = (lines[-1]["time_s"] or 0.0) - (lines[0]["time_s"] or 0.0)
     groups = config["groups"]
-    seconds = (last["time_s"] or 0.0) - (first["time_s"] or 0.0)
     return steps * groups["per_step"] * groups["size"] / seconds
 
 

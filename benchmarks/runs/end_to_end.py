@@ -1,10 +1,10 @@
 """The suite `end2end`: asynchronous against synchronous training, same settings."""
 
-import json
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
-from benchmarks.runs.real_run import TRAINING_ALONE, train
+from benchmarks.runs.real_run import TRAINING_ALONE, read_lines, train
 from benchmarks.table import BenchTable
 from common.config.run_config import TrainMode
 
@@ -25,39 +25,30 @@ def run_suite(table: BenchTable) -> None:
 
 
 def add_runs(table: BenchTable, folder: Path) -> None:
-    done = {mode: [0.0, 0.0, 0.0] for mode in (TrainMode.SYNC, TrainMode.ASYNC)}
+    arrived: defaultdict[TrainMode, float] = defaultdict(float)
+    took_s: defaultdict[TrainMode, float] = defaultdict(float)
     for number in range(NUM_ROUNDS):
-        for mode, totals in done.items():
+        for mode in (TrainMode.SYNC, TrainMode.ASYNC):
             name = f"{mode.value}-{number}"
             overrides = (*SETTINGS, f"train.mode={mode.value}", f"run.seed={number}")
             train(name, overrides, folder=folder, timeout_s=RUN_S)
-            arrived, took_s = window(folder / name / "metrics.jsonl")
-            for index, value in enumerate((LAST_STEP - FIRST_STEP, arrived, took_s)):
-                totals[index] += value
-    sync, asynchronous = done.values()
+            num_episodes, seconds = window(folder / name / "metrics.jsonl")
+            arrived[mode] += num_episodes
+            took_s[mode] += seconds
     # Both modes train the same number of episodes per step. Arrivals vary over time and include
     # episodes without signal.
-    table.compare(
-        "steps per second, asynchronous",
-        asynchronous[0] / asynchronous[2],
-        sync[0] / sync[2],
-        "/s",
-        against="synchronous",
-        at_least=MIN_RATIO,
-    )
-    table.compare(
-        "episodes arrived per second, asynchronous",
-        asynchronous[1] / asynchronous[2],
-        sync[1] / sync[2],
-        "/s",
-        against="synchronous",
-    )
+    num_steps = dict.fromkeys(arrived, NUM_ROUNDS * (LAST_STEP - FIRST_STEP))
+    for what, num, bound in (("steps", num_steps, MIN_RATIO), ("episodes arrived", arrived, None)):
+        sync, asynchronous = (
+            num[mode] / took_s[mode] for mode in (TrainMode.SYNC, TrainMode.ASYNC)
+        )
+        name = f"{what} per second, asynchronous"
+        table.compare(name, asynchronous, sync, "/s", against="synchronous", at_least=bound)
 
 
 def window(metrics: Path) -> tuple[float, float]:
     """Return the episodes that arrived between the first and the last step, and the seconds."""
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    steps = {line["step"]: line for line in lines if "wait/batch_s" in line}
+    steps = {line["step"]: line for line in read_lines(metrics) if "wait/batch_s" in line}
     later = range(FIRST_STEP + 1, LAST_STEP + 1)
     took_s = steps[LAST_STEP]["time_s"] - steps[FIRST_STEP]["time_s"]
     return sum(steps[step]["episodes/arrived"] for step in later), took_s

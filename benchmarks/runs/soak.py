@@ -1,5 +1,6 @@
 """The suites `soak-run`: growth of the roles' memory, descriptors and threads during a run."""
 
+import math
 import statistics
 import tempfile
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.chaos.victims import Role, find_victims
+from benchmarks.chaos.victims import Role, roles_below
 from benchmarks.chaos.watch import StepObserver
 from benchmarks.runs.real_run import TRAINING_ALONE, check_end, running
 from benchmarks.table import BenchTable
@@ -52,34 +53,32 @@ class RoleFootprint:
     def add(self, process: psutil.Process) -> None:
         """Add a sample; do nothing if the process has just ended."""
         with suppress(psutil.NoSuchProcess), process.oneshot():
-            sample = process.memory_info().rss, process.num_fds(), process.num_threads()
+            rss_bytes = process.memory_info().rss
+            num_fds = process.num_fds()
+            num_threads = process.num_threads()
             self.pids.add(process.pid)
-            for values, value in zip(
-                (self.rss_bytes, self.descriptors, self.threads), sample, strict=True
-            ):
-                values.append(float(value))
+            self.rss_bytes.append(rss_bytes)
+            self.descriptors.append(num_fds)
+            self.threads.append(num_threads)
 
 
-def parts(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the second-last part, and the last one."""
+def parts(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]] | None:
+    """Return the second-last part and the last one; None without enough samples."""
     size = len(values) // NUM_PARTS
-    return values[-2 * size : -size], values[-size:]
+    return (values[-2 * size : -size], values[-size:]) if size else None
 
 
 def growth_frac(values: Sequence[float]) -> float:
     """Return the relative growth of the median in the last part; NaN without enough samples."""
-    if len(values) < NUM_PARTS:
-        return float("nan")
-    before, last = parts(values)
-    return statistics.median(last) / statistics.median(before) - 1
+    if (found := parts(values)) is None:
+        return math.nan
+    return statistics.median(found[1]) / statistics.median(found[0]) - 1
 
 
 def floor_growth(values: Sequence[float]) -> float:
     """Return the growth of the minimum in the last part; NaN without enough samples."""
-    if len(values) < NUM_PARTS:
-        return float("nan")
-    before, last = parts(values)
-    return min(last) - min(before)
+    found = parts(values)
+    return min(found[1]) - min(found[0]) if found else math.nan
 
 
 def run_suite(table: BenchTable) -> None:
@@ -107,12 +106,9 @@ def _soak(table: BenchTable, folder: Path, duration_s: float) -> None:
         began_s = time.monotonic()
         num_steps = watch.look()
         while time.monotonic() < began_s + duration_s:
-            if child.poll() is not None:
-                check_end(child)
-                raise LongstrideError("the run has ended before it was measured")
-            for role in Role:
-                for process in find_victims(child.pid, role)[:1]:
-                    sizes[role].add(process)
+            _check_runs(child)
+            for role, processes in roles_below(child.pid).items():
+                sizes[role].add(processes[0])
             time.sleep(SAMPLE_S)
         table.figure("steps", watch.look() - num_steps, "", f"in {duration_s:.0f} s")
     for role in Role:
@@ -122,12 +118,16 @@ def _soak(table: BenchTable, folder: Path, duration_s: float) -> None:
 def _wait_for_steps(child: ChildProcess, watch: StepObserver) -> None:
     deadline = time.monotonic() + START_S
     while watch.look() < FIRST_STEPS:
-        if child.poll() is not None:
-            check_end(child)
-            raise LongstrideError("the run has ended before it was measured")
+        _check_runs(child)
         if time.monotonic() > deadline:
             raise LongstrideError(f"no {FIRST_STEPS} steps within {START_S:g}s")
         time.sleep(SAMPLE_S / 10)
+
+
+def _check_runs(child: ChildProcess) -> None:
+    if child.poll() is not None:
+        check_end(child)
+        raise LongstrideError("the run has ended before it was measured")
 
 
 def add_role(table: BenchTable, role: Role, sizes: RoleFootprint) -> None:

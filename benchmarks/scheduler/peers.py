@@ -75,14 +75,13 @@ class BenchLearner:
 
     def messages(self) -> list[Any]:
         """Return the messages since the last call."""
-        ready = self._ready
-        self._ready = []
-        groups = [GroupArrived(group_id=each, is_ready=True) for each in ready]
+        groups = [GroupArrived(group_id=each, is_ready=True) for each in self._ready]
         said: list[Any] = []
         if self._seen or groups:
             said.append(Outcomes(seen=self._seen, groups=groups))
-            self._seen = []
-        self._said_ready += ready
+        self._said_ready += self._ready
+        self._ready = []
+        self._seen = []
         while len(self._said_ready) >= self._per_step:
             batch = self._said_ready[: self._per_step]
             del self._said_ready[: self._per_step]

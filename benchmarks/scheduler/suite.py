@@ -3,7 +3,6 @@
 import contextlib
 import http.server
 import json
-import sys
 import tempfile
 import threading
 import time
@@ -13,11 +12,12 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.chaos.watch import read_json
+from benchmarks.runs.real_run import child
 from benchmarks.scheduler.peers import ANSWER_S, LEARNER, BenchLearner, SimulatedPeers, hello
 from benchmarks.table import BenchTable
 from common.config.load import load_config
 from common.config.run_config import RunConfig
-from common.launch.process import ChildProcess
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
@@ -29,7 +29,6 @@ from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.simulator.settings import catalogue_of
 
 START_S = 120.0
-STOP_S = 15.0
 NUM_PEERS = 2_000
 # Duration of an episode. Each peer plays one at a time, which gives 500 episodes a second.
 EPISODE_S = 4.0
@@ -45,13 +44,13 @@ LEGEND = (
     "Core: leases that are granted, listed in a heartbeat, arrive and are trained on, per second\n"
     "of processor time, without sockets. Peers: a scheduler process as in a run, with encryption\n"
     "and its log; every peer is a socket of its own with a heartbeat a second. Beside it what the\n"
-    "same messages cost a process that only answers them.\n"
+    "same messages cost a process that only answers them."
 )
 
 
 def run_suite(table: BenchTable) -> None:
     """Measure for about a minute."""
-    table.title(LEGEND.rstrip())
+    table.title(LEGEND)
     table.attempt("the core", lambda: add_core(table))
     with tempfile.TemporaryDirectory(prefix="longstride-scheduler-") as folder:
         cfg = bench_config(Path(folder))
@@ -127,8 +126,8 @@ def add_peers(table: BenchTable, cfg: RunConfig) -> None:
     served = measure_peers(cfg, play)
     rate = NUM_PEERS / EPISODE_S
     name = "actors connected, each by a socket of its own"
-    note = f"p99 of an answer {served.answer_p99_s * 1e3:.0f} ms, looked for after"
-    note = f"{note} {ANSWER_S * 1e3:.0f}"
+    p99_ms = served.answer_p99_s * 1e3
+    note = f"p99 of an answer {p99_ms:.0f} ms, looked for after {ANSWER_S * 1e3:.0f}"
     table.at_least(name, served.num_connected, "", NUM_PEERS, note)
     name = f"processor of the scheduler at {rate:.0f} episodes/s"
     note = f"measured {served.cpu_frac:.2f} at {served.episodes_per_s:.0f} episodes/s"
@@ -152,15 +151,11 @@ def measure_floor(cfg: RunConfig, play: PeerLoad) -> Served:
     run_dir = RunDir(root=Path(cfg.run.dir) / "floor")
     create_keys(run_dir.keys)
     port_file = run_dir.root / "port"
-    argv = [sys.executable, "-m", FLOOR, str(run_dir.keys), str(port_file)]
-    child = ChildProcess("floor", argv, log_path=run_dir.root / "floor.txt", cwd=ROOT)
-    try:
-        child.wait_until(port_file.exists, timeout_s=START_S)
-        return _let_play(
-            cfg, play, run_dir, psutil.Process(child.pid), port_file.read_text(encoding="utf-8")
-        )
-    finally:
-        child.stop(timeout_s=STOP_S)
+    argv = ["-m", FLOOR, str(run_dir.keys), str(port_file)]
+    with child("floor", argv, log=run_dir.root / "floor.txt") as process:
+        process.wait_until(port_file.exists, timeout_s=START_S)
+        address = port_file.read_text(encoding="utf-8")
+        return _let_play(cfg, play, run_dir, process.pid, address)
 
 
 def measure_peers(cfg: RunConfig, play: PeerLoad) -> Served:
@@ -170,14 +165,13 @@ def measure_peers(cfg: RunConfig, play: PeerLoad) -> Served:
     with serve_catalogue(catalogue_of(cfg)) as url:
         cfg = replace(cfg, envhub=replace(cfg.envhub, url=url))
         save_config(cfg, run_dir.config)
-        with scheduler_process(cfg, run_dir) as process:
+        argv = ["run.py", "scheduler", f"run.dir={cfg.run.dir}", f"run.name={cfg.run.name}"]
+        with child("scheduler", argv, log=run_dir.root / "scheduler.txt") as process:
             address = run_dir.wait_for_address("scheduler", timeout_s=START_S)
-            return _let_play(cfg, play, run_dir, process, address)
+            return _let_play(cfg, play, run_dir, process.pid, address)
 
 
-def _let_play(
-    cfg: RunConfig, play: PeerLoad, run_dir: RunDir, process: psutil.Process, address: str
-) -> Served:
+def _let_play(cfg: RunConfig, play: PeerLoad, run_dir: RunDir, pid: int, address: str) -> Served:
     """Connect the peers to a server and measure it."""
     learner = BenchLearner(group_size=cfg.groups.size, per_step=cfg.groups.per_step)
     peers = SimulatedPeers(
@@ -190,7 +184,7 @@ def _let_play(
     try:
         peers.join()
         peers.run(play.warm_up_s)
-        return _measure(process, peers, learner, run_dir, play.measured_s)
+        return _measure(psutil.Process(pid), peers, learner, run_dir, play.measured_s)
     finally:
         peers.close()
 
@@ -204,16 +198,13 @@ def _measure(
 ) -> Served:
     peers.answer_s.clear()
     num_before = learner.num_arrived
-    cpu_before = _cpu_s(process)
+    cpu_before = sum(process.cpu_times()[:2])
     started = time.monotonic()
     peers.run(seconds)
     took_s = time.monotonic() - started
     num = learner.num_arrived - num_before
-    cpu_s = _cpu_s(process) - cpu_before
-    is_scheduler = run_dir.status.exists()  # The baseline has no status file.
-    actors = (
-        json.loads(run_dir.status.read_text(encoding="utf-8"))["actors"] if is_scheduler else []
-    )
+    cpu_s = sum(process.cpu_times()[:2]) - cpu_before
+    actors = read_json(run_dir.status).get("actors", [])  # The baseline has no status file.
     ordered = sorted(peers.answer_s)
     return Served(
         num_connected=sum(not each["is_dead"] for each in actors),
@@ -222,23 +213,6 @@ def _measure(
         cpu_frac=cpu_s / took_s,
         answer_p99_s=ordered[int(0.99 * (len(ordered) - 1))],
     )
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
-
-
-@contextlib.contextmanager
-def scheduler_process(cfg: RunConfig, run_dir: RunDir) -> Generator[psutil.Process]:
-    """Yield a scheduler that is started as by the launcher, with its log in the run's folder."""
-    where = (f"run.dir={cfg.run.dir}", f"run.name={cfg.run.name}")
-    argv = [sys.executable, "run.py", "scheduler", *where]
-    child = ChildProcess("scheduler", argv, log_path=run_dir.root / "scheduler.txt", cwd=ROOT)
-    try:
-        yield psutil.Process(child.pid)
-    finally:
-        child.stop(timeout_s=STOP_S)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.outcome import SeedResult
-from benchmarks.study.plan import Does, Run, Study, merged, read_study
+from benchmarks.study.outcome import NO_INTERVAL, SeedResult
+from benchmarks.study.pictures import pictures_of
+from benchmarks.study.plan import CONFIG, Does, Run, Study, merged, read_study
 from benchmarks.study.queue import Queue
 from benchmarks.study.tables import TABLES
 from benchmarks.table import BenchTable
@@ -21,10 +22,7 @@ from common.config.run_config import RunConfig
 from common.errors import LongstrideError
 from common.store.run_dir import write_atomically
 
-CONFIG = "quickstart"
 NUM_SHOWN = 5  # Number of error messages to show of failed runs.
-OF_SOME_ARMS = ("staleness",)  # Studies whose table may contain a part of their arms.
-NAN = float("nan")
 
 
 def measure(name: str, request: ParsedCommand, table: BenchTable, *, root: Path) -> None:
@@ -38,13 +36,12 @@ def measure(name: str, request: ParsedCommand, table: BenchTable, *, root: Path)
         if run.arm.does is not Does.COMMANDS and run.seed == queue.study.seeds[0]:
             # Every arm is checked before the first run starts.
             load_config(CONFIG, run.overrides, root=root)
+    table.title(plan_text(queue))
     if request.is_dry:
-        table.title(plan_text(queue))
         return
     if any(arm.does is Does.IN_PROCESS for arm in queue.study.arms):
         queue.perform[Does.IN_PROCESS] = partial(_in_process, root, _starts(queue))
     queue.perform[Does.COMMANDS] = partial(_commands, queue)
-    table.title(plan_text(queue))
     with contextlib.ExitStack() as stack:
         if cfg.study.on_ray and queue.todo():
             from common.launch.ray.cluster import open_cluster  # The import of Ray takes seconds.
@@ -54,14 +51,7 @@ def measure(name: str, request: ParsedCommand, table: BenchTable, *, root: Path)
     tell(queue, table)
 
 
-def measure_peer(request: ParsedCommand, table: BenchTable, *, root: Path) -> None:
-    """Compare this project with TRL; the arguments are those of `measure`."""
-    from benchmarks.study import peer
-
-    peer.measure(request, table, root=root, evaluate=_heldout)
-
-
-def _heldout(cfg: RunConfig, policy: Path) -> float:
+def heldout_success(cfg: RunConfig, policy: Path) -> float:
     """Return the success of a policy on the held-out items."""
     from benchmarks.study.in_process import InProcessRun  # The import of torch takes seconds.
     from learner.policy.model import load_policy
@@ -91,12 +81,11 @@ def plan_text(queue: Queue) -> str:
     taken = [each.cpu_s for each in done if each.cpu_s and not each.same_as]
     each_s = sum(taken) / len(taken) if taken else study.cpu_s * study.size
     known = "measured" if taken else "estimated"
-    same = len(runs) - len(found)
     total_h = each_s * len(todo) / 3600
     lines = [
         f"study {study.name}: {len(study.arms)} arms x {len(study.seeds)} seeds in {queue.folder}",
-        f"{len(runs)} runs, of which {same} are the same as others; {len(done)} done,"
-        f" {len(todo)} to do" + (" (study.only)" if queue.section.only else ""),
+        f"{len(runs)} runs, of which {len(runs) - len(found)} are the same as others;"
+        f" {len(done)} done, {len(todo)} to do" + (" (study.only)" if queue.section.only else ""),
         f"{known}: {each_s:.0f} CPU seconds a run, {total_h:.1f} CPU hours in all,"
         f" {total_h / 2:.1f} h of two cores, at most",
     ]
@@ -119,17 +108,14 @@ def tell(queue: Queue, table: BenchTable) -> None:
     missing = [name for name, each in found.items() if each is None]
     if missing and not queue.section.only and not queue.failed:
         table.fail(f"{len(missing)} runs", f"not done: {', '.join(missing[:NUM_SHOWN])} ...")
-    by_arm = [arm.name for arm in study.arms]
-    outcomes.sort(key=lambda each: by_arm.index(each.arm))
-    only = set(queue.section.only)
-    # A worker process gets its runs in `study.only`.
-    is_by_arm = study.name in OF_SOME_ARMS and only <= {*by_arm}
-    if not outcomes or (missing and only and not is_by_arm):
+    arms = [arm.name for arm in study.arms]
+    outcomes.sort(key=lambda each: arms.index(each.arm))
+    # A worker process gets single runs in `study.only`, and writes no table.
+    if not outcomes or not set(queue.section.only) <= {*arms}:
         return
-    make_table, make_pictures = TABLES[study.name]
-    text = make_table(outcomes).rstrip()
+    text = TABLES[study.name](outcomes).rstrip()
     write_atomically(queue.folder / "table.md", f"{text}\n")
-    for name, picture in make_pictures(outcomes).items():
+    for name, picture in pictures_of(study.name, outcomes).items():
         write_atomically(queue.folder / f"{name}.svg", picture)
     table.title(text)
     if missing:
@@ -212,14 +198,15 @@ def _commands(queue: Queue, run: Run, folder: Path) -> tuple[SeedResult, bool]:
         after, low, high = found["mean"], *found["ci95"]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise LongstrideError(f"{path}: no evaluation ({error!r})") from error
-    return replace(
+    own_outcome = replace(
         known,
         arm=run.arm.name,
         after=after,
         after_ci95=(low, high),
         gain=after - known.before,
-        gain_ci95=(NAN, NAN),
+        gain_ci95=NO_INTERVAL,
         points=(),
         same_as="",
         cpu_s=0.0,
-    ), True
+    )
+    return own_outcome, True

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.study.outcome import LAST_STEPS, Point, SeedResult, by_distance
+from benchmarks.study.outcome import LAST_STEPS, NAN, NO_INTERVAL, Point, SeedResult, by_distance
 from common.config.run_config import RunConfig
 from common.evaluation.intervals import wilson_interval
 from common.ids import episode_id_of
@@ -37,7 +37,6 @@ from learner.training.controller import Decision
 
 MAX_ROUNDS = 4  # Maximum number of attempts to fill a batch with groups that have signal.
 EPISODE_S = 3600.0  # A limit that no episode reaches.
-NAN = float("nan")
 # Metrics for the curriculum.
 SIGNALS = {"policy/entropy": "entropy", "offpolicy/ess_frac": "ess_frac"}
 
@@ -112,20 +111,20 @@ class InProcessRun:
         cpu = time.process_time()
         cfg = self._cfg
         seen = self._seen
-        played = list[Trajectory]()
+        played: list[Trajectory] = []
         for version in range(cfg.train.num_steps + 1):
-            self._keep()
+            self._kept.append(self.weights())
             if self._is_evaluated(version):
-                played = self._point(version)
+                played = self.evaluate(self._kept[-1], version=version)
+                seen.points.append(self._point(version, played))
             if version < cfg.train.num_steps:
                 begun = time.process_time()
                 self._step(version)
                 seen.spent_s += time.process_time() - begun
         num_solved = sum(each.is_success for each in played)
-        nothing = (NAN, NAN)
         before = seen.points[0].success if cfg.eval.before else NAN
         arrived = sum(num for num, _ in seen.arrived)
-        return SeedResult(
+        outcome = SeedResult(
             arm=arm,
             seed=cfg.run.seed,
             before=before,
@@ -133,7 +132,7 @@ class InProcessRun:
             after_ci95=wilson_interval(num_solved, len(played)),
             num_after=len(played),
             gain=num_solved / len(played) - before,
-            gain_ci95=nothing,
+            gain_ci95=NO_INTERVAL,
             trained=sum(good for _, good in seen.arrived) / max(arrived, 1),
             num_trained=arrived,
             lag_mean=seen.lag_mean(),
@@ -144,20 +143,20 @@ class InProcessRun:
             cpu_s=time.process_time() - cpu,
             num_segments=float(np.mean([len(segments_of(each)) for each in played])),
             num_row_tokens=float(np.mean([len(each.token_ids) for each in played])),
-        ), seen.has_acted
+        )
+        return outcome, seen.has_acted
 
     def _is_evaluated(self, version: int) -> bool:
         options = self._cfg.eval
-        last = self._cfg.train.num_steps
-        if version in (0, last):
-            return version == last or options.before
+        if version == self._cfg.train.num_steps:
+            return True
+        if version == 0:
+            return options.before
         return options.every_steps > 0 and version % options.every_steps == 0
 
-    def _point(self, version: int) -> list[Trajectory]:
-        """Evaluate the newest version, record the result and return its episodes."""
+    def _point(self, version: int, played: Sequence[Trajectory]) -> Point:
         seen = self._seen
-        played = self.evaluate(self._kept[-1], version=version)
-        point = Point(
+        return Point(
             step=version,
             success=sum(each.is_success for each in played) / len(played),
             num_episodes=seen.num_episodes,
@@ -165,15 +164,10 @@ class InProcessRun:
             spent_s=seen.spent_s,
             by_distance=by_distance(played),
         )
-        seen.points.append(point)
-        return played
 
     def weights(self) -> dict[str, Tensor]:
         """Return a copy of the current policy."""
         return copy.deepcopy(dict(self.model.state_dict()))
-
-    def _keep(self) -> None:
-        self._kept.append(self.weights())
 
     def _step(self, version: int) -> None:
         """Make one step. As long as the controller skips batches, repeat it with fresh data."""
@@ -198,16 +192,17 @@ class InProcessRun:
         Without any such group the result is the last round's groups.
         """
         cfg = self._cfg
-        found = []
-        num = 0
-        solved = 0
+        seen = self._seen
+        found: list[Group] = []
         played: list[Group] = []
+        num = 0
+        num_solved = 0
         for _ in range(MAX_ROUNDS):
             played = self.play(cfg.groups.per_step - len(found), version=version, weights=weights)
             members = [each for group in played for each in group.members]
-            num = num + len(members)
-            solved = solved + sum(each.is_success for each in members)
-            self._seen.num_tokens += sum(int(each.loss_mask.sum()) for each in members)
+            num += len(members)
+            num_solved += sum(each.is_success for each in members)
+            seen.num_tokens += sum(int(each.loss_mask.sum()) for each in members)
             found += [
                 each
                 for each in played
@@ -216,8 +211,8 @@ class InProcessRun:
             ]
             if len(found) == cfg.groups.per_step:
                 break
-        self._seen.num_episodes += num
-        self._seen.arrived.append((num, solved))
+        seen.num_episodes += num
+        seen.arrived.append((num, num_solved))
         return found or played
 
     def play(self, num_groups: int, *, version: int, weights: Mapping[str, Tensor]) -> list[Group]:
@@ -241,28 +236,26 @@ class InProcessRun:
         cfg = self._cfg
         self._player.load(weights, version=version)
         group_id = "eval-after-model"
-        return self._player.play(
-            [
-                Lease(
-                    episode_id=episode_id_of(group_id, number),
-                    group_id=group_id,
-                    member=number,
-                    attempt=0,
-                    kind=EpisodeKind.EVAL,
-                    policy=PolicyKind.MODEL,
-                    env=plan.env,
-                    item_id=plan.item_id,
-                    seed=plan.seed,
-                    horizon=plan.horizon,
-                    horizon_stage=0,
-                    opened_at_version=version,
-                    deadline_s=EPISODE_S,
-                )
-                for number, plan in enumerate(
-                    plan_heldout(cfg.eval, cfg.tasks, self._catalogue, {})
-                )
-            ]
-        )
+        plans = plan_heldout(cfg.eval, cfg.tasks, self._catalogue, {})
+        leases = [
+            Lease(
+                episode_id=episode_id_of(group_id, number),
+                group_id=group_id,
+                member=number,
+                attempt=0,
+                kind=EpisodeKind.EVAL,
+                policy=PolicyKind.MODEL,
+                env=plan.env,
+                item_id=plan.item_id,
+                seed=plan.seed,
+                horizon=plan.horizon,
+                horizon_stage=0,
+                opened_at_version=version,
+                deadline_s=EPISODE_S,
+            )
+            for number, plan in enumerate(plans)
+        ]
+        return self._player.play(leases)
 
 
 def _leases_of(group: GroupRecord) -> list[Lease]:

@@ -5,29 +5,18 @@ Source: Agarwal et al., Deep RL at the Edge of the Statistical Precipice, arXiv 
 strata are tasks; here each arm's runs are one stratum.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-
-from benchmarks.study.outcome import SeedResult
+from scipy.stats import bootstrap, trim_mean
 
 NUM_DRAWS = 2000
+Ends = tuple[float, float]
 
 
-def by_arm(outcomes: Sequence[SeedResult]) -> dict[str, list[SeedResult]]:
-    """Return the runs of each arm, in the order of the study."""
-    arms: defaultdict[str, list[SeedResult]] = defaultdict(list)
-    for each in outcomes:
-        arms[each.arm].append(each)
-    return dict(arms)
-
-
-def iqm(values: np.ndarray) -> np.ndarray:
-    """Return the mean over the last axis [..., runs] without its lowest and highest quarter."""
-    num = values.shape[-1]
-    cut = num // 4
-    return np.sort(values, axis=-1)[..., cut : num - cut].mean(axis=-1)
+def iqm(values: np.ndarray, axis: int = -1) -> np.ndarray:
+    """Return the mean over the runs without their lowest and highest quarter."""
+    return np.asarray(trim_mean(values, 0.25, axis=axis))
 
 
 def over_seeds(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -35,29 +24,42 @@ def over_seeds(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
     For a single run low and high are its value.
     """
-    rng = np.random.default_rng(0)
-    draws = rng.integers(0, values.shape[-1], size=(NUM_DRAWS, values.shape[-1]))
-    means = iqm(np.moveaxis(values[..., draws], -2, 0))  # [draws, ...]
-    low, high = np.percentile(means, [2.5, 97.5], axis=0)
-    return iqm(values), low, high
+    return _bootstrapped(iqm, values)
 
 
-def over_runs(values: Sequence[float]) -> tuple[float, tuple[float, float]]:
+def over_runs(values: Sequence[float]) -> tuple[float, Ends]:
     """Return the interquartile mean of the runs of an arm and its interval."""
     mean, low, high = map(float, over_seeds(np.array(values)))
     return mean, (low, high)
 
 
-def gap(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, tuple[float, float]]:
+def gap(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, Ends]:
     """Return ours minus theirs, as interquartile means over runs, and the interval.
 
     Runs of two arms are resampled independently. Equal seeds draw equal items, but their runs soon
     differ, so they are not paired.
     """
-    rng = np.random.default_rng(0)
-    draws = [
-        iqm(np.array(each)[rng.integers(0, len(each), size=(NUM_DRAWS, len(each)))])
-        for each in (ours, theirs)
-    ]
-    low, high = np.percentile(draws[0] - draws[1], [2.5, 97.5])
-    return float(iqm(np.array(ours)) - iqm(np.array(theirs))), (float(low), float(high))
+    found = _bootstrapped(_difference, np.array(ours), np.array(theirs))
+    mean, low, high = map(float, found)
+    return mean, (low, high)
+
+
+def _difference(ours: np.ndarray, theirs: np.ndarray, axis: int = -1) -> np.ndarray:
+    return iqm(ours, axis) - iqm(theirs, axis)
+
+
+def _bootstrapped(
+    statistic: Callable[..., np.ndarray], *samples: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    mean = statistic(*samples)
+    if any(each.shape[-1] == 1 for each in samples) or np.isnan(mean).any():
+        return mean, mean, mean
+    found = bootstrap(
+        samples,
+        statistic,
+        axis=-1,
+        n_resamples=NUM_DRAWS,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    return mean, found.confidence_interval.low, found.confidence_interval.high

@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from benchmarks.runs.real_run import read_lines
 from common.cpu import cpu_seconds
 from common.errors import ConfigError
 from common.store.journal import read_journal
@@ -16,6 +18,9 @@ from common.wire.messages import EpisodeKind, Trajectory
 
 BINS = (4, 8, 16, 32)  # Upper bounds of the expert's turns; item i of `rooms` is in band i mod 4.
 LAST_STEPS = 20  # Number of steps for the mean training success.
+NAN = float("nan")
+NO_INTERVAL = (NAN, NAN)
+AXES = {"episodes": "num_episodes", "tokens": "num_tokens", "seconds": "spent_s"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,17 @@ class SeedResult:
     num_row_tokens: float = 0.0  # Mean tokens of all segments of such an episode; 0: not measured.
 
 
+def success_at(outcome: SeedResult, axis: str, at: np.ndarray | float) -> np.ndarray:
+    """Return the success at a given spending, interpolated linearly between two evaluations."""
+    spent = [float(getattr(point, AXES[axis])) for point in outcome.points]
+    return np.asarray(np.interp(at, spent, [point.success for point in outcome.points]))
+
+
+def budget_of(outcomes: Sequence[SeedResult], axis: str) -> float:
+    """Return the spending that every run has reached: the minimum of their totals."""
+    return min(float(getattr(each.points[-1], AXES[axis])) for each in outcomes)
+
+
 def save_outcome(outcome: SeedResult, path: Path, overrides: Sequence[str]) -> None:
     """Write an outcome with its run's overrides, so that a study can be resumed."""
     told = {"overrides": list(overrides), "outcome": asdict(outcome)}
@@ -64,29 +80,19 @@ def save_outcome(outcome: SeedResult, path: Path, overrides: Sequence[str]) -> N
 
 
 def load_outcome(path: Path) -> tuple[SeedResult, list[str]]:
-    """Return the outcome and the overrides that `save_outcome` wrote.
-
-    Raises: ConfigError: the file is not an outcome.
-    """
+    """Return what `save_outcome` wrote. Raises: ConfigError: the file is not an outcome."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
-        plain: dict[str, Any] = told["outcome"]
-        points = tuple(_point(each) for each in plain.pop("points"))
-        pairs: dict[str, Any] = {n: tuple(plain.pop(n)) for n in ("after_ci95", "gain_ci95")}
-        return SeedResult(**plain, **pairs, points=points), told["overrides"]
+        return msgspec.convert(told["outcome"], SeedResult), told["overrides"]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: no outcome of a run ({error}); remove it") from error
 
 
-def _point(plain: dict[str, Any]) -> Point:
-    far = tuple((num, solved) for num, solved in plain.pop("by_distance"))
-    return Point(**plain, by_distance=far)
-
-
 def read_outcome(run: Path, *, arm: str, seed: int) -> SeedResult:
+    """Return the outcome of a whole run."""
     report = json.loads((run / "report.json").read_text(encoding="utf-8"))
-    steps = [line for line in _read_lines(run / "metrics.jsonl") if line["step"]]
-    none = {"success": float("nan"), "ci95": [float("nan")] * 2}
+    steps = [line for line in read_lines(run / "metrics.jsonl") if line["step"]]
+    none = {"success": NAN, "ci95": NO_INTERVAL}
     before = report["before"] or none
     gain = report["gain"] or none
     last = [line for line in steps[-LAST_STEPS:] if "reward/success" in line]
@@ -130,7 +136,7 @@ def _points(
     made_s = {line["step"]: line.get("time_s", 0.0) for line in steps}
     success = {0: report["before"]["success"]} if report["before"] else {}
     path = run / "eval.jsonl"
-    lines = _read_lines(path) if path.exists() else []
+    lines = read_lines(path) if path.exists() else []
     success |= {line["step"]: line["eval/success"] for line in lines}
     success[last_step] = report["after"]["success"]
     episodes, tokens = _generated(run / "journal", num_steps=last_step)
@@ -154,46 +160,17 @@ def _generated(journal: Path, *, num_steps: int) -> tuple[np.ndarray, np.ndarray
     """
     episodes = np.zeros(num_steps + 1, dtype=np.int64)
     tokens = np.zeros(num_steps + 1, dtype=np.int64)
-    seen: set[str] = set()
-    for _, trajectory in read_journal(journal):
-        is_counted = trajectory.kind is EpisodeKind.TRAIN and trajectory.loss_mask.any()
-        if not is_counted or trajectory.episode_id in seen:
-            continue
-        seen.add(trajectory.episode_id)
-        step = min(int(trajectory.versions.max()) + 1, num_steps)
-        episodes[step] += 1
-        tokens[step] += int(trajectory.loss_mask.sum())
+    own = {each.episode_id: each for _, each in read_journal(journal)}  # Each episode once.
+    for trajectory in own.values():
+        if trajectory.kind is EpisodeKind.TRAIN and trajectory.loss_mask.any():
+            step = min(int(trajectory.versions.max()) + 1, num_steps)
+            episodes[step] += 1
+            tokens[step] += int(trajectory.loss_mask.sum())
     return episodes.cumsum(), tokens.cumsum()
 
 
-def success_at_tokens(outcome: SeedResult, num_tokens: int) -> float:
-    """Return the success at a number of sampled tokens, linear between two evaluations."""
-    points = outcome.points
-    return float(np.interp(num_tokens, [p.num_tokens for p in points], [p.success for p in points]))
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def interval(value: float, ci95: tuple[float, float], *, is_gain: bool = False) -> str:
-    """Return a fraction with its interval: `.512 [.463, .561]`, or a gain in points."""
-    if is_gain:
-        low, high = (100 * bound for bound in ci95)
-        return f"{100 * value:+.1f} [{low:.1f}, {high:.1f}]"
-    return f"{value:.3f} [{ci95[0]:.3f}, {ci95[1]:.3f}]"
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def is_begun(made: Path, overrides: Sequence[str]) -> bool:
-    """Return whether `begin` has recorded a run at this path.
-
-    Raises: ConfigError: it was begun with other settings.
-    """
+    """Return whether `begin` has recorded a run. Raises: ConfigError: it has other settings."""
     told = made.with_name(f"{made.name}.told")
     if not told.exists():
         return False
@@ -206,9 +183,6 @@ def is_begun(made: Path, overrides: Sequence[str]) -> bool:
 
 
 def begin(made: Path, overrides: Sequence[str]) -> None:
-    """Record the settings of a run, so that it is only resumed with the same ones.
-
-    Raises: as `is_begun`.
-    """
+    """Record the settings of a run, so that it is only resumed with the same ones."""
     if not is_begun(made, overrides):
         write_atomically(made.with_name(f"{made.name}.told"), json.dumps([*overrides]))

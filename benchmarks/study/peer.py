@@ -10,24 +10,22 @@ import json
 import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs.real_run import train
+from benchmarks.runs.real_run import await_success, read_lines, train
+from benchmarks.study.command import heldout_success
 from benchmarks.study.outcome import begin
-from benchmarks.study.plan import OWN, merged
-from benchmarks.study.sides import Course, StepClocks, StudyArm, comparison, tell
+from benchmarks.study.plan import CONFIG, OWN, merged
+from benchmarks.study.sides import Course, StepClocks, StudyArm, add_sides, comparison
 from benchmarks.table import BenchTable
 from common.config.command_line import ParsedCommand
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
-from common.launch.guardian import Guardian
-from common.launch.process import ChildProcess, describe_exit
+from common.launch.process import ChildProcess
 from common.store.run_dir import write_atomically
 
 REQUIREMENT = "trl==1.16.0"
@@ -72,24 +70,15 @@ OURS = {  # Name in the table -> name of the run, and its own overrides.
 }
 
 
-def measure(
-    request: ParsedCommand,
-    table: BenchTable,
-    *,
-    root: Path,
-    evaluate: Callable[[RunConfig, Path], float],
-) -> None:
+def measure(_: str, request: ParsedCommand, table: BenchTable, *, root: Path) -> None:
     """Train all sides below `runs/study-peer` and compare them. Completed runs are not repeated.
-
-    Args:
-        evaluate: (configuration, policy's folder) -> held-out success.
 
     Raises: LongstrideError: a side failed; names its log.
     """
     own = [each for each in request.overrides if not each.startswith(OWN)]
     overrides = merged(OVERRIDES, own)
     free = [each for each in overrides if each not in own]
-    cfg = load_config("quickstart", [*request.overrides, *free], root=root)
+    cfg = load_config(CONFIG, [*request.overrides, *free], root=root)
     steps = max(1, round(cfg.train.num_steps * cfg.study.size))
     overrides = merged(overrides, [f"train.num_steps={steps}"])
     folder = root / cfg.run.dir / (cfg.study.folder or "study-peer")
@@ -109,9 +98,10 @@ def measure(
         for name, side in sides.items():
             plan = _Plan(seed, length, tuple(overrides), folder / f"seed{seed}", root)
             plan.folder.mkdir(exist_ok=True)
-            played = _ours(plan, name=name) if name in OURS else _theirs(plan)
-            side.courses.append(_scored(plan, name, *played, evaluate=evaluate))
-    tell(table, *sides.values(), horizons=cfg.horizon.stages)
+            steps_made, policies = _ours(plan, name) if name in OURS else _theirs(plan)
+            success = _scored(plan, name, policies)
+            side.courses.append(Course(seed=seed, steps=steps_made, success=success))
+    add_sides(table, *sides.values(), horizons=cfg.horizon.stages)
     text = comparison(list(sides.values()), horizons=cfg.horizon.stages)
     write_atomically(folder / "table.md", text)
     table.title(text.rstrip())
@@ -127,10 +117,13 @@ class _Plan:
     folder: Path
     root: Path
 
-    def config(self, *own: str) -> RunConfig:
-        told = merged(self.overrides, [f"run.seed={self.seed}", *own])
-        return load_config("quickstart", told, root=self.root)
+    def told(self, *own: str) -> list[str]:
+        return merged(self.overrides, [f"run.seed={self.seed}", *own])
 
+    def config(self, *own: str) -> RunConfig:
+        return load_config(CONFIG, self.told(*own), root=self.root)
+
+    @property
     def timeout_s(self) -> float:
         return SIDE_S + STEP_S * self.length
 
@@ -145,33 +138,24 @@ def _theirs(plan: _Plan) -> Played:
         python = peer_python(plan.folder.parent / "environment")
         out.mkdir(exist_ok=True)
         (out / "steps.jsonl").unlink(missing_ok=True)
-        overrides = merged(plan.overrides, [f"run.seed={plan.seed}"])
-        settings = {"overrides": overrides, "keep_every_steps": KEEP_EVERY_STEPS, "out": str(out)}
         path = plan.folder / "trl.json"
-        path.write_text(json.dumps({**settings, "last_step": plan.length}), encoding="utf-8")
+        settings = {
+            "overrides": plan.told(),
+            "keep_every_steps": KEEP_EVERY_STEPS,
+            "out": str(out),
+            "last_step": plan.length,
+        }
+        path.write_text(json.dumps(settings), encoding="utf-8")
         argv = [str(python), SCRIPT, str(path)]
-        _run(argv, plan.folder / "trl.log", root=plan.root, timeout_s=plan.timeout_s())
-        (out / "done").touch()
-    lines = [
-        json.loads(line) for line in (out / "steps.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    kept = {int(each.name.partition("-")[2]): each for each in out.glob("policy-*")}
-    return [StepClocks(**line) for line in lines], kept
-
-
-def _run(argv: list[str], log: Path, *, root: Path, timeout_s: float) -> None:
-    with closing(Guardian()) as guardian:
-        child = ChildProcess(
-            "trl", argv, log_path=log, cwd=root, env=ENVIRONMENT, guardian=guardian
-        )
+        log = plan.folder / "trl.log"
+        child = ChildProcess("TRL", argv, log_path=log, cwd=plan.root, env=ENVIRONMENT)
         try:
-            if not child.has_ended_by(time.monotonic() + timeout_s):
-                raise LongstrideError(f"TRL has not ended within {timeout_s:g}s, see {log}")
-            if code := child.poll():
-                last = " / ".join(child.log_tail(max_lines=3))
-                raise LongstrideError(f"TRL ended with {describe_exit(code)}, see {log}: {last}")
+            await_success(child, timeout_s=plan.timeout_s)
         finally:
             child.stop(timeout_s=5)
+        (out / "done").touch()
+    kept = {int(each.name.partition("-")[2]): each for each in out.glob("policy-*")}
+    return [StepClocks(**line) for line in read_lines(out / "steps.jsonl")], kept
 
 
 def peer_python(folder: Path) -> Path:
@@ -201,7 +185,7 @@ def peer_python(folder: Path) -> Path:
     return python
 
 
-def _ours(plan: _Plan, *, name: str) -> Played:
+def _ours(plan: _Plan, name: str) -> Played:
     """Train with this project unless this is already done."""
     run_name, own = OURS[name]
     run = plan.folder / run_name
@@ -210,20 +194,14 @@ def _ours(plan: _Plan, *, name: str) -> Played:
         # Learning rate at the last step of the shortened schedule, as a fraction.
         least = 1 - plan.length / cfg.train.num_steps
         cut = [f"train.num_steps={plan.length}", f"learner.min_lr_frac={least}"]
-        told = merged(plan.overrides, ["log.live=false", f"run.seed={plan.seed}", *cut, *own])
-        train(run_name, told, folder=plan.folder, timeout_s=plan.timeout_s())
-    lines = [
-        json.loads(line)
-        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+        overrides = plan.told("log.live=false", *cut, *own)
+        train(run_name, overrides, folder=plan.folder, timeout_s=plan.timeout_s)
     kept = {int(each.name[5:]): each for each in (run / "checkpoints").glob("step-*")}
-    return steps_of(lines, cfg.horizon.stages), kept
+    return steps_of(read_lines(run / "metrics.jsonl"), cfg.horizon.stages), kept
 
 
 def steps_of(lines: Sequence[dict[str, Any]], stages: Sequence[int]) -> list[StepClocks]:
-    """Return the clocks of a run's metrics.
-
-    The first step counts as long as the mean of the others.
+    """Return the clocks of a run's metrics. The first step counts as long as the others' mean.
 
     Args:
         stages: of the horizon. The mean horizon over subsets may lie between two stages.
@@ -247,20 +225,13 @@ def steps_of(lines: Sequence[dict[str, Any]], stages: Sequence[int]) -> list[Ste
     ]
 
 
-def _scored(
-    plan: _Plan,
-    name: str,
-    steps: list[StepClocks],
-    kept: dict[int, Path],
-    *,
-    evaluate: Callable[[RunConfig, Path], float],
-) -> Course:
+def _scored(plan: _Plan, name: str, policies: dict[int, Path]) -> dict[int, float]:
+    """Return the held-out success of each saved policy. Known results are not measured again."""
     path = plan.folder / f"{name.partition('=')[0].replace(' ', '-')}-success.json"
     known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for step, policy in sorted(kept.items()):
+    for step, policy in sorted(policies.items()):
         if str(step) not in known:
             # Evaluations of all seeds use the same random numbers.
-            known[str(step)] = evaluate(plan.config("run.seed=0"), policy)
+            known[str(step)] = heldout_success(plan.config("run.seed=0"), policy)
             write_atomically(path, json.dumps(known))
-    success = {int(k): v for k, v in known.items()}
-    return Course(seed=plan.seed, steps=steps, success=success)
+    return {int(step): success for step, success in known.items()}

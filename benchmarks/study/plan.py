@@ -1,7 +1,7 @@
 """The plan of a study: arms of overrides over seeds, and the detection of identical runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import yaml
 from common.config.evaluation import StudySection
 from common.errors import ConfigError
 
+CONFIG = "quickstart"  # The configuration of all studies.
 WRITTEN = Path(__file__).with_name("studies.yaml")
 OWN = ("study.", "run.dir=", "ray.")  # Overrides of the study itself, not of its runs.
 CONTROLLER_OFF = tuple(
@@ -114,11 +115,7 @@ def names() -> list[str]:
 
 
 def read_study(name: str, section: StudySection | None = None, given: Sequence[str] = ()) -> Study:
-    """Return a study from `studies.yaml`, in the requested size.
-
-    Args:
-        given: the user's overrides, with those of the section `study`.
-    """
+    """Return a study from `studies.yaml`, in the requested size, with the user's overrides."""
     section = section or StudySection()
     written = _written()
     own = written[name]
@@ -166,14 +163,16 @@ def _arms(own: dict[str, Any]) -> Iterable[Arm]:
         yield from lag_arms(own)
         return
     for name, each in own["arms"].items():
-        if "commands" in each:
-            commands = tuple(tuple(command) for command in each["commands"])
-            yield Arm(name=name, does=Does.COMMANDS, commands=commands, chunk=own["chunk"])
-        elif "start" in each:
-            told = tuple(each.get("overrides", ()))
-            yield Arm(name=name, overrides=told, does=does, start=each["start"])
-        else:
-            yield Arm(name=name, overrides=tuple(each), does=does, chunk=own.get("chunk", ""))
+        written = each if isinstance(each, dict) else {"overrides": each}
+        commands = tuple(map(tuple, written.get("commands", ())))
+        yield Arm(
+            name=name,
+            overrides=tuple(written.get("overrides", ())),
+            does=Does.COMMANDS if commands else does,
+            commands=commands,
+            chunk=own.get("chunk", ""),
+            start=written.get("start", ""),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,17 +214,13 @@ def lag_arms(own: dict[str, Any]) -> Iterable[Arm]:
                     *rates,
                     *([] if is_plain else correction),
                 ]
-                on = LagArm(rate, lag, kind, True).name
-                base = Arm(
-                    name=on, overrides=tuple(told), does=Does.IN_PROCESS, chunk=f"{rate}-lag{lag}"
-                )
-                yield base
-                off = LagArm(rate, lag, kind, False).name
-                free = tuple(merged(told, () if lag == 0 else CONTROLLER_OFF))
-                yield Arm(
-                    name=off,
-                    overrides=free,
+                on = Arm(
+                    name=LagArm(rate, lag, kind, True).name,
+                    overrides=tuple(told),
                     does=Does.IN_PROCESS,
-                    chunk=base.chunk,
-                    twin="" if lag == 0 else on,
+                    chunk=f"{rate}-lag{lag}",
                 )
+                yield on
+                off = replace(on, name=LagArm(rate, lag, kind, False).name)
+                free = tuple(merged(told, CONTROLLER_OFF))
+                yield off if lag == 0 else replace(off, overrides=free, twin=on.name)

@@ -5,17 +5,15 @@ resumed with the runs that have no outcome.
 """
 
 import logging
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.runs.real_run import check_end, running
+from benchmarks.runs.real_run import STOP_S, check_end, child
 from benchmarks.study.outcome import (
     SeedResult,
     begin,
@@ -24,19 +22,15 @@ from benchmarks.study.outcome import (
     read_outcome,
     save_outcome,
 )
-from benchmarks.study.plan import Does, Run, Study
+from benchmarks.study.plan import CONFIG, Does, Run, Study
 from common.config.evaluation import StudySection
 from common.errors import ConfigError, LongstrideError
-from common.launch.guardian import Guardian
-from common.launch.process import ChildProcess
-from common.repository import ROOT
 from common.store.run_dir import write_atomically
 
 logger = logging.getLogger(__name__)
 
 RUN_S = 3600.0  # Limit of one run; a larger study has a proportionally larger one.
 LOOK_S = 0.5  # Interval at which a run checks whether the study was stopped.
-STOP_S = 60.0
 
 # The bool is True if the controller ever acted.
 Perform = Callable[[Run, Path], tuple[SeedResult, bool]]
@@ -71,33 +65,23 @@ class Queue:
 
         Raises: ConfigError: it was made with other overrides.
         """
-        first = self._firsts()[run.name]
-        if (known := self._known(first, run)) is None:
-            return None
-        return replace(known, arm=run.arm.name)
-
-    def _known(self, name: str, run: Run) -> SeedResult | None:
+        name = self._firsts()[run.name]
         path = self.path_of(name)
-        made = self.folder / name
         if path.exists():
             outcome, told = load_outcome(path)
-            self._check(path, told, run)
-            return outcome
+            if differ := sorted(set(told) ^ set(run.overrides)):
+                raise ConfigError(
+                    f"{path} is of other settings ({', '.join(differ)}): give study.folder=NAME"
+                    " for another study, or remove it"
+                )
+            return replace(outcome, arm=run.arm.name)
+        made = self.folder / name
         is_ours = run.arm.does is Does.TRAIN and is_begun(made, run.overrides)
-        if is_ours and (made / "report.json").exists():
-            outcome = read_outcome(made, arm=run.arm.name, seed=run.seed)
-            save_outcome(outcome, path, run.overrides)
-            return outcome
-        return None
-
-    def _check(self, path: Path, told: Sequence[str], run: Run) -> None:
-        wanted = list(run.overrides)
-        if sorted(told) != sorted(wanted):
-            differ = sorted(set(told) ^ set(wanted))
-            raise ConfigError(
-                f"{path} is of other settings ({', '.join(differ)}): give study.folder=NAME for"
-                " another study, or remove it"
-            )
+        if not is_ours or not (made / "report.json").exists():
+            return None
+        outcome = read_outcome(made, arm=run.arm.name, seed=run.seed)
+        save_outcome(outcome, path, run.overrides)
+        return outcome
 
     def todo(self) -> list[Run]:
         """Return the runs to execute. Of identical runs only the first is returned.
@@ -114,15 +98,12 @@ class Queue:
         return [run for run in runs if run.name in wanted and self.outcome_of(run) is None]
 
     def work(self) -> None:
-        """Execute all incomplete runs.
-
-        Failures are recorded in `failed`, and the other runs continue.
-        """
+        """Execute all incomplete runs. Failures are recorded, and the other runs continue."""
         self.folder.mkdir(parents=True, exist_ok=True)
         chunks = self.study.chunks(self.todo())
         make = self._worker()
         with ThreadPoolExecutor(self.section.workers) as pool:
-            futures = [pool.submit(self._guarded, make, chunk) for chunk in chunks]
+            futures = [pool.submit(self._guarded, partial(make, each), each) for each in chunks]
             try:
                 for future in futures:
                     future.result()
@@ -131,7 +112,7 @@ class Queue:
 
     def _worker(self) -> Callable[[list[Run]], None]:
         if self.section.on_ray:
-            from common.launch.ray.jobs import Jobs  # The import of Ray takes seconds.
+            from benchmarks.study.ray_jobs import Jobs  # The import of Ray takes seconds.
 
             jobs = Jobs(stop=self.stop, place_timeout_s=self.place_timeout_s)
             return partial(self._on_ray, jobs.perform)
@@ -139,100 +120,73 @@ class Queue:
         is_in_process = all(arm.does is Does.IN_PROCESS for arm in self.study.arms)
         return self._beside if is_in_process and not is_alone else self._here
 
-    def _guarded(self, make: Callable[[list[Run]], None], chunk: list[Run]) -> None:
+    def _guarded(self, make: Callable[[], None], runs: list[Run]) -> None:
+        """Make some runs, and record an error for the first run without an outcome."""
         if self.stop.is_set():
             return
         try:
-            make(chunk)
-        except ConfigError:
+            make()
+        except (ConfigError, Stopped):
             raise
         except LongstrideError as error:
-            missing = [run.name for run in chunk if not self.path_of(run.name).exists()]
-            self.failed |= dict.fromkeys(missing[:1] or [chunk[0].name], str(error))
-            logger.error("failed run=%s: %s", missing[:1], error)
+            missing = [run.name for run in runs if not self.path_of(run.name).exists()]
+            failed = (missing or [runs[0].name])[0]
+            self.failed[failed] = str(error)
+            logger.error("failed run=%s: %s", failed, error)
 
     def _here(self, chunk: list[Run]) -> None:
         """Execute the runs one after the other; a failed run does not stop the others."""
         for run in chunk:
-            if self.stop.is_set():
-                return
-            if self.path_of(run.name).exists():  # The twin has written the outcome.
-                continue
-            logger.info("run name=%s", run.name)
-            try:
-                self._make(run, chunk)
-            except Stopped:
-                return
-            except ConfigError:
-                raise
-            except LongstrideError as error:
-                logger.error("failed run=%s: %s", run.name, error)
-                self.failed[run.name] = str(error)
+            if not self.path_of(run.name).exists():  # The twin may have written the outcome.
+                self._guarded(partial(self._make, run, chunk), [run])
 
     def _make(self, run: Run, chunk: Sequence[Run]) -> None:
-        outcome, has_acted = self._perform(run)
+        logger.info("run name=%s", run.name)
+        perform = self.perform.get(run.arm.does, self._train)
+        outcome, has_acted = perform(run, self.folder)
         save_outcome(outcome, self.path_of(run.name), run.overrides)
         for other in chunk:
             if other.arm.twin == run.arm.name and not has_acted:
-                save_outcome(
-                    replace(outcome, same_as=run.name), self.path_of(other.name), other.overrides
-                )
+                same = replace(outcome, same_as=run.name)
+                save_outcome(same, self.path_of(other.name), other.overrides)
 
-    def _perform(self, run: Run) -> tuple[SeedResult, bool]:
-        if run.arm.does in self.perform:
-            return self.perform[run.arm.does](run, self.folder)
-        begin(self.folder / run.name, run.overrides)
-        self.train(run.name, run.overrides)
-        made = self.folder / run.name
-        return read_outcome(made, arm=run.arm.name, seed=run.seed), True
+    def _train(self, run: Run, folder: Path) -> tuple[SeedResult, bool]:
+        """Execute a whole run."""
+        begin(folder / run.name, run.overrides)
+        own = [f"run.dir={folder}", f"run.name={run.name}", "log.live=false"]
+        argv = ["train", "--config", CONFIG, *own, *run.overrides]
+        self.run_command(run.name, argv, timeout_s=self._limit_s([run]))
+        return read_outcome(folder / run.name, arm=run.arm.name, seed=run.seed), True
 
-    def train(self, name: str, overrides: Sequence[str]) -> None:
-        """Execute a whole run. Raises: Stopped; LongstrideError: it failed, or was not in time."""
-        timeout_s = RUN_S * max(1.0, self.study.size)
-        own = ["log.live=false", *overrides]
-        with (
-            closing(Guardian()) as guardian,
-            running(name, own, folder=self.folder, guardian=guardian) as child,
-        ):
-            self.await_end(child, timeout_s=timeout_s)
+    def run_command(
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        timeout_s: float = RUN_S,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Run `run.py ...`, logged as the run `name`.
 
-    def run_command(self, name: str, argv: Sequence[str]) -> None:
-        """Run `run.py ...`, logged as the run `name`. Raises: as `train`."""
-        with closing(Guardian()) as guardian:
-            log = self.folder / f"{name}.log"
-            told = [sys.executable, "run.py", *argv]
-            child = ChildProcess(name, told, log_path=log, cwd=ROOT, guardian=guardian)
-            try:
-                self.await_end(child, timeout_s=RUN_S)
-            finally:
-                child.stop(timeout_s=STOP_S)
-
-    def await_end(self, child: ChildProcess, *, timeout_s: float) -> None:
-        """Wait for a child. Raises: Stopped; LongstrideError: it failed, or was not in time."""
+        Raises: Stopped; LongstrideError: it failed, or was not in time.
+        """
+        log = self.folder / f"{name}.log"
         deadline = time.monotonic() + timeout_s
-        while True:
-            if self.stop.is_set():
-                raise Stopped(f"run {child.name} was stopped with its study")
-            if child.has_ended_by(min(deadline, time.monotonic() + LOOK_S)):
-                break
-            if time.monotonic() >= deadline:
-                raise LongstrideError(
-                    f"run {child.name} has not ended within {timeout_s:g}s, see {child.log_path}"
-                )
-        check_end(child)
+        with child(f"run {name}", ["run.py", *argv], log=log, env=env, stop_s=STOP_S) as process:
+            while not self.stop.is_set():
+                if process.has_ended_by(min(deadline, time.monotonic() + LOOK_S)):
+                    check_end(process)
+                    return
+                if time.monotonic() >= deadline:
+                    raise LongstrideError(f"run {name} takes over {timeout_s:g}s, see {log}")
+        raise Stopped(f"run {name} was stopped with its study")
 
-    def command(self, chunk: Sequence[Run], *, folder: str, run_dir: str) -> list[str]:
+    def command(self, chunk: Sequence[Run], *, folder: str, run_dir: str, json: str) -> list[str]:
         """Return the command that executes a chunk in its own process, with results in `folder`."""
         section = self.section
-        only = ",".join(run.name for run in chunk)
         return [
-            "run.py",
-            "bench",
-            "--suite",
-            self.study.name,
-            "--json",
-            f"{run_dir}/chunk.json",
-            f"study.only=[{only}]",
+            *["bench", "--suite", self.study.name, "--json", json],
+            f"study.only=[{','.join(run.name for run in chunk)}]",
             "study.workers=1",
             f"study.size={section.size}",
             f"study.num_seeds={section.num_seeds}",
@@ -247,23 +201,17 @@ class Queue:
     def _beside(self, chunk: list[Run]) -> None:
         """Execute a chunk in a separate process, which ends with this one."""
         name = f"{chunk[0].arm.chunk or chunk[0].arm.name}-seed{chunk[0].seed}"
-        run_dir = str(self.folder.parent.resolve())
-        argv = [sys.executable, *self.command(chunk, folder=self.folder.name, run_dir=run_dir)]
-        argv[argv.index("--json") + 1] = str(self.folder.resolve() / f".{name}.bench.json")
-        log = self.folder / f"{name}.log"
+        here = self.folder.resolve()
+        figures = str(here / f".{name}.bench.json")
+        argv = self.command(chunk, folder=here.name, run_dir=str(here.parent), json=figures)
         threads = {"OMP_NUM_THREADS": "1"}
-        with closing(Guardian()) as guardian:
-            child = ChildProcess(name, argv, log_path=log, cwd=ROOT, env=threads, guardian=guardian)
-            try:
-                self.await_end(child, timeout_s=self._limit_s(chunk))
-            finally:
-                child.stop(timeout_s=STOP_S)
+        self.run_command(name, argv, timeout_s=self._limit_s(chunk), env=threads)
 
     def _on_ray(self, perform: Callable[..., dict[str, str]], chunk: list[Run]) -> None:
         """Execute a chunk on a node that Ray chooses; its results are returned as text."""
-        argv = self.command(chunk, folder="results", run_dir="{here}")
+        words = self.command(chunk, folder="results", run_dir="{here}", json="{here}/chunk.json")
         told = {"keep": "results/*.json", "timeout_s": self._limit_s(chunk)}
-        for name, text in perform(argv, **told).items():
+        for name, text in perform(["run.py", *words], **told).items():
             write_atomically(self.folder / name, text)
         if missing := [run.name for run in chunk if not self.path_of(run.name).exists()]:
             raise LongstrideError(f"on Ray, no result of {', '.join(missing)}")

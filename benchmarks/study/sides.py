@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from benchmarks.study.outcome import markdown
+from benchmarks.study.tables import markdown
 from benchmarks.table import BenchTable
 
 BAR = 0.687  # Held-out success of TRL after 320 steps, at the first measurement.
@@ -76,7 +76,7 @@ def cpu_s_to(success: float, curve: Sequence[tuple[float, float, float]]) -> flo
     return float("inf")
 
 
-def tell(
+def add_sides(
     table: BenchTable,
     theirs: StudyArm,
     lockstep: StudyArm,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import zmq
+from learner.batch.synthetic import synthetic_trajectory
 
 # This is imported early, because an interrupt during a later import would be lost.
 from numpy.random import default_rng
@@ -23,16 +24,7 @@ from common.repository import ROOT
 from common.store.journal import JournalWriter
 from common.store.run_dir import RunDir, write_atomically
 from common.wire.codec import decode, encode
-from common.wire.messages import (
-    Ack,
-    EndReason,
-    EpisodeKind,
-    EpisodeOutcome,
-    Hello,
-    Outcome,
-    PolicyKind,
-    Trajectory,
-)
+from common.wire.messages import Ack, EpisodeOutcome, Hello, Outcome, Trajectory
 from common.wire.security import load_keys
 from common.wire.sockets import Router, connect_dealer
 from learner.batch.credit import group_has_signal
@@ -61,33 +53,19 @@ def trajectory(number: int, member: int) -> Trajectory:
     places = np.arange(NUM_TOKENS)
     mask = places % 250 >= 50
     num_turns = NUM_TOKENS // 250
-    return Trajectory(
-        episode_id=f"g{number:07d}/{member}",
+    return synthetic_trajectory(
+        default_rng(number).integers(0, VOCAB_SIZE, NUM_TOKENS, dtype=np.int32),
+        mask,
         group_id=f"g{number:07d}",
         member=member,
-        attempt=0,
-        kind=EpisodeKind.TRAIN,
-        policy=PolicyKind.MODEL,
         env="textcraft",
         item_id="depth2-train-17",
         seed=number,
         horizon=16,
-        horizon_stage=0,
-        opened_at_version=0,
-        actor="actor-0",
-        end_reason=EndReason.DONE,
-        error="",
         reward=float(member % 2),
         is_success=member % 2 == 1,
         num_turns=num_turns,
-        num_invalid_actions=0,
-        generate_s=20.0,
-        env_s=0.5,
-        wall_s=21.0,
-        token_ids=default_rng(number).integers(0, VOCAB_SIZE, NUM_TOKENS, dtype=np.int32),
-        loss_mask=mask,
         logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
-        versions=np.where(mask, 0, -1).astype(np.int32),
         turn_ids=(places // 250).astype(np.int32),
         invalid_turns=np.zeros(num_turns, dtype=np.bool_),
         turn_scores=np.zeros(num_turns, dtype=np.float32),
@@ -209,12 +187,13 @@ def take_in(folder: Path) -> None:
 def main(end: str, folder: str, number: str = "0") -> None:
     """Run one end."""
     gc.set_threshold(10_000)  # `run.py` sets the same threshold for every role.
-    if end == "sender":
-        send(Path(folder), int(number))
-    elif end == "raw":
-        receive_raw(Path(folder))
-    else:
-        take_in(Path(folder))
+    match end:
+        case "sender":
+            send(Path(folder), int(number))
+        case "raw":
+            receive_raw(Path(folder))
+        case _:
+            take_in(Path(folder))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
 """The scaling of scheduler, hub and intake from one actor to many, with simulated engines."""
 
-import contextlib
 import json
-import sys
 import tempfile
 import time
-from collections.abc import Generator
+from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks.runs.real_run import child
 from benchmarks.table import BenchTable
 from benchmarks.transport.ends import ARRIVED
 from common.config.load import load_config
-from common.launch.process import ChildProcess
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
@@ -25,7 +23,6 @@ HORIZON = 4  # Turns of every episode.
 WARM_UP_S = 12.0
 MEASURED_S = 36.0
 START_S = 120.0
-STOP_S = 15.0
 MIN_SPEEDUP = 7.2
 OVERRIDES = (
     "train.num_steps=1000000",
@@ -50,9 +47,7 @@ def add_scaling(table: BenchTable) -> None:
             )
     one, many = rates
     name = f"episodes of {NUM_ACTORS} actors whose engines are clocks"
-    against = "one such actor"
-    least = MIN_SPEEDUP
-    table.compare(name, many, one, "per s", against=against, at_least=least)
+    table.compare(name, many, one, "per s", against="one such actor", at_least=MIN_SPEEDUP)
 
 
 def episodes_per_s(folder: Path, num_actors: int, *, warm_up_s: float, measured_s: float) -> float:
@@ -62,35 +57,29 @@ def episodes_per_s(folder: Path, num_actors: int, *, warm_up_s: float, measured_
     run_dir = RunDir(root=folder / "r")
     create_keys(run_dir.keys)
     save_config(cfg, run_dir.config)
-    run = [sys.executable, "run.py"]
-    module = [sys.executable, "-m"]
+    root = run_dir.root
     commands = {
-        "envhub": [*run, "envhub", *where],
-        "scheduler": [*run, "scheduler", *where],
-        "intake": [*module, ENDS, "intake", str(run_dir.root)],
+        "envhub": ["run.py", "envhub", *where],
+        "scheduler": ["run.py", "scheduler", *where],
+        "intake": ["-m", ENDS, "intake", str(root)],
     }
     for i in range(num_actors):
-        commands[f"actor-{i}"] = [*module, ACTOR, str(run_dir.root), str(i), str(NUM_SLOTS)]
-    arrived = run_dir.root / ARRIVED
-    with contextlib.ExitStack() as children:
-        started = [children.enter_context(_child(run_dir, *each)) for each in commands.items()]
+        commands[f"actor-{i}"] = ["-m", ACTOR, str(root), str(i), str(NUM_SLOTS)]
+    arrived = root / ARRIVED
+    with ExitStack() as children:
+        started = [
+            children.enter_context(child(name, argv, log=root / f"{name}.txt"))
+            for name, argv in commands.items()
+        ]
         started[-1].wait_until(lambda: _num_arrived(arrived) > 0, timeout_s=START_S)
         time.sleep(warm_up_s)
-        before, begun = _num_arrived(arrived), time.monotonic()
+        before = _num_arrived(arrived)
+        begun = time.monotonic()
         time.sleep(measured_s)
         rate = (_num_arrived(arrived) - before) / (time.monotonic() - begun)
-        (run_dir.root / "stop").touch()
+        (root / "stop").touch()
     return rate
 
 
 def _num_arrived(path: Path) -> int:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else 0
-
-
-@contextlib.contextmanager
-def _child(run_dir: RunDir, name: str, argv: list[str]) -> Generator[ChildProcess]:
-    child = ChildProcess(name, argv, log_path=run_dir.root / f"{name}.txt", cwd=ROOT)
-    try:
-        yield child
-    finally:
-        child.stop(timeout_s=STOP_S)

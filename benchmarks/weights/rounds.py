@@ -1,12 +1,11 @@
 """Versions sent to separate processes, as to engines: duration and memory of the transfers."""
 
 import json
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -14,11 +13,11 @@ import psutil
 import torch
 from torch import Tensor
 
+from benchmarks.runs.real_run import await_success, child
 from benchmarks.weights.receiver import HOST, TIMEOUT_S, Receiver, TransferPeer, meet
-from common.errors import WeightSyncError
-from common.launch.process import ChildProcess, wait_until_ended
+from common.errors import LongstrideError, WeightSyncError
+from common.launch.process import ChildProcess
 from common.memory import trim_heap
-from common.repository import ROOT
 from common.wire.rendezvous.server import StoreServer
 from common.wire.transfer.buckets import NUM_SLOTS, Cut, send_buckets
 from learner.weights.source import WeightSource
@@ -54,7 +53,8 @@ def receivers(plan: list[str], *, cut: Cut, route: TransferSetup) -> Iterator[Tr
     Raises: WeightSyncError: a receiver failed, or a bucket was damaged; holds the end of its log.
     """
     server = StoreServer(HOST)
-    with tempfile.TemporaryDirectory(prefix="longstride-buckets-") as folder:
+    with tempfile.TemporaryDirectory(prefix="longstride-buckets-") as folder, ExitStack() as stack:
+        stack.callback(server.close)
         told = Receiver(
             port=server.port,
             public=server.place.public,
@@ -70,34 +70,23 @@ def receivers(plan: list[str], *, cut: Cut, route: TransferSetup) -> Iterator[Tr
             folder=folder,
             timeout_s=route.timeout_s,
         )
-        peers = replace(told, device=route.peer_device)
         log = Path(folder) / "receivers.log"
-        processes = [
-            _start(replace(peers, rank=1 + index), log) for index in range(route.num_receivers)
-        ]
+        processes: list[ChildProcess] = []
+        for rank in range(1, told.world_size):
+            own = replace(told, device=route.peer_device, rank=rank)
+            argv = ["-m", "benchmarks.weights.receiver", json.dumps(asdict(own))]
+            processes.append(
+                stack.enter_context(child(f"receiver-{rank}", argv, log=log, stop_s=0.0))
+            )
         try:
             side = TransferPeer(meet(told), told)
             yield side
-            is_in_time = wait_until_ended(processes, deadline=time.monotonic() + route.timeout_s)
-            side.close()
-            codes = [process.poll() for process in processes]
-            if not is_in_time:
-                raise WeightSyncError(f"receivers have not ended within {route.timeout_s:g}s")
-            if any(codes):
-                raise WeightSyncError(f"receivers ended with {codes}")
-        except WeightSyncError as error:
-            raise WeightSyncError(
-                f"{error}; receiver: {log.read_text(encoding='utf-8')[-500:]}"
-            ) from error
-        finally:
             for process in processes:
-                process.clear_away()
-            server.close()
-
-
-def _start(told: Receiver, log: Path) -> ChildProcess:
-    command = [sys.executable, "-m", "benchmarks.weights.receiver", json.dumps(asdict(told))]
-    return ChildProcess(f"receiver-{told.rank}", command, log_path=log, cwd=ROOT)
+                await_success(process, timeout_s=route.timeout_s)
+            side.close()
+        except LongstrideError as error:
+            last = log.read_text(encoding="utf-8")[-500:] if log.exists() else ""
+            raise WeightSyncError(f"{error}; receiver: {last}") from error
 
 
 def send_rounds(source: WeightSource, cut: Cut, plan: list[str], *, route: TransferSetup) -> Sent:

@@ -10,6 +10,15 @@ from omegaconf import MISSING
 
 from common.config.knobs import DATE, PATH, WORD, Contradiction, knob
 
+DTYPES = ("bfloat16", "float16", "float32")
+# Arguments of `apply_chat_template` that are no variables of a template.
+RESERVED_VARIABLES = {
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_dict"),
+    *("return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    *("strftime_now", "date_string"),
+}
+
 
 class OptimizerKind(StrEnum):
     """Optimizer of the policy.
@@ -188,16 +197,6 @@ class CriticSection:
     )
 
 
-DTYPES = ("bfloat16", "float16", "float32")
-# Arguments of `apply_chat_template` that are no variables of a template.
-RESERVED_VARIABLES = {
-    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_dict"),
-    *("return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-    *("strftime_now", "date_string"),
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
     """The policy: a directory with a transformers checkpoint."""
@@ -228,7 +227,7 @@ class ModelSection:
     )
     chat_template: str = knob(
         "",
-        "Reads the chat template from a file. Empty uses that of the tokenizer.",
+        "Selects a file with a chat template. Empty uses the tokenizer's own.",
         form=PATH,
         also="",
     )

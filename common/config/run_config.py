@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.config.compute import ModelSection as ModelSection
+from common.config.compute import ModelSection
 from common.config.curriculum import (
     MAX_STAGE,
     CurriculumSection,

@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
+from common.control_tokens import special_tokens
 from common.errors import ConfigError
+from common.formats.call_turn import CallTurn
+from common.formats.chat_renderer import ChatRenderer
 from common.formats.chat_template import render_chat
 
 _OPEN = "\ue000"
 _CLOSE = "\ue001"
 _MARK = re.compile(f"{_OPEN}\\d+{_CLOSE}")
 _USER = "\u2402user\u2403"
-_ASSISTANT = "\u2402assistant\u2403"
 _NEXT = "\u2402next\u2403"
+_END = re.compile(f"\\s*{_OPEN}\\d+{_CLOSE}")  # The token that ends an answer.
 _OTHER = "another chat template produced its tokens"
 
 
@@ -50,32 +53,46 @@ class Framing:
     """Text that one tokenizer's chat template adds around and between messages."""
 
     def __init__(self, tokenizer: Any, *, day: str = "") -> None:
-        """Render probes. Raises: ConfigError: no template, or one that rewrites earlier turns.
+        """Measure the chat template. Raises: ConfigError: as `ChatRenderer`.
 
         Args:
             day: the date in the prompts, as in `render_chat`.
         """
         self._tokenizer = tokenizer
         self._day = day
-        self._control = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        self._names = {
+            number: str(token.content) for number, token in tokenizer.added_tokens_decoder.items()
+        }
+        self._names |= special_tokens(tokenizer)
+        renderer = ChatRenderer(tokenizer)
+        turns = renderer.turns
+        self._ends = {f"{_OPEN}{number}{_CLOSE}" for number in renderer.end_of_turn_ids}
+        self._headers = sorted(map(self._framed, (turns.asked, turns.answered)), key=len)
         user = {"role": "user", "content": _USER}
-        asked = [user, {"role": "assistant", "content": _ASSISTANT}]
-        head, _, after_user = self._render([user]).partition(_USER)
-        both = self._render([*asked, {"role": "user", "content": _NEXT}])
-        between, found, _ = both.partition(_ASSISTANT)[2].partition(_NEXT)
-        if not found or not both.startswith(head):
-            raise ConfigError(
-                "the chat template rewrites earlier turns, so tokens cannot be split into messages"
-            )
-        self._head, after = self._framed(head), self._framed(after_user)
-        framed = self._framed(between)
-        mark = _MARK.match(framed)
-        self._end_of_turn = mark[0] if mark else ""
-        own = _Frame("user", framed.removeprefix(self._end_of_turn), after)
-        self._frames = [own]
+        self._head = self._framed(self._render([user]).partition(_USER)[0])
+        self._after = self._framed(turns.closed)
+        self._frames = self._frames_of("user", turns.between, turns.ended, turns.closed)
+        self._end_of_turn = _first_end(self._framed(turns.between))
         self._system = self._system_frame(user)
-        if (told := self._tool_frame(asked[0], head + _USER + after_user)) is not None:
-            self._frames.insert(0, told)  # First, since the user's frame may be a prefix of it.
+        call = renderer.call_turn
+        if isinstance(call, CallTurn):
+            after = call.after.removesuffix(turns.asked)
+            told = self._frames_of("tool", call.between, call.ended, after)
+            if told[0].before != self._frames[0].before:
+                self._frames[:0] = told  # First, since the user's frame may be a prefix of it.
+                self._headers.append(self._framed(call.answered))
+        self._headers.sort(key=len, reverse=True)
+
+    def _frames_of(self, role: str, between: str, last: str, after: str) -> list[_Frame]:
+        """Return the frames of a message after an answer, by the tokens that its end stands for."""
+        framed = self._framed(between)
+        end = _first_end(framed)
+        rest = framed.removeprefix(end)
+        frames = [_Frame(role, rest, self._framed(after))]
+        while end and (more := _MARK.match(rest)) and more[0] in self._framed(last):
+            rest = rest.removeprefix(more[0])  # Another token of the same end.
+            frames.append(_Frame(role, rest, self._framed(after)))
+        return frames
 
     def messages(self, token_ids: np.ndarray, loss_mask: np.ndarray) -> list[Spoken]:
         """Return the messages of a row of tokens, user and agent in turn.
@@ -90,8 +107,7 @@ class Framing:
         for start, end in itertools.pairwise(edges):
             text = self._marked(token_ids[start:end].tolist())
             if loss_mask[start]:
-                own = _MARK.sub("", text)
-                said.append(Spoken(role="assistant", text=own, is_sampled=True))
+                said.append(Spoken(role="assistant", text=self._answer(text), is_sampled=True))
                 continue
             if start == 0:
                 said += self._begun(text)
@@ -102,31 +118,37 @@ class Framing:
             said += self._unsampled(text)
         return said
 
+    def _answer(self, text: str) -> str:
+        """Return an answer without the tokens that end it. Other tokens have their names."""
+        while (mark := text[text.rfind(_OPEN) :] if text.endswith(_CLOSE) else "") in self._ends:
+            text = text.removesuffix(mark)
+        return self._named(text)
+
+    def _named(self, text: str) -> str:
+        """Return framed text with the names of its control tokens."""
+        return _MARK.sub(lambda mark: self._names.get(int(mark[0][1:-1]), ""), text)
+
     def _begun(self, text: str) -> list[Spoken]:
         """Return the messages before the first sampled one."""
-        user = self._frames[-1]
+        before = self._frames[-1].before
         if text.startswith(self._head) and not self._has_system(text):
-            return self._unsampled(user.before + text[len(self._head) :])
+            return self._unsampled(before + text[len(self._head) :])
         if self._system is None or not text.startswith(self._system.before):
             raise ConfigError(_OTHER)
         told, found, rest = text[len(self._system.before) :].partition(self._system.after)
         if not found:
             raise ConfigError(_OTHER)
-        return [
-            Spoken(role="system", text=_MARK.sub("", told)),
-            *self._unsampled(user.before + rest),
-        ]
+        return [Spoken(role="system", text=self._named(told)), *self._unsampled(before + rest)]
 
     def _has_system(self, text: str) -> bool:
         """Return whether a text that begins like a user's message begins with a system message."""
         frame = self._system
-        after = self._frames[-1].after
         return (
             frame is not None
             and text.startswith(frame.before)
             and _MARK.search(frame.after) is not None
             and frame.before == self._head
-            and frame.after in text[len(frame.before) :].partition(after)[0]
+            and frame.after in text[len(frame.before) :].partition(self._after)[0]
         )
 
     def _unsampled(self, text: str) -> list[Spoken]:
@@ -138,13 +160,15 @@ class Framing:
             inner, found, text = text[len(frame.before) :].partition(frame.after)
             if not found:
                 raise ConfigError(_OTHER)
-            said.append(Spoken(role=frame.role, text=_MARK.sub("", inner)))
+            said.append(Spoken(role=frame.role, text=self._named(inner)))
+            header = next((each for each in self._headers if text.startswith(each)), "")
+            text = text.removeprefix(header)
             if not text:
                 return said
             answer, found, text = text.partition(self._end_of_turn)
             if not found:
                 raise ConfigError(_OTHER)
-            said.append(Spoken(role="assistant", text=answer))
+            said.append(Spoken(role="assistant", text=self._named(answer)))
 
     def _system_frame(self, user: dict[str, Any]) -> _Frame | None:
         """Return the frame of a system message; None: the template supports none."""
@@ -157,23 +181,6 @@ class Framing:
         if not (found and has_user and between):
             return None
         return _Frame("system", self._framed(before), self._framed(between))
-
-    def _tool_frame(self, user: dict[str, Any], asked: str) -> _Frame | None:
-        """Return the frame of a tool's answer; None: there is none, or it equals a user's."""
-        function = {"name": "f", "arguments": {"action": _ASSISTANT}}
-        call = {"type": "function", "id": "call00000", "function": function}
-        called = {"role": "assistant", "content": "", "tool_calls": [call]}
-        told = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": _NEXT}
-        try:
-            text = self._render([user, called, told])
-        except (TemplateError, TypeError):
-            return None
-        before, found, after = text.removeprefix(asked).partition(_NEXT)
-        _, has_end, lead = self._framed(before).partition(self._end_of_turn)
-        if not (text.startswith(asked) and found and self._end_of_turn and has_end):
-            return None
-        frame = _Frame("tool", lead, self._framed(after))
-        return None if frame.before == self._frames[0].before else frame
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
@@ -188,9 +195,15 @@ class Framing:
     def _marked(self, token_ids: list[int]) -> str:
         """Return the text with each control token's id between two marks."""
         parts: list[str] = []
-        for is_control, run in itertools.groupby(token_ids, self._control.__contains__):
+        for is_control, run in itertools.groupby(token_ids, self._names.__contains__):
             if is_control:
                 parts += [f"{_OPEN}{number}{_CLOSE}" for number in run]
             else:
                 parts.append(self._tokenizer.decode(list(run)))
         return "".join(parts)
+
+
+def _first_end(framed: str) -> str:
+    """Return the token with which a framed text ends the answer before it, "" for none."""
+    found = _END.match(framed)
+    return found[0] if found else ""

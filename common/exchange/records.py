@@ -12,6 +12,7 @@ import numpy as np
 
 from common.errors import ConfigError
 from common.exchange.writing import arrow
+from common.formats.thoughts import FIELDS
 
 Record = dict[str, Any]
 PARQUET = ".parquet"
@@ -54,7 +55,7 @@ def read_records(path: Path) -> list[tuple[str, object]]:
 
 def _json_records(path: Path) -> list[object]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     if text.lstrip().startswith("["):
@@ -79,25 +80,79 @@ def as_conversation(record: Record, place: str) -> Record:
     Raises: ConfigError: the record has an unknown format.
     """
     if isinstance(record.get("steps"), list):
-        said = [(_role(each, "source", place), each.get("message")) for each in record["steps"]]
+        said = [_message(each, "source", "message", place) for each in record["steps"]]
         about = _about(record, place)
     elif isinstance(record.get("messages"), list):
-        said = [(_role(each, "role", place), each.get("content")) for each in record["messages"]]
+        said = [_message(each, "role", "content", place) for each in record["messages"]]
         about = record
     else:
         return record
-    messages: list[Record] = []
-    for role, text in said:
-        if not isinstance(text, str):
-            raise ConfigError(f"{place}: a message is {type(text).__name__}, not text")
-        is_agent = role in ("agent", "assistant")
-        if messages and not is_agent and messages[-1]["from"] == "human":  # System, then user.
-            messages[-1]["value"] += f"\n\n{text}"
-        else:
-            messages.append({"from": "gpt" if is_agent else "human", "value": text})
-    return {"conversations": messages, **{k: about[k] for k in _ABOUT if k in about}}
+    found = {"conversations": said, **{k: about[k] for k in _ABOUT if k in about}}
+    tools = record.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(map(_is_map, tools))):
+        raise ConfigError(f"{place}: 'tools' must be a list of objects")
+    return {**found, "tools": [_as_tool(each) for each in tools]} if tools else found
 
 
+def _message(message: object, role_key: str, text_key: str, place: str) -> Record:
+    """Return a message in AgentTraj's format, with all that a chat template can show.
+
+    Raises: ConfigError: a field cannot be shown; names the record and the field.
+    """
+    if not isinstance(message, dict):
+        raise ConfigError(f"{place}: a message is {type(message).__name__}, not a map")
+    role = str(message.get(role_key))
+    if role not in _SENDERS:
+        raise ConfigError(f"{place}: {role_key!r} is {role!r:.80}; it must be in {[*_SENDERS]}")
+    for name in ("function_call", "audio"):
+        if message.get(name):
+            raise ConfigError(f"{place}: {name!r} of a message cannot be shown; use tool_calls")
+    sender, shown_role = _SENDERS[role]
+    calls = message.get("tool_calls") or []
+    if not (isinstance(calls, list) and all(map(_is_map, calls))):
+        raise ConfigError(f"{place}: 'tool_calls' must be a list of objects")
+    text = _text_of(message.get(text_key), f"{place}: {text_key!r}", is_optional=bool(calls))
+    found: Record = {"from": sender, "value": text}
+    thoughts = next((message[name] for name in FIELDS if message.get(name)), "")
+    if not isinstance(thoughts, str):
+        raise ConfigError(f"{place}: thoughts are {type(thoughts).__name__}, not text")
+    extra = {"role": shown_role, "thoughts": thoughts, "tool_calls": calls}
+    return {**found, **{name: value for name, value in extra.items() if value}}
+
+
+def _text_of(content: object, what: str, *, is_optional: bool) -> str:
+    """Return the text of a message; its parts are joined. Raises: ConfigError: it is not text."""
+    if content is None and is_optional:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        texts = [each.get("text") if isinstance(each, dict) else each for each in content]
+        kinds = {each.get("type", "text") for each in content if isinstance(each, dict)}
+        if kinds <= {"text"} and all(isinstance(each, str) for each in texts):
+            return "".join(texts)
+        raise ConfigError(f"{what} has parts of type {sorted(map(str, kinds))}; only text is shown")
+    raise ConfigError(f"{what} is {type(content).__name__}, not text")
+
+
+def _as_tool(tool: Record) -> Record:
+    """Return a tool in the format of chat templates."""
+    return tool if "function" in tool else {"type": "function", "function": tool}
+
+
+def _is_map(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+# Role of a message -> sender in AgentTraj, and the role if AgentTraj has none for it.
+_SENDERS = {
+    "user": ("human", ""),
+    "system": ("human", "system"),
+    "developer": ("human", "system"),
+    "tool": ("human", "tool"),
+    "assistant": ("gpt", ""),
+    "agent": ("gpt", ""),
+}
 _ABOUT = ("item_id", "reward", "success")
 
 
@@ -107,12 +162,6 @@ def _about(record: Record, place: str) -> Record:
     if not isinstance(about, dict):
         raise ConfigError(f"{place}: 'extra' is {type(about).__name__}, not a map")
     return about
-
-
-def _role(message: object, key: str, place: str) -> str:
-    if not isinstance(message, dict):
-        raise ConfigError(f"{place}: a message is {type(message).__name__}, not a map")
-    return str(message.get(key))
 
 
 def tokens_of(record: object, place: str) -> TokenRow | None:

@@ -94,10 +94,9 @@ def _agenttraj(row: Trajectory, number: int, count: int, said: list[Spoken]) -> 
     for each in said:
         if each.is_agent:
             messages.append({"from": "gpt", "loss": each.is_sampled, "value": each.text})
-        elif messages and messages[-1]["from"] == "human":  # A system message, then a user's.
-            messages[-1]["value"] += f"\n\n{each.text}"
         else:
-            messages.append({"from": "human", "loss": None, "value": each.text})
+            role = {} if each.role == "user" else {"role": each.role}
+            messages.append({"from": "human", "loss": None, "value": each.text, **role})
     return {"conversations": messages, **_about(row, number, count)}
 
 

@@ -1,6 +1,5 @@
-"""Commands of a run's owner for its keys: revocation, and a summary of refused connections."""
+"""The command `revoke` of a run's owner."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +9,6 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from common.wire.access.identities import revoke
-
-MAX_LINES = 20
 
 
 def revoke_key(
@@ -34,23 +31,3 @@ def revoke_key(
     taken = revoke(run_dir.keys, names[0])
     say(f"{run_dir.root}: the key of {taken.name} ({taken.role}) is revoked")
     return 0
-
-
-def refused_lines(run_dir: RunDir) -> list[str]:
-    """Return text lines about the messages and connections that a run's listeners refused."""
-    try:
-        told = json.loads(run_dir.status.read_bytes()).get("refused", {})
-    except (OSError, ValueError):
-        return []
-    scheduler = told.get("scheduler", {})
-    lines = [
-        f"  refused messages of {name[:80]!r}: {each['invalid']} invalid, {each['forbidden']}"
-        f" forbidden, {each['dropped']} unread; last reason: {each['last_reason'][:200]!r}"
-        for name, each in scheduler.get("peers", {}).items()
-    ]
-    for cause, num in scheduler.get("connections", {}).get("refused", {}).items():
-        lines.append(f"  refused connections ({cause}): {num}")
-    for by, whom in (("the learner", "learner"), ("hubs", "hubs")):
-        for who, num in told.get(whom, {}).items():
-            lines.append(f"  refused by {by} ({who[:100]!r}): {num}")
-    return lines[:MAX_LINES]

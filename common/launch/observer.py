@@ -1,6 +1,6 @@
 """Interface between the launcher and displays of a run: a terminal, a web page, a report."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from common.launch.base import Ending, LaunchState
@@ -32,25 +32,3 @@ class RunObserver(Protocol):
     def conclude(self, ending: Ending, *, wall_s: float, peak_memory_bytes: int) -> None:
         """Show the ending of the run, and write the report of a finished run."""
         ...
-
-
-class NoObserver:
-    """A `RunObserver` without any display."""
-
-    def start(self) -> None:
-        return None
-
-    def annotate(self, state: LaunchState) -> LaunchState:
-        return state
-
-    def refresh(self) -> None:
-        return None
-
-    def page(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def stop(self) -> None:
-        return None
-
-    def conclude(self, ending: Ending, *, wall_s: float, peak_memory_bytes: int) -> None:
-        return None

@@ -8,8 +8,9 @@ messages are trained on, unless their loss is false.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from common.errors import ConfigError
 from common.exchange.records import as_conversation, read_records
@@ -23,6 +24,14 @@ class Message:
     is_agent: bool
     is_trained: bool
     text: str
+    role: str = ""  # "system" or "tool"; "": user or assistant, by `is_agent`.
+    thoughts: str = ""  # Text of a field for thoughts, such as reasoning_content.
+    calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    @property
+    def chat_role(self) -> str:
+        """Role of the message in a chat template."""
+        return self.role or ("assistant" if self.is_agent else "user")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +42,8 @@ class Conversation:
     messages: list[Message]
     reward: float = 1.0  # Records without a reward are demonstrations.
     is_success: bool = False  # True if the record has "success": true.
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    place: str = field(default="", compare=False)  # File and number of the record.
 
 
 def read_conversations(path: Path) -> list[Conversation]:
@@ -76,8 +87,16 @@ def _conversation(record: object, place: str) -> Conversation:
         if sender not in ("human", "gpt") or not isinstance(value, str):
             raise ConfigError(f"{place}: a message needs 'from' (human or gpt) and a text 'value'")
         is_agent = sender == "gpt"
-        is_trained = is_agent and message.get("loss") is not False
-        messages.append(Message(is_agent=is_agent, is_trained=is_trained, text=value))
+        messages.append(
+            Message(
+                is_agent=is_agent,
+                is_trained=is_agent and message.get("loss") is not False,
+                text=value,
+                role=str(message.get("role") or ""),
+                thoughts=str(message.get("thoughts") or ""),
+                calls=message.get("tool_calls") or [],
+            )
+        )
     reward = record.get("reward", 1.0)
     if isinstance(reward, bool) or not isinstance(reward, (int, float)):
         raise ConfigError(f"{place}: 'reward' is {reward!r}, not a number")
@@ -86,4 +105,6 @@ def _conversation(record: object, place: str) -> Conversation:
         messages=messages,
         reward=float(reward),
         is_success=record.get("success") is True,
+        tools=record.get("tools") or [],
+        place=place,
     )

@@ -57,19 +57,21 @@ class MetricsWriter:
         elapsed_s = _cut_after(run_dir.metrics, resumed_at_step)
         self._started_s = time.monotonic() - elapsed_s
         self._file = AppendFile(run_dir.metrics)
-        self.check: Callable[[], object] = lambda: None  # Called during a wait for disk space.
 
     @property
     def last_step(self) -> int:
         """Step of the last line, `BEFORE_FIRST_STEP` if the file has none."""
         return self._last_step
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(
+        self, step: int, metrics: Mapping[str, float], *, check: Callable[[], object] = lambda: None
+    ) -> None:
         """Write one step's metrics; a value that is not finite becomes null, with a warning.
 
         Args:
             step: must be larger than the step of every previous line.
             metrics: values by name, `area/thing_unit`. `step` and `time_s` are added.
+            check: called during a wait for disk space; it may raise to end the wait.
 
         Raises: ValueError: the step is not larger than the last one.
         """
@@ -85,7 +87,7 @@ class MetricsWriter:
         text = json.dumps(line, allow_nan=False).encode() + b"\n"
         if self._file.size + len(text) > MAX_BYTES:
             self._thin()
-        with_room(lambda: self._file.append([text]), self._file.path, check=self.check)
+        with_room(lambda: self._file.append([text]), self._file.path, check=check)
         self._last_step = step
         for sink in self._sinks:
             sink.log(step, finite)

@@ -102,16 +102,32 @@ def _other_date(cfg: RunConfig, run_dir: RunDir) -> list[str]:
 
 
 def keep_tokenizer(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> None:
-    """Copy the policy's tokenizer to the run directory, to decode the token ids of the journal."""
+    """Copy the policy's tokenizer to the run directory, to decode the token ids of the journal.
+
+    A tokenizer in another format than `tokenizer.json` is converted, so that the pages and the
+    exports of the run need no other files.
+    """
     source = root / cfg.model.path
-    for name in TOKENIZER_FILES:
-        if not (source / name).is_file():
-            continue
-        run_dir.tokenizer.mkdir(exist_ok=True)
-        shutil.copyfile(source / name, run_dir.tokenizer / name)
+    run_dir.tokenizer.mkdir(parents=True, exist_ok=True)
+    if (source / TOKENIZER_FILES[0]).is_file():
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, run_dir.tokenizer / name)
+    else:
+        _convert_tokenizer(source, run_dir.tokenizer)
     if cfg.model.chat_template:
-        run_dir.tokenizer.mkdir(exist_ok=True)
         shutil.copyfile(root / cfg.model.chat_template, run_dir.tokenizer / OWN_TEMPLATE)
+
+
+def _convert_tokenizer(source: Path, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer
+    try:
+        tokenizer.from_pretrained(str(source), local_files_only=True).save_pretrained(str(folder))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        logger.warning("cannot keep the tokenizer, tokens are shown as ids folder=%s error=%r",
+            source, error)  # fmt: skip
 
 
 def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:

@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import dataclass, field
 
 from envhub.env import StepResult
-from envhub.hosting.session import Session
 
 
 class InstanceUnknown(LookupError):
@@ -31,8 +30,6 @@ class ServedInstance:
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     session_id: str | None = None
-    # Session of that id, or of an earlier one; for synchronous steps.
-    session: Session | None = None
     item_id: str = ""  # "": there is no episode.
     performed: list[str] | None = None  # Actions so far; None: the episode cannot be suspended.
     first_observation: str = ""

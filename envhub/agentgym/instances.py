@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from envhub.agentgym.instance import EpisodeOver, InstanceUnknown, NotReset, ServedInstance
 from envhub.env import EnvSpec, Isolation, StepResult, Style, UnknownItem
 from envhub.errors import CapacityFull, EnvRaised, SessionUnknown
-from envhub.hosting.leases import LeaseTable, grain_of
+from envhub.hosting.leases import LeaseTable
 from envhub.hosting.sessions import Sessions
 from envhub.http.parts import Patience
 
@@ -51,12 +51,9 @@ class Instances:
         self._patience = patience
         self._turns: deque[object] = deque()  # Requests that wait for an instance, in order.
         self._puts_aside = spec.is_repeatable and spec.isolation is not Isolation.INLINE
-        lease_s = patience.lease_s
-        now_s = sessions.now_s
         # The order selects the episode to suspend.
-        grain_s = 0.0 if self._puts_aside else grain_of(lease_s)
         self._instances: LeaseTable[int, ServedInstance] = LeaseTable(
-            lease_s, now_s, grain_s=grain_s
+            patience.lease_s, sessions.now_s
         )
 
     def __len__(self) -> int:
@@ -235,28 +232,6 @@ class Instances:
         if not instance.item_id:
             raise NotReset
         return instance.session_id or await self._bring_back(instance)
-
-    def step_at_once(self, number: int, action: str, now_s: float) -> ServedInstance | None:
-        """Perform `step` synchronously; None: it must wait or refuse, and no step was performed.
-
-        `now_s` is the current time of the leases' clock.
-
-        The lock need not be checked: a request that holds the lock of a fast environment's instance
-        while it waits has removed the session from the instance.
-        """
-        instance = self._instances.find(number, now_s)
-        if instance is None or instance.session_id is None:
-            return None
-        session = instance.session
-        if session is None or session.session_id is not instance.session_id:
-            session = instance.session = self._sessions.handle(instance.session_id)
-            if session is None:
-                return None
-        result = self._sessions.step_at_once(session, action, now_s)
-        if result is None:
-            return None
-        instance.answer = result
-        return instance
 
     async def detail(self, instance: ServedInstance, what: str) -> Any:
         """Return additional data of an environment for AgentGym's pages; None if it has none.

@@ -47,16 +47,12 @@ class TextEnv:
 
         Raises: RuntimeError: no episode is running.
         """
-        result = self.perform(action)
+        if self._done:
+            raise RuntimeError("step before reset, or after the episode has ended")
+        result = self._step(action)
         if not result.done:
             result.state = self.state_text()
         return result
-
-    def perform(self, action: str) -> StepResult:
-        """Perform a step without setting its state text. Raises: RuntimeError."""
-        if self._done:
-            raise RuntimeError("step before reset, or after the episode has ended")
-        return self._step(action)
 
     def _step(self, action: str) -> StepResult:
         raise NotImplementedError

@@ -2,47 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
 from common.errors import EnvTimeout
 from envhub.env import UnknownItem
 from envhub.errors import EnvRaised
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallLimits:
-    """Time limits of one environment's synchronous calls.
-
-    `note` is called with the duration of each call that exceeds `budget_s` or fails.
-    """
-
-    env_name: str
-    timeout_s: float
-    budget_s: float
-    note: Callable[[str, float], None]
-
-
-def call_at_once(work: Callable[[str], Any], text: str, limits: CallLimits) -> tuple[Any, float]:
-    """Return the result of `work(text)` and its seconds. Raises as `call_environment`."""
-    began_s = monotonic()
-    try:
-        result = work(text)
-    except Exception as error:
-        limits.note(limits.env_name, monotonic() - began_s)
-        raise _failure(limits.env_name, error) from error
-    took_s = monotonic() - began_s
-    if took_s > limits.budget_s:
-        limits.note(limits.env_name, took_s)
-        if took_s > limits.timeout_s:
-            raise _overrun(limits.env_name, took_s, limits.timeout_s)
-    return result, took_s
 
 
 async def call_environment(
@@ -80,24 +48,11 @@ async def call_environment(
         raise _failure(env_name, error) from error
     took_s = monotonic() - began_s
     if timeout_s is not None and took_s > timeout_s:
-        raise _overrun(env_name, took_s, timeout_s)
+        text = f"{env_name}: took {took_s:.2f} s; a call may take {timeout_s:g} s"
+        raise EnvTimeout(text)
     return result
-
-
-def done_at_once(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that never waits. Raises: RuntimeError: it waited."""
-    try:
-        work.send(None)
-    except StopIteration as error:
-        return error.value
-    work.close()
-    raise RuntimeError("a call that must return at once had to wait")
 
 
 def _failure(env_name: str, error: Exception) -> EnvRaised:
     logger.warning("environment raised an error env=%s", env_name, exc_info=error)
     return EnvRaised(f"{env_name}: {type(error).__name__}: {error}")
-
-
-def _overrun(env_name: str, took_s: float, timeout_s: float) -> EnvTimeout:
-    return EnvTimeout(f"{env_name}: a call took {took_s:.2f} s; the limit is {timeout_s:g} s")

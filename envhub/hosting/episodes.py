@@ -4,12 +4,13 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, Protocol
 
 from common.errors import EnvError
-from envhub.env import EnvSpec, Isolation, StepResult, Style
+from envhub.env import EnvSpec, Isolation, StepResult, Style, UnknownItem
 from envhub.errors import WorkerLost
-from envhub.hosting.env_calls import CallLimits, call_at_once, call_environment
+from envhub.hosting.env_calls import call_environment
 from envhub.hosting.inline import InlineBudget
 from envhub.hosting.worker import Worker
 from envhub.hosting.worker_pool import WorkerPool
@@ -30,9 +31,6 @@ class HostedEpisode(Protocol):
     is_instant: bool  # A step never yields to the event loop, so it is atomic without a lock.
     worker: Worker | None  # The worker process that runs the episode; None for local episodes.
     first_state: str  # State at the start of the episode; "" if the environment has no states.
-    # Synchronous variant of `step` without the state; None where a step has to wait.
-    at_once: Callable[[str], StepResult] | None
-    limits: CallLimits | None  # Time limits of the `at_once` calls.
 
     async def open(self, item_id: str, seed: int) -> str: ...
     async def step(self, action: str) -> StepResult: ...
@@ -51,7 +49,6 @@ class LocalEpisode:
 
     worker: Worker | None = None
     first_state = ""
-    at_once: Callable[[str], StepResult] | None = None
 
     def __init__(
         self, spec: EnvSpec, style: Style, inline: InlineBudget, *, timeout_s: float
@@ -61,22 +58,22 @@ class LocalEpisode:
         self._spec = spec
         self._style = style
         self._timeout_s = timeout_s
-        self.limits: CallLimits | None = inline.limits(spec.name, timeout_s)
         self._env: Any = None
 
     async def open(self, item_id: str, seed: int) -> str:
         self._env = await self._call(lambda: self._spec.make(self._style))
-        if self._spec.isolation is Isolation.INLINE:
-            self.at_once = getattr(self._env, "perform", self._env.step)
         observation = await self._call(lambda: self._env.reset(item_id, seed))
         if hasattr(self._env, "state_text"):
             self.first_state = await self._call(self._env.state_text)
         return observation
 
     async def step(self, action: str) -> StepResult:
-        if self.is_instant and self._inline.is_kept(self._spec.name) and self.limits is not None:
-            return call_at_once(self._env.step, action, self.limits)[0]
-        return await self._call(lambda: self._env.step(action))
+        began_s = monotonic()
+        try:
+            return await self._call(lambda: self._env.step(action), passes=())
+        finally:
+            if self.is_instant:
+                self._inline.note(self._spec.name, monotonic() - began_s)
 
     async def hint(self) -> tuple[list[str], str | None]:
         valid_actions = await self._call(self._env.valid_actions)
@@ -97,19 +94,19 @@ class LocalEpisode:
             except EnvError as error:
                 logger.warning("close failed env=%s reason=%s", self._spec.name, error)
 
-    async def _call(self, work: Callable[[], Any]) -> Any:
+    async def _call(
+        self, work: Callable[[], Any], *, passes: tuple[type[Exception], ...] = (UnknownItem,)
+    ) -> Any:
         name = self._spec.name
         if not self._inline.is_kept(name):
             self.is_instant = False
             work = self._inline.aside(name, work)
-        return await call_environment(name, work, timeout_s=self._timeout_s)
+        return await call_environment(name, work, timeout_s=self._timeout_s, passes=passes)
 
 
 class WorkerEpisode:
     is_instant = False
     first_state = ""
-    at_once: Callable[[str], StepResult] | None = None
-    limits: CallLimits | None = None
 
     def __init__(self, pool: WorkerPool, style: Style, *, timeout_s: float) -> None:
         self.worker: Worker | None = None

@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from envhub.hosting.env_calls import CallLimits
-
 logger = logging.getLogger(__name__)
 
 INLINE_STEP_S = 0.2
@@ -30,23 +28,11 @@ class InlineBudget:
         self._num_slow: Counter[str] = Counter()  # Steps over the budget, by environment.
         # One thread per environment, since its code does not expect parallel calls.
         self._threads: dict[str, ThreadPoolExecutor] = {}
-        self._limits: dict[tuple[str, float], CallLimits] = {}
         self.moved: dict[str, str] = {}  # Reasons why environments were moved, by name.
 
     def is_kept(self, env_name: str) -> bool:
         """Return whether the environment may step in the server's thread."""
         return env_name not in self.moved
-
-    def limits(self, env_name: str, timeout_s: float) -> CallLimits:
-        """Return the limits of an environment's calls here; all its episodes share one object."""
-        limits = self._limits.get((env_name, timeout_s))
-        if limits is None:
-            budget_s = min(timeout_s, self.step_s)
-            limits = CallLimits(
-                env_name=env_name, timeout_s=timeout_s, budget_s=budget_s, note=self.note
-            )
-            self._limits[env_name, timeout_s] = limits
-        return limits
 
     def note(self, env_name: str, took_s: float) -> None:
         """Record the duration of a step in the server's thread."""

@@ -7,14 +7,6 @@ Key = TypeVar("Key")
 Entry = TypeVar("Entry")
 
 
-MAX_GRAIN_S = 1.0
-
-
-def grain_of(lease_s: float) -> float:
-    """Return the minimum interval between two renewals of a lease, which keeps each use cheap."""
-    return min(MAX_GRAIN_S, lease_s / 100)
-
-
 class LeaseTable(Generic[Key, Entry]):
     """Entries by key, each with a lease that every use renews.
 
@@ -22,17 +14,12 @@ class LeaseTable(Generic[Key, Entry]):
     18 s `find` returns None, and the next `pop_expired` returns the entry to be closed.
     """
 
-    def __init__(self, lease_s: float, now_s: Callable[[], float], *, grain_s: float = 0.0) -> None:
-        """`now_s` is a monotonic clock.
-
-        `grain_s`: a lease that was renewed within this time is not renewed again, since renewal is
-        the most expensive part of a lookup. Entries are ordered by last use, up to this precision.
-        """
+    def __init__(self, lease_s: float, now_s: Callable[[], float]) -> None:
+        """`now_s` is a monotonic clock. Entries are ordered by last use."""
         self._lease_s = lease_s
-        self._grain_s = grain_s
         self._now_s = now_s
-        # Time of the next renewal, expiry time and entry; the earliest expiry comes first.
-        self._held: dict[Key, tuple[float, float, Entry]] = {}
+        # Expiry time and entry; the earliest expiry comes first.
+        self._held: dict[Key, tuple[float, Entry]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -41,37 +28,23 @@ class LeaseTable(Generic[Key, Entry]):
         return key in self._held
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter([entry for _, _, entry in self._held.values()])
+        return iter([entry for _, entry in self._held.values()])
 
     def put(self, key: Key, entry: Entry) -> None:
         """Store an entry; it replaces the key's previous entry."""
-        self._put(key, entry, self._now_s())
-
-    def _put(self, key: Key, entry: Entry, now_s: float) -> None:
         self._held.pop(key, None)
-        self._held[key] = (now_s + self._grain_s, now_s + self._lease_s, entry)
+        self._held[key] = (self._now_s() + self._lease_s, entry)
 
-    def find(self, key: Key, now_s: float | None = None) -> Entry | None:
-        """Return an entry and renew its lease; None if it is missing or expired.
-
-        `now_s` is the current time, if the caller has already read the clock.
-        """
+    def find(self, key: Key) -> Entry | None:
+        """Return an entry and renew its lease; None if it is missing or expired."""
         held = self._held.get(key)
         if held is None:
             return None
-        if now_s is None:
-            now_s = self._now_s()
-        renew_at_s, expires_at_s, entry = held
-        if now_s < renew_at_s:
-            return entry
-        if now_s >= expires_at_s:
+        expires_at_s, entry = held
+        if self._now_s() >= expires_at_s:
             return None
-        self._put(key, entry, now_s)
+        self.put(key, entry)
         return entry
-
-    def peek(self, key: Key) -> Entry | None:
-        """Return an entry without renewing its lease, even if it has expired; None if missing."""
-        return self._held.get(key, (None,))[-1]
 
     def renew(self, key: Key) -> None:
         """Renew the lease of an entry if the table still contains it."""
@@ -86,7 +59,7 @@ class LeaseTable(Generic[Key, Entry]):
         """Remove and return the expired entries, except those for which `keeps` is true."""
         now_s = self._now_s()
         gone: list[Key] = []
-        for key, (_, expires_at_s, entry) in self._held.items():
+        for key, (expires_at_s, entry) in self._held.items():
             if expires_at_s > now_s:
                 break
             if not keeps(entry):

@@ -5,12 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from envhub.env import StepResult
-from envhub.hosting.env_calls import CallLimits
 from envhub.hosting.episodes import HostedEpisode
 
 # Bucket bounds of the histogram of step durations.
 STEP_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-QUICK_S = STEP_BUCKETS_S[0]
 
 
 def no_steps() -> list[float]:
@@ -22,17 +20,11 @@ def no_steps() -> list[float]:
 class Session:
     """One live episode. `seq` counts executed steps; `answer` is the result of the last step.
 
-    `lock` is None while a step is atomic without it. The fields of such a step come first.
+    `lock` is None while a step is atomic without it.
     """
 
     session_id: str
     env_name: str
-    # The episode's `at_once`, until the episode ends.
-    at_once: Callable[[str], StepResult] | None = None
-    limits: CallLimits | None = None
-    renew_at_s: float = 0.0  # Time of the next lease renewal by a step, on the leases' clock.
-    # Histogram of all sessions of the environment, from the first step on.
-    steps: list[float] | None = None
     answer: StepResult | None = None
     seq: int = 0
     episode: HostedEpisode

@@ -27,11 +27,10 @@ from envhub.errors import (
     SessionUnknown,
     WorkerLost,
 )
-from envhub.hosting.env_calls import call_at_once, done_at_once
 from envhub.hosting.inline import INLINE_STEP_S
-from envhub.hosting.leases import LeaseTable, grain_of
+from envhub.hosting.leases import LeaseTable
 from envhub.hosting.placement import EpisodeFactory
-from envhub.hosting.session import QUICK_S, STEP_BUCKETS_S, Session, SessionLock, no_steps
+from envhub.hosting.session import STEP_BUCKETS_S, Session, SessionLock, no_steps
 from envhub.hosting.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -94,10 +93,8 @@ class Sessions:
             inline_step_s=inline_step_s,
             on_lost=self._end_sessions_of,
         )
-        # Environments whose steps can no longer run synchronously.
-        self._moved = self.placement.inline.moved
         self._registry, self.distances = registry, Distances(registry)
-        self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s, grain_s=grain_of(lease_s))
+        self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s)
         # Reasons of lost workers that clients have not received yet.
         self._untold: LeaseTable[str, str] = LeaseTable(lease_s, now_s)
         self._num_running = 0
@@ -155,8 +152,6 @@ class Sessions:
         session = Session(
             session_id=session_id, env_name=env_name, episode=episode, lock=lock, owner=owner
         )
-        if lock is None:
-            session.at_once, session.limits = episode.at_once, episode.limits
         self._live.put(session_id, session)
         self.counts["created"] += 1
         return session_id, self._valid(env_name, observation)
@@ -211,33 +206,6 @@ class Sessions:
             raise SessionConflict(f"the episode ended at seq {session.seq}")
         return None
 
-    def handle(self, session_id: str) -> Session | None:
-        """Return a session for `step_at_once`, which detects when the session has ended."""
-        return self._live.peek(session_id)
-
-    def step_at_once(self, session: Session, action: str, now_s: float) -> StepResult | None:
-        """Perform `step` synchronously; None: it must wait or refuse, and no step was performed.
-
-        `now_s` is the current time of the leases' clock. The result has no state. Raises:
-        EnvRaised, EnvTimeout.
-        """
-        at_once = session.at_once
-        limits = session.limits
-        if at_once is None or limits is None or session.env_name in self._moved:
-            return None
-        if now_s >= session.renew_at_s:
-            if self._live.find(session.session_id, now_s) is None:
-                return None
-            self._live.renew(session.session_id)
-            session.renew_at_s = now_s + grain_of(self.lease_s)
-        try:
-            result, took_s = call_at_once(at_once, action, limits)
-        except EnvError as error:
-            self._count_failure(error)
-            done_at_once(self._drop(session))
-            raise
-        return self._stepped(session, result, took_s)
-
     def _stepped(self, session: Session, result: StepResult, took_s: float) -> StepResult:
         """Store and count the result of a step."""
         told = result.observation
@@ -245,13 +213,9 @@ class Sessions:
             result.observation = self._valid(session.env_name, told)
         session.answer = result
         session.seq += 1
-        if result.done:
-            session.at_once = None
-        steps = session.steps
-        if steps is None:
-            steps = session.steps = self.steps[session.env_name]
+        steps = self.steps[session.env_name]
         steps[0] += took_s
-        steps[1 if took_s <= QUICK_S else 1 + bisect_left(STEP_BUCKETS_S, took_s)] += 1
+        steps[1 + bisect_left(STEP_BUCKETS_S, took_s)] += 1
         return result
 
     def first_state(self, session_id: str) -> str:
@@ -432,7 +396,6 @@ class Sessions:
 
     async def _close(self, session: Session) -> None:
         """Close the episode of a session that is no longer live, and free its place."""
-        session.at_once = None
         try:
             await session.episode.close()
         finally:

@@ -6,7 +6,6 @@ from fastapi import FastAPI
 
 from envhub.catalogue.registry import Registry
 from envhub.hosting.sessions import Sessions
-from envhub.http.known_heads import HeaderCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,5 +23,4 @@ class HubParts:
     app: FastAPI
     sessions: Sessions
     registry: Registry
-    known: HeaderCache  # Routes that are answered without the application.
     patience: Patience  # Limits of AgentGym's routes.

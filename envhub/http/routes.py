@@ -49,7 +49,6 @@ from envhub.http.bodies import (
     parse_body,
     parse_entry,
 )
-from envhub.http.known_heads import HeaderCache
 from envhub.http.metrics import HubMetrics
 from envhub.http.parts import HubParts, Patience
 from envhub.http.refusals import Refusals
@@ -88,7 +87,6 @@ def make_app(
     requests the answer to an invalid action. `agentgym` None: the sessions' leases, and no queue.
     """
     app = FastAPI(title="Longstride environment hub", lifespan=_lifespan_of(sessions))
-    app.state.known_heads = known = HeaderCache(token, STATUS_CODES, now_s=sessions.now_s)
     app.state.refusals = refusals = Refusals()
     app.state.max_action_bytes = max_action_bytes
     app.add_middleware(
@@ -111,7 +109,6 @@ def make_app(
         app=app,
         sessions=sessions,
         registry=registry,
-        known=known,
         patience=agentgym or Patience(lease_s=sessions.lease_s),
     )
     for mount in load_extensions("routes"):

@@ -145,7 +145,7 @@ def collate_tokens(
         target_ids=placed([flat[own[at]] for own, at in zip(rows, scored, strict=True)]),
         last_rows=placed(last_rows),
         position_ids=placed([positions])[None] if is_packed else None,
-        packing=pack(keys, [*source_rows, *last_rows], device) if is_packed else None,
+        packing=pack(keys, device) if is_packed else None,
     )
 
 

@@ -63,7 +63,9 @@ class Intake(threading.Thread):
         scheduler: ReportClient,
         *,
         heartbeat_s: float,
+        on_round: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_round` is called several times a second, also during a wait for disk space."""
         super().__init__(name="intake", daemon=True)
         self._router = router
         self.port = router.port
@@ -75,7 +77,7 @@ class Intake(threading.Thread):
         self._commit = GroupCommit(journal.sync, on_done=router.wake)
         self._stop_requested = threading.Event()
         self._last_beat = 0.0
-        self.on_round: Callable[[], None] = lambda: None
+        self._on_round = on_round
         self._room = RoomWait(journal.folder)
         self.status = LearnerStatus()  # For the heartbeats; any thread may replace it.
 
@@ -107,7 +109,7 @@ class Intake(threading.Thread):
             self._scheduler.close()
 
     def _serve_once(self) -> None:
-        self.on_round()
+        self._on_round()
         received = self._router.receive_all(timeout_s=POLL_S, limit=MAX_BATCH)
         started = time.monotonic()
         if received:
@@ -188,7 +190,7 @@ class Intake(threading.Thread):
                 continue
             if self._stop_requested.is_set():
                 raise DiskFull(f"stopped while the disk is full: {self._room.text}")
-            self.on_round()
+            self._on_round()
             self._finish()
             self._keep_in_touch()
             time.sleep(min(ROOM_POLL_S, self._heartbeat_s))

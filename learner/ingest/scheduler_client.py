@@ -34,19 +34,21 @@ class ReportClient:
         hello: Hello,
         silence_s: float,
         on_progress: Callable[[Progress], None],
+        others_refused: Callable[[], dict[str, int]] = dict,
     ) -> None:
         """Create a client that is not connected.
 
         Args:
             silence_s: seconds without an answer after which the scheduler counts as lost.
             on_progress: called with each answer to a heartbeat.
+            others_refused: returns the counts of messages that the learner's other listeners
+                refused.
         """
         self._reports = reports
         self.hello = hello
         self._silence_s = silence_s
         self._on_progress = on_progress
-        # Messages refused by the learner's other listeners.
-        self.others_refused: Callable[[], dict[str, int]] = dict
+        self.others_refused = others_refused
         # Messages refused by scheduler and hubs, from the last answer.
         self.refused_elsewhere: dict[str, int] = {}
         self._context = zmq.Context()

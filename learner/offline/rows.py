@@ -1,19 +1,20 @@
 """Episodes as token rows, from a run's journal or from a file of conversations."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.control_tokens import ControlTokens
 from common.errors import ConfigError
 from common.exchange.records import read_records, tokens_of
 from common.exchange.writing import TRAIN_ITEM
-from common.formats.chat_template import render_chat
+from common.formats.chat_renderer import ChatRenderer
+from common.formats.thoughts import FIELDS
+from common.formats.written_answers import AnswerWriter, WrittenAnswer
 from common.segments import as_rows
-from common.store.agent_traj import Conversation, read_conversations
+from common.store.agent_traj import Conversation, Message, read_conversations
 from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind, PolicyKind, Trajectory
 from learner.batch.batching import TokenBatch, collate_tokens
@@ -119,8 +120,8 @@ def _rows_of_file(path: Path, tokenizer: Any) -> list[Row]:
     """Return the token ids of a file if all records have them; else tokenize its conversations."""
     found = [tokens_of(record, place) for place, record in read_records(path)]
     if not found or not all(found):
-        control = ControlTokens(tokenizer)
-        return [row_of_conversation(tokenizer, c, control) for c in read_conversations(path)]
+        writer = AnswerWriter(tokenizer)
+        return [row_of_conversation(tokenizer, c, writer) for c in read_conversations(path)]
     rows = [
         Row(
             item_id=each.item_id,
@@ -156,42 +157,26 @@ def _is_usable(trajectory: Trajectory) -> bool:
 
 
 def row_of_conversation(
-    tokenizer: Any, conversation: Conversation, control: ControlTokens | None = None
+    tokenizer: Any, conversation: Conversation, writer: AnswerWriter | None = None
 ) -> Row:
-    """Return a conversation as the tokenizer's chat template renders it.
+    """Return a conversation as a rollout of the same model would show it.
 
-    If a message contains a control token as text, it is encoded as ordinary characters. `control`
-    are the tokenizer's control tokens; None: they are determined here.
+    The prompt, the text between turns and the generation prompts are those of the chat template.
+    An answer is trained with the token that ends it, and never with the template's text around it.
 
-    The template renders every prefix of the messages. The difference between two prefixes is the
-    text of one message. Of an agent's message the text up to the end-of-turn token is trained. Text
-    after the end-of-turn token, such as a line feed, is not trained, because a policy never samples
-    it.
+    Args:
+        writer: encodes answers for this tokenizer; None: it is made here.
 
     Raises:
-        ConfigError: the template changes earlier turns when later ones are added.
+        ConfigError: the template cannot show the conversation; names the record and the field.
     """
-    ids: list[int] = []
-    mask: list[bool] = []
-    done = ""
-    chat: list[dict[str, str]] = []
-    special = set(tokenizer.all_special_ids)
-    control = control or ControlTokens(tokenizer)
-    for message in conversation.messages:
-        role = "assistant" if message.is_agent else "user"
-        chat.append({"role": role, "content": control.broken(message.text)})
-        rendered = render_chat(tokenizer, chat, add_generation_prompt=not message.is_agent)
-        if not rendered.startswith(done):
-            raise ConfigError(
-                "The model's chat template changes earlier turns when a turn is added, so a"
-                " conversation cannot be split into turns. Use another chat template."
-            )
-        part = control.encode(rendered[len(done) :])
-        done = rendered
-        ends = [i for i, token in enumerate(part) if token in special]
-        num_learnt = (ends[-1] + 1 if ends else len(part)) if message.is_trained else 0
-        ids += part
-        mask += [i < num_learnt for i in range(len(part))]
+    writer = writer or AnswerWriter(tokenizer)
+    try:
+        parts = list(_parts_of(conversation, writer))
+    except ValueError as error:
+        raise ConfigError(f"{conversation.place or conversation.item_id}: {error}") from error
+    ids = [each for part, _ in parts for each in part]
+    mask = [is_trained for part, is_trained in parts for _ in part]
     return Row(
         item_id=conversation.item_id,
         reward=conversation.reward,
@@ -199,6 +184,61 @@ def row_of_conversation(
         token_ids=np.array(ids, dtype=np.int32),
         mask=np.array(mask, dtype=bool),
     )
+
+
+def _parts_of(conversation: Conversation, writer: AnswerWriter) -> Iterator[tuple[list[int], bool]]:
+    """Yield consecutive token ids, and whether they are trained."""
+    tools = conversation.tools
+    shown: list[dict[str, Any]] = []  # Messages since the last answer.
+    last: WrittenAnswer | None = None
+    has_calls = False
+    for each in conversation.messages:
+        message = _as_chat(each)
+        if not each.is_agent:
+            shown.append(message)
+            continue
+        answer = writer.write(message, tools=tools)
+        prompt = _prompt(writer.renderer, shown, tools, last, has_calls=has_calls)
+        yield writer.with_header(prompt, answer.header), False
+        yield answer.sampled, each.is_trained
+        shown = []
+        last = answer
+        has_calls = bool(each.calls)
+    if shown:
+        yield _prompt(writer.renderer, shown, tools, last, has_calls=has_calls), False
+
+
+def _prompt(
+    renderer: ChatRenderer,
+    shown: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    last: WrittenAnswer | None,
+    *,
+    has_calls: bool,
+) -> list[int]:
+    """Return the tokens from the last answer, or from the beginning, to the next answer."""
+    if not shown:
+        raise ValueError("messages: the agent's message follows none of the environment")
+    is_user = [each["role"] for each in shown] == ["user"]
+    text = str(shown[0]["content"])
+    if last is None:
+        if is_user and not tools:
+            return renderer.first_prompt(text)
+        return renderer.of_messages(shown, tools=tools)
+    end = last.sampled[-1]
+    if is_user and not has_calls:
+        return renderer.after_turn(text, is_stopped=True, end=end)
+    has_calls = has_calls or shown[0]["role"] == "tool"
+    how: dict[str, Any] = {"is_stopped": True, "has_calls": has_calls, "end": end}
+    return renderer.after_calls(shown, tools=tools, **how)
+
+
+def _as_chat(message: Message) -> dict[str, Any]:
+    """Return a message in the format of chat templates."""
+    found: dict[str, Any] = {"role": message.chat_role, "content": message.text}
+    if message.thoughts:
+        found[FIELDS[0]] = message.thoughts
+    return {**found, "tool_calls": message.calls} if message.calls else found
 
 
 def token_batch(rows: list[Row], device: Any, *, is_packed: bool) -> TokenBatch:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, 
 from common.config.run_config import SftSection
 from learner.policy.finite import TrainingDiverged, is_finite
 from learner.policy.lora import has_adapters, merged_tensors, save_adapter, trained_state
+from learner.policy.saving import save_model, save_tokenizer
 
 PAD = "<|pad|>"
 USER = "<|user|>"
@@ -91,8 +92,8 @@ def save_policy(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
     if bad is not None:
         raise TrainingDiverged(f"{folder} is not written: {bad} has NaN or infinite values.")
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, state_dict=tensors)
-    tokenizer.save_pretrained(folder)
+    save_model(folder, model, tensors)
+    save_tokenizer(folder, tokenizer)
     if has_adapters(model):
         save_adapter(folder / "adapter", model, trained_state(model))
     return folder

@@ -9,16 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
 from transformers import AutoTokenizer
 
+from common.config.load import load_told
 from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.repository import ROOT
 from common.segments import as_rows
+from common.store.run_dir import RunDir
 from common.wire.messages import EndReason, Trajectory
 from learner.batch.credit import samples_of
 from learner.ingest.group_assembly import Group
 from learner.policy.model import pick_device
 from learner.recompute.plan import JournalEpisodes, Plan
-from learner.recovery.checksums import config_of
+from learner.recovery.checksums import Start
 from learner.recovery.resume import groups_of, redo
 from learner.recovery.step_log import LoggedStep
 from learner.training.build import load_start, make_trainer
@@ -187,3 +192,16 @@ def _score(rebuilt: Rebuilt, groups: Sequence[Group]) -> np.ndarray:
         for scores, each in zip(found, members, strict=True)
     ]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
+
+
+def config_of(run_dir: RunDir, start: Start, overrides: list[str]) -> RunConfig:
+    """Return the configuration of one start of a run, with overrides.
+
+    Raises: ConfigError: the file cannot be read, or an override is wrong.
+    """
+    if not run_dir.config.is_file():
+        raise ConfigError(f"{run_dir.config} is missing: it says what the run is")
+    tree = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))
+    for name, values in start.settings.items():
+        tree[name] = tree.get(name, {}) | values
+    return load_told(yaml.safe_dump(tree, sort_keys=False), overrides, root=ROOT)

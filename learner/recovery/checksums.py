@@ -15,10 +15,9 @@ from typing import Any
 
 import yaml
 
-from common.config.load import load_told, sections_as_yaml
+from common.config.load import sections_as_yaml
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.repository import ROOT
 from common.store.disk import AppendFile, with_room
 from common.store.run_dir import RunDir, cut_head
 from learner.policy.model import pick_device
@@ -92,21 +91,6 @@ def start_of(cfg: RunConfig, run_dir: RunDir, trainer: Trainer, *, version: int)
         machine=machine_facts(pick_device(cfg.learner.device)),
         settings=settings_of(cfg),
     )
-
-
-def config_of(run_dir: RunDir, start: Start, overrides: list[str]) -> RunConfig:
-    """Return the configuration of one start of a run, with overrides.
-
-    Raises: ConfigError: the file cannot be read, or an override is wrong.
-    """
-    if not run_dir.config.is_file():
-        raise ConfigError(
-            f"{run_dir.config} is missing. It is the run's configuration. Restore it from a backup."
-        )
-    tree = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))
-    for name, values in start.settings.items():
-        tree[name] = tree.get(name, {}) | values
-    return load_told(yaml.safe_dump(tree, sort_keys=False), overrides, root=ROOT)
 
 
 def code_of(run_dir: RunDir) -> str:

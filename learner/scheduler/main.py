@@ -173,7 +173,6 @@ def build(
     components = build_components(cfg, catalogue)
     core = SchedulerCore(components, clock=clock, run_epoch=secrets.token_hex(8))
     resume(core, clock, log)
-    enrolments.is_alive = lambda name: core.members.is_alive(name) or registry.has_hub(name)
     parts = Serving(
         core=core,
         clock=clock,
@@ -326,7 +325,11 @@ def answer_all(parts: Serving, received: list[Received]) -> None:
 def answer_outside(parts: Serving, received: Received) -> Any:
     """Return the answer to a message that neither the core nor the log needs."""
     is_finished = parts.core.phase is Phase.DONE
-    return parts.enrolments.answer(received.message) or parts.registry.hear_hub(
+    members = parts.core.members
+    registry = parts.registry
+    return parts.enrolments.answer(
+        received.message, lambda name: members.is_alive(name) or registry.has_hub(name)
+    ) or registry.hear_hub(
         received.message, received.sender, parts.clock.now, is_finished=is_finished
     )
 

@@ -19,7 +19,6 @@ from common.wire.messages import (
     StepDone,
     Trajectory,
 )
-from learner.batch.synthetic import synthetic_trajectory
 from learner.ingest.buffer import seen_of
 from learner.ingest.group_assembly import Group, GroupAssembly
 from learner.scheduler.components import build_components
@@ -27,6 +26,7 @@ from learner.scheduler.core import SchedulerCore
 from learner.simulator.event_queue import EventQueue
 from learner.simulator.fleet import Arrival, Fleet
 from learner.simulator.settings import catalogue_of, for_simulation
+from learner.simulator.synthetic import synthetic_trajectory
 from learner.simulator.tally import Prediction, SimulatedStep, SimulationStatistics
 from learner.simulator.workload import Workload
 

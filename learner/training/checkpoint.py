@@ -18,6 +18,7 @@ from common.errors import ConfigError, LongstrideError
 from common.store.disk import free_text, is_no_room
 from common.store.run_dir import read_json, sync_folder
 from learner.policy.lora import has_adapters, save_adapter
+from learner.policy.saving import save_model, save_tokenizer
 from learner.training.ranks import SAVE_TIMEOUT
 from learner.training.state import read_weights
 
@@ -289,8 +290,8 @@ def _export(folder: Path, model: Any, tokenizer: Any) -> None:
     if has_adapters(model):
         save_adapter(folder, model, state)
     else:
-        model.save_pretrained(folder, state_dict=state)
-    tokenizer.save_pretrained(folder)
+        save_model(folder, model, state)
+    save_tokenizer(folder, tokenizer)
 
 
 def _sync_tree(folder: Path) -> None:

@@ -23,8 +23,10 @@ class WeightsLock:
     change. enter() -> False: the weights are between two versions. open() -> version 4 may be read.
     """
 
-    def __init__(self, *, timeout_s: float) -> None:
-        """Start closed, without readers."""
+    def __init__(
+        self, *, timeout_s: float, is_stopping: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Start closed, without readers. Once `is_stopping` returns True, `close` waits no more."""
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._is_open = False
@@ -32,7 +34,7 @@ class WeightsLock:
         self._writer_waiting = False
         self._readers_must_abort = False
         self._waited_s = 0.0
-        self.is_stopping: Callable[[], bool] = lambda: False
+        self._is_stopping = is_stopping
 
     def open(self) -> None:
         """Allow readers: the weights are a complete version and stay unchanged until `close`."""
@@ -75,7 +77,7 @@ class WeightsLock:
             self._writer_waiting = True
             while self._num_inside:
                 is_late = time.monotonic() - started > self._timeout_s
-                if (is_late or self.is_stopping()) and not self._readers_must_abort:
+                if (is_late or self._is_stopping()) and not self._readers_must_abort:
                     logger.warning("aborting the weight transfer: the trainer needs the weights")
                     self._readers_must_abort = True
                 self._changed.wait(STOP_POLL_S)

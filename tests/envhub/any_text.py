@@ -126,7 +126,7 @@ def serving(
         remote=remote or RemoteOptions(),
     )
     with socket.create_server((HOST, 0)) as listener:
-        http = limited_protocol(sessions.counts, app.state.refusals, app.state.known_heads)
+        http = limited_protocol(sessions.counts, app.state.refusals)
         config = main.uvicorn.Config(
             app, loop="uvloop", http=http, ws=QuietSocket, log_config=None, access_log=False
         )

@@ -14,9 +14,9 @@ from common.config.run_config import ModelSection, RunConfig
 from common.wire.collective import views
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
-from learner.batch.synthetic import synthetic_trajectory
 from learner.ingest.group_assembly import GroupAssembly
 from learner.policy.lora import add_adapters
+from learner.simulator.synthetic import synthetic_trajectory
 from learner.weights.source import WeightSource, copied
 
 VOCAB = 50

@@ -34,7 +34,7 @@ class Neighbour:
     def __init__(self) -> None:
         self.lines: list[dict[str, float]] = []
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: dict[str, float], *, check: object) -> None:
         self.lines.append(metrics)
 
     status = LearnerStatus()

@@ -1,38 +1,39 @@
-"""Checks of training on one device: packed steps at full length, shards of one rank, adapters."""
+"""Checks of training on one device: steps, memory, packed rows, shards of one rank, adapters."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from benchmarks.learner.agree import canary_delta
-from benchmarks.learner.batch import BatchShape, ModelShape, make_batch, make_random_model
-from benchmarks.learner.checks.flops import matrix_rate, step_flops
-from benchmarks.learner.memory import peak_bytes
-from benchmarks.learner.step import alternate, clock_of, make_trainer
-from benchmarks.table import BenchTable
-from common.config.compute import Layout, LoraSection, Offload, Precision
+from benchmarks.learner.batch import ModelShape, make_batch, make_random_model
+from benchmarks.learner.checks.agreement import canary_delta
+from benchmarks.learner.checks.bench import DeviceBench, PackedCase
+from benchmarks.learner.memory import measure_scoring, peak_bytes
+from benchmarks.learner.step import BARE, alternate, clock_of, measure_step, measure_ways
+from benchmarks.learner.suite import add_peaks, add_step_cost, add_ways
+from common.config.compute import Layout, Offload, Precision
 from common.config.learning import AlgorithmSection, LearnerSection
 from learner.batch.batching import Sample
 from learner.policy.forward import Networks
-from learner.policy.lora import add_adapters, merged_tensors
+from learner.policy.lora import merged_tensors
 from learner.policy.model import parameter_count, vocabulary_size, whole
 from learner.training.ranks import Ranks
 from learner.training.step import Gradients, TrainerSettings
 from learner.training.trainer import Trainer
 
+MIN_STEP_TOKENS_PER_S = 1_000.0
 SHARDED = "FSDP2 on one rank"
 # Fraction of the matrix rate; the best published values at 16k tokens are 0.15 to 0.23.
 MIN_RATE_FRAC = 0.4
+NUM_PRODUCTS = 20
 # In fp32; on CUDA the order of additions in attention's backward pass varies.
 MAX_SHARD_DIFFERENCE = {"cpu": 1e-6, "cuda": 1e-4}
 GROUP_TIMEOUT = timedelta(seconds=120)
@@ -43,33 +44,69 @@ FROZEN_BYTES = 2
 WORK_BYTES = 6 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedCase:
-    """A training step of packed sequences in one microbatch."""
+def check_step(bench: DeviceBench) -> None:
+    """Compare a whole training step with a bare one."""
+    sizes = bench.sizes
+    model = bench.model()
+    size = f"{parameter_count(model) / 1e6:.0f}M weights"
+    name = "grpo, token"
+    cost = measure_step(
+        sizes.learner,
+        {name: AlgorithmSection()},
+        model,
+        sizes.shape,
+        num_rounds=sizes.num_rounds,
+        engine_dtype="bfloat16",
+    )
+    title = f"step of {cost.num_tokens} tokens, {size}, bf16 autocast"
+    add_step_cost(bench.table, cost, of=title)
+    bound = MIN_STEP_TOKENS_PER_S if bench.is_cuda else 0.0
+    bench.table.at_least(f"step: {name}", cost.tokens_per_s(name), "tokens/s", bound)
 
-    name: str
-    model: ModelShape
-    shape: BatchShape
-    lora_rank: int = 0
-    has_promise: bool = True
+
+def check_compiled(bench: DeviceBench) -> None:
+    """Compare compiled layers with plain ones."""
+    sizes = bench.sizes
+    ways = {BARE: sizes.learner, "compiled": replace(sizes.learner, compile=True)}
+    rounds = sizes.num_rounds
+    cost = measure_ways(
+        ways, bench.model(), sizes.shape, num_rounds=rounds, engine_dtype="bfloat16"
+    )
+    add_ways(bench.table, cost, against="plain")
 
 
-def check_packed(
-    table: BenchTable, cases: Sequence[PackedCase], device: torch.device, matrix_size: int
-) -> None:
+def check_memory(bench: DeviceBench) -> None:
+    """Compare the peak memory of scoring in chunks with that of one log-softmax."""
+    sizes = bench.sizes
+    num_tokens = sizes.memory_sequences * sizes.memory_seq_tokens
+    defaults = LearnerSection()
+    num_chunks = defaults.max_tokens_per_microbatch // defaults.logprob_chunk_tokens
+    peaks = measure_scoring(
+        bench.model(num_hidden_layers=2),
+        num_sequences=sizes.memory_sequences,
+        num_seq_tokens=sizes.memory_seq_tokens,
+        chunk_tokens=num_tokens // num_chunks,
+    )
+    vocabulary = f"vocabulary of {sizes.model['vocab_size']}"
+    of = f"memory: {vocabulary}, {num_tokens} tokens in {num_chunks} chunks"
+    add_peaks(bench.table, peaks, of=of)
+
+
+def check_packed(bench: DeviceBench) -> None:
     """Compare the arithmetic rate of whole training steps with bare matrix products in bf16."""
-    rate = matrix_rate(device, torch.bfloat16, matrix_size) / 1e12
-    for case in cases:
+    table = bench.table
+    rate = _matrix_rate(bench.device, torch.bfloat16, bench.sizes.matrix_size) / 1e12
+    for case in bench.sizes.packed:
         num = num_weights(case.model)
         needed = num * (FROZEN_BYTES if case.lora_rank else TRAIN_BYTES) + WORK_BYTES
-        if device.type == "cuda":
+        if bench.is_cuda:
             torch.cuda.empty_cache()
-            capacity = torch.cuda.get_device_properties(device).total_memory
+            capacity = torch.cuda.get_device_properties(bench.device).total_memory
             if needed > capacity:
                 has = f"{capacity / 1e9:.0f} GB"
                 table.note(case.name, f"needs about {needed / 1e9:.0f} GB, the device has {has}")
                 continue
-        table.attempt(case.name, lambda case=case: _packed_step(table, case, device, rate))
+        table.attempt(case.name, lambda case=case: _packed_step(bench, case, rate))
 
 
 def num_weights(shape: ModelShape) -> int:
@@ -79,92 +116,102 @@ def num_weights(shape: ModelShape) -> int:
     return shape["num_hidden_layers"] * layer + shape["vocab_size"] * shape["hidden_size"]
 
 
-def _packed_step(table: BenchTable, case: PackedCase, device: torch.device, rate: float) -> None:
-    model = make_model(case.model, device, lora_rank=case.lora_rank)
-    samples = make_batch(case.shape, vocab_size=vocabulary_size(model), seed=table.seed)
+def _packed_step(bench: DeviceBench, case: PackedCase, rate: float) -> None:
+    model = bench.shaped(case.model, lora_rank=case.lora_rank)
+    samples = make_batch(case.shape, vocab_size=vocabulary_size(model), seed=0)
     lengths = [len(sample.trajectory.token_ids) for sample in samples]
     cfg = LearnerSection(
-        device=device.type,
+        device=bench.device.type,
         lr=1e-9,
         layout=Layout.PACKED,
         max_tokens_per_microbatch=sum(lengths),
         gradient_checkpointing=True,
     )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    trainer = make_trainer(cfg, AlgorithmSection(), model, engine_dtype="bfloat16")
-
-    def step() -> object:
-        return trainer.train_on(samples, version=0, must_train=True)
-
-    peak = peak_bytes(step, device) if device.type == "cuda" else 0
-    (seconds,) = alternate({"step": step}, num_rounds=3, clock=clock_of(device)).values()
+    step = _step_of(bench.trainer(model, cfg), samples)
+    peak = peak_bytes(step, bench.device) if bench.is_cuda else 0
+    best_s = min(alternate({"": step}, num_rounds=3, clock=clock_of(bench.device))[""])
     flops = step_flops(model, lengths, sum(sample.num_sampled_tokens for sample in samples))
-    best_s = min(seconds)
-    is_judged = case.has_promise and device.type == "cuda"
-    table.compare(
+    bench.table.compare(
         f"{case.name}, {sum(lengths)} tokens packed",
         flops / best_s / 1e12,
         rate,
         "TFLOP/s",
         against="bf16 matrix product",
-        at_least=MIN_RATE_FRAC if is_judged else None,
+        at_least=MIN_RATE_FRAC if case.has_promise and bench.is_cuda else None,
         note=f"{sum(lengths) / best_s:.0f} tokens/s, {parameter_count(model) / 1e9:.2f}B weights, "
         f"{best_s:.2f} s, {peak / 1e9:.0f} GB above the weights",
     )
 
 
-def make_model(
-    shape: ModelShape,
-    device: torch.device,
-    *,
-    lora_rank: int = 0,
-    dtype: torch.dtype = torch.float32,
-) -> PreTrainedModel:
-    """Return random weights on a device; with adapters the base is frozen in bf16 on CUDA."""
-    dtype = torch.bfloat16 if lora_rank and device.type == "cuda" else dtype
-    model = make_random_model(shape, device=device, is_tied=lora_rank == 0, dtype=dtype)
-    if lora_rank:
-        add_adapters(model, LoraSection(rank=lora_rank), base_path="")
-        nn.Module.to(model, device)
-    return model
+def step_flops(model: PreTrainedModel, lengths: Sequence[int], num_scored: int) -> float:
+    """Return the minimum floating-point operations of a forward and backward pass.
+
+    The forward pass needs two operations per weight and token. The backward pass needs two for the
+    gradient of the inputs and, for trained weights, two for that of the weights. The head is
+    counted for scored tokens only, the embedding not at all, and attention for causal pairs.
+    Recomputation (checkpointing, chunks of the head) is not counted.
+    """
+    tables = {model.get_input_embeddings(), model.get_output_embeddings()}
+    of_tables = {p for table in tables if table is not None for p in table.parameters()}
+    frozen = trained = 0
+    for parameter in model.parameters():
+        if parameter in of_tables or parameter.ndim < 2:
+            continue
+        trained += parameter.numel() * parameter.requires_grad
+        frozen += parameter.numel() * (not parameter.requires_grad)
+    head = model.get_output_embeddings()
+    assert head is not None  # Every causal language model has a head.
+    weight = head.weight
+    of_head = weight.numel() * num_scored * (6 if weight.requires_grad else 4)  # pyright: ignore
+    config = model.config
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    of_pair = 2 * 2 * config.num_attention_heads * config.head_dim  # Scores and weighted values.
+    of_attention = 3 * config.num_hidden_layers * of_pair * pairs
+    return float((6 * trained + 4 * frozen) * sum(lengths) + of_head + of_attention)
 
 
-def check_shards(
-    table: BenchTable,
-    shape: ModelShape,
-    batch: BatchShape,
-    learner: LearnerSection,
-    device: torch.device,
-) -> None:
+def _matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """Return the operations per second of a product of two [size, size] matrices, the best of 3."""
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+
+    def multiply() -> None:
+        for _ in range(NUM_PRODUCTS):
+            torch.mm(left, right)
+
+    seconds = alternate({"": multiply}, num_rounds=3, clock=clock_of(device))[""]
+    return NUM_PRODUCTS * 2 * size**3 / min(seconds)
+
+
+def check_shards(bench: DeviceBench) -> None:
     """Compare one FSDP2 rank with none: its gradient in fp32, and the time of a step.
 
     A second comparison stores and updates weights, gradients and moments in the host's memory.
     """
-    model = make_random_model(shape, device=device, is_tied=True)
-    samples = make_batch(batch, vocab_size=vocabulary_size(model), seed=table.seed)
-    learner = replace(learner, warmup_steps=0)
+    model = bench.model()
+    samples = bench.samples(model)
     found: dict[str, torch.Tensor] = {}
     steps: dict[str, Callable[[], object]] = {}
-    with _group_of_one(device) as one:
+    with _group_of_one(bench.device) as one:
         for name, ranks, offload in (
             ("plain", Ranks(), Offload.NONE),
             (SHARDED, one, Offload.NONE),
             (f"{SHARDED}, offloaded", one, Offload.OPTIMIZER),
         ):
-            own = replace(learner, offload=offload)
+            own = replace(bench.sizes.learner, warmup_steps=0, offload=offload)
             exact = _settings(replace(own, precision=Precision.FP32))
             found[name] = _gradient(exact, copy.deepcopy(model), ranks, samples)
             networks = Networks(policy=copy.deepcopy(model))
             steps[name] = _step_of(Trainer(_settings(own), networks, ranks=ranks), samples)
-        seconds = alternate(steps, num_rounds=3, clock=clock_of(device))
-    size = found["plain"].norm().item()
+        seconds = alternate(steps, num_rounds=3, clock=clock_of(bench.device))
+    plain = found.pop("plain")
     plain_s = min(seconds["plain"])
-    for name in list(found)[1:]:
-        apart = (found[name] - found["plain"]).norm().item()
-        what = f"{name}: |gradient - plain one| / |gradient|"
-        table.at_most(what, apart / size, "", MAX_SHARD_DIFFERENCE[device.type])
+    for name, gradient in found.items():
+        apart = ((gradient - plain).norm() / plain.norm()).item()
+        title = f"{name}: |gradient - plain one| / |gradient|"
+        bench.table.at_most(title, apart, "", MAX_SHARD_DIFFERENCE[bench.device.type])
         took_s = min(seconds[name])
-        table.compare(f"{name}: a step", took_s, plain_s, "s", against="without shards")
+        bench.table.compare(f"{name}: a step", took_s, plain_s, "s", against="without shards")
 
 
 def _step_of(trainer: Trainer, samples: list[Sample]) -> Callable[[], object]:
@@ -194,28 +241,19 @@ def _group_of_one(device: torch.device) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def check_adapters(
-    table: BenchTable,
-    shape: ModelShape,
-    batch: BatchShape,
-    learner: LearnerSection,
-    device: torch.device,
-) -> None:
+def check_adapters(bench: DeviceBench) -> None:
     """Train adapters, merge them into bf16 weights, and compare both models' scores."""
-    model = make_model(shape, device, lora_rank=8)
-    trainer = make_trainer(
-        replace(learner, warmup_steps=0), AlgorithmSection(), model, engine_dtype="bfloat16"
-    )
-    samples = make_batch(batch, vocab_size=vocabulary_size(model), seed=table.seed)
+    model = bench.shaped(bench.sizes.model, lora_rank=8)
+    trainer = bench.trainer(model, replace(bench.sizes.learner, warmup_steps=0))
+    samples = bench.samples(model)
     canary = [sample.trajectory.token_ids[:64].tolist() for sample in samples[:4]]
-    fresh = trainer.score(canary)
+    fresh = np.concatenate(trainer.score(canary))
     trainer.train_on(samples, version=0, must_train=True)
     trained = trainer.score(canary)
-    merged = make_random_model(shape, device=device, dtype=torch.bfloat16)
+    merged = make_random_model(bench.sizes.model, device=bench.device, dtype=torch.bfloat16)
     merged.load_state_dict(dict(merged_tensors(model, model.state_dict())))
-    scores = zip(np.concatenate(fresh), np.concatenate(trained), strict=True)
-    moved = max(abs(a - b) for a, b in scores)
-    table.at_least("adapters: a step changes the scores", moved, "nats", 1e-9)
+    moved = float(np.abs(np.concatenate(trained) - fresh).max())
+    bench.table.at_least("adapters: a step changes the scores", moved, "nats", 1e-9)
     delta = canary_delta(trained, merged, canary)
     name = "adapters: merged in bf16 against trained beside the base"
-    table.at_most(name, delta, "nats", learner.max_canary_delta)
+    bench.table.at_most(name, delta, "nats", bench.sizes.learner.max_canary_delta)

@@ -2,21 +2,19 @@
 
 import importlib.util
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from benchmarks.learner.batch import ModelShape
-from benchmarks.learner.checks.training import make_model, num_weights
+from benchmarks.learner.checks.bench import DeviceBench
+from benchmarks.learner.checks.training import num_weights
 from benchmarks.learner.engine import EngineRun, measure_engine
-from benchmarks.learner.step import clock_of, make_trainer
-from benchmarks.table import BenchTable
+from benchmarks.learner.step import clock_of
 from benchmarks.weights.rounds import TransferSetup, send_rounds
-from common.config.learning import AlgorithmSection, LearnerSection
 from common.repository import ROOT
 from common.wire.transfer.buckets import Cut
-from learner.policy.model import vocabulary_size
 from learner.weights.source import LiveWeights, WeightSource
 
 TOKENIZER = ROOT / "configs" / "policies" / "tiny"
@@ -39,64 +37,62 @@ SHARED_BYTES = 6
 WORK_BYTES = 8 << 30
 
 
-def check_transfers(
-    table: BenchTable, shape: ModelShape, device: torch.device, peer_device: str
-) -> None:
+def check_transfers(bench: DeviceBench) -> None:
     """Send fp32 weights as a bf16 version: on this device, alone, and to another device.
 
     On a GPU the transport is CUDA IPC; on a CPU it is files behind the same mailbox.
     """
-    is_cuda = device.type == "cuda"
-    num = num_weights(_fitting(shape, device, SENT_BYTES))
+    table = bench.table
+    device = str(bench.device)
+    num = num_weights(_fitting(bench, SENT_BYTES))
     pieces = [
-        (f"weights.{i}", torch.randn(size, device=device))
-        for i, size in enumerate([num // NUM_PIECES] * NUM_PIECES)
+        (f"weights.{i}", torch.randn(num // NUM_PIECES, device=bench.device))
+        for i in range(NUM_PIECES)
     ]
     source = LiveWeights(pieces, torch.bfloat16)
-    limit = _copy_rate(source.total_bytes, device)
-    here = TransferSetup(
-        transport="ipc" if is_cuda else "file",
-        device=str(device),
-        peer_device=str(device),
-        timeout_s=TIMEOUT_S,
-    )
-    took_s = _send(table, source, here, limit, "to a process on the same device")
-    if is_cuda:
-        share = source.total_bytes / FULL_BYTES
-        size = f"for {source.total_bytes / 1e9:.1f} GB"
-        name = "weights: an update by CUDA IPC, offer to checked"
-        table.at_most(name, took_s, "s", MAX_UPDATE_S * share, size)
+    took_s = _send(bench, source, _here(bench), "to a process on the same device")
     alone = TransferSetup(
-        transport="nccl" if is_cuda else "gloo",
-        device=str(device),
+        transport="nccl" if bench.is_cuda else "gloo",
+        device=device,
         num_receivers=0,
         timeout_s=TIMEOUT_S,
     )
-    _send(table, source, alone, limit, "in a group of one")
-    if is_cuda:
-        has_peer = peer_device.startswith("cuda")
-        transport = "nccl" if has_peer else "gloo"
-        bound = MIN_NCCL_GB_PER_S if has_peer else MIN_GLOO_GB_PER_S
-        part = LiveWeights(pieces[:1], torch.bfloat16)
-        away = TransferSetup(
-            transport=transport, device=str(device), peer_device=peer_device, timeout_s=TIMEOUT_S
-        )
-        took_s = _send(table, part, away, limit, f"to {peer_device}")
-        name = f"weights: to {peer_device} over {transport}"
-        table.at_least(name, part.total_bytes / 1e9 / took_s, "GB/s", bound)
+    _send(bench, source, alone, "in a group of one")
+    if not bench.is_cuda:
+        return
+    size = f"for {source.total_bytes / 1e9:.1f} GB"
+    name = "weights: an update by CUDA IPC, offer to checked"
+    table.at_most(name, took_s, "s", MAX_UPDATE_S * source.total_bytes / FULL_BYTES, size)
+    has_peer = bench.peer_device.startswith("cuda")
+    away = replace(
+        _here(bench), transport="nccl" if has_peer else "gloo", peer_device=bench.peer_device
+    )
+    part = LiveWeights(pieces[:1], torch.bfloat16)
+    took_s = _send(bench, part, away, f"to {bench.peer_device}")
+    name = f"weights: to {bench.peer_device} over {away.transport}"
+    bound = MIN_NCCL_GB_PER_S if has_peer else MIN_GLOO_GB_PER_S
+    table.at_least(name, part.total_bytes / 1e9 / took_s, "GB/s", bound)
 
 
-def _send(
-    table: BenchTable, source: WeightSource, route: TransferSetup, limit: float, where: str
-) -> float:
+def _here(bench: DeviceBench) -> TransferSetup:
+    """Return the route to another process on the device."""
+    return TransferSetup(
+        transport="ipc" if bench.is_cuda else "file",
+        device=str(bench.device),
+        peer_device=str(bench.device),
+        timeout_s=TIMEOUT_S,
+    )
+
+
+def _send(bench: DeviceBench, source: WeightSource, route: TransferSetup, where: str) -> float:
     """Return the seconds of the fastest round. The receiver verifies every round."""
     cut = Cut(source.total_bytes, BUCKET_BYTES)
     sent = send_rounds(source, cut, ["ours"] * NUM_ROUNDS, route=route)
     took_s = min(sent.took_s["ours"][1:])
-    table.compare(
+    bench.table.compare(
         f"weights: {route.transport} {where}",
         source.total_bytes / 1e9 / took_s,
-        limit,
+        _copy_rate(source.total_bytes, bench.device),
         "GB/s",
         against="a copy on the device",
         note=f"{source.total_bytes / 1e9:.2f} GB in {took_s:.3f} s, cast and checked",
@@ -116,95 +112,70 @@ def _copy_rate(num_bytes: int, device: torch.device) -> float:
     return 8 * part.numel() / 1e9 / (clock() - started)
 
 
-def _fitting(shape: ModelShape, device: torch.device, bytes_each: int) -> ModelShape:
-    """Return a shape with as many of its layers as fit into a GPU's free memory."""
-    if device.type != "cuda":
+def _fitting(bench: DeviceBench, bytes_each: int) -> ModelShape:
+    """Return the full shape with as many of its layers as fit into a GPU's free memory."""
+    shape = bench.sizes.full
+    if not bench.is_cuda:
         return shape
     torch.cuda.empty_cache()
-    free_bytes = torch.cuda.mem_get_info(device)[0] - WORK_BYTES
-    layers = shape["num_hidden_layers"]
-    while layers > 1 and bytes_each * num_weights({**shape, "num_hidden_layers": layers}) > (
-        free_bytes
-    ):
-        layers -= 1
-    return {**shape, "num_hidden_layers": layers}
+    free_bytes = torch.cuda.mem_get_info(bench.device)[0] - WORK_BYTES
+    while shape["num_hidden_layers"] > 1 and bytes_each * num_weights(shape) > free_bytes:
+        shape = {**shape, "num_hidden_layers": shape["num_hidden_layers"] - 1}
+    return shape
 
 
-def check_adapter_transfer(
-    table: BenchTable, shape: ModelShape, device: torch.device, learner: LearnerSection
-) -> None:
+def check_adapter_transfer(bench: DeviceBench) -> None:
     """Send only a model's adapters to another process on the device."""
-    model = make_model(shape, device, lora_rank=8)
-    trainer = make_trainer(learner, AlgorithmSection(), model, engine_dtype="bfloat16")
-    source = trainer.live_weights()
+    model = bench.shaped(bench.sizes.full, lora_rank=8)
+    source = bench.trainer(model).live_weights()
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    table.at_most(
-        "adapters: bytes of a version for each trained weight",
-        source.total_bytes / trained,
-        "",
-        2.01,
-    )
-    transport = "ipc" if device.type == "cuda" else "file"
-    route = TransferSetup(
-        transport=transport, device=str(device), peer_device=str(device), timeout_s=TIMEOUT_S
-    )
-    limit = _copy_rate(source.total_bytes, device)
-    _send(table, source, route, limit, "of adapters alone, to a process on the same device")
+    name = "adapters: bytes of a version for each trained weight"
+    bench.table.at_most(name, source.total_bytes / trained, "", 2.01)
+    _send(bench, source, _here(bench), "of adapters alone, to a process on the same device")
 
 
-def check_engine(
-    table: BenchTable,
-    shape: ModelShape,
-    device: torch.device,
-    learner: LearnerSection,
-    *,
-    canary: tuple[int, int],
-    lora_rank: int = 0,
-) -> None:
+def check_engine(bench: DeviceBench, *, lora_rank: int = 0) -> None:
     """Start a vLLM engine on the learner's device, send two versions, sample, compare scores.
 
-    Args:
-        canary: number of sequences, and of tokens in each, that both sides score.
-        lora_rank: above 0, versions contain adapters alone.
+    With adapters (lora_rank above 0), versions contain adapters alone.
     """
+    table = bench.table
     name = "engine, adapters" if lora_rank else "engine"
     if importlib.util.find_spec("vllm") is None:
         table.note(name, "vllm is not installed")
         return
-    is_cuda = device.type == "cuda"
-    shape = _fitting(shape, device, SHARED_BYTES)
-    dtype = torch.bfloat16 if is_cuda else torch.float32
-    model = make_model(shape, device, lora_rank=lora_rank, dtype=dtype)
-    trainer = make_trainer(learner, AlgorithmSection(), model, engine_dtype="bfloat16")
-    tokens = np.random.default_rng(0).integers(0, vocabulary_size(model), size=canary)
+    shape = bench.sizes.model if lora_rank else _fitting(bench, SHARED_BYTES)
+    dtype = torch.bfloat16 if bench.is_cuda else torch.float32
+    model = bench.shaped(shape, lora_rank=lora_rank, dtype=dtype)
     run = EngineRun(
         dtype="bfloat16",
         has_weights=lora_rank > 0,
         lora_rank=lora_rank,
-        gpu_memory_frac=_engine_share(num_weights(shape), device),
+        gpu_memory_frac=_engine_share(num_weights(shape), bench.device),
     )
     with tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder:
         figures = measure_engine(
-            trainer,
+            bench.trainer(model),
             model,
             run,
             tokenizer_path=str(TOKENIZER),
-            canary=tokens.tolist(),
+            canary=bench.canaries(model),
             folder=Path(folder),
         )
-    share = figures.num_bytes / FULL_BYTES if is_cuda and not lora_rank else 1.0
+    share = figures.num_bytes / FULL_BYTES if bench.is_cuda and not lora_rank else 1.0
+    slack = share if bench.is_cuda else 10.0
     size = f"{figures.num_bytes / 1e9:.2f} GB, transfer {figures.transfer_s:.3f} s"
-    speed = MIN_ENGINE_TOKENS_PER_S if is_cuda else 0.0
-    slow = 1.0 if is_cuda else 10.0
+    speed = MIN_ENGINE_TOKENS_PER_S if bench.is_cuda else 0.0
     table.at_most(f"{name}: start", figures.start_s, "s", MAX_START_S)
     table.at_least(f"{name}: sampling", figures.tokens_per_s, "tokens/s", speed)
     table.at_least(f"{name}: tokens, logprobs and versions agree", figures.is_sound, "", 1)
     update = f"{name}: a version from offer to loaded"
-    table.at_most(update, figures.publish_s, "s", slow * share * MAX_UPDATE_S, size)
+    table.at_most(update, figures.publish_s, "s", slack * MAX_UPDATE_S, size)
     pause = f"{name}: its pause of generation"
-    table.at_most(pause, figures.pause_s, "s", slow * share * MAX_PAUSE_S)
+    table.at_most(pause, figures.pause_s, "s", slack * MAX_PAUSE_S)
     against = f"{name}: canary against the trainer"
-    table.at_most(against, figures.canary_delta, "nats", learner.max_canary_delta)
+    bound = bench.sizes.learner.max_canary_delta
+    table.at_most(against, figures.canary_delta, "nats", bound)
 
 
 def _engine_share(num: int, device: torch.device) -> float:

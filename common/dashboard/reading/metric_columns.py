@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common.store.status.json_files import LineTail, as_map
+from common.dashboard.reading.line_tail import LineTail
+from common.store.status.json_files import as_map
 
 MAX_POINTS = 1000  # Maximum number of points of a series. Longer series are averaged in bins.
 

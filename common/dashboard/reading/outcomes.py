@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from common.dashboard.reading.line_tail import LineTail
 from common.dashboard.reading.rows import EpisodeRows
 from common.store.run_dir import RunDir
-from common.store.status.json_files import LineTail
 
 Settled = tuple[str, str, int]  # (outcome, cause, version of the training step or -1)
 MAX_ABSENT = 1000  # Maximum number of listed episodes that never arrived.

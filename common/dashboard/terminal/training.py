@@ -1,5 +1,6 @@
 """The terminal of a supervised run, and the commands `status` and `probe`."""
 
+import json
 import shlex
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -14,9 +15,10 @@ from common.dashboard.run_state import details, state_line, stop_line
 from common.dashboard.run_view import RunView, view_run
 from common.dashboard.web.beside import beside
 from common.launch.base import Ending, LaunchState
-from common.launch.keys import refused_lines
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+
+MAX_REFUSED_LINES = 20
 
 
 class TerminalObserver:
@@ -105,3 +107,23 @@ def _state(cfg: RunConfig, run_dir: RunDir) -> str:
 
 def _view(cfg: RunConfig, run_dir: RunDir) -> RunView:
     return view_run(run_dir, cfg.train, cfg.horizon)
+
+
+def refused_lines(run_dir: RunDir) -> list[str]:
+    """Return text lines about the messages and connections that a run's listeners refused."""
+    try:
+        told = json.loads(run_dir.status.read_bytes()).get("refused", {})
+    except (OSError, ValueError):
+        return []
+    scheduler = told.get("scheduler", {})
+    lines = [
+        f"  refused of {name[:80]!r}: {each['invalid']} invalid, {each['forbidden']} forbidden,"
+        f" {each['dropped']} unread messages; last: {each['last_reason'][:200]!r}"
+        for name, each in scheduler.get("peers", {}).items()
+    ]
+    for cause, num in scheduler.get("connections", {}).get("refused", {}).items():
+        lines.append(f"  refused connections ({cause}): {num}")
+    for by, whom in (("the learner", "learner"), ("hubs", "hubs")):
+        for who, num in told.get(whom, {}).items():
+            lines.append(f"  refused by {by} ({who[:100]!r}): {num}")
+    return lines[:MAX_REFUSED_LINES]

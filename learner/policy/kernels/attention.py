@@ -21,7 +21,6 @@ from common.config.compute import Attention, Layout
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
 from learner.batch.packing import Packing
-from learner.policy.kernels.last_layer import skip_unread_rows
 from learner.policy.kernels.products import CausalProducts
 from learner.policy.loading import is_unloaded
 from learner.policy.model import Scoring, flat_hidden, token_logprobs, vocabulary_size
@@ -173,8 +172,6 @@ def use_attention(
     name = _packed_name(attention) if is_packed else ("sdpa" if is_fused else "eager")
     for network in networks:
         _set_attention(network, name)
-        for model in _transformers(network) if is_packed else ():
-            skip_unread_rows(model)
     return is_packed
 
 

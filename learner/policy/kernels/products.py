@@ -1,4 +1,4 @@
-"""Attention of packed sequences by plain matrix products, each with several short sequences."""
+"""Attention of packed sequences by plain matrix products."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,12 +27,13 @@ class CausalProducts(torch.autograd.Function):
         kept: list[Tensor] = []
         with torch.autocast(query.device.type, enabled=False):
             for block in blocks:
-                asked = _by_head(block.queries.of(queries), kv_heads, query.shape[2])
+                asked = _by_head(queries[block.queries], kv_heads, query.shape[2])
                 keys, values = _keys_and_values(block, both, kv_heads)
-                scores = asked @ keys.transpose(1, 2)  # [piece * kv_head, query * group, key]
-                _hide_later(scores, block, kv_heads)
+                scores = asked @ keys.transpose(1, 2)  # [kv_head, query * group, key]
+                _hide_later(scores, block)
                 weights = torch.softmax(scores, -1)  # In fp32 internally.
-                _write(out, block, _by_row(weights @ values, block.queries.shape))
+                num_queries = block.queries.stop - block.queries.start
+                out[block.queries] = _by_row(weights @ values, num_queries)
                 kept.append(weights)
         ctx.save_for_backward(queries, both, *kept)
         ctx.blocks, ctx.shapes = blocks, (query.shape, key.shape)
@@ -49,65 +50,52 @@ class CausalProducts(torch.autograd.Function):
         wide = torch.promote_types(flat.dtype, torch.float32)
         of_both = flat.new_zeros((key_shape[0], 2 * kv_heads * size), dtype=wide)
         for block, weights in zip(ctx.blocks, kept, strict=True):
-            asked = _by_head(block.queries.of(queries), kv_heads, size)
+            asked = _by_head(queries[block.queries], kv_heads, size)
             keys, values = _keys_and_values(block, both, kv_heads)
-            rows = block.queries.of(flat)
-            if block.real is not None:
-                rows = (rows.flatten(0, 1) * block.real[:, None]).view(rows.shape)
-            own = _by_head(rows, kv_heads, size)
+            own = _by_head(flat[block.queries], kv_heads, size)
             of_weights = own @ values.transpose(1, 2)
             of_scores = torch.ops.aten._softmax_backward_data(
                 of_weights, weights, -1, weights.dtype
             )
-            _write(of_query, block, _by_row(of_scores @ keys, block.queries.shape))
+            num_queries = block.queries.stop - block.queries.start
+            of_query[block.queries] = _by_row(of_scores @ keys, num_queries)
             parts = (of_scores.transpose(1, 2) @ asked, weights.transpose(1, 2) @ own)
-            _add(of_both, block, [_by_row(each, block.keys.shape) for each in parts])
+            _add(of_both, block, [_by_row(each, keys.shape[1]) for each in parts])
         of_key, of_value = of_both.to(flat.dtype).view(-1, 2 * kv_heads, size).split(kv_heads, 1)
         return of_query.view(shape), of_key, of_value, None
 
 
 def _by_head(rows: Tensor, kv_heads: int, size: int) -> Tensor:
-    """Return [piece * kv_head, entry * group, size] from [piece, entry, head * size]."""
-    num_pieces, num_entries, width = rows.shape
-    apart = rows.view(num_pieces, num_entries, kv_heads, width // kv_heads).transpose(1, 2)
-    return apart.reshape(num_pieces * kv_heads, -1, size)
+    """Return [kv_head, entry * group, size] from [entry, head * size]."""
+    num_entries, width = rows.shape
+    apart = rows.view(num_entries, kv_heads, width // kv_heads).transpose(0, 1)
+    return apart.reshape(kv_heads, -1, size)
 
 
-def _by_row(found: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return [piece * entry, head * size] from the layout of `_by_head`."""
-    num_pieces, num_entries = shape
-    apart = found.view(num_pieces, found.shape[0] // num_pieces, num_entries, -1).transpose(1, 2)
-    return apart.reshape(num_pieces * num_entries, -1)
+def _by_row(found: Tensor, num_entries: int) -> Tensor:
+    """Return [entry, head * size] from the layout of `_by_head`."""
+    apart = found.view(found.shape[0], num_entries, -1).transpose(0, 1)
+    return apart.reshape(num_entries, -1)
 
 
 def _keys_and_values(block: PairBlock, both: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values, [piece * kv_head, key, size] each, from [seq, 2 * kv_head * size]."""
-    taken = block.keys.of(both)  # [piece, key, 2 * kv_head * size]
-    apart = taken.view(*taken.shape[:2], 2, kv_heads, -1).permute(2, 0, 3, 1, 4)
-    keys, values = apart.reshape(2, -1, taken.shape[1], apart.shape[-1])
+    """Return keys and values, [kv_head, key, size] each, from [seq, 2 * kv_head * size]."""
+    taken = both[block.keys]  # [key, 2 * kv_head * size]
+    apart = taken.view(taken.shape[0], 2, kv_heads, -1).permute(1, 2, 0, 3)
+    keys, values = apart.contiguous()
     return keys, values
 
 
-def _hide_later(scores: Tensor, block: PairBlock, kv_heads: int) -> None:
-    num_pieces, num_queries = block.queries.shape
-    apart = scores.view(num_pieces, kv_heads, num_queries, -1, scores.shape[-1])
-    apart[..., block.first_hidden :] += block.later.to(scores.dtype)[:, None, :, None]
-
-
-def _write(into: Tensor, block: PairBlock, rows: Tensor) -> None:
-    """Write the real rows of [piece * query, width] to their positions in [seq, width]."""
-    if block.queries.stretch is not None:
-        into[block.queries.stretch] = rows
-    elif block.real is None or block.real_rows is None:
-        into.index_copy_(0, block.queries.index, rows)
-    else:
-        into.index_copy_(0, block.real_rows, rows[block.real])
+def _hide_later(scores: Tensor, block: PairBlock) -> None:
+    num_queries = block.queries.stop - block.queries.start
+    apart = scores.view(scores.shape[0], num_queries, -1, scores.shape[-1])
+    apart[..., block.num_earlier :] += block.later.to(scores.dtype)[:, None]
 
 
 def _add(into: Tensor, block: PairBlock, parts: Sequence[Tensor]) -> None:
-    """Add the parts, [piece * key, width] each, side by side to their rows; filling adds 0."""
+    """Add the parts, [key, width] each, side by side to the rows of their keys."""
     rows = torch.cat([*parts], 1).to(into.dtype)
-    if block.keys.stretch is not None:
-        into[block.keys.stretch] += rows
+    if isinstance(block.keys, slice):
+        into[block.keys] += rows
     else:
-        into.index_add_(0, block.keys.index, rows)
+        into.index_add_(0, block.keys, rows)

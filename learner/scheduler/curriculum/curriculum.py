@@ -70,8 +70,6 @@ class Curriculum:
         self._distances = {env: section.distance.policy for env in sorted(far)}
         self.gated = _gates(self._policies, horizon.unit)
         self.gated_distance = _gates(self._distances, HorizonUnit.TURNS)
-        mixture.bound_of = lambda env: self._distance(env, self._opening).horizon
-        self._opening = 0
 
     def make_group(
         self, number: int, *, version: int, now: float, shunned: Sequence[str] = ()
@@ -81,12 +79,15 @@ class Curriculum:
         Each number must be requested once, in order. An item of a `shunned` environment is drawn
         again, with numbers that no group will have.
         """
-        self._opening = version
-        item = self.mixture.item(number)
+
+        def bound_of(env: str) -> int:
+            return self._distance(env, version).horizon
+
+        item = self.mixture.item(number, bound_of)
         for again in range(1, MAX_DRAWS):
             if item.env not in shunned:
                 break
-            item = self.mixture.item(number + again * FAR)
+            item = self.mixture.item(number + again * FAR, bound_of)
         stamp = self.stamp(item.env, version, subset=item.subset)
         max_turns = self._catalogue.entry(item.env, item.subset).max_turns
         is_in_turns = self._horizon.unit is HorizonUnit.TURNS

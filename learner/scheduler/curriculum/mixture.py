@@ -59,8 +59,6 @@ class Mixture:
     tasks: dict[str, MixtureTask] = field(metadata=CONFIGURED)
     subset_success: SuccessPool
     item_success: SuccessPool
-    # Environment -> bound on the distance of its items; 0: no bound.
-    bound_of: Callable[[str], int] = field(metadata=FIXED)
     _sampler: Sampler = field(metadata=FIXED)
     _spiral: Spiral = field(metadata=FIXED)
     _catalogue: HubCatalogue = field(metadata=FIXED)
@@ -81,7 +79,6 @@ class Mixture:
         self.seed = seed
         self.group_size = group_size
         self._catalogue = catalogue
-        self.bound_of = unbounded
         tempered = temper(tasks, cfg.temperature)
         self._sampler = Sampler(tempered, catalogue, seed=seed)
         self._spiral = Spiral(seed=seed)
@@ -98,12 +95,15 @@ class Mixture:
         """True if the draws depend on the success seen so far."""
         return self.cfg.kind is MixtureKind.ADAPTIVE
 
-    def item(self, number: int) -> Item:
-        """Return the training item of group `number` (0-based)."""
+    def item(self, number: int, bound_of: Callable[[str], int] = unbounded) -> Item:
+        """Return the training item of group `number` (0-based).
+
+        `bound_of` returns the bound on the distance of an environment's items; 0: no bound.
+        """
         if not self.is_adaptive:
-            return self._sampler.item(number, self.bound_of)
+            return self._sampler.item(number, bound_of)
         part = self._choose_task(self._spiral.share(number))
-        bound = self.bound_of(part.task.env)
+        bound = bound_of(part.task.env)
         items = train_items(part.task, self._catalogue, seed=self.seed, bound=bound)
         return items.item(self._choose_index(part, items))
 

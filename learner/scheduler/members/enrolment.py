@@ -44,16 +44,17 @@ class Enrolments:
         self._cfg = cfg
         self._keys = keys
         self._known = Identities(keys)
-        # Returns whether the holder of a name is alive.
-        self.is_alive: Callable[[str], bool] = lambda _: False
         self._files: list[SharedFile] = []
 
-    def answer(self, message: object) -> Any:
-        """Return the answer to a node's request, None for any other message."""
+    def answer(self, message: object, is_alive: Callable[[str], bool] = lambda _: False) -> Any:
+        """Return the answer to a node's request, None for any other message.
+
+        `is_alive` returns whether the holder of a name is alive.
+        """
         match message:
             case JoinRequest():
                 reason = self._why_not(message)
-                return Rejected(reason=reason) if reason else self._enrol(message)
+                return Rejected(reason=reason) if reason else self._enrol(message, is_alive)
             case FileRequest():
                 return self._part(message)
             case _:
@@ -78,14 +79,14 @@ class Enrolments:
         remedy = " ".join(f"{key}=0.0.0.0" for key in closed)
         return f"other machines cannot reach this run; start it with {remedy}" if closed else ""
 
-    def _enrol(self, request: JoinRequest) -> Enrolment | Rejected:
+    def _enrol(self, request: JoinRequest, is_alive: Callable[[str], bool]) -> Enrolment | Rejected:
         if request.role == "actor" and not request.has_model:
             try:
                 self._files = list_shared(Path(self._cfg.model.path), template=self._template())
             except (ConfigError, OSError) as error:
                 return Rejected(reason=str(error))
         try:
-            self._give_key(request)
+            self._give_key(request, is_alive)
         except ConfigError as error:
             return Rejected(reason=str(error))
         cfg = self._cfg
@@ -100,7 +101,7 @@ class Enrolments:
             files=[] if request.has_model or request.role != "actor" else self._files,
         )
 
-    def _give_key(self, request: JoinRequest) -> None:
+    def _give_key(self, request: JoinRequest, is_alive: Callable[[str], bool]) -> None:
         """Bind a name to a key.
 
         Raises: ConfigError: the name is revoked, or its living holder has another key.
@@ -111,7 +112,7 @@ class Enrolments:
             return
         if known is not None and known.is_revoked:
             raise ConfigError(f"the name {request.name!r} is revoked; choose another name")
-        if known is not None and self.is_alive(request.name):
+        if known is not None and is_alive(request.name):
             raise ConfigError(f"{NAME_IN_USE} {request.name!r}")
         add_identity(self._keys, Identity(request.name, request.role, request.public_key))
 

@@ -89,9 +89,10 @@ def test_hello_gets_welcome_and_request_gets_grant(tmp_path: Path) -> None:
 
 
 def test_progress_revokes_and_ends_the_run(tmp_path: Path) -> None:
-    async def law(scheduler: Peer, control: SchedulerClient, _: asyncio.Task[None]) -> None:
+    async def law(scheduler: Peer, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
         revoked: list[str] = []
-        control.on_revoked = revoked.extend
+        loop.cancel()
+        running = asyncio.create_task(control.run(revoked.extend))
         await welcome(scheduler, control)
         control.beat(BEAT)
         beat = await scheduler.next(Heartbeat)
@@ -101,6 +102,7 @@ def test_progress_revokes_and_ends_the_run(tmp_path: Path) -> None:
         async with asyncio.timeout(5.0):
             await control.is_finished.wait()
         assert revoked == ["g/0"]
+        running.cancel()
 
     check(tmp_path, law)
 

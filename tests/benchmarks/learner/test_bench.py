@@ -2,17 +2,14 @@
 
 import importlib.util
 import io
-import json
 import math
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.learner import gpu as bench_gpu
-from benchmarks.learner.agree import canary_delta, chunk_costs, repeat_step
 from benchmarks.learner.batch import (
     MODELS,
     BatchShape,
@@ -20,11 +17,13 @@ from benchmarks.learner.batch import (
     make_random_model,
     with_sampler_logprobs,
 )
-from benchmarks.learner.checks.flops import step_flops
-from benchmarks.learner.checks.training import PackedCase
+from benchmarks.learner.checks.agreement import canary_delta, score
+from benchmarks.learner.checks.bench import DeviceBench, PackedCase, Sizes
+from benchmarks.learner.checks.training import step_flops
 from benchmarks.learner.checks.weights import TOKENIZER
 from benchmarks.learner.engine import EngineRun, measure_engine
-from benchmarks.learner.memory import ScoringPeaks, peak_bytes, whole_logprobs
+from benchmarks.learner.gpu import CHECKS, run_suite
+from benchmarks.learner.memory import ScoringPeaks, peak_bytes, random_tokens, whole_logprobs
 from benchmarks.learner.step import (
     BARE,
     StepCost,
@@ -50,7 +49,7 @@ SHAPE = BatchShape(num_groups=2, group_size=2, max_turns=3, observation_tokens=3
 FP32 = LearnerSection(device="cpu", precision=Precision.FP32, warmup_steps=0, lr=1e-3)
 SMALL = {**MODELS["wide"], "vocab_size": 16_384, "hidden_size": 32, "head_dim": 16}
 ENGINE_SIZED = {**SMALL, "hidden_size": 64, "head_dim": 32}  # The engine supports no smaller heads.
-SIZES = bench_gpu.GpuWorkload(
+SIZES = Sizes(
     model=ENGINE_SIZED,
     full=ENGINE_SIZED,
     shape=SHAPE,
@@ -73,88 +72,13 @@ def make_table() -> BenchTable:
     return BenchTable(out=io.StringIO())
 
 
+def check_small(table: BenchTable, name: str) -> None:
+    CHECKS[name](DeviceBench(table=table, sizes=SIZES, device=CPU, peer_device="cpu"))
+
+
 def written(table: BenchTable) -> str:
     assert isinstance(table.out, io.StringIO)
     return table.out.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("value", "promise", "is_kept"),
-    [
-        (2.0, BenchTable.at_most, True),
-        (2.1, BenchTable.at_most, False),
-        (2.0, BenchTable.at_least, True),
-        (1.9, BenchTable.at_least, False),
-        (math.nan, BenchTable.at_most, False),
-        (math.nan, BenchTable.at_least, False),
-    ],
-)
-def test_figure_is_kept_up_to_its_bound(
-    value: float, promise: Callable[..., None], is_kept: bool
-) -> None:
-    table = make_table()
-    promise(table, "speed", value, "GB/s", 2.0)
-    assert table.failed == ([] if is_kept else ["speed"])
-
-
-def test_table_fails_by_name_for_a_figure_out_of_bounds() -> None:
-    table = make_table()
-    table.at_least("speed", 3.0, "GB/s", 2.0)
-    assert table.finish() == 0
-    table.at_least("speed", 1.0, "GB/s", 2.0)
-    assert table.finish() == 1
-    lines = written(table).splitlines()
-    assert [line.split()[0] for line in lines] == ["kept", "every", "FAIL", "NOT"]
-    assert lines[-1] == "NOT KEPT: speed"
-
-
-def test_figure_with_a_reference_is_judged_by_their_ratio() -> None:
-    table = make_table()
-    table.compare("weights", 0.9, 1.0, "GB/s", against="raw collective", at_least=0.8)
-    table.compare("weights late", 0.7, 1.0, "GB/s", against="raw collective", at_least=0.8)
-    table.compare("pause", 0.5, 1.0, "s", against="transfer", at_most=0.35)
-    table.compare("idle", 0.5, 0.0, "s", against="nothing", at_most=1.0)
-    table.compare("two bounds", 3.0, 1.0, "s", against="other", at_least=0.5, at_most=2.0)
-    assert [row.ratio for row in table.rows[:3]] == [0.9, 0.7, 0.5]
-    assert table.failed == ["weights late", "pause", "idle", "two bounds"]
-    assert "0.9 x raw collective (1 GB/s)" in written(table).splitlines()[0]
-
-
-def test_figures_are_saved_with_their_machine(tmp_path: Path) -> None:
-    table = make_table()
-    table.compare("weights", 0.9, 1.0, "GB/s", against="raw collective", at_least=0.8)
-    table.figure("nothing", math.nan, "s")
-    table.note("engine", "vllm is not installed")
-    table.finish()
-    path = tmp_path / "new" / "figures.json"
-    table.save(path, suite="weights", product="longstride 1.0")
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    assert saved["rows"][0] == {
-        **{"name": "weights", "value": 0.9, "unit": "GB/s", "note": ""},
-        **{"against": "raw collective", "limit": 1.0, "ratio": 0.9},
-        **{"bound": "at least 0.8", "kept": True},
-    }
-    assert saved["rows"][1]["value"] is None
-    assert saved["notes"] == [{"name": "engine", "text": "vllm is not installed"}]
-    assert (saved["suite"], saved["seed"], saved["failed"]) == ("weights", 0, [])
-    assert saved["versions"]["product"] == "longstride 1.0"
-    assert saved["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
-    assert saved["machine"]["cores"] >= 1
-    assert saved["machine"]["memory_bytes"] > 0
-
-
-def test_table_continues_after_check_that_raises() -> None:
-    table = make_table()
-
-    def broken() -> None:
-        raise WeightSyncError("nobody\nanswers")
-
-    table.attempt("weights", broken)
-    table.attempt("speed", lambda: table.at_least("speed", 3.0, "GB/s", 2.0))
-    assert table.finish() == 1
-    text = written(table)
-    assert "FAIL  weights: WeightSyncError: nobody answers\n" in text
-    assert "kept  speed" in text
 
 
 def test_contenders_alternate_and_warm_ups_do_not_count() -> None:
@@ -256,16 +180,7 @@ def test_measuring_leaves_the_model_alone() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     algorithms = {"grpo": AlgorithmSection()}
     measure_step(FP32, algorithms, model, SHAPE, num_rounds=1 + 1, engine_dtype="float32")
-    samples = make_batch(SHAPE, vocab_size=VOCAB, seed=0)
-    repeat_step(FP32, AlgorithmSection(), model, samples, engine_dtype="float32")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_repeated_step_is_identical_on_cpu() -> None:
-    samples = make_batch(SHAPE, vocab_size=VOCAB, seed=0)
-    twice = repeat_step(FP32, AlgorithmSection(), make_model(), samples, engine_dtype="float32")
-    assert twice.is_identical
-    assert twice.distance == 0.0
 
 
 def test_canary_delta_is_distance_of_scores() -> None:
@@ -284,12 +199,10 @@ def test_smaller_chunks_need_less_memory() -> None:
     small = {"vocab_size": 4_000, "hidden_size": 16, "intermediate_size": 16}
     layers = {"num_hidden_layers": 1, "num_attention_heads": 1}
     model = make_random_model({**SIZES.model, **small, **layers}, device=CPU)
-    sequences = [np.arange(40) for _ in range(4)]
-    tokens = collate_tokens(sequences, [np.arange(40) > 0] * 4, device=CPU)
-    small, large = chunk_costs(model, tokens, (8, 1_000), autocast=False)
-    assert (small.chunk_tokens, large.chunk_tokens) == (8, 1_000)
-    assert small.mean_difference < 1e-5
-    assert small.peak_bytes < large.peak_bytes / 4
+    tokens = random_tokens(model, 4, 40)
+    few, many = (partial(score, model, tokens, size, autocast=False) for size in (8, 1_000))
+    assert (few() - many()).abs().mean() < 1e-5
+    assert peak_bytes(few, CPU) < peak_bytes(many, CPU) / 4
 
 
 @pytest.mark.slow
@@ -317,7 +230,7 @@ def test_multiprocess_gpu_check_runs_on_cpu(name: str) -> None:
     table = make_table()
     if name.startswith("engine") and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    dict(bench_gpu.checks(table, SIZES, CPU, "cpu"))[name]()
+    check_small(table, name)
     assert table.failed == []
     assert len(table.rows) == {"weights": 2, "adapters sent": 2}.get(name, 6)
 
@@ -341,7 +254,7 @@ def test_gpu_suite_without_cuda_raises_error() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     with pytest.raises(ConfigError, match="no CUDA device here"):
-        bench_gpu.run_suite(make_table())
+        run_suite(make_table())
 
 
 @pytest.mark.parametrize(
@@ -353,8 +266,7 @@ def test_gpu_suite_without_cuda_raises_error() -> None:
 )
 def test_gpu_check_runs_small_on_the_cpu(name: str) -> None:
     table = make_table()
-    check = dict(bench_gpu.checks(table, SIZES, CPU, "cpu"))[name]
-    check()
+    check_small(table, name)
     promised = [line for line in written(table).splitlines() if line[:4] in ("kept", "FAIL")]
     assert promised or len(table.rows) == {"packed": 2, "compiled": 1}[name]
     unkept = [line for line in promised if line.startswith("FAIL") and name != "step"]

@@ -1,53 +1,15 @@
 """Laws of the study of horizons: equal spending, intervals over seeds, collapse, distance."""
 
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from benchmarks.study.horizon import (
-    budget_of,
-    distance_svg,
-    distance_tables,
-    has_collapsed,
-    horizon_table,
-    success_at,
-    success_svg,
-)
 from benchmarks.study.intervals import gap, iqm, over_seeds
-from benchmarks.study.outcome import Point, SeedResult, by_distance
+from benchmarks.study.outcome import SeedResult, budget_of, by_distance, success_at
+from benchmarks.study.tables import distance_tables, has_collapsed, horizon_table
+from tests.benchmarks.study.builders import RUNS, make_run
 from tests.learner.builders import make_trajectory
-
-
-def run(arm: str, seed: int, *curve: float, tokens_per_step: int = 100) -> SeedResult:
-    """A run evaluated every ten steps; the first success is before training."""
-    nan = (float("nan"), float("nan"))
-    points = tuple(
-        Point(
-            step=10 * i,
-            success=success,
-            num_episodes=40 * i,
-            num_tokens=10 * i * tokens_per_step,
-            spent_s=5.0 * i,
-            by_distance=((4, i), (4, 0), (8, 0), (8, 0)),
-        )
-        for i, success in enumerate(curve)
-    )
-    return SeedResult(
-        **{"arm": arm, "seed": seed, "before": curve[0], "after": curve[-1], "after_ci95": nan},
-        **{"num_after": 9, "gain": 0.0, "gain_ci95": nan, "trained": 0.0, "num_trained": 1},
-        **{"lag_mean": 0.0, "ess_min": 1.0, "points": points},
-    )
-
-
-RUNS = [
-    *(run("short", seed, 0.1, 0.4, 0.4 + seed / 50) for seed in range(5)),
-    *(
-        run("long", seed, 0.1, 0.3, 0.8 - 0.7 * (seed == 4), tokens_per_step=300)
-        for seed in range(5)
-    ),
-]
 
 
 def test_interquartile_mean_drops_the_outer_quarters() -> None:
@@ -79,8 +41,8 @@ def test_arms_are_compared_at_equal_spending() -> None:
 
 def test_collapsed_runs_end_below_half_of_their_best() -> None:
     assert [has_collapsed(each) for each in RUNS] == [False] * 9 + [True]
-    assert not has_collapsed(run("luck", 0, 0.02, 0.06, 0.0))
-    text = horizon_table(RUNS)
+    assert not has_collapsed(make_run("luck", 0, 0.02, 0.06, 0.0))
+    text = horizon_table(RUNS).partition("\n\n")[0]
     assert "1/5" in text.splitlines()[-1]
     assert "at 2,000 tokens" in text
 
@@ -98,24 +60,16 @@ def test_success_by_distance_counts_room_items_by_turns() -> None:
 
 def test_significant_difference_at_distance_is_marked() -> None:
     def shifted(seed: int, solved: int) -> SeedResult:
-        plain = run("fixed-short", seed, 0.1, 0.2)
+        plain = make_run("fixed-short", seed, 0.1, 0.2)
         points = [
             replace(each, by_distance=((4, solved * (each.step == 10)), *each.by_distance[1:]))
             for each in plain.points
         ]
         return replace(plain, points=tuple(points))
 
-    base = [run("fixed-long", seed, 0.1, 0.2) for seed in range(5)]
+    base = [make_run("fixed-long", seed, 0.1, 0.2) for seed in range(5)]
     first, *others = distance_tables([*(shifted(s, 4) for s in range(5)), *base]).split("\n\n\n")
     assert "1 to 4 turns" in first
     assert "| fixed-short | 0.000 [0.000, 0.000] | **1.000 [1.000, 1.000]** |" in first
     assert "| fixed-long | 0.000 [0.000, 0.000] | 0.250 [0.250, 0.250] |" in first
     assert "**" not in "".join(others)
-
-
-def test_picture_has_a_line_per_arm() -> None:
-    drawn = ElementTree.fromstring(success_svg(RUNS, "tokens"))
-    tags = [each.tag.rpartition("}")[2] for each in drawn]
-    assert tags.count("polyline") == tags.count("polygon") == 2
-    assert "nan" not in success_svg(RUNS, "seconds")
-    assert "nan" not in distance_svg(RUNS)

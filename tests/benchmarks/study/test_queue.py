@@ -3,7 +3,7 @@
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -15,22 +15,14 @@ from benchmarks.study.queue import Queue, Stopped
 from benchmarks.table import BenchTable
 from common.config.evaluation import StudySection
 from common.errors import ConfigError, LongstrideError
+from tests.benchmarks.study.builders import make_outcome
 
-NAN = float("nan")
 LAGS = {
     "lags": [0, 2],
     "rates": {"1x": []},
     "corrections": {"none": ["algorithm.correction=none"], "decoupled": ["learner.lr=1"]},
     "own_at_zero": ["decoupled"],
 }
-
-
-def outcome_of(run: Run) -> SeedResult:
-    return SeedResult(
-        **{"arm": run.arm.name, "seed": run.seed, "before": NAN, "after": 0.5, "num_after": 8},
-        **{"after_ci95": (0.2, 0.8), "gain": NAN, "gain_ci95": (NAN, NAN), "trained": 0.5},
-        **{"num_trained": 9, "lag_mean": 0.0, "ess_min": 1.0},
-    )
 
 
 class Recorder:
@@ -44,7 +36,7 @@ class Recorder:
         self.made.append(run.name)
         if run.name == self._fails:
             raise LongstrideError(f"{run.name} broke")
-        return outcome_of(run), self._has_acted
+        return make_outcome(run.arm.name, run.seed), self._has_acted
 
 
 def make_queue(folder: Path, recorder: Recorder, study: Study | None = None) -> Queue:
@@ -78,11 +70,11 @@ def test_failed_run_is_named_and_other_runs_continue(tmp_path: Path) -> None:
 
 def test_unmeasured_processor_seconds_are_not_shown_as_zero(tmp_path: Path) -> None:
     def measured(run: Run, _: Path) -> tuple[SeedResult, bool]:
-        return replace(outcome_of(run), cpu_s=61.4 * run.seed), True
+        return replace(make_outcome(run.arm.name, run.seed), cpu_s=61.4 * run.seed), True
 
     queue = make_queue(tmp_path, Recorder())
     queue.perform = dict.fromkeys(Does, measured)
-    queue.section = replace(queue.section, only=["1"])
+    queue.section = replace(queue.section, only=["1-seed0", "1-seed1"])
     queue.work()
     table = BenchTable(out=io.StringIO())
     tell(queue, table)
@@ -170,45 +162,41 @@ def test_users_override_outranks_the_studys() -> None:
         read_study("algorithms", given=["run.seed=3"])
 
 
+@dataclass(slots=True)
+class Commanded(Queue):
+    """A queue whose commands make a policy at once."""
+
+    made: list[list[str]] = field(default_factory=list[list[str]])
+
+    def run_command(self, name: str, argv: Sequence[str], **_: object) -> None:
+        self.made.append([name, *argv])
+        (self.folder / name / "policy").mkdir(parents=True)
+        (self.folder / name / "policy" / "config.json").touch()
+
+
 def test_common_start_policy_is_made_once_unless_given(tmp_path: Path) -> None:
-    made: list[list[str]] = []
-
-    class Commanded(Queue):
-        def run_command(self, name: str, argv: Sequence[str]) -> None:
-            made.append([name, *argv])
-            (self.folder / "start" / "policy").mkdir(parents=True)
-            (self.folder / "start" / "policy" / "config.json").touch()
-
     start = ("sft", "sft.num_epochs=1")
     study = Study(name="s", arms=(Arm(name="a"),), seeds=(0,), start=start)
     queue = Commanded(study=study, folder=tmp_path, section=StudySection())
     policy = f"model.path={tmp_path}/start/policy"
     assert [_starts(queue), _starts(queue)] == [{"a": [policy]}, {"a": [policy]}]
-    assert [each[:2] for each in made] == [["start", "sft"]]
-    assert {f"run.dir={tmp_path}", "run.name=start", "sft.num_epochs=1"} <= {*made[0]}
+    assert [each[:2] for each in queue.made] == [["start", "sft"]]
+    assert {f"run.dir={tmp_path}", "run.name=start", "sft.num_epochs=1"} <= {*queue.made[0]}
     given = replace(study, given=("model.path=/own",))
     assert _starts(Commanded(study=given, folder=tmp_path, section=StudySection())) == {"a": []}
 
 
 def test_arms_with_own_start_policies_differ_and_start_once(tmp_path: Path) -> None:
-    made: list[list[str]] = []
-
-    class Commanded(Queue):
-        def run_command(self, name: str, argv: Sequence[str]) -> None:
-            made.append([name, *argv])
-            (self.folder / name / "policy").mkdir(parents=True)
-            (self.folder / name / "policy" / "config.json").touch()
-
     study = read_study("limits")
     queue = Commanded(study=study, folder=tmp_path, section=StudySection(only=["start-deep"]))
     begins = _starts(queue)
     assert begins["default"] == []
     assert begins["start-deep"] == [f"model.path={tmp_path}/start-deep/policy"]
-    assert [each[0] for each in made] == ["start-deep"], "of what is not to be made, none"
-    assert "sft.num_demonstrations=6000" in made[0], "the list that it begins with is in it"
-    assert "model.path=configs/policies/tiny" in made[0], "what all of the study goes on from"
+    assert [each[0] for each in queue.made] == ["start-deep"], "other policies are not needed"
+    assert "sft.num_demonstrations=6000" in queue.made[0], "the settings of all start policies"
+    assert "model.path=configs/policies/tiny" in queue.made[0], "the policy of the whole study"
     _starts(queue)
-    assert len(made) == 1
+    assert len(queue.made) == 1
     assert len(set(study.firsts().values())) == len(study.runs())
 
 

@@ -7,33 +7,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.study.outcome import Point, SeedResult, read_outcome, success_at_tokens
+from benchmarks.study.outcome import Point, SeedResult, read_outcome, success_at
 from benchmarks.study.plan import merged
 from benchmarks.study.tables import credit_table, curriculum_table
 from common.store.journal import JournalWriter
 from common.wire.messages import EpisodeKind, Trajectory
+from tests.benchmarks.study.builders import make_outcome
 from tests.learner.builders import make_trajectory
 
 
-def make_outcome(arm: str, *points: tuple[int, float, int]) -> SeedResult:
-    return SeedResult(
-        arm=arm,
-        seed=0,
-        before=0.4,
-        after=0.5,
-        after_ci95=(0.45, 0.55),
-        num_after=400,
-        trained=0.6,
-        num_trained=100,
-        gain=0.1,
-        gain_ci95=(0.05, 0.15),
-        lag_mean=1.0,
-        ess_min=0.9,
-        points=tuple(
-            Point(step=step, success=success, num_episodes=10 * step, num_tokens=num_tokens)
-            for step, success, num_tokens in points
-        ),
+def evaluated(arm: str, *points: tuple[int, float, int]) -> SeedResult:
+    """A run with evaluations (step, success, tokens)."""
+    made = tuple(
+        Point(step=step, success=success, num_episodes=10 * step, num_tokens=num_tokens)
+        for step, success, num_tokens in points
     )
+    return make_outcome(arm, points=made)
 
 
 def test_outcome_counts_generated_tokens_until_each_evaluation(tmp_path: Path) -> None:
@@ -98,19 +87,19 @@ def test_outcome_counts_generated_tokens_until_each_evaluation(tmp_path: Path) -
 
 
 def test_credit_study_pools_all_seeds_of_an_arm() -> None:
-    rows = credit_table([make_outcome("a", (0, 0.4, 0)), make_outcome("a", (0, 0.4, 0))])
+    rows = credit_table([make_outcome("a"), make_outcome("a")])
     assert "| a | 0.600, 0.600 | 0.600 [0.531, 0.665] | 0.500 [0.465, 0.535] |" in rows
 
 
 def test_success_at_tokens_is_linear_between_evaluations() -> None:
-    outcome = make_outcome("x", (0, 0.4, 0), (10, 0.6, 1000), (20, 0.7, 3000))
-    assert success_at_tokens(outcome, 500) == pytest.approx(0.5)
-    assert success_at_tokens(outcome, 2000) == pytest.approx(0.65)
+    outcome = evaluated("x", (0, 0.4, 0), (10, 0.6, 1000), (20, 0.7, 3000))
+    assert float(success_at(outcome, "tokens", 500)) == pytest.approx(0.5)
+    assert float(success_at(outcome, "tokens", 2000)) == pytest.approx(0.65)
 
 
 def test_equal_tokens_are_those_of_the_smallest_run() -> None:
-    short = make_outcome("short", (0, 0.4, 0), (10, 0.5, 1000))
-    long = make_outcome("long", (0, 0.4, 0), (10, 0.8, 4000))
+    short = evaluated("short", (0, 0.4, 0), (10, 0.5, 1000))
+    long = evaluated("long", (0, 0.4, 0), (10, 0.8, 4000))
     table = curriculum_table([short, long])
     assert "at 1,000 tokens" in table
     assert table.splitlines()[3].split(" | ")[-1] == "0.500 |"  # 0.4 + 0.4 / 4

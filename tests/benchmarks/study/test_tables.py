@@ -1,13 +1,11 @@
 """Laws of the tables of studies: losses of the default, equal arms and plans."""
 
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.study.command import plan_text
-from benchmarks.study.intervals import by_arm
 from benchmarks.study.outcome import SeedResult
 from benchmarks.study.plan import Does, LagArm, Study, names, read_study
 from benchmarks.study.queue import Queue
@@ -15,21 +13,21 @@ from benchmarks.study.tables import (
     TABLES,
     algorithms_table,
     branches_table,
+    by_lag_arm,
     context_table,
     losses,
     recipes_table,
-    staleness_svgs,
     staleness_table,
 )
 from common.config.evaluation import StudySection
 from common.config.load import load_config
 from common.repository import ROOT
-from tests.benchmarks.study.test_horizon import run
+from tests.benchmarks.study.builders import make_run
 
 
 def lagged(rate: str, lag: int, kind: str, *after: float) -> list[SeedResult]:
     name = LagArm(rate, lag, kind, True).name
-    return [replace(run(name, seed, 0.1, each), points=()) for seed, each in enumerate(after)]
+    return [replace(make_run(name, seed, 0.1, each), points=()) for seed, each in enumerate(after)]
 
 
 LAGGED = [
@@ -52,7 +50,7 @@ def test_lagged_arm_name_encodes_its_settings() -> None:
 
 
 def test_default_is_compared_with_both_baselines() -> None:
-    found = losses({LagArm.of(name): runs for name, runs in by_arm(LAGGED).items()})
+    found = losses(by_lag_arm(LAGGED))
     lost, low, high, ahead = found[LagArm("1x", 4, "default", True)]
     assert (lost, low, high) == pytest.approx((0.03, 0.03, 0.03))
     assert ahead == pytest.approx(0.2 - 0.57)
@@ -60,22 +58,19 @@ def test_default_is_compared_with_both_baselines() -> None:
     assert "| 1x | 4 | on | +3.0 [3.0, 3.0] | 2 | +37.0 |" in text
 
 
-def test_every_rate_has_a_picture_of_all_corrections() -> None:
-    pictures = staleness_svgs(LAGGED)
-    assert sorted(pictures) == ["lag-1x-on", "lag-3x-on"]
-    tags = [each.tag.rpartition("}")[2] for each in ElementTree.fromstring(pictures["lag-1x-on"])]
-    assert tags.count("polyline") == tags.count("polygon") == 2
-
-
 def test_tables_have_a_row_per_arm_with_seed_intervals() -> None:
-    runs = [run(arm, seed, 0.1, 0.4 + seed / 50) for arm in ("ppo", "rloo") for seed in range(5)]
+    runs = [
+        make_run(arm, seed, 0.1, 0.4 + seed / 50) for arm in ("ppo", "rloo") for seed in range(5)
+    ]
     row = algorithms_table(runs).splitlines()[2]
     assert row.startswith("| ppo | 5 | 0.100 [0.100, 0.100] | 0.440 [")
     assert recipes_table(runs).splitlines()[3].startswith("| rloo | 5 | 0.440 [")
 
 
 def test_context_table_pools_all_seeds() -> None:
-    runs = [replace(run("window-1", seed, 0.0, 0.5), num_after=100, cpu_s=12.0) for seed in (0, 1)]
+    runs = [
+        replace(make_run("window-1", seed, 0.0, 0.5), num_after=100, cpu_s=12.0) for seed in (0, 1)
+    ]
     (row,) = context_table(runs).splitlines()[2:]
     # Wilson: 0 and 100 of 200.
     both = "0.000 [0.000, 0.019] | 0.500 [0.431, 0.569] | 0.500, 0.500"

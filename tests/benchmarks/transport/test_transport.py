@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.transport.ends import GROUP_SIZE, NUM_TOKENS, encoded
 from benchmarks.transport.guards import guards_s
-from benchmarks.transport.suite import disk_bytes_per_s, measure
+from benchmarks.transport.suite import measure
 from common.store.journal import read_journal
 from common.wire.codec import decode
 from learner.ingest.admission import refusal
@@ -19,11 +19,6 @@ def test_encoded_trajectories_are_whole_accepted_groups() -> None:
     assert {each.token_ids.size for each in made} == {NUM_TOKENS}
     whys = [refusal(each, learner_version=0, max_group_size=GROUP_SIZE) for each in made]
     assert set(whys) == {""}
-
-
-def test_disk_speed_counts_written_bytes(tmp_path: Path) -> None:
-    assert disk_bytes_per_s(tmp_path, 1_000, seconds=0.01) > 0
-    assert (tmp_path / "disk").stat().st_size % 64_000 == 0
 
 
 def test_intake_check_costs_are_measured_on_accepted_trajectories() -> None:

@@ -142,7 +142,7 @@ def test_export_skips_expert_failed_and_evaluation_episodes(tmp_path):
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"messages": [{"role": "user", "content": 3}]}, "record 1: a message is int, not text"),
+        ({"messages": [{"role": "user", "content": 3}]}, "record 1: 'content' is int, not text"),
         ({"steps": ["x"]}, "record 1: a message is str, not a map"),
         ({"token_ids": [1], "loss_mask": []}, "must be lists of the same length"),
         (
@@ -221,10 +221,13 @@ def test_agent_system_message_is_exported(tmp_path, format: str, tokenizer: Any)
             *(("user", "and now?"), ("assistant", "x")),
         ]
     (read,) = read_conversations(path)
-    assert "be brief" in read.messages[0].text
-    assert read.messages[0].text.endswith("go")
-    assert [each.text for each in read.messages[1:]] == ["x", "and now?", "x"]
-    assert [each.is_agent for each in read.messages] == [False, True] * 2
+    *first, said_x, asked, again = read.messages
+    assert "be brief" in first[0].text
+    assert first[-1].text.endswith("go")
+    assert [each.text for each in (said_x, asked, again)] == ["x", "and now?", "x"]
+    assert not any(each.is_agent for each in (*first, asked))
+    (row,) = read_rows(path, tokenizer=tokenizer, max_tokens=10_000, key="k")
+    assert (row.token_ids.tolist(), row.mask.tolist()) == (whole, list(map(bool, mask)))
 
 
 def test_tool_answers_are_exported_as_tool_messages(tmp_path):

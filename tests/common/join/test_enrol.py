@@ -189,10 +189,12 @@ def test_live_name_is_reserved_for_its_holder(scheduler: Scheduler, tmp_path: Pa
     other = replace(REQUEST, public_key="o" * 40, has_model=True)
     mine = replace(REQUEST, has_model=True)
     assert isinstance(enrolments.answer(mine), Enrolment)
-    enrolments.is_alive = lambda name: name == REQUEST.name
-    assert enrolments.answer(other).reason.startswith(NAME_IN_USE)
-    assert isinstance(enrolments.answer(mine), Enrolment)
-    enrolments.is_alive = lambda _: False
+
+    def is_alive(name: str) -> bool:
+        return name == REQUEST.name
+
+    assert enrolments.answer(other, is_alive).reason.startswith(NAME_IN_USE)
+    assert isinstance(enrolments.answer(mine, is_alive), Enrolment)
     assert isinstance(enrolments.answer(other), Enrolment)
     revoke(tmp_path / "keys", REQUEST.name)
     assert "revoked" in enrolments.answer(mine).reason

@@ -1,6 +1,5 @@
 """Laws of the keys of a run as its owner deals with them."""
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from common.config.command_line import ParsedCommand
 from common.config.requested import load_joined
 from common.config.run_config import ModelSection, RunConfig, RunSection
 from common.errors import ConfigError
-from common.launch.keys import refused_lines, revoke_key
+from common.launch.keys import revoke_key
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from common.wire.access.identities import Identities
@@ -39,24 +38,6 @@ def test_key_is_revoked_by_its_exact_name(tmp_path: Path) -> None:
         revoke_key(ask("run.name=a", "nobody"), root=tmp_path, load=load, say=print)
     with pytest.raises(ConfigError, match="give one name"):
         revoke_key(ask("run.name=a"), root=tmp_path, load=load, say=print)
-
-
-def test_status_lists_refusals_per_peer_briefly(tmp_path: Path) -> None:
-    run_dir = RunDir(root=tmp_path)
-    assert refused_lines(run_dir) == []
-    peer = {"invalid": 3, "forbidden": 2, "dropped": 1, "unsent": 0, "last_reason": "x" * 10_000}
-    connections = {"open": 1, "accepted": 9, "refused": {"too many": 7}, "refused_by_address": {}}
-    told = {
-        "scheduler": {"peers": {"actor-3\n": peer}, "connections": connections},
-        "learner": {"weights/actor-3/invalid": 4},
-        "hubs": {"envhub/127.0.0.1/token": 2},
-    }
-    run_dir.status.write_text(json.dumps({"refused": told}), encoding="utf-8")
-    lines = refused_lines(run_dir)
-    assert len(lines) == 4
-    assert "envhub/127.0.0.1/token" in lines[3]
-    assert all(len(line) < 400 and "\n" not in line for line in lines)
-    assert "3 invalid, 2 forbidden, 1 unread" in lines[0]
 
 
 @pytest.mark.parametrize("gone", ["client_secret", "server_public", "hub_token"])

@@ -33,16 +33,6 @@ def test_used_lease_is_renewed_and_unused_entry_expires() -> None:
     assert len(leases) == 0
 
 
-def test_lease_renewal_is_exact_to_grain() -> None:
-    clock = Clock()
-    leases: LeaseTable[str, str] = LeaseTable(10.0, clock, grain_s=1.0)
-    leases.put("a", "first")
-    for at_s, left in ((0.5, ["first"]), (9.5, ["first"]), (19.4, ["first"]), (29.5, [])):
-        clock.now_s = at_s  # used at 0.5, 9.5 and 19.4: the first use need not renew it
-        assert [each for each in (leases.find("a"),) if each] == left
-    assert leases.pop_expired() == ["first"]
-
-
 def test_kept_entry_outlives_lease_until_released() -> None:
     leases, clock = table()
     clock.now_s = 10.0

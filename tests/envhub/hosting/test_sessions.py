@@ -207,52 +207,6 @@ def test_lone_surrogate_is_replaced_and_counted_everywhere(env):
     assert play(episode, envs=envs, step_timeout_s=20.0) == ("step 1 \ufffd", 1)
 
 
-def test_synchronous_step_follows_the_laws_of_awaited_steps():
-    async def episode(sessions):
-        async def begun(env="faulty"):
-            return (await sessions.create(env, "any-train-0"))[0]
-
-        ids = [await begun(), await begun(), await begun(), await begun("waiting")]
-        done, raised, late, waits = map(sessions.handle, ids)
-
-        def step(session, action):
-            return sessions.step_at_once(session, action, sessions.now_s())
-
-        assert step(done, "half").observation == "step 1 \ufffd"
-        assert step(done, "end").is_success
-        assert step(done, "go") is None, "an ended episode refuses the usual way"
-        with pytest.raises(EnvRaised, match="KeyError"):
-            step(raised, "raise")
-        with pytest.raises(EnvTimeout):
-            step(late, "slow")
-        assert [step(each, "go") for each in (raised, late, waits)] == [None] * 3
-        assert outside.closed == ["raise", "slow"]
-        counted = [sessions.counts[each] for each in ("failed", "timed_out", "repaired")]
-        return sessions.num_live["faulty"], [sessions.num_steps, *counted]
-
-    assert play(episode) == (1, [2, 1, 1, 1])
-
-
-def test_synchronous_steps_renew_and_end_with_their_session():
-    now_s = [0.0]
-
-    async def episode(sessions):
-        ids = [(await sessions.create("faulty", "any-train-0"))[0] for _ in range(3)]
-        used, unused, other = map(sessions.handle, ids)
-        for now_s[0] in (0.55, 1.1, 60.3, 118.0):  # the second renews nothing, nor need it
-            assert sessions.step_at_once(used, "go", now_s[0]) is not None
-        assert sessions.step_at_once(unused, "go", now_s[0]) is None
-        now_s[0] = 118.2  # within the grain of the last renewal
-        await sessions.delete(ids[0])
-        assert sessions.step_at_once(used, "go", now_s[0]) is None
-        assert await sessions.expire() == 2
-        assert sessions.step_at_once(other, "go", now_s[0]) is None
-        return sessions.num_live["faulty"], sessions.num_steps
-
-    assert play(episode, now_s=lambda: now_s[0]) == (0, 4)
-
-
-@pytest.mark.timed
 def test_slow_environment_moves_to_worker_processes(caplog):
     async def episode(sessions):
         old, began = await sessions.create("lingering", "any-train-0")

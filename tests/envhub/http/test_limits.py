@@ -1,6 +1,7 @@
 """Laws of connections to the hub before their token is checked, over real HTTP."""
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -23,14 +24,12 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(limits, "REQUEST_S", 0.5)
     monkeypatch.setattr(limits, "MAX_CONNECTIONS", 100)
     app, sessions = main.build(
-        ["wordle"], EnvhubSection(), token="t", options=EnvsSection(), remote=RemoteOptions()
+        ["textcraft"], EnvhubSection(), token="t", options=EnvsSection(), remote=RemoteOptions()
     )
     with socket.create_server((HOST, 0)) as listener:
         config = main.uvicorn.Config(
             app,
-            http=limits.limited_protocol(
-                sessions.counts, app.state.refusals, app.state.known_heads
-            ),
+            http=limits.limited_protocol(sessions.counts, app.state.refusals),
             ws="none",
             log_config=None,
         )
@@ -86,6 +85,35 @@ def test_idle_connections_block_no_client(port: int, monkeypatch: pytest.MonkeyP
         while int(str(health(port)["num_too_many"])) < 190:  # a hub that is busy ends them later
             assert time.monotonic() < deadline
         assert health(port)["status"] == "ok"
+
+
+def step_request(number: int, action: str) -> bytes:
+    body = json.dumps({"id": number, "action": action}).encode()
+    head = "POST /agentgym/textcraft/step HTTP/1.1\r\nhost: hub\r\nauthorization: Bearer t\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def read_observations(connection: socket.socket, num: int) -> list[str]:
+    received = b""
+    while received.count(b'"observation"') < num or not received.endswith(b"}"):
+        received += connection.recv(65_536)
+    bodies = [each.partition(b"\r\n\r\n")[2] for each in received.split(b"HTTP/1.1 ")[1:]]
+    return [json.loads(each)["observation"] for each in bodies]
+
+
+def test_split_and_pipelined_requests_are_answered_in_order(port: int) -> None:
+    own = {"Authorization": "Bearer t"}
+    base = f"http://{HOST}:{port}/agentgym/textcraft"
+    number = httpx.post(f"{base}/create", headers=own, json={}).json()["id"]
+    steps = [step_request(number, f"get {count} oak log") for count in (1, 2, 3)]
+    with socket.create_connection((HOST, port), timeout=10.0) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for cut in range(1, len(steps[0])):
+            connection.sendall(steps[0][:cut])
+            connection.sendall(steps[0][cut:])
+            assert read_observations(connection, 1) == ["Got 1 oak log"]
+        connection.sendall(b"".join(steps))
+        assert read_observations(connection, 3) == [f"Got {n} oak log" for n in (1, 2, 3)]
 
 
 def test_refusals_are_counted_by_sender_and_reason(port: int) -> None:

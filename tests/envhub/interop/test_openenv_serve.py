@@ -38,7 +38,7 @@ def served(*, capacity: int = 2, lease_s: float = 60.0, **ws: Any) -> Iterator[S
         ["textcraft"], section, token=TOKEN, options=EnvsSection(), remote=RemoteOptions()
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        http_protocol = limited_protocol(sessions.counts, app.state.refusals, app.state.known_heads)
+        http_protocol = limited_protocol(sessions.counts, app.state.refusals)
         config = main.uvicorn.Config(app, http=http_protocol, ws=QuietSocket, log_config=None, **ws)
         server = main.DrainingServer(config, sessions)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

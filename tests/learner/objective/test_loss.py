@@ -85,6 +85,36 @@ def test_gspo_clips_geometric_mean_of_sequence() -> None:
     assert still.tolist() == [0.0, 0.0]
 
 
+def test_gspo_loss_is_the_mean_over_sequences() -> None:
+    cfg = AlgorithmSection(policy_loss=PolicyLoss.GSPO, aggregation=Aggregation.SEQUENCE)
+    got, _, grad = loss_of(
+        [1.5, 0.9, 2.0], [1.0, 1.0, -1.0], sequence_ids=[0, 0, 1], num_global_sequences=2, cfg=cfg
+    )
+    # Sequence 0: s = sqrt(1.5 * 0.9), inside the bounds. Sequence 1: s = 2, not clipped downwards.
+    s = (1.5 * 0.9) ** 0.5
+    assert got.item() == pytest.approx((-s + 2.0) / 2, rel=1e-5)
+    assert grad.tolist() == pytest.approx([-s / 4, -s / 4, 1.0], rel=1e-5)
+
+
+def test_turn_loss_clips_geometric_mean_of_each_turn() -> None:
+    cfg = AlgorithmSection(policy_loss=PolicyLoss.TURN)
+    turn_ids = torch.tensor([0, 0, 1, 1])
+    got, metrics, grad = loss_of([1.5, 0.9, 2.0, 0.9], [1.0] * 4, cfg=cfg, turn_ids=turn_ids)
+    # Turn 0: s = sqrt(1.5 * 0.9), inside the bounds. Turn 1: s = sqrt(2 * 0.9) = 1.342, clipped.
+    s = (1.5 * 0.9) ** 0.5
+    assert got.item() == pytest.approx(-2 * s - 2 * 1.28, rel=1e-5)
+    assert grad.tolist() == pytest.approx([-s, -s, 0.0, 0.0], rel=1e-5)
+    assert metrics["policy/clipped_frac"].item() == 2.0
+
+
+def test_unclipped_loss_bounds_no_ratio() -> None:
+    cfg = AlgorithmSection(policy_loss=PolicyLoss.UNCLIPPED)
+    got, metrics, grad = loss_of([5.0, 5.0], [1.0, -2.0], cfg=cfg)
+    assert got.item() == pytest.approx(-5.0 + 10.0, rel=1e-5)
+    assert grad.tolist() == pytest.approx([-5.0, 10.0], rel=1e-5)
+    assert metrics["policy/clipped_frac"].item() == 0.0
+
+
 def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
     cfg = AlgorithmSection(policy_loss=PolicyLoss.CISPO)
     _, metrics, grad = loss_of([2.0, 0.5], [1.0, -1.0], cfg=cfg)
@@ -202,6 +232,26 @@ def test_kl_estimators_match_hand_computed_numbers(
     assert got.item() == pytest.approx(value, rel=1e-5)
     assert new.grad is not None
     assert new.grad.item() == pytest.approx(gradient, rel=1e-5)
+
+
+def test_on_policy_kl_estimators_match_divergence() -> None:
+    logits = torch.tensor([0.3, -1.2, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-0.4, 0.5, 0.2, 1.0], dtype=torch.float64).log_softmax(0)
+    new = logits.log_softmax(0)
+    forward = (new.exp() * (new - reference)).sum()  # KL(pi | reference)
+    backward = (reference.exp() * (reference - new)).sum()
+    wanted = {
+        KlEstimator.K1: torch.zeros(4, dtype=torch.float64),
+        KlEstimator.K2: torch.autograd.grad(forward, logits, retain_graph=True)[0],
+        KlEstimator.K3: torch.autograd.grad(backward, logits, retain_graph=True)[0],
+    }
+    for kind, gradient in wanted.items():
+        # What samples of pi give on average; their distribution is not differentiated.
+        mean = (new.exp().detach() * kl_estimate(new, reference, kind)).sum()
+        (found,) = torch.autograd.grad(mean, logits, retain_graph=True)
+        torch.testing.assert_close(found, gradient, atol=1e-6, rtol=0)
+        if kind is not KlEstimator.K2:  # k2 is biased
+            assert mean.item() == pytest.approx(forward.item(), abs=1e-6)
 
 
 def test_reference_kl_enters_with_its_coefficient() -> None:

@@ -79,10 +79,12 @@ def test_control_tokens_in_a_message_are_plain_text() -> None:
     assert sum(row.token_ids[row.mask] == TOKENIZER.eos_token_id) == 2
 
 
-def test_two_consecutive_messages_of_one_side_are_refused() -> None:
-    twice = [Message(is_agent=False, is_trained=False, text=t) for t in ("a", "b")]
-    with pytest.raises(ConfigError, match="changes earlier turns"):
-        row_of_conversation(TOKENIZER, Conversation(item_id="x", messages=twice))
+def test_answer_without_an_observation_before_it_is_refused() -> None:
+    roles = (False, True, True)
+    said = [Message(is_agent=each, is_trained=each, text="go") for each in roles]
+    conversation = Conversation(item_id="x", messages=said, place="d.jsonl: record 3")
+    with pytest.raises(ConfigError, match=r"d\.jsonl: record 3: messages: the agent's message"):
+        row_of_conversation(TOKENIZER, conversation)
 
 
 def test_rows_are_cut_and_rows_without_loss_omitted(tmp_path: Path) -> None:

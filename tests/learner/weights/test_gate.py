@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 from learner.weights.gate import Reading, WeightsLock
 
@@ -47,8 +48,7 @@ def test_update_waits_for_readers_and_blocks_new_ones() -> None:
 
 def test_slow_readers_are_aborted_by_timeout_or_stop() -> None:
     for timeout_s, is_stopping in ((0.01, False), (LONG_S, True)):
-        gate = WeightsLock(timeout_s=timeout_s)
-        gate.is_stopping = lambda is_stopping=is_stopping: is_stopping
+        gate = WeightsLock(timeout_s=timeout_s, is_stopping=partial(bool, is_stopping))
         gate.open()
         reading = Reading(gate, is_live=True, is_held=False, is_optional=False)
         assert reading.begin()

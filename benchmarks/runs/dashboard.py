@@ -1,17 +1,16 @@
 """The suite `dashboard`: its response times with a large journal, and its cost during a run."""
 
 import json
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlencode
 
 import numpy as np
 import psutil
 
-from benchmarks.runs.real_run import TRAINING_ALONE, check_end, running
+from benchmarks.runs.real_run import TRAINING_ALONE, check_end, child, running
 from benchmarks.table import BenchTable
 from common.dashboard.web.app import STATIC
 from common.errors import LongstrideError
@@ -22,7 +21,7 @@ from common.store.journal import JournalWriter
 from common.store.metrics import tail_metrics
 from common.store.run_dir import RunDir
 from common.wire.messages import EndReason
-from learner.batch.synthetic import synthetic_trajectory
+from learner.simulator.synthetic import synthetic_trajectory
 
 NUM_EPISODES = 100_000
 NUM_TOKENS = 60
@@ -64,13 +63,11 @@ def run_suite(table: BenchTable) -> None:
 def add_answers(table: BenchTable, folder: Path, *, num: int = NUM_EPISODES) -> None:
     """Write the response times of a server over `num` episodes, and its memory."""
     write_run(folder / "large", num)
-    words = ["dashboard", "large", f"run.dir={folder}", "port=0"]
+    argv = ["run.py", "dashboard", "large", f"run.dir={folder}", "port=0"]
     log = folder / "server.log"
-    argv = [sys.executable, str(ROOT / "run.py"), *words]
     env = {"XDG_CACHE_HOME": str(folder / "cache")}
-    child = ChildProcess("dashboard", argv, log_path=log, cwd=ROOT, env=env)
-    try:
-        child.wait_until(
+    with child("dashboard", argv, log=log, env=env) as server:
+        server.wait_until(
             lambda: log.read_text(encoding="utf-8").startswith("http"), timeout_s=START_S
         )
         url = log.read_text(encoding="utf-8").split()[0]
@@ -87,10 +84,8 @@ def add_answers(table: BenchTable, folder: Path, *, num: int = NUM_EPISODES) -> 
         for what, episode in (("short", "g0000077/3"), ("long", f"g{num // 8:07d}/0")):
             seconds = _fastest(f"{url}api/run/large/episode?id={episode}")
             table.at_most(f"open a {what} episode", seconds, "s", MAX_OPEN_S)
-        rss_mb = psutil.Process(child.pid).memory_info().rss / 1e6
+        rss_mb = psutil.Process(server.pid).memory_info().rss / 1e6
         table.at_most("server's memory", rss_mb, "MB", MAX_RSS_MB)
-    finally:
-        child.stop(timeout_s=5.0)
 
 
 def write_run(root: Path, num: int) -> None:
@@ -164,50 +159,47 @@ def _size(url: str) -> int:
 def add_presence(table: BenchTable, folder: Path) -> None:
     """Write the processor seconds of a dashboard with an open page over those of the run."""
     settings = (*TRAINING_ALONE, f"train.num_steps={LAST_STEP + 4}", "dashboard=true")
-    with running("seen", settings, folder=folder) as child:
-        found = look_on(child, RunDir(root=folder / "seen"))
-        check_end(child)
-    (ours, roles), num_looks = found
+    with running("seen", settings, folder=folder) as run:
+        ours, roles, num_looks = look_on(run, RunDir(root=folder / "seen"))
+        check_end(run)
     note = f"{ours:.2f} of {roles:.0f} CPU-s, {num_looks} looks"
     table.at_most("dashboard over the roles of the run", ours / roles, "", MAX_FRAC, note)
 
 
-def look_on(child: ChildProcess, run_dir: RunDir) -> tuple[tuple[float, float], int]:
-    """Send the requests of an open page; return (dashboard's, roles') CPU-s, and their number.
+def look_on(run: ChildProcess, run_dir: RunDir) -> tuple[float, float, int]:
+    """Send the requests of an open page; return CPU-s (dashboard's, roles') and their number.
 
     Raises: LongstrideError: the run ended before its last step, or was not in time.
     """
     began = time.monotonic()
     num = 0
     before: tuple[float, float] | None = None
-    while time.monotonic() < began + RUN_S and child.poll() is None:
-        lines = child.log_tail(max_lines=1000)
+    while time.monotonic() < began + RUN_S and run.poll() is None:
+        lines = run.log_tail(max_lines=1000)
         said = next((line.removeprefix(SAID) for line in lines if line.startswith(SAID)), "")
         last = tail_metrics(run_dir.metrics, num_steps=1)
         step = int(last[0].get("step") or 0) if last else 0
         if said and step >= FIRST_STEP:
-            before = before or used_by(child.pid)
+            before = before or used_by(run.pid)
             for path in LOOK:
-                _size(said + path.format(run=child.name))
+                _size(said + path.format(run=run.name))
             num += 1
         if before and step >= LAST_STEP:
-            ours, roles = (b - a for a, b in zip(before, used_by(child.pid), strict=True))
-            return (ours, roles), num
+            after = used_by(run.pid)
+            return after[0] - before[0], after[1] - before[1], num
         time.sleep(EVERY_S)
-    raise LongstrideError(f"run {child.name} did not reach step {LAST_STEP}, see {child.log_path}")
+    raise LongstrideError(f"run {run.name} did not reach step {LAST_STEP}, see {run.log_path}")
 
 
 def used_by(launcher: int) -> tuple[float, float]:
     """Return the processor seconds of the dashboard below a launcher, and of all others."""
-    used = [0.0, 0.0]
+    ours = 0.0
+    roles = 0.0
     for process in [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]:
-        try:
-            is_ours = _is_dashboard(process.cmdline())
-            used[0 if is_ours else 1] += sum(process.cpu_times()[:2])
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return used[0], used[1]
-
-
-def _is_dashboard(words: Sequence[str]) -> bool:
-    return "dashboard" in words
+        with suppress(psutil.NoSuchProcess):
+            used_s = sum(process.cpu_times()[:2])
+            if "dashboard" in process.cmdline():
+                ours += used_s
+            else:
+                roles += used_s
+    return ours, roles

@@ -44,7 +44,7 @@ def write(sleep_s: float, pid: str = "/dev/null") -> list[str]:
 
 
 def test_command_waits_for_room_held_by_another(ray: Any) -> None:
-    from common.launch.ray.jobs import Jobs
+    from benchmarks.study.ray_jobs import Jobs
 
     jobs = Jobs(stop=threading.Event(), place_timeout_s=10.0)
     how: dict[str, Any] = {"keep": "*.json", "timeout_s": 120.0}
@@ -56,7 +56,7 @@ def test_command_waits_for_room_held_by_another(ray: Any) -> None:
 def test_command_without_room_or_time_is_named(ray: Any) -> None:
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    from common.launch.ray.jobs import Jobs
+    from benchmarks.study.ray_jobs import Jobs
 
     others = placement_group([{"CPU": 1.0}])  # Another job takes the CPU.
     assert others.wait(60)
@@ -70,7 +70,7 @@ def test_command_without_room_or_time_is_named(ray: Any) -> None:
 
 
 def test_stopped_study_ends_its_command(ray: Any, tmp_path: Path) -> None:
-    from common.launch.ray.jobs import Jobs
+    from benchmarks.study.ray_jobs import Jobs
 
     stop, path = threading.Event(), tmp_path / "pid"
     jobs = Jobs(stop=stop, place_timeout_s=60.0)

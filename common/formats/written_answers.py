@@ -1,0 +1,195 @@
+"""The tokens of answers that are given as messages, as a rollout of the model would have them.
+
+The answer's text keeps the tokens of its vocabulary, such as `<think>` and `<tool_call>`. The names
+of tokens that begin or end a turn are encoded as letters.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from common.control_tokens import special_tokens
+from common.errors import ConfigError
+from common.formats.call_turn import CallTurn
+from common.formats.calls import read_arguments
+from common.formats.chat_renderer import ChatRenderer
+from common.formats.sampled import without_marks
+from common.formats.thoughts import FIELDS
+from common.formats.turns import ASSISTANT, NEXT, USER, Message
+
+THOUGHT = "\u2402thought\u2403"
+# Half of a surrogate pair. Valid text never contains it, so it can mark a position.
+_BREAK = "\udcff"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenAnswer:
+    """The tokens of one answer, and the header that a policy does not sample."""
+
+    header: str  # Text before the answer, behind the text that all prompts share.
+    sampled: list[int]  # The answer with the token that ends it.
+
+
+class AnswerWriter:
+    """Encodes answers for one chat template.
+
+    Example (Qwen3-Thinking, whose generation prompt ends with `<think>\\n`):
+        "<think>\\nleft\\n</think>\\n\\ngo"   header ...assistant\\n<think>\\n, sampled left\\n...
+        "go"                              header ...assistant\\n,           sampled go<|im_end|>
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Measure the chat template. Raises: ConfigError: as `ChatRenderer`."""
+        self.renderer = ChatRenderer(tokenizer)
+        self._tokenizer = tokenizer
+        turns = self.renderer.turns
+        frame = "".join((turns.before, turns.closed, turns.between, turns.ended))
+        roles = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        ends = {*self.renderer.end_of_turn_ids, *(each for each in roles if each is not None)}
+        names = special_tokens(tokenizer)
+        form = self.renderer.thoughts
+        own = turns.answered + without_marks(form.opens + form.head_end)  # Heads of an answer.
+        framing = {
+            name
+            for number, name in names.items()
+            if number in ends or (name in frame and name not in own)
+        }
+        spelled = sorted(filter(None, framing), key=len, reverse=True)
+        self._framing = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
+        self._blocks = self.renderer.thoughts.blocks
+        self._joint = without_marks(self.renderer.thoughts.between)
+
+    def write(self, message: Message, *, tools: Sequence[Message]) -> WrittenAnswer:
+        """Return the tokens of an answer.
+
+        Args:
+            message: `content`, optional `tool_calls` and one of the fields for thoughts.
+
+        Raises: ValueError: the template cannot show a field; the message has the field's name.
+        """
+        text = str(message.get("content") or "")
+        thoughts = next((str(message[name]) for name in FIELDS if message.get(name)), "")
+        if calls := message.get("tool_calls"):
+            text = self._with_calls(message, calls, tools)
+        if thoughts:
+            text = self._with_thoughts(thoughts) + text
+        header, text = self._parted(text)
+        end = self.renderer.sampled_end(has_calls=bool(calls))
+        return WrittenAnswer(header=header, sampled=[*self._own(text), end])
+
+    def with_header(self, prompt: list[int], header: str) -> list[int]:
+        """Return the tokens before an answer with this header in place of the generation prompt.
+
+        Raises: ValueError: the prompt does not end with the generation prompt.
+        """
+        turns = self.renderer.turns
+        if header == turns.asked:
+            return prompt
+        asked = self._plain(turns.after_user)
+        if prompt[-len(asked) :] != asked:
+            raise ValueError("messages: the chat template asks for this answer in another form")
+        return [*prompt[: len(prompt) - len(asked)], *self._plain(turns.closed + header)]
+
+    def _parted(self, text: str) -> tuple[str, str]:
+        """Return the header before an answer, behind the text of all prompts, and the answer.
+
+        A header that opens a block of thoughts stands before an answer with thoughts only.
+        """
+        turns = self.renderer.turns
+        form = self.renderer.thoughts
+        if form.between:
+            has_head = without_marks(form.head_end) in text
+            return turns.asked, text if has_head else turns.answered + text
+        blocks = [tuple(map(without_marks, pair)) for pair in form.blocks]
+        opens, closes = next((each for each in blocks if each[0] in turns.asked), ("", ""))
+        has_thoughts = any(closing in text for _, closing in blocks)
+        if not opens:
+            return turns.asked, text
+        if closes in turns.asked:
+            return (turns.answered if has_thoughts else turns.asked), text
+        if not has_thoughts:
+            return turns.answered, text
+        lead = turns.asked[turns.asked.index(opens) :]
+        for start in (lead, lead.strip()):
+            if text.startswith(start):
+                return turns.asked, text.removeprefix(start).lstrip("\n")
+        return turns.asked, text
+
+    def _with_thoughts(self, thoughts: str) -> str:
+        """Return thoughts as the template writes them before an answer's text."""
+        turns = self.renderer.turns
+        for name in FIELDS:
+            said = {"role": "assistant", "content": ASSISTANT, name: THOUGHT}
+            text = self._rendered([{"role": "user", "content": USER}, said], (), is_asking=False)
+            before, has_answer, _ = text.partition(ASSISTANT)
+            if has_answer and THOUGHT in before:
+                block = before.partition(USER)[2].removeprefix(turns.closed)
+                return block.replace(THOUGHT, thoughts)
+        raise ValueError(f"{FIELDS[0]}: the chat template shows no thoughts")
+
+    def _with_calls(self, message: Message, calls: Any, tools: Sequence[Message]) -> str:
+        """Return an answer with its calls as the template writes them."""
+        turn = self.renderer.call_turn
+        if not isinstance(turn, CallTurn):
+            raise ValueError(f"tool_calls: {turn}")
+        told = _checked_calls(calls)
+        shown = [turn.call(name, arguments) for name, arguments in told]
+        said = {"role": "assistant", "content": message.get("content") or "", "tool_calls": shown}
+        results = [{"role": "tool", "name": name, "content": NEXT} for name, _ in told]
+        whole = self._rendered(
+            [{"role": "user", "content": USER}, said, *results], tools, is_asking=False
+        )
+        answer = whole.partition(USER)[2].removeprefix(self.renderer.turns.closed)
+        if any(without_marks(mark) in turn.answered for pair in self._blocks for mark in pair):
+            answer = answer.removeprefix(turn.answered)  # Thoughts that the record does not have.
+        text, has_end, _ = answer.partition(self.renderer.call_end)
+        found = turn.form.read(text, list(tools))[1] if has_end else []
+        if found != told:
+            raise ValueError("tool_calls: the chat template does not show them as given")
+        return text
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Message], *, is_asking: bool
+    ) -> str:
+        try:
+            return self.renderer.rendered(messages, tools=list(tools) or None, is_asking=is_asking)
+        except (TemplateError, TypeError, ConfigError) as error:
+            raise ValueError(f"messages: the chat template refuses them: {error}") from error
+
+    def _plain(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _own(self, text: str) -> list[int]:
+        """Return the tokens of an answer's text, in which names of framing tokens are letters."""
+        if not self._joint:
+            return self._broken(text)
+        ids: list[int] = []
+        for number, piece in enumerate(text.split(self._joint)):
+            ids += self._plain(self._joint) if number else []
+            ids += self._broken(piece)
+        return ids
+
+    def _broken(self, text: str) -> list[int]:
+        marked = self._framing.sub(lambda found: found[0][0] + _BREAK + found[0][1:], text)
+        pieces = marked.split(_BREAK)
+        return [each for piece in pieces for each in self._plain(piece)]
+
+
+def _checked_calls(calls: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and arguments of each call. Raises: ValueError: a call is malformed."""
+    if not isinstance(calls, list):
+        raise ValueError("tool_calls: must be a list")
+    found: list[tuple[str, dict[str, Any]]] = []
+    for number, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str) or not name:
+            raise ValueError(f"tool_calls[{number}]: must have a name")
+        try:
+            found.append((name, read_arguments(function.get("arguments"))))
+        except ValueError as error:
+            raise ValueError(f"tool_calls[{number}]: arguments: {error}") from error
+    return found

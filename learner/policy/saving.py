@@ -1,0 +1,103 @@
+"""Writes checkpoints that transformers 4.57 and 5, vLLM and this project read alike.
+
+The files of the tokenizer and `generation_config.json` are copied as they came with the model.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from common.formats.chat_template import template_of
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TEMPLATE = "chat_template.jinja"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# Files of a tokenizer of any family, and of the generation settings.
+TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*.json",
+    "vocab*.txt",
+    "merges.txt",
+    "tekken.json",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    GENERATION_CONFIG,
+)
+# Keys of tokenizer_config.json that transformers 4 cannot read, or that describe one load.
+UNREADABLE = ("backend", "is_local", "local_files_only")
+
+
+def save_model(folder: Path, model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
+    """Write the weights and `config.json`, with RoPE in both notations of transformers."""
+    own = model.generation_config
+    # Its file is copied from the model's folder, since some published ones cannot be saved again.
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder, state_dict=dict(state))
+    finally:
+        model.generation_config = own
+    path = folder / CONFIG
+    config = json.loads(path.read_text(encoding="utf-8"))
+    _write(path, {**config, **rope_of_4(config)})
+
+
+def save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the tokenizer: the files of the folder that it came from, or new ones."""
+    source = Path(str(tokenizer.name_or_path or ""))
+    if tokenizer.name_or_path and source.is_dir():
+        found = {path for name in TOKENIZER_FILES for path in source.glob(name)}
+        for path in sorted(found):
+            shutil.copy(path, folder / path.name)
+    else:
+        tokenizer.save_pretrained(str(folder))
+        path = folder / TOKENIZER_CONFIG
+        _write(path, readable_by_4(json.loads(path.read_text(encoding="utf-8"))))
+    template = template_of(tokenizer)
+    if template and template != (tokenizer.chat_template or ""):  # That of `model.chat_template`.
+        (folder / TEMPLATE).write_text(template, encoding="utf-8")
+
+
+def rope_of_4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of transformers 4 for `rope_parameters`, {} without any.
+
+    Example: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6} -> rope_theta 1e6 and
+    rope_scaling {"rope_type": "linear", "factor": 8.0}.
+    """
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return {}
+    parameters = cast(dict[str, Any], rope)
+    if "rope_theta" in parameters:
+        rest = {key: value for key, value in parameters.items() if key != "rope_theta"}
+        is_scaled = rest.get("rope_type", "default") != "default"
+        scaling = {"rope_scaling": rest} if is_scaled else {}
+        return {"rope_theta": parameters["rope_theta"], **scaling}
+    local = parameters.get("sliding_attention")
+    whole = parameters.get("full_attention")
+    if not isinstance(local, dict) or not isinstance(whole, dict):
+        return {}
+    own = rope_of_4({"rope_parameters": whole})
+    return {**own, "rope_local_base_freq": cast(dict[str, Any], local).get("rope_theta")}
+
+
+def readable_by_4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `tokenizer_config.json` with names that transformers 4 and 5 know."""
+    found = {key: value for key, value in config.items() if key not in UNREADABLE}
+    if found.get("tokenizer_class") == "TokenizersBackend":
+        found["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(found.get("extra_special_tokens"), list):
+        found["additional_special_tokens"] = found.pop("extra_special_tokens")
+    return found
+
+
+def _write(path: Path, tree: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,173 @@
+"""Laws of supervised rows and exports with the chat templates of published models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actor.rollout.render import Renderer
+from common.errors import ConfigError
+from common.exchange.framing import Framing
+from common.exchange.writing import write
+from common.store.agent_traj import Conversation, read_conversations
+from learner.offline.rows import Row, read_rows, row_of_conversation
+from tests.actor.formats.trl_templates import PICTURES, names, tokenizer_of
+from tests.common.exchange.test_round_trip import of_tokens
+
+TEXTS = ["Which way?", "go left", "a wall <|im_end|>", "open it"]
+THOUGHT = "<think>\nThe door is to the left.\n</think>\n\n"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "go",
+        "description": "moves",
+        "parameters": {"type": "object", "properties": {"to": {"type": "string"}}},
+    },
+}
+CALL = {"type": "function", "function": {"name": "go", "arguments": {"to": "kitchen"}}}
+
+
+def is_accepted(name: str) -> bool:
+    try:
+        return bool(Renderer(tokenizer_of(name)))
+    except ConfigError:
+        return False
+
+
+ACCEPTED = [name for name in sorted(set(names()) - set(PICTURES)) if is_accepted(name)]
+ANY_TEMPLATE = pytest.mark.parametrize("name", ACCEPTED)
+
+
+def record_of(texts: list[str], **more: Any) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    return {"messages": messages, **more}
+
+
+def conversation(tmp_path: Path, record: dict[str, Any]) -> Conversation:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(record), encoding="utf-8")
+    (found,) = read_conversations(path)
+    return found
+
+
+def learnt(tokenizer: Any, row: Row) -> str:
+    return tokenizer.decode(row.token_ids[row.mask].tolist())
+
+
+def played(renderer: Renderer, tokenizer: Any, answers: list[str]) -> tuple[list[int], list[int]]:
+    """Return tokens and mask of a rollout that samples these answers."""
+    ids: list[int] = []
+    mask: list[int] = []
+    end = renderer.sampled_end(has_calls=False)
+    for number, answer in enumerate(answers):
+        text = TEXTS[2 * number]
+        seen = renderer.after_turn(text, is_stopped=True, end=end) if ids else []
+        prompt = seen or renderer.first_prompt(text)
+        own = [*tokenizer.encode(answer, add_special_tokens=False), end]
+        ids += [*prompt, *own]
+        mask += [0] * len(prompt) + [1] * len(own)
+    return ids, mask
+
+
+def plain_answers(renderer: Renderer) -> list[str]:
+    """Return the answers as a policy of this template samples them, without thoughts."""
+    has_messages = bool(renderer.thoughts.between)
+    head = renderer.turns.answered if has_messages else ""
+    return [head + text for text in TEXTS[1::2]]
+
+
+def asks_for_thoughts(renderer: Renderer) -> bool:
+    """Return whether the generation prompt begins thoughts that the answer must end."""
+    asked = renderer.turns.asked
+    return "<think>" in asked and "</think>" not in asked
+
+
+@ANY_TEMPLATE
+def test_rows_equal_a_rollout_of_the_same_answers(name: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(name)
+    renderer = Renderer(tokenizer)
+    row = row_of_conversation(tokenizer, conversation(tmp_path, record_of(TEXTS)))
+    answers = plain_answers(renderer)
+    end = tokenizer.decode([renderer.sampled_end(has_calls=False)])
+    assert learnt(tokenizer, row) == "".join(answer + end for answer in answers)
+    if not asks_for_thoughts(renderer):  # Else the record lacks the thoughts.
+        ids, mask = played(renderer, tokenizer, answers)
+        assert (row.token_ids.tolist(), row.mask.astype(int).tolist()) == (ids, mask)
+
+
+@ANY_TEMPLATE
+@pytest.mark.parametrize("format", ["sft", "agenttraj", "atif"])
+def test_exported_episodes_are_read_as_the_same_tokens(
+    name: str, format: str, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(name)
+    renderer = Renderer(tokenizer)
+    answers = plain_answers(renderer)
+    if asks_for_thoughts(renderer):
+        answers = [f"The door.\n</think>\n\n{text}" for text in answers]
+    elif not renderer.thoughts.between and not renderer.turns.asked:
+        answers = [THOUGHT + text for text in answers]
+    ids, mask = played(renderer, tokenizer, answers)
+    path = tmp_path / "out.jsonl"
+    write(format, path, [of_tokens(ids, mask)], Framing(tokenizer))
+    (row,) = read_rows(path, tokenizer=tokenizer, max_tokens=10_000, key="k")
+    assert row.token_ids[row.mask].tolist() == np.array(ids)[np.array(mask, bool)].tolist()
+    assert row.token_ids.tolist() == ids
+
+
+@ANY_TEMPLATE
+def test_calls_are_learnt_or_refused_by_record(name: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(name)
+    renderer = Renderer(tokenizer)
+    messages = [
+        {"role": "user", "content": "Get the key."},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "name": "go", "content": "a key"},
+        {"role": "assistant", "content": "I have it."},
+    ]
+    told = conversation(tmp_path, {"messages": messages, "tools": [TOOL]})
+    if isinstance(renderer.calls, str):
+        with pytest.raises(ConfigError, match=r"rows\.jsonl: record 1: tool_calls: "):
+            row_of_conversation(tokenizer, told)
+        return
+    row = row_of_conversation(tokenizer, told)
+    text = learnt(tokenizer, row)
+    assert "kitchen" in text
+    assert "I have it." in text
+    assert "a key" not in text
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"role": "assistant", "content": [{"type": "image_url"}]}, "'content' has parts of type"),
+        ({"role": "assistant", "content": None}, "'content' is NoneType"),
+        ({"role": "assistant", "content": 3}, "'content' is int"),
+        ({"role": "critic", "content": "no"}, "'role' is 'critic'"),
+        ({"role": "assistant", "content": "", "tool_calls": "go"}, "'tool_calls' must be a list"),
+        ({"role": "assistant", "content": "", "tool_calls": [{}]}, r"tool_calls\[0\]: must have"),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "'function_call'"),
+    ],
+)
+def test_unreadable_message_is_refused_by_record_and_field(
+    message: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    record = {"messages": [{"role": "user", "content": "go"}, message]}
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl: record 1: {field}"):
+        row_of_conversation(tokenizer_of("qwen3"), conversation(tmp_path, record))
+
+
+def test_thoughts_of_a_field_are_learnt_like_the_template_writes_them(tmp_path: Path) -> None:
+    record = record_of(TEXTS[:2])
+    record["messages"][1]["reasoning_content"] = "The door is to the left."
+    row = row_of_conversation(tokenizer_of("qwen3"), conversation(tmp_path, record))
+    assert learnt(tokenizer_of("qwen3"), row) == f"{THOUGHT}go left<|im_end|>"
+
+
+def test_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(record_of(TEXTS)), encoding="utf-8-sig")
+    assert len(read_conversations(path)) == 1
