@@ -17,7 +17,7 @@ from common.repository import ROOT
 PACKAGES = ("actor", "common", "envhub", "learner")
 MAX_FILE_LINES = 500
 USUAL_FILE_LINES = 300
-MAX_LONG_FILES_FRAC = 0.05  # Share of files that may be longer than usual.
+MAX_LONG_FILES_FRAC = 0.06  # Share of files that may be longer than usual.
 MAX_FUNCTION_LINES = 60
 MAX_MEDIAN_FUNCTION_LINES = 10
 MAX_CONSTRUCTOR_ARGUMENTS = 9
@@ -36,7 +36,7 @@ SATELLITES = (  # Parts that register with the core; an installation may leave e
     "envhub/interop",
     "envhub/author",
 )
-MAX_CORE_LINES = 53_000
+MAX_CORE_LINES = 52_900
 MAX_MUTUAL_FOLDERS = 5
 PRODUCT = [
     *sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")),

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import zmq
-from learner.batch.synthetic import synthetic_trajectory
 
 from common.errors import LongstrideError
 from common.host.loopback import loopback
@@ -33,6 +32,7 @@ from common.wire.messages import (
 from common.wire.security import RunKeys
 from common.wire.sockets import connect_dealer
 from common.wire.weight_messages import WeightsJoin, WeightsLeave, WeightsOffer
+from learner.simulator.synthetic import synthetic_trajectory
 
 NAME = "honest"
 PAUSE_S = 0.05  # Time between an answer and the next request.

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import zmq
-from learner.batch.synthetic import synthetic_trajectory
 
 # This is imported early, because an interrupt during a later import would be lost.
 from numpy.random import default_rng
@@ -35,6 +34,7 @@ from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import ReportClient
+from learner.simulator.synthetic import synthetic_trajectory
 
 HOST = "127.0.0.1"
 NUM_TOKENS = 2_000

@@ -5,7 +5,7 @@ The files of the tokenizer and `generation_config.json` are copied as they came 
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,31 +38,30 @@ UNREADABLE = ("backend", "is_local", "local_files_only")
 
 def save_model(folder: Path, model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     """Write the weights and `config.json`, with RoPE in both notations of transformers."""
-    own = model.generation_config
+    own = getattr(model, "generation_config", None)  # None: the model cannot generate text.
     # Its file is copied from the model's folder, since some published ones cannot be saved again.
-    model.generation_config = GenerationConfig()
+    if own is not None:
+        model.generation_config = GenerationConfig()
     try:
         model.save_pretrained(folder, state_dict=dict(state))
     finally:
-        model.generation_config = own
-    path = folder / CONFIG
-    config = json.loads(path.read_text(encoding="utf-8"))
-    _write(path, {**config, **rope_of_4(config)})
+        if own is not None:
+            model.generation_config = own
+    _rewrite(folder / CONFIG, lambda config: {**config, **rope_of_4(config)})
 
 
 def save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the tokenizer: the files of the folder that it came from, or new ones."""
-    source = Path(str(tokenizer.name_or_path or ""))
-    if tokenizer.name_or_path and source.is_dir():
-        found = {path for name in TOKENIZER_FILES for path in source.glob(name)}
+    name = str(getattr(tokenizer, "name_or_path", "") or "")
+    if name and Path(name).is_dir():
+        found = {path for each in TOKENIZER_FILES for path in Path(name).glob(each)}
         for path in sorted(found):
             shutil.copy(path, folder / path.name)
     else:
-        tokenizer.save_pretrained(str(folder))
-        path = folder / TOKENIZER_CONFIG
-        _write(path, readable_by_4(json.loads(path.read_text(encoding="utf-8"))))
+        tokenizer.save_pretrained(folder)
+        _rewrite(folder / TOKENIZER_CONFIG, readable_by_4)
     template = template_of(tokenizer)
-    if template and template != (tokenizer.chat_template or ""):  # That of `model.chat_template`.
+    if template and template != tokenizer.chat_template:  # That of `model.chat_template`.
         (folder / TEMPLATE).write_text(template, encoding="utf-8")
 
 
@@ -99,5 +98,8 @@ def readable_by_4(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _write(path: Path, tree: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change a JSON file that the save has written, if there is one."""
+    if path.is_file():
+        tree = change(json.loads(path.read_text(encoding="utf-8")))
+        path.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
