@@ -46,7 +46,7 @@ STUDIES = (
     "peer",
 )
 SUITES = (
-    "envhub, echo, soak, solve, learner, scheduler, transport, weights, tail, actor, agents,"
+    "envhub, soak, solve, learner, scheduler, transport, weights, tail, actor, agents,"
     " end2end, chaos, chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict,"
     " dashboard, gpu, "
 ) + ", ".join(STUDIES)
