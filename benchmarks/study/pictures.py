@@ -3,6 +3,7 @@
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 from matplotlib import rc_context
@@ -38,7 +39,7 @@ def lines_svg(
     Args:
         ticks: values with a mark on the axis; (): chosen by matplotlib.
     """
-    with rc_context(STYLE):
+    with rc_context(cast(Any, STYLE)):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()
         for line in lines:

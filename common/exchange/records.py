@@ -130,7 +130,7 @@ def _text_of(content: object, what: str, *, is_optional: bool) -> str:
         texts = [each.get("text") if isinstance(each, dict) else each for each in content]
         kinds = {each.get("type", "text") for each in content if isinstance(each, dict)}
         if kinds <= {"text"} and all(isinstance(each, str) for each in texts):
-            return "".join(texts)
+            return "".join(map(str, texts))
         raise ConfigError(f"{what} has parts of type {sorted(map(str, kinds))}; only text is shown")
     raise ConfigError(f"{what} is {type(content).__name__}, not text")
 

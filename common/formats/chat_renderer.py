@@ -96,7 +96,7 @@ class ChatRenderer(MeasuredTemplate):
         """
         turns = self._turns
         shown = turns.shown(text)
-        how = {"is_stopped": is_stopped, "end": end}
+        how: dict[str, Any] = {"is_stopped": is_stopped, "end": end}
         return self._framed(self._end, turns.between, shown, turns.after_user, **how)
 
     def after_action(

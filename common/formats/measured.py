@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import TemplateError
 
@@ -146,7 +146,7 @@ def with_ids(messages: Sequence[Message]) -> list[Message]:
             place = place + 1
         else:
             place = 0
-        if calls := each.get("tool_calls"):
+        if calls := cast(list[dict[str, Any]], each.get("tool_calls") or []):
             named = [{"id": CALL_ID.format(i), **call} for i, call in enumerate(calls)]
             each = {**each, "tool_calls": named}
         found.append(each)

@@ -7,7 +7,7 @@ of tokens that begin or end a turn are encoded as letters.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import TemplateError
 
@@ -183,10 +183,12 @@ def _checked_calls(calls: Any) -> list[tuple[str, dict[str, Any]]]:
     if not isinstance(calls, list):
         raise ValueError("tool_calls: must be a list")
     found: list[tuple[str, dict[str, Any]]] = []
-    for number, call in enumerate(calls):
-        function = call.get("function", call) if isinstance(call, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(function, dict) or not isinstance(name, str) or not name:
+    for number, each in enumerate(cast(list[object], calls)):
+        call = cast(dict[str, Any], each) if isinstance(each, dict) else {}
+        inner: object = call.get("function", call)
+        function = cast(dict[str, Any], inner) if isinstance(inner, dict) else {}
+        name: object = function.get("name")
+        if not isinstance(name, str) or not name:
             raise ValueError(f"tool_calls[{number}]: must have a name")
         try:
             found.append((name, read_arguments(function.get("arguments"))))

@@ -83,9 +83,8 @@ def play(leases: list[Lease], *, is_lockstep: bool) -> tuple[dict[str, list[int]
         rounds = Rounds(together, max_tokens=8, exclusive=asyncio.Lock()) if is_lockstep else None
         parts: dict[str, Any] = {"renderer": PlainLetters(), "environments": environments}
         cfg = ActorSection()
-        episodes = EpisodePool(
-            cfg, actor="a", engine=together, delivery=box, rounds=rounds, **parts
-        )  # type: ignore[arg-type]
+        to: Any = box
+        episodes = EpisodePool(cfg, actor="a", engine=together, delivery=to, rounds=rounds, **parts)
         episodes.start(leases)
         async with asyncio.timeout(10.0):
             while len(box.taken) < len(leases):

@@ -91,7 +91,7 @@ def test_rows_equal_a_rollout_of_the_same_answers(name: str, tmp_path: Path) -> 
     renderer = Renderer(tokenizer)
     row = row_of_conversation(tokenizer, conversation(tmp_path, record_of(TEXTS)))
     answers = plain_answers(renderer)
-    end = tokenizer.decode([renderer.sampled_end(has_calls=False)])
+    end = str(tokenizer.decode([renderer.sampled_end(has_calls=False)]))
     assert learnt(tokenizer, row) == "".join(answer + end for answer in answers)
     if not asks_for_thoughts(renderer):  # Else the record lacks the thoughts.
         ids, mask = played(renderer, tokenizer, answers)
