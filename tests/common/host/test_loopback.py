@@ -76,7 +76,7 @@ def test_every_run_listener_answers_on_ipv6() -> None:
 def test_weights_travel_between_processes_on_ipv6() -> None:
     code = (
         "import threading, torch\n"
-        "from common.wire.collective import BroadcastGroup, Place\n"
+        "from common.wire.collective import BroadcastGroup, CollectiveMember\n"
         "import torch.distributed as dist\n"
         "store = dist.HashStore()\n"
         "out = torch.zeros(4, dtype=torch.uint8)\n"
@@ -84,7 +84,7 @@ def test_weights_travel_between_processes_on_ipv6() -> None:
         "    group = BroadcastGroup(store, place(1), epoch=1)\n"
         "    group.broadcast(out)\n"
         "def place(rank):\n"
-        "    return Place(rank, 2, 'gloo', bind_host='::1', timeout_s=20.0)\n"
+        "    return CollectiveMember(rank, 2, 'gloo', bind_host='::1', timeout_s=20.0)\n"
         "other = threading.Thread(target=receive)\n"
         "other.start()\n"
         "group = BroadcastGroup(store, place(0), epoch=1)\n"

@@ -122,7 +122,7 @@ def test_answer_that_is_no_json_fails_and_keeps_the_worker(hub):
     hub.step(odd, "be odd", 1)
     told = hub.client.get(f"{odd}/hint")
     assert told.status_code == 500
-    assert "fragile: no JSON: Object of type bytes" in told.json()["detail"]
+    assert "fragile: a message is not JSON: Object of type bytes" in told.json()["detail"]
     assert hub.step(other, "go", 1).status_code == 200
 
 
