@@ -79,6 +79,7 @@ def rig() -> Iterator[EnvRig]:
 
 @browser
 @pytest.mark.slow
+@pytest.mark.long
 def test_expert_solves_every_page_that_it_supports(rig: EnvRig):
     async def all_pages():
         gate = asyncio.Semaphore(4)

@@ -44,6 +44,7 @@ def test_any_text_is_an_action_of_a_textarena_game() -> None:
     check_apart(python, "textarena:GuessTheNumber-v0", "GuessTheNumber-v0")
 
 
+@pytest.mark.long
 def test_any_text_is_an_action_of_a_verifiers_taskset(tmp_path: Path) -> None:
     with serving(tasksets.described(tmp_path, "tiny_words")) as url:
         asyncio.run(check_texts(url, "tasks"))

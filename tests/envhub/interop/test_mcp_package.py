@@ -358,6 +358,7 @@ def test_function_call_of_tool_reaches_server(tmp_path: Path, repository: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_its_tools_are_trained_on_here(tmp_path: Path) -> None:
     with http_server(tmp_path) as url:
         options = {"items": "tool:listed", "submit": "length", "plain_answers": True}

@@ -103,6 +103,7 @@ def test_its_client_plays_our_environment() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_its_echo_environment_is_trained_on_here(tmp_path: Path) -> None:
     with echo_server(tmp_path) as url:
         where = ["env.dialect=openenv", f"env.url={url}", "tasks=[{env: openenv, subset: all}]"]
@@ -118,6 +119,7 @@ def test_its_echo_environment_is_trained_on_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_trl_trains_two_steps_on_our_textcraft(tmp_path: Path, repository: Path) -> None:
     python = python_with(OPENENV, "trl==1.16.0", sees_ours=True)
     model = repository / "configs/policies/tiny"

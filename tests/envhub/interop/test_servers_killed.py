@@ -16,7 +16,7 @@ from tests.envhub.interop.test_mcp_package import MCP, SERVER, described, http_s
 from tests.envhub.interop.test_openenv_package import echo_command, listening
 from tests.venvs import python_with
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 AT_ONCE = 16  # episodes of the smoke run
 DOWN_S = 4.0

@@ -54,6 +54,7 @@ def expert_model() -> FastAPI:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_its_own_command_evaluates_our_babyai(tmp_path: Path, repository: Path) -> None:
     python = python_with(VERIFIERS, str(repository / "docs/examples/verifiers"))
     folder = Path(python).parent
