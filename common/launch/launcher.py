@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 30.0
 RESTART_WINDOW_S = 600.0  # Restarts older than this are not counted.
+JUST_S = 5.0  # An exit is detected within this time.
 CALM_S = 30.0  # A role that ran for this long restarts with the shortest delay.
 MAX_LAST_CHARS = 300  # Longest part of a role's last log line in the launcher's log.
 AT_ONCE_FRAC = 0.1  # Shortest delay / first backoff; the role's descendants end within it.
@@ -225,6 +226,7 @@ class _Role:
         self._backoff_s = AT_ONCE_FRAC * first_backoff_s
         self._start_again_at = 0.0
         self._left_beside: RoleProcess | None = None  # Run-ending process at the last exit with 0.
+        self._first_last: RoleProcess | None = None  # First run-ending process.
         self._restarts: deque[float] = deque()
         self._may_have_worked = False
         self._error = ""  # Error of the last failed start, without its numbers.
@@ -249,6 +251,7 @@ class _Role:
         Args:
             last: the current process whose end ends the run, if there is one.
         """
+        self._first_last = self._first_last or last
         if self.process is None:
             if time.monotonic() >= self._start_again_at:
                 self._start_again(last)
@@ -268,8 +271,14 @@ class _Role:
         if not self._may_restart():
             return self._failure(ended, code)
         self._plan_restart(ended, code)
-        self._left_beside = last if code == 0 else None
+        self._left_beside = last if code == 0 and not self._has_just_restarted(last) else None
         return None
+
+    def _has_just_restarted(self, last: RoleProcess | None) -> bool:
+        """Return whether `last` is a restart so recent that this role may have ended before it."""
+        if last is None or last is self._first_last or last.started_at is None:
+            return False
+        return time.time() - last.started_at < JUST_S
 
     def _start_again(self, last: RoleProcess | None) -> None:
         """Restart the process, unless the run is over and the process had exited normally.

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
-import yaml
-
 from common.errors import ConfigError, PeerMissing
 
 DESCRIPTORS_S = 10.0
@@ -66,6 +64,8 @@ class RunDir:
 
     def read_source(self) -> str:
         """Return `model.source` of the run's configuration, "" without one."""
+        import yaml  # Imported here, because small helper processes import this module.
+
         if not self.config.is_file():
             return ""
         tree = yaml.safe_load(self.config.read_text(encoding="utf-8"))

@@ -217,9 +217,15 @@ def test_exited_role_of_finished_run_stays_away(
     assert (starts.read_text(encoding="utf-8") == "x") is is_over
 
 
-def test_exited_role_returns_when_the_learner_restarts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lingers_s", [0.0, 0.5], ids=["before it", "after it"])
+def test_exited_role_returns_when_the_learner_restarts(tmp_path: Path, lingers_s: float) -> None:
     starts, lives = tmp_path / "starts", tmp_path / "lives"
-    scheduler = role(tmp_path, "scheduler", "import sys; open(sys.argv[1], 'a').write('x')", starts)
+    exits = f"""
+import sys, time
+with open(sys.argv[1], 'a') as starts: starts.write('x')
+time.sleep({lingers_s})
+"""
+    scheduler = role(tmp_path, "scheduler", exits, starts)
     code = """
 import os, sys, time
 with open(sys.argv[2], 'a') as lives: lives.write('x')
