@@ -28,8 +28,12 @@ else
 	@$(PYTEST) $(ARGS)
 endif
 
+# Folders whose unit tests train networks, play many environments or start processes.
+HEAVY = end_to_end benchmarks docs learner/training learner/recompute learner/simulator learner/policy \
+  envhub/envs envhub/interop envhub/agentgym envhub/catalogue common/checks common/launch common/dashboard
+
 test-fast: $(STAMP)
-	@$(PYTEST) $(call AT_ONCE,2) --ignore tests/end_to_end -m "not slow and not gpu" $(ARGS)
+	@$(PYTEST) $(call AT_ONCE,0) $(HEAVY:%=--ignore tests/%) -m "not slow and not gpu" $(ARGS)
 
 # Studies, fault campaigns, soaks and tests of many web pages, which run every night.
 # Tests of seconds run last and alone, with their exact bounds; `make test` has generous ones.
