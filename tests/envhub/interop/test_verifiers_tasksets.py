@@ -195,6 +195,7 @@ def test_episode_at_taskset_limit_is_truncated(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_its_taskset_is_trained_and_evaluated_here(tmp_path: Path) -> None:
     reference = described(tmp_path, "tiny_words")
     where = [f"envhub.envs=[{reference}]", "tasks=[{env: tasks, subset: all}]"]
@@ -225,7 +226,7 @@ def test_check_env_fails_a_taskset_only_for_action_validity(
         timeout=280,
     )
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
-    assert failed == ["FAIL actions     'no such action' counts as valid"], done.stdout
+    assert failed == ["FAIL actions     the action 'no such action' counts as valid"], done.stdout
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def test_recompute_reproduces_the_learner_over_restarts(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_recompute_reproduces_killed_ranks(tmp_path: Path) -> None:
     running = ["algorithm.advantage=running", "learner.num_ranks=2", "learner.compile=true"]
     root = tmp_path / "r"
