@@ -106,7 +106,7 @@ class RoleSupervisor:
         while not self._signals:
             last = next((each for each in self._roles if each.spec.ends_run), None)
             for role in self._roles:
-                ending = role.check(last.process if last is not None else None)
+                ending = role.check(last)
                 if ending is not None:
                     return ending
             ending = self._end_stall()
@@ -226,7 +226,7 @@ class _Role:
         self._backoff_s = AT_ONCE_FRAC * first_backoff_s
         self._start_again_at = 0.0
         self._left_beside: RoleProcess | None = None  # Run-ending process at the last exit with 0.
-        self._first_last: RoleProcess | None = None  # First run-ending process.
+        self._restarted_at = -math.inf  # On the monotonic clock.
         self._restarts: deque[float] = deque()
         self._may_have_worked = False
         self._error = ""  # Error of the last failed start, without its numbers.
@@ -245,16 +245,15 @@ class _Role:
         """Start the process."""
         self.process = self._starter.start(self.spec)
 
-    def check(self, last: RoleProcess | None) -> Ending | None:
+    def check(self, last: "_Role | None") -> Ending | None:
         """Check the process once; return the run's ending if this role ends the run.
 
         Args:
-            last: the current process whose end ends the run, if there is one.
+            last: the role whose end ends the run, if there is one.
         """
-        self._first_last = self._first_last or last
         if self.process is None:
             if time.monotonic() >= self._start_again_at:
-                self._start_again(last)
+                self._start_again(last.process if last is not None else None)
             return None
         code = self.process.poll()
         if code is None:
@@ -271,14 +270,15 @@ class _Role:
         if not self._may_restart():
             return self._failure(ended, code)
         self._plan_restart(ended, code)
-        self._left_beside = last if code == 0 and not self._has_just_restarted(last) else None
+        # A role whose exit is found just after the restart of `last` may have ended before it.
+        has_left = code == 0 and last is not None and not last.has_just_restarted
+        self._left_beside = last.process if has_left and last is not None else None
         return None
 
-    def _has_just_restarted(self, last: RoleProcess | None) -> bool:
-        """Return whether `last` is a restart so recent that this role may have ended before it."""
-        if last is None or last is self._first_last or last.started_at is None:
-            return False
-        return time.time() - last.started_at < JUST_S
+    @property
+    def has_just_restarted(self) -> bool:
+        """Whether the process is a recent restart."""
+        return time.monotonic() - self._restarted_at < JUST_S
 
     def _start_again(self, last: RoleProcess | None) -> None:
         """Restart the process, unless the run is over and the process had exited normally.
@@ -289,6 +289,7 @@ class _Role:
         if is_same and self._watch is not None and self._watch.is_over():
             self._start_again_at = time.monotonic() + self._first_backoff_s
             return
+        self._restarted_at = time.monotonic()
         self.start()
 
     def clear_away(self) -> None:

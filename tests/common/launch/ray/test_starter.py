@@ -347,7 +347,7 @@ def test_stall_report_includes_stacks_from_other_nodes(nodes: Nodes, tmp_path: P
 
     assert launch(nodes, tmp_path, specs, interrupt_when(is_told), *own, run=policy).exit_code
     report = next(text for text in found() if "in helper_hangs" in text)
-    assert "learner hangs: main is at 'step 1'" in report
+    assert "learner hangs: main has been in 'step 1'" in report
     for name in ("learner", "actor-0, in its log"):
         assert "in hang_here" in report.partition(f"--- stacks of {name}\n")[2], report
     assert "probable cause: learner" in report
