@@ -28,12 +28,14 @@ else
 	@$(PYTEST) $(ARGS)
 endif
 
-# Folders whose unit tests train networks, play many environments or start processes.
-HEAVY = end_to_end benchmarks docs learner/training learner/recompute learner/simulator learner/policy \
-  envhub/envs envhub/interop envhub/agentgym envhub/catalogue common/checks common/launch common/dashboard
+# Folders whose unit tests train networks, play environments, start processes or wait.
+HEAVY = end_to_end benchmarks docs actor/agents actor/play common/checks common/dashboard common/exchange \
+  common/host common/launch envhub learner/training learner/recompute learner/simulator learner/policy \
+  learner/recovery learner/weights common/config/test_run_cli.py learner/scheduler/test_properties.py \
+  learner/scheduler/test_properties_learner.py learner/offline actor/rollout/test_hubs.py common/stall
 
 test-fast: $(STAMP)
-	@$(PYTEST) $(call AT_ONCE,0) $(HEAVY:%=--ignore tests/%) -m "not slow and not gpu" $(ARGS)
+	@$(PYTEST) $(call AT_ONCE,1) $(HEAVY:%=--ignore tests/%) -m "not slow and not gpu" $(ARGS)
 
 # Studies, fault campaigns, soaks and tests of many web pages, which run every night.
 # Tests of seconds run last and alone, with their exact bounds; `make test` has generous ones.
