@@ -126,8 +126,8 @@ def _convert_tokenizer(source: Path, folder: Path) -> None:
     try:
         tokenizer.from_pretrained(str(source), local_files_only=True).save_pretrained(str(folder))
     except (OSError, ValueError, KeyError, ImportError) as error:
-        logger.warning("cannot keep the tokenizer, tokens are shown as ids folder=%s error=%r",
-            source, error)  # fmt: skip
+        text = "cannot keep the tokenizer, tokens are shown as ids folder=%s error=%r"
+        logger.warning(text, source, error)
 
 
 def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:

@@ -143,7 +143,7 @@ def test_agent_continues_after_an_expired_episode() -> None:
 from urllib.error import HTTPError
 import time
 task = take()
-time.sleep(6.5)  # beyond its lease: nothing tells an agent of its end
+time.sleep(6.5)  # Longer than its lease; the agent gets no notice of the end.
 try:
     ask(task)
 except HTTPError as error:
