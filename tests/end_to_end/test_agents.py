@@ -10,7 +10,7 @@ from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind
 from tests.end_to_end.runs import Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 EXAMPLES = {
     "agent.py": ["run", sys.executable, "docs/examples/agent.py"],
@@ -19,13 +19,7 @@ EXAMPLES = {
 }
 
 
-NIGHTLY = ("agent.py", "agent_many.py")  # Both are persistent; agent.sh starts for each episode.
-
-
-@pytest.mark.parametrize(
-    "example",
-    [pytest.param(name, marks=[pytest.mark.long] * (name in NIGHTLY)) for name in EXAMPLES],
-)
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_example_agent_is_trained_and_evaluated(example: str, tmp_path: Path) -> None:
     lifetime, *command = EXAMPLES[example]
     told = json.dumps(command)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import REPOSITORY, Run
+from common.store.journal import read_journal
+from tests.end_to_end.runs import REPOSITORY, Run, balances
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,15 +22,23 @@ pytestmark = [
 NAMES = ("http_proxy", "https_proxy", "all_proxy")
 CLOSED = dict.fromkeys([*NAMES, *(name.upper() for name in NAMES)], "http://127.0.0.1:9")
 CLOSED |= {"no_proxy": "", "NO_PROXY": ""}
-SHORT = ("train.num_steps=1", "eval.before=false", "eval.after=false")
+SHORT = ("train.num_steps=2", "eval.before=false", "eval.after=false")
+AGENT = ("actor.endpoint=true", 'actor.agent=["sh", "docs/examples/agent.sh"]')
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("local", marks=pytest.mark.long), "ray"])
 def test_run_succeeds_beside_a_closed_proxy(tmp_path: Path, launcher: str) -> None:
-    with Run(tmp_path, *SHORT, f"launcher={launcher}", env=CLOSED) as run:
+    """The agent is a program of its own, which plays through the actor's endpoint."""
+    whole = (*SHORT, *AGENT, "actor.agent_lifetime=episode", f"launcher={launcher}")
+    with Run(tmp_path, *whole, env=CLOSED) as run:
         assert run.wait() == 0, run.output
     assert "restart=" not in run.output
-    assert [line["step"] for line in run.metrics()] == [1]
+    assert [line["step"] for line in run.metrics()] == [1, 2]
+    ledger = run.read("ledger.json")
+    assert balances(ledger)
+    assert ledger["failed"] == 0
+    played = [each for _, each in read_journal(run.root / "journal")]
+    assert any(len(each.segment_starts) for each in played)  # The agent forgets its first turns.
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:

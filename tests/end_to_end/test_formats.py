@@ -58,6 +58,7 @@ def test_run_trains_plans_and_masks_reflections(tmp_path: Path) -> None:
     assert "--- reflection 3\n" in shown
 
 
+@pytest.mark.long
 def test_answers_without_a_call_are_invalid_actions(tmp_path: Path) -> None:
     """The tiny policy has never seen a call: each of its turns is invalid, and no failure."""
     policy = tmp_path / "policy"

@@ -25,6 +25,7 @@ def test_model_removed_after_checks_ends_the_run(tmp_path: Path) -> None:
     assert "restart=" not in run.output
 
 
+@pytest.mark.long
 def test_refused_engine_argument_ends_the_run(tmp_path: Path) -> None:
     with Run(tmp_path, "actor.max_concurrent=50000") as run:
         assert run.wait() == 2, run.output

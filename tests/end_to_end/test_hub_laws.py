@@ -23,6 +23,7 @@ from benchmarks.envhub.solve import (
 )
 from envhub.envs.miniwob.pages import UNSOLVABLE, subset_name
 from tests.end_to_end.hubs import amount, offline_envs
+from tests.marks import WITH_PROCESSES, long_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -32,7 +33,7 @@ NUM_TURNS = 10
 WITHOUT_EXPERT = frozenset(subset_name(page) for page in UNSOLVABLE)
 
 
-@pytest.fixture(scope="module", params=offline_envs())
+@pytest.fixture(scope="module", params=long_for(offline_envs(), WITH_PROCESSES))
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, ServiceProcess]]:
     """An environment and the hub that serves it."""
     with hub_process([request.param], environ={"PYTHONHASHSEED": "0"}) as hub:

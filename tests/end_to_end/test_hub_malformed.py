@@ -14,7 +14,7 @@ from tests.end_to_end.malformed import Fuzz, fetch_document
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-NUM_REQUESTS = amount("LONGSTRIDE_FUZZ_REQUESTS", default=2000)
+NUM_REQUESTS = amount("LONGSTRIDE_FUZZ_REQUESTS", default=1000)
 NUM_ROUNDS = 4  # victims that were deleted meanwhile are replaced after each
 ITEMS = {
     "textcraft": "depth2-train-7",

@@ -1,7 +1,11 @@
 """The whole machine for real: every role a process, every plane its real part."""
 
 import json
+import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -9,26 +13,69 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.envhub.hub import ServiceProcess, hub_process
+from common.store.journal import read_journal
+from tests.end_to_end.offline import BASE, RATES, loss_of, successes
+from tests.end_to_end.offline import run as run_command
 from tests.end_to_end.runs import REPOSITORY, Run, balances, unbounded
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+NUM_STEPS = 14
+OVERRIDES = (
+    f"train.num_steps={NUM_STEPS}",
+    "eval.baselines=true",
+    # In the engine's own arithmetic a canary is exact. In bf16 it is a mean of too few tokens.
+    "learner.precision=fp32",
+    "learner.checkpoint_every_steps=2",
+    "learner.keep_checkpoints=1",
+)
 
 
-def test_run_trains_evaluates_and_accounts_for_episodes(tmp_path: Path) -> None:
-    # In the engine's own arithmetic a canary is exact; in bf16 it is a mean of too few tokens.
-    with Run(tmp_path, "eval.baselines=true", "learner.precision=fp32") as run:
-        assert run.wait() == 0, run.output
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, int]]:
+    """A run whose learner was killed, that was stopped by Ctrl-C, and that the same command ended.
+
+    The numbers are the journal's episodes at the kill and the metric lines at the stop.
+    """
+    folder = tmp_path_factory.mktemp("run")
+    numbers: dict[str, int] = {}
+    with Run(folder, *OVERRIDES) as run:
+        run.wait_until(lambda: is_journal_partly_settled(run))
+        numbers["episodes"] = sum(1 for _ in read_journal(run.root / "journal"))
+        os.kill(run.role_pid("learner"), signal.SIGKILL)
+        reached = len(run.metrics())
+        run.wait_until(lambda: len(run.metrics()) > reached)
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 130, run.output
         assert run.left_over() == []
+        numbers["steps"] = len(run.metrics())
+        assert numbers["steps"] < NUM_STEPS
+    with Run(folder, *OVERRIDES) as again:
+        assert again.wait() == 0, again.output
+        assert again.left_over() == []
+    return again, numbers
+
+
+def is_journal_partly_settled(run: Run) -> bool:
+    """Return True if a restarted learner would not read the journal from its beginning."""
+    path = run.root / "journal" / "replay_point.json"
+    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["position"]["offset"] > 0
+
+
+def test_run_trains_evaluates_and_accounts_for_episodes(
+    disturbed: tuple[Run, dict[str, int]],
+) -> None:
+    run, _ = disturbed
     ledger = run.read("ledger.json")
     assert balances(ledger)
     assert unbounded(run.root) == []
-    assert ledger["trained"] >= 3 * 2 * 2  # steps x groups x smallest group
+    assert ledger["trained"] >= NUM_STEPS * 2 * 2  # steps x groups x smallest group
     metrics = run.metrics()
-    assert [line["step"] for line in metrics] == [1, 2, 3]
-    name = "weights/canary_abs_logprob"  # a busy engine answers a step later
+    assert [line["step"] for line in metrics] == list(range(1, NUM_STEPS + 1))
+    name = "weights/canary_abs_logprob"  # A busy engine answers a step later.
     noise = [line[name] for line in metrics if name in line]
     assert noise
-    assert max(noise) <= 1e-4  # the engine's weights are the learner's weights
+    assert max(noise) <= 1e-4  # The engine's weights are the learner's weights.
     assert all(line["offpolicy/lag_max"] <= 4 for line in metrics)
     report = run.read("report.json")
     for name in ("before", "after"):
@@ -37,28 +84,65 @@ def test_run_trains_evaluates_and_accounts_for_episodes(tmp_path: Path) -> None:
     assert report["baselines"]["expert"]["success"] == 1.0
     assert report["heldout"]["num_shared_item_ids"] == 0
     assert report["peak_memory_bytes"]["all_roles"] > 100 << 20
-    told = f'"all_roles":{report["peak_memory_bytes"]["all_roles"]}'
-    assert told in (run.root / "report.html").read_text(encoding="utf-8")
-    assert "finished: step 3/3" in run.output
+    peak = f'"all_roles":{report["peak_memory_bytes"]["all_roles"]}'
+    assert peak in (run.root / "report.html").read_text(encoding="utf-8")
+    assert f"finished: step {NUM_STEPS}/{NUM_STEPS}" in run.output
     before = load_file(REPOSITORY / "configs/policies/tiny/model.safetensors")
-    after = load_file(run.root / "checkpoints/step-000003/model.safetensors")
+    newest = run.root / f"checkpoints/step-{NUM_STEPS:06d}"
+    after = load_file(newest / "model.safetensors")
     assert any((before[name] != after[name]).any() for name in before)
 
 
-def test_interrupted_run_resumes_at_its_next_step(tmp_path: Path) -> None:
-    overrides = ("train.num_steps=4", "eval.before=false", "eval.after=false")
-    with Run(tmp_path, *overrides) as run:
-        run.wait_until(lambda: len(run.metrics()) >= 1)
-        run.process.send_signal(signal.SIGINT)
-        assert run.wait() == 130, run.output
-        assert run.left_over() == []
-    num_steps = len(run.metrics())
-    assert f"stopped with a checkpoint at step {num_steps}; the same command resumes" in run.output
-    with Run(tmp_path, *overrides) as again:
-        assert again.wait() == 0, again.output
-    assert [line["step"] for line in again.metrics()] == [1, 2, 3, 4]
-    assert balances(again.read("ledger.json"))
-    assert unbounded(again.root) == []
+def test_interrupted_run_resumes_at_its_next_step(disturbed: tuple[Run, dict[str, int]]) -> None:
+    run, numbers = disturbed
+    stopped = f"stopped with a checkpoint at step {numbers['steps']}; the same command resumes"
+    assert stopped in run.output
+
+
+def test_killed_learner_rereads_only_unsettled_episodes(
+    disturbed: tuple[Run, dict[str, int]],
+) -> None:
+    run, numbers = disturbed
+    log = (run.root / "logs" / "learner.log").read_text(encoding="utf-8")
+    num_read, *_ = re.findall(r"journal from=.* episodes=(\d+)", log)
+    assert int(num_read) < numbers["episodes"]
+
+
+def test_no_episode_is_trained_twice(disturbed: tuple[Run, dict[str, int]]) -> None:
+    run, _ = disturbed
+    logged = (run.root / "journal" / "steps.jsonl").read_text(encoding="utf-8")
+    steps = [json.loads(text) for text in logged.splitlines()]
+    trained = [name for step in steps for group in step["groups"] for name in group]
+    assert len(set(trained)) == len(trained) == run.read("ledger.json")["trained"]
+
+
+def test_recompute_repeats_a_disturbed_run(disturbed: tuple[Run, dict[str, int]]) -> None:
+    run, _ = disturbed
+    argv = [sys.executable, "run.py", "recompute", str(run.root)]
+    again = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=300)
+    assert again.returncode == 0, again.stdout + again.stderr
+    checksums = f"equal: all {NUM_STEPS + 1} checksums of weights, versions 0 to {NUM_STEPS}"
+    assert checksums in again.stdout
+
+
+def test_sft_learns_the_newest_successes_of_a_run(
+    disturbed: tuple[Run, dict[str, int]], tmp_path: Path
+) -> None:
+    root = disturbed[0].root
+    rows = successes(root / "journal")
+    num_trained = len(rows) // 2
+    run_command(
+        tmp_path,
+        "sft",
+        "sft.from_scratch=false",
+        f"sft.demonstrations={root}",
+        "sft.min_reward=1",
+        f"sft.max_episodes={num_trained}",
+        *RATES,
+        f"sft.output={tmp_path}/policy",
+    )
+    taken = rows[-num_trained:]
+    assert loss_of(tmp_path / "policy", taken) < loss_of(BASE, taken) - 0.02
 
 
 @pytest.mark.long

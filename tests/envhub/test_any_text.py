@@ -15,6 +15,7 @@ from common.config.services import EnvhubSection
 from envhub.agentgym.dialects import DIALECTS
 from envhub.catalogue.registry import LOADERS, missing_requirements
 from tests.envhub.any_text import TEXTS, TIMEOUT_S, check_texts, serving
+from tests.marks import WITH_PROCESSES, long_for
 
 SORT = f"{Path(__file__).parents[2]}/docs/examples/sort.py:make_spec"
 AGENTGYM = ("babyai", "maze", "sqlgym", "textcraft", "wordle")  # Maze's server gives no reasons.
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env", sorted(LOADERS))
+@pytest.mark.parametrize("env", long_for(sorted(LOADERS), WITH_PROCESSES))
 def test_any_text_is_an_action_of_each_environment(env: str) -> None:
     missing = missing_requirements([env])
     if missing:

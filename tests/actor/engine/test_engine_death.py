@@ -39,7 +39,9 @@ def core_processes() -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGILL, marks=pytest.mark.long)]
+)
 def test_killed_engine_reports_the_signal(rig: Rig, number: int) -> None:
     async def law() -> None:
         (answer,) = await rig.engine._llm.collective_rpc("tiles")
@@ -58,6 +60,7 @@ def test_killed_engine_reports_the_signal(rig: Rig, number: int) -> None:
     rig.run(law())
 
 
+@pytest.mark.long
 def test_failed_engine_start_reports_its_cause(tmp_path: Path) -> None:
     from actor.engine.engine import Engine
 

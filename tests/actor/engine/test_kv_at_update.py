@@ -21,8 +21,9 @@ pytestmark = pytest.mark.slow
 
 BLOCK_TOKENS = 32  # of the engine's cache on a CPU
 EXACT = 1e-5  # nats, mean over tokens; with a cache of both versions they are 1.5 apart
-keep_and_drop = pytest.mark.parametrize("rig", [AtUpdate.KEEP, AtUpdate.DROP], indirect=True)
-keep = pytest.mark.parametrize("rig", [AtUpdate.KEEP], indirect=True)
+KEEP = pytest.param(AtUpdate.KEEP, marks=pytest.mark.long)
+keep_and_drop = pytest.mark.parametrize("rig", [KEEP, AtUpdate.DROP], indirect=True)
+keep = pytest.mark.parametrize("rig", [KEEP], indirect=True)
 
 
 @pytest.fixture(scope="module")

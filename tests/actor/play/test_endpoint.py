@@ -185,6 +185,7 @@ def _wait_until_up(address: str, server: subprocess.Popen[bytes], log: Path) -> 
     raise AssertionError(f"vLLM is not up: {log.read_text(encoding='utf-8')[-2_000:]}")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_vllms_own_server_is_understood(repository: Path, tmp_path: Path) -> None:

@@ -235,6 +235,7 @@ def test_multiprocess_gpu_check_runs_on_cpu(name: str) -> None:
     assert len(table.rows) == {"weights": 2, "adapters sent": 2}.get(name, 6)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_failed_engine_start_reports_last_output(tmp_path: Path) -> None:
     model = make_model()

@@ -8,6 +8,7 @@ from benchmarks.transport.scaling import HORIZON, episodes_per_s
 from common.store.journal import read_journal
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_simulated_actor_plays_real_sessions_into_the_journal(tmp_path: Path) -> None:
     assert episodes_per_s(tmp_path, 1, warm_up_s=0.0, measured_s=6.0) > 0

@@ -17,6 +17,7 @@ from envhub.errors import CapacityFull
 from envhub.hosting.sessions import Sessions
 from envhub.http.parts import Patience
 from tests.configs import edited
+from tests.marks import WITH_PROCESSES, long_for
 
 
 class Clock:
@@ -271,7 +272,7 @@ SERVED = {  # how many clients, options that leave little, and an action
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", long_for(SERVED, WITH_PROCESSES))
 def test_clients_without_close_fail_no_step_of_any_environment(name):
     num_clients, changes, action = SERVED[name]
     options = edited(EnvsSection(), changes)

@@ -21,6 +21,7 @@ from tests.envhub.agentgym.agentgym_clients import (
 )
 from tests.envhub.agentgym.agentgym_stubs import TOOLS, Stub
 from tests.envhub.agentgym.driving import drive, made, spec_of, stop
+from tests.marks import WITH_PROCESSES, long_for
 
 QUICK = ("textcraft", "babyai", "maze", "wordle")
 SUCCESS_INDEX = {"textcraft": 3, "babyai": 83, "maze": 4, "wordle": 11, "sciworld": 2936}
@@ -84,7 +85,9 @@ def test_remote_plays_our_own_routes_to_success(hub, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sqlgym", "searchqa", "sciworld", "webarena"])
+@pytest.mark.parametrize(
+    "name", long_for(["sqlgym", "searchqa", "sciworld", "webarena"], WITH_PROCESSES)
+)
 def test_remote_plays_our_routes_to_success_in_a_worker(name):
     with serve_envs(name) as hub:
         play_round_trip(name, hub)

@@ -21,6 +21,7 @@ from tests.envhub.agentgym.agentgym_clients import (
     phrase,
     serve_envs,
 )
+from tests.marks import WITH_PROCESSES, long_for
 
 QUICK = ("textcraft", "babyai", "maze", "wordle")
 INDICES = {"textcraft": 3, "babyai": 83, "maze": 4, "wordle": 11, "sciworld": 2936}
@@ -69,7 +70,9 @@ def test_clients_play_an_episode_to_success(hub, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sqlgym", "searchqa", "sciworld", "webarena"])
+@pytest.mark.parametrize(
+    "name", long_for(["sqlgym", "searchqa", "sciworld", "webarena"], WITH_PROCESSES)
+)
 def test_clients_in_a_worker_play_an_episode_to_success(name):
     with serve_envs(name) as hub:
         play_with_twin(name, hub, INDICES.get(name, 0))

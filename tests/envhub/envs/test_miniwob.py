@@ -199,6 +199,7 @@ def test_box_can_be_dragged_over_another(rig: EnvRig, item: str):
     assert rig.run(play(rig.spec, item))[1] == 1.0
 
 
+@pytest.mark.long
 @browser
 @pytest.mark.slow
 def test_expert_wins_tic_tac_toe_against_random_moves(rig: EnvRig):

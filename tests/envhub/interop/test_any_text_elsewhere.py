@@ -35,6 +35,7 @@ def check_apart(python: str, reference: str, env: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.long
 def test_any_text_is_an_action_of_an_mcp_server(tmp_path: Path) -> None:
     check_apart(python_with(MCP, sees_ours=True), described(tmp_path), "tools")
 

@@ -243,6 +243,7 @@ asyncio.run(all_of_them())
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_restarted_server_is_used_again(tmp_path: Path, repository: Path) -> None:
     argv = [python_with(MCP, sees_ours=True), "-c", MCP_AGAIN]
@@ -263,6 +264,7 @@ def test_restarted_server_is_used_again(tmp_path: Path, repository: Path) -> Non
     assert told.splitlines()[1:] == ["sum 5 of 1"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_session_is_an_argument_and_a_server_check_pays(tmp_path: Path, repository: Path) -> None:
     check = {"tool": "grade", "arguments": {"right": 8}}
@@ -277,6 +279,7 @@ def test_session_is_an_argument_and_a_server_check_pays(tmp_path: Path, reposito
     assert [episode[2][1:] for episode in told] == [[0.5, True, True, True]] * 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_paying_tool_may_truncate_succeed_and_pay_negative(
     tmp_path: Path, repository: Path
@@ -376,6 +379,7 @@ def test_its_tools_are_trained_on_here(tmp_path: Path) -> None:
     assert any(line["reward/mean"] > 0 for line in run.metrics())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_example_is_sound_by_its_own_words(repository: Path) -> None:
     python = python_with(MCP, sees_ours=True)

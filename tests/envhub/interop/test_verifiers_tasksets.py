@@ -132,6 +132,7 @@ def figures(result: StepResult) -> tuple[float, bool, bool, bool | None]:
     return result.reward, result.done, result.is_valid, result.is_success
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_task_scores_itself_and_its_failure_is_no_reward(tmp_path: Path) -> None:
     reference = described(tmp_path, "tiny_words", success="right", test={"first": 40})
@@ -182,6 +183,7 @@ def test_taskset_environment_has_turns_tools_and_its_own_process(tmp_path: Path)
     assert figures(told["all-test-0"][2]) == (0.0, True, True, False)  # It runs in another process.
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_episode_at_taskset_limit_is_truncated(tmp_path: Path) -> None:
     limit = {"env": {"pupil": {"max_turns": 2}}, "min_reward": -2.0, "max_reward": 2.0}
@@ -212,6 +214,7 @@ def test_its_taskset_is_trained_and_evaluated_here(tmp_path: Path) -> None:
     assert [report[name]["n"] for name in ("before", "after")] == [2, 2]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_check_env_fails_a_taskset_only_for_action_validity(
     tmp_path: Path, repository: Path

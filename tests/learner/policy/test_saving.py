@@ -104,6 +104,7 @@ def test_checkpoint_has_the_chat_template_of_the_run(tmp_path: Path) -> None:
     assert read.chat_template == path.read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_checkpoints_are_read_by_transformers_4(tmp_path: Path) -> None:
     python = python_with("transformers==4.57.*", "jinja2", "numpy")

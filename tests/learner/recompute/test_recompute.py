@@ -70,7 +70,14 @@ def flip(run: RunDir, episode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [LORA, CRITIC, (*LORA, "learner.compile=true")])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LORA,
+        pytest.param(CRITIC, marks=pytest.mark.long),
+        pytest.param((*LORA, "learner.compile=true"), marks=pytest.mark.long),
+    ],
+)
 def test_recompute_reproduces_the_learner_over_restarts(
     tmp_path: Path, settings: tuple[str, ...]
 ) -> None:

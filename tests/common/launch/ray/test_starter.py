@@ -328,6 +328,7 @@ with beacon_of(RunDir(root=Path(sys.argv[2])) if is_home else None, sys.argv[1],
 """
 
 
+@pytest.mark.long
 def test_stall_report_includes_stacks_from_other_nodes(nodes: Nodes, tmp_path: Path) -> None:
     names = ["learner", "actor-0"]
     specs = [role(tmp_path, name, HANGS, name, tmp_path, "run.py") for name in names]
