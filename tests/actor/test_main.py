@@ -30,7 +30,9 @@ run(RunConfig(model=model, actor=ActorSection(name="a", max_concurrent=4)), RunD
 """
 
 
-@pytest.mark.parametrize("moment", ["starting engine", "engine ready"])
+@pytest.mark.parametrize(
+    "moment", ["starting engine", pytest.param("engine ready", marks=pytest.mark.long)]
+)
 def test_starting_actor_ends_quickly_on_sigterm(tmp_path: Path, moment: str) -> None:
     save_tiny_policy(tmp_path / "policy", is_tied=False)
     create_keys(tmp_path / "keys")

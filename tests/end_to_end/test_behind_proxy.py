@@ -86,6 +86,7 @@ def test_evaluation_bypasses_a_closed_proxy(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_remote_endpoint_error_names_the_failed_proxy(tmp_path: Path) -> None:
     done = evaluate(tmp_path, "http://elsewhere.example/v1")
     assert done.returncode != 0

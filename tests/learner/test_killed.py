@@ -238,6 +238,7 @@ def weights(root: Path) -> dict[str, torch.Tensor]:
     return dict(read_weights(newest / TENSORS, "model"))
 
 
+@pytest.mark.long
 def test_killed_learner_trains_each_episode_once_with_equal_weights(
     tmp_path: Path, lives: Lives
 ) -> None:

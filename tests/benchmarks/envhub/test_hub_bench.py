@@ -75,6 +75,7 @@ def test_tally_counts_the_items_with_a_fault() -> None:
     assert not SubsetResult(subset=subset, outcomes=helpless, took_s=1.0, num_retried=0).has_expert
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_load_counts_steps_of_hub_and_reference_server() -> None:
     with (

@@ -43,6 +43,7 @@ def write(sleep_s: float, pid: str = "/dev/null") -> list[str]:
     return ["-c", WRITE, "{here}/a.json", str(sleep_s), pid]
 
 
+@pytest.mark.long
 def test_command_waits_for_room_held_by_another(ray: Any) -> None:
     from benchmarks.study.ray_jobs import Jobs
 
@@ -69,6 +70,7 @@ def test_command_without_room_or_time_is_named(ray: Any) -> None:
         jobs.perform(write(60.0), keep="*", timeout_s=1.0)
 
 
+@pytest.mark.long
 def test_stopped_study_ends_its_command(ray: Any, tmp_path: Path) -> None:
     from benchmarks.study.ray_jobs import Jobs
 

@@ -27,6 +27,7 @@ def test_intake_check_costs_are_measured_on_accepted_trajectories() -> None:
     assert all(0.0 < cost < 0.001 for cost in costs.values())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_acknowledged_trajectories_are_counted_and_journaled(tmp_path: Path) -> None:
     flow = measure("intake", tmp_path, measured_s=0.5)

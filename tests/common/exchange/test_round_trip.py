@@ -277,6 +277,7 @@ def test_export_command_writes_the_requested_format(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "r"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_atif_export_validates_against_the_harbor_schema(tmp_path):
     path = written(tmp_path, "atif", EPISODES)
@@ -303,6 +304,7 @@ print("exact")
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_parquet_round_trips_every_token_with_pyarrow(tmp_path):
     python = python_with("pyarrow", sees_ours=True)

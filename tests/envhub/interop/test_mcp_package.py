@@ -156,7 +156,9 @@ def http_server(folder: Path, *, text: str = SERVER, port: int = 0) -> Iterator[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("revision", ["2025-11-25", "2026-07-28"])
+@pytest.mark.parametrize(
+    "revision", [pytest.param("2025-11-25", marks=pytest.mark.long), "2026-07-28"]
+)
 def test_stdio_tools_are_played_in_both_revisions(
     revision: str, tmp_path: Path, repository: Path
 ) -> None:
@@ -319,6 +321,7 @@ def test_local_server_bypasses_the_proxy(
     assert "of http_proxy; add mcp.example to no_proxy" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_faulty_server_fails_episode_by_name(tmp_path: Path, repository: Path) -> None:
     options = {"items": "tool:listed", "timeout_s": 8.0, "session": "session", "begin": "begin"}

@@ -79,6 +79,7 @@ def echo_server(folder: Path) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_its_client_plays_our_environment() -> None:
     python = python_with(OPENENV)

@@ -158,6 +158,7 @@ def test_task_scores_itself_and_its_failure_is_no_reward(tmp_path: Path) -> None
     assert told["all-train-4"][2].done
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_taskset_environment_has_turns_tools_and_its_own_process(tmp_path: Path) -> None:
     reference = described(tmp_path, "tiny_talk", num_test=1, max_reward=2.0)

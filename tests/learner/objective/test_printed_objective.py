@@ -231,7 +231,7 @@ def test_walk_covers_every_setting_with_a_choice() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_gradient_is_that_of_the_printed_objective(size: int) -> None:
     check(settings(size, 1200 if size == 2 else 800))
 

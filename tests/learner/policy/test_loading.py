@@ -56,7 +56,7 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", [0, pytest.param(4, marks=pytest.mark.long)])
 def test_sharded_loading_equals_a_whole_load(tmp_path: Path, rank: int) -> None:
     cfg = run_config_with_policy(
         tmp_path, lora=LoraSection(rank=rank), critic=OF_ITS_OWN, rank_timeout_s=60.0

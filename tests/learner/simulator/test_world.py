@@ -129,6 +129,7 @@ def test_mean_version_weights_each_by_its_time() -> None:
     assert tally.mean_version(1, 15.0, 25.0) == 1.0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_simulating_a_thousand_actors_for_a_day_takes_a_minute() -> None:
     """Measured on a quarter of both."""

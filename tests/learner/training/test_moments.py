@@ -212,6 +212,7 @@ def test_several_ranks_read_the_moments_of_one(size: int, tmp_path: Path) -> Non
             assert torch.equal(local, want), name
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_ranks_train_like_one(tmp_path: Path) -> None:
     wide_model(width=256).save_pretrained(tmp_path / "policy")  # Its halves are whole blocks, too.
