@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from common.checks.doctor import Check
 from common.config.curriculum import TaskSection, subsets_in_use, why_not_far
 from common.config.load import config_as_yaml, load_config, without_secrets
 from common.config.run_config import RunConfig
@@ -153,15 +152,9 @@ def _too_far(cfg: RunConfig, tasks: Mapping[int, TaskSection], registry: Registr
     return lines
 
 
-def examine_environments(cfg: RunConfig) -> list[Check]:
-    """Return one `doctor` check for each environment. Every check is optional."""
-    checks: list[Check] = []
-    for name in _with_remote([*LOADERS], cfg):
-        missing = _lacking([name], cfg)
-        found = "cannot run here" if missing else "can run here"
-        remedy = "; ".join(missing)
-        checks.append(Check(what=f"env {name}", found=found, remedy=remedy, is_optional=True))
-    return checks
+def examine_environments(cfg: RunConfig) -> dict[str, list[str]]:
+    """Return the missing requirements of each environment; [] if it can run here."""
+    return {name: _lacking([name], cfg) for name in _with_remote([*LOADERS], cfg)}
 
 
 def spell_out(overrides: Sequence[str]) -> list[str]:

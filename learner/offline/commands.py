@@ -14,11 +14,11 @@ from common.store.run_dir import RunDir
 from common.store.wandb_sink import WandbSink
 from common.wire.planned import PlannedEpisode
 from learner.offline import dpo, evolve, sft
+from learner.offline.heldout import plan_heldout
 from learner.offline.scratch import save_policy
 from learner.offline.training import Log, load_start
 from learner.policy.lora import ADAPTER_TENSORS, check_resumable, load_adapter
 from learner.scheduler.curriculum.catalogue import HubCatalogue, fetch_catalogue, validate_tasks
-from learner.scheduler.evaluation.heldout import plan_heldout
 from learner.training.checkpoint import newest_checkpoint
 
 # Arguments: config, URL of the hub, its token, path for the episodes.
