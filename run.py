@@ -142,10 +142,10 @@ def run_scheduler(cfg: RunConfig, run_dir: RunDir) -> None:
 
 
 def run_learner(cfg: RunConfig, run_dir: RunDir) -> None:
-    from common.report.wandb_views import DashboardViews
+    from common.report.wandb_views import make_sink
     from learner.main import run
 
-    run(cfg, run_dir, make_views=DashboardViews)
+    run(cfg, run_dir, make_sink=make_sink)
 
 
 def run_actor(cfg: RunConfig, run_dir: RunDir) -> None:
@@ -355,7 +355,7 @@ def replay(request: ParsedCommand) -> int:
 
 
 def envs(request: ParsedCommand) -> int:
-    from envhub.command import list_environments
+    from envhub.catalogue.listing import list_environments
 
     return list_environments(request.overrides, root=ROOT, say=print)
 

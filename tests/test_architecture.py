@@ -34,8 +34,10 @@ SATELLITES = (  # Folders and files that no training run needs; `run.py` or a re
     "common/launch/ray",
     "common/store/agent_traj.py",
     "common/store/journal_command.py",
+    "common/store/wandb_sink.py",
     "actor/agents",
     "actor/api",
+    "actor/formats/preview.py",
     "actor/play",
     "learner/offline",
     "learner/simulator",
@@ -45,8 +47,9 @@ SATELLITES = (  # Folders and files that no training run needs; `run.py` or a re
     "envhub/agentgym",
     "envhub/interop",
     "envhub/author",
+    "envhub/catalogue/listing.py",
 )
-MAX_CORE_LINES = 46_260
+MAX_CORE_LINES = 45_800
 MAX_MUTUAL_FOLDERS = 5
 PRODUCT = [
     *sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")),

@@ -5,7 +5,7 @@ import pytest
 from common.config.evaluation import EvalItems
 from common.config.run_config import EvalSection, RunConfig, TaskSection
 from common.errors import ConfigError
-from common.wire.planned import PlannedEpisode
+from common.evaluation.planned import PlannedEpisode
 from learner.offline.heldout import plan_heldout
 from learner.scheduler.curriculum.sampling import eval_items
 from tests.learner.scheduler.builders import CATALOGUE, make_config
