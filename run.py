@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,13 +23,14 @@ try:
     from common.config import requested
     from common.config.command_line import ParsedCommand, parse
     from common.config.load import config_as_yaml, without_secrets
-    from common.config.run_config import RunConfig
+    from common.config.run_config import Launcher, RunConfig
     from common.errors import ConfigError, NotStarted
     from common.host.surroundings import settle_surroundings, start_with_plain_settings
     from common.http.environment import keep_loopback_direct
     from common.launch import commands
     from common.launch.base import EXIT_NOT_STARTED
     from common.log import configure_logging
+    from common.memory import choose_allocators
     from common.repository import ROOT
     from common.store.run_dir import RunDir
     from common.text import log_text
@@ -40,6 +42,7 @@ except ModuleNotFoundError as error:
 
 if TYPE_CHECKING:
     from common.join.enrol import Joined
+    from common.launch.base import RoleStarter
 
 print_now = partial(print, flush=True)
 load_without_model = partial(requested.load_named, root=ROOT)
@@ -50,10 +53,21 @@ load_joined = partial(requested.load_joined, root=ROOT)
 # Commands that work on a run's configuration and directory.
 
 
+def start_roles(cfg: RunConfig, run_dir: RunDir) -> AbstractContextManager["RoleStarter"]:
+    if cfg.launcher is Launcher.RAY:
+        from common.launch.ray.cluster import start_on_ray
+
+        return start_on_ray(cfg, run_dir)
+    from common.launch.local import start_here
+
+    return start_here()
+
+
 def train(cfg: RunConfig, run_dir: RunDir) -> int:
     from common.dashboard.terminal.training import TerminalObserver
 
-    return commands.train(cfg, run_dir, root=ROOT, observer=TerminalObserver(cfg, run_dir))
+    observer = TerminalObserver(cfg, run_dir)
+    return commands.train(cfg, run_dir, root=ROOT, start_roles=start_roles, observer=observer)
 
 
 def status(cfg: RunConfig, run_dir: RunDir) -> int:
@@ -128,17 +142,18 @@ def run_scheduler(cfg: RunConfig, run_dir: RunDir) -> None:
 
 
 def run_learner(cfg: RunConfig, run_dir: RunDir) -> None:
-    from common.report.wandb_views import DashboardViews
+    from common.report.wandb_views import make_sink
     from learner.main import run
 
-    run(cfg, run_dir, make_views=DashboardViews)
+    run(cfg, run_dir, make_sink=make_sink)
 
 
 def run_actor(cfg: RunConfig, run_dir: RunDir) -> None:
     from actor.agents.agents import Agents
     from actor.main import run
+    from actor.play.serve import door_of
 
-    run(cfg, run_dir, make_agents=Agents)
+    run(cfg, run_dir, make_agents=Agents, serve_chat=door_of)
 
 
 def run_joined_actor(cfg: RunConfig, joined: "Joined") -> None:
@@ -197,29 +212,23 @@ def check_train_dry(cfg: RunConfig) -> None:
 
 
 def check_sft(cfg: RunConfig) -> None:
-    from common.checks import preflight
-    from learner import start_checks
+    from learner.offline import checks
 
-    preflight.check_sft(cfg, ROOT, missing=missing_for(cfg))
-    start_checks.check_sft(cfg, ROOT)
+    checks.check_sft(cfg, ROOT, missing=missing_for(cfg))
 
 
 def check_dpo(cfg: RunConfig) -> None:
-    from common.checks import preflight
-    from learner import start_checks
+    from learner.offline import checks
 
-    preflight.check_dpo(cfg, ROOT)
-    start_checks.check_offline(cfg, ROOT)
+    checks.check_dpo(cfg, ROOT)
 
 
 def check_evolve(cfg: RunConfig) -> None:
     from actor.formats.checks import check_rendering
-    from common.checks import preflight
-    from learner import start_checks
+    from learner.offline import checks
 
-    preflight.check_evolve(cfg, ROOT, missing=missing_for(cfg))
+    checks.check_evolve(cfg, ROOT, missing=missing_for(cfg))
     check_rendering(cfg, ROOT)
-    start_checks.check_offline(cfg, ROOT)
 
 
 def check_evaluation(cfg: RunConfig) -> None:
@@ -346,7 +355,7 @@ def replay(request: ParsedCommand) -> int:
 
 
 def envs(request: ParsedCommand) -> int:
-    from envhub.command import list_environments
+    from envhub.catalogue.listing import list_environments
 
     return list_environments(request.overrides, root=ROOT, say=print)
 
@@ -403,7 +412,7 @@ def dispatch(request: ParsedCommand) -> int:
     """Run the command of a request and return the exit code."""
     if request.command in STANDALONE:
         return STANDALONE[request.command](request)
-    prepare_memory(request)
+    choose_allocators(request.command, is_dry=request.is_dry)
     if request.join is not None:
         return commands.join_run(request, JOINED_ROLES[request.command], root=ROOT)
     if request.command == "envhub" and requested.belongs_to_no_run(request):
@@ -411,16 +420,6 @@ def dispatch(request: ParsedCommand) -> int:
 
         return run_hub(request.overrides, root=ROOT, is_dry=request.is_dry, say=print_now)
     return run_command(COMMANDS[request.command], request)
-
-
-def prepare_memory(request: ParsedCommand) -> None:
-    """Choose the allocators of a role, which must happen before it imports torch."""
-    from common import memory
-
-    if request.command == "envhub" and not request.is_dry:
-        memory.use_system_allocator()
-    if request.command == "learner":
-        memory.take_pinned_memory_exactly()
 
 
 def run_command(command: Command, request: ParsedCommand) -> int:

@@ -7,9 +7,10 @@ import signal
 import socket
 import time
 import uuid
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import Protocol
 
 import psutil
 import uvloop
@@ -21,7 +22,6 @@ from actor.formats.tools import load_renderer
 from actor.links.delivery import Delivery
 from actor.links.scheduler_client import SchedulerClient
 from actor.links.waiting import wait_with_warnings
-from actor.play.serve import door_of
 from actor.rollout.agent_runner import MakeAgents, make_runner
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
@@ -49,6 +49,14 @@ LOOK_S = 10.0  # Seconds of waiting for a free slot before the slots are counted
 DRAIN_S = 5.0  # Seconds at shutdown for the acknowledgements of delivered trajectories.
 
 
+class ServeChat(Protocol):
+    """Serves an actor's engine to users of this machine inside the returned context."""
+
+    def __call__(
+        self, cfg: RunConfig, run_dir: RunDir, name: str, engine: Engine, renderer: Renderer
+    ) -> AbstractAsyncContextManager[None]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAccess:
     """The identity of an actor and its access to the run."""
@@ -61,6 +69,7 @@ class RunAccess:
     # The model's folder holds weights. If not, the engine starts with random ones.
     has_weights: bool = True
     make_agents: MakeAgents | None = None  # None: `actor.endpoint=true` is refused.
+    serve_chat: ServeChat | None = None  # None: the actor has no chat endpoint.
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +84,25 @@ class Parts:
     episodes: EpisodePool
 
 
-def run(cfg: RunConfig, run_dir: RunDir, *, make_agents: MakeAgents | None = None) -> None:
+def run(
+    cfg: RunConfig,
+    run_dir: RunDir,
+    *,
+    make_agents: MakeAgents | None = None,
+    serve_chat: ServeChat | None = None,
+) -> None:
     """Run an actor on the run's own disk; see `play`."""
     book = AddressBook(lambda: run_dir.find_address("scheduler"))
     name = cfg.actor.name or f"actor-{socket.gethostname()}-{os.getpid()}"
     keys = own_keys(run_dir.keys, role="actor", name=name)
-    access = RunAccess(name=name, keys=keys, book=book, run_dir=run_dir, make_agents=make_agents)
+    access = RunAccess(
+        name=name,
+        keys=keys,
+        book=book,
+        run_dir=run_dir,
+        make_agents=make_agents,
+        serve_chat=serve_chat,
+    )
     play(cfg, access)
 
 
@@ -126,12 +148,21 @@ async def _run(cfg: RunConfig, access: RunAccess, beacon: Beacon) -> None:
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         try:
             beacon.watch_tasks()
-            async with door_of(cfg, access.run_dir, parts.name, parts.engine, parts.renderer):
+            async with _chat_endpoint(cfg, access, parts):
                 await _work(cfg, parts, stop, beacon)
         finally:
             await _shut_down(parts)
     finally:
         context.destroy(linger=500)
+
+
+def _chat_endpoint(
+    cfg: RunConfig, access: RunAccess, parts: Parts
+) -> AbstractAsyncContextManager[None]:
+    """Return the context in which the actor serves chat, if its run directory is here."""
+    if access.serve_chat is None or access.run_dir is None:
+        return nullcontext()
+    return access.serve_chat(cfg, access.run_dir, parts.name, parts.engine, parts.renderer)
 
 
 async def _build(cfg: RunConfig, access: RunAccess, context: zmq.asyncio.Context) -> Parts:

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from common.checks.doctor import Check
 from common.config.curriculum import TaskSection, subsets_in_use, why_not_far
 from common.config.load import config_as_yaml, load_config, without_secrets
 from common.config.run_config import RunConfig
@@ -15,7 +14,6 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir
 from envhub.catalogue.distances import counted, measured
 from envhub.catalogue.health import hub_at, not_served, servers_of, silent, untrainable
-from envhub.catalogue.listing import format_rows, list_rows
 from envhub.catalogue.registry import (
     LOADERS,
     Registry,
@@ -39,12 +37,12 @@ def run_hub(
 
     Raises: ConfigError: an environment cannot be served, or the address cannot be bound.
     """
-    cfg = _load_alone(overrides, root=root)
+    cfg = load_alone(overrides, root=root)
     if is_dry:
         say(config_as_yaml(without_secrets(cfg)).rstrip("\n"))
         return 0
     configure_logging("envhub", cfg.log.level)
-    names = _with_remote(cfg.envhub.envs or _all_that_run(cfg, say), cfg)
+    names = with_remote(cfg.envhub.envs or _all_that_run(cfg, say), cfg)
     missing = _lacking(names, cfg)
     if missing:  # Report missing requirements before the slow import below.
         raise ConfigError("; ".join(missing))
@@ -62,18 +60,6 @@ def run_hub(
         address = f"{cfg.envhub.host}:{cfg.envhub.port}"
         reason = error.strerror or error
         raise ConfigError(f"envhub.port: cannot bind {address}: {reason}") from error
-    return 0
-
-
-def list_environments(overrides: Sequence[str], *, root: Path, say: Callable[[str], None]) -> int:
-    """Print the tasks of the named environments, or of all environments; return the exit code."""
-    cfg = _load_alone(overrides, root=root)
-    names = cfg.envhub.envs or _with_remote([*LOADERS], cfg)
-    try:
-        rows = list_rows(names, cfg.envs, cfg.env, is_short=not cfg.envhub.envs)
-    except UnknownEnv as error:
-        raise ConfigError(str(error)) from error
-    say(format_rows(rows))
     return 0
 
 
@@ -108,7 +94,7 @@ def examine(cfg: RunConfig, *, is_to_train: bool = True) -> tuple[list[str], lis
     if references:
         line = f"env: {references[0]}: add it to envhub.envs=[...], and use its own name in tasks"
         return [], [line]
-    names = _with_remote(sorted({*tasks, *cfg.envhub.envs}), cfg)
+    names = with_remote(sorted({*tasks, *cfg.envhub.envs}), cfg)
     lacking = _lacking(names, cfg)
     usable = [name for name in names if not lacking or not _lacking([name], cfg)]
     try:
@@ -153,15 +139,9 @@ def _too_far(cfg: RunConfig, tasks: Mapping[int, TaskSection], registry: Registr
     return lines
 
 
-def examine_environments(cfg: RunConfig) -> list[Check]:
-    """Return one `doctor` check for each environment. Every check is optional."""
-    checks: list[Check] = []
-    for name in _with_remote([*LOADERS], cfg):
-        missing = _lacking([name], cfg)
-        found = "cannot run here" if missing else "can run here"
-        remedy = "; ".join(missing)
-        checks.append(Check(what=f"env {name}", found=found, remedy=remedy, is_optional=True))
-    return checks
+def examine_environments(cfg: RunConfig) -> dict[str, list[str]]:
+    """Return the missing requirements of each environment; [] if it can run here."""
+    return {name: _lacking([name], cfg) for name in with_remote([*LOADERS], cfg)}
 
 
 def spell_out(overrides: Sequence[str]) -> list[str]:
@@ -178,7 +158,7 @@ def spell_out(overrides: Sequence[str]) -> list[str]:
     return spelt
 
 
-def _load_alone(overrides: Sequence[str], *, root: Path) -> RunConfig:
+def load_alone(overrides: Sequence[str], *, root: Path) -> RunConfig:
     """Return the config of a standalone hub. It has no model."""
     overrides = ["model.path=unset", *spell_out(overrides)]
     return on_loopback(load_config(None, overrides, root=root))
@@ -190,7 +170,7 @@ def _lacking(names: Sequence[str], cfg: RunConfig) -> list[str]:
     return missing or silent(servers_of(names, cfg.envs, cfg.env))
 
 
-def _with_remote(names: Sequence[str], cfg: RunConfig) -> list[str]:
+def with_remote(names: Sequence[str], cfg: RunConfig) -> list[str]:
     """Return the names, plus the name of the AgentGym server if one is configured."""
     return [*dict.fromkeys([*names, *filter(None, [cfg.env.dialect])])]
 

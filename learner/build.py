@@ -15,10 +15,9 @@ from common.config.compute import Layout, WeightsTransport
 from common.config.run_config import RunConfig, TrainMode
 from common.host.cores import num_cores
 from common.store.journal import JournalWriter
-from common.store.metrics import MetricsWriter
+from common.store.metrics import MetricsSink, MetricsWriter
 from common.store.run_dir import RunDir, remove_partial_files
 from common.store.upkeep import Upkeep
-from common.store.wandb_sink import RunViews, WandbSink
 from common.wire.access.lease_mac import lease_key
 from common.wire.addresses import bracketed
 from common.wire.messages import Hello, Progress
@@ -48,7 +47,7 @@ from learner.weights.gate import WeightsLock
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 
-MakeViews = Callable[[RunDir], RunViews]
+MakeSink = Callable[[RunConfig, RunDir], MetricsSink]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,7 @@ def build(
     cfg: RunConfig,
     run_dir: RunDir,
     *,
-    make_views: MakeViews | None,
+    make_sink: MakeSink | None,
     is_stopping: Callable[[], bool],
     on_round: Callable[[], None],
 ) -> Learner:
@@ -124,7 +123,7 @@ def build(
     step_log = StepLog(run_dir.steps, start=start.steps_offset)
     steps = steps_since(run_dir, start=start, version=version, num_batches=trainer.num_batches)
     version = steps[-1].version if steps else version
-    metrics = _metrics(cfg, run_dir, make_views, version=version)
+    metrics = _metrics(cfg, run_dir, make_sink, version=version)
     repeat_steps(
         cfg.algorithm, run_dir, trainer, steps, start=start, metrics=metrics, checksums=checksums
     )
@@ -159,11 +158,11 @@ def build(
 
 
 def _metrics(
-    cfg: RunConfig, run_dir: RunDir, make_views: MakeViews | None, *, version: int
+    cfg: RunConfig, run_dir: RunDir, make_sink: MakeSink | None, *, version: int
 ) -> MetricsWriter:
-    """Return the writer of metrics.jsonl and wandb, behind the line of the step `version`."""
-    sink = WandbSink(run_dir, cfg, views=make_views(run_dir) if make_views else None)
-    return MetricsWriter(run_dir, [sink], resumed_at_step=last_logged(run_dir, version))
+    """Return the writer of metrics.jsonl and the sink, behind the line of the step `version`."""
+    sinks = [make_sink(cfg, run_dir)] if make_sink else []
+    return MetricsWriter(run_dir, sinks, resumed_at_step=last_logged(run_dir, version))
 
 
 def _group_assembly(cfg: RunConfig) -> GroupAssembly:

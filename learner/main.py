@@ -20,7 +20,7 @@ from common.store.disk import DiskFull
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
 from learner.batch.credit import samples_of
-from learner.build import Learner, MakeViews, build
+from learner.build import Learner, MakeSink, build
 from learner.ingest.episode_stats import horizon_mix
 from learner.ingest.group_assembly import Group
 from learner.objective.dead_settings import log_summary
@@ -69,13 +69,13 @@ class TrainBatch:
         ]
 
 
-def run(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = None) -> None:
+def run(cfg: RunConfig, run_dir: RunDir, *, make_sink: MakeSink | None = None) -> None:
     """Train for `cfg.train.num_steps` optimizer steps. Any exception ends the role.
 
     The version counts optimizer steps: version v is the policy after step v.
 
     Args:
-        make_views: builds the charts and evaluations in wandb; None: metrics only.
+        make_sink: opens a further receiver of the metrics; None: metrics.jsonl only.
     """
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -88,7 +88,7 @@ def run(cfg: RunConfig, run_dir: RunDir, *, make_views: MakeViews | None = None)
         learner = build(
             cfg,
             run_dir,
-            make_views=make_views,
+            make_sink=make_sink,
             is_stopping=stop.is_set,
             on_round=partial(beacon.note, "intake", "serving"),
         )

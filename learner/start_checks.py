@@ -6,7 +6,6 @@ from pathlib import Path
 from common.config.compute import Attention, CriticKind, Layout
 from common.config.learning import Advantage, LearnerSection
 from common.config.run_config import RunConfig
-from common.errors import ConfigError
 
 
 def check_networks(cfg: RunConfig, root: Path, *, is_offline: bool = False) -> None:
@@ -51,19 +50,3 @@ def _paths(cfg: RunConfig, *, is_offline: bool) -> Iterator[str]:
     has_critic = cfg.algorithm.advantage is Advantage.PPO
     if has_critic and cfg.learner.critic.kind is CriticKind.MODEL and cfg.learner.critic.path:
         yield cfg.learner.critic.path
-
-
-def check_sft(cfg: RunConfig, root: Path) -> None:
-    """Check that `sft` can train. Raises: ConfigError: as `check_networks`."""
-    if not cfg.sft.from_scratch:
-        check_networks(cfg, root, is_offline=True)
-    elif cfg.learner.lora.rank:
-        raise ConfigError(
-            f"learner.lora.rank={cfg.learner.lora.rank}: sft.from_scratch=true makes a policy"
-            " without a base model for adapters. Set learner.lora.rank=0 or sft.from_scratch=false."
-        )
-
-
-def check_offline(cfg: RunConfig, root: Path) -> None:
-    """Check that `dpo` or `evolve` can train. Raises: ConfigError: as `check_networks`."""
-    check_networks(cfg, root, is_offline=True)

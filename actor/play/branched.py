@@ -17,9 +17,9 @@ from actor.rollout.folding import CALL, RETURN
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.config.evaluation import AgentFormat, AgentOptions
 from common.errors import ConfigError, EnvError
+from common.evaluation.planned import PlannedEpisode
 from common.formats.answers import in_react
 from common.segments import as_rows
-from common.wire.planned import PlannedEpisode
 
 # Token limit that is never reached. Training cuts segments that are too long for it.
 NO_END = 10**6

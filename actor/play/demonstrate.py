@@ -19,9 +19,9 @@ from common.config.curriculum import subsets_in_use
 from common.config.evaluation import AgentFormat
 from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError
+from common.evaluation.planned import PlannedEpisode
 from common.formats.answers import in_react, worded
 from common.wire.messages import PolicyKind
-from common.wire.planned import PlannedEpisode
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from actor.rollout.agent_runner import MakeAgents, make_runner
 from actor.rollout.episode import Act, EnvSession, Render, Turn
 from actor.rollout.render import Renderer
 from common.config.run_config import ActorSection, ModelSection
+from common.evaluation.planned import PlannedEpisode
 from common.seeds import SamplingSeeds
-from common.wire.planned import PlannedEpisode
 
 
 async def play_with_engine(

@@ -9,6 +9,7 @@ from typing import Any
 from common.config.evaluation import ContextKind, EvalSection, PolicySection
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError
+from common.evaluation.planned import PlannedEpisode
 from common.evaluation.scores import ItemPlays, all_scores
 from common.evaluation.table import as_markdown
 from common.formats.chat_template import names_date, template_at
@@ -17,7 +18,6 @@ from common.repository import ROOT
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir, write_atomically, write_json
 from common.wire.messages import Trajectory
-from common.wire.planned import PlannedEpisode
 
 DIGEST_CHARS = 10
 

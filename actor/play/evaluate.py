@@ -25,11 +25,11 @@ from actor.rollout.episode import Act, Render
 from common.config.evaluation import AgentOptions, EvalItems, PolicySection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError, LongstrideError
+from common.evaluation.planned import PlannedEpisode
 from common.ids import subset_of
 from common.launch.hub import serve_hub
 from common.launch.lock import hold_run
 from common.store.run_dir import RunDir
-from common.wire.planned import PlannedEpisode
 
 logger = logging.getLogger(__name__)
 

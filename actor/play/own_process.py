@@ -15,12 +15,12 @@ from actor.play.play import PlayJob
 from actor.rollout.agent_runner import MakeAgents
 from common.config.run_config import ActorSection, ModelSection, RunConfig
 from common.errors import EngineError
+from common.evaluation.planned import PlannedEpisode
 from common.formats.chat_template import fix_prompts
 from common.launch.guardian import Guardian, inheriting, kill_marked
 from common.launch.process import describe_exit
 from common.log import configure_logging
 from common.repository import ROOT
-from common.wire.planned import PlannedEpisode
 
 END_S = 10.0  # Seconds for the process to end after a signal.
 

@@ -16,9 +16,9 @@ from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import WHOLE, Act, Render, run_episode
 from common.config.evaluation import AgentOptions
 from common.errors import LongstrideError
+from common.evaluation.planned import PlannedEpisode
 from common.store.journal import JournalWriter
 from common.wire.messages import EpisodeKind, Lease, Trajectory
-from common.wire.planned import PlannedEpisode
 
 logger = logging.getLogger(__name__)
 

@@ -183,14 +183,14 @@ async def listening(chat: Chat, place: socket.socket | None = None) -> AsyncGene
 
 @contextlib.asynccontextmanager
 async def door_of(
-    cfg: RunConfig, run_dir: RunDir | None, name: str, engine: "Engine", renderer: Renderer
+    cfg: RunConfig, run_dir: RunDir, name: str, engine: "Engine", renderer: Renderer
 ) -> AsyncGenerator[None]:
     """Serve an actor's engine to users of this machine who can read the run's keys.
 
     In sync mode nothing is served: additional requests would change the samples of a deterministic
     run.
     """
-    if run_dir is None or cfg.train.mode == "sync":
+    if cfg.train.mode == "sync":
         yield
         return
     key = secrets.token_urlsafe(24)

@@ -31,12 +31,12 @@ from common.config.evaluation import AgentLifetime
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.cpu import family_cpu_s
+from common.evaluation.planned import PlannedEpisode
 from common.launch.hub import serve_hub
 from common.launch.roles import ONE_THREAD
 from common.repository import ROOT
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir
-from common.wire.planned import PlannedEpisode
 
 NUM_ROUNDS = 2  # Rounds of each, in turn. One warm-up round before them is not counted.
 NUM_EPISODES = 384

@@ -26,12 +26,12 @@ from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 from learner.batch.credit import group_has_signal, samples_of
 from learner.ingest.buffer import seen_of
 from learner.ingest.group_assembly import Group
+from learner.offline.heldout import plan_heldout
 from learner.scheduler.curriculum.catalogue import HubCatalogue, parse_catalogue, validate_tasks
 from learner.scheduler.curriculum.curriculum import Curriculum
 from learner.scheduler.curriculum.mixture import Mixture
 from learner.scheduler.dispatch.grants import lease
 from learner.scheduler.episodes.table import GroupRecord
-from learner.scheduler.evaluation.heldout import plan_heldout
 from learner.training.build import load_start, make_trainer
 from learner.training.controller import Decision
 

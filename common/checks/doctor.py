@@ -48,14 +48,14 @@ def doctor(
     *,
     root: Path,
     missing_for: Callable[[RunConfig], list[str]],
-    examine_environments: Callable[[RunConfig], list[Check]],
+    examine_environments: Callable[[RunConfig], dict[str, list[str]]],
     preview: Callable[[RunConfig, Path], list[str]],
 ) -> int:
     """Print the table for the run that `train` with the same arguments would start.
 
     Without a model, everything else is checked. The callables return the missing requirements of
-    the run's environments, one check for each environment, and a conversation as the policy
-    receives it. Return the exit code.
+    the run's environments, those of each environment, and a conversation as the policy receives
+    it. Return the exit code.
     """
     if request.is_quick:
         return _tell(examine_quickly(root, request.overrides))
@@ -68,7 +68,10 @@ def doctor(
         problem = str(error)
         cfg = load_named(request, root=root, defaults=["model.path=unset"])
     missing = missing_for(cfg)
-    checks = [*examine_machine(root), *examine_environments(cfg)]
+    checks = examine_machine(root)
+    checks += [
+        _examine_environment(name, needs) for name, needs in examine_environments(cfg).items()
+    ]
     found, lacking = ("all requirements are met", "") if not missing else ("", "; ".join(missing))
     checks.append(Check(what="environments", found=found, remedy=lacking))
     name = request.config or cfg.run.name or DEFAULT_CONFIG
@@ -79,6 +82,11 @@ def doctor(
 def _tell(checks: Sequence[Check], *below: str) -> int:
     print("\n".join([format_checks(checks), *below]))
     return 1 if any(each.remedy and not each.is_optional for each in checks) else 0
+
+
+def _examine_environment(name: str, missing: Sequence[str]) -> Check:
+    found = "cannot run here" if missing else "can run here"
+    return Check(what=f"env {name}", found=found, remedy="; ".join(missing), is_optional=True)
 
 
 def _plan(cfg: RunConfig, root: Path) -> list[str]:

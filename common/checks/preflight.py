@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.checks.gpu_placement import Seats, check_slices, seat
-from common.checks.machine import GIB, check_compiler, gpus, has_cuda, memory_bytes
+from common.checks.machine import GIB, check_compiler, gpus, has_cuda
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from common.checks.model_shape import ModelShape, check_heads, read_shape
 from common.config.compute import Offload
 from common.config.load import list_configs
-from common.config.offline import SftSection
 from common.config.run_config import ActorSection, Launcher, Resume, RunConfig, check_training
 from common.errors import ConfigError
 from common.formats.answers import check_tools
@@ -26,7 +25,6 @@ from common.store.wandb_mode import check_mode
 
 MIN_FREE_DISK_GIB = 2
 SMALLEST_BLOCK_TOKENS = 16  # Block of an engine's KV cache.
-SHIPPED_POLICIES = Path("configs") / "policies"  # Folder below the repository.
 
 
 def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
@@ -178,66 +176,6 @@ def check_engine() -> None:
     check_caches()
     if not has_cuda():
         check_compiler("the engine (vLLM on a CPU)")
-
-
-def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
-    """Check that `sft` can start.
-
-    Raises:
-        ConfigError: the demonstrations or the initial policy are incomplete, or the output would
-            overwrite one of the project's own policies.
-    """
-    if not cfg.sft.demonstrations and missing:
-        raise ConfigError("; ".join(missing))
-    _check_offline(cfg)
-    if cfg.sft.from_scratch:
-        _check_size_from_scratch(cfg.sft)
-    else:
-        check_model(cfg.model.path, root)
-    output = (root / cfg.sft.output).resolve() if cfg.sft.output else root
-    if output.is_relative_to((root / SHIPPED_POLICIES).resolve()) and not cfg.sft.overwrite:
-        raise ConfigError(
-            f"sft.output={cfg.sft.output}: this folder has policies that ship with the project."
-            " To overwrite them, give sft.overwrite=true; otherwise use another sft.output"
-        )
-    check_disk(root / cfg.run.dir / cfg.run.name)
-
-
-def check_dpo(cfg: RunConfig, root: Path) -> None:
-    """Check that `dpo` can start. Raises: ConfigError: the model is missing."""
-    _check_offline(cfg)
-    check_model(cfg.model.path, root)
-
-
-def check_evolve(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
-    """Check that `evolve` can start. Raises: ConfigError: as `check`."""
-    _check_offline(cfg)
-    check(cfg, root, missing=missing)
-
-
-def _check_offline(cfg: RunConfig) -> None:
-    check_mode(cfg.log, os.environ)
-    check_temporary_room()
-    if cfg.learner.offload is Offload.OPTIMIZER:
-        raise ConfigError(
-            "learner.offload=optimizer: sft, dpo and evolve do not support it. Use"
-            " learner.offload=none with adapters (learner.lora.rank=16) or learner.moments=8bit"
-        )
-    if cfg.learner.compile:
-        check_compiler("learner.compile=true")
-
-
-def _check_size_from_scratch(sft: SftSection) -> None:
-    """Check that a new policy fits in memory: weights, gradients and two moments."""
-    layer = 4 * sft.hidden_size**2 + 3 * sft.hidden_size * sft.intermediate_size
-    needed = 16 * (sft.num_layers * layer + sft.vocab_size * sft.hidden_size)
-    total, _ = memory_bytes()
-    if 0 < total < needed:
-        sizes = f"sft.num_layers={sft.num_layers}, intermediate_size={sft.intermediate_size}"
-        raise ConfigError(
-            f"sft.hidden_size={sft.hidden_size}: with {sizes} and vocab_size={sft.vocab_size}, the"
-            f" policy needs {needed / GIB:,.0f} GiB; this machine has {total / GIB:,.0f} GiB"
-        )
 
 
 def check_model(path: str, root: Path, *, key: str = "model.path", output: str = "") -> None:

@@ -1,12 +1,12 @@
 """Commands of a run: `train`, one role, and a role that joins from another machine."""
 
-import contextlib
 import os
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,8 @@ from common.store.run_start import save_config
 if TYPE_CHECKING:
     from common.join.enrol import Joined
 
+# Opens the launcher of a run; it starts roles inside the context.
+StartRoles = Callable[[RunConfig, RunDir], AbstractContextManager[RoleStarter]]
 WITH_MODEL = ("learner", "actor")  # Roles that read the folder `model.path`.
 
 
@@ -36,7 +38,9 @@ def load_with_model(request: ParsedCommand, *, root: Path) -> RunConfig:
     return resolve_models(load_named(request, root=root), root, is_dry=request.is_dry)
 
 
-def train(cfg: RunConfig, run_dir: RunDir, *, root: Path, observer: RunObserver) -> int:
+def train(
+    cfg: RunConfig, run_dir: RunDir, *, root: Path, start_roles: StartRoles, observer: RunObserver
+) -> int:
     """Start all roles and wait for the end of the run; return the exit code."""
     from common.checks.machine import gpus
     from common.checks.preflight import check_devices
@@ -49,7 +53,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path, observer: RunObserver)
     is_here = cfg.launcher is Launcher.LOCAL
     seats = check_devices(cfg) if is_here else None
     started = time.monotonic()
-    with hold_run(run_dir.root, name=cfg.run.name), _starter(cfg, run_dir) as starter:
+    with hold_run(run_dir.root, name=cfg.run.name), start_roles(cfg, run_dir) as starter:
         cfg = reachable_at(cfg, starter.host)
         prepare(cfg, run_dir)
         cfg = dated(cfg, run_dir, is_kept=True)
@@ -74,20 +78,6 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path, observer: RunObserver)
     wall_s = time.monotonic() - started
     observer.conclude(ending, wall_s=wall_s, peak_memory_bytes=peak_bytes)
     return ending.exit_code
-
-
-@contextlib.contextmanager
-def _starter(cfg: RunConfig, run_dir: RunDir) -> Generator[RoleStarter]:
-    """Yield the starter of the roles, for this machine or for a Ray cluster."""
-    with contextlib.ExitStack() as stack:
-        if cfg.launcher is Launcher.RAY:
-            from common.launch.ray.cluster import start_on_ray
-
-            yield stack.enter_context(start_on_ray(cfg, run_dir))
-        else:
-            from common.launch.local import start_here
-
-            yield stack.enter_context(start_here())
 
 
 def reachable_at(cfg: RunConfig, host: str) -> RunConfig:

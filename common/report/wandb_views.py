@@ -3,16 +3,22 @@
 from collections.abc import Mapping, Set
 from typing import Any
 
+from common.config.run_config import RunConfig
 from common.dashboard.reading.run_source import RunSource
 from common.dashboard.web.overview import charts
 from common.dashboard.web.results import evaluations, samples
 from common.dashboard.words import plain
 from common.errors import WireError
 from common.store.run_dir import RunDir
-from common.store.wandb_sink import COLUMNS
+from common.store.wandb_sink import COLUMNS, WandbSink
 
 MAX_ROWS = 30
 MAX_CHARS = 8000  # Maximum length of an episode's text in a table.
+
+
+def make_sink(cfg: RunConfig, run_dir: RunDir) -> WandbSink:
+    """Return the wandb sink of a training run, with its charts and evaluations."""
+    return WandbSink(run_dir, cfg, views=DashboardViews(run_dir))
 
 
 class DashboardViews:

@@ -23,7 +23,7 @@ from envhub.agentgym.item_lists import numbers_of
 from envhub.agentgym.replies import RESET_FAILED
 from envhub.conversations import CONVERSATIONS, begun
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, nearest, parse_item
-from envhub.remote_episode import RemoteEpisode
+from envhub.interop.remote_episode import RemoteEpisode
 
 T = TypeVar("T")
 

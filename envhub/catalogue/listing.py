@@ -1,11 +1,14 @@
-"""The table of tasks and environments for people."""
+"""The command `envs`: the table of tasks and environments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from common.config.envs import EnvsSection, RemoteOptions
+from common.errors import ConfigError
 from common.repository import ROOT
-from envhub.catalogue.registry import Registry, missing_requirements
+from envhub.catalogue.registry import LOADERS, Registry, UnknownEnv, missing_requirements
+from envhub.command import load_alone, with_remote
 from envhub.env import EnvSpec, SubsetSpec, TaskSpec
 from envhub.tasks import load_tasks
 
@@ -34,6 +37,18 @@ class ListingRow:
         turns = str(self.max_turns or "")
         state = f"no: {self.missing}" if self.missing else "yes"
         return (self.scenario, self.task, self.env, self.subset, *numbers, turns, state)
+
+
+def list_environments(overrides: Sequence[str], *, root: Path, say: Callable[[str], None]) -> int:
+    """Print the tasks of the named environments, or of all environments; return the exit code."""
+    cfg = load_alone(overrides, root=root)
+    names = cfg.envhub.envs or with_remote([*LOADERS], cfg)
+    try:
+        rows = list_rows(names, cfg.envs, cfg.env, is_short=not cfg.envhub.envs)
+    except UnknownEnv as error:
+        raise ConfigError(str(error)) from error
+    say(format_rows(rows))
+    return 0
 
 
 def list_rows(

@@ -15,6 +15,7 @@ from common.http.sessions import open_session
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action_text, parse_item
 from envhub.interop.openenv_offer import ServerDescription, instruction_of, look_at
 from envhub.interop.openenv_socket import CLOSE_S, NOT_THERE, RETRY_S, OpenEnvFailure, Socket
+from envhub.interop.remote_episode import RemoteEpisode
 from envhub.interop.texts import (
     SUCCESS_KEYS,
     TRUNCATED_KEYS,
@@ -26,7 +27,6 @@ from envhub.interop.texts import (
     parse_tool_call,
     said_by,
 )
-from envhub.remote_episode import RemoteEpisode
 
 NAME = "openenv"
 SUBSET = "all"

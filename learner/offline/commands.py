@@ -9,16 +9,16 @@ from pathlib import Path
 from common.config.curriculum import subsets_in_use
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.evaluation.planned import PlannedEpisode
 from common.launch.hub import serve_hub
 from common.store.run_dir import RunDir
 from common.store.wandb_sink import WandbSink
-from common.wire.planned import PlannedEpisode
 from learner.offline import dpo, evolve, sft
+from learner.offline.heldout import plan_heldout
 from learner.offline.scratch import save_policy
 from learner.offline.training import Log, load_start
 from learner.policy.lora import ADAPTER_TENSORS, check_resumable, load_adapter
 from learner.scheduler.curriculum.catalogue import HubCatalogue, fetch_catalogue, validate_tasks
-from learner.scheduler.evaluation.heldout import plan_heldout
 from learner.training.checkpoint import newest_checkpoint
 
 # Arguments: config, URL of the hub, its token, path for the episodes.

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from common.config.compute import FULL
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.evaluation.planned import PlannedEpisode
 from common.store.journal import read_journal
-from common.wire.planned import PlannedEpisode
 from learner.offline import sft
 from learner.offline.rows import Row, num_episodes, read_rows
 from learner.offline.scratch import save_policy

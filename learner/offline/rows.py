@@ -12,12 +12,12 @@ from common.exchange.records import read_records, tokens_of
 from common.exchange.writing import TRAIN_ITEM
 from common.formats.chat_renderer import ChatRenderer
 from common.formats.thoughts import FIELDS
-from common.formats.written_answers import AnswerWriter, WrittenAnswer
 from common.segments import as_rows
 from common.store.agent_traj import Conversation, Message, read_conversations
 from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind, PolicyKind, Trajectory
 from learner.batch.batching import TokenBatch, collate_tokens
+from learner.offline.written_answers import AnswerWriter, WrittenAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

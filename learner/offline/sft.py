@@ -14,6 +14,7 @@ from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig, SftSection
 from common.errors import ConfigError
 from common.store.agent_traj import read_conversations
+from learner.offline.checks import check_base
 from learner.offline.rows import Row, newest, read_rows
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
 from learner.offline.training import (
@@ -27,7 +28,6 @@ from learner.offline.training import (
     row_logprobs,
     train_epochs,
 )
-from learner.start_checks import check_sft
 
 MAX_GRAD_NORM = 1.0
 WARMUP_FRAC = 0.03
@@ -45,7 +45,7 @@ def run(cfg: RunConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
     """
     sft = cfg.sft
     if sft.from_scratch:
-        check_sft(cfg, Path())
+        check_base(cfg, Path())
         if demonstrations.is_dir():
             raise ConfigError(
                 f"sft.demonstrations={demonstrations}: a journal has token ids, but"

@@ -11,6 +11,7 @@ from typing import Any
 from common.formats.answers import TOOL_FORM, tools_text
 from envhub.env import StepResult, SubsetSpec, action_text, parse_item
 from envhub.interop.described import SUBSET
+from envhub.interop.remote_episode import RemoteEpisode
 from envhub.interop.texts import (
     BadAction,
     RewardRule,
@@ -21,7 +22,6 @@ from envhub.interop.texts import (
     shortened,
 )
 from envhub.interop.verifiers.link import PlayerProcess, TasksetOptions, VerifiersFailure
-from envhub.remote_episode import RemoteEpisode
 
 TURN_FORM = f"{TOOL_FORM}\nWhat is no call is your answer."
 

@@ -14,8 +14,8 @@ from actor.rollout.env_client import Environments, HubStepResult
 from common.config.evaluation import AgentFormat, AgentOptions, ContextKind
 from common.config.run_config import RunConfig, TaskSection
 from common.errors import ConfigError, EnvError
+from common.evaluation.planned import PlannedEpisode
 from common.wire.messages import PolicyKind
-from common.wire.planned import PlannedEpisode
 from tests.actor.rollout.playing import Count, go_on
 from tests.actor.toy_servers import ToyHub, serve
 from tests.configs import edited

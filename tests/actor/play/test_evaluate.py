@@ -21,9 +21,9 @@ from common.config.run_config import (
     TaskSection,
 )
 from common.errors import ConfigError
+from common.evaluation.planned import PlannedEpisode
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir
-from common.wire.planned import PlannedEpisode
 from tests.actor.toy_servers import ToyEndpoint, ToyHub, serve
 from tests.configs import edited
 

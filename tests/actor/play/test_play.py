@@ -13,9 +13,9 @@ from actor.rollout.episode import ContextFull, PolicyFailed, Turn
 from actor.rollout.render import Renderer
 from common.config.run_config import ActorSection
 from common.errors import ConfigError, LongstrideError
+from common.evaluation.planned import PlannedEpisode
 from common.store.journal import read_journal
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
-from common.wire.planned import PlannedEpisode
 from tests.actor.rollout.playing import Letters
 from tests.actor.rollout.test_render import TOKENIZERS
 from tests.actor.toy_servers import ToyHub, serve

@@ -6,14 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.checks.machine import compiler_problem, has_cuda
-from common.checks.preflight import (
-    check,
-    check_devices,
-    check_dpo,
-    check_model,
-    check_sft,
-    on_this_machine,
-)
+from common.checks.preflight import check, check_devices, check_model, on_this_machine
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -121,12 +114,6 @@ def test_impossible_engine_size_is_refused_before_start(
     assert str(caught.value).startswith(words)
 
 
-def test_new_policy_beyond_the_memory_is_refused(model: Path, repository: Path) -> None:
-    sizes = ("sft.hidden_size=65536", "sft.num_layers=1000", "sft.output=")
-    with pytest.raises(ConfigError, match=r"^sft\.hidden_size=65536: with sft\.num_layers=1000"):
-        check_sft(configure(model, repository, *sizes), repository)
-
-
 def test_used_run_directory_is_refused_without_resume(model: Path, repository: Path) -> None:
     cfg = configure(model, repository, "run.resume=never", "run.name=a")
     check(cfg, repository)
@@ -181,12 +168,6 @@ def test_missing_compiler_error_names_the_package(
         check(configure(model, repository, no_engine), repository)
         with pytest.raises(ConfigError, match=r"^learner\.compile=true needs a compiler: .*g\+\+"):
             check(configure(model, repository, no_engine, "learner.compile=true"), repository)
-        for check_offline in (check_sft, check_dpo):
-            check_offline(configure(model, repository), repository)
-            with pytest.raises(
-                ConfigError, match=r"^learner\.compile=true needs a compiler: .*g\+\+"
-            ):
-                check_offline(configure(model, repository, "learner.compile=true"), repository)
     finally:
         compiler_problem.cache_clear()
 
@@ -195,17 +176,6 @@ def test_missing_compiler_error_names_the_package(
 def test_missing_gpu_is_refused(model: Path, repository: Path) -> None:
     with pytest.raises(ConfigError, match=r"learner\.device=cuda: nvidia-smi lists no GPU"):
         check_devices(configure(model, repository, "learner.device=cuda"))
-
-
-def test_shipped_policy_is_overwritten_only_on_request(repository: Path) -> None:
-    def configure_sft(*overrides: str) -> RunConfig:
-        return load_config("tiny", [*overrides], root=repository)
-
-    check_sft(configure_sft(), repository)
-    for output in ("configs/policies/tiny", str(repository / "configs" / "policies" / "mine")):
-        with pytest.raises(ConfigError, match=r"sft\.overwrite=true"):
-            check_sft(configure_sft(f"sft.output={output}"), repository)
-        check_sft(configure_sft(f"sft.output={output}", "sft.overwrite=true"), repository)
 
 
 def test_run_directory_has_one_launcher(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ import pytest
 from common.config.evaluation import EvalItems
 from common.config.run_config import EvalSection, RunConfig, TaskSection
 from common.errors import ConfigError
-from common.wire.planned import PlannedEpisode
+from common.evaluation.planned import PlannedEpisode
+from learner.offline.heldout import plan_heldout
 from learner.scheduler.curriculum.sampling import eval_items
-from learner.scheduler.evaluation.heldout import plan_heldout
 from tests.learner.scheduler.builders import CATALOGUE, make_config
 
 LISTS = {"maze": ["easy-test-5", "easy-test-3", "easy-test-1", "hard-test-2", "other-test-0"]}

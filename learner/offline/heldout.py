@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from common.config.curriculum import TaskSection
 from common.config.evaluation import EvalItems, EvalSection
 from common.errors import ConfigError
+from common.evaluation.planned import PlannedEpisode
 from common.ids import subset_of
-from common.wire.planned import PlannedEpisode
 from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.curriculum.sampling import Item, eval_items, hash_words, spread
 
