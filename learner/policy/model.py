@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from common.config.compute import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
+from learner.policy.conversion import Stored, stored_tensors
 from learner.policy.determinism import make_deterministic
 from learner.policy.loading import META, give_memory, load_network, take_memory
 from learner.policy.lora import adapter_tensors, add_adapters, has_adapters
@@ -229,19 +230,23 @@ def _score_rows(
     return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
 
 
-def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, live tensor or this rank's shard) of the weights that engines need.
+def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Stored]]:
+    """Yield (name in a checkpoint, live tensor or this rank's shard) that engines need.
 
     These are the adapters if the model has any, otherwise all weights, tied ones once.
+
+    Raises: ConfigError: as `stored_tensors`.
     """
     if has_adapters(model):
         yield from adapter_tensors(model)
         return
     seen: set[int] = set()
+    weights: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            yield name, tensor.detach()
+            weights[name] = tensor.detach()
+    yield from stored_tensors(model, weights).items()
 
 
 def whole(tensor: Tensor) -> Tensor:
