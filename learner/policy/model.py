@@ -19,6 +19,7 @@ from learner.policy.conversion import Stored, stored_tensors
 from learner.policy.determinism import make_deterministic
 from learner.policy.loading import META, give_memory, load_network, take_memory
 from learner.policy.lora import adapter_tensors, add_adapters, has_adapters
+from learner.policy.routing import set_routes
 
 # Settings that change the logits after the head; the learner supports none of them.
 UNSUPPORTED_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -173,6 +174,7 @@ def token_logprobs(model: PreTrainedModel, tokens: TokenBatch, how: Scoring) -> 
 def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tensor:
     """Return the last hidden states of a network without its head, [batch * seq, hidden]."""
     device_type = tokens.token_ids.device.type
+    set_routes(body, tokens.routes)
     packed: dict[str, Any] = {}
     if tokens.packing is not None:
         packed = {"position_ids": tokens.position_ids, "packing": tokens.packing}

@@ -42,7 +42,7 @@ def config_of(kind: str) -> Any:
             own = {"num_local_experts": 4, "sliding_window": None, "head_dim": 32}
             return MixtralConfig(**_SIZES, **chosen, **own, intermediate_size=64)
         case "gpt_oss":
-            own = {"num_local_experts": 4, "head_dim": 32, "rope_parameters": _plain_rope()}
+            own = {"num_local_experts": 4, "head_dim": 32}
             return GptOssConfig(**_SIZES, **chosen, **own, intermediate_size=64)
         case "qwen2_moe":
             own = {"moe_intermediate_size": 32, "num_experts": 4}
@@ -55,10 +55,6 @@ def config_of(kind: str) -> Any:
         case "deepseek_v3":
             return DeepseekV3Config(**(_SIZES | chosen | _deepseek()), intermediate_size=96)
     raise ValueError(kind)
-
-
-def _plain_rope() -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": 10_000.0}
 
 
 def _deepseek() -> dict[str, Any]:

@@ -108,6 +108,7 @@ class Rig:
             seed=0,
             lora=lora,
             is_repeatable=is_repeatable,
+            records_experts=algorithm.routing_replay,
         )
         self.engine = self._runner.run(start)
 
