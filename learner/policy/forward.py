@@ -16,12 +16,14 @@ from transformers import PreTrainedModel
 from common.config.compute import Layout, Offload
 from common.config.learning import LearnerSection
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
+from learner.batch.experts import RoutingShape
 from learner.policy.critic import Critic
 from learner.policy.kernels.attention import use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
 from learner.policy.lora import adapters_off
 from learner.policy.model import Scoring, flat_hidden, hidden_logprobs, vocabulary_size
 from learner.policy.precision import uses_bf16
+from learner.policy.routing import install
 from learner.policy.selfcheck import (
     NeighboursDiffer,
     Score,
@@ -131,12 +133,14 @@ class Passes:
         temperature: float,
         engine_dtype: str,
         mesh: DeviceMesh | None = None,
+        replays_routing: bool = False,
     ) -> None:
         """Store the networks, settle their attention, and shard them in place over `mesh`.
 
         Args:
             temperature: temperature of the sampler.
             engine_dtype: value of `model.dtype`.
+            replays_routing: value of `algorithm.routing_replay`.
 
         Raises: ConfigError: the networks do not support the configuration.
         """
@@ -152,6 +156,7 @@ class Passes:
         # True until the kernels are compiled.
         self.is_cold = cfg.compile and compile_parts(present, fit=fit) > 0
         self._is_base_reference = networks.is_base_reference
+        self._replay = install(networks.policy.base_model) if replays_routing else None
         self.scoring = Scoring(
             chunk_tokens=cfg.logprob_chunk_tokens,
             autocast=uses_bf16(cfg, self._device),
@@ -191,6 +196,23 @@ class Passes:
                 self.is_packed = self._use_layout(Layout.PADDED)
                 self._check_networks()
 
+            self._measure_routing()
+
+    @torch.no_grad()
+    def _measure_routing(self) -> None:
+        """Find the calls by which the policy's routers choose experts. Raises: ConfigError."""
+        if self._replay is None:
+            return
+        ids = np.arange(4)
+        tokens = collate_tokens([ids], [ids > 0], device=self._device, is_packed=self.is_packed)
+        with self._replay.measuring():
+            self._logprobs(self._trained, tokens, self.scoring)
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """The sizes of recorded experts; None if they are not replayed."""
+        return None if self._replay is None else self._replay.shape
+
     def _check_networks(self) -> None:
         for network in self._present():
             for how in arithmetics(network, self.scoring):
@@ -218,6 +240,8 @@ class Passes:
         self, tokens: TokenBatch, *, with_entropy: bool = False, with_values: bool = False
     ) -> Scores:
         """Return log-probabilities of a block and, if requested, entropies and values."""
+        if self._replay is not None and not self._replay.is_measured:
+            self._measure_routing()
         found = self._trained(
             tokens, self.scoring, with_entropy=with_entropy, with_values=with_values
         )

@@ -15,9 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from common.config.compute import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
+from learner.policy.conversion import Stored, stored_tensors
 from learner.policy.determinism import make_deterministic
 from learner.policy.loading import META, give_memory, load_network, take_memory
 from learner.policy.lora import adapter_tensors, add_adapters, has_adapters
+from learner.policy.routing import set_routes
 
 # Settings that change the logits after the head; the learner supports none of them.
 UNSUPPORTED_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -172,6 +174,7 @@ def token_logprobs(model: PreTrainedModel, tokens: TokenBatch, how: Scoring) -> 
 def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tensor:
     """Return the last hidden states of a network without its head, [batch * seq, hidden]."""
     device_type = tokens.token_ids.device.type
+    set_routes(body, tokens.routes)
     packed: dict[str, Any] = {}
     if tokens.packing is not None:
         packed = {"position_ids": tokens.position_ids, "packing": tokens.packing}
@@ -229,19 +232,23 @@ def _score_rows(
     return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
 
 
-def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, live tensor or this rank's shard) of the weights that engines need.
+def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Stored]]:
+    """Yield (name in a checkpoint, live tensor or this rank's shard) that engines need.
 
     These are the adapters if the model has any, otherwise all weights, tied ones once.
+
+    Raises: ConfigError: as `stored_tensors`.
     """
     if has_adapters(model):
         yield from adapter_tensors(model)
         return
     seen: set[int] = set()
+    weights: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            yield name, tensor.detach()
+            weights[name] = tensor.detach()
+    yield from stored_tensors(model, weights).items()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -95,6 +95,7 @@ class Gradients:
             temperature=settings.temperature,
             engine_dtype=settings.engine_dtype,
             mesh=ranks.mesh,
+            replays_routing=settings.algorithm.routing_replay,
         )
 
     def prepare(self, samples: list[Sample], version: int) -> ScoredBatch:
