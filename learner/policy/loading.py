@@ -61,12 +61,33 @@ def _skeleton(auto_class: Any, config: Any, how: dict[str, Any]) -> PreTrainedMo
     """Return a network whose weights have no memory; its constant buffers have values."""
     with META:
         model = auto_class.from_config(config, **how)
-    for owner in model.modules():
-        constants = [name for name, each in owner.named_buffers(recurse=False) if each.is_meta]
-        fresh = type(owner)(model.config) if constants else None  # Rotary embeddings are not saved.
-        for name in constants:
-            setattr(owner, name, getattr(fresh, name))
+    _compute_constants(model)
     return model
+
+
+@torch.no_grad()
+def _compute_constants(model: PreTrainedModel) -> None:
+    """Give values to buffers that are not in the files, such as those of rotary embeddings.
+
+    They are computed by the model's own `_init_weights`, as in `from_pretrained`.
+    """
+    bare = [
+        (owner, name)
+        for owner in model.modules()
+        for name, each in owner.named_buffers(recurse=False)
+        if each.is_meta
+    ]
+    for owner, name in bare:
+        empty = torch.zeros_like(getattr(owner, name), device="cpu")
+        setattr(owner, name, empty.fill_(torch.nan) if empty.is_floating_point() else empty)
+    for module in model.modules() if bare else ():
+        model._init_weights(module)
+    for owner, name in bare:
+        if getattr(owner, name).isnan().any():
+            raise ConfigError(
+                f"learner.num_ranks: the buffer {name} of {type(owner).__name__} cannot be computed"
+                " before the weights are loaded. Use learner.num_ranks=1 or another model."
+            )
 
 
 def give_memory(network: nn.Module, device: torch.device) -> None:
