@@ -104,9 +104,7 @@ async def _published(engine: Engine, named: Named, expected: Scores, folder: Pat
     context = zmq.asyncio.Context()
     hello = WeightsJoin(actor="actor", incarnation="1", devices=[""], version=-1)
     exclusive = asyncio.Lock()
-    link = WeightLink(
-        run_dir, keys, engine, hello=hello, exclusive=exclusive, context=context
-    )
+    link = WeightLink(run_dir, keys, engine, hello=hello, exclusive=exclusive, context=context)
     await link.connect(timeout_s=PUBLISH_S)
     task = asyncio.create_task(link.run())
     try:

@@ -45,23 +45,10 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 EXPERTS: dict[str, Any] = dict.fromkeys(
-    (
-        "num_experts",
-        "num_local_experts",
-        "n_routed_experts",
-        "moe_num_experts",
-    ),
-    4,
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4
 )
 EXPERTS |= dict.fromkeys(
-    (
-        "num_experts_per_tok",
-        "num_experts_per_token",
-        "moe_k",
-        "moe_top_k",
-        "moe_topk",
-    ),
-    2,
+    ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "moe_topk"), 2
 )
 EXPERTS |= dict.fromkeys(
     (

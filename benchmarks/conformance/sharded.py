@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-
 from common.config.compute import Layout, Precision
 from common.config.learning import LearnerSection
 from common.host.loopback import loopback

@@ -53,9 +53,7 @@ def run_suite(table: BenchTable, *, only: Sequence[str] = (), results: Path = RE
 
 def report(table: BenchTable, result: FamilyResult) -> None:
     """Add a family's line to the table; a wrong result fails the suite."""
-    broken = {
-        name: each for name, each in result.parts.items() if each.verdict is Verdict.WRONG
-    }
+    broken = {name: each for name, each in result.parts.items() if each.verdict is Verdict.WRONG}
     for name, each in broken.items():
         gap = "" if each.gap is None else f"{each.gap:.3g} nats "
         table.fail(f"{result.family}, {name}", f"{gap}{each.message}")

@@ -1,6 +1,6 @@
 """Loads networks in shards: made without memory, sharded, then filled by each rank."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def load_network(
         max_tokens: length of the longest sequence that an engine may produce; None: the model's own
             limit.
 
-    Raises: ConfigError: its rotary embedding cannot match the engine's.
+    Raises: ConfigError: its rotary embedding cannot match the engine's, or a weight is missing.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     zero_dropout_rates(config)
@@ -51,10 +51,27 @@ def load_network(
     if is_skeleton:
         model = _skeleton(auto_class, config, how)
     else:
-        model = auto_class.from_pretrained(path, config=config, **how, local_files_only=True)
+        model, report = auto_class.from_pretrained(
+            path, config=config, **how, local_files_only=True, output_loading_info=True
+        )
+        _check_complete(report["missing_keys"], path)
     fix_rotary(model, path, max_tokens=max_tokens)
     make_deterministic(model)
     return model
+
+
+def _check_complete(missing: Iterable[str], path: str) -> None:
+    """Check that the files have every weight: transformers would draw a missing one at random.
+
+    Raises: ConfigError: names a missing weight.
+    """
+    lacking = sorted(missing)
+    if lacking:
+        raise ConfigError(
+            f"{path}: no *.safetensors file has the weights of {lacking[0]}"
+            f" ({len(lacking)} are missing). Copy all files of this model, or give a checkpoint"
+            " whose architectures in config.json are a causal language model"
+        )
 
 
 def _skeleton(auto_class: Any, config: Any, how: dict[str, Any]) -> PreTrainedModel:
@@ -75,7 +92,7 @@ def _compute_constants(model: PreTrainedModel) -> None:
         (owner, name)
         for owner in model.modules()
         for name, each in owner.named_buffers(recurse=False)
-        if each.is_meta
+        if each.is_meta and name in owner._non_persistent_buffers_set
     ]
     for owner, name in bare:
         empty = torch.zeros_like(getattr(owner, name), device="cpu")

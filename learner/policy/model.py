@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from common.checks.model_kind import check_kind
 from common.config.compute import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
@@ -60,11 +61,12 @@ def load_policy(
             limit.
 
     Raises:
-        ConfigError: the directory is missing, the model changes its logits after the head, or its
-            rotary embedding cannot match the engine's.
+        ConfigError: the directory is missing, the model is no decoder of text, it changes its
+            logits after the head, or its rotary embedding cannot match the engine's.
     """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path={path!r}: the folder has no config.json")
+    check_kind(Path(path))
     is_cuda = torch.device(device).type == "cuda"
     # On one CPU core, bf16: plain matrix products 20-24k tokens/s, the fused kernel 13-16k.
     model = load_network(
@@ -106,8 +108,9 @@ def _check_logit_settings(model: PreTrainedModel, path: str) -> None:
 def make_bare(path: str) -> PreTrainedModel:
     """Return the network of the configuration at `path`, with shapes but without weights.
 
-    Raises: ConfigError: transformers has no such network.
+    Raises: ConfigError: transformers has no such network, or it is no decoder of text.
     """
+    check_kind(Path(path))
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         with META:
