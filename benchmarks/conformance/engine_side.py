@@ -2,12 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import zmq.asyncio
-from torch import Tensor
 
 from actor.engine.engine import Engine
 from actor.engine.weights import WeightLink
@@ -22,8 +19,7 @@ from common.wire.sockets import Router
 from common.wire.weight_messages import WeightsJoin
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
-from learner.weights.snapshot import snapshot
-from learner.weights.source import LiveWeights
+from learner.weights.snapshot import PublishedWeights
 
 HOST = "127.0.0.1"
 START_S = 240.0
@@ -32,26 +28,23 @@ MAX_MODEL_LEN = 128
 KV_CACHE_GIB = 1
 MOST_WORDS = 300  # Characters of vLLM's message.
 
-Named = Sequence[tuple[str, Tensor]]
-
-
 def examine_engine(
-    path: Path, named: Named, *, first: Scores, second: Scores, folder: Path
+    path: Path, version: PublishedWeights, *, first: Scores, second: Scores, folder: Path
 ) -> dict[str, Finding]:
     """Return the findings of `rollout` and `publish`.
 
     Args:
         path: checkpoint that the learner wrote.
-        named: tensors of the second weights, by their published names.
+        version: the second weights, by their published names.
         first, second: expected scores of both weights.
         folder: becomes the run directory of the publisher.
     """
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    return asyncio.run(_examine(path, named, first, second, folder))
+    return asyncio.run(_examine(path, version, first, second, folder))
 
 
 async def _examine(
-    path: Path, named: Named, first: Scores, second: Scores, folder: Path
+    path: Path, version: PublishedWeights, first: Scores, second: Scores, folder: Path
 ) -> dict[str, Finding]:
     try:
         engine = await Engine.start(
@@ -70,7 +63,7 @@ async def _examine(
         return {"rollout": _cannot(error), "publish": Finding(verdict=Verdict.NOT_RUN)}
     try:
         found = {"rollout": compared(gap_of(await _scored(engine, "first"), first))}
-        found["publish"] = await _published(engine, named, second, folder)
+        found["publish"] = await _published(engine, version, second, folder)
         return found
     except EngineError as error:
         return {"rollout": _cannot(error), "publish": Finding(verdict=Verdict.NOT_RUN)}
@@ -87,7 +80,9 @@ async def _scored(engine: Engine, name: str) -> Scores:
     return await engine.score(SEQUENCES, request_id=name)
 
 
-async def _published(engine: Engine, named: Named, expected: Scores, folder: Path) -> Finding:
+async def _published(
+    engine: Engine, version: PublishedWeights, expected: Scores, folder: Path
+) -> Finding:
     """Send the second weights as a learner sends a version; compare the engine's new scores."""
     run_dir = RunDir(root=folder)
     keys = create_keys(run_dir.keys)
@@ -108,16 +103,13 @@ async def _published(engine: Engine, named: Named, expected: Scores, folder: Pat
     await link.connect(timeout_s=PUBLISH_S)
     task = asyncio.create_task(link.run())
     try:
-        source = LiveWeights(named, torch.float32)
-        del source  # The cast is checked; the version below is a copy.
-        version = snapshot(1, named, canary_token_ids=[], canary_logprobs=[])
         await asyncio.to_thread(publisher.publish, version)
         loaded = asyncio.create_task(link.version_loaded.wait())
         await asyncio.wait([loaded, task], timeout=PUBLISH_S, return_when=asyncio.FIRST_COMPLETED)
         loaded.cancel()
         if task.done():
             task.result()
-        if engine.version != 1:
+        if engine.version != version.version:
             return Finding(verdict=Verdict.WRONG, message="the version was not loaded in time")
         return compared(gap_of(await _scored(engine, "second"), expected))
     except WeightSyncError as error:

@@ -130,6 +130,7 @@ def _examine_in(family: str, folder: Path, pair: "RankPair") -> FamilyResult:
     from benchmarks.conformance.learner_side import LearnerSide
     from benchmarks.conformance.networks import architecture, save_network
     from learner.policy.model import published_tensors
+    from learner.weights.snapshot import snapshot
 
     started = time.monotonic()
     torch.set_num_threads(1)
@@ -142,9 +143,13 @@ def _examine_in(family: str, folder: Path, pair: "RankPair") -> FamilyResult:
     if side.policy is not None and side.second:
         from benchmarks.conformance.engine_side import examine_engine
 
-        named = [(name, each.clone()) for name, each in published_tensors(side.policy)]
+        tensors = published_tensors(side.policy)
         findings |= examine_engine(
-            folder / "first", named, first=side.first, second=side.second, folder=folder / "run"
+            folder / "first",
+            snapshot(1, tensors, canary_token_ids=[], canary_logprobs=[]),
+            first=side.first,
+            second=side.second,
+            folder=folder / "run",
         )
     return FamilyResult(
         family=family,
