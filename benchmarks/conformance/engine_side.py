@@ -28,6 +28,7 @@ MAX_MODEL_LEN = 128
 KV_CACHE_GIB = 1
 MOST_WORDS = 300  # Characters of vLLM's message.
 
+
 def examine_engine(
     path: Path, version: PublishedWeights, *, first: Scores, second: Scores, folder: Path
 ) -> dict[str, Finding]:
