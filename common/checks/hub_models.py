@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from common.checks.model_kind import check_kind
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
@@ -105,7 +106,11 @@ def _resolve(key: str, name: str, *, has_weights: bool = True) -> HubModel:
     folder = _cached(repository, revision, patterns)
     problem = ""
     if not _is_pinned(revision) or folder is None or _missing_files(folder, has_weights):
-        folder, problem = _fetch(repository, revision, patterns, cached=folder)
+        folder, problem = _fetch(repository, revision, SMALL_FILES, cached=folder)
+        if folder is not None:
+            check_kind(folder, key=key, shown=name)  # Before weights that could not be used.
+        if has_weights and not problem:
+            folder, problem = _fetch(repository, revision, patterns, cached=folder)
     lacking = _missing_files(folder, has_weights)
     if folder is None or lacking:
         words = f"{repository} --revision {revision}" if revision else repository

@@ -11,6 +11,7 @@ from pathlib import Path
 from common.checks.gpu_placement import Seats, check_slices, seat
 from common.checks.machine import GIB, check_compiler, gpus, has_cuda
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
+from common.checks.model_kind import check_kind
 from common.checks.model_shape import ModelShape, check_heads, read_shape
 from common.config.compute import Offload
 from common.config.load import list_configs
@@ -89,7 +90,9 @@ def check_dry(
     if mistakes:
         raise ConfigError("; ".join(mistakes))
     check_mode(cfg.log, os.environ)
-    if not is_stand_in:
+    if is_stand_in:
+        check_kind(root / cfg.model.path, key="model.architecture", shown=cfg.model.path)
+    else:
         check_model(cfg.model.path, root, output=cfg.sft.output)
         check_tools(cfg.actor.format, root / cfg.model.path, template=template_at(cfg.model, root))
     _check_other_models(cfg, root)
@@ -181,13 +184,14 @@ def check_engine() -> None:
 def check_model(path: str, root: Path, *, key: str = "model.path", output: str = "") -> None:
     """Check that `path`, the value of `key`, is a transformers checkpoint with its tokenizer.
 
-    Raises: ConfigError: files are missing; the message lists them.
+    Raises: ConfigError: files are missing, or the model is no decoder of text.
     """
     folder = root / path
     if not folder.is_dir():
         config = "the same --config" if path == output else f"--config {_maker(path, root)}"
         remedy = f"give a checkpoint directory; `python run.py sft` with {config} makes one"
         raise ConfigError(f"{key}={path}: no such directory; {remedy}")
+    check_kind(folder, key=key, shown=path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         remedy = "`python run.py merge run.name=...` makes a policy of a run's adapters"
         raise ConfigError(f"{key}={path}: contains adapters without their base model; {remedy}")

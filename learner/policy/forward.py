@@ -20,6 +20,7 @@ from learner.batch.experts import RoutingShape
 from learner.policy.critic import Critic
 from learner.policy.kernels.attention import use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
+from learner.policy.kernels.head import own_logits_gap, use_own_logits
 from learner.policy.lora import adapters_off
 from learner.policy.model import Scoring, flat_hidden, hidden_logprobs, vocabulary_size
 from learner.policy.precision import uses_bf16
@@ -74,6 +75,7 @@ class Probed(Enum):
     """Additional outputs of the learner's path for the start check."""
 
     LOGITS = auto()  # Log-probabilities by the policy's own forward pass.
+    HEAD = auto()  # The measurement of `own_logits_gap`.
     TRUNK = auto()  # States [tokens, hidden] of the critic's own trunk.
 
 
@@ -104,6 +106,8 @@ class _Trained(nn.Module):
         """
         policy = self.policy
         critic = self.critic
+        if probed is Probed.HEAD:
+            return own_logits_gap(policy), None, None, None
         if probed is Probed.LOGITS:
             return plain_logprobs(policy, tokens, autocast=how.autocast), None, None, None
         if probed is Probed.TRUNK:
@@ -215,8 +219,20 @@ class Passes:
 
     def _check_networks(self) -> None:
         for network in self._present():
+            self._settle_head(network)
             for how in arithmetics(network, self.scoring):
                 self._check_network(network, how)
+
+    @torch.no_grad()
+    def _settle_head(self, network: _Trained) -> None:
+        """Measure the head again: weights that several ranks share had no values before."""
+        vocab_size = vocabulary_size(network.policy)
+        probe = make_probe(
+            network.policy, self._device, vocab_size=vocab_size, is_packed=False, is_bf16=False
+        )
+        tokens = probe.alone(0, is_packed=False)
+        if not float(self._logprobs(network, tokens, self.scoring, Probed.HEAD)) <= 1.0:
+            use_own_logits(network.policy)
 
     def _check_network(self, network: _Trained, how: Scoring) -> None:
         settings = {"is_packed": self.is_packed, "is_bf16": how.autocast}

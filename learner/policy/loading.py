@@ -1,6 +1,6 @@
 """Loads networks in shards: made without memory, sharded, then filled by each rank."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def load_network(
         max_tokens: length of the longest sequence that an engine may produce; None: the model's own
             limit.
 
-    Raises: ConfigError: its rotary embedding cannot match the engine's.
+    Raises: ConfigError: its rotary embedding cannot match the engine's, or a weight is missing.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     zero_dropout_rates(config)
@@ -52,22 +52,60 @@ def load_network(
     if is_skeleton:
         model = _skeleton(auto_class, config, how)
     else:
-        model = auto_class.from_pretrained(path, config=config, **how, local_files_only=True)
+        model, report = auto_class.from_pretrained(
+            path, config=config, **how, local_files_only=True, output_loading_info=True
+        )
+        _check_complete(report["missing_keys"], path)
     fix_rotary(model, path, max_tokens=max_tokens)
     make_deterministic(model)
     return model
+
+
+def _check_complete(missing: Iterable[str], path: str) -> None:
+    """Check that the files have every weight: transformers would draw a missing one at random.
+
+    Raises: ConfigError: names a missing weight.
+    """
+    lacking = sorted(missing)
+    if lacking:
+        raise ConfigError(
+            f"{path}: no *.safetensors file has the weights of {lacking[0]}"
+            f" ({len(lacking)} are missing). Copy all files of this model, or give a checkpoint"
+            " whose architectures in config.json are a causal language model"
+        )
 
 
 def _skeleton(auto_class: Any, config: Any, how: dict[str, Any]) -> PreTrainedModel:
     """Return a network whose weights have no memory; its constant buffers have values."""
     with META:
         model = auto_class.from_config(config, **how)
-    for owner in model.modules():
-        constants = [name for name, each in owner.named_buffers(recurse=False) if each.is_meta]
-        fresh = type(owner)(model.config) if constants else None  # Rotary embeddings are not saved.
-        for name in constants:
-            setattr(owner, name, getattr(fresh, name))
+    _compute_constants(model)
     return model
+
+
+@torch.no_grad()
+def _compute_constants(model: PreTrainedModel) -> None:
+    """Give values to buffers that are not in the files, such as those of rotary embeddings.
+
+    They are computed by the model's own `_init_weights`, as in `from_pretrained`.
+    """
+    bare = [
+        (owner, name)
+        for owner in model.modules()
+        for name, each in owner.named_buffers(recurse=False)
+        if each.is_meta and name in owner._non_persistent_buffers_set
+    ]
+    for owner, name in bare:
+        empty = torch.zeros_like(getattr(owner, name), device="cpu")
+        setattr(owner, name, empty.fill_(torch.nan) if empty.is_floating_point() else empty)
+    for module in model.modules() if bare else ():
+        model._init_weights(module)
+    for owner, name in bare:
+        if getattr(owner, name).isnan().any():
+            raise ConfigError(
+                f"learner.num_ranks: the buffer {name} of {type(owner).__name__} cannot be computed"
+                " before the weights are loaded. Use learner.num_ranks=1 or another model."
+            )
 
 
 def give_memory(network: nn.Module, device: torch.device) -> None:

@@ -45,7 +45,13 @@ def add_adapters(model: PreTrainedModel, cfg: LoraSection, *, base_path: str) ->
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_path,
     )
-    inject_adapter_in_model(settings, model, ADAPTER)
+    try:
+        inject_adapter_in_model(settings, model, ADAPTER)
+    except ValueError as error:  # Such as the inner projections of Mamba, which a kernel reads.
+        raise ConfigError(
+            f"learner.lora.targets={','.join(cfg.targets)}: peft cannot adapt these layers of"
+            f" {type(model).__name__}: {error}"
+        ) from error
     for name, parameter in model.named_parameters():
         is_adapter = ".lora_" in name
         parameter.requires_grad_(is_adapter)

@@ -12,22 +12,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from common.checks.model_kind import check_kind
 from common.config.compute import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
 from learner.policy.conversion import Stored, stored_tensors
 from learner.policy.determinism import make_deterministic
+from learner.policy.kernels.head import Logits, logits_function, own_logits_gap, use_own_logits
 from learner.policy.loading import META, give_memory, load_network, take_memory
 from learner.policy.lora import adapter_tensors, add_adapters, has_adapters
 from learner.policy.routing import set_routes
-
-# Settings that change the logits after the head; the learner supports none of them.
-UNSUPPORTED_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-
-HEAD_TOKENS = 8  # Number of tokens in the check of the head after loading.
-# Limits of the difference of two logits, as fractions of the largest logit.
-FP32_ROUNDING = 1e-3
-BF16_ROUNDING = 3e-2
 
 
 def pick_device(name: str) -> torch.device:
@@ -62,11 +56,12 @@ def load_policy(
             limit.
 
     Raises:
-        ConfigError: the directory is missing, the model changes its logits after the head, or its
-            rotary embedding cannot match the engine's.
+        ConfigError: the directory is missing, the model is no decoder of text, it has no head, or
+            its rotary embedding cannot match the engine's.
     """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path={path!r}: the folder has no config.json")
+    check_kind(Path(path))
     is_cuda = torch.device(device).type == "cuda"
     # On one CPU core, bf16: plain matrix products 20-24k tokens/s, the fused kernel 13-16k.
     model = load_network(
@@ -77,7 +72,6 @@ def load_policy(
         attn_implementation="sdpa" if is_cuda else "eager",
         max_tokens=max_tokens,
     )
-    _check_logit_settings(model, path)
     if lora.rank:
         if is_skeleton:  # The memory is never used: peft puts adapters on the device of their base.
             give_memory(model, torch.device("cpu"))
@@ -92,24 +86,16 @@ def load_policy(
     if not is_skeleton:
         # This moves the model in place; the wrapper in transformers hides the type.
         nn.Module.to(model, torch.device(device))
-        check_head(model, path)
+        settle_head(model, path)
     return model
-
-
-def _check_logit_settings(model: PreTrainedModel, path: str) -> None:
-    for name in UNSUPPORTED_LOGIT_SETTINGS:
-        if getattr(model.config, name, None) not in (None, 1, 1.0):
-            raise ConfigError(
-                f"model.path={path!r}: its config.json sets {name}, which is not supported. Choose"
-                " another model."
-            )
 
 
 def make_bare(path: str) -> PreTrainedModel:
     """Return the network of the configuration at `path`, with shapes but without weights.
 
-    Raises: ConfigError: transformers has no such network.
+    Raises: ConfigError: transformers has no such network, or it is no decoder of text.
     """
+    check_kind(Path(path))
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         with META:
@@ -120,31 +106,15 @@ def make_bare(path: str) -> PreTrainedModel:
         ) from error
 
 
-@torch.no_grad()
-def check_head(model: PreTrainedModel, path: str) -> None:
-    """Compare a network's logits with those of its head alone, as used for scoring.
+def settle_head(model: PreTrainedModel, path: str) -> None:
+    """Measure whether the logits are those of the head alone; if not, use the network's own code.
 
-    Raises: ConfigError: the network changes its logits after the head, or its states before it.
+    Raises: ConfigError: the network has no head.
     """
-    ids = torch.arange(HEAD_TOKENS, device=model.device) * 7919 % vocabulary_size(model)
-    head = model.get_output_embeddings()
-    if head is None:
+    if model.get_output_embeddings() is None:
         raise ConfigError(f"model.path={path!r}: {type(model).__name__} has no output head")
-    is_bf16 = any(each.dtype != torch.float32 for each in model.parameters())
-    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=is_bf16):
-        whole = model(input_ids=ids[None], use_cache=False).logits[0].float()
-        states = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state
-        alone = head(states[0]).float()
-    at = int((whole - alone).abs().argmax())
-    theirs = whole.flatten()[at].item()
-    ours = alone.flatten()[at].item()
-    rounding = (BF16_ROUNDING if is_bf16 else FP32_ROUNDING) * whole.abs().max().item()
-    if abs(theirs - ours) > rounding:
-        raise ConfigError(
-            f"model.path={path!r}: {type(model).__name__} changes its logits after the head: a"
-            f" logit is {theirs:.4f} in its forward pass and {ours:.4f} from the head alone. The"
-            " learner does not support this family. Choose another model."
-        )
+    if not float(own_logits_gap(model)) <= 1.0:
+        use_own_logits(model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,20 +163,17 @@ def hidden_logprobs(
     `chunk_tokens` at a time. Each chunk is computed again in the backward pass: [tokens, vocab]
     never exists.
     """
-    head = model.get_output_embeddings()
-    assert head is not None  # Every causal language model has a head.
     dtype = how.head_dtype if how.autocast else torch.float32
-    weight = head.weight.to(dtype)  # [vocab, hidden]; cast once, not per chunk
-    bias = None if getattr(head, "bias", None) is None else head.bias.to(dtype)
+    logits_of = logits_function(model, dtype)
 
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
     num_rows = hidden.shape[0]
     chunk_tokens = how.chunk_tokens
     for start in range(0, max(num_rows, 1), chunk_tokens):  # Without rows there is one empty chunk.
-        rows = hidden[start : start + chunk_tokens].to(dtype)
+        rows = hidden[start : start + chunk_tokens]
         targets = target_ids[start : start + chunk_tokens]
-        args = (rows, weight, bias, targets, how.temperature, with_entropy)
+        args = (rows, logits_of, targets, how.temperature, with_entropy)
         if torch.is_grad_enabled() and num_rows > chunk_tokens:
             chunk = checkpoint(_score_rows, *args, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -217,14 +184,9 @@ def hidden_logprobs(
 
 
 def _score_rows(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    with_entropy: bool,
+    rows: Tensor, logits_of: Logits, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    logits = F.linear(rows, weight, bias).float() / temperature  # [rows, vocab]
+    logits = logits_of(rows).float() / temperature  # [rows, vocab]
     log_softmax = F.log_softmax(logits, dim=-1)
     logprobs = log_softmax.gather(1, targets[:, None]).squeeze(1)  # [rows]
     if not with_entropy:

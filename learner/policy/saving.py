@@ -6,6 +6,7 @@ The files of the tokenizer and `generation_config.json` are copied as they came 
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from common.formats.chat_template import template_of
 
+_ROPE = "rope_parameters"
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TEMPLATE = "chat_template.jinja"
@@ -47,7 +49,19 @@ def save_model(folder: Path, model: PreTrainedModel, state: Mapping[str, Tensor]
     finally:
         if own is not None:
             model.generation_config = own
-    _rewrite(folder / CONFIG, lambda config: {**config, **rope_of_4(config)})
+    _rewrite(folder / CONFIG, partial(_with_rope_of_4, model))
+
+
+def _with_rope_of_4(model: PreTrainedModel, written: dict[str, Any]) -> dict[str, Any]:
+    """Add the keys of transformers 4, unless transformers 5 would then read another RoPE."""
+    own = model.config
+    both = {**written, **rope_of_4(written)}
+    try:
+        again = type(own).from_dict(both)
+    except (KeyError, ValueError, TypeError):
+        return written
+    is_same = getattr(again, _ROPE, None) == getattr(own, _ROPE, None)
+    return both if is_same else written
 
 
 def save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -71,7 +85,7 @@ def rope_of_4(config: Mapping[str, Any]) -> dict[str, Any]:
     Example: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6} -> rope_theta 1e6 and
     rope_scaling {"rope_type": "linear", "factor": 8.0}.
     """
-    rope = config.get("rope_parameters")
+    rope = config.get(_ROPE)
     if not isinstance(rope, dict):
         return {}
     parameters = cast(dict[str, Any], rope)

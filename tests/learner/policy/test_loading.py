@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen2Config, Qwen2ForCausalLM
 
 from common.config.compute import CriticKind, CriticSection, LoraSection
 from common.config.learning import Advantage, AlgorithmSection
@@ -165,3 +165,35 @@ def test_loading_takes_the_memory_of_a_part(tmp_path: Path) -> None:
     assert whole_load > 0.95 * num_bytes
     # Of the mapped file, half as wide, the pages of this part count, too.
     assert num_bytes / 4 < part < num_bytes / 4 * 1.5 + largest + (8 << 20)
+
+
+def test_missing_weight_is_never_drawn_at_random(tmp_path: Path) -> None:
+    whole = make_model()
+    state = whole.state_dict()
+    del state["lm_head.weight"]
+    whole.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ConfigError, match=r"has the weights of lm_head\.weight \(1 are missing\)"):
+        load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+
+
+def test_skeleton_has_constants_of_every_module(tmp_path: Path) -> None:
+    config = Gemma3TextConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(tmp_path)
+    how: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": False}
+    whole: Any = load_policy(str(tmp_path), **how)
+    bare: Any = load_policy(str(tmp_path), is_skeleton=True, **how)
+    constants = dict(whole.named_non_persistent_buffers())
+    # The embedding's factor is sqrt(hidden_size), and there are two rotary embeddings.
+    assert constants["model.embed_tokens.embed_scale"].item() == pytest.approx(32**0.5)
+    assert len(constants) > 2
+    for name, expected in constants.items():
+        assert torch.equal(bare.get_buffer(name), expected), name

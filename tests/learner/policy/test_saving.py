@@ -4,15 +4,16 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, Gemma4ForCausalLM, Gemma4TextConfig
 
 from common.formats.chat_template import fix_template
 from common.repository import ROOT
 from learner.offline.scratch import make_tokenizer, save_policy
 from learner.policy.model import load_policy
-from learner.policy.saving import rope_of_4, save_tokenizer
+from learner.policy.saving import rope_of_4, save_model, save_tokenizer
 from tests.venvs import python_with
 
 TINY = ROOT / "configs" / "policies" / "tiny"
@@ -122,3 +123,16 @@ def test_checkpoints_are_read_by_transformers_4(tmp_path: Path) -> None:
         chat = [{"role": "user", "content": "hi"}]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         assert (theta, ids) == (1e4, tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_rope_by_layer_kind_is_kept_in_checkpoints(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    sizes |= {"vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}
+    layers = ["sliding_attention", "full_attention"]
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**sizes, layer_types=layers))
+    save_model(tmp_path, model, model.state_dict())
+    read: Any = AutoConfig.from_pretrained(tmp_path, local_files_only=True)
+    # Keys of transformers 4 would leave the kind "proportional" without its own base.
+    assert read.rope_parameters["full_attention"]["rope_type"] == "proportional"
+    assert read.rope_parameters == model.config.rope_parameters

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,11 +22,12 @@ from common.config.compute import Attention, CriticKind, CriticSection, Layout, 
 from common.config.learning import Advantage, AlgorithmSection, LearnerSection
 from common.config.run_config import ModelSection, RunConfig
 from common.errors import ConfigError
+from learner.batch.batching import collate_tokens
 from learner.offline.training import choose_offline_compute
 from learner.policy.critic import make_critic
 from learner.policy.forward import Networks, Passes
 from learner.policy.kernels.attention import packing_problem, use_attention
-from learner.policy.model import Scoring, load_policy
+from learner.policy.model import Scoring, load_policy, token_logprobs
 from learner.policy.selfcheck import NeighboursDiffer, ScoresDiffer, check_policy
 from learner.training.build import load_start, make_trainer
 from tests.learner.builders import VOCAB, make_model, make_samples
@@ -126,12 +128,56 @@ def test_random_numbers_in_pass_are_refused() -> None:
         check_policy(model, EXACT, is_packed=False)
 
 
-def test_logits_changed_behind_head_are_refused(tmp_path: Path) -> None:
+CHANGED = {
+    "gemma2": {"final_logit_softcapping": 1.0, "head_dim": 8},
+    "gemma4_text": {
+        "final_logit_softcapping": 1.0,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+    },
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 4.0},
+}
+
+
+@pytest.mark.parametrize("family", CHANGED)
+def test_logits_changed_behind_head_are_scored_right(family: str, tmp_path: Path) -> None:
+    path = save(AutoConfig.for_model(family, **(SMALL | CHANGED[family])), tmp_path)
+    model = load(path)
+    ids = torch.arange(12)[None]
+    block = collate_tokens([ids[0].numpy()], [np.arange(12) > 0], device="cpu")
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(path).eval()(ids).logits[0, :-1]
+        alone = model.get_output_embeddings()(model.base_model(ids)[0])[0, :-1]
+    expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    assert float((alone - logits).abs().max()) > 0.01, "the head alone is wrong"
+    found = token_logprobs(model, block, EXACT)
+    torch.testing.assert_close(found.detach(), expected, atol=1e-5, rtol=1e-5)
+    found.sum().backward()
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None, name
+
+
+def test_temperature_divides_logits_after_their_cap(tmp_path: Path) -> None:
+    model = load(save(AutoConfig.for_model("gemma2", **(SMALL | CHANGED["gemma2"])), tmp_path))
+    ids = torch.arange(12)[None]
+    block = collate_tokens([ids[0].numpy()], [np.arange(12) > 0], device="cpu")
+    with torch.no_grad():
+        found = token_logprobs(model, block, replace(EXACT, temperature=0.5))
+        logits = model(ids).logits[0, :-1] / 0.5
+    expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_hybrid_network_with_scaled_logits_is_scored_right(tmp_path: Path) -> None:
     mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}
     mamba |= {"mamba_d_state": 8, "mamba_chunk_size": 16}
     config = FalconH1Config(**SMALL, **mamba, lm_head_multiplier=0.25)  # pyright: ignore
-    with pytest.raises(ConfigError, match="FalconH1ForCausalLM changes its logits after the head"):
-        load(save(config, tmp_path))
+    model = load(save(config, tmp_path))
+    use_attention([model], "cpu", Layout.PADDED, Attention.AUTO)
+    check_policy(model, EXACT, is_packed=False)
 
 
 def test_head_that_changes_input_is_refused() -> None:
@@ -274,7 +320,6 @@ FAMILIES |= {"jamba": {"num_experts": 2, "mamba_d_state": 8, "use_mamba_kernels"
 FAMILIES |= {"falcon_h1": MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.25}, "zamba2": ZAMBA}
 FAMILIES |= {"recurrent_gemma": {"lru_width": 32, "block_types": ["recurrent", "attention"]}}
 SCALED = {"granite_scaled": ("granite", {"logits_scaling": 8.0})}
-REFUSED = {"gemma2", "cohere", "cohere2", "falcon_h1", "recurrent_gemma", "granite_scaled"}
 PADDED = set(
     [
         "deepseek_v2",
@@ -295,6 +340,10 @@ PADDED = set(
         "bamba",
         "jamba",
         "zamba2",
+        "cohere2",
+        "falcon_h1",
+        "gemma2",
+        "recurrent_gemma",
     ]
 )
 
@@ -305,10 +354,6 @@ def test_family_is_scored_right_or_refused(family: str, tmp_path: Path) -> None:
     name, more = SCALED.get(family, (family, {}))
     config = AutoConfig.for_model(name, **(SMALL | FAMILIES[family] | more))
     path = save(config, tmp_path)
-    if family in REFUSED:
-        with pytest.raises(ConfigError, match=r"is not supported|does not support"):
-            load(path)
-        return
     model = load(path)
     use_attention([model], "cpu", Layout.PADDED, Attention.AUTO)
     check_policy(model, EXACT, is_packed=False)

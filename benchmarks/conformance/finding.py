@@ -1,0 +1,112 @@
+"""Results of the conformance suite: one finding for each part of a family, kept as JSON lines."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+TOLERANCE = 1e-4  # Largest difference of two fp32 log-probabilities, in nats.
+
+
+class Verdict(StrEnum):
+    RIGHT = "right"
+    REFUSED = "refused"  # By the project, before anything starts.
+    WRONG = "wrong"
+    ENGINE_CANNOT = "engine cannot"  # By vLLM, in its own words.
+    NOT_RUN = "not run"
+
+
+# Parts of a family's result, in the order of the page's columns.
+PARTS = (
+    "rollout",
+    "sft",
+    "full",
+    "critic",
+    "lora",
+    "packed",
+    "shared prefix",
+    "sharded",
+    "publish",
+    "checkpoint",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The result of one part."""
+
+    verdict: Verdict
+    gap: float | None = None  # Largest difference in nats; of sft: relative, of the gradient.
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyResult:
+    """All findings of a family."""
+
+    family: str
+    architecture: str
+    parts: dict[str, Finding] = field(default_factory=dict[str, Finding])
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict of the whole: wrong before refused before right."""
+        found = [each.verdict for each in self.parts.values()]
+        if Verdict.WRONG in found:
+            return Verdict.WRONG
+        for name in ("full", "rollout"):
+            part = self.parts.get(name)
+            if part is not None and part.verdict is not Verdict.RIGHT:
+                return part.verdict
+        return Verdict.RIGHT
+
+    @property
+    def gap(self) -> float:
+        """The largest difference of all parts that are right, in nats."""
+        gaps = [
+            each.gap or 0.0
+            for name, each in self.parts.items()
+            if each.verdict is Verdict.RIGHT and name != "sft"
+        ]
+        return max(gaps, default=0.0)
+
+
+def compared(gap: float, *, tolerance: float = TOLERANCE, message: str = "") -> Finding:
+    """Return the finding of a measured difference. A NaN is wrong."""
+    verdict = Verdict.RIGHT if gap <= tolerance else Verdict.WRONG
+    return Finding(verdict=verdict, gap=gap, message=message)
+
+
+def refused(error: Exception) -> Finding:
+    """Return the finding of a refusal with its message on one line."""
+    return Finding(verdict=Verdict.REFUSED, message=" ".join(str(error).split()))
+
+
+def append(path: Path, result: FamilyResult) -> None:
+    """Add a result to the file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(result)) + "\n")
+
+
+def read(path: Path) -> dict[str, FamilyResult]:
+    """Return the newest result of each family in the file, {} without a file."""
+    if not path.is_file():
+        return {}
+    found: dict[str, FamilyResult] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        tree = json.loads(line)
+        parts = {
+            name: Finding(**{**each, "verdict": Verdict(each["verdict"])})
+            for name, each in tree.pop("parts").items()
+        }
+        found[tree["family"]] = FamilyResult(**tree, parts=parts)
+    return found
+
+
+def rewrite(path: Path, results: Sequence[FamilyResult]) -> None:
+    """Write each family once, sorted by name."""
+    path.unlink(missing_ok=True)
+    for result in sorted(results, key=lambda each: each.family):
+        append(path, result)

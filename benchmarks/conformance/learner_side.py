@@ -1,0 +1,248 @@
+"""The learner's scores of a small network in every form, beside the network's own forward pass."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.conformance.finding import Finding, Verdict, compared, refused
+from benchmarks.conformance.networks import VOCAB, perturb, save_as_learner
+from benchmarks.conformance.sharded import RankPair
+from common.config.compute import CriticSection, Layout, LoraSection, Precision
+from common.config.learning import LearnerSection
+from common.errors import ConfigError
+from learner.batch.batching import TokenBatch, collate_tokens
+from learner.policy.critic import make_critic
+from learner.policy.forward import Networks, Passes
+from learner.policy.lora import check_targets, merged_tensors
+from learner.policy.model import Scoring, load_policy, token_logprobs
+
+# Tokens of the scored sequences: shorter and longer than windows and chunks of small networks.
+LENGTHS = (20, 72, 41, 53)
+PREFIX = 24  # Tokens that the last two sequences share.
+FIRST_WORD = 3  # The ids below are special tokens.
+EXACT = Scoring(chunk_tokens=64, autocast=False)
+MAX_GRADIENT_GAP = 1e-3  # Relative difference of two gradients.
+
+Scores = list[list[float]]
+
+
+def make_sequences() -> list[list[int]]:
+    """Return fixed random sequences; the last two begin alike."""
+    draw = np.random.default_rng(7)
+    sequences = [draw.integers(FIRST_WORD, VOCAB, length).tolist() for length in LENGTHS]
+    sequences[3][:PREFIX] = sequences[2][:PREFIX]
+    return sequences
+
+
+SEQUENCES = make_sequences()
+
+
+class LearnerSide:
+    """Examines one family part by part. After `examine` the policy has the second weights."""
+
+    def __init__(self, start: Path, folder: Path, *, pair: RankPair) -> None:
+        """Load the network that transformers wrote to `start`.
+
+        Args:
+            folder: receives the learner's checkpoints.
+            pair: scores sharded weights.
+        """
+        self._start = str(start)
+        self._folder = folder
+        self._pair = pair
+        self.findings: dict[str, Finding] = {}
+        self.plain = load_plain(self._start)
+        self.first = plain_scores(self.plain)
+        self.second: Scores = []  # Scores of the second weights.
+        self.policy: PreTrainedModel | None = None
+
+    def examine(self) -> None:
+        """Find the verdict of every part that needs no engine."""
+        with self._part("full"):
+            self.policy = load_policy(self._start, device="cpu", gradient_checkpointing=False)
+            self._note("full", self._full(self.policy))
+        if self.policy is None or self.findings["full"].verdict is Verdict.REFUSED:
+            return
+        policy = self.policy
+        for name, examine in (
+            ("sft", self._sft),
+            ("critic", partial(self._critic, policy)),
+            ("packed", partial(self._packed, policy)),
+            ("shared prefix", partial(self._shared_prefix, policy)),
+            ("lora", self._lora),
+            ("sharded", self._sharded),
+            ("checkpoint", partial(self._checkpoint, policy)),
+        ):
+            with self._part(name):
+                self._note(name, examine())
+
+    def _note(self, name: str, found: float | Finding) -> None:
+        self.findings[name] = found if isinstance(found, Finding) else compared(found)
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        """Turn an error into a finding: the project refuses with a ConfigError only."""
+        try:
+            yield
+        except ConfigError as error:
+            self.findings[name] = refused(error)
+        except Exception as error:  # noqa: BLE001 - any error of a network is a result here
+            message = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            self.findings[name] = Finding(verdict=Verdict.WRONG, message=message)
+
+    def _full(self, policy: PreTrainedModel) -> float:
+        return gap_of(self._scored(policy, Layout.PADDED), self.first)
+
+    def _scored(self, policy: PreTrainedModel, layout: Layout, **networks: Any) -> Scores:
+        passes = passes_of(policy, layout, **networks)
+        passes.check_start(may_pad=False)
+        return passes.score_sequences(SEQUENCES)
+
+    def _sft(self) -> Finding:
+        """Compare the gradient, with layers computed again, to that of the plain forward pass."""
+        policy = load_policy(self._start, device="cpu", gradient_checkpointing=True)
+        block = block_of(SEQUENCES)
+        token_logprobs(policy, block, EXACT).mean().backward()
+        ours = gradient_of(policy)
+        plain = load_plain(self._start)
+        torch.cat([_scored_alone(plain, each) for each in SEQUENCES]).mean().backward()
+        theirs = gradient_of(plain)
+        if not float(theirs.norm()):
+            return Finding(verdict=Verdict.WRONG, message="the plain network has no gradient")
+        gap = float((ours - theirs).norm() / theirs.norm())
+        return compared(gap, tolerance=MAX_GRADIENT_GAP, message="relative gap of gradients")
+
+    @torch.no_grad()
+    def _critic(self, policy: PreTrainedModel) -> float:
+        critic = make_critic(CriticSection(), policy, policy_path=self._start)
+        perturb(critic.head, seed=3)
+        passes = passes_of(policy, Layout.PADDED, critic=critic)
+        passes.check_start(may_pad=False)
+        found = passes.score(block_of(SEQUENCES), with_values=True).values
+        assert found is not None
+        expected = [
+            critic.of_hidden(
+                self.plain.base_model(
+                    input_ids=torch.tensor([each]), use_cache=False
+                ).last_hidden_state[0, :-1]
+            )
+            for each in SEQUENCES
+        ]
+        return float((found - torch.cat(expected)).abs().max())
+
+    def _packed(self, policy: PreTrainedModel) -> float:
+        return gap_of(self._scored(policy, Layout.PACKED), self.first)
+
+    @torch.no_grad()
+    def _shared_prefix(self, policy: PreTrainedModel) -> float:
+        passes = passes_of(policy, Layout.PACKED)
+        passes.check_start(may_pad=False)
+        block = block_of(SEQUENCES, is_packed=True, shared=[(1, 0), (1, 0), (2, PREFIX)])
+        expected = [score for scores in self.first for score in scores]
+        return _largest(passes.score(block).logprobs.tolist(), expected)
+
+    def _lora(self) -> Finding:
+        bare = load_policy(self._start, device="cpu", gradient_checkpointing=False)
+        cfg, message = lora_for(bare)
+        policy = load_policy(self._start, device="cpu", gradient_checkpointing=False, lora=cfg)
+        perturb(policy, seed=4)
+        merged = dict(merged_tensors(policy, policy.state_dict()))
+        plain = load_plain(self._start)
+        plain.load_state_dict(merged)
+        gap = gap_of(self._scored(policy, Layout.PADDED), plain_scores(plain))
+        return compared(gap, message=message)
+
+    def _sharded(self) -> float:
+        return gap_of(self._pair.score(self._start, SEQUENCES), self.first)
+
+    def _checkpoint(self, policy: PreTrainedModel) -> float:
+        """Write both weights as the learner does, and read the second with both libraries."""
+        save_as_learner(policy, self._folder / "first")
+        perturb(policy, seed=1)
+        self.plain.load_state_dict(policy.state_dict())
+        self.second = plain_scores(self.plain)
+        kept = str(save_as_learner(policy, self._folder / "second"))
+        again = load_policy(kept, device="cpu", gradient_checkpointing=False)
+        gaps = [
+            gap_of(plain_scores(load_plain(kept)), self.second),
+            gap_of(self._scored(again, Layout.PADDED), self.second),
+        ]
+        return max(gaps)
+
+
+def load_plain(path: str) -> PreTrainedModel:
+    """Return a network as transformers alone loads it."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+    return model.eval()
+
+
+@torch.no_grad()
+def plain_scores(model: PreTrainedModel) -> Scores:
+    """Return the log-probability of each token after the first by the forward pass itself."""
+    return [_scored_alone(model, each).tolist() for each in SEQUENCES]
+
+
+def _scored_alone(model: Callable[..., Any], sequence: list[int]) -> Tensor:
+    ids = torch.tensor([sequence])
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+def passes_of(policy: PreTrainedModel, layout: Layout, **networks: Any) -> Passes:
+    """Return a learner's passes in fp32."""
+    cfg = LearnerSection(device="cpu", precision=Precision.FP32, layout=layout)
+    made = Networks(policy=policy, **networks)
+    return Passes(cfg, made, temperature=1.0, engine_dtype="float32")
+
+
+def block_of(sequences: Sequence[list[int]], **how: Any) -> TokenBatch:
+    """Return all sequences as one block in which every token after the first is scored."""
+    arrays = [np.asarray(each) for each in sequences]
+    masks = [np.arange(len(each)) > 0 for each in sequences]
+    return collate_tokens(arrays, masks, device="cpu", **how)
+
+
+def gradient_of(model: nn.Module) -> Tensor:
+    """Return the gradient of all weights as one vector, zero where a weight has none."""
+    return torch.cat(
+        [
+            torch.zeros(each.numel()) if each.grad is None else each.grad.flatten()
+            for each in model.parameters()
+        ]
+    )
+
+
+def lora_for(model: PreTrainedModel) -> tuple[LoraSection, str]:
+    """Return adapters on the default targets that a network has, else on all its linear layers."""
+    default = LoraSection(rank=4, alpha=8.0)
+    head = model.get_output_embeddings()
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    own = sorted(linear.intersection(default.targets)) or sorted(linear) or default.targets
+    cfg = LoraSection(rank=4, alpha=8.0, targets=own)
+    check_targets(model, cfg)
+    is_default = set(own) == set(default.targets)
+    return cfg, "" if is_default else f"learner.lora.targets={','.join(own)}"
+
+
+def gap_of(found: Scores, expected: Scores) -> float:
+    """Return the largest difference of the scores of all sequences; NaN if one is NaN."""
+    pairs = zip(found, expected, strict=True)
+    return max(_largest(ours, theirs) for ours, theirs in pairs)
+
+
+def _largest(found: Sequence[float], expected: Sequence[float]) -> float:
+    gaps = np.abs(np.asarray(found) - np.asarray(expected))
+    return float(gaps.max())

@@ -1,0 +1,183 @@
+"""Tiny random networks of every decoder-only family that transformers and vLLM have.
+
+One routine shrinks the default configuration of a family. `families.yaml` holds the few settings
+that a family needs beside it.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import yaml
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from learner.offline.scratch import make_tokenizer, save_policy
+
+AMENDMENTS: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("families.yaml").read_text(encoding="utf-8")
+)
+OTHER_SENSES = {"vision_config", "audio_config"}  # Sections of networks for images or sound.
+VOCAB = 320
+TEXTS = ("go to the red ball", "pick up the grey key")
+MIN_LAYERS = 2
+MOST_KINDS = 4  # Kinds of layers in one network.
+WEIGHT_STD = 0.08  # About 1 / sqrt(hidden): activations keep their size from layer to layer.
+NOISE_STD = 0.1  # Change of vectors such as norms, biases and decay rates.
+
+# Sizes by the names that configurations use. Attention heads have 32 numbers: vLLM has no smaller
+# attention kernel on a CPU.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "sliding_window": 16,
+    "attention_chunk_size": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+EXPERTS: dict[str, Any] = dict.fromkeys(
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4
+)
+EXPERTS |= dict.fromkeys(
+    ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "moe_topk"), 2
+)
+EXPERTS |= dict.fromkeys(
+    (
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "expert_ffn_hidden_size",
+    ),
+    64,
+)
+EXPERTS |= dict.fromkeys(
+    (
+        "n_group",
+        "num_expert_group",
+        "topk_group",
+        "n_shared_experts",
+        "num_shared_experts",
+        "first_k_dense_replace",
+        "num_dense_layers",
+    ),
+    1,
+)
+LATENT: dict[str, Any] = {  # Multi-head latent attention.
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "qk_head_dim": 64,
+    "v_head_dim": 32,
+}
+RECURRENT: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+SMALL = SIZES | EXPERTS | LATENT | RECURRENT
+
+
+def families() -> list[str]:
+    """Return the model types that both libraries have, sorted by name."""
+    from vllm.model_executor.models import registry
+
+    known = {*registry._TEXT_GENERATION_MODELS, *registry._TRANSFORMERS_SUPPORTED_MODELS}
+    return sorted(
+        family
+        for family, classes in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+        if known.intersection([classes] if isinstance(classes, str) else classes)
+        and not CONFIG_MAPPING[family].sub_configs.keys() & OTHER_SENSES
+    )
+
+
+def tiny_config(family: str) -> PretrainedConfig:
+    """Return the configuration of a family's small network.
+
+    The layers are the first ones of the default configuration, as many as have each kind of layer.
+    """
+    kind = CONFIG_MAPPING[family]
+    default = vars(kind())
+    names = kind.attribute_map
+    sizes = {
+        name: value
+        for name, value in SMALL.items()
+        if names.get(name, name) in default and default[names.get(name, name)] is not None
+    }
+    if "kv_lora_rank" in sizes:  # Latent attention has one key head for each query head.
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    made = kind(**(_layers(default, names) | sizes | AMENDMENTS.get(family, {})))
+    made.architectures = [architecture(family)]
+    return made
+
+
+def _layers(default: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Return the number of layers and the lists with one entry for each layer."""
+    key = names.get("num_hidden_layers", "num_hidden_layers")
+    total = default.get(key)
+    lists = {
+        name: value
+        for name, value in default.items()
+        if isinstance(value, list) and len(value) == total
+    }
+    num = MIN_LAYERS
+    for value in lists.values():
+        entries = cast(list[Any], value)
+        kinds = {str(each): index for index, each in reversed([*enumerate(entries)])}
+        if len(kinds) <= MOST_KINDS:  # Otherwise the entries are numbers of layers.
+            num = max(num, *(index + 1 for index in kinds.values()))
+    return {"num_hidden_layers": num} | {name: value[:num] for name, value in lists.items()}
+
+
+def architecture(family: str) -> str:
+    """Return the class of a family's causal language model."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    return found if isinstance(found, str) else found[0]
+
+
+def save_network(family: str, folder: Path) -> Path:
+    """Write a small random network of a family with a tokenizer, as transformers writes it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    perturb(model, seed=0)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    make_tokenizer(list(TEXTS), vocab_size=VOCAB).save_pretrained(folder)
+    return folder
+
+
+def save_as_learner(model: PreTrainedModel, folder: Path) -> Path:
+    """Write a policy with the learner's own code."""
+    return save_policy(folder, model, make_tokenizer(list(TEXTS), vocab_size=VOCAB))
+
+
+@torch.no_grad()
+def perturb(model: nn.Module, *, seed: int) -> None:
+    """Draw new matrices, and change vectors a little. Random numbers are large enough to matter."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in trained(model):
+        if parameter.ndim > 1:
+            parameter.normal_(0.0, WEIGHT_STD, generator=generator)
+        else:
+            parameter += NOISE_STD * torch.randn(parameter.shape, generator=generator)
+
+
+def trained(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the trained weights of a model."""
+    return (each for each in model.parameters() if each.requires_grad)

@@ -1,0 +1,111 @@
+"""Scores of two ranks that share a network's weights: this process and a second one, over gloo."""
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from common.config.compute import Layout, Precision
+from common.config.learning import LearnerSection
+from common.host.loopback import loopback
+from common.wire.collective import interface_of
+from learner.policy.forward import Networks, Passes
+from learner.policy.loading import fill
+from learner.policy.model import load_policy
+
+NUM_RANKS = 2
+TIMEOUT_S = 20.0
+STOP_S = 5.0
+
+Sequences = list[list[int]]
+
+
+class RankPair:
+    """This process as rank 0, and a process that it starts as rank 1.
+
+    Example:
+        with RankPair() as pair:
+            scores = pair.score("policy", [[5, 6, 7]])      # both ranks load, shard and score
+    """
+
+    def __init__(self, *, method: str = "spawn") -> None:
+        """Start rank 1. `method` fork needs a process that has run no operation of torch."""
+        self._folder = tempfile.TemporaryDirectory(prefix="conformance-ranks-")
+        context = multiprocessing.get_context(method)
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(  # pyright: ignore[reportAttributeAccessIssue]
+            target=_serve, args=(self._folder.name, theirs), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._mesh: DeviceMesh | None = None
+
+    def __enter__(self) -> "RankPair":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def score(self, path: str, sequences: Sequences) -> list[list[float]]:
+        """Return the scores of both ranks together. Raises: ConfigError: the network is refused."""
+        self._pipe.send((path, sequences))
+        self._mesh = self._mesh or _meet(self._folder.name, 0)
+        return _score(self._mesh, path, sequences)
+
+    def stop(self) -> None:
+        """End rank 1 and the process group."""
+        self._pipe.close()
+        self._process.join(STOP_S)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join(STOP_S)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._folder.cleanup()
+
+
+def _serve(folder: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    mesh: DeviceMesh | None = None
+    while True:
+        try:
+            path, sequences = pipe.recv()
+        except EOFError:  # Rank 0 has ended.
+            os._exit(0)
+        mesh = mesh or _meet(folder, 1)
+        with contextlib.suppress(Exception):  # Rank 0 has the same error, and reports it.
+            _score(mesh, path, sequences)
+
+
+def _meet(folder: str, rank: int) -> DeviceMesh:
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(loopback())
+    dist.init_process_group(
+        "gloo",
+        store=FileStore(str(Path(folder) / "store"), NUM_RANKS),
+        rank=rank,
+        world_size=NUM_RANKS,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    return init_device_mesh("cpu", (NUM_RANKS,))
+
+
+def _score(mesh: DeviceMesh, path: str, sequences: Sequences) -> list[list[float]]:
+    """Load, shard, check and score as a rank of a learner does."""
+    cfg = LearnerSection(
+        device="cpu", precision=Precision.FP32, num_ranks=NUM_RANKS, layout=Layout.PADDED
+    )
+    policy = load_policy(path, device="cpu", gradient_checkpointing=False, is_skeleton=True)
+    passes = Passes(
+        cfg, Networks(policy=policy), temperature=1.0, engine_dtype="float32", mesh=mesh
+    )
+    fill(policy, path)
+    passes.check_start(may_pad=False)
+    return passes.score_sequences(sequences)

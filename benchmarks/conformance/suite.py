@@ -1,0 +1,159 @@
+"""The suite `conformance`: the same log-probabilities in transformers, the learner and vLLM.
+
+Each family has a process of its own, forked from this one after the imports. Results are appended
+to `results.json` as they come, and a later call continues with the families that have none.
+"""
+
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.conformance.finding import FamilyResult, Finding, Verdict, append, read
+from benchmarks.table import BenchTable
+from common.errors import LongstrideError
+from common.log import configure_logging
+
+if TYPE_CHECKING:  # Importing torch takes seconds.
+    from benchmarks.conformance.sharded import RankPair
+
+logger = logging.getLogger(__name__)
+
+RESULTS = Path(__file__).with_name("results.json")
+LIMIT_S = 600.0  # Time limit of a family.
+KILLED_S = 10.0
+LEGEND = (
+    "Small random networks, fp32 on the CPU: the forward pass of transformers, the learner's scores"
+    "\nin every form, vLLM's prompt log-probabilities. Figures are the largest differences in nats."
+)
+
+
+def run_suite(table: BenchTable, *, only: Sequence[str] = (), results: Path = RESULTS) -> None:
+    """Examine the families without a result, or those of `only` in any case."""
+    from benchmarks.conformance.networks import families
+
+    table.title(LEGEND)
+    known = families()
+    strangers = sorted(set(only) - set(known))
+    if strangers:
+        raise LongstrideError(f"--only={','.join(strangers)}: one of {', '.join(known)}")
+    done = read(results)
+    for family in only or [each for each in known if each not in done]:
+        result = examine_apart(family)
+        append(results, result)
+        report(table, result)
+
+
+def report(table: BenchTable, result: FamilyResult) -> None:
+    """Add a family's line to the table; a wrong result fails the suite."""
+    broken = {name: each for name, each in result.parts.items() if each.verdict is Verdict.WRONG}
+    for name, each in broken.items():
+        gap = "" if each.gap is None else f"{each.gap:.3g} nats "
+        table.fail(f"{result.family}, {name}", f"{gap}{each.message}")
+    if broken:
+        return
+    words = next(
+        (
+            each.message
+            for each in result.parts.values()
+            if each.verdict in (Verdict.REFUSED, Verdict.ENGINE_CANNOT)
+        ),
+        "",
+    )
+    table.note(result.family, f"{result.verdict}, {result.gap:.1g} nats. {words}")
+
+
+def examine_apart(family: str, *, limit_s: float = LIMIT_S) -> FamilyResult:
+    """Examine a family in a process of its own under a time limit."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_examine, args=(family, theirs))
+    process.start()
+    theirs.close()
+    started = time.monotonic()
+    try:
+        if ours.poll(limit_s):
+            return ours.recv()
+        why = f"no result within {limit_s:g} s"
+    except EOFError:
+        process.join(KILLED_S)
+        why = f"the process ended with exit code {process.exitcode}"
+    finally:
+        process.join(KILLED_S)
+        if process.is_alive():
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join(KILLED_S)
+    return _failed(family, why, time.monotonic() - started)
+
+
+def _failed(family: str, why: str, seconds: float) -> FamilyResult:
+    from benchmarks.conformance.networks import architecture
+
+    parts = {"full": Finding(verdict=Verdict.NOT_RUN, message=why)}
+    return FamilyResult(
+        family=family, architecture=architecture(family), parts=parts, seconds=round(seconds, 1)
+    )
+
+
+def _examine(family: str, pipe: Connection) -> None:
+    os.setsid()  # The time limit ends all processes of the family.
+    configure_logging(f"conformance {family}", "ERROR")
+    started = time.monotonic()
+    try:
+        result = examine(family)
+    except Exception as error:  # noqa: BLE001 - the result of a family that cannot be built
+        traceback.print_exc()
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        result = _failed(family, words, time.monotonic() - started)
+    pipe.send(result)
+    pipe.close()
+
+
+def examine(family: str) -> FamilyResult:
+    """Return the result of a family; this process has run no operation of torch."""
+    from benchmarks.conformance.sharded import RankPair
+
+    with tempfile.TemporaryDirectory(prefix=f"conformance-{family}-") as folder:
+        return _examine_in(family, Path(folder), RankPair(method="fork"))
+
+
+def _examine_in(family: str, folder: Path, pair: "RankPair") -> FamilyResult:
+    import torch
+
+    from benchmarks.conformance.learner_side import LearnerSide
+    from benchmarks.conformance.networks import architecture, save_network
+    from learner.policy.model import published_tensors
+    from learner.weights.snapshot import snapshot
+
+    started = time.monotonic()
+    torch.set_num_threads(1)
+    try:
+        side = LearnerSide(save_network(family, folder / "start"), folder, pair=pair)
+        side.examine()
+    finally:
+        pair.stop()
+    findings = dict(side.findings)
+    if side.policy is not None and side.second:
+        from benchmarks.conformance.engine_side import examine_engine
+
+        tensors = published_tensors(side.policy)
+        findings |= examine_engine(
+            folder / "first",
+            snapshot(1, tensors, canary_token_ids=[], canary_logprobs=[]),
+            first=side.first,
+            second=side.second,
+            folder=folder / "run",
+        )
+    return FamilyResult(
+        family=family,
+        architecture=architecture(family),
+        parts=findings,
+        seconds=round(time.monotonic() - started, 1),
+    )

@@ -1,0 +1,101 @@
+"""Logits behind a network's trunk, by the head alone or by the network's own code.
+
+Some families scale or cap their logits, or their states before the head. Such a network is found
+by measurement. Its logits are then computed by its own forward pass, whose trunk returns the given
+states.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+PROBE_TOKENS = 8
+SCALES = (1.0, 100.0)  # Factors of the probed states: a cap of logits changes only large ones.
+# Limits of the difference of two logits, as fractions of the largest logit.
+FP32_ROUNDING = 1e-4
+BF16_ROUNDING = 3e-2
+_OWN = "has_own_logits"
+
+Logits = Callable[[Tensor], Tensor]  # [tokens, hidden] -> [tokens, vocab]
+
+
+def logits_function(model: PreTrainedModel, dtype: torch.dtype) -> Logits:
+    """Return the function from states to logits, which computes in `dtype`.
+
+    Cast weights are kept by the function, so that chunks do not cast them again.
+    """
+    if getattr(model, _OWN, False):
+        return lambda rows: own_logits(model, rows, dtype)
+    head: Any = model.get_output_embeddings()
+    weight = head.weight.to(dtype)  # [vocab, hidden]
+    bias = None if getattr(head, "bias", None) is None else head.bias.to(dtype)
+    return lambda rows: F.linear(rows.to(dtype), weight, bias)
+
+
+def own_logits(model: PreTrainedModel, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the logits [tokens, vocab] of a network whose trunk has returned `rows`."""
+    head: Any = model.get_output_embeddings()
+    is_bf16 = dtype is torch.bfloat16
+    states = rows.to(dtype if is_bf16 else head.weight.dtype)[None]
+    ids = torch.zeros(states.shape[:2], dtype=torch.int64, device=states.device)
+    with (
+        _returning(model.base_model, states),
+        torch.autocast(states.device.type, dtype=torch.bfloat16, enabled=is_bf16),
+    ):
+        return model(input_ids=ids, use_cache=False).logits[0]
+
+
+class _TrunkOutput:
+    """The output of a trunk of any family: states, and nothing in the other fields."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+    def __getitem__(self, index: object) -> Any:
+        if index in (0, "last_hidden_state"):
+            return self.last_hidden_state
+        return () if isinstance(index, slice) else None
+
+
+@contextmanager
+def _returning(trunk: Any, states: Tensor) -> Iterator[None]:
+    """Replace the forward pass of a trunk within the context."""
+    kept = vars(trunk).get("forward")
+    trunk.forward = lambda *_, **__: _TrunkOutput(states)
+    try:
+        yield
+    finally:
+        if kept is None:
+            del trunk.forward
+        else:
+            trunk.forward = kept
+
+
+@torch.no_grad()
+def own_logits_gap(model: PreTrainedModel) -> Tensor:
+    """Return the difference of own logits to the head's alone, as a multiple of rounding, [1]."""
+    head: Any = model.get_output_embeddings()
+    is_bf16 = any(each.dtype != torch.float32 for each in model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(PROBE_TOKENS, head.weight.shape[1], generator=generator)
+    rows = torch.cat([scale * drawn for scale in SCALES]).to(head.weight.device)
+    own = own_logits(model, rows, torch.float32).float()
+    alone = head(rows.to(head.weight.dtype)).float()
+    largest = torch.maximum(own.abs(), alone.abs()).amax(-1, keepdim=True)
+    limit = BF16_ROUNDING if is_bf16 else FP32_ROUNDING
+    return ((own - alone).abs() / (limit * largest).clamp_min(1e-30)).amax().reshape(1)
+
+
+def use_own_logits(model: Any) -> None:
+    """Compute the logits of a network by its own code from now on."""
+    setattr(model, _OWN, True)

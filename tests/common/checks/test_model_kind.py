@@ -1,0 +1,135 @@
+"""Laws of the kind of a checkpoint: only decoders of text are accepted, by config.json alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actor.play.settings import check_policy
+from common.checks.model_kind import check_kind
+from common.checks.preflight import check, check_dpo, check_dry, check_model, check_sft
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from learner.policy.model import load_policy, make_bare
+from tests.common.checks.models import write_model
+
+VISION = {"hidden_size": 32, "num_hidden_layers": 1}
+IMAGES: dict[str, dict[str, Any]] = {
+    "Qwen2_5_VLForConditionalGeneration": {"model_type": "qwen2_5_vl", "vision_config": VISION},
+    "Qwen3VLForConditionalGeneration": {
+        "model_type": "qwen3_vl",
+        "text_config": {"model_type": "qwen3_vl_text"},
+        "vision_config": VISION,
+    },
+    "Gemma3ForConditionalGeneration": {
+        "model_type": "gemma3",
+        "text_config": {"model_type": "gemma3_text"},
+        "vision_config": VISION,
+    },
+    "Llama4ForConditionalGeneration": {
+        "model_type": "llama4",
+        "text_config": {"model_type": "llama4_text"},
+        "vision_config": VISION,
+    },
+    "Mistral3ForConditionalGeneration": {"model_type": "mistral3", "vision_config": VISION},
+    # A class name of a decoder does not help: the section decides.
+    "Qwen3_5ForCausalLM": {"model_type": "qwen3_5", "vision_config": VISION},
+    "InternVLChatModel": {"llm_config": {"model_type": "qwen2"}, "vision_config": VISION},
+    "LlavaLlamaForCausalLM": {"mm_vision_tower": "openai/clip-vit-large-patch14"},
+}
+SOUND = {
+    "Qwen2AudioForConditionalGeneration": {"audio_config": VISION},
+    "Qwen2_5OmniModel": {"thinker_config": {"audio_config": VISION}},
+}
+
+
+def save(folder: Path, **config: Any) -> Path:
+    return write_model(folder, num_rest=1, vocab_size=64, num_hidden_layers=1, **config)
+
+
+def commands(folder: Path, repository: Path) -> dict[str, Any]:
+    """Return everything that reads a model, by name."""
+    where = [f"model.path={folder}", f"run.dir={folder.parent / 'runs'}"]
+
+    def configured(*more: str) -> RunConfig:
+        return load_config("smoke", [*where, *more], root=repository)
+
+    return {
+        "train": lambda: check(configured(), repository),
+        "--dry-run": lambda: check_dry(configured(), repository),
+        "--dry-run without weights": lambda: check_dry(
+            configured(f"model.architecture={folder}"), repository
+        ),
+        "sft": lambda: check_sft(configured("sft.from_scratch=false"), repository),
+        "dpo": lambda: check_dpo(configured(), repository),
+        "serve": lambda: check_policy(configured(), repository),
+        "a role": lambda: check_model(str(folder), repository),
+        "the learner": lambda: load_policy(str(folder), device="cpu", gradient_checkpointing=False),
+        "the start check": lambda: make_bare(str(folder)),
+    }
+
+
+def test_every_command_refuses_a_model_for_images(tmp_path: Path, repository: Path) -> None:
+    name = "Gemma3ForConditionalGeneration"
+    folder = save(tmp_path / "model", architectures=[name], **IMAGES[name])
+    for command, start in commands(folder, repository).items():
+        with pytest.raises(ConfigError) as caught:
+            start()
+        said = str(caught.value)
+        assert name in said, command
+        assert "reads images beside text (vision_config in its config.json)" in said, command
+        assert "text-only checkpoint of this family with model_type=gemma3_text" in said, command
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_models_for_images_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", architectures=[name], **IMAGES[name])
+    with pytest.raises(ConfigError, match=f"{name} reads images beside text"):
+        check_kind(folder)
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_models_for_sound_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", architectures=[name], **SOUND[name])
+    with pytest.raises(ConfigError, match=f"{name} reads sound beside text"):
+        check_kind(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "words"),
+    [
+        ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "is an encoder-decoder"),
+        ("BertForMaskedLM", {"model_type": "bert"}, "no head that predicts the next token"),
+        ("Qwen3Model", {}, "no head that predicts the next token"),
+        ("LlamaForSequenceClassification", {}, "no head that predicts the next token"),
+    ],
+)
+def test_encoders_and_headless_models_are_refused(
+    name: str, config: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "model", architectures=[name], **config)
+    with pytest.raises(ConfigError, match=f"model.path=.*: {name} .*{words}.*decoder-only model"):
+        check_model(str(folder), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["Qwen3ForCausalLM"], "rope_scaling": {"rope_type": "yarn"}},
+        {"architectures": ["GPT2LMHeadModel"]},
+        {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"},
+        {"architectures": ["Llama4ForCausalLM"], "vision_config": None, "image_token_id": 5},
+        {"quantization_config": {"quant_method": "fp8"}},
+    ],
+)
+def test_decoders_of_text_are_accepted(config: dict[str, Any], tmp_path: Path) -> None:
+    check_model(str(save(tmp_path / "model", **config)), tmp_path)
+
+
+def test_damaged_config_is_left_to_other_checks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    check_kind(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps([1]), encoding="utf-8")
+    check_kind(tmp_path)
