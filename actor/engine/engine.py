@@ -23,7 +23,7 @@ from actor.engine.adapter import REQUEST, adapter_at
 from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch
 from actor.engine.staging import Staged
-from actor.engine.start import shut_down_llm, start_llm
+from actor.engine.start import is_eager, shut_down_llm, start_llm
 from actor.rollout.episode import Turn
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, AtUpdate, ModelSection
@@ -97,9 +97,10 @@ class Engine:
         """
         started = time.monotonic()
         usual = StartupHistory()
-        what = f"engine {model.path} {model.dtype}"
+        kind = "eager" if is_eager(cfg.enforce_eager) else "compiled"
+        what = f"engine {model.path} {model.dtype} {kind}"
         usual_s = f" usual_s={s:.0f}" if (s := usual.seconds(what)) else ""
-        logger.info("starting engine%s", usual_s)
+        logger.info("starting engine kind=%s%s", kind, usual_s)
         meter = EngineLoad() if meters_load else None
         llm, watch = start_llm(
             model,
@@ -118,9 +119,12 @@ class Engine:
             engine.shut_down()
             raise EngineError(f"engine did not start: {problem}")
         (tiles, *_) = await llm.collective_rpc("tiles")
+        compile_s = max(await llm.collective_rpc("compile_s"))
         took_s = time.monotonic() - started
         usual.note(what, took_s)
-        logger.info("engine ready took_s=%.1f amx_tiles=%s", took_s, tiles)
+        logger.info(
+            "engine ready took_s=%.1f compile_s=%.1f amx_tiles=%s", took_s, compile_s, tiles
+        )
         return engine
 
     async def _warm_up(self, *, timeout_s: float) -> str:
@@ -179,6 +183,7 @@ class Engine:
             max_tokens=max_tokens,
             seed=seed,
             logprobs=0,
+            flat_logprobs=True,
             detokenize=False,
             stop_token_ids=self._end_of_turn_ids,
             ignore_eos=False,
@@ -256,7 +261,8 @@ class Engine:
     def _turn(self, output: Any) -> Turn:
         sample = output.outputs[0]
         token_ids = list(sample.token_ids)
-        logprobs = [step[t].logprob for t, step in zip(token_ids, sample.logprobs, strict=True)]
+        logprobs = sample.logprobs.logprobs  # One for each token, because of `logprobs=0`.
+        assert len(logprobs) == len(token_ids), "vLLM reports a logprob for each token"
         versions = [self.version] * len(token_ids)
         for span in sample.weight_versions or []:
             if span.version.isdigit():
@@ -382,7 +388,13 @@ class Engine:
 
         Raises: EngineError: as `generate`.
         """
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         scores: list[list[float]] = []
         async with self._bounded(f"scoring {request_id}", self._cfg.turn_timeout_s):
             for index, token_ids in enumerate(sequences):

@@ -34,6 +34,10 @@ class WorkerExtension:
         """Return the result of the request for AMX tiles; GPU workers make none."""
         return str(getattr(self, "tile_permission", TilePermission.NOT_NEEDED))
 
+    def compile_s(self) -> float:
+        """Return the seconds of the start that were spent on compilation."""
+        return float(self.vllm_config.compilation_config.compilation_time)
+
     def staged(self) -> dict[str, Any]:
         """Return the state of this worker's staging, see `Staged`."""
         return self._staging.state().as_dict()

@@ -6,8 +6,9 @@ It has no I/O, no environment variables and no device code. `common/config/load.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
-from common.config.compute import ModelSection
+from common.config.compute import EnforceEager, ModelSection, contradictions_of_engine_args
 from common.config.curriculum import (
     MAX_STAGE,
     CurriculumSection,
@@ -330,8 +331,11 @@ class ActorSection(AgentOptions):
     placement: GpuPlacement = knob(
         GpuPlacement.AUTO, "Selects whether engines share GPUs with the learner."
     )
-    enforce_eager: bool = knob(
-        True, "Runs without compiled graphs. This is slower, but ready at once."
+    enforce_eager: EnforceEager = knob(
+        EnforceEager.AUTO, "Runs the engine without compilation and CUDA graphs."
+    )
+    engine_args: dict[str, Any] = knob(
+        {}, "Passes arguments to vLLM, by the names of its AsyncEngineArgs. See docs/ENGINE.md."
     )
     turn_timeout_s: float = seconds(
         300.0, "Limits the seconds in which the tokens of a turn must be sampled.", gt=0
@@ -372,6 +376,7 @@ class ActorSection(AgentOptions):
         if self.prefixes_at_update is AtUpdate.KEEP and self.kv_at_update is AtUpdate.DROP:
             law = "must be drop with actor.kv_at_update=drop, which empties the whole cache"
             yield "prefixes_at_update", self.prefixes_at_update.value, law
+        yield from contradictions_of_engine_args(self.engine_args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
