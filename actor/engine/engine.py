@@ -72,6 +72,8 @@ class Engine:
         self.num_running = 0
         self._is_whole = asyncio.Event()  # Set while all weights are of one version.
         self._is_whole.set()
+        self._is_awake = asyncio.Event()  # Cleared while the engine's memory is given back.
+        self._is_awake.set()
         self._asked_at: float | None = None  # Time of the pending call to the staging workers.
 
     @classmethod
@@ -160,6 +162,16 @@ class Engine:
         return self._is_whole.is_set()
 
     @property
+    def can_sample(self) -> bool:
+        """Whether requests are sampled now: all weights are of one version, and in memory."""
+        return self.is_whole and not self.is_asleep
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine's memory is given back. Sampling waits for the next version."""
+        return not self._is_awake.is_set()
+
+    @property
     def quiet_s(self) -> float:
         """Seconds for which the workers have not answered a call during staging."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
@@ -215,6 +227,7 @@ class Engine:
         Raises: EngineError: the engine died, or exceeded `actor.turn_timeout_s`.
         """
         prompt = tokens_input(prompt_ids, cache_salt=salt)
+        await self._is_awake.wait()
         self.num_running += 1
         try:
             async with self._bounded("a turn", self._cfg.turn_timeout_s):
@@ -240,6 +253,7 @@ class Engine:
         The engine's scheduler is paused while the requests are added. So the batches, and with them
         all rounding, do not depend on timing.
         """
+        await self._is_awake.wait()
         async with self._bounded("a round of turns", self._cfg.turn_timeout_s):
             await self._is_whole.wait()
             await self._llm.pause_generation(mode="keep", clear_cache=False)
@@ -298,6 +312,9 @@ class Engine:
                 unchanged.
             EngineError: the engine died, or hangs.
         """
+        if self.is_asleep:  # The version is received into memory that the engine has again.
+            async with self._bounded("waking up", LOAD_S):
+                await self._llm.wake_up(["weights"])
         # A transfer has two parts, each with its own deadline.
         limit_s = 2 * offer.timeout_s + LOAD_S
         started = time.monotonic()
@@ -358,6 +375,9 @@ class Engine:
             self._is_whole.clear()
             await self._load_staged(offer.version)
             self.version = offer.version
+            if self.is_asleep:
+                await self._llm.wake_up(["kv_cache"])
+                self._is_awake.set()
             if self._cfg.kv_at_update is AtUpdate.DROP:
                 # Running requests are preempted. Their prompts and samples are computed again.
                 await self._llm.reset_prefix_cache(reset_running_requests=True)
@@ -366,6 +386,20 @@ class Engine:
         pause_s = time.monotonic() - started
         self.frozen_s += pause_s
         return pause_s
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory back until the next version is loaded, as `actor.sleep` defines.
+
+        Raises: EngineError: the engine died, or hangs.
+        """
+        if self.is_asleep:
+            return
+        started = time.monotonic()
+        self._is_awake.clear()
+        async with self._bounded("giving its memory back", LOAD_S):
+            await self._llm.sleep(level=self._cfg.sleep, mode="keep")
+        took_s = time.monotonic() - started
+        logger.info("engine sleeps level=%d took_s=%.2f", self._cfg.sleep, took_s)
 
     async def _load_staged(self, version: int) -> None:
         try:

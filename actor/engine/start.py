@@ -70,6 +70,7 @@ def engine_arguments(
         tensor_parallel_size=cfg.tensor_parallel_size,
         gpu_memory_utilization=cfg.gpu_memory_frac,
         enforce_eager=is_eager(cfg.enforce_eager),
+        enable_sleep_mode=cfg.sleep > 0,
         enable_prefix_caching=True,
         enable_chunked_prefill=False if is_whole else None,
         max_num_batched_tokens=max(WHOLE_TOKENS, cfg.max_model_len) if is_whole else None,

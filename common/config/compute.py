@@ -139,7 +139,7 @@ OWN_ENGINE_ARGS = {
     "gpu_memory_utilization": "actor.gpu_memory_frac",
     "num_gpu_blocks_override": "actor.kv_cache_blocks",
     "enforce_eager": "actor.enforce_eager",
-    "enable_sleep_mode": "",
+    "enable_sleep_mode": "actor.sleep",
     "enable_prefix_caching": "actor.prefixes_at_update",
     "enable_lora": "learner.lora.rank",
     "max_lora_rank": "learner.lora.rank",

@@ -331,6 +331,13 @@ class ActorSection(AgentOptions):
     placement: GpuPlacement = knob(
         GpuPlacement.AUTO, "Selects whether engines share GPUs with the learner."
     )
+    sleep: int = knob(
+        0,
+        "Gives the engine's GPU memory to the learner during its step, with placement=colocated "
+        "and train.mode=sync. 1 keeps the weights in host memory, 2 keeps nothing. 0 turns it off.",
+        ge=0,
+        le=2,
+    )
     enforce_eager: EnforceEager = knob(
         EnforceEager.AUTO, "Runs the engine without compilation and CUDA graphs."
     )
@@ -420,9 +427,26 @@ class RunConfig:
         yield from self.horizon.contradictions_of_unit(self.actor)
         yield from self.actor.contradictions_of_rows(self.algorithm, self.envhub, self.policy)
         yield from self._contradictions_of_actions()
+        yield from self._contradictions_of_sleep()
         if self.groups.min_size == 1 and self.algorithm.advantage.is_group_relative:
             law = f"must be at least 2 with algorithm.advantage={self.algorithm.advantage.value},"
             yield "groups.min_size", 1, f"{law} which compares the members of a group"
+
+    def _contradictions_of_sleep(self) -> Iterator[Contradiction]:
+        """Yield settings under which an engine cannot give its memory to the learner's step."""
+        level = self.actor.sleep
+        if not level:
+            return
+        if self.train.mode is not TrainMode.SYNC:
+            yield "actor.sleep", level, "needs train.mode=sync: other engines sample during a step"
+        if self.actor.placement is not GpuPlacement.COLOCATED:
+            yield "actor.sleep", level, "needs actor.placement=colocated: it frees a shared GPU"
+        if self.learner.hold_back_steps:
+            law = "needs learner.hold_back_steps=0: the engine wakes up with the step's version"
+            yield "actor.sleep", level, law
+        if level > 1 and self.learner.lora.rank:
+            law = "drops the base weights, which are never sent. Use 1 with learner.lora.rank > 0"
+            yield "actor.sleep", level, law
 
     def _contradictions_of_actions(self) -> Iterator[Contradiction]:
         """Yield a limit on actions that is smaller than the text of one turn."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from common.checks.preflight import check_sleep
 from common.config.compute import OWN_ENGINE_ARGS, EnforceEager
 from common.config.keys import list_keys
 from common.config.load import config_as_yaml, load_config
@@ -66,3 +67,31 @@ def test_eager_execution_is_automatic_by_default() -> None:
     assert cfg.actor.enforce_eager is EnforceEager.AUTO
     with pytest.raises(ConfigError, match="expects one of auto, true, false"):
         load_config("quickstart", ["actor.enforce_eager=yes please"], root=ROOT)
+
+
+COLOCATED = ["train.mode=sync", "actor.placement=colocated"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "law"),
+    [
+        (["actor.placement=colocated"], "actor.sleep=1: needs train.mode=sync"),
+        (["train.mode=sync"], "actor.sleep=1: needs actor.placement=colocated"),
+        ([*COLOCATED, "learner.hold_back_steps=2"], "needs learner.hold_back_steps=0"),
+    ],
+)
+def test_sleep_is_refused_where_steps_overlap_sampling(overrides: list[str], law: str) -> None:
+    with pytest.raises(ConfigError, match=law):
+        load_config("quickstart", ["actor.sleep=1", *overrides], root=ROOT)
+
+
+def test_deep_sleep_is_refused_with_adapters() -> None:
+    adapters = [*COLOCATED, "learner.lora.rank=8", "learner.optimizer=adamw"]
+    assert load_config("quickstart", ["actor.sleep=1", *adapters], root=ROOT).actor.sleep == 1
+    with pytest.raises(ConfigError, match=r"actor\.sleep=2: drops the base weights"):
+        load_config("quickstart", ["actor.sleep=2", *adapters], root=ROOT)
+
+
+def test_sleep_is_refused_without_a_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"actor\.sleep=2: nvidia-smi lists no GPU"):
+        check_sleep(ActorSection(sleep=2))
