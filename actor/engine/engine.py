@@ -122,10 +122,15 @@ class Engine:
             raise EngineError(f"engine did not start: {problem}")
         (tiles, *_) = await llm.collective_rpc("tiles")
         compile_s = max(await llm.collective_rpc("compile_s"))
+        num_cast = max(await llm.collective_rpc("num_cast_weights"))
         took_s = time.monotonic() - started
         usual.note(what, took_s)
         logger.info(
-            "engine ready took_s=%.1f compile_s=%.1f amx_tiles=%s", took_s, compile_s, tiles
+            "engine ready took_s=%.1f compile_s=%.1f cast_weights=%d amx_tiles=%s",
+            took_s,
+            compile_s,
+            num_cast,
+            tiles,
         )
         return engine
 

@@ -1,8 +1,6 @@
 """Laws of loading an adapter into the slots of vLLM's LoRA layers, without an engine."""
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +32,7 @@ WIDTHS = {
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A worker's model with vLLM's LoRA layers, as `load_adapter` uses it."""
     from vllm.config import set_current_vllm_config
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -66,7 +64,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         manager = LRUCacheWorkerLoRAManager(config, torch.device("cpu"), {})
         network = manager.create_lora_manager(network, config)
     assert config.lora_config is not None
-    yield SimpleNamespace(
+    return SimpleNamespace(
         get_model=lambda: network, lora_config=config.lora_config, vllm_config=config
     )
 
@@ -139,8 +137,7 @@ def test_loading_takes_at_most_five_copies_of_the_bytes(runner: Any) -> None:
 
     load_s = best_s(lambda: load_adapter(runner, tensors, runner.vllm_config))
     copy_s = best_s(copy)
-    print(f"adapter load_ms={1e3 * load_s:.2f} copy_ms={1e3 * copy_s:.2f}")
-    assert load_s <= 5 * copy_s + 0.002  # and .2 ms for the calls of each layer
+    assert load_s <= 5 * copy_s + 0.002  # and 2 ms for the calls of 16 layers
 
 
 def best_s(work: Any) -> float:
