@@ -191,10 +191,10 @@ def check_train(cfg: RunConfig) -> None:
 
 def check_roles(cfg: RunConfig) -> None:
     """Run the start checks of an actor and of the learner before these roles start."""
-    from actor.formats.checks import check_rendering
+    from actor.start_checks import check_actor
     from learner.start_checks import check_networks
 
-    check_rendering(cfg, ROOT)
+    check_actor(cfg, ROOT)
     check_networks(cfg, ROOT)
 
 
@@ -224,11 +224,11 @@ def check_dpo(cfg: RunConfig) -> None:
 
 
 def check_evolve(cfg: RunConfig) -> None:
-    from actor.formats.checks import check_rendering
+    from actor.start_checks import check_actor
     from learner.offline import checks
 
     checks.check_evolve(cfg, ROOT, missing=missing_for(cfg))
-    check_rendering(cfg, ROOT)
+    check_actor(cfg, ROOT)
 
 
 def check_evaluation(cfg: RunConfig) -> None:
@@ -238,9 +238,9 @@ def check_evaluation(cfg: RunConfig) -> None:
 
 
 def check_engine(cfg: RunConfig) -> None:
-    from common.checks import preflight
+    from actor.play.settings import check_own_engine
 
-    preflight.check_engine()
+    check_own_engine(cfg)
 
 
 def load_evaluation(request: ParsedCommand) -> RunConfig:

@@ -337,6 +337,8 @@ async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
 def _waiting_for(parts: Parts) -> str:
     if not parts.weights.version_loaded.is_set():
         return "learner: first weights"
+    if parts.engine.is_asleep:
+        return "learner: the step's weights"
     if parts.weights.is_loading:
         return "learner: weights"
     if parts.engine.num_running:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import psutil
+import torch
 
 from common.config.run_config import OnStall, RunConfig, TrainMode, published_version
 from common.cpu import cpu_metrics, family_cpu_s
@@ -157,10 +158,13 @@ class Loop:
         """Train to the last step, then wait for the scheduler's last evaluation."""
         while self.version < self._cfg.train.num_steps:
             batch = self._wait_for_batch()
+            self._put_engines_to_sleep()
             samples = samples_of(batch.groups, self._cfg.algorithm, self._learner.trainer.baseline)
             result = self._learner.trainer.train_on(samples, version=self.version)
             if result.decision.is_skipped:
                 self._give_back(batch)
+                if self._cfg.actor.sleep:  # Only a version wakes the engines up.
+                    self._send(self._current_weights(), lambda: None)
                 continue
             self._log_consumed(batch)
             self._log_metrics(batch, result)
@@ -173,6 +177,17 @@ class Loop:
                 self.saving.save(self.version)
         self.saving.save_last(self.version)
         self._finish()
+
+    def _put_engines_to_sleep(self) -> None:
+        """With `actor.sleep`, wait until the engines have given their memory back."""
+        if not self._cfg.actor.sleep:
+            return
+        self._set_status(waiting_for="actors: memory of their engines")
+        publisher = self._learner.publisher
+        timeout_s = self._cfg.actor.turn_timeout_s
+        if not publisher.put_to_sleep(timeout_s=timeout_s, is_stopping=self._stop.is_set):
+            raise StopRequested
+        self._set_status(waiting_for="")
 
     # --- 1. Waiting for a batch --------------------------------------------------------------
 
@@ -316,6 +331,8 @@ class Loop:
 
     def _send(self, weights: PublishedWeights, report: Callable[[], None]) -> None:
         publisher = self._learner.publisher
+        if self._cfg.actor.sleep and not self._is_on_cpu:
+            torch.cuda.empty_cache()  # The engines need the memory of the step's activations.
         self._set_status(waiting_for="actors: weights")
         send = publisher.begin if self._is_overlapping else publisher.publish
         if not send(weights, on_done=report, is_stopping=self._stop.is_set):

@@ -12,16 +12,20 @@ from typing import Any, cast, get_args
 import torch
 from vllm.config import VllmConfig
 from vllm.config.lora import MaxLoRARanks
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
-from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from common.config.compute import LoraSection
 from common.errors import EngineError
 
 # The only adapter. Its path does not exist: the engine must never load it from disk.
 REQUEST = LoRARequest(lora_name="policy", lora_int_id=1, lora_path="/published/in/memory")
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # A [rank, inputs] and B [outputs, rank] of a module.
 
 
 def adapter_at(folder: Path) -> LoRARequest:
@@ -49,32 +53,85 @@ def load_adapter(
 ) -> None:
     """Replace the engine's adapter by `tensors` (peft's names). Runs in a worker, while paused.
 
+    The tensors are copied from the staging buffer into the layers' slots, which stay assigned.
+    vLLM's own way removes the adapter and copies it several times, through pinned host memory.
+
     Raises: EngineError: the engine has no LoRA layer for one of the tensors.
     """
-    named = dict(tensors)
     alpha = cast(dict[str, Any], config.additional_config)["lora_alpha"]
-    rank = next(tensor.shape[0] for name, tensor in named.items() if ".lora_A." in name)
     model = model_runner.get_model()
     renamed = getattr(model, "hf_to_vllm_mapper", None)
-    adapter = LoRAModel.from_lora_tensors(
-        REQUEST.lora_int_id,
-        # The staging buffer is reused, so the tensors are copied.
-        {name: tensor.clone() for name, tensor in named.items()},
-        PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[]),  # pyright: ignore
-        device="cpu",
-        dtype=model_runner.lora_config.lora_dtype,
-        weights_mapper=None if renamed is None else renamed.get_rename_mapper(),
-    )
+    weights = _by_module(tensors, None if renamed is None else renamed.get_rename_mapper())
     manager = model.lora_manager
     places = {*manager.modules, *chain.from_iterable(manager.packed_modules.values())}
-    strangers = sorted(adapter.loras.keys() - places)
+    strangers = sorted(weights.keys() - places)
     if strangers:
         raise EngineError(
             f"learner.lora.targets: the engine (vLLM) cannot adapt {strangers[0]}; remove it"
         )
-    manager.remove_adapter(adapter.id)
-    manager.add_adapter(adapter)
-    manager.activate_adapter(adapter.id)
+    rank = _rank_of(weights)
+    dtype = model_runner.lora_config.lora_dtype
+    if all(isinstance(layer, BaseLinearLayerWithLoRA) for layer in manager.modules.values()):
+        _fill_slots(manager, weights, scaling=alpha / rank, dtype=dtype)
+    else:  # Layers of experts pack their adapters in a form of their own.
+        _load_anew(manager, weights, scaling=alpha / rank, dtype=dtype)
+
+
+def _by_module(tensors: Iterable[tuple[str, torch.Tensor]], mapper: Any) -> dict[str, Pair]:
+    """Return the two matrices, A and B, of each module."""
+    halves: dict[str, dict[bool, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        module, is_first = parse_fine_tuned_lora_name(name, mapper)
+        halves.setdefault(module, {})[is_first] = tensor
+    return {module: (both[True], both[False]) for module, both in halves.items()}
+
+
+def _fill_slots(
+    manager: Any, weights: dict[str, Pair], *, scaling: float, dtype: torch.dtype
+) -> None:
+    """Copy the matrices into the adapter's slot of each layer; assign the slot if there is none."""
+    if REQUEST.lora_int_id not in manager.lora_index_to_id:
+        name = next(iter(weights))  # vLLM keeps what it is given, so it is given one module only.
+        _load_anew(manager, {name: weights[name]}, scaling=1.0, dtype=dtype)
+    slot = manager.lora_index_to_id.index(REQUEST.lora_int_id)
+    for name, layer in manager.modules.items():
+        parts = [weights.get(part) for part in manager.packed_modules.get(name, [name])]
+        if not any(parts):
+            continue
+        firsts = [part and part[0] for part in parts]
+        seconds = [part and part[1] for part in parts]
+        is_packed = name in manager.packed_modules
+        layer.set_lora(
+            slot, firsts if is_packed else firsts[0], seconds if is_packed else seconds[0]
+        )
+        if scaling != 1:
+            for stacked in layer.lora_b_stacked:
+                stacked[slot].mul_(scaling)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # The next version is staged into the same buffer.
+
+
+def _rank_of(weights: dict[str, Pair]) -> int:
+    return next(iter(weights.values()))[0].shape[0]
+
+
+def _load_anew(
+    manager: Any, weights: dict[str, Pair], *, scaling: float, dtype: torch.dtype
+) -> None:
+    """Replace the adapter by vLLM's own way, from copies of the tensors in host memory."""
+    rank = _rank_of(weights)
+    layers = {
+        name: LoRALayerWeights(name, rank, rank, *_copies(pair, dtype), scaling=scaling)
+        for name, pair in weights.items()
+    }
+    manager.remove_adapter(REQUEST.lora_int_id)
+    manager.add_adapter(LoRAModel(REQUEST.lora_int_id, rank, layers))
+    manager.activate_adapter(REQUEST.lora_int_id)
+
+
+def _copies(pair: Pair, dtype: torch.dtype) -> Pair:
+    first, second = (each.to(device="cpu", dtype=dtype, copy=True) for each in pair)
+    return first, second
 
 
 class OneAdapter(PunicaWrapperCPU):

@@ -25,7 +25,7 @@ from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch
 from actor.engine.routing import is_recorded_by_vllm, narrowed
 from actor.engine.staging import Staged
-from actor.engine.start import shut_down_llm, start_llm
+from actor.engine.start import is_eager, shut_down_llm, start_llm
 from actor.rollout.episode import Turn
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, AtUpdate, ModelSection
@@ -75,6 +75,8 @@ class Engine:
         self.num_running = 0
         self._is_whole = asyncio.Event()  # Set while all weights are of one version.
         self._is_whole.set()
+        self._is_awake = asyncio.Event()  # Cleared while the engine's memory is given back.
+        self._is_awake.set()
         self._asked_at: float | None = None  # Time of the pending call to the staging workers.
 
     @classmethod
@@ -101,9 +103,10 @@ class Engine:
         """
         started = time.monotonic()
         usual = StartupHistory()
-        what = f"engine {model.path} {model.dtype}"
+        kind = "eager" if is_eager(cfg.enforce_eager) else "compiled"
+        what = f"engine {model.path} {model.dtype} {kind}"
         usual_s = f" usual_s={s:.0f}" if (s := usual.seconds(what)) else ""
-        logger.info("starting engine%s", usual_s)
+        logger.info("starting engine kind=%s%s", kind, usual_s)
         meter = EngineLoad() if meters_load else None
         llm, watch = start_llm(
             model,
@@ -124,9 +127,17 @@ class Engine:
             engine.shut_down()
             raise EngineError(f"engine did not start: {problem}")
         (tiles, *_) = await llm.collective_rpc("tiles")
+        compile_s = max(await llm.collective_rpc("compile_s"))
+        num_cast = max(await llm.collective_rpc("num_cast_weights"))
         took_s = time.monotonic() - started
         usual.note(what, took_s)
-        logger.info("engine ready took_s=%.1f amx_tiles=%s", took_s, tiles)
+        logger.info(
+            "engine ready took_s=%.1f compile_s=%.1f cast_weights=%d amx_tiles=%s",
+            took_s,
+            compile_s,
+            num_cast,
+            tiles,
+        )
         return engine
 
     async def _warm_up(self, *, timeout_s: float) -> str:
@@ -162,6 +173,16 @@ class Engine:
         return self._is_whole.is_set()
 
     @property
+    def can_sample(self) -> bool:
+        """Whether requests are sampled now: all weights are of one version, and in memory."""
+        return self.is_whole and not self.is_asleep
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine's memory is given back. Sampling waits for the next version."""
+        return not self._is_awake.is_set()
+
+    @property
     def quiet_s(self) -> float:
         """Seconds for which the workers have not answered a call during staging."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
@@ -185,6 +206,7 @@ class Engine:
             max_tokens=max_tokens,
             seed=seed,
             logprobs=0,
+            flat_logprobs=True,
             detokenize=False,
             stop_token_ids=self._end_of_turn_ids,
             ignore_eos=False,
@@ -216,6 +238,7 @@ class Engine:
         Raises: EngineError: the engine died, or exceeded `actor.turn_timeout_s`.
         """
         prompt = tokens_input(prompt_ids, cache_salt=salt)
+        await self._is_awake.wait()
         self.num_running += 1
         try:
             async with self._bounded("a turn", self._cfg.turn_timeout_s):
@@ -241,6 +264,7 @@ class Engine:
         The engine's scheduler is paused while the requests are added. So the batches, and with them
         all rounding, do not depend on timing.
         """
+        await self._is_awake.wait()
         async with self._bounded("a round of turns", self._cfg.turn_timeout_s):
             await self._is_whole.wait()
             await self._llm.pause_generation(mode="keep", clear_cache=False)
@@ -274,7 +298,8 @@ class Engine:
     def _turn(self, output: Any, experts: np.ndarray | None = None) -> Turn:
         sample = output.outputs[0]
         token_ids = list(sample.token_ids)
-        logprobs = [step[t].logprob for t, step in zip(token_ids, sample.logprobs, strict=True)]
+        logprobs = sample.logprobs.logprobs  # One for each token, because of `logprobs=0`.
+        assert len(logprobs) == len(token_ids), "vLLM reports a logprob for each token"
         versions = [self.version] * len(token_ids)
         for span in sample.weight_versions or []:
             if span.version.isdigit():
@@ -311,6 +336,9 @@ class Engine:
                 unchanged.
             EngineError: the engine died, or hangs.
         """
+        if self.is_asleep:  # The version is received into memory that the engine has again.
+            async with self._bounded("waking up", LOAD_S):
+                await self._llm.wake_up(["weights"])
         # A transfer has two parts, each with its own deadline.
         limit_s = 2 * offer.timeout_s + LOAD_S
         started = time.monotonic()
@@ -371,6 +399,9 @@ class Engine:
             self._is_whole.clear()
             await self._load_staged(offer.version)
             self.version = offer.version
+            if self.is_asleep:
+                await self._llm.wake_up(["kv_cache"])
+                self._is_awake.set()
             if self._cfg.kv_at_update is AtUpdate.DROP:
                 # Running requests are preempted. Their prompts and samples are computed again.
                 await self._llm.reset_prefix_cache(reset_running_requests=True)
@@ -379,6 +410,20 @@ class Engine:
         pause_s = time.monotonic() - started
         self.frozen_s += pause_s
         return pause_s
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory back until the next version is loaded, as `actor.sleep` defines.
+
+        Raises: EngineError: the engine died, or hangs.
+        """
+        if self.is_asleep:
+            return
+        started = time.monotonic()
+        self._is_awake.clear()
+        async with self._bounded("giving its memory back", LOAD_S):
+            await self._llm.sleep(level=self._cfg.sleep, mode="keep")
+        took_s = time.monotonic() - started
+        logger.info("engine sleeps level=%d took_s=%.2f", self._cfg.sleep, took_s)
 
     async def _load_staged(self, version: int) -> None:
         try:
@@ -401,7 +446,13 @@ class Engine:
 
         Raises: EngineError: as `generate`.
         """
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         scores: list[list[float]] = []
         async with self._bounded(f"scoring {request_id}", self._cfg.turn_timeout_s):
             for index, token_ids in enumerate(sequences):

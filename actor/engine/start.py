@@ -1,12 +1,18 @@
 """Construction of the engine: vLLM's arguments, processes and load meter."""
 
 import faulthandler
+import logging
 import os
+import threading
+import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import zmq
 from pydantic import ValidationError
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.model import ModelDType
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -20,12 +26,17 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase, StatLo
 
 from actor.engine import routing
 from actor.engine.adapter import engine_options
+from actor.engine.arguments import as_declared
 from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch, own_engines
-from common.config.compute import FULL, LoraSection
+from actor.engine.whole_turns import send_whole_turns
+from common.config.compute import FULL, EnforceEager, LoraSection
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError, EngineError
 
+logger = logging.getLogger(__name__)
+
+PROGRESS_S = 15.0  # Seconds between two log lines about a start.
 # Only whole blocks are reused, so each turn recomputes the tokens after the last one. vLLM's
 # default on a CPU is 128.
 CPU_BLOCK_TOKENS = 32
@@ -45,7 +56,13 @@ def engine_arguments(
     # A prompt that is computed in chunks draws a sample for each chunk and rewinds the generator
     # afterwards. The CPU generators of a repeatable run, one for each request, cannot be rewound.
     is_whole = is_repeatable and current_platform.is_cpu()
-    return AsyncEngineArgs(
+    given = as_declared(cfg.engine_args)
+    if is_whole and given.get("enable_chunked_prefill"):
+        raise ConfigError(
+            "actor.engine_args.enable_chunked_prefill=true: an engine on a CPU computes each prompt"
+            " in one step, so that its samples can be repeated. Remove the argument"
+        )
+    own: dict[str, Any] = dict(
         model=model.path,
         load_format="auto" if has_weights else "dummy",
         dtype=cast(ModelDType, model.dtype),
@@ -54,7 +71,8 @@ def engine_arguments(
         max_num_seqs=cfg.max_concurrent,
         tensor_parallel_size=cfg.tensor_parallel_size,
         gpu_memory_utilization=cfg.gpu_memory_frac,
-        enforce_eager=cfg.enforce_eager,
+        enforce_eager=is_eager(cfg.enforce_eager),
+        enable_sleep_mode=cfg.sleep > 0,
         enable_prefix_caching=True,
         enable_chunked_prefill=False if is_whole else None,
         max_num_batched_tokens=max(WHOLE_TOKENS, cfg.max_model_len) if is_whole else None,
@@ -70,6 +88,35 @@ def engine_arguments(
         num_gpu_blocks_override=cfg.kv_cache_blocks or None,
         **_merged(engine_options(lora), routing.engine_options(records_experts)),
     )
+    return AsyncEngineArgs(**(own | given))
+
+
+def is_eager(cfg: EnforceEager) -> bool:
+    """Return whether an engine on this machine runs without compilation."""
+    if cfg is EnforceEager.AUTO:
+        return current_platform.is_cpu()
+    return cfg is EnforceEager.TRUE
+
+
+@contextmanager
+def reporting_progress(*, is_compiled: bool) -> Iterator[None]:
+    """Log every `PROGRESS_S` that the engine still starts, and where compiled code is kept."""
+    is_over = threading.Event()
+    started = time.monotonic()
+    doing = f"compiling cache={envs.VLLM_CACHE_ROOT}" if is_compiled else "loading"
+
+    def report() -> None:
+        while not is_over.wait(PROGRESS_S):
+            passed_s = time.monotonic() - started
+            logger.info("engine is still starting passed_s=%.0f doing=%s", passed_s, doing)
+
+    reporter = threading.Thread(target=report, name="engine-start", daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        reporter.join()
 
 
 def _merged(adapters: dict[str, Any], experts: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +153,8 @@ def start_llm(
         faulthandler.enable()  # Makes a forked process print its stack when it crashes.
     watch = ProcessWatch()
     try:
-        with watch.printing():
+        is_compiled = not is_eager(cfg.enforce_eager)
+        with watch.printing(), reporting_progress(is_compiled=is_compiled):
             arguments = engine_arguments(
                 model,
                 cfg,
@@ -192,6 +240,7 @@ def _reason(error: Exception) -> str:
 
 
 def _start(config: VllmConfig, meter: EngineLoad | None) -> AsyncLLM:
+    send_whole_turns(config)
     loggers: list[StatLoggerFactory] = [lambda *_: _LoadWatch(meter)] if meter is not None else []
     llm = AsyncLLM.from_vllm_config(config, stat_loggers=loggers or None, disable_log_stats=True)
     if meter is None:

@@ -17,6 +17,7 @@ from common.wire.weight_group import TransferCancelled
 from common.wire.weight_messages import (
     CanaryCheck,
     CanaryScores,
+    EngineSleep,
     WeightsCancel,
     WeightsJoin,
     WeightsLeave,
@@ -68,6 +69,8 @@ class WeightLink:
         self._is_announced = False
         self._is_given_up = False
         self._check: CanaryCheck | None = None
+        self._sleep = 0  # Number of the latest request to sleep.
+        self._slept = 0  # Number of the latest one that the engine has obeyed.
         self._has_work = asyncio.Event()
         self.version_loaded = asyncio.Event()
         self.is_loading = False
@@ -111,6 +114,7 @@ class WeightLink:
             host=host,
             busy_epoch=0 if self._at is None else self._at.group_epoch,
             quiet_s=self._engine.quiet_s,
+            slept=self._slept,
         )
 
     def _receive(self, message: Any) -> None:
@@ -131,6 +135,9 @@ class WeightLink:
             case CanaryCheck():
                 self._check = message
                 self._has_work.set()
+            case EngineSleep():
+                self._sleep = message.number
+                self._has_work.set()
             case WeightsPing():
                 pass
             case Rejected():
@@ -145,6 +152,8 @@ class WeightLink:
         while True:
             await self._has_work.wait()
             self._has_work.clear()
+            if self._sleep != self._slept:
+                await self._fall_asleep(self._sleep)
             self._at = self._newest
             self._newest = None
             check = self._check
@@ -152,9 +161,16 @@ class WeightLink:
             if self._at is not None:
                 self._is_announced = self._is_given_up = False
                 await self._answer(self._at)
-            elif self._engine.is_whole and check and check.version == self._engine.version:
+            elif self._engine.can_sample and check and check.version == self._engine.version:
                 async with self._exclusive:
                     await self._report_canary(check)
+
+    async def _fall_asleep(self, number: int) -> None:
+        """Give the engine's memory back, between two turns, and report it."""
+        async with self._exclusive:
+            await self._engine.sleep()
+        self._slept = number
+        self._line.send(self._hello())
 
     async def _answer(self, offer: WeightsOffer) -> None:
         """Stage and load one offer, and report. A failed transfer leaves the old weights."""
@@ -167,9 +183,9 @@ class WeightLink:
         except WeightSyncError as error:
             failure = error
             logger.error("weights not received version=%d reason=%s", offer.version, error)
-        # If the weights are incomplete, the holder of the lock waits for this load. Taking the lock
+        # If the engine cannot sample, the holder of the lock waits for this load. Taking the lock
         # would then deadlock.
-        async with self._exclusive if self._engine.is_whole else nullcontext():
+        async with self._exclusive if self._engine.can_sample else nullcontext():
             if failure is None:
                 try:
                     pause_s = await self._load(offer)

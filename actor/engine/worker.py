@@ -6,6 +6,7 @@ import torch
 from vllm.config import VllmConfig
 
 from actor.engine.adapter import load_adapter
+from actor.engine.notices import count_cast_weights
 from actor.engine.process_watch import end_with_owner
 from actor.engine.staging import Staging
 from actor.engine.transfer_engine import StagedTransferEngine, register
@@ -13,6 +14,7 @@ from common.amx import TilePermission
 from common.stall.stacks import tell_stacks
 from common.wire.collective import device_id
 
+cast_weights = count_cast_weights()
 register()  # Runs when the module is imported, at the start of the worker process.
 end_with_owner()
 tell_stacks()
@@ -33,6 +35,14 @@ class WorkerExtension:
     def tiles(self) -> str:
         """Return the result of the request for AMX tiles; GPU workers make none."""
         return str(getattr(self, "tile_permission", TilePermission.NOT_NEEDED))
+
+    def compile_s(self) -> float:
+        """Return the seconds of the start that were spent on compilation."""
+        return float(self.vllm_config.compilation_config.compilation_time)
+
+    def num_cast_weights(self) -> int:
+        """Return the number of weights whose dtype in the checkpoint is not the engine's."""
+        return cast_weights.num_seen
 
     def staged(self) -> dict[str, Any]:
         """Return the state of this worker's staging, see `Staged`."""

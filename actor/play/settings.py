@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from actor.engine.arguments import check_engine_args
 from actor.formats.checks import check_rendering
 from actor.play.endpoint import read_key
 from common.checks.hub_models import resolve_models
@@ -60,8 +61,14 @@ def check_evaluation(cfg: RunConfig, root: Path, *, missing: Sequence[str]) -> N
         raise ConfigError("; ".join(missing))
     check_policy(cfg, root)
     if not cfg.policy.url:
-        check_engine()
+        check_own_engine(cfg)
         check_agent(cfg.actor)
+
+
+def check_own_engine(cfg: RunConfig) -> None:
+    """Check that an engine can start here. Raises: ConfigError: it lacks a requirement."""
+    check_engine()
+    check_engine_args(cfg.actor.engine_args)
 
 
 def check_policy(cfg: RunConfig, root: Path) -> None:

@@ -14,6 +14,7 @@ A new segment reuses the sampled token ids and encodes observations: sampled tex
 again.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -138,7 +139,8 @@ class Tape:
     def end(self, last_turn: int) -> None:
         """Drop an unanswered segment; assign tokens sampled after the last turn to that turn."""
         self.drop_unanswered()
-        self.turn_ids = [min(turn, last_turn) for turn in self.turn_ids]
+        first = bisect_right(self.turn_ids, last_turn)  # The turns never decrease.
+        self.turn_ids[first:] = [last_turn] * (len(self.turn_ids) - first)
 
     def observe(self, ids: list[int], turn: int) -> None:
         self.add(Turn(ids, [0.0] * len(ids), [-1] * len(ids)), turn, is_sampled=False)

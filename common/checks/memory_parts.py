@@ -19,7 +19,17 @@ from common.config.run_config import ActorSection, LearnerSection, RunConfig
 PUBLISH_BUCKETS = 2  # The bucket that is sent and the next one.
 LEARNER_WORK_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, fragmentation.
 NAME_OF = {2: "bf16", 4: "fp32"}
+SAMPLING = "sampling"  # Phases of a GPU whose engine sleeps during the learner's step.
+TRAINING = "training"
+ASLEEP_BYTES = 3 * GIB // 2  # CUDA's context and graphs, which a sleeping engine keeps.
 ENGINE_WORK_BYTES = 3 * GIB // 2  # Use of a GPU engine besides weights and cache.
+
+
+# Parts of a learner that exist between steps, too.
+KEPT_LABELS = (
+    *("learner w", "frozen weights", "adapters", "optimizer", "reference", "critic"),
+    "publish buckets",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,7 @@ class Part:
     how: str  # The calculation.
     is_peak: bool = False  # The part exists only during the longest episodes; the check ignores it.
     times: int = 1  # Number of equal parts that this one stands for.
+    phase: str = ""  # SAMPLING or TRAINING: the part exists only then; "" for both.
 
 
 def _weights(label: str, num: int, width: int, note: str = "") -> Part:
@@ -210,6 +221,31 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
     elif is_bf16 and not (learner.lora.rank and is_cuda):
         parts.append(_weights("bf16 copies of the weights", shape.num_params, 2))
     return parts
+
+
+def in_phases(parts: Sequence[Part], *, num_engines: int) -> list[Part]:
+    """Return the parts of a GPU whose engines sleep during the learner's step.
+
+    Gradients, activations and gathered weights exist during the step. The parts of the engines
+    exist while they sample. Weights and moments of the learner exist in both phases.
+    """
+    marked = [replace(part, phase=_phase(part.label)) for part in parts]
+    how = f"about {shown(ASLEEP_BYTES)} for each sleeping engine"
+    return [*marked, Part("asleep engines", num_engines * ASLEEP_BYTES, how, phase=TRAINING)]
+
+
+def asleep_on_host(cfg: RunConfig, shape: ModelShape) -> list[Part]:
+    """Return the host memory of an engine that sleeps with its weights; [] for other engines."""
+    if cfg.actor.sleep != 1:
+        return []
+    what = ", while it sleeps"
+    return [_weights("engine weights", shape.num_params, BYTES_OF[cfg.model.dtype], what)]
+
+
+def _phase(label: str) -> str:
+    if label.startswith(("engine ", "KV cache", "incoming weights")):
+        return SAMPLING
+    return "" if label.startswith(KEPT_LABELS) else TRAINING
 
 
 def cpu_engine_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:

@@ -8,9 +8,13 @@ from pathlib import Path
 from common.checks.gpu_placement import Seats, seat, trains_on_gpu
 from common.checks.machine import GIB, Gpu, gpus, memory_bytes
 from common.checks.memory_parts import (
+    SAMPLING,
+    TRAINING,
     Part,
+    asleep_on_host,
     cpu_engine_parts,
     gpu_engine_parts,
+    in_phases,
     learner_host_parts,
     learner_parts,
     shown,
@@ -44,12 +48,16 @@ class MemoryBudget:
 
     @property
     def total_bytes(self) -> int:
-        """The sum of all parts, without rare peaks."""
+        """The sum of all parts in the phase that needs most, without rare peaks."""
         return _total(self.parts)
 
 
 def _total(parts: Sequence[Part]) -> int:
-    return sum(part.num_bytes for part in parts if not part.is_peak)
+    """Return the memory of the phase that needs most."""
+    return max(
+        sum(part.num_bytes for part in parts if not part.is_peak and part.phase in ("", phase))
+        for phase in (SAMPLING, TRAINING)
+    )
 
 
 def make_plan(
@@ -86,6 +94,8 @@ def make_plan(
             parts += other if seats.learner.index(i) else first
         if num_engines := sum(i in own for own in seats.actors):
             parts += gpu_engine_parts(cfg, shape, capacity, num_engines=num_engines)
+            if cfg.actor.sleep and i in seats.learner:
+                parts = in_phases(parts, num_engines=num_engines)
         name = f"gpu {i % per_node}" + (f" ({on[i].name})" if i < len(on) and on[i].name else "")
         name = f"node {i // per_node}, {name}" if num_nodes > 1 else name
         remedy = GPU_REMEDY
@@ -98,6 +108,7 @@ def make_plan(
         host = list(of_learner) if is_first else []
         num_actors = sum(own[0] // per_node == node for own in seats.actors)
         host.append(_programs(cfg.learner.num_ranks if is_first else 0, num_actors, width))
+        host += times(asleep_on_host(cfg, shape), num_actors, "actors")
         name = f"node {node}, host" if num_nodes > 1 else "host"
         places.append(MemoryBudget(name, host, host_bytes, HOST_REMEDY))
     return places
@@ -203,8 +214,12 @@ def plan_lines(places: Sequence[MemoryBudget]) -> list[str]:
         of = f" of {shown(place.capacity_bytes)}" if place.capacity_bytes else ""
         name = place.name + (f" and {more} equal ones, up to {alike[-1].name}" if more else "")
         lines.append(f"memory, {name}: about {shown(place.total_bytes)}{of}")
-        lines += [f"  {shown(p.num_bytes):>9}  {p.label:<27}  {p.how}" for p in place.parts]
+        lines += [f"  {shown(p.num_bytes):>9}  {p.label:<27}  {_how(p)}" for p in place.parts]
     return lines
+
+
+def _how(part: Part) -> str:
+    return f"{part.how}; only while {part.phase}" if part.phase else part.how
 
 
 def _alike(places: Sequence[MemoryBudget]) -> Iterator[list[MemoryBudget]]:

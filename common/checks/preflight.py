@@ -53,6 +53,7 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     check_mode(cfg.log, os.environ)
     here = on_this_machine(cfg)
     if here.actor.num_actors:
+        check_sleep(here.actor)
         check_engine()
         check_agent(here.actor)
     if cfg.learner.compile and here is cfg:
@@ -165,6 +166,15 @@ def check_devices(cfg: RunConfig) -> Seats:
             " learner.device=cpu"
         )
     return Seats((), ())
+
+
+def check_sleep(actor: ActorSection) -> None:
+    """Check that a sleeping engine has a GPU. Raises: ConfigError: this machine has none."""
+    if actor.sleep and not has_cuda():
+        raise ConfigError(
+            f"actor.sleep={actor.sleep}: nvidia-smi lists no GPU on this machine, and only a GPU's"
+            " memory can be given back. Use actor.sleep=0"
+        )
 
 
 def check_engine() -> None:

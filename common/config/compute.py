@@ -111,6 +111,63 @@ class WeightsTransport(StrEnum):
     FILE = "file"
 
 
+class EnforceEager(StrEnum):
+    """Execution of the engine's model.
+
+    true: one kernel after the other, ready at once. false: compiled, with CUDA graphs on a GPU.
+    The first start with a model compiles for a minute or more. vLLM keeps the result in the user's
+    cache folder. auto: false on CUDA, true on a CPU.
+    """
+
+    AUTO = "auto"
+    TRUE = "true"
+    FALSE = "false"
+
+
+# vLLM's arguments that the project sets itself, with the key that sets each. Without a key, the
+# value is fixed.
+OWN_ENGINE_ARGS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "seed": "run.seed",
+    "max_model_len": "actor.max_model_len",
+    "max_num_seqs": "actor.max_concurrent",
+    "tensor_parallel_size": "actor.tensor_parallel_size",
+    "pipeline_parallel_size": "actor.tensor_parallel_size",
+    "data_parallel_size": "actor.num_actors",
+    "gpu_memory_utilization": "actor.gpu_memory_frac",
+    "num_gpu_blocks_override": "actor.kv_cache_blocks",
+    "enforce_eager": "actor.enforce_eager",
+    "enable_sleep_mode": "actor.sleep",
+    "enable_prefix_caching": "actor.prefixes_at_update",
+    "enable_lora": "learner.lora.rank",
+    "max_lora_rank": "learner.lora.rank",
+    "lora_target_modules": "learner.lora.targets",
+    "max_loras": "",
+    "additional_config": "",
+    "disable_log_stats": "",
+    "distributed_executor_backend": "",
+    "load_format": "",
+    "logprobs_mode": "",
+    "scheduler_cls": "",
+    "skip_tokenizer_init": "",
+    "weight_transfer_config": "",
+    "worker_cls": "",
+    "worker_extension_cls": "",
+}
+
+
+def contradictions_of_engine_args(given: dict[str, Any]) -> Iterator[Contradiction]:
+    """Yield the arguments of `actor.engine_args` that the project sets itself."""
+    for name in sorted(given.keys() & OWN_ENGINE_ARGS.keys()):
+        key = OWN_ENGINE_ARGS[name]
+        law = f"the project sets this argument of vLLM; use {key} instead"
+        if not key:
+            law = "the project fixes this argument of vLLM; remove it"
+        yield f"engine_args.{name}", given[name], law
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSection:
     """Low-rank adapters (LoRA), which are trained instead of the frozen weights.

@@ -99,6 +99,8 @@ def declared(key: str, *, shown: str) -> tuple[Any, Field[Any]]:
             (kind,) = get_args(kind)
         elif get_origin(kind) is dict:
             kind = get_args(kind)[1]
+        elif kind is Any:  # A value of any type may be a map itself.
+            pass
         else:
             raise ConfigError(f"{shown}: no such key; the nearest is {nearest_keys(key)}")
     return kind, field
@@ -168,6 +170,8 @@ def _conform_leaf(value: Any, kind: type, key: str) -> Any:
     if issubclass(kind, Enum):
         by_name = {str(member.value).lower(): member for member in kind}
         named = value.value if isinstance(value, Enum) else value
+        if isinstance(named, bool):  # YAML reads the words true and false as booleans.
+            named = str(named)
         member = by_name.get(named.lower()) if isinstance(named, str) else None
         if member is not None:
             return member

@@ -440,7 +440,8 @@ class LearnerSection:
     )
     max_canary_delta: float = knob(
         0.05,
-        "Raises an alarm if the canary prompts' mean |delta logprob| is larger.",
+        "Scales the limit of the canary prompts' mean |delta logprob|. It is 4 times the engine's "
+        "first differences, at least 0.4 and at most 4 times this value.",
         gt=0,
         le=1000,
     )

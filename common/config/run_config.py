@@ -6,8 +6,9 @@ It has no I/O, no environment variables and no device code. `common/config/load.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
-from common.config.compute import ModelSection
+from common.config.compute import EnforceEager, ModelSection, contradictions_of_engine_args
 from common.config.curriculum import (
     MAX_STAGE,
     CurriculumSection,
@@ -330,8 +331,18 @@ class ActorSection(AgentOptions):
     placement: GpuPlacement = knob(
         GpuPlacement.AUTO, "Selects whether engines share GPUs with the learner."
     )
-    enforce_eager: bool = knob(
-        True, "Runs without compiled graphs. This is slower, but ready at once."
+    sleep: int = knob(
+        0,
+        "Gives the engine's GPU memory to the learner during its step, with placement=colocated "
+        "and train.mode=sync. 1 keeps the weights in host memory, 2 keeps nothing. 0 turns it off.",
+        ge=0,
+        le=2,
+    )
+    enforce_eager: EnforceEager = knob(
+        EnforceEager.AUTO, "Runs the engine without compilation and CUDA graphs."
+    )
+    engine_args: dict[str, Any] = knob(
+        {}, "Passes arguments to vLLM, by the names of its AsyncEngineArgs. See docs/ENGINE.md."
     )
     turn_timeout_s: float = seconds(
         300.0, "Limits the seconds in which the tokens of a turn must be sampled.", gt=0
@@ -372,6 +383,7 @@ class ActorSection(AgentOptions):
         if self.prefixes_at_update is AtUpdate.KEEP and self.kv_at_update is AtUpdate.DROP:
             law = "must be drop with actor.kv_at_update=drop, which empties the whole cache"
             yield "prefixes_at_update", self.prefixes_at_update.value, law
+        yield from contradictions_of_engine_args(self.engine_args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,9 +427,26 @@ class RunConfig:
         yield from self.horizon.contradictions_of_unit(self.actor)
         yield from self.actor.contradictions_of_rows(self.algorithm, self.envhub, self.policy)
         yield from self._contradictions_of_actions()
+        yield from self._contradictions_of_sleep()
         if self.groups.min_size == 1 and self.algorithm.advantage.is_group_relative:
             law = f"must be at least 2 with algorithm.advantage={self.algorithm.advantage.value},"
             yield "groups.min_size", 1, f"{law} which compares the members of a group"
+
+    def _contradictions_of_sleep(self) -> Iterator[Contradiction]:
+        """Yield settings under which an engine cannot give its memory to the learner's step."""
+        level = self.actor.sleep
+        if not level:
+            return
+        if self.train.mode is not TrainMode.SYNC:
+            yield "actor.sleep", level, "needs train.mode=sync: other engines sample during a step"
+        if self.actor.placement is not GpuPlacement.COLOCATED:
+            yield "actor.sleep", level, "needs actor.placement=colocated: it frees a shared GPU"
+        if self.learner.hold_back_steps:
+            law = "needs learner.hold_back_steps=0: the engine wakes up with the step's version"
+            yield "actor.sleep", level, law
+        if level > 1 and self.learner.lora.rank:
+            law = "drops the base weights, which are never sent. Use 1 with learner.lora.rank > 0"
+            yield "actor.sleep", level, law
 
     def _contradictions_of_actions(self) -> Iterator[Contradiction]:
         """Yield a limit on actions that is smaller than the text of one turn."""

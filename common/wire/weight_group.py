@@ -61,6 +61,8 @@ class _Attempt(threading.Thread):
             started = time.monotonic()
             if not self._is_left.is_set():
                 self._work(channel, self._is_left)
+                if isinstance(channel, Mailbox):
+                    channel.finish()
                 self.seconds = time.monotonic() - started
                 self.is_ok = True
         except LongstrideError as error:

@@ -28,6 +28,7 @@ class WeightsJoin:
     host: Id = ""  # The engine's address on the interface that reaches the learner.
     busy_epoch: Count = 0  # Group epoch of the offer that the engine is loading; 0: it is idle.
     quiet_s: Seconds = 0.0  # Seconds without an answer of the workers during a transfer.
+    slept: Count = 0  # Number of the latest `EngineSleep` that the engine has obeyed.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,13 @@ class WeightsPing:
     """Learner -> actor: the learner waits for this engine. Sending it fails if the link is gone."""
 
     version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSleep:
+    """Learner -> actor: give the GPU's memory back; the next version wakes the engine up."""
+
+    number: Count  # Number of the request.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

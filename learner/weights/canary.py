@@ -15,6 +15,15 @@ logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 8  # Tokens needed to estimate the noise.
 SURE = 4.0  # Number of standard errors for significance.
+# The usual difference of an engine is the mean of its first comparisons. A larger model with more
+# layers in bf16 has a larger one.
+NUM_USUAL = 3
+FACTOR = 4.0  # An alarm is raised at this multiple of the usual difference.
+# Bounds of the limit as multiples of `learner.max_canary_delta`: the first limit, before anything
+# was measured, then the lowest and the highest limit.
+FIRST = 2.0
+FLOOR = 0.4
+CAP = 4.0
 KEPT_VERSIONS = 4  # Versions kept, because an engine may answer late.
 
 
@@ -26,12 +35,38 @@ class _Expected(NamedTuple):
     masks: list[list[bool]]  # [canary, seq-1]
 
 
+class Limits:
+    """The limit of each engine's mean |difference|, relative to its usual one.
+
+    Example (max_delta .05): the first limit is .1. An engine differs by .042, .045 and .039: its
+    limit is 4 x .042 = .168. Another one differs by .002: its limit is the floor, .02.
+    """
+
+    def __init__(self, max_delta: float) -> None:
+        self._max_delta = max_delta
+        self._measured: dict[str, list[float]] = {}  # First differences in nats, by actor.
+
+    def of(self, actor: str) -> float:
+        """Return an engine's limit in nats."""
+        measured = self._measured.get(actor)
+        if not measured:
+            return FIRST * self._max_delta
+        usual = FACTOR * sum(measured) / len(measured)
+        return min(CAP * self._max_delta, max(FLOOR * self._max_delta, usual))
+
+    def note(self, actor: str, delta: float) -> None:
+        """Record a comparison without an alarm; only the first ones count."""
+        measured = self._measured.setdefault(actor, [])
+        if len(measured) < NUM_USUAL:
+            measured.append(delta)
+
+
 class Canary:
     """Compares the engines' scores with the trainer's, and counts consecutive disagreements."""
 
     def __init__(self, *, max_delta: float) -> None:
-        """Start without versions; a mean |difference| of up to `max_delta` nats is allowed."""
-        self._max_delta = max_delta
+        """Start without versions; `max_delta` in nats scales the engines' limits."""
+        self._limits = Limits(max_delta)
         self._expected: dict[int, _Expected] = {}  # Canaries by version.
         # Number of the check -> actor, version, canaries.
         self._checks: dict[int, tuple[str, int, _Expected]] = {}
@@ -73,19 +108,22 @@ class Canary:
         is_stale = False
         if before is not None and not math.isnan(delta):
             is_stale = _is_stale(expected, before, scores.logprobs)
-        is_alarm = is_stale or not delta <= self._max_delta  # NaN is an alarm.
+        limit = self._limits.of(scores.actor)
+        is_alarm = is_stale or not delta <= limit  # NaN is an alarm.
+        if not is_alarm:
+            self._limits.note(scores.actor, delta)
         with self._lock:
             self._worst = delta if self._worst is None else max(delta, self._worst)
             self._alarms[scores.actor] = self._alarms.get(scores.actor, 0) + 1 if is_alarm else 0
         if is_alarm:
             logger.error(
                 "logprobs of engine and trainer differ%s actor=%s version=%d mean_abs_logprob=%.4f"
-                " limit=%g",
+                " limit=%.4f",
                 " (the engine has the version before)" if is_stale else "",
                 scores.actor,
                 scores.version,
                 delta,
-                self._max_delta,
+                limit,
             )
 
     def _before(self, version: int) -> _Expected | None:

@@ -82,6 +82,7 @@ class TransferGroups:
         groups = [*self._left, *(each.group for each in self._groups.values())]
         for group in groups:
             group.leave()
+        self._slots = []
         return groups
 
 

@@ -41,6 +41,7 @@ class _Standing:
     member: EngineMember
     heard_at: float
     is_asking: bool = True  # True if the member needs the current version.
+    slept: int = 0  # Number of the latest request to sleep that the engine has obeyed.
     # True if the member is still loading a version after the deadline of the broadcast.
     is_loading: bool = False
 
@@ -190,6 +191,16 @@ class Membership:
         standing = self._by_actor.get(member.actor)
         if standing is not None and standing.member == member:
             standing.is_loading = True
+
+    def note_slept(self, member: EngineMember, number: int) -> None:
+        """Record the latest request to sleep that a member has obeyed."""
+        standing = self._by_actor.get(member.actor)
+        if standing is not None and standing.member == member:
+            standing.slept = number
+
+    def awake(self, number: int) -> list[EngineMember]:
+        """Return the members that have not obeyed this request to sleep."""
+        return [m for m in self.present() if self._by_actor[m.actor].slept != number]
 
     def note_ready_s(self, member: EngineMember, seconds: float) -> None:
         """Record the seconds from the offer until an engine began to receive."""

@@ -62,6 +62,12 @@ class RecentPrompts:
             while len(self._by_actor) > MAX_ACTORS:
                 self._added_at.pop(self._by_actor.popitem(last=False)[0], None)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether an actor has as many prompts as are kept."""
+        with self._lock:
+            return any(len(kept) == NUM_PROMPTS for kept in self._by_actor.values())
+
     def take(self) -> dict[str, Prompts]:
         """Return the prompts that arrived since the last call, by actor."""
         with self._lock:

@@ -1,6 +1,7 @@
 """The publisher: sends every version to every engine. One thread owns the weight plane."""
 
 import logging
+import secrets
 import sys
 import threading
 import time
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 from common.errors import ConfigError, LongstrideError
 from common.wire.sockets import Router
-from common.wire.weight_messages import CanaryCheck
+from common.wire.weight_messages import CanaryCheck, EngineSleep
 from learner.weights.canary import Canary
 from learner.weights.gate import WeightsLock
 from learner.weights.membership import Membership
@@ -75,6 +76,9 @@ class Publisher(threading.Thread):
         self._begun_at = 0.0
         self._must_load = False
         self._checks: list[EngineCheck] = []
+        # Number of the latest request to sleep. A random start differs from an earlier learner's.
+        self._sleep = secrets.randbelow(1 << 31)
+        self._is_putting_to_sleep = False
         self._error: BaseException | None = None
         self._metrics: dict[str, float] = {}
 
@@ -123,6 +127,30 @@ class Publisher(threading.Thread):
             self._begun_at = time.monotonic()
             self._must_load = must_load
         self._router.wake()
+        return True
+
+    def put_to_sleep(
+        self, *, timeout_s: float, is_stopping: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait until all engines have given their memory back; False if the learner stops first.
+
+        Raises: LongstrideError: an engine has not done so in time, or the thread failed.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._sleep += 1
+            self._is_putting_to_sleep = True
+            self._router.wake()
+            while self._is_putting_to_sleep:
+                self._check()
+                if is_stopping():
+                    return False
+                if time.monotonic() > deadline:
+                    names = ", ".join(m.actor for m in self._members.awake(self._sleep))
+                    raise LongstrideError(
+                        f"actor.sleep: {names} did not give GPU memory back in {timeout_s:g} s"
+                    )
+                self._changed.wait(WAIT_S)
         return True
 
     def wait_done(self, *, is_stopping: Callable[[], bool] = lambda: False) -> bool:
@@ -221,8 +249,11 @@ class Publisher(threading.Thread):
                 if self._wanted is not None:
                     self._send_wanted(self._wanted)
                 elif transfers.current is not None:
-                    self._serve_newcomers(transfers.current)
-                    self._ask_for_scores()
+                    if self._is_putting_to_sleep:
+                        self._send_sleep()
+                    else:
+                        self._serve_newcomers(transfers.current)
+                        self._ask_for_scores()
         except LongstrideError as error:
             failure = error
         finally:
@@ -257,6 +288,16 @@ class Publisher(threading.Thread):
         self._transfers.broadcast(
             weights, newcomers, is_superseded=lambda: self._wanted is not None
         )
+
+    def _send_sleep(self) -> None:
+        """Ask the engines that are awake to sleep; a repeated request is harmless."""
+        awake = self._members.awake(self._sleep)
+        for member in awake:
+            self._router.send(self._members.sender_of(member), EngineSleep(number=self._sleep))
+        if not awake:
+            with self._changed:
+                self._is_putting_to_sleep = False
+                self._changed.notify_all()
 
     def _ask_for_scores(self) -> None:
         with self._changed:

@@ -138,6 +138,7 @@ class Transfers:
             self._router.send(sender, WeightsCancel(group_epoch=join.busy_epoch))
         if not self.members.has(member):
             return
+        self.members.note_slept(member, join.slept)
         self._answers.hear(member, join)
         lost = self._answers.unanswered(member) if has_moved else None
         if lost is not None:

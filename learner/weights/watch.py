@@ -44,6 +44,7 @@ class EngineWatch:
         self._every_s = LOCKSTEP_EVERY_S if is_lockstep else CHECK_EVERY_S
         self._run = cfg.run
         self._asked_at = time.monotonic()
+        self._is_measured = is_lockstep  # Other runs measure each engine's usual difference first.
         self._warned_at = 0.0
 
     def rest(self) -> None:
@@ -56,7 +57,7 @@ class EngineWatch:
         if num_alarms >= self._cfg.max_canary_alarms:
             raise LongstrideError(
                 f"The logprobs of engine {self._publisher.worst_engine} and of the trainer differed"
-                f" {num_alarms} times in a row by more than"
+                f" {num_alarms} times in a row by more than usual; see"
                 f" learner.max_canary_delta={self._cfg.max_canary_delta}."
             )
 
@@ -69,8 +70,10 @@ class EngineWatch:
         Raises: LongstrideError: as `check`.
         """
         self.check()
-        if time.monotonic() - self._asked_at < self._every_s:
+        is_first = not self._is_measured and self._recent.is_full
+        if time.monotonic() - self._asked_at < self._every_s and not is_first:
             return
+        self._is_measured = self._is_measured or is_first
         self.rest()
         checks = [
             EngineCheck(actor, version, prompts, self._score(prompts.token_ids))

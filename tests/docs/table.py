@@ -49,6 +49,11 @@ RULES = (
     Rule(PY + r"revoke\b", How.PARSE, "wants a run's keys; tests/common/wire/access"),
     Rule(PY + r"merge\b", How.PARSE, "wants adapters; tests/learner/offline"),
     Rule(PY + r".*launcher=ray", How.CONFIG, "asks a Ray cluster; end_to_end/test_run_on_ray"),
+    Rule(
+        PY + r".*actor\.engine_args\.",
+        How.CONFIG,
+        "imports vLLM; tests/actor/engine/test_arguments",
+    ),
     Rule(PY + r"eval --config agentgym-paper-tables$", How.CONFIG, "wants a model's weights"),
     Rule(PY + r"train env\.dialect=", How.CONFIG, "asks a server of others; envhub/interop"),
     Rule(PY + r"train .envhub\.envs=\[gymnasium", How.CONFIG, "a game of the reader's"),

@@ -8,6 +8,7 @@ It does not carry the bytes.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from common.store.disk import with_room
 from common.wire.rendezvous.client import GroupStore
 from common.wire.transfer.buckets import NUM_SLOTS
 
+logger = logging.getLogger(__name__)
+
+RELEASE_S = 5.0  # Seconds for the receivers to let go of shared memory after a transfer.
 CHECK_S = 0.25  # Seconds between two checks whether a transfer was cancelled.
 CPU = torch.device("cpu")
 
@@ -37,6 +41,10 @@ class Shelf(Protocol):
 
     def fetch(self, where: str, part: Tensor) -> None:
         """Copy the part at the location `where` into `part`."""
+        ...
+
+    def release(self) -> None:
+        """Let go of memory of other processes that `fetch` has opened."""
         ...
 
 
@@ -78,6 +86,9 @@ class FolderShelf:
         if num_read != part.numel():
             raise WeightSyncError(f"{path}: has {num_read} bytes instead of {part.numel()}")
 
+    def release(self) -> None:
+        """Do nothing: each file is closed after it is read."""
+
 
 class GpuShelf:
     """A shelf of the slots in GPU memory, which other processes on the same GPU open."""
@@ -110,6 +121,11 @@ class GpuShelf:
         cast(Any, there).set_(self._opened[key], offset, (part.numel(),))
         part.copy_(there)
         torch.cuda.current_stream(self.device).synchronize()
+
+    def release(self) -> None:
+        """Close the memory of the process that shares it, which may end from now on."""
+        self._opened.clear()
+        torch.cuda.ipc_collect()
 
 
 class Mailbox:
@@ -159,6 +175,27 @@ class Mailbox:
             self._store.set(self._taken(index, self._rank), "1")
 
         return Mail(fetch)
+
+    def finish(self) -> None:
+        """Let go of shared memory after the last part; the sender waits for the receivers.
+
+        A process that ends while others have its CUDA memory open leaves it in an undefined state.
+        A receiver that does not let go in time is logged, since it has the whole version.
+        """
+        self._shelf.release()
+        if self._rank > 0:
+            self._store.set(self._released(self._rank), "1")
+            return
+        keys = [self._released(rank) for rank in range(1, self._world_size)]
+        deadline = time.monotonic() + RELEASE_S
+        while not self._store.has(keys, within_s=CHECK_S):
+            if self._is_left() or time.monotonic() > deadline:
+                logger.warning("an engine has not let go of shared memory transfer=%s", self._name)
+                return
+        self._store.delete(keys)
+
+    def _released(self, rank: int) -> str:
+        return f"mail/{self._name}/released/{rank}"
 
     def _key(self, index: int) -> str:
         return f"mail/{self._name}/{index}"

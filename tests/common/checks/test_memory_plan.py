@@ -77,6 +77,38 @@ def test_kv_cache_gets_remaining_engine_memory(shape: ModelShape, repository: Pa
     assert [*sizes(host)] == ["checkpoint copies", "programs"]
 
 
+SLEEPS = ["learner.device=auto", "train.mode=sync", "actor.placement=colocated"]
+
+
+@pytest.mark.parametrize(("engine_frac", "is_sampling_larger"), [(0.5, True), (0.05, False)])
+def test_sleeping_engine_and_step_share_one_budget(
+    shape: ModelShape, repository: Path, engine_frac: float, is_sampling_larger: bool
+) -> None:
+    share = f"actor.gpu_memory_frac={engine_frac}"
+    cfg = configure(repository, *SLEEPS, share, "actor.sleep=1")
+    gpu, host = make_plan(cfg, shape, on=(H100,), host_bytes=64 * GIB)
+    found = sizes(gpu)
+    bucket_bytes = min(cfg.learner.publish_bucket_mb << 20, 2 * NUM_PARAMS)
+    kept = (4 + 8) * NUM_PARAMS + 2 * GIB + 2 * bucket_bytes  # weights, moments, work, buckets
+    sampling = int(engine_frac * 80 * GIB)
+    step = 4 * NUM_PARAMS + found["activations"] + found["logits"] + 3 * GIB // 2
+    step += found.get("bf16 copies of the weights", 0)
+    assert (sampling > step) is is_sampling_larger
+    assert gpu.total_bytes == kept + max(sampling, step)
+    assert sizes(host)["engine weights"] == 2 * NUM_PARAMS  # in host memory during the step
+    awake = make_plan(configure(repository, *SLEEPS, share), shape, on=(H100,), host_bytes=0)[0]
+    assert awake.total_bytes == kept + sampling + step - 3 * GIB // 2
+
+
+def test_engine_that_keeps_nothing_needs_no_host_memory(
+    shape: ModelShape, repository: Path
+) -> None:
+    cfg = configure(repository, *SLEEPS, "actor.sleep=2")
+    gpu, host = make_plan(cfg, shape, on=(H100,), host_bytes=64 * GIB)
+    assert "engine weights" not in sizes(host)
+    assert "; only while sampling" in "\n".join(plan_lines([gpu]))
+
+
 def test_each_cpu_worker_receives_a_full_version(shape: ModelShape, repository: Path) -> None:
     one, two = (
         make_plan(configure(repository, wide), shape, on=(), host_bytes=0)[0]

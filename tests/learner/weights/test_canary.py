@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from common.wire.weight_messages import CanaryScores
-from learner.weights.canary import Canary
+from learner.weights.canary import Canary, Limits
 from learner.weights.snapshot import snapshot
 
 CANARIES = [[1, 2, 3] * 20, [4, 5] * 15]
@@ -65,3 +65,55 @@ def test_new_prompts_are_compared_with_their_own_scores() -> None:
     canary.expect(published(2, now, token_ids=[[9] * len(ids) for ids in CANARIES]))
     canary.compare(answer(2, before))
     assert canary.num_alarms == 0
+
+
+# Mean |difference| in nats, recorded on a GPU: a tiny model, 0.5B in bf16, 7B with LoRA in bf16.
+TINY = [0.002, 0.006, 0.004]
+HALF = [0.009, 0.008, 0.010]
+SEVEN = [0.042, 0.045, 0.039]
+
+
+@pytest.mark.parametrize(
+    ("usual", "limit"),
+    [
+        (TINY, 0.020),  # 4 x .004 is below the floor, .4 x .05.
+        (HALF, 0.036),
+        (SEVEN, 0.168),
+        ([0.07], 0.200),  # 4 x .07 is above the cap, 4 x .05.
+        ([], 0.100),  # Nothing was measured yet: 2 x .05.
+    ],
+)
+def test_limit_follows_the_usual_difference_of_an_engine(usual: list[float], limit: float) -> None:
+    limits = Limits(0.05)
+    limits.note("other", 0.001)
+    for delta in usual:
+        limits.note("a", delta)
+    limits.note("other", 0.001)
+    assert limits.of("a") == pytest.approx(limit)
+
+
+def test_later_differences_do_not_move_the_limit() -> None:
+    limits = Limits(0.05)
+    for delta in [*SEVEN, 0.16, 0.16, 0.16]:
+        limits.note("a", delta)
+    assert limits.of("a") == pytest.approx(0.168)
+
+
+@pytest.mark.parametrize(
+    ("usual", "wrong"), [(TINY, 0.025), (HALF, 0.045), (SEVEN, 0.24), ([], 0.24)]
+)
+def test_engine_alarms_at_a_multiple_of_its_own_difference(
+    usual: list[float], wrong: float
+) -> None:
+    canary = Canary(max_delta=0.05)
+    now = scores()
+    for version, delta in enumerate([*usual, wrong]):
+        canary.expect(published(version, now))
+        canary.compare(shifted(version, now, delta))
+        assert canary.num_alarms == (version == len(usual))
+
+
+def shifted(version: int, logprobs: list[np.ndarray], delta: float) -> CanaryScores:
+    """Scores that differ by `delta` at each token, up and down in turn."""
+    moved = [row + delta * (1 - 2 * (np.arange(len(row)) % 2)) for row in logprobs]
+    return CanaryScores(actor="a", version=version, logprobs=[row.tolist() for row in moved])

@@ -8,6 +8,7 @@ import pytest
 
 from common.config.run_config import OnStall, RunConfig, RunSection
 from common.errors import LongstrideError
+from learner.weights import prompts as prompting
 from learner.weights import watch as watching
 from learner.weights.canary import Canary
 from learner.weights.prompts import LATEST_TOKENS, MAX_TOKENS, RecentPrompts, prompts_of
@@ -127,3 +128,17 @@ def test_learner_without_receivers_warns_or_stops(
     publisher.publish(make_weights(0))
     start_actor("a")
     assert acting.look_for_members(8) == ""
+
+
+def test_usual_difference_is_measured_before_the_first_check_is_due(
+    publisher: Publisher, start_actor: Start, recent: RecentPrompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompting, "EVERY_S", 0.0)
+    watch = EngineWatch(publisher, recent, score, RunConfig())
+    publisher.publish(replace(make_weights(0), canary_token_ids=[], canary_logprobs=[]))
+    start_actor("good", scores=[OURS] * 4)
+    for number in range(1, 5):
+        recent.add(make_trajectory([1, 2, 3], [0, 1, 1], actor="good"))
+        watch.look(0)
+        assert watch._is_measured is (number == 4)
+    assert eventually(lambda: publisher.drain_metrics().get("weights/canary_abs_logprob") == 0.0)

@@ -1,0 +1,78 @@
+"""Laws of an engine that gives its memory back during the learner's step.
+
+vLLM's CPU worker accepts the calls and keeps its memory, so these tests hold their order.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.actor.engine.engine_rig import WAIT_S, Rig
+from tests.actor.engine.test_engine import make_prompts, mean_delta, sample
+
+pytestmark = pytest.mark.slow
+
+LIMIT = 1e-4  # mean |delta logprob|, nats
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        rig = Rig(tmp_path_factory.mktemp("rig"), dtype="float32", is_tied=False)
+        yield rig
+        rig.close()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleeping_engine_samples_again_with_the_next_version(rig: Rig, level: int) -> None:
+    rig.engine._cfg = replace(rig.engine._cfg, sleep=level)
+    first = 10 * level
+
+    async def law() -> None:
+        prompts = make_prompts(4, num_tokens=40)
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):
+                await rig.publish_first(publisher, link, rig.weights(first))
+                assert await asyncio.to_thread(publisher.put_to_sleep, timeout_s=WAIT_S)
+                assert rig.engine.is_asleep
+                assert await rig.engine._llm.is_sleeping()
+                waiting = asyncio.create_task(sample(rig, prompts))
+                rig.randomize(seed=level)
+                await asyncio.to_thread(publisher.publish, rig.weights(first + 1))
+                turns = await waiting
+                assert not rig.engine.is_asleep
+                assert not await rig.engine._llm.is_sleeping()
+                assert mean_delta(rig, prompts, turns) <= LIMIT
+                # The next step puts the same engine to sleep again.
+                assert await asyncio.to_thread(publisher.put_to_sleep, timeout_s=WAIT_S)
+                await asyncio.to_thread(publisher.publish, rig.weights(first + 2))
+                assert not rig.engine.is_asleep
+        assert {version for turn in turns for version in turn.versions} == {first + 1}
+
+    rig.run(law())
+
+
+def test_round_that_waits_for_a_sleeper_does_not_block_its_version(rig: Rig) -> None:
+    rig.engine._cfg = replace(rig.engine._cfg, sleep=1)
+
+    async def law() -> None:
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):
+                await rig.publish_first(publisher, link, rig.weights(30))
+                assert await asyncio.to_thread(publisher.put_to_sleep, timeout_s=WAIT_S)
+                async with link._exclusive:  # A round holds the lock while it waits.
+                    prompts = {"round": [5, 6, 7]}
+                    seeds = {"round": 1}
+                    waiting = asyncio.create_task(
+                        rig.engine.generate_together(
+                            prompts, max_tokens=5, salt="round", seeds=seeds
+                        )
+                    )
+                    await asyncio.to_thread(publisher.publish, rig.weights(31))
+                    turns = await waiting
+        assert set(turns["round"].versions) == {31}
+
+    rig.run(law())

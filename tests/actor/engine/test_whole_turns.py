@@ -1,0 +1,132 @@
+"""Laws of turns that arrive as one message, and of the actor's work for each of their tokens."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actor.rollout.context import Tape, Turn
+from tests.actor.engine.engine_rig import Rig
+from tests.actor.engine.test_engine import make_prompts
+
+pytestmark = pytest.mark.slow
+
+SHORT = 64
+LONG = 256
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        rig = Rig(tmp_path_factory.mktemp("rig"), dtype="float32", is_tied=False)
+        yield rig
+        rig.close()
+
+
+async def calls_of_turn(rig: Rig, name: str, *, num_tokens: int) -> int:
+    """Return the calls of a turn of this length; the random policy ends some turns early."""
+    for attempt in range(50):
+        calls, turn = await calls_during(rig, f"{name}-{attempt}", num_tokens=num_tokens)
+        if len(turn.token_ids) == num_tokens:
+            return calls
+    raise AssertionError(f"no turn has {num_tokens} tokens")
+
+
+async def calls_during(rig: Rig, name: str, *, num_tokens: int) -> tuple[int, Turn]:
+    """Return the calls, of Python and C, of this thread while one turn is sampled."""
+    calls = 0
+
+    def count(_: FrameType, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        turn = await rig.generate(name, [5, 6, 7], max_tokens=num_tokens)
+        tape = Tape()
+        tape.add(turn, 0)
+        tape.end(0)
+    finally:
+        sys.setprofile(None)
+    assert len(turn.token_ids) == len(tape.token_ids) == len(turn.logprobs)
+    return calls, turn
+
+
+def test_calls_do_not_grow_with_the_tokens_of_a_turn(rig: Rig) -> None:
+    """With a message for each token, 192 more tokens are 20,000 more calls."""
+
+    async def law() -> None:
+        short = await calls_of_turn(rig, "short", num_tokens=SHORT)
+        long = await calls_of_turn(rig, "long", num_tokens=LONG)
+        assert long - short < LONG - SHORT  # Less than one call for each token.
+
+    rig.run(law())
+
+
+def test_cancelled_turns_do_not_delay_a_pause(rig: Rig) -> None:
+    async def law() -> None:
+        running = [
+            rig.generate(f"cancelled-{n}", prompt, max_tokens=400)
+            for n, prompt in enumerate(make_prompts(4, num_tokens=20))
+        ]
+        await rig.generate("clock", [5, 6], max_tokens=10)
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):
+                await rig.publish_first(publisher, link, rig.weights(1))
+        turn = await rig.generate("after", [5, 6], max_tokens=30)
+        assert set(turn.versions) == {1}
+
+    rig.run(law())
+
+
+def test_turn_across_two_pauses_keeps_every_token_and_logprob(rig: Rig) -> None:
+    async def law() -> None:
+        running = rig.generate("long", [5, 6, 7], max_tokens=200)
+        for number in range(2):
+            await rig.generate(f"clock-{number}", [5, 6], max_tokens=10)
+            await rig.engine._llm.pause_generation(mode="keep", clear_cache=False)
+            await rig.engine._llm.resume_generation()
+        turn: Turn = await running
+        (scores,) = await rig.engine.score([[5, 6, 7, *turn.token_ids]], request_id="score")
+        assert len(turn.token_ids) == len(turn.versions) > 10
+        assert np.allclose(scores[2:], turn.logprobs, atol=1e-4)
+
+    rig.run(law())
+
+
+def test_merged_outputs_equal_the_sequence_of_their_parts() -> None:
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.outputs import LogprobsLists
+
+    from actor.engine.whole_turns import merged
+
+    def part(*tokens: int, **other: Any) -> EngineCoreOutput:
+        column = np.array(tokens, dtype=np.int32)[:, None]
+        lists = LogprobsLists(column, -column / 10, column[:, 0] + 1)
+        return EngineCoreOutput("a", list(tokens), new_logprobs=lists, **other)
+
+    experts = [np.full((n, 2, 1), n) for n in (1, 2)]
+    end = FinishReason.LENGTH
+    whole = merged(
+        [
+            part(7, routed_experts=experts[0]),
+            part(8, 9, routed_experts=experts[1]),
+            part(4, finish_reason=end, stop_reason=4),
+        ]
+    )
+    assert whole.new_token_ids == [7, 8, 9, 4]
+    assert (whole.finish_reason, whole.stop_reason) == (end, 4)
+    assert whole.new_logprobs is not None
+    assert whole.new_logprobs.logprob_token_ids.tolist() == [[7], [8], [9], [4]]
+    assert whole.new_logprobs.logprobs.tolist() == [[-0.7], [-0.8], [-0.9], [-0.4]]
+    assert whole.new_logprobs.sampled_token_ranks.tolist() == [8, 9, 10, 5]
+    assert whole.routed_experts is not None
+    assert whole.routed_experts[:, 0, 0].tolist() == [1, 2, 2]
