@@ -165,3 +165,10 @@ def test_loading_takes_the_memory_of_a_part(tmp_path: Path) -> None:
     assert whole_load > 0.95 * num_bytes
     # Of the mapped file, half as wide, the pages of this part count, too.
     assert num_bytes / 4 < part < num_bytes / 4 * 1.5 + largest + (8 << 20)
+
+
+def test_loaded_networks_never_use_cudnn_attention(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
