@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learner.batch.placing import placed
+
 CHUNK_TOKENS = 128  # Queries of one piece of a sequence; the piece omits all later keys.
 # Kernels of some devices are compiled or planned for each new size, so few sizes are better. A size
 # is rounded up to a multiple of its largest power of two / `STEPS_PER_OCTAVE`, or of a minimum.
@@ -126,20 +128,20 @@ def pack(parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str) ->
     key_lengths = tuple(len(keys) for _, keys in parts)
     num_empty = rounded(len(parts), multiple=COUNT_MULTIPLE, steps=COARSE_STEPS) - len(parts)
 
-    def bounds(of: tuple[int, ...]) -> Tensor:
-        ends = np.cumsum([0, *of, *[0] * num_empty])
-        return torch.from_numpy(ends.astype(np.int32)).to(device)
+    def bounds(of: tuple[int, ...]) -> np.ndarray:
+        return np.cumsum([0, *of, *[0] * num_empty]).astype(np.int32)
 
-    key_rows = None
+    arrays = {"bounds": bounds(lengths), "key_bounds": bounds(key_lengths)}
     if lengths != key_lengths:
-        key_rows = torch.from_numpy(np.concatenate([keys for _, keys in parts])).to(device)
+        arrays["key_rows"] = np.concatenate([keys for _, keys in parts])
+    moved = placed(arrays, device)
     return Packing(
         lengths,
         key_lengths,
-        bounds(lengths),
-        bounds(key_lengths),
+        moved["bounds"],
+        moved["key_bounds"],
         cache(partial(_blocks, parts, device)),  # Fused kernels never request the blocks.
-        key_rows,
+        moved.get("key_rows"),
     )
 
 
