@@ -1,12 +1,17 @@
 """Resident memory of processes, and the return of freed heap memory to the system."""
 
 import ctypes
+import logging
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import psutil
+
+logger = logging.getLogger(__name__)
+
+EXACT_PINNED = "pinned_max_round_threshold_mb:1"
 
 
 def trim_heap() -> bool:
@@ -30,11 +35,39 @@ def take_pinned_memory_exactly() -> None:
     """Let torch allocate pinned memory of more than 1 MB in the exact requested size.
 
     By default torch rounds sizes up to powers of two. Checkpoint copies and offloaded tensors would
-    then take up to twice the planned memory. Call before torch is imported. A user's own setting is
-    kept.
+    then take up to twice the planned memory. A user's own setting is kept. Child processes inherit
+    the setting. A torch without it keeps its default: torch 2.11 would fail at its first use of
+    CUDA.
     """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "pinned_max_round_threshold_mb:1"
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        return
+    if _allocator_accepts(EXACT_PINNED):
+        os.environ["PYTORCH_ALLOC_CONF"] = EXACT_PINNED
+
+
+def _allocator_accepts(setting: str) -> bool:
+    """Apply a setting to torch's allocator; return False if this torch does not have it."""
+    import torch
+
+    apply: Callable[[str], object] | None = getattr(
+        torch._C,  # pyright: ignore[reportPrivateUsage]
+        "_accelerator_setAllocatorSettings",
+        None,
+    )
+    if apply is None:
+        return False
+    try:
+        apply(setting)
+    except (RuntimeError, ValueError) as error:
+        logger.warning(
+            "pinned memory may take up to twice its size: torch %s refuses %s: %s",
+            torch.__version__,
+            setting,
+            error,
+        )
+        apply("")
+        return False
+    return True
 
 
 def resident_bytes(roots: Iterable[int]) -> dict[int, int]:

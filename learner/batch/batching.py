@@ -8,8 +8,9 @@ follows every real token, so no real token attends to it, and no scored token is
 # torch's type stubs lack numpy's element types:
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +19,12 @@ from torch import Tensor
 from common.wire.messages import Trajectory
 from learner.batch.experts import Recorded, Routes, place_routes, recorded_of
 from learner.batch.packing import Packing, pack, packed_rows
+from learner.batch.placing import placed
 
 # Minimal length of a shared prefix; sharing a shorter one costs more than it saves.
 MIN_SHARED_TOKENS = 8
+# Columns of samples that only a critic fills.
+_CRITIC_ARRAYS = ("value_targets", "values", "state_marks")
 PADDING_ID = 0  # Any valid token id: its outputs are never read.
 
 
@@ -79,6 +83,7 @@ class MicroBatch:
     sample_indices: list[int]  # Indices of its samples in the step's list, in token order.
     sample_sizes: list[int]  # Number of sampled tokens in each sample.
     num_tokens: int  # Number of real tokens, sampled or not, without padding.
+    num_turns: int  # Upper bound of `turn_ids`; some turns may have no sampled token.
     sampler_logprobs: Tensor = field(repr=False)  # [tokens] float32 nats
     advantages: Tensor = field(repr=False)  # [tokens] float32
     # [tokens] int64, version of the policy that sampled each token
@@ -138,20 +143,18 @@ def collate_tokens(
         flat[own], positions[own] = sequence, np.arange(len(sequence))
     scored = [np.flatnonzero(mask) for mask in masks]
     source_rows = [own[at - 1] for own, at in zip(rows, scored, strict=True)]
-    last_rows = [own[-1:] for own in rows]
 
-    def placed(parts: Sequence[np.ndarray] | np.ndarray) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device)
-
-    return TokenBatch(
-        token_ids=placed([flat]).view(shape),
-        source_rows=placed(source_rows),
-        target_ids=placed([flat[own[at]] for own, at in zip(rows, scored, strict=True)]),
-        last_rows=placed(last_rows),
-        position_ids=placed([positions])[None] if is_packed else None,
-        packing=pack(keys, device) if is_packed else None,
-        routes=None if recorded is None else place_routes(recorded, rows, len(flat), device),
-    )
+    arrays = {
+        "token_ids": flat.reshape(shape),
+        "source_rows": np.concatenate(source_rows),
+        "target_ids": np.concatenate([flat[own[at]] for own, at in zip(rows, scored, strict=True)]),
+        "last_rows": np.concatenate([own[-1:] for own in rows]),
+    }
+    if is_packed:
+        arrays["position_ids"] = positions[None]
+    packing = pack(keys, device) if is_packed else None
+    routes = None if recorded is None else place_routes(recorded, rows, len(flat), device)
+    return TokenBatch(**placed(arrays, device), packing=packing, routes=routes)
 
 
 def _padded_rows(
@@ -310,8 +313,22 @@ def make_microbatches(
 ) -> list[MicroBatch]:
     """Return the samples at `indices` as blocks of at most `max_tokens`, padding included."""
     how = {"is_packed": is_packed, "shares_prefix": shares_prefix}
-    blocks = plan_blocks(samples, indices, max_tokens=max_tokens, **how)
-    return [_collate(samples, block, device, is_packed) for block in blocks]
+    return list(each_microbatch(samples, indices, max_tokens=max_tokens, device=device, **how))
+
+
+def each_microbatch(
+    samples: Sequence[Sample],
+    indices: Sequence[int],
+    *,
+    max_tokens: int,
+    device: torch.device | str,
+    is_packed: bool = False,
+    shares_prefix: bool = False,
+) -> Iterator[MicroBatch]:
+    """Yield the blocks of `make_microbatches`; a device computes one while the next is made."""
+    how = {"is_packed": is_packed, "shares_prefix": shares_prefix}
+    for block in plan_blocks(samples, indices, max_tokens=max_tokens, **how):
+        yield _collate(samples, block, device, is_packed)
 
 
 def _collate(
@@ -320,49 +337,50 @@ def _collate(
     chosen = [samples[index] for index in block.indices]
     trajectories = [sample.trajectory for sample in chosen]
     masks = [t.loss_mask for t in trajectories]
-    logprobs = sampled(trajectories, [t.logprobs for t in trajectories])
-    advantages = np.concatenate([sample.token_advantages() for sample in chosen])
-    versions = sampled(trajectories, [t.versions for t in trajectories]).astype(np.int64)
     counts = [sample.num_sampled_tokens for sample in chosen]
     wholes = [each.num_episode_tokens or own for each, own in zip(chosen, counts, strict=True)]
-    # First turn number of each sequence.
-    firsts = np.cumsum([0, *(t.num_turns for t in trajectories)])
+    # First turn number of each sequence, and the number of turns.
+    *firsts, num_turns = np.cumsum([0, *(t.num_turns for t in trajectories)])
     turns = [
-        t.turn_ids[mask] + first
-        for t, mask, first in zip(trajectories, masks, firsts[:-1], strict=True)
+        t.turn_ids[mask] + first for t, mask, first in zip(trajectories, masks, firsts, strict=True)
     ]
+    arrays: dict[str, np.ndarray] = {
+        "sampler_logprobs": sampled(trajectories, [t.logprobs for t in trajectories], np.float32),
+        "advantages": np.concatenate([sample.token_advantages() for sample in chosen]),
+        "versions": sampled(trajectories, [t.versions for t in trajectories], np.int64),
+        "sequence_ids": np.repeat(np.arange(len(chosen)), counts),
+        "turn_ids": np.concatenate(turns),
+        "episode_tokens": np.array(wholes, dtype=np.float32),
+    }
+    for name in _CRITIC_ARRAYS:
+        parts = [getattr(sample, name) for sample in chosen]
+        if all(part is not None for part in parts):
+            arrays[name] = np.concatenate(parts).astype(np.float32)
+    tokens = collate_tokens(
+        [t.token_ids for t in trajectories],
+        masks,
+        device=device,
+        is_packed=is_packed,
+        shared=block.shared,
+        recorded=recorded_of(trajectories),
+    )
     return MicroBatch(
-        tokens=collate_tokens(
-            [t.token_ids for t in trajectories],
-            masks,
-            device=device,
-            is_packed=is_packed,
-            shared=block.shared,
-            recorded=recorded_of(trajectories),
-        ),
+        tokens=tokens,
         sample_indices=block.indices,
         sample_sizes=counts,
         num_tokens=sum(len(t.token_ids) for t in trajectories),
-        sampler_logprobs=torch.from_numpy(logprobs.astype(np.float32)).to(device),
-        advantages=torch.from_numpy(advantages).to(device),
-        versions=torch.from_numpy(versions).to(device),
-        sequence_ids=torch.from_numpy(np.repeat(np.arange(len(chosen)), counts)).to(device),
-        turn_ids=torch.from_numpy(np.concatenate(turns)).to(device),
-        value_targets=_joined([sample.value_targets for sample in chosen], device),
-        values=_joined([sample.values for sample in chosen], device),
-        state_marks=_joined([sample.state_marks for sample in chosen], device),
-        episode_tokens=torch.tensor(wholes, dtype=torch.float32, device=device),
+        num_turns=int(num_turns),
+        **placed(arrays, device),
     )
 
 
-def _joined(parts: list[np.ndarray | None], device: torch.device | str) -> Tensor | None:
-    """Return the [tokens] array of all samples, None without a critic."""
-    present = [part for part in parts if part is not None]
-    if len(present) < len(parts):
-        return None
-    return torch.from_numpy(np.concatenate(present).astype(np.float32)).to(device)
+def sampled(
+    trajectories: Sequence[Trajectory], arrays: Sequence[np.ndarray], dtype: Any = None
+) -> np.ndarray:
+    """Return the entries of per-token arrays at the sampled tokens, concatenated.
 
-
-def sampled(trajectories: Sequence[Trajectory], arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the entries of per-token arrays at the sampled tokens, concatenated."""
-    return np.concatenate([a[t.loss_mask] for t, a in zip(trajectories, arrays, strict=True)])
+    Args:
+        dtype: dtype of the result; None: that of the arrays.
+    """
+    found = [a[t.loss_mask] for t, a in zip(trajectories, arrays, strict=True)]
+    return np.concatenate(found).astype(dtype, copy=False) if dtype else np.concatenate(found)

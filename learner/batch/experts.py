@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from common.wire.messages import Trajectory
+from learner.batch.placing import placed
 
 DTYPES = (np.dtype("uint8"), np.dtype("int16"))
 Recorded = tuple[np.ndarray, np.ndarray]  # ids [seq, layer, chosen], mask [seq]
@@ -60,7 +61,7 @@ def place_routes(
             known = own[each[1]]
             ids[known] = each[0][each[1]]
             mask[known] = True
-    return Routes(torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device))
+    return Routes(**placed({"ids": ids, "mask": mask}, device))
 
 
 def refusal_of_experts(trajectory: Trajectory, shape: RoutingShape | None) -> str:

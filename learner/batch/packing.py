@@ -10,11 +10,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learner.batch.placing import placed
+
 CHUNK_TOKENS = 128  # Queries of one piece of a sequence; the piece omits all later keys.
-# Multiple of row sizes, and the row length above which rows are filled. A CPU compiles a kernel for
-# each new size, so few sizes are better.
+# Kernels of some devices are compiled or planned for each new size, so few sizes are better. A size
+# is rounded up to a multiple of its largest power of two / `STEPS_PER_OCTAVE`, or of a minimum.
+STEPS_PER_OCTAVE = 16  # Rounding adds at most 1/16 to a large size, and half of that on average.
 ROW_MULTIPLE = 64
+SHORT_ROW_MULTIPLE = 32  # Multiple of the sizes of rows below `FILLED_FROM_TOKENS`.
 FILLED_FROM_TOKENS = 512
+LENGTH_MULTIPLE = 128  # Flash attention computes blocks of 128 queries.
+COUNT_MULTIPLE = 8  # Multiple of the number of sequences.
+COARSE_STEPS = 8  # Steps per octave of sizes whose rounding costs no arithmetic.
+
+
+def rounded(size: int, *, multiple: int, steps: int = STEPS_PER_OCTAVE) -> int:
+    """Return a size rounded up to one of few sizes.
+
+    Args:
+        multiple: a power of two, the smallest step between two sizes.
+        steps: a power of two, the number of sizes between a large power of two and the next one.
+    """
+    step = max(multiple, (1 << max(size, 1).bit_length() - 1) // steps)
+    return -(-size // step) * step
+
+
+def row_size(num_tokens: int) -> int:
+    """Return the number of tokens of a row with its filling."""
+    is_short = num_tokens <= FILLED_FROM_TOKENS
+    return rounded(num_tokens, multiple=SHORT_ROW_MULTIPLE if is_short else ROW_MULTIPLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +65,27 @@ class Packing:
 
     lengths: tuple[int, ...]  # Number of queries in each sequence; sequences are contiguous.
     key_lengths: tuple[int, ...]  # Number of keys in each sequence.
-    bounds: Tensor = field(repr=False)  # [sequence + 1] int32, start of each sequence, and the end
+    # [sequence + 1] int32, starts of sequences and the end. Empty sequences follow the last one.
+    bounds: Tensor = field(repr=False)
     key_bounds: Tensor = field(repr=False)  # [sequence + 1] int32
     # Blocks that hold each query once.
     blocks: Callable[[], Sequence[PairBlock]] = field(repr=False)
     # [key] int64; None: the rows of the queries
     key_rows: Tensor | None = field(repr=False, default=None)
+
+    @property
+    def max_length(self) -> int:
+        """An upper bound of `lengths`."""
+        return _bound_of(self.lengths)
+
+    @property
+    def max_key_length(self) -> int:
+        """An upper bound of `key_lengths`."""
+        return _bound_of(self.key_lengths)
+
+
+def _bound_of(lengths: tuple[int, ...]) -> int:
+    return rounded(max(lengths), multiple=LENGTH_MULTIPLE, steps=COARSE_STEPS)
 
 
 def packed_rows(
@@ -72,9 +111,8 @@ def packed_rows(
             parts.append((tail, rows[-1]))
             total += tail
         index += number
-    filling = -total % ROW_MULTIPLE
-    # The filling is a separate sequence whose outputs are never read.
-    if filling and total > FILLED_FROM_TOKENS:
+    filling = row_size(total) - total
+    if filling:  # The filling is a separate sequence whose outputs are never read.
         parts.append((filling, total + np.arange(filling)))
         total += filling
     return rows, parts, (1, total)
@@ -88,20 +126,22 @@ def pack(parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str) ->
     """
     lengths = tuple(length for length, _ in parts)
     key_lengths = tuple(len(keys) for _, keys in parts)
+    num_empty = rounded(len(parts), multiple=COUNT_MULTIPLE, steps=COARSE_STEPS) - len(parts)
 
-    def bounds(of: tuple[int, ...]) -> Tensor:
-        return torch.from_numpy(np.cumsum([0, *of]).astype(np.int32)).to(device)
+    def bounds(of: tuple[int, ...]) -> np.ndarray:
+        return np.cumsum([0, *of, *[0] * num_empty]).astype(np.int32)
 
-    key_rows = None
+    arrays = {"bounds": bounds(lengths), "key_bounds": bounds(key_lengths)}
     if lengths != key_lengths:
-        key_rows = torch.from_numpy(np.concatenate([keys for _, keys in parts])).to(device)
+        arrays["key_rows"] = np.concatenate([keys for _, keys in parts])
+    moved = placed(arrays, device)
     return Packing(
         lengths,
         key_lengths,
-        bounds(lengths),
-        bounds(key_lengths),
+        moved["bounds"],
+        moved["key_bounds"],
         cache(partial(_blocks, parts, device)),  # Fused kernels never request the blocks.
-        key_rows,
+        moved.get("key_rows"),
     )
 
 

@@ -47,7 +47,7 @@ def anchor_and_weights(
     if is_ratio_included and cfg.policy_loss is PolicyLoss.GSPO:
         log_rho = sequence_mean(log_rho, *sequences)[micro.sequence_ids]
     if is_ratio_included and cfg.policy_loss is PolicyLoss.TURN:
-        log_rho = mean_over(log_rho, micro.turn_ids)
+        log_rho = mean_over(log_rho, micro.turn_ids, micro.num_turns)
     weights = importance_weights(log_rho, *sequences, cfg, is_ratio_included=is_ratio_included)
     return anchor, weights * negative_mask(
         log_ratio(before, mu), micro.advantages, *sequences, delta=cfg.negative_mask_delta
@@ -102,14 +102,16 @@ def sequence_mean(values: Tensor, sequence_ids: Tensor, num_sequences: int) -> T
     return sequence_sum(values, sequence_ids, num_sequences) / counts.clamp(min=1.0)
 
 
-def mean_over(values: Tensor, part_ids: Tensor) -> Tensor:
+def mean_over(values: Tensor, part_ids: Tensor, num_parts: int | None = None) -> Tensor:
     """Return for each token the mean over the tokens of its part (for example a turn), [tokens].
 
     Args:
         values: [tokens].
         part_ids: [tokens] int64 >= 0; some numbers may be missing.
+        num_parts: above all ids. None: the largest id is read, which waits for a GPU.
     """
-    num_parts = int(part_ids.max()) + 1 if part_ids.numel() else 0
+    if num_parts is None:
+        num_parts = int(part_ids.max()) + 1 if part_ids.numel() else 0
     return sequence_mean(values, part_ids, num_parts)[part_ids]
 
 

@@ -47,6 +47,7 @@ class LossInputs:
     reference_logprobs: Tensor | None = field(repr=False, default=None)  # [tokens] nats
     # [tokens] int64; None: one turn for each sequence
     turn_ids: Tensor | None = field(repr=False, default=None)
+    num_turns: int | None = None  # Above all of `turn_ids`; None: the loss reads the largest.
     kl_weights: Tensor | None = field(repr=False, default=None)  # [tokens] v above; None: 1
     # [sequence] sampled tokens in all rows of the episode; None: each sequence is an episode
     episode_tokens: Tensor | None = field(repr=False, default=None)
@@ -181,8 +182,10 @@ def _surrogate(inputs: LossInputs, cfg: AlgorithmSection) -> tuple[Tensor, Tenso
         plain = log_r.exp() * advantages
         return plain, torch.zeros_like(plain, dtype=torch.bool)
     if cfg.policy_loss is PolicyLoss.TURN:
+        is_single = inputs.turn_ids is None
         turns = inputs.sequence_ids if inputs.turn_ids is None else inputs.turn_ids
-        mean = mean_over(log_r.detach(), turns)
+        num_turns = inputs.num_sequences if is_single else inputs.num_turns
+        mean = mean_over(log_r.detach(), turns, num_turns)
         log_r = mean + inputs.new_logprobs - inputs.new_logprobs.detach()
     if cfg.policy_loss is PolicyLoss.GSPO:
         # The value belongs to the sequence, the gradient to each token: advantages may differ by

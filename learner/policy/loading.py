@@ -46,6 +46,8 @@ def load_network(
 
     Raises: ConfigError: its rotary embedding cannot match the engine's, or a weight is missing.
     """
+    # cuDNN's attention keeps a plan for each new length, so memory would grow without end.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     zero_dropout_rates(config)
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}

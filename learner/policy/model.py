@@ -16,6 +16,7 @@ from common.checks.model_kind import check_kind
 from common.config.compute import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
+from learner.batch.packing import row_size
 from learner.policy.conversion import Stored, stored_tensors
 from learner.policy.determinism import make_deterministic
 from learner.policy.kernels.head import Logits, logits_function, own_logits_gap, use_own_logits
@@ -161,7 +162,7 @@ def hidden_logprobs(
     The log-probabilities equal those of `token_logprobs`; `hidden` [tokens, hidden] predicts the
     targets. Only positions that predict a scored token are projected to the vocabulary,
     `chunk_tokens` at a time. Each chunk is computed again in the backward pass: [tokens, vocab]
-    never exists.
+    never exists. The last chunk is padded to one of few sizes.
     """
     dtype = how.head_dtype if how.autocast else torch.float32
     logits_of = logits_function(model, dtype)
@@ -173,6 +174,10 @@ def hidden_logprobs(
     for start in range(0, max(num_rows, 1), chunk_tokens):  # Without rows there is one empty chunk.
         rows = hidden[start : start + chunk_tokens]
         targets = target_ids[start : start + chunk_tokens]
+        missing = min(row_size(len(rows)), chunk_tokens) - len(rows)
+        if missing > 0:
+            rows = F.pad(rows, (0, 0, 0, missing))
+            targets = F.pad(targets, (0, missing))
         args = (rows, logits_of, targets, how.temperature, with_entropy)
         if torch.is_grad_enabled() and num_rows > chunk_tokens:
             chunk = checkpoint(_score_rows, *args, use_reentrant=False, preserve_rng_state=False)
@@ -180,7 +185,8 @@ def hidden_logprobs(
             chunk = _score_rows(*args)
         logprobs.append(chunk[0])
         entropies.append(chunk[1])
-    return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+    entropy = torch.cat(entropies)[:num_rows] if with_entropy else None
+    return torch.cat(logprobs)[:num_rows], entropy
 
 
 def _score_rows(

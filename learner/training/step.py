@@ -1,6 +1,6 @@
 """Computes gradients from the samples of a step: scores, correction, loss, backward pass."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from learner.batch.batching import (
     Sample,
     TokenBatch,
     collate_tokens,
-    make_microbatches,
+    each_microbatch,
     plan_blocks,
     sampled,
 )
@@ -184,7 +184,7 @@ class Gradients:
         totals = torch.zeros(len(names), dtype=torch.float64)  # Zeros, for a rank without samples.
         if rows:
             totals = torch.stack(rows).double().sum(0)
-        sums = dict(zip(names, self._ranks.sum(totals).tolist(), strict=True))
+        sums = dict(zip(names, self._ranks.sum(totals).cpu().tolist(), strict=True))
         num_computed = sum(batch.samples[index].num_sampled_tokens for index in part)
         for name in (name for name in names if name.startswith("policy/")):
             sums[name] *= denominator.num_tokens / num_computed
@@ -215,6 +215,7 @@ class Gradients:
             is_weights=weights,
             sequence_ids=micro.sequence_ids,
             turn_ids=micro.turn_ids,
+            num_turns=micro.num_turns,
             num_sequences=micro.num_sequences,
             episode_tokens=micro.episode_tokens,
             entropy=scores.entropy,
@@ -246,8 +247,8 @@ class Gradients:
     def known(self, batch: ScoredBatch) -> Tensor:
         """Return [tokens] bool of all ranks, on the CPU: whether `before` scores the token."""
         sizes = [sample.num_sampled_tokens for sample in batch.samples]
-        ones = {index: torch.ones_like(each) for index, each in batch.before.items()}
-        return self._whole(ones, sizes) > 0
+        own = torch.tensor([index in batch.before for index in range(len(sizes))])
+        return self._ranks.sum(own.int()).bool().repeat_interleave(torch.tensor(sizes))
 
     def overlap(self, batch: ScoredBatch) -> Overlap:
         """Return the overlap of pi and mu over all ranks' scored tokens."""
@@ -260,9 +261,9 @@ class Gradients:
             moments = weight_moments(ratio)
         return overlap_of(self._ranks.sum(moments))
 
-    def _microbatches(self, samples: Sequence[Sample], part: Sequence[int]) -> list[MicroBatch]:
-        """Return this rank's share of a minibatch in blocks within the token budget."""
-        return make_microbatches(
+    def _microbatches(self, samples: Sequence[Sample], part: Sequence[int]) -> Iterator[MicroBatch]:
+        """Yield this rank's share of a minibatch in blocks within the token budget."""
+        return each_microbatch(
             samples,
             self._shares(samples, part)[self._ranks.index],
             max_tokens=self._max_tokens,
@@ -273,6 +274,8 @@ class Gradients:
 
     def _idle(self, samples: Sequence[Sample], part: Sequence[int]) -> list[TokenBatch]:
         """Return blocks without scored tokens, so that all ranks make the same number of passes."""
+        if self._ranks.size == 1:
+            return []
         nums = [
             len(
                 plan_blocks(
@@ -303,6 +306,11 @@ class Gradients:
 
     def _whole(self, parts: BySample, sizes: Sequence[int]) -> Tensor:
         """Return the entries of all samples and ranks in order, zeros for missing entries."""
-        device = next((part.device for part in parts.values()), torch.device("cpu"))
-        flat = [parts.get(i, torch.zeros(size, device=device)) for i, size in enumerate(sizes)]
-        return self._ranks.sum(torch.cat(flat)).cpu()
+        known = sorted(parts)
+        whole = torch.zeros(sum(sizes))
+        if known:  # One copy from the device for all samples.
+            ends = np.cumsum(sizes)
+            joined = in_order(parts, known).cpu().split([sizes[index] for index in known])
+            for index, part in zip(known, joined, strict=True):
+                whole[int(ends[index]) - sizes[index] : int(ends[index])] = part
+        return self._ranks.sum(whole)

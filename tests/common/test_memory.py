@@ -46,6 +46,37 @@ def test_pinned_memory_is_exact_unless_configured(given: str, kept: str) -> None
     assert done.stdout.splitlines() == [kept, kept or given]  # torch uses it.
 
 
+OLD_TORCH = """
+import torch
+def refuse(setting):
+    if setting:
+        raise RuntimeError(f"Unrecognized key {setting!r} in CUDA allocator config.")
+torch._C._accelerator_setAllocatorSettings = refuse
+"""
+OLDER_TORCH = """
+import torch
+del torch._C._accelerator_setAllocatorSettings
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("old", "is_logged"), [(OLD_TORCH, True), (OLDER_TORCH, False)])
+def test_torch_without_exact_pinned_memory_keeps_default(old: str, is_logged: bool) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    environ = {name: value for name, value in os.environ.items() if name not in names}
+    code = (
+        f"{old}\nfrom common.memory import take_pinned_memory_exactly\n"
+        "take_pinned_memory_exactly()\n"
+        "import os; print('PYTORCH_ALLOC_CONF' in os.environ)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, encoding="utf-8", timeout=60
+    )
+    assert done.stdout.strip() == "False"
+    assert ("refuses pinned_max_round_threshold_mb:1: Unrecognized key" in done.stderr) == is_logged
+
+
 def test_learner_allocates_pinned_memory_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "")

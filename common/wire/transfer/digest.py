@@ -17,7 +17,7 @@ def digest(buffer: Tensor) -> Tensor:
     On a CPU it is XXH3. On a GPU it is two wrapping 64-bit sums over the 64-bit words, one plain
     and one weighted by position, without synchronization. Neither is cryptographic.
     """
-    if buffer.is_cuda:
+    if buffer.device.type != "cpu":
         return word_sums(buffer).view(torch.uint8)
     hashed = xxhash.xxh3_128()
     view = memoryview(cast(Any, buffer.numpy()))

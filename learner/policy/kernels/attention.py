@@ -1,9 +1,9 @@
 """Attention over packed sequences: several in one row, isolated from each other.
 
 There are two kernels. *fused*: on CUDA flash attention over sequences of different lengths (in
-bf16); on other devices torch's scaled dot products, one sequence at a time. *products*: plain
-matrix products, which keep the probabilities of every pair. On a CPU in bf16 they are faster for
-short sequences.
+bf16); elsewhere torch's scaled dot products, one sequence at a time. *products*: plain matrix
+products, which keep the probabilities of every pair. On a CPU in bf16 they are faster for short
+sequences. Both compute in the dtype of autocast, since rotary embeddings return fp32 under it.
 """
 
 import logging
@@ -14,13 +14,14 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
 
 from common.config.compute import Attention, Layout
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
 from learner.batch.packing import Packing
+from learner.policy.kernels import flash
 from learner.policy.kernels.products import CausalProducts
 from learner.policy.loading import is_unloaded
 from learner.policy.model import Scoring, flat_hidden, token_logprobs, vocabulary_size
@@ -28,13 +29,15 @@ from learner.policy.selfcheck import make_probe, own_attention, packing_differen
 
 logger = logging.getLogger(__name__)
 
-MIN_FLASH_CAPABILITY = (8, 0)
 FUSED = "packed_fused"
 PRODUCTS = "packed_products"
 _FULL = "full_attention"
 # Additions of other families to attention; both kernels would have to implement each of them.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
+# cuDNN is absent: it keeps a plan for each new length, so memory would grow without end.
+SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
+_warned: set[str] = set()  # Reasons for a fallback that the log already has.
 
 _measured: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # Packing problems by network.
 
@@ -197,36 +200,58 @@ def _fused(
         key: [1, kv_head, seq, size], as is `value`.
     """
     _refuse(module, others)
-    if packing is not None and packing.key_rows is not None:
+    query, key, value = _as_computed(query, key, value)
+    if packing is None:
+        whole = [query.shape[2]]
+        return _one_by_one(query, key, value, whole, whole, scaling), None
+    if packing.key_rows is not None:
         key, value = (tensor.index_select(2, packing.key_rows) for tensor in (key, value))
-    if packing is not None and _has_flash(query):
-        rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [seq, head, size]
-        out = varlen_attn(
-            rows[0],
-            rows[1],
-            rows[2],
-            packing.bounds,
-            packing.key_bounds,
-            max(packing.lengths),
-            max(packing.key_lengths),
-            scale=scaling,
-            window_size=(-1, 0),  # Causal.
-            enable_gqa=query.shape[1] != key.shape[1],
+    problem = flash.flash_problem(query, value)
+    if not problem:
+        # [seq, head, size] each
+        queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
+        return flash.flash(queries, keys, values, packing, scaling=scaling)[None], None
+    if problem != flash.NO_CUDA:
+        _warn_slow(module, problem)
+    lengths = list(packing.lengths)
+    key_lengths = list(packing.key_lengths)
+    return _one_by_one(query, key, value, lengths, key_lengths, scaling), None
+
+
+def _as_computed(*tensors: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors in the dtype of autocast, or unchanged without it."""
+    device_type = tensors[0].device.type
+    is_cast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if is_cast else tensors[0].dtype
+    return (each.to(dtype) for each in tensors)
+
+
+def _warn_slow(module: nn.Module, problem: str) -> None:
+    """Log once for each reason that sequences are computed one by one."""
+    if problem not in _warned:
+        _warned.add(problem)
+        logger.warning(
+            "learner.attention=fused: %s computes packed sequences one by one, which is slow: %s",
+            type(module).__name__,
+            problem,
         )
-        assert isinstance(out, Tensor)  # No other output was requested.
-        return out[None], None
-    queries = [query.shape[2]]
-    keys = [query.shape[2]]
-    if packing is not None:
-        queries = list(packing.lengths)
-        keys = list(packing.key_lengths)
-    parts = [
-        _one_fused(*each, scaling)
-        for each in zip(
-            query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True
-        )
-    ]
-    return torch.cat(parts, 2).transpose(1, 2), None
+
+
+def _one_by_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    key_lengths: list[int],
+    scaling: float,
+) -> Tensor:
+    """Return attention [1, seq, head, size] of sequences whose numbers of rows are given."""
+    parts = zip(
+        query.split(lengths, 2), key.split(key_lengths, 2), value.split(key_lengths, 2), strict=True
+    )
+    with sdpa_kernel(SDPA_BACKENDS):
+        found = [_one_fused(*each, scaling) for each in parts]
+    return torch.cat(found, 2).transpose(1, 2)
 
 
 def _one_fused(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -247,13 +272,6 @@ def _one_fused(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Ten
     )
 
 
-def _has_flash(query: Tensor) -> bool:
-    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    is_new = torch.cuda.get_device_capability(query.device) >= MIN_FLASH_CAPABILITY
-    return is_new and torch.backends.cuda.is_flash_attention_available()
-
-
 def _products(
     module: nn.Module,
     query: Tensor,
@@ -269,11 +287,8 @@ def _products(
     if packing is None:
         return _fused(module, query, key, value, attention_mask, scaling=scaling, **others)
     _refuse(module, others)
-    device_type = query.device.type
-    dtype = query.dtype
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-    rows = [each[0].transpose(0, 1).to(dtype) for each in (query * scaling, key, value)]
+    tensors = _as_computed(query * scaling, key, value)
+    rows = [each[0].transpose(0, 1) for each in tensors]
     out = CausalProducts.apply(*rows, packing.blocks())
     assert isinstance(out, Tensor)
     return out[None], None

@@ -197,3 +197,10 @@ def test_skeleton_has_constants_of_every_module(tmp_path: Path) -> None:
     assert len(constants) > 2
     for name, expected in constants.items():
         assert torch.equal(bare.get_buffer(name), expected), name
+
+
+def test_loaded_networks_never_use_cudnn_attention(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -1,0 +1,195 @@
+"""Laws of flash attention over packed sequences, whatever the family of the model."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common.config.compute import Attention, Layout
+from learner.batch.batching import TokenBatch, collate_tokens
+from learner.policy.determinism import make_deterministic, zero_dropout_rates
+from learner.policy.kernels import attention, flash
+from learner.policy.kernels.attention import packing_problem, use_attention
+from learner.policy.model import Scoring, token_logprobs
+from tests.learner.builders import VOCAB, make_model, make_model_with_adapters
+from tests.learner.policy.test_selfcheck import FAMILIES, HEAD, PADDED, REFUSED, SCALED, SMALL
+from tests.learner.policy.varlen_kernel import VarlenKernel, use_kernel
+
+BF16 = Scoring(chunk_tokens=64, autocast=True)
+FULL = {"layer_types": ["full_attention"] * 2}
+# Families whose published models have windows or caps, in a form without them.
+PLAIN: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "gemma2": HEAD | FULL | {"final_logit_softcapping": None, "attn_logit_softcapping": None},
+    "gemma3_text": HEAD | FULL,
+    "olmo3": FULL,
+    "exaone4": HEAD | FULL,
+}
+NO_AUTOCAST = {"dbrx"}  # Its experts in transformers add bf16 to fp32.
+PACKED = {
+    name: more for name, more in FAMILIES.items() if name not in REFUSED | PADDED | NO_AUTOCAST
+} | PLAIN
+
+
+def model_of(family: str) -> Any:
+    """Build a family's network of two layers with fp32 weights, as the learner keeps them."""
+    name, more = SCALED.get(family, (family, {}))
+    config = AutoConfig.for_model(name, **(SMALL | PACKED[family] | more))
+    zero_dropout_rates(config)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    make_deterministic(model)
+    return model
+
+
+def rows(*lengths: int) -> TokenBatch:
+    ids = [np.arange(length) * 7 % VOCAB for length in lengths]
+    masks = [np.arange(length) > 0 for length in lengths]
+    return collate_tokens(ids, masks, device="cpu", is_packed=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(PACKED))
+def test_kernel_gets_bf16_once_per_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(family)
+    assert packing_problem(model) == ""
+    use_attention([model], "cpu", Layout.PACKED, Attention.PRODUCTS)
+    blocks = [rows(9, 30, 4), rows(17, 2)]
+    expected = [token_logprobs(model, each, BF16).detach() for each in blocks]
+    kernel = VarlenKernel()
+    use_kernel(monkeypatch, kernel)
+    use_attention([model], "cpu", Layout.PACKED, Attention.FUSED)
+    for block, other in zip(blocks, expected, strict=True):
+        found = token_logprobs(model, block, BF16)
+        found.sum().backward()
+        assert (found - other).abs().mean() < 0.02 * other.abs().mean()
+    assert len(kernel.dtypes) == len(blocks) * model.config.num_hidden_layers
+    assert set.union(*kernel.dtypes) == {torch.bfloat16}
+    grads = [each.grad for each in model.parameters() if each.grad is not None]
+    assert {each.dtype for each in grads} == {torch.float32}
+
+
+def test_adapters_of_bf16_weights_use_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model_with_adapters()
+    for weight in model.parameters():
+        if not weight.requires_grad:
+            weight.data = weight.data.bfloat16()
+    kernel = VarlenKernel()
+    use_kernel(monkeypatch, kernel)
+    use_attention([model], "cpu", Layout.PACKED, Attention.FUSED)
+    token_logprobs(model, rows(9, 30, 4), BF16).sum().backward()
+    assert kernel.dtypes == [{torch.bfloat16}] * 2
+
+
+class OldKernel(VarlenKernel):
+    """The kernel of torch 2.11, without grouped heads."""
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+    ) -> Tensor:
+        rest = (cu_seq_q, cu_seq_k, max_q, max_k)
+        return super().__call__(query, key, value, *rest, scale=scale, window_size=window_size)
+
+
+def test_kernel_without_grouped_heads_gets_repeated_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    found = []
+    for kernel, heads in ((VarlenKernel(), (4, 2)), (OldKernel(), (4, 4))):
+        use_kernel(monkeypatch, kernel)
+        use_attention([model], "cpu", Layout.PACKED, Attention.FUSED)
+        model.zero_grad()
+        logprobs = token_logprobs(model, rows(9, 30, 4), BF16)
+        logprobs.sum().backward()
+        assert kernel.heads == [heads] * 2
+        weights = dict(model.named_parameters())
+        found.append((logprobs.detach(), weights["model.layers.0.self_attn.k_proj.weight"].grad))
+    torch.testing.assert_close(found[1][0], found[0][0], atol=1e-3, rtol=0)
+    assert (found[1][1] - found[0][1]).norm() < 0.02 * found[0][1].norm()
+
+
+@pytest.mark.parametrize(("size", "value_size"), [(8, 8), (12, 12), (12, 8), (20, 16)])
+def test_odd_head_sizes_are_padded(
+    size: int, value_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    packing = rows(9, 30, 4).packing
+    sizes = (size, size, value_size)
+    # The row has 43 tokens and is filled to 64.
+    tensors = [torch.randn(1, 2, 64, each, generator=generator) for each in sizes]
+    fused: Any = attention._fused
+    plain = fused(nn.Identity(), *tensors, None, scaling=0.3, packing=packing)[0]
+    use_kernel(monkeypatch, VarlenKernel())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = fused(nn.Identity(), *tensors, None, scaling=0.3, packing=packing)[0]
+    assert found.shape == (1, 64, 2, value_size)
+    torch.testing.assert_close(found.float(), plain, atol=0.05, rtol=0.05)
+
+
+def test_fallback_is_logged_once_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    kernel = VarlenKernel()
+    use_kernel(monkeypatch, kernel)
+    monkeypatch.setattr(attention, "_warned", set())
+    use_attention([model], "cpu", Layout.PACKED, Attention.FUSED)
+    for _ in range(2):
+        token_logprobs(model, rows(9, 30), Scoring(chunk_tokens=64, autocast=False))
+    assert not kernel.dtypes
+    (line,) = [each for each in caplog.messages if "one by one" in each]
+    assert "Qwen3Attention" in line
+    assert "attention computes in torch.float32, not in bf16 (learner.precision=bf16)" in line
+
+
+def test_reason_for_no_flash_attention_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = torch.zeros(1, 2, 3, 64, dtype=torch.bfloat16)
+    large = torch.zeros(1, 2, 3, 288, dtype=torch.bfloat16)
+    assert flash.flash_problem(small, small) == flash.NO_CUDA
+    monkeypatch.setattr(flash, "_device_problem", lambda device: "")
+    assert flash.flash_problem(small, small) == ""
+    assert flash.flash_problem(small, large) == "a head has 288 numbers, more than 256"
+    assert "float32" in flash.flash_problem(small.float(), small.float())
+
+
+def test_cpu_uses_no_flash_attention_silently(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    use_attention([model], "cpu", Layout.PACKED, Attention.FUSED)
+    token_logprobs(model, rows(9, 30), BF16)
+    assert not caplog.messages
+
+
+class CudnnWatch(TorchDispatchMode):
+    """Records whether cuDNN might compute each attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed: list[bool] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if "scaled_dot_product" in str(func):
+            self.allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return func(*args, **(kwargs or {}))
+
+
+def test_cudnn_never_plans_attention_for_a_length() -> None:
+    model = make_model()
+    use_attention([model], "cpu", Layout.PACKED, Attention.FUSED)
+    with CudnnWatch() as watch:
+        token_logprobs(model, rows(9, 30), BF16)
+    assert watch.allowed == [False] * 6  # Two sequences and the filling, in two layers.
