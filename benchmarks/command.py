@@ -33,8 +33,8 @@ SUITES = {  # Name on the command line: module and function.
     "soak-run-long": "runs.soak:run_long",
     "verdict": "learner.verdict:run_suite",
     "dashboard": "runs.dashboard:run_suite",
-    "gpu": "learner.gpu:run_suite",
 }
+GPU_SUITES = {"gpu": "gpu", "gpu-small": "small"}  # Suite of the device checks: their sizes.
 
 
 def bench(request: ParsedCommand, *, root: Path) -> int:
@@ -42,8 +42,8 @@ def bench(request: ParsedCommand, *, root: Path) -> int:
 
     Raises: ConfigError: the suite, its overrides or the path of the figures are wrong.
     """
-    suite = _find_suite(request, root)
     path = Path(request.json or root / "runs" / "bench" / f"{request.suite}.json")
+    suite = _find_suite(request, root, path)
     _check_writable(path)
     configure_logging("bench", "INFO")
     table = BenchTable(out=sys.stdout)
@@ -56,19 +56,35 @@ def bench(request: ParsedCommand, *, root: Path) -> int:
     return code
 
 
-def _find_suite(request: ParsedCommand, root: Path) -> Suite:
+def _find_suite(request: ParsedCommand, root: Path, path: Path) -> Suite:
     """Return the suite that a request names. Raises: ConfigError: there is no such suite."""
     name = request.suite or ""
+    if name not in GPU_SUITES and (request.only is not None or request.minutes is not None):
+        raise ConfigError(f"--only, --minutes: only the suites {', '.join(GPU_SUITES)} accept them")
     if name in STUDIES:
         return _find_study(name, request, root)
-    if name not in SUITES:
-        raise ConfigError(f"--suite={name}: one of {', '.join([*SUITES, *STUDIES])}")
+    if name not in {**SUITES, **GPU_SUITES}:
+        raise ConfigError(f"--suite={name}: one of {', '.join([*SUITES, *GPU_SUITES, *STUDIES])}")
     if request.overrides or request.is_dry:
         asked = " ".join([*request.overrides, *["--dry-run"] * request.is_dry])
         raise ConfigError(f"{asked}: only studies take it ({', '.join(STUDIES)})")
+    if name in GPU_SUITES:
+        return _find_gpu_suite(request, path)
     module, _, function = SUITES[name].partition(":")
     suite: Suite = getattr(import_module(f"benchmarks.{module}"), function)
     return suite
+
+
+def _find_gpu_suite(request: ParsedCommand, path: Path) -> Suite:
+    from benchmarks.gpu.suite import SuiteRequest, run_suite
+
+    asked = SuiteRequest(
+        only=request.only,
+        minutes=request.minutes,
+        lines=path.with_suffix(".jsonl"),
+        sizes=GPU_SUITES[request.suite or ""],
+    )
+    return partial(run_suite, request=asked)
 
 
 def _find_study(name: str, request: ParsedCommand, root: Path) -> Suite:

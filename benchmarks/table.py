@@ -65,10 +65,13 @@ class BenchTable:
     rows: list[BenchmarkFigure] = field(default_factory=lambda: [])
     notes: list[dict[str, str]] = field(default_factory=lambda: [])
     failed: list[str] = field(default_factory=lambda: [])
+    # Receives each title, row, note and fail with its values, as soon as it is written.
+    listener: Callable[[str, dict[str, Any]], None] = lambda _kind, _values: None
 
     def title(self, text: str) -> None:
         """Write a line above the figures that follow."""
         self._write(text)
+        self.listener("title", {"text": text})
 
     def at_most(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
         """Write a figure with an upper bound. A NaN violates the bound."""
@@ -81,13 +84,13 @@ class BenchTable:
     def _promise(
         self, name: str, value: float, unit: str, bound: str, note: str, *, kept: bool
     ) -> None:
-        self._add(
+        self.add(
             BenchmarkFigure(name=name, value=value, unit=unit, bound=bound, kept=kept, note=note)
         )
 
     def figure(self, name: str, value: float, unit: str, note: str = "") -> None:
         """Write a figure without a bound."""
-        self._add(BenchmarkFigure(name=name, value=value, unit=unit, note=note))
+        self.add(BenchmarkFigure(name=name, value=value, unit=unit, note=note))
 
     def compare(
         self,
@@ -125,10 +128,12 @@ class BenchTable:
             kept=is_kept,
             note=note,
         )
-        self._add(row)
+        self.add(row)
 
-    def _add(self, row: BenchmarkFigure) -> None:
+    def add(self, row: BenchmarkFigure) -> None:
+        """Write one figure."""
         self.rows.append(row)
+        self.listener("row", asdict(row))
         note = row.note
         if row.limit is not None:
             against = f"{row.ratio:.3g} x {row.against} ({row.limit:.4g} {row.unit.strip()})"
@@ -140,15 +145,20 @@ class BenchTable:
         if not row.kept:
             self.failed.append(row.name)
 
-    def note(self, name: str, text: str, *, kind: str = "note") -> None:
+    def note(self, name: str, text: str) -> None:
         """Write the reason why something was not measured."""
-        self.notes.append({"name": name, "text": text})
-        self._write(f"{kind}  {name}: {text}")
+        self._add_note(name, text, kind="note")
+        self.listener("note", {"name": name, "text": text})
 
     def fail(self, name: str, reason: str) -> None:
         """Write that a required measurement was not possible."""
-        self.note(name, " ".join(reason.split()), kind="FAIL")
+        self._add_note(name, " ".join(reason.split()), kind="FAIL")
         self.failed.append(name)
+        self.listener("fail", {"name": name, "reason": reason})
+
+    def _add_note(self, name: str, text: str, *, kind: str) -> None:
+        self.notes.append({"name": name, "text": text})
+        self._write(f"{kind}  {name}: {text}")
 
     def attempt(self, name: str, measure: Callable[[], None]) -> None:
         """Run one check. An error of the machine writes a FAIL line; the next check still runs."""
@@ -177,7 +187,7 @@ class BenchTable:
             "machine": machine(),
             "versions": {"product": product, **versions()},
             "seed": self.seed,
-            "rows": [_as_json(row) for row in self.rows],
+            "rows": [finite(asdict(row)) for row in self.rows],
             "notes": self.notes,
             "failed": self.failed,
         }
@@ -207,9 +217,9 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def _as_json(row: BenchmarkFigure) -> dict[str, Any]:
-    """Return a row with null for numbers that are not finite, because JSON has none."""
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values with None for numbers that are not finite, because JSON has none."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in asdict(row).items()
+        for key, value in values.items()
     }

@@ -13,6 +13,7 @@ gc.set_threshold(10_000)  # as `run.py` does
 gc.disable()  # until all is imported and collected
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 settings.register_profile("longstride", deadline=None, derandomize=True, database=None)
 settings.load_profile("longstride")

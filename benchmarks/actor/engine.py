@@ -16,8 +16,10 @@ import zmq.asyncio
 from actor.engine.engine import Engine
 from actor.engine.weights import WeightLink
 from common.config.compute import LoraSection
+from common.config.load import load_config
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import EngineError
+from common.repository import ROOT
 from common.store.run_dir import RunDir, write_atomically
 from common.wire.security import load_keys
 from common.wire.weight_messages import WeightsJoin
@@ -36,12 +38,7 @@ async def measure(run_dir: RunDir, settings: dict[str, Any]) -> dict[str, float]
     Raises: EngineError: the versions did not arrive in time.
     """
     started = time.monotonic()
-    cfg = ActorSection(
-        max_concurrent=settings["num_prompts"],
-        max_model_len=2 * settings["max_tokens"] + 16,
-        gpu_memory_frac=settings["gpu_memory_frac"],
-        start_timeout_s=settings["timeout_s"],
-    )
+    cfg = actor_section(settings)
     model = ModelSection(path=settings["model_path"], dtype=settings["dtype"])
     engine = await Engine.start(
         model,
@@ -58,6 +55,20 @@ async def measure(run_dir: RunDir, settings: dict[str, Any]) -> dict[str, float]
     finally:
         engine.shut_down()
     return report
+
+
+def actor_section(settings: dict[str, Any]) -> ActorSection:
+    """Return the configuration of an actor with these settings."""
+    values = {
+        "max_concurrent": settings["num_prompts"],
+        "max_model_len": 2 * settings["max_tokens"] + 16,
+        "gpu_memory_frac": settings["gpu_memory_frac"],
+        "start_timeout_s": settings["timeout_s"],
+    }
+    if settings["enforce_eager"]:
+        values["enforce_eager"] = settings["enforce_eager"]
+    given = [f"actor.{key}={value}" for key, value in values.items()]
+    return load_config(None, ["model.path=unset", *given], root=ROOT).actor
 
 
 async def _follow_learner(engine: Engine, run_dir: RunDir, settings: dict[str, Any]) -> None:
@@ -92,6 +103,7 @@ async def _sample(engine: Engine, settings: dict[str, Any]) -> dict[str, float]:
     """Sample all prompts at once; return the speed and whether the samples are well formed."""
     prompts = range(settings["num_prompts"])
     started = time.monotonic()
+    began_cpu_s = time.process_time()
     completions = await asyncio.gather(
         *(
             engine.generate(
@@ -104,6 +116,7 @@ async def _sample(engine: Engine, settings: dict[str, Any]) -> dict[str, float]:
         )
     )
     took_s = time.monotonic() - started
+    cpu_s = time.process_time() - began_cpu_s
     tokens = [token for each in completions for token in each.token_ids]
     logprobs = [logprob for each in completions for logprob in each.logprobs]
     versions = [version for each in completions for version in each.versions]
@@ -113,6 +126,7 @@ async def _sample(engine: Engine, settings: dict[str, Any]) -> dict[str, float]:
     return {
         "num_sampled_tokens": float(len(tokens)),
         "tokens_per_s": len(tokens) / took_s,
+        "actor_ms_per_token": 1e3 * cpu_s / len(tokens),
         "sound": float(is_sound),
     }
 

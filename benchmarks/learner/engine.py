@@ -37,6 +37,7 @@ class EngineRun:
     gpu_memory_frac: float = 0.3
     num_prompts: int = 32
     max_tokens: int = 64
+    enforce_eager: str = ""  # Value of `actor.enforce_eager`; "": the default.
     timeout_s: float = 300.0
 
 
@@ -44,6 +45,7 @@ class EngineRun:
 class EngineFigures:
     start_s: float
     tokens_per_s: float
+    actor_ms_per_token: float  # CPU time of the process that asks the engine.
     # Each token has a logprob and a version, no logprob is positive, all versions are 1.
     is_sound: bool
     canary_delta: float  # The largest delta of the reported versions, in nats.
@@ -106,6 +108,7 @@ def measure_engine(
     return EngineFigures(
         start_s=figures["start_s"],
         tokens_per_s=figures["tokens_per_s"],
+        actor_ms_per_token=figures["actor_ms_per_token"],
         is_sound=figures["sound"] == 1.0,
         canary_delta=measured.get("weights/canary_abs_logprob", math.nan),
         publish_s=measured.get("publish/total_s", math.nan),

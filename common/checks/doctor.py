@@ -101,7 +101,7 @@ def _plan(cfg: RunConfig, root: Path) -> list[str]:
 def _examine_config(
     cfg: RunConfig, root: Path, *, name: str, problem: str, missing: Sequence[str]
 ) -> Check:
-    what = f"config {Path(name).stem}"
+    what = f"config {Path(name).name.removesuffix('.yaml')}"
     try:
         if problem:
             raise ConfigError(problem)

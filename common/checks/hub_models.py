@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checks.model_kind import check_kind
+from common.config.compute import ModelSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
@@ -55,13 +56,16 @@ def is_hub_name(path: str, root: Path) -> bool:
     return not (root / path).exists() and not (root / path.split("/", 1)[0]).is_dir()
 
 
-def resolve_models(cfg: RunConfig, root: Path, *, is_dry: bool = False) -> RunConfig:
+def resolve_models(
+    cfg: RunConfig, root: Path, *, is_dry: bool = False, may_stand_in: bool = False
+) -> RunConfig:
     """Return the config with folders in place of all names of models.
 
     An unfinished run keeps the commit with which it began, unless the name has a revision.
 
     Args:
         is_dry: weights that are not in the cache are not fetched.
+        may_stand_in: if the files of `model.path` cannot be fetched, `model.architecture` is used.
 
     Raises: ConfigError: a file is missing and cannot be fetched; the message has the remedies.
     """
@@ -73,11 +77,15 @@ def resolve_models(cfg: RunConfig, root: Path, *, is_dry: bool = False) -> RunCo
             return replace(cfg, model=replace(model, path=str(found.folder)))
     if is_hub_name(model.path, root):
         name = _with_kept_commit(model.path, cfg, root)
-        found = _resolve("model.path", name, has_weights=not is_dry)
-        path = str(found.folder)
-        is_stand_in = is_dry and bool(_missing_files(found.folder, has_weights=True))
-        architecture = path if is_stand_in else model.architecture
-        model = replace(model, path=path, source=found.source, architecture=architecture)
+        try:
+            found = _resolve("model.path", name, has_weights=not is_dry)
+        except ConfigError as error:
+            if not (may_stand_in and model.architecture):
+                raise
+            logger.warning("%s. The plan has the sizes of %s", error, model.architecture)
+            model = replace(model, path=model.architecture, source=name)
+        else:
+            model = _with_folder(model, found, is_dry=is_dry)
     algorithm = cfg.algorithm
     if is_hub_name(algorithm.reference_path, root):
         found = _resolve("algorithm.reference_path", algorithm.reference_path)
@@ -88,6 +96,14 @@ def resolve_models(cfg: RunConfig, root: Path, *, is_dry: bool = False) -> RunCo
         critic = replace(critic, path=str(found.folder))
     learner = replace(cfg.learner, critic=critic)
     return replace(cfg, model=model, algorithm=algorithm, learner=learner)
+
+
+def _with_folder(model: ModelSection, found: HubModel, *, is_dry: bool) -> ModelSection:
+    """Return the section with a folder. Without weights, the folder is also the architecture."""
+    path = str(found.folder)
+    is_stand_in = is_dry and bool(_missing_files(found.folder, has_weights=True))
+    architecture = path if is_stand_in else model.architecture
+    return replace(model, path=path, source=found.source, architecture=architecture)
 
 
 def _with_kept_commit(name: str, cfg: RunConfig, root: Path) -> str:

@@ -103,6 +103,8 @@ def _params_of_config(text: dict[str, Any], *, is_tied: bool) -> int:
     attention = 2 * hidden * (queries + keys)
     if text.get("attention_bias", text.get("model_type") == "qwen2"):
         attention += queries + 2 * keys
+    if str(text.get("model_type", "")).startswith("qwen3"):
+        attention += 2 * head_dim  # The norms of queries and keys.
     experts = int(text.get("num_experts") or 0)
     width = int(text.get("moe_intermediate_size") or text["intermediate_size"])
     units = 3 * hidden * width * (experts or 1) + experts * hidden  # The last term is the router.

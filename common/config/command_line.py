@@ -48,7 +48,7 @@ STUDIES = (
 SUITES = (
     "envhub, soak, solve, learner, scheduler, transport, weights, tail, actor, agents,"
     " end2end, chaos, chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict,"
-    " dashboard, gpu, "
+    " dashboard, gpu, gpu-small, "
 ) + ", ".join(STUDIES)
 
 
@@ -65,6 +65,8 @@ class ParsedCommand:
     is_dry: bool
     suite: str | None
     json: str | None  # File for results; None: runs/bench/SUITE.json or RUN/recompute.json.
+    only: str | None = None  # Checks of the suite `gpu`, names with commas between them.
+    minutes: float | None = None  # Budget of the suite `gpu`.
     join: str | None = None  # HOST:PORT of a scheduler.
     key: str | None = None  # Key file that authorizes this machine.
     probe: str | None = None  # Probe of `status`: live or ready.
@@ -99,6 +101,10 @@ def parse(argv: Sequence[str], *, root: Path) -> ParsedCommand:
         raise ConfigError(f"--suite: only the command bench takes it and needs it: {SUITES}")
     if asked.json is not None and command not in ("bench", "recompute"):
         raise ConfigError("--json: only the commands bench and recompute accept it")
+    if (asked.only is not None or asked.minutes is not None) and command != "bench":
+        raise ConfigError("--only, --minutes: only the command bench accepts them")
+    if asked.minutes is not None and not 0 < asked.minutes < 1e6:
+        raise ConfigError(f"--minutes={asked.minutes:g}: must be in (0, 1000000)")
     if asked.steps is not None and command != "recompute":
         raise ConfigError("--steps: only the command recompute accepts it")
     if asked.quick and command != "doctor":
@@ -128,6 +134,8 @@ def parse(argv: Sequence[str], *, root: Path) -> ParsedCommand:
         is_dry=asked.dry_run,
         suite=asked.suite,
         json=asked.json,
+        only=asked.only,
+        minutes=asked.minutes,
         join=asked.join,
         key=asked.key,
         probe=asked.probe,
@@ -158,7 +166,8 @@ def command_help(name: str) -> str:
     command = COMMANDS[name]
     arguments = {
         "help": "[KEY|SECTION|COMMAND|reference]",
-        "bench": "--suite NAME [--json FILE] [--dry-run] [key=value ...]",
+        "bench": "--suite NAME [--json FILE] [--only CHECK] [--minutes N] [--dry-run] [key=value"
+        " ...]",
         "dashboard": "[RUN|FILE ...] [port=N] [host=H] [token=T]",
         "show": "RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]",
         "replay": "RUN EPISODE",
@@ -238,6 +247,12 @@ def _make_parser(root: Path) -> _Parser:
         "--format", metavar="NAME", help="for journal export: json, agenttraj, sft, parquet, atif"
     )
     parser.add_argument("--suite", metavar="NAME", help=f"for bench: {SUITES}")
+    parser.add_argument(
+        "--only", metavar="NAME", help="for bench --suite gpu: these checks, as NAME,NAME"
+    )
+    parser.add_argument(
+        "--minutes", metavar="N", type=float, help="for bench --suite gpu: at most N minutes"
+    )
     parser.add_argument("--steps", metavar="A:B", help="for recompute: steps A to B, both included")
     parser.add_argument("--json", metavar="FILE", help="for bench and recompute: file of results")
     return parser

@@ -35,7 +35,8 @@ def load_with_model(request: ParsedCommand, *, root: Path) -> RunConfig:
     """Return the config of a request, with folders in place of the names of models."""
     from common.checks.hub_models import resolve_models
 
-    return resolve_models(load_named(request, root=root), root, is_dry=request.is_dry)
+    cfg = load_named(request, root=root)
+    return resolve_models(cfg, root, is_dry=request.is_dry, may_stand_in=request.is_dry)
 
 
 def train(

@@ -26,7 +26,7 @@ class PackedCase:
     model: ModelShape
     shape: BatchShape
     lora_rank: int = 0
-    has_promise: bool = True
+    min_rate_frac: float  # Least share of the rate of a matrix product, on a GPU.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,10 @@ class Sizes:
     canary_tokens: int
     packed: tuple[PackedCase, ...]
     matrix_size: int
+    growth_steps: int  # Training steps between which the process must not grow.
+    num_prompts: int  # Turns that an engine samples at once.
+    turn_tokens: int  # Sampled tokens of a turn.
+    engine_lora_rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,5 @@
 """Checks of weight transfers on one device: to another process, in a group of one, to an engine."""
 
-import importlib.util
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from benchmarks.learner.batch import ModelShape
 from benchmarks.learner.checks.bench import DeviceBench
 from benchmarks.learner.checks.training import num_weights
-from benchmarks.learner.engine import EngineRun, measure_engine
+from benchmarks.learner.engine import EngineFigures, EngineRun, measure_engine
 from benchmarks.learner.step import clock_of
 from benchmarks.weights.rounds import TransferSetup, send_rounds
 from common.repository import ROOT
@@ -23,8 +22,12 @@ BUCKET_BYTES = 256 << 20
 NUM_PIECES = 8  # Number of equal pieces of the sent weights.
 NUM_ROUNDS = 4  # The first round allocates the memory.
 MIN_NCCL_GB_PER_S = 5.0  # Between two GPUs of one machine, at least over PCIe.
-MIN_GLOO_GB_PER_S = 0.2  # Between two processes over loopback.
+MIN_GLOO_GB_PER_S = 3.0  # From a GPU to a process on the CPU, over loopback.
 MIN_ENGINE_TOKENS_PER_S = 100.0
+# CPU time of the actor's process: for each sampled token, and for each turn.
+MAX_TOKEN_MS = 0.015
+MAX_TURN_MS = 1.5
+MAX_LORA_PAUSE_S_PER_GB = 0.5
 MAX_START_S = 120.0
 # Bounds for 7.6B weights in bf16 and an engine on the learner's GPU. Fewer bytes have
 # proportionally smaller bounds.
@@ -63,15 +66,25 @@ def check_transfers(bench: DeviceBench) -> None:
     size = f"for {source.total_bytes / 1e9:.1f} GB"
     name = "weights: an update by CUDA IPC, offer to checked"
     table.at_most(name, took_s, "s", MAX_UPDATE_S * source.total_bytes / FULL_BYTES, size)
-    has_peer = bench.peer_device.startswith("cuda")
-    away = replace(
-        _here(bench), transport="nccl" if has_peer else "gloo", peer_device=bench.peer_device
-    )
+    if not bench.peer_device.startswith("cuda"):
+        table.note("weights: NCCL between GPUs", "left out: this machine has one GPU")
+        return
+    away = replace(_here(bench), transport="nccl", peer_device=bench.peer_device)
     part = LiveWeights(pieces[:1], torch.bfloat16)
     took_s = _send(bench, part, away, f"to {bench.peer_device}")
-    name = f"weights: to {bench.peer_device} over {away.transport}"
-    bound = MIN_NCCL_GB_PER_S if has_peer else MIN_GLOO_GB_PER_S
-    table.at_least(name, part.total_bytes / 1e9 / took_s, "GB/s", bound)
+    name = f"weights: to {bench.peer_device} over nccl"
+    table.at_least(name, part.total_bytes / 1e9 / took_s, "GB/s", MIN_NCCL_GB_PER_S)
+
+
+def check_gloo(bench: DeviceBench) -> None:
+    """Send a part of the weights over gloo to a process on the CPU."""
+    num = num_weights(bench.sizes.full) // NUM_PIECES
+    part = LiveWeights([("weights", torch.randn(num, device=bench.device))], torch.bfloat16)
+    away = replace(_here(bench), transport="gloo", peer_device="cpu")
+    took_s = _send(bench, part, away, "to a process on the CPU")
+    name = "weights: to a process on the CPU over gloo"
+    bound = MIN_GLOO_GB_PER_S if bench.is_cuda else 0.0
+    bench.table.at_least(name, part.total_bytes / 1e9 / took_s, "GB/s", bound)
 
 
 def _here(bench: DeviceBench) -> TransferSetup:
@@ -134,34 +147,16 @@ def check_adapter_transfer(bench: DeviceBench) -> None:
     _send(bench, source, _here(bench), "of adapters alone, to a process on the same device")
 
 
-def check_engine(bench: DeviceBench, *, lora_rank: int = 0) -> None:
+def check_engine(bench: DeviceBench, *, is_lora: bool = False) -> None:
     """Start a vLLM engine on the learner's device, send two versions, sample, compare scores.
 
-    With adapters (lora_rank above 0), versions contain adapters alone.
+    With adapters, versions contain adapters alone.
     """
     table = bench.table
-    name = "engine, adapters" if lora_rank else "engine"
-    if importlib.util.find_spec("vllm") is None:
-        table.note(name, "vllm is not installed")
-        return
+    name = "engine, adapters" if is_lora else "engine"
+    lora_rank = bench.sizes.engine_lora_rank if is_lora else 0
     shape = bench.sizes.model if lora_rank else _fitting(bench, SHARED_BYTES)
-    dtype = torch.bfloat16 if bench.is_cuda else torch.float32
-    model = bench.shaped(shape, lora_rank=lora_rank, dtype=dtype)
-    run = EngineRun(
-        dtype="bfloat16",
-        has_weights=lora_rank > 0,
-        lora_rank=lora_rank,
-        gpu_memory_frac=_engine_share(num_weights(shape), bench.device),
-    )
-    with tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder:
-        figures = measure_engine(
-            bench.trainer(model),
-            model,
-            run,
-            tokenizer_path=str(TOKENIZER),
-            canary=bench.canaries(model),
-            folder=Path(folder),
-        )
+    figures = run_engine(bench, shape, lora_rank=lora_rank)
     share = figures.num_bytes / FULL_BYTES if bench.is_cuda and not lora_rank else 1.0
     slack = share if bench.is_cuda else 10.0
     size = f"{figures.num_bytes / 1e9:.2f} GB, transfer {figures.transfer_s:.3f} s"
@@ -172,10 +167,58 @@ def check_engine(bench: DeviceBench, *, lora_rank: int = 0) -> None:
     update = f"{name}: a version from offer to loaded"
     table.at_most(update, figures.publish_s, "s", slack * MAX_UPDATE_S, size)
     pause = f"{name}: its pause of generation"
-    table.at_most(pause, figures.pause_s, "s", slack * MAX_PAUSE_S)
+    if lora_rank and bench.is_cuda:
+        per_gb = figures.pause_s / (figures.num_bytes / 1e9)
+        table.at_most(f"{pause}, per GB", per_gb, "s", MAX_LORA_PAUSE_S_PER_GB)
+    else:
+        table.at_most(pause, figures.pause_s, "s", slack * MAX_PAUSE_S)
+    _add_actor_cost(bench, name, figures)
     against = f"{name}: canary against the trainer"
     bound = bench.sizes.learner.max_canary_delta
     table.at_most(against, figures.canary_delta, "nats", bound)
+
+
+def run_engine(
+    bench: DeviceBench, shape: ModelShape, *, lora_rank: int = 0, enforce_eager: str = ""
+) -> EngineFigures:
+    """Return the figures of an engine with a random model of a shape, on the learner's device.
+
+    Args:
+        enforce_eager: value of `actor.enforce_eager`; "" keeps the default.
+    """
+    dtype = torch.bfloat16 if bench.is_cuda else torch.float32
+    model = bench.shaped(shape, lora_rank=lora_rank, dtype=dtype)
+    run = EngineRun(
+        dtype="bfloat16",
+        has_weights=lora_rank > 0,
+        lora_rank=lora_rank,
+        gpu_memory_frac=_engine_share(num_weights(shape), bench.device),
+        num_prompts=bench.sizes.num_prompts,
+        max_tokens=bench.sizes.turn_tokens,
+        enforce_eager=enforce_eager,
+    )
+    with tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder:
+        return measure_engine(
+            bench.trainer(model),
+            model,
+            run,
+            tokenizer_path=str(TOKENIZER),
+            canary=bench.canaries(model),
+            folder=Path(folder),
+        )
+
+
+def _add_actor_cost(bench: DeviceBench, name: str, figures: EngineFigures) -> None:
+    """Write the CPU time of the actor's process for each token, and the share of it allowed."""
+    allowed_ms = MAX_TOKEN_MS + MAX_TURN_MS / bench.sizes.turn_tokens
+    bench.table.compare(
+        f"{name}: CPU time of the actor for a token",
+        figures.actor_ms_per_token,
+        allowed_ms,
+        "ms",
+        against=f"{MAX_TOKEN_MS:g} ms and {MAX_TURN_MS:g} ms a turn",
+        at_most=1.0 if bench.is_cuda else None,
+    )
 
 
 def _engine_share(num: int, device: torch.device) -> float:

@@ -1,6 +1,5 @@
 """Laws of the learner's measurements, and every check of the GPU suite, small, on the CPU."""
 
-import importlib.util
 import io
 import math
 from functools import partial
@@ -10,19 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu.sizes import SMALL
 from benchmarks.learner.batch import (
-    MODELS,
     BatchShape,
     make_batch,
     make_random_model,
     with_sampler_logprobs,
 )
 from benchmarks.learner.checks.agreement import canary_delta, score
-from benchmarks.learner.checks.bench import DeviceBench, PackedCase, Sizes
 from benchmarks.learner.checks.training import step_flops
 from benchmarks.learner.checks.weights import TOKENIZER
 from benchmarks.learner.engine import EngineRun, measure_engine
-from benchmarks.learner.gpu import CHECKS, run_suite
 from benchmarks.learner.memory import ScoringPeaks, peak_bytes, random_tokens, whole_logprobs
 from benchmarks.learner.step import (
     BARE,
@@ -37,7 +34,7 @@ from benchmarks.table import BenchTable
 from benchmarks.weights.rounds import BREATH_BYTES, TransferSetup, send_rounds
 from common.config.compute import Precision
 from common.config.learning import AlgorithmSection, LearnerSection
-from common.errors import ConfigError, EngineError, WeightSyncError
+from common.errors import EngineError, WeightSyncError
 from common.wire.transfer.buckets import Cut
 from learner.batch.batching import collate_tokens
 from learner.policy.model import Scoring, token_logprobs
@@ -47,38 +44,10 @@ from tests.learner.builders import VOCAB, make_model
 CPU = torch.device("cpu")
 SHAPE = BatchShape(num_groups=2, group_size=2, max_turns=3, observation_tokens=3, action_tokens=2)
 FP32 = LearnerSection(device="cpu", precision=Precision.FP32, warmup_steps=0, lr=1e-3)
-SMALL = {**MODELS["wide"], "vocab_size": 16_384, "hidden_size": 32, "head_dim": 16}
-ENGINE_SIZED = {**SMALL, "hidden_size": 64, "head_dim": 32}  # The engine supports no smaller heads.
-SIZES = Sizes(
-    model=ENGINE_SIZED,
-    full=ENGINE_SIZED,
-    shape=SHAPE,
-    learner=LearnerSection(device="cpu", lr=1e-4, warmup_steps=0),
-    num_rounds=2,
-    memory_sequences=4,
-    memory_seq_tokens=64,
-    chunk_sizes=(32, 64),
-    num_canaries=2,
-    canary_tokens=16,
-    packed=(
-        PackedCase(name="full", model=SMALL, shape=SHAPE),
-        PackedCase(name="with adapters", model=SMALL, shape=SHAPE, lora_rank=4),
-    ),
-    matrix_size=64,
-)
 
 
 def make_table() -> BenchTable:
     return BenchTable(out=io.StringIO())
-
-
-def check_small(table: BenchTable, name: str) -> None:
-    CHECKS[name](DeviceBench(table=table, sizes=SIZES, device=CPU, peer_device="cpu"))
-
-
-def written(table: BenchTable) -> str:
-    assert isinstance(table.out, io.StringIO)
-    return table.out.getvalue()
 
 
 def test_contenders_alternate_and_warm_ups_do_not_count() -> None:
@@ -198,7 +167,7 @@ def test_canary_delta_is_distance_of_scores() -> None:
 def test_smaller_chunks_need_less_memory() -> None:
     small = {"vocab_size": 4_000, "hidden_size": 16, "intermediate_size": 16}
     layers = {"num_hidden_layers": 1, "num_attention_heads": 1}
-    model = make_random_model({**SIZES.model, **small, **layers}, device=CPU)
+    model = make_random_model({**SMALL.model, **small, **layers}, device=CPU)
     tokens = random_tokens(model, 4, 40)
     few, many = (partial(score, model, tokens, size, autocast=False) for size in (8, 1_000))
     assert (few() - many()).abs().mean() < 1e-5
@@ -225,18 +194,7 @@ def test_sender_needs_two_buckets() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["weights", "adapters sent", "engine", "engine, adapters"])
-def test_multiprocess_gpu_check_runs_on_cpu(name: str) -> None:
-    table = make_table()
-    if name.startswith("engine") and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    check_small(table, name)
-    assert table.failed == []
-    assert len(table.rows) == {"weights": 2, "adapters sent": 2}.get(name, 6)
-
-
 @pytest.mark.long
-@pytest.mark.slow
 def test_failed_engine_start_reports_last_output(tmp_path: Path) -> None:
     model = make_model()
     trainer = make_trainer(FP32, AlgorithmSection(), model, engine_dtype="float32")
@@ -249,29 +207,6 @@ def test_failed_engine_start_reports_last_output(tmp_path: Path) -> None:
             canary=[[1, 2, 3]],
             folder=tmp_path,
         )
-
-
-def test_gpu_suite_without_cuda_raises_error() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
-    with pytest.raises(ConfigError, match="no CUDA device here"):
-        run_suite(make_table())
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("step", "memory", "canary", "repetition", "chunks", "shards", "adapters", "packed"),
-        pytest.param("compiled", marks=pytest.mark.slow),
-    ],
-)
-def test_gpu_check_runs_small_on_the_cpu(name: str) -> None:
-    table = make_table()
-    check_small(table, name)
-    promised = [line for line in written(table).splitlines() if line[:4] in ("kept", "FAIL")]
-    assert promised or len(table.rows) == {"packed": 2, "compiled": 1}[name]
-    unkept = [line for line in promised if line.startswith("FAIL") and name != "step"]
-    assert unkept == []
 
 
 def test_step_flops_match_its_matrices() -> None:

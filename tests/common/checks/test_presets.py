@@ -1,18 +1,25 @@
 """Laws of the shipped presets: each passes the memory plan on the machine that it names."""
 
+import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+import run
+from common.checks import hub_models
+from common.checks.hub_models import resolve_models
 from common.checks.machine import GIB, Gpu
 from common.checks.memory_plan import check_memory, make_plan, plan_lines, plan_named
 from common.checks.model_shape import read_shape
 from common.checks.preflight import check_devices, check_dry
+from common.config.command_line import parse
 from common.config.load import list_configs, load_config
 from common.config.run_config import RunConfig, check_training
 from common.errors import ConfigError
@@ -20,10 +27,47 @@ from common.repository import ROOT
 
 SMALL_HOST_BYTES = 16 * GIB  # a laptop's
 NEEDS_ITS_MACHINE = [name for name in list_configs(ROOT) if "qwen" in name]
+COMMIT = "c" * 40
+NUM_PUBLISHED = {  # Weights of each checkpoint as published, a tied head counted once.
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+}
+CARDS = {  # Size on the card: GiB of the smallest card that is sold with it.
+    "24": 22.4,
+    "80": 79.6,
+}
+
+
+@pytest.fixture(autouse=True)
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the empty folder of an offline cache of the model hub."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub_models._resolve.cache_clear()
+    return tmp_path / "hub"
 
 
 def load(name: str, *overrides: str) -> RunConfig:
-    return load_config(name, overrides, root=ROOT, is_dry=True)
+    cfg = load_config(name, overrides, root=ROOT, is_dry=True)
+    return resolve_models(cfg, ROOT, is_dry=True, may_stand_in=True)
+
+
+def cache_model(hub: Path, name: str) -> Path:
+    """Put a preset's model into the cache, with its sizes and a small tokenizer, no weights."""
+    model = load_config(name, [], root=ROOT, is_dry=True).model
+    repository = hub / f"models--{model.path.replace('/', '--')}"
+    folder = repository / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT, encoding="utf-8")
+    shutil.copy(ROOT / model.architecture / "config.json", folder)
+    for small in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(ROOT / "configs" / "policies" / "tiny" / small, folder)
+    return folder
 
 
 @pytest.mark.parametrize("name", list_configs(ROOT))
@@ -47,15 +91,67 @@ def test_preset_fits_its_named_or_small_machine(name: str) -> None:
 def test_large_model_preset_names_machine_and_architecture(name: str) -> None:
     cfg = load(name)
     assert cfg.machine.num_gpus > 0
-    assert read_shape(ROOT / cfg.model.architecture).num_params == 7_615_616_512  # as published
+    shape = read_shape(ROOT / cfg.model.architecture)
+    assert shape.num_params == NUM_PUBLISHED[cfg.model.source]
     check_dry(cfg, ROOT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDS_ITS_MACHINE)
+def test_dry_run_of_preset_needs_only_its_name(
+    name: str, hub: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = cache_model(hub, name)
+    assert run.dispatch(parse(["--config", name, "--dry-run"], root=ROOT)) == 0
+    shown = capsys.readouterr().out
+    machine = load_config(name, [], root=ROOT, is_dry=True).machine
+    assert f"# This machine has no GPU. Plan for the target, {machine.text}:" in shown
+    assert f"path: {folder}" in shown
+    assert "# prompts: two turns" in shown  # Its template renders a conversation.
+
+
+def test_dry_run_without_model_files_uses_known_sizes(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run.dispatch(parse(["--config", "babyai-qwen3-4b", "--dry-run"], root=ROOT)) == 0
+    assert "15.0 GiB  learner weights              4,022.5M x 4 B" in capsys.readouterr().out
+    assert "lacks config.json, tokenizer.json of Qwen/Qwen3-4B" in caplog.text
+    assert "The plan has the sizes of configs/architectures/qwen3-4b" in caplog.text
+
+
+def test_start_without_model_files_is_refused_with_remedies() -> None:
+    with pytest.raises(ConfigError, match=r"`hf download Qwen/Qwen3-4B`.*model\.path=FOLDER"):
+        run.dispatch(parse(["--config", "babyai-qwen3-4b"], root=ROOT))
+
+
+@pytest.mark.parametrize("name", [name for name in NEEDS_ITS_MACHINE if "qwen3" in name])
+def test_preset_comment_names_its_machine_and_start(name: str) -> None:
+    text = (ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
+    comment = " ".join(line[1:].strip() for line in text.splitlines() if line.startswith("#"))
+    machine = load_config(name, [], root=ROOT, is_dry=True).machine
+    size = re.search(r"on (one|eight) GPUs? of (24|80) GB", comment)
+    assert size is not None
+    assert machine.num_gpus == {"one": 1, "eight": 8}[size[1]]
+    assert machine.gpu_memory_gib == CARDS[size[2]]
+    assert f"python run.py --config {name}" in comment
+    assert "not measured" in comment or "textcraft-qwen3" in comment
+
+
+def test_norms_of_queries_and_keys_count(tmp_path: Path) -> None:
+    sizes = {
+        **{"model_type": "qwen3", "hidden_size": 8, "num_attention_heads": 2, "head_dim": 4},
+        **{"num_key_value_heads": 1, "intermediate_size": 16, "num_hidden_layers": 1},
+        **{"vocab_size": 10, "tie_word_embeddings": True},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    attention = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8
+    assert read_shape(tmp_path).num_params == 80 + attention + 2 * 4 + 3 * 8 * 16 + 2 * 8 + 8
 
 
 def dry_run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "run.py"), "--dry-run", *argv]
-    return subprocess.run(
-        command, capture_output=True, encoding="utf-8", env=os.environ | env, timeout=60
-    )
+    env = os.environ | {"HF_HUB_OFFLINE": "1"} | env
+    return subprocess.run(command, capture_output=True, encoding="utf-8", env=env, timeout=60)
 
 
 def with_gpu(folder: Path, *, mib: int, number: int = 1) -> str:

@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 import run
+from common.checks import hub_models
 from common.config.command_line import COMMANDS, SUITES
 from common.config.load import list_configs
 from common.repository import ROOT
@@ -20,7 +22,7 @@ from tests.common.checks.models import write_model
 
 TIMEOUT_S = 60
 ARCHITECTURE = "configs/architectures/qwen2.5-7b-instruct"
-LARGE = [name for name in list_configs(ROOT) if "qwen" in name]  # ship without weights
+LARGE = [name for name in list_configs(ROOT) if "qwen" in name]  # their weights are on the hub
 
 
 def run_cli(repository: Path, *argv: str) -> subprocess.CompletedProcess[str]:
@@ -45,9 +47,14 @@ Call = Callable[..., Done]
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """Carry out a command line in this process, which has loaded everything already."""
+def call(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Call:
+    """Carry out a command line in this process, with an empty cache of the model hub."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub_models._resolve.cache_clear()
 
     def carry_out(*argv: str) -> Done:
         capsys.readouterr()
@@ -73,7 +80,7 @@ def children_cpu_s() -> float:
         (["learner.lr=abc"], "learner.lr=abc: expects a number"),
         (["learnr.lr=1e-4"], "nearest is learner.lr"),
         (["--config", "nosuch"], "--config nosuch: no such config"),
-        *[(["train", "--config", name], "model.path is not set") for name in LARGE],
+        *[(["train", "--config", name], "model.path=Qwen/Qwen") for name in LARGE],
         (
             ["--config", "textcraft-qwen7b", f"model.path={ARCHITECTURE}"],
             f"model.path={ARCHITECTURE}: lacks tokenizer files, *.safetensors",
@@ -123,7 +130,7 @@ def children_cpu_s() -> float:
         (["--dry-run", "--config", "smoke", "model.path=/nosuch"], "model.path=/nosuch: no such"),
         (
             ["--dry-run", "--config", "textcraft-qwen7b", "model.architecture="],
-            "model.path is not set: give model.path=",
+            "model.path=Qwen/Qwen2.5-7B-Instruct: the cache lacks config.json, tokenizer.json",
         ),
         (
             ["--dry-run", "--config", "smoke", "tasks=[{env: babyai, subset: GoTu}]"],
@@ -299,10 +306,18 @@ def test_doctor_examines_the_run_of_its_arguments(call: Call) -> None:
         assert line in right.stdout
 
 
+def test_missing_model_is_named_as_a_key(call: Call, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("train: {num_steps: 1}", encoding="utf-8")
+    done = call("--config", str(own))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: model.path is not set: give model.path=")
+
+
 @pytest.mark.slow
-def test_preset_doctor_names_missing_value_and_continues(call: Call) -> None:
+def test_preset_doctor_names_missing_model_and_continues(call: Call) -> None:
     done = call("doctor", "--config", "textcraft-qwen7b")
-    assert "-> model.path is not set: give model.path=" in done.stdout
+    assert "-> model.path=Qwen/Qwen2.5-7B-Instruct: the cache lacks config.json" in done.stdout
     assert "Plan for the target, 1 node with 8 GPUs of 79.6 GiB:" in done.stdout
     assert "env textcraft" in done.stdout
 

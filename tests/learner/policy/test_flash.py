@@ -16,7 +16,7 @@ from learner.policy.kernels import attention, flash
 from learner.policy.kernels.attention import packing_problem, use_attention
 from learner.policy.model import Scoring, token_logprobs
 from tests.learner.builders import VOCAB, make_model, make_model_with_adapters
-from tests.learner.policy.test_selfcheck import FAMILIES, HEAD, PADDED, REFUSED, SCALED, SMALL
+from tests.learner.policy.test_selfcheck import FAMILIES, HEAD, PADDED, SCALED, SMALL
 from tests.learner.policy.varlen_kernel import VarlenKernel, use_kernel
 
 BF16 = Scoring(chunk_tokens=64, autocast=True)
@@ -30,9 +30,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "exaone4": HEAD | FULL,
 }
 NO_AUTOCAST = {"dbrx"}  # Its experts in transformers add bf16 to fp32.
-PACKED = {
-    name: more for name, more in FAMILIES.items() if name not in REFUSED | PADDED | NO_AUTOCAST
-} | PLAIN
+PACKED = {name: more for name, more in FAMILIES.items() if name not in PADDED | NO_AUTOCAST} | PLAIN
 
 
 def model_of(family: str) -> Any:

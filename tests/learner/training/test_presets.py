@@ -20,7 +20,13 @@ from tests.learner.builders import VOCAB, make_samples
 from tests.learner.training.test_rank_workers import ranks_of
 
 SHRINK = 32  # times narrower than the model that the preset is for
-PRESETS = [name for name in list_configs(ROOT) if "qwen" in name]
+NUM_EXPERTS = 4
+# The presets of other tasks differ in no key of the learner's networks.
+PRESETS = [
+    name
+    for name in list_configs(ROOT)
+    if "qwen" in name and not (name.startswith("babyai") and "qwen3" in name)
+]
 HERE = (
     *("learner.device=cpu", "learner.num_gpus=0", "learner.num_ranks=1", "actor.num_gpus=0"),
     *("learner.lr=1e-3", "learner.warmup_steps=0", "learner.precision=fp32"),
@@ -36,8 +42,13 @@ CASES = [
 def save_small(architecture: Path, folder: Path) -> None:
     """Save random weights for an architecture of two layers, much narrower, of few words."""
     told = json.loads((architecture / "config.json").read_text(encoding="utf-8"))
-    for key in ("hidden_size", "intermediate_size"):
-        told[key] //= SHRINK
+    for key in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
+        if key in told:
+            told[key] //= SHRINK
+    if "num_experts" in told:
+        told |= {"num_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_EXPERTS // 2}
+    if "head_dim" in told:
+        told["head_dim"] = 16
     # As many queries to a key, as in the large one; heads of 16 numbers.
     heads = told["hidden_size"] // 16
     told["num_key_value_heads"] = max(
@@ -79,7 +90,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def check_learning(trainer: Trainer, cfg: RunConfig, *, is_lora: bool) -> None:
     """Train two steps; the trained tokens must improve."""
     model: Any = trainer._gradients._networks.policy
-    assert "Qwen2ForCausalLM" in type(model).__name__
+    (architecture,) = model.config.architectures
+    assert architecture in type(model).__name__
     assert model.is_gradient_checkpointing == cfg.learner.gradient_checkpointing
     assert has_adapters(model) == is_lora
     assert isinstance(next(model.parameters()), DTensor) == (
@@ -96,7 +108,8 @@ def check_learning(trainer: Trainer, cfg: RunConfig, *, is_lora: bool) -> None:
     changed = {k: not torch.equal(before[k], whole(v)) for k, v in model.named_parameters()}
     assert changed == is_trained  # all that is to learn, nothing else
     assert any(is_trained.values())
-    assert metrics["policy/kl_reference"] > 0  # the reference is where the run began
+    if cfg.algorithm.kl_coef:
+        assert metrics["policy/kl_reference"] > 0  # the reference is where the run began
     if cfg.algorithm.advantage is Advantage.PPO:
         assert metrics["critic/grad_norm"] > 0
         return  # its advantages are the critic's
