@@ -69,6 +69,8 @@ class TokenBatch:
     position_ids: Tensor | None = field(repr=False, default=None)  # [1, seq] int64; None if padded
     packing: Packing | None = None
     routes: Routes | None = None  # Recorded experts; None: the routers choose.
+    # [batch * seq] bool, False on padding and filling; None: not known.
+    is_real: Tensor | None = field(repr=False, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +136,10 @@ def collate_tokens(
     rows, keys, shape = packed_rows(sequences, shared) if is_packed else _padded_rows(sequences)
     flat = np.full(shape[0] * shape[1], PADDING_ID, dtype=np.int64)  # [batch * seq]
     positions = np.zeros_like(flat)
+    is_real = np.zeros(len(flat), dtype=bool)
     for sequence, own in zip(sequences, rows, strict=True):
         flat[own], positions[own] = sequence, np.arange(len(sequence))
+        is_real[own] = True
     scored = [np.flatnonzero(mask) for mask in masks]
     source_rows = [own[at - 1] for own, at in zip(rows, scored, strict=True)]
     last_rows = [own[-1:] for own in rows]
@@ -150,6 +154,7 @@ def collate_tokens(
         last_rows=placed(last_rows),
         position_ids=placed([positions])[None] if is_packed else None,
         packing=pack(keys, device) if is_packed else None,
+        is_real=placed([is_real]),
         routes=None if recorded is None else place_routes(recorded, rows, len(flat), device),
     )
 

@@ -173,14 +173,26 @@ def token_logprobs(model: PreTrainedModel, tokens: TokenBatch, how: Scoring) -> 
 
 def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tensor:
     """Return the last hidden states of a network without its head, [batch * seq, hidden]."""
+    return _run(body, tokens, autocast=autocast).last_hidden_state.flatten(0, 1)
+
+
+def flat_hidden_and_routers(
+    body: nn.Module, tokens: TokenBatch, *, autocast: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return `flat_hidden`, and each router's logits [batch * seq, expert]."""
+    out = _run(body, tokens, autocast=autocast, output_router_logits=True)
+    logits = tuple(each.flatten(0, -2) for each in out.router_logits)
+    return out.last_hidden_state.flatten(0, 1), logits
+
+
+def _run(body: nn.Module, tokens: TokenBatch, *, autocast: bool, **outputs: bool) -> Any:
     device_type = tokens.token_ids.device.type
     set_routes(body, tokens.routes)
     packed: dict[str, Any] = {}
     if tokens.packing is not None:
         packed = {"position_ids": tokens.position_ids, "packing": tokens.packing}
     with torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
-        out = body(input_ids=tokens.token_ids, use_cache=False, **packed)
-    return out.last_hidden_state.flatten(0, 1)
+        return body(input_ids=tokens.token_ids, use_cache=False, **packed, **outputs)
 
 
 def hidden_logprobs(
