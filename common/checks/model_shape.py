@@ -10,6 +10,7 @@ from typing import Any, cast
 from common.errors import ConfigError
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # Head sizes of vLLM 0.32.
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # Of each layer.
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -103,12 +104,24 @@ def _params_of_config(text: dict[str, Any], *, is_tied: bool) -> int:
     attention = 2 * hidden * (queries + keys)
     if text.get("attention_bias", text.get("model_type") == "qwen2"):
         attention += queries + 2 * keys
-    experts = int(text.get("num_experts") or 0)
-    width = int(text.get("moe_intermediate_size") or text["intermediate_size"])
-    units = 3 * hidden * width * (experts or 1) + experts * hidden  # The last term is the router.
-    layer = attention + units + 2 * hidden
+    layers = int(text["num_hidden_layers"])
+    units = _units_of_config(text, hidden, layers)
     tables = int(text["vocab_size"]) * hidden * (1 if is_tied else 2)
-    return tables + int(text["num_hidden_layers"]) * layer + hidden
+    return tables + layers * (attention + 2 * hidden) + units + hidden
+
+
+def _units_of_config(text: dict[str, Any], hidden: int, layers: int) -> int:
+    """Return the number of weights of all feed-forward layers, with experts and routers."""
+    dense = 3 * hidden * int(text["intermediate_size"])
+    experts = next((int(text[name]) for name in NUM_EXPERTS if text.get(name)), 0)
+    if not experts:
+        return layers * dense
+    width = int(text.get("moe_intermediate_size") or text["intermediate_size"])
+    shared = int(text.get("shared_expert_intermediate_size") or 0)
+    shared += width * int(text.get("n_shared_experts") or 0)
+    routed = 3 * hidden * (width * experts + shared) + experts * hidden  # The last term: router.
+    num_dense = min(layers, int(text.get("first_k_dense_replace") or 0))
+    return num_dense * dense + (layers - num_dense) * routed
 
 
 def _count_params(folder: Path, *, is_tied: bool) -> int:
