@@ -28,6 +28,8 @@ class ModelShape:
     vocab: int
     context_tokens: int  # Supported positions; 0: unspecified or scaled.
     dtype: str
+    experts: int = 0  # Experts of a layer; 0: the feed-forward layers have none.
+    expert_units: int = 0  # Units of one expert.
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Return the bytes of one token in the key-value cache of all layers."""
@@ -61,7 +63,8 @@ def read_shape(folder: Path) -> ModelShape:
         heads = int(text["num_attention_heads"])
         hidden = int(text["hidden_size"])
         is_tied = text.get("tie_word_embeddings", tree.get("tie_word_embeddings", True))
-        experts = int(text.get("num_experts_per_tok") or 1)
+        chosen = int(text.get("num_experts_per_tok") or 1)
+        experts = _num_experts(text)
         width = int(
             text.get("moe_intermediate_size") or text.get("intermediate_size") or 4 * hidden
         )
@@ -73,7 +76,9 @@ def read_shape(folder: Path) -> ModelShape:
             heads=heads,
             kv_heads=int(text.get("num_key_value_heads") or heads),
             head_dim=int(text.get("head_dim") or hidden // heads),
-            intermediate=int(width) * experts,
+            intermediate=int(width) * chosen,
+            experts=experts,
+            expert_units=int(width) if experts else 0,
             vocab=int(text["vocab_size"]),
             context_tokens=0
             if _is_stretched(text)
@@ -113,7 +118,7 @@ def _params_of_config(text: dict[str, Any], *, is_tied: bool) -> int:
 def _units_of_config(text: dict[str, Any], hidden: int, layers: int) -> int:
     """Return the number of weights of all feed-forward layers, with experts and routers."""
     dense = 3 * hidden * int(text["intermediate_size"])
-    experts = next((int(text[name]) for name in NUM_EXPERTS if text.get(name)), 0)
+    experts = _num_experts(text)
     if not experts:
         return layers * dense
     width = int(text.get("moe_intermediate_size") or text["intermediate_size"])
@@ -122,6 +127,10 @@ def _units_of_config(text: dict[str, Any], hidden: int, layers: int) -> int:
     routed = 3 * hidden * (width * experts + shared) + experts * hidden  # The last term: router.
     num_dense = min(layers, int(text.get("first_k_dense_replace") or 0))
     return num_dense * dense + (layers - num_dense) * routed
+
+
+def _num_experts(text: dict[str, Any]) -> int:
+    return next((int(text[name]) for name in NUM_EXPERTS if text.get(name)), 0)
 
 
 def _count_params(folder: Path, *, is_tied: bool) -> int:
