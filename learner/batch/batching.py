@@ -73,6 +73,8 @@ class TokenBatch:
     position_ids: Tensor | None = field(repr=False, default=None)  # [1, seq] int64; None if padded
     packing: Packing | None = None
     routes: Routes | None = None  # Recorded experts; None: the routers choose.
+    # [batch * seq] bool, False on padding and filling; None: not known.
+    is_real: Tensor | None = field(repr=False, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +141,10 @@ def collate_tokens(
     rows, keys, shape = packed_rows(sequences, shared) if is_packed else _padded_rows(sequences)
     flat = np.full(shape[0] * shape[1], PADDING_ID, dtype=np.int64)  # [batch * seq]
     positions = np.zeros_like(flat)
+    is_real = np.zeros(len(flat), dtype=bool)
     for sequence, own in zip(sequences, rows, strict=True):
         flat[own], positions[own] = sequence, np.arange(len(sequence))
+        is_real[own] = True
     scored = [np.flatnonzero(mask) for mask in masks]
     source_rows = [own[at - 1] for own, at in zip(rows, scored, strict=True)]
 
@@ -148,6 +152,7 @@ def collate_tokens(
         "token_ids": flat.reshape(shape),
         "source_rows": np.concatenate(source_rows),
         "target_ids": np.concatenate([flat[own[at]] for own, at in zip(rows, scored, strict=True)]),
+        "is_real": is_real,
         "last_rows": np.concatenate([own[-1:] for own in rows]),
     }
     if is_packed:

@@ -18,13 +18,20 @@ from common.config.learning import LearnerSection
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
 from learner.batch.experts import RoutingShape
 from learner.policy.critic import Critic
+from learner.policy.experts.balance import balance_loss_of
+from learner.policy.experts.routing import install
 from learner.policy.kernels.attention import use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
 from learner.policy.kernels.head import own_logits_gap, use_own_logits
 from learner.policy.lora import adapters_off
-from learner.policy.model import Scoring, flat_hidden, hidden_logprobs, vocabulary_size
+from learner.policy.model import (
+    Scoring,
+    flat_hidden,
+    flat_hidden_and_routers,
+    hidden_logprobs,
+    vocabulary_size,
+)
 from learner.policy.precision import uses_bf16
-from learner.policy.routing import install
 from learner.policy.selfcheck import (
     NeighboursDiffer,
     Score,
@@ -69,6 +76,7 @@ class Scores:
     entropy: Tensor | None = field(repr=False, default=None)  # [tokens] float32 nats
     values: Tensor | None = field(repr=False, default=None)  # [tokens] float32
     end_values: Tensor | None = field(repr=False, default=None)  # [batch] values of the last states
+    balance: Tensor | None = field(repr=False, default=None)  # Load-balancing loss of the routers.
 
 
 class Probed(Enum):
@@ -97,6 +105,7 @@ class _Trained(nn.Module):
         *,
         with_entropy: bool,
         with_values: bool,
+        with_balance: bool = False,
         probed: Probed | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Return the fields of `Scores` in order, as a plain tuple that FSDP can traverse.
@@ -109,21 +118,28 @@ class _Trained(nn.Module):
         if probed is Probed.HEAD:
             return own_logits_gap(policy), None, None, None
         if probed is Probed.LOGITS:
-            return plain_logprobs(policy, tokens, autocast=how.autocast), None, None, None
+            return plain_logprobs(policy, tokens, autocast=how.autocast), None, None, None, None
         if probed is Probed.TRUNK:
             assert critic is not None
             assert critic.trunk is not None
             states = flat_hidden(critic.trunk, tokens, autocast=how.autocast)
-            return states[tokens.source_rows], None, None, None
-        hidden = flat_hidden(policy.base_model, tokens, autocast=how.autocast)
+            return states[tokens.source_rows], None, None, None, None
+        body = policy.base_model
+        balance = None
+        if with_balance:
+            hidden, routers = flat_hidden_and_routers(body, tokens, autocast=how.autocast)
+            balance = balance_loss_of(policy)(routers, tokens)
+        else:
+            hidden = flat_hidden(body, tokens, autocast=how.autocast)
         rows = hidden[tokens.source_rows]
         targets = tokens.target_ids
         logprobs, entropy = hidden_logprobs(policy, rows, targets, how, with_entropy=with_entropy)
         if not with_values or critic is None:
-            return logprobs, entropy, None, None
+            return logprobs, entropy, None, None, balance
         states = critic.hidden(tokens, hidden, autocast=how.autocast)
         of_tokens = critic.of_hidden(states[tokens.source_rows])
-        return logprobs, entropy, of_tokens, critic.of_hidden(states[tokens.last_rows])
+        of_ends = critic.of_hidden(states[tokens.last_rows])
+        return logprobs, entropy, of_tokens, of_ends, balance
 
 
 class Passes:
@@ -253,18 +269,33 @@ class Passes:
             check_scores(probe, states, _by_own_attention(trunk, states))
 
     def score(
-        self, tokens: TokenBatch, *, with_entropy: bool = False, with_values: bool = False
+        self,
+        tokens: TokenBatch,
+        *,
+        with_entropy: bool = False,
+        with_values: bool = False,
+        with_balance: bool = False,
     ) -> Scores:
-        """Return log-probabilities of a block and, if requested, entropies and values."""
+        """Return log-probabilities of a block and, if requested, the other fields of `Scores`."""
         if self._replay is not None and not self._replay.is_measured:
             self._measure_routing()
         found = self._trained(
-            tokens, self.scoring, with_entropy=with_entropy, with_values=with_values
+            tokens,
+            self.scoring,
+            with_entropy=with_entropy,
+            with_values=with_values,
+            with_balance=with_balance,
         )
         if not torch.is_grad_enabled():
             reshard(self._trained)
-        logprobs, entropy, values, end_values = found
-        return Scores(logprobs=logprobs, entropy=entropy, values=values, end_values=end_values)
+        logprobs, entropy, values, end_values, balance = found
+        return Scores(
+            logprobs=logprobs,
+            entropy=entropy,
+            values=values,
+            end_values=end_values,
+            balance=balance,
+        )
 
     @naming_compiler()
     def warm_up(self) -> None:
