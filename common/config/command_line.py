@@ -138,8 +138,10 @@ def _check_flags(asked: argparse.Namespace, command: str) -> None:
         raise ConfigError(f"--suite: only the command bench takes it and needs it: {SUITES}")
     if asked.json is not None and command not in ("bench", "recompute"):
         raise ConfigError("--json: only the commands bench and recompute accept it")
-    if (asked.only is not None or asked.minutes is not None) and command != "bench":
-        raise ConfigError("--only, --minutes: only the command bench accepts them")
+    if asked.only is not None and command != "bench":
+        raise ConfigError("--only: only the command bench accepts it")
+    if asked.minutes is not None and command != "bench":
+        raise ConfigError("--minutes: only the command bench accepts it")
     if asked.minutes is not None and not 0 < asked.minutes < 1e6:
         raise ConfigError(f"--minutes={asked.minutes:g}: must be in (0, 1000000)")
     if asked.steps is not None and command != "recompute":
