@@ -35,6 +35,7 @@ SUITES = {  # Name on the command line: module and function.
     "dashboard": "runs.dashboard:run_suite",
 }
 GPU_SUITES = {"gpu": "gpu", "gpu-small": "small"}  # Suite of the device checks: their sizes.
+WITH_ONLY = (*GPU_SUITES,)  # Suites that accept --only.
 
 
 def bench(request: ParsedCommand, *, root: Path) -> int:
@@ -59,8 +60,11 @@ def bench(request: ParsedCommand, *, root: Path) -> int:
 def _find_suite(request: ParsedCommand, root: Path, path: Path) -> Suite:
     """Return the suite that a request names. Raises: ConfigError: there is no such suite."""
     name = request.suite or ""
-    if name not in GPU_SUITES and (request.only is not None or request.minutes is not None):
-        raise ConfigError(f"--only, --minutes: only the suites {', '.join(GPU_SUITES)} accept them")
+    if request.only is not None and name not in WITH_ONLY:
+        raise ConfigError(f"--only={request.only}: only --suite={'|'.join(WITH_ONLY)} accepts it")
+    if request.minutes is not None and name not in GPU_SUITES:
+        asked = f"--minutes={request.minutes:g}"
+        raise ConfigError(f"{asked}: only --suite={'|'.join(GPU_SUITES)} accepts it")
     if name in STUDIES:
         return _find_study(name, request, root)
     if name not in {**SUITES, **GPU_SUITES}:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 LOG_LINES = 15  # Lines of pip's own output that are shown after a failure.
 UNPACK_S = 5.0  # Seconds between two progress lines during unpacking; pip itself reports none.
-_PINNED = re.compile(r"^[\w.-]+(\[[^]]*\])?==")
+_PINNED = re.compile(r"^(?P<name>[\w.-]+)(\[[^]]*\])?==(?P<version>[^\s;]+)")
 _WHEEL = re.compile(
     r"(?:Downloading|Using cached|Processing) (?:\S*/)?"
     r"(?P<name>\w[\w.]*)-(?P<version>\d[\w.+]*?)(?:-\S*\.whl|\.tar\.gz|\.zip)(?=\s|$)"
@@ -48,6 +48,15 @@ class InstallProgress:
 def count_packages(lock: Path) -> int:
     """Return the number of packages that a lock file pins."""
     return sum(bool(_PINNED.match(line)) for line in lock.read_text(encoding="utf-8").splitlines())
+
+
+def pinned_versions(lock: Path) -> dict[str, str]:
+    """Return the version of each package that a lock file pins; {} without the file."""
+    if not lock.is_file():
+        return {}
+    lines = lock.read_text(encoding="utf-8").splitlines()
+    found = [match for line in lines if (match := _PINNED.match(line))]
+    return {match["name"].replace("_", "-").lower(): match["version"] for match in found}
 
 
 def main(argv: Sequence[str]) -> int:

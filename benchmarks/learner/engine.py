@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,11 @@ def measure_engine(
     finally:
         child.clear_away()  # This also ends vLLM's own processes.
         publisher.stop()
+    return _figures(report, measured, num_bytes=weights.source.total_bytes)
+
+
+def _figures(report: Path, measured: Mapping[str, float], *, num_bytes: int) -> EngineFigures:
+    """Return the figures of the engine's report and of the publisher's metrics."""
     figures: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     return EngineFigures(
         start_s=figures["start_s"],
@@ -114,7 +120,7 @@ def measure_engine(
         publish_s=measured.get("publish/total_s", math.nan),
         transfer_s=measured.get("publish/transfer_s", math.nan),
         pause_s=measured.get("publish/pause_s", math.nan),
-        num_bytes=weights.source.total_bytes,
+        num_bytes=num_bytes,
     )
 
 

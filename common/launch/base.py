@@ -99,6 +99,10 @@ class StallDetector(Protocol):
         """Return a value that changes as the role makes progress."""
         ...
 
+    def has_worked(self, role: str) -> bool:
+        """Return whether a role has had a result since the launcher began."""
+        ...
+
     def is_over(self) -> bool:
         """Return whether all work of the run is done."""
         ...

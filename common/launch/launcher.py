@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import math
-import re
 import select
 import signal
 import socket
@@ -23,7 +22,8 @@ from common.launch.base import (
     RoleStarter,
     StallDetector,
 )
-from common.launch.process import ERROR, TAIL_LINES, describe_exit, find_error
+from common.launch.lasting import LastingError, lasting_error
+from common.launch.process import TAIL_LINES, describe_exit, find_error
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ class _Role:
         self._restarted_at = -math.inf  # On the monotonic clock.
         self._restarts: deque[float] = deque()
         self._may_have_worked = False
-        self._error = ""  # Error of the last failed start, without its numbers.
+        self._error: LastingError | None = None  # Error of the last end.
 
     @property
     def is_running(self) -> bool:
@@ -265,8 +265,9 @@ class _Role:
         if code == EXIT_CONFIG_ERROR:
             reason = f"{self.spec.name}: {_error_of(ended)}"
             return Ending(exit_code=EXIT_CONFIG_ERROR, reason=reason)
-        if self._has_failed_alike(ended, code):
-            return self._hopeless(ended)
+        if reason := self._lasting_reason(ended, code):
+            text = f"{self.spec.name} {reason} Log: {self.spec.log_path}"
+            return Ending(exit_code=EXIT_FAILED, reason=text)
         if not self._may_restart():
             return self._failure(ended, code)
         self._plan_restart(ended, code)
@@ -301,25 +302,29 @@ class _Role:
         self.process.clear_away()
         self.process = None
 
-    def _has_failed_alike(self, ended: RoleProcess, code: int) -> bool:
-        """Return whether its first two starts failed with the same error, ignoring numbers.
+    def _lasting_reason(self, ended: RoleProcess, code: int) -> str:
+        """Return why a restart does not mend this end; "" if it may.
 
-        After any other exit the role may have worked, so its failures are only counted.
+        A role that may have worked is restarted: its failures are only counted.
         """
-        if code != EXIT_NOT_STARTED:
+        before, self._error = self._error, lasting_error(ended.log_tail(max_lines=TAIL_LINES), code)
+        is_start = code == EXIT_NOT_STARTED
+        if not is_start:
             self._may_have_worked = True
-        if self._may_have_worked:
-            return False
-        before, self._error = self._error, re.sub(r"\d+", "#", _error_of(ended))
-        return self._error == before
+        error = self._error
+        if error is None or (self._may_have_worked if is_start else self._has_worked()):
+            return ""
+        if not is_start and error.is_certain:
+            return f"cannot work: {error.text}. A restart does not mend this error."
+        if before is None or before.key != error.key:
+            return ""
+        if is_start:
+            return f"cannot start: {error.text}. Two starts failed with this error."
+        return f"cannot work: {error.text}. It ended twice with this error, without a result."
 
-    def _hopeless(self, ended: RoleProcess) -> Ending:
-        last = _error_of(ended).removeprefix(ERROR)
-        reason = (
-            f"{self.spec.name} cannot start: {last}. Two starts failed with this error. "
-            f"Log: {self.spec.log_path}"
-        )
-        return Ending(exit_code=EXIT_FAILED, reason=reason)
+    def _has_worked(self) -> bool:
+        """Return whether this role may have had a result since the launcher began."""
+        return self._watch is None or self._watch.has_worked(self.spec.name)
 
     def _may_restart(self) -> bool:
         progress = self._watch.progress(self.spec.name) if self._watch else None

@@ -7,12 +7,18 @@ from pathlib import Path
 from types import TracebackType
 
 from common.errors import ConfigError, EnvError, NotStarted, PeerMissing
+from common.launch.lasting import REFUSED, TAKEN
 
 logger = logging.getLogger(__name__)
 
 # A restart may succeed after these errors, because their causes lie outside of the process.
 OF_OTHERS = (EnvError, PeerMissing, TimeoutError, ConnectionError, MemoryError)
-OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO)
+OF_THE_MACHINE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO),
+    errno.EADDRINUSE,
+)
+# The installed libraries, or code of the user, do not fit the product.
+OF_THE_CODE = (TypeError, AttributeError, NameError, NotImplementedError)
 MAX_LINE_CHARS = 1_000
 
 
@@ -21,9 +27,10 @@ class StartGuard:
 
     Example:
         with StartGuard(run_dir.root, has_begun=has_begun):
-            run()   ImportError -> ConfigError: the launcher ends the run at once
+            run()   ImportError, TypeError -> ConfigError: the launcher ends the run at once
                     EngineError -> NotStarted: the run ends if the next start fails the same way
-                    EnvError, or any error after the role has begun -> unchanged: a restart
+                    EnvError, out of memory -> unchanged: a restart
+                    any error after the role has begun -> unchanged: see `lasting_error`
     """
 
     def __init__(self, folder: Path | None, *, has_begun: Callable[[], bool]) -> None:
@@ -47,11 +54,17 @@ class StartGuard:
             logger.error("an import failed", exc_info=error)
             remedy = "run `make setup`, which installs the required versions"
             raise ConfigError(f"{type(error).__name__}: {error}; {remedy}") from error
+        is_refused = isinstance(error, RuntimeError) and REFUSED.search(str(error)) is not None
+        if isinstance(error, OF_THE_CODE) or is_refused:
+            logger.error("the code or a library's version is wrong", exc_info=error)
+            remedy = "`python run.py doctor` compares the installed versions with the pinned ones"
+            raise ConfigError(f"{one_line(error)}; {remedy}") from error
         if isinstance(error, FileNotFoundError) and self._is_foreign(error.filename):
             logger.error("a file is missing", exc_info=error)
             raise ConfigError(f"{error.filename}: no such file or directory") from error
-        is_of_machine = isinstance(error, OSError) and error.errno in OF_THE_MACHINE
-        if is_of_machine or isinstance(error, OF_OTHERS):
+        is_of_machine = getattr(error, "errno", None) in OF_THE_MACHINE  # Also ZeroMQ's errors.
+        is_taken = TAKEN.search(one_line(error)) is not None
+        if is_of_machine or is_taken or isinstance(error, OF_OTHERS):
             return
         raise NotStarted(one_line(error)) from error
 

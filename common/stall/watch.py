@@ -68,6 +68,7 @@ class StallWatch:
         self._case: _Case | None = None
         self._told_until: dict[str, float] = {}  # Culprits -> time of the next report.
         self._num_attempts = 0
+        self._first: tuple[int, int] | None = None  # Counts of the first status.
 
     def progress(self, role: str) -> object:
         """Return a value that changes as a role makes progress; for the restart budgets."""
@@ -75,6 +76,22 @@ class StallWatch:
         if role == "learner":
             return status.get("version")
         return _counts(status)
+
+    def has_worked(self, role: str) -> bool:
+        """Return whether the run has had a result since this launcher began.
+
+        The result of the learner is a version. That of the other roles is a finished episode.
+        """
+        self._note_first(self._status())
+        if self._first is None:
+            return False
+        learnt, played = _results(self._status())
+        return learnt != self._first[0] or (role != "learner" and played != self._first[1])
+
+    def _note_first(self, status: Mapping[str, Any]) -> None:
+        """Keep the counts of the first status, from which results are counted."""
+        if self._first is None and status:
+            self._first = _results(status)
 
     def is_over(self) -> bool:
         """Return whether the scheduler has reported the end of the run."""
@@ -95,6 +112,7 @@ class StallWatch:
             return self._close(processes, self._case) if self._is_told(self._case, now) else None
         told = {name: self._told_of(name, process) for name, process in processes.items()}
         status = self._status()
+        self._note_first(status)
         problem = self._find(processes, told, status, now)
         if problem is not None:
             self._open(processes, problem, told, status, now)
@@ -275,6 +293,15 @@ def _counts(status: Mapping[str, Any]) -> tuple[object, ...]:
     groups: Any = status.get("groups") or _NONE
     seen = [groups.get(name) for name in ("ready", "opened")]
     return (status.get("phase"), status.get("version"), evaluated, *settled, *seen)
+
+
+def _results(status: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the version, and the number of finished episodes and groups."""
+    ledger: Any = status.get("ledger") or _NONE
+    groups: Any = status.get("groups") or _NONE
+    evaluated = (ledger.get("eval") or _NONE).get("evaluated") or 0
+    settled = sum(ledger.get(name) or 0 for name in ("trained", "filtered", "stale"))
+    return int(status.get("version") or 0), evaluated + settled + (groups.get("ready") or 0)
 
 
 def _try_room(path: Path) -> None:

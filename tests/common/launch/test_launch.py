@@ -194,6 +194,9 @@ class Told:
     def look(self, processes: object) -> None: ...
     def progress(self, role: str) -> object: ...
 
+    def has_worked(self, role: str) -> bool:
+        return True
+
     def is_over(self) -> bool:
         return self._is_over
 

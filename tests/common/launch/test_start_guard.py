@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import zmq
 
 from common.errors import ConfigError, EngineError, EnvError, NotStarted, PeerMissing
 from common.launch.start_guard import StartGuard
@@ -23,6 +24,22 @@ def test_failed_import_raises_config_error_with_remedy(tmp_path: Path) -> None:
     law = "ModuleNotFoundError: No module named 'vllm'; run `make setup`"
     with pytest.raises(ConfigError, match=law):
         fail(ModuleNotFoundError("No module named 'vllm'"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("varlen_attn() got an unexpected keyword argument 'enable_gqa'"),
+        AttributeError("module 'vllm' has no attribute 'x'"),
+        NotImplementedError("no kernel"),
+        RuntimeError("Unrecognized key 'pinned_max_round_threshold_mb' in CUDA allocator config"),
+    ],
+)
+def test_wrong_version_raises_config_error_with_remedy(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        fail(error, tmp_path)
+    law = "; `python run.py doctor` compares the installed versions with the pinned ones"
+    assert str(caught.value) == f"{type(error).__name__}: {error}{law}"
 
 
 def test_missing_external_file_raises_config_error(tmp_path: Path) -> None:
@@ -50,6 +67,10 @@ def test_role_failure_is_one_line_without_log(tmp_path: Path) -> None:
         TimeoutError(),
         ConnectionError("refused"),
         FULL,
+        OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)),
+        zmq.ZMQError(errno.EADDRINUSE),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        EngineError("engine did not start; the cause is OutOfMemoryError: CUDA out of memory"),
         ConfigError("actor.name=a: is taken"),
         KeyboardInterrupt(),
     ],

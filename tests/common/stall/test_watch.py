@@ -218,6 +218,24 @@ class Standing:
         return None
 
 
+def test_results_count_from_the_launchers_start(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    watch = StallWatch(run_dir, RunSection(), turn_s=1.0)
+    assert not watch.has_worked("actor-0")  # There is no scheduler yet.
+
+    def is_after(status: dict[str, Any], role: str) -> bool:
+        run_dir.status.write_text(json.dumps(status), encoding="utf-8")
+        return watch.has_worked(role)
+
+    assert not is_after(STATUS, "learner")  # A resumed run has old results.
+    assert not is_after(STATUS | {"phase": "eval", "groups": {"opened": 9, "ready": 4}}, "actor-0")
+    played = STATUS | {"ledger": {"trained": 70, "filtered": 37, "eval": {"evaluated": 0}}}
+    assert is_after(played, "actor-0")
+    assert not is_after(played, "learner")
+    assert is_after(STATUS | {"version": 8}, "learner")
+    assert is_after(STATUS | {"version": 8}, "actor-0")
+
+
 def test_stalled_run_is_reported_and_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +294,9 @@ class Steady:
     def progress(self, role: str) -> object:
         self.num_asked += 1
         return self.num_asked
+
+    def has_worked(self, role: str) -> bool:
+        return True
 
     def is_over(self) -> bool:
         return False
