@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import psutil
-import torch
 
 from common.config.run_config import OnStall, RunConfig, TrainMode, published_version
 from common.cpu import cpu_metrics, family_cpu_s
@@ -331,8 +330,8 @@ class Loop:
 
     def _send(self, weights: PublishedWeights, report: Callable[[], None]) -> None:
         publisher = self._learner.publisher
-        if self._cfg.actor.sleep and not self._is_on_cpu:
-            torch.cuda.empty_cache()  # The engines need the memory of the step's activations.
+        if self._cfg.actor.sleep:  # The engines need the memory of the step's activations.
+            self._learner.trainer.free_memory()
         self._set_status(waiting_for="actors: weights")
         send = publisher.begin if self._is_overlapping else publisher.publish
         if not send(weights, on_done=report, is_stopping=self._stop.is_set):

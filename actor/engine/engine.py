@@ -422,6 +422,7 @@ class Engine:
         self._is_awake.clear()
         async with self._bounded("giving its memory back", LOAD_S):
             await self._llm.sleep(level=self._cfg.sleep, mode="keep")
+            await self._llm.collective_rpc("free_staging")
         took_s = time.monotonic() - started
         logger.info("engine sleeps level=%d took_s=%.2f", self._cfg.sleep, took_s)
 

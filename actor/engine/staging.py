@@ -182,6 +182,17 @@ class Staging:
             self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=place, pin_memory=pins)
         return self._buffer
 
+    def free(self) -> None:
+        """Free the buffer of a loaded version; the next version gets a new one."""
+        self.give_up()
+        if self._thread is not None:
+            self._thread.join(LEAVE_S)
+        self._taken = None
+        self._buffer = None
+        self._pages = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def leave(self) -> None:
         """Close the connections."""
         self._group.leave()

@@ -48,6 +48,10 @@ class WorkerExtension:
         """Return the state of this worker's staging, see `Staged`."""
         return self._staging.state().as_dict()
 
+    def free_staging(self) -> None:
+        """Free the staging buffer while the engine sleeps."""
+        self._staging.free()
+
     def give_up_staging(self) -> None:
         """Cancel the running transfer. The weights stay unchanged."""
         self._staging.give_up()

@@ -20,7 +20,7 @@ SAVE_TIMEOUT = timedelta(minutes=30)
 class RankOperation(NamedTuple):
     """The next operation of all ranks, sent by rank 0."""
 
-    kind: str  # "train", "score", "save", "checksums" or "warm_up", see `Trainer`
+    kind: str  # "train", "score", "save", "checksums", "free_memory" or "warm_up", see `Trainer`
     version: int = 0
     must_train: bool = False
     must_skip: bool = False

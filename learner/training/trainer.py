@@ -132,6 +132,12 @@ class Trainer:
             with self._ranks.in_touch("compiling"):
                 self._gradients.passes.warm_up()
 
+    def free_memory(self) -> None:
+        """Return the unused memory of torch's allocator on each rank's GPU to the driver."""
+        self._tell(lambda: RankOperation("free_memory"))
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
     @property
     def is_packed(self) -> bool:
         """Whether a block stores its sequences one after another in a single row."""
@@ -192,6 +198,8 @@ class Trainer:
                 self.save(Path(order.payload.decode()))
             case "checksums":
                 self.checksums()
+            case "free_memory":
+                self.free_memory()
             case "warm_up":
                 self.warm_up()
             case _:

@@ -39,6 +39,8 @@ def test_sleeping_engine_samples_again_with_the_next_version(rig: Rig, level: in
                 assert await asyncio.to_thread(publisher.put_to_sleep, timeout_s=WAIT_S)
                 assert rig.engine.is_asleep
                 assert await rig.engine._llm.is_sleeping()
+                (staged,) = await rig.engine._llm.collective_rpc("staged")
+                assert staged["error"] == "no version was offered"  # Its buffer is free.
                 waiting = asyncio.create_task(sample(rig, prompts))
                 rig.randomize(seed=level)
                 await asyncio.to_thread(publisher.publish, rig.weights(first + 1))
