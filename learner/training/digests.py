@@ -18,6 +18,7 @@ from learner.training.ranks import Ranks
 from learner.training.state import local_part
 
 _ARRAYS = [each.name for each in fields(Trajectory) if "ndarray" in str(each.type)]
+JOINED_BYTES = 256 << 20  # Largest size of the tensors that a GPU joins for one digest.
 SHORT = 8  # Hexadecimal digits of a short digest, enough to detect a difference.
 
 
@@ -165,12 +166,37 @@ def _of_episode(trajectory: Trajectory) -> str:
 @torch.no_grad()
 def _of_tensors(tensors: Iterable[Tensor]) -> Tensor:
     """Return the digest [2] int64 of this rank's parts of tensors, on the CPU."""
-    parts = [digest(_as_bytes(local_part(each))) for each in tensors if local_part(each).numel()]
+    parts = [digest(each) for each in _buffers(local_part(each) for each in tensors)]
     if not parts:
         return torch.zeros(2, dtype=torch.int64)
     joined = torch.cat([part.to(parts[0].device) for part in parts]).cpu()
     hashed = bytearray(xxhash.xxh3_128(joined.numpy().tobytes()).digest())
     return torch.frombuffer(hashed, dtype=torch.int64)
+
+
+def _buffers(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the bytes of tensors: on a CPU each alone, elsewhere small adjacent ones joined.
+
+    A digest on a GPU takes about twenty kernels, whose starts would cost more than the arithmetic.
+    """
+    waiting: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        own = _as_bytes(tensor)
+        is_alone = own.device.type == "cpu"
+        if waiting and (is_alone or size + own.numel() > JOINED_BYTES):
+            yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+            waiting = []
+            size = 0
+        if is_alone:
+            yield own
+        else:
+            waiting.append(own)
+            size += own.numel()
+    if waiting:
+        yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

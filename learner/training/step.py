@@ -18,6 +18,7 @@ from learner.batch.batching import (
     sampled,
 )
 from learner.batch.critic_advantage import Scored, advantages_from_critic
+from learner.batch.placing import placed
 from learner.batch.rows import BySample, by_sample, in_order, with_advantage
 from learner.objective.correction import (
     Overlap,
@@ -151,8 +152,8 @@ class Gradients:
         mu = sampled(trajectories, [t.logprobs for t in trajectories]).astype(np.float32)
         ratios = log_ratio(self.before(batch), torch.from_numpy(mu))
         kept = second_moment_mask(ratios, threshold=self._algorithm.m2_threshold).float()
-        parts = kept.to(self._networks.device).split([s.num_sampled_tokens for s in batch.samples])
-        return dict(enumerate(parts))
+        moved = placed({"kept": kept.numpy()}, self._networks.device)["kept"]
+        return dict(enumerate(moved.split([s.num_sampled_tokens for s in batch.samples])))
 
     def accumulate(self, batch: ScoredBatch, part: Sequence[int]) -> Gradient:
         """Add the gradient of a minibatch (indices of samples), microbatch by microbatch."""

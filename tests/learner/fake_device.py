@@ -71,6 +71,12 @@ class FakeDevice(TorchDispatchMode):
         self.uploads: Counter[str] = Counter()  # Copies to the device by kind.
         self.num_operations = 0
 
+    def forget(self) -> None:
+        """Start to count again."""
+        self.waits.clear()
+        self.uploads.clear()
+        self.num_operations = 0
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:

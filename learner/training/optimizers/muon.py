@@ -1,10 +1,10 @@
-"""Muon variants beside torch's own: in fp32 for CPUs, and on stacks of expert matrices.
+"""Muon variants beside torch's own: many matrices at once, and stacks of expert matrices.
 
 torch.optim.Muon rounds to bf16, which is 30 times slower on a CPU without bf16 units.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,14 @@ NUM_ITERATIONS = 5
 EPS = 1e-7
 # Largest number of elements to orthogonalise at once; the copies take memory.
 MAX_NUMBERS = 1 << 26
+MAX_CPU_NUMBERS = 1 << 22
 
 
-class ExactMuon(torch.optim.Muon):
-    """`torch.optim.Muon` with the same state and defaults, but an iteration without rounding.
+class BatchedMuon(torch.optim.Muon):
+    """`torch.optim.Muon` with the same state and defaults; matrices of equal size iterate together.
+
+    A GPU computes the small products of one matrix in less time than their kernels take to start.
+    On a CPU the iteration is in fp32.
 
     Source: Jordan et al., 2024.
     """
@@ -28,20 +32,59 @@ class ExactMuon(torch.optim.Muon):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient; `closure` is ignored."""
         for group in self.param_groups:
-            lr = float(group["lr"])
-            momentum = group["momentum"]
-            for parameter in group["params"]:
-                if (gradient := parameter.grad) is None:
-                    continue
-                state = self.state[parameter]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(gradient)
-                mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-                update = orthogonalised(gradient.lerp(mean, momentum))
-                num_rows, num_columns = parameter.shape
-                parameter.mul_(1 - lr * group["weight_decay"])
-                scale = lr * math.sqrt(max(1.0, num_rows / num_columns))
-                parameter.add_(update.to(parameter.dtype), alpha=-scale)
+            trained = [each for each in group["params"] if each.grad is not None]
+            for chosen in batches_of(trained):
+                self._update(chosen, group)
+
+    def _update(self, chosen: list[Tensor], group: dict[str, Any]) -> None:
+        """Update matrices of one size and device."""
+        lr = float(group["lr"])
+        momentum = group["momentum"]
+        gradients = [each.grad for each in chosen if each.grad is not None]
+        for parameter, gradient in zip(chosen, gradients, strict=True):
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(gradient)
+        means = [self.state[each]["momentum_buffer"] for each in chosen]
+        torch._foreach_lerp_(means, gradients, 1 - momentum)
+        directions = torch._foreach_lerp(gradients, means, momentum)
+        num_rows, num_columns = chosen[0].shape
+        scale = lr * math.sqrt(max(1.0, num_rows / num_columns))
+        torch._foreach_mul_(chosen, 1 - lr * group["weight_decay"])
+        updates = all_orthogonalised(directions, arithmetic_of(chosen[0]))
+        torch._foreach_add_(
+            chosen,
+            [each.to(own.dtype) for each, own in zip(updates, chosen, strict=True)],
+            alpha=-scale,
+        )
+
+
+def batches_of(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the matrices in batches of one size, dtype and device, small enough for the memory.
+
+    A matrix that several ranks share is alone: its products need all ranks.
+    """
+    alike: dict[Any, list[Tensor]] = {}
+    for number, each in enumerate(matrices):
+        is_shared = isinstance(each, DTensor)
+        key = number if is_shared else (each.shape, each.dtype, each.device)
+        alike.setdefault(key, []).append(each)
+    for own in alike.values():
+        limit = MAX_NUMBERS if own[0].is_cuda else MAX_CPU_NUMBERS
+        size = max(1, limit // max(1, own[0].numel()))
+        for start in range(0, len(own), size):
+            yield own[start : start + size]
+
+
+def all_orthogonalised(matrices: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Return `orthogonalised` of matrices [rows, columns] of one size, computed together."""
+    if len(matrices) == 1:
+        return [orthogonalised(matrices[0], dtype)]
+    return orthogonalised(torch.stack([each.to(dtype) for each in matrices]), dtype).unbind(0)
+
+
+def arithmetic_of(weights: Tensor) -> torch.dtype:
+    """Return the dtype of the iteration: bf16 on a GPU, as torch's own Muon."""
+    return torch.float32 if weights.device.type == "cpu" else torch.bfloat16
 
 
 class ExpertMuon(torch.optim.Optimizer):
@@ -84,7 +127,7 @@ class ExpertMuon(torch.optim.Optimizer):
         weights = _own_experts(parameter)
         weights.mul_(1 - lr * group["weight_decay"])
         size = max(1, MAX_NUMBERS // (num_rows * num_columns))  # Number of experts at once.
-        dtype = torch.bfloat16 if weights.is_cuda else torch.float32
+        dtype = arithmetic_of(weights)
         for own, direction in zip(
             weights.split(size), gradient.lerp(mean, momentum).split(size), strict=True
         ):

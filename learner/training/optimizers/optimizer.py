@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from common.config.compute import Moments, OptimizerKind
 from common.config.learning import LearnerSection
-from learner.training.optimizers.muon import ExactMuon, ExpertMuon
+from learner.training.optimizers.muon import BatchedMuon, ExpertMuon
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +84,7 @@ def make_optimizer(model: PreTrainedModel, cfg: LearnerSection) -> PolicyOptimiz
     how: dict[str, Any] = {"lr": cfg.muon_lr, "weight_decay": cfg.weight_decay}
     hidden = parts["muon"]
     if hidden:
-        make = ExactMuon if hidden[0].device.type == "cpu" else torch.optim.Muon
-        optimizers.append(make(hidden, **how))
+        optimizers.append(BatchedMuon(hidden, **how))
     stacks = [
         {"params": parts[name], "is_transposed": name == "experts [in, out]"}
         for name in ("experts [out, in]", "experts [in, out]")

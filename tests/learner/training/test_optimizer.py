@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from common.config.compute import Moments, OptimizerKind
 from common.config.learning import LearnerSection
 from learner.policy.sharding import shard
-from learner.training.optimizers.muon import ExactMuon, _own_experts, orthogonalised
+from learner.training.optimizers.muon import BatchedMuon, _own_experts, batches_of, orthogonalised
 from learner.training.optimizers.optimizer import _adamw, _muon_part, lr_scale, make_optimizer
 from tests.learner.builders import make_model
 from tests.learner.policy.test_loading import rank_of
@@ -98,7 +99,46 @@ def test_muon_on_cpu_equals_torchs() -> None:
     assert 0.6 < singular.min() < singular.max() < 1.3
 
 
-MUONS = (ExactMuon, torch.optim.Muon)
+def test_matrices_iterate_together_as_each_alone() -> None:
+    shapes = [(6, 24), (24, 6), (6, 24), (8, 8), (24, 6), (6, 24)]
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+    together, alone = ([torch.nn.Parameter(each.clone()) for each in start] for _ in range(2))
+    how: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
+    optimizers = [BatchedMuon(together, **how), *(BatchedMuon([each], **how) for each in alone)]
+    for _ in range(3):
+        for parameters in (together, alone):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+        for each in optimizers:
+            each.step()
+    for one, other, first in zip(together, alone, start, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+        assert (one - first).norm() > 0.1
+
+
+def test_batches_have_one_size_and_limited_memory() -> None:
+    size = (1024, 1024)  # Four of them are the largest batch on a CPU.
+    matrices = [torch.empty(size) for _ in range(6)] + [torch.empty(3, 5), torch.empty(3, 5)]
+    found = [[tuple(each.shape) for each in batch] for batch in batches_of(matrices)]
+    assert found == [[size] * 4, [size] * 2, [(3, 5)] * 2]
+
+
+def test_iteration_of_many_matrices_takes_few_products() -> None:
+    matrices = [torch.nn.Parameter(torch.randn(16, 32)) for _ in range(100)]
+    for each in matrices:
+        each.grad = torch.randn_like(each)
+    optimizer = BatchedMuon(matrices, lr=0.1)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        optimizer.step()
+    names = [each.name for each in seen.events()]
+    # Five iterations of three products.
+    assert sum(name in ("aten::bmm", "aten::baddbmm") for name in names) == 15
+    assert "aten::mm" not in names
+
+
+MUONS = (BatchedMuon, torch.optim.Muon)
 
 
 def moe_model() -> Qwen3MoeForCausalLM:
@@ -209,3 +249,9 @@ def test_8bit_moments_never_blow_up_an_update(
     exact = largest_update(Moments.FP32, shape=shape, betas=betas)
     assert exact == pytest.approx(1.0, abs=0.2)
     assert largest_update(Moments.INT8, shape=shape, betas=betas) < 1.5 * exact
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_adamw_updates_all_weights_in_one_kernel(kind: OptimizerKind) -> None:
+    optimizer = make_optimizer(make_model(), LearnerSection(optimizer=kind))
+    assert optimizer.optimizers[0].defaults["fused"] is True

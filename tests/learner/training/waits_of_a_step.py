@@ -1,0 +1,126 @@
+"""Prints, as JSON, how often the host waits for the device in a training step of each algorithm."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.config.compute import Attention, CriticSection, Layout, Precision
+from common.config.learning import (
+    Advantage,
+    AlgorithmSection,
+    Correction,
+    LearnerSection,
+    PolicyLoss,
+    Proximal,
+)
+from learner.batch.placing import placed
+from learner.policy.critic import Critic
+from learner.policy.forward import Networks
+from learner.policy.kernels import attention, flash
+from learner.training.step import TrainerSettings
+from learner.training.trainer import INFORMATION_EVERY_STEPS, Trainer
+from tests.learner.builders import make_model, make_samples
+from tests.learner.fake_device import NAME, FakeDevice, OnDevice, register
+
+ALGORITHMS = {
+    "grpo": AlgorithmSection(),
+    "turn": AlgorithmSection(policy_loss=PolicyLoss.TURN),
+    "gspo": AlgorithmSection(policy_loss=PolicyLoss.GSPO, correction=Correction.SEQUENCE_TIS),
+    "recomputed": AlgorithmSection(proximal=Proximal.RECOMPUTED),
+    "second moment": AlgorithmSection(correction=Correction.SECOND_MOMENT),
+    "reference": AlgorithmSection(kl_coef=0.1, entropy_coef=0.01, drift_coef=0.1),
+    "critic": AlgorithmSection(advantage=Advantage.PPO),
+}
+BUDGETS = (10_000, 30)  # Tokens of a microbatch: one microbatch, and many.
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: OnDevice,
+    cu_seq_k: OnDevice,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """Compute attention of packed sequences as the kernel of CUDA does, which reads no bounds."""
+    parts: list[Tensor] = []
+    rows = zip(pairwise(cu_seq_q.inner.tolist()), pairwise(cu_seq_k.inner.tolist()), strict=True)
+    for (first, end), (k_first, k_end) in rows:
+        if first == end:
+            continue
+        own = (query[first:end], key[k_first:k_end], value[k_first:k_end])
+        q, k, v = (each.transpose(0, 1) for each in own)
+        hidden = torch.full((end - first, k_end - k_first), -torch.inf, device=NAME)
+        scores = q @ k.transpose(1, 2) * scale + hidden.triu(k_end - k_first - (end - first) + 1)
+        parts.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(parts)
+
+
+def waits_of(algorithm: AlgorithmSection, max_tokens: int, version: int) -> dict[str, Any]:
+    """Return the counts of the second step of a trainer on the fake device."""
+    watch = FakeDevice()
+    cfg = LearnerSection(
+        precision=Precision.FP32,
+        layout=Layout.PACKED,
+        attention=Attention.FUSED,
+        max_tokens_per_microbatch=max_tokens,
+        critic=CriticSection(whiten=False),
+    )
+    with watch:
+        model: Any = make_model().to(NAME)
+        has_critic = algorithm.advantage is Advantage.PPO
+        critic = Critic(model.config.hidden_size, None).to(NAME) if has_critic else None
+        reference: Any = make_model(seed=1).to(NAME) if algorithm.kl_coef else None
+        for each in filter(None, (model, reference)):
+            attention._measured[each] = ""
+        settings = TrainerSettings(learner=cfg, algorithm=algorithm, num_steps=10)
+        networks = Networks(policy=model, critic=critic, reference=reference)
+        trainer = Trainer(settings, networks)
+        samples = make_samples(num_groups=6)
+        trainer.train_on(samples, version=1, must_train=True)
+        micros = list(trainer._gradients._microbatches(samples, range(len(samples))))
+        watch.forget()
+        result = trainer.train_on(samples, version=version, must_train=True)
+    assert result.metrics["train/num_updates"] == 1
+    return {
+        "waits": dict(watch.waits),
+        "num_waits": sum(watch.waits.values()),
+        "blocking_uploads": watch.uploads["blocking"],
+        "num_microbatches": len(micros),
+    }
+
+
+def check_placed() -> None:
+    """Check that one copy of many arrays keeps the numbers of each."""
+    arrays = {"ids": np.arange(5), "none": np.zeros(0), "marks": np.array([True, False, True])}
+    with FakeDevice():
+        for name, tensor in placed(arrays, NAME).items():
+            np.testing.assert_array_equal(tensor.cpu().numpy(), arrays[name])
+
+
+def main() -> None:
+    register()
+    check_placed()
+    flash._device_problem = lambda device: ""  # pyright: ignore
+    flash.DTYPES = (torch.float32,)  # pyright: ignore
+    flash.varlen_attn = varlen  # pyright: ignore
+    found = {
+        name: [waits_of(algorithm, each, version=2) for each in BUDGETS]
+        for name, algorithm in ALGORITHMS.items()
+    }
+    found["with information"] = [
+        waits_of(ALGORITHMS["grpo"], each, version=INFORMATION_EVERY_STEPS) for each in BUDGETS
+    ]
+    print(json.dumps(found))  # noqa: T201 - the test reads it
+
+
+if __name__ == "__main__":
+    main()
