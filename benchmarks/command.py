@@ -15,8 +15,6 @@ from common.log import configure_logging
 Suite = Callable[[BenchTable], None]  # It adds its figures to the table.
 SUITES = {  # Name on the command line: module and function.
     "envhub": "envhub.suite:run_suite",
-    "soak": "envhub.soak:run_suite",
-    "solve": "envhub.solve:run_suite",
     "learner": "learner.suite:run_suite",
     "scheduler": "scheduler.suite:run_suite",
     "transport": "transport.suite:run_suite",
@@ -31,7 +29,6 @@ SUITES = {  # Name on the command line: module and function.
     "hostile": "hostile.suite:run_suite",
     "soak-run": "runs.soak:run_suite",
     "soak-run-long": "runs.soak:run_long",
-    "verdict": "learner.verdict:run_suite",
     "dashboard": "runs.dashboard:run_suite",
 }
 GPU_SUITES = {"gpu": "gpu", "gpu-small": "small"}  # Suite of the device checks: their sizes.

@@ -7,7 +7,6 @@ repeatedly with the run's configuration and writes `alone.json`.
 import asyncio
 import itertools
 import json
-import random
 import sys
 import time
 from pathlib import Path
@@ -24,12 +23,6 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir, write_atomically
 
 NUM_WARM_UP = 64  # Number of episodes before the measurement starts.
-# Long episodes; new weights arrive every few turns.
-NUM_LONG = 16
-LONG_TURNS = 32
-TURNS_PER_UPDATE = 4
-NUM_OBSERVED = 48
-NUM_SAMPLED = 12
 
 
 class BareEngine:
@@ -40,8 +33,8 @@ class BareEngine:
         self._num_requests = 0
         self.tokens = {"prompt": 0, "cached": 0, "sampled": 0}
 
-    async def sample(self, prompt_ids: list[int], num_tokens: int, *, salt: str) -> list[int]:
-        """Return `num_tokens` sampled tokens. Cached prefixes of another salt are not reused."""
+    async def sample(self, prompt_ids: list[int], num_tokens: int) -> list[int]:
+        """Return `num_tokens` sampled tokens."""
         params = SamplingParams(
             max_tokens=num_tokens,
             logprobs=0,
@@ -51,7 +44,7 @@ class BareEngine:
             skip_clone=True,
         )
         self._num_requests += 1
-        prompt = tokens_input(prompt_ids, cache_salt=salt)
+        prompt = tokens_input(prompt_ids, cache_salt="v0")
         token_ids: list[int] = []
         async for output in self._llm.generate(prompt, params, str(self._num_requests)):
             token_ids = list(output.outputs[0].token_ids)
@@ -68,26 +61,16 @@ class BareEngine:
         return {**self.tokens, **cpu, "time_s": time.monotonic()}
 
 
-async def measure(run_dir: RunDir, window_s: float) -> dict[str, dict[str, float]]:
-    """Return counters of the run's turns, and of long episodes with and without prefix reuse."""
+async def measure(run_dir: RunDir, window_s: float) -> dict[str, float]:
+    """Return the counters of the run's turns."""
     cfg = load_config(str(run_dir.config), [], root=ROOT)
     llm, _ = start_llm(cfg.model, cfg.actor, seed=cfg.run.seed, meter=None)
     engine = BareEngine(llm)
     try:
         turns = json.loads((run_dir.root / "turns.json").read_text(encoding="utf-8"))
-        report = {"alone": await _replay(engine, turns, cfg.actor.max_concurrent, window_s)}
-        for name, turns_per_update in {"kept": LONG_TURNS, "dropped": TURNS_PER_UPDATE}.items():
-            before = engine.done()
-            long = (_long(engine, n, name, turns_per_update) for n in range(NUM_LONG))
-            await asyncio.gather(*long)
-            report[name] = _difference(before, engine.done())
+        return await _replay(engine, turns, cfg.actor.max_concurrent, window_s)
     finally:
         shut_down_llm(llm, timeout_s=1.0)
-    return report
-
-
-def _difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    return {name: value - before[name] for name, value in after.items()}
 
 
 async def _replay(
@@ -101,7 +84,7 @@ async def _replay(
             ids: list[int] = []
             for observed, num_sampled in episode:
                 ids += observed
-                ids += await engine.sample(ids[:], num_sampled, salt="v0")
+                ids += await engine.sample(ids[:], num_sampled)
 
     tasks = [asyncio.create_task(play()) for _ in range(num_concurrent)]
     while engine.tokens["sampled"] < NUM_WARM_UP * sum(n for _, n in episodes[0]):
@@ -114,16 +97,7 @@ async def _replay(
     await asyncio.wait(tasks)
     for task in ended:
         task.result()
-    return _difference(before, after)
-
-
-async def _long(engine: BareEngine, number: int, name: str, turns_per_update: int) -> None:
-    draw = random.Random(number)
-    ids: list[int] = []
-    for turn in range(LONG_TURNS):
-        ids += [draw.randrange(4, 200) for _ in range(NUM_OBSERVED)]
-        salt = f"{name}:{turn // turns_per_update}"
-        ids += await engine.sample(ids[:], NUM_SAMPLED, salt=salt)
+    return {name: value - before[name] for name, value in after.items()}
 
 
 if __name__ == "__main__":

@@ -62,12 +62,10 @@ def run_suite(table: BenchTable) -> None:
 def add_speeds(table: BenchTable, folder: Path) -> None:
     ours: Counter[str] = Counter()
     long = measure_long_turns(folder)
-    peers = {name: Counter[str]() for name in ("alone", "kept", "dropped")}
+    alone: Counter[str] = Counter()
     for number in range(NUM_ROUNDS):
         ours.update(measure_run(f"run-{number}", folder=folder))
-        for name, done in measure_alone(folder / f"run-{number}").items():
-            peers[name].update(done)
-    alone = peers["alone"]
+        alone.update(measure_alone(folder / f"run-{number}"))
     table.compare(
         "tokens sampled inside a run",
         ours["sampled"] / ours["time_s"],
@@ -79,19 +77,10 @@ def add_speeds(table: BenchTable, folder: Path) -> None:
     )
     add_actor_costs(table, short=ours, long=long)
     for role in ("engine", "actor"):
-        add_cost(table, f"inside a run, {role}", role, ours, alone, "vLLM alone")
-    dropped = peers["dropped"]
-    kept = peers["kept"]
-    name = "long episodes, prefixes recomputed after updates, engine"
-    add_cost(table, name, "engine", dropped, kept, "prefixes kept")
-
-
-def add_cost(
-    table: BenchTable, name: str, role: str, ours: Counter[str], peer: Counter[str], against: str
-) -> None:
-    cost, limit = (1e3 * done[role] / done["sampled"] for done in (ours, peer))
-    note = hits(ours, peer)
-    table.compare(name, cost, limit, "cpu s/1k tokens", against=against, note=note)
+        cost, limit = (1e3 * done[role] / done["sampled"] for done in (ours, alone))
+        name = f"inside a run, {role}"
+        unit = "cpu s/1k tokens"
+        table.compare(name, cost, limit, unit, against="vLLM alone", note=hits(ours, alone))
 
 
 def add_actor_costs(
@@ -164,7 +153,7 @@ def measure_run(
     }
 
 
-def measure_alone(run_dir: Path) -> dict[str, dict[str, float]]:
+def measure_alone(run_dir: Path) -> dict[str, float]:
     """Return the counters of vLLM alone for a run's turns. Raises: LongstrideError."""
     argv = ["-m", "benchmarks.actor.bare", str(run_dir), str(WINDOW_S)]
     env = {} if gpus() else ONE_THREAD  # The thread settings of the run.

@@ -14,10 +14,6 @@ from transformers import PreTrainedModel
 from actor.rollout.episode import Turn
 from benchmarks.actor.key_values import NAME, KeyValues, TokenBlock
 
-MAX_BEGINNINGS = 50_000  # Limit of the remembered beginnings of turns.
-SURE = 2
-SUREST = 3
-
 
 @dataclass(slots=True)
 class _Row:
@@ -34,66 +30,19 @@ class _Row:
         return not self.is_stopped and len(self.tokens) < len(self.draws)
 
 
-class Guesses:
-    """Predicts the rest of a turn from its beginning, as in earlier turns.
-
-    Every guess is verified. A correct guess lets the engine compute several tokens at once.
-    """
-
-    def __init__(self, end_ids: Sequence[int]) -> None:
-        self._end_ids = frozenset(end_ids)
-        # Beginning -> next token and its confidence.
-        self._next: dict[tuple[int, ...], tuple[int, int]] = {}
-
-    def after(self, beginning: Sequence[int], most: int) -> list[int]:
-        """Return at most `most` tokens that probably follow; none of them ends the turn."""
-        key = tuple(beginning)
-        found = list[int]()
-        while len(found) < most:
-            token, sureness = self._next.get(key, (0, 0))
-            if sureness < SURE or token in self._end_ids:
-                break
-            found.append(token)
-            key = (*key, token)
-        return found
-
-    def learn(self, turn: Sequence[int]) -> None:
-        """Add a sampled turn."""
-        if len(self._next) > MAX_BEGINNINGS:
-            self._next.clear()
-        for number, token in enumerate(turn):
-            key = tuple(turn[:number])
-            known, sureness = self._next.get(key, (token, 0))
-            if known == token:
-                self._next[key] = token, min(SUREST, sureness + 1)
-            else:
-                self._next[key] = (known, sureness - 1) if sureness > 1 else (token, 1)
-
-
 class TorchEngine:
     """Samples the turns of all requests together, and keeps keys and values between turns.
 
     Each row is independent of the others. The tokens of all rows are computed as one sequence
-    without padding. The guessed continuation of a turn is computed together with the tokens before
-    it (speculative decoding). It is accepted as far as the row's own random draws agree with it.
-
-    Example: earlier turns were "open the red door" and "open the blue door". An observation of 20
-    tokens and the guess "open the" are one pass; "red" is drawn. "red" and the guess "door" are a
-    second pass: "door" is drawn, and the end of the turn.
+    without padding.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        end_ids: Sequence[int],
-        *,
-        temperature: float,
-        guesses: Guesses | None = None,
+        self, model: PreTrainedModel, end_ids: Sequence[int], *, temperature: float
     ) -> None:
         self._model, self._head = model.eval(), model.get_output_embeddings()
         self._model.set_attn_implementation(NAME)
         self._end_ids = frozenset(end_ids)
-        self._guesses = guesses or Guesses(end_ids)
         self._temperature = temperature
         self.version = 0
         self._forget()
@@ -149,37 +98,26 @@ class TorchEngine:
         }
 
     def _turn(self, row: _Row) -> Turn:
-        self._guesses.learn(row.tokens)
         versions = [self.version] * len(row.tokens)
         return Turn(row.tokens, row.logprobs, versions, is_stopped=row.is_stopped)
 
     def _sample(self, rows: Sequence[_Row]) -> None:
-        """Sample the next token of every open row, and the guessed tokens after it."""
-        guesses: list[list[int]] = []
-        for row in rows:
-            most = len(row.draws) - len(row.tokens) - 1
-            guesses.append(self._guesses.after(row.tokens, most) if row.is_open else [])
-        fed = [
-            row.new + guess if row.is_open else [] for row, guess in zip(rows, guesses, strict=True)
-        ]
-        hidden = self._forward(fed)
-        ends = np.cumsum([len(each) for each in fed])
-        asked = [each for each in zip(rows, guesses, ends, strict=True) if each[0].is_open]
-        at = [torch.arange(end - len(guess) - 1, end) for _, guess, end in asked]
-        draws = [row.draws[len(row.tokens) :][: len(guess) + 1] for row, guess, _ in asked]
-        picked, logprobs = self._pick(hidden[torch.cat(at)], torch.cat(draws))
-        start = 0
-        for number, (row, guess) in enumerate(zip(rows, guesses, strict=True)):
-            if not row.is_open:
-                continue
-            own = picked[start : start + len(guess) + 1]
-            num = 1 + sum(np.cumprod(np.equal(own[:-1], guess)))
-            self._fed[number] += [*row.new, *own[: num - 1]]
+        """Sample the next token of every open row."""
+        is_open = [row.is_open for row in rows]
+        fed = [row.new if row.is_open else [] for row in rows]
+        ends = np.cumsum([len(each) for each in fed])[is_open]
+        hidden = self._forward(fed)[torch.from_numpy(ends - 1)]
+        asked = [row for row in rows if row.is_open]
+        draws = torch.stack([row.draws[len(row.tokens)] for row in asked])
+        picked, logprobs = self._pick(hidden, draws)
+        for number in np.flatnonzero(is_open):
+            self._fed[number] += rows[number].new
             self._stored.lengths[number] = len(self._fed[number])
-            row.tokens += own[:num]
-            row.logprobs += logprobs[start : start + num]
-            row.new, row.is_stopped = [own[num - 1]], own[num - 1] in self._end_ids
-            start += len(guess) + 1
+        for row, token, logprob in zip(asked, picked, logprobs, strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.new = [token]
+            row.is_stopped = token in self._end_ids
 
     def _forward(self, fed: Sequence[Sequence[int]]) -> Tensor:
         """Return the last hidden states [token, size] of all rows' new tokens."""

@@ -21,17 +21,15 @@ ACTIONS = {
 class Job:
     """One measurement of one client process.
 
-    Its kind is step (single steps), open (creation and reset), batch or batch_open (the same by the
-    batch routes, hub only) or raw (steps on AgentGym's routes without an HTTP library). `open`
-    counts whole rounds, independent of `duration_s`.
+    Its kind is step (single steps), open (creation and reset) or raw (steps on AgentGym's routes
+    without an HTTP library). `open` counts whole rounds, independent of `duration_s`.
     """
 
     target: ServiceTarget
     kind: str
     is_reference: bool = False  # The target has the reference server's routes.
     env: str = "textcraft"
-    # Connections with one active request each; for `batch` the sessions of a call.
-    num_clients: int = 128
+    num_clients: int = 128  # Connections with one active request each.
     warmup_s: float = 0.4  # Time before the measurement.
     duration_s: float = 1.5  # Time of the measurement.
     base: str = ""  # For `raw`: the path before /create, /reset and /step.
@@ -75,6 +73,7 @@ class Recorder:
     """Latencies of the requests that end within the measured time."""
 
     def __init__(self, job: Job) -> None:
+        self._duration_s = job.duration_s
         self._begin_s = time.perf_counter() + job.warmup_s
         self._end_s = self._begin_s + job.duration_s
         self.latencies_ms: list[float] = []
@@ -85,3 +84,8 @@ class Recorder:
         if self._begin_s <= answered_s < self._end_s:
             self.latencies_ms.append((answered_s - sent_s) * 1e3)
         return answered_s < self._end_s
+
+    def measured(self) -> Measured:
+        """Return the requests of the measured time."""
+        num = len(self.latencies_ms)
+        return Measured(num_done=num, duration_s=self._duration_s, latencies_ms=self.latencies_ms)

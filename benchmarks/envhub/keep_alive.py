@@ -84,11 +84,7 @@ async def run_raw(job: Job) -> Measured:
         steppers.append(stepper)
         await loop.create_connection(lambda s=stepper: s, *job.target.address)
     await asyncio.gather(*(each.done for each in steppers))
-    return Measured(
-        num_done=len(recorder.latencies_ms),
-        duration_s=job.duration_s,
-        latencies_ms=recorder.latencies_ms,
-    )
+    return recorder.measured()
 
 
 async def _instance(client: Client, job: Job, index: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
+from benchmarks.envhub.client import Client, ServiceTarget
 from benchmarks.envhub.job import ACTIONS, Job, Measured, Recorder
 from benchmarks.envhub.keep_alive import run_raw
 
@@ -89,13 +89,11 @@ class Load:
         """Return the measurements of the job."""
         job = self._job
         async with AsyncExitStack() as stack:
-            num = 1 if job.kind.startswith("batch") else job.num_clients
-            clients = [await stack.enter_async_context(Client(job.target)) for _ in range(num)]
-            if job.kind == "step":
-                return await self._steps(clients)
-            if job.kind == "batch":
-                return await self._batches(clients[0])
-            return await self._opening(clients)
+            clients = [
+                await stack.enter_async_context(Client(job.target)) for _ in range(job.num_clients)
+            ]
+            is_stepping = job.kind == "step"
+            return await (self._steps(clients) if is_stepping else self._opening(clients))
 
     def _item(self) -> str:
         return ITEMS[self._job.env].format(next(self._numbers) % NUM_ITEMS)
@@ -120,31 +118,7 @@ class Load:
                     episode = await self._open(client)
 
         await asyncio.gather(*map(keep_stepping, clients, episodes))
-        return self._measured(recorder.latencies_ms, num_each=1)
-
-    async def _batches(self, client: Client) -> Measured:
-        """Step `num_clients` sessions of one connection with one request each time."""
-        env = self._job.env
-        num = self._job.num_clients
-        episodes = [await HubEpisode.open(client, env, self._item()) for _ in range(num)]
-        recorder = Recorder(self._job)
-        for action in cycle(ACTIONS[env]):
-            steps = [
-                {"session_id": each.session_id, "action": action, "seq": each.seq + 1}
-                for each in episodes
-            ]
-            sent_s = time.perf_counter()
-            results = await _want_batch(client, "/v1/step/batch", steps, 200)
-            goes_on = recorder.add(sent_s)
-            for i, result in enumerate(results):
-                episodes[i].seq += 1
-                if result["done"]:
-                    episodes[i] = await HubEpisode.open(client, env, self._item())
-            if not goes_on:
-                break
-        for episode in episodes:
-            await episode.close()
-        return self._measured(recorder.latencies_ms, num_each=num)
+        return recorder.measured()
 
     async def _opening(self, clients: list[Client]) -> Measured:
         """Open `num_clients` episodes at once, several times; closing them is not counted."""
@@ -152,50 +126,20 @@ class Load:
         took_s = 0.0
         for round_number in range(NUM_ROUNDS + 1):
             began_s = time.perf_counter()
-            opened = await asyncio.gather(*map(self._open_some, clients))
+            opened = await asyncio.gather(*map(self._open_timed, clients))
             if round_number > 0:  # The first round is a warm-up.
                 took_s += time.perf_counter() - began_s
                 latencies_ms += [took_ms for _, took_ms in opened]
-            for episodes, _ in opened:
-                for episode in episodes:
-                    await episode.close()
+            for episode, _ in opened:
+                await episode.close()
         num_done = NUM_ROUNDS * self._job.num_clients
         return Measured(num_done=num_done, duration_s=took_s, latencies_ms=latencies_ms)
 
-    async def _open_some(
-        self, client: Client
-    ) -> tuple[list[HubEpisode] | list[HubEpisode | ReferenceEpisode], float]:
-        """Return the episodes of one request, and its milliseconds."""
+    async def _open_timed(self, client: Client) -> tuple[HubEpisode | ReferenceEpisode, float]:
+        """Return a new episode and the milliseconds of its opening."""
         began_s = time.perf_counter()
-        if self._job.kind == "batch_open":
-            asked = [
-                {"env": self._job.env, "item_id": self._item()}
-                for _ in range(self._job.num_clients)
-            ]
-            entries = await _want_batch(client, "/v1/sessions/batch", asked, 201)
-            episodes = [HubEpisode(client, each["session_id"]) for each in entries]
-        else:
-            episodes = [await self._open(client)]
-        return episodes, (time.perf_counter() - began_s) * 1e3
-
-    def _measured(self, latencies_ms: list[float], *, num_each: int) -> Measured:
-        """Return the measurements, with `num_each` steps in a request."""
-        return Measured(
-            num_done=num_each * len(latencies_ms),
-            duration_s=self._job.duration_s,
-            latencies_ms=latencies_ms,
-        )
-
-
-async def _want_batch(
-    client: Client, path: str, content: list[Any], wanted: int
-) -> list[dict[str, Any]]:
-    """Return the entries of a batch's answer, each of which must have status `wanted`."""
-    entries = await client.want(200, "POST", path, content)
-    for entry in entries:
-        if entry["status"] != wanted:
-            raise HubAnswer(entry["status"], entry["detail"].encode(), request="batch entry")
-    return entries
+        episode = await self._open(client)
+        return episode, (time.perf_counter() - began_s) * 1e3
 
 
 async def run_job(job: Job) -> Measured:

@@ -12,7 +12,6 @@ from benchmarks.table import BenchTable
 ENVS = ("textcraft", "babyai")
 NUM_CLIENTS = (1, 32, 128)
 NUM_OPENED = 64
-NUM_BATCHED = 128
 NUM_ROUNDS = 3
 BASE = "/agentgym/textcraft"
 ROUTES = "textcraft, AgentGym's routes, 128 raw clients"
@@ -46,12 +45,6 @@ def run_suite(table: BenchTable) -> None:
                     judge(table, steps)
             label = f"{env}, create + reset, {NUM_OPENED} at once"
             add_load(table, label, hub, peers, kind="open", env=env, num_clients=NUM_OPENED)
-            for kind, noun, num in (
-                ("batch", "steps", NUM_BATCHED),
-                ("batch_open", "creations", NUM_OPENED),
-            ):
-                label = f"{env}, batches of {num} {noun}"
-                add_load(table, label, hub, {}, kind=kind, env=env, num_clients=num)
         add_agentgym_rows(table, hub, plain)
 
 
@@ -69,8 +62,6 @@ def add_load(
     job = Job(target=hub.target, kind=kind, env=env, num_clients=num_clients)
     others = [replace(job, target=each.target, is_reference=True) for each in peers.values()]
     ours, *theirs = in_turn([job, *others])
-    if not peers:
-        table.figure(name, ours.per_s, "/s", _latencies(ours))
     for against, peer in zip(peers, theirs, strict=True):
         note = f"{_latencies(ours)}; theirs {_latencies(peer)}"
         table.compare(name, ours.per_s, peer.per_s, "/s", against=against, note=note)

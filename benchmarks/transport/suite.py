@@ -12,7 +12,6 @@ import psutil
 from benchmarks.runs.real_run import child
 from benchmarks.table import BenchTable
 from benchmarks.transport.ends import NUM_TOKENS, trajectory
-from benchmarks.transport.guards import add_guards
 from benchmarks.transport.scaling import add_scaling
 from common.launch.process import ChildProcess
 from common.store.run_dir import RunDir
@@ -66,7 +65,6 @@ def add_trajectories(table: BenchTable, *, num_rounds: int, measured_s: float = 
     table.at_least(name, ours.per_s, "per s", MIN_PER_S, cpu)
     against = "raw encrypted ZeroMQ"
     table.compare(name, ours.per_s * mb, raw.per_s * mb, "MB/s", against=against, at_least=MIN_FRAC)
-    add_guards(table, ours.cpu_s)
 
 
 def _median(flows: list[Flow]) -> Flow:

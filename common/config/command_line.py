@@ -46,8 +46,8 @@ STUDIES = (
     "peer",
 )
 SUITES = (
-    "envhub, soak, solve, learner, scheduler, transport, weights, tail, actor, agents,"
-    " end2end, chaos, chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict,"
+    "envhub, learner, scheduler, transport, weights, tail, actor, agents,"
+    " end2end, chaos, chaos-short, chaos-long, hostile, soak-run, soak-run-long,"
     " dashboard, gpu, gpu-small, "
 ) + ", ".join(STUDIES)
 

@@ -11,17 +11,19 @@ import uvloop
 
 from benchmarks.envhub.client import Client, ServiceTarget
 from benchmarks.envhub.hub import ServiceProcess, hub_process
-from benchmarks.envhub.solve import (
+from envhub.envs.miniwob.pages import UNSOLVABLE, subset_name
+from tests.end_to_end.hub_solve import (
     MIN_SOLVED_FRAC,
+    NO_WAY,
     SolvedItem,
     Subset,
+    SubsetResult,
     list_subsets,
     open_patiently,
     sample_items,
     solve_one_env,
     solve_subset,
 )
-from envhub.envs.miniwob.pages import UNSOLVABLE, subset_name
 from tests.end_to_end.hubs import amount, offline_envs
 from tests.marks import WITH_PROCESSES, long_for
 
@@ -60,6 +62,31 @@ def test_expert_solves_every_sampled_item(served: tuple[str, ServiceProcess]) ->
     for subset in subsets:
         faults += uvloop.run(solve_subset(hub.target, subset, num_items=1)).faults
     assert faults == []
+
+
+def test_sample_is_half_test_items_distinct_and_deterministic() -> None:
+    subset = Subset(env="e", name="s", num_train=1000, num_test=50, max_turns=5)
+    items = sample_items(subset, 20)
+    assert items == sample_items(subset, 20)
+    assert len(set(items)) == 20
+    assert sum("-test-" in item_id for item_id in items) == 10
+    assert len(sample_items(subset, 200)) == 200  # 50 test items are all there are
+    small = Subset(env="e", name="s", num_train=2, num_test=2, max_turns=5)
+    assert sample_items(small, 200) == ["s-test-0", "s-test-1", "s-train-0", "s-train-1"]
+
+
+def test_tally_counts_the_items_with_a_fault() -> None:
+    subset = Subset(env="e", name="s", num_train=2, num_test=2, max_turns=5)
+    outcomes = [
+        SolvedItem(item_id="s-test-0", num_turns=3),
+        SolvedItem(item_id="s-test-1", num_turns=5, fault="no end in 5 turns"),
+    ]
+    tally = SubsetResult(subset=subset, outcomes=outcomes, took_s=1.0, num_retried=0)
+    assert tally.solved_frac == 0.5
+    assert [each.item_id for each in tally.faults] == ["s-test-1"]
+    assert tally.has_expert
+    helpless = [SolvedItem(item_id="s-test-0", num_turns=0, fault=NO_WAY)]
+    assert not SubsetResult(subset=subset, outcomes=helpless, took_s=1.0, num_retried=0).has_expert
 
 
 async def play(target: ServiceTarget, subset: Subset, item_id: str) -> list[object]:

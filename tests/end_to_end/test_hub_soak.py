@@ -6,7 +6,7 @@ LONGSTRIDE_SOAK_S=600 and LONGSTRIDE_ABANDONED=10000 for the whole of it.
 import pytest
 
 from benchmarks.envhub.hub import hub_process
-from benchmarks.envhub.soak import ENVS, LEASE_S, MAX_GROWTH_FRAC, abandon, soak_hub
+from tests.end_to_end.hub_soak import ENVS, LEASE_S, MAX_GROWTH_FRAC, abandon, soak_hub
 from tests.end_to_end.hubs import amount, offline_envs
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]

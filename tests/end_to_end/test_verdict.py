@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.learner.verdict import CASES, MIN_RATIO, stage
+from tests.end_to_end.verdict_runs import CASES, MIN_RATIO, stage
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -1,7 +1,7 @@
 """Laws of the engine of plain torch: a batched row equals a row alone."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actor.rollout.episode import Turn
 from actor.rollout.render import Renderer
-from benchmarks.actor.torch_engine import Guesses, TorchEngine
+from benchmarks.actor.torch_engine import TorchEngine
 from common.repository import ROOT
 
 POLICY = str(ROOT / "configs/policies/tiny")
@@ -18,11 +18,11 @@ TEXTS = ("goal: go to the red key\nred key 1 ahead", "goal: open the blue door\n
 pytestmark = pytest.mark.slow  # transformers takes seconds to import
 
 
-def make_engine(guesses: Guesses | None = None) -> tuple[TorchEngine, Renderer]:
+def make_engine() -> tuple[TorchEngine, Renderer]:
     renderer = Renderer(AutoTokenizer.from_pretrained(POLICY, local_files_only=True))
     model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
     ends = renderer.end_of_turn_ids
-    return TorchEngine(model, ends, temperature=1.0, guesses=guesses), renderer
+    return TorchEngine(model, ends, temperature=1.0), renderer
 
 
 def play(
@@ -91,35 +91,3 @@ def test_row_with_a_new_segment_equals_a_row_alone() -> None:
         alone = turn(make_engine()[0], 1, **{name: ids})[name]
         assert alone.token_ids == got[name].token_ids
         assert alone.logprobs == pytest.approx(got[name].logprobs, abs=1e-4)
-
-
-class Wrong(Guesses):
-    """Always sure, and mostly wrong."""
-
-    def after(self, beginning: Sequence[int], most: int) -> list[int]:
-        return [7, 8, 9][:most]
-
-
-def test_guesses_never_change_the_sampled_tokens() -> None:
-    engine, renderer = make_engine()
-    texts = dict(zip("abc", TEXTS, strict=True))
-    without = play(engine, renderer, texts)  # nothing is known yet
-    again = play(engine, renderer, texts)
-    engine, renderer = make_engine(Wrong(renderer.end_of_turn_ids))
-    misled = play(engine, renderer, texts)
-    for name, turns in without.items():
-        for other in (again[name], misled[name]):
-            assert [turn.token_ids for turn in turns] == [turn.token_ids for turn in other]
-            for one, two in zip(turns, other, strict=True):
-                assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
-
-
-def test_guesses_are_frequent_continuations_without_an_end() -> None:
-    guesses = Guesses([3])
-    for colour in (40, 41, 42, 40):
-        guesses.learn([10, 11, colour, 12, 3])
-    assert guesses.after([], 9) == [10, 11]
-    assert guesses.after([], 1) == [10]
-    assert guesses.after([10, 11, 40], 9) == [12]
-    assert guesses.after([10, 11, 42], 9) == []  # seen once
-    assert guesses.after([10, 12], 9) == []

@@ -10,8 +10,6 @@ from benchmarks.envhub import suite as bench
 from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
 from benchmarks.envhub.hub import hub_process, module_process
 from benchmarks.envhub.job import Job, Measured, measure
-from benchmarks.envhub.soak import Abandoned, Soak
-from benchmarks.envhub.solve import NO_WAY, SolvedItem, Subset, SubsetResult, sample_items
 from benchmarks.table import BenchTable
 from common.launch.process import ChildFailed
 
@@ -40,41 +38,6 @@ def test_promise_covers_speed_and_p99(num_steps: int, slowest_ms: float, exit_co
     assert out.getvalue().endswith("every promise kept\n") == (exit_code == 0)
 
 
-def test_growth_compares_the_last_third_with_its_predecessor() -> None:
-    soak = Soak(hub_bytes=[50, 60, 100, 100, 110, 120], worker_bytes=[0, 0, 100, 100, 110, 120])
-    assert soak.growth_frac() == pytest.approx(230 / 200 - 1)
-
-
-def test_abandoned_session_growth_is_memory_left_after_the_end() -> None:
-    left = Abandoned(num_sessions=5, start_bytes=100, peak_bytes=300, end_bytes=109, took_s=1.0)
-    assert left.growth_frac == pytest.approx(0.09)
-
-
-def test_sample_is_half_test_items_distinct_and_deterministic() -> None:
-    subset = Subset(env="e", name="s", num_train=1000, num_test=50, max_turns=5)
-    items = sample_items(subset, 20)
-    assert items == sample_items(subset, 20)
-    assert len(set(items)) == 20
-    assert sum("-test-" in item_id for item_id in items) == 10
-    assert len(sample_items(subset, 200)) == 200  # 50 test items are all there are
-    small = Subset(env="e", name="s", num_train=2, num_test=2, max_turns=5)
-    assert sample_items(small, 200) == ["s-test-0", "s-test-1", "s-train-0", "s-train-1"]
-
-
-def test_tally_counts_the_items_with_a_fault() -> None:
-    subset = Subset(env="e", name="s", num_train=2, num_test=2, max_turns=5)
-    outcomes = [
-        SolvedItem(item_id="s-test-0", num_turns=3),
-        SolvedItem(item_id="s-test-1", num_turns=5, fault="no end in 5 turns"),
-    ]
-    tally = SubsetResult(subset=subset, outcomes=outcomes, took_s=1.0, num_retried=0)
-    assert tally.solved_frac == 0.5
-    assert [each.item_id for each in tally.faults] == ["s-test-1"]
-    assert tally.has_expert
-    helpless = [SolvedItem(item_id="s-test-0", num_turns=0, fault=NO_WAY)]
-    assert not SubsetResult(subset=subset, outcomes=helpless, took_s=1.0, num_retried=0).has_expert
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_load_counts_steps_of_hub_and_reference_server() -> None:
@@ -96,9 +59,6 @@ def test_load_counts_steps_of_hub_and_reference_server() -> None:
         ):
             counted = measure(job)
             assert counted.num_done == len(counted.latencies_ms) > 10
-        for kind in ("batch", "batch_open"):
-            counted = measure(replace(brief, kind=kind, num_clients=8))
-            assert counted.num_done == 8 * len(counted.latencies_ms) > 8
         status = uvloop.run(_status_without_token(hub.target))
     assert status == 401
 

@@ -1,19 +1,16 @@
-"""The suite `verdict`: checks a run's verdict on its bottleneck, and the effect of its advice.
+"""Runs that check the verdict on a bottleneck, and the effect of its advice.
 
 Four runs with every role are each slowed down in one place by settings alone. Each is then repeated
 with the first setting that its verdict recommends. `simulate` predicts the second run from the
 episodes of the first.
 """
 
-import logging
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from benchmarks.runs.real_run import TRAINING_ALONE, train
-from benchmarks.table import BenchTable
 from common.config.load import load_config
 from common.dashboard.reading.sources import open_source
 from common.dashboard.verdict import Bound, ThroughputVerdict
@@ -23,8 +20,6 @@ from common.store.run_dir import RunDir
 from learner.simulator.main import quiet_scheduler
 from learner.simulator.measured import load_workload
 from learner.simulator.world import SimulatedRun
-
-logger = logging.getLogger(__name__)
 
 RUN_S = 400.0  # Limit of one run, with its start.
 FIRST_STEP = 3  # Earlier steps wait for the engine.
@@ -83,30 +78,6 @@ class AdviceEffect:
     before_per_s: float  # Trained episodes per second.
     after_per_s: float
     simulated: float | None  # Ratio predicted by `simulate`; None: it does not model this setting.
-
-
-def run_suite(table: BenchTable) -> None:
-    """Stage the four cases, in about five minutes."""
-    table.title("the verdict in four staged runs, and its advice")
-    with tempfile.TemporaryDirectory(prefix="longstride-verdict-") as folder:
-        for name, case in CASES.items():
-            table.attempt(name, lambda n=name, c=case: _add(table, n, c, Path(folder)))
-
-
-def _add(table: BenchTable, name: str, case: Case, folder: Path) -> None:
-    found = stage(name, case, folder=folder, num_steps=24)
-    first = found.verdict.advice[0]
-    simulated = "" if found.simulated is None else f", simulated x {found.simulated:.2f}"
-    logger.info("case=%s verdict=%s", name, found.verdict.sentence)
-    is_right = found.verdict.bound is case.bound
-    table.compare(
-        f"{name}: {first.knob}, at most +{first.gain:.0%}{simulated}",
-        found.after_per_s if is_right else 0.0,
-        found.before_per_s,
-        "episodes/s",
-        against=f"before, said to be {found.verdict.bound}-bound",
-        at_least=MIN_RATIO,
-    )
 
 
 def stage(name: str, case: Case, *, folder: Path, num_steps: int) -> AdviceEffect:

@@ -11,20 +11,15 @@ import uvloop
 
 from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
 from benchmarks.envhub.hub import ServiceProcess, hub_process
-from benchmarks.envhub.solve import Subset, list_subsets, open_patiently
-from benchmarks.runs.soak import MIB, growth_frac
-from benchmarks.table import BenchTable
+from benchmarks.runs.soak import growth_frac
+from tests.end_to_end.hub_solve import Subset, list_subsets, open_patiently
 
 ENVS = ("textcraft", "babyai", "maze", "wordle", "sqlgym")
-DURATION_S = 600.0
-NUM_ABANDONED = 10_000
 NUM_CLIENTS = 16
 LEASE_S = 5.0
-ABANDON_LEASE_S = 30.0
 MAX_GROWTH_FRAC = 0.10
 SETTLE_S = 15.0  # Time to release memory after the last session has expired.
 NUM_SAMPLES = 60
-MAX_FAILURES_SHOWN = 10
 GARBAGE = ("", "fly", "get -1 oak log", "Action:", "\u2603" * 50, "x" * 3000, "a\n\0b", '{"a":1}')
 
 
@@ -55,29 +50,6 @@ class Abandoned:
     @property
     def growth_frac(self) -> float:
         return self.end_bytes / self.start_bytes - 1
-
-
-def run_suite(table: BenchTable) -> None:
-    """Soak a hub and abandon sessions. Memory must not grow and no request may fail."""
-    with hub_process(ENVS, overrides=[f"envhub.session_lease_s={LEASE_S:g}"]) as hub:
-        soak = soak_hub(hub, duration_s=DURATION_S)
-    counted = " ".join(f"{name}={num}" for name, num in sorted(soak.counts.items()))
-    table.title(f"mixed load for {DURATION_S:.0f} s: {counted}")
-    ends = [f"{_mib(rss[0])} -> {_mib(rss[-1])}" for rss in (soak.hub_bytes, soak.worker_bytes)]
-    note = f"hub {ends[0]}, workers {ends[1]}"
-    name = "memory of the last third over the middle one"
-    table.at_most(name, soak.growth_frac(), "", MAX_GROWTH_FRAC, note)
-    for failure in soak.failures[:MAX_FAILURES_SHOWN]:
-        table.fail("mixed load", failure)
-    left = abandon(num_sessions=NUM_ABANDONED)
-    sizes = " -> ".join(map(_mib, (left.start_bytes, left.peak_bytes, left.end_bytes)))
-    name = f"memory after {left.num_sessions} sessions opened and left"
-    note = f"{sizes} in {left.took_s:.0f} s"
-    table.at_most(name, left.growth_frac, "", MAX_GROWTH_FRAC, note)
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / MIB:.1f} MiB"
 
 
 def soak_hub(hub: ServiceProcess, *, duration_s: float) -> Soak:
@@ -144,7 +116,7 @@ async def _play(
     await client.delete(session_id)
 
 
-def abandon(*, num_sessions: int, lease_s: float = ABANDON_LEASE_S) -> Abandoned:
+def abandon(*, num_sessions: int, lease_s: float) -> Abandoned:
     """Open sessions that are never closed, wait for their lease, return the hub's memory.
 
     The initial memory is measured after 50 sessions of each environment, so that caches are filled.

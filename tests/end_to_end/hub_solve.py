@@ -9,14 +9,10 @@ from dataclasses import dataclass
 import uvloop
 
 from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
-from benchmarks.envhub.hub import ServiceProcess, hub_process
-from benchmarks.table import BenchTable
-from envhub.catalogue.registry import LOADERS, missing_requirements
+from benchmarks.envhub.hub import ServiceProcess
 
 MIN_SOLVED_FRAC = 0.99
-NUM_ITEMS = 200
 NUM_CLIENTS = 8
-MAX_FAULTS_SHOWN = 5
 OPEN_TIMEOUT_S = 120.0
 RETRY_S = 0.2
 MAX_RETRIED = 10
@@ -68,41 +64,6 @@ class SubsetResult:
     def has_expert(self) -> bool:
         """Whether the expert had a first action for any item."""
         return any(each.fault != NO_WAY or each.num_turns > 0 for each in self.outcomes)
-
-
-def run_suite(table: BenchTable) -> None:
-    """Solve a sample of every subset of the registry. The bound of each is MIN_SOLVED_FRAC.
-
-    The table gets a figure per subset and a line per item not solved. It also lists the subsets
-    without an expert, and the environments with missing requirements.
-    """
-    without: list[str] = []
-    for env in sorted(LOADERS):
-        if missing := missing_requirements([env]):
-            table.fail(env, f"not measured: {'; '.join(missing)}")
-            continue
-        with hub_process([env]) as hub:
-            for tally in solve_one_env(hub, num_items=NUM_ITEMS):
-                if tally.has_expert:
-                    _add_row(table, tally)
-                else:
-                    without.append(f"{env}/{tally.subset.name}")
-    if without:
-        table.note("without an expert", ", ".join(without))
-
-
-def _add_row(table: BenchTable, tally: SubsetResult) -> None:
-    num_turns = sum(each.num_turns for each in tally.outcomes)
-    num_items = len(tally.outcomes)
-    turn_ms = tally.took_s * 1e3 / max(1, num_turns)
-    name = f"{tally.subset.env} {tally.subset.name}: solved"
-    note = f"{num_items} items of {num_turns / num_items:.1f} turns of {turn_ms:.1f} ms"
-    note += f", {tally.num_retried} retried"
-    table.at_least(name, tally.solved_frac, "", MIN_SOLVED_FRAC, note)
-    for each in tally.faults[:MAX_FAULTS_SHOWN]:
-        table.note(each.item_id, each.fault)
-    if len(tally.faults) > MAX_FAULTS_SHOWN:
-        table.note(tally.subset.name, f"{len(tally.faults) - MAX_FAULTS_SHOWN} more")
 
 
 async def list_subsets(target: ServiceTarget) -> list[Subset]:
