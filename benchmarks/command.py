@@ -13,6 +13,7 @@ from common.errors import ConfigError
 from common.log import configure_logging
 
 Suite = Callable[[BenchTable], None]  # It adds its figures to the table.
+CONFORMANCE = "conformance"
 SUITES = {  # Name on the command line: module and function.
     "envhub": "envhub.suite:run_suite",
     "soak": "envhub.soak:run_suite",
@@ -34,6 +35,7 @@ SUITES = {  # Name on the command line: module and function.
     "verdict": "learner.verdict:run_suite",
     "dashboard": "runs.dashboard:run_suite",
     "gpu": "learner.gpu:run_suite",
+    CONFORMANCE: "conformance.suite:run_suite",
 }
 
 
@@ -59,6 +61,8 @@ def bench(request: ParsedCommand, *, root: Path) -> int:
 def _find_suite(request: ParsedCommand, root: Path) -> Suite:
     """Return the suite that a request names. Raises: ConfigError: there is no such suite."""
     name = request.suite or ""
+    if request.only and name != CONFORMANCE:
+        raise ConfigError(f"--only={request.only}: only --suite={CONFORMANCE} takes it")
     if name in STUDIES:
         return _find_study(name, request, root)
     if name not in SUITES:
@@ -67,8 +71,8 @@ def _find_suite(request: ParsedCommand, root: Path) -> Suite:
         asked = " ".join([*request.overrides, *["--dry-run"] * request.is_dry])
         raise ConfigError(f"{asked}: only studies take it ({', '.join(STUDIES)})")
     module, _, function = SUITES[name].partition(":")
-    suite: Suite = getattr(import_module(f"benchmarks.{module}"), function)
-    return suite
+    suite = getattr(import_module(f"benchmarks.{module}"), function)
+    return partial(suite, only=request.only.split(",")) if request.only else suite
 
 
 def _find_study(name: str, request: ParsedCommand, root: Path) -> Suite:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -39,6 +39,13 @@ class Finding:
     verdict: Verdict
     gap: float | None = None  # Largest difference in nats; of sft: relative, of the gradient.
     message: str = ""
+
+    def without(self, folder: Path) -> "Finding":
+        """Return the finding with the names of temporary files removed from its message."""
+        words = self.message
+        for name in ("start", "first", "second"):
+            words = words.replace(str(folder / name), "MODEL")
+        return replace(self, message=words.replace(str(folder), "FOLDER"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ STUDIES = (
 SUITES = (
     "envhub, soak, solve, learner, scheduler, transport, weights, tail, actor, agents,"
     " end2end, chaos, chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict,"
-    " dashboard, gpu, "
+    " dashboard, gpu, conformance, "
 ) + ", ".join(STUDIES)
 
 
@@ -70,6 +70,7 @@ class ParsedCommand:
     probe: str | None = None  # Probe of `status`: live or ready.
     filters: dict[str, str] = field(default_factory=dict[str, str])  # Filters of `show`, by name.
     steps: str | None = None  # Steps of `recompute`: a:b.
+    only: str | None = None  # Families of `bench --suite conformance`, with commas between.
     is_quick: bool = False  # `doctor --quick`: only the fast machine checks.
 
 
@@ -101,6 +102,8 @@ def parse(argv: Sequence[str], *, root: Path) -> ParsedCommand:
         raise ConfigError("--json: only the commands bench and recompute accept it")
     if asked.steps is not None and command != "recompute":
         raise ConfigError("--steps: only the command recompute accepts it")
+    if asked.only is not None and command != "bench":
+        raise ConfigError("--only: only the command bench accepts it")
     if asked.quick and command != "doctor":
         raise ConfigError("--quick: only the command doctor accepts it")
     if asked.probe is not None and command != "status":
@@ -134,6 +137,7 @@ def parse(argv: Sequence[str], *, root: Path) -> ParsedCommand:
         filters=filters,
         steps=asked.steps,
         is_quick=asked.quick,
+        only=asked.only,
     )
 
 
@@ -158,7 +162,7 @@ def command_help(name: str) -> str:
     command = COMMANDS[name]
     arguments = {
         "help": "[KEY|SECTION|COMMAND|reference]",
-        "bench": "--suite NAME [--json FILE] [--dry-run] [key=value ...]",
+        "bench": "--suite NAME [--json FILE] [--only NAMES] [--dry-run] [key=value ...]",
         "dashboard": "[RUN|FILE ...] [port=N] [host=H] [token=T]",
         "show": "RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]",
         "replay": "RUN EPISODE",
@@ -238,6 +242,11 @@ def _make_parser(root: Path) -> _Parser:
         "--format", metavar="NAME", help="for journal export: json, agenttraj, sft, parquet, atif"
     )
     parser.add_argument("--suite", metavar="NAME", help=f"for bench: {SUITES}")
+    parser.add_argument(
+        "--only",
+        metavar="NAMES",
+        help="for bench --suite conformance: families, such as qwen3,llama",
+    )
     parser.add_argument("--steps", metavar="A:B", help="for recompute: steps A to B, both included")
     parser.add_argument("--json", metavar="FILE", help="for bench and recompute: file of results")
     return parser
