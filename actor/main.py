@@ -153,6 +153,7 @@ async def _build(cfg: RunConfig, access: RunAccess, context: zmq.asyncio.Context
         has_weights=access.has_weights,
         lora=cfg.learner.lora,
         is_repeatable=True,
+        records_experts=cfg.algorithm.routing_replay,
     )
     start_s = cfg.actor.start_timeout_s
     scheduler = SchedulerClient(

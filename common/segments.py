@@ -13,6 +13,7 @@ import numpy as np
 from common.wire.messages import Trajectory
 
 TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "turn_ids")
+EXPERT_COLUMNS = ("expert_ids", "expert_mask")  # Empty if the engine records no experts.
 
 
 class Aside(IntEnum):
@@ -44,7 +45,7 @@ def as_rows(trajectory: Trajectory) -> list[Trajectory]:
             trajectory,
             segment_starts=_WHOLE,
             asides=np.array(asides_of(trajectory, part), np.int32).ravel(),
-            **{name: getattr(trajectory, name)[part] for name in TOKEN_COLUMNS},
+            **{name: getattr(trajectory, name)[part] for name in _columns_of(trajectory)},
         )
         for part in segments_of(trajectory)
     ]
@@ -55,7 +56,8 @@ def joined(rows: list[Trajectory]) -> Trajectory:
     if len(rows) == 1:
         return rows[0]
     starts = np.cumsum([0, *(len(row.token_ids) for row in rows[:-1])])
-    columns = {name: np.concatenate([getattr(r, name) for r in rows]) for name in TOKEN_COLUMNS}
+    names = _columns_of(rows[0])
+    columns = {name: np.concatenate([getattr(r, name) for r in rows]) for name in names}
     moved = [
         (first + start, end + start, kind)
         for row, start in zip(rows, starts.tolist(), strict=True)
@@ -63,6 +65,11 @@ def joined(rows: list[Trajectory]) -> Trajectory:
     ]
     asides = np.array(moved, dtype=np.int32).ravel()
     return replace(rows[0], segment_starts=starts.astype(np.int32), asides=asides, **columns)
+
+
+def _columns_of(trajectory: Trajectory) -> tuple[str, ...]:
+    has_experts = trajectory.expert_mask.size > 0
+    return (*TOKEN_COLUMNS, *EXPERT_COLUMNS) if has_experts else TOKEN_COLUMNS
 
 
 def asides_of(trajectory: Trajectory, part: slice | None = None) -> list[tuple[int, int, int]]:

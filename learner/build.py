@@ -26,6 +26,7 @@ from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import Router
 from common.wire.transfer.mailbox import remove_files
 from learner.batch.credit import group_has_signal
+from learner.batch.experts import RoutingShape
 from learner.ingest.admission import Admission
 from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_assembly import GroupAssembly
@@ -133,7 +134,7 @@ def build(
     buffer = TrajectoryBuffer(_group_assembly(cfg), index, reports, version=version)
     readopt(buffer, run_dir, start)
     publisher = _publisher(cfg, run_dir, keys, gate)
-    admission = _admission(cfg, index, model, keys)
+    admission = _admission(cfg, index, model, keys, trainer.routing)
     client = partial(_scheduler_client, cfg, run_dir, keys, reports, buffer, publisher)
     intake = _intake(cfg, keys, journal, admission, buffer, client, on_round)
     return Learner(
@@ -190,7 +191,11 @@ def _journal(cfg: RunConfig, run_dir: RunDir) -> JournalWriter:
 
 
 def _admission(
-    cfg: RunConfig, index: JournalIndex, model: PreTrainedModel, keys: RunKeys
+    cfg: RunConfig,
+    index: JournalIndex,
+    model: PreTrainedModel,
+    keys: RunKeys,
+    routing: RoutingShape | None,
 ) -> Admission:
     return Admission(
         index,
@@ -198,6 +203,7 @@ def _admission(
         vocab_size=vocabulary_size(model),
         max_tokens=cfg.learner.max_tokens_per_microbatch,
         lease_key=lease_key(keys),
+        routing=routing,
     )
 
 

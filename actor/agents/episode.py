@@ -266,5 +266,12 @@ class AgentEpisode:
         num = cut.num_tokens
         if num == len(ids) and cut.stop is None:
             return taken, None
-        shorter = Turn(ids[:num], taken.logprobs[:num], taken.versions[:num], is_stopped=False)
+        shorter = Turn(
+            ids[:num],
+            taken.logprobs[:num],
+            taken.versions[:num],
+            is_stopped=False,
+            num_prompt=taken.num_prompt,
+            experts=taken.experts,
+        )
         return shorter, cut.stop

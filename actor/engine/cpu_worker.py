@@ -1,8 +1,12 @@
-"""vLLM's CPU worker with support for AMX tiles and for a single adapter."""
+"""vLLM's CPU worker with support for AMX tiles, a single adapter and records of experts."""
 
+from typing import Any
+
+import numpy as np
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from actor.engine.routing import RECORDS, ExpertRecorder
 from common.amx import TilePermission, request_tiles
 
 ONE_ADAPTER = "actor.engine.adapter.OneAdapter"
@@ -16,9 +20,28 @@ class TileWorker(CPUWorker):
     """
 
     tile_permission: TilePermission | None = None  # None: not requested yet.
+    experts: ExpertRecorder | None = None  # None: experts are not recorded.
 
     def init_device(self) -> None:
         self.tile_permission = request_tiles()
         if self.vllm_config.lora_config is not None:
             CpuPlatform.get_punica_wrapper = classmethod(lambda _: ONE_ADAPTER)  # pyright: ignore
         super().init_device()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        options: Any = self.vllm_config.additional_config
+        if options and options.get(RECORDS):
+            self.experts = ExpertRecorder(self.model_runner, self.vllm_config)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        made = super().execute_model(scheduler_output)
+        if self.experts is not None:
+            self.experts.record(self.model_runner, scheduler_output)
+        return made
+
+    def take_experts(self, request: str) -> list[Any]:
+        """Return the choices of a finished request: bytes, shape and dtype."""
+        assert self.experts is not None
+        found: np.ndarray = self.experts.take(request)
+        return [found.tobytes(), list(found.shape), found.dtype.name]

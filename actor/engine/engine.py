@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
@@ -22,6 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from actor.engine.adapter import REQUEST, adapter_at
 from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch
+from actor.engine.routing import is_recorded_by_vllm, narrowed
 from actor.engine.staging import Staged
 from actor.engine.start import shut_down_llm, start_llm
 from actor.rollout.episode import Turn
@@ -65,6 +67,7 @@ class Engine:
         self._cfg = cfg
         self._end_of_turn_ids = end_of_turn_ids
         self._takes_adapters = False
+        self._asks_for_experts = False  # True: the worker records the experts, not vLLM itself.
         self._named = REQUEST
         self.version = -1  # No version was received yet.
         self.num_sampled_tokens = 0
@@ -86,12 +89,13 @@ class Engine:
         has_weights: bool = True,
         lora: LoraSection = FULL,
         is_repeatable: bool = False,
+        records_experts: bool = False,
     ) -> "Engine":
         """Start the engine processes and warm them up.
 
         If `has_weights` is false, the weights are random at first. If `lora` has a rank above 0,
         the engine takes adapters and keeps its base weights. Requests with their own seeds need
-        `is_repeatable`.
+        `is_repeatable`. With `records_experts`, turns have the experts that the engine chose.
 
         Raises: EngineError: the engine did not start, or cannot sample.
         """
@@ -109,10 +113,12 @@ class Engine:
             has_weights=has_weights,
             lora=lora,
             is_repeatable=is_repeatable,
+            records_experts=records_experts,
         )
         engine = cls(llm, cfg, end_of_turn_ids=end_of_turn_ids, watch=watch)
         engine.meter = meter
         engine._takes_adapters = lora.rank > 0
+        engine._asks_for_experts = records_experts and not is_recorded_by_vllm()
         problem = await engine._warm_up(timeout_s=cfg.start_timeout_s)
         if problem:
             engine.shut_down()
@@ -219,7 +225,7 @@ class Engine:
                     prompt, sampling, request_id, lora_request=self._adapter
                 ):
                     if output.finished:
-                        return self._turn(output)
+                        return self._turn(output, await self._experts_of(request_id))
         finally:
             self.num_running -= 1
         raise EngineError(f"request {request_id} ended without an output")
@@ -248,12 +254,24 @@ class Engine:
                     lora_request=self._adapter,
                 )
             await self._llm.resume_generation()
-            return {
-                request_id: self._turn(queue.get_nowait() or await queue.get())
+            outputs = {
+                request_id: queue.get_nowait() or await queue.get()
                 for request_id, queue in queues.items()
             }
+            return {
+                request_id: self._turn(output, await self._experts_of(request_id))
+                for request_id, output in outputs.items()
+            }
 
-    def _turn(self, output: Any) -> Turn:
+    async def _experts_of(self, request_id: str) -> np.ndarray | None:
+        """Return the experts that the worker recorded for a finished request; None: vLLM does."""
+        if not self._asks_for_experts:
+            return None
+        told = await self._llm.collective_rpc("take_experts", args=(request_id,))
+        content, shape, dtype = told[0]
+        return np.frombuffer(content, dtype=dtype).reshape(shape)
+
+    def _turn(self, output: Any, experts: np.ndarray | None = None) -> Turn:
         sample = output.outputs[0]
         token_ids = list(sample.token_ids)
         logprobs = [step[t].logprob for t, step in zip(token_ids, sample.logprobs, strict=True)]
@@ -269,6 +287,7 @@ class Engine:
             is_stopped=sample.finish_reason == "stop",
             num_prompt=len(output.prompt_token_ids),
             num_cached=output.num_cached_tokens or 0,
+            experts=narrowed(sample.routed_experts if experts is None else experts),
         )
 
     async def stage(

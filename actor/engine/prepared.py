@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import (
@@ -21,6 +24,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImplBase
 
 from common.wire.weight_group import lower_priority
@@ -32,7 +36,20 @@ MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers
 
 def begin_reload(model: nn.Module) -> None:
     """Make a model ready to take weights in the format of a checkpoint."""
+    _drop_cpu_kernels(model)
     initialize_layerwise_reload(model)
+
+
+def _drop_cpu_kernels(model: nn.Module) -> None:
+    """Drop the kernels of experts on a CPU, so that the reload makes new ones.
+
+    vLLM (0.32) packs the experts for a new kernel only. With an old kernel it would read new,
+    unpacked weights as packed ones.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and current_platform.is_cpu():
+            method.moe_kernel = None
 
 
 def end_reload(model: nn.Module, model_config: Any) -> None:

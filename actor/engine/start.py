@@ -18,6 +18,7 @@ from vllm.v1.engine.core_client import BackgroundResources, MPClient
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase, StatLoggerFactory
 
+from actor.engine import routing
 from actor.engine.adapter import engine_options
 from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch, own_engines
@@ -39,6 +40,7 @@ def engine_arguments(
     has_weights: bool = True,
     lora: LoraSection = FULL,
     is_repeatable: bool = False,
+    records_experts: bool = False,
 ) -> AsyncEngineArgs:
     # A prompt that is computed in chunks draws a sample for each chunk and rewinds the generator
     # afterwards. The CPU generators of a repeatable run, one for each request, cannot be rewound.
@@ -66,8 +68,15 @@ def engine_arguments(
         distributed_executor_backend=UniProcExecutor if cfg.tensor_parallel_size == 1 else "mp",
         disable_log_stats=True,
         num_gpu_blocks_override=cfg.kv_cache_blocks or None,
-        **engine_options(lora),
+        **_merged(engine_options(lora), routing.engine_options(records_experts)),
     )
+
+
+def _merged(adapters: dict[str, Any], experts: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of both; each may have its own `additional_config`."""
+    key = "additional_config"
+    both = adapters.get(key, {}) | experts.get(key, {})
+    return adapters | experts | ({key: both} if both else {})
 
 
 def start_llm(
@@ -79,6 +88,7 @@ def start_llm(
     has_weights: bool = True,
     lora: LoraSection = FULL,
     is_repeatable: bool = False,
+    records_experts: bool = False,
 ) -> tuple[AsyncLLM, ProcessWatch]:
     """Start the engine's processes; blocks. With a meter, the engine reports its load to it.
 
@@ -104,8 +114,12 @@ def start_llm(
                 has_weights=has_weights,
                 lora=lora,
                 is_repeatable=is_repeatable,
+                records_experts=records_experts,
             )
-            llm = _start(_checked(arguments), meter)
+            config = _checked(arguments)
+            if records_experts:
+                routing.check_recordable(config)
+            llm = _start(config, meter)
     except ConfigError:
         raise
     except (RuntimeError, ValueError, OSError, TimeoutError) as error:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from actor.rollout.observations import CUT_MARK, Observations
 from common.config.evaluation import AgentOptions, ContextKind, KeepThinking
 from common.segments import TOKEN_COLUMNS, Aside
@@ -46,6 +48,9 @@ class Turn:
     num_cached: int = 0  # Tokens of the prompt that were in the engine's prefix cache.
     # Seconds of the call spent waiting for other episodes or for new weights.
     waited_s: float = 0.0
+    # [num_prompt + num_sampled - 1, layer, chosen] experts of each token but the last; None: the
+    # engine records none.
+    experts: np.ndarray | None = None
 
     @property
     def end(self) -> int | None:
@@ -94,6 +99,8 @@ class Tape:
     starts: list[int] = field(default_factory=lambda: [0])
     # Triples (start, end, kind), as in `Trajectory`.
     asides: list[int] = field(default_factory=list)
+    # Experts of each token, [layer, chosen]; None: not recorded.
+    experts: list[np.ndarray | None] = field(default_factory=list)
 
     @property
     def context(self) -> list[int]:
@@ -124,6 +131,7 @@ class Tape:
             self.starts.pop()
             for name in TOKEN_COLUMNS:
                 del getattr(self, name)[cut:]
+            del self.experts[cut:]
             while self.asides and self.asides[-2] > cut:
                 del self.asides[-3:]
 
@@ -144,8 +152,34 @@ class Tape:
         else:
             self.observe(taken.token_ids, turn)
 
+    def record_experts(self, taken: Turn) -> None:
+        """Record the experts of the context's tokens, which the engine chose for a turn.
+
+        The first record of a token is kept: it was made when the token's successor was sampled.
+        """
+        if taken.experts is None:
+            return
+        start = self.starts[-1]
+        for at, chosen in enumerate(taken.experts[: self.num_in_context], start):
+            if self.experts[at] is None:
+                self.experts[at] = chosen
+
+    def expert_columns(self) -> dict[str, Any]:
+        """Return the columns `expert_ids` and `expert_mask` of a trajectory; {} without records."""
+        mask = np.array([each is not None for each in self.experts], dtype=bool)
+        if not mask.any():
+            return {}
+        recorded = np.stack([each for each in self.experts if each is not None])
+        ids = np.zeros((len(mask), *recorded.shape[1:]), dtype=recorded.dtype)
+        ids[mask] = recorded
+        return {"expert_ids": ids, "expert_mask": mask}
+
     def add(self, taken: Turn, turn: int, *, is_sampled: bool = True) -> None:
         num_tokens = len(taken.token_ids)
+        chosen = (
+            [] if taken.experts is None else list(taken.experts[taken.num_prompt :][:num_tokens])
+        )
+        self.experts += chosen + [None] * (num_tokens - len(chosen))
         self.token_ids += taken.token_ids
         self.loss_mask += [is_sampled] * num_tokens
         self.logprobs += taken.logprobs

@@ -83,6 +83,7 @@ class EpisodeState:
         self.num_sampled += len(taken.token_ids)
         self.num_prompt_tokens += taken.num_prompt
         self.num_cached_tokens += taken.num_cached
+        self.history.tape.record_experts(taken)
         return taken
 
     def begin(self, session: EnvSession) -> None:
@@ -304,4 +305,5 @@ def trajectory_of(lease: Lease, play: EpisodeState, *, actor: str, wall_s: float
         turn_actions=np.array(play.actions, dtype=np.int32),
         segment_starts=np.array(tape.starts if len(tape.starts) > 1 else [], dtype=np.int32),
         asides=np.array(tape.asides, dtype=np.int32),
+        **tape.expert_columns(),
     )

@@ -20,6 +20,7 @@ from common.errors import ConfigError
 from learner.batch.batching import TokenBatch, collate_tokens
 from learner.policy.critic import make_critic
 from learner.policy.forward import Networks, Passes
+from learner.policy.kernels.head import trunk_of
 from learner.policy.lora import check_targets, merged_tensors
 from learner.policy.model import Scoring, load_policy, token_logprobs
 
@@ -129,7 +130,7 @@ class LearnerSide:
         assert found is not None
         expected = [
             critic.of_hidden(
-                self.plain.base_model(
+                trunk_of(self.plain)(
                     input_ids=torch.tensor([each]), use_cache=False
                 ).last_hidden_state[0, :-1]
             )

@@ -294,6 +294,18 @@ class AlgorithmSection:
     entropy_coef: float = knob(
         0.0, "Sets the weight of the entropy, which the loss maximises.", ge=0, le=1000
     )
+    router_aux_coef: float = knob(
+        0.0,
+        "Sets the weight of the routers' load-balancing loss of a mixture of experts. 0 turns it "
+        "off.",
+        ge=0,
+        le=1000,
+    )
+    routing_replay: bool = knob(
+        False,
+        "Trains a mixture of experts with the experts that the engine chose while it sampled. The "
+        "gates are the learner's own.",
+    )
     filter_zero_variance: bool = knob(
         True, "Leaves out groups without signal, whose members have equal returns."
     )

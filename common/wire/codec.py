@@ -38,7 +38,7 @@ from common.wire.messages import SCHEMA_VERSION, EpisodeIdentity
 
 MAX_AXES = 8
 MAX_AXIS = 1 << 28  # Maximum length of one axis of an array.
-ARRAY_DTYPES = ("int32", "float32", "bool")
+ARRAY_DTYPES = ("int32", "float32", "bool", "uint8", "int16")
 
 _DTYPE_NAMES = {np.dtype(name): name for name in ARRAY_DTYPES}
 

@@ -20,6 +20,8 @@ from common.wire.access.bounds import Count, Id, Names, Rate, Seconds, Version
 
 SCHEMA_VERSION = 3
 _none = partial(np.zeros, 0, dtype=np.int32)
+_none_chosen = partial(np.zeros, 0, dtype=np.uint8)
+_none_masked = partial(np.zeros, 0, dtype=np.bool_)
 
 
 class EndReason(StrEnum):
@@ -310,6 +312,11 @@ class Trajectory(EpisodeIdentity):
     asides: np.ndarray = field(default_factory=_none, repr=False)
     # [chars] int32 text of a scripted policy's actions, see `common.formats.scripted`; or [0].
     action_chars: np.ndarray = field(default_factory=_none, repr=False)
+    # [seq, layer, chosen] uint8 or int16 experts that the engine chose for each token; [0] if it
+    # records none. Layers without experts hold zeros.
+    expert_ids: np.ndarray = field(default_factory=_none_chosen, repr=False)
+    # [seq] bool, True on tokens whose experts are recorded; or [0].
+    expert_mask: np.ndarray = field(default_factory=_none_masked, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from common.wire.messages import Trajectory
+from learner.batch.experts import Recorded, Routes, place_routes, recorded_of
 from learner.batch.packing import Packing, pack, packed_rows
 
 # Minimal length of a shared prefix; sharing a shorter one costs more than it saves.
@@ -67,6 +68,9 @@ class TokenBatch:
     last_rows: Tensor = field(repr=False)
     position_ids: Tensor | None = field(repr=False, default=None)  # [1, seq] int64; None if padded
     packing: Packing | None = None
+    routes: Routes | None = None  # Recorded experts; None: the routers choose.
+    # [batch * seq] bool, False on padding and filling; None: not known.
+    is_real: Tensor | None = field(repr=False, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +105,7 @@ def collate_tokens(
     device: torch.device | str,
     is_packed: bool = False,
     shared: Sequence[tuple[int, int]] = (),
+    recorded: Sequence[Recorded | None] | None = None,
 ) -> TokenBatch:
     """Arrange sequences in one block and index the tokens to score.
 
@@ -110,6 +115,7 @@ def collate_tokens(
         shared: only for packing, (count, shared prefix length) for each run of adjacent sequences.
             The prefix is shorter than each sequence and has no token to score. Empty: no shared
             prefixes.
+        recorded: recorded experts of each sequence; None: there are none.
 
     Raises:
         ValueError: there is no sequence, one is empty, shapes differ, or a mask scores a first
@@ -130,8 +136,10 @@ def collate_tokens(
     rows, keys, shape = packed_rows(sequences, shared) if is_packed else _padded_rows(sequences)
     flat = np.full(shape[0] * shape[1], PADDING_ID, dtype=np.int64)  # [batch * seq]
     positions = np.zeros_like(flat)
+    is_real = np.zeros(len(flat), dtype=bool)
     for sequence, own in zip(sequences, rows, strict=True):
         flat[own], positions[own] = sequence, np.arange(len(sequence))
+        is_real[own] = True
     scored = [np.flatnonzero(mask) for mask in masks]
     source_rows = [own[at - 1] for own, at in zip(rows, scored, strict=True)]
     last_rows = [own[-1:] for own in rows]
@@ -146,6 +154,8 @@ def collate_tokens(
         last_rows=placed(last_rows),
         position_ids=placed([positions])[None] if is_packed else None,
         packing=pack(keys, device) if is_packed else None,
+        is_real=placed([is_real]),
+        routes=None if recorded is None else place_routes(recorded, rows, len(flat), device),
     )
 
 
@@ -333,6 +343,7 @@ def _collate(
             device=device,
             is_packed=is_packed,
             shared=block.shared,
+            recorded=recorded_of(trajectories),
         ),
         sample_indices=block.indices,
         sample_sizes=counts,

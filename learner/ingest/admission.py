@@ -10,6 +10,7 @@ from common.formats.scripted import refusal_of_actions
 from common.segments import refusal_of_asides, refusal_of_segments, refusal_of_starts, segments_of
 from common.wire.access.lease_mac import is_leased
 from common.wire.messages import EndReason, PolicyKind, Trajectory
+from learner.batch.experts import RoutingShape, refusal_of_experts
 from learner.ingest.journal_index import JournalIndex
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Admission:
         vocab_size: int | None = None,
         max_tokens: int | None = None,
         lease_key: bytes | None = None,
+        routing: RoutingShape | None = None,
     ) -> None:
         """Start with all counts at zero.
 
@@ -54,7 +56,9 @@ class Admission:
             vocab_size: as in `refusal`.
             max_tokens: as in `refusal`.
             lease_key: key with which the scheduler marks leases. None: every sender is trusted.
+            routing: as in `refusal`.
         """
+        self._routing = routing
         self._lease_key = lease_key
         self._index = index
         self._max_tokens = max_tokens
@@ -82,6 +86,7 @@ class Admission:
             max_group_size=self._group_size,
             vocab_size=self._vocab_size,
             max_tokens=self._max_tokens,
+            routing=self._routing,
         )
         if reason:
             self._num_refused += 1
@@ -113,6 +118,7 @@ def refusal(
     max_group_size: int,
     vocab_size: int | None = None,
     max_tokens: int | None = None,
+    routing: RoutingShape | None = None,
 ) -> str:
     """Return the reason why a trajectory must not be accepted, "" if it may.
 
@@ -125,6 +131,7 @@ def refusal(
         vocab_size: rows of the policy's embedding. A journalled token id above them would crash the
             trainer at every replay. None: not known, so not checked.
         max_tokens: most tokens of a segment, which the learner computes at once. None: no limit.
+        routing: sizes of recorded experts. None: they are not replayed.
     """
     num_tokens = trajectory.token_ids.size
     for name, dtype in _COLUMNS.items():
@@ -134,7 +141,8 @@ def refusal(
         if column.shape != (num_tokens,):
             return f"{name} has shape {column.shape}, but token_ids has {num_tokens} tokens"
     reason = refusal_of_starts(trajectory) or refusal_of_asides(trajectory)
-    if reason := reason or refusal_of_actions(trajectory):
+    reason = reason or refusal_of_actions(trajectory)
+    if reason := reason or refusal_of_experts(trajectory, routing):
         return reason
     longest = max(part.stop - part.start for part in segments_of(trajectory))
     if max_tokens is not None and longest > max_tokens:

@@ -106,6 +106,8 @@ def objective_text(algorithm: AlgorithmSection, learner: LearnerSection) -> str:
     body = f"[{body}]" if len(terms) > 1 else body
     if algorithm.advantage is Advantage.PPO and learner.critic.kind is CriticKind.HEAD:
         body += f" - {learner.critic.coef:g}*VL"
+    if algorithm.router_aux_coef:
+        body += f" - {algorithm.router_aux_coef:g}*LB"
     return f"maximise {mean} {body}; {', '.join(law for law in laws if law)}"
 
 

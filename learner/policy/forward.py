@@ -16,13 +16,22 @@ from transformers import PreTrainedModel
 from common.config.compute import Layout, Offload
 from common.config.learning import LearnerSection
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
+from learner.batch.experts import RoutingShape
+from learner.policy.balance import balance_loss_of
 from learner.policy.critic import Critic
 from learner.policy.kernels.attention import use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
-from learner.policy.kernels.head import own_logits_gap, use_own_logits
+from learner.policy.kernels.head import own_logits_gap, trunk_of, use_own_logits
 from learner.policy.lora import adapters_off
-from learner.policy.model import Scoring, flat_hidden, hidden_logprobs, vocabulary_size
+from learner.policy.model import (
+    Scoring,
+    flat_hidden,
+    flat_hidden_and_routers,
+    hidden_logprobs,
+    vocabulary_size,
+)
 from learner.policy.precision import uses_bf16
+from learner.policy.routing import install
 from learner.policy.selfcheck import (
     NeighboursDiffer,
     Score,
@@ -67,6 +76,7 @@ class Scores:
     entropy: Tensor | None = field(repr=False, default=None)  # [tokens] float32 nats
     values: Tensor | None = field(repr=False, default=None)  # [tokens] float32
     end_values: Tensor | None = field(repr=False, default=None)  # [batch] values of the last states
+    balance: Tensor | None = field(repr=False, default=None)  # Load-balancing loss of the routers.
 
 
 class Probed(Enum):
@@ -95,6 +105,7 @@ class _Trained(nn.Module):
         *,
         with_entropy: bool,
         with_values: bool,
+        with_balance: bool = False,
         probed: Probed | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Return the fields of `Scores` in order, as a plain tuple that FSDP can traverse.
@@ -107,21 +118,28 @@ class _Trained(nn.Module):
         if probed is Probed.HEAD:
             return own_logits_gap(policy), None, None, None
         if probed is Probed.LOGITS:
-            return plain_logprobs(policy, tokens, autocast=how.autocast), None, None, None
+            return plain_logprobs(policy, tokens, autocast=how.autocast), None, None, None, None
         if probed is Probed.TRUNK:
             assert critic is not None
             assert critic.trunk is not None
             states = flat_hidden(critic.trunk, tokens, autocast=how.autocast)
-            return states[tokens.source_rows], None, None, None
-        hidden = flat_hidden(policy.base_model, tokens, autocast=how.autocast)
+            return states[tokens.source_rows], None, None, None, None
+        body = trunk_of(policy)
+        balance = None
+        if with_balance:
+            hidden, routers = flat_hidden_and_routers(body, tokens, autocast=how.autocast)
+            balance = balance_loss_of(policy)(routers, tokens)
+        else:
+            hidden = flat_hidden(body, tokens, autocast=how.autocast)
         rows = hidden[tokens.source_rows]
         targets = tokens.target_ids
         logprobs, entropy = hidden_logprobs(policy, rows, targets, how, with_entropy=with_entropy)
         if not with_values or critic is None:
-            return logprobs, entropy, None, None
+            return logprobs, entropy, None, None, balance
         states = critic.hidden(tokens, hidden, autocast=how.autocast)
         of_tokens = critic.of_hidden(states[tokens.source_rows])
-        return logprobs, entropy, of_tokens, critic.of_hidden(states[tokens.last_rows])
+        of_ends = critic.of_hidden(states[tokens.last_rows])
+        return logprobs, entropy, of_tokens, of_ends, balance
 
 
 class Passes:
@@ -135,12 +153,14 @@ class Passes:
         temperature: float,
         engine_dtype: str,
         mesh: DeviceMesh | None = None,
+        replays_routing: bool = False,
     ) -> None:
         """Store the networks, settle their attention, and shard them in place over `mesh`.
 
         Args:
             temperature: temperature of the sampler.
             engine_dtype: value of `model.dtype`.
+            replays_routing: value of `algorithm.routing_replay`.
 
         Raises: ConfigError: the networks do not support the configuration.
         """
@@ -156,6 +176,7 @@ class Passes:
         # True until the kernels are compiled.
         self.is_cold = cfg.compile and compile_parts(present, fit=fit) > 0
         self._is_base_reference = networks.is_base_reference
+        self._replay = install(networks.policy.base_model) if replays_routing else None
         self.scoring = Scoring(
             chunk_tokens=cfg.logprob_chunk_tokens,
             autocast=uses_bf16(cfg, self._device),
@@ -195,6 +216,23 @@ class Passes:
                 self.is_packed = self._use_layout(Layout.PADDED)
                 self._check_networks()
 
+            self._measure_routing()
+
+    @torch.no_grad()
+    def _measure_routing(self) -> None:
+        """Find the calls by which the policy's routers choose experts. Raises: ConfigError."""
+        if self._replay is None:
+            return
+        ids = np.arange(4)
+        tokens = collate_tokens([ids], [ids > 0], device=self._device, is_packed=self.is_packed)
+        with self._replay.measuring():
+            self._logprobs(self._trained, tokens, self.scoring)
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """The sizes of recorded experts; None if they are not replayed."""
+        return None if self._replay is None else self._replay.shape
+
     def _check_networks(self) -> None:
         for network in self._present():
             self._settle_head(network)
@@ -231,16 +269,33 @@ class Passes:
             check_scores(probe, states, _by_own_attention(trunk, states))
 
     def score(
-        self, tokens: TokenBatch, *, with_entropy: bool = False, with_values: bool = False
+        self,
+        tokens: TokenBatch,
+        *,
+        with_entropy: bool = False,
+        with_values: bool = False,
+        with_balance: bool = False,
     ) -> Scores:
-        """Return log-probabilities of a block and, if requested, entropies and values."""
+        """Return log-probabilities of a block and, if requested, the other fields of `Scores`."""
+        if self._replay is not None and not self._replay.is_measured:
+            self._measure_routing()
         found = self._trained(
-            tokens, self.scoring, with_entropy=with_entropy, with_values=with_values
+            tokens,
+            self.scoring,
+            with_entropy=with_entropy,
+            with_values=with_values,
+            with_balance=with_balance,
         )
         if not torch.is_grad_enabled():
             reshard(self._trained)
-        logprobs, entropy, values, end_values = found
-        return Scores(logprobs=logprobs, entropy=entropy, values=values, end_values=end_values)
+        logprobs, entropy, values, end_values, balance = found
+        return Scores(
+            logprobs=logprobs,
+            entropy=entropy,
+            values=values,
+            end_values=end_values,
+            balance=balance,
+        )
 
     @naming_compiler()
     def warm_up(self) -> None:

@@ -1,6 +1,6 @@
 """Loads networks in shards: made without memory, sharded, then filled by each rank."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from common.errors import ConfigError
+from learner.policy.conversion import Read, convert_read, plan_reads
 from learner.policy.determinism import make_deterministic, zero_dropout_rates
 from learner.policy.rotary import fix_rotary
 
@@ -126,8 +127,8 @@ def take_memory(network: nn.Module) -> None:
 def fill(network: PreTrainedModel, path: str) -> None:
     """Read a network's weights, sharded or not, from the safetensors files at `path`.
 
-    Each rank reads only its own rows, so no process ever holds the whole weights. Adapters do not
-    change.
+    Each rank reads only its own rows, so no process ever holds the whole weights. A tensor that
+    must be converted may be read whole. Adapters do not change.
 
     Raises: ConfigError: a weight is missing in the files, or has another shape.
     """
@@ -136,44 +137,88 @@ def fill(network: PreTrainedModel, path: str) -> None:
         for file in sorted(Path(path).glob("*.safetensors")):
             reader = opened.enter_context(safe_open(file, "pt"))
             files |= dict.fromkeys(reader.keys(), reader)
-        for names, tensor in _tensors(network):
-            name = next((name for name in names if name in files), None)
-            if name is None:
-                raise ConfigError(f"{path}: no *.safetensors file has the weights of {names[0]}")
-            found = files[name].get_slice(name)
-            if list(found.get_shape()) != list(tensor.shape):
-                raise ConfigError(
-                    f"{path}: {name} has shape {found.get_shape()}, but config.json requires"
-                    f" {list(tensor.shape)}"
-                )
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if local.numel():
-                local.copy_(_rows(found, tensor) if tensor.ndim else files[name].get_tensor(name))
+        weights = {name: each for names, each in _tensors(network) for name in names}
+        filled: set[str] = set()
+        for read in plan_reads(network, files, weights):
+            for name, part in _parts(network, read, files, weights, path):
+                local = _local(weights[name])
+                if local.numel():
+                    local.copy_(part)
+                filled.add(name)
+    for names, _ in _tensors(network):
+        if filled.isdisjoint(names):
+            raise ConfigError(f"{path}: no *.safetensors file has the weights of {names[0]}")
+
+
+def _parts(
+    network: PreTrainedModel,
+    read: Read,
+    files: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    path: str,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, this rank's rows) of the weights that a read gives.
+
+    Raises: ConfigError: a weight has another shape.
+    """
+    if read.converter is None:
+        ((name,),) = read.sources.values()
+        tensor = weights[read.weight]
+        found = files[name].get_slice(name)
+        _check_shape(name, found.get_shape(), tensor, path)
+        yield read.weight, _rows(found, tensor) if tensor.ndim else files[name].get_tensor(name)
+        return
+    is_by_row = read.is_by_row and weights[read.weight].ndim
+    rows = _range_of(weights[read.weight]) if is_by_row else slice(None)
+    if is_by_row and not _local(weights[read.weight]).numel():
+        yield read.weight, torch.empty(0)
+        return
+    made = convert_read(network, read, lambda name: files[name].get_tensor(name), rows)
+    for name, each in made.items():
+        tensor = weights[name]
+        if is_by_row:
+            expected = _local(tensor)
+            _check_shape(name, each.shape, expected, path)
+            yield name, each
+        else:
+            _check_shape(name, each.shape, tensor, path)
+            yield name, _rows(each, tensor) if tensor.ndim else each
+
+
+def _check_shape(name: str, found: Sequence[int], tensor: Tensor, path: str) -> None:
+    if list(found) != list(tensor.shape):
+        raise ConfigError(
+            f"{path}: {name} has shape {list(found)}, but config.json requires {list(tensor.shape)}"
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _rows(found: Any, tensor: Tensor) -> Tensor:
     """Return this rank's rows of a tensor on disk: FSDP shards along the first axis."""
+    return found[_range_of(tensor)]
+
+
+def _range_of(tensor: Tensor) -> slice:
+    """Return this rank's rows of a weight; all rows of a weight that is not sharded."""
     if not isinstance(tensor, DTensor):
-        return found[:]
+        return slice(None)
     size = tensor.device_mesh.size()
     rank = tensor.device_mesh.get_local_rank()
     num_rows = -(-tensor.shape[0] // size)  # As in torch.chunk.
-    return found[rank * num_rows : min((rank + 1) * num_rows, tensor.shape[0])]
+    return slice(rank * num_rows, min((rank + 1) * num_rows, tensor.shape[0]))
 
 
 def _tensors(network: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield each weight once with its possible names in a file.
-
-    Files of a causal language model add a prefix to the names of the trunk's weights.
-    """
-    prefix = network.base_model_prefix
+    """Yield each weight once with its names; tied weights have several."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for key, tensor in network.state_dict(keep_vars=True).items():
         if ".lora_" in key:
             continue
-        name = key.replace(".base_layer.", ".")
-        names.setdefault(id(tensor), []).extend([name, f"{prefix}.{name}"])
+        names.setdefault(id(tensor), []).append(key.replace(".base_layer.", "."))
         tensors[id(tensor)] = tensor
     for key, tensor in tensors.items():
         yield names[key], tensor.detach()

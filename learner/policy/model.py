@@ -16,10 +16,18 @@ from common.checks.model_kind import check_kind
 from common.config.compute import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
+from learner.policy.conversion import Stored, stored_tensors
 from learner.policy.determinism import make_deterministic
-from learner.policy.kernels.head import Logits, logits_function, own_logits_gap, use_own_logits
+from learner.policy.kernels.head import (
+    Logits,
+    logits_function,
+    own_logits_gap,
+    trunk_of,
+    use_own_logits,
+)
 from learner.policy.loading import META, give_memory, load_network, take_memory
 from learner.policy.lora import adapter_tensors, add_adapters, has_adapters
+from learner.policy.routing import set_routes
 
 
 def pick_device(name: str) -> torch.device:
@@ -135,19 +143,32 @@ def token_logprobs(model: PreTrainedModel, tokens: TokenBatch, how: Scoring) -> 
 
     Returns: [tokens] float32 nats.
     """
-    hidden = flat_hidden(model.base_model, tokens, autocast=how.autocast)[tokens.source_rows]
+    hidden = flat_hidden(trunk_of(model), tokens, autocast=how.autocast)[tokens.source_rows]
     return hidden_logprobs(model, hidden, tokens.target_ids, how, with_entropy=False)[0]
 
 
 def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tensor:
     """Return the last hidden states of a network without its head, [batch * seq, hidden]."""
+    return _run(body, tokens, autocast=autocast).last_hidden_state.flatten(0, 1)
+
+
+def flat_hidden_and_routers(
+    body: nn.Module, tokens: TokenBatch, *, autocast: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return `flat_hidden`, and each router's logits [batch * seq, expert]."""
+    out = _run(body, tokens, autocast=autocast, output_router_logits=True)
+    logits = tuple(each.flatten(0, -2) for each in out.router_logits)
+    return out.last_hidden_state.flatten(0, 1), logits
+
+
+def _run(body: nn.Module, tokens: TokenBatch, *, autocast: bool, **outputs: bool) -> Any:
     device_type = tokens.token_ids.device.type
+    set_routes(body, tokens.routes)
     packed: dict[str, Any] = {}
     if tokens.packing is not None:
         packed = {"position_ids": tokens.position_ids, "packing": tokens.packing}
     with torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
-        out = body(input_ids=tokens.token_ids, use_cache=False, **packed)
-    return out.last_hidden_state.flatten(0, 1)
+        return body(input_ids=tokens.token_ids, use_cache=False, **packed, **outputs)
 
 
 def hidden_logprobs(
@@ -191,19 +212,23 @@ def _score_rows(
     return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
 
 
-def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, live tensor or this rank's shard) of the weights that engines need.
+def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Stored]]:
+    """Yield (name in a checkpoint, live tensor or this rank's shard) that engines need.
 
     These are the adapters if the model has any, otherwise all weights, tied ones once.
+
+    Raises: ConfigError: as `stored_tensors`.
     """
     if has_adapters(model):
         yield from adapter_tensors(model)
         return
     seen: set[int] = set()
+    weights: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            yield name, tensor.detach()
+            weights[name] = tensor.detach()
+    yield from stored_tensors(model, weights).items()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -30,9 +30,12 @@ from learner.objective.correction import (
 from learner.objective.describe import proximal_in_use
 from learner.objective.loss import Denominator, LossInputs, metric_names, policy_loss, value_loss
 from learner.objective.second_moment import second_moment_mask
+from learner.policy.balance import balance_loss_of
 from learner.policy.forward import Networks, Passes, Scores
 from learner.training.ranks import Ranks, deal
 
+# Mean of the routers' load-balancing loss over microbatches, by their tokens.
+BALANCE_METRIC = "routing/balance_loss"
 CRITIC_METRICS = ("critic/loss", "critic/value_mean", "critic/target_mean")
 
 
@@ -83,8 +86,11 @@ class Gradients:
         self._cfg = settings.learner
         cfg = self._algorithm = settings.algorithm
         is_more = cfg.entropy_coef or cfg.kl_coef or cfg.drift_coef or networks.critic is not None
+        self._is_balanced = cfg.router_aux_coef != 0
+        if self._is_balanced:
+            balance_loss_of(networks.policy)  # Refuses families without this loss.
         # True: a sample with zero advantage has no gradient.
-        self._is_surrogate_alone = not is_more
+        self._is_surrogate_alone = not (is_more or self._is_balanced)
         self._proximal = proximal_in_use(settings.algorithm, settings.learner)
         self._max_tokens = settings.learner.max_tokens_per_microbatch
         self._networks = networks
@@ -95,6 +101,7 @@ class Gradients:
             temperature=settings.temperature,
             engine_dtype=settings.engine_dtype,
             mesh=ranks.mesh,
+            replays_routing=settings.algorithm.routing_replay,
         )
 
     def prepare(self, samples: list[Sample], version: int) -> ScoredBatch:
@@ -158,20 +165,29 @@ class Gradients:
         )
         marks = [sample.state_marks for sample in samples if sample.state_marks is not None]
         num_states = sum(float(each.sum()) for each in marks)
+        num_all_tokens = sum(len(sample.trajectory.token_ids) for sample in samples)
         has_critic = self._networks.critic is not None
         names = ["loss", *metric_names(self._algorithm), *(CRITIC_METRICS if has_critic else ())]
+        names += [BALANCE_METRIC] if self._is_balanced else []
         # Tensors on the device: reading each number would block until it is computed.
         rows: list[Tensor] = []
         logprobs: BySample = {}
         for micro in self._microbatches(batch.samples, part):
             scores = self.passes.score(
-                micro.tokens, with_entropy=self._algorithm.entropy_coef != 0, with_values=has_critic
+                micro.tokens,
+                with_entropy=self._algorithm.entropy_coef != 0,
+                with_values=has_critic,
+                with_balance=self._is_balanced,
             )
             loss, metrics = policy_loss(
                 self.loss_inputs(batch, micro, scores), denominator, self._algorithm
             )
             if has_critic:
                 loss = loss + self._value_term(micro, scores, num_states, metrics)
+            if scores.balance is not None:
+                balance = scores.balance * (micro.num_tokens / num_all_tokens)
+                loss = loss + self._algorithm.router_aux_coef * balance
+                metrics[BALANCE_METRIC] = balance.detach()
             loss.backward()
             metrics["loss"] = loss.detach()
             rows.append(torch.stack([metrics[name] for name in names]))  # [metric]

@@ -70,6 +70,13 @@ def information_metrics(samples: Sequence[Sample], passes: Passes) -> dict[str, 
     return mutual_information(passes.score_crosswise(prompts, answers))
 
 
+def routing_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the share of the tokens whose experts the engine recorded."""
+    num_tokens = sum(len(sample.trajectory.token_ids) for sample in samples)
+    num_recorded = sum(int(sample.trajectory.expert_mask.sum()) for sample in samples)
+    return {"routing/recorded_frac": num_recorded / num_tokens}
+
+
 def volume_metrics(samples: Sequence[Sample], step_s: float) -> dict[str, float]:
     num_tokens = sum(len(sample.trajectory.token_ids) for sample in samples)
     return {

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from learner.batch.batching import Sample, make_minibatches
 from learner.batch.codec import pack_samples, unpack_samples
+from learner.batch.experts import RoutingShape
 from learner.batch.rows import rows_of
 from learner.batch.running_baseline import RunningBaseline
 from learner.objective.correction import Overlap
@@ -33,6 +34,7 @@ from learner.training.step_metrics import (
     information_metrics,
     mean_metrics,
     offpolicy_metrics,
+    routing_metrics,
     volume_metrics,
 )
 from learner.weights.source import Gathering, LiveWeights
@@ -134,6 +136,11 @@ class Trainer:
     def is_packed(self) -> bool:
         """Whether a block stores its sequences one after another in a single row."""
         return self._gradients.passes.is_packed
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """The sizes of recorded experts; None if they are not replayed."""
+        return self._gradients.passes.routing
 
     def check_start(self, *, may_pad: bool) -> None:
         """Compare the learner's scores with those of the networks' own forward passes.
@@ -307,6 +314,8 @@ class Trainer:
         seen = (self._gradients.before(batch), self._gradients.known(batch))
         metrics |= offpolicy_metrics(batch.samples, *seen, batch.version)
         metrics |= volume_metrics(batch.samples, step_s)
+        if self.routing is not None:
+            metrics |= routing_metrics(batch.samples)
         metrics["train/is_bf16"] = float(self._gradients.passes.scoring.autocast)
         metrics["train/is_cuda"] = float(self._model.device.type == "cuda")
         metrics["train/lr"] = self._optimizer.lr

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from common.errors import LongstrideError
 from common.wire.collective import lay_out
 from common.wire.weight_messages import TensorSpec
+from learner.policy.conversion import Stored
 from learner.policy.finite import WeightsNotFinite, is_finite
 from learner.policy.sharding import device_of
 
@@ -35,11 +37,12 @@ class WeightSource(Protocol):
 
 
 class Piece(NamedTuple):
-    """A range of numbers of one tensor, held by one rank, that a part contains."""
+    """A range of numbers of one weight, held by one rank, that a part contains."""
 
-    tensor: int
+    weight: Tensor  # The weight, or this rank's shard of it.
+    dtype: torch.dtype  # Dtype in which it is sent.
     rank: int
-    first: int  # Index of the first number in the flat whole tensor.
+    first: int  # Index of the first number in the flat whole weight.
     count: int
     at: int  # Byte offset in the part.
 
@@ -64,12 +67,12 @@ class LiveWeights:
 
     def __init__(
         self,
-        named: Iterable[tuple[str, Tensor]],
+        named: Iterable[tuple[str, Tensor | Stored]],
         dtype: torch.dtype | None,
         *,
         gathering: Gathering | None = None,
     ) -> None:
-        """Wrap tensors: DTensors on a mesh of one dimension, or plain ones.
+        """Wrap tensors: DTensors on a mesh of one dimension, plain ones, or ranges of both.
 
         Args:
             dtype: dtype in which floating-point tensors are sent; None: each in its own.
@@ -81,11 +84,12 @@ class LiveWeights:
         ]
         self.specs, self.total_bytes = lay_out(layout)
         self._dtypes = [tensor.dtype for _, tensor in layout]
-        self._tensors = [tensor.detach() for _, tensor in named]
+        self._runs = [_runs_of(tensor) for _, tensor in named]
+        self._offsets = [spec.offset_bytes for spec in self.specs]
         self._gathering = gathering
         self._filling = threading.Lock()  # An abandoned transfer may still be filling a part.
         # Tensors on a mesh of GPUs may be offloaded, but are sent from the GPU.
-        first = self._tensors[0]
+        first = self._runs[0][0][0]
         self.device = device_of(first.device_mesh) if isinstance(first, DTensor) else first.device
 
     def fill(self, start: int, part: Tensor) -> None:
@@ -100,9 +104,11 @@ class LiveWeights:
         self._check_finite(start, part)
 
     def _check_finite(self, start: int, part: Tensor) -> None:
-        for spec, dtype in zip(self.specs, self._dtypes, strict=True):
+        for index in self._within(start, part.numel()):
+            spec = self.specs[index]
             first = max(start, spec.offset_bytes) - start
             stop = min(start + part.numel(), spec.offset_bytes + spec.num_bytes) - start
+            dtype = self._dtypes[index]
             if first < stop and not is_finite(part[first:stop].view(dtype)):
                 raise WeightsNotFinite(spec.name, "the weights are not sent to the engines")
 
@@ -130,31 +136,43 @@ class LiveWeights:
         sent: list[Tensor] = []
         for piece in self._pieces(start, num_bytes):
             if piece.rank == gathering.rank:
-                dtype = self._dtypes[piece.tensor]
-                sent.append(self._local(piece).to(gathering.device, dtype).view(torch.uint8))
+                numbers = self._local(piece).to(gathering.device, piece.dtype)
+                sent.append(numbers.view(torch.uint8))
         with _in_touch(gathering):
             _run([dist.P2POp(dist.isend, each, 0, gathering.group) for each in sent])
 
+    def _within(self, start: int, num_bytes: int) -> range:
+        """Return the indices of the tensors that may have bytes in this range."""
+        first = max(bisect_right(self._offsets, start) - 1, 0)
+        return range(first, bisect_left(self._offsets, start + num_bytes))
+
     def _pieces(self, start: int, num_bytes: int) -> Iterator[Piece]:
         """Yield the pieces in these bytes, in the same order on every rank."""
-        for index, spec in enumerate(self.specs):
+        for index in self._within(start, num_bytes):
+            spec = self.specs[index]
             first_byte = max(start, spec.offset_bytes)
             stop_byte = min(start + num_bytes, spec.offset_bytes + spec.num_bytes)
             if first_byte >= stop_byte:
                 continue
-            width = self._dtypes[index].itemsize
-            first = (first_byte - spec.offset_bytes) // width
-            stop = (stop_byte - spec.offset_bytes) // width
-            for rank, (low, high) in enumerate(_shares(self._tensors[index])):
-                begin = max(first, low)
-                end = min(stop, high)
-                if begin < end:
-                    at = spec.offset_bytes + begin * width - start
-                    yield Piece(index, rank, begin, end - begin, at)
+            dtype = self._dtypes[index]
+            first = (first_byte - spec.offset_bytes) // dtype.itemsize
+            stop = (stop_byte - spec.offset_bytes) // dtype.itemsize
+            at = spec.offset_bytes - start  # Byte offset of the tensor's first number.
+            for weight, offset, count in self._runs[index]:
+                wanted = (offset + max(first, 0), offset + min(stop, count))
+                for rank, (low, high) in enumerate(_shares(weight)):
+                    begin = max(wanted[0], low)
+                    end = min(wanted[1], high)
+                    if begin < end:
+                        place = at + (begin - offset) * dtype.itemsize
+                        yield Piece(weight, dtype, rank, begin, end - begin, place)
+                first -= count
+                stop -= count
+                at += count * dtype.itemsize
 
     def _local(self, piece: Piece) -> Tensor:
         """Return the numbers [count] of a piece that this rank holds."""
-        tensor = self._tensors[piece.tensor]
+        tensor = piece.weight
         if isinstance(tensor, DTensor):
             low, _ = _shares(tensor)[piece.rank]
             flat = tensor.to_local().reshape(-1)
@@ -162,12 +180,17 @@ class LiveWeights:
         return tensor.reshape(-1)[piece.first : piece.first + piece.count]
 
     def _place_of(self, piece: Piece, part: Tensor) -> Tensor:
-        dtype = self._dtypes[piece.tensor]
-        return part[piece.at : piece.at + piece.count * dtype.itemsize].view(dtype)
+        return part[piece.at : piece.at + piece.count * piece.dtype.itemsize].view(piece.dtype)
 
 
-def _sent_as(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+def _runs_of(tensor: Tensor | Stored) -> Sequence[tuple[Tensor, int, int]]:
+    if isinstance(tensor, Stored):
+        return tensor.runs
+    return [(tensor.detach(), 0, tensor.numel())]
+
+
+def _sent_as(tensor: Tensor | Stored, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
 
 
 def _shares(tensor: Tensor) -> list[tuple[int, int]]:

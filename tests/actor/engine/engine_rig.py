@@ -70,6 +70,8 @@ class Rig:
         prepare: Callable[[Qwen3ForCausalLM], None] = lambda _: None,
         num_workers: int = 1,
         is_repeatable: bool = True,
+        save: Callable[[Path], None] | None = None,
+        algorithm: AlgorithmSection = AlgorithmSection(),  # noqa: B008 - it is frozen
     ) -> None:
         from actor.engine.engine import Engine
 
@@ -78,13 +80,16 @@ class Rig:
         self.at_update = at_update
         self.run_dir = RunDir(root=folder)
         self.keys = create_keys(self.run_dir.keys)
-        save_tiny_policy(folder / "policy", is_tied=is_tied, prepare=prepare)
+        if save is None:
+            save_tiny_policy(folder / "policy", is_tied=is_tied, prepare=prepare)
+        else:
+            save(folder / "policy")
         path = str(folder / "policy")
         self.model = load_policy(path, device="cpu", gradient_checkpointing=False, lora=lora)
         precision = Precision.FP32 if dtype == "float32" else Precision.BF16
         settings = TrainerSettings(
             learner=LearnerSection(precision=precision),
-            algorithm=AlgorithmSection(),
+            algorithm=algorithm,
             num_steps=1,
             engine_dtype=dtype,
         )
@@ -103,6 +108,7 @@ class Rig:
             seed=0,
             lora=lora,
             is_repeatable=is_repeatable,
+            records_experts=algorithm.routing_replay,
         )
         self.engine = self._runner.run(start)
 

@@ -1,0 +1,97 @@
+"""The experts that engines chose, as a column of trajectories and as tensors of a block."""
+# torch's type stubs lack numpy's element types:
+# pyright: reportUnknownMemberType=false
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.wire.messages import Trajectory
+
+DTYPES = (np.dtype("uint8"), np.dtype("int16"))
+Recorded = tuple[np.ndarray, np.ndarray]  # ids [seq, layer, chosen], mask [seq]
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The recorded experts of a block's positions."""
+
+    ids: Tensor = field(repr=False)  # [batch * seq, layer, chosen] uint8 or int16
+    mask: Tensor = field(repr=False)  # [batch * seq] bool, True on positions with a record
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """The sizes of a mixture of experts."""
+
+    num_layers: int  # All layers of the network, with and without experts.
+    num_chosen: int  # Experts of a token in one layer.
+    num_experts: int
+
+
+def recorded_of(trajectories: Sequence[Trajectory]) -> list[Recorded | None] | None:
+    """Return the records of trajectories; None if there are none at all."""
+    if not any(each.expert_mask.size for each in trajectories):
+        return None
+    return [(t.expert_ids, t.expert_mask) if t.expert_mask.size else None for t in trajectories]
+
+
+def place_routes(
+    recorded: Sequence[Recorded | None],
+    rows: Sequence[np.ndarray],
+    num_rows: int,
+    device: torch.device | str,
+) -> Routes:
+    """Return the routes of a block.
+
+    Args:
+        recorded: records of each sequence; None: there are none.
+        rows: [seq] rows of each sequence in the block.
+        num_rows: number of all rows of the block.
+    """
+    first = next(each for each in recorded if each is not None)
+    ids = np.zeros((num_rows, *first[0].shape[1:]), dtype=first[0].dtype)
+    mask = np.zeros(num_rows, dtype=bool)
+    for each, own in zip(recorded, rows, strict=True):
+        if each is not None:
+            known = own[each[1]]
+            ids[known] = each[0][each[1]]
+            mask[known] = True
+    return Routes(torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device))
+
+
+def refusal_of_experts(trajectory: Trajectory, shape: RoutingShape | None) -> str:
+    """Return why the recorded experts are invalid; "" if they are valid or absent.
+
+    Args:
+        shape: sizes of the policy; None: not known, so ids and sizes are not checked.
+    """
+    ids = trajectory.expert_ids
+    mask = trajectory.expert_mask
+    num_tokens = len(trajectory.token_ids)
+    if mask.dtype != np.bool_ or ids.dtype not in DTYPES:
+        return (
+            f"expert_ids has dtype {ids.dtype.name} and expert_mask has dtype {mask.dtype.name},"
+            " expected uint8 or int16, and bool"
+        )
+    if not mask.size and ids.shape == (0,):
+        return ""
+    if mask.shape != (num_tokens,) or ids.ndim != 3 or len(ids) != num_tokens:
+        return (
+            f"expert_ids has shape {ids.shape} and expert_mask has shape {mask.shape}, but"
+            f" token_ids has {num_tokens} tokens"
+        )
+    if shape is None:
+        return ""
+    sizes = (shape.num_layers, shape.num_chosen)
+    if ids.shape[1:] != sizes:
+        return f"expert_ids has shape {ids.shape}, but the policy has [layer, chosen] = {sizes}"
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < shape.num_experts:
+        return (
+            f"expert_ids has ids {ids.min()}..{ids.max()}, but the policy has"
+            f" {shape.num_experts} experts"
+        )
+    return ""

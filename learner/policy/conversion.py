@@ -1,0 +1,171 @@
+"""Weights under their names in checkpoint files.
+
+Some families have other tensors in memory than in their files: all experts of a layer are one
+weight in memory and several tensors in a file. Transformers converts them when it loads and saves a
+model. This module applies the same conversions to shards, and to tensors that engines receive.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from common.errors import ConfigError
+
+# A tensor of a file is read from at most this many places of the weights.
+MAX_RUNS = 64
+PROXY_WIDTH = 2  # Last axis of the small stand-in of a weight with three axes.
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Tensors of the files that give one weight, or several."""
+
+    weight: str  # Name of the weight, or of the first one.
+    converter: WeightConverter | None  # None: the tensor is the weight.
+    # Names in the files, by the pattern that they match.
+    sources: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether each row of the weight is made of one tensor for each pattern."""
+        if self.converter is None:
+            return False
+        first, *others = self.converter.operations
+        merges = isinstance(first, MergeModulelist) and first.dim == 0
+        return merges and all(getattr(each, "dim", 0) != 0 for each in others)
+
+
+def plan_reads(
+    network: PreTrainedModel, names: Iterable[str], weights: Mapping[str, Tensor]
+) -> list[Read]:
+    """Return how the tensors of files give a network's weights; other tensors are left out.
+
+    Args:
+        names: names in the files.
+        weights: weights of the network by name.
+    """
+    transforms = get_model_conversion_mapping(network)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix = network.base_model_prefix
+    known = dict(weights)
+    reads: dict[str, Read] = {}
+    for name in sorted(names, key=dot_natural_key):
+        weight, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        if weight not in known:
+            weight, pattern = rename_source_key(name, [], [], prefix, known)
+        if weight in known:
+            converter = None if pattern is None else by_pattern[pattern]
+            read = reads.setdefault(weight, Read(weight, converter))
+            read.sources.setdefault(pattern or name, []).append(name)
+    # Saved and published tensors get the names of these files.
+    network._weight_conversions = [each for each in transforms if each.was_used()]  # pyright: ignore
+    return list(reads.values())
+
+
+def convert_read(
+    network: PreTrainedModel, read: Read, load: Callable[[str], Tensor], rows: slice = slice(None)
+) -> dict[str, Tensor]:
+    """Return weights by name, made of the tensors of a file.
+
+    Args:
+        load: returns the tensor of a name in the files.
+        rows: rows of the weight to make, for a read that is by row.
+    """
+    assert read.converter is not None
+    converter = deepcopy(read.converter)
+    for pattern, names in read.sources.items():
+        for name in names[rows] if read.is_by_row else names:
+            converter.add_tensor(read.weight, name, pattern, load(name))  # pyright: ignore
+    made = converter.convert(read.weight, model=network, config=network.config)
+    return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a checkpoint file, as ranges of flat weights in memory, one after another."""
+
+    shape: tuple[int, ...]
+    runs: tuple[tuple[Tensor, int, int], ...]  # (weight or shard, first number, count)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.runs[0][0].dtype
+
+
+def stored_tensors(
+    network: PreTrainedModel, weights: Mapping[str, Tensor]
+) -> dict[str, Tensor | Stored]:
+    """Return weights under their names in a checkpoint; a weight that is stored as it is, as it is.
+
+    Args:
+        weights: live tensors of the network, or this rank's shards.
+
+    Raises: ConfigError: a tensor of the file is no range of the weights.
+    """
+    bare = {name: torch.empty(each.shape, device="meta") for name, each in weights.items()}
+    origins = {id(each): name for name, each in bare.items()}
+    named = revert_weight_conversion(network, bare)
+    kept = {name: origins[id(each)] for name, each in named.items() if id(each) in origins}
+    others = {name: weights[name] for name in weights.keys() - set(kept.values())}
+    made = _converted(network, {name: others[name] for name in weights if name in others})
+    return {name: weights[kept[name]] if name in kept else made[name] for name in named}
+
+
+def _converted(network: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Stored]:
+    """Return the tensors of the file by converting the indices of the weights' numbers."""
+    proxies: dict[str, Tensor] = {}
+    starts: list[int] = []
+    total = 0
+    for name, weight in weights.items():
+        shape = _proxy_shape(weight.shape)
+        count = shape.numel()
+        proxies[name] = torch.arange(total, total + count).view(shape)
+        starts.append(total)
+        total += count
+    bases = list(weights.values())
+    found = revert_weight_conversion(network, proxies) if proxies else {}
+    return {name: _stored(name, each, bases, starts) for name, each in found.items()}
+
+
+def _proxy_shape(shape: torch.Size) -> torch.Size:
+    """Return a smaller shape of the same layout: conversions leave the last of three axes whole."""
+    is_reducible = len(shape) == 3 and shape[-1] % PROXY_WIDTH == 0
+    return torch.Size([*shape[:-1], PROXY_WIDTH]) if is_reducible else shape
+
+
+def _stored(name: str, indices: Tensor, bases: Sequence[Tensor], starts: Sequence[int]) -> Stored:
+    flat = indices.flatten()
+    limits = torch.tensor(starts)
+    owners = torch.searchsorted(limits, flat, right=True) - 1
+    is_new = (flat.diff() != 1) | (owners.diff() != 0)
+    cuts = [0, *(is_new.nonzero().flatten() + 1).tolist(), len(flat)]
+    runs: list[tuple[Tensor, int, int]] = []
+    width = 1
+    for begin, end in pairwise(cuts):
+        owner = int(owners[begin])
+        base = bases[owner]
+        width = base.numel() // max(_proxy_shape(base.shape).numel(), 1)
+        runs.append((base, (int(flat[begin]) - starts[owner]) * width, (end - begin) * width))
+        if len(runs) > MAX_RUNS:
+            raise ConfigError(
+                f"{name}: the learner cannot publish this tensor, because a checkpoint stores it"
+                " in another order of numbers than the network. Choose another model.path."
+            )
+    shape = (*indices.shape[:-1], indices.shape[-1] * width)
+    return Stored(tuple(shape), tuple(runs))

@@ -1,0 +1,57 @@
+"""Laws of mixtures of experts in a real vLLM engine, fed by the learner's real publisher."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from learner.offline.scratch import make_tokenizer
+from learner.policy.saving import save_tokenizer
+from tests.actor.engine.engine_rig import Rig
+from tests.actor.engine.test_engine import make_prompts, mean_delta, sample
+from tests.learner.experts import VOCAB, save_experts
+
+pytestmark = pytest.mark.slow
+
+LIMIT = 1e-4  # mean |delta logprob|, nats
+
+
+def save_policy_of(folder: Path, kind: str) -> None:
+    save_experts(folder, kind)
+    words = ["go to the red ball", "pick up the grey key"]
+    save_tokenizer(folder, make_tokenizer(words, vocab_size=VOCAB))
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral", "gpt_oss"])
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        folder = tmp_path_factory.mktemp("rig")
+        rig = Rig(
+            folder,
+            dtype="float32",
+            is_tied=False,
+            save=lambda path: save_policy_of(path, request.param),
+        )
+        yield rig
+        rig.close()
+
+
+def test_engine_of_experts_follows_each_version(rig: Rig) -> None:
+    async def law() -> None:
+        prompts = make_prompts(6, num_tokens=60)
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):
+                rig.randomize(seed=1)
+                await rig.publish_first(publisher, link, rig.weights(1))
+                before = await sample(rig, prompts)
+                assert mean_delta(rig, prompts, before) <= LIMIT
+                for seed in (2, 3):
+                    rig.randomize(seed=seed)
+                    assert mean_delta(rig, prompts, before) > 40 * LIMIT
+                    await asyncio.to_thread(publisher.publish, rig.weights(seed))
+                    before = await sample(rig, prompts)
+                    assert mean_delta(rig, prompts, before) <= LIMIT
+
+    rig.run(law())
