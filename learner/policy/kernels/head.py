@@ -41,10 +41,10 @@ def logits_function(model: PreTrainedModel, dtype: torch.dtype) -> Logits:
 
 def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the network below the head. Raises: ConfigError: the network has no such part."""
-    found: Any = model.base_model
+    parts = [each for each in model.children() if isinstance(each, PreTrainedModel)]
     # A network whose prefix names no part of it, such as Llama 4, is its own base_model.
-    trunk = found if found is not model else model.get_decoder()
-    if trunk is None or trunk is model:
+    trunk: Any = model.base_model if model.base_model is not model else next(iter(parts), None)
+    if trunk is None:
         raise ConfigError(
             f"{type(model).__name__} has no network below its head. Choose another model.path"
         )
