@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.conformance.finding import PARTS, FamilyResult, Finding, Verdict
+from benchmarks.conformance.part_results import PARTS, FamilyResult, PartResult, Verdict
 
 PAGE = Path("docs") / "MODELS.md"
 HEAD = Path(__file__).with_name("page_head.md").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def _row(result: FamilyResult) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cell(name: str, found: Finding | None) -> str:
+def _cell(name: str, found: PartResult | None) -> str:
     if found is None:
         return "-"
     is_padded = name in LAYOUTS and found.verdict is Verdict.REFUSED
@@ -70,7 +70,7 @@ def _notes(result: FamilyResult) -> str:
     return "<br>".join(texts)
 
 
-def _is_note(found: Finding) -> bool:
+def _is_note(found: PartResult) -> bool:
     return found.verdict is not Verdict.RIGHT
 
 

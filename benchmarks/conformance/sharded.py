@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.conformance.part_results import NETWORK_ERRORS
 from common.config.compute import Layout, Precision
 from common.config.learning import LearnerSection
 from common.errors import LongstrideError
@@ -94,7 +95,7 @@ def _serve(folder: str, pipe: Connection) -> None:
         except EOFError:  # Rank 0 has ended.
             os._exit(0)
         mesh = mesh or _meet(folder, 1)
-        with contextlib.suppress(Exception):  # Rank 0 has the same error, and reports it.
+        with contextlib.suppress(*NETWORK_ERRORS):  # Rank 0 has the same error, and reports it.
             _score(mesh, path, sequences)
 
 

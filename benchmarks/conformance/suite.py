@@ -16,8 +16,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.conformance.finding import FamilyResult, Finding, Verdict, append, read, rewrite
 from benchmarks.conformance.page import write_page
+from benchmarks.conformance.part_results import (
+    NETWORK_ERRORS,
+    FamilyResult,
+    PartResult,
+    Verdict,
+    append,
+    read,
+    rewrite,
+)
 from benchmarks.table import BenchTable
 from common.errors import ConfigError
 from common.log import configure_logging
@@ -108,7 +116,7 @@ def examine_apart(family: str, *, limit_s: float = LIMIT_S, method: str = "fork"
 def _failed(family: str, why: str, seconds: float) -> FamilyResult:
     from benchmarks.conformance.networks import architecture
 
-    parts = {"full": Finding(verdict=Verdict.NOT_RUN, message=why)}
+    parts = {"full": PartResult(verdict=Verdict.NOT_RUN, message=why)}
     return FamilyResult(
         family=family, architecture=architecture(family), parts=parts, seconds=round(seconds, 1)
     )
@@ -120,7 +128,7 @@ def _examine(family: str, pipe: Connection, method: str) -> None:
     started = time.monotonic()
     try:
         result = examine(family, method=method)
-    except Exception as error:  # noqa: BLE001 - the result of a family that cannot be built
+    except NETWORK_ERRORS as error:
         traceback.print_exc()
         words = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         result = _failed(family, words, time.monotonic() - started)

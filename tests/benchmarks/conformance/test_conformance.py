@@ -8,22 +8,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.conformance.finding import (
+from benchmarks.conformance.learner_side import (
+    SEQUENCES,
+    LearnerSide,
+    gap_of,
+    load_plain,
+    passes_of,
+    plain_scores,
+)
+from benchmarks.conformance.networks import families, save_network, tiny_config
+from benchmarks.conformance.page import PAGE, page_text
+from benchmarks.conformance.part_results import (
     PARTS,
     TOLERANCE,
     FamilyResult,
-    Finding,
+    PartResult,
     Verdict,
     append,
     compared,
     read,
 )
-from benchmarks.conformance.learner_side import LearnerSide
-from benchmarks.conformance.networks import families, save_network, tiny_config
-from benchmarks.conformance.page import PAGE, page_text
 from benchmarks.conformance.sharded import RankPair
 from benchmarks.conformance.suite import RESULTS, examine_apart
+from common.config.compute import Layout
 from common.repository import ROOT
+from learner.policy.model import load_policy
 
 # Families by their peculiarity: with LAYOUT, sequences are padded.
 LAYOUT = "has layers that cannot be packed"
@@ -65,6 +74,25 @@ def test_learner_scores_equal_the_networks_own(family: str, tmp_path: Path, pair
 
 
 @pytest.mark.slow
+def test_nested_blocks_are_sharded_from_the_inside(tmp_path: Path, pair: RankPair) -> None:
+    start = str(save_network("mamba", tmp_path))
+    gap = gap_of(pair.score(start, SEQUENCES), plain_scores(load_plain(start)))
+    assert gap <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama4_text", "opt"])
+def test_network_with_another_trunk_is_scored_right(family: str, tmp_path: Path) -> None:
+    # The trunk of Llama 4 has no name in the class; OPT's forward pass calls a part of its trunk.
+    start = str(save_network(family, tmp_path))
+    policy = load_policy(start, device="cpu", gradient_checkpointing=False)
+    passes = passes_of(policy, Layout.PADDED)
+    passes.check_start(may_pad=False)
+    gap = gap_of(passes.score_sequences(SEQUENCES), plain_scores(load_plain(start)))
+    assert gap <= TOLERANCE
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_engine_scores_equal_the_learners(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -103,7 +131,7 @@ def test_largest_difference_decides_a_finding() -> None:
 
 
 def result_of(**parts: Verdict) -> FamilyResult:
-    found = {name: Finding(verdict=each, gap=3e-6) for name, each in parts.items()}
+    found = {name: PartResult(verdict=each, gap=3e-6) for name, each in parts.items()}
     return FamilyResult(family="f", architecture="F", parts=found)
 
 
@@ -127,9 +155,9 @@ def test_newest_result_of_a_family_counts(tmp_path: Path) -> None:
 
 def test_page_shows_padding_and_messages() -> None:
     parts = {
-        "full": Finding(verdict=Verdict.RIGHT, gap=2e-6),
-        "packed": Finding(verdict=Verdict.REFUSED, message="learner.layout=packed: f | g"),
-        "publish": Finding(verdict=Verdict.WRONG, gap=0.5),
+        "full": PartResult(verdict=Verdict.RIGHT, gap=2e-6),
+        "packed": PartResult(verdict=Verdict.REFUSED, message="learner.layout=packed: f | g"),
+        "publish": PartResult(verdict=Verdict.WRONG, gap=0.5),
     }
     text = page_text({"f": FamilyResult(family="f", architecture="F", parts=parts)})
     row = next(line for line in text.splitlines() if line.startswith("| `f`"))
