@@ -151,7 +151,7 @@ async def _build(cfg: RunConfig, access: RunAccess, context: zmq.asyncio.Context
         seed=engine_seed(cfg.run.seed, name=name, incarnation=incarnation),
         meters_load=cfg.actor.adapt_concurrency and not is_lockstep,
         has_weights=access.has_weights,
-        lora=cfg.learner.lora,
+        lora=cfg.learner.lora.in_engine,
         is_repeatable=True,
         records_experts=cfg.algorithm.routing_replay,
     )

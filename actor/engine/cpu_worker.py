@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -26,6 +27,7 @@ class TileWorker(CPUWorker):
         self.tile_permission = request_tiles()
         if self.vllm_config.lora_config is not None:
             CpuPlatform.get_punica_wrapper = classmethod(lambda _: ONE_ADAPTER)  # pyright: ignore
+            _keep_cpu_experts()
         super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -45,3 +47,18 @@ class TileWorker(CPUWorker):
         assert self.experts is not None
         found: np.ndarray = self.experts.take(request)
         return [found.tobytes(), list(found.shape), found.dtype.name]
+
+
+def _keep_cpu_experts() -> None:
+    """Let experts compute by the CPU's kernels also beside adapters of other layers.
+
+    vLLM (0.32) chooses Triton's kernels for all experts of an engine with adapters, and they need a
+    GPU. Published adapters never change experts, see `LoraSection.is_merged`.
+    """
+    select = unquantized_fused_moe_method.select_unquantized_moe_backend
+
+    def select_for_cpu(moe_config: Any) -> Any:
+        moe_config.is_lora_enabled = False
+        return select(moe_config)
+
+    unquantized_fused_moe_method.select_unquantized_moe_backend = select_for_cpu

@@ -278,5 +278,10 @@ def base_of(folder: Path) -> tuple[Path, LoraSection]:
     base = told.get("base_model_name_or_path")
     if not base or not Path(base).is_dir():
         raise ConfigError(f"{path}: adapters to {base}, which is not on this machine")
+    if told.get("target_parameters"):
+        raise ConfigError(
+            f"{path}: its adapters change experts, which the engine (vLLM) cannot take. Merge them"
+            " with `run.py merge` and serve the merged policy."
+        )
     targets = sorted(told["target_modules"])
     return Path(base), LoraSection(rank=told["r"], alpha=told["lora_alpha"], targets=targets)

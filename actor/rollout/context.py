@@ -164,15 +164,15 @@ class Tape:
             if self.experts[at] is None:
                 self.experts[at] = chosen
 
-    def expert_columns(self) -> dict[str, Any]:
-        """Return the columns `expert_ids` and `expert_mask` of a trajectory; {} without records."""
+    def expert_columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return `expert_ids` and `expert_mask` of a trajectory, empty without records."""
         mask = np.array([each is not None for each in self.experts], dtype=bool)
         if not mask.any():
-            return {}
+            return np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=bool)
         recorded = np.stack([each for each in self.experts if each is not None])
         ids = np.zeros((len(mask), *recorded.shape[1:]), dtype=recorded.dtype)
         ids[mask] = recorded
-        return {"expert_ids": ids, "expert_mask": mask}
+        return ids, mask
 
     def add(self, taken: Turn, turn: int, *, is_sampled: bool = True) -> None:
         num_tokens = len(taken.token_ids)

@@ -277,6 +277,7 @@ def trajectory_of(lease: Lease, play: EpisodeState, *, actor: str, wall_s: float
     """Return the trajectory of an episode that has ended."""
     tape = play.history.tape
     observations = play.history.observations
+    expert_ids, expert_mask = tape.expert_columns()
     return Trajectory(
         **lease.identity(),
         actor=actor,
@@ -305,5 +306,6 @@ def trajectory_of(lease: Lease, play: EpisodeState, *, actor: str, wall_s: float
         turn_actions=np.array(play.actions, dtype=np.int32),
         segment_starts=np.array(tape.starts if len(tape.starts) > 1 else [], dtype=np.int32),
         asides=np.array(tape.asides, dtype=np.int32),
-        **tape.expert_columns(),
+        expert_ids=expert_ids,
+        expert_mask=expert_mask,
     )

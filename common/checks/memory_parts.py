@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from common.checks.machine import GIB, has_bf16_units
 from common.checks.model_shape import BYTES_OF, ModelShape
 from common.config.compute import (
+    EXPERTS,
     CriticKind,
     LoraSection,
     Moments,
@@ -140,6 +141,7 @@ def lora_params(lora: LoraSection, shape: ModelShape) -> int:
         "gate_proj": hidden + units,
         "up_proj": hidden + units,
         "down_proj": units + hidden,
+        EXPERTS: shape.experts * (2 * hidden + 3 * shape.expert_units),
     }
     chosen = [size for name, size in sizes.items() if not lora.targets or name in lora.targets]
     return shape.layers * lora.rank * sum(chosen)

@@ -20,6 +20,9 @@ RESERVED_VARIABLES = {
 }
 
 
+EXPERTS = "experts"  # Target of adapters on the weights of all experts.
+
+
 class OptimizerKind(StrEnum):
     """Optimizer of the policy.
 
@@ -125,13 +128,23 @@ class LoraSection:
     targets: list[str] = knob(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         "Lists the linear layers that get adapters, by the last part of their names. The head "
-        "never gets one.",
+        "never gets one. `experts` stands for the weights of all experts.",
         form=WORD,
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.rank and not self.targets:
             yield "targets", "[]", "must name at least one layer if learner.lora.rank > 0"
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether engines receive merged weights: their kernels take no adapters of experts."""
+        return self.rank > 0 and EXPERTS in self.targets
+
+    @property
+    def in_engine(self) -> "LoraSection":
+        """The adapters that engines take; FULL if they receive whole weights."""
+        return FULL if self.is_merged else self
 
 
 FULL = LoraSection()  # No adapters: all weights are trained.

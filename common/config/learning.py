@@ -477,6 +477,9 @@ class LearnerSection:
         if self.offload is Offload.OPTIMIZER and self.moments is Moments.INT8:
             law = "must be fp32 with learner.offload=optimizer: a CPU updates 8-bit moments 600"
             yield "moments", "8bit", f"{law} times slower"
+        if self.lora.is_merged and (self.num_ranks > 1 or self.offload is Offload.OPTIMIZER):
+            law = "must not name experts with num_ranks > 1 or offload=optimizer"
+            yield "lora.targets", ",".join(self.lora.targets), law
         if self.lora.rank and self.optimizer is OptimizerKind.MUON:
             law = "must be adamw with learner.lora.rank > 0: muon is for whole weight matrices"
             yield "optimizer", "muon", law

@@ -206,7 +206,7 @@ def _check_weights(cfg: RunConfig, joined: "Joined", *, root: Path) -> None:
 
     if cfg.model.path != joined.model_path:
         check_model(cfg.model.path, root)
-    elif rank := cfg.learner.lora.rank:
+    elif rank := cfg.learner.lora.in_engine.rank:
         raise ConfigError(
             f"learner.lora.rank={rank}: this run sends only adapters, without their base model"
             f" {joined.base}. Give model.path=FOLDER with a copy of the base model on this machine"

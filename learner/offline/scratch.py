@@ -9,7 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, 
 
 from common.config.run_config import SftSection
 from learner.policy.finite import TrainingDiverged, is_finite
-from learner.policy.lora import has_adapters, merged_tensors, save_adapter, trained_state
+from learner.policy.lora import has_adapters, save_adapter, trained_state
+from learner.policy.merging import merged_tensors
 from learner.policy.saving import save_model, save_tokenizer
 
 PAD = "<|pad|>"

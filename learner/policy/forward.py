@@ -17,8 +17,9 @@ from common.config.compute import Layout, Offload
 from common.config.learning import LearnerSection
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
 from learner.batch.experts import RoutingShape
-from learner.policy.balance import balance_loss_of
 from learner.policy.critic import Critic
+from learner.policy.experts.balance import balance_loss_of
+from learner.policy.experts.routing import install
 from learner.policy.kernels.attention import use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
 from learner.policy.kernels.head import own_logits_gap, trunk_of, use_own_logits
@@ -31,7 +32,6 @@ from learner.policy.model import (
     vocabulary_size,
 )
 from learner.policy.precision import uses_bf16
-from learner.policy.routing import install
 from learner.policy.selfcheck import (
     NeighboursDiffer,
     Score,

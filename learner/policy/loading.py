@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from common.errors import ConfigError
-from learner.policy.conversion import Read, convert_read, plan_reads
 from learner.policy.determinism import make_deterministic, zero_dropout_rates
+from learner.policy.experts.conversion import Read, convert_read, plan_reads
+from learner.policy.lora import ADAPTED
 from learner.policy.rotary import fix_rotary
 
 META = torch.device("meta")
@@ -225,7 +226,7 @@ def _tensors(network: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]:
     for key, tensor in network.state_dict(keep_vars=True).items():
         if ".lora_" in key:
             continue
-        names.setdefault(id(tensor), []).append(key.replace(".base_layer.", "."))
+        names.setdefault(id(tensor), []).append(ADAPTED.sub(".", key))
         tensors[id(tensor)] = tensor
     for key, tensor in tensors.items():
         yield names[key], tensor.detach()

@@ -5,6 +5,7 @@ Source: LoRA, arXiv:2106.09685; the layers are peft's, inserted into the model i
 
 import copy
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,18 +13,17 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from common.config.compute import LoraSection
+from common.config.compute import EXPERTS, LoraSection
 from common.errors import ConfigError
 
 ADAPTER = "default"  # Name of the single adapter in peft.
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_TENSORS = "adapter_model.safetensors"
-_COMPARED = ("r", "lora_alpha", "target_modules", "base_model_name_or_path")
+_COMPARED = ("r", "lora_alpha", "target_modules", "base_model_name_or_path", "target_parameters")
 _PREFIX = "base_model.model."  # Prefix of the names in peft's files.
-_BASE = ".base_layer."  # Part of the name of a layer with an adapter.
+ADAPTED = re.compile(r"(\.base_layer)+\.")  # Part of the names of weights with adapters.
 
 
 def add_adapters(model: PreTrainedModel, cfg: LoraSection, *, base_path: str) -> None:
@@ -41,7 +41,8 @@ def add_adapters(model: PreTrainedModel, cfg: LoraSection, *, base_path: str) ->
     settings = LoraConfig(
         r=cfg.rank,
         lora_alpha=cfg.alpha,  # pyright: ignore[reportArgumentType] - any number will do
-        target_modules=sorted(check_targets(model, cfg)),
+        target_modules=sorted(check_targets(model, cfg) - {EXPERTS}),
+        target_parameters=expert_weights(model) if EXPERTS in cfg.targets else None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_path,
     )
@@ -57,7 +58,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraSection, *, base_path: str) ->
         parameter.requires_grad_(is_adapter)
         if is_adapter:
             parameter.data = parameter.data.float()
-    for _, layer in _adapted(model):
+    for _, layer in adapted_layers(model):
         # Autocast casts; otherwise each input would have a copy in fp32.
         layer.cast_input_dtype_enabled = False
 
@@ -73,6 +74,8 @@ def check_targets(model: PreTrainedModel, cfg: LoraSection) -> set[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
+    if expert_weights(model):
+        linear.add(EXPERTS)
     unknown = sorted(set(cfg.targets) - linear)
     if unknown:
         raise ConfigError(
@@ -82,7 +85,29 @@ def check_targets(model: PreTrainedModel, cfg: LoraSection) -> set[str]:
     return set(cfg.targets)
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def expert_weights(model: nn.Module) -> list[str]:
+    """Return the names of the weights of all experts in each layer, [] without experts.
+
+    Example: ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"].
+    """
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        if holds_experts(module):
+            place = ".".join(name.split(".")[-2:])
+            weights = module.named_parameters(recurse=False)
+            found |= {f"{place}.{key}" for key, each in weights if each.ndim == 3}
+    return sorted(found)
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Return whether a module holds the fused weights of several experts."""
+    is_convolution = isinstance(module, nn.modules.conv._ConvNd)
+    weights = module.parameters(recurse=False)
+    is_fused = any(each.ndim == 3 for each in weights) and not is_convolution
+    return is_fused and hasattr(module, "num_experts")
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (name, layer) of peft's layers."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
@@ -92,6 +117,12 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def has_adapters(model: object) -> bool:
     """Return whether this model trains only adapters."""
     return bool(getattr(model, "peft_config", None))
+
+
+def adapts_experts(model: object) -> bool:
+    """Return whether adapters change the weights of experts."""
+    configs = getattr(model, "peft_config", None) or {}
+    return any(each.target_parameters for each in configs.values())
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
@@ -104,7 +135,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Disable the adapters within the context, exactly: their share is multiplied by 0."""
-    layers = [layer for _, layer in _adapted(model)]
+    layers = [layer for _, layer in adapted_layers(model)]
     try:
         for layer in layers:
             layer.set_scale(ADAPTER, 0.0)
@@ -142,7 +173,7 @@ def check_resumable(folder: Path, model: PreTrainedModel, cfg: LoraSection) -> N
         )
     for name in _COMPARED if saved else ():
         ours = getattr(_config_of(model), name)
-        theirs = saved[name]
+        theirs = saved.get(name)
         if isinstance(ours, set):
             ours = sorted(ours)
             theirs = sorted(theirs)
@@ -155,26 +186,6 @@ def check_resumable(folder: Path, model: PreTrainedModel, cfg: LoraSection) -> N
 
 def _config_of(model: PreTrainedModel) -> Any:
     return model.peft_config[ADAPTER]  # pyright: ignore
-
-
-def merged_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (transformers name, tensor) of a model's state with merged adapters.
-
-    Merged weights are in fp32: bf16 would round small changes away.
-    """
-    scales = {f"{name}.": layer.scaling[ADAPTER] for name, layer in _adapted(model)}
-    for name, tensor in state.items():
-        if _BASE in name and name.endswith("weight"):
-            prefix = name.removesuffix("base_layer.weight")
-            a, b = (state[f"{prefix}lora_{x}.{ADAPTER}.weight"].detach() for x in "AB")
-            change = _whole(b).float() @ _whole(a).float() * scales[prefix]
-            yield f"{prefix}weight", _whole(tensor.detach()).float() + change
-        elif ".lora_" not in name:
-            yield name.replace(_BASE, "."), tensor
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def save_adapter(folder: Path, model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:

@@ -16,8 +16,9 @@ from common.checks.model_kind import check_kind
 from common.config.compute import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
-from learner.policy.conversion import Stored, stored_tensors
 from learner.policy.determinism import make_deterministic
+from learner.policy.experts.conversion import Stored, stored_tensors
+from learner.policy.experts.routing import set_routes
 from learner.policy.kernels.head import (
     Logits,
     logits_function,
@@ -26,8 +27,8 @@ from learner.policy.kernels.head import (
     use_own_logits,
 )
 from learner.policy.loading import META, give_memory, load_network, take_memory
-from learner.policy.lora import adapter_tensors, add_adapters, has_adapters
-from learner.policy.routing import set_routes
+from learner.policy.lora import adapter_tensors, adapts_experts, add_adapters, has_adapters
+from learner.policy.merging import Merged, live_merged
 
 
 def pick_device(name: str) -> torch.device:
@@ -212,23 +213,18 @@ def _score_rows(
     return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
 
 
-def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Stored]]:
+def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Merged | Stored]]:
     """Yield (name in a checkpoint, live tensor or this rank's shard) that engines need.
 
-    These are the adapters if the model has any, otherwise all weights, tied ones once.
+    These are the adapters if the model has any, otherwise all weights, tied ones once. Adapters of
+    experts are merged into their weights, because engines do not take them.
 
     Raises: ConfigError: as `stored_tensors`.
     """
-    if has_adapters(model):
+    if has_adapters(model) and not adapts_experts(model):
         yield from adapter_tensors(model)
         return
-    seen: set[int] = set()
-    weights: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            weights[name] = tensor.detach()
-    yield from stored_tensors(model, weights).items()
+    yield from stored_tensors(model, dict(live_merged(model))).items()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from learner.objective.correction import (
 from learner.objective.describe import proximal_in_use
 from learner.objective.loss import Denominator, LossInputs, metric_names, policy_loss, value_loss
 from learner.objective.second_moment import second_moment_mask
-from learner.policy.balance import balance_loss_of
+from learner.policy.experts.balance import balance_loss_of
 from learner.policy.forward import Networks, Passes, Scores
 from learner.training.ranks import Ranks, deal
 

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from common.errors import LongstrideError
 from common.wire.collective import lay_out
 from common.wire.weight_messages import TensorSpec
-from learner.policy.conversion import Stored
+from learner.policy.experts.conversion import Stored
 from learner.policy.finite import WeightsNotFinite, is_finite
+from learner.policy.merging import Merged
 from learner.policy.sharding import device_of
 
 # Numbers copied at a time between devices, to bound the memory for the cast.
@@ -39,7 +40,7 @@ class WeightSource(Protocol):
 class Piece(NamedTuple):
     """A range of numbers of one weight, held by one rank, that a part contains."""
 
-    weight: Tensor  # The weight, or this rank's shard of it.
+    weight: Tensor | Merged  # The weight, or this rank's shard of it.
     dtype: torch.dtype  # Dtype in which it is sent.
     rank: int
     first: int  # Index of the first number in the flat whole weight.
@@ -67,7 +68,7 @@ class LiveWeights:
 
     def __init__(
         self,
-        named: Iterable[tuple[str, Tensor | Stored]],
+        named: Iterable[tuple[str, Tensor | Merged | Stored]],
         dtype: torch.dtype | None,
         *,
         gathering: Gathering | None = None,
@@ -173,6 +174,8 @@ class LiveWeights:
     def _local(self, piece: Piece) -> Tensor:
         """Return the numbers [count] of a piece that this rank holds."""
         tensor = piece.weight
+        if isinstance(tensor, Merged):
+            return tensor.numbers()[piece.first : piece.first + piece.count]
         if isinstance(tensor, DTensor):
             low, _ = _shares(tensor)[piece.rank]
             flat = tensor.to_local().reshape(-1)
@@ -183,17 +186,19 @@ class LiveWeights:
         return part[piece.at : piece.at + piece.count * piece.dtype.itemsize].view(piece.dtype)
 
 
-def _runs_of(tensor: Tensor | Stored) -> Sequence[tuple[Tensor, int, int]]:
+def _runs_of(tensor: Tensor | Merged | Stored) -> Sequence[tuple[Tensor | Merged, int, int]]:
     if isinstance(tensor, Stored):
         return tensor.runs
+    if isinstance(tensor, Merged):
+        return [(tensor, 0, tensor.numel())]
     return [(tensor.detach(), 0, tensor.numel())]
 
 
-def _sent_as(tensor: Tensor | Stored, dtype: torch.dtype | None) -> torch.dtype:
+def _sent_as(tensor: Tensor | Merged | Stored, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
 
 
-def _shares(tensor: Tensor) -> list[tuple[int, int]]:
+def _shares(tensor: Tensor | Merged) -> list[tuple[int, int]]:
     """Return the range of flat numbers that each rank holds: (first, first after it)."""
     if not isinstance(tensor, DTensor) or isinstance(tensor.placements[0], Replicate):
         return [(0, tensor.numel())]

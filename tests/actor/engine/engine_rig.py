@@ -106,7 +106,7 @@ class Rig:
             actor,
             end_of_turn_ids=[],
             seed=0,
-            lora=lora,
+            lora=lora.in_engine,
             is_repeatable=is_repeatable,
             records_experts=algorithm.routing_replay,
         )

@@ -134,6 +134,8 @@ PPO = {"advantage": Advantage.PPO}
 SHARED = {"reward_level": CreditLevel.TURN}  # turns of one state then have unlike returns
 # Settings without an effect on a training step; each is read in the file named here.
 ELSEWHERE = {
+    "algorithm.router_aux_coef": "tests/learner/policy/experts/test_balance.py",
+    "algorithm.routing_replay": "tests/learner/policy/experts/test_routing.py",
     "learner.host": "learner/build.py",
     "learner.advertise": "learner/build.py",
     "learner.port": "learner/build.py",

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from common.errors import ConfigError
 from learner.batch.experts import Routes, RoutingShape
+from learner.policy.lora import holds_experts
 
 KEY = "algorithm.routing_replay=true"
 _TOPK = (torch.topk, torch.Tensor.topk)
@@ -172,22 +173,14 @@ def _blocks_of(body: nn.Module) -> Iterator[Block]:
     modules = dict(body.named_modules())
     seen: set[str] = set()
     for name, module in modules.items():
-        num_experts = _num_experts(module)
         number = re.search(r"\d+", name)
-        if not num_experts or number is None:
+        if not holds_experts(module) or number is None:
             continue
+        weights = module.parameters(recurse=False)
+        num_experts = next(each.shape[0] for each in weights if each.ndim == 3)
         parent = name.rpartition(".")[0]
         while type(modules[parent]).__module__.startswith("peft."):
             parent = parent.rpartition(".")[0]
         if parent not in seen:
             seen.add(parent)
             yield Block(int(number[0]), modules[parent], num_experts)
-
-
-def _num_experts(module: nn.Module) -> int:
-    """Return the number of experts whose weights a module holds; 0: it holds none."""
-    weights = [each for each in module.parameters(recurse=False) if each.ndim == 3]
-    is_convolution = isinstance(module, nn.modules.conv._ConvNd)
-    if not weights or is_convolution or not hasattr(module, "num_experts"):
-        return 0
-    return weights[0].shape[0]

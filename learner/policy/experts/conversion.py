@@ -24,6 +24,7 @@ from transformers.core_model_loading import (
 )
 
 from common.errors import ConfigError
+from learner.policy.merging import Merged
 
 # A tensor of a file is read from at most this many places of the weights.
 MAX_RUNS = 64
@@ -101,7 +102,7 @@ class Stored:
     """A tensor of a checkpoint file, as ranges of flat weights in memory, one after another."""
 
     shape: tuple[int, ...]
-    runs: tuple[tuple[Tensor, int, int], ...]  # (weight or shard, first number, count)
+    runs: tuple[tuple[Tensor | Merged, int, int], ...]  # (weight or shard, first number, count)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,8 +110,8 @@ class Stored:
 
 
 def stored_tensors(
-    network: PreTrainedModel, weights: Mapping[str, Tensor]
-) -> dict[str, Tensor | Stored]:
+    network: PreTrainedModel, weights: Mapping[str, Tensor | Merged]
+) -> dict[str, Tensor | Merged | Stored]:
     """Return weights under their names in a checkpoint; a weight that is stored as it is, as it is.
 
     Args:
@@ -127,7 +128,9 @@ def stored_tensors(
     return {name: weights[kept[name]] if name in kept else made[name] for name in named}
 
 
-def _converted(network: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Stored]:
+def _converted(
+    network: PreTrainedModel, weights: Mapping[str, Tensor | Merged]
+) -> dict[str, Stored]:
     """Return the tensors of the file by converting the indices of the weights' numbers."""
     proxies: dict[str, Tensor] = {}
     starts: list[int] = []
@@ -149,13 +152,15 @@ def _proxy_shape(shape: torch.Size) -> torch.Size:
     return torch.Size([*shape[:-1], PROXY_WIDTH]) if is_reducible else shape
 
 
-def _stored(name: str, indices: Tensor, bases: Sequence[Tensor], starts: Sequence[int]) -> Stored:
+def _stored(
+    name: str, indices: Tensor, bases: Sequence[Tensor | Merged], starts: Sequence[int]
+) -> Stored:
     flat = indices.flatten()
     limits = torch.tensor(starts)
     owners = torch.searchsorted(limits, flat, right=True) - 1
     is_new = (flat.diff() != 1) | (owners.diff() != 0)
     cuts = [0, *(is_new.nonzero().flatten() + 1).tolist(), len(flat)]
-    runs: list[tuple[Tensor, int, int]] = []
+    runs: list[tuple[Tensor | Merged, int, int]] = []
     width = 1
     for begin, end in pairwise(cuts):
         owner = int(owners[begin])

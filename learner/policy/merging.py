@@ -1,0 +1,126 @@
+"""Weights with their adapters merged: for files, and live for engines that take no adapters."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from learner.policy.lora import ADAPTED, ADAPTER, adapted_layers
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """The change of one weight by its adapter."""
+
+    layer: str  # Name of the layer with the factors.
+    scale: float
+    num_experts: int  # 0: a linear layer.
+    is_output_first: bool  # Axes of an expert's weight: outputs, inputs.
+
+    def factors(self, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return A and B of the adapter in a state."""
+        a, b = (state[f"{self.layer}.lora_{x}.{ADAPTER}.weight"].detach() for x in "AB")
+        return a, b
+
+    def merged(self, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Return the weight with its change, in fp32."""
+        return self.added(weight, *self.factors(state))
+
+    def added(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return `weight` + scale * B A in fp32, for each expert."""
+        a = _whole(a).float()
+        b = _whole(b).float()
+        if self.num_experts:
+            a = a.reshape(self.num_experts, -1, a.shape[-1])  # [expert, rank, input]
+            b = b.reshape(b.shape[0], -1, self.num_experts)  # [output, rank, expert]
+            order = "ore,eri->eoi" if self.is_output_first else "ore,eri->eio"
+            return _whole(weight).float() + torch.einsum(order, b, a) * self.scale
+        return _whole(weight).float() + b @ a * self.scale
+
+
+class LastMerged:
+    """The merged numbers that were read last, so that a read in parts merges once."""
+
+    def __init__(self) -> None:
+        self.key: tuple[object, ...] = ()
+        self.numbers: Tensor | None = None  # Flat, fp32.
+
+
+class Merged:
+    """A live weight with its adapter, merged when it is read. It is not sharded."""
+
+    def __init__(
+        self, weight: Tensor, factors: tuple[Tensor, Tensor], change: _Change, last: LastMerged
+    ) -> None:
+        self.shape = weight.shape
+        self.dtype = torch.float32
+        self.device = weight.device
+        self._weight = weight
+        self._factors = factors
+        self._change = change
+        self._last = last
+
+    def numel(self) -> int:
+        return self._weight.numel()
+
+    def numbers(self) -> Tensor:
+        """Return the merged numbers, flat."""
+        tensors = (self._weight, *self._factors)
+        key = (id(self), *(each._version for each in tensors))
+        if self._last.key != key:
+            self._last.numbers = None  # Frees the memory before the next merge.
+            self._last.numbers = self._change.added(self._weight, *self._factors).flatten()
+            self._last.key = key
+        assert self._last.numbers is not None
+        return self._last.numbers
+
+
+def merged_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (transformers name, tensor) of a model's state with merged adapters.
+
+    Merged weights are in fp32: bf16 would round small changes away.
+    """
+    changes = _changes(model)
+    for name, tensor in state.items():
+        if ".lora_" in name:
+            continue
+        plain = ADAPTED.sub(".", name)
+        change = changes.get(plain)
+        yield plain, tensor if change is None else change.merged(tensor.detach(), state)
+
+
+def live_merged(model: nn.Module) -> Iterator[tuple[str, Tensor | Merged]]:
+    """Yield (transformers name, live weight), tied weights once.
+
+    A weight with an adapter is merged when it is read.
+    """
+    changes = _changes(model)
+    state = model.state_dict(keep_vars=True)
+    last = LastMerged()
+    seen: set[int] = set()
+    for name, tensor in state.items():
+        if ".lora_" in name or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        plain = ADAPTED.sub(".", name)
+        change = changes.get(plain)
+        bare = tensor.detach()
+        yield plain, bare if change is None else Merged(bare, change.factors(state), change, last)
+
+
+def _changes(model: nn.Module) -> dict[str, _Change]:
+    """Return the change of each adapted weight, by its transformers name."""
+    found: dict[str, _Change] = {}
+    for name, layer in adapted_layers(model):
+        parameter = getattr(layer, "parameter_name", "weight")
+        plain = ADAPTED.sub(".", f"{name}.{parameter}")
+        num_experts = layer.num_experts if hasattr(layer, "parameter_name") else 0
+        is_output_first = bool(getattr(layer, "_did_swap_in_out_features", True))
+        found[plain] = _Change(name, layer.scaling[ADAPTER], num_experts, is_output_first)
+    return found
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
