@@ -13,6 +13,7 @@ from common.errors import ConfigError
 from common.log import configure_logging
 
 Suite = Callable[[BenchTable], None]  # It adds its figures to the table.
+CONFORMANCE = "conformance"
 SUITES = {  # Name on the command line: module and function.
     "envhub": "envhub.suite:run_suite",
     "learner": "learner.suite:run_suite",
@@ -30,9 +31,10 @@ SUITES = {  # Name on the command line: module and function.
     "soak-run": "runs.soak:run_suite",
     "soak-run-long": "runs.soak:run_long",
     "dashboard": "runs.dashboard:run_suite",
+    CONFORMANCE: "conformance.suite:run_suite",
 }
 GPU_SUITES = {"gpu": "gpu", "gpu-small": "small"}  # Suite of the device checks: their sizes.
-WITH_ONLY = (*GPU_SUITES,)  # Suites that accept --only.
+WITH_ONLY = (*GPU_SUITES, CONFORMANCE)  # Suites that accept --only.
 
 
 def bench(request: ParsedCommand, *, root: Path) -> int:
@@ -72,8 +74,8 @@ def _find_suite(request: ParsedCommand, root: Path, path: Path) -> Suite:
     if name in GPU_SUITES:
         return _find_gpu_suite(request, path)
     module, _, function = SUITES[name].partition(":")
-    suite: Suite = getattr(import_module(f"benchmarks.{module}"), function)
-    return suite
+    suite = getattr(import_module(f"benchmarks.{module}"), function)
+    return partial(suite, only=request.only.split(",")) if request.only else suite
 
 
 def _find_gpu_suite(request: ParsedCommand, path: Path) -> Suite:

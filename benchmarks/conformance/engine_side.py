@@ -2,14 +2,15 @@
 
 import asyncio
 import os
+import re
 from pathlib import Path
 
 import zmq.asyncio
 
 from actor.engine.engine import Engine
 from actor.engine.weights import WeightLink
-from benchmarks.conformance.finding import Finding, Verdict, compared
 from benchmarks.conformance.learner_side import SEQUENCES, Scores, gap_of
+from benchmarks.conformance.part_results import PartResult, Verdict, compared
 from common.config.compute import WeightsTransport
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError, EngineError, WeightSyncError
@@ -26,12 +27,13 @@ START_S = 240.0
 PUBLISH_S = 60.0
 MAX_MODEL_LEN = 128
 KV_CACHE_GIB = 1
+CAUSE = re.compile(r"\b\w+Error: [^();]+")
 MOST_WORDS = 300  # Characters of vLLM's message.
 
 
 def examine_engine(
     path: Path, version: PublishedWeights, *, first: Scores, second: Scores, folder: Path
-) -> dict[str, Finding]:
+) -> dict[str, PartResult]:
     """Return the findings of `rollout` and `publish`.
 
     Args:
@@ -46,7 +48,7 @@ def examine_engine(
 
 async def _examine(
     path: Path, version: PublishedWeights, first: Scores, second: Scores, folder: Path
-) -> dict[str, Finding]:
+) -> dict[str, PartResult]:
     try:
         engine = await Engine.start(
             ModelSection(path=str(path), dtype="float32"),
@@ -61,20 +63,22 @@ async def _examine(
             seed=0,
         )
     except (EngineError, ConfigError) as error:
-        return {"rollout": _cannot(error), "publish": Finding(verdict=Verdict.NOT_RUN)}
+        return {"rollout": _cannot(error), "publish": PartResult(verdict=Verdict.NOT_RUN)}
     try:
         found = {"rollout": compared(gap_of(await _scored(engine, "first"), first))}
         found["publish"] = await _published(engine, version, second, folder)
         return found
     except EngineError as error:
-        return {"rollout": _cannot(error), "publish": Finding(verdict=Verdict.NOT_RUN)}
+        return {"rollout": _cannot(error), "publish": PartResult(verdict=Verdict.NOT_RUN)}
     finally:
         engine.shut_down()
 
 
-def _cannot(error: Exception) -> Finding:
+def _cannot(error: Exception) -> PartResult:
     words = " ".join(str(error).split()).removeprefix("engine did not start: ")
-    return Finding(verdict=Verdict.ENGINE_CANNOT, message=words[:MOST_WORDS])
+    causes = CAUSE.findall(words)  # The quoted lines of a log end with the cause.
+    message = causes[-1] if causes else words
+    return PartResult(verdict=Verdict.ENGINE_CANNOT, message=message[:MOST_WORDS].strip())
 
 
 async def _scored(engine: Engine, name: str) -> Scores:
@@ -83,7 +87,7 @@ async def _scored(engine: Engine, name: str) -> Scores:
 
 async def _published(
     engine: Engine, version: PublishedWeights, expected: Scores, folder: Path
-) -> Finding:
+) -> PartResult:
     """Send the second weights as a learner sends a version; compare the engine's new scores."""
     run_dir = RunDir(root=folder)
     keys = create_keys(run_dir.keys)
@@ -111,11 +115,11 @@ async def _published(
         if task.done():
             task.result()
         if engine.version != version.version:
-            return Finding(verdict=Verdict.WRONG, message="the version was not loaded in time")
+            return PartResult(verdict=Verdict.WRONG, message="the version was not loaded in time")
         return compared(gap_of(await _scored(engine, "second"), expected))
     except WeightSyncError as error:
         words = " ".join(str(error).split())
-        return Finding(verdict=Verdict.WRONG, message=words[:MOST_WORDS])
+        return PartResult(verdict=Verdict.WRONG, message=words[:MOST_WORDS])
     finally:
         task.cancel()
         await asyncio.wait([task])

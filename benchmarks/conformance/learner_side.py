@@ -11,8 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.conformance.finding import Finding, Verdict, compared, refused
 from benchmarks.conformance.networks import VOCAB, perturb, save_as_learner
+from benchmarks.conformance.part_results import (
+    NETWORK_ERRORS,
+    PartResult,
+    Verdict,
+    compared,
+    refused,
+)
 from benchmarks.conformance.sharded import RankPair
 from common.config.compute import CriticSection, Layout, LoraSection, Precision
 from common.config.learning import LearnerSection
@@ -20,6 +26,7 @@ from common.errors import ConfigError
 from learner.batch.batching import TokenBatch, collate_tokens
 from learner.policy.critic import make_critic
 from learner.policy.forward import Networks, Passes
+from learner.policy.kernels.head import trunk_of
 from learner.policy.lora import check_targets, merged_tensors
 from learner.policy.model import Scoring, load_policy, token_logprobs
 
@@ -57,7 +64,7 @@ class LearnerSide:
         self._start = str(start)
         self._folder = folder
         self._pair = pair
-        self.findings: dict[str, Finding] = {}
+        self.findings: dict[str, PartResult] = {}
         self.plain = load_plain(self._start)
         self.first = plain_scores(self.plain)
         self.second: Scores = []  # Scores of the second weights.
@@ -83,8 +90,8 @@ class LearnerSide:
             with self._part(name):
                 self._note(name, examine())
 
-    def _note(self, name: str, found: float | Finding) -> None:
-        self.findings[name] = found if isinstance(found, Finding) else compared(found)
+    def _note(self, name: str, found: float | PartResult) -> None:
+        self.findings[name] = found if isinstance(found, PartResult) else compared(found)
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
@@ -93,9 +100,9 @@ class LearnerSide:
             yield
         except ConfigError as error:
             self.findings[name] = refused(error)
-        except Exception as error:  # noqa: BLE001 - any error of a network is a result here
+        except NETWORK_ERRORS as error:
             message = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-            self.findings[name] = Finding(verdict=Verdict.WRONG, message=message)
+            self.findings[name] = PartResult(verdict=Verdict.WRONG, message=message)
 
     def _full(self, policy: PreTrainedModel) -> float:
         return gap_of(self._scored(policy, Layout.PADDED), self.first)
@@ -105,7 +112,7 @@ class LearnerSide:
         passes.check_start(may_pad=False)
         return passes.score_sequences(SEQUENCES)
 
-    def _sft(self) -> Finding:
+    def _sft(self) -> PartResult:
         """Compare the gradient, with layers computed again, to that of the plain forward pass."""
         policy = load_policy(self._start, device="cpu", gradient_checkpointing=True)
         block = block_of(SEQUENCES)
@@ -115,7 +122,7 @@ class LearnerSide:
         torch.cat([_scored_alone(plain, each) for each in SEQUENCES]).mean().backward()
         theirs = gradient_of(plain)
         if not float(theirs.norm()):
-            return Finding(verdict=Verdict.WRONG, message="the plain network has no gradient")
+            return PartResult(verdict=Verdict.WRONG, message="the plain network has no gradient")
         gap = float((ours - theirs).norm() / theirs.norm())
         return compared(gap, tolerance=MAX_GRADIENT_GAP, message="relative gap of gradients")
 
@@ -129,7 +136,7 @@ class LearnerSide:
         assert found is not None
         expected = [
             critic.of_hidden(
-                self.plain.base_model(
+                trunk_of(self.plain)(
                     input_ids=torch.tensor([each]), use_cache=False
                 ).last_hidden_state[0, :-1]
             )
@@ -148,7 +155,7 @@ class LearnerSide:
         expected = [score for scores in self.first for score in scores]
         return _largest(passes.score(block).logprobs.tolist(), expected)
 
-    def _lora(self) -> Finding:
+    def _lora(self) -> PartResult:
         bare = load_policy(self._start, device="cpu", gradient_checkpointing=False)
         cfg, message = lora_for(bare)
         policy = load_policy(self._start, device="cpu", gradient_checkpointing=False, lora=cfg)

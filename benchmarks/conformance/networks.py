@@ -42,7 +42,6 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "tie_word_embeddings": False,
 }
 EXPERTS: dict[str, Any] = dict.fromkeys(
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.conformance.part_results import NETWORK_ERRORS
 from common.config.compute import Layout, Precision
 from common.config.learning import LearnerSection
+from common.errors import LongstrideError
 from common.host.loopback import loopback
 from common.wire.collective import interface_of
 from learner.policy.forward import Networks, Passes
@@ -23,7 +25,9 @@ from learner.policy.model import load_policy
 
 NUM_RANKS = 2
 TIMEOUT_S = 20.0
+START_S = 120.0  # Time limit for the imports of rank 1.
 STOP_S = 5.0
+READY = "ready"
 
 Sequences = list[list[int]]
 
@@ -47,8 +51,10 @@ class RankPair:
         self._process.start()
         theirs.close()
         self._mesh: DeviceMesh | None = None
+        self._is_started = False
 
     def __enter__(self) -> "RankPair":
+        self._wait_started()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,9 +62,16 @@ class RankPair:
 
     def score(self, path: str, sequences: Sequences) -> list[list[float]]:
         """Return the scores of both ranks together. Raises: ConfigError: the network is refused."""
+        self._wait_started()
         self._pipe.send((path, sequences))
         self._mesh = self._mesh or _meet(self._folder.name, 0)
         return _score(self._mesh, path, sequences)
+
+    def _wait_started(self) -> None:
+        """Wait for the imports of rank 1. Raises: LongstrideError: they take too long."""
+        if not self._is_started and not self._pipe.poll(START_S):
+            raise LongstrideError(f"rank 1 did not start within {START_S:g} s")
+        self._is_started = True
 
     def stop(self) -> None:
         """End rank 1 and the process group."""
@@ -75,13 +88,14 @@ class RankPair:
 def _serve(folder: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     mesh: DeviceMesh | None = None
+    pipe.send(READY)
     while True:
         try:
             path, sequences = pipe.recv()
         except EOFError:  # Rank 0 has ended.
             os._exit(0)
         mesh = mesh or _meet(folder, 1)
-        with contextlib.suppress(Exception):  # Rank 0 has the same error, and reports it.
+        with contextlib.suppress(*NETWORK_ERRORS):  # Rank 0 has the same error, and reports it.
             _score(mesh, path, sequences)
 
 

@@ -14,12 +14,22 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.conformance.finding import FamilyResult, Finding, Verdict, append, read
+from benchmarks.conformance.page import write_page
+from benchmarks.conformance.part_results import (
+    NETWORK_ERRORS,
+    FamilyResult,
+    PartResult,
+    Verdict,
+    append,
+    read,
+    rewrite,
+)
 from benchmarks.table import BenchTable
-from common.errors import LongstrideError
+from common.errors import ConfigError
 from common.log import configure_logging
+from common.repository import ROOT
 
 if TYPE_CHECKING:  # Importing torch takes seconds.
     from benchmarks.conformance.sharded import RankPair
@@ -37,18 +47,24 @@ LEGEND = (
 
 def run_suite(table: BenchTable, *, only: Sequence[str] = (), results: Path = RESULTS) -> None:
     """Examine the families without a result, or those of `only` in any case."""
+    # The imports of all parts come before the first fork.
+    from benchmarks.conformance import engine_side, learner_side  # noqa: F401
     from benchmarks.conformance.networks import families
 
     table.title(LEGEND)
     known = families()
     strangers = sorted(set(only) - set(known))
     if strangers:
-        raise LongstrideError(f"--only={','.join(strangers)}: one of {', '.join(known)}")
+        raise ConfigError(f"--only={','.join(strangers)}: one of {', '.join(known)}")
     done = read(results)
     for family in only or [each for each in known if each not in done]:
         result = examine_apart(family)
         append(results, result)
         report(table, result)
+        done[family] = result
+    rewrite(results, list(done.values()))
+    if results == RESULTS:
+        write_page(ROOT, done)
 
 
 def report(table: BenchTable, result: FamilyResult) -> None:
@@ -70,11 +86,15 @@ def report(table: BenchTable, result: FamilyResult) -> None:
     table.note(result.family, f"{result.verdict}, {result.gap:.1g} nats. {words}")
 
 
-def examine_apart(family: str, *, limit_s: float = LIMIT_S) -> FamilyResult:
-    """Examine a family in a process of its own under a time limit."""
-    context = multiprocessing.get_context("fork")
+def examine_apart(family: str, *, limit_s: float = LIMIT_S, method: str = "fork") -> FamilyResult:
+    """Examine a family in a process of its own under a time limit.
+
+    Args:
+        method: start of processes; "fork" needs a process that has run no operation of torch.
+    """
+    context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_examine, args=(family, theirs))
+    process = context.Process(target=_examine, args=(family, theirs, method))
     process.start()
     theirs.close()
     started = time.monotonic()
@@ -96,19 +116,19 @@ def examine_apart(family: str, *, limit_s: float = LIMIT_S) -> FamilyResult:
 def _failed(family: str, why: str, seconds: float) -> FamilyResult:
     from benchmarks.conformance.networks import architecture
 
-    parts = {"full": Finding(verdict=Verdict.NOT_RUN, message=why)}
+    parts = {"full": PartResult(verdict=Verdict.NOT_RUN, message=why)}
     return FamilyResult(
         family=family, architecture=architecture(family), parts=parts, seconds=round(seconds, 1)
     )
 
 
-def _examine(family: str, pipe: Connection) -> None:
+def _examine(family: str, pipe: Connection, method: str) -> None:
     os.setsid()  # The time limit ends all processes of the family.
     configure_logging(f"conformance {family}", "ERROR")
     started = time.monotonic()
     try:
-        result = examine(family)
-    except Exception as error:  # noqa: BLE001 - the result of a family that cannot be built
+        result = examine(family, method=method)
+    except NETWORK_ERRORS as error:
         traceback.print_exc()
         words = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         result = _failed(family, words, time.monotonic() - started)
@@ -116,12 +136,12 @@ def _examine(family: str, pipe: Connection) -> None:
     pipe.close()
 
 
-def examine(family: str) -> FamilyResult:
-    """Return the result of a family; this process has run no operation of torch."""
+def examine(family: str, *, method: str) -> FamilyResult:
+    """Return the result of a family; `method` as in `examine_apart`."""
     from benchmarks.conformance.sharded import RankPair
 
     with tempfile.TemporaryDirectory(prefix=f"conformance-{family}-") as folder:
-        return _examine_in(family, Path(folder), RankPair(method="fork"))
+        return _examine_in(family, Path(folder), RankPair(method=method))
 
 
 def _examine_in(family: str, folder: Path, pair: "RankPair") -> FamilyResult:
@@ -154,6 +174,6 @@ def _examine_in(family: str, folder: Path, pair: "RankPair") -> FamilyResult:
     return FamilyResult(
         family=family,
         architecture=architecture(family),
-        parts=findings,
+        parts={name: each.without(folder) for name, each in findings.items()},
         seconds=round(time.monotonic() - started, 1),
     )

@@ -73,15 +73,10 @@ def kind_problem(config: dict[str, Any]) -> str:
 
 
 def _text_remedy(config: dict[str, Any]) -> str:
-    inner = next(
-        (
-            cast(dict[str, Any], value)
-            for name, value in config.items()
-            if NESTED.search(name) and isinstance(value, dict)
-        ),
-        {},
-    )
-    kind = inner.get("model_type")
+    inner: list[dict[str, Any]] = [
+        value for name, value in config.items() if NESTED.search(name) and isinstance(value, dict)
+    ]
+    kind = inner[0].get("model_type") if inner else None
     own = f" with model_type={kind}" if kind and kind != config.get("model_type") else ""
     return (
         f"Use the text-only checkpoint of this family{own}, with architectures=...ForCausalLM and"

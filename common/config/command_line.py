@@ -48,7 +48,7 @@ STUDIES = (
 SUITES = (
     "envhub, learner, scheduler, transport, weights, tail, actor, agents,"
     " end2end, chaos, chaos-short, chaos-long, hostile, soak-run, soak-run-long,"
-    " dashboard, gpu, gpu-small, "
+    " dashboard, gpu, gpu-small, conformance, "
 ) + ", ".join(STUDIES)
 
 
@@ -72,6 +72,7 @@ class ParsedCommand:
     probe: str | None = None  # Probe of `status`: live or ready.
     filters: dict[str, str] = field(default_factory=dict[str, str])  # Filters of `show`, by name.
     steps: str | None = None  # Steps of `recompute`: a:b.
+    only: str | None = None  # Families of `bench --suite conformance`, with commas between.
     is_quick: bool = False  # `doctor --quick`: only the fast machine checks.
 
 
@@ -129,6 +130,7 @@ def parse(argv: Sequence[str], *, root: Path) -> ParsedCommand:
         filters=filters,
         steps=asked.steps,
         is_quick=asked.quick,
+        only=asked.only,
     )
 
 
@@ -255,7 +257,9 @@ def _make_parser(root: Path) -> _Parser:
     )
     parser.add_argument("--suite", metavar="NAME", help=f"for bench: {SUITES}")
     parser.add_argument(
-        "--only", metavar="NAME", help="for bench --suite gpu: these checks, as NAME,NAME"
+        "--only",
+        metavar="NAME",
+        help="for bench --suite gpu or conformance: these checks, as NAME,NAME",
     )
     parser.add_argument(
         "--minutes", metavar="N", type=float, help="for bench --suite gpu: at most N minutes"

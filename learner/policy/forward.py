@@ -22,7 +22,7 @@ from learner.policy.experts.balance import balance_loss_of
 from learner.policy.experts.routing import install
 from learner.policy.kernels.attention import use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
-from learner.policy.kernels.head import own_logits_gap, use_own_logits
+from learner.policy.kernels.head import own_logits_gap, trunk_of, use_own_logits
 from learner.policy.lora import adapters_off
 from learner.policy.model import (
     Scoring,
@@ -124,7 +124,7 @@ class _Trained(nn.Module):
             assert critic.trunk is not None
             states = flat_hidden(critic.trunk, tokens, autocast=how.autocast)
             return states[tokens.source_rows], None, None, None, None
-        body = policy.base_model
+        body = trunk_of(policy)
         balance = None
         if with_balance:
             hidden, routers = flat_hidden_and_routers(body, tokens, autocast=how.autocast)

@@ -101,14 +101,21 @@ def _compute_constants(model: PreTrainedModel) -> None:
     for owner, name in bare:
         empty = torch.zeros_like(getattr(owner, name), device="cpu")
         setattr(owner, name, empty.fill_(torch.nan) if empty.is_floating_point() else empty)
-    for module in model.modules() if bare else ():
-        model._init_weights(module)
+    if bare:
+        _initialize(model, model)
     for owner, name in bare:
         if getattr(owner, name).isnan().any():
             raise ConfigError(
                 f"learner.num_ranks: the buffer {name} of {type(owner).__name__} cannot be computed"
                 " before the weights are loaded. Use learner.num_ranks=1 or another model."
             )
+
+
+def _initialize(owner: PreTrainedModel, module: nn.Module) -> None:
+    """Initialise a module and the modules in it, each by the innermost model that has it."""
+    for child in module.children():
+        _initialize(child if isinstance(child, PreTrainedModel) else owner, child)
+    owner._init_weights(module)
 
 
 def give_memory(network: nn.Module, device: torch.device) -> None:

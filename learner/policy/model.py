@@ -20,7 +20,13 @@ from learner.batch.packing import row_size
 from learner.policy.determinism import make_deterministic
 from learner.policy.experts.conversion import Stored, stored_tensors
 from learner.policy.experts.routing import set_routes
-from learner.policy.kernels.head import Logits, logits_function, own_logits_gap, use_own_logits
+from learner.policy.kernels.head import (
+    Logits,
+    logits_function,
+    own_logits_gap,
+    trunk_of,
+    use_own_logits,
+)
 from learner.policy.loading import META, give_memory, load_network, take_memory
 from learner.policy.lora import adapter_tensors, adapts_experts, add_adapters, has_adapters
 from learner.policy.merging import Merged, live_merged
@@ -139,7 +145,7 @@ def token_logprobs(model: PreTrainedModel, tokens: TokenBatch, how: Scoring) -> 
 
     Returns: [tokens] float32 nats.
     """
-    hidden = flat_hidden(model.base_model, tokens, autocast=how.autocast)[tokens.source_rows]
+    hidden = flat_hidden(trunk_of(model), tokens, autocast=how.autocast)[tokens.source_rows]
     return hidden_logprobs(model, hidden, tokens.target_ids, how, with_entropy=False)[0]
 
 

@@ -6,10 +6,10 @@ The files of the tokenizer and `generation_config.json` are copied as they came 
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -49,19 +49,24 @@ def save_model(folder: Path, model: PreTrainedModel, state: Mapping[str, Tensor]
     finally:
         if own is not None:
             model.generation_config = own
-    _rewrite(folder / CONFIG, partial(_with_rope_of_4, model))
+    _add_rope_of_4(folder, model)
 
 
-def _with_rope_of_4(model: PreTrainedModel, written: dict[str, Any]) -> dict[str, Any]:
+def _add_rope_of_4(folder: Path, model: PreTrainedModel) -> None:
     """Add the keys of transformers 4, unless transformers 5 would then read another RoPE."""
+    path = folder / CONFIG
+    if not path.is_file():
+        return
+    written = path.read_text(encoding="utf-8")
+    _rewrite(path, lambda config: {**config, **rope_of_4(config)})
     own = model.config
-    both = {**written, **rope_of_4(written)}
     try:
-        again = type(own).from_dict(both)
-    except (KeyError, ValueError, TypeError):
-        return written
-    is_same = getattr(again, _ROPE, None) == getattr(own, _ROPE, None)
-    return both if is_same else written
+        again = type(own).from_pretrained(folder, local_files_only=True)
+        is_same = getattr(again, _ROPE, None) == getattr(own, _ROPE, None)
+    except (KeyError, ValueError, TypeError, StrictDataclassError):
+        is_same = False
+    if not is_same:
+        path.write_text(written, encoding="utf-8")
 
 
 def save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

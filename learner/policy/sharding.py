@@ -48,7 +48,7 @@ def shard(
     heads = [each.head for each in modules if isinstance(each, Critic)]  # Heads compute in fp32.
     blocks = [each for each in modules if type(each).__name__ in names]
     kept = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    for module in [*heads, *blocks, network]:
+    for module in [*heads, *reversed(blocks), network]:  # Inner blocks come first.
         policy = mixed if is_bf16 and module not in heads else exact
         made = fully_shard(
             module,

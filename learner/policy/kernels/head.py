@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from common.errors import ConfigError
+
 PROBE_TOKENS = 8
 SCALES = (1.0, 100.0)  # Factors of the probed states: a cap of logits changes only large ones.
 # Limits of the difference of two logits, as fractions of the largest logit.
@@ -37,6 +39,18 @@ def logits_function(model: PreTrainedModel, dtype: torch.dtype) -> Logits:
     return lambda rows: F.linear(rows.to(dtype), weight, bias)
 
 
+def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the network below the head. Raises: ConfigError: the network has no such part."""
+    parts = [each for each in model.children() if isinstance(each, PreTrainedModel)]
+    # A network whose prefix names no part of it, such as Llama 4, is its own base_model.
+    trunk: Any = model.base_model if model.base_model is not model else next(iter(parts), None)
+    if trunk is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no network below its head. Choose another model.path"
+        )
+    return trunk
+
+
 def own_logits(model: PreTrainedModel, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the logits [tokens, vocab] of a network whose trunk has returned `rows`."""
     head: Any = model.get_output_embeddings()
@@ -44,10 +58,13 @@ def own_logits(model: PreTrainedModel, rows: Tensor, dtype: torch.dtype) -> Tens
     states = rows.to(dtype if is_bf16 else head.weight.dtype)[None]
     ids = torch.zeros(states.shape[:2], dtype=torch.int64, device=states.device)
     with (
-        _returning(model.base_model, states),
+        _returning(trunk_of(model), states) as calls,
         torch.autocast(states.device.type, dtype=torch.bfloat16, enabled=is_bf16),
     ):
-        return model(input_ids=ids, use_cache=False).logits[0]
+        logits = model(input_ids=ids, use_cache=False).logits[0]
+    if not calls:
+        raise _TrunkBypassed
+    return logits
 
 
 class _TrunkOutput:
@@ -67,13 +84,23 @@ class _TrunkOutput:
         return () if isinstance(index, slice) else None
 
 
+class _TrunkBypassed(RuntimeError):
+    """The forward pass of a network uses a part of its trunk, as that of OPT."""
+
+
 @contextmanager
-def _returning(trunk: Any, states: Tensor) -> Iterator[None]:
-    """Replace the forward pass of a trunk within the context."""
+def _returning(trunk: Any, states: Tensor) -> Iterator[list[_TrunkOutput]]:
+    """Replace the forward pass of a trunk within the context; yield its outputs."""
     kept = vars(trunk).get("forward")
-    trunk.forward = lambda *_, **__: _TrunkOutput(states)
+    outputs: list[_TrunkOutput] = []
+
+    def forward(*_: object, **__: object) -> _TrunkOutput:
+        outputs.append(_TrunkOutput(states))
+        return outputs[-1]
+
+    trunk.forward = forward
     try:
-        yield
+        yield outputs
     finally:
         if kept is None:
             del trunk.forward
@@ -83,13 +110,19 @@ def _returning(trunk: Any, states: Tensor) -> Iterator[None]:
 
 @torch.no_grad()
 def own_logits_gap(model: PreTrainedModel) -> Tensor:
-    """Return the difference of own logits to the head's alone, as a multiple of rounding, [1]."""
+    """Return the difference of own logits to the head's alone, as a multiple of rounding, [1].
+
+    It is 0 if the network does not call its trunk as a whole.
+    """
     head: Any = model.get_output_embeddings()
     is_bf16 = any(each.dtype != torch.float32 for each in model.parameters())
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(PROBE_TOKENS, head.weight.shape[1], generator=generator)
     rows = torch.cat([scale * drawn for scale in SCALES]).to(head.weight.device)
-    own = own_logits(model, rows, torch.float32).float()
+    try:
+        own = own_logits(model, rows, torch.float32).float()
+    except _TrunkBypassed:  # The start check compares the head's logits with the network's.
+        return torch.zeros(1)
     alone = head(rows.to(head.weight.dtype)).float()
     largest = torch.maximum(own.abs(), alone.abs()).amax(-1, keepdim=True)
     limit = BF16_ROUNDING if is_bf16 else FP32_ROUNDING

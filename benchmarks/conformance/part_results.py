@@ -2,10 +2,16 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
+
+from benchmarks.table import MACHINE_ERRORS
+
+# Errors of networks and libraries; errors of the machine, such as a full disk, are among them.
+NETWORK_ERRORS = (*MACHINE_ERRORS, TypeError, AttributeError, StrictDataclassError)
 TOLERANCE = 1e-4  # Largest difference of two fp32 log-probabilities, in nats.
 
 
@@ -33,12 +39,19 @@ PARTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class PartResult:
     """The result of one part."""
 
     verdict: Verdict
     gap: float | None = None  # Largest difference in nats; of sft: relative, of the gradient.
     message: str = ""
+
+    def without(self, folder: Path) -> "PartResult":
+        """Return the finding with the names of temporary files removed from its message."""
+        words = self.message
+        for name in ("start", "first", "second"):
+            words = words.replace(str(folder / name), "MODEL")
+        return replace(self, message=words.replace(str(folder), "FOLDER"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +60,7 @@ class FamilyResult:
 
     family: str
     architecture: str
-    parts: dict[str, Finding] = field(default_factory=dict[str, Finding])
+    parts: dict[str, PartResult] = field(default_factory=dict[str, PartResult])
     seconds: float = 0.0
 
     @property
@@ -73,15 +86,15 @@ class FamilyResult:
         return max(gaps, default=0.0)
 
 
-def compared(gap: float, *, tolerance: float = TOLERANCE, message: str = "") -> Finding:
+def compared(gap: float, *, tolerance: float = TOLERANCE, message: str = "") -> PartResult:
     """Return the finding of a measured difference. A NaN is wrong."""
     verdict = Verdict.RIGHT if gap <= tolerance else Verdict.WRONG
-    return Finding(verdict=verdict, gap=gap, message=message)
+    return PartResult(verdict=verdict, gap=gap, message=message)
 
 
-def refused(error: Exception) -> Finding:
+def refused(error: Exception) -> PartResult:
     """Return the finding of a refusal with its message on one line."""
-    return Finding(verdict=Verdict.REFUSED, message=" ".join(str(error).split()))
+    return PartResult(verdict=Verdict.REFUSED, message=" ".join(str(error).split()))
 
 
 def append(path: Path, result: FamilyResult) -> None:
@@ -98,7 +111,7 @@ def read(path: Path) -> dict[str, FamilyResult]:
     for line in path.read_text(encoding="utf-8").splitlines():
         tree = json.loads(line)
         parts = {
-            name: Finding(**{**each, "verdict": Verdict(each["verdict"])})
+            name: PartResult(**{**each, "verdict": Verdict(each["verdict"])})
             for name, each in tree.pop("parts").items()
         }
         found[tree["family"]] = FamilyResult(**tree, parts=parts)

@@ -1,0 +1,84 @@
+"""The page `docs/MODELS.md`, written from the results of the conformance suite."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.conformance.part_results import PARTS, FamilyResult, PartResult, Verdict
+
+PAGE = Path("docs") / "MODELS.md"
+HEAD = Path(__file__).with_name("page_head.md").read_text(encoding="utf-8")
+CELLS = {
+    Verdict.RIGHT: "right",
+    Verdict.REFUSED: "refused",
+    Verdict.WRONG: "**wrong**",
+    Verdict.ENGINE_CANNOT: "engine cannot",
+    Verdict.NOT_RUN: "-",
+}
+LAYOUTS = ("packed", "shared prefix")
+MOST_WORDS = 260  # Characters of a note.
+
+
+def page_text(results: Mapping[str, FamilyResult]) -> str:
+    """Return the page."""
+    rows = [_row(results[family]) for family in sorted(results)]
+    titles = ["family", *PARTS, "largest difference", "notes"]
+    names = {"lora": "LoRA"}
+    lines = [
+        f"| {' | '.join(names.get(each, each) for each in titles)} |",
+        "|" + "---|" * len(titles),
+        *rows,
+    ]
+    return f"{HEAD}\n## Results\n{_counts(results)}\n\n" + "\n".join(lines) + "\n"
+
+
+def _counts(results: Mapping[str, FamilyResult]) -> str:
+    verdicts = [each.verdict for each in results.values()]
+    counted = ", ".join(
+        f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict if verdict in verdicts
+    )
+    return f"{len(results)} families: {counted}."
+
+
+def _row(result: FamilyResult) -> str:
+    cells = [f"`{result.family}`<br>{result.architecture}"]
+    cells += [_cell(name, result.parts.get(name)) for name in PARTS]
+    cells += [f"{result.gap:.0e}" if result.gap else "0", _notes(result)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(name: str, found: PartResult | None) -> str:
+    if found is None:
+        return "-"
+    is_padded = name in LAYOUTS and found.verdict is Verdict.REFUSED
+    return "padded" if is_padded else CELLS[found.verdict]
+
+
+def _notes(result: FamilyResult) -> str:
+    """Return the messages of all parts that are not right, each once."""
+    notes: dict[str, list[str]] = {}
+    for name in PARTS:
+        found = result.parts.get(name)
+        if found is None or not found.message or (name == "sft" and not _is_note(found)):
+            continue
+        notes.setdefault(found.message, []).append(name)
+    texts = [f"{', '.join(names)}: {_shown(text)}" for text, names in notes.items()]
+    texts += [
+        f"{name}: {found.gap:.2g} nats"
+        for name, found in result.parts.items()
+        if found.verdict is Verdict.WRONG and found.gap is not None
+    ]
+    return "<br>".join(texts)
+
+
+def _is_note(found: PartResult) -> bool:
+    return found.verdict is not Verdict.RIGHT
+
+
+def _shown(text: str) -> str:
+    short = text if len(text) <= MOST_WORDS else f"{text[:MOST_WORDS]}..."
+    return short.replace("|", "\\|").replace("<", "&lt;").replace("`", "'").replace("*", "\\*")
+
+
+def write_page(root: Path, results: Mapping[str, FamilyResult]) -> None:
+    """Write the page of these results below a repository."""
+    (root / PAGE).write_text(page_text(results), encoding="utf-8")
