@@ -65,14 +65,13 @@ class ParsedCommand:
     is_dry: bool
     suite: str | None
     json: str | None  # File for results; None: runs/bench/SUITE.json or RUN/recompute.json.
-    only: str | None = None  # Checks of the suite `gpu`, names with commas between them.
+    only: str | None = None  # Checks or families of a suite, with commas between them.
     minutes: float | None = None  # Budget of the suite `gpu`.
     join: str | None = None  # HOST:PORT of a scheduler.
     key: str | None = None  # Key file that authorizes this machine.
     probe: str | None = None  # Probe of `status`: live or ready.
     filters: dict[str, str] = field(default_factory=dict[str, str])  # Filters of `show`, by name.
     steps: str | None = None  # Steps of `recompute`: a:b.
-    only: str | None = None  # Families of `bench --suite conformance`, with commas between.
     is_quick: bool = False  # `doctor --quick`: only the fast machine checks.
 
 
@@ -130,7 +129,6 @@ def parse(argv: Sequence[str], *, root: Path) -> ParsedCommand:
         filters=filters,
         steps=asked.steps,
         is_quick=asked.quick,
-        only=asked.only,
     )
 
 
