@@ -27,11 +27,15 @@ TAKEN = re.compile(r"out ?of ?memory|address already in use", re.IGNORECASE)
 # The cause lies outside of the process, and may have passed before the restart.
 PASSING = re.compile(
     rf"{TAKEN.pattern}|no space left|too many open files|timed out|timeout"
-    r"|connection (refused|reset|closed)|temporarily unavailable|cuda error|nccl",
+    r"|connection (refused|reset|closed)|temporarily unavailable|cuda error|nccl"
+    r"|killed by SIG(KILL|TERM)",
     re.IGNORECASE,
 )
+QUOTES = "; its last lines:"  # Begins the output of a child process that an error quotes.
+MAX_LINES = 60  # Lines of a log that are read.
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _RAISED = re.compile(r"(?:\w+\.)*(\w*(?:Error|Exception|Missing|Lost|Timeout|Failed))(?::.*)?")
+_CAUSE = re.compile(r"\b\w*(?:Error|Exception): .*")
 _FATAL = re.compile(r"what\(\)|terminate called|Fatal Python error")
 
 
@@ -65,10 +69,21 @@ def lasting_error(lines: Sequence[str], code: int) -> LastingError | None:
         return LastingError(text, is_certain=any(REFUSED.search(each) for each in lines))
     if code != EXIT_FAILED:
         return None
-    raised = [match for line in lines if (match := _RAISED.fullmatch(line))]
-    if not raised or PASSING.search(raised[-1][0]):
+    raised = [(i, match) for i, each in enumerate(lines) if (match := _RAISED.fullmatch(each))]
+    if not raised:
         return None
-    line, kind = raised[-1][0], raised[-1][1]
-    if kind not in CERTAIN | LIKELY:
+    number, match = raised[-1]
+    kind = match[1]
+    line = match[0][match.start(1) :]  # Without the module of the error.
+    quoted = [line for line in lines[number + 1 :] if line.startswith("  ")]
+    text = line.partition(QUOTES)[0] + _cause(quoted)
+    is_taken = any(TAKEN.search(line) for line in quoted)
+    if is_taken or PASSING.search(text) or kind not in CERTAIN | LIKELY:
         return None
-    return LastingError(line, is_certain=kind in CERTAIN or REFUSED.search(line) is not None)
+    return LastingError(text, is_certain=kind in CERTAIN or REFUSED.search(text) is not None)
+
+
+def _cause(quoted: Sequence[str]) -> str:
+    """Return the last error in the output of a child process that an error quotes; "" if none."""
+    found = [match[0] for line in quoted if (match := _CAUSE.search(line))]
+    return f"; the cause is {found[-1]}" if found else ""

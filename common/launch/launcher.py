@@ -22,7 +22,7 @@ from common.launch.base import (
     RoleStarter,
     StallDetector,
 )
-from common.launch.lasting import LastingError, lasting_error
+from common.launch.lasting import MAX_LINES, LastingError, lasting_error
 from common.launch.process import TAIL_LINES, describe_exit, find_error
 
 logger = logging.getLogger(__name__)
@@ -307,7 +307,8 @@ class _Role:
 
         A role that may have worked is restarted: its failures are only counted.
         """
-        before, self._error = self._error, lasting_error(ended.log_tail(max_lines=TAIL_LINES), code)
+        before = self._error
+        self._error = lasting_error(ended.log_tail(max_lines=MAX_LINES), code)
         is_start = code == EXIT_NOT_STARTED
         if not is_start:
             self._may_have_worked = True

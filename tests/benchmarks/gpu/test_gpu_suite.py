@@ -317,3 +317,9 @@ def test_growth_is_measured_with_many_lengths() -> None:
     turns = {random_shape(shape, rng) for _ in range(50)}
     assert len(turns) == 50
     assert {each.num_groups for each in turns} == {1}
+
+
+def test_documentation_lists_every_check_in_order() -> None:
+    page = (ROOT / "docs" / "GPU.md").read_text(encoding="utf-8")
+    rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert rows[: len(CHECKS)] == [check.name for check in CHECKS]

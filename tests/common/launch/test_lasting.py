@@ -18,7 +18,7 @@ TRACE = ["Traceback (most recent call last):", '  File "x.py", line 3, in step']
         (["TypeError: f() got an unexpected keyword argument 'a'"], 1, None, True),
         (["RuntimeError: Unrecognized key 'a' in CUDA allocator config"], 1, None, True),
         (["RuntimeError: shapes differ: 3 and 4"], 1, None, False),
-        (["common.errors.EngineError: engine died"], 1, None, False),
+        (["common.errors.EngineError: engine died"], 1, "EngineError: engine died", False),
         (["KeyError: 'a'", "a library says goodbye"], 1, "KeyError: 'a'", False),
         (["AssertionError"], 1, None, False),
         (["error: EngineError: no room"], 70, "EngineError: no room", False),
@@ -63,6 +63,31 @@ def test_native_crash_is_named_by_its_message() -> None:
 )
 def test_end_by_machine_or_peer_is_not_lasting(line: str, code: int) -> None:
     assert lasting_error([*TRACE, line], code) is None
+
+
+DIED = "common.errors.EngineError: engine died: EngineCore"
+
+
+def test_error_of_a_child_process_is_the_named_cause() -> None:
+    quoted = [f"  (EngineCore pid=7) line {i}" for i in range(14)]
+    quoted.append("  (EngineCore pid=7) RuntimeError: no kernel for this head size")
+    lines = [*TRACE, f"{DIED} exit code 1; its last lines:", *quoted, "a library ends"]
+    error = lasting_error(lines, 1)
+    assert error is not None
+    cause = "RuntimeError: no kernel for this head size"
+    assert error.text == f"EngineError: engine died: EngineCore exit code 1; the cause is {cause}"
+    assert not error.is_certain
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [f"{DIED} killed by SIGKILL"],
+        [f"{DIED} exit code 1; its last lines:", "  OutOfMemoryError: CUDA out of memory", "  end"],
+    ],
+)
+def test_killed_child_or_full_memory_is_not_lasting(lines: list[str]) -> None:
+    assert lasting_error([*TRACE, *lines], 1) is None
 
 
 class Results:
