@@ -26,6 +26,7 @@ from common.checks.machine import has_cuda
 from common.config.command_line import parse
 from common.errors import ConfigError
 from common.repository import ROOT
+from tests.marks import long_for
 
 ENGINE = ("engine", "engine-lora")
 BY_PROCESS = {"weights": 2, "adapters-sent": 2, "gloo": 2, "engine": 7, "engine-lora": 7}
@@ -58,6 +59,7 @@ def test_gpu_check_runs_small_on_the_cpu(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_compiled_check_runs_small_on_the_cpu() -> None:
     table = make_table()
     check_small(table, "compiled")
@@ -65,7 +67,7 @@ def test_compiled_check_runs_small_on_the_cpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BY_PROCESS)
+@pytest.mark.parametrize("name", long_for(BY_PROCESS, ("adapters-sent", *ENGINE)))
 def test_multiprocess_gpu_check_runs_on_cpu(name: str) -> None:
     table = make_table()
     if name in ENGINE and importlib.util.find_spec("vllm") is None:
@@ -244,6 +246,7 @@ def test_suite_runs_chosen_checks_in_its_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_suite_names_what_its_minutes_leave_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,6 +275,7 @@ def test_checks_after_a_crash_run_in_a_new_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_hanging_check_is_ended_and_next_one_runs() -> None:
     table = make_table()
     hangs = check_of("hangs", "hang", usual_s=1)
