@@ -47,7 +47,7 @@ STUDIES = (
 )
 SUITES = (
     "envhub, soak, solve, learner, scheduler, transport, weights, tail, actor, agents,"
-    " end2end, chaos, chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict,"
+    " routing, end2end, chaos, chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict,"
     " dashboard, gpu, "
 ) + ", ".join(STUDIES)
 
