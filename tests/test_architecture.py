@@ -36,7 +36,7 @@ SATELLITES = (  # Parts that register with the core; an installation may leave e
     "envhub/interop",
     "envhub/author",
 )
-MAX_CORE_LINES = 52_900
+MAX_CORE_LINES = 54_200
 MAX_MUTUAL_FOLDERS = 5
 PRODUCT = [
     *sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")),

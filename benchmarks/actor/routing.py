@@ -60,8 +60,8 @@ def _add_differences(table: BenchTable, folder: Path) -> None:
         replays: _differences(passes, prompts, turns, replays=replays) for replays in (False, True)
     }
     table.figure("sampled tokens", len(gaps[True]), "tokens")
-    table.figure("mean |difference|, routers choose", gaps[False].mean(), "nats")
-    table.figure("mean |difference|, replay", gaps[True].mean(), "nats")
+    table.figure("mean |difference|, routers choose", float(gaps[False].mean()), "nats")
+    table.figure("mean |difference|, replay", float(gaps[True].mean()), "nats")
     table.figure("99th percentile, routers choose", np.percentile(gaps[False], 99), "nats")
     table.figure("99th percentile, replay", np.percentile(gaps[True], 99), "nats")
     table.compare(
@@ -77,7 +77,7 @@ def _add_differences(table: BenchTable, folder: Path) -> None:
 def _save_policy(folder: Path) -> None:
     """Write a policy whose choice of experts depends on the token."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
+    sizes: dict[str, Any] = dict(
         vocab_size=VOCAB,
         hidden_size=128,
         num_hidden_layers=4,
@@ -95,6 +95,7 @@ def _save_policy(folder: Path) -> None:
         eos_token_id=2,
         pad_token_id=0,
     )
+    config = Qwen3MoeConfig(**sizes)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
