@@ -62,12 +62,12 @@ def _add_differences(table: BenchTable, folder: Path) -> None:
     table.figure("sampled tokens", len(gaps[True]), "tokens")
     table.figure("mean |difference|, routers choose", float(gaps[False].mean()), "nats")
     table.figure("mean |difference|, replay", float(gaps[True].mean()), "nats")
-    table.figure("99th percentile, routers choose", np.percentile(gaps[False], 99), "nats")
-    table.figure("99th percentile, replay", np.percentile(gaps[True], 99), "nats")
+    table.figure("99th percentile, routers choose", float(np.percentile(gaps[False], 99)), "nats")
+    table.figure("99th percentile, replay", float(np.percentile(gaps[True], 99)), "nats")
     table.compare(
         "largest |difference|, replay",
-        gaps[True].max(),
-        gaps[False].max(),
+        float(gaps[True].max()),
+        float(gaps[False].max()),
         "nats",
         against="routers choose",
         at_most=MAX_RATIO,
