@@ -23,6 +23,7 @@ SUITES = {  # Name on the command line: module and function.
     "tail": "learner.tail:run_suite",
     "actor": "actor.suite:run_suite",
     "agents": "actor.agents:run_suite",
+    "routing": "actor.routing:run_suite",
     "end2end": "runs.end_to_end:run_suite",
     "chaos": "chaos.suite:run_suite",
     "chaos-short": "chaos.suite:run_short",

@@ -5,7 +5,7 @@ That context is masked from the loss, so every sampled token is trained in exact
 `segment_starts` holds the index of each segment's first token; the first is 0.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -13,7 +13,17 @@ import numpy as np
 from common.wire.messages import Trajectory
 
 TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "turn_ids")
+EXPERT_DTYPES = (np.dtype("uint8"), np.dtype("int16"))
 EXPERT_COLUMNS = ("expert_ids", "expert_mask")  # Empty if the engine records no experts.
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """The sizes of a mixture of experts."""
+
+    num_layers: int  # All layers of the network, with and without experts.
+    num_chosen: int  # Experts of a token in one layer.
+    num_experts: int
 
 
 class Aside(IntEnum):
@@ -120,4 +130,38 @@ def refusal_of_segments(trajectory: Trajectory) -> str:
         if mask[0] or not mask.any():
             what = "begins with a sampled token" if mask[0] else "has no sampled token"
             return f"segment {number} {what}"
+    return ""
+
+
+def refusal_of_experts(trajectory: Trajectory, shape: RoutingShape | None) -> str:
+    """Return why the recorded experts are invalid; "" if they are valid or absent.
+
+    Args:
+        shape: sizes of the policy; None: not known, so ids and sizes are not checked.
+    """
+    ids = trajectory.expert_ids
+    mask = trajectory.expert_mask
+    num_tokens = len(trajectory.token_ids)
+    if mask.dtype != np.bool_ or ids.dtype not in EXPERT_DTYPES:
+        return (
+            f"expert_ids has dtype {ids.dtype.name} and expert_mask has dtype {mask.dtype.name},"
+            " expected uint8 or int16, and bool"
+        )
+    if not mask.size and ids.shape == (0,):
+        return ""
+    if mask.shape != (num_tokens,) or ids.ndim != 3 or len(ids) != num_tokens:
+        return (
+            f"expert_ids has shape {ids.shape} and expert_mask has shape {mask.shape}, but"
+            f" token_ids has {num_tokens} tokens"
+        )
+    if shape is None:
+        return ""
+    sizes = (shape.num_layers, shape.num_chosen)
+    if ids.shape[1:] != sizes:
+        return f"expert_ids has shape {ids.shape}, but the policy has [layer, chosen] = {sizes}"
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < shape.num_experts:
+        return (
+            f"expert_ids has ids {ids.min()}..{ids.max()}, but the policy has"
+            f" {shape.num_experts} experts"
+        )
     return ""

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from common.config.compute import Layout, WeightsTransport
 from common.config.run_config import RunConfig, TrainMode
 from common.host.cores import num_cores
+from common.segments import RoutingShape
 from common.store.journal import JournalWriter
 from common.store.metrics import MetricsSink, MetricsWriter
 from common.store.run_dir import RunDir, remove_partial_files
@@ -25,7 +26,6 @@ from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import Router
 from common.wire.transfer.mailbox import remove_files
 from learner.batch.credit import group_has_signal
-from learner.batch.experts import RoutingShape
 from learner.ingest.admission import Admission
 from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_assembly import GroupAssembly

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from common.config.compute import Attention, CriticKind, Layout
-from common.config.learning import Advantage, LearnerSection
+from common.config.learning import Advantage, AlgorithmSection, LearnerSection
 from common.config.run_config import RunConfig
 
 
@@ -19,7 +20,10 @@ def check_networks(cfg: RunConfig, root: Path, *, is_offline: bool = False) -> N
 
     Raises: ConfigError: a model does not support a setting; names the key and the remedy.
     """
-    if not _asks_for_something(cfg.learner):
+    has_routers = not is_offline and bool(
+        cfg.algorithm.routing_replay or cfg.algorithm.router_aux_coef
+    )
+    if not (has_routers or _asks_for_something(cfg.learner)):
         return
     from learner.policy.kernels.attention import check_attention
     from learner.policy.kernels.compiling import check_parts
@@ -32,6 +36,19 @@ def check_networks(cfg: RunConfig, root: Path, *, is_offline: bool = False) -> N
         check_parts(networks)
     if cfg.learner.lora.rank:
         check_targets(networks[0], cfg.learner.lora)
+    if has_routers:
+        _check_routers(cfg.algorithm, networks[0])
+
+
+def _check_routers(algorithm: AlgorithmSection, policy: Any) -> None:
+    """Check that the policy has routers for the algorithm. Raises: ConfigError."""
+    from learner.policy.experts.balance import balance_loss_of
+    from learner.policy.experts.routing import install
+
+    if algorithm.router_aux_coef:
+        balance_loss_of(policy)
+    if algorithm.routing_replay:
+        install(policy.base_model)
 
 
 def _asks_for_something(learner: LearnerSection) -> bool:

@@ -55,10 +55,11 @@ def _keep_cpu_experts() -> None:
     vLLM (0.32) chooses Triton's kernels for all experts of an engine with adapters, and they need a
     GPU. Published adapters never change experts, see `LoraSection.is_merged`.
     """
-    select = unquantized_fused_moe_method.select_unquantized_moe_backend
+    place: Any = unquantized_fused_moe_method
+    select = place.select_unquantized_moe_backend
 
     def select_for_cpu(moe_config: Any) -> Any:
         moe_config.is_lora_enabled = False
         return select(moe_config)
 
-    unquantized_fused_moe_method.select_unquantized_moe_backend = select_for_cpu
+    place.select_unquantized_moe_backend = select_for_cpu

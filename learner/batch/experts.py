@@ -12,7 +12,6 @@ from torch import Tensor
 from common.wire.messages import Trajectory
 from learner.batch.placing import placed
 
-DTYPES = (np.dtype("uint8"), np.dtype("int16"))
 Recorded = tuple[np.ndarray, np.ndarray]  # ids [seq, layer, chosen], mask [seq]
 
 
@@ -22,15 +21,6 @@ class Routes:
 
     ids: Tensor = field(repr=False)  # [batch * seq, layer, chosen] uint8 or int16
     mask: Tensor = field(repr=False)  # [batch * seq] bool, True on positions with a record
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingShape:
-    """The sizes of a mixture of experts."""
-
-    num_layers: int  # All layers of the network, with and without experts.
-    num_chosen: int  # Experts of a token in one layer.
-    num_experts: int
 
 
 def recorded_of(trajectories: Sequence[Trajectory]) -> list[Recorded | None] | None:
@@ -62,37 +52,3 @@ def place_routes(
             ids[known] = each[0][each[1]]
             mask[known] = True
     return Routes(**placed({"ids": ids, "mask": mask}, device))
-
-
-def refusal_of_experts(trajectory: Trajectory, shape: RoutingShape | None) -> str:
-    """Return why the recorded experts are invalid; "" if they are valid or absent.
-
-    Args:
-        shape: sizes of the policy; None: not known, so ids and sizes are not checked.
-    """
-    ids = trajectory.expert_ids
-    mask = trajectory.expert_mask
-    num_tokens = len(trajectory.token_ids)
-    if mask.dtype != np.bool_ or ids.dtype not in DTYPES:
-        return (
-            f"expert_ids has dtype {ids.dtype.name} and expert_mask has dtype {mask.dtype.name},"
-            " expected uint8 or int16, and bool"
-        )
-    if not mask.size and ids.shape == (0,):
-        return ""
-    if mask.shape != (num_tokens,) or ids.ndim != 3 or len(ids) != num_tokens:
-        return (
-            f"expert_ids has shape {ids.shape} and expert_mask has shape {mask.shape}, but"
-            f" token_ids has {num_tokens} tokens"
-        )
-    if shape is None:
-        return ""
-    sizes = (shape.num_layers, shape.num_chosen)
-    if ids.shape[1:] != sizes:
-        return f"expert_ids has shape {ids.shape}, but the policy has [layer, chosen] = {sizes}"
-    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < shape.num_experts:
-        return (
-            f"expert_ids has ids {ids.min()}..{ids.max()}, but the policy has"
-            f" {shape.num_experts} experts"
-        )
-    return ""

@@ -7,10 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.formats.scripted import refusal_of_actions
-from common.segments import refusal_of_asides, refusal_of_segments, refusal_of_starts, segments_of
+from common.segments import (
+    RoutingShape,
+    refusal_of_asides,
+    refusal_of_experts,
+    refusal_of_segments,
+    refusal_of_starts,
+    segments_of,
+)
 from common.wire.access.lease_mac import is_leased
 from common.wire.messages import EndReason, PolicyKind, Trajectory
-from learner.batch.experts import RoutingShape, refusal_of_experts
 from learner.ingest.journal_index import JournalIndex
 
 logger = logging.getLogger(__name__)

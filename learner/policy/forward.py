@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from common.config.compute import Layout, Offload
 from common.config.learning import LearnerSection
+from common.segments import RoutingShape
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
-from learner.batch.experts import RoutingShape
 from learner.policy.critic import Critic
 from learner.policy.experts.balance import balance_loss_of
 from learner.policy.experts.routing import install

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from common.config.compute import EXPERTS, LoraSection
 from common.errors import ConfigError
+from learner.policy.experts.weights import expert_weights
 
 ADAPTER = "default"  # Name of the single adapter in peft.
 ADAPTER_CONFIG = "adapter_config.json"
@@ -85,28 +86,6 @@ def check_targets(model: PreTrainedModel, cfg: LoraSection) -> set[str]:
     return set(cfg.targets)
 
 
-def expert_weights(model: nn.Module) -> list[str]:
-    """Return the names of the weights of all experts in each layer, [] without experts.
-
-    Example: ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"].
-    """
-    found: set[str] = set()
-    for name, module in model.named_modules():
-        if holds_experts(module):
-            place = ".".join(name.split(".")[-2:])
-            weights = module.named_parameters(recurse=False)
-            found |= {f"{place}.{key}" for key, each in weights if each.ndim == 3}
-    return sorted(found)
-
-
-def holds_experts(module: nn.Module) -> bool:
-    """Return whether a module holds the fused weights of several experts."""
-    is_convolution = isinstance(module, nn.modules.conv._ConvNd)
-    weights = module.parameters(recurse=False)
-    is_fused = any(each.ndim == 3 for each in weights) and not is_convolution
-    return is_fused and hasattr(module, "num_experts")
-
-
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (name, layer) of peft's layers."""
     for name, module in model.named_modules():
@@ -172,8 +151,8 @@ def check_resumable(folder: Path, model: PreTrainedModel, cfg: LoraSection) -> N
             " this checkpoint, or start another run.name."
         )
     for name in _COMPARED if saved else ():
-        ours = getattr(_config_of(model), name)
-        theirs = saved.get(name)
+        ours = getattr(_config_of(model), name) or []
+        theirs: Any = saved.get(name) or []
         if isinstance(ours, set):
             ours = sorted(ours)
             theirs = sorted(theirs)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.segments import RoutingShape
 from learner.batch.batching import Sample, make_minibatches
 from learner.batch.codec import pack_samples, unpack_samples
-from learner.batch.experts import RoutingShape
 from learner.batch.rows import rows_of
 from learner.batch.running_baseline import RunningBaseline
 from learner.objective.correction import Overlap

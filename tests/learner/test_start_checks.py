@@ -95,3 +95,18 @@ def test_too_small_context_is_refused_before_the_start(
     assert run.main([*given[:1], "--dry-run", *given[1:], f"actor.max_model_len={least}"]) == 0
     error = refusal(capsys, tmp_path, [*given, f"actor.max_model_len={least - 1}"])
     assert f"use at least actor.max_model_len={least}" in error
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("algorithm.routing_replay=true", "Qwen2Model has no experts"),
+        ("algorithm.router_aux_coef=0.1", "no load-balancing loss for Qwen2ForCausalLM"),
+    ],
+)
+def test_routers_of_a_dense_policy_are_refused_before_the_start(
+    setting: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(capsys, tmp_path, [*DRY, setting], model_type="qwen2")
+    assert setting.partition("=")[0] in error
+    assert said in error

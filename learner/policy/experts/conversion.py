@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,11 +25,22 @@ from transformers.core_model_loading import (
 )
 
 from common.errors import ConfigError
-from learner.policy.merging import Merged
 
 # A tensor of a file is read from at most this many places of the weights.
 MAX_RUNS = 64
 PROXY_WIDTH = 2  # Last axis of the small stand-in of a weight with three axes.
+
+
+class FlatWeight(Protocol):
+    """A weight in memory: a tensor, or one that is merged with its adapter when it is read."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def numel(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +114,7 @@ class Stored:
     """A tensor of a checkpoint file, as ranges of flat weights in memory, one after another."""
 
     shape: tuple[int, ...]
-    runs: tuple[tuple[Tensor | Merged, int, int], ...]  # (weight or shard, first number, count)
+    runs: tuple[tuple[Any, int, int], ...]  # (weight or shard, first number, count)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,8 +122,8 @@ class Stored:
 
 
 def stored_tensors(
-    network: PreTrainedModel, weights: Mapping[str, Tensor | Merged]
-) -> dict[str, Tensor | Merged | Stored]:
+    network: PreTrainedModel, weights: Mapping[str, FlatWeight]
+) -> dict[str, FlatWeight | Stored]:
     """Return weights under their names in a checkpoint; a weight that is stored as it is, as it is.
 
     Args:
@@ -128,9 +140,7 @@ def stored_tensors(
     return {name: weights[kept[name]] if name in kept else made[name] for name in named}
 
 
-def _converted(
-    network: PreTrainedModel, weights: Mapping[str, Tensor | Merged]
-) -> dict[str, Stored]:
+def _converted(network: PreTrainedModel, weights: Mapping[str, FlatWeight]) -> dict[str, Stored]:
     """Return the tensors of the file by converting the indices of the weights' numbers."""
     proxies: dict[str, Tensor] = {}
     starts: list[int] = []
@@ -153,14 +163,14 @@ def _proxy_shape(shape: torch.Size) -> torch.Size:
 
 
 def _stored(
-    name: str, indices: Tensor, bases: Sequence[Tensor | Merged], starts: Sequence[int]
+    name: str, indices: Tensor, bases: Sequence[FlatWeight], starts: Sequence[int]
 ) -> Stored:
     flat = indices.flatten()
     limits = torch.tensor(starts)
     owners = torch.searchsorted(limits, flat, right=True) - 1
     is_new = (flat.diff() != 1) | (owners.diff() != 0)
     cuts = [0, *(is_new.nonzero().flatten() + 1).tolist(), len(flat)]
-    runs: list[tuple[Tensor | Merged, int, int]] = []
+    runs: list[tuple[Any, int, int]] = []
     width = 1
     for begin, end in pairwise(cuts):
         owner = int(owners[begin])

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from common.errors import ConfigError
-from learner.batch.experts import Routes, RoutingShape
-from learner.policy.lora import holds_experts
+from common.segments import RoutingShape
+from learner.batch.experts import Routes
+from learner.policy.experts.weights import holds_experts
 
 KEY = "algorithm.routing_replay=true"
 _TOPK = (torch.topk, torch.Tensor.topk)

@@ -7,11 +7,10 @@ from actor.rollout.context import Turn
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import EnvSession
 from common.config.evaluation import AgentOptions, ContextKind
-from common.segments import as_rows, joined
+from common.segments import RoutingShape, as_rows, joined, refusal_of_experts
 from common.wire.codec import decode, encode
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample, make_microbatches
-from learner.batch.experts import RoutingShape, refusal_of_experts
 from tests.actor.rollout.playing import Count, play
 from tests.learner.builders import make_trajectory
 
