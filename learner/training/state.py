@@ -207,10 +207,16 @@ def _make_moments(
 
 
 def read_weights(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name without prefix, whole tensor on the host) of the saved weights, one by one."""
-    for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
-        if name.startswith(f"{prefix}."):
-            whole = torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore
-            # `load` fills the tensor in place.
-            load({name: whole}, checkpoint_id=folder, no_dist=True)
-            yield name.removeprefix(f"{prefix}."), whole
+    """Yield (name without prefix, whole tensor on the host) of the saved weights.
+
+    One load reads all of them: each load reads and plans the names of the whole checkpoint, which
+    is as much work as a few megabytes. Adapters have many small tensors.
+    """
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore
+        for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+        if name.startswith(f"{prefix}.")
+    }
+    load(dict(found), checkpoint_id=folder, no_dist=True)  # It fills the tensors in place.
+    for name, whole in found.items():
+        yield name.removeprefix(f"{prefix}."), whole
