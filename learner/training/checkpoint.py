@@ -6,12 +6,13 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.config.learning import LearnerSection
@@ -180,8 +181,7 @@ class Checkpoints:
 
         def finish(written: Future[Any]) -> float | None:
             try:
-                written.result()
-                _export(partial, model, tokenizer)
+                _export(partial, model, tokenizer, written.result())
                 marker = {"version": version, "is_passing": is_passing}
                 (partial / _MARKER).write_text(json.dumps(marker), encoding="utf-8")
                 _sync_tree(partial)
@@ -298,9 +298,17 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _export(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Write the policy in the format of transformers or peft, from the tensors on disk."""
-    state = dict(read_weights(folder / TENSORS, "model"))
+def _export(folder: Path, model: Any, tokenizer: Any, copies: Mapping[str, Tensor] | None) -> None:
+    """Write the policy in the format of transformers or peft.
+
+    Args:
+        copies: the written tensors; None: they are read from the disk.
+    """
+    if copies is None:
+        state = dict(read_weights(folder / TENSORS, "model"))
+    else:
+        own = "model."
+        state = {n.removeprefix(own): each for n, each in copies.items() if n.startswith(own)}
     if has_adapters(model):
         save_adapter(folder, model, state)
     else:

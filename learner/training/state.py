@@ -42,10 +42,11 @@ class StateWriter(AsyncStager):
         self._copies: dict[str, Tensor] = {}
         self._last: Future[Any] | None = None
 
-    def start(self, state: Mapping[str, Tensor], folder: Path) -> Future[Any]:
+    def start(self, state: Mapping[str, Tensor], folder: Path) -> Future[dict[str, Tensor] | None]:
         """Copy the state; return a future that is done when all ranks have written it.
 
-        Training may change the state after the return.
+        Training may change the state after the return. The result is the copies of a single rank,
+        which stay unchanged until the next call; None: several ranks have only their shards.
         """
         if self._last is not None:
             wait([self._last])  # The caller that started this write handles its errors.
@@ -57,7 +58,8 @@ class StateWriter(AsyncStager):
             no_dist=self._group is None,
         )
         self._last = cast(Future[Any], found)
-        return self._last
+        copies = dict(self._copies) if self._group is None else None
+        return _with_result(self._last, copies)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return copies of tensors on the host; a shard stays a shard."""
@@ -80,6 +82,21 @@ class StateWriter(AsyncStager):
 
     def close(self) -> None:
         self._copies = {}
+
+
+def _with_result(written: Future[Any], result: Any) -> Future[Any]:
+    """Return a future with another result, and with the error of the first one."""
+    found: Future[Any] = Future()
+
+    def settle(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            found.set_result(result)
+        else:
+            found.set_exception(error)
+
+    written.add_done_callback(settle)
+    return found
 
 
 def local_part(tensor: Tensor) -> Tensor:
