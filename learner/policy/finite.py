@@ -1,5 +1,7 @@
 """Guards against NaN and infinity: such weights are neither published nor saved."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,26 @@ class TrainingDiverged(ConfigError):
 @torch.no_grad()
 def is_finite(tensor: Tensor) -> bool:
     """Return whether all numbers of a tensor are finite; integers always are. Takes no memory."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    ends = torch.stack(torch.aminmax(tensor))  # Both ends are NaN if any number is.
-    return bool(torch.isfinite(ends).all())
+    return first_not_finite([tensor]) is None
+
+
+@torch.no_grad()
+def first_not_finite(tensors: Sequence[Tensor]) -> int | None:
+    """Return the index of the first tensor with NaN or infinite numbers, None if there is none.
+
+    Tensors on a GPU cost one wait for all of them, not one for each.
+    """
+    flags: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.is_floating_point() and tensor.numel():
+            ends = torch.stack(torch.aminmax(tensor))  # Both ends are NaN if any number is.
+            flags.setdefault(tensor.device, []).append((index, torch.isfinite(ends).all()))
+    bad = [
+        index
+        for own in flags.values()
+        for (index, _), is_good in zip(
+            own, torch.stack([flag for _, flag in own]).cpu().tolist(), strict=True
+        )
+        if not is_good
+    ]
+    return min(bad, default=None)

@@ -6,11 +6,13 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.config.learning import LearnerSection
@@ -120,10 +122,15 @@ class Checkpoints:
     read. The next checkpoint waits for the current one.
     """
 
-    def __init__(self, root: Path, cfg: LearnerSection) -> None:
+    def __init__(
+        self, root: Path, cfg: LearnerSection, *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Remove the remains of a crash below `root`; `now` returns seconds."""
         self._root = root
         self._cfg = cfg
-        self._saved_at = time.monotonic()
+        self._now = now
+        self._saved_at = now()
+        self._trained_at: float | None = None  # Time of the first step of this process.
         self._saved_version = -1
         # Seconds that the last checkpoint paused training, and took in total.
         self._stood_s = self._took_s = 0.0
@@ -140,12 +147,20 @@ class Checkpoints:
         return min((_age(path)[0] for path in _complete(self._root)), default=0)
 
     def is_due(self, version: int) -> bool:
+        """Return whether a step should be followed by a checkpoint.
+
+        A temporary checkpoint limits the training that a crash loses. The time before the first
+        step of this process is no training, so the first step alone needs none.
+        """
         if version == self._saved_version:
             return False
+        now = self._now()
         if self._retry_at is not None:
-            return time.monotonic() >= self._retry_at
-        age_s = time.monotonic() - self._saved_at
-        return self._is_kept(version, age_s) or age_s >= max(
+            return now >= self._retry_at
+        if self._trained_at is None:
+            self._trained_at = now
+        lost_s = now - max(self._saved_at, self._trained_at)
+        return self._is_kept(version, now - self._saved_at) or lost_s >= max(
             self._cfg.max_redo_s, self._stood_s / STALL_FRAC, self._took_s / WRITING_FRAC
         )
 
@@ -158,16 +173,15 @@ class Checkpoints:
         folder = self._folder(version)
         if version == self._saved_version:
             return folder
-        age_s = time.monotonic() - self._saved_at
+        age_s = self._now() - self._saved_at
         is_passing = self.is_due(version) and not self._is_kept(version, age_s)
         self.wait()
-        started = time.monotonic()
+        started = self._now()
         partial = folder.with_name(f".{folder.name}.partial")
 
         def finish(written: Future[Any]) -> float | None:
             try:
-                written.result()
-                _export(partial, model, tokenizer)
+                _export(partial, model, tokenizer, written.result())
                 marker = {"version": version, "is_passing": is_passing}
                 (partial / _MARKER).write_text(json.dumps(marker), encoding="utf-8")
                 _sync_tree(partial)
@@ -176,11 +190,11 @@ class Checkpoints:
             except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
                 self._give_up(partial, error)
                 return None
-            self._took_s = time.monotonic() - started
+            self._took_s = self._now() - started
             logger.info("saved checkpoint version=%d took_s=%.2f", version, self._took_s)
             return self._took_s
 
-        self._saved_at = time.monotonic()
+        self._saved_at = self._now()
         self._saved_version = version
         self._retry_at = None
         try:
@@ -194,7 +208,7 @@ class Checkpoints:
             return folder
         written = trainer.save(partial / TENSORS)
         self._writing = self._thread.submit(finish, written)
-        self._stood_s = time.monotonic() - started
+        self._stood_s = self._now() - started
         logger.info(
             "copied weights for a checkpoint version=%d training_paused_s=%.2f",
             version,
@@ -217,7 +231,7 @@ class Checkpoints:
             raise error
         shutil.rmtree(partial, ignore_errors=True)
         self._saved_version = -1
-        self._retry_at = time.monotonic() + RETRY_S
+        self._retry_at = self._now() + RETRY_S
         logger.error(
             "disk full: no room for checkpoint %s (%s free), training continues, next try in_s=%g",
             partial.name.strip(".").removesuffix(".partial"),
@@ -284,9 +298,17 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _export(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Write the policy in the format of transformers or peft, from the tensors on disk."""
-    state = dict(read_weights(folder / TENSORS, "model"))
+def _export(folder: Path, model: Any, tokenizer: Any, copies: Mapping[str, Tensor] | None) -> None:
+    """Write the policy in the format of transformers or peft.
+
+    Args:
+        copies: the written tensors; None: they are read from the disk.
+    """
+    if copies is None:
+        state = dict(read_weights(folder / TENSORS, "model"))
+    else:
+        own = "model."
+        state = {n.removeprefix(own): each for n, each in copies.items() if n.startswith(own)}
     if has_adapters(model):
         save_adapter(folder, model, state)
     else:

@@ -42,10 +42,11 @@ class StateWriter(AsyncStager):
         self._copies: dict[str, Tensor] = {}
         self._last: Future[Any] | None = None
 
-    def start(self, state: Mapping[str, Tensor], folder: Path) -> Future[Any]:
+    def start(self, state: Mapping[str, Tensor], folder: Path) -> Future[dict[str, Tensor] | None]:
         """Copy the state; return a future that is done when all ranks have written it.
 
-        Training may change the state after the return.
+        Training may change the state after the return. The result is the copies of a single rank,
+        which stay unchanged until the next call; None: several ranks have only their shards.
         """
         if self._last is not None:
             wait([self._last])  # The caller that started this write handles its errors.
@@ -57,7 +58,8 @@ class StateWriter(AsyncStager):
             no_dist=self._group is None,
         )
         self._last = cast(Future[Any], found)
-        return self._last
+        copies = dict(self._copies) if self._group is None else None
+        return _with_result(self._last, copies)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return copies of tensors on the host; a shard stays a shard."""
@@ -80,6 +82,21 @@ class StateWriter(AsyncStager):
 
     def close(self) -> None:
         self._copies = {}
+
+
+def _with_result(written: Future[Any], result: Any) -> Future[Any]:
+    """Return a future with another result, and with the error of the first one."""
+    found: Future[Any] = Future()
+
+    def settle(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            found.set_result(result)
+        else:
+            found.set_exception(error)
+
+    written.add_done_callback(settle)
+    return found
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -207,10 +224,16 @@ def _make_moments(
 
 
 def read_weights(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name without prefix, whole tensor on the host) of the saved weights, one by one."""
-    for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
-        if name.startswith(f"{prefix}."):
-            whole = torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore
-            # `load` fills the tensor in place.
-            load({name: whole}, checkpoint_id=folder, no_dist=True)
-            yield name.removeprefix(f"{prefix}."), whole
+    """Yield (name without prefix, whole tensor on the host) of the saved weights.
+
+    One load reads all of them: each load reads and plans the names of the whole checkpoint, which
+    is as much work as a few megabytes. Adapters have many small tensors.
+    """
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore
+        for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+        if name.startswith(f"{prefix}.")
+    }
+    load(dict(found), checkpoint_id=folder, no_dist=True)  # It fills the tensors in place.
+    for name, whole in found.items():
+        yield name.removeprefix(f"{prefix}."), whole

@@ -20,7 +20,7 @@ from learner.batch.codec import pack_samples, unpack_samples
 from learner.batch.rows import rows_of
 from learner.batch.running_baseline import RunningBaseline
 from learner.objective.correction import Overlap
-from learner.policy.finite import TrainingDiverged, WeightsNotFinite, is_finite
+from learner.policy.finite import TrainingDiverged, WeightsNotFinite, first_not_finite
 from learner.policy.forward import Networks
 from learner.policy.model import published_tensors, whole
 from learner.training.controller import Controller, Decision
@@ -385,8 +385,11 @@ class Trainer:
         self._tell(lambda: RankOperation("save", payload=str(folder).encode()))
         with self._ranks.in_touch("a checkpoint"):
             tensors = self.tensors()
-            bad = torch.tensor([not is_finite(local_part(each)) for each in tensors.values()])
-            found = self._ranks.sum(bad.int()).nonzero()
+            bad = torch.zeros(len(tensors), dtype=torch.int32)
+            own = first_not_finite([local_part(each) for each in tensors.values()])
+            if own is not None:
+                bad[own] = 1
+            found = self._ranks.sum(bad).nonzero()
             if len(found):
                 name = list(tensors)[int(found[0])]
                 raise WeightsNotFinite(name, "the checkpoint is not written")

@@ -16,12 +16,14 @@ from common.errors import LongstrideError
 from common.wire.collective import lay_out
 from common.wire.weight_messages import TensorSpec
 from learner.policy.experts.conversion import Stored
-from learner.policy.finite import WeightsNotFinite, is_finite
+from learner.policy.finite import WeightsNotFinite, first_not_finite
 from learner.policy.merging import Merged
 from learner.policy.sharding import device_of
 
 # Numbers copied at a time between devices, to bound the memory for the cast.
 CAST_NUMBERS = 16 << 20
+# Bytes of a part that a GPU casts and checks at once, before one copy to the host.
+STAGE_BYTES = 64 << 20
 
 
 class WeightSource(Protocol):
@@ -88,6 +90,7 @@ class LiveWeights:
         self._runs = [_runs_of(tensor) for _, tensor in named]
         self._offsets = [spec.offset_bytes for spec in self.specs]
         self._gathering = gathering
+        self._stage: Tensor | None = None  # [num_bytes] uint8 on the weights' device.
         self._filling = threading.Lock()  # An abandoned transfer may still be filling a part.
         # Tensors on a mesh of GPUs may be offloaded, but are sent from the GPU.
         first = self._runs[0][0][0]
@@ -96,22 +99,44 @@ class LiveWeights:
     def fill(self, start: int, part: Tensor) -> None:
         """Write the flat bytes that begin at `start` to `part`.
 
+        Weights on a GPU are cast, checked and joined there; one copy brings the part to the host.
+
         Raises:
             LongstrideError: another rank is lost.
             WeightsNotFinite: names a tensor with NaN or infinite numbers after the cast.
         """
         with self._filling:
-            self._fill(start, part)
-        self._check_finite(start, part)
+            if part.device.type != "cpu" or self.device.type == "cpu":
+                self._fill(start, part)
+                self._check_finite(start, part)
+                return
+            for first in range(0, part.numel(), STAGE_BYTES):
+                self._fill_by_stage(start + first, part[first : first + STAGE_BYTES])
+            if part.is_pinned():  # Only copies to other memory have ended by now.
+                torch.cuda.current_stream(self.device).synchronize()
+
+    def _fill_by_stage(self, start: int, part: Tensor) -> None:
+        """Begin to fill a part on the host by way of memory on the weights' device."""
+        if self._stage is None:
+            self._stage = torch.zeros(STAGE_BYTES, dtype=torch.uint8, device=self.device)
+        made = self._stage[: part.numel()]
+        self._fill(start, made)
+        self._check_finite(start, made)
+        part.copy_(made, non_blocking=True)
 
     def _check_finite(self, start: int, part: Tensor) -> None:
+        names: list[str] = []
+        numbers: list[Tensor] = []
         for index in self._within(start, part.numel()):
             spec = self.specs[index]
             first = max(start, spec.offset_bytes) - start
             stop = min(start + part.numel(), spec.offset_bytes + spec.num_bytes) - start
-            dtype = self._dtypes[index]
-            if first < stop and not is_finite(part[first:stop].view(dtype)):
-                raise WeightsNotFinite(spec.name, "the weights are not sent to the engines")
+            if first < stop:
+                names.append(spec.name)
+                numbers.append(part[first:stop].view(self._dtypes[index]))
+        bad = first_not_finite(numbers)
+        if bad is not None:
+            raise WeightsNotFinite(names[bad], "the weights are not sent to the engines")
 
     def _fill(self, start: int, part: Tensor) -> None:
         gathering = self._gathering

@@ -152,5 +152,6 @@ def _factory(name: str) -> Any:
 
 
 def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> object:
-    _inner(target).copy_(_inner(source))
+    to: Any = _inner(target)
+    to.copy_(_inner(source))
     return target

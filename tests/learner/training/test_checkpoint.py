@@ -252,6 +252,22 @@ def test_cheap_saves_are_frequent_and_keep_one_more_checkpoint(tmp_path: Path) -
     assert make(tmp_path).oldest_version == 20
 
 
+def test_first_step_alone_needs_no_checkpoint(tmp_path: Path) -> None:
+    seconds = [0.0]
+    cfg = LearnerSection(checkpoint_every_steps=100, checkpoint_every_s=1e9, max_redo_s=60.0)
+    checkpoints = Checkpoints(tmp_path, cfg, now=lambda: seconds[0])
+    due = []
+    for version, at_s in ((1, 300.0), (2, 340.0), (3, 361.0)):  # The start took 260 s.
+        seconds[0] = at_s
+        due.append(checkpoints.is_due(version))
+    assert due == [False, False, True]
+    save(checkpoints, 3)
+    seconds[0] = 420.0
+    assert not checkpoints.is_due(4)
+    seconds[0] = 421.0
+    assert checkpoints.is_due(4)
+
+
 def test_version_is_written_once_per_process(tmp_path: Path) -> None:
     checkpoints = make(tmp_path)
     folder = save(checkpoints, 1)

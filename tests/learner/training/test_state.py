@@ -1,11 +1,14 @@
 """Laws of a trainer's tensors on disk: any number of ranks reads what any number has written."""
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor
 
 from common.config.compute import CriticKind, CriticSection
@@ -15,7 +18,8 @@ from learner.policy.critic import make_critic
 from learner.policy.sharding import shard
 from learner.training.optimizers.optimizer import make_critic_optimizer, make_optimizer
 from learner.training.ranks import Ranks
-from learner.training.state import StateWriter, live_tensors, restore
+from learner.training.state import StateWriter, live_tensors, read_weights, restore
+from tests.bounds import at_most
 from tests.learner.builders import make_model
 from tests.learner.policy.test_loading import rank_of
 
@@ -74,3 +78,59 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     StateWriter(Ranks()).start({"model.weight": torch.zeros(3)}, tmp_path / "state").result(60)
     with pytest.raises(ConfigError, match="do not fit this model"):
         restore(tmp_path / "state", {"model": nn.Linear(2, 2, bias=False)}, [])
+
+
+def test_written_copies_are_those_on_the_disk(tmp_path: Path) -> None:
+    tensor = torch.arange(3.0)
+    written = StateWriter(Ranks()).start({"model.a": tensor, "optimizer.a.b": tensor}, tmp_path)
+    tensor.fill_(9.0)  # The next step.
+    copies = written.result(60)
+    assert copies is not None
+    assert {name: each.tolist() for name, each in copies.items()} == {
+        "model.a": [0, 1, 2],
+        "optimizer.a.b": [0, 1, 2],
+    }
+    ((name, found),) = read_weights(tmp_path, "model")
+    assert (name, found.tolist()) == ("a", [0, 1, 2])
+
+
+def test_saved_weights_are_read_in_one_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"model.{number}": torch.full((2,), float(number)) for number in range(50)}
+    StateWriter(Ranks()).start(tensors, tmp_path).result(60)
+    plans = [0]
+    read = FileSystemReader.read_metadata
+
+    def counted(reader: FileSystemReader, *args: Any, **kwargs: Any) -> Any:
+        plans[0] += 1
+        return read(reader, *args, **kwargs)
+
+    monkeypatch.setattr(FileSystemReader, "read_metadata", counted)
+    found = dict(read_weights(tmp_path, "model"))
+    assert [each.tolist() for each in found.values()] == [[n, n] for n in range(50)]
+    assert plans[0] == 2  # For the names, and in the load.
+
+
+@pytest.mark.slow
+@pytest.mark.timed
+def test_adapters_are_written_nearly_as_fast_as_plain_bytes(tmp_path: Path) -> None:
+    state = {
+        f"{kind}.layers.{number}.{name}": torch.randn(100_000)
+        for number in range(200)
+        for kind, name in (("model", "w"), ("optimizer.model", "m"), ("optimizer.model", "v"))
+    }
+    content = b"".join(each.numpy().tobytes() for each in state.values())  # 240 MB
+    writer = StateWriter(Ranks())
+    plain: list[float] = []
+    ours: list[float] = []
+    for number in range(3):
+        started = time.perf_counter()
+        with (tmp_path / f"{number}.plain").open("wb") as file:
+            file.write(content)
+            os.fsync(file.fileno())
+        plain.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        writer.start(state, tmp_path / str(number)).result(60)
+        ours.append(time.perf_counter() - started)
+    assert min(ours) < at_most(2 * min(plain) + 1.0), (ours, plain)

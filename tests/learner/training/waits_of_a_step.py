@@ -17,12 +17,14 @@ from common.config.learning import (
     PolicyLoss,
     Proximal,
 )
+from common.wire.collective import views
 from learner.batch.placing import placed
 from learner.policy.critic import Critic
 from learner.policy.forward import Networks
 from learner.policy.kernels import attention, flash
 from learner.training.step import TrainerSettings
 from learner.training.trainer import INFORMATION_EVERY_STEPS, Trainer
+from learner.weights.source import LiveWeights
 from tests.learner.builders import make_model, make_samples
 from tests.learner.fake_device import NAME, FakeDevice, OnDevice, register
 
@@ -64,6 +66,10 @@ def varlen(
     return torch.cat(parts)
 
 
+def on_device(model: Any) -> Any:
+    return model.to(NAME)
+
+
 def waits_of(algorithm: AlgorithmSection, max_tokens: int, version: int) -> dict[str, Any]:
     """Return the counts of the second step of a trainer on the fake device."""
     watch = FakeDevice()
@@ -75,10 +81,10 @@ def waits_of(algorithm: AlgorithmSection, max_tokens: int, version: int) -> dict
         critic=CriticSection(whiten=False),
     )
     with watch:
-        model: Any = make_model().to(NAME)
+        model = on_device(make_model())
         has_critic = algorithm.advantage is Advantage.PPO
         critic = Critic(model.config.hidden_size, None).to(NAME) if has_critic else None
-        reference: Any = make_model(seed=1).to(NAME) if algorithm.kl_coef else None
+        reference: Any = on_device(make_model(seed=1)) if algorithm.kl_coef else None
         for each in filter(None, (model, reference)):
             attention._measured[each] = ""
         settings = TrainerSettings(learner=cfg, algorithm=algorithm, num_steps=10)
@@ -106,6 +112,21 @@ def check_placed() -> None:
             np.testing.assert_array_equal(tensor.cpu().numpy(), arrays[name])
 
 
+def waits_of_a_part() -> dict[str, Any]:
+    """Return the counts of one bucket of a version that is sent from the host's memory."""
+    watch = FakeDevice()
+    with watch:
+        weights = [(f"w{number}", torch.full((5, 3), float(number))) for number in range(40)]
+        source = LiveWeights([(name, each.to(NAME)) for name, each in weights], torch.bfloat16)
+        part = torch.zeros(source.total_bytes, dtype=torch.uint8)
+        watch.forget()
+        source.fill(0, part)
+        waits = dict(watch.waits)
+        for name, tensor in views(part, source.specs):
+            assert tensor.tolist() == dict(weights)[name].tolist()
+    return waits
+
+
 def main() -> None:
     register()
     check_placed()
@@ -119,6 +140,7 @@ def main() -> None:
     found["with information"] = [
         waits_of(ALGORITHMS["grpo"], each, version=INFORMATION_EVERY_STEPS) for each in BUDGETS
     ]
+    found["a part of a version"] = waits_of_a_part()
     print(json.dumps(found))  # noqa: T201 - the test reads it
 
 

@@ -57,6 +57,33 @@ class Line:
         return Now()
 
 
+class Wire:
+    """A channel that records when parts are sent and when the sender waits for them."""
+
+    device = CPU
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def send(self, index: int, part: Tensor) -> Pending:
+        self._events.append(f"send {index}")
+        return Sent(self._events, index)
+
+    def receive(self, index: int, part: Tensor) -> Pending:
+        raise NotImplementedError
+
+
+class Sent:
+    """A part on its way."""
+
+    def __init__(self, events: list[str], index: int) -> None:
+        self._events = events
+        self._index = index
+
+    def wait(self) -> None:
+        self._events.append(f"wait {self._index}")
+
+
 def slots_of(cut: Cut) -> list[Tensor]:
     return [torch.zeros(cut.slot_bytes, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
 
@@ -75,6 +102,18 @@ def test_weights_arrive_with_any_bucket_size(bucket_bytes: int) -> None:
     assert [len(part) for part in line.parts[:-1]] == [
         stop - start for start, stop in map(cut.span, range(cut.num))
     ]
+
+
+def test_next_bucket_is_filled_while_one_is_sent() -> None:
+    events: list[str] = []
+    cut = Cut(4 * BUCKET, BUCKET)
+
+    def fill(start: int, part: Tensor) -> None:
+        events.append(f"fill {start // BUCKET}")
+
+    send_buckets(Wire(events), cut, slots_of(cut), fill)
+    assert events[:5] == ["fill 0", "send 0", "fill 1", "send 1", "wait 0"]
+    assert events[5:9] == ["fill 2", "send 2", "wait 1", "fill 3"]
 
 
 @pytest.mark.parametrize(
