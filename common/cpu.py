@@ -11,7 +11,7 @@ import psutil
 
 from common.host.cgroups import PROC, cpu_quotas, cpu_used_s
 from common.host.cores import cores_here
-from common.stall.report import read_told
+from common.stall.report import read_activity
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, write_json
 from common.store.status.json_files import as_map, json_object
@@ -53,11 +53,11 @@ class CpuWatch:
         self._next = time.monotonic() + SAMPLE_S
         self.look()
         self._look_elsewhere()
-        told = {role: round(used_s, 2) for role, used_s in sorted(self.used().items())}
+        roles = {role: round(used_s, 2) for role, used_s in sorted(self.used().items())}
         self._note_others(sum(used_s for _, used_s in self._used.values()))
         about = {"cores": cores_here(), "others_s": round(self._others_s, 2)}
         about |= {"elsewhere": self._elsewhere}
-        if_room(lambda: write_json(self._path, {"roles": told, **about}), self._path)
+        if_room(lambda: write_json(self._path, {"roles": roles, **about}), self._path)
 
     def _note_others(self, used_s: float) -> None:
         """Add the time that other programs used on this run's cores since the last sample."""
@@ -119,8 +119,10 @@ class CpuWatch:
         for member in members_of(json_object(self._run_dir.status)):
             role = member["role"]
             incarnation = str(member.get("incarnation") or "")
-            told = read_told(self._run_dir, "learner" if role == "learner" else member["name"])
-            if told is not None and told.pid in pids:
+            activity = read_activity(
+                self._run_dir, "learner" if role == "learner" else member["name"]
+            )
+            if activity is not None and activity.pid in pids:
                 self._own.add(incarnation)
                 self._elsewhere.pop(incarnation, None)  # The role started since the scan.
             elif incarnation and incarnation not in self._own and (used_s := member.get("cpu_s")):

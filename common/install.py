@@ -93,12 +93,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _tell_unpacking(pip: subprocess.Popen[str], folder: Path) -> None:
     """Print the number of unpacked packages every `UNPACK_S` until pip ends."""
-    told = -1
+    reported = -1
     while True:
         now = len([*folder.glob("lib/python*/site-packages/*.dist-info")])
-        if told not in (-1, now):
+        if reported not in (-1, now):
             _say(f"  {now} packages unpacked")
-        told = now
+        reported = now
         with contextlib.suppress(subprocess.TimeoutExpired):
             pip.wait(UNPACK_S)
             return

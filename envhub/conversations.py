@@ -44,10 +44,10 @@ def begun(name: str, instruction: dict[Style, str]) -> dict[str, Any]:
     Args:
         name: an environment's name. An environment that AgentGym lacks keeps its own instruction.
     """
-    told = CONVERSATIONS.get(name)
-    if told is None:
+    conversation = CONVERSATIONS.get(name)
+    if conversation is None:
         return {"instruction": instruction}
     return {
-        "instruction": {**instruction, Style.AGENTGYM: told.instruction},
-        "acknowledgement": {Style.AGENTGYM: told.acknowledgement},
+        "instruction": {**instruction, Style.AGENTGYM: conversation.instruction},
+        "acknowledgement": {Style.AGENTGYM: conversation.acknowledgement},
     }

@@ -90,8 +90,8 @@ class Registration(threading.Thread):
         url = advertised(place.url, towards=self._line.address)
         num, most = self._sessions()
         use = replace(self._used(), num_sessions=num, max_sessions=most)
-        told = replace(self._hello, node=node_name(self._line.address), use=use)
-        return replace(told, place=replace(place, url=url), refused=self._refused())
+        message = replace(self._hello, node=node_name(self._line.address), use=use)
+        return replace(message, place=replace(place, url=url), refused=self._refused())
 
     def _used(self) -> HubUse:
         """Return memory and CPU in use, as last measured."""

@@ -112,7 +112,7 @@ class Agents:
     async def _run_process(self, episode: AgentEpisode, guardian: Guardian) -> str:
         """Play the episode with a new process; return how the process failed, or ""."""
         where = self.server.describe(episode)
-        told = {
+        variables = {
             "OPENAI_BASE_URL": where["base_url"],
             "OPENAI_API_KEY": where["api_key"],
             "ANTHROPIC_BASE_URL": where["anthropic_url"],
@@ -121,7 +121,7 @@ class Agents:
             "LONGSTRIDE_EPISODE": where["episode"],
         }
         episode.is_taken = True
-        given = {name: str(value) for name, value in told.items()}
+        given = {name: str(value) for name, value in variables.items()}
         process = await AgentProcess.start(self._cfg.agent, given, guardian)
         ended = asyncio.create_task(episode.ended.wait())
         try:

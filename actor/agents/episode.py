@@ -84,8 +84,8 @@ class AgentEpisode:
                 {"role": "assistant", "content": acknowledgement},
                 {"role": "user", "content": observation},
             ]
-        told = {"observation": observation, "instruction": instruction, "messages": messages}
-        return {**told, "env": self._lease.env, "item_id": self._lease.item_id}
+        reply = {"observation": observation, "instruction": instruction, "messages": messages}
+        return {**reply, "env": self._lease.env, "item_id": self._lease.item_id}
 
     async def answer(self, asked: Asked) -> PolicyAnswer:
         """Return the policy's answer. Raises: ApiError."""
@@ -103,8 +103,8 @@ class AgentEpisode:
             self.is_full = len(ids) + self._turn_tokens > self._max_tokens
             if self.is_full:
                 need = f"The prompt has {len(ids)} tokens, the answer up to {self._turn_tokens}"
-                told = f"{need}; the maximum context length is {self._max_tokens} tokens"
-                raise ApiError(400, "context_length_exceeded", told, "messages")
+                reason = f"{need}; the maximum context length is {self._max_tokens} tokens"
+                raise ApiError(400, "context_length_exceeded", reason, "messages")
             tape.show(ids, turn)
             taken, stop = self._cut(await self._play.ask(self._act, self._session), asked)
             # The agent may have left during the call; the episode is then final.

@@ -203,13 +203,13 @@ class AgentConnection(asyncio.Protocol):
         if task.cancelled():
             return
         failure = task.exception()
-        told = task.result() if failure is None else self._answering.failed(request, failure)
+        response = task.result() if failure is None else self._answering.failed(request, failure)
         if self._transport.is_closing():
             self._waiting.clear()
             return
         if request.is_last:
-            told = told.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
-        self._transport.write(told)
+            response = response.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
+        self._transport.write(response)
         if request.is_last:
             self._transport.close()
         elif self._waiting:

@@ -161,23 +161,23 @@ class LongLived:
 
         Such an agent is killed after `actor.episode_timeout_s`, and restarted.
         """
-        told = False
+        is_reported = False
         patience_s = min(TOLD_S, self._cfg.episode_timeout_s / 2)
         while True:
             await asyncio.sleep(LOOK_S)
             num_waiting = len(self._offers)
             quiet = [each for each in self._workers if each.quiet_s > patience_s]
             if not (num_waiting and quiet):
-                told = False
+                is_reported = False
                 continue
-            if not told:
+            if not is_reported:
                 logger.warning(
                     "agent processes request no episodes from the URL in LONGSTRIDE_EPISODES"
                     " num_agents=%d num_waiting=%d",
                     len(quiet),
                     num_waiting,
                 )
-                told = True
+                is_reported = True
             for each in quiet:
                 if each.quiet_s > self._cfg.episode_timeout_s:
                     logger.warning("restarting idle agent process idle_s=%.0f", each.quiet_s)

@@ -39,8 +39,8 @@ KINDS = {
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """Return an error in this API's format. The code is a part of the message."""
     kind = KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    told = {"type": kind, "message": f"{error.code}: {error.message}"}
-    return {"type": "error", "error": told, "request_id": None}
+    details = {"type": kind, "message": f"{error.code}: {error.message}"}
+    return {"type": "error", "error": details, "request_id": None}
 
 
 def _read(body: dict[str, Any]) -> Asked:
@@ -97,8 +97,8 @@ def _reply(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
     content: list[dict[str, Any]] = []
     if answer.text or not answer.calls:
         content.append({"type": "text", "text": answer.text})
-    for call, name, told in answer.named_calls("toolu"):
-        content.append({"type": "tool_use", "id": call, "name": name, "input": told})
+    for call, name, arguments in answer.named_calls("toolu"):
+        content.append({"type": "tool_use", "id": call, "name": name, "input": arguments})
     ended = "stop_sequence" if answer.stop else "end_turn"
     head = {"id": f"msg_{answer.number}", "type": "message", "role": "assistant"}
     return {
@@ -112,7 +112,7 @@ def _reply(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
 def _events(_: Asked, reply: dict[str, Any]) -> list[Event]:
     begun = {**reply, "content": [], "stop_reason": None, "stop_sequence": None}
     begun["usage"] = {**reply["usage"], "output_tokens": 0}
-    told: list[Event] = [("message_start", {"message": begun})]
+    events: list[Event] = [("message_start", {"message": begun})]
     for index, block in enumerate(reply["content"]):
         if block["type"] == "text":
             bare = {**block, "text": ""}
@@ -121,13 +121,13 @@ def _events(_: Asked, reply: dict[str, Any]) -> list[Event]:
             bare = {**block, "input": {}}
             partial = arguments_text(block["input"])
             delta = {"type": "input_json_delta", "partial_json": partial}
-        told.append(("content_block_start", {"index": index, "content_block": bare}))
-        told.append(("content_block_delta", {"index": index, "delta": delta}))
-        told.append(("content_block_stop", {"index": index}))
+        events.append(("content_block_start", {"index": index, "content_block": bare}))
+        events.append(("content_block_delta", {"index": index, "delta": delta}))
+        events.append(("content_block_stop", {"index": index}))
     ended = {name: reply[name] for name in ("stop_reason", "stop_sequence")}
     usage = {"output_tokens": reply["usage"]["output_tokens"]}
-    told += [("message_delta", {"delta": ended, "usage": usage}), ("message_stop", {})]
-    return [(name, {"type": name, **each}) for name, each in told]
+    events += [("message_delta", {"delta": ended, "usage": usage}), ("message_stop", {})]
+    return [(name, {"type": name, **each}) for name, each in events]
 
 
 MESSAGES_API = Api(read=_read, reply=_reply, events=_events)

@@ -26,8 +26,8 @@ class AgentProcess:
     If this process is killed, the guardian ends the agent.
 
     Example:
-        told = {"OPENAI_API_KEY": key}
-        process = await AgentProcess.start(["python", "agent.py"], told, guardian)
+        variables = {"OPENAI_API_KEY": key}
+        process = await AgentProcess.start(["python", "agent.py"], variables, guardian)
         try:
             await asyncio.wait([process.exits], timeout=9.0)
         finally:
@@ -45,13 +45,13 @@ class AgentProcess:
 
     @classmethod
     async def start(
-        cls, command: Sequence[str], told: Mapping[str, str], guardian: Guardian
+        cls, command: Sequence[str], variables: Mapping[str, str], guardian: Guardian
     ) -> "AgentProcess":
         """Start a command with these variables added to our environment. Raises: PolicyFailed."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
-                env={**os.environ, **direct_loopback(os.environ), **told},
+                env={**os.environ, **direct_loopback(os.environ), **variables},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,

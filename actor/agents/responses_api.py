@@ -88,9 +88,9 @@ def _reply(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
         part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
         said = {"type": "message", "id": f"msg_{answer.number}", "role": "assistant"}
         output.append({**said, "status": state, "content": [part]})
-    for call, name, told in answer.named_calls("call"):
+    for call, name, given in answer.named_calls("call"):
         head = {"type": "function_call", "id": f"fc_{call}", "call_id": call, "status": state}
-        output.append({**head, "name": name, "arguments": arguments_text(told)})
+        output.append({**head, "name": name, "arguments": arguments_text(given)})
     usage = {
         "input_tokens": answer.num_prompt,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -116,7 +116,7 @@ def _reply(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
 def _events(_: Asked, reply: dict[str, Any]) -> list[Event]:
     begun = {**reply, "status": "in_progress", "output": [], "usage": None}
     begun["incomplete_details"] = None
-    told: list[Event] = [
+    events: list[Event] = [
         ("response.created", {"response": begun}),
         ("response.in_progress", {"response": begun}),
     ]
@@ -129,18 +129,18 @@ def _events(_: Asked, reply: dict[str, Any]) -> list[Event]:
             "status": "in_progress",
             **({"content": []} if is_text else {"arguments": ""}),
         }
-        told.append(("response.output_item.added", {**place, "item": bare}))
+        events.append(("response.output_item.added", {**place, "item": bare}))
         if is_text:
-            told += _text_events(of_item, item["content"][0])
+            events += _text_events(of_item, item["content"][0])
         else:
             kind = "response.function_call_arguments"
             arguments = item["arguments"]
-            told.append((f"{kind}.delta", {**of_item, "delta": arguments}))
+            events.append((f"{kind}.delta", {**of_item, "delta": arguments}))
             done = {"arguments": arguments, "name": item["name"]}
-            told.append((f"{kind}.done", {**of_item, **done}))
-        told.append(("response.output_item.done", {**place, "item": item}))
-    told.append((f"response.{reply['status']}", {"response": reply}))
-    return [(n, {"type": n, "sequence_number": i, **each}) for i, (n, each) in enumerate(told)]
+            events.append((f"{kind}.done", {**of_item, **done}))
+        events.append(("response.output_item.done", {**place, "item": item}))
+    events.append((f"response.{reply['status']}", {"response": reply}))
+    return [(n, {"type": n, "sequence_number": i, **each}) for i, (n, each) in enumerate(events)]
 
 
 def _text_events(of_item: dict[str, Any], part: dict[str, Any]) -> list[Event]:

@@ -115,12 +115,12 @@ class AgentServer:
     def _failed(self, request: AgentRequest, failure: BaseException) -> bytes:
         """Return an error in the API's format, and count it for the episode."""
         episode = self._episodes.get(request.key)
-        told = _error_for(request, failure, episode)
-        self.refused[told.code] += 1
+        answered = _error_for(request, failure, episode)
+        self.refused[answered.code] += 1
         if episode is not None:
-            episode.refused[told.code] += 1
+            episode.refused[answered.code] += 1
         shape = anthropic_error if request.path.startswith(ANTHROPIC) else openai_error
-        return response(json.dumps(shape(told)), status=told.status)
+        return response(json.dumps(shape(answered)), status=answered.status)
 
     def _episode(self, request: AgentRequest) -> AgentEpisode:
         key = request.key

@@ -75,11 +75,11 @@ def _message(given: dict[str, Any], place: str) -> Message:
         raise invalid(f"{place}.content: must be text", "messages")
     message: Message = {"role": "system" if role == "developer" else role, "content": text}
     calls = read_items(given, "tool_calls") if role == "assistant" else []
-    told = [each.get("function") or {} for each in calls]
-    if told:
+    functions = [each.get("function") or {} for each in calls]
+    if functions:
         message["tool_calls"] = [
             read_call(each.get("name"), each.get("arguments"), f"{place}.tool_calls")
-            for each in told
+            for each in functions
         ]
     return message
 
@@ -115,8 +115,12 @@ def choices_reply(asked: Asked, answers: list[PolicyAnswer]) -> dict[str, Any]:
 
 def _reply_chat(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
     calls = [
-        {"id": i, "type": "function", "function": {"name": name, "arguments": arguments_text(told)}}
-        for i, name, told in answer.named_calls("call")
+        {
+            "id": i,
+            "type": "function",
+            "function": {"name": name, "arguments": arguments_text(arguments)},
+        }
+        for i, name, arguments in answer.named_calls("call")
     ]
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.thoughts:
@@ -171,11 +175,11 @@ def _bare_events(asked: Asked, reply: dict[str, Any]) -> list[Event]:
 
 def _chunks(asked: Asked, reply: dict[str, Any], parts: list[dict[str, Any]]) -> list[Event]:
     choices = [[{"index": 0, "logprobs": None, **part}] for part in parts]
-    told: list[Event] = [("", {**reply, "choices": each, "usage": None}) for each in choices]
+    events: list[Event] = [("", {**reply, "choices": each, "usage": None}) for each in choices]
     options = asked.body.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage"):
-        told.append(("", {**reply, "choices": []}))
-    return [*told, ("", {})]  # The last event is [DONE].
+        events.append(("", {**reply, "choices": []}))
+    return [*events, ("", {})]  # The last event is [DONE].
 
 
 CHAT_API = Api(read=_read_chat, reply=_reply_chat, events=_chat_events)

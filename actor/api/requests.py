@@ -93,8 +93,10 @@ class PolicyAnswer:
 
     def named_calls(self, prefix: str) -> list[tuple[str, str, dict[str, Any]]]:
         """Return id, name and arguments of each call."""
-        told = [(each["function"]["name"], each["function"]["arguments"]) for each in self.calls]
-        return [(f"{prefix}_{self.number}{i}", *each) for i, each in enumerate(told)]
+        functions = [
+            (each["function"]["name"], each["function"]["arguments"]) for each in self.calls
+        ]
+        return [(f"{prefix}_{self.number}{i}", *each) for i, each in enumerate(functions)]
 
     def reason(self, *, calls: str, stop: str, length: str) -> str:
         """Return the reason for the answer's end, as a constant of an API."""
@@ -123,8 +125,8 @@ def openai_error(error: ApiError) -> dict[str, Any]:
     """Return an error in the format of OpenAI's APIs."""
     kind = "authentication_error" if error.status == 401 else "invalid_request_error"
     kind = kind if error.status < 500 else "server_error"
-    told = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
-    return {"error": told}
+    details = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return {"error": details}
 
 
 def invalid(text: str, param: str) -> ApiError:
@@ -221,14 +223,14 @@ def read_tools(body: dict[str, Any], *, schema: str, inner: str = "") -> list[di
     for number, each in enumerate(read_items(body, "tools")):
         if each.get("type", "custom") not in ("function", "custom"):
             raise unsupported("tools", each.get("type"), "the type must be function or custom")
-        told = each.get(inner) if inner else each
-        name = told.get("name") if isinstance(told, dict) else None
-        if not isinstance(told, dict) or not isinstance(name, str) or not name:
+        function = each.get(inner) if inner else each
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str) or not name:
             raise invalid(f"tools[{number}]: must have a name", "tools")
-        parameters = told.get(schema) or {"type": "object", "properties": {}}
+        parameters = function.get(schema) or {"type": "object", "properties": {}}
         if not isinstance(parameters, dict):
             raise invalid(f"tools[{number}].{schema}: must be an object", "tools")
-        description = str(told.get("description") or "")
+        description = str(function.get("description") or "")
         shown = {"name": name, "description": description, "parameters": parameters}
         found.append({"type": "function", "function": each_text(shown, valid_text)})
     return [] if choice in ("none", {"type": "none"}) else found
@@ -240,10 +242,10 @@ def read_call(name: object, arguments: object, place: str) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
         raise invalid(f"{place}: must have a name", param)
     try:
-        told = read_arguments(arguments)
+        values = read_arguments(arguments)
     except ValueError as error:
         raise invalid(f"{place}: arguments: {error}", param) from error
-    return each_text(as_call(name, told), valid_text)
+    return each_text(as_call(name, values), valid_text)
 
 
 def joined(messages: list[Message]) -> list[Message]:

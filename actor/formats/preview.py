@@ -41,8 +41,8 @@ def _conversation(renderer: Renderer) -> list[str]:
     if isinstance(called, CallTurn):
         call = called.call(ENV, {"action": ACTION})
         said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        told: Message = {"role": "tool", "name": ENV, "content": RESULT}
-        ids = renderer.of_messages([user, said, told], tools=[tool_of(ENV)])
+        result: Message = {"role": "tool", "name": ENV, "content": RESULT}
+        ids = renderer.of_messages([user, said, result], tools=[tool_of(ENV)])
         head = "prompts: two turns with a tool call, as the policy receives them:"
         return [head, *_shown(renderer, ids)]
     ids = renderer.conversation([PAGE, ACTION, RESULT])

@@ -61,12 +61,12 @@ def _names_date(model: ModelSection) -> bool:
 
 def _of_prompts(model: ModelSection, actor: ActorSection) -> dict[str, Any]:
     """Return the non-default settings of prompts."""
-    told = {
+    settings = {
         "chat_template": model.chat_template,
         "chat_template_kwargs": model.chat_template_kwargs,
         "keep_thinking": actor.keep_thinking.value,
     }
-    return {name: value for name, value in told.items() if value and value != "all"}
+    return {name: value for name, value in settings.items() if value and value != "all"}
 
 
 def digest_of(policy: dict[str, Any]) -> str:

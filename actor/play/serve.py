@@ -133,8 +133,8 @@ class Chat:
 
     def _check_access(self, request: web.Request) -> None:
         """Check the key of a request. Raises: ApiError."""
-        told = request.headers.get("authorization", "").encode(errors="surrogateescape")
-        if self.key and not hmac.compare_digest(told, f"Bearer {self.key}".encode()):
+        credentials = request.headers.get("authorization", "").encode(errors="surrogateescape")
+        if self.key and not hmac.compare_digest(credentials, f"Bearer {self.key}".encode()):
             raise ApiError(401, "invalid_api_key", "wrong API key")
         if not self.key and _is_of_a_page(request):
             raise ApiError(403, "forbidden", "requests from pages of other origins need an API key")
@@ -274,14 +274,16 @@ def base_of(folder: Path) -> tuple[Path, LoraSection]:
     path = folder / ADAPTERS
     if not path.is_file():
         return folder, FULL
-    told = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
-    base = told.get("base_model_name_or_path")
+    settings = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
+    base = settings.get("base_model_name_or_path")
     if not base or not Path(base).is_dir():
         raise ConfigError(f"{path}: adapters to {base}, which is not on this machine")
-    if told.get("target_parameters"):
+    if settings.get("target_parameters"):
         raise ConfigError(
             f"{path}: its adapters change experts, which the engine (vLLM) cannot take. Merge them"
             " with `run.py merge` and serve the merged policy."
         )
-    targets = sorted(told["target_modules"])
-    return Path(base), LoraSection(rank=told["r"], alpha=told["lora_alpha"], targets=targets)
+    targets = sorted(settings["target_modules"])
+    return Path(base), LoraSection(
+        rank=settings["r"], alpha=settings["lora_alpha"], targets=targets
+    )

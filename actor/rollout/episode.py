@@ -178,7 +178,7 @@ async def run_episode(
     Raises: HubLost: if `may_repeat`.
     """
     room = Room(max_tokens=max_tokens, turn_tokens=turn_tokens, options=options)
-    told = worded(options.format, instruction)
+    task = worded(options.format, instruction)
     read = reader_of(render, options.format, is_whole=MARK in instruction)
     started = time.monotonic()
     play = EpisodeState(keeps_last=keeps_last, history=history_of(render, room))
@@ -187,7 +187,7 @@ async def run_episode(
         async with record_end_reason(play, lease, may_repeat=may_repeat):
             session = await open_session()
             play.begin(session)
-            text, encode = _opening(render, session, told, acknowledgement)
+            text, encode = _opening(render, session, task, acknowledgement)
             play.env_s = time.monotonic() - started
             if not await play.history.begin(text, encode, partial(play.ask, act, session)):
                 raise ContextFull(

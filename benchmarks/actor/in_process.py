@@ -30,8 +30,8 @@ class LocalSession:
     def __init__(self, env: Any, item_id: str, seed: int, *, start_score: float = 0.0) -> None:
         self._env = env
         self.first_observation: str = env.reset(item_id, seed)
-        told = getattr(env, "state_text", None)
-        self.first_state: str = told() if told else ""
+        read_state = getattr(env, "state_text", None)
+        self.first_state: str = read_state() if read_state else ""
         self.start_score = start_score
 
     async def step(self, action: str) -> HubStepResult:

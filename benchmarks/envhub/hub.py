@@ -61,8 +61,8 @@ def hub_process(
 
 def _said_address(process: ChildProcess) -> str:
     """Return the address that a hub has printed on its standard output, "" before that."""
-    told = [line for line in process.log_tail(max_lines=100) if line.startswith("hub: ")]
-    return told[0].split()[1] if told else ""
+    found = [line for line in process.log_tail(max_lines=100) if line.startswith("hub: ")]
+    return found[0].split()[1] if found else ""
 
 
 @contextlib.contextmanager

@@ -150,6 +150,6 @@ async def run_job(job: Job) -> Measured:
 
 
 if __name__ == "__main__":
-    told = json.load(sys.stdin)
-    told["target"] = ServiceTarget(**told["target"])
-    json.dump(asdict(uvloop.run(run_job(Job(**told)))), sys.stdout)
+    fields = json.load(sys.stdin)
+    fields["target"] = ServiceTarget(**fields["target"])
+    json.dump(asdict(uvloop.run(run_job(Job(**fields)))), sys.stdout)

@@ -91,17 +91,17 @@ def hostile_messages(chance: random.Random, name: str) -> Iterator[list[bytes]]:
         yield [chance.randbytes(chance.choice((1, 40, 3_000)))]
 
 
-def attack_with_key(told: Attack, done: Done) -> None:
+def attack_with_key(order: Attack, done: Done) -> None:
     """Send half of the frames with an actor's key, over a series of connections."""
-    assert told.keys is not None
+    assert order.keys is not None
     context = zmq.Context()
-    num = told.num_frames // 2
-    messages = hostile_messages(random.Random(told.seed), told.name)
+    num = order.num_frames // 2
+    messages = hostile_messages(random.Random(order.seed), order.name)
     num_deaf = int(DEAF_FRAC * num)
-    deaf = connect_dealer(context, told.keys, address=told.address, timeout_s=LINGER_S)
+    deaf = connect_dealer(context, order.keys, address=order.address, timeout_s=LINGER_S)
     try:
         while done.num_with_key < num - num_deaf:
-            peer = connect_dealer(context, told.keys, address=told.address, timeout_s=LINGER_S)
+            peer = connect_dealer(context, order.keys, address=order.address, timeout_s=LINGER_S)
             num_now = min(FRAMES_PER_CONNECTION, num - num_deaf - done.num_with_key)
             for _ in range(num_now):
                 peer.send_multipart(next(messages))
@@ -121,15 +121,15 @@ def attack_with_key(told: Attack, done: Done) -> None:
         context.term()
 
 
-def attack_as_strangers(told: Attack, done: Done) -> None:
+def attack_as_strangers(order: Attack, done: Done) -> None:
     """Connect repeatedly without a key, and send data that is invalid before a handshake."""
-    where = urlsplit(told.address)
-    chance = random.Random(told.seed)
+    where = urlsplit(order.address)
+    chance = random.Random(order.seed)
     place = where.hostname or "", where.port or 0
     kept = deque[socket.socket]()
     slow = [_connected(place, b"") for _ in range(NUM_SLOW)]
     slow_at = 0.0
-    for number in range(told.num_connections - NUM_SLOW):
+    for number in range(order.num_connections - NUM_SLOW):
         frames = [_stranger_frame(chance) for _ in range(FRAMES_PER_STRANGER)]
         opening = b"" if number % 8 == 0 else GREETING
         made = _connected(place, opening + b"".join(frames) * (number % 9 != 0))
@@ -144,7 +144,7 @@ def attack_as_strangers(told: Attack, done: Done) -> None:
             for each in filter(None, slow):
                 with contextlib.suppress(OSError):
                     each.send(GREETING[:1])
-    done.num_strangers = told.num_connections
+    done.num_strangers = order.num_connections
     for each in (*kept, *filter(None, slow)):
         each.close()
 
@@ -173,20 +173,20 @@ def _connected(place: tuple[str, int], content: bytes) -> socket.socket | None:
     return made
 
 
-def hostile_requests(told: Attack) -> Iterator[tuple[bytes, bool]]:
+def hostile_requests(order: Attack) -> Iterator[tuple[bytes, bool]]:
     """Yield an endless series of requests to a hub, each with a flag: the request is complete."""
-    chance = random.Random(told.seed)
+    chance = random.Random(order.seed)
     while True:
         for path in ("/v1/sessions", "/v1/sessions/none/step", "/v1/sessions/batch"):
             yield _request(path, b"{}", "no"), True
-            yield _request(path, b'{"action":"\xf0\x9f', told.token), True
-            yield _request(path, b'{"env":"\\ud83d","item_id":"\\udc00"}', told.token), True
-            yield _request(path, b'{"env":[1],"item_id":{"a":1e999},"seq":"x"}', told.token), True
-            yield _request(path, b"[" * 60_000, told.token), True
-            yield _request(path, b"x" * 70_000, told.token), True
-            yield _request(path, b"{}", told.token, extra=b"x: " + b"y" * 70_000 + b"\r\n"), True
+            yield _request(path, b'{"action":"\xf0\x9f', order.token), True
+            yield _request(path, b'{"env":"\\ud83d","item_id":"\\udc00"}', order.token), True
+            yield _request(path, b'{"env":[1],"item_id":{"a":1e999},"seq":"x"}', order.token), True
+            yield _request(path, b"[" * 60_000, order.token), True
+            yield _request(path, b"x" * 70_000, order.token), True
+            yield _request(path, b"{}", order.token, extra=b"x: " + b"y" * 70_000 + b"\r\n"), True
             yield b"POST " + chance.randbytes(60) + b" HTTP/9.9\r\n\r\n", True
-            yield _request(path, b"{}", told.token)[: chance.randint(1, 90)], False
+            yield _request(path, b"{}", order.token)[: chance.randint(1, 90)], False
 
 
 def _request(path: str, body: bytes, token: str, *, extra: bytes = b"") -> bytes:
@@ -195,10 +195,10 @@ def _request(path: str, body: bytes, token: str, *, extra: bytes = b"") -> bytes
     return head + extra + length + body
 
 
-async def attack_hub(told: Attack, done: Done) -> None:
+async def attack_hub(order: Attack, done: Done) -> None:
     """Send all requests on separate connections. Incomplete ones stay open for some time."""
     statuses, kept = Counter[str](), deque[asyncio.StreamWriter]()
-    requests, where = hostile_requests(told), urlsplit(told.address)
+    requests, where = hostile_requests(order), urlsplit(order.address)
 
     async def work(num: int) -> None:
         for _ in range(num):
@@ -216,7 +216,7 @@ async def attack_hub(told: Attack, done: Done) -> None:
                 statuses[answer[9:12].decode(errors="replace") or "none"] += 1
             writer.close()
 
-    await asyncio.gather(*(work(-(-told.num_frames // NUM_SOCKETS)) for _ in range(NUM_SOCKETS)))
+    await asyncio.gather(*(work(-(-order.num_frames // NUM_SOCKETS)) for _ in range(NUM_SOCKETS)))
     for each in kept:
         each.close()
     done.answers = dict(statuses)
@@ -226,15 +226,15 @@ def main(text: str) -> None:
     """Attack, and write the counters."""
     plain = json.loads(text)
     keys = plain.pop("keys")
-    told = Attack(**plain, keys=RunKeys(**keys) if keys else None)
+    order = Attack(**plain, keys=RunKeys(**keys) if keys else None)
     done = Done()
     raise_file_limit()
-    if told.keys is None:
-        asyncio.run(attack_hub(told, done))
+    if order.keys is None:
+        asyncio.run(attack_hub(order, done))
     else:
-        attack_with_key(told, done)
-        attack_as_strangers(told, done)
-    write_json(Path(told.result), asdict(done))
+        attack_with_key(order, done)
+        attack_as_strangers(order, done)
+    write_json(Path(order.result), asdict(done))
 
 
 if __name__ == "__main__":

@@ -100,8 +100,8 @@ def _measure(table: BenchTable, size: AttackVolume, folder: Path) -> None:
             argv = ["run.py", role, *where]
             process = child(role, argv, log=folder / f"{role}.txt", stop_s=STOP_S)
             roles[role] = stack.enter_context(process)
-        told = own_keys(run_dir.keys, role="actor", name=NAME)
-        actor = Actor(told, run_dir.wait_for_address("scheduler", timeout_s=START_S))
+        actor_keys = own_keys(run_dir.keys, role="actor", name=NAME)
+        actor = Actor(actor_keys, run_dir.wait_for_address("scheduler", timeout_s=START_S))
         stack.callback(actor.close)
         roles["learner"].wait_until(actor.finds_learner, timeout_s=START_S)
         url = run_dir.wait_for_address("envhub", timeout_s=START_S)
@@ -152,10 +152,10 @@ class AttackedRun:
         Args:
             what: first part of the counter's name: "enemy", "strangers", an address.
         """
-        told = read_json(self.run_dir.status)["refused"]
-        peers: dict[str, Any] = told["scheduler"]["peers"].get(what, {})
-        causes: dict[str, int] = told["scheduler"]["connections"]["refused"]
-        flat = told["learner"] | told["hubs"]
+        refused = read_json(self.run_dir.status)["refused"]
+        peers: dict[str, Any] = refused["scheduler"]["peers"].get(what, {})
+        causes: dict[str, int] = refused["scheduler"]["connections"]["refused"]
+        flat = refused["learner"] | refused["hubs"]
         flat |= {f"scheduler/{what}/{kind}": peers.get(kind, 0) for kind in KINDS}
         flat |= {f"scheduler/strangers/{cause}": num for cause, num in causes.items()}
         lines = read_metrics(self.run_dir.metrics)
@@ -220,7 +220,7 @@ def attack(scene: AttackedRun, name: str, size: AttackVolume) -> dict[str, Any]:
     result = scene.run_dir.root / f"attack-{name}.json"
     own = name not in LISTENERS
     keys = None if own else own_keys(scene.run_dir.keys, role="actor", name=ENEMY)
-    told = Attack(
+    order = Attack(
         address=scene.addresses[name],
         result=str(result),
         num_frames=size.num_requests if own else size.num_frames,
@@ -229,7 +229,7 @@ def attack(scene: AttackedRun, name: str, size: AttackVolume) -> dict[str, Any]:
         name=ENEMY,
         token=scene.token,
     )
-    argv = ["-m", ATTACK, json.dumps(asdict(told))]
+    argv = ["-m", ATTACK, json.dumps(asdict(order))]
     log = scene.run_dir.root / f"attack-{name}.txt"
     with child("attack", argv, log=log, stop_s=STOP_S) as process:
         process.wait_until(result.exists, timeout_s=ATTACK_S)

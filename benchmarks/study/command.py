@@ -148,16 +148,16 @@ def _starts(queue: Queue) -> dict[str, list[str]]:
         return {arm.name: [] for arm in study.arms}
     found: dict[str, list[str]] = {}
     for arm in study.arms:
-        told = study.starts[arm.start] if arm.start else study.start
+        recipe = study.starts[arm.start] if arm.start else study.start
         name = f"start-{arm.start}" if arm.start else "start"
         policy = queue.folder / name / "policy"
-        if told and arm.name in todo and not (policy / "config.json").exists():
+        if recipe and arm.name in todo and not (policy / "config.json").exists():
             queue.folder.mkdir(parents=True, exist_ok=True)
-            command, *overrides = told
+            command, *overrides = recipe
             own = [f"run.dir={queue.folder}", f"run.name={name}"]
             words = merged(_policy(study), overrides)
             queue.run_command(name, [command, "--config", CONFIG, *own, *words])
-        found[arm.name] = [f"model.path={policy}"] if told else []
+        found[arm.name] = [f"model.path={policy}"] if recipe else []
     return found
 
 
@@ -188,8 +188,8 @@ def _commands(queue: Queue, run: Run, folder: Path) -> tuple[SeedResult, bool]:
     own = [f"run.dir={folder}", f"run.name={run.name}", f"run.seed={run.seed}"]
     policy = _policy(queue.study)
     scored = [f"eval.num_items={known.num_after}", f"model.path={names['run']}/policy"]
-    for command, *told in [*run.arm.commands, ("eval", *scored)]:
-        words = [each.format(**names) for each in merged([*policy, *queue.study.given], told)]
+    for command, *own_words in [*run.arm.commands, ("eval", *scored)]:
+        words = [each.format(**names) for each in merged([*policy, *queue.study.given], own_words)]
         queue.run_command(run.name, [command, "--config", CONFIG, *own, *words])
     path = folder / run.name / "eval.json"
     try:

@@ -181,8 +181,8 @@ class InProcessRun:
             ahead = self._cfg.scheduler.max_ahead_steps
             self._seen.note(result.metrics, result.decision, most_ahead=ahead)
             if not result.decision.is_skipped:
-                told = {key: result.metrics[name] for name, key in SIGNALS.items()}
-                self.curriculum.step(version + 1, told)
+                signals = {key: result.metrics[name] for name, key in SIGNALS.items()}
+                self.curriculum.step(version + 1, signals)
                 return
             is_after_skip = True
 

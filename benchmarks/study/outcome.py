@@ -75,15 +75,15 @@ def budget_of(outcomes: Sequence[SeedResult], axis: str) -> float:
 
 def save_outcome(outcome: SeedResult, path: Path, overrides: Sequence[str]) -> None:
     """Write an outcome with its run's overrides, so that a study can be resumed."""
-    told = {"overrides": list(overrides), "outcome": asdict(outcome)}
-    write_atomically(path, f"{json.dumps(told)}\n")
+    content = {"overrides": list(overrides), "outcome": asdict(outcome)}
+    write_atomically(path, f"{json.dumps(content)}\n")
 
 
 def load_outcome(path: Path) -> tuple[SeedResult, list[str]]:
     """Return what `save_outcome` wrote. Raises: ConfigError: the file is not an outcome."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        return msgspec.convert(told["outcome"], SeedResult), told["overrides"]
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return msgspec.convert(content["outcome"], SeedResult), content["overrides"]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: no outcome of a run ({error}); remove it") from error
 
@@ -171,13 +171,13 @@ def _generated(journal: Path, *, num_steps: int) -> tuple[np.ndarray, np.ndarray
 
 def is_begun(made: Path, overrides: Sequence[str]) -> bool:
     """Return whether `begin` has recorded a run. Raises: ConfigError: it has other settings."""
-    told = made.with_name(f"{made.name}.told")
-    if not told.exists():
+    record = made.with_name(f"{made.name}.told")
+    if not record.exists():
         return False
-    if sorted(json.loads(told.read_text(encoding="utf-8"))) != sorted(overrides):
+    if sorted(json.loads(record.read_text(encoding="utf-8"))) != sorted(overrides):
         raise ConfigError(
-            f"{made} was begun with other settings ({told.name}): give study.folder=NAME for"
-            f" another study, or remove {made} and {told}"
+            f"{made} was begun with other settings ({record.name}): give study.folder=NAME for"
+            f" another study, or remove {made} and {record}"
         )
     return True
 

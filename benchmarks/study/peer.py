@@ -117,11 +117,11 @@ class _Plan:
     folder: Path
     root: Path
 
-    def told(self, *own: str) -> list[str]:
+    def with_seed(self, *own: str) -> list[str]:
         return merged(self.overrides, [f"run.seed={self.seed}", *own])
 
     def config(self, *own: str) -> RunConfig:
-        return load_config(CONFIG, self.told(*own), root=self.root)
+        return load_config(CONFIG, self.with_seed(*own), root=self.root)
 
     @property
     def timeout_s(self) -> float:
@@ -140,7 +140,7 @@ def _theirs(plan: _Plan) -> Played:
         (out / "steps.jsonl").unlink(missing_ok=True)
         path = plan.folder / "trl.json"
         settings = {
-            "overrides": plan.told(),
+            "overrides": plan.with_seed(),
             "keep_every_steps": KEEP_EVERY_STEPS,
             "out": str(out),
             "last_step": plan.length,
@@ -194,7 +194,7 @@ def _ours(plan: _Plan, name: str) -> Played:
         # Learning rate at the last step of the shortened schedule, as a fraction.
         least = 1 - plan.length / cfg.train.num_steps
         cut = [f"train.num_steps={plan.length}", f"learner.min_lr_frac={least}"]
-        overrides = plan.told("log.live=false", *cut, *own)
+        overrides = plan.with_seed("log.live=false", *cut, *own)
         train(run_name, overrides, folder=plan.folder, timeout_s=plan.timeout_s)
     kept = {int(each.name[5:]): each for each in (run / "checkpoints").glob("step-*")}
     return steps_of(read_lines(run / "metrics.jsonl"), cfg.horizon.stages), kept

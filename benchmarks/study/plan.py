@@ -77,8 +77,8 @@ class Study:
 
     def _run(self, arm: Arm, seed: int) -> Run:
         plain = merged(merged(self.overrides, self.given), arm.overrides)
-        told = [self._sized(each) for each in plain]
-        return Run(arm=arm, seed=seed, overrides=(f"run.seed={seed}", *told))
+        sized = [self._sized(each) for each in plain]
+        return Run(arm=arm, seed=seed, overrides=(f"run.seed={seed}", *sized))
 
     def _sized(self, override: str) -> str:
         key, _, value = override.partition("=")
@@ -131,7 +131,7 @@ def read_study(name: str, section: StudySection | None = None, given: Sequence[s
         size=section.size,
         given=tuple(each for each in given if not each.startswith(OWN)),
         start=tuple(own.get("start", ())),
-        starts={each: tuple(_flat(told)) for each, told in own.get("starts", {}).items()},
+        starts={each: tuple(_flat(words)) for each, words in own.get("starts", {}).items()},
     )
     _check_given(study)
     return study
@@ -207,7 +207,7 @@ def lag_arms(own: dict[str, Any]) -> Iterable[Arm]:
         for rate, rates in own["rates"].items():
             for kind, correction in own["corrections"].items():
                 is_plain = lag == 0 and kind not in own["own_at_zero"]
-                told = [
+                overrides = [
                     f"learner.hold_back_steps={lag}",
                     f"learner.max_lag_steps={max(4, lag)}",
                     f"scheduler.max_ahead_steps={max(1, lag)}",
@@ -216,11 +216,11 @@ def lag_arms(own: dict[str, Any]) -> Iterable[Arm]:
                 ]
                 on = Arm(
                     name=LagArm(rate, lag, kind, True).name,
-                    overrides=tuple(told),
+                    overrides=tuple(overrides),
                     does=Does.IN_PROCESS,
                     chunk=f"{rate}-lag{lag}",
                 )
                 yield on
                 off = replace(on, name=LagArm(rate, lag, kind, False).name)
-                free = tuple(merged(told, CONTROLLER_OFF))
+                free = tuple(merged(overrides, CONTROLLER_OFF))
                 yield off if lag == 0 else replace(off, overrides=free, twin=on.name)

@@ -68,8 +68,8 @@ class Queue:
         name = self._firsts()[run.name]
         path = self.path_of(name)
         if path.exists():
-            outcome, told = load_outcome(path)
-            if differ := sorted(set(told) ^ set(run.overrides)):
+            outcome, overrides = load_outcome(path)
+            if differ := sorted(set(overrides) ^ set(run.overrides)):
                 raise ConfigError(
                     f"{path} is of other settings ({', '.join(differ)}): give study.folder=NAME"
                     " for another study, or remove it"
@@ -210,8 +210,8 @@ class Queue:
     def _on_ray(self, perform: Callable[..., dict[str, str]], chunk: list[Run]) -> None:
         """Execute a chunk on a node that Ray chooses; its results are returned as text."""
         words = self.command(chunk, folder="results", run_dir="{here}", json="{here}/chunk.json")
-        told = {"keep": "results/*.json", "timeout_s": self._limit_s(chunk)}
-        for name, text in perform(["run.py", *words], **told).items():
+        options = {"keep": "results/*.json", "timeout_s": self._limit_s(chunk)}
+        for name, text in perform(["run.py", *words], **options).items():
             write_atomically(self.folder / name, text)
         if missing := [run.name for run in chunk if not self.path_of(run.name).exists()]:
             raise LongstrideError(f"on Ray, no result of {', '.join(missing)}")

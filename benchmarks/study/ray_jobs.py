@@ -35,9 +35,9 @@ def _command(argv: list[str], keep: str) -> tuple[int, str, dict[str, str]]:
         tempfile.TemporaryDirectory(prefix="longstride-job-") as here,
         closing(Guardian()) as guardian,  # It ends the child of a cancelled task.
     ):
-        told = [sys.executable, *(each.replace(HERE, here) for each in argv)]
+        command = [sys.executable, *(each.replace(HERE, here) for each in argv)]
         log = Path(here) / "job.log"
-        child = ChildProcess("job", told, log_path=log, cwd=ROOT, guardian=guardian)
+        child = ChildProcess("job", command, log_path=log, cwd=ROOT, guardian=guardian)
         while not child.has_ended_by(time.monotonic() + LOOK_S):
             pass
         last = " / ".join(child.log_tail(max_lines=3))

@@ -177,8 +177,8 @@ def curriculum_table(outcomes: Runs) -> str:
     steps = sorted({point.step for each in outcomes for point in each.points})
     along: list[list[str]] = []
     for each in outcomes:
-        told = {p.step: f"{p.success:.3f} ({p.num_tokens / 1e3:.0f})" for p in each.points}
-        along.append([f"{each.arm} {each.seed}", *(told.get(step, "-") for step in steps)])
+        cells = {p.step: f"{p.success:.3f} ({p.num_tokens / 1e3:.0f})" for p in each.points}
+        along.append([f"{each.arm} {each.seed}", *(cells.get(step, "-") for step in steps)])
     return (
         markdown([*header, f"at {budget:,.0f} tokens"], rows)
         + "\nSuccess (thousands of tokens generated) after so many steps:\n\n"

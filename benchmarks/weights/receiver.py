@@ -42,34 +42,36 @@ class Receiver:
 class TransferPeer:
     """One side's connections: a gloo group for barriers, and the group for the buckets."""
 
-    def __init__(self, store: GroupStore, told: Receiver) -> None:
+    def __init__(self, store: GroupStore, receiver: Receiver) -> None:
         """Connect to the other sides. Raises: WeightSyncError: not all connected in time."""
         self._store = store
-        self._told = told
-        self._device = torch.device(told.device)
+        self._told = receiver
+        self._device = torch.device(receiver.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self.meeting = self._group("gloo", 1)
-        self.carrier = self._group("nccl", 2) if told.transport == "nccl" else self.meeting
+        self.carrier = self._group("nccl", 2) if receiver.transport == "nccl" else self.meeting
 
     def _group(self, backend: str, epoch: int) -> BroadcastGroup:
-        told = self._told
-        place = CollectiveMember(told.rank, told.world_size, backend, told.timeout_s, HOST)
+        receiver = self._told
+        place = CollectiveMember(
+            receiver.rank, receiver.world_size, backend, receiver.timeout_s, HOST
+        )
         return BroadcastGroup(self._store, place, epoch=epoch)
 
     def channel(self, number: int) -> Channel:
         """Return the channel for the buckets of a round, made as for a version of a run."""
-        told = self._told
-        if told.transport not in ("ipc", "file"):
+        receiver = self._told
+        if receiver.transport not in ("ipc", "file"):
             return self.carrier
-        is_file = told.transport == "file"
+        is_file = receiver.transport == "file"
         return Mailbox(
             self._store,
-            FolderShelf(told.folder, 1) if is_file else GpuShelf(self._device),
+            FolderShelf(receiver.folder, 1) if is_file else GpuShelf(self._device),
             name=str(number),
-            rank=told.rank,
-            world_size=told.world_size,
-            timeout_s=told.timeout_s,
+            rank=receiver.rank,
+            world_size=receiver.world_size,
+            timeout_s=receiver.timeout_s,
             is_left=lambda: False,
         )
 
@@ -79,21 +81,21 @@ class TransferPeer:
             group.close()
 
 
-def meet(told: Receiver) -> GroupStore:
+def meet(receiver: Receiver) -> GroupStore:
     """Return a side's connection to the rendezvous."""
-    place = StorePlace(HOST, told.port, told.public, told.secret)
-    return GroupStore(StoreLine(place), told.group, timeout_s=told.timeout_s)
+    place = StorePlace(HOST, receiver.port, receiver.public, receiver.secret)
+    return GroupStore(StoreLine(place), receiver.group, timeout_s=receiver.timeout_s)
 
 
-def receive(told: Receiver) -> None:
+def receive(receiver: Receiver) -> None:
     """Receive all rounds of a plan, and verify each bucket in rounds of kind "ours"."""
     torch.set_num_threads(1)
     lower_priority()
-    store = meet(told)
-    staging = torch.zeros(told.num_bytes, dtype=torch.uint8, device=told.device)
-    side = TransferPeer(store, told)
-    cut = Cut(told.num_bytes, told.bucket_bytes)
-    for number, kind in enumerate(told.plan):
+    store = meet(receiver)
+    staging = torch.zeros(receiver.num_bytes, dtype=torch.uint8, device=receiver.device)
+    side = TransferPeer(store, receiver)
+    cut = Cut(receiver.num_bytes, receiver.bucket_bytes)
+    for number, kind in enumerate(receiver.plan):
         side.meeting.barrier()
         if kind == "raw":
             side.carrier.broadcast(staging)

@@ -55,7 +55,7 @@ def receivers(plan: list[str], *, cut: Cut, route: TransferSetup) -> Iterator[Tr
     server = StoreServer(HOST)
     with tempfile.TemporaryDirectory(prefix="longstride-buckets-") as folder, ExitStack() as stack:
         stack.callback(server.close)
-        told = Receiver(
+        receiver = Receiver(
             port=server.port,
             public=server.place.public,
             secret=server.place.secret,
@@ -72,14 +72,14 @@ def receivers(plan: list[str], *, cut: Cut, route: TransferSetup) -> Iterator[Tr
         )
         log = Path(folder) / "receivers.log"
         processes: list[ChildProcess] = []
-        for rank in range(1, told.world_size):
-            own = replace(told, device=route.peer_device, rank=rank)
+        for rank in range(1, receiver.world_size):
+            own = replace(receiver, device=route.peer_device, rank=rank)
             argv = ["-m", "benchmarks.weights.receiver", json.dumps(asdict(own))]
             processes.append(
                 stack.enter_context(child(f"receiver-{rank}", argv, log=log, stop_s=0.0))
             )
         try:
-            side = TransferPeer(meet(told), told)
+            side = TransferPeer(meet(receiver), receiver)
             yield side
             for process in processes:
                 await_success(process, timeout_s=route.timeout_s)

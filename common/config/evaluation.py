@@ -164,15 +164,15 @@ class AgentOptions:
 
     def of_answers(self) -> dict[str, object]:
         """Return the non-default options that change an episode."""
-        told = {name: getattr(self, name) for name in OF_ANSWERS}
-        return {name: value for name, value in told.items() if value not in ("plain", 0)}
+        options = {name: getattr(self, name) for name in OF_ANSWERS}
+        return {name: value for name, value in options.items() if value not in ("plain", 0)}
 
     def contradictions_of_agents(self) -> Iterator[Contradiction]:
         """Yield options that need an external agent, or that an external agent cannot support."""
         if self.endpoint != bool(self.agent):
             law = "actor.agent and actor.endpoint=true need each other; set both or neither"
             yield "actor.agent", self.agent, law
-        told = {
+        ignored = {
             "context": (self.context.value, "full"),
             "format": (self.format.value, "plain"),
             "plan": (self.plan, False),
@@ -180,7 +180,7 @@ class AgentOptions:
             "reflect_on_invalid": (self.reflect_on_invalid, False),
             "keep_thinking": (self.keep_thinking.value, "all"),
         }
-        for name, (value, only) in told.items() if self.endpoint else ():
+        for name, (value, only) in ignored.items() if self.endpoint else ():
             law = f"must be {only} with actor.endpoint=true: an agent manages its own history"
             if value != only:
                 yield f"actor.{name}", value, law

@@ -32,12 +32,12 @@ def state_line(run_dir: RunDir, view: RunView) -> str:
 def details(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     """Return the further lines of `status`: ledger, causes, processor time, nodes and limit."""
     ledger = json_object(run_dir.ledger)
-    told = ledger_line({k: v for k, v in ledger.items() if isinstance(v, int)})
+    counts = ledger_line({k: v for k, v in ledger.items() if isinstance(v, int)})
     causes = [f"{name} {num}" for name, num in sorted(as_map(ledger.get("causes")).items())]
     tail = tail_metrics(run_dir.metrics, num_steps=WINDOW_STEPS)
     status = json_object(run_dir.status)
     verdict = judge(tail, asdict(cfg), {} if run_dir.finished.exists() else status)
-    lines = [told and f"episodes: {told}", causes and f"causes: {', '.join(causes)}"]
+    lines = [counts and f"episodes: {counts}", causes and f"causes: {', '.join(causes)}"]
     lines.append(_cpu_line(run_dir))
     lines += node_lines(status)
     return [plain(str(line)) for line in [*lines, f"limit: {verdict.sentence}"] if line]

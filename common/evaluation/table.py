@@ -68,11 +68,11 @@ def _scenario(env: str, entries: Sequence[Entry]) -> str:
                 for pooled in layout.columns.values()
             ]
             lines.append(_row([label, name, *cells, _cell(_at(scores, pick))]))
-    told = [
+    footnotes = [
         f"[{i}] The tasks differ from the published ones: {note}."
         for i, note in enumerate(notes, 1)
     ]
-    return "\n\n".join([f"## {layout.title}", "\n".join(lines), *told])
+    return "\n\n".join([f"## {layout.title}", "\n".join(lines), *footnotes])
 
 
 def _note(entry: Entry, env: str) -> str:

@@ -77,9 +77,9 @@ class Framing:
         call = renderer.call_turn
         if isinstance(call, CallTurn):
             after = call.after.removesuffix(turns.asked)
-            told = self._frames_of("tool", call.between, call.ended, after)
-            if told[0].before != self._frames[0].before:
-                self._frames[:0] = told  # First, since the user's frame may be a prefix of it.
+            frames = self._frames_of("tool", call.between, call.ended, after)
+            if frames[0].before != self._frames[0].before:
+                self._frames[:0] = frames  # First, since the user's frame may be a prefix of it.
                 self._headers.append(self._framed(call.answered))
         self._headers.sort(key=len, reverse=True)
 
@@ -135,10 +135,10 @@ class Framing:
             return self._unsampled(before + text[len(self._head) :])
         if self._system is None or not text.startswith(self._system.before):
             raise ConfigError(_OTHER)
-        told, found, rest = text[len(self._system.before) :].partition(self._system.after)
+        system, found, rest = text[len(self._system.before) :].partition(self._system.after)
         if not found:
             raise ConfigError(_OTHER)
-        return [Spoken(role="system", text=self._named(told)), *self._unsampled(before + rest)]
+        return [Spoken(role="system", text=self._named(system)), *self._unsampled(before + rest)]
 
     def _has_system(self, text: str) -> bool:
         """Return whether a text that begins like a user's message begins with a system message."""

@@ -209,12 +209,12 @@ def _of_atif(record: Record, place: str) -> TokenRow | None:
         new = len(prompt) - len(ids)
         ids = [*prompt, *own]
         mask = [*mask, *[False] * new, *[True] * len(own)]
-        told = metrics.get("logprobs") or [0.0] * len(own)
-        if not isinstance(told, list) or len(told) != len(own):
+        given = metrics.get("logprobs") or [0.0] * len(own)
+        if not isinstance(given, list) or len(given) != len(own):
             raise ConfigError(
                 f"{place}: completion_token_ids and logprobs must be lists of the same length"
             )
-        logprobs += [0.0] * new + told
+        logprobs += [0.0] * new + given
     return _row(_about(record, place), ids, mask, logprobs, place) if ids else None
 
 

@@ -144,8 +144,8 @@ class _Probe:
             "content": content,
             "tool_calls": [as_text(call) if self.has_text else call],
         }
-        told = {"role": "tool", "name": self.name, "content": result}
-        turn = [said] if is_final else [said, told]
+        answered = {"role": "tool", "name": self.name, "content": result}
+        turn = [said] if is_final else [said, answered]
         messages = [{"role": "user", "content": USER}, *(turn * num_calls)]
         return self.render(messages, self.tools, not is_final).partition(USER)[2]
 

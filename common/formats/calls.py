@@ -225,8 +225,8 @@ class CallForm:
         at = 0
         while (found := self.begin.search(text, at)) is not None:
             said.append(text[at : found.start()])
-            told, at = self._calls_at(text, found.end())
-            calls += told
+            found_calls, at = self._calls_at(text, found.end())
+            calls += found_calls
         if not calls:
             return text.strip(), []
         if self.tags is not None:
@@ -376,8 +376,8 @@ def _split(text: str, *marks: str) -> list[str]:
 def _schemas(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the JSON schema of each argument of a tool."""
     functions = [each["function"] for each in tools if each["function"]["name"] == name]
-    told = functions[0].get("parameters", {}).get("properties") if functions else None
-    return cast(Mapping[str, Any], told) if isinstance(told, dict) else {}
+    properties = functions[0].get("parameters", {}).get("properties") if functions else None
+    return cast(Mapping[str, Any], properties) if isinstance(properties, dict) else {}
 
 
 def _typed(given: Arguments, schemas: Mapping[str, Any]) -> Arguments:
@@ -398,9 +398,9 @@ def _kinds(schema: object) -> set[str]:
     """Return the types in a JSON schema."""
     if not isinstance(schema, dict):
         return set()
-    told = cast(dict[str, Any], schema)
-    kind = told.get("type")
-    others = told.get("anyOf")
+    fields = cast(dict[str, Any], schema)
+    kind = fields.get("type")
+    others = fields.get("anyOf")
     found = {str(each) for each in cast(list[object], kind if isinstance(kind, list) else [kind])}
     if isinstance(others, list):
         found = found.union(*map(_kinds, cast(list[object], others)))

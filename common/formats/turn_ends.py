@@ -26,8 +26,8 @@ def configured_ends(tokenizer: Any) -> list[int]:
 
 def _ends_in(path: Path) -> list[int]:
     try:
-        told = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8-sig")))
-        ends = told.get("eos_token_id")
+        settings = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8-sig")))
+        ends = settings.get("eos_token_id")
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{path}: is not JSON with an object: {error}") from error
     given = cast(list[object], ends if isinstance(ends, list) else [ends])

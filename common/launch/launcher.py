@@ -190,12 +190,12 @@ class RoleSupervisor:
 def _noted_signals() -> Generator[tuple[list[int], socket.socket]]:
     """Yield the stop signals received so far, and a socket readable after a signal or SIGCHLD."""
     noted: list[int] = []
-    wakeup, told = socket.socketpair()
-    told.setblocking(False)
+    wakeup, notified = socket.socketpair()
+    notified.setblocking(False)
     stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     previous = {each: signal.signal(each, lambda n, _: noted.append(n)) for each in stops}
     previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda n, _: None)
-    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(notified.fileno(), warn_on_full_buffer=False)
     try:
         yield noted, wakeup
     finally:
@@ -203,7 +203,7 @@ def _noted_signals() -> Generator[tuple[list[int], socket.socket]]:
         for number, handler in previous.items():
             signal.signal(number, handler)
         wakeup.close()
-        told.close()
+        notified.close()
 
 
 class _Role:

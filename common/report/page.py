@@ -36,7 +36,7 @@ def render(runs: Sequence[RunSource], *, title: str) -> str:
         answers |= _answers(run, max_bytes=MAX_EPISODES_BYTES // len(runs))
     answers["api/compare"] = compare(runs)
     # A "<" in a run's text must not end the element.
-    told = json.dumps(answers, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    content = json.dumps(answers, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     styles = "".join(_text(path) for path in ("vendor/uPlot.min.css", "style.css"))
     modules = {path.name: _module(path) for path in sorted(STATIC.glob("*.js"))}
     return (
@@ -45,7 +45,7 @@ def render(runs: Sequence[RunSource], *, title: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f'<title>{html_text(title)}</title><link rel="icon" href="data:,">'
         f"<style>{styles}</style></head>{_body()}"
-        f'<script type="application/json" id="answers">{told}</script>'
+        f'<script type="application/json" id="answers">{content}</script>'
         f"<script>{_text('vendor/uPlot.iife.min.js')}</script>"
         f'<script type="importmap">{json.dumps({"imports": modules})}</script>'
         '<script type="module">import "main.js";</script></html>\n'

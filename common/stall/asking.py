@@ -9,7 +9,7 @@ import psutil
 
 from common.launch.base import RoleProcess
 from common.launch.process import ChildProcess
-from common.stall.report import Told
+from common.stall.report import RoleActivity
 from common.stall.stacks import MAX_STACKS_BYTES, ask, helpers_of
 
 MAX_BYTES = 60_000  # Maximum bytes of one process's stacks in a report.
@@ -17,30 +17,30 @@ STACKS_SUFFIX = ".stacks"
 
 
 def ask_role(
-    folder: Path, name: str, told: Told | None, process: RoleProcess
+    folder: Path, name: str, activity: RoleActivity | None, process: RoleProcess
 ) -> dict[str, tuple[Path, int]]:
     """Request stacks from a role and its helpers; return each one's file and start offset.
 
     A remote role gets the request through its starter, and its stacks appear in its log.
     """
-    if told is None:
+    if activity is None:
         if not isinstance(process, RemoteRole):
             return {}
         offset = _size(process.log_path)
         process.ask_stacks()
         return {f"{name}, in its log": (process.log_path, offset)}
     if isinstance(process, ChildProcess):
-        is_it = process.pid == told.pid
+        is_it = process.pid == activity.pid
     else:  # A process id of another node may belong to any process here.
-        is_it = "run.py" in " ".join(_command_of(told.pid))
+        is_it = "run.py" in " ".join(_command_of(activity.pid))
     if not is_it:
         return {}
     path = folder / f"{name}.stacks"
     asked = {name: (path, _size(path))}
-    ask(told.pid)
+    ask(activity.pid)
     for helper, pid in helpers_of(folder, name).items():
         offset = _size(helper)
-        if told.pid in _ancestors(pid) and ask(pid):
+        if activity.pid in _ancestors(pid) and ask(pid):
             asked[f"{name}, process {pid} {' '.join(_command_of(pid))[:60]}"] = (helper, offset)
     return asked
 

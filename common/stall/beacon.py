@@ -135,8 +135,8 @@ class Beacon:
         with self._lock:
             lines = {name: asdict(line) for name, line in self._lines.items()}
         known = {"pid": os.getpid(), "boot_id": boot_id(), "began_at": self._began_at}
-        told = known | {"written_at": time.monotonic(), "lines": lines}
-        write_atomically(self._path, json.dumps(told))
+        content = known | {"written_at": time.monotonic(), "lines": lines}
+        write_atomically(self._path, json.dumps(content))
 
 
 def has_begun() -> bool:

@@ -17,7 +17,7 @@ LATE_S = 2.5  # Age of a report, due every second, at which the role counts as l
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class RoleActivity:
     """The last report of a role on this machine."""
 
     pid: int
@@ -27,22 +27,24 @@ class Told:
     lines: dict[str, MonitoredWork] = field(default_factory=dict[str, MonitoredWork])
 
 
-_TOLD = TypeAdapter(Told)
+_ACTIVITY = TypeAdapter(RoleActivity)
 
 
-def read_told(run_dir: RunDir, role: str) -> Told | None:
+def read_activity(run_dir: RunDir, role: str) -> RoleActivity | None:
     """Return a role's last report. None: there is none, or it is from another machine."""
     try:
-        told = _TOLD.validate_json((run_dir.alive / f"{role}.json").read_bytes())
+        activity = _ACTIVITY.validate_json((run_dir.alive / f"{role}.json").read_bytes())
     except (OSError, ValidationError):
         return None
-    return told if told.boot_id == boot_id() else None
+    return activity if activity.boot_id == boot_id() else None
 
 
-def waits(told: Mapping[str, Told | None], status: Mapping[str, Any]) -> dict[str, str]:
+def waits(
+    activities: Mapping[str, RoleActivity | None], status: Mapping[str, Any]
+) -> dict[str, str]:
     """Return the role that each role waits for, "" for none, from its report or heartbeats."""
     found: dict[str, str] = {}
-    for name, each in told.items():
+    for name, each in activities.items():
         lines = each.lines.values() if each else ()
         found[name] = next((line.waits_for for line in lines if line.waits_for), "")
     members: list[Any] = [*status.get("actors", []), {**status.get("learner", {}), "name": LEARNER}]
@@ -82,7 +84,7 @@ def culprits(waiting: Mapping[str, str]) -> list[str]:
 
 
 def describe(
-    told: Mapping[str, Told | None],
+    activities: Mapping[str, RoleActivity | None],
     status: Mapping[str, Any],
     waiting: Mapping[str, str],
     now: float,
@@ -90,8 +92,8 @@ def describe(
     """Yield one line per role: its activity, or the role that it waits for, and the duration."""
     actors: list[Any] = status.get("actors", [])
     members = {each.get("name"): each for each in actors}
-    for name in sorted({*told, *waiting}):
-        each = told.get(name)
+    for name in sorted({*activities, *waiting}):
+        each = activities.get(name)
         for line_name, line in (each.lines if each else {}).items():
             doing = f"waits for {line.waits_for}" if line.waits_for else line.what
             yield f"  {name} ({line_name}): {doing}, since {now - line.since:.0f}s"

@@ -12,7 +12,7 @@ from common.config.run_config import OnStall, RunSection
 from common.launch.base import RoleProcess, StallVerdict
 from common.launch.process import ChildProcess
 from common.stall.asking import ask_role, cut_stacks, stacks_since
-from common.stall.report import Told, culprits, describe, read_told, waits
+from common.stall.report import RoleActivity, culprits, describe, read_activity, waits
 from common.store.disk import if_room
 from common.store.run_dir import RunDir
 
@@ -110,52 +110,52 @@ class StallWatch:
         self._awake_s += min(slept_s, ASLEEP_S)
         if self._case is not None:
             return self._close(processes, self._case) if self._is_told(self._case, now) else None
-        told = {name: self._told_of(name, process) for name, process in processes.items()}
+        activities = {name: self._activity_of(name, process) for name, process in processes.items()}
         status = self._status()
         self._note_first(status)
-        problem = self._find(processes, told, status, now)
+        problem = self._find(processes, activities, status, now)
         if problem is not None:
-            self._open(processes, problem, told, status, now)
+            self._open(processes, problem, activities, status, now)
         return None
 
     # --- detection ----------------------------------------------------------------------------
 
-    def _told_of(self, name: str, process: RoleProcess) -> Told | None:
+    def _activity_of(self, name: str, process: RoleProcess) -> RoleActivity | None:
         """Return the report of this process, not of an earlier process with its name."""
-        told = read_told(self._run_dir, name)
+        activity = read_activity(self._run_dir, name)
         started_at = process.started_at
-        if told is None or started_at is None or told.began_at < started_at - 1.0:
+        if activity is None or started_at is None or activity.began_at < started_at - 1.0:
             self._changed.pop(name, None)
             return None
-        if self._changed.get(name, (0.0, 0.0))[0] != told.written_at:
-            self._changed[name] = (told.written_at, self._awake_s)
-        return told
+        if self._changed.get(name, (0.0, 0.0))[0] != activity.written_at:
+            self._changed[name] = (activity.written_at, self._awake_s)
+        return activity
 
     def _find(
         self,
         processes: Mapping[str, RoleProcess],
-        told: Mapping[str, Told | None],
+        activities: Mapping[str, RoleActivity | None],
         status: Mapping[str, Any],
         now: float,
     ) -> tuple[list[str], str] | None:
         """Return (culprits, description) of the first stall that is found; None without one."""
-        for name, each in told.items():
+        for name, each in activities.items():
             if each is not None:
                 what = self._hangs(name, each, now)
             else:
                 what = self._is_unheard(name, processes[name], status)
             if what:
                 return [name], f"{name} hangs: {what}"
-        return self._stands_still(told, status)
+        return self._stands_still(activities, status)
 
-    def _hangs(self, name: str, told: Told, now: float) -> str:
+    def _hangs(self, name: str, activity: RoleActivity, now: float) -> str:
         stall_s = self._cfg.stall_s
         silent_s = self._awake_s - self._changed[name][1]
         if silent_s > stall_s:
             return f"it has written no report for {silent_s:.0f}s (run.stall_s={stall_s:g})"
-        for line_name, line in told.lines.items():
+        for line_name, line in activity.lines.items():
             limit_s = max(stall_s, FACTOR * line.longest_s, line.limit_s or 0.0)
-            same_s = min(now, told.written_at) - line.since
+            same_s = min(now, activity.written_at) - line.since
             if not line.waits_for and same_s > limit_s:
                 what = f"{line_name} has been in {line.what!r} for {same_s:.0f}s"
                 return f"{what}, the limit is {limit_s:.0f}s"
@@ -180,7 +180,7 @@ class StallWatch:
         return ""
 
     def _stands_still(
-        self, told: Mapping[str, Told | None], status: Mapping[str, Any]
+        self, activities: Mapping[str, RoleActivity | None], status: Mapping[str, Any]
     ) -> tuple[list[str], str] | None:
         counts = _counts(status)
         since = self._progress[1]
@@ -190,12 +190,12 @@ class StallWatch:
             self._progress = (counts, self._awake_s)
             self._num_attempts = 0
             return None
-        starting = {name for name, each in told.items() if each and _is_starting(each)}
-        engines = {name for name in told if name.startswith("actor")}
+        starting = {name for name, each in activities.items() if each and _is_starting(each)}
+        engines = {name for name in activities if name.startswith("actor")}
         if starting - engines or (engines and starting >= engines):
             self._progress = (counts, self._awake_s)  # The start has its own time limit.
             return None
-        waiting = waits(told, status)
+        waiting = waits(activities, status)
         limit_s = max(self._cfg.stall_s, FACTOR * self._longest_s)
         members: list[Any] = status.get("actors", [])
         actors = [each for each in members if not each.get("is_dead")]
@@ -205,7 +205,7 @@ class StallWatch:
         still_s = min(self._awake_s - since, youngest_s)
         if still_s <= limit_s:
             return None
-        blamed = [name for name in culprits(waiting) if name in told]
+        blamed = [name for name in culprits(waiting) if name in activities]
         return blamed, f"the run has finished no episode and no step for {still_s:.0f}s"
 
     # --- reports and actions ------------------------------------------------------------------
@@ -214,7 +214,7 @@ class StallWatch:
         self,
         processes: Mapping[str, RoleProcess],
         problem: tuple[list[str], str],
-        told: Mapping[str, Told | None],
+        activities: Mapping[str, RoleActivity | None],
         status: Mapping[str, Any],
         now: float,
     ) -> None:
@@ -223,10 +223,14 @@ class StallWatch:
         key = ",".join(blamed)
         if self._awake_s < self._told_until.get(key, 0.0):
             return
-        waiting = waits(told, status)
-        lines = [f"stall: {what}", "activity of all roles:", *describe(told, status, waiting, now)]
+        waiting = waits(activities, status)
+        lines = [
+            f"stall: {what}",
+            "activity of all roles:",
+            *describe(activities, status, waiting, now),
+        ]
         asked: dict[str, tuple[Path, int]] = {}
-        for name, each in told.items():
+        for name, each in activities.items():
             asked |= ask_role(self._run_dir.alive, name, each, processes[name])
         self._case = _Case(blamed, "\n".join(lines), now, asked)
 
@@ -281,8 +285,8 @@ class StallWatch:
         return status
 
 
-def _is_starting(told: Told) -> bool:
-    return any(line.what == "starting" for line in told.lines.values())
+def _is_starting(activity: RoleActivity) -> bool:
+    return any(line.what == "starting" for line in activity.lines.values())
 
 
 def _counts(status: Mapping[str, Any]) -> tuple[object, ...]:

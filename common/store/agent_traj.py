@@ -57,11 +57,11 @@ def read_conversations(path: Path) -> list[Conversation]:
     """
     if not path.exists():
         raise ConfigError(f"sft.demonstrations={path}: no such file")
-    told = [_conversation(record, place) for place, record in read_records(path)]
-    read = [replace(each, messages=[*map(_repaired, each.messages)]) for each in told]
+    found = [_conversation(record, place) for place, record in read_records(path)]
+    read = [replace(each, messages=[*map(_repaired, each.messages)]) for each in found]
     num_broken = sum(
         a.text != b.text
-        for was, now in zip(told, read, strict=True)
+        for was, now in zip(found, read, strict=True)
         for a, b in zip(was.messages, now.messages, strict=True)
     )
     if num_broken:

@@ -79,11 +79,11 @@ class AddressBook:
         """Return the environment hubs of the run."""
         return self._directory.hubs
 
-    def _reachable_hubs(self, told: list[HubPlace]) -> list[HubPlace]:
+    def _reachable_hubs(self, reported: list[HubPlace]) -> list[HubPlace]:
         """Return the reachable hubs. Raises: ConfigError: there are hubs, but none is reachable."""
         places: list[HubPlace] = []
         unreachable: ConfigError | None = None
-        for each in told:
+        for each in reported:
             try:
                 url = self._reachable("envhub", each.url)
                 places.append(HubPlace(url=url, token=each.token, envs=each.envs))

@@ -126,8 +126,8 @@ class BroadcastGroup:
         options.timeout = timeout
         work = self._group.alltoall_base(came, sent, [], [], options)
         Broadcast(work, timeout, self._failed).wait()
-        for other, told in enumerate(came.view(size, PROOF_BYTES)):
-            if not hmac.compare_digest(bytes(told.tolist()), _proof(secret, other, rank)):
+        for other, proof in enumerate(came.view(size, PROOF_BYTES)):
+            if not hmac.compare_digest(bytes(proof.tolist()), _proof(secret, other, rank)):
                 raise WeightSyncError(f"a process outside the group connected as rank {other}")
 
     def broadcast(self, buffer: Tensor) -> None:

@@ -113,19 +113,19 @@ class Rollouts:
             seed = member_seed(self._cfg.run.seed, number, member)
             horizon = min(self.horizon(step), most)
             leases.append(lease_of(item, f"g{number:07d}", member, seed, horizon, step))
-        told: dict[str, list[Any]] = {
+        batch: dict[str, list[Any]] = {
             name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "paid")
         }
         penalty = self._cfg.algorithm.invalid_action_penalty
         for each in self._player.play(leases):
             start = int(each.loss_mask.argmax())
-            told["prompt_ids"].append(each.token_ids[:start].tolist())
-            told["completion_ids"].append(each.token_ids[start:].tolist())
-            told["logprobs"].append(each.logprobs[start:].tolist())
-            told["env_mask"].append(each.loss_mask[start:].astype(int).tolist())
+            batch["prompt_ids"].append(each.token_ids[:start].tolist())
+            batch["completion_ids"].append(each.token_ids[start:].tolist())
+            batch["logprobs"].append(each.logprobs[start:].tolist())
+            batch["env_mask"].append(each.loss_mask[start:].astype(int).tolist())
             num_turns, num_invalid = each.num_turns, each.num_invalid_actions
-            told["paid"].append(shaped_reward(each.reward, num_invalid, num_turns, penalty))
-        return told
+            batch["paid"].append(shaped_reward(each.reward, num_invalid, num_turns, penalty))
+        return batch
 
 
 class Clock(TrainerCallback):
@@ -139,7 +139,7 @@ class Clock(TrainerCallback):
     def _now(self) -> tuple[float, float]:
         return time.perf_counter(), time.process_time()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **told: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         now, step = self._now(), state.global_step
         wall_s, cpu_s = (now[i] - self._start[i] - self._apart[i] for i in range(2))
         line = {"step": step, "wall_s": wall_s, "cpu_s": cpu_s}
@@ -148,7 +148,7 @@ class Clock(TrainerCallback):
             file.write(json.dumps(line) + "\n")
         control.should_training_stop = step >= self._last
         if step % self._every == 0 or step == self._last:
-            told["model"].save_pretrained(self._out / f"policy-{step}")
+            context["model"].save_pretrained(self._out / f"policy-{step}")
         after = self._now()
         self._apart = tuple(self._apart[i] + after[i] - now[i] for i in range(2))
 

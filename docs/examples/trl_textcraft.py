@@ -41,10 +41,10 @@ def play(item_id: str, client: Any, model: Any, tokenizer: Any) -> dict[str, Any
         logprobs += scores[range(len(action)), action].tolist()
         text = tokenizer.decode(action, skip_special_tokens=True)
         result = client.step({"message": text})
-        told = tokenizer.encode(f"\n{result.observation['text']}\n")
-        chosen += told  # Part of the context, but not sampled by the policy: masked.
-        mask += [0] * len(told)
-        logprobs += [0.0] * len(told)
+        observed = tokenizer.encode(f"\n{result.observation['text']}\n")
+        chosen += observed  # Part of the context, but not sampled by the policy: masked.
+        mask += [0] * len(observed)
+        logprobs += [0.0] * len(observed)
         tokens = prompt + chosen
         if result.done:
             break
@@ -98,8 +98,8 @@ def main(url: str, model_folder: str, num_steps: int) -> None:
         trainer.train()
     for line in trainer.state.log_history:
         if "loss" in line:
-            told = f"reward {line['reward']:.4f} grad {line['grad_norm']:.4f}"
-            sys.stdout.write(f"step {line['step']}: {told}\n")
+            figures = f"reward {line['reward']:.4f} grad {line['grad_norm']:.4f}"
+            sys.stdout.write(f"step {line['step']}: {figures}\n")
 
 
 if __name__ == "__main__":

@@ -48,10 +48,10 @@ def reset_reply(dialect: Dialect, number: int, instance: ServedInstance) -> Json
     if dialect is SCIWORLD:  # Its client joins task and room again.
         task, _, room = first.partition("\n")
         variation = variation_of(parse_item(instance.item_id, SUBSETS))
-        told: Json = {"task_name": variation.task, "var_num": variation.index}
-        told |= {"task_description": task, "observation": room}
+        reply: Json = {"task_name": variation.task, "var_num": variation.index}
+        reply |= {"task_description": task, "observation": room}
         score = round(instance.score)
-        return told | {"reward": score, "score": score, "deleted": False, "done": False}
+        return reply | {"reward": score, "score": score, "deleted": False, "done": False}
     if dialect is WORDLE:
         return {"id": number, "observation": first}
     if dialect is WEBARENA:
@@ -70,20 +70,20 @@ def step_reply(dialect: Dialect, instance: ServedInstance, result: StepResult) -
         reward = result.reward * dialect.max_score
     if done and not reward:
         reward = dialect.lost_reward
-    told: Json = {dialect.observation_key: result.observation, dialect.done_key: done}
+    reply: Json = {dialect.observation_key: result.observation, dialect.done_key: done}
     if dialect.step_extra:
-        told.update(dialect.step_extra)
+        reply.update(dialect.step_extra)
     if dialect is SCIWORLD:  # The hub reports the score so far, SciWorld the increase by this step.
         previous, instance.score = instance.score, round(reward)
-        reward, told["score"] = instance.score - previous, instance.score
+        reward, reply["score"] = instance.score - previous, instance.score
     elif dialect is BABYAI:
         instance.score += reward
-        told["score"] = instance.score
+        reply["score"] = instance.score
     # In WebArena this value states whether the action was executed.
     elif dialect is WEBARENA and not done:
         reward = float(result.is_valid)
-    instance.reward = told["reward"] = reward
-    return told
+    instance.reward = reply["reward"] = reward
+    return reply
 
 
 def observation_reply(dialect: Dialect, instance: ServedInstance) -> Json | str:
@@ -117,13 +117,13 @@ def detail_reply(dialect: Dialect, instance: ServedInstance) -> Json:
     if not instance.item_id:
         raise NotReset
     answer = instance.answer
-    told: Json = {"observation": observation_reply(dialect, instance), "reward": instance.reward}
-    told |= {"done": answer is not None and answer.done, "deleted": False}
+    reply: Json = {"observation": observation_reply(dialect, instance), "reward": instance.reward}
+    reply |= {"done": answer is not None and answer.done, "deleted": False}
     if dialect is SCIWORLD:
         variation = variation_of(parse_item(instance.item_id, SUBSETS))
-        told |= {"task_name": variation.task, "var_num": variation.index, "score": instance.score}
-        told["task_description"] = instance.first_observation.partition("\n")[0]
-    return told
+        reply |= {"task_name": variation.task, "var_num": variation.index, "score": instance.score}
+        reply["task_description"] = instance.first_observation.partition("\n")[0]
+    return reply
 
 
 def fault_reply(dialect: Dialect, text: str, *, is_reset: bool = False) -> Json:
@@ -132,8 +132,8 @@ def fault_reply(dialect: Dialect, text: str, *, is_reset: bool = False) -> Json:
         return {"error": text}
     if is_reset:
         return {"observation": RESET_FAILED, "sites": "Error", "object": "Error"}
-    told: Json = {"observation": text, "reward": 0, dialect.done_key: False}
-    return told | dict(dialect.step_extra)
+    reply: Json = {"observation": text, "reward": 0, dialect.done_key: False}
+    return reply | dict(dialect.step_extra)
 
 
 def _line_of(text: str, mark: str) -> str:

@@ -178,15 +178,15 @@ class _Desk:
         async def tell(number: int = query) -> Response:
             try:
                 instance = self._look_at(number)
-                told = await self._instances.detail(instance, what)
+                details = await self._instances.detail(instance, what)
                 if what == "state":
-                    told |= {"environment_info": detail_reply(self.dialect, instance)}
+                    details |= {"environment_info": detail_reply(self.dialect, instance)}
             except (InstanceUnknown, EpisodeOver, SessionUnknown) as error:
                 return self._refused(str(error), is_look=True)
             except NotReset:
                 return self._refused(UNSEEN, is_look=True)
             is_alone = what in ("goals", "task_description", "object_tree")
-            return json_response({what: told} if is_alone else told)
+            return json_response({what: details} if is_alone else details)
 
         return tell
 

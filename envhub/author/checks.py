@@ -71,15 +71,15 @@ def check_protocol(driver: Driver, item_id: str) -> Iterator[Finding]:
             yield Finding(Grade.FAIL, "protocol", f"no method {', '.join(missing)}")
             return
         valid = episode.call("valid_actions")
-        told = episode.call("expert_action")
+        expert = episode.call("expert_action")
         wanted: list[tuple[str, Any, type | tuple[type, ...]]] = [
             ("reset", episode.first, str),
             ("valid_actions", valid, list),
-            ("expert_action", told, (str, type(None))),
+            ("expert_action", expert, (str, type(None))),
             ("render", episode.call("render"), str),
             ("fingerprint", episode.call("fingerprint"), str),
             *((f"valid_actions()[{i}]", each, str) for i, each in enumerate(valid[:3])),
-            ("step", episode.call("step", told or "no such action"), StepResult),
+            ("step", episode.call("step", expert or "no such action"), StepResult),
         ]
     problems = [
         f"{name} returns {type(value).__name__}"

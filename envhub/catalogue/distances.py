@@ -79,14 +79,14 @@ def _digest(spec: EnvSpec, subset: str, options: EnvsSection) -> str:
     """Return a key that changes with every input on which the expert's turns may depend."""
     modules = [name for need in REQUIREMENTS.get(spec.name, ()) for name in need.modules]
     size = asdict(spec.subsets[subset])
-    told = [
+    parts = [
         subset,
         size,
         asdict(options),
         NUM_MEASURED,
         [(name, version(name)) for name in modules],
     ]
-    digest = hashlib.blake2b(json.dumps(told, default=str).encode(), digest_size=12)
+    digest = hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=12)
     for path in sorted((ROOT / "envhub" / "envs" / spec.name).glob("*.*")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -208,9 +208,9 @@ class Sessions:
 
     def _stepped(self, session: Session, result: StepResult, took_s: float) -> StepResult:
         """Store and count the result of a step."""
-        told = result.observation
-        if type(told) is not str or not told.isascii():
-            result.observation = self._valid(session.env_name, told)
+        observed = result.observation
+        if type(observed) is not str or not observed.isascii():
+            result.observation = self._valid(session.env_name, observed)
         session.answer = result
         session.seq += 1
         steps = self.steps[session.env_name]

@@ -178,14 +178,14 @@ class TextArenaGame:
     def act(self, text: str) -> Moved:
         """Play a move; TextArena reports the reward at the end. Raises: BadAction."""
         _check_playable(text)
-        is_done, told = self._game.step(text)
+        is_done, info = self._game.step(text)
         state = self._game.state
         if not is_done:
             is_valid = not getattr(state, "error_count", 0)
             observation = str(self._game.get_observation()[1])
             return Moved(text=observation, reward=None, is_done=False, is_valid=is_valid)
         reward = (state.rewards or {}).get(0)
-        reason = str((state.game_info or {}).get(0, {}).get("reason") or told or "")
+        reason = str((state.game_info or {}).get(0, {}).get("reason") or info or "")
         is_valid = not (state.game_info or {}).get(0, {}).get("invalid_move", False)
         return Moved(text=reason, reward=reward, is_done=True, is_valid=is_valid)
 

@@ -50,8 +50,8 @@ def look_at(options: RemoteOptions) -> ServerDescription:
         raise ConfigError(f"env.action_field={chosen!r}: the server's actions have only {known}")
     if not chosen and len(required or known) == 1:
         chosen = (required or known)[0]
-    _, told = ask_server(url, "/metadata")
-    described = told.get("description") if isinstance(told, dict) else None
+    _, metadata = ask_server(url, "/metadata")
+    described = metadata.get("description") if isinstance(metadata, dict) else None
     return ServerDescription(
         description=str(described or ""),
         schema=schema,
@@ -80,9 +80,9 @@ def _splits(url: str, options: RemoteOptions) -> dict[str, tuple[str, int]]:
         fitting += [each["name"] for each in known if each.get("type") in kinds]
         if not fitting:
             continue
-        status, told = ask_server(url, f"{base}/num_tasks", {"split": fitting[0]})
-        if status == 200 and isinstance(told, dict):
-            found[ours] = (fitting[0], int(told.get("num_tasks", 0)))
+        status, reply = ask_server(url, f"{base}/num_tasks", {"split": fitting[0]})
+        if status == 200 and isinstance(reply, dict):
+            found[ours] = (fitting[0], int(reply.get("num_tasks", 0)))
     return found
 
 

@@ -88,14 +88,14 @@ class OpenEnvEpisode(RemoteEpisode):
                 raise
             return self._result(str(error).partition("): ")[2], is_valid=False)
         is_done = data.get("done") is True
-        told = _metadata(data)
+        metadata = _metadata(data)
         self._reward = self._rewards.add(data.get("reward"), is_last=is_done)
         self._is_done = is_done
-        said = said_by(told, SUCCESS_KEYS)
+        said = said_by(metadata, SUCCESS_KEYS)
         self._is_success = is_done and (self._reward >= 1.0 if said is None else said)
-        self._is_truncated = is_done and said_by(told, TRUNCATED_KEYS) is True
-        is_valid = told.get("is_valid")
-        state = told.get("state")
+        self._is_truncated = is_done and said_by(metadata, TRUNCATED_KEYS) is True
+        is_valid = metadata.get("is_valid")
+        state = metadata.get("state")
         return self._result(
             self._text(data),
             is_valid=is_valid if isinstance(is_valid, bool) else True,
@@ -139,20 +139,20 @@ class OpenEnvEpisode(RemoteEpisode):
         observation = data.get("observation")
         if not isinstance(observation, dict):
             raise OpenEnvFailure(f"{self._server.shown}: an answer without an observation")
-        told = {k: v for k, v in observation.items() if k not in ("metadata", "done", "reward")}
+        fields = {k: v for k, v in observation.items() if k not in ("metadata", "done", "reward")}
         name = self._options.observation_field
-        if name in told:
-            told = {name: told[name]}
+        if name in fields:
+            fields = {name: fields[name]}
         elif name and self._first:  # A reset's observation may have other fields.
-            known = ", ".join(told) or "none"
+            known = ", ".join(fields) or "none"
             raise OpenEnvFailure(
                 f"{self._server.shown}: an observation without {name!r}"
                 f" (env.observation_field); it has {known}"
             )
-        filled = [value for value in told.values() if value not in (None, "", [], {})]
+        filled = [value for value in fields.values() if value not in (None, "", [], {})]
         if len(filled) == 1 and isinstance(filled[0], str):
             return filled[0]
-        return json.dumps(told.get(name, told), ensure_ascii=False)
+        return json.dumps(fields.get(name, fields), ensure_ascii=False)
 
 
 class OpenEnvServer:
@@ -263,6 +263,6 @@ def _metadata(data: dict[str, Any]) -> dict[str, Any]:
     observation = data.get("observation")
     inner = observation.get("metadata") if isinstance(observation, dict) else None
     found: dict[str, Any] = {}
-    for told in (inner, data.get("metadata")):
-        found |= told if isinstance(told, dict) else {}
+    for part in (inner, data.get("metadata")):
+        found |= part if isinstance(part, dict) else {}
     return found

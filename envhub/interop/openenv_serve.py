@@ -98,8 +98,8 @@ def mount(hub: HubParts) -> None:
     @app.get(f"{base}/schema", tags=["openenv"])
     async def schema(env: str) -> Response:
         registry.spec(env)
-        told = {"action": TextAction, "observation": TextObservation, "state": OpenEnvState}
-        return json_response({name: kind.model_json_schema() for name, kind in told.items()})
+        models = {"action": TextAction, "observation": TextObservation, "state": OpenEnvState}
+        return json_response({name: kind.model_json_schema() for name, kind in models.items()})
 
     @app.websocket(f"{base}/ws")
     async def play(socket: WebSocket, env: str) -> None:
@@ -216,9 +216,9 @@ class _Player:
             raise _Refused("EXECUTION_ERROR", str(error)) from error
         self._is_over = False
         self._state = OpenEnvState(episode_id=wanted.episode_id, item_id=item_id)
-        told = {"item_id": item_id, "instruction": self._spec.instruction[wanted.style]}
-        told["state"] = sessions.first_state(self._session_id)
-        return _observation(text, None, is_done=False, metadata=told)
+        metadata = {"item_id": item_id, "instruction": self._spec.instruction[wanted.style]}
+        metadata["state"] = sessions.first_state(self._session_id)
+        return _observation(text, None, is_done=False, metadata=metadata)
 
     def _choose(self, wanted: ResetData) -> str:
         split = split_of(self._spec, wanted.split)
@@ -266,15 +266,15 @@ def _parsed(raw: str | bytes) -> Any:
 
 
 def _stepped(result: StepResult) -> dict[str, Any]:
-    told = result.as_dict()
+    metadata = result.as_dict()
     for name in ("observation", "reward", "done"):
-        del told[name]
-    return _observation(result.observation, result.reward, is_done=result.done, metadata=told)
+        del metadata[name]
+    return _observation(result.observation, result.reward, is_done=result.done, metadata=metadata)
 
 
 def _observation(
     text: str, reward: float | None, *, is_done: bool, metadata: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the frame; typed and untyped clients read the metadata at different positions."""
-    told = {"observation": {"text": text, "metadata": metadata}, "reward": reward}
-    return {"type": "observation", "data": told | {"done": is_done, "metadata": metadata}}
+    content = {"observation": {"text": text, "metadata": metadata}, "reward": reward}
+    return {"type": "observation", "data": content | {"done": is_done, "metadata": metadata}}

@@ -92,14 +92,14 @@ class Rewards:
         return self._rule.normalise(self._total)
 
 
-def said_by(told: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
+def said_by(fields: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
     """Return the truth value of the first key that has one; None if no key has.
 
     A number is true from 1 on, also a numpy number. Arrays of several values, texts and NaN are
     ignored.
     """
     for key in keys:
-        value: Any = told.get(key)
+        value: Any = fields.get(key)
         if hasattr(value, "item") and getattr(value, "size", 1) == 1:
             value = value.item()
         if isinstance(value, (bool, int, float)) and not math.isnan(value):

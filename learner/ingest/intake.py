@@ -155,7 +155,7 @@ class Intake(threading.Thread):
     def _finish(self) -> None:
         """Acknowledge the trajectories that are now on disk, and pass them to the buffer."""
         done = self._commit.take_done()
-        for sender, answer in _joined([told for batch in done for told in batch.answers]):
+        for sender, answer in _joined([answered for batch in done for answered in batch.answers]):
             self._router.send(sender, answer)
         if done:
             accepted = [each for batch in done for each in batch.accepted]

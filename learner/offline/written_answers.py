@@ -135,10 +135,10 @@ class AnswerWriter:
         turn = self.renderer.call_turn
         if not isinstance(turn, CallTurn):
             raise ValueError(f"tool_calls: {turn}")
-        told = _checked_calls(calls)
-        shown = [turn.call(name, arguments) for name, arguments in told]
+        checked = _checked_calls(calls)
+        shown = [turn.call(name, arguments) for name, arguments in checked]
         said = {"role": "assistant", "content": message.get("content") or "", "tool_calls": shown}
-        results = [{"role": "tool", "name": name, "content": NEXT} for name, _ in told]
+        results = [{"role": "tool", "name": name, "content": NEXT} for name, _ in checked]
         whole = self._rendered(
             [{"role": "user", "content": USER}, said, *results], tools, is_asking=False
         )
@@ -147,7 +147,7 @@ class AnswerWriter:
             answer = answer.removeprefix(turn.answered)  # Thoughts that the record does not have.
         text, has_end, _ = answer.partition(self.renderer.call_end)
         found = turn.form.read(text, list(tools))[1] if has_end else []
-        if found != told:
+        if found != checked:
             raise ValueError("tool_calls: the chat template does not show them as given")
         return text
 

@@ -377,8 +377,10 @@ def write_reports(parts: Serving) -> None:
     started_s = time.thread_time()
     core = parts.core
     now = parts.clock.now
-    told = others(core.members, parts.router, parts.registry, run_epoch=core.run_epoch, now=now)
-    status = core.status() | told
+    connections = others(
+        core.members, parts.router, parts.registry, run_epoch=core.run_epoch, now=now
+    )
+    status = core.status() | connections
     path = parts.run_dir.status
     if_room(lambda: write_json(path, status, indent=None), path)
     if status["eval_stream"]["evals"]:

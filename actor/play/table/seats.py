@@ -93,15 +93,15 @@ class SeatTable:
             session = await client.open(env, item, seed=0, style=style)
         finally:
             self._opening -= 1
-        told = {each: str((entry.get(each) or {}).get(style, "")) for each in HEADS}
-        instruction = worded(format, told["instruction"])
-        heads = filter(None, [instruction, told["acknowledgement"]])
+        head_texts = {each: str((entry.get(each) or {}).get(style, "")) for each in HEADS}
+        instruction = worded(format, head_texts["instruction"])
+        heads = filter(None, [instruction, head_texts["acknowledgement"]])
         texts = [*heads, session.first_observation]
-        if not told["acknowledgement"]:
+        if not head_texts["acknowledgement"]:
             texts = [first_text(instruction, session.first_observation)]
         roles = ("user", "assistant", "user")[-len(texts) :]
         about = {"id": secrets.token_urlsafe(12), "env": env, "item": item}
-        about |= {"instruction": told["instruction"]}
+        about |= {"instruction": head_texts["instruction"]}
         messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
         seat = Seat(client=client, session=session, about=about, messages=messages, format=format)
         self._seats[about["id"]] = seat
@@ -231,20 +231,20 @@ class SeatTable:
             {"role": "assistant", "content": action if said is None else said},
             {"role": "user", "content": result.observation},
         ]
-        told = {
+        outcome = {
             "action": action if said is None else said,
             "observation": result.observation,
             "reward": result.reward,
         }
-        told |= {"done": result.done, "valid": result.is_valid, "success": result.is_success}
-        return await self._look(seat, told)
+        outcome |= {"done": result.done, "valid": result.is_valid, "success": result.is_success}
+        return await self._look(seat, outcome)
 
-    async def _look(self, seat: Seat, told: dict[str, Any]) -> dict[str, Any]:
+    async def _look(self, seat: Seat, outcome: dict[str, Any]) -> dict[str, Any]:
         """Return the view of a page: the result, the picture and the valid actions."""
         actions = [] if seat.is_done else (await seat.session.hint()).valid_actions
         picture = await seat.session.picture()
         more = {"turn": seat.turn, "actions": actions[:MAX_ACTIONS], "num_actions": len(actions)}
-        return {**seat.about, **told, **more, "picture": picture}
+        return {**seat.about, **outcome, **more, "picture": picture}
 
     async def _close_idle(self) -> None:
         """Close idle episodes and stop idle services, until cancelled."""

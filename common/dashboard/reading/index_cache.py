@@ -52,8 +52,8 @@ class IndexCache:
         try:
             # `np.load` would leave a damaged file open.
             with self._path.open("rb") as handle, np.load(handle, allow_pickle=False) as kept:
-                told = json.loads(kept["told"].tobytes())
-                if told["format"] != FORMAT or not self._is_still(told):
+                header = json.loads(kept["told"].tobytes())
+                if header["format"] != FORMAT or not self._is_still(header):
                     return None
                 columns = {name: kept[f"column.{name}"] for name in rows.column_names}
                 ids: list[str] = json.loads(kept["ids"].tobytes())
@@ -62,9 +62,9 @@ class IndexCache:
         except (OSError, ValueError, KeyError, TypeError, BadZipFile) as error:
             logger.info("cached journal index not readable path=%s error=%r", self._path, error)
             return None
-        rows.restore(ids, columns, told["names"])
+        rows.restore(ids, columns, header["names"])
         self._num_saved = rows.num
-        return told["beside"]
+        return header["beside"]
 
     def save(self, rows: EpisodeRows, beside: Mapping[str, Any], *, reached: int) -> None:
         """Save the rows if their number has grown enough. A failed write is only logged.
@@ -76,11 +76,11 @@ class IndexCache:
         if rows.num < max(MIN_ROWS, GROWTH * self._num_saved):
             return
         self._num_saved = rows.num
-        told = {"format": FORMAT, "segments": self._segments(reached), "reached": reached}
+        header = {"format": FORMAT, "segments": self._segments(reached), "reached": reached}
         end = [int(rows.column(name)[-1]) for name in ("segment", "offset")]
         names = {name: each.texts for name, each in rows.names.items()}
-        told |= {"last": rows.ids[-1], "end": end, "beside": dict(beside), "names": names}
-        texts = {"told": told, "ids": rows.ids}
+        header |= {"last": rows.ids[-1], "end": end, "beside": dict(beside), "names": names}
+        texts = {"told": header, "ids": rows.ids}
         arrays = {f"column.{name}": rows.column(name) for name in rows.column_names}
         arrays |= {n: np.frombuffer(json.dumps(t).encode(), np.uint8) for n, t in texts.items()}
         partial = self._path.with_suffix(f".{os.getpid()}.partial")
@@ -102,11 +102,11 @@ class IndexCache:
             if number < reached
         }
 
-    def _is_still(self, told: dict[str, Any]) -> bool:
+    def _is_still(self, header: dict[str, Any]) -> bool:
         """Whether the journal is unchanged: the same segments and the same last record."""
-        if told["segments"] != self._segments(told["reached"]):
+        if header["segments"] != self._segments(header["reached"]):
             return False
-        number, offset = told["end"]
+        number, offset = header["end"]
         try:
             segment = open_segment(self._journal, number)
             if segment is None:
@@ -116,7 +116,7 @@ class IndexCache:
                 message = segment.message(record, offset) if record else None
         except WireError:
             return False
-        return message is not None and message.episode_id == told["last"]
+        return message is not None and message.episode_id == header["last"]
 
     def _make_room(self) -> None:
         kept = [(path.stat(), path) for path in self._path.parent.glob("*.npz")]

@@ -183,8 +183,8 @@ class RunSource:
 
     def format(self) -> AgentFormat:
         """Return the answer format of the run's policy."""
-        told = _section(self.config(), "actor").get("format")
-        return AgentFormat(told) if told in set(AgentFormat) else AgentFormat.PLAIN
+        named = _section(self.config(), "actor").get("format")
+        return AgentFormat(named) if named in set(AgentFormat) else AgentFormat.PLAIN
 
     def style(self) -> str:
         """Return the wording style of the run's environments."""

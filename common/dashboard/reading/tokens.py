@@ -20,9 +20,11 @@ class TokenTexts:
     def __init__(self, path: Path) -> None:
         """Read a tokenizer.json. Raises: ConfigError: it is missing or malformed."""
         try:
-            told: Any = json.loads(path.read_bytes())
-            vocab: Any = told["model"]["vocab"]
-            added: dict[int, str] = {t["id"]: t["content"] for t in told.get("added_tokens", [])}
+            settings: Any = json.loads(path.read_bytes())
+            vocab: Any = settings["model"]["vocab"]
+            added: dict[int, str] = {
+                t["id"]: t["content"] for t in settings.get("added_tokens", [])
+            }
             if isinstance(vocab, list):  # A unigram model lists [piece, score] by token id.
                 listed = cast(list[tuple[str, float]], vocab)
                 self._pieces = {number: each[0] for number, each in enumerate(listed)}
@@ -32,8 +34,8 @@ class TokenTexts:
             raise ConfigError(f"{path} does not exist") from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             raise ConfigError(f"{path} is not a valid tokenizer.json ({error!r:.80})") from error
-        self._special = {t["id"] for t in told.get("added_tokens", []) if t.get("special")}
-        shape = json.dumps([told.get("decoder"), told.get("pre_tokenizer")])
+        self._special = {t["id"] for t in settings.get("added_tokens", []) if t.get("special")}
+        shape = json.dumps([settings.get("decoder"), settings.get("pre_tokenizer")])
         self._byte_of = _byte_alphabet() if '"ByteLevel"' in shape else None
         self._known: dict[int, bytes] = {number: text.encode() for number, text in added.items()}
 

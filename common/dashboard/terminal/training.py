@@ -112,10 +112,10 @@ def _view(cfg: RunConfig, run_dir: RunDir) -> RunView:
 def refused_lines(run_dir: RunDir) -> list[str]:
     """Return text lines about the messages and connections that a run's listeners refused."""
     try:
-        told = json.loads(run_dir.status.read_bytes()).get("refused", {})
+        refused = json.loads(run_dir.status.read_bytes()).get("refused", {})
     except (OSError, ValueError):
         return []
-    scheduler = told.get("scheduler", {})
+    scheduler = refused.get("scheduler", {})
     lines = [
         f"  refused of {name[:80]!r}: {each['invalid']} invalid, {each['forbidden']} forbidden,"
         f" {each['dropped']} unread messages; last: {each['last_reason'][:200]!r}"
@@ -124,6 +124,6 @@ def refused_lines(run_dir: RunDir) -> list[str]:
     for cause, num in scheduler.get("connections", {}).get("refused", {}).items():
         lines.append(f"  refused connections ({cause}): {num}")
     for by, whom in (("the learner", "learner"), ("hubs", "hubs")):
-        for who, num in told.get(whom, {}).items():
+        for who, num in refused.get(whom, {}).items():
             lines.append(f"  refused by {by} ({who[:100]!r}): {num}")
     return lines[:MAX_REFUSED_LINES]

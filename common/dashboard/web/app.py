@@ -134,7 +134,7 @@ async def _events(request: Request) -> StreamingResponse:
     """Send the page an event, at most once a second, when a source has changed."""
     watch: SourceRefresher = request.app.state.watch
 
-    async def told() -> AsyncIterator[str]:
+    async def events() -> AsyncIterator[str]:
         known = -1
         silent_s = 0.0
         while not await request.is_disconnected():
@@ -148,4 +148,4 @@ async def _events(request: Request) -> StreamingResponse:
             await asyncio.sleep(EVENT_S)
             silent_s += EVENT_S
 
-    return StreamingResponse(told(), media_type="text/event-stream")
+    return StreamingResponse(events(), media_type="text/event-stream")

@@ -58,9 +58,9 @@ def fleet(run: RunSource) -> dict[str, Any]:
     events = _events(run.run_dir.logs)
     roles = {each["name"]: {key: each.get(key) for key in KEYS} for each in members_of(status)}
     for name in ON_THIS_DISK:
-        if told := _told_by_itself(run, name):
+        if activity := _own_activity(run, name):
             known = {k: v for k, v in roles.get(name, {}).items() if v is not None}
-            roles[name] = told | known
+            roles[name] = activity | known
     for name, role in roles.items():
         own = role["role"] if role["role"] == "learner" else name
         restarts = sum(each["role"] == own for each in events["restarts"])
@@ -83,7 +83,7 @@ def fleet(run: RunSource) -> dict[str, Any]:
     }
 
 
-def _told_by_itself(run: RunSource, role: str) -> dict[str, Any]:
+def _own_activity(run: RunSource, role: str) -> dict[str, Any]:
     """Return the state that a role wrote to the run's disk; {} if there is none."""
     path = run.run_dir.alive / f"{role}.json"
     try:
@@ -91,8 +91,8 @@ def _told_by_itself(run: RunSource, role: str) -> dict[str, Any]:
     except OSError:
         return {}
     doing = as_map(as_map(json_object(path).get("lines")).get("main"))
-    told = {"waiting_for": doing.get("waits_for"), "cpu_s": cpu_seconds(run.run_dir).get(role)}
-    return {"name": role, "role": role, "last_seen_s": age_s, **told}
+    activity = {"waiting_for": doing.get("waits_for"), "cpu_s": cpu_seconds(run.run_dir).get(role)}
+    return {"name": role, "role": role, "last_seen_s": age_s, **activity}
 
 
 def slots(lines: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:

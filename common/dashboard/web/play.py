@@ -17,19 +17,19 @@ from common.errors import EnvError
 
 PATH = "/api/play/"
 MAX_CHARS = 20_000  # Maximum length of an action.
-Told = Mapping[str, Any]
+SeatReply = Mapping[str, Any]
 
 
 class PlayService(Protocol):
     """Plays episodes: see `actor.play.table.seats`. Raises ConfigError and EnvError."""
 
-    async def environments(self) -> Told: ...
-    async def open(self, env: str, item: str, *, style: str, format: AgentFormat) -> Told: ...
-    async def step(self, seat_id: str, action: str) -> Told: ...
-    async def ask(self, seat_id: str, *, url: str, model: str, key: str) -> Told: ...
-    async def ask_run(self, seat_id: str, run: str) -> Told: ...
+    async def environments(self) -> SeatReply: ...
+    async def open(self, env: str, item: str, *, style: str, format: AgentFormat) -> SeatReply: ...
+    async def step(self, seat_id: str, action: str) -> SeatReply: ...
+    async def ask(self, seat_id: str, *, url: str, model: str, key: str) -> SeatReply: ...
+    async def ask_run(self, seat_id: str, run: str) -> SeatReply: ...
     async def close(self, seat_id: str) -> None: ...
-    async def redo(self, recorded: Any, config: Told) -> Any: ...
+    async def redo(self, recorded: Any, config: SeatReply) -> Any: ...
     async def shut_down(self) -> None: ...
 
 
@@ -58,7 +58,7 @@ class _Ask(_Seat):
 def add_play(app: FastAPI, table: PlayService) -> None:
     """Add the routes over a table; the application's shutdown also shuts down the table."""
 
-    async def open_one(body: _OpenBody, request: Request) -> Told:
+    async def open_one(body: _OpenBody, request: Request) -> SeatReply:
         style = COMPACT
         format = AgentFormat.PLAIN
         if body.run:
@@ -67,19 +67,19 @@ def add_play(app: FastAPI, table: PlayService) -> None:
             format = run.format()
         return await table.open(body.env, body.item, style=style, format=format)
 
-    async def step(body: _Step) -> Told:
+    async def step(body: _Step) -> SeatReply:
         return await table.step(body.id, body.action)
 
-    async def ask(body: _Ask, request: Request) -> Told:
+    async def ask(body: _Ask, request: Request) -> SeatReply:
         if body.run:
             return await table.ask_run(body.id, str(_run(request, body.run).run_dir.root.resolve()))
         return await table.ask(body.id, url=body.url, model=body.model, key=body.key)
 
-    async def close(body: _Seat) -> Told:
+    async def close(body: _Seat) -> SeatReply:
         await table.close(body.id)
         return {}
 
-    async def pictures(name: str, id: str, request: Request) -> Told:
+    async def pictures(name: str, id: str, request: Request) -> SeatReply:
         run = _run(request, name)
         try:
             recorded = await asyncio.to_thread(run.recorded, id)

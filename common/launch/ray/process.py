@@ -108,8 +108,8 @@ class RayProcess:
         """Kill the remaining processes of the role, and release its place."""
         if self._is_ordered and self._code != LOST:
             try:
-                told = self._worker.clear_away.remote(self._num_read)
-                self._note(ray.get(told, timeout=2 * KILLED_S))
+                cleared = self._worker.clear_away.remote(self._num_read)
+                self._note(ray.get(cleared, timeout=2 * KILLED_S))
             except RayError as error:
                 logger.error("cannot kill processes role=%s: %s", self.name, _first_line(error))
         ray.kill(self._worker)

@@ -84,9 +84,9 @@ def bounds_of(cls: type) -> dict[str, Bound]:
     """Return the bounds of a message's fields, by name. Array and message fields have none."""
     found: dict[str, Bound] = {}
     for name, kind in typing.get_type_hints(cls, include_extras=True).items():
-        told = getattr(kind, "__metadata__", ())
-        plain = typing.get_args(kind)[0] if told else kind
+        marks = getattr(kind, "__metadata__", ())
+        plain = typing.get_args(kind)[0] if marks else kind
         by_type = _BY_TYPE.get(typing.get_origin(plain) or plain)
-        if bound := next((each for each in told if isinstance(each, Bound)), by_type):
+        if bound := next((each for each in marks if isinstance(each, Bound)), by_type):
             found[name] = bound
     return found

@@ -269,12 +269,12 @@ def _info(connection: _Connection) -> bytes | None:
     """
     try:
         with _borrowed(connection.descriptor) as found:
-            told = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+            info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
     except OSError:
         return None
     if _peer_of(connection.descriptor) not in (None, connection.peer):
         return None
-    return told if len(told) >= BYTES_RECEIVED.stop else b""
+    return info if len(info) >= BYTES_RECEIVED.stop else b""
 
 
 def _number(field_bytes: bytes) -> int:

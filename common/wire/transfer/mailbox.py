@@ -103,8 +103,8 @@ class GpuShelf:
         """Return the handle of a part's memory, after the current stream has filled it."""
         storage = part.untyped_storage()
         if storage.data_ptr() not in self._shared:
-            told: tuple[Any, ...] = storage._share_cuda_()
-            fields = [each.hex() if isinstance(each, bytes) else each for each in told]
+            shared: tuple[Any, ...] = storage._share_cuda_()
+            fields = [each.hex() if isinstance(each, bytes) else each for each in shared]
             self._shared[storage.data_ptr()] = fields
         torch.cuda.current_stream(self.device).synchronize()
         return json.dumps([part.storage_offset(), self._shared[storage.data_ptr()]])

@@ -32,7 +32,7 @@ class CraftCommand(NamedTuple):
     count: int = 1
     name: str = ""  # Name of the wanted item, or the text that was not understood.
     given: tuple[tuple[int, str], ...] = ()  # Pairs of count and item.
-    told: str = ""  # The success message of "get", or the item id of the product of "craft".
+    message: str = ""  # The success message of "get", or the item id of the product of "craft".
 
 
 class TextCraftEnv(TextEnv):
@@ -60,11 +60,11 @@ class TextCraftEnv(TextEnv):
 
     def _step(self, action: str) -> StepResult:
         read = self._read if len(action) <= MAX_KEPT_CHARS else self._read.__wrapped__
-        verb, count, name, given, told = read(action)
+        verb, count, name, given, message = read(action)
         if verb == "get":
-            return self._get(count, name, told)
+            return self._get(count, name, message)
         if verb == "craft":
-            return self._craft(count, name, given, told)
+            return self._craft(count, name, given, message)
         if verb == "inventory":
             return said(self._told_inventory(self._is_compact), True)
         if verb == "wrong":
@@ -88,13 +88,13 @@ class TextCraftEnv(TextEnv):
             return "Inventory: You are not carrying anything."
         return "Inventory: " + "".join([f"[{name}] ({count}) " for name, count in items])
 
-    def _get(self, count: int, name: str, told: str) -> StepResult:
+    def _get(self, count: int, name: str, message: str) -> StepResult:
         if name not in self._book.gettable:
             compact = f"could not find {self._known(name)}".rstrip()
             return self._refusal(f"Could not find {name[:MAX_ECHO_CHARS]}", compact)
         held = self._inventory
         held[name] = held.get(name, 0) + count
-        return said(told, True)
+        return said(message, True)
 
     def _craft(
         self, count_asked: int, target: str, given: tuple[tuple[int, str], ...], raw: str
@@ -126,21 +126,21 @@ class TextCraftEnv(TextEnv):
             if not held[name]:
                 del held[name]
         held[target] += recipe.count
-        told = f"Crafted {recipe.count} {raw}"
+        message = f"Crafted {recipe.count} {raw}"
         if self._is_compact:
-            told = f"crafted {recipe.count} {target}"
+            message = f"crafted {recipe.count} {target}"
         if target != self._task.goal:
-            return said(told, True)
+            return said(message, True)
         self._done = True
-        return StepResult(observation=told, reward=1.0, done=True, is_valid=True)
+        return StepResult(observation=message, reward=1.0, done=True, is_valid=True)
 
     def _too_few(self, target: str, raw: str) -> StepResult:
         if self._is_compact:
-            told = f"could not find enough items to craft {self._known(target)}".rstrip()
+            message = f"could not find enough items to craft {self._known(target)}".rstrip()
         else:
             named = None if target in self._book.tags else raw
-            told = f"Could not find enough items to craft {named}"
-        return said(told, False)
+            message = f"Could not find enough items to craft {named}"
+        return said(message, False)
 
     def _valid_actions(self) -> list[str]:
         """Return `inventory`, gets in the amounts of the commands, and the crafts possible now."""
@@ -227,7 +227,7 @@ def read_command(text: str, got: str) -> CraftCommand:
     if text.startswith("get") and (get := GET.match(text)):
         count = int(get[1])
         name = get[2].strip()
-        return CraftCommand("get", count, name, told=f"{got} {count} {name}")
+        return CraftCommand("get", count, name, message=f"{got} {count} {name}")
     if text.startswith("inventory"):
         return CraftCommand("inventory")
     return CraftCommand("?", name=text[:MAX_ECHO_CHARS])

@@ -85,11 +85,11 @@ class ExchangedEnv(TextCraftEnv):
 
     def detail(self, what: str) -> Any:
         """Return the `picture` of TextCraft, with the permuted names."""
-        told = super().detail(what)
-        if told is None or self._exchange is None:
-            return told
-        held = {self._shown(name): count for name, count in told["held"].items()}
-        return {"tree": self._renamed(told["tree"]), "held": held}
+        details = super().detail(what)
+        if details is None or self._exchange is None:
+            return details
+        held = {self._shown(name): count for name, count in details["held"].items()}
+        return {"tree": self._renamed(details["tree"]), "held": held}
 
     def _renamed(self, tree: dict[str, Any]) -> dict[str, Any]:
         parts = [self._renamed(part) for part in tree["parts"]]

@@ -91,14 +91,14 @@ class GymnasiumGame:
     def act(self, text: str) -> Moved:
         """Play an action given as text. Raises: BadAction, EnvFailure."""
         action = parse_action(text, self._space)
-        observation, reward, terminated, truncated, told = self._env.step(action)
+        observation, reward, terminated, truncated, info = self._env.step(action)
         is_over = _truth(terminated, "terminated")
         return Moved(
             text=_text(observation),
             reward=_number(reward, "reward"),
             is_done=is_over or _truth(truncated, "truncated"),
             is_truncated=_truth(truncated, "truncated") and not is_over,
-            is_success=said_by(told, SUCCESS_KEYS) if isinstance(told, dict) else None,
+            is_success=said_by(info, SUCCESS_KEYS) if isinstance(info, dict) else None,
         )
 
     def close(self) -> None:
@@ -161,8 +161,8 @@ def _modern_step(step: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]
         result = step(action)
         if len(result) != 4:
             return result
-        observation, reward, is_done, told = result
-        is_cut = _truth(is_done, "done") and _truth(told.get(CUT_KEY, False), CUT_KEY)
-        return observation, reward, _truth(is_done, "done") and not is_cut, is_cut, told
+        observation, reward, is_done, info = result
+        is_cut = _truth(is_done, "done") and _truth(info.get(CUT_KEY, False), CUT_KEY)
+        return observation, reward, _truth(is_done, "done") and not is_cut, is_cut, info
 
     return modern_step

@@ -66,20 +66,22 @@ class McpEpisode:
         item = parse_item(item_id, {SUBSET: tasks.subset})
         self._item = tasks.items[tasks.places[item.split][item.index]]
         self._link = await self._connect()
-        told = ""
+        beginning = ""
         if options.session:
             self._session = {options.session: uuid.uuid4().hex}
         if options.begin:
             given = self._item.get("arguments", {})
             begun = await self._link.call(options.begin, dict(given))
-            told = self._tool_text(begun)
+            beginning = self._tool_text(begun)
             if begun.is_error:
-                raise McpFailure(f"{options.shown}: {options.begin!r} failed: {told:.500}")
+                raise McpFailure(f"{options.shown}: {options.begin!r} failed: {beginning:.500}")
             if options.session:
                 handle = _field(begun, options.session)
-                self._session = {options.session: told.strip() if handle is None else str(handle)}
-                told = str(_field(begun, "observation") or "")
-        parts = filter(None, [str(self._item["prompt"]), told])
+                self._session = {
+                    options.session: beginning.strip() if handle is None else str(handle)
+                }
+                beginning = str(_field(begun, "observation") or "")
+        parts = filter(None, [str(self._item["prompt"]), beginning])
         self._first = self._text = "\n".join(parts)
         return self._first
 
@@ -135,10 +137,10 @@ class McpEpisode:
                     ' with "reward"'
                 ) from error
         paid = Rewards(self._tasks.rule).add(reward, is_last=True)
-        told = _content(result)
-        said = said_by(told, SUCCESS_KEYS)
+        content = _content(result)
+        said = said_by(content, SUCCESS_KEYS)
         self._is_done = True
-        self._is_truncated = said_by(told, TRUNCATED_KEYS) is True
+        self._is_truncated = said_by(content, TRUNCATED_KEYS) is True
         is_success = paid >= 1.0 if said is None else said
         return self._result(text, reward=paid, is_success=is_success)
 

@@ -108,10 +108,10 @@ class SiteTaskEnv:
             taken = self._parse(action)
             self._previous = self._action_text(taken)
             if taken.kind is WebActionType.STOP:
-                told = ENDED if self._style is Style.COMPACT else await self._observation()
+                observed = ENDED if self._style is Style.COMPACT else await self._observation()
                 reward = await grade(self._task["eval"], session, taken.text)
                 self._done = True
-                return StepResult(observation=told, reward=reward, done=True, is_valid=True)
+                return StepResult(observation=observed, reward=reward, done=True, is_valid=True)
             local = (
                 self._catalogue.names.local(taken.text) if taken.kind is WebActionType.GOTO else ""
             )

@@ -49,9 +49,9 @@ class AddressRegistry:
             return None
         if isinstance(message, Hello) and message.role == "learner" and message.addresses:
             known = self.directory
-            told = message.addresses
-            learner = told.get("learner", known.learner)
-            self._change(learner, told.get("weights", known.weights), known.hubs)
+            addresses = message.addresses
+            learner = addresses.get("learner", known.learner)
+            self._change(learner, addresses.get("weights", known.weights), known.hubs)
         is_asked = message.directory >= 0
         return self.directory if is_asked and message.directory != self.directory.number else None
 

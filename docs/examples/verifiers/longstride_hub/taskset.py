@@ -42,7 +42,7 @@ class HubEnv(vf.Env[HubEnvConfig]):
     async def run(self, task: HubTask, agents: vf.Agents) -> None:
         """Play one item. The trace gets its last reward and its success."""
         data = task.data
-        told = {"reward": 0.0, "is_success": False}
+        reply = {"reward": 0.0, "is_success": False}
         async with httpx.AsyncClient(base_url=data.url, timeout=60.0, trust_env=False) as hub:
             opened = await post(hub, "/v1/sessions", data.session)
             path, seq = f"/v1/sessions/{opened['session_id']}", 0
@@ -53,15 +53,15 @@ class HubEnv(vf.Env[HubEnvConfig]):
                     while not segment.terminated:
                         seq += 1
                         step = {"action": segment.last_reply, "seq": seq}
-                        told = await post(hub, f"{path}/step", step)
-                        if told["done"]:
+                        reply = await post(hub, f"{path}/step", step)
+                        if reply["done"]:
                             break
-                        segment = await interaction.turn(told["observation"])
+                        segment = await interaction.turn(reply["observation"])
             finally:
                 await hub.delete(path)
         if interaction.trace.ok:  # A missing answer of the model is not a failure of the policy.
-            interaction.trace.record_reward("hub_reward", told["reward"])
-            interaction.trace.record_metric("success", float(told["is_success"]))
+            interaction.trace.record_reward("hub_reward", reply["reward"])
+            interaction.trace.record_metric("success", float(reply["is_success"]))
 
 
 async def post(hub: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:

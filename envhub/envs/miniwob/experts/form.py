@@ -128,13 +128,13 @@ def guess_number(page: PageView) -> str | None:
     asked = [int(a.text) for a in page.taken if a.kind is WebActionType.TYPE]
     for number in asked[:-1]:
         low, high = _narrow(page, asked, number, low, high)
-    told = " ".join(t.name for t in page.texts())
+    page_text = " ".join(t.name for t in page.texts())
     field = fields(page)[0]
     if asked:
         number = asked[-1]
-        if "higher than" in told and str(number) in told:
+        if "higher than" in page_text and str(number) in page_text:
             low = max(low, number + 1)
-        elif "lower than" in told and str(number) in told:
+        elif "lower than" in page_text and str(number) in page_text:
             high = min(high, number - 1)
         elif field.value == str(number):
             return submit(page)

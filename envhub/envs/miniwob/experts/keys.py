@@ -97,10 +97,10 @@ def menu_item(page: PageView) -> str | None:
 def terminal(page: PageView) -> str | None:
     """List the files and remove one with the goal's ending."""
     field = page.one("textbox", dom_id="terminal-target")
-    told = [t.name for t in page.all("StaticText", cls="output")]
+    outputs = [t.name for t in page.all("StaticText", cls="output")]
     if not page.taken:
         return write(field, "ls", enter=True)
-    files = told[-1].split() if told else []
+    files = outputs[-1].split() if outputs else []
     ending = page.goal_part(r"the extension \.(\S+)")
     fit = [f for f in files if (f.endswith(f".{ending}") if ending else "." not in f)]
     return write(field, f"rm {fit[0]}", enter=True) if fit else None

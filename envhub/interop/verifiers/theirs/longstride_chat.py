@@ -65,5 +65,5 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
                     name = call["function"]["name"]
                     given = json.loads(call["function"]["arguments"])
                     content = await call_mcp(links, known, name, given)
-                    told = {"role": "tool", "tool_call_id": call["id"], "content": content}
-                    messages.append(told | {"name": name})
+                    answered = {"role": "tool", "tool_call_id": call["id"], "content": content}
+                    messages.append(answered | {"name": name})

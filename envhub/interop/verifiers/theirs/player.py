@@ -127,15 +127,15 @@ class TasksetPlayer:
         finally:
             self._asked.pop(episode, None)
         reason = "tool_calls" if message.get("tool_calls") else "stop"
-        told = {"id": "1", "created": 1, "model": "policy"}
+        reply = {"id": "1", "created": 1, "model": "policy"}
         if not body.get("stream"):
             choice = {"index": 0, "message": message, "finish_reason": reason}
-            return web.json_response(told | {"object": "chat.completion", "choices": [choice]})
+            return web.json_response(reply | {"object": "chat.completion", "choices": [choice]})
         for number, call in enumerate(message.get("tool_calls", ())):
             call["index"] = number
-        told["object"] = "chat.completion.chunk"
+        reply["object"] = "chat.completion.chunk"
         parts = [{"delta": message, "finish_reason": None}, {"delta": {}, "finish_reason": reason}]
-        chunks = [json.dumps(told | {"choices": [{"index": 0, **part}]}) for part in parts]
+        chunks = [json.dumps(reply | {"choices": [{"index": 0, **part}]}) for part in parts]
         text = "".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"])
         return web.Response(text=text, content_type="text/event-stream")
 
@@ -150,20 +150,20 @@ def env_config(options: dict[str, Any]) -> vf.EnvConfig:
 
     A seat keeps its configured options, a harness of its own, and a container runtime.
     """
-    told = {**options["env"], "taskset": options["taskset"]}
+    settings = {**options["env"], "taskset": options["taskset"]}
     taskset = options["taskset"]["id"]
-    form = vf.env_config_type(taskset, told.get("id", ""))
+    form = vf.env_config_type(taskset, settings.get("id", ""))
     own = vf.default_harness_id(taskset)
     for name, field in form.model_fields.items():
         if not isinstance(field.default, vf.AgentConfig):
             continue
-        seat = told[name] = dict(told.get(name, {}))
+        seat = settings[name] = dict(settings.get(name, {}))
         pinned = field.default.harness.id if field.default.harness is not None else own
         if pinned in TAKEN_OVER:
             seat.setdefault("harness", {"id": OWN_HARNESS})
         if isinstance(field.default.runtime, vf.PrimeConfig):
             seat.setdefault("runtime", {"type": "subprocess"})
-    return vf.resolve_env_config(told)
+    return vf.resolve_env_config(settings)
 
 
 async def main() -> None:
