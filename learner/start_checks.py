@@ -24,7 +24,7 @@ def check_networks(cfg: RunConfig, root: Path, *, is_offline: bool = False) -> N
         return
     from learner.policy.kernels.attention import check_attention
     from learner.policy.kernels.compiling import check_parts
-    from learner.policy.lora import check_targets
+    from learner.policy.lora import add_adapters
     from learner.policy.model import make_bare
 
     networks = [make_bare(str(root / path)) for path in _paths(cfg, is_offline=is_offline)]
@@ -32,7 +32,7 @@ def check_networks(cfg: RunConfig, root: Path, *, is_offline: bool = False) -> N
     if cfg.learner.compile:
         check_parts(networks)
     if cfg.learner.lora.rank:
-        check_targets(networks[0], cfg.learner.lora)
+        add_adapters(networks[0], cfg.learner.lora, base_path=cfg.model.path)
 
 
 def _asks_for_something(learner: LearnerSection) -> bool:
