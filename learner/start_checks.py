@@ -27,17 +27,17 @@ def check_networks(cfg: RunConfig, root: Path, *, is_offline: bool = False) -> N
         return
     from learner.policy.kernels.attention import check_attention
     from learner.policy.kernels.compiling import check_parts
-    from learner.policy.lora import check_targets
+    from learner.policy.lora import add_adapters
     from learner.policy.model import make_bare
 
     networks = [make_bare(str(root / path)) for path in _paths(cfg, is_offline=is_offline)]
     check_attention(networks, cfg.learner.layout, cfg.learner.attention)
     if cfg.learner.compile:
         check_parts(networks)
-    if cfg.learner.lora.rank:
-        check_targets(networks[0], cfg.learner.lora)
     if has_routers:
         _check_routers(cfg.algorithm, networks[0])
+    if cfg.learner.lora.rank:
+        add_adapters(networks[0], cfg.learner.lora, base_path=cfg.model.path)
 
 
 def _check_routers(algorithm: AlgorithmSection, policy: Any) -> None:

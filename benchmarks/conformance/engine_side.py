@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import zmq.asyncio
@@ -64,12 +65,16 @@ async def _examine(
         )
     except (EngineError, ConfigError) as error:
         return {"rollout": _cannot(error), "publish": PartResult(verdict=Verdict.NOT_RUN)}
+    found: dict[str, PartResult] = {}
     try:
-        found = {"rollout": compared(gap_of(await _scored(engine, "first"), first))}
+        found["rollout"] = compared(gap_of(await _scored(engine, "first"), first))
         found["publish"] = await _published(engine, version, second, folder)
         return found
     except EngineError as error:
-        return {"rollout": _cannot(error), "publish": PartResult(verdict=Verdict.NOT_RUN)}
+        if not found:
+            return {"rollout": _cannot(error), "publish": PartResult(verdict=Verdict.NOT_RUN)}
+        # The engine could score before the version, so the load of the version is at fault.
+        return {**found, "publish": replace(_cannot(error), verdict=Verdict.WRONG)}
     finally:
         engine.shut_down()
 

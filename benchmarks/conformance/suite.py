@@ -150,7 +150,8 @@ def _examine_in(family: str, folder: Path, pair: "RankPair") -> FamilyResult:
     from benchmarks.conformance.learner_side import LearnerSide
     from benchmarks.conformance.networks import architecture, save_network
     from learner.policy.model import published_tensors
-    from learner.weights.snapshot import snapshot
+    from learner.weights.snapshot import PublishedWeights
+    from learner.weights.source import LiveWeights, copied
 
     started = time.monotonic()
     torch.set_num_threads(1)
@@ -163,10 +164,10 @@ def _examine_in(family: str, folder: Path, pair: "RankPair") -> FamilyResult:
     if side.policy is not None and side.second:
         from benchmarks.conformance.engine_side import examine_engine
 
-        tensors = published_tensors(side.policy)
+        tensors = LiveWeights(published_tensors(side.policy), torch.float32)
         findings |= examine_engine(
             folder / "first",
-            snapshot(1, tensors, canary_token_ids=[], canary_logprobs=[]),
+            PublishedWeights(version=1, source=copied(tensors)),
             first=side.first,
             second=side.second,
             folder=folder / "run",

@@ -7,16 +7,17 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Mamba2Config
 
 from common.config.compute import LoraSection, OptimizerKind
 from common.config.learning import LearnerSection
-from common.config.run_config import RunConfig
+from common.config.run_config import ModelSection, RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 from learner.offline.scratch import save_policy
 from learner.policy.lora import ADAPTER_TENSORS, adapters_off, save_adapter, trained_state
 from learner.policy.model import load_policy, published_tensors
+from learner.start_checks import check_networks
 from tests.learner.builders import make_model, make_model_with_adapters
 
 IDS = torch.arange(12)[None]
@@ -132,3 +133,17 @@ def test_published_tensors_are_those_of_the_adapter_file(tmp_path: Path) -> None
     written = load_file(tmp_path / ADAPTER_TENSORS)
     assert published.keys() == written.keys()
     assert all(torch.equal(published[name], written[name]) for name in written)
+
+
+def test_layers_that_peft_refuses_are_found_before_start(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 8}
+    config = Mamba2Config(**sizes, n_groups=1, vocab_size=64, num_hidden_layers=1)
+    config.architectures = ["Mamba2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    lora = LoraSection(rank=2, targets=["out_proj"])
+    cfg = RunConfig(
+        model=ModelSection(path=str(tmp_path)), learner=LearnerSection(device="cpu", lora=lora)
+    )
+    # A kernel reads these weights directly, so an adapter beside them would have no effect.
+    with pytest.raises(ConfigError, match=r"learner\.lora\.targets=out_proj: peft cannot adapt"):
+        check_networks(cfg, Path())
