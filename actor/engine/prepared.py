@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
@@ -22,8 +23,8 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer, to_meta_tensor
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImplBase
 
@@ -31,6 +32,7 @@ from common.wire.weight_group import lower_priority
 
 # Layers with these methods keep all their state in parameters, buffers and attributes.
 KNOWN_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+DIRECT_WRITERS = ("GptOssForCausalLM",)
 MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
@@ -38,6 +40,18 @@ def begin_reload(model: nn.Module) -> None:
     """Make a model ready to take weights in the format of a checkpoint."""
     _drop_cpu_kernels(model)
     initialize_layerwise_reload(model)
+    for layer in _written_directly(model):
+        materialize_layer(layer, get_layerwise_info(layer))
+
+
+def _written_directly(model: nn.Module) -> list[nn.Module]:
+    """Return the experts of models that write them without vLLM's weight loaders (0.32).
+
+    A reload would leave such weights without memory, and keep the old ones.
+    """
+    if type(model).__name__ not in DIRECT_WRITERS:
+        return []
+    return [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
 
 
 def _drop_cpu_kernels(model: nn.Module) -> None:
@@ -54,6 +68,10 @@ def _drop_cpu_kernels(model: nn.Module) -> None:
 
 def end_reload(model: nn.Module, model_config: Any) -> None:
     """Let the layers process the loaded weights."""
+    for layer in _written_directly(model):
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            _layerwise_process(layer, info)
     finalize_layerwise_reload(model, model_config)
     head: Any = getattr(model, "lm_head", None)
     is_tied = getattr(model.config, "tie_word_embeddings", False)
