@@ -167,4 +167,4 @@ def test_page_shows_padding_and_messages() -> None:
     assert cells[9] == "**wrong**"
     assert cells[11] == "2e-06"
     assert cells[12] == "packed: learner.layout=packed: f / g<br>publish: 0.5 nats"
-    assert "1 families: 1 wrong." in text
+    assert "1 families: 1 wrong. 1 of them were measured without an engine so far." in text
