@@ -11,7 +11,8 @@ import zmq.asyncio
 from actor.engine.engine import Engine
 from actor.engine.weights import WeightLink
 from benchmarks.conformance.learner_side import SEQUENCES, Scores, gap_of
-from benchmarks.conformance.part_results import PartResult, Verdict, compared
+from benchmarks.conformance.part_results import PartResult, Verdict, compared, refused
+from common.checks.model_kind import check_window
 from common.config.compute import WeightsTransport
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError, EngineError, WeightSyncError
@@ -43,6 +44,10 @@ def examine_engine(
         first, second: expected scores of both weights.
         folder: becomes the run directory of the publisher.
     """
+    try:
+        check_window(path, MAX_MODEL_LEN, shown="MODEL")
+    except ConfigError as error:
+        return {"rollout": refused(error), "publish": PartResult(verdict=Verdict.NOT_RUN)}
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return asyncio.run(_examine(path, version, first, second, folder))
 

@@ -36,7 +36,9 @@ def _counts(results: Mapping[str, FamilyResult]) -> str:
     counted = ", ".join(
         f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict if verdict in verdicts
     )
-    return f"{len(results)} families: {counted}."
+    num_bare = sum("rollout" not in each.parts for each in results.values())
+    rest = f" {num_bare} of them were measured without an engine so far." if num_bare else ""
+    return f"{len(results)} families: {counted}.{rest}"
 
 
 def _row(result: FamilyResult) -> str:

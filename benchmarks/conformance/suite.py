@@ -45,8 +45,14 @@ LEGEND = (
 )
 
 
-def run_suite(table: BenchTable, *, only: Sequence[str] = (), results: Path = RESULTS) -> None:
-    """Examine the families without a result, or those of `only` in any case."""
+def run_suite(
+    table: BenchTable, *, only: Sequence[str] = (), results: Path = RESULTS, method: str = "fork"
+) -> None:
+    """Examine the families without a result, or those of `only` in any case.
+
+    Args:
+        method: as in `examine_apart`.
+    """
     # The imports of all parts come before the first fork.
     from benchmarks.conformance import engine_side, learner_side  # noqa: F401
     from benchmarks.conformance.networks import families
@@ -58,7 +64,7 @@ def run_suite(table: BenchTable, *, only: Sequence[str] = (), results: Path = RE
         raise ConfigError(f"--only={','.join(strangers)}: one of {', '.join(known)}")
     done = read(results)
     for family in only or [each for each in known if each not in done]:
-        result = examine_apart(family)
+        result = examine_apart(family, method=method)
         append(results, result)
         report(table, result)
         done[family] = result

@@ -21,6 +21,8 @@ SENSES = {
 NESTED = re.compile(r"(text|llm|language|thinker|decoder|model)(_config)?$")
 # Ends of the names of networks with a head that predicts the next token.
 CAUSAL = re.compile(r"(ForCausalLM|LMHeadModel|LMHead|ForCausalLMV\d+)$")
+# Families whose sliding window in vLLM 0.32 is one token longer than in transformers.
+WIDER_WINDOWS = ("cohere2", "cohere2_moe")
 BOTH = "ForConditionalGeneration"  # An encoder beside the decoder: of text, images or sound.
 
 
@@ -37,6 +39,27 @@ def check_kind(folder: Path, *, key: str = "model.path", shown: str = "") -> Non
     problem = kind_problem(tree)
     if problem:
         raise ConfigError(f"{key}={shown or folder}: {_name(tree)} {problem}")
+
+
+def check_window(folder: Path, max_tokens: int, *, shown: str) -> None:
+    """Check that sliding windows are equal in the engine and in the learner, or not reached.
+
+    Args:
+        max_tokens: value of `actor.max_model_len`.
+
+    Raises: ConfigError: the engine (vLLM 0.32) attends to one token more than transformers 5.
+    """
+    tree = _read(folder)
+    window = tree.get("sliding_window")
+    if tree.get("model_type") not in WIDER_WINDOWS or not isinstance(window, int):
+        return
+    if max_tokens > window:
+        raise ConfigError(
+            f"model.path={shown}: the sliding window of {_name(tree)} has {window} tokens in the"
+            f" learner (transformers) and {window + 1} in the engine (vLLM), so their"
+            f" log-probabilities differ beyond it. Set actor.max_model_len={window} or lower, or"
+            " choose another model"
+        )
 
 
 def kind_problem(config: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actor.play.settings import check_policy
-from common.checks.model_kind import check_kind
+from common.checks.model_kind import check_kind, check_window
 from common.checks.preflight import check, check_dpo, check_dry, check_model, check_sft
 from common.config.load import load_config
 from common.config.run_config import RunConfig
@@ -133,3 +133,21 @@ def test_damaged_config_is_left_to_other_checks(tmp_path: Path) -> None:
     check_kind(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([1]), encoding="utf-8")
     check_kind(tmp_path)
+
+
+def test_window_that_engine_and_learner_differ_in_is_refused(
+    tmp_path: Path, repository: Path
+) -> None:
+    sizes = {
+        "sliding_window": 256,
+        "model_type": "cohere2",
+        "architectures": ["Cohere2ForCausalLM"],
+    }
+    folder = save(tmp_path / "model", **sizes)
+    where = [f"model.path={folder}", f"run.dir={tmp_path / 'runs'}"]
+    longer = load_config("smoke", [*where, "actor.max_model_len=512"], root=repository)
+    for start in (check, check_dry):
+        with pytest.raises(ConfigError, match=r"256 tokens .* 257 in .*actor\.max_model_len=256"):
+            start(longer, repository)
+    check_window(folder, 256, shown="m")
+    check_window(save(tmp_path / "mistral", sliding_window=256), 512, shown="m")

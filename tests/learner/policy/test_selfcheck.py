@@ -148,9 +148,10 @@ def test_logits_changed_behind_head_are_scored_right(family: str, tmp_path: Path
     model = load(path)
     ids = torch.arange(12)[None]
     block = collate_tokens([ids[0].numpy()], [np.arange(12) > 0], device="cpu")
+    head: Any = model.get_output_embeddings()
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(path).eval()(ids).logits[0, :-1]
-        alone = model.get_output_embeddings()(model.base_model(ids)[0])[0, :-1]
+        alone = head(model.base_model(ids)[0])[0, :-1]
     expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     assert float((alone - logits).abs().max()) > 0.01, "the head alone is wrong"
     found = token_logprobs(model, block, EXACT)
