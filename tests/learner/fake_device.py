@@ -40,7 +40,7 @@ class OnDevice(torch.Tensor):
     """A tensor of the fake device around one of the CPU."""
 
     inner: torch.Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "OnDevice":

@@ -135,9 +135,12 @@ def receive_buckets(
 
 def _slots(channel: Channel, cut: Cut, *, is_pinned: bool) -> list[Tensor]:
     """Return two buckets; a GPU reads pinned memory of the host several times faster."""
-    how = {"dtype": torch.uint8, "device": channel.device}
-    is_pinned = is_pinned and channel.device.type == "cpu"
-    return [torch.zeros(cut.slot_bytes, **how, pin_memory=is_pinned) for _ in range(NUM_SLOTS)]
+    device = channel.device
+    is_pinned = is_pinned and device.type == "cpu"
+    return [
+        torch.zeros(cut.slot_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+        for _ in range(NUM_SLOTS)
+    ]
 
 
 def _synchronize(channel: Channel) -> None:

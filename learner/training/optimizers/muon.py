@@ -2,6 +2,8 @@
 
 torch.optim.Muon rounds to bf16, which is 30 times slower on a CPU without bf16 units.
 """
+# torch's type stubs do not export its operations on lists of tensors:
+# pyright: reportPrivateImportUsage=false
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -133,7 +133,7 @@ def main() -> None:
     flash._device_problem = lambda device: ""  # pyright: ignore
     flash.DTYPES = (torch.float32,)  # pyright: ignore
     flash.varlen_attn = varlen  # pyright: ignore
-    found = {
+    found: dict[str, Any] = {
         name: [waits_of(algorithm, each, version=2) for each in BUDGETS]
         for name, algorithm in ALGORITHMS.items()
     }
