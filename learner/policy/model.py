@@ -193,8 +193,8 @@ def hidden_logprobs(
     for start in range(0, max(num_rows, 1), chunk_tokens):  # Without rows there is one empty chunk.
         rows = hidden[start : start + chunk_tokens]
         targets = target_ids[start : start + chunk_tokens]
-        missing = min(row_size(len(rows)), chunk_tokens) - len(rows)
-        if missing > 0:
+        missing = max(len(rows), min(row_size(len(rows)), chunk_tokens)) - len(rows)
+        if missing:
             rows = F.pad(rows, (0, 0, 0, missing))
             targets = F.pad(targets, (0, missing))
         args = (rows, logits_of, targets, how.temperature, with_entropy)
@@ -202,10 +202,10 @@ def hidden_logprobs(
             chunk = checkpoint(_score_rows, *args, use_reentrant=False, preserve_rng_state=False)
         else:
             chunk = _score_rows(*args)
-        logprobs.append(chunk[0])
-        entropies.append(chunk[1])
-    entropy = torch.cat(entropies)[:num_rows] if with_entropy else None
-    return torch.cat(logprobs)[:num_rows], entropy
+        logprobs.append(chunk[0][: len(chunk[0]) - missing])
+        entropies.append(chunk[1][: max(0, len(chunk[1]) - missing)])
+    # FSDP accepts no views as results; these are copies, without the padding.
+    return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
 
 
 def _score_rows(
