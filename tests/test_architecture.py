@@ -49,7 +49,7 @@ SATELLITES = (  # Folders and files that no training run needs; `run.py` or a re
     "envhub/author",
     "envhub/catalogue/listing.py",
 )
-MAX_CORE_LINES = 49_000
+MAX_CORE_LINES = 49_500
 MAX_MUTUAL_FOLDERS = 5
 PRODUCT = [
     *sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")),

@@ -13,7 +13,7 @@ from actor.engine.weights import WeightLink
 from benchmarks.conformance.learner_side import SEQUENCES, Scores, gap_of
 from benchmarks.conformance.part_results import PartResult, Verdict, compared, refused
 from common.checks.model_kind import check_window
-from common.config.compute import WeightsTransport
+from common.config.compute import EnforceEager, WeightsTransport
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError, EngineError, WeightSyncError
 from common.store.run_dir import RunDir
@@ -63,7 +63,7 @@ async def _examine(
                 max_model_len=MAX_MODEL_LEN,
                 kv_cache_gib=KV_CACHE_GIB,
                 start_timeout_s=START_S,
-                enforce_eager=True,
+                enforce_eager=EnforceEager.TRUE,
             ),
             end_of_turn_ids=[],
             seed=0,

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 VOCAB = 320
+HEAD: dict[str, Any] = {"head_dim": 32}
 KINDS = ("qwen3_moe", "mixtral", "gpt_oss")
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -33,11 +34,12 @@ _SIZES: dict[str, Any] = {
 
 def config_of(kind: str) -> Any:
     """Return a configuration of two layers, with 2 chosen experts for each token."""
-    chosen = {"num_experts_per_tok": 2}
+    chosen: dict[str, Any] = {"num_experts_per_tok": 2}
+    own: dict[str, Any]
     match kind:
         case "qwen3_moe":
             own = {"moe_intermediate_size": 32, "num_experts": 8, "norm_topk_prob": True}
-            return Qwen3MoeConfig(**_SIZES, **chosen, **own, intermediate_size=96, head_dim=32)
+            return Qwen3MoeConfig(**_SIZES, **chosen, **own, intermediate_size=96, **HEAD)
         case "mixtral":
             own = {"num_local_experts": 4, "sliding_window": None, "head_dim": 32}
             return MixtralConfig(**_SIZES, **chosen, **own, intermediate_size=64)
@@ -46,7 +48,7 @@ def config_of(kind: str) -> Any:
             return GptOssConfig(**_SIZES, **chosen, **own, intermediate_size=64)
         case "qwen2_moe":
             own = {"moe_intermediate_size": 32, "num_experts": 4}
-            shared = {"shared_expert_intermediate_size": 64}
+            shared: dict[str, Any] = {"shared_expert_intermediate_size": 64}
             return Qwen2MoeConfig(**_SIZES, **chosen, **own, **shared, intermediate_size=96)
         case "olmoe":
             return OlmoeConfig(**_SIZES, **chosen, num_experts=4, intermediate_size=64)

@@ -56,7 +56,7 @@ class OnDevice(torch.Tensor):
         return found
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         return _compute(func, args, kwargs or {}, None)

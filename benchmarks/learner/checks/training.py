@@ -23,7 +23,7 @@ from common.config.compute import Layout, Offload, Precision
 from common.config.learning import AlgorithmSection, LearnerSection
 from learner.batch.batching import Sample
 from learner.policy.forward import Networks
-from learner.policy.lora import merged_tensors
+from learner.policy.merging import merged_tensors
 from learner.policy.model import parameter_count, vocabulary_size, whole
 from learner.training.ranks import Ranks
 from learner.training.step import Gradients, TrainerSettings

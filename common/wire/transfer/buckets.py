@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -137,10 +137,8 @@ def _slots(channel: Channel, cut: Cut, *, is_pinned: bool) -> list[Tensor]:
     """Return two buckets; a GPU reads pinned memory of the host several times faster."""
     device = channel.device
     is_pinned = is_pinned and device.type == "cpu"
-    return [
-        torch.zeros(cut.slot_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
-        for _ in range(NUM_SLOTS)
-    ]
+    kind: Any = {"dtype": torch.uint8, "device": device, "pin_memory": is_pinned}
+    return [torch.zeros(cut.slot_bytes, **kind) for _ in range(NUM_SLOTS)]
 
 
 def _synchronize(channel: Channel) -> None:

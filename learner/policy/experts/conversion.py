@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ class FlatWeight(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def numel(self) -> int: ...
+
+
+Weight = TypeVar("Weight", bound=FlatWeight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +125,8 @@ class Stored:
 
 
 def stored_tensors(
-    network: PreTrainedModel, weights: Mapping[str, FlatWeight]
-) -> dict[str, FlatWeight | Stored]:
+    network: PreTrainedModel, weights: Mapping[str, Weight]
+) -> dict[str, Weight | Stored]:
     """Return weights under their names in a checkpoint; a weight that is stored as it is, as it is.
 
     Args:

@@ -20,6 +20,8 @@ EPS = 1e-7
 MAX_NUMBERS = 1 << 26
 MAX_CPU_NUMBERS = 1 << 22
 
+_torch: Any = torch  # The stubs lack the functions of several tensors.
+
 
 class BatchedMuon(torch.optim.Muon):
     """`torch.optim.Muon` with the same state and defaults; matrices of equal size iterate together.
@@ -47,13 +49,13 @@ class BatchedMuon(torch.optim.Muon):
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(gradient)
         means = [self.state[each]["momentum_buffer"] for each in chosen]
-        torch._foreach_lerp_(means, gradients, 1 - momentum)
-        directions = torch._foreach_lerp(gradients, means, momentum)
+        _torch._foreach_lerp_(means, gradients, 1 - momentum)
+        directions = _torch._foreach_lerp(gradients, means, momentum)
         num_rows, num_columns = chosen[0].shape
         scale = lr * math.sqrt(max(1.0, num_rows / num_columns))
-        torch._foreach_mul_(chosen, 1 - lr * group["weight_decay"])
+        _torch._foreach_mul_(chosen, 1 - lr * group["weight_decay"])
         updates = all_orthogonalised(directions, arithmetic_of(chosen[0]))
-        torch._foreach_add_(
+        _torch._foreach_add_(
             chosen,
             [each.to(own.dtype) for each, own in zip(updates, chosen, strict=True)],
             alpha=-scale,

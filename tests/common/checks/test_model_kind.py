@@ -8,10 +8,11 @@ import pytest
 
 from actor.play.settings import check_policy
 from common.checks.model_kind import check_kind, check_window
-from common.checks.preflight import check, check_dpo, check_dry, check_model, check_sft
+from common.checks.preflight import check, check_dry, check_model
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from learner.offline.checks import check_dpo, check_sft
 from learner.policy.model import load_policy, make_bare
 from tests.common.checks.models import write_model
 

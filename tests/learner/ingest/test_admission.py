@@ -126,7 +126,7 @@ def test_token_beyond_known_vocabulary_is_refused(vocab_size: int | None, reason
 def test_trajectory_beyond_microbatch_limit_is_refused() -> None:
     failed = replace(GOOD, end_reason=EndReason.ENV_ERROR)
     for trajectory in (GOOD, failed):
-        limits = {"learner_version": 3, "max_group_size": 2}
+        limits: dict[str, Any] = {"learner_version": 3, "max_group_size": 2}
         assert refusal(trajectory, **limits, max_tokens=4) == ""
         reason = refusal(trajectory, **limits, max_tokens=3)
         assert reason == "a segment has 4 tokens, more than learner.max_tokens_per_microbatch=3"

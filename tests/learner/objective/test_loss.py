@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import exp, log
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def loss_of(
     num_global_tokens: int = 1,
     num_global_sequences: int = 1,
     cfg: AlgorithmSection = CFG,
-    **extra: Tensor,
+    **extra: Any,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return (loss, metrics, gradient) where pi_theta has the given ratios to its anchor."""
     new = torch.tensor([log(ratio) + ANCHOR for ratio in ratios], requires_grad=True)

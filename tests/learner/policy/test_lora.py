@@ -128,7 +128,7 @@ def test_adapter_folder_is_one_that_peft_loads(tmp_path: Path) -> None:
 
 def test_published_tensors_are_those_of_the_adapter_file(tmp_path: Path) -> None:
     model = make_model_with_adapters()
-    published = dict(published_tensors(model))
+    published: dict[str, Any] = dict(published_tensors(model))
     save_adapter(tmp_path, model, trained_state(model))
     written = load_file(tmp_path / ADAPTER_TENSORS)
     assert published.keys() == written.keys()

@@ -65,7 +65,8 @@ def test_balance_loss_counts_real_tokens_only(
     save_experts(tmp_path, kind)
     sequences = sequences_of(600, 23, 31)  # A packed row is filled up to a multiple of 64.
     expected = loss_by_hand(logits_of(tmp_path, sequences))
-    theirs = load_balancing_loss_func(tuple(logits_of(tmp_path, sequences)), EXPERTS[kind], CHOSEN)
+    logits: Any = tuple(logits_of(tmp_path, sequences))
+    theirs = load_balancing_loss_func(logits, EXPERTS[kind], CHOSEN)
     assert expected == pytest.approx(float(theirs), rel=1e-5)
     model = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=checkpointing)
     cfg = LearnerSection(device="cpu", precision=Precision.FP32, layout=layout)
