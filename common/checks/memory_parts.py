@@ -28,7 +28,12 @@ ENGINE_WORK_BYTES = 3 * GIB // 2  # Use of a GPU engine besides weights and cach
 
 # Parts of a learner that exist between steps, too.
 KEPT_LABELS = (
-    *("learner w", "frozen weights", "adapters", "optimizer", "reference", "critic"),
+    "learner w",
+    "frozen weights",
+    "adapters",
+    "optimizer",
+    "reference",
+    "critic",
     "publish buckets",
 )
 

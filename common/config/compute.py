@@ -13,10 +13,23 @@ from common.config.knobs import DATE, PATH, WORD, Contradiction, knob
 DTYPES = ("bfloat16", "float16", "float32")
 # Arguments of `apply_chat_template` that are no variables of a template.
 RESERVED_VARIABLES = {
-    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_dict"),
-    *("return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-    *("strftime_now", "date_string"),
+    "conversation",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "strftime_now",
+    "date_string",
 }
 
 

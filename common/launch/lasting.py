@@ -10,13 +10,22 @@ from common.launch.process import ERROR, describe_exit, find_error
 
 # Errors of the code or of a library's version. They repeat with certainty.
 CERTAIN = {
-    *("TypeError", "AttributeError", "NameError", "NotImplementedError"),
-    *("ImportError", "ModuleNotFoundError"),
+    "TypeError",
+    "AttributeError",
+    "NameError",
+    "NotImplementedError",
+    "ImportError",
+    "ModuleNotFoundError",
 }
 # Errors that usually repeat. The second one with the same text is taken as lasting.
 LIKELY = {
-    *("RuntimeError", "ValueError", "KeyError", "IndexError", "AssertionError"),
-    *("FileNotFoundError", "EngineError"),
+    "RuntimeError",
+    "ValueError",
+    "KeyError",
+    "IndexError",
+    "AssertionError",
+    "FileNotFoundError",
+    "EngineError",
 }
 REFUSED = re.compile(
     r"\b(unrecogni[sz]ed|unknown|unsupported) (key|option|argument)|unexpected keyword argument",

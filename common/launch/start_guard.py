@@ -14,7 +14,12 @@ logger = logging.getLogger(__name__)
 # A restart may succeed after these errors, because their causes lie outside of the process.
 OF_OTHERS = (EnvError, PeerMissing, TimeoutError, ConnectionError, MemoryError)
 OF_THE_MACHINE = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO),
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EIO,
     errno.EADDRINUSE,
 )
 # The installed libraries, or code of the user, do not fit the product.
