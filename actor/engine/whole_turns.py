@@ -110,7 +110,7 @@ class _HoldsTurns(Scheduler):
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)
-        for request in finished:  # Nobody waits for the tokens of an aborted request.
+        for request in finished:  # The tokens of an aborted request have no receiver.
             self._held.pop(request.request_id, None)
             self._clients.pop(request.request_id, None)
         return finished
