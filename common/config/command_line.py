@@ -48,7 +48,7 @@ STUDIES = (
 SUITES = (
     "envhub, learner, scheduler, transport, weights, tail, actor, agents, routing,"
     " end2end, chaos, chaos-short, chaos-long, hostile, soak-run, soak-run-long,"
-    " dashboard, gpu, gpu-small, conformance, "
+    " dashboard, conformance, gpu, gpu-small, "
 ) + ", ".join(STUDIES)
 
 

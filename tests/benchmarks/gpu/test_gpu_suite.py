@@ -260,6 +260,7 @@ def test_suite_names_what_its_minutes_leave_out(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_checks_after_a_crash_run_in_a_new_process(tmp_path: Path) -> None:
     table = make_table()
     path = tmp_path / "own.jsonl"
