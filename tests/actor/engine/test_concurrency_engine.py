@@ -15,7 +15,7 @@ from tests.actor.engine.engine_rig import save_tiny_policy
 if TYPE_CHECKING:  # importing vllm takes seconds, and most runs deselect these tests
     from actor.engine.engine import Engine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 CEILING = 24
 NUM_BLOCKS = 49  # of 32 tokens, one of them vLLM's own: a short episode needs two of the others

@@ -10,7 +10,7 @@ from tests.actor.engine.engine_rig import Rig
 from tests.actor.engine.test_engine import make_prompts, mean_delta, sample
 from tests.actor.engine.test_experts import LIMIT, save_policy_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TARGETS = {
     "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],

@@ -10,7 +10,8 @@ from learner.offline.scratch import make_tokenizer
 from learner.policy.saving import save_tokenizer
 from tests.actor.engine.engine_rig import Rig
 from tests.actor.engine.test_engine import make_prompts, mean_delta, sample
-from tests.learner.experts import VOCAB, save_experts
+from tests.learner.experts import KINDS, VOCAB, save_experts
+from tests.marks import long_for
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +24,7 @@ def save_policy_of(folder: Path, kind: str) -> None:
     save_tokenizer(folder, make_tokenizer(words, vocab_size=VOCAB))
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.fixture(scope="module", params=long_for(KINDS, ("mixtral", "gpt_oss")))
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")

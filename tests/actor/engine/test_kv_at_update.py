@@ -17,13 +17,12 @@ from tests.actor.engine.engine_rig import Rig
 from tests.actor.engine.test_engine import make_prompts
 from tests.actor.rollout.playing import LEASE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 BLOCK_TOKENS = 32  # of the engine's cache on a CPU
 EXACT = 1e-5  # nats, mean over tokens; with a cache of both versions they are 1.5 apart
-KEEP = pytest.param(AtUpdate.KEEP, marks=pytest.mark.long)
-keep_and_drop = pytest.mark.parametrize("rig", [KEEP, AtUpdate.DROP], indirect=True)
-keep = pytest.mark.parametrize("rig", [KEEP], indirect=True)
+keep_and_drop = pytest.mark.parametrize("rig", [AtUpdate.KEEP, AtUpdate.DROP], indirect=True)
+keep = pytest.mark.parametrize("rig", [AtUpdate.KEEP], indirect=True)
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,7 @@ async def sampled(engine: Any) -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_seeded_requests_agree_between_engines_unseeded_differ(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
