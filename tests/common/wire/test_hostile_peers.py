@@ -365,7 +365,7 @@ def test_idle_connections_leave_room_for_friendly_peers(
 def ends(child: subprocess.Popen[str]) -> bool:
     """Return whether a process ends well by itself; afterwards it is gone in any case."""
     try:
-        return child.wait(20) == 0
+        return child.wait(90) == 0
     except subprocess.TimeoutExpired:
         return False
     finally:
