@@ -55,6 +55,7 @@ def test_finished_run_pictures_show_a_training_group(
     assert found == ["group-light.png", "run-light.png"]
 
 
+@pytest.mark.long
 def test_view_that_never_loads_is_named(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +66,7 @@ def test_view_that_never_loads_is_named(
         take.main(url, tmp_path / "pictures", "a")
 
 
+@pytest.mark.long
 def test_missing_run_is_named_without_a_substitute(url: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"^RUN=b: the dashboard has no such run\. It shows a\.$"):
         take.main(url, tmp_path / "pictures", "b")

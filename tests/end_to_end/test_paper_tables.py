@@ -25,6 +25,7 @@ TURNS = {"searchqa": 30, "textcraft": 30, "babyai": 20}
 NUM_ITEMS = 60
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_paper_tables_use_published_turns_and_layout(tmp_path: Path):

@@ -53,6 +53,7 @@ def scores_of(rig: Rig, prompt: list[int], turn: Turn, *, replays: bool) -> Any:
     return passes.score(tokens).logprobs.numpy()
 
 
+@pytest.mark.long
 def test_engine_records_experts_of_prompts_samples_and_cached_prefixes(rig: Rig) -> None:
     async def law() -> None:
         (prompt,) = make_prompts(1, num_tokens=70)
@@ -76,6 +77,7 @@ def test_engine_records_experts_of_prompts_samples_and_cached_prefixes(rig: Rig)
     rig.run(law())
 
 
+@pytest.mark.long
 def test_replay_brings_the_trainer_closer_to_the_engine(rig: Rig) -> None:
     """A bf16 engine and an fp32 trainer: routers near a tie choose differently without replay."""
 

@@ -94,6 +94,7 @@ def test_network_with_another_trunk_is_scored_right(family: str, tmp_path: Path)
     assert gap <= TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("family", long_for(["qwen3", "gemma2"], ("gemma2",)))
 def test_engine_scores_equal_the_learners(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

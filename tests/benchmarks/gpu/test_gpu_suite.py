@@ -237,6 +237,7 @@ def run_small(*flags: str, folder: Path) -> tuple[int, list[dict[str, Any]]]:
     return code, [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_suite_runs_chosen_checks_in_its_process(tmp_path: Path) -> None:
     code, lines = run_small("--only", "canary,chunks", folder=tmp_path)

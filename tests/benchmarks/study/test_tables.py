@@ -86,6 +86,7 @@ def test_plan_counts_remaining_runs_and_cost(tmp_path: Path) -> None:
     assert "up to 180 of them fall away" in text
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("study", [read_study(name) for name in names()], ids=names())
 def test_every_run_has_a_valid_configuration(study: Study) -> None:

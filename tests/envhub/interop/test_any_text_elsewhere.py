@@ -40,6 +40,7 @@ def test_any_text_is_an_action_of_an_mcp_server(tmp_path: Path) -> None:
     check_apart(python_with(MCP, sees_ours=True), described(tmp_path), "tools")
 
 
+@pytest.mark.long
 def test_any_text_is_an_action_of_a_textarena_game() -> None:
     python = python_with(PACKAGES["textarena"], sees_ours=True)
     check_apart(python, "textarena:GuessTheNumber-v0", "GuessTheNumber-v0")

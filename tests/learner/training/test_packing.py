@@ -153,6 +153,7 @@ def test_packed_sequences_have_the_padded_loss_and_gradient(
                 torch.testing.assert_close(packed_batch.before[index], logprobs, atol=2e-6, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [PADDED, PACKED])
 @pytest.mark.parametrize(
