@@ -20,7 +20,7 @@ from tests.end_to_end.runs import REPOSITORY, Run, balances, unbounded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_STEPS = 14
+NUM_STEPS = 11
 OVERRIDES = (
     f"train.num_steps={NUM_STEPS}",
     "eval.baselines=true",

@@ -29,7 +29,6 @@ from learner.training.ranks import Ranks
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
 from learner.training.trainer import Trainer
 from tests.learner.builders import VOCAB, make_model, make_model_with_adapters, make_samples
-from tests.marks import long_for
 
 PPO = AlgorithmSection(advantage=Advantage.PPO)
 ALGORITHMS = {
@@ -56,7 +55,6 @@ ALGORITHMS = {
     "reference and entropy": (AlgorithmSection(kl_coef=0.1, entropy_coef=0.01), {}),
     "adapters' base as reference": (AlgorithmSection(kl_coef=0.1), {"has_adapters": True}),
 }
-COMPILED = {"by token", "critic's head"}  # The others compile in `make test-long`.
 PARTS = ([0, 1, 2, 3, 4, 5], [5, 1, 2])  # the whole batch, and a minibatch of it
 PADDED, PACKED = Layout.PADDED, Layout.PACKED
 
