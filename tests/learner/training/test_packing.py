@@ -154,9 +154,7 @@ def test_packed_sequences_have_the_padded_loss_and_gradient(
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [PADDED, PACKED])
-@pytest.mark.parametrize(
-    "name", long_for(ALGORITHMS, set(ALGORITHMS) - {"by token", "critic's head"})
-)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_compiled_parts_have_the_plain_loss_and_gradient(name: str, layout: Layout) -> None:
     algorithm, kind = ALGORITHMS[name]
     for part in PARTS:
