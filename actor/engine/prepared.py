@@ -18,12 +18,17 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _layerwise_process,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, to_meta_tensor
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImplBase
@@ -40,8 +45,24 @@ def begin_reload(model: nn.Module) -> None:
     """Make a model ready to take weights in the format of a checkpoint."""
     _drop_cpu_kernels(model)
     initialize_layerwise_reload(model)
+    _write_in_place(model)
     for layer in _written_directly(model):
         materialize_layer(layer, get_layerwise_info(layer))
+
+
+def _write_in_place(model: nn.Module) -> None:
+    """Let layers without a processing step keep their tensors during the reload.
+
+    vLLM (0.32) gives each layer tensors without memory, and fills them by its weight loaders. Some
+    models write a weight without a loader, such as the sinks of attention. Such a weight would
+    silently stay old.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        has_step = isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase)
+        if info.can_load() and not has_step and not is_deferred_attention_layer(layer):
+            _place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def _written_directly(model: nn.Module) -> list[nn.Module]:

@@ -19,6 +19,7 @@ from common.wire.weight_messages import TensorSpec, WeightsOffer
 from learner.offline.scratch import make_tokenizer, save_policy
 from tests.actor.engine.engine_rig import HOST, PATIENT_S, save_tiny_policy
 from tests.common.wire.meeting import Meeting
+from tests.learner.experts import save_experts
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +92,10 @@ def contents(model: nn.Module, dtype: str) -> dict[str, Tensor]:
     layers: list[tuple[str, Any]] = list(model.named_modules())
     for name, layer in layers:
         if hasattr(layer, "cpu_linear"):
-            width = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
+            width = getattr(layer, "input_size_per_partition", None) or getattr(
+                layer, "input_size", None
+            )
+            width = width or layer.embedding_dim
             rows = torch.randn((5, width), generator=generator).to(getattr(torch, dtype))
             found[f"{name}()"] = layer.cpu_linear(rows, layer.weight, getattr(layer, "bias", None))
     return found
@@ -99,6 +103,27 @@ def contents(model: nn.Module, dtype: str) -> dict[str, Tensor]:
 
 def is_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_reload_leaves_no_weight_old(tmp_path: Path, kind: str) -> None:
+    """The sinks of gpt-oss are written without a weight loader."""
+    from safetensors.torch import load_file
+    from vllm.config import set_current_vllm_config
+
+    from actor.engine.prepared import begin_reload, end_reload
+
+    for seed in (0, 1):
+        save_experts(tmp_path / str(seed), kind, seed=seed)
+    model, config = make_model(tmp_path / "0", "float32")
+    expected, _ = make_model(tmp_path / "1", "float32")
+    assert not is_equal(contents(model, "float32"), contents(expected, "float32"))
+    with set_current_vllm_config(config):
+        begin_reload(model)
+        model.load_weights(load_file(tmp_path / "1" / "model.safetensors").items())
+        end_reload(model, config.model_config)
+    assert is_equal(contents(model, "float32"), contents(expected, "float32"))
 
 
 @torch.no_grad()
