@@ -1,9 +1,12 @@
 """vLLM's CPU worker with support for AMX tiles, a single adapter and records of experts."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
+from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -32,6 +35,7 @@ class TileWorker(CPUWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        use_router_biases(self.model_runner.get_model())
         options: Any = self.vllm_config.additional_config
         if options and options.get(RECORDS):
             self.experts = ExpertRecorder(self.model_runner, self.vllm_config)
@@ -47,6 +51,45 @@ class TileWorker(CPUWorker):
         assert self.experts is not None
         found: np.ndarray = self.experts.take(request)
         return [found.tobytes(), list(found.shape), found.dtype.name]
+
+
+def use_router_biases(model: nn.Module) -> None:
+    """Let routers with a softmax add their bias before they choose experts, as in Ernie 4.5.
+
+    vLLM (0.32) ignores `e_score_correction_bias` of such routers on a CPU.
+    """
+    for layer in model.modules():
+        for router in vars(layer).values():
+            if (
+                isinstance(router, CPURouter)
+                and router.e_score_correction_bias is not None
+                and router.scoring_func == "softmax"
+                and not router.use_grouped_topk
+                and router.custom_routing_function is None
+            ):
+                router.custom_routing_function = partial(
+                    biased_choice, router.e_score_correction_bias
+                )
+
+
+def biased_choice(
+    bias: Tensor, *, hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
+) -> tuple[Tensor, Tensor]:
+    """Return gates [token, chosen] and ids [token, chosen]; the bias changes the choice only.
+
+    Args:
+        bias: [expert].
+        hidden_states: [token, hidden], not used.
+        gating_output: [token, expert] logits of the router.
+        topk: number of chosen experts.
+        renormalize: whether the gates of a token sum to 1.
+    """
+    scores = gating_output.float().softmax(-1)
+    ids = (scores + bias).topk(topk, dim=-1).indices
+    gates = scores.gather(-1, ids)
+    if renormalize:
+        gates = gates / gates.sum(-1, keepdim=True)
+    return gates, ids
 
 
 def _keep_cpu_experts() -> None:
