@@ -291,8 +291,8 @@ class Engine:
         """Return the experts that the worker recorded for a finished request; None: vLLM does."""
         if not self._asks_for_experts:
             return None
-        told = await self._llm.collective_rpc("take_experts", args=(request_id,))
-        content, shape, dtype = told[0]
+        replies = await self._llm.collective_rpc("take_experts", args=(request_id,))
+        content, shape, dtype = replies[0]
         return np.frombuffer(content, dtype=dtype).reshape(shape)
 
     def _turn(self, output: Any, experts: np.ndarray | None = None) -> Turn:

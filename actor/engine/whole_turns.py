@@ -179,6 +179,6 @@ def _is_no_notice_of_scheduler(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(CUSTOM_SCHEDULER)
 
 
-# vLLM warns about every scheduler that is not its own. The filter applies in the engine's process,
-# which imports this module.
+# vLLM warns about every scheduler that is not its own. The engine's process imports this module, so
+# the filter applies there.
 logging.getLogger("vllm.config.scheduler").addFilter(_is_no_notice_of_scheduler)

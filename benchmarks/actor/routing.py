@@ -36,7 +36,7 @@ VOCAB = 512
 NUM_PROMPTS = 32
 PROMPT_TOKENS = 60
 TURN_TOKENS = 128
-MAX_RATIO = 0.5  # Of the largest differences with and without replay.
+MAX_RATIO = 0.5  # The largest difference with replay over that without.
 
 
 def run_suite(table: BenchTable) -> None:

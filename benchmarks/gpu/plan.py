@@ -24,7 +24,7 @@ class GpuCheck:
     """One check: the function that measures, and its times on one H100."""
 
     name: str
-    function: str  # As module:name; its argument is a DeviceBench.
+    function: str  # The format is module:name. The function takes a DeviceBench.
     usual_s: float  # Expected duration; a check that does not fit into the budget is left out.
     limit_s: float  # The check is ended after this time.
     needs: tuple[str, ...] = ()  # Packages without which the check is left out.

@@ -10,7 +10,8 @@ from typing import Any, cast
 from common.errors import ConfigError
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # Head sizes of vLLM 0.32.
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # Of each layer.
+# Keys of a configuration with the number of experts in a layer.
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

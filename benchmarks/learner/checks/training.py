@@ -30,7 +30,7 @@ from learner.training.step import Gradients, TrainerSettings
 from learner.training.trainer import Trainer
 
 MIN_STEP_TOKENS_PER_S = 1_000.0
-MAX_STEP_RATIO = 1.05  # Of a whole step to a bare one, on a GPU.
+MAX_STEP_RATIO = 1.05  # A whole step may take this many times a bare one on a GPU.
 SHARDED = "FSDP2 on one rank"
 NUM_PRODUCTS = 20
 # In fp32; on CUDA the order of additions in attention's backward pass varies.

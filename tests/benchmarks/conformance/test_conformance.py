@@ -117,7 +117,7 @@ def test_page_is_written_from_the_results() -> None:
 
 
 def test_small_network_has_every_kind_of_layer() -> None:
-    # Of six layers in Gemma 3, the last one attends to everything.
+    # Gemma 3 has five layers with a window before each one without.
     config = tiny_config("gemma3_text")
     assert config.layer_types == [*["sliding_attention"] * 5, "full_attention"]
     assert config.num_hidden_layers == 6

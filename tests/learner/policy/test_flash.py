@@ -29,7 +29,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "olmo3": FULL,
     "exaone4": HEAD | FULL,
 }
-NO_AUTOCAST = {"dbrx"}  # Its experts in transformers add bf16 to fp32.
+NO_AUTOCAST = {"dbrx"}  # Experts of dbrx add bf16 to fp32 in transformers.
 PACKED = {name: more for name, more in FAMILIES.items() if name not in PADDED | NO_AUTOCAST} | PLAIN
 
 
